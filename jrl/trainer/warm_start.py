@@ -137,13 +137,10 @@ def supervised_batch(setup: Setup, examples: list[Example], rows: int) -> Batch[
         setup.format, examples, setup.response_length
     )
     mask = np.concatenate([np.zeros_like(prompts_valid), imitated], axis=1)
-    # What fills the batch up is run, but none of its tokens is in the loss or its denominator.
-    mask[count:] = False
-    batch = Batch(
-        tokens=np.concatenate([prompts, answers], axis=1),
-        valid=np.concatenate([prompts_valid, answers_valid], axis=1),
-        mask=mask,
-    )
+    valid = np.concatenate([prompts_valid, answers_valid], axis=1)
+    # What fills the batch up has no token: none is in the loss, and no router is balanced by it.
+    mask[count:] = valid[count:] = False
+    batch = Batch(tokens=np.concatenate([prompts, answers], axis=1), valid=valid, mask=mask)
     return to_devices(batch, over_rows(setup.mesh))
 
 

@@ -256,11 +256,12 @@ class DisaggregatedEngine(SlotEngine):
         # Where all processes have them: by their hosts, and only those that go somewhere.
         (slots,) = np.nonzero(places < shelf.lengths.shape[0])
         number = bucket(len(slots), self.slots, least=1)
-        chosen, where = (np.full(number, fill) for fill in (0, shelf.lengths.shape[0]))
+        chosen = np.zeros(number, np.int32)
+        where = shelf.lengths.shape[0] + np.arange(number, dtype=np.int32)
         chosen[: len(slots)], where[: len(slots)] = slots, places[slots]
-        some = _taken(self._there().rows, self._everywhere(chosen.astype(np.int32)), self.mesh)
+        some = _taken(self._there().rows, self._everywhere(chosen), self.mesh)
         place = replicated(self._training)
-        rows, where = to_devices((self._to_host(some), where.astype(np.int32)), place)
+        rows, where = to_devices((self._to_host(some), where), place)
         return shelve(shelf, rows, where, place)
 
     def _to_host(self, tree: Any) -> Any:

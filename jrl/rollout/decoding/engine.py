@@ -312,7 +312,8 @@ class SlotEngine:
             size = bucket(under_way, least=self.slots)
             shelf = Shelf(self.decoder, self._empty_shelf(size))
         self._shelf = shelf
-        places = np.full(self.slots, len(shelf), np.int32)
+        # Past the end and no two alike, as `shelve` wants them.
+        places = len(shelf) + np.arange(self.slots, dtype=np.int32)
         places[slots] = shelf.taken + np.arange(len(slots))
         shelf.rows = self._on_shelf(shelf.rows, places)
         tokens, done = self._to_host(self._pool.rows.tokens), list[Trajectory]()

@@ -38,7 +38,7 @@ def shelve(
 
     Args:
       shelf: given up.
-      places: ``[slot]`` where each slot's row goes; past the end leaves it out.
+      places: ``[slot]`` where each slot's row goes, no two alike; past the end leaves it out.
       place: where the shelf lies.
     """
     return _shelving(place)(shelf, rows, places)

@@ -13,6 +13,8 @@ from jrl.rollout.scoring import num_micro_batches
 from jrl.trainer.learner.masters import keeps_masters
 from jrl.trainer.setup.setup import Setup
 from moe.adapters import trees
+from moe.architecture.delta import delta_layers
+from moe.attention.latent import keeps_narrow
 from moe.config import ModelConfig
 from moe.disaggregated.sides import side_bytes
 from moe.layers.chunks import stored_depth
@@ -47,7 +49,8 @@ def memory(setup: Setup) -> dict[str, int]:
     * gradients ``max(F, E)``, float32, and where micro-batches are summed ``max(W, V)`` for that of
       one of them, in which the layers count by their parts under `Execution.fsdp`;
     * cache ``layers x slots x (prompt + response) x kv_heads / tp x (head_dim + v_head_dim) x
-      itemsize``, with the slots per device;
+      itemsize``, with the slots per device; of latent attention the narrow vectors in place of
+      keys and values, and of layers with Gated DeltaNet a state for each row;
     * logits ``4 x rows x response / cp x min(chunk, vocab / tp)`` of a chunk of columns, or
       ``4 x rows x response / (cp tp) x vocab`` where the sampler truncates and that is more, with
       the rows per device of the largest forward pass: a micro-batch, a warm start's batch, or all
@@ -209,16 +212,32 @@ def _bytes_on_one(
 
 
 def cache_bytes(setup: Setup) -> int:
-    """Bytes of the key/value cache on one device."""
+    """Bytes on one device of what rows are gone on with, see `moe.cache.buffers.Cache`."""
     model, mesh = setup.model, setup.rollout_mesh
     tp = mesh.size(mesh.tp)
+    slots = setup.geometry.slots(setup.run.slots) // mesh.size(mesh.dp)
     # As `SlotEngine` rounds them.
     columns = -(-(setup.prompt_length + setup.response_length) // tp) * tp
-    positions = setup.geometry.slots(setup.run.slots) // mesh.size(mesh.dp) * columns
-    heads = model.num_kv_heads // mesh.size(mesh.tp)
-    widths = model.head_dim + model.v_head_dim
+    if keeps_narrow(model):
+        # Whole on each rank of tp: every head is made of all of it.
+        assert model.mla is not None
+        widths = model.mla.kv_lora_rank + model.mla.qk_rope_head_dim
+    else:
+        widths = model.num_kv_heads // tp * (model.head_dim + model.v_head_dim)
     itemsize = jax.numpy.dtype(model.dtype).itemsize
-    return positions * model.num_layers * heads * widths * itemsize
+    attending = model.num_layers - len(delta_layers(model))
+    return slots * (attending * columns * widths * itemsize + _state_bytes(model, tp, itemsize))
+
+
+def _state_bytes(model: ModelConfig, tp: int, itemsize: int) -> int:
+    """Of a row's states in the layers with Gated DeltaNet, however long it is."""
+    if model.delta is None:
+        return 0
+    delta = model.delta
+    state = delta.num_value_heads // tp * delta.key_head_dim * delta.value_head_dim
+    tail = delta.num_key_heads // tp * delta.content_dim * (delta.conv_width - 1)
+    # The rule's own state is float32.
+    return len(delta.layers) * (4 * state + itemsize * tail)
 
 
 def logits_bytes(setup: Setup, rows: int) -> int:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from jrl.trainer.learner.masters import keeps_masters
 from jrl.trainer.setup.network import check_overlaps
 from jrl.trainer.setup.setup import Setup
+from moe.attention.context_parallel.choice import context_of
 from moe.attention.core import LARGEST_KEPT, LARGEST_PLAIN
 from moe.counts.sizes import sizes_of
 from moe.router.capacity import can_drop
@@ -69,7 +70,7 @@ def method_of(setup: Setup) -> Method:
     return Method(
         # Where no token travels there is none.
         dispatch=execution.dispatch or "all_gather",
-        context=execution.context or "gather",
+        context=context_of(config, setup.mesh),
         remat=execution.remat,
         fsdp=execution.fsdp,
         itemsize=2 if config.dtype == "bfloat16" else 4,
@@ -93,8 +94,8 @@ def attention_of(setup: Setup) -> str | None:
     # What cuDNN computes holds no scores in memory: None.
     if named is not None:
         return {"plain": "plain", "xla": "plain", "blocked": "blocked"}.get(named)
-    # A GPU computes it with cuDNN.
-    if setup.mesh.platform != "cpu" and setup.model.dtype == "bfloat16":
+    # A GPU computes it with cuDNN; devices that need not exist are taken for GPUs.
+    if setup.mesh.platform in ("gpu", None) and setup.model.dtype == "bfloat16":
         return None
     batch, layout = batch_of(setup), setup.mesh.layout
     # Between layers tokens are spread over tp; in attention a rank has all of them, and some heads.

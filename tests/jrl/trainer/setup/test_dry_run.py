@@ -13,7 +13,7 @@ from small_runs import small_model, small_recipe, small_run, small_setup
 
 from jrl.config.run import RunConfig
 from jrl.recipes import Dapo, Grpo, Ppo, Vapo
-from jrl.rollout.decoding.programs.slots import empty_pool
+from jrl.rollout.decoding.programs.slots import abstract_pool, empty_pool
 from jrl.trainer.scoring import logprobs_and_choices_of
 from jrl.trainer.setup.dry_run import batch_arithmetic, parameters, print_dry_run, readable_bytes
 from jrl.trainer.setup.memory import cache_bytes, logits_bytes, memory, weight_bytes
@@ -21,6 +21,8 @@ from jrl.trainer.setup.setup import build_setup
 from jrl.trainer.state import init_adapters, init_state, init_weights
 from moe import model, placement, weights
 from moe.adapters import trees
+from moe.architecture.attention import MultiHeadLatentAttention
+from moe.architecture.delta import GatedDeltaNet
 from moe.config import tiny
 from moe.head import logits_of
 from sharding.folding import Layout, fold_abstract
@@ -97,6 +99,26 @@ def test_memory_of_the_cache_is_what_decoding_carries():
     pool = empty_pool(engine.decoder, engine.slots, engine.columns)
     assert engine.slots == 24
     assert cache_bytes(setup) == on_one_device(pool.cache)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_kv_heads": 4, "mla": MultiHeadLatentAttention(12, 5, 4, 7)},
+        {"num_layers": 3, "delta": GatedDeltaNet((0, 1), 2, 4, 6, 5, 4)},
+    ],
+    ids=["latent", "delta"],
+)
+def test_memory_of_a_cache_of_other_things_is_that_of_them(changes):
+    setup = small_setup(run=small_run(layout="tp2 dp2 / ep4"))
+    setup = replace(setup, model=small_model(setup.tokenizer.vocab_size, **changes))
+    engine = setup.sampler().engine
+    cache = abstract_pool(engine.decoder, engine.slots, engine.columns).cache
+    parts = (
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves(cache)
+    )
+    assert cache_bytes(setup) == sum(parts)
 
 
 def test_memory_of_all_logits_is_what_a_sampler_that_truncates_asks_for():

@@ -19,6 +19,8 @@ from jrl.trainer.setup.predicted import (
     times_with_overlap,
 )
 from jrl.trainer.setup.setup import build_setup
+from moe.attention.context_parallel.choice import context_of
+from sharding.folding import Layout, fold
 from sharding.planner.hardware import HARDWARE, of_kind
 
 
@@ -54,6 +56,28 @@ def test_settings_of_the_execution_reach_the_plan(setup):
     assert memory_of_update(other).activations < memory_of_update(setup).activations / 4
     slower, faster = (time_of_update(one, HARDWARE["h100"]) for one in (other, setup))
     assert slower.products > faster.products
+
+
+def test_attention_crosses_devices_as_the_run_will_have_it(setup):
+    few, many = (
+        replace(setup, mesh=fold(Layout.parse("cp4"), jax.devices()[:4]), model=model)
+        for model in (
+            replace(setup.model, num_heads=8, num_kv_heads=1),
+            replace(setup.model, num_heads=8, num_kv_heads=8),
+        )
+    )
+    for each in (few, many):
+        assert method_of(each).context == context_of(each.model, each.mesh)
+    assert [method_of(each).context for each in (few, many)] == ["gather", "ulysses"]
+
+
+def test_scores_are_kept_in_memory_where_no_kernel_of_gpus_serves(setup):
+    halves = replace(setup, model=replace(setup.model, dtype="bfloat16"))
+    found = {
+        platform: method_of(replace(halves, mesh=replace(halves.mesh, platform=platform))).attention
+        for platform in ("cpu", "tpu", "gpu", None)
+    }
+    assert found == {"cpu": "plain", "tpu": "plain", "gpu": None, None: None}
 
 
 def test_time_is_shown_for_accelerators_alone(setup, monkeypatch):
