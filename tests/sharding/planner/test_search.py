@@ -121,10 +121,10 @@ def best_by_hand(model, layout, rows, time, method, system, choices):
 
 
 IN_PARTS = Choices(
-    ("all_gather", "ragged"),
+    ("all_gather", "all_to_all", "ragged"),
     storage=("bfloat16",),
     activation_wire=(None, "float8_e4m3fn"),
-    gradient_wire=("bfloat16",),
+    gradient_wire=("float32", "bfloat16"),
     expert_chunks=(1, 2),
     two_batch_overlap=True,
     overlap_grad_reduce=True,
