@@ -21,7 +21,8 @@ class CriticRollout:
 
     Attributes:
       values: ``[batch, time]`` of the critic.
-      rewards: ``[batch, time]`` usually zero but for the last sampled token.
+      rewards: ``[batch, time]`` usually zero but for the last sampled token, of a conversation the
+        last of each turn.
       mask: ``[batch, time]`` sampled tokens.
       correct: ``[batch]`` full marks or not.
       groups: ``[batch]`` completions of one prompt share a number.

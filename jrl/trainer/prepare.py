@@ -31,6 +31,7 @@ from jrl.trainer.setup.networks import Network, Networks
 from jrl.trainer.state import TrainState, reference_of
 from moe.config import ModelConfig
 from moe.weights import Transformer
+from sharding.folding import FoldedMesh
 
 
 @partial(jax.jit, static_argnums=0)
@@ -89,7 +90,7 @@ def prepare(
     """
     seconds, rescored = dict[str, float](), None
     full = np.asarray(scores == 1.0) if correct is None else correct
-    batch = _verified(recipe, completions, scores, full, batch, response_length, networks)
+    batch = verified(recipe, completions, scores, full, batch, response_length, networks.mesh)
     # Forward passes of networks as they are before the first update: none is repeated per epoch.
     if state.critic is not None:
         assert networks.critic is not None
@@ -142,16 +143,24 @@ def _logprobs(
     return logprobs_of(objective, policy, batch.tokens, batch.valid, replayed)
 
 
-def _verified(
+def verified(
     recipe: Recipe,
     completions: Sequence[Completion],
     scores: np.ndarray,
     correct: np.ndarray,
     batch: Batch[Array],
     response_length: int,
-    networks: Networks,
+    mesh: FoldedMesh,
 ) -> Batch[Array]:
-    """With what the verifier says."""
+    """The batch with what the verifier says: rewards, correct, groups and lengths.
+
+    Args:
+      completions: the rows of `batch`.
+      scores: their verdicts.
+      correct: which of the scores are full marks.
+      response_length: the limit of a completion, in tokens.
+      mesh: of training.
+    """
     lengths = lengths_of(completions)
     before_end = sums_of_turns(completions, batch)
     # What the turns before the last were worth stays as it is: the recipe rewards the end.
@@ -163,7 +172,7 @@ def _verified(
         "groups": groups_of(completions),
         "lengths": sampled_lengths_of(completions),
     }
-    batch = replace(batch, **to_devices(columns, over_rows(networks.mesh)))
+    batch = replace(batch, **to_devices(columns, over_rows(mesh)))
     return batch if batch.finished is None else _only_finished(batch, batch.finished)
 
 

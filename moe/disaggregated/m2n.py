@@ -7,7 +7,13 @@ message goes out once and is nowhere added to another; nothing waits on the host
 rows width itemsize`` for messages of ``[rows, width]``, whatever is in them.
 """
 
+import contextlib
+import logging
+import os
 import socket
+import stat
+import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
@@ -29,6 +35,8 @@ UNION = "union"
 LOOPBACK = "127.0.0.1"
 LONGEST_NAME = 256
 """Bytes of a host's name or of an address, at most."""
+LONGEST_WAIT = 600.0
+"""Seconds for which a message is waited for; its programs may have to be compiled first."""
 STAGED = 2**24
 """Bytes of a message that a transfer server reads at a time; it reserves room for some of them."""
 
@@ -143,7 +151,8 @@ class Transfer:
 
     No program holds the two sides together, so that a process waits for those messages alone that
     its own programs read. Every process must make the same exchanges, and call them in the same
-    order; an error in a peer, or its end, is raised where a pulled message is waited for.
+    order; an error in a peer, its end, and `LONGEST_WAIT` seconds without a message that is pulled
+    are raised where it is waited for.
     """
 
     def __init__(self, source: FoldedMesh, target: FoldedMesh):
@@ -201,6 +210,7 @@ class _PostOffice:
         self._addresses = _gathered(self._server.address())
         self._connections: dict[int, Any] = {}
         self._counts = Counter[tuple[int, int]]()
+        self._watch = _Watch(self._addresses)
 
     def offer(self, to: int, messages: list[Array]) -> None:
         """Has these ready for a process, which pulls them once."""
@@ -216,11 +226,71 @@ class _PostOffice:
             for device in devices
         ]
         number = self._number(sender, jax.process_index())
-        return self._connections[sender].pull(number, wanted)
+        came = self._connections[sender].pull(number, wanted)
+        self._watch.expect(sender, came[-1])
+        return came
 
     def _number(self, sender: int, to: int) -> int:
         self._counts[sender, to] += 1
         return self._counts[sender, to] * jax.process_count() + to
+
+
+class _Watch:
+    """Closes the connection to a process whose messages do not come: whoever waits for one then has
+    the error of a process that has ended.
+
+    Programs wait for what was pulled without a limit and where Python has no say. Of each sender
+    the message that is waited for is held and the newest, no others.
+    """
+
+    def __init__(self, addresses: Sequence[str]):
+        self._addresses, self._lock = addresses, threading.Lock()
+        self._awaited: dict[int, tuple[Array, float]] = {}
+        self._newest: dict[int, Array] = {}
+        threading.Thread(target=self._run, name="moe messages", daemon=True).start()
+
+    def expect(self, sender: int, message: Array) -> None:
+        """Has the message waited for, after those of this sender that are expected already."""
+        with self._lock:
+            self._newest[sender] = message
+            self._awaited.setdefault(sender, (message, time.monotonic()))
+
+    def _run(self) -> None:
+        said = 'm2n="transfer": process %d has sent nothing for %g s; its connection is closed'
+        while True:
+            time.sleep(LONGEST_WAIT / 100)
+            with self._lock:
+                overdue = [sender for sender in list(self._awaited) if self._is_overdue(sender)]
+            for sender in overdue:
+                logging.getLogger(__name__).error(said, sender, LONGEST_WAIT)
+                _disconnect(self._addresses[sender])
+
+    def _is_overdue(self, sender: int) -> bool:
+        message, since = self._awaited[sender]
+        if not _has_come(message):
+            return time.monotonic() > since + LONGEST_WAIT
+        del self._awaited[sender]
+        if not _has_come(newest := self._newest.pop(sender)):
+            self._newest[sender], self._awaited[sender] = newest, (newest, time.monotonic())
+        return False
+
+
+def _has_come(message: Any) -> bool:
+    try:
+        return message.is_ready()
+    except RuntimeError:  # given up to a program, or an error in its place
+        return True
+
+
+def _disconnect(address: str) -> None:
+    """Closes connections to an address: JAX closes none over which something is pulled."""
+    host, _, port = address.rpartition(":")
+    for number in map(int, os.listdir("/dev/fd")):
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(number).st_mode):
+                with socket.socket(fileno=os.dup(number)) as own:
+                    if own.getpeername()[:2] == (host, int(port)):
+                        own.shutdown(socket.SHUT_RDWR)
 
 
 def host_to_reach(names: Sequence[str], number: int) -> str:

@@ -1,14 +1,16 @@
 """One of several processes that decode together, some with attention and some with experts.
 
-    python split_process.py COUNT PORT NUMBER FILE DIES M2N
+    python split_process.py COUNT PORT NUMBER FILE FAILS HOW M2N
 
 Four devices in all; messages travel as M2N says. What it has of the logits and choices goes to
-FILE, with the bytes that it let others pull; the process of number DIES is killed after a token.
+FILE, with the bytes that it let others pull; the process of number FAILS is killed after a token,
+where HOW is "dies", or does nothing more, where it is "hangs".
 """
 
 import os
 import signal
 import sys
+import time
 
 import numpy as np
 from two_sides import CONFIG, sides, split_mesh, two_sides
@@ -19,10 +21,13 @@ from moe.disaggregated import m2n as m2n_of
 from moe.disaggregated.runner import Runner
 
 SPLIT, MICRO_BATCHES = "dp2 / ep2", 2
+LONGEST_WAIT = 20.0
+"""Seconds for a message, within which its programs are compiled."""
 
 
-def decode(count: int, port: str, number: int, file: str, dies: int, m2n: str) -> int:
+def decode(count: int, port: str, number: int, file: str, fails: int, how: str, m2n: str) -> int:
     start_jax(4, Processes(f"localhost:{port}", num_processes=count, process_id=number))
+    m2n_of.LONGEST_WAIT = LONGEST_WAIT
     mesh = split_mesh(SPLIT)
     runner = Runner(CONFIG, mesh, m2n=m2n, records_choices=True)
     offered, offer = 0, m2n_of._PostOffice.offer
@@ -35,7 +40,9 @@ def decode(count: int, port: str, number: int, file: str, dies: int, m2n: str) -
     m2n_of._PostOffice.offer = counted
 
     def goes_on(token: int) -> bool:
-        if token and number == dies:
+        if token and number == fails:
+            if how == "hangs":
+                time.sleep(3600)
             os.kill(os.getpid(), signal.SIGKILL)
         return True
 
@@ -55,5 +62,5 @@ def leaves(side):
 
 
 if __name__ == "__main__":
-    count, port, number, file, dies, m2n = sys.argv[1:]
-    sys.exit(exit_status(lambda: decode(int(count), port, int(number), file, int(dies), m2n)))
+    count, port, number, file, fails, *ways = sys.argv[1:]
+    sys.exit(exit_status(lambda: decode(int(count), port, int(number), file, int(fails), *ways)))

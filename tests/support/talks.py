@@ -63,8 +63,8 @@ class LateHost(LocalHost):
         return future
 
 
-def echo(seed: int = 0, host=LocalHost) -> Conversational:
-    definition = Echo()
+def echo(seed: int = 0, host=LocalHost, kind=Echo) -> Conversational:
+    definition = kind()
     environments = host(definition, Scoring())
     return Conversational(
         ProceduralTask("echo", seed, Opened("echo", definition, environments)), environments

@@ -36,7 +36,7 @@ class RemoteWatcher:
     ):
         self._store = Store(source, seconds)
         self._verdicts = Verdicts(detector, acknowledged)
-        self._silence, self._label = silence, label
+        self._seconds, self._silence, self._label = seconds, silence, label
 
     def look(self, now: float | None = None) -> Look:
         """Asks for what is new; `now` is Unix time, the present by default."""
@@ -50,15 +50,16 @@ class RemoteWatcher:
             f"{len(series)} series of {len(fleet.machines)} machines every {fleet.period:g} s, "
             f"asked in {time.monotonic() - begun:.2f} s"
         )
+        notes = report.notes
         if not series:
-            health += ": nothing was received, nobody is watched"
+            notes = (f"no sample of the last {self._seconds:g} s was received: nobody is watched",)
         return Look(
             fleet,
             processes,
             tuple(report.alarms),
             raised,
             tuple(problems),
-            report.notes,
+            notes,
             report.comparable,
             health,
         )

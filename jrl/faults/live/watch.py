@@ -26,7 +26,7 @@ from jrl.faults.collect.vocabulary import PRIORITY, recorded_as
 from jrl.faults.fleet import Detector
 from jrl.faults.live.hook import command_hook
 from jrl.faults.live.remote import RemoteWatcher
-from jrl.faults.live.watcher import Look, Watcher
+from jrl.faults.live.watcher import LEAST_MACHINES, Look, Watcher
 from jrl.faults.outlier import OutlierDetector
 from jrl.faults.report import INCOMPARABLE
 from jrl.faults.standard import StandardDetector
@@ -248,9 +248,9 @@ def render(look: Look, request: WatchOptions) -> RenderableType:
             str(lost) if lost else "",
         ]
         table.add_row(*cells, *recent.get(each.machine, [""] * len(shown)))
-    lines: list[RenderableType] = [table]
+    lines: list[RenderableType] = [table] if look.processes else []
     lines += [Text(visible(line), style="yellow") for line in look.unreadable]
-    if len(look.fleet.machines) < 3:
+    if look.begun and len(look.fleet.machines) < LEAST_MACHINES:
         lines.append(Text("fewer than three processes are running: nobody can be compared"))
     lines += [Text(f"ALARM: {visible(alarm.describe())}", "bold red") for alarm in look.alarms]
     lines += [Text(visible(line), style="dim") for line in look.notes]

@@ -14,6 +14,9 @@ from jrl.faults.fleet import Alarm, Detector, Fleet
 from jrl.faults.report import Report
 from jrl.faults.silence import SILENCE
 
+LEAST_MACHINES = 3
+"""Of two that differ, nothing tells which one is off."""
+
 
 @dataclass(frozen=True)
 class Look:
@@ -44,6 +47,11 @@ class Look:
         """Whether there are processes and all have said that they are through."""
         return bool(self.processes) and all(each.state == "ended" for each in self.processes)
 
+    @property
+    def begun(self) -> bool:
+        """Whether any process has given a sample."""
+        return has_samples(self.processes)
+
 
 class Verdicts:
     """From a fleet to what is new about it, look after look.
@@ -66,7 +74,10 @@ class Verdicts:
         known = set(self._acknowledged())
         rest = without(fleet, known)
         examine = getattr(self._detector, "examine", None)
-        report = Report(self._detector(rest)) if examine is None else examine(rest)
+        if examine is None:
+            report = Report(self._detector(rest), comparable=len(rest.machines) >= LEAST_MACHINES)
+        else:
+            report = examine(rest)
         alarms = [*report.alarms, *(each for each in others if each.machine not in known)]
         raised = tuple(alarm for alarm in alarms if alarm.machine not in self._known)
         self._known = {alarm.machine for alarm in alarms}
@@ -101,6 +112,10 @@ class Watcher:
         self._followers = {name: Follower(folder, rows) for name, folder in folders.items()}
         self._verdicts = Verdicts(detector, acknowledged)
         self._seconds, self._silence, self._timeout = seconds, silence, silence_timeout
+        places = ", ".join(str(folder) for folder in folders.values())
+        self._awaited = (
+            f"no sample yet in {places}: a run started with --faults writes one a second"
+        )
 
     def look(self, now: float | None = None) -> Look:
         """Reads what is new; `now` is Unix time, the present by default."""
@@ -126,7 +141,7 @@ class Watcher:
             tuple(report.alarms),
             raised,
             tuple(unreadable),
-            report.notes,
+            report.notes if has_samples(aligned.processes) else (self._awaited,),
             report.comparable,
             health,
         )
@@ -142,6 +157,11 @@ class Watcher:
             for each in aligned.processes
             if each.state == "silent" and each.age >= self._timeout and now - each.age > max(begun)
         ]
+
+
+def has_samples(processes: Sequence[Process]) -> bool:
+    """Whether any of them has given a sample."""
+    return not all(math.isnan(each.age) for each in processes)
 
 
 def without(fleet: Fleet, machines: Collection[str]) -> Fleet:

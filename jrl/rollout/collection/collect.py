@@ -108,7 +108,7 @@ def collect(
     used = sampler.engine.usage.since(before)
     return Collected(
         completions=completions,
-        batch=_batch(sampler, completions, counts, mesh),
+        batch=batch_of_completions(sampler, completions, counts, mesh),
         prompts_seen=prompts_seen,
         unfinished=unfinished,
         metrics=verifier_counts(drawn) | own,
@@ -116,9 +116,16 @@ def collect(
     )
 
 
-def _batch(
+def batch_of_completions(
     sampler: Sampler, completions: Sequence[Completion], counts: np.ndarray, mesh: FoldedMesh
 ) -> Batch[Array]:
+    """The completions as rows, in their order.
+
+    Args:
+      sampler: that drew them.
+      counts: ``[completions]`` bool; the mask of the others is false throughout.
+      mesh: of training.
+    """
     trajectories = [completion.trajectory for completion in completions]
     lengths = sampler.prompt_length, sampler.response_length
     if all(trajectory.shelf is not None for trajectory in trajectories):

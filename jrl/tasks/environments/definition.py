@@ -21,8 +21,12 @@ class Environment(Protocol):
     """The other side of one conversation.
 
     What it gives depends on its record and on what was said alone: it may be made again and told
-    everything anew. Methods may be ``async``. A method `close`, where there is one, is called at
-    the end.
+    everything anew. Methods may be ``async``.
+
+    A method `close`, where there is one, is called once for each that was made, however its
+    conversation ends: over, dropped, by an error or with the run. Where a process is killed, for a
+    call that took too long or from outside, what the environments in it have started is killed
+    with them instead.
     """
 
     def reset(self) -> Messages | Awaitable[Messages]:

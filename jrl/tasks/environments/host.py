@@ -16,10 +16,13 @@ from jrl.tasks.task import Example, Verdict
 from jrl.tasks.workers import worker as worker_program
 from jrl.tasks.workers.environment import Conversations, maker
 from jrl.tasks.workers.pool import default_workers
-from jrl.tasks.workers.process import Message, Worker
+from jrl.tasks.workers.process import Message, Worker, WorkerEnded
 
 STARTUP_SECONDS = 300.0
 """How long a task's file may take to be loaded, with the libraries that it imports."""
+CLOSING_SECONDS = 5.0
+"""How long all environments of a process may take to be closed at the end, and what it is asked
+before that."""
 
 
 class Reply(NamedTuple):
@@ -84,11 +87,12 @@ class Host(Protocol):
         ...
 
     def end(self, number: int) -> None:
-        """Forgets a conversation that does not go on; one that is over needs none."""
+        """Closes the environment of a conversation that does not go on; one that is over needs
+        none."""
         ...
 
     def close(self) -> None:
-        """Ends worker processes, if there are any."""
+        """Closes all environments, and ends worker processes, if there are any."""
         ...
 
 
@@ -111,7 +115,7 @@ class LocalHost:
         self._conversations.end(number)
 
     def close(self) -> None:
-        """Does nothing: there is no worker process."""
+        self._conversations.close()
 
 
 class WorkerHost:
@@ -152,7 +156,7 @@ class WorkerHost:
         room = min(self._rooms, key=lambda room: room.busy)
         answer: Message
         try:
-            answer = room.do(lambda: room.worker.ask({"open": True, "fields": sent})).result()
+            answer = room.do(lambda: room.ask({"open": True, "fields": sent})).result()
         except Exception as error:
             answer = {"error": str(error)}
         if "error" in answer:
@@ -170,14 +174,15 @@ class WorkerHost:
 
     def end(self, number: int) -> None:
         room = self._left(number)
-        if room is not None and number in room.told:
-            room.told.discard(number)
-            room.do(lambda: _ended(room.worker, number))
+        if room is not None:
+            # After what it has been asked already: only then is it known what is open.
+            room.do(lambda: self._ended(room, number))
 
     def close(self) -> None:
-        """Ends the worker processes; more than once does no harm."""
-        for room in self._rooms:
-            room.close()
+        """Closes all environments and ends the worker processes; more than once does no harm."""
+        with ThreadPoolExecutor(len(self._rooms)) as together:
+            for message in together.map(_Room.close, self._rooms):
+                self._warn_unclosed(message)
         self._folder.cleanup()
 
     def _left(self, number: int) -> "_Room | None":
@@ -190,10 +195,9 @@ class WorkerHost:
         # What is to be played again has the time of all its steps.
         calls = 1 if number in room.told else 1 + len(question["said"])
         try:
-            answer = room.worker.ask(question, seconds=self._seconds * calls)
+            answer = room.ask(question, seconds=self._seconds * calls)
             room.told.add(number)
         except Exception as error:
-            room.told.clear()  # the process ended, and all conversations of it
             kind = "timeout" if isinstance(error, TimeoutError) else "error"
             answer = {"failure": kind, "message": str(error)}
         if "error" in answer:
@@ -204,6 +208,22 @@ class WorkerHost:
             room.told.discard(number)
             self._left(number)
         return _read(answer)
+
+    def _ended(self, room: "_Room", number: int) -> None:
+        if number not in room.told:
+            return
+        room.told.discard(number)
+        try:
+            answer = room.ask({"end": number})
+        except Exception as error:
+            answer = {"error": str(error)}
+        self._warn_unclosed(answer.get("error"))
+
+    def _warn_unclosed(self, message: str | None) -> None:
+        if message is not None:
+            self._warnings.say(
+                message, f"{self._text}: an environment could not be closed: {message}"
+            )
 
     def _warn(self, answer: Message) -> None:
         message = f"{answer['failure']}: {answer['message']}"
@@ -235,16 +255,30 @@ class _Room:
         future.add_done_callback(lambda _: self._free())
         return future
 
-    def close(self) -> None:
+    def ask(self, question: Message, seconds: float | None = None) -> Message:
+        """As `Worker.ask`, in the room's thread."""
+        try:
+            return self.worker.ask(question, seconds=seconds)
+        except Exception:
+            self.told.clear()  # the process ended, and all conversations of it
+            raise
+
+    def close(self) -> str | None:
+        """Closes the environments and ends the process; what went wrong, if anything did."""
+        last, wrong = bool(self.told or self.busy), None
         self._thread.shutdown(wait=False, cancel_futures=True)
+        if last:
+            try:
+                answer = self.worker.ask_running({"close": True}, seconds=CLOSING_SECONDS)
+                wrong = (answer or {}).get("error")
+            except (TimeoutError, WorkerEnded) as error:
+                wrong = str(error)
+        self.told.clear()
         self.worker.close()
+        return wrong
 
     def _free(self) -> None:
         self.busy -= 1
-
-
-def _ended(worker: Worker, number: int) -> None:
-    worker.ask({"end": number})
 
 
 def _fields(example: Example) -> Message:

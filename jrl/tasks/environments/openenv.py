@@ -63,8 +63,10 @@ class OpenEnvironment:
         return [self._message(result)], reward, bool(result.done)
 
     async def close(self) -> None:
-        """Ends the client's connection."""
-        await _awaited(self._client.close())
+        """Ends the client's connection, where it has one to close."""
+        close = getattr(self._client, "close", None)
+        if close is not None:
+            await _awaited(close())
 
     def _message(self, result: Any) -> dict[str, str]:
         return {"role": "user", "content": self._text(result.observation)}

@@ -36,7 +36,7 @@ class Sandbox:
         away.
     """
 
-    seconds: float = 3.0
+    seconds: float | int = 3.0
     memory_mb: int = 512
     output: int = 2000
     network: bool = False
@@ -87,22 +87,24 @@ class Sandbox:
         )
         reader.start()
         try:
-            process.stdin.write(code.encode("utf-8", "replace"))
-            process.stdin.close()
-        except BrokenPipeError:
-            pass  # it ended before it had read all: its status says how
-        reader.join(self.seconds)
-        late = reader.is_alive()
-        try:
-            if not late and len(found) < 4 * self.output + 4:
-                process.wait(self.seconds)
-        except subprocess.TimeoutExpired:
-            late = True
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        reader.join()
-        process.stdout.close()
+            try:
+                process.stdin.write(code.encode("utf-8", "replace"))
+                process.stdin.close()
+            except BrokenPipeError:
+                pass  # it ended before it had read all: its status says how
+            reader.join(self.seconds)
+            late = reader.is_alive()
+            try:
+                if not late and len(found) < 4 * self.output + 4:
+                    process.wait(self.seconds)
+            except subprocess.TimeoutExpired:
+                late = True
+        finally:  # where the wait was interrupted as well
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            reader.join()
+            process.stdout.close()
         return bytes(found), late
 
 

@@ -8,6 +8,7 @@ import inspect
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from numbers import Real
 from types import ModuleType
 from typing import Any
@@ -26,7 +27,8 @@ class Conversations:
 
     What an environment gives must depend on its record and on what was said alone. One that is not
     here, for instance because its process was ended for another's time-out, is made again and told
-    everything that was said.
+    everything that was said. Each that was made is closed once, where it has a `close`: when its
+    conversation is over, when it raises, in `end`, or in `close`.
 
     Args:
       make: the environment of a record's fields.
@@ -57,20 +59,24 @@ class Conversations:
           ``{"messages": ..., "reward": ..., "done": ...}`` or ``{"failure": ..., "message": ...}``.
         """
         environment, told = self._open.pop(number, (None, 0))
-        if environment is None:
+        begins = environment is None
+        if begins:
             environment = self._make(fields)
-            self._awaited(environment.reset())
         found: Message = {}
-        for text in said[told:]:
-            try:
+        try:
+            if begins:
+                self._awaited(environment.reset())
+            for text in said[told:]:
                 given = self._awaited(environment.step({"role": "assistant", "content": text}))
-            except Exception:
-                self._close(environment)
-                raise
-            found = outcome(given)
-            if "failure" in found or found["done"]:
-                self._close(environment)
-                return found
+                found = outcome(given)
+                if "failure" in found or found["done"]:
+                    break
+        except BaseException:  # an interrupt as well: nobody else knows of it
+            self._close(environment)
+            raise
+        if "failure" in found or found.get("done"):
+            self._close(environment)
+            return found
         self._open[number] = environment, len(said)
         while len(self._open) > KEPT:
             self.end(next(iter(self._open)))
@@ -80,6 +86,12 @@ class Conversations:
         """Forgets a conversation that does not go on."""
         environment, _ = self._open.pop(number, (None, 0))
         self._close(environment)
+
+    def close(self) -> None:
+        """Forgets all of them; where one raises, the others are closed before that is said."""
+        with ExitStack() as stack:
+            for number in list(self._open):
+                stack.callback(self.end, number)
 
     def _close(self, environment: Any) -> None:
         close = getattr(environment, "close", None)
@@ -140,9 +152,32 @@ def outcome(value: Any) -> Message:
     return {"messages": messages, "reward": reward, "done": done}
 
 
-def environment_checker(described: str, users: ModuleType) -> Callable[[Message], Message]:
+class EnvironmentChecker:
     """Answers ``{"open": true, "fields": ...}``, ``{"conversation": number, "fields": ..., "said":
-    [...]}`` and ``{"end": number}``.
+    [...]}``, ``{"end": number}`` and ``{"close": true}``."""
+
+    def __init__(self, conversations: Conversations):
+        self._conversations = conversations
+
+    def __call__(self, question: Message) -> Message:
+        if "close" in question:
+            self.close()
+            return {}
+        if "end" in question:
+            self._conversations.end(question["end"])
+            return {}
+        if "open" in question:
+            return {"messages": self._conversations.opened(question["fields"])}
+        number, said = question["conversation"], question["said"]
+        return self._conversations.answer(number, question["fields"], said)
+
+    def close(self) -> None:
+        """Closes the environments of all conversations that are under way."""
+        self._conversations.close()
+
+
+def environment_checker(described: str, users: ModuleType) -> EnvironmentChecker:
+    """For the environments of a user's own task.
 
     Args:
       described: as of `jrl.tasks.workers.reward.reward_checker`, of what makes a task.
@@ -157,18 +192,9 @@ def environment_checker(described: str, users: ModuleType) -> Callable[[Message]
     async def awaited(value: Any) -> Any:
         return await value
 
-    conversations = Conversations(make, lambda value: loop.run_until_complete(awaited(value)))
-
-    def check(question: Message) -> Message:
-        if "end" in question:
-            conversations.end(question["end"])
-            return {}
-        if "open" in question:
-            return {"messages": conversations.opened(question["fields"])}
-        number, said = question["conversation"], question["said"]
-        return conversations.answer(number, question["fields"], said)
-
-    return check
+    return EnvironmentChecker(
+        Conversations(make, lambda value: loop.run_until_complete(awaited(value)))
+    )
 
 
 def maker(task: Any) -> Callable[[Message], Any]:

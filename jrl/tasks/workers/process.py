@@ -9,8 +9,10 @@ import contextlib
 import json
 import os
 import queue
+import signal
 import subprocess
 import threading
+import time
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -71,6 +73,28 @@ class Worker:
             self._begin()
             self._send(question)
             return self._receive(self._seconds if seconds is None else seconds)
+
+    def ask_running(self, question: Message, *, seconds: float) -> Message | None:
+        """Sends a question to the program where it is running; where it is not, there is no answer
+        and none is started.
+
+        Args:
+          seconds: how long the answer may take, and before it that to the question under way.
+
+        Raises:
+          TimeoutError: no answer came in time.
+          WorkerEnded: the process ended without an answer.
+        """
+        end = time.monotonic() + seconds
+        if not self._lock.acquire(timeout=seconds):
+            raise TimeoutError(f"what it was asked before took more than {seconds} seconds")
+        try:
+            if self._stop is None or self._process.poll() is not None:
+                return None
+            self._send(question)
+            return self._receive(max(end - time.monotonic(), 0.0))
+        finally:
+            self._lock.release()
 
     def ask_together(self, questions: Sequence[Message]) -> list[Message | Exception]:
         """Several questions at a time, each with its own time limit, if the program takes them so;
@@ -198,7 +222,9 @@ def _read(stream: Iterable[str], lines: "queue.SimpleQueue[str]") -> None:
 
 
 def _end(process: "subprocess.Popen[str]", reader: threading.Thread) -> None:
-    process.kill()
+    if process.poll() is None:
+        # With all that it started, but for what went into a session of its own.
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     reader.join()
     for stream in (process.stdin, process.stdout):

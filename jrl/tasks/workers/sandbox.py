@@ -19,6 +19,7 @@ DIES_WITH_PARENT, KILL = 1, 9
 
 def main() -> None:
     """Cuts down, runs the code, and ends as it does."""
+    _end_with_parent()
     settings, code = json.loads(sys.argv[1]), sys.stdin.read()
     try:
         _limit(settings)
@@ -32,7 +33,7 @@ def main() -> None:
     if child:
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         os._exit(status if status >= 0 else 128 - status)
-    ctypes.CDLL(None, use_errno=True).prctl(DIES_WITH_PARENT, KILL)
+    _end_with_parent()
     sys.argv = ["code.py"]
     try:
         exec(compile(code, "code.py", "exec"), {"__name__": "__main__"})
@@ -41,6 +42,12 @@ def main() -> None:
         trace = error.__traceback__
         traceback.print_exception(error.with_traceback(trace and trace.tb_next))
         sys.exit(1)
+
+
+def _end_with_parent() -> None:
+    prctl = getattr(ctypes.CDLL(None, use_errno=True), "prctl", None)
+    if prctl is not None:  # Linux's
+        prctl(DIES_WITH_PARENT, KILL)
 
 
 def _limit(settings: dict) -> None:

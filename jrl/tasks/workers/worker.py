@@ -26,7 +26,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -285,6 +285,17 @@ def main() -> None:
         send({"error": f"{type(error).__name__}: {error}"})
         return
     send({"together": True} if getattr(check, "together", False) else {})
+    try:
+        _serve(questions, check, send)
+    finally:
+        if (close := getattr(check, "close", None)) is not None:
+            # Whoever asked has ended, perhaps without a word, and left it to this process.
+            _alarm(ORPHAN_SECONDS)
+            close()
+
+
+def _serve(questions: Iterable[str], check: Any, send: Callable[[Message], None]) -> None:
+    """Answers all questions, a line each."""
     for line in questions:
         _alarm(ORPHAN_SECONDS)
         question = json.loads(line)

@@ -3,21 +3,22 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
 from jrl.processes.agreement import to_host
-from jrl.recipes.base.token_rewards import terminal_rewards
+from jrl.recipes.base.token_rewards import rewards_of_turns
 from jrl.report.critic import CriticRollout
-from jrl.rollout.batching import batch_of
-from jrl.rollout.collection.collect import groups_of
+from jrl.rollout.collection.collect import batch_of_completions, groups_of
 from jrl.rollout.decoding.engine import ranks
-from jrl.rollout.sampler import Sampler, correct_of, lengths_of, numbered_heldout, scores_of
+from jrl.rollout.sampler import Sampler, correct_of, numbered_heldout, scores_of
 from jrl.rollout.sampling import Sampling
 from jrl.rollout.scoring import PromptLayout
 from jrl.trainer.evaluation.heldout import filled_up, heldout_examples
 from jrl.trainer.learner.objectives import CriticObjective
+from jrl.trainer.prepare import verified
 from jrl.trainer.scoring import values_of
 from jrl.trainer.setup.networks import Network
 from moe.weights import Transformer
@@ -25,6 +26,8 @@ from sharding.folding import FoldedMesh
 
 ROWS_AT_ONCE = 1024
 """Completions decoded and valued in one call, about; it bounds the memory."""
+
+_rewards = jax.jit(rewards_of_turns)
 
 
 def evaluate_critic(
@@ -38,6 +41,9 @@ def evaluate_critic(
     report: Callable[[str, int, int], None] = lambda phase, done, total: None,
 ) -> CriticRollout:
     """Completions of held-out prompts, `k` of each, with the critic's values.
+
+    Rewards are those of training, on the last token of each turn where there are several, but for
+    a KL penalty in them, which needs the reference policy.
 
     Args:
       sampler: with the policy loaded.
@@ -60,22 +66,21 @@ def evaluate_critic(
         drawn = sampler.sample(some, sampling, k)
         # What fills up the last batch, which must divide over the devices, is left out again.
         rows = filled_up(drawn, size * k)
-        lengths = sampler.prompt_length, sampler.response_length
         everything = np.ones(len(rows), bool)
-        batch = batch_of([c.trajectory for c in rows], everything, network.mesh, *lengths)
+        batch = batch_of_completions(sampler, rows, everything, network.mesh)
+        judged = scores_of(rows), correct_of(rows)
+        batch = verified(recipe, rows, *judged, batch, sampler.response_length, network.mesh)
         values = values_of(objective, critic, batch.tokens, batch.valid)
-        values, mask = to_host((values, batch.mask))
-        judged = scores_of(drawn), correct_of(drawn)
-        columns = (values, mask, *judged, groups_of(drawn), lengths_of(drawn))
+        # What the critic was trained to foresee: rewards of the recipe, not scores.
+        seen = to_host((values, _rewards(batch), batch.mask, batch.lengths))
+        columns = (*seen, correct_of(rows), groups_of(rows))
         pieces.append([column[: len(drawn)] for column in columns])
         report("critic", min(start + size, len(examples)) * k, len(examples) * k)
     joined = map(np.concatenate, zip(*pieces, strict=True))
-    values, mask, scores, correct, groups, lengths = joined
-    # What the critic was trained to foresee: rewards of the recipe, not scores.
-    rewards = recipe.rewards(jnp.asarray(scores), jnp.asarray(lengths), sampler.response_length)
+    values, rewards, mask, lengths, correct, groups = joined
     return CriticRollout(
         values=values,
-        rewards=np.asarray(terminal_rewards(rewards, jnp.asarray(mask))),
+        rewards=rewards,
         mask=np.asarray(mask, bool),
         correct=correct,
         groups=-1 - groups,  # numbers of held-out prompts count down from -1

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +68,35 @@ def test_a_message_gives_back_what_was_written(dtype):
     for found, given in zip(read_message(message, 6, k, dtype), (rows, slots, probs), strict=True):
         assert found.dtype == given.dtype
         np.testing.assert_array_equal(found.astype(jnp.float32), given.astype(jnp.float32))
+
+
+def test_a_message_that_does_not_come_is_not_waited_for_without_end(monkeypatch, caplog):
+    """One that is late is, and what came before it is kept."""
+    monkeypatch.setattr(m2n, "LONGEST_WAIT", 1.0)
+    office, message, device = m2n._PostOffice(), Message(2, 3, jnp.float32), jax.devices()[0]
+    numbers = iter([1, 1, 2, 2, 3])
+    monkeypatch.setattr(office, "_number", lambda *_: next(numbers))
+    sent = jnp.arange(6.0).reshape(2, 3)
+    office.offer(0, [sent])
+    (first,) = office.pull(0, message, [device])
+    jax.block_until_ready(first)
+    (late,) = office.pull(0, message, [device])
+    time.sleep(0.5)
+    assert not late.is_ready()
+    office.offer(0, [sent])
+    np.testing.assert_array_equal(late, sent)
+    time.sleep(1.2)
+    assert not caplog.records
+    (never,) = office.pull(0, message, [device])
+    end = time.monotonic() + 30
+    while not never.is_ready():
+        assert time.monotonic() < end, "it is waited for still"
+        time.sleep(0.01)
+    with pytest.raises(RuntimeError, match="SocketServer: Connection closed"):
+        jax.block_until_ready(jax.jit(lambda x: x + 1)(never))
+    np.testing.assert_array_equal(first, sent)
+    (record,) = caplog.records
+    assert "process 0 has sent nothing for 1 s" in record.getMessage()
 
 
 def test_unknown_ways_are_refused_in_one_line():

@@ -127,6 +127,45 @@ def test_a_run_without_samples_says_how_to_get_them(tmp_path, capsys):
     assert "holds no samples: start the run with --faults" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("detector", ["standard", "outlier", "minder"])
+def test_before_the_first_sample_it_says_what_it_waits_for(tmp_path, capsys, detector):
+    (tmp_path / "faults").mkdir()
+    arguments = ["watch", str(tmp_path), "--once", f"--detector={detector}"]
+    for _ in range(2):
+        assert main(arguments) == 4
+        output = " ".join(capsys.readouterr().out.split())
+        assert "no sample yet in" in output and "a run started with --faults writes" in output
+        assert "0 machines" not in output and "fewer than three" not in output
+        assert "nobody stands out" not in output
+        # One that is there and has not sampled.
+        Writer(tmp_path / "faults", "host-0", COLUMNS, begun=time.time())
+    assert "host-0" in output and "no data" in output
+
+
+def test_without_a_terminal_it_is_a_line(tmp_path, capsys, monkeypatch):
+    (tmp_path / "faults").mkdir()
+    looks = []
+
+    def appear(seconds):
+        looks.append(seconds)
+        if len(looks) == 3:
+            for writer in recorded(tmp_path, until=-1.0):
+                writer.close(time.time())
+
+    monkeypatch.setattr("jrl.faults.live.watch.time", SimpleNamespace(sleep=appear))
+    assert main(["watch", str(tmp_path)]) == 0
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"no sample yet in {tmp_path / 'faults'}: a run started with --faults")
+    assert rest == [f"host-{number}: ended" for number in range(4)]
+
+
+@pytest.mark.parametrize("detector", ["outlier", "minder"])
+def test_two_processes_are_no_all_clear(tmp_path, capsys, detector):
+    recorded(tmp_path, machines=2)
+    assert main(["watch", str(tmp_path), "--once", f"--detector={detector}"]) == 4
+    assert "nobody stands out" not in capsys.readouterr().out
+
+
 def test_a_hook_that_fails_is_said(capfd):
     alarm = Alarm("host-0", "step/time", 5.0, 9.0)
     assert command_hook("exit 7")(alarm) == 7

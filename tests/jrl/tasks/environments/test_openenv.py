@@ -82,3 +82,20 @@ def test_an_episode(kind):
     assert conversations.answer(1, {"seed": 5}, said)["done"]
     assert all(client.closed for client in clients) and len(clients) == 2
     loop.close()
+
+
+def test_a_client_needs_no_close():
+    reset = Client().reset
+    clients = [SimpleNamespace(reset=reset), SimpleNamespace(reset=reset, close=lambda: 1 / 0)]
+    loop = asyncio.new_event_loop()
+    bare, other = (
+        Conversations(
+            lambda _, client=client: OpenEnvironment(client, action=int, seed=3),
+            loop.run_until_complete,
+        )
+        for client in clients
+    )
+    assert bare.opened({}) == [["user", "namespace(left=3)"]]
+    with pytest.raises(ZeroDivisionError):
+        other.opened({})
+    loop.close()

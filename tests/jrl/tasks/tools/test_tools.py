@@ -1,7 +1,12 @@
 """Calls in every form, the calculator, and what a sandbox lets code do."""
 
+import contextlib
 import json
+import signal
+import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +14,7 @@ from jrl.tasks.tools.calculator import CALCULATOR, calculate
 from jrl.tasks.tools.calls import UNREADABLE, Call, calls_in
 from jrl.tasks.tools.python import Sandbox, python_tool
 from jrl.tasks.tools.tool import ToolEnvironment
+from jrl.tasks.workers import sandbox as sandbox_program
 
 ASKED = {"name": "calc", "arguments": {"expression": "2*3"}}
 
@@ -121,8 +127,6 @@ def test_code_has_no_network_and_leaves_nothing_behind(tmp_path):
         "subprocess.Popen([sys.executable, '-c', code], start_new_session=True)\n"
     )
     sandbox.run(left)
-    import time
-
     time.sleep(2.5)
     assert not mark.exists()
 
@@ -130,3 +134,48 @@ def test_code_has_no_network_and_leaves_nothing_behind(tmp_path):
 def test_the_policy_is_told_what_its_code_has():
     about = python_tool(Sandbox(seconds=2, network=True)).about
     assert about == "A program; it has 2 seconds and a network."
+
+
+@linux
+def test_code_ends_with_whoever_waits_for_it():
+    """An interrupt, and a process that is killed."""
+
+    def interrupted(number, frame):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupted)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        with pytest.raises(KeyboardInterrupt):
+            Sandbox(seconds=61.0, network=True).run("import time; time.sleep(60)")
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert not running('{"seconds": 61.0')
+
+    settings = '{"seconds": 62.0, "memory": 500000000, "file": 1000, "network": true}'
+    waits = (
+        "import subprocess, sys, time\n"
+        "command = [sys.executable, '-I', *sys.argv[1:]]\n"
+        "code = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)\n"
+        "code.communicate(b'import time; print(1, flush=True); time.sleep(60)')\n"
+    )
+    command = [sys.executable, "-c", waits, sandbox_program.__file__, settings]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE)
+    assert parent.stdout.read(1) == b"1"
+    assert running('{"seconds": 62.0') == 3  # the waiting one, what limits the code, and the code
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    end = time.monotonic() + 30
+    while running('{"seconds": 62.0'):
+        assert time.monotonic() < end, "the code goes on"
+        time.sleep(0.01)
+
+
+def running(argument):
+    """Processes with an argument that begins like this."""
+    found = 0
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found += f"\0{argument}" in path.read_text(errors="replace")
+    return found
