@@ -67,7 +67,7 @@ def cispo_loss(
       denominators: as in `ppo_loss`.
 
     Returns:
-      `(loss, metrics)` as of `ppo_loss`. The metrics:
+      `(loss, metrics)` as of `ppo_loss`, with these metrics
 
       * ``pg_clipfrac``: where the weight was clipped, whatever the advantage; TRL counts positive
         advantages only;

@@ -68,7 +68,7 @@ def vespo_loss(
       denominators: as in `ppo_loss`.
 
     Returns:
-      `(loss, metrics)` as of `ppo_loss`. The metrics:
+      `(loss, metrics)` as of `ppo_loss`, with these metrics
 
       * ``phi``: the weight of the row, counted once for each of its tokens;
       * ``ppo_kl``, ``ratio``, ``ratio_squared``, ``ratio_clamped``: of the tokens, as in

@@ -71,7 +71,7 @@ def gmpo_loss(
       denominators: as in `ppo_loss`.
 
     Returns:
-      `(loss, metrics)` as of `ppo_loss`. The metrics:
+      `(loss, metrics)` as of `ppo_loss`, with these metrics
 
       * ``pg_clipfrac``: where a token's log-ratio was clipped by a bound;
       * ``ppo_kl``: ``old_logprobs - logprobs``, the k1 estimate of KL(old || current);

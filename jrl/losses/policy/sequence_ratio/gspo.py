@@ -78,7 +78,7 @@ def gspo_loss(
       denominators: as in `ppo_loss`.
 
     Returns:
-      `(loss, metrics)` as of `ppo_loss`. The metrics:
+      `(loss, metrics)` as of `ppo_loss`, with these metrics
 
       * ``pg_clipfrac``: where the clip binds, which it does for all of a row's tokens whose
         advantages have one sign;

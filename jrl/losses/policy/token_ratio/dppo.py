@@ -73,8 +73,8 @@ def dppo_loss(
       denominators: as in `ppo_loss`.
 
     Returns:
-      `(loss, metrics)` as of `ppo_loss`: ``pg_clipfrac`` is where a token was dropped,
-      ``pg_clipfrac_lower`` where the ratio was capped.
+      `(loss, metrics)` as of `ppo_loss`, where ``pg_clipfrac`` is the share of tokens that were
+      dropped and ``pg_clipfrac_lower`` that of those whose ratio was capped.
 
     Raises:
       ValueError: if `kind` or the aggregation is unknown, `max_divergence` negative or `max_ratio`

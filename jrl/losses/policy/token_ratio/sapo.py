@@ -59,7 +59,7 @@ def sapo_loss(
       denominators: as in `ppo_loss`.
 
     Returns:
-      `(loss, metrics)` as of `ppo_loss`. The metrics:
+      `(loss, metrics)` as of `ppo_loss`, with these metrics
 
       * ``gate``: ``4 p (1 - p)``, the share of the gradient that the gate lets through;
       * ``ppo_kl``, ``ratio``, ``ratio_squared``, ``ratio_clamped``: as in `ppo_loss`, or, at the
