@@ -67,7 +67,7 @@ def clip_cov_loss(
       denominators: as in `ppo_loss`.
 
     Returns:
-      `(loss, metrics)` as of `ppo_loss`, with one metric more: ``cov_frac``, the share of tokens
+      `(loss, metrics)` as of `ppo_loss`, and one metric more, ``cov_frac``, the share of tokens
       that were chosen (verl reports it as ``pg_clipfrac``).
 
     Raises:

@@ -163,7 +163,7 @@ def hapo_loss(
       denominators: as in `ppo_loss`.
 
     Returns:
-      `(loss, metrics)` as of `ppo_loss`, with one metric more: ``redistributed``, where an
+      `(loss, metrics)` as of `ppo_loss`, and one metric more, ``redistributed``, where an
       advantage was amplified or damped.
 
     Raises:
