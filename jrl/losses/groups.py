@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
-from jaxtyping import Bool, Float, Int, Integer
+from jaxtyping import Bool, Float, Int, Integer, Shaped
+
+from jrl.losses.arrays import as_floats, check_responses
 
 
 def number_groups(groups: Integer[ArrayLike, "batch"]) -> Int[Array, "batch"]:
@@ -16,6 +18,19 @@ def number_groups(groups: Integer[ArrayLike, "batch"]) -> Int[Array, "batch"]:
     groups = jnp.asarray(groups)
     _, index = jnp.unique(groups, return_inverse=True, size=groups.size)
     return index
+
+
+def in_groups(
+    groups: Integer[ArrayLike, "batch"], **numbers: Shaped[ArrayLike, "..."]
+) -> tuple[Array, ...]:
+    """Numbers of responses in one working precision, without a gradient, and `number_groups`.
+
+    Raises:
+      ValueError: if there is not one number of each kind and one group for each response.
+    """
+    check_responses(**numbers, groups=groups)
+    floats = as_floats(*jax.lax.stop_gradient(tuple(numbers.values())))
+    return *floats, number_groups(groups)
 
 
 def set_apart(

@@ -8,12 +8,8 @@ References:
 from dataclasses import dataclass
 from typing import Any
 
-from jaxtyping import Array, Float
-
 from jrl.losses import cispo_loss
-from jrl.recipes.base.batch import Batch, given
 from jrl.recipes.base.group_relative import GroupRelative
-from jrl.recipes.base.recipe import Metrics
 
 
 @dataclass(frozen=True)
@@ -25,20 +21,9 @@ class Cispo(GroupRelative):
     clip_high: float = 0.2
     """How far the weight may rise above 1."""
 
-    def surrogate(
-        self,
-        logprobs: Float[Array, "batch time"],
-        entropy: Float[Array, "batch time"],
-        batch: Batch[Array],
-        statistics: Any,
-    ) -> tuple[Float[Array, "batch time"], Metrics]:
+    policy_loss = staticmethod(cispo_loss)
+
+    @property
+    def policy_loss_settings(self) -> dict[str, Any]:
         # No `clip_dual`: the bound on the weight holds at advantages of either sign.
-        return cispo_loss(
-            logprobs,
-            given(batch.old_logprobs),
-            given(batch.advantages),
-            batch.mask,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-            aggregation=None,
-        )
+        return {"clip_low": self.clip_low, "clip_high": self.clip_high}

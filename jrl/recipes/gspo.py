@@ -6,14 +6,9 @@ References:
 """
 
 from dataclasses import dataclass
-from typing import Any
-
-from jaxtyping import Array, Float
 
 from jrl.losses import Aggregation, gspo_loss
-from jrl.recipes.base.batch import Batch, given
 from jrl.recipes.base.group_relative import GroupRelative
-from jrl.recipes.base.recipe import Metrics
 
 
 @dataclass(frozen=True)
@@ -28,20 +23,4 @@ class Gspo(GroupRelative):
     # The ratio is one number for a response, and so is its weight in the mean.
     aggregation: Aggregation = "seq-mean-token-mean"
 
-    def surrogate(
-        self,
-        logprobs: Float[Array, "batch time"],
-        entropy: Float[Array, "batch time"],
-        batch: Batch[Array],
-        statistics: Any,
-    ) -> tuple[Float[Array, "batch time"], Metrics]:
-        return gspo_loss(
-            logprobs,
-            given(batch.old_logprobs),
-            given(batch.advantages),
-            batch.mask,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-            clip_dual=self.clip_dual,
-            aggregation=None,
-        )
+    policy_loss = staticmethod(gspo_loss)

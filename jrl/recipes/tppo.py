@@ -25,16 +25,14 @@ from jrl.losses import (
     whiten,
 )
 from jrl.losses.settings import Sides
-from jrl.recipes.base.actor_critic import ActorCritic
-from jrl.recipes.base.batch import Batch, Targets, Totals, given, responses_of
+from jrl.recipes.base.batch import Batch, Targets, given, responses_of
 from jrl.recipes.base.collection import Windows
-from jrl.recipes.base.imitation import imitation_of_correct
-from jrl.recipes.base.recipe import Metrics
+from jrl.recipes.base.imitation import ImitatingActorCritic
 from jrl.recipes.base.token_rewards import terminal_rewards
 
 
 @dataclass(frozen=True)
-class Tppo(ActorCritic):
+class Tppo(ImitatingActorCritic):
     """T-PPO; rules of the paper and its implementation, sizes that fit a laptop."""
 
     clip_low: float = 0.2
@@ -67,9 +65,6 @@ class Tppo(ActorCritic):
     """Shift and scale the advantages of a step to mean 0 and variance 1."""
     advantage_clip: float | None = 10.0
     """Bound of advantages either way, after whitening; None is off."""
-    positive_coef: float = 0.1
-    """Weight of the negative log-likelihood of correct responses, on the tokens of the window in
-    which they were finished."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -147,15 +142,6 @@ class Tppo(ActorCritic):
         _, returns = gae(rewards, values, critic_mask, gamma=self.gamma, lam=self.lam_critic)
         # The policy learns from windows, the critic from finished responses: two masks.
         return Targets(advantages, returns, mask=kept, critic_mask=critic_mask)
-
-    def auxiliary_loss(
-        self,
-        logprobs: Float[Array, "batch time"],
-        batch: Batch[Array],
-        totals: Totals[Array],
-    ) -> tuple[Float[Array, ""], Metrics]:
-        """Imitation of the responses with full marks."""
-        return imitation_of_correct(logprobs, batch, totals, self.positive_coef)
 
     def _lambda(
         self, lengths: Int[Array, "batch"], unfinished: Bool[Array, "batch"]

@@ -12,15 +12,13 @@ from dataclasses import dataclass, replace
 from jaxtyping import Array, Float, Int
 
 from jrl.losses import Aggregation, gae, length_adaptive_lambda, whiten
-from jrl.recipes.base.actor_critic import ActorCritic
-from jrl.recipes.base.batch import Batch, Targets, Totals, given
-from jrl.recipes.base.imitation import imitation_of_correct
-from jrl.recipes.base.recipe import Metrics
+from jrl.recipes.base.batch import Batch, Targets, given
+from jrl.recipes.base.imitation import ImitatingActorCritic
 from jrl.recipes.base.token_rewards import rewards_of_turns
 
 
 @dataclass(frozen=True)
-class Vapo(ActorCritic):
+class Vapo(ImitatingActorCritic):
     """VAPO; the seven components of the paper, sizes that fit a laptop."""
 
     clip_low: float = 0.2
@@ -38,8 +36,6 @@ class Vapo(ActorCritic):
     the thousands: below 20 tokens it means lam = 0. None is `lam`, whatever the length."""
     lam: float = 0.95
     """The policy's lam where it does not adapt to the length."""
-    positive_coef: float = 0.1
-    """Weight of the negative log-likelihood of correct completions."""
     whiten_advantages: bool = True
     """Shift and scale the advantages of a step to mean 0 and variance 1. The paper does not say."""
 
@@ -65,15 +61,6 @@ class Vapo(ActorCritic):
             # Advantages alone: returns are what the critic has to hit, in units of reward.
             advantages = whiten(advantages, mask)
         return Targets(advantages, returns)
-
-    def auxiliary_loss(
-        self,
-        logprobs: Float[Array, "batch time"],
-        batch: Batch[Array],
-        totals: Totals[Array],
-    ) -> tuple[Float[Array, ""], Metrics]:
-        """Imitation of the completions with full marks."""
-        return imitation_of_correct(logprobs, batch, totals, self.positive_coef)
 
 
 def paper() -> Vapo:

@@ -12,7 +12,7 @@ TIMINGS = ("timing_s/", "perf/", "timing_per_token_ms/", "faults/")
 
 
 def describe(name: str) -> Metric | None:
-    """Return the line of the table that defines `name`, a family's line included, or None."""
+    """Return the row of the table that defines `name`, that of a family included, or None."""
     if name in EXACT:
         return EXACT[name]
     return next(
@@ -39,7 +39,7 @@ def check_known(names: Iterable[str], own: Collection[str] = ()) -> None:
         hints.append(f'"{name}"' + (f' (did you mean "{near[0]}"?)' if near else ""))
     raise ValueError(
         f"metrics without a definition: {', '.join(hints)}; "
-        "add a line to TABLE in jrl/report/metric_table.py, or to `metrics` of your own recipe"
+        "add a row to TABLE in jrl/report/metric_table.py, or to `metrics` of your own recipe"
     )
 
 

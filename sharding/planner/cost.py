@@ -255,10 +255,8 @@ def passing(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> f
     if method.context == "ring":
         # Keys and values of the others come one after the other, and none stays.
         method = varied(method, context="gather")
-    # Tokens that come are made rows of, and do not stay either.
-    came = 0
-    if model.num_experts:
-        came = arrived_tokens(model, layout, tokens, method) * model.d_model * method.itemsize
+    # Tokens that come are made rows of, and do not stay either; their choices do.
+    came = arrived_tokens(model, layout, tokens, method) * model.d_model * method.itemsize
     return kept(model, layout, tokens, method, "none") + came
 
 

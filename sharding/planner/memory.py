@@ -245,8 +245,6 @@ def kept(model: ModelSizes, layout: Layout, tokens: int, method: Method, remat: 
 def came_to_experts(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> float:
     """Bytes of the tokens that other devices send to the experts of one, as they come, with their
     choices and what these count by."""
-    if not model.num_experts:
-        return 0.0
     of_token = model.d_model * method.itemsize
     if method.activation_wire is not None:
         of_token = model.d_model + FLOAT32
@@ -292,9 +290,9 @@ def tokens_per_expert(model: ModelSizes, tokens: int) -> int:
 
 def arrived_tokens(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> int:
     """Tokens that come to the experts of a device from all that share them; none where it alone
-    has them all."""
+    has them all, or there are none."""
     shared = layout.ep * layout.etp
-    if shared == 1:
+    if shared == 1 or not model.num_experts:
         return 0
     if method.dispatch == "all_gather":
         return shared * tokens

@@ -14,7 +14,7 @@ from sharding.planner.memory import Memory, memory
 from sharding.planner.method import Batch, Method, varied
 from sharding.planner.models.sizes import ModelSizes
 from sharding.planner.models.weights import parameters_in_parts, parameters_on_device
-from sharding.planner.sending import Way, contexts_worth_a_look, wires_worth_a_look
+from sharding.planner.sending import Case, Way, contexts_worth_a_look, wires_worth_a_look
 
 ROOM = 0.92
 """Of a device's memory, what is planned with: the rest is the compiler's and the libraries'."""
@@ -207,9 +207,9 @@ def ways_to_send(
     """The contexts, dispatches and wires that are worth a look: those that may take least time, and
     those that can only be better by keeping less. What a context takes dispatch and wire do not
     change, nor the other way round."""
-    given, asked = (model, layout, batch, hardware, method, system), tuple(choices.remat)
-    contexts = contexts_worth_a_look(*given, asked, choices.context)
-    wires = wires_worth_a_look(*given, asked, choices.dispatch, choices.activation_wire)
+    case = Case(model, layout, method, hardware, tuple(choices.remat))
+    contexts = contexts_worth_a_look(case, batch, system, choices.context)
+    wires = wires_worth_a_look(case, batch, system, choices.dispatch, choices.activation_wire)
     pairs = itertools.product(contexts, wires)
     found = [({**one, **other}, first and second) for (one, first), (other, second) in pairs]
     return [way for way, quick in found if quick], [way for way, quick in found if not quick]

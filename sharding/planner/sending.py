@@ -39,100 +39,91 @@ class Numbers(NamedTuple):
     room: tuple[float, ...]
 
 
-def contexts_worth_a_look(
-    model: ModelSizes,
-    layout: Layout,
-    batch: Batch,
-    hardware: Hardware,
-    method: Method,
-    system: System,
-    remats: tuple[str, ...],
-    contexts: Sequence[str],
-) -> Worth:
+class Case(NamedTuple):
+    """What a way is looked at for.
+
+    Attributes:
+      model: the network.
+      layout: of which what a way has no say in may be left out.
+      method: how else it is run.
+      hardware: what it runs on.
+      remats: rematerialisations that are asked about.
+    """
+
+    model: ModelSizes
+    layout: Layout
+    method: Method
+    hardware: Hardware
+    remats: tuple[str, ...]
+
+    def on(self, layout: Layout, way: Way) -> "Case":
+        """The same on another layout, run in this way."""
+        return self._replace(layout=layout, method=varied(self.method, **way))
+
+
+def contexts_worth_a_look(case: Case, batch: Batch, system: System, names: Sequence[str]) -> Worth:
+    model, layout = case.model, case.layout
     if layout.cp == 1:
         return [({}, True)]
     # Ulysses spreads the query heads of a tp rank over cp.
     spreads = model.num_heads // layout.tp % layout.cp == 0
-    ways: list[Way] = [{"context": name} for name in contexts if spreads or name != "ulysses"]
-    alike, found = links.alike(layout)[0], []
-    for way in ways:
-        given = model, alike, batch, varied(method, **way), hardware, remats
-        found.append((_of_context(*given), way))
-    return _worth_a_look(found, remats, system)
+    ways: list[Way] = [{"context": name} for name in names if spreads or name != "ulysses"]
+    alike = links.alike(layout)[0]
+    found = [(_of_context(case.on(alike, way), batch), way) for way in ways]
+    return _worth_a_look(found, case.remats, system)
 
 
 def wires_worth_a_look(
-    model: ModelSizes,
-    layout: Layout,
+    case: Case,
     batch: Batch,
-    hardware: Hardware,
-    method: Method,
     system: System,
-    remats: tuple[str, ...],
     dispatches: Sequence[str],
     wires: Sequence[str | None],
 ) -> Worth:
+    layout = case.layout
     if layout.ep * layout.etp == 1:
         return [({}, True)]
-    alike, found = links.alike(layout)[1], []
-    streams = tuple(one.local_tokens(layout) for one in method.streams(batch))
-    for dispatch, wire in itertools.product(dispatches, wires):
-        way: Way = {"dispatch": dispatch, "activation_wire": wire}
-        given = model, alike, streams, varied(method, **way), hardware, remats
-        found.append((_of_wire(*given), way))
-    return _worth_a_look(found, remats, system)
+    alike = links.alike(layout)[1]
+    streams = tuple(one.local_tokens(layout) for one in case.method.streams(batch))
+    ways: list[Way] = [
+        {"dispatch": dispatch, "activation_wire": wire}
+        for dispatch, wire in itertools.product(dispatches, wires)
+    ]
+    found = [(_of_wire(case.on(alike, way), streams), way) for way in ways]
+    return _worth_a_look(found, case.remats, system)
 
 
 @functools.lru_cache(maxsize=4096)
-def _of_context(
-    model: ModelSizes,
-    layout: Layout,
-    batch: Batch,
-    method: Method,
-    hardware: Hardware,
-    remats: tuple[str, ...],
-) -> Numbers:
+def _of_context(case: Case, batch: Batch) -> Numbers:
     """Of a layout with attention's axes alone: with others all numbers are more by as much."""
+    model, layout, method = case.model, case.layout, case.method
     streams = method.streams(batch)
-    sent = [links.beside_experts(model, layout, one, method, hardware) for one in streams]
+    sent = [links.beside_experts(model, layout, one, method, case.hardware) for one in streams]
     scores = (
         scores_kept(model, layout, batch, varied(method, remat="none")),
         scores_at_work(model, layout, batch, method),
     )
-    return _numbers(
-        model, layout, batch.local_tokens(layout), method, hardware, remats, sent, scores
-    )
+    return _numbers(case, batch.local_tokens(layout), sent, scores)
 
 
 @functools.lru_cache(maxsize=4096)
-def _of_wire(
-    model: ModelSizes,
-    layout: Layout,
-    streams: tuple[int, ...],
-    method: Method,
-    hardware: Hardware,
-    remats: tuple[str, ...],
-) -> Numbers:
+def _of_wire(case: Case, streams: tuple[int, ...]) -> Numbers:
     """The same of one with the experts' axes alone."""
-    sent = [links.experts(model, layout, tokens, method, hardware) for tokens in streams]
-    return _numbers(model, layout, sum(streams), method, hardware, remats, sent, ())
+    given = case.method, case.hardware
+    sent = [links.experts(case.model, case.layout, tokens, *given) for tokens in streams]
+    return _numbers(case, sum(streams), sent, ())
 
 
 def _numbers(
-    model: ModelSizes,
-    layout: Layout,
+    case: Case,
     tokens: int,
-    method: Method,
-    hardware: Hardware,
-    remats: tuple[str, ...],
     sent: Iterable[tuple[links.Timed, links.Timed]],
     scores: tuple[float, ...],
 ) -> Numbers:
+    given = case.model, case.layout, tokens, case.method
     seconds = sum(time for passes in sent for timed in passes for _, time in timed)
-    of_layer = [
-        kept(model, layout, tokens, method, remat) for remat in dict.fromkeys(("none", *remats))
-    ]
-    passes = passing(model, layout, tokens, method) / hardware.memory_bandwidth
+    of_layer = [kept(*given, remat) for remat in dict.fromkeys(("none", *case.remats))]
+    passes = passing(*given) / case.hardware.memory_bandwidth
     return Numbers(seconds, passes, (*of_layer, *scores))
 
 

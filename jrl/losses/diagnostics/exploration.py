@@ -2,14 +2,12 @@
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, Integer, Shaped
 
-from jrl.losses.arrays import as_floats, check_responses
-from jrl.losses.groups import group_max, group_min, group_sum, number_groups
+from jrl.losses.groups import group_max, group_min, group_sum, in_groups
 
 
 class GroupDegeneracy(NamedTuple):
@@ -63,9 +61,7 @@ def group_degeneracy(
       >>> round(float(found.pass_at_1), 3), round(float(found.pass_at_k), 3)
       (0.5, 0.667)
     """
-    check_responses(correct=correct, groups=groups)
-    (correct,) = as_floats(jax.lax.stop_gradient(correct))
-    index = number_groups(groups)
+    correct, index = in_groups(groups, correct=correct)
     # Each response stands for its part of a group, so that sums over rows count groups.
     part = 1 / group_sum(jnp.ones_like(correct), index)
     part = part / jnp.sum(part)

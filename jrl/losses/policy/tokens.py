@@ -1,7 +1,7 @@
 """What every policy loss begins and ends with: prepared arrays, the ratio, and the reduction."""
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeAlias, Unpack, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -167,10 +167,10 @@ def reduce_surrogate(
     loss_function: Callable[..., Any],
     surrogate: Float[Array, "*batch time"],
     statistics: dict[str, Float[Array, "*batch time"]],
-    mask: Bool[Array, "*batch time"],
+    tokens: Tokens,
     aggregation: Aggregation | None,
     importance_weights: Float[ArrayLike, "*#batch #time"] | None,
-    **denominators: Unpack[Denominators],
+    denominators: Denominators,
 ) -> tuple[Loss, dict[str, Mean]]:
     """Weigh the surrogate if asked, aggregate it unless that is None, and make the metrics.
 
@@ -181,6 +181,7 @@ def reduce_surrogate(
       ValueError: as `aggregate`, or if a denominator is given where nothing is aggregated.
     """
     check_denominators(loss_function, denominators)
+    mask = tokens.mask
     if importance_weights is not None:
         weights = broadcast("importance_weights", importance_weights, surrogate)
         surrogate = surrogate * jax.lax.stop_gradient(zero_masked(weights, mask))

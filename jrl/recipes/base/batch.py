@@ -1,6 +1,6 @@
 """A step's completions on the mesh, from the end of the rollout to the last update."""
 
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import jax.numpy as jnp
 from flax import struct
@@ -91,19 +91,21 @@ class Targets(Generic[Leaf]):
 
 @struct.dataclass
 class Totals(Generic[Leaf]):
-    """Counts over a whole mini-batch: the denominators of its losses, scalars.
+    """What is known of a whole mini-batch: the denominators of its losses, scalars, and more.
 
     Attributes:
       num_tokens: sampled tokens that count.
       num_sequences: rows with such a token.
       num_correct_tokens: such tokens of correct rows.
       num_valid: tokens that are not padding.
+      statistics: what the recipe's `statistics` gave; None without.
     """
 
     num_tokens: Leaf
     num_sequences: Leaf
     num_correct_tokens: Leaf
     num_valid: Leaf
+    statistics: Any = None
 
 
 def given(leaf: Leaf | None) -> Leaf:

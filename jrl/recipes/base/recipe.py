@@ -10,7 +10,7 @@ recipe alike.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, get_args
 
@@ -153,6 +153,8 @@ class Recipe:
     """Whether the recipe trains a value network: it is then an `ActorCritic`."""
     metrics: ClassVar[Mapping[str, str]] = {}
     """What metrics of the recipe's own mean, by their names, such as "actor/gate"."""
+    policy_loss: ClassVar[Callable[..., tuple[Any, Metrics]]] = staticmethod(ppo_loss)
+    """A loss of `jrl.losses` of log-probabilities, old ones, advantages and mask."""
     uses_statistics: ClassVar[bool] = False
     """Whether `surrogate` needs `statistics` of the whole mini-batch, which cost a forward pass."""
 
@@ -332,6 +334,12 @@ class Recipe:
         """
         raise NotImplementedError
 
+    @property
+    def policy_loss_settings(self) -> dict[str, Any]:
+        """Keywords of `policy_loss`."""
+        names = "clip_low", "clip_high", "clip_dual"
+        return {name: getattr(self, name) for name in names}
+
     def statistics(
         self,
         logprobs: Float[Array, "batch time"],
@@ -356,7 +364,7 @@ class Recipe:
         batch: Batch[Array],
         statistics: Any,
     ) -> tuple[Float[Array, "batch time"], Metrics]:
-        """The loss of each token, and metrics; by default PPO's clipped surrogate.
+        """The loss of each token, and metrics; by default those of `policy_loss`.
 
         Args:
           logprobs: of the current policy.
@@ -365,16 +373,8 @@ class Recipe:
           statistics: what `statistics` gave; None without.
         """
         # Not aggregated: the trainer reduces, with denominators of the mini-batch.
-        return ppo_loss(
-            logprobs,
-            given(batch.old_logprobs),
-            given(batch.advantages),
-            batch.mask,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-            clip_dual=self.clip_dual,
-            aggregation=None,
-        )
+        arrays = logprobs, given(batch.old_logprobs), given(batch.advantages), batch.mask
+        return self.policy_loss(*arrays, **self.policy_loss_settings, aggregation=None)
 
     def denominators(self, totals: Totals[Array], response_length: int) -> Denominators:
         """What `jrl.losses.aggregate` divides by, for the policy's loss and the critic's.

@@ -10,7 +10,6 @@ from jrl.losses import Mean
 from jrl.recipes.base.batch import Batch, Targets
 from jrl.recipes.base.optimizer import Optimizer, Schedule
 from jrl.recipes.base.recipe import Metrics, Recipe
-from jrl.recipes.base.sizes import MICRO_BATCH, near_divisors
 
 ROWS_SHOWN = 4
 """Held-out prompts whose completions are sampled for people to read."""
@@ -88,12 +87,6 @@ class Sft(Recipe):
     @property
     def mini_batch_size(self) -> int:
         return self.batch
-
-    @property
-    def micro_batch_size(self) -> int:
-        if self.micro_batch is None:
-            return near_divisors(self.batch, MICRO_BATCH)[0]
-        return min(self.micro_batch, self.batch)
 
     def divided(self, ranks: int) -> "Sft":
         # Its batch is what one step is said to learn from, whatever the number of devices.

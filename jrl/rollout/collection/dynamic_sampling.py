@@ -10,6 +10,7 @@ import numpy as np
 
 from jrl.losses import informative_groups
 from jrl.recipes.base.recipe import Recipe
+from jrl.rollout.decoding.requests import Trajectory
 from jrl.rollout.sampler import Completion, Sampler, Unverified, in_order, scores_of
 from jrl.rollout.sampling import Sampling
 from jrl.tasks import Example
@@ -28,7 +29,56 @@ class Found:
     informative: np.ndarray
 
 
-class DynamicSampler:
+class Groups:
+    """Prompts that were asked for, and what is known of their completions.
+
+    Args:
+      sampler: with the policy loaded.
+      recipe: how many groups of which size.
+      sampling: how tokens are drawn.
+      seconds: where the time taken is added.
+    """
+
+    _compares = True  # whether verdicts say which groups are informative
+
+    def __init__(
+        self, sampler: Sampler, recipe: Recipe, sampling: Sampling, seconds: dict[str, float]
+    ):
+        self._sampler, self._recipe, self._sampling = sampler, recipe, sampling
+        self._seconds = seconds
+        self._drawn = Unverified(sampler.task, seconds)
+        self._examples: dict[int, Example] = {}
+        self._groups: defaultdict[int, list[Completion]] = defaultdict(list)
+        self._informative: dict[int, bool] = {}
+
+    def _begin(self, numbers: range) -> None:
+        """Asks for the groups of prompts."""
+        if numbers:
+            fresh = {number: self._sampler.task.train(number) for number in numbers}
+            self._examples |= fresh
+            requests = self._sampler.requests(fresh, self._recipe.group_size)
+            self._sampler.engine.submit(requests, self._sampling)
+
+    def _polled(self) -> list[Trajectory]:
+        """What has come to its end, its time counted."""
+        begin = time.perf_counter()
+        # Verdicts are made in the background meanwhile.
+        trajectories = self._sampler.engine.poll()
+        spent = time.perf_counter() - begin
+        self._seconds["timing_s/gen"] = self._seconds.get("timing_s/gen", 0.0) + spent
+        return trajectories
+
+    def _learn(self, completions: list[Completion]) -> None:
+        for completion in completions:
+            self._groups[completion.trajectory.request.prompt].append(completion)
+        for number in {completion.trajectory.request.prompt for completion in completions}:
+            group = self._groups[number]
+            # Whole groups alone: more completions may still make scores differ.
+            if self._compares and len(group) == self._recipe.group_size:
+                self._informative[number] = is_informative(group)
+
+
+class DynamicSampler(Groups):
     """Asks for prompts one by one until enough of them are known to be informative.
 
     The prompts that count are the first ones, up to the last that is needed. Where slots would be
@@ -36,12 +86,9 @@ class DynamicSampler:
     expect; what turns out to be too much is dropped, and drawn again in the next step.
 
     Args:
-      sampler: with the policy loaded.
-      recipe: how many groups of which size.
-      sampling: how tokens are drawn.
+      sampler, recipe, sampling, seconds: as of `Groups`.
       first: number of the first prompt.
       most: prompts asked for at most.
-      seconds: where the time taken is added.
     """
 
     def __init__(
@@ -54,30 +101,20 @@ class DynamicSampler:
         most: int,
         seconds: dict[str, float],
     ):
-        self._sampler, self._recipe, self._sampling = sampler, recipe, sampling
-        self._first, self._most, self._seconds = first, most, seconds
-        self._drawn = Unverified(sampler.task, seconds)
-        self._examples: dict[int, Example] = {}
-        self._groups: defaultdict[int, list[Completion]] = defaultdict(list)
-        self._informative: dict[int, bool] = {}
+        super().__init__(sampler, recipe, sampling, seconds)
+        self._first, self._most = first, most
 
     def find(self) -> Found:
         """All that a step needs, or all there is after the most prompts."""
-        engine = self._sampler.engine
         while (needed := self._needed()) is None:
             self._ask()
-            begin = time.perf_counter()
-            # Verdicts are made in the background meanwhile.
-            trajectories = engine.poll()
-            spent = time.perf_counter() - begin
-            self._seconds["timing_s/gen"] = self._seconds.get("timing_s/gen", 0.0) + spent
-            if trajectories:
+            if trajectories := self._polled():
                 self._sampler.judge(self._drawn, trajectories, self._examples)
                 self._learn(self._drawn.ready())
             else:
                 # Nothing is under way: what is missing are verdicts.
                 self._learn(self._drawn.verified())
-        engine.cancel([number for number in self._examples if number not in needed])
+        self._sampler.engine.cancel([number for number in self._examples if number not in needed])
         examples = {number: self._examples[number] for number in needed}
         completions = [each for number in needed for each in self._groups[number]]
         informative = np.array([self._informative[number] for number in needed])
@@ -107,21 +144,8 @@ class DynamicSampler:
         expected = math.ceil((self._recipe.prompts - found - undecided * likely) / likely)
         room = self._sampler.engine.num_idle // self._recipe.group_size
         more = max(missing, min(expected, room))
-        numbers = range(self._first + asked, self._first + min(asked + max(more, 0), self._most))
-        if numbers:
-            fresh = {number: self._sampler.task.train(number) for number in numbers}
-            self._examples |= fresh
-            requests = self._sampler.requests(fresh, self._recipe.group_size)
-            self._sampler.engine.submit(requests, self._sampling)
-
-    def _learn(self, completions: list[Completion]) -> None:
-        for completion in completions:
-            self._groups[completion.trajectory.request.prompt].append(completion)
-        for number in {completion.trajectory.request.prompt for completion in completions}:
-            group = self._groups[number]
-            # Whole groups alone: more completions may still make scores differ.
-            if len(group) == self._recipe.group_size:
-                self._informative[number] = is_informative(group)
+        end = self._first + min(asked + max(more, 0), self._most)
+        self._begin(range(self._first + asked, end))
 
 
 def is_informative(group: Sequence[Completion]) -> bool:

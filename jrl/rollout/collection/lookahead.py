@@ -4,8 +4,7 @@ What is sampled when is decided by counts and never by the clock: a run is the s
 samples and learns by turns or at the same time, and when it goes on after a kill.
 """
 
-import time
-from collections import Counter, defaultdict
+from collections import Counter
 
 import numpy as np
 
@@ -18,13 +17,12 @@ from jrl.rollout.collection.collect import (
     sampling_of,
     verifier_counts,
 )
-from jrl.rollout.collection.dynamic_sampling import is_informative
+from jrl.rollout.collection.dynamic_sampling import Groups
 from jrl.rollout.decoding.requests import Request, taken_off
 from jrl.rollout.sampler import Completion, Sampler, Unverified, in_order
-from jrl.tasks import Example
 
 
-class LookAhead:
+class LookAhead(Groups):
     """Samples until the next batch is whole, and meanwhile what may be sampled of later ones.
 
     Prompts are begun in their order. Those of the next batch are begun for sure; beyond the first
@@ -32,12 +30,10 @@ class LookAhead:
     way: whatever the verdicts are, none of them belongs to a later batch.
 
     Args:
-      sampler: with the policy loaded.
-      recipe: how many groups of which size.
+      sampler, recipe, seconds: as of `Groups`.
       batches: that may be under way, the next one included.
       first: number of the first prompt of the next batch.
       keep_pool: whether rows in flight keep their keys and values.
-      seconds: where the time taken is added.
     """
 
     def __init__(
@@ -50,19 +46,14 @@ class LookAhead:
         keep_pool: bool = False,
         seconds: dict[str, float],
     ):
-        self._sampler, self._recipe, self._sampling = sampler, recipe, sampling_of(recipe)
-        self._first, self._asked, self._seconds = first, first, seconds
-        self._keep_pool = keep_pool
+        super().__init__(sampler, recipe, sampling_of(recipe), seconds)
+        self._first, self._asked, self._keep_pool = first, first, keep_pool
         self._beyond = (batches - 1) * recipe.prompts
         collection = recipe.collection
-        self._dynamic = isinstance(collection, DynamicSampling)
+        self._compares = isinstance(collection, DynamicSampling)
         rounds = collection.max_rounds if isinstance(collection, DynamicSampling) else 1
         self._last = first + rounds * recipe.prompts
-        self._drawn = Unverified(sampler.task, seconds)
-        self._examples: dict[int, Example] = {}
         self._ended = Counter[int]()
-        self._groups: defaultdict[int, list[Completion]] = defaultdict(list)
-        self._informative: dict[int, bool] = {}
 
     def draw(self, pending: list[Completion | Request]) -> Drawn:
         """The next batch.
@@ -75,16 +66,13 @@ class LookAhead:
         self._ask()
         # What is asked for after each poll follows from counts, and so does what weights sample it.
         while not self._whole():
-            begin = time.perf_counter()
-            trajectories = self._sampler.engine.poll()
-            self._spent(time.perf_counter() - begin)
-            before = self._drawn
-            if trajectories and self._dynamic:
+            trajectories, before = self._polled(), self._drawn
+            if trajectories and self._compares:
                 self._drawn = Unverified(self._sampler.task, self._seconds)
             if trajectories:
                 self._sampler.judge(self._drawn, trajectories, self._examples)
                 self._ended.update(t.request.prompt for t in trajectories)
-            if self._dynamic:
+            if self._compares:
                 # Verdicts of one poll are waited for after the next: made meanwhile, and looked at
                 # neither sooner nor later where the verifier is fast or slow.
                 self._learn(before.verified())
@@ -119,31 +107,17 @@ class LookAhead:
     def _ask(self) -> None:
         """For the prompts that may be begun."""
         numbers = range(self._asked, self._end() + self._beyond)
-        if numbers:
-            fresh = {number: self._sampler.task.train(number) for number in numbers}
-            self._examples |= fresh
-            requests = self._sampler.requests(fresh, self._recipe.group_size)
-            self._sampler.engine.submit(requests, self._sampling)
-            self._asked = numbers.stop
+        self._begin(numbers)
+        self._asked = max(self._asked, numbers.stop)
 
     def _whole(self) -> bool:
         """Whether the next batch is: what it ends with is then known."""
         numbers = range(self._first, self._end())
-        if self._dynamic:
+        if self._compares:
             return all(number in self._informative for number in numbers)
         # Without dynamic sampling no verdict decides anything: they are waited for once, at the
         # end.
         return all(self._ended[number] == self._recipe.group_size for number in numbers)
-
-    def _learn(self, completions: list[Completion]) -> None:
-        for completion in completions:
-            self._groups[row_of(completion).prompt].append(completion)
-        if not self._dynamic:
-            return
-        for number in {row_of(completion).prompt for completion in completions}:
-            group = self._groups[number]
-            if len(group) == self._recipe.group_size:
-                self._informative[number] = is_informative(group)
 
     def _divided(self, suspended: list[Request]) -> Drawn:
         """The next batch, and the rest.
@@ -158,7 +132,7 @@ class LookAhead:
         informative = np.array([self._informative.get(number, True) for number in numbers])
         ready, counts = chosen_of(self._recipe, drawn, informative)
         metrics = verifier_counts(drawn)
-        if self._dynamic:
+        if self._compares:
             metrics |= generation_metrics(self._recipe, informative, counts)
         later = [each for number in self._groups if number >= end for each in self._groups[number]]
         # To the host: they become a part of the state, which outlives the engine's shelves.
@@ -166,9 +140,6 @@ class LookAhead:
         pending: list[Completion | Request] = [*kept[len(ready) :], *suspended]
         pending.sort(key=lambda row: (row_of(row).prompt, row_of(row).sample))
         return Drawn(kept[: len(ready)], counts, end, metrics, pending)
-
-    def _spent(self, seconds: float) -> None:
-        self._seconds["timing_s/gen"] = self._seconds.get("timing_s/gen", 0.0) + seconds
 
 
 def _off_the_mesh(completions: list[Completion]) -> list[Completion]:

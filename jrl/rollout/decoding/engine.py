@@ -1,6 +1,6 @@
 """The engine that keeps its slots full: where a row ends, the next begins."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -55,6 +55,7 @@ class SlotEngine:
 
     most_tokens = MOST_TOKENS
     """Prompt tokens that a rank runs at once, about."""
+    _row_widths: Sequence[int] = ()  # of rows that prompts share; none where each has its own
     _alone = False  # whether how many rows are live depends on nothing but what they drew
 
     def __init__(
@@ -95,8 +96,8 @@ class SlotEngine:
 
     def _made_seating(self, slots: int, ranks: int) -> Seating:
         # The states of Gated DeltaNet are of a row's last token alone.
-        copies = self.decoder.config.delta is None
-        return Seating(slots, ranks, self.most_tokens, copies=copies)
+        copies, row_widths = self.decoder.config.delta is None, self._row_widths
+        return Seating(slots, ranks, self.most_tokens, row_widths=row_widths, copies=copies)
 
     @property
     def usage(self) -> Usage:
@@ -159,17 +160,15 @@ class SlotEngine:
 
     def cancel(self, prompts: Sequence[int]) -> None:
         dropped = set(prompts)
-        seating = self._seating
-        kept = [request for request in seating.waiting if request.prompt not in dropped]
-        seating.waiting.clear()
-        seating.waiting.extend(kept)
-        slots = [slot for slot, row in seating.sitting.items() if row.prompt in dropped]
+        self._drop(lambda request: request.prompt in dropped)
+
+    def _drop(self, is_dropped: Callable[[Request], bool]) -> None:
+        """Ends such rows where they stand; their slots are free from here on."""
+        slots = self._seating.drop(is_dropped)
         if slots and self._pool is not None:
             goes_on = np.ones(self.slots, bool)
             goes_on[slots] = False
             self._pool = halt(self._pool, self._over_slots(goes_on))
-        for slot in slots:
-            seating.leave(slot)
 
     def suspend(self, keep_pool: bool = False) -> list[Request]:
         seating, begun = self._seating, list[Request]()

@@ -1,7 +1,7 @@
 """Who sits where: requests, and the slots of the ranks that decode them, on the host."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,10 +21,9 @@ the row."""
 
 REFILL = 16
 """Slots are filled again when one in so many is free: each time costs two programs."""
-FEWER = 4
-"""Where most rows have ended, a step computes so many times fewer of them, twice at most."""
-FEWEST = 8
-"""Rows of a rank that a step computes at least: below it fewer cost as much."""
+FEWER, FEWEST = 4, 8
+"""Where most rows have ended, a step computes so many times fewer of them, twice at most, and no
+fewer than `FEWEST` of a rank: below it they cost as much."""
 LONG = 128
 """Columns of rows that are worth programs for fewer of them."""
 
@@ -95,16 +94,22 @@ def _goes_on(request: Request) -> bool:
 
 
 def step_sizes(per_rank: int, columns: int, unit: int) -> list[int]:
-    """How many slots of a rank a step may compute, ascending: all and, where rows are long enough
-    to be worth programs for fewer of them, `FEWER` times fewer.
+    """`fewer_slots` of a rank whose rows are all of one rollout and have so many columns."""
+    least = max(FEWEST, per_rank // FEWER**2) if columns >= LONG else per_rank
+    return fewer_slots(per_rank, unit, FEWER, least)
+
+
+def fewer_slots(per_rank: int, unit: int, fewer: int, least: int) -> list[int]:
+    """How many slots of a rank a step may compute, ascending: all, and so many times fewer, again
+    and again.
 
     Args:
-      columns: tokens of the longest row.
       unit: what each number is a multiple of.
+      least: of them but for all.
     """
     sizes = [per_rank]
-    while columns >= LONG and len(sizes) < 3 and sizes[0] // FEWER >= FEWEST:
-        sizes.insert(0, -(-sizes[0] // FEWER // unit) * unit)
+    while sizes[0] // fewer >= max(least, unit):
+        sizes.insert(0, -(-sizes[0] // fewer // unit) * unit)
     return sizes
 
 
@@ -204,6 +209,16 @@ class Seating:
         """The request of a slot, which is free from here on."""
         self._free[slot // self.per_rank].append(slot)
         return self.sitting.pop(slot)
+
+    def drop(self, is_dropped: Callable[[Request], bool]) -> list[int]:
+        """Such requests wait and sit no more; the slots that are free from here on."""
+        kept = [request for request in self.waiting if not is_dropped(request)]
+        self.waiting.clear()
+        self.waiting.extend(kept)
+        slots = [slot for slot, request in self.sitting.items() if is_dropped(request)]
+        for slot in slots:
+            self.leave(slot)
+        return slots
 
     def forget(self) -> None:
         """What stands in the slots was made by other weights than the next rows are."""

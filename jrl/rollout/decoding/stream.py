@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -15,10 +15,10 @@ from jrl.rollout.decoding.engine import SlotEngine
 from jrl.rollout.decoding.packing import copies_of, packing_of, plan_rows, row_sizes
 from jrl.rollout.decoding.programs.admission import Arrivals, admit_known
 from jrl.rollout.decoding.programs.packed import place, run_packed
-from jrl.rollout.decoding.programs.slots import Likeliest, Pool, Rows, halt, with_columns
+from jrl.rollout.decoding.programs.slots import Likeliest, Pool, Rows, with_columns
 from jrl.rollout.decoding.programs.tokens import Draws
 from jrl.rollout.decoding.requests import Finish, Request
-from jrl.rollout.decoding.seating import SMALLEST, Arriving, Seating, row_widths
+from jrl.rollout.decoding.seating import SMALLEST, Arriving, fewer_slots, row_widths
 from jrl.rollout.row_sampling import OwnSampling, RowSampling
 from jrl.rollout.sampling import Sampling
 from moe.cache.buffers import KEY_COLUMN, Cache
@@ -31,7 +31,7 @@ NARROWEST_CACHE = 128
 """Columns of the cache at least, if rows may have so many; it has twice as many, or as many again,
 where longer rows are written: a step reads all of them."""
 FEWER = 8
-"""A step computes all slots, or this many times fewer: each number is a program."""
+"""A step computes all slots, or so many times fewer: each number is a program."""
 IDLE = OwnSampling(temperature=0.0)
 """Of a slot without a row: no noise is made for it."""
 
@@ -85,11 +85,8 @@ class StreamEngine(SlotEngine):
     @property
     def step_sizes(self) -> list[int]:
         """Slots of each rank that a step may compute, ascending: all of them, an eighth, an eighth
-        of that, and so on, as far as they divide."""
-        sizes = [self._seating.per_rank]
-        while sizes[0] % (FEWER * self._unit) == 0:
-            sizes.insert(0, sizes[0] // FEWER)
-        return sizes
+        of that, and so on."""
+        return fewer_slots(self._seating.per_rank, self._unit, FEWER, least=1)
 
     @property
     def prefill_sizes(self) -> list[tuple[int, int]]:
@@ -144,21 +141,10 @@ class StreamEngine(SlotEngine):
     def drop(self, rows: Collection[tuple[int, int]]) -> None:
         """Ends rows where they stand, known by the numbers of prompt and sample; their slots are
         free from here on."""
-        seating, dropped = self._seating, set(rows)
-        if not dropped:
-            return
-        kept = [r for r in seating.waiting if (r.prompt, r.sample) not in dropped]
-        seating.waiting.clear()
-        seating.waiting.extend(kept)
-        sitting = seating.sitting.items()
-        slots = [slot for slot, r in sitting if (r.prompt, r.sample) in dropped]
-        if slots:
-            goes_on = np.ones(self.slots, bool)
-            goes_on[slots] = False
-            self._pool = halt(self._there(), self._over_slots(goes_on))
-        for slot in slots:
-            seating.leave(slot)
-        self._placed_draws = None
+        dropped = set(rows)
+        if dropped:
+            self._drop(lambda request: (request.prompt, request.sample) in dropped)
+            self._placed_draws = None
 
     def tick(self, window: int) -> list[Written]:
         """Seats those who wait, as far as there are free slots, and writes all rows on.
@@ -209,17 +195,6 @@ class StreamEngine(SlotEngine):
             rows = replace(rows, likeliest=None)
         return to_host(_columns(rows, width, self._over_slots(begins)))
 
-    def _made_seating(self, slots: int, ranks: int) -> Seating:
-        # The states of Gated DeltaNet are of a row's last token alone.
-        copies = self.decoder.config.delta is None
-        return Seating(
-            slots,
-            ranks,
-            self.most_tokens,
-            row_widths=self._row_widths,
-            copies=copies,
-        )
-
     def _admit(self, arriving: Arriving) -> None:
         if not any(arriving.runs) or not self._row_widths:
             super()._admit(arriving)
@@ -255,10 +230,10 @@ class StreamEngine(SlotEngine):
         room = self._there().cache.keys[0].shape[KEY_COLUMN]
         return max(room, self._cache_size(arriving.width)), 0
 
-    @cached_property
-    def _row_widths(self) -> list[int]:
-        """Of the rows that prompts share; none where each has its own: the states of Gated DeltaNet
-        are of one row, and experts are not kept of rows that are shared."""
+    @property
+    def _row_widths(self) -> list[int]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        # The states of Gated DeltaNet are of one row, and experts are not kept of rows that are
+        # shared.
         if self.decoder.config.delta is not None or self.decoder.records_choices:
             return []
         return row_widths(self.columns, self._unit)

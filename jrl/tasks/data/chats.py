@@ -10,7 +10,7 @@ for chat templates that write them.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +59,8 @@ class Chats(PromptList):
     The side that one is on depends on its prompt: those that begin alike stay together.
     """
 
+    _kind, _fix = "conversations", "raise --max-length, or say --overlong truncate"
+
     def _measure(self, examples: Sequence[Example]) -> None:
         super()._measure(examples)
         texts = [str(turn["content"]) for chat in self.chats for turn in chat.conversation]
@@ -75,22 +77,6 @@ class Chats(PromptList):
     def num_train(self) -> int:
         """How many are learned from."""
         return len(self._train)
-
-    def leave_out(self, fits: Callable[[Any], bool]) -> int:
-        before = len(self.examples)
-        kept = [example for example in self.examples if fits(example)]
-        numbers = {id(example) for example in kept}
-        train = [example for example in self._train if id(example) in numbers]
-        heldout = [example for example in self._heldout if id(example) in numbers]
-        if not train or not heldout:
-            raise ValueError(
-                f"task={self.name}: of {before} conversations {before - len(kept)} are too long, "
-                f"which leaves {len(train)} to learn from and {len(heldout)} held out: raise "
-                "--max-length, or say --overlong truncate"
-            )
-        self._train, self._heldout, self._order = train, heldout, (-1, [])
-        self._measure(kept)
-        return before - len(kept)
 
     def verify(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Verdict]:
         """Whether completions are what the assistant said, blanks around it aside."""

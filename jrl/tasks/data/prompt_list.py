@@ -1,11 +1,12 @@
 """Prompts that are a list of examples: which are held out, and the order of the others."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from jrl.tasks.data.split import HeldOut, generator, is_heldout, position
 from jrl.tasks.task import Example, check_index
 
-Fits = Callable[[Example], bool]
+Fits = Callable[[Any], bool]
 
 
 class PromptList:
@@ -19,6 +20,8 @@ class PromptList:
       num_shared: examples of the list that were left out of training, because others that are held
         out have their prompts.
     """
+
+    _kind, _fix = "prompts", "raise --prompt-length"
 
     def __init__(
         self,
@@ -105,14 +108,15 @@ class PromptList:
         """
         before = len(self.examples)
         kept = [example for example in self.examples if fits(example)]
-        prompts = {example.identity for example in kept}
-        train = [example for example in self._train if example.identity in prompts]
-        heldout = [example for example in self._heldout if example.identity in prompts]
+        there = {id(example) for example in kept}
+        train, heldout = (
+            [example for example in side if id(example) in there]
+            for side in (self._train, self._heldout)
+        )
         if not train or not heldout:
             raise ValueError(
-                f"task={self.name}: of {before} prompts {before - len(kept)} are too long, which "
-                f"leaves {len(train)} to train on and {len(heldout)} held out: raise "
-                "--prompt-length"
+                f"task={self.name}: of {before} {self._kind} {before - len(kept)} are too long, "
+                f"which leaves {len(train)} to learn from and {len(heldout)} held out: {self._fix}"
             )
         self._train, self._heldout, self._order = train, heldout, (-1, [])
         self._measure(kept)

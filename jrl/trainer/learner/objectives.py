@@ -31,7 +31,6 @@ def policy_loss(
     batch: Batch[Array],
     totals: Totals[Array],
     response_length: int,
-    statistics: Any = None,
 ) -> tuple[Float[Array, ""], Metrics]:
     """This piece's share of the policy's loss of a mini-batch.
 
@@ -42,9 +41,8 @@ def policy_loss(
       logprobs: of the current policy, nats.
       entropy: of the current policy's distribution over each token, nats.
       batch: any piece of the mini-batch.
-      totals: counts over the whole mini-batch.
+      totals: of the whole mini-batch.
       response_length: the limit of a completion, in tokens.
-      statistics: what the recipe's `statistics` gave, None without.
     """
 
     def reduced(per_token: Float[Array, "batch time"]) -> Float[Array, ""]:
@@ -55,7 +53,7 @@ def policy_loss(
 
     # A recipe need not guard its sums against what is not to be learned from.
     logprobs, entropy = (jnp.where(batch.mask, x, 0.0) for x in (logprobs, entropy))
-    surrogate, metrics = recipe.surrogate(logprobs, entropy, batch, statistics)
+    surrogate, metrics = recipe.surrogate(logprobs, entropy, batch, totals.statistics)
     if batch.importance_weights is not None:
         surrogate = surrogate * jax.lax.stop_gradient(batch.importance_weights)
     # Denominators are those of the mini-batch, so this is a share, and shares add up over pieces,
@@ -107,23 +105,11 @@ class PolicyObjective:
         return packing.scores_of(weights, x, _rows(batch), self.packed, config, sampling, mesh)
 
     def loss(
-        self,
-        weights: Transformer[Array],
-        x: Array,
-        batch: Batch[Array],
-        totals: Totals[Array],
-        statistics: Any,
+        self, weights: Transformer[Array], x: Array, batch: Batch[Array], totals: Totals[Array]
     ) -> tuple[Array, dict[str, Any]]:
         scores = self.scores(weights, x, batch)
-        loss, metrics = policy_loss(
-            self.recipe,
-            scores.logprobs,
-            scores.entropy,
-            batch,
-            totals,
-            self.response_length,
-            statistics,
-        )
+        arrays = scores.logprobs, scores.entropy, batch, totals
+        loss, metrics = policy_loss(self.recipe, *arrays, self.response_length)
         if self.sampling.adaptive is not None or batch.behaviour_logprobs is None:
             # Of a distribution at a temperature that adapts a pass over the tokens knows nothing:
             # `prepare` has compared the whole policy. Tokens that are given nobody has sampled.
@@ -187,12 +173,7 @@ class CriticObjective:
         return packing.values_of(weights, x, _rows(batch), self.packed, self.config, self.mesh)
 
     def loss(
-        self,
-        weights: Transformer[Array],
-        x: Array,
-        batch: Batch[Array],
-        totals: Totals[Array],
-        statistics: Any,
+        self, weights: Transformer[Array], x: Array, batch: Batch[Array], totals: Totals[Array]
     ) -> tuple[Array, dict[str, Any]]:
         # `batch.old_values` are from before the step's first update: the value clip measures from
         # there.
@@ -216,12 +197,7 @@ class SupervisedObjective:
         return pack(batch.tokens, batch.valid, self.layout, self.config, self.mesh)
 
     def loss(
-        self,
-        weights: Transformer[Array],
-        x: Array,
-        batch: Batch[Array],
-        totals: Totals[Array],
-        statistics: Any,
+        self, weights: Transformer[Array], x: Array, batch: Batch[Array], totals: Totals[Array]
     ) -> tuple[Array, dict[str, Any]]:
         # `Sampling()` is temperature 1: the plain softmax imitates, whatever completions are
         # sampled at.

@@ -69,19 +69,13 @@ class Objective(Protocol):
         ...
 
     def loss(
-        self,
-        weights: Transformer[Array],
-        x: Array,
-        batch: Batch[Array],
-        totals: Totals[Array],
-        statistics: Any,
+        self, weights: Transformer[Array], x: Array, batch: Batch[Array], totals: Totals[Array]
     ) -> tuple[Array, dict[str, Any]]:
         """Its share of the loss and its metrics, equal on all ranks of ``cp`` and ``tp``,
         from the last hidden states `x`. The routers' losses are added to it.
 
         Args:
-          totals: counts over the whole mini-batch.
-          statistics: what else is known of the whole mini-batch, None without.
+          totals: of the whole mini-batch.
         """
         ...
 
@@ -93,8 +87,8 @@ class Objective(Protocol):
         ...
 
 
-def count(batch: Batch[Array]) -> Totals[Array]:
-    """The denominators of a mini-batch."""
+def count(batch: Batch[Array], statistics: Any = None) -> Totals[Array]:
+    """What is known of a mini-batch: its denominators, and the recipe's `statistics` of it."""
     mask = batch.mask
     correct = mask if batch.correct is None else mask & batch.correct[:, None]
     # Integers, whatever the masks are: float32 counts no further than 2^24 one by one.
@@ -103,6 +97,7 @@ def count(batch: Batch[Array]) -> Totals[Array]:
         num_sequences=jnp.sum(jnp.any(mask, axis=1), dtype=jnp.int32),
         num_correct_tokens=jnp.sum(correct, dtype=jnp.int32),
         num_valid=jnp.sum(batch.valid, dtype=jnp.int32),
+        statistics=statistics,
     )
 
 
@@ -146,8 +141,8 @@ def update(
     config, mesh = objective.config, objective.mesh
     shards, _ = split(placement.shard_specs(config, mesh), config)
     # Denominators of the whole mini-batch, known before it is cut: micro-batches then add up.
-    totals = count(batch)
-    given = learner.weights, fixed, batch, totals, statistics, passes
+    totals = count(batch, statistics)
+    given = learner.weights, fixed, batch, totals, passes
     loss, grads, metrics = _gradients(objective, optimizer.gradient_wire, num_micro_batches, *given)
     # Of global arrays, so it is the global norm, whatever the layout (clipping depends on it).
     grad_norm = optax.tree.norm(grads)
@@ -211,7 +206,6 @@ def _gradients(
     fixed: Transformer[Array] | None,
     batch: Batch[Array],
     totals: Totals[Array],
-    statistics: Any,
     passes: Array | None,
 ) -> tuple[Array, Any, dict[str, Any]]:
     """The loss of a mini-batch, its gradient in parts and its metrics, on global arrays."""
@@ -224,11 +218,11 @@ def _gradients(
             stored,
             None if fixed is None else of_fixed,
             PartitionSpec(mesh.dp),
-            *[whole] * 3,
+            *[whole] * 2,
         ),
         out_specs=(whole, split(placement.shard_specs(config, mesh), config)[0], whole),
     )
-    return local(weights, fixed, batch, totals, statistics, passes)
+    return local(weights, fixed, batch, totals, passes)
 
 
 def _local_gradients(
@@ -239,7 +233,6 @@ def _local_gradients(
     fixed: Transformer[Array] | None,
     batch: Batch[Array],
     totals: Totals[Array],
-    statistics: Any,
     passes: Array | None,
 ) -> tuple[Array, Transformer[Array], dict[str, Any]]:
     config, mesh = objective.config, objective.mesh
@@ -258,7 +251,7 @@ def _local_gradients(
     # The rows of this `dp` rank alone: to cut them sends nothing.
     # Runs of neighbouring rows: samples of a prompt stay together where they can, and share it.
     micro_batches = jax.tree.map(lambda x: x.reshape(num_micro_batches, -1, *x.shape[1:]), batch)
-    given = objective, own, fixed, micro_batches, totals, statistics
+    given = objective, own, fixed, micro_batches, totals
     of_layers = all_dims.layers if sharded else None
     # Under fsdp the transpose of a layer's gather has summed its gradient into shards already.
     is_sharded = replace(
@@ -284,7 +277,6 @@ def _one_by_one(
     fixed: Transformer[Array] | None,
     micro_batches: Batch[Array],
     totals: Totals[Array],
-    statistics: Any,
     shard_dims: Layer[zero.ShardDim] | None,
     reductions: Transformer[Any],
     passes: Array | None,
@@ -296,7 +288,7 @@ def _one_by_one(
         micro_batch = vary(micro_batch, mesh.except_sequence)
         weights = mark(own if fixed is None else joined(own, fixed))
         x, router = model.run(weights, objective.pack(micro_batch), config, mesh, shard_dims)
-        loss, metrics = objective.loss(weights, x, micro_batch, totals, statistics)
+        loss, metrics = objective.loss(weights, x, micro_batch, totals)
         loss = loss + router_loss(router, config, mesh, totals.num_valid)
         # Ranks of cp and tp hold the same loss, which counts once.
         metrics = {**metrics, **_of_router(objective, router)}
@@ -318,7 +310,6 @@ def _through_stages(
     fixed: Transformer[Array] | None,
     micro_batches: Batch[Array],
     totals: Totals[Array],
-    statistics: Any,
     shard_dims: Layer[zero.ShardDim] | None,
 ) -> tuple[Array, Transformer[Array], dict[str, Any]]:
     """The loss, this device's gradient, and the metrics, on a pipeline."""
@@ -327,7 +318,7 @@ def _through_stages(
         own,
         vary(micro_batches, mesh.except_sequence),
         objective.pack,
-        lambda weights, x, micro_batch: objective.loss(weights, x, micro_batch, totals, statistics),
+        lambda weights, x, micro_batch: objective.loss(weights, x, micro_batch, totals),
         totals.num_valid,
         config,
         mesh,

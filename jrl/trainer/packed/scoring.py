@@ -1,7 +1,6 @@
 """Scoring passes over packed rows: what `jrl.trainer.scoring` says, of the tokens under the mask
 alone."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import jax
@@ -16,7 +15,7 @@ from jrl.rollout.batching import replicated, take_rows
 from jrl.rollout.scoring import mark_replicated
 from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective
 from jrl.trainer.learner.passes import scan_first
-from jrl.trainer.learner.room import Exact, exact, overflow_of
+from jrl.trainer.learner.room import exact, overflow_of
 from jrl.trainer.packed.plan import counts_of, place_rows, plan
 from moe import model, placement
 from moe.weights import Transformer
@@ -30,7 +29,7 @@ def packed_values(
     Args:
       bins: of a pass.
     """
-    return _in_bins(_packed_values, objective, critic, batch, bins)[0]
+    return _in_bins(objective, critic, batch, bins)[0]
 
 
 def packed_logprobs(
@@ -41,48 +40,26 @@ def packed_logprobs(
     Args:
       bins: of a pass.
     """
-    logprobs, sampled = _in_bins(_packed_logprobs, objective, policy, batch, bins)
+    logprobs, sampled = _in_bins(objective, policy, batch, bins)
     return logprobs, sampled
 
 
 @exact(num_static=2)
-def _packed_values(
-    objective: CriticObjective,
-    pieces: int,
-    critic: Transformer[Array],
-    rows: Batch[Array],
-    passes: Array,
-) -> tuple[tuple[Array, ...], Array | None]:
-    def read(critic: Transformer[Array], x: Array, rows: Batch[Array]) -> tuple[Array, ...]:
-        return (objective.values(critic, x, rows),)
-
-    return _run_packed(objective, pieces, read, critic, rows, passes)
-
-
-@exact(num_static=2)
-def _packed_logprobs(
-    objective: PolicyObjective,
-    pieces: int,
-    policy: Transformer[Array],
-    rows: Batch[Array],
-    passes: Array,
-) -> tuple[tuple[Array, ...], Array | None]:
-    def read(policy: Transformer[Array], x: Array, rows: Batch[Array]) -> tuple[Array, ...]:
-        scores = objective.scores(policy, x, rows)
-        return scores.logprobs, scores.behaviour_logprobs
-
-    return _run_packed(objective, pieces, read, policy, rows, passes)
-
-
-def _run_packed(
+def _scored(
     objective: CriticObjective | PolicyObjective,
     pieces: int,
-    read: Callable[[Transformer[Array], Array, Batch[Array]], tuple[Array, ...]],
     weights: Transformer[Array],
     rows: Batch[Array],
     passes: Array,
 ) -> tuple[tuple[Array, ...], Array | None]:
+    """Values, or log-probabilities in the whole policy and in what tokens are drawn from."""
     config, mesh = objective.config, objective.mesh
+
+    def read(weights: Transformer[Array], x: Array, rows: Batch[Array]) -> tuple[Array, ...]:
+        if isinstance(objective, CriticObjective):
+            return (objective.values(weights, x, rows),)
+        scores = objective.scores(weights, x, rows)
+        return scores.logprobs, scores.behaviour_logprobs
 
     def local(weights, rows, passes):
         def one(_, piece):
@@ -105,13 +82,12 @@ def _run_packed(
 
 
 def _in_bins(
-    program: Exact,
     objective: CriticObjective | PolicyObjective,
     weights: Transformer[Array],
     batch: Batch[Array],
     bins: int,
 ) -> list[Array]:
-    """What `program` says of rows dealt out to bins, in the order of the batch."""
+    """What `_scored` says of rows dealt out to bins, in the order of the batch."""
     mesh = objective.mesh
     # What the pass reads and nothing else: rows change devices on their way into bins.
     batch = Batch(batch.tokens, batch.valid, batch.mask, choices=batch.choices)
@@ -123,7 +99,7 @@ def _in_bins(
     rows = place_rows(batch, packed, mesh)
     objective = replace(objective, packed=packed.sizes)
     passes = to_devices(np.int32(packed.passes), replicated(mesh))
-    found = program(objective, packed.num_micro_batches, weights, rows, passes)
+    found = _scored(objective, packed.num_micro_batches, weights, rows, passes)
     # Any column carries them back.
     # A row that is in no bin takes an empty slot's column, in which nothing counts: zeros.
     back = packed.slots(num_rows)

@@ -60,7 +60,7 @@ def current(given):
 def loss_and_slope(recipe, given, logprobs, entropy):
     statistics = recipe.statistics(logprobs, entropy, given) if recipe.uses_statistics else None
     step = jax.value_and_grad(
-        lambda x: policy_loss(recipe, x, entropy, given, count(given), TIME, statistics),
+        lambda x: policy_loss(recipe, x, entropy, given, count(given, statistics), TIME),
         has_aux=True,
     )
     return step(logprobs)

@@ -111,23 +111,25 @@ def with_targets(recipe, given):
     return replace(given, mask=mask, critic_mask=targets.critic_mask, **known), targets
 
 
-def loss_of(recipe, given, logprobs, entropy, totals=None, statistics=None):
-    """The policy's loss, with the mini-batch's own statistics where there are none yet."""
-    totals = count(given) if totals is None else totals
-    if recipe.uses_statistics and statistics is None:
-        statistics = jax.lax.stop_gradient(recipe.statistics(logprobs, entropy, given))
-    return policy_loss(recipe, logprobs, entropy, given, totals, TIME - PROMPT, statistics)
+def totals_of(recipe, given, logprobs, entropy):
+    """Denominators and statistics of a mini-batch."""
+    if not recipe.uses_statistics:
+        return count(given)
+    return count(given, jax.lax.stop_gradient(recipe.statistics(logprobs, entropy, given)))
+
+
+def loss_of(recipe, given, logprobs, entropy, totals=None):
+    """The policy's loss, with the mini-batch's own totals where there are none yet."""
+    totals = totals_of(recipe, given, logprobs, entropy) if totals is None else totals
+    return policy_loss(recipe, logprobs, entropy, given, totals, TIME - PROMPT)
 
 
 def in_pieces(recipe, given, logprobs, entropy):
     """The losses of three pieces, with denominators and statistics of the whole mini-batch."""
-    totals, statistics = count(given), None
-    if recipe.uses_statistics:
-        statistics = recipe.statistics(logprobs, entropy, given)
-    found = []
+    totals, found = totals_of(recipe, given, logprobs, entropy), []
     for rows in (slice(0, 1), slice(1, 4), slice(4, 6)):
         piece = jax.tree.map(lambda x, rows=rows: x[rows], given)
-        found.append(loss_of(recipe, piece, logprobs[rows], entropy[rows], totals, statistics))
+        found.append(loss_of(recipe, piece, logprobs[rows], entropy[rows], totals))
     return found
 
 

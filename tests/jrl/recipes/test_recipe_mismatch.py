@@ -156,12 +156,12 @@ def test_every_recipe_weighs_its_policy_loss(name):
         statistics = None
         if recipe.uses_statistics:
             statistics = recipe.statistics(logprobs, entropy, batch)
-        arrays = (logprobs, entropy, batch)
+        arrays, totals = (logprobs, entropy, batch), count(batch, statistics)
         given = replace(batch, importance_weights=weights)
         surrogate, _ = recipe.surrogate(logprobs, entropy, given, statistics)
         return (
-            policy_loss(recipe, *arrays, count(batch), 4, statistics),
-            policy_loss(recipe, logprobs, entropy, given, count(batch), 4, statistics),
+            policy_loss(recipe, *arrays, totals, 4),
+            policy_loss(recipe, logprobs, entropy, given, totals, 4),
             aggregate(weights * surrogate, MASK, recipe.aggregation, max_length=4),
         )
 

@@ -43,7 +43,7 @@ def test_names_the_trainer_logs_are_known(name):
 def test_unknown_names_are_refused_with_the_nearest():
     with pytest.raises(ValueError, match=r'"actor/entropi" \(did you mean "actor/entropy"\?\)'):
         metrics.check_known({"actor/entropi": 1.0, "actor/pg_loss": 2.0})
-    with pytest.raises(ValueError, match=r'"zzzz"; add a line to TABLE'):
+    with pytest.raises(ValueError, match=r'"zzzz"; add a row to TABLE'):
         metrics.check_known(["zzzz"])
     with pytest.raises(ValueError, match='"verifier/"'):
         metrics.check_known(["verifier/"])

@@ -9,17 +9,13 @@ from jax.typing import ArrayLike
 from jaxtyping import Float, Integer, Real
 
 from jrl.losses import settings
-from jrl.losses.arrays import (
-    Number,
-    as_floats,
-    check_responses,
-)
+from jrl.losses.arrays import Number
 from jrl.losses.groups import (
     group_centred,
     group_max,
     group_size,
     group_sum,
-    number_groups,
+    in_groups,
     ratio_or_zero,
 )
 
@@ -62,12 +58,10 @@ def pass_at_k_advantages(
       >>> pass_at_k_advantages(rewards, groups, scale=None).tolist()
       [0.0, 2.0, 0.0, 0.0, 0.0]
     """
-    check_responses(rewards=rewards, groups=groups)
+    rewards, index = in_groups(groups, rewards=rewards)
     if scale not in ("group", None):
         raise ValueError(f"scale={scale!r} is not a scale: choose 'group' or None.")
     epsilon = settings.epsilon("epsilon", epsilon)
-    (rewards,) = as_floats(jax.lax.stop_gradient(rewards))
-    index = number_groups(groups)
     size = group_size(rewards, index)
     best = rewards == group_max(rewards, index)
     second = group_max(jnp.where(best, -jnp.inf, rewards), index)
@@ -121,11 +115,9 @@ def pass_at_k_exact_advantages(
       >>> pass_at_k_exact_advantages(rewards, groups, k=2).tolist()
       [1.5, 0.0, 0.0, 0.0, 1.5]
     """
-    check_responses(rewards=rewards, groups=groups)
+    rewards, index = in_groups(groups, rewards=rewards)
     rule = "must be at least 2: the best of one response is what rloo_advantages is for."
     k = settings.whole("k", k, rule, at_least=2)
-    (rewards,) = as_floats(jax.lax.stop_gradient(rewards))
-    index = number_groups(groups)
     order = jnp.lexsort((rewards, index))
     ascending, index = rewards[order], index[order]
     starts = jnp.concatenate([jnp.ones_like(index[:1], bool), index[1:] != index[:-1]])

@@ -2,19 +2,14 @@
 
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, Integer, Real
 
 from jrl.losses import settings
-from jrl.losses.arrays import (
-    Number,
-    as_floats,
-    check_responses,
-)
-from jrl.losses.groups import group_centred, group_max, group_min, number_groups
+from jrl.losses.arrays import Number
+from jrl.losses.groups import group_centred, group_max, group_min, in_groups
 
 
 def gpg_advantages(
@@ -55,11 +50,9 @@ def gpg_advantages(
       >>> gpg_advantages(jnp.array([1.0, 0.0, 1.0, 1.0]), jnp.array([0, 0, 1, 1])).tolist()
       [1.0, -1.0, 0.0, 0.0]
     """
-    check_responses(rewards=rewards, groups=groups)
+    rewards, index = in_groups(groups, rewards=rewards)
     if isinstance(alpha, str) and alpha not in ("informative", "nonzero"):
         raise ValueError(f"alpha={alpha!r} is unknown: 'informative', 'nonzero' or a number.")
-    (rewards,) = as_floats(jax.lax.stop_gradient(rewards))
-    index = number_groups(groups)
     advantages = group_centred(rewards, index)
     if not isinstance(alpha, str):
         return settings.number("alpha", alpha) * advantages

@@ -2,19 +2,14 @@
 
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, Integer, Real
 
 from jrl.losses import settings
-from jrl.losses.arrays import (
-    Number,
-    as_floats,
-    check_responses,
-)
-from jrl.losses.groups import group_centred, group_size, group_sum, number_groups, ratio_or_zero
+from jrl.losses.arrays import Number
+from jrl.losses.groups import group_centred, group_size, group_sum, in_groups, ratio_or_zero
 
 
 def grpo_advantages(
@@ -72,14 +67,12 @@ def grpo_advantages(
       >>> grpo_advantages(*pair, unbiased=False, epsilon=0.0).tolist()
       [1.0, -1.0]
     """
-    check_responses(rewards=rewards, groups=groups)
+    rewards, index = in_groups(groups, rewards=rewards)
     if scale not in ("group", "batch", None):
         raise ValueError(f"scale={scale!r} is not a scale: choose 'group', 'batch' or None.")
     if singleton not in ("zero", "reward"):
         raise ValueError(f"singleton={singleton!r} is not a rule: choose 'zero' or 'reward'.")
     epsilon = settings.epsilon("epsilon", epsilon)
-    (rewards,) = as_floats(jax.lax.stop_gradient(rewards))
-    index = number_groups(groups)
     size = group_size(rewards, index)
     bias = 1 if unbiased else 0
     as_rewarded = (size == 1) & (singleton == "reward")

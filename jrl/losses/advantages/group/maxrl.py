@@ -1,15 +1,10 @@
 """MaxRL: each response in units of its group's success rate."""
 
-import jax
 from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, Integer, Real
 
-from jrl.losses.arrays import (
-    as_floats,
-    check_responses,
-)
-from jrl.losses.groups import group_centred, group_size, group_sum, number_groups, ratio_or_zero
+from jrl.losses.groups import group_centred, group_size, group_sum, in_groups, ratio_or_zero
 
 
 def maxrl_advantages(
@@ -44,8 +39,6 @@ def maxrl_advantages(
       >>> maxrl_advantages(rewards, groups).tolist()
       [3.0, -1.0, -1.0, -1.0, 0.0]
     """
-    check_responses(rewards=rewards, groups=groups)
-    (rewards,) = as_floats(jax.lax.stop_gradient(rewards))
-    index = number_groups(groups)
+    rewards, index = in_groups(groups, rewards=rewards)
     mean = group_sum(rewards, index) / group_size(rewards, index)
     return ratio_or_zero(group_centred(rewards, index), mean)

@@ -1,16 +1,11 @@
 """OPO: the group's mean by length, the baseline with the least variance."""
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, Integer, Real
 
-from jrl.losses.arrays import (
-    as_floats,
-    check_responses,
-)
-from jrl.losses.groups import group_min, group_sum, number_groups, ratio_or_zero
+from jrl.losses.groups import group_min, group_sum, in_groups, ratio_or_zero
 
 
 def opo_advantages(
@@ -44,9 +39,7 @@ def opo_advantages(
       >>> opo_advantages(jnp.array([1.0, 0.0]), jnp.array([0, 0]), jnp.array([1, 3])).tolist()
       [0.75, -0.25]
     """
-    check_responses(rewards=rewards, groups=groups, lengths=lengths)
-    rewards, lengths = as_floats(*jax.lax.stop_gradient((rewards, lengths)))
-    index = number_groups(groups)
+    rewards, lengths, index = in_groups(groups, rewards=rewards, lengths=lengths)
     counts = lengths != 0
     least = group_min(jnp.where(counts, rewards, jnp.inf), index)
     # Exactly 0 where all are equal, as their mean would not be.

@@ -1,16 +1,11 @@
 """RLOO: each response against the mean of the others."""
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, Integer, Real
 
-from jrl.losses.arrays import (
-    as_floats,
-    check_responses,
-)
-from jrl.losses.groups import group_centred, group_size, number_groups
+from jrl.losses.groups import group_centred, group_size, in_groups
 
 
 def rloo_advantages(
@@ -40,8 +35,6 @@ def rloo_advantages(
       >>> rloo_advantages(jnp.array([1.0, 0.0, 2.0, 6.0]), jnp.array([3, 3, 3, 8])).tolist()
       [0.0, -1.5, 1.5, 0.0]
     """
-    check_responses(rewards=rewards, groups=groups)
-    (rewards,) = as_floats(jax.lax.stop_gradient(rewards))
-    index = number_groups(groups)
+    rewards, index = in_groups(groups, rewards=rewards)
     size = group_size(rewards, index)
     return group_centred(rewards, index) * size / jnp.maximum(size - 1, 1)

@@ -17,13 +17,7 @@ from jrl.losses.policy.covariance.covariances import (
 )
 from jrl.losses.policy.order import random_bits, top_k_mask
 from jrl.losses.policy.token_ratio.ppo import clipped
-from jrl.losses.policy.tokens import (
-    Bound,
-    Loss,
-    Tokens,
-    prepare,
-    reduce_surrogate,
-)
+from jrl.losses.policy.tokens import Bound, Loss, prepare, reduce_surrogate
 from jrl.losses.reduction import Aggregation, Denominators, Mean
 
 
@@ -68,17 +62,13 @@ def clip_cov_loss(
         tokens given here by their own `covariances`, which is right for a **whole batch**: of each
         micro-batch at least one token would be chosen, as verl does.
       max_log_ratio: as in `ppo_loss`; None is off.
-      importance_weights: factors on the tokens' losses, of the shapes of `advantages`; no gradient.
-        None is off.
-      aggregation: how to weigh tokens and sequences, see `aggregate`; None reduces nothing, and
-        the loss is one per token.
-      denominators: those of `aggregate`: `num_tokens`, `num_sequences`, `max_length`,
-        `sequence_lengths`, `empty_rows`; none of them beside ``aggregation=None``.
+      importance_weights: as in `ppo_loss`; None is off.
+      aggregation: as in `ppo_loss`; None gives one loss per token.
+      denominators: as in `ppo_loss`.
 
     Returns:
-      `(loss, metrics)`. The loss is one number, or one per token, 0 where the mask is false, with
-      ``aggregation=None``. The metrics are those of `ppo_loss`, and ``cov_frac``, the share of
-      tokens that were chosen (verl reports it as ``pg_clipfrac``).
+      `(loss, metrics)` as of `ppo_loss`, and one metric more, ``cov_frac``, the share of tokens
+      that were chosen (verl reports it as ``pg_clipfrac``).
 
     Raises:
       ValueError: if `key` is missing where it is needed, `fraction` is not in [0, 1], the range is
@@ -101,32 +91,6 @@ def clip_cov_loss(
       1.0
     """
     tokens = prepare(logprobs, old_logprobs, advantages, mask)
-    surrogate, statistics = _clip_cov(
-        tokens, key, fraction, low, high, clip_low, clip_high, chosen, max_log_ratio
-    )
-    return reduce_surrogate(
-        clip_cov_loss,
-        surrogate,
-        statistics,
-        tokens.mask,
-        aggregation,
-        importance_weights,
-        **denominators,
-    )
-
-
-def _clip_cov(
-    tokens: Tokens,
-    key: Array | None,
-    fraction: Number,
-    low: Number,
-    high: Number,
-    clip_low: Bound,
-    clip_high: Bound,
-    chosen: Shaped[ArrayLike, "*batch time"] | None,
-    max_log_ratio: Number | None,
-) -> tuple[Float[Array, "*batch time"], dict[str, Float[Array, "*batch time"]]]:
-    """The surrogate of `clip_cov_loss`, and its statistics for each token."""
     low, high = settings.span(low, high, "no covariance is in between.")
     fraction = checked_fraction(fraction)
     if key is None and chosen is None and fraction not in (0, 1):
@@ -142,4 +106,7 @@ def _clip_cov(
     else:
         picked = as_chosen(chosen, tokens)
     surrogate = jnp.where(picked, jnp.zeros_like(surrogate), surrogate)
-    return surrogate, {**statistics, "cov_frac": picked.astype(surrogate.dtype)}
+    statistics = {**statistics, "cov_frac": picked.astype(surrogate.dtype)}
+    return reduce_surrogate(
+        clip_cov_loss, surrogate, statistics, tokens, aggregation, importance_weights, denominators
+    )

@@ -17,10 +17,7 @@ from jaxtyping import Bool, Float, Shaped
 from jrl.losses import settings
 from jrl.losses.arrays import Number, as_mask, check_shapes, zero_masked
 from jrl.losses.policy.order import count, floor_fraction
-from jrl.losses.policy.tokens import (
-    Tokens,
-    prepare,
-)
+from jrl.losses.policy.tokens import Tokens, prepare
 from jrl.losses.reduction import Leaf, Mean
 
 

@@ -4,7 +4,6 @@ from typing import Unpack
 
 import jax
 import jax.numpy as jnp
-from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, Shaped
 
@@ -17,13 +16,7 @@ from jrl.losses.policy.covariance.covariances import (
     number_chosen,
 )
 from jrl.losses.policy.order import top_k_mask
-from jrl.losses.policy.tokens import (
-    Loss,
-    Tokens,
-    clamped_log_ratio,
-    prepare,
-    reduce_surrogate,
-)
+from jrl.losses.policy.tokens import Loss, clamped_log_ratio, prepare, reduce_surrogate
 from jrl.losses.reduction import Aggregation, Denominators, Mean
 
 
@@ -62,17 +55,13 @@ def kl_cov_loss(
         tokens given here by their own `covariances`, which is right for a **whole batch**: of each
         micro-batch at least one token would be chosen, as verl does.
       max_log_ratio: as in `ppo_loss`, on the penalty as well; None is off.
-      importance_weights: factors on the tokens' losses, of the shapes of `advantages`; no gradient.
-        None is off.
-      aggregation: how to weigh tokens and sequences, see `aggregate`; None reduces nothing, and
-        the loss is one per token.
-      denominators: those of `aggregate`: `num_tokens`, `num_sequences`, `max_length`,
-        `sequence_lengths`, `empty_rows`; none of them beside ``aggregation=None``.
+      importance_weights: as in `ppo_loss`; None is off.
+      aggregation: as in `ppo_loss`; None gives one loss per token.
+      denominators: as in `ppo_loss`.
 
     Returns:
-      `(loss, metrics)`. The loss is one number, or one per token, 0 where the mask is false, with
-      ``aggregation=None``. The metrics are those of `ppo_loss` but for the clips, which do not
-      exist, and ``cov_frac``: the share of tokens that were chosen.
+      `(loss, metrics)` as of `ppo_loss`, without the metrics of clips, which do not exist, and with
+      ``cov_frac``, the share of tokens that were chosen.
 
     Raises:
       ValueError: if `fraction` is not in [0, 1] or `coefficient` is negative, the aggregation is
@@ -93,26 +82,6 @@ def kl_cov_loss(
       (0.1667, 1.0)
     """
     tokens = prepare(logprobs, old_logprobs, advantages, mask)
-    surrogate, statistics = _kl_cov(tokens, fraction, coefficient, chosen, max_log_ratio)
-    return reduce_surrogate(
-        kl_cov_loss,
-        surrogate,
-        statistics,
-        tokens.mask,
-        aggregation,
-        importance_weights,
-        **denominators,
-    )
-
-
-def _kl_cov(
-    tokens: Tokens,
-    fraction: Number,
-    coefficient: Number,
-    chosen: Shaped[ArrayLike, "*batch time"] | None,
-    max_log_ratio: Number | None,
-) -> tuple[Float[Array, "*batch time"], dict[str, Float[Array, "*batch time"]]]:
-    """The surrogate of `kl_cov_loss`, and its statistics for each token."""
     rule = "is a penalty's and cannot be negative."
     coefficient = settings.number("coefficient", coefficient, rule, at_least=0)
     fraction = checked_fraction(fraction)
@@ -127,4 +96,7 @@ def _kl_cov(
     # By its sign, which is 0 at 0: the derivative of jnp.abs is 1 there.
     penalty = coefficient * log_ratio * jax.lax.stop_gradient(jnp.sign(log_ratio))
     surrogate = jnp.where(picked, surrogate + penalty, surrogate)
-    return surrogate, {**statistics, "cov_frac": picked.astype(surrogate.dtype)}
+    statistics = {**statistics, "cov_frac": picked.astype(surrogate.dtype)}
+    return reduce_surrogate(
+        kl_cov_loss, surrogate, statistics, tokens, aggregation, importance_weights, denominators
+    )

@@ -12,14 +12,7 @@ from jrl.losses import settings
 from jrl.losses.arrays import Number, as_floats, check_shapes, zero_masked
 from jrl.losses.policy.entropy.signal import check_strength
 from jrl.losses.policy.token_ratio.ppo import clipped
-from jrl.losses.policy.tokens import (
-    Bound,
-    Loss,
-    Tokens,
-    distance,
-    prepare,
-    reduce_surrogate,
-)
+from jrl.losses.policy.tokens import Bound, Loss, Tokens, distance, prepare, reduce_surrogate
 from jrl.losses.reduction import Aggregation, Denominators, Mean
 
 
@@ -165,16 +158,12 @@ def hapo_loss(
       redistribution: the strength of `redistributed_advantages`; 0 is off.
       clip_dual: the ratio beyond which a negative advantage stops acting; None is off.
       max_log_ratio: as in `ppo_loss`; None is off.
-      importance_weights: factors on the tokens' losses, of the shapes of `advantages`; no gradient.
-        None is off.
-      aggregation: how to weigh tokens and sequences, see `aggregate`; None reduces nothing, and
-        the loss is one per token.
-      denominators: those of `aggregate`: `num_tokens`, `num_sequences`, `max_length`,
-        `sequence_lengths`, `empty_rows`; none of them beside ``aggregation=None``.
+      importance_weights: as in `ppo_loss`; None is off.
+      aggregation: as in `ppo_loss`; None gives one loss per token.
+      denominators: as in `ppo_loss`.
 
     Returns:
-      `(loss, metrics)`. The loss is one number, or one per token, 0 where the mask is false, with
-      ``aggregation=None``. The metrics are those of `ppo_loss`, and ``redistributed``, where an
+      `(loss, metrics)` as of `ppo_loss`, and one metric more, ``redistributed``, where an
       advantage was amplified or damped.
 
     Raises:
@@ -195,38 +184,7 @@ def hapo_loss(
       ([-0.5, -1.25, -3.0], 0.6667)
     """
     tokens = prepare(logprobs, old_logprobs, advantages, mask)
-    surrogate, statistics = _hapo(
-        tokens,
-        _prepare_signal(tokens, signal),
-        clip_low,
-        clip_high,
-        clip_strength,
-        redistribution,
-        clip_dual,
-        max_log_ratio,
-    )
-    return reduce_surrogate(
-        hapo_loss,
-        surrogate,
-        statistics,
-        tokens.mask,
-        aggregation,
-        importance_weights,
-        **denominators,
-    )
-
-
-def _hapo(
-    tokens: Tokens,
-    signal: Float[Array, "*batch time"],
-    clip_low: Number,
-    clip_high: Number,
-    clip_strength: Number,
-    redistribution: Number,
-    clip_dual: Number | None,
-    max_log_ratio: Number | None,
-) -> tuple[Float[Array, "*batch time"], dict[str, Float[Array, "*batch time"]]]:
-    """The surrogate of `hapo_loss`, and its statistics for each token."""
+    signal = _prepare_signal(tokens, signal)
     clip_strength = check_strength("clip_strength", clip_strength)
     low, high = asymmetric_clip_bounds(
         signal, clip_low=clip_low, clip_high=clip_high, strength=clip_strength
@@ -236,7 +194,10 @@ def _hapo(
     surrogate, statistics = clipped(
         tokens._replace(advantages=advantages), low, high, clip_dual, max_log_ratio
     )
-    return surrogate, {**statistics, "redistributed": changed.astype(surrogate.dtype)}
+    statistics = {**statistics, "redistributed": changed.astype(surrogate.dtype)}
+    return reduce_surrogate(
+        hapo_loss, surrogate, statistics, tokens, aggregation, importance_weights, denominators
+    )
 
 
 def _redistribute(

@@ -4,7 +4,6 @@ from typing import Unpack
 
 import jax
 import jax.numpy as jnp
-from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, Shaped
 
@@ -13,7 +12,6 @@ from jrl.losses.policy.tokens import (
     Bound,
     Loss,
     RatioLevel,
-    Tokens,
     distance,
     floored_logprobs,
     log_ratio_at,
@@ -64,16 +62,12 @@ def cispo_loss(
       max_log_ratio: the log-ratio is clamped to plus or minus this many nats before the
         exponential, and the log-probability is no more than this below the old one, where the
         gradient is then 0; None is off. verl clamps at 20, TRL does not.
-      importance_weights: factors on the tokens' losses, of the shapes of `advantages`; no
-        gradient. None is off.
-      aggregation: how to weigh tokens and sequences, see `aggregate`; None reduces nothing, and
-        the loss is one per token.
-      denominators: those of `aggregate`: `num_tokens`, `num_sequences`, `max_length`,
-        `sequence_lengths`, `empty_rows`; none of them beside ``aggregation=None``.
+      importance_weights: as in `ppo_loss`; None is off.
+      aggregation: as in `ppo_loss`; None gives one loss per token.
+      denominators: as in `ppo_loss`.
 
     Returns:
-      `(loss, metrics)`. The loss is one number, or one per token, 0 where the mask is false, with
-      ``aggregation=None``. The metrics are means over the true tokens, kept as `Mean`.
+      `(loss, metrics)` as of `ppo_loss`, with these metrics
 
       * ``pg_clipfrac``: where the weight was clipped, whatever the advantage; TRL counts positive
         advantages only;
@@ -101,26 +95,6 @@ def cispo_loss(
       (1.0, 0.5)
     """
     tokens = prepare(logprobs, old_logprobs, advantages, mask)
-    surrogate, statistics = _clipped_weight(tokens, clip_low, clip_high, level, max_log_ratio)
-    return reduce_surrogate(
-        cispo_loss,
-        surrogate,
-        statistics,
-        tokens.mask,
-        aggregation,
-        importance_weights,
-        **denominators,
-    )
-
-
-def _clipped_weight(
-    tokens: Tokens,
-    clip_low: Bound | None,
-    clip_high: Bound | None,
-    level: RatioLevel,
-    max_log_ratio: Number | None,
-) -> tuple[Float[Array, "*batch time"], dict[str, Float[Array, "*batch time"]]]:
-    """The surrogate of `cispo_loss`, and its statistics for each token."""
     log_ratio, statistics = log_ratio_at(level, tokens, max_log_ratio)
     ratio = jax.lax.stop_gradient(jnp.exp(log_ratio))
     weight = ratio
@@ -129,4 +103,7 @@ def _clipped_weight(
     if clip_high is not None:
         weight = jnp.minimum(weight, 1 + distance("clip_high", clip_high, tokens))
     surrogate = -weight * tokens.advantages * floored_logprobs(tokens, max_log_ratio)
-    return surrogate, {"pg_clipfrac": (weight != ratio).astype(ratio.dtype), **statistics}
+    statistics = {"pg_clipfrac": (weight != ratio).astype(ratio.dtype), **statistics}
+    return reduce_surrogate(
+        cispo_loss, surrogate, statistics, tokens, aggregation, importance_weights, denominators
+    )

@@ -2,7 +2,6 @@
 
 from typing import Unpack
 
-from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, Shaped
 
@@ -10,7 +9,6 @@ from jrl.losses import settings
 from jrl.losses.arrays import Number
 from jrl.losses.policy.tokens import (
     Loss,
-    Tokens,
     clamped_log_ratio,
     floored_logprobs,
     prepare,
@@ -51,16 +49,12 @@ def dro_loss(
       max_log_ratio: the log-ratio of the penalty is clamped to plus or minus this many nats, and
         the log-probability to no more than this below the old one, where the gradients are then 0;
         None is off.
-      importance_weights: factors on the tokens' losses, of the shapes of `advantages`; no
-        gradient. None is off.
-      aggregation: how to weigh tokens and sequences, see `aggregate`; None reduces nothing, and
-        the loss is one per token.
-      denominators: those of `aggregate`: `num_tokens`, `num_sequences`, `max_length`,
-        `sequence_lengths`, `empty_rows`; none of them beside ``aggregation=None``.
+      importance_weights: as in `ppo_loss`; None is off.
+      aggregation: as in `ppo_loss`; None gives one loss per token.
+      denominators: as in `ppo_loss`.
 
     Returns:
-      `(loss, metrics)`. The loss is one number, or one per token, 0 where the mask is false, with
-      ``aggregation=None``. The metrics are means over the true tokens, kept as `Mean`.
+      `(loss, metrics)` as of `ppo_loss`, with these metrics
 
       * ``dro_penalty``: ``(beta / 2) (logprobs - old_logprobs)^2``;
       * ``ppo_kl``, ``ratio``, ``ratio_squared``, ``ratio_clamped``: as in `ppo_loss`.
@@ -82,25 +76,12 @@ def dro_loss(
       ([1.0, 4.0], 2.5)
     """
     tokens = prepare(logprobs, old_logprobs, advantages, mask)
-    surrogate, statistics = _penalised(tokens, beta, max_log_ratio)
-    return reduce_surrogate(
-        dro_loss,
-        surrogate,
-        statistics,
-        tokens.mask,
-        aggregation,
-        importance_weights,
-        **denominators,
-    )
-
-
-def _penalised(
-    tokens: Tokens, beta: Number, max_log_ratio: Number | None
-) -> tuple[Float[Array, "*batch time"], dict[str, Float[Array, "*batch time"]]]:
-    """The surrogate of `dro_loss`, and its statistics for each token."""
     rule = "weighs a penalty and cannot be negative; 0 is off."
     beta = settings.number("beta", beta, rule, at_least=0)
     log_ratio, statistics = clamped_log_ratio(tokens, max_log_ratio)
     penalty = 0.5 * beta * log_ratio**2
     surrogate = penalty - tokens.advantages * floored_logprobs(tokens, max_log_ratio)
-    return surrogate, {"dro_penalty": penalty, **statistics}
+    statistics = {"dro_penalty": penalty, **statistics}
+    return reduce_surrogate(
+        dro_loss, surrogate, statistics, tokens, aggregation, importance_weights, denominators
+    )

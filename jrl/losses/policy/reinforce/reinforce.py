@@ -6,12 +6,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Float, Shaped
 
 from jrl.losses.arrays import check_shapes
-from jrl.losses.policy.tokens import (
-    Loss,
-    Tokens,
-    prepare,
-    reduce_surrogate,
-)
+from jrl.losses.policy.tokens import Loss, prepare, reduce_surrogate
 from jrl.losses.reduction import Aggregation, Denominators, Mean
 
 
@@ -68,27 +63,14 @@ def reinforce_loss(
       >>> losses.tolist(), float(reinforce_loss(*arrays)[0])
       ([0.5, -2.0], -0.75)
     """
-    tokens = _without_old(logprobs, advantages, mask)
+    check_shapes(logprobs=logprobs, mask=mask)
+    tokens = prepare(logprobs, logprobs, advantages, mask)
+    surrogate = -tokens.advantages * tokens.logprobs
+    nll = {"nll": -tokens.logprobs}
     return reduce_surrogate(
-        reinforce_loss,
-        -tokens.advantages * tokens.logprobs,
-        {"nll": -tokens.logprobs},
-        tokens.mask,
-        aggregation,
-        importance_weights,
-        **denominators,
+        reinforce_loss, surrogate, nll, tokens, aggregation, importance_weights, denominators
     )
 
 
 # The loss of GPG is that of REINFORCE; what is new in the paper is its advantages.
 gpg_loss = reinforce_loss
-
-
-def _without_old(
-    logprobs: Float[ArrayLike, "*batch time"],
-    advantages: Float[ArrayLike, "*#batch #time"],
-    mask: Shaped[ArrayLike, "*batch time"],
-) -> Tokens:
-    """The prepared arrays of a loss that has no old policy."""
-    check_shapes(logprobs=logprobs, mask=mask)
-    return prepare(logprobs, logprobs, advantages, mask)

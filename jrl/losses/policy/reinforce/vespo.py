@@ -4,7 +4,6 @@ from typing import Unpack
 
 import jax
 import jax.numpy as jnp
-from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, Shaped
 
@@ -12,7 +11,6 @@ from jrl.losses import settings
 from jrl.losses.arrays import Number
 from jrl.losses.policy.tokens import (
     Loss,
-    Tokens,
     clamped_log_ratio,
     floored_logprobs,
     prepare,
@@ -65,16 +63,12 @@ def vespo_loss(
       max_log_ratio: each token's log-ratio is clamped to plus or minus this many nats before the
         sum, and the log-probability is no more than this below the old one, where the gradient is
         then 0; None is off. TRL clamps the ratio at 20 as well.
-      importance_weights: factors on the tokens' losses, of the shapes of `advantages`; no
-        gradient. None is off.
-      aggregation: how to weigh tokens and sequences, see `aggregate`; None reduces nothing, and
-        the loss is one per token; token-mean as in TRL.
-      denominators: those of `aggregate`: `num_tokens`, `num_sequences`, `max_length`,
-        `sequence_lengths`, `empty_rows`; none of them beside ``aggregation=None``.
+      importance_weights: as in `ppo_loss`; None is off.
+      aggregation: as in `ppo_loss`; None gives one loss per token. The default is TRL's.
+      denominators: as in `ppo_loss`.
 
     Returns:
-      `(loss, metrics)`. The loss is one number, or one per token, 0 where the mask is false, with
-      ``aggregation=None``. The metrics are means over the true tokens, kept as `Mean`.
+      `(loss, metrics)` as of `ppo_loss`, with these metrics
 
       * ``phi``: the weight of the row, counted once for each of its tokens;
       * ``ppo_kl``, ``ratio``, ``ratio_squared``, ``ratio_clamped``: of the tokens, as in
@@ -100,28 +94,6 @@ def vespo_loss(
       (1.0, 1.0)
     """
     tokens = prepare(logprobs, old_logprobs, advantages, mask)
-    powers = (k_positive, lam_positive, k_negative, lam_negative)
-    surrogate, statistics = _soft_weight(tokens, *powers, max_log_ratio)
-    return reduce_surrogate(
-        vespo_loss,
-        surrogate,
-        statistics,
-        tokens.mask,
-        aggregation,
-        importance_weights,
-        **denominators,
-    )
-
-
-def _soft_weight(
-    tokens: Tokens,
-    k_positive: Number,
-    lam_positive: Number,
-    k_negative: Number,
-    lam_negative: Number,
-    max_log_ratio: Number | None,
-) -> tuple[Float[Array, "*batch time"], dict[str, Float[Array, "*batch time"]]]:
-    """The surrogate of `vespo_loss`, and its statistics for each token."""
     given = {
         "k_positive": k_positive,
         "lam_positive": lam_positive,
@@ -141,4 +113,7 @@ def _soft_weight(
     phi = jnp.exp(k * log_w - lam * jnp.expm1(log_w))
     phi = jnp.where(log_w == jnp.inf, jnp.zeros_like(phi), phi)
     surrogate = -phi * tokens.advantages * floored_logprobs(tokens, max_log_ratio)
-    return surrogate, {"phi": phi, **statistics}
+    statistics = {"phi": phi, **statistics}
+    return reduce_surrogate(
+        vespo_loss, surrogate, statistics, tokens, aggregation, importance_weights, denominators
+    )

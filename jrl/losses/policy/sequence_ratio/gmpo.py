@@ -3,7 +3,6 @@
 from typing import Unpack
 
 import jax.numpy as jnp
-from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, Shaped
 
@@ -11,7 +10,6 @@ from jrl.losses.arrays import Number, zero_masked
 from jrl.losses.policy.tokens import (
     Bound,
     Loss,
-    Tokens,
     clamped_log_ratio,
     distance,
     prepare,
@@ -68,16 +66,12 @@ def gmpo_loss(
       clip_high: how many it may rise above before a positive advantage stops acting on it.
       max_log_ratio: the log-ratio is clamped to plus or minus this many nats first, where the
         gradient is then 0; it matters on the side that is not clipped. None is off, as in verl.
-      importance_weights: factors on the tokens' losses, of the shapes of `advantages`; no
-        gradient. None is off.
-      aggregation: how to weigh tokens and sequences, see `aggregate`; None reduces nothing, and
-        the loss is one per token.
-      denominators: those of `aggregate`: `num_tokens`, `num_sequences`, `max_length`,
-        `sequence_lengths`, `empty_rows`; none of them beside ``aggregation=None``.
+      importance_weights: as in `ppo_loss`; None is off.
+      aggregation: as in `ppo_loss`; None gives one loss per token.
+      denominators: as in `ppo_loss`.
 
     Returns:
-      `(loss, metrics)`. The loss is one number, or one per token, 0 where the mask is false, with
-      ``aggregation=None``. The metrics are means over the true tokens, kept as `Mean`.
+      `(loss, metrics)` as of `ppo_loss`, with these metrics
 
       * ``pg_clipfrac``: where a token's log-ratio was clipped by a bound;
       * ``ppo_kl``: ``old_logprobs - logprobs``, the k1 estimate of KL(old || current);
@@ -107,22 +101,6 @@ def gmpo_loss(
       (-1.0689, 0.3333)
     """
     tokens = prepare(logprobs, old_logprobs, advantages, mask)
-    surrogate, statistics = _geometric_mean(tokens, clip_low, clip_high, max_log_ratio)
-    return reduce_surrogate(
-        gmpo_loss,
-        surrogate,
-        statistics,
-        tokens.mask,
-        aggregation,
-        importance_weights,
-        **denominators,
-    )
-
-
-def _geometric_mean(
-    tokens: Tokens, clip_low: Bound, clip_high: Bound, max_log_ratio: Number | None
-) -> tuple[Float[Array, "*batch time"], dict[str, Float[Array, "*batch time"]]]:
-    """The surrogate of `gmpo_loss`, and its statistics for each token."""
     low, high = distance("clip_low", clip_low, tokens), distance("clip_high", clip_high, tokens)
     log_ratio, statistics = clamped_log_ratio(tokens, max_log_ratio)
     rising, falling = tokens.advantages > 0, tokens.advantages < 0
@@ -132,4 +110,7 @@ def _geometric_mean(
     loss = -row_mean(tokens.advantages, tokens) * jnp.exp(row_mean(bounded, tokens))
     surrogate = jnp.where(tokens.mask, loss, jnp.zeros_like(log_ratio))
     clipped_tokens = (above | below).astype(log_ratio.dtype)
-    return surrogate, {"pg_clipfrac": clipped_tokens, **statistics}
+    statistics = {"pg_clipfrac": clipped_tokens, **statistics}
+    return reduce_surrogate(
+        gmpo_loss, surrogate, statistics, tokens, aggregation, importance_weights, denominators
+    )

@@ -73,16 +73,12 @@ def gspo_loss(
       max_log_ratio: each token's log-ratio is clamped to plus or minus this many nats before the
         mean, where the token's gradient is then 0; None is off. verl caps the mean instead, at +10;
         TRL and OpenRLHF have no clamp.
-      importance_weights: factors on the tokens' losses, of the shapes of `advantages`; no
-        gradient. None is off.
-      aggregation: how to weigh tokens and sequences, see `aggregate`; None reduces nothing, and
-        the loss is one per token.
-      denominators: those of `aggregate`: `num_tokens`, `num_sequences`, `max_length`,
-        `sequence_lengths`, `empty_rows`; none of them beside ``aggregation=None``.
+      importance_weights: as in `ppo_loss`; None is off.
+      aggregation: as in `ppo_loss`; None gives one loss per token.
+      denominators: as in `ppo_loss`.
 
     Returns:
-      `(loss, metrics)`. The loss is one number, or one per token, 0 where the mask is false, with
-      ``aggregation=None``. The metrics are means over the true tokens, kept as `Mean`.
+      `(loss, metrics)` as of `ppo_loss`, with these metrics
 
       * ``pg_clipfrac``: where the clip binds, which it does for all of a row's tokens whose
         advantages have one sign;
@@ -117,13 +113,7 @@ def gspo_loss(
         tokens, clip_low, clip_high, clip_dual, gradient, max_log_ratio
     )
     return reduce_surrogate(
-        gspo_loss,
-        surrogate,
-        statistics,
-        tokens.mask,
-        aggregation,
-        importance_weights,
-        **denominators,
+        gspo_loss, surrogate, statistics, tokens, aggregation, importance_weights, denominators
     )
 
 

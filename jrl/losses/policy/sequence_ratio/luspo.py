@@ -54,16 +54,12 @@ def luspo_loss(
       clip_dual: None is off.
       gradient: "token" or "sequence".
       max_log_ratio: None is off.
-      importance_weights: factors on the tokens' losses, of the shapes of `advantages`; no
-        gradient. None is off.
-      aggregation: how to weigh tokens and sequences, see `aggregate`; None reduces nothing, and
-        the loss is one per token.
-      denominators: those of `aggregate`: `num_tokens`, `num_sequences`, `max_length`,
-        `sequence_lengths`, `empty_rows`; none of them beside ``aggregation=None``.
+      importance_weights: as in `ppo_loss`; None is off.
+      aggregation: as in `ppo_loss`; None gives one loss per token.
+      denominators: as in `ppo_loss`.
 
     Returns:
-      `(loss, metrics)`. The loss is one number, or one per token, 0 where the mask is false, with
-      ``aggregation=None``. The metrics are those of `gspo_loss`.
+      `(loss, metrics)` as of `gspo_loss`.
 
     Raises:
       ValueError: as `gspo_loss`.
@@ -84,12 +80,7 @@ def luspo_loss(
     surrogate, statistics = sequence_clipped(
         tokens, clip_low, clip_high, clip_dual, gradient, max_log_ratio
     )
+    surrogate = surrogate * lengths(tokens)
     return reduce_surrogate(
-        luspo_loss,
-        surrogate * lengths(tokens),
-        statistics,
-        tokens.mask,
-        aggregation,
-        importance_weights,
-        **denominators,
+        luspo_loss, surrogate, statistics, tokens, aggregation, importance_weights, denominators
     )

@@ -10,13 +10,7 @@ from jaxtyping import Bool, Float, Shaped
 
 from jrl.losses import settings
 from jrl.losses.arrays import Number
-from jrl.losses.policy.tokens import (
-    Loss,
-    Tokens,
-    clamped_log_ratio,
-    prepare,
-    reduce_surrogate,
-)
+from jrl.losses.policy.tokens import Loss, Tokens, clamped_log_ratio, prepare, reduce_surrogate
 from jrl.losses.reduction import Aggregation, Denominators, Mean
 
 ProbabilityDistance = Literal["tv", "kl"]
@@ -74,17 +68,13 @@ def dppo_loss(
       max_ratio: the cap of the ratio, above one; None is off. 20 in verl (``clip_ratio_c``).
       max_log_ratio: the log-ratio is clamped to plus or minus this many nats before the
         exponential, and so is log p from below, where the gradient is then 0. None is off.
-      importance_weights: factors on the tokens' losses, of the shapes of `advantages`; no gradient.
-        None is off.
-      aggregation: how to weigh tokens and sequences, see `aggregate`; None reduces nothing, and
-        the loss is one per token.
-      denominators: those of `aggregate`: `num_tokens`, `num_sequences`, `max_length`,
-        `sequence_lengths`, `empty_rows`; none of them beside ``aggregation=None``.
+      importance_weights: as in `ppo_loss`; None is off.
+      aggregation: as in `ppo_loss`; None gives one loss per token.
+      denominators: as in `ppo_loss`.
 
     Returns:
-      `(loss, metrics)`. The loss is one number, or one per token, 0 where the mask is false, with
-      ``aggregation=None``. The metrics are those of `ppo_loss`. ``pg_clipfrac`` is where a token
-      was dropped, ``pg_clipfrac_lower`` where the ratio was capped.
+      `(loss, metrics)` as of `ppo_loss`, where ``pg_clipfrac`` is the share of tokens that were
+      dropped and ``pg_clipfrac_lower`` that of those whose ratio was capped.
 
     Raises:
       ValueError: if `kind` or the aggregation is unknown, `max_divergence` negative or `max_ratio`
@@ -108,26 +98,6 @@ def dppo_loss(
       ([3.0, 0.0], 0.5)
     """
     tokens = prepare(logprobs, old_logprobs, advantages, mask)
-    surrogate, statistics = _dppo(tokens, kind, max_divergence, max_ratio, max_log_ratio)
-    return reduce_surrogate(
-        dppo_loss,
-        surrogate,
-        statistics,
-        tokens.mask,
-        aggregation,
-        importance_weights,
-        **denominators,
-    )
-
-
-def _dppo(
-    tokens: Tokens,
-    kind: ProbabilityDistance,
-    max_divergence: settings.Sides,
-    max_ratio: Number | None,
-    max_log_ratio: Number | None,
-) -> tuple[Float[Array, "*batch time"], dict[str, Float[Array, "*batch time"]]]:
-    """The surrogate of `dppo_loss`, and its statistics for each token."""
     if kind not in get_args(ProbabilityDistance):
         raise ValueError(f"kind={kind!r} is neither 'tv' nor 'kl'.")
     bounds = settings.sides("max_divergence", max_divergence)
@@ -147,11 +117,14 @@ def _dppo(
         logprobs = jnp.where(logprobs < floor, floor, logprobs)
     surrogate = jnp.where(dropped, jnp.zeros_like(weight), -tokens.advantages * weight * logprobs)
     capped = ratio > weight
-    return surrogate, {
+    statistics = {
         "pg_clipfrac": dropped.astype(ratio.dtype),
         "pg_clipfrac_lower": (capped & ~dropped).astype(ratio.dtype),
         **statistics,
     }
+    return reduce_surrogate(
+        dppo_loss, surrogate, statistics, tokens, aggregation, importance_weights, denominators
+    )
 
 
 def _dropped(

@@ -117,13 +117,7 @@ def ppo_loss(
     tokens = prepare(logprobs, old_logprobs, advantages, mask)
     surrogate, statistics = clipped(tokens, clip_low, clip_high, clip_dual, max_log_ratio, guard)
     return reduce_surrogate(
-        ppo_loss,
-        surrogate,
-        statistics,
-        tokens.mask,
-        aggregation,
-        importance_weights,
-        **denominators,
+        ppo_loss, surrogate, statistics, tokens, aggregation, importance_weights, denominators
     )
 
 

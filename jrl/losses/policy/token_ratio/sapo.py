@@ -4,20 +4,12 @@ from typing import Unpack
 
 import jax
 import jax.numpy as jnp
-from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, Shaped
 
 from jrl.losses import settings
 from jrl.losses.arrays import Number
-from jrl.losses.policy.tokens import (
-    Loss,
-    RatioLevel,
-    Tokens,
-    log_ratio_at,
-    prepare,
-    reduce_surrogate,
-)
+from jrl.losses.policy.tokens import Loss, RatioLevel, log_ratio_at, prepare, reduce_surrogate
 from jrl.losses.reduction import Aggregation, Denominators, Mean
 
 
@@ -62,16 +54,12 @@ def sapo_loss(
         ``importance_sampling_level``.)
       max_log_ratio: the log-ratio is clamped to plus or minus this many nats before the
         exponential, where the gradient is then 0; None is off. verl clamps at 20, TRL does not.
-      importance_weights: factors on the tokens' losses, of the shapes of `advantages`; no
-        gradient. None is off.
-      aggregation: how to weigh tokens and sequences, see `aggregate`; None reduces nothing, and
-        the loss is one per token.
-      denominators: those of `aggregate`: `num_tokens`, `num_sequences`, `max_length`,
-        `sequence_lengths`, `empty_rows`; none of them beside ``aggregation=None``.
+      importance_weights: as in `ppo_loss`; None is off.
+      aggregation: as in `ppo_loss`; None gives one loss per token.
+      denominators: as in `ppo_loss`.
 
     Returns:
-      `(loss, metrics)`. The loss is one number, or one per token, 0 where the mask is false, with
-      ``aggregation=None``. The metrics are means over the true tokens, kept as `Mean`.
+      `(loss, metrics)` as of `ppo_loss`, with these metrics
 
       * ``gate``: ``4 p (1 - p)``, the share of the gradient that the gate lets through;
       * ``ppo_kl``, ``ratio``, ``ratio_squared``, ``ratio_clamped``: as in `ppo_loss`, or, at the
@@ -96,26 +84,6 @@ def sapo_loss(
       (-2.0, 1.0)
     """
     tokens = prepare(logprobs, old_logprobs, advantages, mask)
-    surrogate, statistics = _gated(tokens, tau_positive, tau_negative, level, max_log_ratio)
-    return reduce_surrogate(
-        sapo_loss,
-        surrogate,
-        statistics,
-        tokens.mask,
-        aggregation,
-        importance_weights,
-        **denominators,
-    )
-
-
-def _gated(
-    tokens: Tokens,
-    tau_positive: Number,
-    tau_negative: Number,
-    level: RatioLevel,
-    max_log_ratio: Number | None,
-) -> tuple[Float[Array, "*batch time"], dict[str, Float[Array, "*batch time"]]]:
-    """The surrogate of `sapo_loss`, and its statistics for each token."""
     positive, negative = (
         settings.number(name, tau, "is a temperature and must be positive, such as 1.0.", above=0)
         for name, tau in (("tau_positive", tau_positive), ("tau_negative", tau_negative))
@@ -124,4 +92,8 @@ def _gated(
     tau = jnp.where(tokens.advantages > 0, positive, negative).astype(log_ratio.dtype)
     # What tau (r - 1) is near r = 1 is a small difference, which expm1 keeps exact.
     gate = jax.nn.sigmoid(tau * jnp.expm1(log_ratio))
-    return -tokens.advantages * (4 / tau) * gate, {"gate": 4 * gate * (1 - gate), **statistics}
+    surrogate = -tokens.advantages * (4 / tau) * gate
+    statistics = {"gate": 4 * gate * (1 - gate), **statistics}
+    return reduce_surrogate(
+        sapo_loss, surrogate, statistics, tokens, aggregation, importance_weights, denominators
+    )

@@ -92,30 +92,20 @@ def admit(
     """
     mesh = decoder.mesh
     rows, pools, drawn = over_slots(mesh), pool_specs(mesh, pool), draws_specs(mesh, draws)
-    local = jax.shard_map(
-        partial(_admit_local, decoder, sampling),
+
+    def local(weights, pool, tokens, lengths, arrivals, draws):
+        weights, known = vary(weights, mesh.axes), None
+        # Where nothing is run, all that arrives begins as a row that is there.
+        if tokens.shape[0]:
+            known = prefilled_local(decoder, weights, tokens, lengths)
+        return _admit_known_local(decoder, sampling, weights, pool, known, tokens, arrivals, draws)
+
+    return jax.shard_map(
+        local,
         mesh=mesh.mesh,
         in_specs=(specs(decoder.config, mesh), pools, rows, rows, rows, drawn),
         out_specs=pools,
-    )
-    return local(weights, pool, tokens, lengths, arrivals, draws)
-
-
-def _admit_local(
-    decoder: Decoder,
-    sampling: Sampling,
-    weights: Transformer[Array],
-    pool: Pool[Array],
-    tokens: Array,
-    lengths: Array,
-    arrivals: Arrivals[Array],
-    draws: Draws,
-) -> Pool[Array]:
-    weights, known = vary(weights, decoder.mesh.axes), None
-    # Where nothing is run, all that arrives begins as a row that is there.
-    if tokens.shape[0]:
-        known = prefilled_local(decoder, weights, tokens, lengths)
-    return _admit_known_local(decoder, sampling, weights, pool, known, tokens, arrivals, draws)
+    )(weights, pool, tokens, lengths, arrivals, draws)
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)

@@ -186,9 +186,8 @@ def test_neither_slots_nor_windows_have_a_say(slots, window):
 def test_the_fewer_are_left_the_fewer_are_computed(monkeypatch, layout):
     """Where nothing else comes and nothing is taken back; the tokens are the same."""
     expected, full = drawn(LONG, LONG.requests)
-    monkeypatch.setattr(seating, "LONG", COLUMNS)
-    monkeypatch.setattr(seating, "FEWEST", 1)
-    monkeypatch.setattr(seating, "FEWER", 3)
+    for name, value in {"LONG": COLUMNS, "FEWEST": 1, "FEWER": 3}.items():
+        monkeypatch.setattr(seating, name, value)
     engine, found = replace(LONG, layout=layout).engine(), {}
     engine.submit(LONG.requests, LONG.sampling)
     while done := engine.poll(alone=True):

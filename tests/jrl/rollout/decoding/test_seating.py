@@ -1,10 +1,11 @@
 """Prompts of nearly one length arrive in one program, and none has a say in another."""
 
 import numpy as np
+import pytest
 from policies import CONFIG, Asked, answers
 
 from jrl.rollout.decoding.requests import Request
-from jrl.rollout.decoding.seating import Seating, own_rows
+from jrl.rollout.decoding.seating import Seating, fewer_slots, own_rows
 
 LENGTHS = 17, 20, 32, 9
 """Of two sizes of programs: three that differ fill the same columns of one, and one is shorter."""
@@ -15,6 +16,23 @@ def requests():
     draw = np.random.default_rng(0)
     ids = [draw.integers(3, CONFIG.vocab_size, length).astype(np.int32) for length in LENGTHS]
     return [Request(number, 0, own, 12) for number, own in enumerate(ids)]
+
+
+@pytest.mark.parametrize(
+    ("per_rank", "unit", "fewer", "least", "expected"),
+    [
+        (64, 1, 8, 1, [1, 8, 64]),
+        (20, 1, 8, 1, [3, 20]),
+        (16, 2, 8, 1, [2, 16]),
+        # No fewer than can be spread over a unit.
+        (8, 2, 8, 1, [8]),
+        (12, 1, 3, 1, [2, 4, 12]),
+        (1000, 8, 4, 62, [64, 256, 1000]),
+        (32, 1, 4, 32, [32]),
+    ],
+)
+def test_fewer_slots_are_a_part_of_all_rounded_up(per_rank, unit, fewer, least, expected):
+    assert fewer_slots(per_rank, unit, fewer, least) == expected
 
 
 def test_a_size_of_programs_is_one_program():

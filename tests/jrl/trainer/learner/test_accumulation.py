@@ -41,7 +41,7 @@ def gradients(setup, num_micro, passes=None):
     totals = of_update.count(batch)
 
     def program(weights, fixed):
-        given = weights, fixed, batch, totals, None, passes
+        given = weights, fixed, batch, totals, passes
         return of_update._gradients(objective, setup.run.gradient_wire, num_micro, *given)
 
     return program

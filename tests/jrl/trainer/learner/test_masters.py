@@ -116,7 +116,7 @@ def gradient_by_hand(setup, batch):
             some = vary(rows, mesh.axes)
             x, router = model.run(weights, objective.pack(some), setup.model, mesh)
             of_router = router_loss(router, setup.model, mesh, totals.num_valid)
-            of_policy, _ = objective.loss(weights, x, some, totals, None)
+            of_policy, _ = objective.loss(weights, x, some, totals)
             return all_sum(of_policy + of_router, mesh.axes)
 
         return all_sum(jax.grad(loss)(vary(weights, mesh.axes)), mesh.axes)

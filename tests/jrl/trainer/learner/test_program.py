@@ -10,7 +10,7 @@ from programs import mesh_of
 from jrl.trainer.learner.program import Program
 from jrl.trainer.learner.room import Exact
 from jrl.trainer.learner.update import update
-from jrl.trainer.packed.scoring import _packed_logprobs, _packed_values
+from jrl.trainer.packed.scoring import _scored
 from jrl.trainer.scoring import logprobs_of, values_of
 from sharding import compiler_options as asked
 from sharding.folding import FoldedMesh
@@ -46,6 +46,6 @@ def test_a_mesh_says_what_its_programs_are_compiled_with(monkeypatch):
 
 def test_updates_and_scores_are_such_programs():
     assert isinstance(update, Program)
-    for score in (values_of, logprobs_of, _packed_values, _packed_logprobs):
+    for score in (values_of, logprobs_of, _scored):
         assert isinstance(score, Exact)
         assert isinstance(score.counted, Program) and isinstance(score.roomy, Program)

@@ -103,9 +103,9 @@ def test_gradients_of_an_update_are_within_the_bound(layout, monkeypatch):
     monkeypatch.setattr(of_update, "_reduced", partial(jax.tree.map, in_both))
     network = setup.networks.policy
     weights, batch = random_weights(setup, setup.model), small_batch(setup, ROWS)
-    # No weights that stay fixed, no statistics, and all micro-batches run.
-    fixed = statistics = passes = None
-    given = weights, fixed, batch, of_update.count(batch), statistics, passes
+    # No weights that stay fixed, and all micro-batches run.
+    fixed = passes = None
+    given = weights, fixed, batch, of_update.count(batch), passes
     program = jax.jit(
         partial(of_update._gradients, network.objective, "bfloat16", 1),
         compiler_options=FAST_COMPILE,
