@@ -133,7 +133,7 @@ def test_covariances_have_no_gradient():
 
 def test_random_numbers_of_tokens_are_counted_from_the_first_true_one():
     key, mask = jax.random.key(3), np.array([[0, 1, 0], [1, 0, 1]])
-    bits = random_bits(key, mask.astype(bool))
+    bits = random_bits(key, jnp.asarray(mask, bool))
     expected = [jax.random.bits(jax.random.fold_in(key, rank)) for rank in range(3)]
     assert bits[mask == 1].tolist() == [int(x) for x in expected]
 
