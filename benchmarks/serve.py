@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--requests", type=int, default=4, help="of each client")
     parser.add_argument("--slots", type=int, default=64)
+    parser.add_argument("--devices", type=int, help="fake ones of ours; as many as processors")
     parser.add_argument("--window", type=int, default=8, help="tokens between two looks")
     parser.add_argument("--peer", help="the command transformers of an environment that has it")
     parser.add_argument("--peer-ways", nargs="+", choices=list(WAYS), default=list(WAYS))
@@ -80,7 +81,8 @@ def sides(arguments: argparse.Namespace, model: Path) -> Iterator[tuple[str, lis
     port = free_port()
     ours = [sys.executable, "-m", "jrl.serve", f"hf:{model}", f"--port={port}"]
     # Rows on as many devices as there are processors: a program of small products takes one.
-    ours += [f"--devices={arguments.threads}", f"--layout=dp{arguments.threads}"]
+    devices = arguments.devices or arguments.threads
+    ours += [f"--devices={devices}", f"--layout=dp{devices}"]
     ours += [f"--slots={arguments.slots}", f"--length={LENGTH}", f"--window={arguments.window}"]
     ours += ["--no-warm-up"] if arguments.smoke else []
     yield "jrl.serve", ours, port
