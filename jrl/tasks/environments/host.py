@@ -216,6 +216,7 @@ class WorkerHost:
         try:
             answer = room.ask({"end": number})
         except Exception as error:
+            # Nobody reads this call's future: what is not said here is never said.
             answer = {"error": str(error)}
         self._warn_unclosed(answer.get("error"))
 
@@ -260,7 +261,8 @@ class _Room:
         try:
             return self.worker.ask(question, seconds=seconds)
         except Exception:
-            self.told.clear()  # the process ended, and all conversations of it
+            # Whatever it was, the process ended or may have, and all conversations of it.
+            self.told.clear()
             raise
 
     def close(self) -> str | None:
