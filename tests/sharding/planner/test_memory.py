@@ -213,7 +213,7 @@ def compiled_bytes(layout, rows, time, **execution):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "remat"),
-    # Those of `tests/moe/parity.py`, each with one of the three.
+    # Those of `tests/support/parity.py`, each with one of the three.
     [
         ("tp2 cp2 dp2", "none"),
         ("cp2 / etp2", "full"),
