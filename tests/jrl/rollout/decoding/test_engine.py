@@ -220,6 +220,17 @@ def test_a_prompt_runs_once_for_all_that_share_it():
     assert engine.usage.prefilled == 6
 
 
+def test_rows_are_shelved_at_places_of_their_own(monkeypatch):
+    """Those that stay in their slots too: the scatter is told that no two are alike."""
+    engine, seen = FEW.engine(), []
+    shelve = engine._on_shelf
+    monkeypatch.setattr(
+        engine, "_on_shelf", lambda shelf, places: (seen.append(places), shelve(shelf, places))[1]
+    )
+    answers(engine, FEW.requests, FEW.sampling)
+    assert seen and all(len(set(places.tolist())) == engine.slots for places in seen)
+
+
 def test_rows_have_limits_of_their_own():
     requests = [r._replace(max_new_tokens=1 + n % 5) for n, r in enumerate(LONG.requests)]
     expected, _ = drawn(LONG, LONG.requests)
