@@ -109,6 +109,7 @@ def test_a_run_without_a_folder_gets_the_next_number(monkeypatch, capsys):
     assert last.endswith("python -m jrl.train --resume --run-dir runs/dapo-addition-1")
 
 
+@pytest.mark.slow
 def test_a_finished_run_says_so(copy, capsys):
     assert not (copy / "plots").exists()  # as if killed before they were drawn
     assert main(["--resume", "--run-dir", str(copy), "--prompts", "4"]) == 0

@@ -141,6 +141,7 @@ def test_network_is_pre_norm_blocks_between_embedding_and_norm():
     np.testing.assert_allclose(out, expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_half_precision_stays_close():
     config = replace(CONFIG, dtype="bfloat16")
     weights = random_weights(CONFIG, 1)

@@ -117,6 +117,7 @@ LARGE = ModelConfig(
 )
 
 
+@pytest.mark.slow
 def test_initial_values_have_the_stated_variance():
     sizes = axis_sizes(LARGE)
     weights = jax.tree.leaves(initial(LARGE, jax.random.key(3)))

@@ -134,6 +134,7 @@ def others(choices):
     return np.where(choices < NONE, (choices + 1) % EXPERTS, NONE)
 
 
+@pytest.mark.slow
 def test_before_anything_moves_a_replay_changes_nothing():
     """Bit for bit: the same choices with the same scores are the same network."""
     learner, metrics = updated(of_plain_rows(), "dp1")

@@ -83,6 +83,7 @@ def test_rows_go_on_where_they_stood(records_choices):
         np.testing.assert_array_equal(found.choices, wanted.choices)
 
 
+@pytest.mark.slow
 def test_the_weights_of_the_moment_go_on():
     """What is sampled after a push is of the new weights, over a cache of the new weights."""
     asked = ASKED
@@ -110,6 +111,7 @@ def test_the_weights_of_the_moment_go_on():
     assert any(changed)
 
 
+@pytest.mark.slow
 def test_a_cache_that_is_kept():
     """The same weights change no bit; others read what the first ones wrote."""
     asked = ASKED

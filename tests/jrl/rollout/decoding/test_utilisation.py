@@ -46,6 +46,7 @@ def served():
     return full.usage, fixed.usage, at_once, in_batches
 
 
+@pytest.mark.slow
 def test_slots_are_kept_full_where_fixed_batches_wait(served):
     full, fixed, *_ = served
     assert full.utilisation >= 0.9

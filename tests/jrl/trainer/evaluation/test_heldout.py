@@ -50,6 +50,7 @@ def test_evaluation_is_deterministic_and_stands_aside():
     }
 
 
+@pytest.mark.slow
 def test_answers_are_verified_while_the_next_are_decoded(monkeypatch):
     setup = small_setup()
     weights = fresh_weights(setup)

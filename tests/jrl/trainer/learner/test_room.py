@@ -16,7 +16,6 @@ from small_runs import (
     small_setup,
 )
 from three_updates import random_weights
-from tiers import full_but
 
 from jrl.config.run import RunConfig
 from jrl.recipes import Grpo
@@ -73,7 +72,8 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "factor"), full_but(LAYOUTS, LAYOUTS[0]))
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "factor"), LAYOUTS)
 def test_an_update_without_room_is_made_again_with_it(layout, factor):
     """Bit for bit the update of a program that has room for any routing."""
     setup, roomy = setup_on(layout, factor), setup_on(layout, None)

@@ -60,6 +60,7 @@ def test_each_gradient_is_sent_once_in_bfloat16():
     assert sent(setup_on("dp4", "float32"), 2) == (0, 0, number)
 
 
+@pytest.mark.slow
 def test_gradients_of_shards_are_sent_in_bfloat16_for_each_micro_batch():
     """Inside the pass of one, as layers are, two programs; the rest once."""
     setup = setup_on("dp4", fsdp=True)

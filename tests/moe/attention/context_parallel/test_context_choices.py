@@ -96,6 +96,7 @@ def traced_cost(context, ranks, time, heads, dtype, remat="none", window=None):
     return max(array_sizes(body)), kept[0]
 
 
+@pytest.mark.slow
 def test_a_ring_leaves_out_what_is_hidden():
     """Keys and values that are NaN reach whoever computes with them, masked or not."""
     mesh, chunk, time = mesh_of("cp4"), 4, 32

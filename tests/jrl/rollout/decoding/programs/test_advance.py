@@ -41,6 +41,7 @@ def equations(jaxpr):
     )
 
 
+@pytest.mark.slow
 def test_the_program_does_not_grow_with_depth():
     few, many, unrolled = (
         equations(traced(layers, scanned)[0].jaxpr.jaxpr)
