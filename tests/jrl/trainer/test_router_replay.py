@@ -21,7 +21,6 @@ from small_runs import (
     small_setup,
 )
 from three_updates import FAST_COMPILE, gradient_of, random_weights
-from tiers import full_but
 
 from jrl.recipes import GroupRelative
 from jrl.report.metrics import check_known, without_timings
@@ -90,7 +89,8 @@ def of_plain_rows(layers=2):
 LAYOUTS = ["dp1", "tp2 dp2 / ep2 etp2", "tp2 cp2 dp2 / ep4", "pp2 vpp2 dp2 tp2"]
 
 
-@pytest.mark.parametrize("layout", full_but(LAYOUTS, "tp2 cp2 dp2 / ep4"))
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_a_pass_records_are_the_choices_of_the_network(layout):
     """Prompts that are run once stand in each of their rows."""
     layers = layers_of(layout)
@@ -182,6 +182,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 def test_other_choices_are_used_and_the_routers_learn():
     learner, metrics = updated(others(of_plain_rows()), "dp1")
     free, of_free = free_update()
@@ -229,6 +230,7 @@ class Averaging(GroupRelative):
         return jnp.sum(jnp.where(batch.mask, logprobs, 0.0))
 
 
+@pytest.mark.slow
 def test_every_pass_of_the_policy_replays():
     """Log-probabilities, and what a recipe must know of the whole mini-batch."""
     recipe = Averaging(prompts=4, group_size=2, mini_batch=8, router_replay="R2")

@@ -83,7 +83,6 @@ def test_rows_go_on_where_they_stood(records_choices):
         np.testing.assert_array_equal(found.choices, wanted.choices)
 
 
-@pytest.mark.slow
 def test_the_weights_of_the_moment_go_on():
     """What is sampled after a push is of the new weights, over a cache of the new weights."""
     asked = ASKED

@@ -49,6 +49,7 @@ def sent(setup, num_micro):
     return sum(x.size for x in narrow), len(narrow), names.count("reduce_scatter")
 
 
+@pytest.mark.slow
 def test_each_gradient_is_sent_once_in_bfloat16():
     """Of two micro-batches, which are summed in float32 on each device."""
     setup = setup_on("dp4")
