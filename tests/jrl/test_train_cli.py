@@ -63,6 +63,7 @@ def test_help_has_a_flag_and_a_sentence_for_every_field(recipe, capsys):
     assert "Completions sampled per prompt." in text  # said in the base class
 
 
+@pytest.mark.slow
 def test_help_comes_before_anything_heavy():
     program = (
         "import sys; from jrl.train import main\n"

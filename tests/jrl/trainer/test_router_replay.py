@@ -174,8 +174,8 @@ def test_agreement_is_the_share_that_is_left():
     check_known(["moe/replay_agreement", "sampling/routing_agreement"])
 
 
+# Micro-batches are those of each layout.
 CASES = [
-    ("dp1", 4),
     ("tp2 dp2 / ep2 etp2", 2),
     ("cp2 dp2 / ep4", 1),
     ("pp2 vpp2 tp2 / ep2", 4),

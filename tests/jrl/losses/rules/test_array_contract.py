@@ -53,15 +53,8 @@ CONSTANTS = ("old_logprobs", "ref_logprobs", "advantages", "importance_weights",
 CONSTANTS += ("returns", "rewards", "gamma", "lam")
 # Every call with one other dtype of mask, every dtype with a fourth of the calls.
 MASK_DTYPES = (jnp.int32, jnp.uint8, jnp.float32, jnp.bfloat16)
-# By token, of rows of logits, of whole responses, a number, a loss of tokens and one of a batch.
-ONE_OF_EACH = (
-    "gae",
-    "entropy_from_logits in chunks",
-    "grpo_advantages",
-    "explained_variance",
-    "ppo_loss",
-    "clip_cov_loss",
-)
+# By token, of rows of logits, of whole responses, and a loss.
+ONE_OF_EACH = ("gae", "entropy_from_logits in chunks", "grpo_advantages", "ppo_loss")
 
 
 def of_each_kind(calls):

@@ -52,7 +52,7 @@ def updates_on(layout, num_micro, num_layers=4):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "num_micro"),
-    [("pp4", 2), ("pp2 dp4 / ep4", 2), ("pp2 vpp2 tp2 / ep2", 4)],
+    [("pp2 dp4 / ep4", 2), ("pp2 vpp2 tp2 / ep2", 4)],
 )
 def test_updates_equal_those_of_one_device(layout, num_micro):
     assert_same_updates(updates_on(layout, num_micro), updates_on("dp1", 1))

@@ -298,6 +298,7 @@ def received(text, mesh):
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capacity", [None, 1])
 def test_volume_of_all_to_all_is_that_of_its_formula(capacity):
     mesh = mesh_of("dp8 / ep4 etp2")
