@@ -229,7 +229,7 @@ def test_norms_routers_and_values_stay_float32(config):
     """By name, and the head of a critic."""
     kept = IN_FLOAT32 | ({"head"} if config.head == "value" else set())
     half = replace(config, dtype="bfloat16")
-    weights = jax.tree.map(lambda x: np.full(x.shape, 1 + 2.0**-12, np.float32), shapes(config))
+    weights = jax.tree.map(lambda x: jnp.full(x.shape, 1 + 2.0**-12, jnp.float32), shapes(config))
     found = jax.tree.leaves_with_path(cast(weights, half))
     wanted = jax.tree.leaves(cast_shapes(half))
     for (path, leaf), like in zip(found, wanted, strict=True):

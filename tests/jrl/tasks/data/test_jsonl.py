@@ -8,6 +8,7 @@ import sys
 import threading
 
 import pytest
+from annotations import unchecked
 
 from jrl.tasks import load_task
 from jrl.tasks.data.jsonl import _placed, jsonl
@@ -339,6 +340,7 @@ GOOD = b'{"prompt": "a", "answer": "1"}\n'
         ),
     ],
 )
+@unchecked()
 def test_lines_that_are_refused(tmp_path, content, message):
     path = tmp_path / "a.jsonl"
     path.write_bytes(content)
