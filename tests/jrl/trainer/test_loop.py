@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from annotations import unchecked
 from small_runs import (
     begin_or_go_on,
     finish,
@@ -116,6 +117,7 @@ def test_a_run_ends_with_pictures(finished, pictures, tmp_path):
     assert (tmp_path / "run" / "plots" / "overview.png").is_file()
 
 
+@unchecked()
 def test_a_drift_of_the_sampler_is_shown_where_it_begins():
     shown = []
     display: Any = SimpleNamespace(alarm=shown.append)

@@ -66,8 +66,7 @@ def equal(one, other):
 
 LAYOUTS = [
     ("dp1", TOO_LITTLE),
-    ("dp2 / ep2", 1.0),  # one of the devices gets all
-    ("tp2 dp2 / ep2 etp2", 1.0),
+    ("tp2 dp2 / ep2 etp2", 1.0),  # one of the devices gets all
     ("pp2 dp2 / ep2", 0.5),
 ]
 

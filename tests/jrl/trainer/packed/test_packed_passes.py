@@ -164,7 +164,6 @@ def one_update(network, layout, bins, packed, context=None):
     full_but(
         [
             ("actor", "dp1", 2, None),
-            ("critic", "dp1", 4, None),
             ("actor", "tp2 dp2 / ep4", 2, None),
             ("critic", "cp2 dp2 / ep2", 1, "gather"),
             ("actor", "cp4 / ep4", 1, "ulysses"),

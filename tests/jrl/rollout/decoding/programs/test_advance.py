@@ -59,7 +59,7 @@ def test_the_cache_is_written_in_place(scanned):
     assert memory.temp_size_in_bytes < cache / 2
 
 
-DEEP = [("dp1", 1), ("dp1", 3), ("tp2 dp2 / ep4", 3)]
+DEEP = [("dp1", 1), ("tp2 dp2 / ep4", 3)]
 
 
 @pytest.mark.slow
