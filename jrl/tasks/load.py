@@ -6,16 +6,17 @@ import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jrl.tasks.builtin.addition import addition
+from jrl.tasks.builtin.addition import Addition
 from jrl.tasks.builtin.calculator import Calculator
-from jrl.tasks.builtin.countdown import countdown
+from jrl.tasks.builtin.countdown import Countdown
 from jrl.tasks.builtin.guess import Guess
-from jrl.tasks.builtin.progression import progression
-from jrl.tasks.builtin.scratchpad import MIN_DIGITS, scratchpad
-from jrl.tasks.builtin.sort import sort
+from jrl.tasks.builtin.progression import Progression
+from jrl.tasks.builtin.scratchpad import MIN_DIGITS, Scratchpad, scratchpad_of
+from jrl.tasks.builtin.sort import Sort
 from jrl.tasks.data.files import KINDS
 from jrl.tasks.data.jsonl import jsonl, prompts_of
 from jrl.tasks.data.records import Fields
@@ -27,20 +28,23 @@ from jrl.tasks.gym import gym
 from jrl.tasks.mixture import Mixture, Weighted
 from jrl.tasks.own import own_prompts
 from jrl.tasks.procedural import ProceduralTask
-from jrl.tasks.prompts import Prompts
 from jrl.tasks.references import Reference, looks_like_one, reference, sources
 from jrl.tasks.rewards.own import OwnReward
 from jrl.tasks.rewards.rewarded import Named, Rewarded, Weighing
 from jrl.tasks.rewards.settings import OWN, RewardSettings, parse_weights
-from jrl.tasks.task import Task
+from jrl.tasks.task import Prompts, Task
 
-BUILT_IN: dict[str, Callable[[int], ProceduralTask]] = {
-    "sort": sort,
-    "addition": addition,
-    "scratchpad": scratchpad,
-    "countdown": countdown,
-    "progression": progression,
+_DEFINITIONS = {
+    "sort": Sort,
+    "addition": Addition,
+    "scratchpad": Scratchpad,
+    "countdown": Countdown,
+    "progression": Progression,
 }
+BUILT_IN: dict[str, Callable[[int], ProceduralTask]] = {
+    name: partial(ProceduralTask, name, definition=kind()) for name, kind in _DEFINITIONS.items()
+}
+"""Tasks without conversations, each made of the seed that picks its stream of prompts."""
 CONVERSATIONS: dict[str, Callable[[], Any]] = {"guess": Guess, "calculator": Calculator}
 """Definitions of tasks whose environments answer the policy."""
 OUTSIDE = (*KINDS, "gym")
@@ -242,8 +246,8 @@ class _Loader:
         if spec in BUILT_IN:
             return self._procedural(BUILT_IN[spec](seed))
         if kind == "scratchpad" and (lengths := re.fullmatch(r"(?:(\d+)-)?(\d+)", rest)):
-            digits = (int(lengths[1] or MIN_DIGITS), int(lengths[2]))
-            return self._procedural(scratchpad(seed, digits))
+            digits = int(lengths[1] or MIN_DIGITS), int(lengths[2])
+            return self._procedural(scratchpad_of(*digits, seed))
         if kind in KINDS and rest:
             return jsonl(
                 rest, seed, fields=self._fields, workers=self._workers, kind=kind, heldout=heldout
@@ -266,11 +270,7 @@ class _Loader:
 
     def _procedural(self, task: ProceduralTask) -> ProceduralTask:
         heldout = self._heldout
-        if heldout.path is not None:
-            raise ValueError(
-                f"held_out={heldout.path} is for a list of prompts, and task={task.name} draws its "
-                "own: give a share or a number"
-            )
+        heldout.check_no_file(task.name, "draws")
         return replace(task, heldout_size=heldout.count, heldout_share=heldout.share)
 
 
