@@ -24,8 +24,8 @@ from rich.table import Table
 
 from jrl.config.command_line import exit_status, start_jax
 from jrl.config.files import configuration_of, flag
+from jrl.config.numbers import check_least, check_seed
 from jrl.config.run import OF_DEVICES, RunConfig
-from jrl.config.seeds import check_seed
 from jrl.processes.agreement import FailTogether, check_same, connect, is_main_process
 from jrl.processes.coordinator import ALONE, Processes
 from jrl.recipes import Recipe
@@ -111,10 +111,7 @@ def _main(arguments: list[str]) -> int:
 
 def _check(request: Request) -> None:
     """Raises ValueError for flags that cannot be, and OSError where the results could not go."""
-    for name in ("k", "prompts", "devices"):
-        value = getattr(request, name)
-        if value is not None and value < 1:
-            raise ValueError(f"{name}={value} must be at least 1.")
+    check_least(request, ("k", "prompts", "devices"))
     check_seed(request.seed)
     if request.temperature is not None and not math.isfinite(request.temperature):
         raise ValueError(f"temperature={request.temperature} must be a number from 0.")
