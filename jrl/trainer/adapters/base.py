@@ -5,13 +5,12 @@ order, with the hashes that every checkpoint has: a run goes on without the publ
 it began from.
 """
 
-from typing import Any
-
 import jax
 from jaxtyping import Array
 
 from jrl.rollout.resharding import reshard
 from jrl.runs.checkpoints import Checkpoints
+from jrl.trainer.learner.records import described
 from jrl.trainer.setup.networks import Networks
 from moe import placement
 from moe.adapters.trees import without_adapters
@@ -50,10 +49,6 @@ def restore(checkpoints: Checkpoints, config: ModelConfig, mesh: FoldedMesh) -> 
     """
     config = config.without_adapters()
     plain = placement.without_chunks(config, mesh)
-
-    def described(leaf: Any, sharding: Any) -> Any:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
     like = jax.tree.map(described, cast_shapes(config), placement.shardings(config, plain))
     in_order, _ = _place(checkpoints).restore(0, like)
     if mesh == plain:
