@@ -41,6 +41,10 @@ if TYPE_CHECKING:
     from moe.weights import Transformer
 
 
+OF_TASK = ("held_out", "reward", "reward_weights", "prompt_length")
+"""Settings of a run that are chosen for its task."""
+
+
 @dataclass(frozen=True)
 class Request:
     """What to evaluate, and how."""
@@ -139,16 +143,14 @@ def _configuration(request: Request, folder: RunFolder | None) -> tuple[RunConfi
         fresh = RunConfig()
         if recipe.supervised:
             recipe = Grpo()  # tasks have rewards, and not conversations
-        names = ("held_out", "reward", "reward_weights", "prompt_length")
-        names = (*names, "prompt_field", "answer_field", "messages_field", "max_turns")
+        names = (*OF_TASK, "prompt_field", "answer_field", "messages_field", "max_turns")
         run = replace(
             run,
             task=request.task,
             warm_start_steps=0,
             **{name: getattr(fresh, name) for name in names},
         )
-    names = ("held_out", "reward", "reward_weights", "prompt_length")
-    names = (*names, "response_length", "system_prompt")
+    names = (*OF_TASK, "response_length", "system_prompt")
     given = {name: getattr(request, name) for name in names}
     return replace(run, **{name: v for name, v in given.items() if v is not None}), recipe
 
