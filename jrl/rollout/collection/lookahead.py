@@ -5,6 +5,7 @@ samples and learns by turns or at the same time, and when it goes on after a kil
 """
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 
@@ -144,7 +145,5 @@ class LookAhead(Groups):
 
 def _off_the_mesh(completions: list[Completion]) -> list[Completion]:
     moved = taken_off([completion.trajectory for completion in completions])
-    return [
-        Completion(trajectory, each.example, each.text, each.verdict)
-        for trajectory, each in zip(moved, completions, strict=True)
-    ]
+    pairs = zip(completions, moved, strict=True)
+    return [replace(each, trajectory=trajectory) for each, trajectory in pairs]
