@@ -35,7 +35,7 @@ from jrl.report.conclusion import conclusion
 from jrl.runs import records
 from jrl.runs.folder import RunFolder
 from jrl.tasks.load import own_files
-from jrl.tasks.parts import leaves, listed
+from jrl.tasks.parts import lists_of
 from jrl.text.load import load_tokenizer
 from jrl.text.tokenizer import Tokenizer
 
@@ -304,24 +304,20 @@ def _say_lengths(setup: "Setup") -> None:
     do not tell how long reasoning is."""
     from jrl.trainer.setup.lengths import response_origin
 
+    if not is_main_process():
+        return
     run, length = setup.run, setup.response_length
-    if setup.rows is not None and is_main_process():
+    if setup.rows is not None:
         print("\n".join(setup.rows.described(setup.task)))
-    lists = [found for leaf in leaves(setup.task) if (found := listed(leaf)) is not None]
-    if (shared := sum(found.num_shared for found in lists)) and is_main_process():
+    if shared := sum(found.num_shared for found in lists_of(setup.task)):
         print(f"left out {shared:,} training prompts that are held out (--held-out)")
-    if setup.prompts_dropped and is_main_process():
+    if setup.prompts_dropped:
         print(
             f"left out {setup.prompts_dropped:,} prompts of more than {setup.prompt_length:,} "
             "tokens (--prompt-length)"
         )
     answers_are_results = run.checkpoint is not None or run.task.startswith("jsonl:")
-    if (
-        setup.rows is None
-        and run.response_length is None
-        and answers_are_results
-        and is_main_process()
-    ):
+    if setup.rows is None and run.response_length is None and answers_are_results:
         print(f"completions of at most {length:,} tokens: {response_origin(run, length)}")
 
 
