@@ -5,11 +5,7 @@ from jrl.tasks.task import Example, Prompts
 
 class OfPrompts:
     """A task whose prompts are those of another, or of a list: it says alone what completions are
-    worth.
-
-    Args:
-      prompts: where they come from.
-    """
+    worth."""
 
     def __init__(self, prompts: Prompts):
         self._prompts = prompts

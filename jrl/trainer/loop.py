@@ -154,12 +154,7 @@ def train(
 
 
 class Reinforcement:
-    """Samples completions and learns from their rewards.
-
-    Args:
-      setup: of the run.
-      sampler: of its task's completions.
-    """
+    """Samples completions and learns from their rewards."""
 
     def __init__(self, setup: Setup, sampler: Sampler):
         self._setup, self._sampler, self._networks = setup, sampler, setup.networks

@@ -69,11 +69,7 @@ def logprobs_and_entropy_of(
     choices: Array | None = None,
 ) -> tuple[tuple[Array, Array], Array | None]:
     """A policy's log-probabilities of all response tokens, and its entropy before each of them,
-    both in the whole policy at the base temperature.
-
-    Args:
-      choices: as for `logprobs_of`.
-    """
+    both in the whole policy at the base temperature; `choices` as for `logprobs_of`."""
     return _scores(objective, policy, ("logprobs", "entropy"), tokens, valid, choices)
 
 

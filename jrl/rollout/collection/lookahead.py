@@ -121,11 +121,7 @@ class LookAhead(Groups):
         return all(self._ended[number] == self._recipe.group_size for number in numbers)
 
     def _divided(self, suspended: list[Request]) -> Drawn:
-        """The next batch, and the rest.
-
-        Args:
-          suspended: rows that are not finished.
-        """
+        """The next batch, and the rest, rows among it that are not finished."""
         end = self._end()
         assert all(request.prompt >= end for request in suspended), "a batch lacks rows"
         numbers = range(self._first, end)

@@ -20,11 +20,7 @@ from sharding.folding import FoldedMesh
 
 
 def save(checkpoints: Checkpoints, networks: Networks, weights: Transformer[Array]) -> None:
-    """Writes them, where they are not there yet.
-
-    Args:
-      weights: the policy, with its adapters.
-    """
+    """Writes what a policy with adapters has beside them, where it is not there yet."""
     config, mesh = networks.policy.config.without_adapters(), networks.mesh
     place = _place(checkpoints)
     if checkpoints.latest_step() is None:

@@ -207,11 +207,7 @@ def _warn(checkpoints: Checkpoints, damaged: Mapping[int, str], step: int) -> No
 def load_checkpoint(
     directory: str, networks: Networks, *, float32: bool = False
 ) -> Transformer[Array]:
-    """The policy of a public checkpoint, to which adapters may be added.
-
-    Args:
-      networks, float32: as for `load_policy`.
-    """
+    """The policy of a public checkpoint, as of `load_policy`; adapters may be added to it."""
     from moe.huggingface import load_weights  # needs an extra
 
     model, mesh = networks.policy.config.without_adapters(), networks.mesh
