@@ -11,7 +11,6 @@ import unicodedata
 from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Self
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -102,20 +101,7 @@ def _visible_character(character: str) -> str:
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
-class _Display:
-    """A progress that is shown inside of a ``with`` block."""
-
-    _progress: "_Progress"
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._progress.stop()
-
-
-class WarmStartDisplay(_Display):
+class WarmStartDisplay:
     """The progress of the supervised phase, towards its target.
 
     Args:
@@ -146,8 +132,15 @@ class WarmStartDisplay(_Display):
             line += f", accuracy: {self._accuracy:.3f} of {self.target:.3f}"
         self._progress.update(step, "", Text("   ").join(cells), line, always=measured)
 
+    def __enter__(self) -> "WarmStartDisplay":
+        self._progress.start()
+        return self
 
-class TrainingDisplay(_Display):
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+
+class TrainingDisplay:
     """The progress of reinforcement: time, speed, reward with its curve, and what to watch.
 
     Args:
@@ -205,6 +198,13 @@ class TrainingDisplay(_Display):
             word = "held-out" if "nats" in values else "accuracy"
             cells.append(_cell(word, shown) + Text(f" at step {step}", style="dim"))
         return Text("   ").join(cells)
+
+    def __enter__(self) -> "TrainingDisplay":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
 
 
 def training_line(step: int, num_steps: int, metrics: Mapping[str, float | int]) -> str:
