@@ -24,8 +24,8 @@ from rich.table import Table
 
 from jrl.config.command_line import exit_status, start_jax
 from jrl.config.files import configuration_of, flag
+from jrl.config.numbers import check_least, check_seed
 from jrl.config.run import OF_DEVICES, RunConfig
-from jrl.config.seeds import check_seed
 from jrl.processes.agreement import FailTogether, check_same, connect, is_main_process
 from jrl.processes.coordinator import ALONE, Processes
 from jrl.recipes import Recipe
@@ -39,6 +39,10 @@ if TYPE_CHECKING:
     from jrl.rollout.sampler import Sampler
     from jrl.trainer.setup.setup import Setup
     from moe.weights import Transformer
+
+
+OF_TASK = ("held_out", "reward", "reward_weights", "prompt_length")
+"""Settings of a run that are chosen for its task."""
 
 
 @dataclass(frozen=True)
@@ -111,10 +115,7 @@ def _main(arguments: list[str]) -> int:
 
 def _check(request: Request) -> None:
     """Raises ValueError for flags that cannot be, and OSError where the results could not go."""
-    for name in ("k", "prompts", "devices"):
-        value = getattr(request, name)
-        if value is not None and value < 1:
-            raise ValueError(f"{name}={value} must be at least 1.")
+    check_least(request, ("k", "prompts", "devices"))
     check_seed(request.seed)
     if request.temperature is not None and not math.isfinite(request.temperature):
         raise ValueError(f"temperature={request.temperature} must be a number from 0.")
@@ -142,16 +143,14 @@ def _configuration(request: Request, folder: RunFolder | None) -> tuple[RunConfi
         fresh = RunConfig()
         if recipe.supervised:
             recipe = Grpo()  # tasks have rewards, and not conversations
-        names = ("held_out", "reward", "reward_weights", "prompt_length")
-        names = (*names, "prompt_field", "answer_field", "messages_field", "max_turns")
+        names = (*OF_TASK, "prompt_field", "answer_field", "messages_field", "max_turns")
         run = replace(
             run,
             task=request.task,
             warm_start_steps=0,
             **{name: getattr(fresh, name) for name in names},
         )
-    names = ("held_out", "reward", "reward_weights", "prompt_length")
-    names = (*names, "response_length", "system_prompt")
+    names = (*OF_TASK, "response_length", "system_prompt")
     given = {name: getattr(request, name) for name in names}
     return replace(run, **{name: v for name, v in given.items() if v is not None}), recipe
 

@@ -112,7 +112,7 @@ def _export(request: Request, folder: RunFolder, run: RunConfig) -> None:
     import jax  # its devices are chosen by now
 
     from jrl.text.published import published
-    from jrl.trainer.evaluation.saved_policy import load_masters
+    from jrl.trainer.evaluation.saved_policy import load_policy_of
     from jrl.trainer.setup.network import network_of
     from moe.huggingface import fold_embedding_scale, save
     from moe.huggingface.configuration import family_for
@@ -124,7 +124,7 @@ def _export(request: Request, folder: RunFolder, run: RunConfig) -> None:
     architecture = request.architecture or came_as
     network = network_of(model, run)
     mesh = fold(Layout(), jax.devices()[:1])
-    weights, step = load_masters(folder, network, mesh, request.step)
+    weights, step = load_policy_of(folder, network, mesh, float32=True, step=request.step)
     # A checkpoint's own factor (Gemma's) is its architecture's; others know none.
     if came_as is None and model.embedding_scale != 1.0:
         model, weights = fold_embedding_scale(model, weights)

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 import tyro
 
 from jrl.config.command_line import exit_status, start_jax
-from jrl.config.seeds import check_seed
+from jrl.config.numbers import check_least, check_seed
 
 KEY_VARIABLE = "JRL_API_KEY"
 LENGTH = 1024
@@ -84,12 +84,9 @@ def _main(arguments: list[str]) -> int:
 
 def _check(request: Request) -> None:
     """Raises ValueError for flags that cannot be."""
-    least = {"slots": 1, "queue": 0, "window": 1, "max_body": 1, "port": 0}
-    least |= {"length": 2, "max_tokens": 1, "devices": 1}
-    for name, low in least.items():
-        value = getattr(request, name)
-        if value is not None and value < low:
-            raise ValueError(f"{name}={value} must be at least {low}.")
+    check_least(request, ("slots", "window", "max_body", "max_tokens", "devices"))
+    check_least(request, ("queue", "port"), 0)
+    check_least(request, ("length",), 2)
     if request.port >= 2**16:
         raise ValueError(f"port={request.port} must lie in 0..65535.")
     if request.api_key == "":
@@ -97,12 +94,8 @@ def _check(request: Request) -> None:
             "api_key is empty, which any client could show: give one, or leave it out."
         )
     check_seed(request.seed)
-    found = {
-        "starlette": find_spec("starlette"),
-        "uvicorn": find_spec("uvicorn"),
-        "prometheus-client": find_spec("prometheus_client"),
-    }
-    missing = [name for name, there in found.items() if there is None]
+    needed = ("starlette", "uvicorn", "prometheus-client")
+    missing = [name for name in needed if find_spec(name.replace("-", "_")) is None]
     if missing:
         raise ValueError(
             f'serving needs {", ".join(missing)}: run pip install -e ".[serve]" in the clone.'

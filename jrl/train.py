@@ -35,7 +35,7 @@ from jrl.report.conclusion import conclusion
 from jrl.runs import records
 from jrl.runs.folder import RunFolder
 from jrl.tasks.load import own_files
-from jrl.tasks.parts import leaves, listed
+from jrl.tasks.parts import lists_of
 from jrl.text.load import load_tokenizer
 from jrl.text.tokenizer import Tokenizer
 
@@ -86,9 +86,7 @@ def _laid_out(request: Request) -> Request:
         )
     alone = replace(run, layout="dp1", rollout_layout=None, rollout_devices=None, slots=None)
     alone = replace(alone, rollout_engine="slots", rollout_split=None)
-    resumed = request.command.resume
-    folder = RunFolder.read(request.command.run_dir or "") if resumed else None
-    setup = _build(replace(request, run=alone, recipe=recipe.divided(1)), folder)
+    setup = _build(replace(request, run=alone, recipe=recipe.divided(1)), _resumed(request))
     with closing(setup.task):
         devices = jax.device_count() - (run.rollout_devices or 0)
         layout, why = chosen_layout(replace(setup, run=run), recipe, devices)
@@ -158,9 +156,8 @@ def _settings(request: Request) -> dict[str, Any]:
 
 def _hashes(request: Request) -> dict[str, str]:
     """Of the user's own files, which tell versions apart."""
-    kept = None
-    if request.command.resume:
-        kept = RunFolder(request.command.run_dir or "").code_path
+    folder = _resumed(request)
+    kept = None if folder is None else folder.code_path
     files = own_files(request.run.task, request.run.reward, kept)
     return {name: sha256(source).hexdigest()[:12] for name, source in files.items()}
 
@@ -168,12 +165,15 @@ def _hashes(request: Request) -> dict[str, str]:
 def _show(request: Request) -> int:
     from jrl.trainer.setup.dry_run import print_dry_run
 
-    resumed = request.command.resume
-    folder = RunFolder.read(request.command.run_dir or "") if resumed else None
-    setup = _build_together(request, folder)
+    setup = _build_together(request, _resumed(request))
     with closing(setup.task):
         print_dry_run(setup)
     return 0
+
+
+def _resumed(request: Request) -> RunFolder | None:
+    """The run to go on with, to be looked at; None of a new one."""
+    return RunFolder.read(request.command.run_dir or "") if request.command.resume else None
 
 
 def _build_together(request: Request, folder: RunFolder | None = None) -> "Setup":
@@ -236,10 +236,14 @@ def _tokenizer(run: RunConfig, folder: RunFolder | None) -> Tokenizer | None:
 
 def _given_weights(setup: "Setup") -> "Transformer[Array] | None":
     """The policy that --weights asks for, or that of a public checkpoint; None without."""
-    from jrl.trainer.evaluation.saved_policy import load_policy
+    from jrl.trainer.evaluation.saved_policy import load_checkpoint, load_policy
 
     if setup.run.weights is None:
-        return None if setup.run.checkpoint is None else _weights_of_checkpoint(setup)
+        if (directory := setup.run.checkpoint) is None:
+            return None
+        weights = load_checkpoint(directory, setup.networks, float32=True)
+        print(f"starting from the checkpoint in {directory}")
+        return weights
     folder = RunFolder.read(setup.run.weights)
     networks = setup.networks.with_adapters(_adapters_of(setup, folder))
     weights, step = load_policy(folder, networks, float32=True)
@@ -261,16 +265,6 @@ def _adapters_of(setup: "Setup", folder: RunFolder) -> "Lora | None":
     if folder.config().get("run", {}).get("lora_rank") is None:
         return None
     return lora_of(setup.model, configuration_of(folder)[0])
-
-
-def _weights_of_checkpoint(setup: "Setup") -> "Transformer[Array]":
-    from jrl.trainer.evaluation.saved_policy import load_checkpoint
-
-    directory = setup.run.checkpoint
-    assert directory is not None
-    weights = load_checkpoint(directory, setup.networks, float32=True)
-    print(f"starting from the checkpoint in {directory}")
-    return weights
 
 
 def _open(make: Callable[[], RunFolder]) -> RunFolder:
@@ -310,24 +304,20 @@ def _say_lengths(setup: "Setup") -> None:
     do not tell how long reasoning is."""
     from jrl.trainer.setup.lengths import response_origin
 
+    if not is_main_process():
+        return
     run, length = setup.run, setup.response_length
-    if setup.rows is not None and is_main_process():
+    if setup.rows is not None:
         print("\n".join(setup.rows.described(setup.task)))
-    lists = [found for leaf in leaves(setup.task) if (found := listed(leaf)) is not None]
-    if (shared := sum(found.num_shared for found in lists)) and is_main_process():
+    if shared := sum(found.num_shared for found in lists_of(setup.task)):
         print(f"left out {shared:,} training prompts that are held out (--held-out)")
-    if setup.prompts_dropped and is_main_process():
+    if setup.prompts_dropped:
         print(
             f"left out {setup.prompts_dropped:,} prompts of more than {setup.prompt_length:,} "
             "tokens (--prompt-length)"
         )
     answers_are_results = run.checkpoint is not None or run.task.startswith("jsonl:")
-    if (
-        setup.rows is None
-        and run.response_length is None
-        and answers_are_results
-        and is_main_process()
-    ):
+    if setup.rows is None and run.response_length is None and answers_are_results:
         print(f"completions of at most {length:,} tokens: {response_origin(run, length)}")
 
 

@@ -11,54 +11,24 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from jrl.config.run import RunConfig
+from jrl.config.run import OF_DEVICES, RunConfig
 from jrl.recipes import Recipe
 from jrl.recipes.base.load import load_recipe, reference_of
 from jrl.runs.folder import RunFolder
 
 CHANGEABLE = (
     "steps",
-    "layout",
-    "rollout_layout",
-    "rollout_devices",
-    "rollout_engine",
-    "rollout_split",
-    "rollout_micro_batches",
-    "rollout_m2n",
-    "rollout_expert_slots",
-    "rollout_replan",
-    "devices",
-    "slots",
-    "micro_batch",
-    "context",
-    "dispatch",
-    "exchange_rate",
-    "attention",
-    "decode_attention",
-    "latent",
-    "router",
-    "experts",
-    "remat",
-    "fsdp",
-    "overlap_grad_reduce",
-    "buffer_factor",
-    "expert_chunks",
-    "two_batch_overlap",
-    "scan_layers",
-    "vocab_chunk",
-    "packing",
-    "checkpoint_every",
-    "keep_checkpoints",
-    "samples_every",
-    "sample_tokens",
-    "max_nonfinite",
-    "drift_alarm",
-    "verifiers",
-    "log_to",
-    "faults",
-    "faults_continuity",
-    "faults_port",
-    "on_fault",
+    # Where it runs, and by how much at a time.
+    *("layout", "rollout_layout", "rollout_devices", "rollout_engine", "rollout_split"),
+    *("rollout_micro_batches", "rollout_m2n", "rollout_expert_slots", "rollout_replan"),
+    *("devices", "slots", "micro_batch", "packing", "verifiers"),
+    # How the network is computed.
+    *OF_DEVICES,
+    *("exchange_rate", "latent", "remat", "fsdp", "overlap_grad_reduce", "buffer_factor"),
+    *("expert_chunks", "two_batch_overlap", "scan_layers", "vocab_chunk"),
+    # What is kept and said of it.
+    *("checkpoint_every", "keep_checkpoints", "samples_every", "sample_tokens", "max_nonfinite"),
+    *("drift_alarm", "log_to", "faults", "faults_continuity", "faults_port", "on_fault"),
 )
 """What a resumed run may change: none of it changes what a step computes. Steps only grow; another
 layout or micro-batch adds up in another order, which shows in the last digits."""

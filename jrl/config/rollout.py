@@ -26,10 +26,6 @@ def check_rollout(run: RolloutSettings) -> None:
     Raises:
       ValueError: naming them.
     """
-    for name in ("rollout_micro_batches", "rollout_expert_slots", "rollout_replan"):
-        value = getattr(run, name)
-        if value is not None and value < 1:
-            raise ValueError(f"{name}={value} must be at least 1.")
     if run.rollout_engine == "slots":
         for name in OF_TWO_SIDES:
             if getattr(run, name) is not None:

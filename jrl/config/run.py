@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from jrl.config.numbers import check_least, check_seed
 from jrl.config.rollout import check_rollout
-from jrl.config.seeds import check_seed
 from jrl.tasks.data.files import KINDS
 from jrl.tasks.data.split import parse_heldout
 from jrl.tasks.rewards.settings import RewardSettings
@@ -22,7 +22,13 @@ NETWORK_SETTINGS = (*ROUTER_SETTINGS, "capacity_factor", "drop_policy", "drop_sc
 numbers from 0."""
 OF_DEVICES = ("context", "dispatch", "attention", "decode_attention", "router", "experts")
 """Fields of `RunConfig` that name what such devices compute by; None is the best that applies."""
-
+FROM_ONE = (
+    *("devices", "rollout_devices", "verifiers", "max_turns", "max_nonfinite"),
+    *("rollout_micro_batches", "rollout_expert_slots", "rollout_replan"),
+    *("warm_start_batch", "eval_every", "eval_prompts", "checkpoint_every"),
+    *("keep_checkpoints", "samples_every"),
+)
+"""Fields of `RunConfig` that are numbers from 1, where they are given."""
 
 AUTO = "auto"
 """The layout of a command line that leaves the choice to the planner; no run has it."""
@@ -324,37 +330,23 @@ class RunConfig:
         check_seed(self.seed)
         _ = self.rewards
         parse_heldout(self.held_out)
-        if self.devices is not None and self.devices < 1:
-            raise ValueError(f"devices={self.devices} must be at least 1.")
+        check_least(self, FROM_ONE)
         if self.steps < 0:
             raise ValueError(f"steps={self.steps} must not be negative: 0 is the warm start alone.")
-        counts = ("warm_start_batch", "eval_every", "eval_prompts", "checkpoint_every")
-        for name in (*counts, "keep_checkpoints", "samples_every", "max_nonfinite"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
-        for name in ROUTER_SETTINGS:
+        for name in (*ROUTER_SETTINGS, "sample_tokens", "max_staleness"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:
                 raise ValueError(f"{name}={value} must not be negative: 0 is none.")
-        if self.max_turns is not None and self.max_turns < 1:
-            raise ValueError(f"max_turns={self.max_turns} must be at least 1.")
-        if self.sample_tokens < 0:
-            raise ValueError(f"sample_tokens={self.sample_tokens} must not be negative: 0 is none.")
-        if self.max_staleness < 0:
-            raise ValueError(f"max_staleness={self.max_staleness} must not be negative: 0 is none.")
         if self.stale_cache and self.max_staleness < 2:
             raise ValueError(
                 f"stale_cache changes nothing at max_staleness={self.max_staleness}: no row is in "
                 "flight between two steps. Give --max-staleness 2 or more, or leave it out."
             )
-        if self.rollout_devices is not None:
-            if self.rollout_devices < 1:
-                raise ValueError(f"rollout_devices={self.rollout_devices} must be at least 1.")
-            if not self.max_staleness:
-                raise ValueError(
-                    f"rollout_devices={self.rollout_devices} would wait for the devices that "
-                    "learn, and those for them: give --max-staleness 1 or more, or leave it out."
-                )
+        if self.rollout_devices is not None and not self.max_staleness:
+            raise ValueError(
+                f"rollout_devices={self.rollout_devices} would wait for the devices that learn, "
+                "and those for them: give --max-staleness 1 or more, or leave it out."
+            )
         for name in ("lora_alpha", "lora_targets", "lora_rank_stabilised"):
             if getattr(self, name) and self.lora_rank is None:
                 raise ValueError(
@@ -371,8 +363,6 @@ class RunConfig:
                         f"{name}_field={getattr(self, f'{name}_field')!r} needs --task jsonl:FILE, "
                         f"not {self.task!r}: leave it out."
                     )
-        if self.verifiers is not None and self.verifiers < 1:
-            raise ValueError(f"verifiers={self.verifiers} must be at least 1.")
         if not 0 <= self.warm_start_accuracy <= 1:
             raise ValueError(f"warm_start_accuracy={self.warm_start_accuracy} must lie in 0..1.")
         if not 0 < self.faults_continuity < math.inf:

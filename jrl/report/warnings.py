@@ -13,12 +13,7 @@ class FewWarnings:
         self._said: set[str] = set()
 
     def say(self, failure: str, line: str) -> None:
-        """Prints a line about a failure, unless that or enough others have been said.
-
-        Args:
-          failure: what tells it from others.
-          line: the warning.
-        """
+        """Prints a line, unless one about this failure or enough about others have been said."""
         if failure in self._said or len(self._said) >= MOST:
             return
         self._said.add(failure)

@@ -62,20 +62,17 @@ def batch_of(
     """
     shelves = list({id(t.shelf): t.shelf for t in trajectories if t.shelf is not None}.values())
     offsets = dict(zip(map(id, shelves), np.cumsum([0, *map(len, shelves)]), strict=False))
-    given = {
-        "rows": [offsets[id(t.shelf)] + t.row for t in trajectories],
-        "prompts": [len(t.request.tokens) for t in trajectories],
-        "truncated": [t.finish == "length" for t in trajectories],
-        "finished": [t.finish != "window" for t in trajectories],
-        "counts": counts,
+    rows = [offsets[id(t.shelf)] + t.row for t in trajectories]
+    columns = {
+        "rows": np.array(rows, np.int32),
+        "prompts": np.array([len(t.request.tokens) for t in trajectories], np.int32),
+        "truncated": np.array([t.finish == "length" for t in trajectories], bool),
+        "finished": np.array([t.finish != "window" for t in trajectories], bool),
+        "counts": np.asarray(counts, bool),
     }
     windows = any(t.request.window is not None for t in trajectories)
     # Without a place of its own XLA would choose one for them, which JAX then looks for on the mesh
     # that decoded, where it need not be.
-    columns = {
-        name: np.asarray(values, bool if name in ("truncated", "finished", "counts") else np.int32)
-        for name, values in given.items()
-    }
     whole = to_devices(columns, replicated(mesh))
     decoder = shelves[0].decoder
     layout = _Layout(

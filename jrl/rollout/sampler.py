@@ -178,10 +178,11 @@ def _given(trajectory: Trajectory) -> Verdict | None:
     return None if turns is None else turns.verdict
 
 
+@dataclass(eq=False)
 class Sampler:
     """An engine with a task's prompts and verifier on either side.
 
-    Args:
+    Attributes:
       engine: what samples.
       task: where examples and verdicts come from.
       format: how prompts become tokens.
@@ -189,16 +190,11 @@ class Sampler:
       response_length: tokens of a response at most.
     """
 
-    def __init__(
-        self,
-        engine: RolloutEngine,
-        task: Task,
-        format: PromptFormat,
-        prompt_length: int,
-        response_length: int,
-    ):
-        self.engine, self.task, self.format = engine, task, format
-        self.prompt_length, self.response_length = prompt_length, response_length
+    engine: RolloutEngine
+    task: Task
+    format: PromptFormat
+    prompt_length: int
+    response_length: int
 
     def decode(
         self,

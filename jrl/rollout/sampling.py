@@ -79,12 +79,8 @@ def row_temperatures(
     adaptive: AdaptiveTemperature,
     entropy: EntropyStatistics[Array],
 ) -> Float[Array, "row"]:
-    """The temperature of each row, by the entropy of the policy's distribution over its token.
-
-    Args:
-      adaptive: how it follows that entropy.
-      entropy: statistics of the step before.
-    """
+    """The temperature of each row, by the entropy of the policy's distribution over its token and
+    the statistics of the step before."""
     of_rows = entropy_from_logits(policy_logits(logits, sampling))
     everywhere = jnp.ones_like(of_rows, bool)
     return adaptive.at(of_rows, everywhere, entropy, sampling.temperature)

@@ -57,11 +57,8 @@ def gym(
             f"task=gym:{name} needs reasoning-gym, which is not installed: "
             'run pip install -e ".[gym]"'
         )
-    if heldout is not None and heldout.path is not None:
-        raise ValueError(
-            f"held_out={heldout.path} is for a list of prompts, and task=gym:{name} makes its own: "
-            "give a share or a number"
-        )
+    if heldout is not None:
+        heldout.check_no_file(f"gym:{name}", "makes")
     spec = "".join([f"gym:{name}", *(f",{key}={value}" for key, value in (options or {}).items())])
     given = json.dumps(dict(options or {}))
     command = [sys.executable, "-P", worker_program.__file__]
@@ -73,19 +70,7 @@ def gym(
         prepare=lambda question: {"prepare": question["index"]},
         prepare_seconds=load_seconds,
     )
-    try:
-        rows = _rows(pool, name, spec, size, load_seconds)
-        indices: dict[str, int] = {}
-        for index, example in enumerate(rows):
-            indices.setdefault(example.prompt, index)
-        if len(indices) < 2:
-            raise ValueError(
-                f"task={spec} gave {len(indices)} distinct prompts; at least 2 are needed, "
-                "one to train on and one held out: choose another generator"
-            )
-    except BaseException:
-        pool.close()
-        raise
+    indices: dict[str, int] = {}
 
     def question(example: Example, completion: str) -> Message:
         if example.prompt not in indices:
@@ -96,6 +81,14 @@ def gym(
         return {"index": indices[example.prompt], "completion": completion}
 
     try:
+        rows = _rows(pool, name, spec, size, load_seconds)
+        for index, example in enumerate(rows):
+            indices.setdefault(example.prompt, index)
+        if len(indices) < 2:
+            raise ValueError(
+                f"task={spec} gave {len(indices)} distinct prompts; at least 2 are needed, "
+                "one to train on and one held out: choose another generator"
+            )
         kept = [rows[index] for index in indices.values()]
         return FiniteTask(spec, kept, seed, pool, question, heldout)
     except BaseException:

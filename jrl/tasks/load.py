@@ -5,17 +5,18 @@ import json
 import re
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jrl.tasks.builtin.addition import addition
+from jrl.tasks.builtin.addition import Addition
 from jrl.tasks.builtin.calculator import Calculator
-from jrl.tasks.builtin.countdown import countdown
+from jrl.tasks.builtin.countdown import Countdown
 from jrl.tasks.builtin.guess import Guess
-from jrl.tasks.builtin.progression import progression
-from jrl.tasks.builtin.scratchpad import MIN_DIGITS, scratchpad
-from jrl.tasks.builtin.sort import sort
+from jrl.tasks.builtin.progression import Progression
+from jrl.tasks.builtin.scratchpad import MIN_DIGITS, Scratchpad, scratchpad_of
+from jrl.tasks.builtin.sort import Sort
 from jrl.tasks.data.files import KINDS
 from jrl.tasks.data.jsonl import jsonl, prompts_of
 from jrl.tasks.data.records import Fields
@@ -27,20 +28,23 @@ from jrl.tasks.gym import gym
 from jrl.tasks.mixture import Mixture, Weighted
 from jrl.tasks.own import own_prompts
 from jrl.tasks.procedural import ProceduralTask
-from jrl.tasks.prompts import Prompts
 from jrl.tasks.references import Reference, looks_like_one, reference, sources
 from jrl.tasks.rewards.own import OwnReward
 from jrl.tasks.rewards.rewarded import Named, Rewarded, Weighing
 from jrl.tasks.rewards.settings import OWN, RewardSettings, parse_weights
-from jrl.tasks.task import Task
+from jrl.tasks.task import Prompts, Task
 
-BUILT_IN: dict[str, Callable[[int], ProceduralTask]] = {
-    "sort": sort,
-    "addition": addition,
-    "scratchpad": scratchpad,
-    "countdown": countdown,
-    "progression": progression,
+_DEFINITIONS = {
+    "sort": Sort,
+    "addition": Addition,
+    "scratchpad": Scratchpad,
+    "countdown": Countdown,
+    "progression": Progression,
 }
+BUILT_IN: dict[str, Callable[[int], ProceduralTask]] = {
+    name: partial(ProceduralTask, name, definition=kind()) for name, kind in _DEFINITIONS.items()
+}
+"""Tasks without conversations, each made of the seed that picks its stream of prompts."""
 CONVERSATIONS: dict[str, Callable[[], Any]] = {"guess": Guess, "calculator": Calculator}
 """Definitions of tasks whose environments answer the policy."""
 OUTSIDE = (*KINDS, "gym")
@@ -132,20 +136,16 @@ def _kind(spec: str) -> str | None:
     return "scratchpad" if kind == "scratchpad" and rest else None
 
 
+@dataclass(frozen=True)
 class _Loader:
     """Makes tasks that share all but their name."""
 
-    def __init__(
-        self,
-        seed: int,
-        fields: Fields | None,
-        workers: int | None,
-        heldout: HeldOut,
-        settings: RewardSettings,
-        kept: Path | None,
-    ):
-        self._seed, self._fields, self._workers = seed, fields, workers
-        self._heldout, self._settings, self._kept = heldout, settings, kept
+    seed: int
+    fields: Fields | None
+    workers: int | None
+    heldout: HeldOut
+    settings: RewardSettings
+    kept: Path | None
 
     def load(self, spec: str) -> Task:
         kind, _, rest = spec.partition(":")
@@ -154,47 +154,47 @@ class _Loader:
         if spec in CONVERSATIONS:
             self._check_environment_rewards(spec)
             return self._of_environment(spec)
-        if not self._settings.rewards:
+        if not self.settings.rewards:
             self._check_no_weights()
             return self._of_library(spec)
         prompts: Prompts
-        if kind in KINDS and rest and OWN not in self._settings.rewards:
-            prompts = prompts_of(kind, rest, self._seed, self._fields, self._heldout)
+        if kind in KINDS and rest and OWN not in self.settings.rewards:
+            prompts = prompts_of(kind, rest, self.seed, self.fields, self.heldout)
             return self._rewarded(prompts, [], Weighing({}))
         task = self._of_library(spec)
-        verifier = task if OWN in self._settings.rewards else None
+        verifier = task if OWN in self.settings.rewards else None
         return self._rewarded(task, [], Weighing({}), verifier)
 
     def _own(self, spec: str) -> Task:
-        found = reference(spec, self._kept)
+        found = reference(spec, self.kept)
         made: Any = found.make()
         if is_conversing(made):
             return self._conversing(spec, found, made)
-        prompts = own_prompts(found, made, self._seed, self._heldout)
+        prompts = own_prompts(found, made, self.seed, self.heldout)
         weighing = Weighing(getattr(made, "weights", {}), getattr(made, "full_marks", None))
-        if self._settings.rewards and OWN not in self._settings.rewards:
+        if self.settings.rewards and OWN not in self.settings.rewards:
             return self._rewarded(prompts, [], Weighing({}))
-        seconds = self._settings.seconds
-        own = OwnReward(found, makes=True, seconds=seconds, workers=self._workers)
+        seconds = self.settings.seconds
+        own = OwnReward(found, makes=True, seconds=seconds, workers=self.workers)
         return self._rewarded(prompts, [Named(OWN, own)], weighing)
 
     def _conversing(self, spec: str, found: Reference, made: Any) -> Task:
         self._check_environment_rewards(spec)
-        settings = self._settings
+        settings = self.settings
         host = WorkerHost(
             found,
             seconds=settings.seconds,
-            workers=self._workers,
+            workers=self.workers,
             scoring=Scoring(getattr(made, "full_marks", 1.0), settings.failed),
         )
         with ExitStack() as stack:
             stack.callback(host.close)
-            prompts = own_prompts(found, made, self._seed, self._heldout, host)
+            prompts = own_prompts(found, made, self.seed, self.heldout, host)
             stack.pop_all()
         return Conversational(prompts, host)
 
     def _check_environment_rewards(self, spec: str) -> None:
-        if self._settings.rewards or self._settings.weights:
+        if self.settings.rewards or self.settings.weights:
             raise ValueError(
                 f"task={spec} is rewarded by its environment: leave out --reward and "
                 "--reward-weights"
@@ -208,7 +208,7 @@ class _Loader:
         verifier: Task | None = None,
     ) -> Rewarded:
         """With the rewards that the settings name, which stop where one cannot be had."""
-        settings = self._settings
+        settings = self.settings
         weights = {**weighing.weights, **parse_weights(settings.weights)}
         weighing = replace(weighing, weights=weights, failed=settings.failed)
         with ExitStack() as stack:
@@ -219,9 +219,9 @@ class _Loader:
             for text in settings.rewards:
                 if text == OWN:
                     continue
-                found = reference(text, self._kept)
+                found = reference(text, self.kept)
                 reward = OwnReward(
-                    found, makes=False, seconds=settings.seconds, workers=self._workers
+                    found, makes=False, seconds=settings.seconds, workers=self.workers
                 )
                 stack.callback(reward.close)
                 rewards.append(Named(found.name, reward))
@@ -230,27 +230,27 @@ class _Loader:
         return made
 
     def _check_no_weights(self) -> None:
-        if self._settings.weights:
+        if self.settings.weights:
             raise ValueError(
-                f"reward_weights={' '.join(self._settings.weights)} needs --reward, or a task of "
+                f"reward_weights={' '.join(self.settings.weights)} needs --reward, or a task of "
                 "your own: leave it out."
             )
 
     def _of_library(self, spec: str) -> Task:
         kind, _, rest = spec.partition(":")
-        seed, heldout = self._seed, self._heldout
+        seed, heldout = self.seed, self.heldout
         if spec in BUILT_IN:
             return self._procedural(BUILT_IN[spec](seed))
         if kind == "scratchpad" and (lengths := re.fullmatch(r"(?:(\d+)-)?(\d+)", rest)):
-            digits = (int(lengths[1] or MIN_DIGITS), int(lengths[2]))
-            return self._procedural(scratchpad(seed, digits))
+            digits = int(lengths[1] or MIN_DIGITS), int(lengths[2])
+            return self._procedural(scratchpad_of(*digits, seed))
         if kind in KINDS and rest:
             return jsonl(
-                rest, seed, fields=self._fields, workers=self._workers, kind=kind, heldout=heldout
+                rest, seed, fields=self.fields, workers=self.workers, kind=kind, heldout=heldout
             )
         if kind == "gym" and rest:
             name, options = _options(spec, rest)
-            return gym(name, seed, workers=self._workers, options=options, heldout=heldout)
+            return gym(name, seed, workers=self.workers, options=options, heldout=heldout)
         names = [*BUILT_IN, *CONVERSATIONS]
         near = difflib.get_close_matches(kind, [*names, *OUTSIDE], n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
@@ -260,17 +260,13 @@ class _Loader:
 
     def _of_environment(self, spec: str) -> Task:
         definition = CONVERSATIONS[spec]()
-        host = LocalHost(definition, Scoring(failed=self._settings.failed))
-        prompts = ProceduralTask(spec, self._seed, Opened(spec, definition, host))
+        host = LocalHost(definition, Scoring(failed=self.settings.failed))
+        prompts = ProceduralTask(spec, self.seed, Opened(spec, definition, host))
         return Conversational(self._procedural(prompts), host)
 
     def _procedural(self, task: ProceduralTask) -> ProceduralTask:
-        heldout = self._heldout
-        if heldout.path is not None:
-            raise ValueError(
-                f"held_out={heldout.path} is for a list of prompts, and task={task.name} draws its "
-                "own: give a share or a number"
-            )
+        heldout = self.heldout
+        heldout.check_no_file(task.name, "draws")
         return replace(task, heldout_size=heldout.count, heldout_share=heldout.share)
 
 

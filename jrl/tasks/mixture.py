@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from jrl.tasks.parts import leaves, listed
+from jrl.tasks.parts import lists_of
 from jrl.tasks.task import Example, Task, Verdict, check_index, check_pairs
 
 
@@ -144,9 +144,7 @@ class Mixture:
 
 def _check_apart(tasks: Sequence[Task]) -> None:
     """Refuses lists of which one trains on what another holds out."""
-    lists = [
-        (task.name, found) for task in tasks for leaf in leaves(task) if (found := listed(leaf))
-    ]
+    lists = [(task.name, found) for task in tasks for found in lists_of(task)]
     for name, one in lists:
         heldout = one.heldout_prompts
         for other_name, other in lists:

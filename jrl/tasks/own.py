@@ -8,9 +8,8 @@ from jrl.tasks.data.split import HeldOut
 from jrl.tasks.environments.host import Host
 from jrl.tasks.environments.task import Opened, opened_example, tools_of
 from jrl.tasks.procedural import ProceduralTask
-from jrl.tasks.prompts import Prompts
 from jrl.tasks.references import Reference
-from jrl.tasks.task import Example
+from jrl.tasks.task import Example, Prompts
 
 SIZES = ("max_prompt_length", "max_response_length", "characters")
 """What a task that draws its prompts must say of all that it can draw."""
@@ -44,11 +43,7 @@ def own_prompts(
                 f"task={name} draws its prompts and does not say {', '.join(missing)}: set them "
                 "to what the longest prompt and answer have, and to all characters of both"
             )
-        if heldout.path is not None:
-            raise ValueError(
-                f"held_out={heldout.path} is for a list of prompts, and task={name} draws its "
-                "own: give a share or a number"
-            )
+        heldout.check_no_file(name, "draws")
         definition = made if host is None else Opened(name, made, host)
         task = ProceduralTask(name, seed, definition, heldout.count, heldout.share)
         check_sendable(task.train(0), f"task={name}")

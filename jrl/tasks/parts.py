@@ -19,6 +19,11 @@ def listed(leaf: Any) -> PromptList | None:
     return leaf if isinstance(leaf, PromptList) else None
 
 
+def lists_of(task: Any) -> list[PromptList]:
+    """Those of the sources that are lists."""
+    return [found for leaf in leaves(task) if (found := listed(leaf)) is not None]
+
+
 def task_names(task: Any) -> tuple[str, ...]:
     """The tasks of a mixture; empty of any other."""
     return getattr(task, "task_names", ())
@@ -49,5 +54,4 @@ def leave_out(task: Any, fits: Callable[[Example], bool]) -> int:
     Raises:
       ValueError: where a list would have none left on one side.
     """
-    lists = [found for leaf in leaves(task) if (found := listed(leaf)) is not None]
-    return sum(found.leave_out(fits) for found in lists)
+    return sum(found.leave_out(fits) for found in lists_of(task))

@@ -1,35 +1,11 @@
-"""Prompts, and what every task has of those that it judges."""
+"""What every task has of the prompts that it judges, where they are those of another."""
 
-from typing import Protocol, runtime_checkable
-
-from jrl.tasks.task import Example
-
-
-@runtime_checkable
-class Prompts(Protocol):
-    """A task but for its verdicts."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def max_prompt_length(self) -> int: ...
-    @property
-    def max_response_length(self) -> int: ...
-    @property
-    def characters(self) -> str: ...
-    @property
-    def heldout_size(self) -> int | None: ...
-    def train(self, index: int) -> Example: ...
-    def heldout(self, index: int) -> Example: ...
+from jrl.tasks.task import Example, Prompts
 
 
 class OfPrompts:
     """A task whose prompts are those of another, or of a list: it says alone what completions are
-    worth.
-
-    Args:
-      prompts: where they come from.
-    """
+    worth."""
 
     def __init__(self, prompts: Prompts):
         self._prompts = prompts

@@ -8,14 +8,19 @@ import importlib
 import json
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from jrl.tasks.workers import worker as worker_program
+from jrl.tasks.workers.process import Worker
 from jrl.tasks.workers.reward import made_by, module_of
 
+STARTUP_SECONDS = 300.0
+"""How long the code may take to be loaded by a worker, with the libraries that it imports."""
 _FILE = re.compile(r"(.+\.py):([A-Za-z_]\w*)")
 _MODULE = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)")
 
@@ -38,15 +43,24 @@ class Reference:
     module: str | None = None
     source: bytes | None = None
 
-    def described(self, copy: Path, *, makes: bool) -> str:
-        """What `jrl.tasks.workers.reward.reward_checker` finds it by.
+    def worker_maker(
+        self, kind: str, folder: str, *, makes: bool, seconds: float
+    ) -> Callable[[], Worker]:
+        """Makes workers that run it from a copy: what is changed in the file later makes no
+        difference to those that start again.
 
         Args:
-          copy: a file with the source.
+          kind: of the worker program, "reward" or "environment".
+          folder: for the copy.
           makes: whether it makes a task, and is not a reward itself.
+          seconds: how long one answer may take.
         """
+        copy = Path(folder) / f"{kind}.py"
+        copy.write_bytes(self.source or b"")
         about = {"file": self.file, "module": self.module, "name": self.name, "makes": makes}
-        return json.dumps({**about, "copy": str(copy), "path": sys.path})
+        described = json.dumps({**about, "copy": str(copy), "path": sys.path})
+        command = [sys.executable, "-P", worker_program.__file__, kind, described]
+        return lambda: Worker(command, seconds=seconds, startup_seconds=STARTUP_SECONDS)
 
     def make(self) -> Any:
         """The task that it makes, in this process.

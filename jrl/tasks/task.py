@@ -97,13 +97,12 @@ ERROR = Verdict(0.0, "error")
 
 
 @runtime_checkable
-class Task(Protocol):
-    """A source of prompts that can score completions.
+class Prompts(Protocol):
+    """A source of prompts: a task but for its verdicts.
 
     Lengths are in characters and hold for every prompt and every gold completion, the end of the
     sequence not counted. `characters` is sorted and holds whatever prompts and gold completions can
-    contain. Everything but `verify` depends on the task's seed and the index alone, in every
-    process.
+    contain. Everything depends on the task's seed and the index alone, in every process.
     """
 
     @property
@@ -138,6 +137,11 @@ class Task(Protocol):
     def heldout(self, index: int) -> Example:
         """The index-th held-out example; its prompt never occurs in training."""
         ...
+
+
+@runtime_checkable
+class Task(Prompts, Protocol):
+    """A source of prompts that can score completions."""
 
     def verify(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Verdict]:
         """Scores one completion per example; whatever a completion holds, nothing is raised."""

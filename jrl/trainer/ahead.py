@@ -69,13 +69,11 @@ class AheadOfStep:
         if drawn is None:
             drawn = self._draw(int(state.prompts_seen))
         staleness = check_staleness(drawn.ready, version, bound)
-        self._drawn, self._metrics = (
-            drawn,
-            {
-                "staleness/mean": float(staleness.mean()),
-                "staleness/max": float(staleness.max()),
-            },
-        )
+        self._drawn = drawn
+        self._metrics = {
+            "staleness/mean": float(staleness.mean()),
+            "staleness/max": float(staleness.max()),
+        }
 
     def collected(self) -> Collected:
         """What the step learns from."""

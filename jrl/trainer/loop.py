@@ -37,9 +37,9 @@ from jrl.trainer.outputs import (
     write_heldout_samples,
 )
 from jrl.trainer.setup.setup import Setup
-from jrl.trainer.stage import Done, Stage
+from jrl.trainer.stage import Stage
 from jrl.trainer.state import TrainState, init_adapters, init_state, init_weights, restore, save
-from jrl.trainer.step import train_step
+from jrl.trainer.step import Done, Step, train_step
 from jrl.trainer.summary import drift_alarm
 from jrl.trainer.supervised.stage import Supervised
 from jrl.trainer.token_records import Watched
@@ -154,12 +154,7 @@ def train(
 
 
 class Reinforcement:
-    """Samples completions and learns from their rewards.
-
-    Args:
-      setup: of the run.
-      sampler: of its task's completions.
-    """
+    """Samples completions and learns from their rewards."""
 
     def __init__(self, setup: Setup, sampler: Sampler):
         self._setup, self._sampler, self._networks = setup, sampler, setup.networks
@@ -168,7 +163,7 @@ class Reinforcement:
     def step(self, state: TrainState[Array]) -> tuple[TrainState[Array], Done]:
         setup, run = self._setup, self._setup.run
         to_show = (int(state.step) + 1) % run.samples_every == 0 and run.sample_tokens > 0
-        state, done = train_step(
+        return train_step(
             self._sampler,
             self._networks,
             setup.recipe,
@@ -177,7 +172,6 @@ class Reinforcement:
             shuffle_rewards=run.shuffle_rewards,
             watched=Watched(SHOWN, run.sample_tokens) if to_show else None,
         )
-        return state, Done(done.metrics, done.nonfinite, done)
 
     def evaluated(self, state: TrainState[Array]) -> dict[str, float]:
         # Without statistics of a step: a temperature that adapts stays at its base.
@@ -189,7 +183,8 @@ class Reinforcement:
         return {"data/prompts_dropped": float(dropped)} if dropped else {}
 
     def write_samples(self, outputs: Outputs, state: TrainState[Array], done: Done) -> None:
-        outputs.write_samples(self._setup.format, int(state.step), done.more)
+        assert isinstance(done, Step)
+        outputs.write_samples(self._setup.format, int(state.step), done)
 
 
 def _first_state(

@@ -4,6 +4,7 @@ Each gives what it found beside what it had no room for; called, the first with 
 (`jrl.trainer.learner.room.Exact`).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,9 +16,8 @@ from jrl.rollout.scoring import mark_replicated, ranked, score, value
 from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective
 from jrl.trainer.learner.room import exact, overflow_of
 from moe import placement
-from moe.config import ModelConfig
+from moe.router.statistics import RouterStatistics
 from moe.weights import Transformer
-from sharding.folding import FoldedMesh
 
 
 @exact()
@@ -25,14 +25,11 @@ def values_of(
     objective: CriticObjective, critic: Transformer[Array], tokens: Array, valid: Array
 ) -> tuple[Array, Array | None]:
     """The critic's values of all response tokens."""
-    config, mesh = objective.config, objective.mesh
 
-    def local(critic, tokens, valid):
-        values, router = value(critic, tokens, valid, objective.layout, config, mesh)
-        # Ranks of cp and tp hold the same values; `out_specs` wants that said in their type.
-        return mark_replicated(values, mesh), overflow_of(router, config)
+    def read(critic, tokens, valid):
+        return value(critic, tokens, valid, objective.layout, objective.config, objective.mesh)
 
-    return _over_rows(local, config, mesh)(critic, tokens, valid)
+    return _everywhere(read, objective, critic, tokens, valid)
 
 
 @exact()
@@ -72,11 +69,7 @@ def logprobs_and_entropy_of(
     choices: Array | None = None,
 ) -> tuple[tuple[Array, Array], Array | None]:
     """A policy's log-probabilities of all response tokens, and its entropy before each of them,
-    both in the whole policy at the base temperature.
-
-    Args:
-      choices: as for `logprobs_of`.
-    """
+    both in the whole policy at the base temperature; `choices` as for `logprobs_of`."""
     return _scores(objective, policy, ("logprobs", "entropy"), tokens, valid, choices)
 
 
@@ -86,13 +79,14 @@ def ranks_of(
 ) -> tuple[tuple[Array, Array], Array | None]:
     """A policy's log-probabilities of all response tokens, and 1 for those that are its likeliest
     and 0 for the others."""
-    config, mesh = objective.config, objective.mesh
 
-    def local(policy, tokens, valid):
-        *found, router = ranked(policy, tokens, valid, objective.layout, config, mesh)
-        return mark_replicated(tuple(found), mesh), overflow_of(router, config)
+    fixed = objective.layout, objective.config, objective.mesh
 
-    return _over_rows(local, config, mesh)(policy, tokens, valid)
+    def read(policy, tokens, valid):
+        *found, router = ranked(policy, tokens, valid, *fixed)
+        return tuple(found), router
+
+    return _everywhere(read, objective, policy, tokens, valid)
 
 
 @exact()
@@ -115,30 +109,36 @@ def _scores(
     record_choices: bool = False,
 ) -> tuple[tuple[Array, Array], Array | None]:
     """Two of the policy's `Scores` of tokens, which of them are valid, and choices to replay."""
-    config, mesh = objective.config, objective.mesh
+    fixed = objective.layout, objective.config, objective.sampling, objective.mesh
 
-    def local(policy, tokens, valid, choices=None):
-        fixed = objective.layout, config, objective.sampling, mesh
+    def read(policy, tokens, valid, choices=None):
         found = score(policy, tokens, valid, *fixed, choices, record_choices=record_choices)
-        own = tuple(getattr(found, name) for name in names)
-        return mark_replicated(own, mesh), overflow_of(found.router, config)
+        return tuple(getattr(found, name) for name in names), found.router
 
-    return _over_rows(local, config, mesh)(policy, *given)
+    return _everywhere(read, objective, policy, *given)
 
 
-def _over_rows(local: Any, config: ModelConfig, mesh: FoldedMesh) -> Any:
-    """`local`, of the policy and arrays with a row per sequence, on global arrays, which gives such
-    arrays and what there was no room for."""
+def _everywhere(
+    read: Callable[..., tuple[Any, RouterStatistics[Array] | None]],
+    objective: PolicyObjective | CriticObjective,
+    weights: Transformer[Array],
+    *given: Array | None,
+) -> tuple[Any, Array | None]:
+    """What `read` finds on each device, and the router's sums, of the weights and of arrays with a
+    row per sequence: such arrays, and what there was no room for."""
+    config, mesh = objective.config, objective.mesh
     rows = PartitionSpec(mesh.dp)
 
-    def everywhere(policy: Transformer[Array], *given: Array | None) -> Any:
-        # Weights that lie in parts (`Execution.fsdp`) are gathered on their way in: a pass has
-        # whole layers.
-        return jax.shard_map(
-            local,
-            mesh=mesh.mesh,
-            in_specs=(placement.specs(config, mesh), *(rows for _ in given)),
-            out_specs=(rows, PartitionSpec()),
-        )(policy, *given)
+    def local(weights, *given):
+        found, router = read(weights, *given)
+        # Ranks of cp and tp hold the same values; `out_specs` wants that said in their type.
+        return mark_replicated(found, mesh), overflow_of(router, config)
 
-    return everywhere
+    # Weights that lie in parts (`Execution.fsdp`) are gathered on their way in: a pass has whole
+    # layers.
+    return jax.shard_map(
+        local,
+        mesh=mesh.mesh,
+        in_specs=(placement.specs(config, mesh), *(rows for _ in given)),
+        out_specs=(rows, PartitionSpec()),
+    )(weights, *given)

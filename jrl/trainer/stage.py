@@ -1,28 +1,12 @@
 """What a run does in a step, and how it is measured: reinforcement, or the supervised stage."""
 
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from jaxtyping import Array
 
 from jrl.trainer.outputs import Outputs
 from jrl.trainer.state import TrainState
-from jrl.trainer.step import NonFinite
-
-
-@dataclass(frozen=True)
-class Done:
-    """What a step did.
-
-    Attributes:
-      metrics: of the step.
-      nonfinite: updates that were skipped.
-      more: what its stage keeps to write samples of it.
-    """
-
-    metrics: dict[str, float]
-    nonfinite: list[NonFinite]
-    more: Any = None
+from jrl.trainer.step import Done
 
 
 @runtime_checkable

@@ -24,7 +24,7 @@ from jrl.trainer.kept import first_kept
 from jrl.trainer.learner import masters
 from jrl.trainer.learner.learner import Learner, copied, state_shardings
 from jrl.trainer.learner.objectives import CriticObjective
-from jrl.trainer.learner.records import making
+from jrl.trainer.learner.records import described, making
 from jrl.trainer.setup.networks import Network, Networks
 from moe import placement
 from moe import weights as moe_weights
@@ -179,15 +179,11 @@ def abstract(networks: Networks) -> TrainState[Any]:
         jax.eval_shape(lambda: jax.random.key(0)),
     )
     weights = placement.shardings(policy.config, mesh)
-    return TrainState(
-        step=_laid_out(state.step, weights, mesh),
-        prompts_seen=_laid_out(state.prompts_seen, weights, mesh),
+    others = replace(state, policy=None, critic=None, pool=None)
+    return replace(
+        _laid_out(others, weights, mesh),
         policy=_learner_laid_out(state.policy, policy),
         critic=None if critic is None else _learner_laid_out(state.critic, critic),
-        reference=_laid_out(state.reference, weights, mesh),
-        unfinished=_laid_out(state.unfinished, weights, mesh),
-        kept=_laid_out(state.kept, weights, mesh),
-        ahead=_laid_out(state.ahead, weights, mesh),
         pool=None if networks.kept_pool is None else networks.kept_pool.abstract(),
     )
 
@@ -210,7 +206,13 @@ def save(
     # Stages may hold layers out of order or with padding; a reader with another layout must not
     # care.
     like = _without_cast(networks, abstract(_in_order(networks)))
-    stored = _restacked(networks, _without_cast(networks, state), like, _in_layer_order)
+    num_layers = moe_weights.axis_sizes(networks.policy.config)["layer"]
+    stored = _restacked(
+        networks,
+        _without_cast(networks, state),
+        like,
+        lambda weights: placement.in_layer_order(weights, networks.mesh, num_layers),
+    )
     checkpoints.save(int(state.step), stored, meta)
 
 
@@ -219,10 +221,12 @@ def restore(checkpoints: Checkpoints, networks: Networks, step: int) -> TrainSta
     like = _without_cast(networks, abstract(_in_order(networks)))
     state = checkpoints.restore(step, like)[0]
     like = _without_cast(networks, abstract(networks))
-    state = _restacked(networks, state, like, _in_chunks)
+    state = _restacked(
+        networks, state, like, lambda weights: placement.in_chunks(weights, networks.mesh)
+    )
     if networks.policy.config.lora is not None:
         fixed = base.restore(checkpoints, networks.policy.config, networks.mesh)
-        return _with_base(networks, state, fixed)
+        return _over_learners(functools.partial(_with_base, fixed), networks, state)
     # Last: the weights are cast of masters that lie where this run has them.
     return _over_learners(_with_cast, networks, state)
 
@@ -239,15 +243,11 @@ def _without_cast(networks: Networks, state: TrainState[Leaf]) -> TrainState[Lea
 
 
 def _with_base(
-    networks: Networks, state: TrainState[Array], fixed: Transformer[Array]
-) -> TrainState[Array]:
-    """Undoes `_without_cast` of networks with adapters."""
-
-    def of(learner: Learner[Array], network: Network[Any]) -> Learner[Array]:
-        whole = trees.with_base(fixed, learner.weights, moe_weights.table(network.config))
-        return replace(learner, weights=whole)
-
-    return _over_learners(of, networks, state)
+    fixed: Transformer[Array], learner: Learner[Array], network: Network[Any]
+) -> Learner[Array]:
+    """Undoes `_without_cast` of a network with adapters."""
+    whole = trees.with_base(fixed, learner.weights, moe_weights.table(network.config))
+    return replace(learner, weights=whole)
 
 
 def _over_learners(
@@ -289,20 +289,11 @@ def _in_order(networks: Networks) -> Networks:
     return networks.on(placement.without_chunks(networks.policy.config, networks.mesh))
 
 
-def _in_layer_order(networks: Networks, weights: Transformer[Array]) -> Transformer[Array]:
-    num_layers = moe_weights.axis_sizes(networks.policy.config)["layer"]
-    return placement.in_layer_order(weights, networks.mesh, num_layers)
-
-
-def _in_chunks(networks: Networks, weights: Transformer[Array]) -> Transformer[Array]:
-    return placement.in_chunks(weights, networks.mesh)
-
-
 def _restacked(
     networks: Networks,
     state: TrainState[Array],
     like: TrainState[Any],
-    stack: Callable[[Networks, Transformer[Array]], Transformer[Array]],
+    stack: Callable[[Transformer[Array]], Transformer[Array]],
 ) -> TrainState[Array]:
     """The state in the shapes and on the shardings of `like`, all that is like weights as `stack`
     gives it."""
@@ -311,7 +302,7 @@ def _restacked(
         return state
 
     def moved(node: Any) -> Any:
-        return stack(networks, node) if isinstance(node, Transformer) else node
+        return stack(node) if isinstance(node, Transformer) else node
 
     # The slots have no layers in one array, and may lie on other devices.
     restack = making(
@@ -330,7 +321,7 @@ def _learner_laid_out(learner: Learner[Any], network: Network[Any]) -> Learner[A
     of_state = state_shardings(learner.opt_state, config, mesh)
     return replace(
         whole,
-        opt_state=jax.tree.map(_with_sharding, learner.opt_state, of_state),
+        opt_state=jax.tree.map(described, learner.opt_state, of_state),
         masters=_laid_out(learner.masters, placement.shard_shardings(config, mesh), mesh),
     )
 
@@ -340,15 +331,11 @@ def _laid_out(tree: Any, shardings: Transformer[NamedSharding], mesh: FoldedMesh
 
     def place(node: Any) -> Any:
         if isinstance(node, Transformer):
-            return jax.tree.map(_with_sharding, node, shardings)
-        return _with_sharding(node, replicated(mesh))
+            return jax.tree.map(described, node, shardings)
+        return described(node, replicated(mesh))
 
     return jax.tree.map(place, tree, is_leaf=_is_network)
 
 
 def _is_network(node: Any) -> bool:
     return isinstance(node, Transformer)
-
-
-def _with_sharding(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

@@ -45,19 +45,28 @@ class NonFinite:
 
 
 @dataclass(frozen=True)
-class Step:
-    """What a step did.
+class Done:
+    """What a step did, whatever it learned from.
+
+    Attributes:
+      metrics: of the step.
+      nonfinite: updates that were skipped.
+    """
+
+    metrics: dict[str, float]
+    nonfinite: list[NonFinite]
+
+
+@dataclass(frozen=True)
+class Step(Done):
+    """What a step on completions did.
 
     Attributes:
       collected: what it learned from.
-      metrics: of the step.
-      nonfinite: updates that were skipped.
       tokens: what is kept of completions, by their rows; empty where nothing is to be.
     """
 
     collected: Collected
-    metrics: dict[str, float]
-    nonfinite: list[NonFinite]
     tokens: dict[int, TokenRecord]
 
 
@@ -182,7 +191,7 @@ def _learned(
     if state.critic is not None:
         assert networks.critic is not None
         metrics["critic/lr"] = networks.critic.optimizer.rate_at(int(state.critic.updates) - 1)
-    return state, Step(collected, metrics, nonfinite, tokens)
+    return state, Step(metrics, nonfinite, collected, tokens)
 
 
 def train_on_batch(

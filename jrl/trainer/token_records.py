@@ -59,16 +59,11 @@ class TokenRecord:
 
     def record(self, tokenizer: Tokenizer) -> dict[str, object]:
         """As samples.jsonl holds it, under "tokens"."""
-        columns = {
-            "advantage": self.advantage,
-            "sampler_logprob": self.sampler_logprob,
-            "gap": self.gap,
-            "entropy": self.entropy,
-        }
+        columns = "advantage", "sampler_logprob", "gap", "entropy"
         return {
             "text": pieces(tokenizer, self.ids.tolist()),
             "of": self.length,
-            **{name: [_short(x) for x in column] for name, column in columns.items()},
+            **{name: [_short(x) for x in getattr(self, name)] for name in columns},
         }
 
 

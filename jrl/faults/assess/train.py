@@ -17,7 +17,7 @@ import tyro
 from jaxtyping import Array, Float, Float32
 from rich.console import Console
 
-from jrl.config.seeds import check_seed
+from jrl.config.numbers import check_seed
 from jrl.faults.fleet import Fleet
 from jrl.faults.minder import vae
 from jrl.faults.minder.models import ANY, SHIPPED, TOGETHER

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import tyro
 
-from jrl.config.seeds import check_seed
+from jrl.config.numbers import check_seed
 from jrl.faults.simulate.incident import simulate
 from jrl.faults.simulate.metrics import PRODUCTION
 from jrl.faults.simulate.settings import Settings

@@ -2,11 +2,12 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from jrl.report.metrics import describe
-from jrl.report.plots import PANELS, Panel
+from jrl.report.plots import PANELS
 from jrl.runs import records, versions
 from jrl.runs.folder import RunFolder
 
@@ -32,7 +33,7 @@ def page_data(folders: Sequence[RunFolder]) -> dict[str, Any]:
         "runs": runs,
         "metrics": {name: found for name in known if (found := _definition(name)) is not None},
         "uplot": UPLOT,
-        "panels": [_panel(panel) for panel in PANELS],
+        "panels": [records.plain(asdict(panel)) for panel in PANELS],
     }
 
 
@@ -121,19 +122,3 @@ def distinct(paths: Sequence[Path]) -> list[str]:
 def _definition(name: str) -> dict[str, str] | None:
     metric = describe(name)
     return None if metric is None else {"definition": metric.definition, "unit": metric.unit}
-
-
-def _panel(panel: Panel) -> dict[str, Any]:
-    return {
-        "file": panel.file,
-        "title": panel.title,
-        "unit": panel.unit,
-        "lines": [
-            {"metric": line.metric, "label": line.label, "colour": line.colour}
-            for line in panel.lines
-        ],
-        "measured": panel.measured,
-        "bounds": list(panel.bounds),
-        "lowest": records.plain(panel.lowest),
-        "percent": panel.percent,
-    }

@@ -145,7 +145,7 @@ class Room(NamedTuple):
         packed, rows = self.empty(), [*drawn.ready, *drawn.pending]
         assert len(rows) <= self.places, f"{len(rows)} rows ahead and {self.places} places"
         scores = np.zeros(self.places)
-        scores[: len(rows)] = [_score(row) for row in rows]
+        scores[: len(rows)] = [0.0 if isinstance(row, Request) else row.score for row in rows]
         packed = replace(
             packed,
             prompts_seen=np.asarray(drawn.prompts_seen, np.int32),
@@ -208,10 +208,6 @@ def check_staleness(completions: Sequence[Completion], version: int, bound: int)
             "the checkpoint is not of this run, or the rollout engine mixes up its versions."
         )
     return staleness
-
-
-def _score(row: Completion | Request) -> float:
-    return 0.0 if isinstance(row, Request) else row.score
 
 
 def _parts(rows: Sequence[Completion | Request], places: int, names: tuple[str, ...]) -> np.ndarray:

@@ -5,6 +5,7 @@ samples and learns by turns or at the same time, and when it goes on after a kil
 """
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 
@@ -120,11 +121,7 @@ class LookAhead(Groups):
         return all(self._ended[number] == self._recipe.group_size for number in numbers)
 
     def _divided(self, suspended: list[Request]) -> Drawn:
-        """The next batch, and the rest.
-
-        Args:
-          suspended: rows that are not finished.
-        """
+        """The next batch, and the rest, rows among it that are not finished."""
         end = self._end()
         assert all(request.prompt >= end for request in suspended), "a batch lacks rows"
         numbers = range(self._first, end)
@@ -144,7 +141,5 @@ class LookAhead(Groups):
 
 def _off_the_mesh(completions: list[Completion]) -> list[Completion]:
     moved = taken_off([completion.trajectory for completion in completions])
-    return [
-        Completion(trajectory, each.example, each.text, each.verdict)
-        for trajectory, each in zip(moved, completions, strict=True)
-    ]
+    pairs = zip(completions, moved, strict=True)
+    return [replace(each, trajectory=trajectory) for each, trajectory in pairs]

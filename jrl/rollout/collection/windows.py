@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
+import jax
 import numpy as np
 from flax import struct
 
@@ -91,22 +92,15 @@ def write_windows(
         if completion.trajectory.finish == "window"
         for tokens in [completion.trajectory.response]
     ]
-    return written, prompts_seen, _stored(sorted(going_on, key=_place) + later, unfinished)
-
-
-def _place(row: tuple[int, int, np.ndarray]) -> tuple[int, int]:
-    return row[:2]
+    going_on.sort(key=lambda row: row[:2])
+    return written, prompts_seen, _stored([*going_on, *later], unfinished)
 
 
 def _stored(
     rows: Sequence[tuple[int, int, np.ndarray]], like: Unfinished[np.ndarray]
 ) -> Unfinished[np.ndarray]:
-    stored = Unfinished(
-        np.zeros_like(like.prompts),
-        np.zeros_like(like.samples),
-        np.full_like(like.lengths, -1),
-        np.zeros_like(like.tokens),
-    )
+    stored = jax.tree.map(np.zeros_like, like)
+    stored.lengths[:] = -1
     for place, (prompt, sample, tokens) in enumerate(rows):
         stored.prompts[place], stored.samples[place] = prompt, sample
         stored.lengths[place] = len(tokens)

@@ -152,11 +152,8 @@ class ConversationEngine:
         return done
 
     def _replies(self, *, block: bool) -> list[tuple[_Asked, Reply]]:
-        """Answers that have come, of the first process in all; taken from those asked for.
-
-        Args:
-          block: whether to wait for one.
-        """
+        """Answers that have come, at least one where it may `block`, of the first process in all;
+        taken from those asked for."""
         if not self._asked:
             return []
         found: list[Any] = []

@@ -6,7 +6,7 @@ Backwards, because then each digit depends only on digits and a carry that lie t
 from random import Random
 
 from jrl.tasks.definition import Record
-from jrl.tasks.procedural import ProceduralTask, exact
+from jrl.tasks.procedural import exact
 from jrl.tasks.task import Verdict
 
 
@@ -23,8 +23,3 @@ class Addition:
 
     def reward(self, prompt: str, completion: str, *, answer: str) -> Verdict:
         return exact(completion, answer, "0123456789")
-
-
-def addition(seed: int) -> ProceduralTask:
-    """The task with the stream of prompts that `seed` picks."""
-    return ProceduralTask("addition", seed, Addition())

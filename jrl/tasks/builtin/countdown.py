@@ -10,7 +10,6 @@ from typing import Any
 
 from jrl.tasks.builtin.expression import parse
 from jrl.tasks.definition import Record
-from jrl.tasks.procedural import ProceduralTask
 from jrl.tasks.task import CORRECT, UNPARSABLE, WRONG, Verdict
 
 MAX_NUMBER = 12
@@ -59,11 +58,6 @@ class Countdown:
             return CORRECT if expression.value() == Fraction(target) else WRONG
         except ZeroDivisionError:
             return WRONG
-
-
-def countdown(seed: int) -> ProceduralTask:
-    """The task with the stream of prompts that `seed` picks."""
-    return ProceduralTask("countdown", seed, Countdown())
 
 
 def _join(

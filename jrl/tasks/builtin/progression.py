@@ -3,7 +3,7 @@
 from random import Random
 
 from jrl.tasks.definition import Record
-from jrl.tasks.procedural import ProceduralTask, exact
+from jrl.tasks.procedural import exact
 from jrl.tasks.task import Verdict
 
 MODULUS = 100
@@ -24,8 +24,3 @@ class Progression:
 
     def reward(self, prompt: str, completion: str, *, answer: str) -> Verdict:
         return exact(completion, answer, ",0123456789")
-
-
-def progression(seed: int) -> ProceduralTask:
-    """The task with the stream of prompts that `seed` picks."""
-    return ProceduralTask("progression", seed, Progression())

@@ -30,7 +30,7 @@ class Scratchpad:
 
     characters = "#+,0123456789="
 
-    def __init__(self, least: int, most: int, alike: bool):
+    def __init__(self, least: int = MIN_DIGITS, most: int = MAX_DIGITS, alike: bool = True):
         self._least, self._most, self._alike = least, most, alike
         steps = most * len("9+9+1=19,") - 1
         self.max_prompt_length = 2 * most + len("+=")
@@ -53,25 +53,19 @@ class Scratchpad:
         return exact(result if marker else "", answer.rpartition(MARKER)[2], "0123456789")
 
 
-def scratchpad(seed: int, digits: tuple[int, int] | None = None) -> ProceduralTask:
-    """The task with the stream of prompts that `seed` picks.
-
-    Args:
-      digits: the shortest and the longest operand; the lengths of both are then one, with a heavy
-        tail. None draws each of two to five digits, all lengths alike.
+def scratchpad_of(least: int, most: int, seed: int) -> ProceduralTask:
+    """The task with operands of one length, from `least` to `most` digits with a heavy tail.
 
     Raises:
       ValueError: for operands shorter than two digits or longer than `MOST_DIGITS`.
     """
-    least, most = (MIN_DIGITS, MAX_DIGITS) if digits is None else digits
-    span = f"{most}" if least == MIN_DIGITS else f"{least}-{most}"
-    name = "scratchpad" if digits is None else f"scratchpad:{span}"
+    name = f"scratchpad:{most}" if least == MIN_DIGITS else f"scratchpad:{least}-{most}"
     if not MIN_DIGITS <= least <= most <= MOST_DIGITS:
         raise ValueError(
             f"task={name!r}: operands have {MIN_DIGITS} to {MOST_DIGITS} digits, "
             "the shortest no more than the longest."
         )
-    return ProceduralTask(name, seed, Scratchpad(least, most, alike=digits is None))
+    return ProceduralTask(name, seed, Scratchpad(least, most, alike=False))
 
 
 def _number(random: Random, num_digits: int) -> int:

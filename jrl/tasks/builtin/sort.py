@@ -3,7 +3,7 @@
 from random import Random
 
 from jrl.tasks.definition import Record
-from jrl.tasks.procedural import ProceduralTask, exact
+from jrl.tasks.procedural import exact
 from jrl.tasks.task import Verdict
 
 NUM_DIGITS = 8
@@ -22,8 +22,3 @@ class Sort:
 
     def reward(self, prompt: str, completion: str, *, answer: str) -> Verdict:
         return exact(completion, answer, "0123456789")
-
-
-def sort(seed: int) -> ProceduralTask:
-    """The task with the stream of prompts that `seed` picks."""
-    return ProceduralTask("sort", seed, Sort())

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from jrl.tasks.data.files import kind_of, records
 from jrl.tasks.data.prompt_list import PromptList
-from jrl.tasks.data.records import Fields, check_sendable, example_of
+from jrl.tasks.data.records import Fields, check_sendable, example_of, short
 from jrl.tasks.data.split import HeldOut
 from jrl.tasks.finite import FiniteTask
 from jrl.tasks.task import Example
@@ -145,9 +145,8 @@ def _try_answers(pool: Pool, placed: Sequence[Placed]) -> None:
         answer = {"error": str(found)} if isinstance(found, Exception) else found
         if answer.get("reason") != "correct":
             why = answer.get("error", "it does not even equal itself")
-            text = repr(example.answer)
             raise ValueError(
-                f"{place}: answer {text if len(text) <= 60 else text[:57] + '...'} cannot be "
-                f"checked by math-verify ({why}): write a number, a formula, or a text that ends "
-                "in \\boxed{...}, or give a --reward of your own"
+                f"{place}: answer {short(example.answer)} cannot be checked by math-verify "
+                f"({why}): write a number, a formula, or a text that ends in \\boxed{{...}}, or "
+                "give a --reward of your own"
             )

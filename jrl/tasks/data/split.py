@@ -51,6 +51,14 @@ class HeldOut:
     count: int | None = None
     path: str | None = None
 
+    def check_no_file(self, task: str, makes: str) -> None:
+        """Refuses a file for a task that `makes` its own prompts."""
+        if self.path is not None:
+            raise ValueError(
+                f"held_out={self.path} is for a list of prompts, and task={task} {makes} its own: "
+                "give a share or a number"
+            )
+
 
 def parse_heldout(text: str | None) -> HeldOut:
     """What was asked for as ``0.05``, ``200`` or ``test.jsonl``; None is one prompt in ten.

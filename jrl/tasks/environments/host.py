@@ -1,25 +1,20 @@
 """Where environments live: in this process, or in worker processes with a limit of time."""
 
 import json
-import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from jrl.report.warnings import FewWarnings
 from jrl.tasks.data.records import plain
 from jrl.tasks.references import Reference
 from jrl.tasks.task import Example, Verdict
-from jrl.tasks.workers import worker as worker_program
 from jrl.tasks.workers.environment import Conversations, maker
 from jrl.tasks.workers.pool import default_workers
 from jrl.tasks.workers.process import Message, Worker, WorkerEnded
 
-STARTUP_SECONDS = 300.0
-"""How long a task's file may take to be loaded, with the libraries that it imports."""
 CLOSING_SECONDS = 5.0
 """How long all environments of a process may take to be closed at the end, and what it is asked
 before that."""
@@ -108,7 +103,7 @@ class LocalHost:
 
     def say(self, number: int, example: Example, said: Sequence[str]) -> "Future[Reply]":
         future: Future[Reply] = Future()
-        future.set_result(_read(self._conversations.answer(number, _fields(example), said)))
+        future.set_result(_read(self._conversations.answer(number, dict(example.record), said)))
         return future
 
     def end(self, number: int) -> None:
@@ -137,17 +132,10 @@ class WorkerHost:
         self.scoring: Scoring = scoring
         self._text, self._seconds = reference.text, seconds
         self._folder = tempfile.TemporaryDirectory(prefix="jrl-environment-")
-        copy = Path(self._folder.name) / "task.py"
-        copy.write_bytes(reference.source or b"")
-        command = [
-            *(sys.executable, "-P", worker_program.__file__, "environment"),
-            reference.described(copy, makes=True),
-        ]
+        folder = self._folder.name
+        make = reference.worker_maker("environment", folder, makes=True, seconds=seconds)
         number = default_workers() if workers is None else workers
-        self._rooms = [
-            _Room(Worker(command, seconds=seconds, startup_seconds=STARTUP_SECONDS))
-            for _ in range(number)
-        ]
+        self._rooms = [_Room(make()) for _ in range(number)]
         self._room_of: dict[int, _Room] = {}
         self._warnings = FewWarnings()
 
@@ -168,7 +156,7 @@ class WorkerHost:
         if room is None:
             room = self._room_of[number] = min(self._rooms, key=lambda room: len(room.members))
             room.members.add(number)
-        fields = json.loads(json.dumps(_fields(example), default=plain))
+        fields = json.loads(json.dumps(dict(example.record), default=plain))
         question = {"conversation": number, "fields": fields, "said": list(said)}
         return room.do(lambda: self._asked(room, number, question))
 
@@ -281,11 +269,6 @@ class _Room:
 
     def _free(self) -> None:
         self.busy -= 1
-
-
-def _fields(example: Example) -> Message:
-    """What the environment of an example is made of."""
-    return dict(example.record)
 
 
 def _read(answer: Message) -> Reply:

@@ -10,8 +10,8 @@ from jrl.tasks.data.records import example_of, plain
 from jrl.tasks.definition import Record
 from jrl.tasks.environments.definition import fields_of
 from jrl.tasks.environments.host import Host
-from jrl.tasks.prompts import OfPrompts, Prompts
-from jrl.tasks.task import Example, Verdict
+from jrl.tasks.prompts import OfPrompts
+from jrl.tasks.task import Example, Prompts, Verdict
 
 
 class Opened:

@@ -1,20 +1,14 @@
 """A reward of a user's own, asked in worker processes with a time limit for each answer."""
 
 import json
-import sys
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 from jrl.tasks.data.records import plain
 from jrl.tasks.references import Reference
 from jrl.tasks.task import FAILURES, Example
-from jrl.tasks.workers import worker as worker_program
 from jrl.tasks.workers.pool import Pool
-from jrl.tasks.workers.process import Message, Worker
-
-STARTUP_SECONDS = 300.0
-"""How long the file of a reward may take to be loaded, with the libraries that it imports."""
+from jrl.tasks.workers.process import Message
 
 
 class OwnReward:
@@ -36,17 +30,8 @@ class OwnReward:
         """
         self.text = reference.text
         self._folder = tempfile.TemporaryDirectory(prefix="jrl-reward-")
-        copy = Path(self._folder.name) / "reward.py"
-        copy.write_bytes(reference.source or b"")
-        command = [
-            *(sys.executable, "-P", worker_program.__file__, "reward"),
-            reference.described(copy, makes=makes),
-        ]
-        self._pool = Pool(
-            lambda: Worker(command, seconds=seconds, startup_seconds=STARTUP_SECONDS),
-            workers,
-            several=True,
-        )
+        make = reference.worker_maker("reward", self._folder.name, makes=makes, seconds=seconds)
+        self._pool = Pool(make, workers, several=True)
 
     def ask(self, pairs: Sequence[tuple[Example, str]]) -> list[Message]:
         """What it gives for each completion: ``{"value": ...}`` or ``{"parts": ...}``, or
@@ -61,16 +46,13 @@ class OwnReward:
 
 
 def _question(example: Example, completion: str) -> Message:
-    fields = {name: value for name, value in example.record.items() if not _reserved(name)}
+    own = ("prompt", "completion")
+    fields = {name: value for name, value in example.record.items() if name not in own}
     if example.answer:
         fields.setdefault("answer", example.answer)
     # The worker sees what JSON holds of it, whatever a file's reader made of the fields.
     fields = json.loads(json.dumps(fields, default=plain))
     return {"prompt": example.prompt, "completion": completion, "fields": fields}
-
-
-def _reserved(name: str) -> bool:
-    return name in ("prompt", "completion")
 
 
 def _read(answer: Message | Exception) -> Message:

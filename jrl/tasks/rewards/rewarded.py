@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jrl.report.warnings import FewWarnings
-from jrl.tasks.prompts import OfPrompts, Prompts
+from jrl.tasks.prompts import OfPrompts
 from jrl.tasks.rewards.own import OwnReward
 from jrl.tasks.rewards.settings import OWN
-from jrl.tasks.task import FAILURES, REASONS, Example, Task, Verdict, check_pairs
+from jrl.tasks.task import FAILURES, REASONS, Example, Prompts, Task, Verdict, check_pairs
 from jrl.tasks.workers.process import Message
 
 

@@ -4,6 +4,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 
 from jrl.tasks.workers.process import Message, Worker, WorkerEnded
@@ -65,15 +66,12 @@ class Pool:
 
         With a time limit of its own nothing is prepared.
         """
-        worker = self._idle.get()
-        try:
+        with self._worker() as worker:
             if self._prepare is not None and seconds is None:
                 prepared = worker.ask(self._prepare(question), seconds=self._prepare_seconds)
                 if "error" in prepared:
                     return prepared
             return worker.ask(question, seconds=seconds)
-        finally:
-            self._idle.put(worker)
 
     def ask_all(self, questions: Sequence[Message]) -> list[Message | Exception]:
         """All questions, spread over the workers.
@@ -116,25 +114,29 @@ class Pool:
         """Questions that a thread takes: its share, if the program answers several together."""
         if not self._several:
             return 1
-        worker = self._idle.get()
         try:
-            return min(share, TOGETHER) if worker.takes_several() else 1
+            with self._worker() as worker:
+                return min(share, TOGETHER) if worker.takes_several() else 1
         except (TimeoutError, WorkerEnded, ValueError):
             return 1  # as the question will say
-        finally:
-            self._idle.put(worker)
 
     def _asked(self, questions: Sequence[Message]) -> list[Message | Exception]:
         try:
             if len(questions) == 1:
                 return [self.ask(questions[0])]
-            worker = self._idle.get()
-            try:
+            with self._worker() as worker:
                 return worker.ask_together(questions)
-            finally:
-                self._idle.put(worker)
         except Exception as error:
             return [error] * len(questions)
+
+    @contextmanager
+    def _worker(self) -> Iterator[Worker]:
+        """One that is idle, and not for others meanwhile."""
+        worker = self._idle.get()
+        try:
+            yield worker
+        finally:
+            self._idle.put(worker)
 
     def close(self) -> None:
         """Ends all processes, at work or not; more than once does no harm."""

@@ -59,10 +59,7 @@ def made_by(module: ModuleType, name: str) -> Any:
 
 
 class RewardChecker:
-    """Answers ``{"prompt": ..., "completion": ..., "fields": {...}}``.
-
-    Args:
-      reward: the function.
+    """Answers ``{"prompt": ..., "completion": ..., "fields": {...}}`` by a reward.
 
     Attributes:
       together: whether several questions may be asked at a time, since the reward is `async`.

@@ -5,13 +5,12 @@ order, with the hashes that every checkpoint has: a run goes on without the publ
 it began from.
 """
 
-from typing import Any
-
 import jax
 from jaxtyping import Array
 
 from jrl.rollout.resharding import reshard
 from jrl.runs.checkpoints import Checkpoints
+from jrl.trainer.learner.records import described
 from jrl.trainer.setup.networks import Networks
 from moe import placement
 from moe.adapters.trees import without_adapters
@@ -21,11 +20,7 @@ from sharding.folding import FoldedMesh
 
 
 def save(checkpoints: Checkpoints, networks: Networks, weights: Transformer[Array]) -> None:
-    """Writes them, where they are not there yet.
-
-    Args:
-      weights: the policy, with its adapters.
-    """
+    """Writes what a policy with adapters has beside them, where it is not there yet."""
     config, mesh = networks.policy.config.without_adapters(), networks.mesh
     place = _place(checkpoints)
     if checkpoints.latest_step() is None:
@@ -50,10 +45,6 @@ def restore(checkpoints: Checkpoints, config: ModelConfig, mesh: FoldedMesh) -> 
     """
     config = config.without_adapters()
     plain = placement.without_chunks(config, mesh)
-
-    def described(leaf: Any, sharding: Any) -> Any:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
     like = jax.tree.map(described, cast_shapes(config), placement.shardings(config, plain))
     in_order, _ = _place(checkpoints).restore(0, like)
     if mesh == plain:

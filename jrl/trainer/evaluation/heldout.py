@@ -31,12 +31,7 @@ def filled_up(examples: Sequence[Row], unit: int) -> list[Row]:
 def heldout_metrics(
     sampler: Sampler, sampling: Sampling, examples: Sequence[Example]
 ) -> dict[str, float]:
-    """One sampled and one greedy completion per prompt.
-
-    Args:
-      sampler: with the policy loaded.
-      sampling: as in training.
-    """
+    """One sampled and one greedy completion per prompt, of the policy that is loaded."""
     begin = time.perf_counter()
     # Their numbers decide what is drawn: every evaluation of a run draws with the same luck, so
     # that two of them are paired.

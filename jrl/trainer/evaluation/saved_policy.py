@@ -16,6 +16,7 @@ from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
 from jrl.trainer.adapters import base
 from jrl.trainer.learner.masters import float32_shardings, weights_of
+from jrl.trainer.learner.records import described
 from jrl.trainer.setup.networks import Networks
 from moe import placement
 from moe import weights as moe_weights
@@ -43,27 +44,22 @@ def load_policy(
 
 
 def load_policy_of(
-    folder: RunFolder, model: ModelConfig, mesh: FoldedMesh, *, float32: bool = False
+    folder: RunFolder,
+    model: ModelConfig,
+    mesh: FoldedMesh,
+    *,
+    float32: bool = False,
+    step: int | None = None,
 ) -> tuple[Transformer[Array], int]:
-    """`load_policy` where nothing else of a run is needed: its network, on any mesh."""
-    (policy,), step = _load(folder, {"policy/weights": model}, mesh, float32)
-    return policy, step
-
-
-def load_masters(
-    folder: RunFolder, model: ModelConfig, mesh: FoldedMesh, step: int | None = None
-) -> tuple[Transformer[Array], int]:
-    """The policy of a checkpoint as the optimizer steps it, float32, and the steps it has learned
-    for.
+    """`load_policy` where nothing else of a run is needed: its network, on any mesh.
 
     Args:
-      model: what the run trains.
       step: of the checkpoint, None for the newest whole one.
 
     Raises:
       ValueError: as for `load_policy`, and where there is no checkpoint of this step.
     """
-    (policy,), step = _load(folder, {"policy/weights": model}, mesh, True, step)
+    (policy,), step = _load(folder, {"policy/weights": model}, mesh, float32, step)
     return policy, step
 
 
@@ -147,11 +143,8 @@ def _described(model: ModelConfig, mesh: FoldedMesh) -> Any:
     layers in order."""
     # `save` puts layers in order, so that any layout reads what any other wrote.
     plain = placement.without_chunks(model, mesh)
-    everything = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        moe_weights.shapes(model),
-        float32_shardings(model, plain),
-    )
+    places = float32_shardings(model, plain)
+    everything = jax.tree.map(described, moe_weights.shapes(model), places)
     return trees.trained(everything, moe_weights.table(model))
 
 
@@ -214,11 +207,7 @@ def _warn(checkpoints: Checkpoints, damaged: Mapping[int, str], step: int) -> No
 def load_checkpoint(
     directory: str, networks: Networks, *, float32: bool = False
 ) -> Transformer[Array]:
-    """The policy of a public checkpoint, to which adapters may be added.
-
-    Args:
-      networks, float32: as for `load_policy`.
-    """
+    """The policy of a public checkpoint, as of `load_policy`; adapters may be added to it."""
     from moe.huggingface import load_weights  # needs an extra
 
     model, mesh = networks.policy.config.without_adapters(), networks.mesh

@@ -82,12 +82,10 @@ def init_learner(
         own = copied(learned)
         moments = _first_moments(optimizer, own, config, mesh)
         return Learner(trees.joined(own, base), moments, *_zeros(mesh))
-    if masters.keeps_masters(config):
-        own: Any = masters.masters_of(weights, config, mesh)
-    else:
-        own = copied(weights)
+    keeps = masters.keeps_masters(config)
+    own = masters.masters_of(weights, config, mesh) if keeps else copied(weights)
     opt_state = _first_moments(optimizer, own, config, mesh)
-    if not masters.keeps_masters(config):
+    if not keeps:
         return Learner(own, opt_state, *_zeros(mesh))
     weights = masters.weights_of(own, config, mesh)
     return Learner(weights, opt_state, *_zeros(mesh), masters=own)

@@ -180,12 +180,7 @@ def _of_ranks(tokens: np.ndarray, ranks: int) -> list[list[int]]:
 
 
 def _first_fit(rows: list[int], tokens: np.ndarray, length: int, most: int) -> list[list[int]]:
-    """The rows of each bin.
-
-    Args:
-      rows: the longest first.
-      most: rows of a bin.
-    """
+    """The rows of each bin, which has at most so many; they come the longest first."""
     bins: list[list[int]] = []
     left: list[int] = []
     for row in rows:
@@ -203,11 +198,7 @@ def _first_fit(rows: list[int], tokens: np.ndarray, length: int, most: int) -> l
 def _dealt_out(
     bins: list[list[int]], counted: np.ndarray, passes: int, most: int
 ) -> list[list[list[int]]]:
-    """The bins of each micro-batch, at most so many.
-
-    Args:
-      bins: the rows of each.
-    """
+    """The bins of each micro-batch, at most so many, each by its rows."""
     pieces: list[list[list[int]]] = [[] for _ in range(passes)]
     loads = np.zeros(passes, np.int64)
     of_bins = np.array([counted[own].sum() for own in bins], np.int64)

@@ -24,22 +24,14 @@ from moe.weights import Transformer
 def packed_values(
     objective: CriticObjective, critic: Transformer[Array], batch: Batch[Array], bins: int
 ) -> Array:
-    """`values_of` of the tokens under the mask, by passes over packed rows; all others get 0.
-
-    Args:
-      bins: of a pass.
-    """
+    """`values_of` of the tokens under the mask, by passes over packed rows; all others get 0."""
     return _in_bins(objective, critic, batch, bins)[0]
 
 
 def packed_logprobs(
     objective: PolicyObjective, policy: Transformer[Array], batch: Batch[Array], bins: int
 ) -> tuple[Array, Array]:
-    """`logprobs_of` of the tokens under the mask, by passes over packed rows; all others get 0.
-
-    Args:
-      bins: of a pass.
-    """
+    """`logprobs_of` of the tokens under the mask, by passes over packed rows; all others get 0."""
     logprobs, sampled = _in_bins(objective, policy, batch, bins)
     return logprobs, sampled
 

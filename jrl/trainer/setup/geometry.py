@@ -99,20 +99,13 @@ class Geometry:
     def supervised_rows(self, wanted: int) -> int:
         """Rows of a supervised batch: those `wanted`, and as many that do not count as it takes to
         divide over the devices."""
-        mesh = self.mesh
-        unit = mesh.size(mesh.dp)
-        rows = -(-wanted // unit) * unit
-        # In tokens they do at the latest where the rows of a rank do.
-        while not self._divides_in_tokens(rows // mesh.size(mesh.dp)):
-            rows += unit
-        return rows
-
-    def _divides_in_tokens(self, rows: int) -> bool:
-        """Whether rows of a data-parallel rank divide over cp x tp, prompts and responses each."""
-        mesh = self.mesh
-        cp, ranks = mesh.size(mesh.cp), mesh.size(mesh.sequence)
+        dp, ranks = self.mesh.size(self.mesh.dp), self.mesh.size(self.mesh.sequence)
         lengths = self.prompt_length, self.response_length
-        return all(ZigzagLayout(((rows, time),), cp).num_tokens % ranks == 0 for time in lengths)
+        rows = -(-wanted // dp)
+        # In tokens they do at the latest where the rows of a rank do.
+        while any(self._tokens((rows, time)) % ranks for time in lengths):
+            rows += 1
+        return rows * dp
 
     def with_micro_batch(self) -> "Geometry":
         """With a micro-batch that divides over the devices, where the recipe leaves the choice and
@@ -122,7 +115,7 @@ class Geometry:
         for size in near_divisors(self.recipe.mini_batch_size, MICRO_BATCH):
             chosen = replace(self, recipe=replace(self.recipe, micro_batch=size))
             try:
-                chosen._check_training()
+                chosen.check()
             except ValueError:
                 continue
             return chosen
@@ -134,25 +127,23 @@ class Geometry:
         Raises:
           ValueError: naming what does not.
         """
-        self._check_training()
-
-    def _check_training(self) -> None:
-        recipe, mesh = self.recipe, self.mesh
-        dp = mesh.size(mesh.dp)
+        recipe, dp = self.recipe, self.mesh.size(self.mesh.dp)
         name = "batch" if recipe.supervised else "mini_batch"
         sizes = {name: recipe.mini_batch_size, "micro_batch": recipe.micro_batch_size}
-        _check_rows(sizes, dp, f"dp={dp} of {self.layout}")
+        for name, number in sizes.items():
+            if number % dp:
+                raise ValueError(
+                    f"{name}={number} does not divide over dp={dp} of {self.layout}: choose a "
+                    f"multiple of {dp}, or another --layout or --rollout-layout."
+                )
         rows, group = recipe.micro_batch_size // dp, self.prompt_layout.group_size
-        self._check_tokens(
-            "the prompts of a micro_batch", (rows // group, self.prompt_length), mesh
-        )
-        self._check_tokens("the responses of a micro_batch", (rows, self.response_length), mesh)
+        self._check_tokens("the prompts of a micro_batch", (rows // group, self.prompt_length))
+        self._check_tokens("the responses of a micro_batch", (rows, self.response_length))
 
-    def _check_tokens(self, name: str, section: tuple[int, int], mesh: FoldedMesh) -> None:
+    def _check_tokens(self, name: str, section: tuple[int, int]) -> None:
         """A section of a stream, the rows on a data-parallel rank and their length, must be cut
         into equal parts. The padding that context parallelism adds counts."""
-        cp, ranks = mesh.size(mesh.cp), mesh.size(mesh.sequence)
-        number = ZigzagLayout((section,), cp).num_tokens
+        number, ranks = self._tokens(section), self.mesh.size(self.mesh.sequence)
         if number % ranks:
             raise ValueError(
                 f"{name} have {number} tokens per data-parallel rank, which do not divide over "
@@ -161,11 +152,6 @@ class Geometry:
                 f"{self.response_length}, in multiples of {ranks}."
             )
 
-
-def _check_rows(rows: dict[str, int], ranks: int, over: str) -> None:
-    for name, number in rows.items():
-        if number % ranks:
-            raise ValueError(
-                f"{name}={number} does not divide over {over}: choose a multiple of {ranks}, or "
-                "another --layout or --rollout-layout."
-            )
+    def _tokens(self, section: tuple[int, int]) -> int:
+        """Of a section, with the padding of context parallelism."""
+        return ZigzagLayout((section,), self.mesh.size(self.mesh.cp)).num_tokens

@@ -4,7 +4,7 @@ from typing import Any
 
 from jrl.config.run import RunConfig
 from jrl.tasks import Example, Task
-from jrl.tasks.parts import leave_out, leaves, listed
+from jrl.tasks.parts import leave_out, leaves, listed, lists_of
 from jrl.text.conversation import conversation_tokens
 from jrl.text.prompt_format import PromptFormat
 from jrl.text.tokenizer import Tokenizer
@@ -92,8 +92,7 @@ def check_answers(run: RunConfig, task: Task) -> None:
     """
     if run.checkpoint is not None:
         return
-    lists = [found for leaf in leaves(task) if (found := listed(leaf)) is not None]
-    missing = sum(not example.answer for found in lists for example in found.examples)
+    missing = sum(not e.answer for found in lists_of(task) for e in found.examples)
     if missing and run.weights is None and run.warm_start_steps:
         raise ValueError(
             f"task={run.task}: {missing} records have no answer, and the warm start imitates "

@@ -9,14 +9,14 @@ from jrl.recipes.base.batch import Batch
 from jrl.recipes.base.optimizer import Optimizer
 from jrl.rollout.collection.ahead import Room
 from jrl.rollout.decoding.programs.slots import Decoder, Pool, abstract_pool, empty_pool
-from jrl.trainer.learner.learner import Learner, init_learner
+from jrl.trainer.learner.learner import Learner, init_learner, split
 from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective, SupervisedObjective
 from jrl.trainer.learner.room import for_any_routing
 from jrl.trainer.learner.update import update
 from moe.adapters import trees
 from moe.adapters.settings import Lora
 from moe.config import ModelConfig
-from moe.weights import Transformer, table
+from moe.weights import Transformer
 from sharding.folding import FoldedMesh
 
 Kind = TypeVar("Kind", PolicyObjective, CriticObjective, SupervisedObjective)
@@ -88,9 +88,8 @@ def _updated(
     alone: what is beside them may belong to others too."""
     if objective.config.lora is None:
         return update(objective, optimizer, num_micro_batches, learner, *given)
-    statement = table(objective.config)
-    fixed = trees.fixed(learner.weights, statement)
-    learner = replace(learner, weights=trees.trained(learner.weights, statement))
+    learned, fixed = split(learner.weights, objective.config)
+    learner = replace(learner, weights=learned)
     learner, metrics = update(objective, optimizer, num_micro_batches, learner, *given, fixed)
     return replace(learner, weights=trees.joined(learner.weights, fixed)), metrics
 

@@ -156,12 +156,10 @@ class Setup:
         if self.split is not None:
             parts = self.run.rollout_micro_batches
             rollout = f"rollout split {self.run.rollout_split!r}"
-        lengths, meshes = (
-            (self.prompt_length, self.response_length),
-            (self.mesh, self.rollout_mesh),
-        )
+        lengths = self.prompt_length, self.response_length
         if self.rows is not None:
             lengths = self.rows.before, self.rows.after
+        meshes = self.mesh, self.rollout_mesh
         return Geometry(self.recipe, *lengths, *meshes, layout, rollout, parts)
 
     def sampler(self, seed: int | None = None) -> Sampler:

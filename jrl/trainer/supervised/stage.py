@@ -8,8 +8,8 @@ from jrl.tasks.data.chats import Chat, Chats
 from jrl.trainer.evaluation.heldout import heldout_examples
 from jrl.trainer.outputs import Outputs, write_heldout_samples
 from jrl.trainer.setup.setup import Setup
-from jrl.trainer.stage import Done
 from jrl.trainer.state import TrainState
+from jrl.trainer.step import Done
 from jrl.trainer.supervised.heldout import heldout_loss
 from jrl.trainer.supervised.rows import ChatRows
 from jrl.trainer.supervised.step import supervised_step

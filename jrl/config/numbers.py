@@ -1,0 +1,27 @@
+"""What numbers may be, for every command that takes them."""
+
+from collections.abc import Iterable
+
+
+def check_seed(seed: int) -> None:
+    """Refuses a seed that is none.
+
+    JAX keeps 32 bits of a seed: beyond them two seeds would be the same one.
+
+    Raises:
+      ValueError: unless ``0 <= seed < 2**32``.
+    """
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed={seed} must lie in 0..4294967295.")
+
+
+def check_least(settings: object, names: Iterable[str], least: int = 1) -> None:
+    """Refuses settings that are smaller than they may be; None is no number.
+
+    Raises:
+      ValueError: naming the first of them.
+    """
+    for name in names:
+        value = getattr(settings, name)
+        if value is not None and value < least:
+            raise ValueError(f"{name}={value} must be at least {least}.")
