@@ -219,6 +219,7 @@ def compiled_bytes(layout, rows, time, **execution):
         ("tp2 cp2 dp2", "none"),
         ("cp2 / etp2", "full"),
         ("tp2 cp2 dp4 / ep8 etp2", "selective"),
+        ("tp2 dp2 / ep4", "projections"),
         ("pp2 vpp2 dp2 cp2 tp2 / ep8", "none"),
         ("pp2 vpp2 dp2 / ep2", "selective"),
         ("pp2 tp2 dp2 / ep4", "full"),

@@ -67,6 +67,8 @@ CASES = [
             ("all_to_all", "ring", "selective"),
             ("all_gather", "ring", "full"),
             ("all_to_all", "gather", "full"),
+            ("all_gather", "ulysses", "projections"),
+            ("all_to_all", "gather", "projections"),
         )
     ),
     ("half", ALL, "all_to_all", "gather", "selective"),
