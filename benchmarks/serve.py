@@ -3,9 +3,10 @@
 One dense network of random weights, in the form of a public checkpoint, is served by both on the
 same processors, one after the other; the peer as it comes and with continuous batching. Clients
 send one request after another, each a conversation of some dozens of tokens, greedily completed by
-16 to 96 more; every side is sent the same ones, after a few that are not counted. Given are
-requests and tokens per second, the time to the first token and that between two arrivals of tokens
-(median and 99th percentile): how many tokens arrive together is up to a server.
+16 to 96 more; every side is sent the same ones, after a few that are not counted. Each client sends
+so many that beginning and end, when slots are not full, count little. Given are requests and tokens
+per second, the time to the first token and that between two arrivals of tokens (median and 99th
+percentile): how many tokens arrive together is up to a server.
 
     python -m benchmarks.serve --threads 2 --peer path/to/peer/bin/transformers
 """
@@ -41,7 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Times serving")
     parser.add_argument("--threads", type=int, default=2, help="processors of each server")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--requests", type=int, default=4, help="of each client")
+    parser.add_argument("--requests", type=int, default=12, help="of each client")
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--devices", type=int, help="fake ones of ours; as many as processors")
     parser.add_argument("--window", type=int, default=8, help="tokens between two looks")

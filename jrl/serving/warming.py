@@ -21,14 +21,12 @@ class Trial(NamedTuple):
     """Prompts that an engine writes one token of.
 
     Attributes:
-      width: tokens of each.
-      prompts: on each rank.
+      lengths: of the prompts of each rank.
       samples: of each.
       likeliest: whether the likeliest tokens are asked for.
     """
 
-    width: int
-    prompts: int
+    lengths: tuple[int, ...]
     samples: int = 1
     likeliest: bool = False
 
@@ -87,10 +85,9 @@ class Warming:
 
     def _make(self, trial: Trial) -> None:
         engine, samples = self._engine, range(trial.samples)
-        ids = np.full(trial.width, self._token, np.int32)
         own = OwnSampling(0.7, 0.9, wants_likeliest=trial.likeliest)
-        for _ in range(trial.prompts * engine.ranks):
-            number = self._next_number()
+        for length in np.repeat(trial.lengths, engine.ranks):
+            number, ids = self._next_number(), np.full(length, self._token, np.int32)
             engine.ask([Request(number, sample, ids, 1, own=own) for sample in samples])
         while engine.busy:
             engine.tick(self._window)
@@ -102,24 +99,42 @@ def trials(engine: Engine, longest: int) -> tuple[list[Trial], list[Trial]]:
     Args:
       longest: tokens of a prompt.
     """
-    common, later = [Trial(1, 1, likeliest=True)], list[Trial]()
+    common, later = [Trial((1,), likeliest=True)], list[Trial]()
     narrowest, *wider = engine.cache_sizes
     # Steps that compute all slots and fewer of them.
     samples = [1 + fewer for fewer in (0, *engine.step_sizes[:-1])]
     for number in samples[1:]:
-        common.append(Trial(1, 1, number))
-    for width, rows in engine.prefill_sizes:
-        if width <= narrowest:
-            trial = Trial(min(width, longest, narrowest - 1), rows)
-            (common if width <= COMMON else later).append(trial)
+        common.append(Trial((1,), number))
+    fitting = min(longest, narrowest - 1)
+    common += _fillings(engine, min(fitting, COMMON))
+    later += _fillings(engine, fitting)
     # More choices than slots: the last begins as a copy of the others.
-    copied = Trial(1, 1, engine.slots + 1)
+    copied = Trial((1,), engine.slots + 1)
     later.append(copied)
     for size in wider:
         # The widest first: the cache has this size then, and keeps it for some time.
         widest = min(size - 1, longest)
-        later += [Trial(widest, 1, number) for number in samples]
-        fitting = [(width, rows) for width, rows in engine.prefill_sizes if width <= size]
-        later += [Trial(min(width, widest), rows) for width, rows in reversed(fitting)]
+        later += [Trial((widest,), number) for number in samples]
+        later += reversed(_fillings(engine, widest))
         later.append(copied)
     return common, later
+
+
+def _fillings(engine: Engine, longest: int) -> list[Trial]:
+    """Those of all sizes of rows, with prompts no longer than `longest`."""
+    per_rank = engine.slots // engine.ranks
+    found = (filling(*size, longest, per_rank) for size in engine.prefill_sizes)
+    return [Trial(lengths) for lengths in dict.fromkeys(found)]
+
+
+def filling(width: int, rows: int, longest: int, most: int) -> tuple[int, ...]:
+    """Lengths of prompts that rows of this width, and so many of them, are taken for, if there are
+    such prompts.
+
+    Args:
+      longest: that a prompt may be.
+      most: prompts.
+    """
+    row = [longest] * (width // longest) + [width % longest] * (width % longest > 0)
+    filled = tuple(row) * rows
+    return filled if len(filled) <= most else (min(width, longest),) * min(rows, most)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jrl.rollout.decoding.programs.packed import CHUNK, Copies, Packing
-from jrl.rollout.decoding.seating import Arriving, bucket, first_fit, shared_width
+from jrl.rollout.decoding.seating import Arriving, bucket, first_fit, one_row, shared_width
 
 
 @dataclass(frozen=True)
@@ -30,32 +30,35 @@ def row_count(least: int) -> int:
 
 
 def row_sizes(widths: Sequence[int], per_rank: int, most_tokens: int) -> list[tuple[int, int]]:
-    """All widths and numbers of the rows that a rank runs at once, each pair of which is a program.
+    """All widths and numbers of the rows that a rank runs at once, each pair of which is a program:
+    of one row, and of several where one does not hold them.
 
     Args:
       widths: of rows (`seating.row_widths`).
       per_rank: slots of a rank, and so prompts at most.
       most_tokens: that are run at once, about.
     """
-    sizes = list[tuple[int, int]]()
-    for width in widths:
+    alone = one_row(widths)
+    sizes = [(width, 1) for width in alone]
+    for width in widths[1:] or widths:
         most = row_count(min(per_rank, max(1, most_tokens // width)))
-        sizes += [(width, 2**power) for power in range(most.bit_length())]
+        several = (2**power for power in range(most.bit_length()))
+        sizes += [(width, rows) for rows in several if width * rows > alone[-1]]
     return sizes
 
 
 def plan_rows(arriving: Arriving, widths: Sequence[int]) -> RowPlan:
-    """Each prompt in the first row that has room for it, in their order.
+    """Each prompt in the first row that has room for it, in their order; in one row, where it holds
+    them all.
 
     Args:
       arriving: with prompts to run.
       widths: that rows may have (`seating.row_widths`).
     """
     lengths = [[len(ids) for ids in runs] for runs in arriving.runs]
-    # One narrow row, where it holds them all.
-    width = widths[0]
-    if max(map(sum, lengths)) > width:
-        width = shared_width(widths, max(map(max, filter(None, lengths))))
+    width, *_ = one_row(widths, max(map(sum, lengths))) or [
+        shared_width(widths, max(map(max, filter(None, lengths))))
+    ]
     starts = [first_fit(own, width) for own in lengths]
     # The rank that needs most decides: the program has one shape on all.
     needed = max(max(own) // width + 1 for own in starts if own)

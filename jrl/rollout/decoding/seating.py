@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 
@@ -13,8 +14,9 @@ SMALLEST = 16
 
 OF_CONVERSATIONS = 64
 """The same of conversations that go on."""
-ALONE = 64
-"""Tokens of a row that few prompts have for themselves."""
+ALONE, ONE_ROW = 64, 6
+"""One row holds all prompts, of any lengths, up to so many tokens times 1, 2 and so on up to the
+second: beyond it scores with all others of the row cost more than padding."""
 SHARED = 128
 """Tokens of the narrowest of several rows that prompts share: their scores are with all others of
 the row."""
@@ -115,8 +117,8 @@ def fewer_slots(per_rank: int, unit: int, fewer: int, least: int) -> list[int]:
 
 
 def row_widths(columns: int, unit: int) -> list[int]:
-    """All widths of rows that prompts share, ascending: `ALONE`, `SHARED` and that times powers of
-    two, up to the longest row.
+    """All widths of rows that prompts share, ascending: `ALONE`, of which `one_row` is made, then
+    `SHARED` and that times powers of two, up to the longest row.
 
     Args:
       columns: tokens of the longest row.
@@ -126,6 +128,16 @@ def row_widths(columns: int, unit: int) -> list[int]:
     while widths[-1] < columns:
         widths.append(min(2 * widths[-1], columns))
     return sorted({-(-width // unit) * unit for width in widths})
+
+
+def one_row(widths: Sequence[int], tokens: int | None = None) -> list[int]:
+    """The widths of one row that holds so many tokens, ascending; None is all of them.
+
+    Args:
+      widths: `row_widths`.
+    """
+    multiples = (widths[0] * times for times in range(1, ONE_ROW + 1))
+    return [width for width in multiples if tokens is None or width >= tokens]
 
 
 def shared_width(widths: Sequence[int], longest: int) -> int:
@@ -273,7 +285,7 @@ class Seating:
             if not request.begun
         }
         of_width = [program for _, several in sorted(programs.items()) for program in several]
-        return [copies] * bool(copies.seats) + of_width
+        return [copies] * bool(copies.seats) + self._in_one_row(of_width)
 
     def _slot(self, rank: int, taken: Mapping[int, Request]) -> int:
         """A free slot of the rank, which is free no more.
@@ -309,6 +321,23 @@ class Seating:
         if not several or self._is_full(several[-1].runs[rank], request, width):
             several.append(Arriving([[] for _ in range(self.ranks)]))
         return several[-1]
+
+    def _in_one_row(self, programs: list[Arriving]) -> list[Arriving]:
+        """One program of all, where a row of each rank holds them."""
+        of_ranks = zip(*(program.runs for program in programs), strict=True)
+        tokens = max((sum(map(len, chain(*runs))) for runs in of_ranks), default=0)
+        if len(programs) < 2 or not self._row_widths or not one_row(self._row_widths, tokens):
+            return programs
+        together = Arriving([[] for _ in range(self.ranks)])
+        for program in programs:
+            before = list(map(len, together.runs))
+            for runs, own in zip(together.runs, program.runs, strict=True):
+                runs += own
+            together.seats += [
+                (slot, request, before[slot // self.per_rank] + source)
+                for slot, request, source in program.seats
+            ]
+        return [together]
 
     def _is_full(self, runs: list[np.ndarray], request: Request, width: int) -> bool:
         """Whether a program with these rows on a rank has no room for one more."""

@@ -94,9 +94,7 @@ class StreamEngine(SlotEngine):
         program, ascending."""
         per_rank = self._seating.per_rank
         if self._row_widths:
-            *alone, _ = self._row_widths
-            sizes = row_sizes(self._row_widths, per_rank, self.most_tokens)
-            return [(width, rows) for width, rows in sizes if rows == 1 or width not in alone[:1]]
+            return row_sizes(self._row_widths, per_rank, self.most_tokens)
         widths = [min(SMALLEST, self.columns)]
         while widths[-1] < self.columns:
             widths.append(min(2 * widths[-1], self.columns))

@@ -16,7 +16,7 @@ from jrl.rollout.decoding.stream import StreamEngine
 from jrl.rollout.row_sampling import OwnSampling
 from jrl.rollout.sampling import GREEDY
 from jrl.serving import warming
-from jrl.serving.warming import Warming
+from jrl.serving.warming import Warming, filling
 
 COLUMNS, SLOTS, WINDOW, K = 30, 8, 3, 3
 KINDS = "run_packed", "place", "admit_known", "advance", "admit", "_columns", "halt"
@@ -50,6 +50,14 @@ def small(monkeypatch):
         monkeypatch.setattr(module, name, value)
 
 
+def test_prompts_fill_rows():
+    assert filling(192, 1, longest=127, most=8) == (127, 65)
+    assert filling(128, 4, longest=200, most=8) == (128,) * 4
+    assert filling(256, 2, longest=191, most=4) == (191, 65) * 2
+    assert filling(128, 8, longest=127, most=8) == (127,) * 8  # each prompt in a row of its own
+    assert filling(128, 8, longest=127, most=3) == (127,) * 3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dp1", "dp2"])
 def test_requests_find_their_programs(small, layout):
@@ -67,10 +75,8 @@ def test_requests_find_their_programs(small, layout):
     )
     engine.load(weights(), 0)
     assert engine.prefill_sizes == [
-        (4, 1),
-        *[(8, rows) for rows in (1, 2, 4)],
-        *[(16, rows) for rows in (1, 2)],
-        (30, 1),
+        *[(width, 1) for width in (4, 8, 12, 16, 20, 24)],
+        *[(8, 4), (16, 2), (30, 1)],
     ]
     assert engine.cache_sizes == [16, 24, 30] and engine.step_sizes == [1, 8]
     before, numbers = COMPILED.copy(), count()
@@ -78,8 +84,8 @@ def test_requests_find_their_programs(small, layout):
     every = made.num_left
     made.make_common()
     common = since(before)
-    # Rows of four sizes for short prompts; one size of the cache.
-    assert common == dict(zip(KINDS, (4, 4, 1, 2, 0, 2, 1), strict=True))
+    # Rows of seven sizes for short prompts; one size of the cache.
+    assert common == dict(zip(KINDS, (7, 7, 1, 2, 0, 2, 1), strict=True))
     assert 0 < made.num_left < every
     rng = np.random.default_rng(0)
 
@@ -102,10 +108,10 @@ def test_requests_find_their_programs(small, layout):
     assert since(before) == common, "a short request waited for a compiler"
     while made.num_left:
         made.make_one()
-    # A program for each size of the rows; for each number of their tokens, which is 4, 8, 16, 32
-    # and 30, and each size of the cache, but that 30 do not come into the narrowest; and for each
-    # size of the step and of the cache. Copies are made in each size of the cache.
-    everything = common | {"run_packed": 7, "place": 4 + 5 + 5, "advance": 2 * 3, "admit": 3}
+    # A program for each size of the rows; for each number of their tokens, which is 4 to 24, 32 and
+    # 30, and each size of the cache, but that 30 come into the widest alone; and for each size of
+    # the step and of the cache. Copies are made in each size of the cache.
+    everything = common | {"run_packed": 9, "place": 7 + 7 + 8, "advance": 2 * 3, "admit": 3}
     assert since(before) == everything
     serve(longest=COLUMNS - 6, number=60, most=2 * SLOTS)
     assert since(before) == everything, "a request waited for a compiler"

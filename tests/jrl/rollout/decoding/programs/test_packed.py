@@ -16,7 +16,7 @@ from jrl.rollout.decoding.programs import packed
 from jrl.rollout.decoding.programs.packed import CHUNK
 from jrl.rollout.decoding.programs.slots import Decoder, empty_pool, over_slots, prefilled
 from jrl.rollout.decoding.requests import Request
-from jrl.rollout.decoding.seating import Arriving, Seating, row_widths
+from jrl.rollout.decoding.seating import Arriving, Seating, one_row, row_widths
 from jrl.rollout.sampling import GREEDY
 from moe.cache.buffers import ROW, over_columns
 
@@ -36,14 +36,18 @@ def test_sizes_of_rows_are_few():
     assert [row_count(least) for least in range(1, 10)] == [1, 2, 4, 4, 8, 8, 8, 8, 16]
     assert row_widths(1000, unit=3) == [66, 129, 258, 513, 1002]
     assert row_widths(40, unit=1) == [40] and row_widths(128, unit=2) == [64, 128]
-    assert row_sizes([300], per_rank=8, most_tokens=1024) == [(300, 1), (300, 2), (300, 4)]
-    assert row_sizes([9, 2048], per_rank=2, most_tokens=1024) == [(9, 1), (9, 2), (2048, 1)]
+    assert one_row([64, 128]) == [64, 128, 192, 256, 320, 384] and one_row([9, 40], 46) == [54]
+    of_few = [(width, 1) for width in one_row([64])]
+    of_many = [(128, 4), (128, 8), (256, 2), (256, 4), (500, 1), (500, 2)]
+    assert row_sizes(row_widths(500, 1), per_rank=8, most_tokens=1024) == of_few + of_many
+    assert row_sizes([9, 2048], per_rank=2, most_tokens=1024)[-2:] == [(54, 1), (2048, 1)]
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_prompts_stand_beside_each_other_within_rows(seed):
     draw = np.random.default_rng(seed)
     runs = [draw.integers(1, 129, draw.integers(2, 17)).tolist() for _ in range(2)]
+    runs[0] += [128, 128, 128]  # no row holds them all
     asked = arriving(runs, per_rank=32)
     plan = plan_rows(asked, [64, 128, 256])
     packing = packing_of(plan, asked, slots=64, pad_id=PAD)
@@ -67,6 +71,27 @@ def test_prompts_stand_beside_each_other_within_rows(seed):
     assert plan.num_rows <= row_count(2 * -(-max(map(sum, runs)) // 128) + 1)
 
 
+def test_prompts_of_all_lengths_are_one_program_where_one_row_holds_them():
+    """Short, long and one that two samples share, on two ranks."""
+    widths, lengths = row_widths(512, 1), [20, 200, 130, 9, 9]
+    seating = Seating(8, 2, most_tokens=1024, row_widths=widths)
+    asked = [Request(n, 0, np.full(length, n, np.int32), 1) for n, length in enumerate(lengths)]
+    seating.waiting.extend([*asked, asked[1]._replace(sample=1)])
+    (program,) = seating.arrivals()
+    plan = plan_rows(program, widths)
+    packing = packing_of(plan, program, slots=8, pad_id=PAD)
+    assert plan.num_rows == 1 and plan.width == one_row(widths, max(map(len, packing.tokens)))[0]
+    rows = packing.tokens.reshape(2, -1)
+    for slot, request, _ in program.seats:
+        end = packing.ends[slot]
+        own = rows[slot // 4][end + 1 - request.length : end + 1]
+        np.testing.assert_array_equal(own, request.ids)
+    assert sum(map(len, program.runs)) == 5 and len(program.seats) == 6
+    seating = Seating(8, 1, most_tokens=1024, row_widths=widths)
+    seating.waiting.extend([*asked, Request(5, 0, np.full(300, 5, np.int32), 1)])
+    assert len(seating.arrivals()) == 3, "more than a row holds: a program for each width"
+
+
 @pytest.mark.parametrize("longest", [12, 128, 400])
 def test_programs_run_so_many_tokens_at_most(longest):
     draw, widths = np.random.default_rng(longest), row_widths(512, 1)
@@ -83,16 +108,16 @@ def test_programs_run_so_many_tokens_at_most(longest):
     assert room <= 2 * lengths.sum() + 1024, "most of it is padding"
 
 
-def test_one_narrow_row_where_it_holds_them_all():
+def test_one_row_where_it_holds_them_all():
     widths = row_widths(250, 1)
     sizes = [
         (
             plan_rows(arriving([runs], 8), widths).width,
             plan_rows(arriving([runs], 8), widths).num_rows,
         )
-        for runs in ([9, 12], [64], [60, 5], [70], [200, 3, 60])
+        for runs in ([9, 12], [64], [60, 5], [70], [200, 3, 60], [200, 3, 182])
     ]
-    assert sizes == [(64, 1), (64, 1), (128, 1), (128, 1), (250, 2)]
+    assert sizes == [(64, 1), (64, 1), (128, 1), (128, 1), (320, 1), (250, 2)]
 
 
 def test_copies_reach_over_each_prompt_and_no_further_than_the_cache():
@@ -134,7 +159,7 @@ def test_a_prompt_that_shares_a_row_runs_as_in_its_own(layout, scanned, monkeypa
     ]
     asked, slots = Arriving(runs, seats), ranks * per_rank
     plan = plan_rows(asked, [2, width])
-    assert plan.starts[0] == [0, 3, 8]
+    assert plan.starts[0] == [0, 3, 8] and plan.num_rows == 2
     rows = NamedSharding(mesh.mesh, over_slots(mesh))
     packing, copies = jax.device_put(
         (
