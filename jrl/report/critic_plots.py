@@ -57,10 +57,7 @@ def plot_diagnostics(
             axes.spines[side].set_visible(False)
         axes.spines["bottom"].set_color(MUTED)
         draw(axes, rollout, report)
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save(figure, path)
-    return path
+    return save(figure, path)
 
 
 def _name(axes: "Axes", title: str, note: str, x: str, y: str) -> None:

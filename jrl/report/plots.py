@@ -177,18 +177,14 @@ def plot_run(
                 level = start[1][0]
         _draw_panel(axes, panel, history, level)
 
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    paths = [directory / "overview.png"]
     figure, grid = grid_of(len(panels), title)
     for axes, panel in zip(grid, panels, strict=True):
         draw(axes, panel)
-    save(figure, paths[0])
+    paths = [save(figure, Path(directory) / "overview.png")]
     for panel in panels:
         figure, (axes,) = grid_of(1, None)
         draw(axes, panel)
-        paths.append(directory / f"{panel.file}.png")
-        save(figure, paths[-1])
+        paths.append(save(figure, Path(directory) / f"{panel.file}.png"))
     return paths
 
 
@@ -234,10 +230,7 @@ def plot_comparison(
                 _draw_line(axes, line, label, colour, panel.measured)
         _frame(axes, panel)
     grid[0].legend(frameon=False, labelcolor=INK)
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save(figure, path)
-    return path
+    return save(figure, path)
 
 
 def series(history: Sequence[Mapping[str, float | int]], metric: str) -> Series | None:
@@ -346,8 +339,11 @@ def _frame(axes: "Axes", panel: Panel) -> None:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.4g} %"))
 
 
-def save(figure: "Figure", path: Path) -> None:
+def save(figure: "Figure", path: Path | str) -> Path:
     """Write the picture under a temporary name first: a kill leaves the old one."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     figure.savefig(temporary, dpi=DPI, format="png")
     temporary.replace(path)
+    return path
