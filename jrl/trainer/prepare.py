@@ -1,8 +1,6 @@
 """From completions to what the updates of a step learn from."""
 
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -19,6 +17,7 @@ from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.batching import over_rows
 from jrl.rollout.collection.collect import groups_of
 from jrl.rollout.sampler import Completion, lengths_of, sampled_lengths_of
+from jrl.rollout.timing import timed
 from jrl.trainer.learner.objectives import CriticObjective, sampling_differences
 from jrl.trainer.packed.scoring import packed_logprobs, packed_values
 from jrl.trainer.scoring import (
@@ -94,11 +93,11 @@ def prepare(
     # Forward passes of networks as they are before the first update: none is repeated per epoch.
     if state.critic is not None:
         assert networks.critic is not None
-        with _timed("timing_s/values", seconds):
+        with timed("timing_s/values", seconds):
             values = _values(networks, networks.critic, state.critic.weights, batch)
             batch = replace(batch, old_values=jax.block_until_ready(values))
     if (reference := reference_of(networks, state)) is not None:
-        with _timed("timing_s/ref", seconds):
+        with timed("timing_s/ref", seconds):
             # Another network, whose routers have their own say: nothing is replayed.
             scored = _logprobs(*reference, batch, replays=False)
             batch = replace(batch, reference_logprobs=jax.block_until_ready(scored)[0])
@@ -106,9 +105,9 @@ def prepare(
         _check_recorded(batch, networks.policy.config)
     # The sampler's own log-probabilities serve as old ones unless asked otherwise: a pass less.
     if recipe.rescores:
-        with _timed("timing_s/old_log_prob", seconds):
+        with timed("timing_s/old_log_prob", seconds):
             batch, rescored = _rescored(networks, recipe, state, batch)
-    with _timed("timing_s/adv", seconds):
+    with timed("timing_s/adv", seconds):
         batch, metrics = _with_targets(recipe, batch, rescored)
         jax.block_until_ready(batch)
         metrics = {name: float(value) for name, value in to_host(metrics).items()}
@@ -279,11 +278,3 @@ def _with_targets(
         importance_weights=learned.importance_weights,
     )
     return batch, metrics
-
-
-@contextmanager
-def _timed(phase: str, seconds: dict[str, float]) -> Iterator[None]:
-    """Adds the time of its body, which waits for what it dispatches."""
-    begin = time.perf_counter()
-    yield
-    seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - begin

@@ -1,7 +1,6 @@
 """Groups until enough of them have completions that do not all score alike."""
 
 import math
-import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.decoding.requests import Trajectory
 from jrl.rollout.sampler import Completion, Sampler, Unverified, in_order, scores_of
 from jrl.rollout.sampling import Sampling
+from jrl.rollout.timing import timed
 from jrl.tasks import Example
 
 
@@ -61,12 +61,9 @@ class Groups:
 
     def _polled(self) -> list[Trajectory]:
         """What has come to its end, its time counted."""
-        begin = time.perf_counter()
         # Verdicts are made in the background meanwhile.
-        trajectories = self._sampler.engine.poll()
-        spent = time.perf_counter() - begin
-        self._seconds["timing_s/gen"] = self._seconds.get("timing_s/gen", 0.0) + spent
-        return trajectories
+        with timed("timing_s/gen", self._seconds):
+            return self._sampler.engine.poll()
 
     def _learn(self, completions: list[Completion]) -> None:
         for completion in completions:
