@@ -43,12 +43,9 @@ def connect(mesh: FoldedMesh) -> None:
     if not is_multiprocess():
         return
     any_of(False)  # nobody waits for one that is still compiling what came before
-    numbers = to_devices(np.ones(mesh.layout.num_devices, np.float32), _over_all(mesh))
+    over_all = NamedSharding(mesh.mesh, PartitionSpec(mesh.axes))
+    numbers = to_devices(np.ones(mesh.layout.num_devices, np.float32), over_all)
     jax.block_until_ready(_meeting(mesh)(numbers))
-
-
-def _over_all(mesh: FoldedMesh) -> NamedSharding:
-    return NamedSharding(mesh.mesh, PartitionSpec(mesh.axes))
 
 
 @cache

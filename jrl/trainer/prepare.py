@@ -39,19 +39,8 @@ def targets_of(recipe: Recipe, batch: Batch[Array]) -> Targets[Array]:
     return recipe.targets(batch)
 
 
-@partial(jax.jit, static_argnums=0)
-def corrected(
-    correction: Correction,
-    logprobs: Array | None,
-    sampler_logprobs: Array,
-    mask: Array,
-    old_logprobs: Array,
-    drawn_logprobs: Array,
-) -> Corrected:
-    """What a step learns from, by how far the sampler is from the trainer."""
-    return correction.correct(
-        logprobs, sampler_logprobs, mask, old_logprobs=old_logprobs, drawn_logprobs=drawn_logprobs
-    )
+corrected = jax.jit(Correction.correct, static_argnums=0)
+"""What a step learns from, by how far the sampler is from the trainer."""
 
 
 @jax.jit
@@ -257,8 +246,8 @@ def _with_targets(
             rescored,
             as_sampled,
             mask,
-            given(batch.old_logprobs),
-            given(batch.behaviour_logprobs),
+            old_logprobs=given(batch.old_logprobs),
+            drawn_logprobs=given(batch.behaviour_logprobs),
         )
     if critic_mask is not None:
         # What is rejected counts for neither network.

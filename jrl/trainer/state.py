@@ -17,7 +17,7 @@ from jrl.recipes.base.collection import Windows
 from jrl.rollout.batching import replicated
 from jrl.rollout.collection.ahead import Ahead
 from jrl.rollout.collection.windows import Unfinished, none_unfinished
-from jrl.rollout.decoding.programs.slots import Pool
+from jrl.rollout.decoding.programs.slots import Pool, abstract_pool, empty_pool
 from jrl.runs.checkpoints import Checkpoints
 from jrl.trainer.adapters import base
 from jrl.trainer.kept import first_kept
@@ -142,7 +142,7 @@ def init_state(
         ahead=None
         if networks.room is None
         else to_devices(networks.room.empty(), replicated(networks.mesh)),
-        pool=None if networks.kept_pool is None else networks.kept_pool.empty(),
+        pool=None if networks.kept_pool is None else empty_pool(*networks.kept_pool),
     )
 
 
@@ -184,7 +184,7 @@ def abstract(networks: Networks) -> TrainState[Any]:
         _laid_out(others, weights, mesh),
         policy=_learner_laid_out(state.policy, policy),
         critic=None if critic is None else _learner_laid_out(state.critic, critic),
-        pool=None if networks.kept_pool is None else networks.kept_pool.abstract(),
+        pool=None if networks.kept_pool is None else abstract_pool(*networks.kept_pool),
     )
 
 
