@@ -94,8 +94,12 @@ def _check(request: Request) -> None:
             "api_key is empty, which any client could show: give one, or leave it out."
         )
     check_seed(request.seed)
-    needed = ("starlette", "uvicorn", "prometheus-client")
-    missing = [name for name in needed if find_spec(name.replace("-", "_")) is None]
+    found = {
+        "starlette": find_spec("starlette"),
+        "uvicorn": find_spec("uvicorn"),
+        "prometheus-client": find_spec("prometheus_client"),
+    }
+    missing = [name for name, there in found.items() if there is None]
     if missing:
         raise ValueError(
             f'serving needs {", ".join(missing)}: run pip install -e ".[serve]" in the clone.'

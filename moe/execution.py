@@ -34,8 +34,8 @@ class Execution:
         (`moe.kernels.routing`); None is "plain".
       experts: how rows are multiplied, each by its own expert's matrix
         (`moe.experts.feed_forward.routed_experts`).
-      remat: what the backward pass computes again instead of keeping it: "none", "selective" or
-        "full" (`moe.remat`).
+      remat: what the backward pass computes again instead of keeping it: "none", "selective",
+        "projections" or "full" (`moe.remat`).
       fsdp: weights are kept in shards, each on one of the devices that would hold the same, and the
         layers joined one after the other when an update runs them (`sharding.zero.unshard`),
         forward and again backward. Needs a `remat` that does not keep them.
@@ -83,7 +83,7 @@ class Execution:
         if self.fsdp and self.remat == "none":
             raise ValueError(
                 'fsdp with remat="none" keeps every layer that it joined until the backward pass: '
-                'choose remat="selective" or "full".'
+                'choose remat="selective", "projections" or "full".'
             )
         if self.buffer_factor is not None and not 0 < self.buffer_factor < math.inf:
             raise ValueError(

@@ -27,7 +27,7 @@ from moe.layers.block import block
 from moe.layers.depth import is_scanned, of_kind, over_layers
 from moe.layers.halves import Streams, choices_in_rows, in_rows, in_streams, joined, through
 from moe.precision import rms_norm
-from moe.remat import KEPT, KEPT_BEFORE_NORMS, rematerialised
+from moe.remat import KEPT, KEPT_BEFORE_NORMS, WITHOUT, rematerialised
 from moe.router.statistics import RouterStatistics, sums_over_layers
 from moe.tokens.alignment import align_to_tokens, responses_of
 from moe.tokens.packing import PackedBatch, pack_rows, pack_shared_prompts
@@ -181,7 +181,7 @@ def blocks(
         if present is None or not (scanned or index == depth - 1):
             return remat(run_one)(layer, streams)
         is_present = index < present
-        if execution.remat == "selective":
+        if execution.remat in WITHOUT:
             after, outs = remat(run_one, present=is_present)(layer, streams)
             return jax.tree.map(partial(jnp.where, is_present), after, streams), outs
         # Inside what is rematerialised, which keeps what it was given and so no copies of the

@@ -11,6 +11,9 @@ A block keeps
   width h, with k experts of f h hidden units and query heads of together q h, m for a key/value
   head, these are ``(2 k f + 2 + 2 q + 2 q / m) T h`` elements and a few numbers for each token
   beside them; of rows there is room for but that are nobody's, ``2 f h`` each;
+* "projections": of that, neither queries nor keys nor values: the products that make them are
+  repeated, with the rest. These keep most for what it takes to make them again: of a token they are
+  ``(q + 2 q / m) h`` elements of ``2 h`` operations each;
 * "full": its input and the results of collectives over tokens. Costs one more forward pass without
   its communication.
 
@@ -69,7 +72,10 @@ KEPT = frozenset({PRODUCT, OPERAND, ATTENDED, RING, CUDNN, STREAM, ROUTED, SUM})
 KEPT_BEFORE_NORMS = (KEPT - {OPERAND}) | {PROJECTED}
 """The same where norms or further products come after the first products: these are repeated."""
 
-POLICIES = ("none", "selective", "full")
+WITHOUT = {"selective": frozenset[str](), "projections": frozenset({OPERAND, PROJECTED})}
+"""What policies that keep values by their names do without."""
+
+POLICIES = ("none", *WITHOUT, "full")
 
 
 def rematerialised(
@@ -82,11 +88,11 @@ def rematerialised(
     """`function` with the same values and gradients, keeping what the policy says.
 
     Args:
-      function: of arrays alone; "selective" takes no gradient of what it closes over.
+      function: of arrays alone; those of `WITHOUT` take no gradient of what it closes over.
       in_scan: it is the body of a scan, whose loops forward and backward keep apart by themselves
         what the compiler would otherwise have to be stopped from computing only once.
       kept: names of what "selective" keeps.
-      present: for "selective", whether the function runs, see `moe.repeated.repeating`.
+      present: for those of `WITHOUT`, whether the function runs, see `moe.repeated.repeating`.
 
     Raises:
       ValueError: on an unknown policy.
@@ -95,8 +101,8 @@ def rematerialised(
         raise ValueError(f"execution.remat={policy!r} is not known: use {', '.join(POLICIES)}.")
     if policy == "none":
         return function
-    if policy == "selective":
-        return repeating(function, kept, in_scan, present)
+    if policy in WITHOUT:
+        return repeating(function, frozenset(kept) - WITHOUT[policy], in_scan, present)
     # A barrier over the gradient too, which "full" is the better for: whatever is computed again
     # early is kept from then on.
     save = jax.checkpoint_policies.save_only_these_names(COLLECTIVE, SUM, RING, DISPATCHED)

@@ -3,12 +3,12 @@
 python -m experiments.length_adaptive_lambda.run
 """
 
+from dataclasses import replace
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import numpy as np
 
-from experiments.figures import by_variant, markdown, plain, save, spread
+from experiments.figures import by_variant, draw_finals, markdown, spread
 from experiments.study import TASK, Curve, Study, command_line
 from jrl.losses import length_adaptive_lambda
 from jrl.losses.diagnostics import terminal_reach
@@ -63,16 +63,13 @@ def table(curves: list[Curve], reach: dict[str, float]) -> str:
 
 
 def draw(curves: list[Curve], reach: dict[str, float]) -> None:
-    figure, axis = plt.subplots(figsize=(5.6, 3.9))
-    for variant, runs in by_variant(curves).items():
-        finals = [run.final for run in runs]
-        axis.plot([reach[variant]] * len(finals), finals, "o", ms=4, alpha=0.5)
-        axis.plot(reach[variant], np.mean(finals), "_", ms=18, mew=2, color="black")
-        axis.annotate(variant, (reach[variant], max(finals)), fontsize=8, rotation=20)
-    axis.set_xlabel("share of tokens that the outcome reaches (predicted)")
-    axis.set_ylabel("held-out accuracy at the end")
-    plain(axis)
-    save(figure, FOLDER / "plot.png", "Reach of the outcome and what is learned")
+    """By the reach, the least first."""
+    by_reach = sorted(curves, key=lambda curve: reach[curve.variant])
+    labelled = [
+        replace(curve, variant=f"{curve.variant}: {reach[curve.variant]:.0%} in reach")
+        for curve in by_reach
+    ]
+    draw_finals(labelled, FOLDER / "plot.png", "Reach of the outcome and what is learned")
 
 
 def main() -> None:

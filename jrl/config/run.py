@@ -200,11 +200,12 @@ class RunConfig:
     """How rows are multiplied, each by its own expert's matrix: mosaic, mosaic_fused and
     mosaic_gathered are kernels for NVIDIA's Hopper, megablox are JAX's for TPUs. None is tiles on a
     CPU and blocks elsewhere."""
-    remat: Literal["none", "selective", "full"] = "none"
-    """What the backward pass of a layer computes again instead of keeping it in memory."""
+    remat: Literal["none", "selective", "projections", "full"] = "none"
+    """What the backward pass of a layer computes again instead of keeping it in memory: each keeps
+    less than the one before."""
     fsdp: bool = False
     """Keep weights in parts on the devices that would all hold the same (fully sharded data
-    parallelism) and join them where they are used. Needs a remat of selective or full."""
+    parallelism) and join them where they are used. Needs a remat other than none."""
     overlap_grad_reduce: bool = False
     """Sum the gradients of each layer over devices as soon as the backward pass of an update's last
     micro-batch has left the layer, beside what comes after; else when all are there. Compiles that

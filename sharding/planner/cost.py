@@ -212,9 +212,20 @@ def _products_of_layers(
         backward += one_pass(flops, read, 2 * stored.gradient)
     layers = _layers_on_stage(model, layout)
     scores = 2.0 * tokens * layers * model.queries * batch.time / rate
-    once_more = 0.0 if method.resends else scores
-    again = {"none": 0.0, "selective": once_more, "full": forward + scores}[method.remat]
-    return forward + backward + 3 * scores + again
+    flops, parameters = _projections(model, layout, tokens)
+    again = {
+        "none": 0.0,
+        "selective": 0.0 if method.resends else scores,
+        "projections": one_pass(flops, halves * parameters, stored.weight),
+        "full": forward + scores,
+    }
+    return forward + backward + 3 * scores + again[method.remat]
+
+
+def _projections(model: ModelSizes, layout: Layout, tokens: int) -> tuple[float, float]:
+    """(floating-point operations, parameters) of what makes queries, keys and values."""
+    each = model.d_model * (model.queries + 2 * model.keys) * _layers_on_stage(model, layout)
+    return 2.0 * tokens * each, each / layout.tp
 
 
 def _matrices(model: ModelSizes, layout: Layout, tokens: int) -> list[tuple[float, float]]:

@@ -66,7 +66,7 @@ def memory(
     # Where a chunk is a layer by itself, and so no loop over layers, XLA's CPU programs need less:
     # as if scores took the place of gradients. Fitted to them, not derived.
     at_work += scores if depth > layout.vpp else max(scores - values, 0)
-    if method.remat == "selective" and method.resends:
+    if method.repeats(method.remat):
         # Nothing stands between what was kept of it and its backward pass: no copies of that.
         at_work -= stays_of_layer
     if method.remat == "full":
@@ -200,13 +200,13 @@ def first_chunks_on_way(layout: Layout, num_micro_batches: int) -> int:
 def kept(model: ModelSizes, layout: Layout, tokens: int, method: Method, remat: str) -> float:
     """Bytes that one layer keeps for its backward pass.
 
-    "full" keeps the input and what collectives over tokens gave. "selective" keeps
-    `kept_selectively`, or where nothing is sent again (`Method.resends`) the results of products
-    beside those of collectives. "none" keeps what norms, activations and permutations give as well.
-    Attention's scores are `sharding.planner.scores`.
+    "full" keeps the input and what collectives over tokens gave. "selective" and "projections" keep
+    `kept_selectively`; the first, where nothing is sent again (`Method.resends`), the results of
+    products beside those of collectives. "none" keeps what norms, activations and permutations give
+    as well. Attention's scores are `sharding.planner.scores`.
     """
-    if remat == "selective" and method.resends:
-        return kept_selectively(model, layout, tokens, method)
+    if method.repeats(remat):
+        return kept_selectively(model, layout, tokens, method, remat)
     h, width = model.d_model, method.itemsize
     # Parts of what the tp and etp ranks hold together.
     hidden, dense_width = model.d_expert / layout.etp, model.d_ff
@@ -252,18 +252,23 @@ def came_to_experts(model: ModelSizes, layout: Layout, tokens: int, method: Meth
     return float(arrived_tokens(model, layout, tokens, method) * of_token)
 
 
-def kept_selectively(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> float:
-    """Bytes that one layer keeps under "selective", as `moe.remat` has it.
+def kept_selectively(
+    model: ModelSizes, layout: Layout, tokens: int, method: Method, remat: str
+) -> float:
+    """Bytes that one layer keeps under "selective" or "projections", as `moe.remat` has them.
 
     ``(2 k f + 4 + 2 / m) T h`` elements of T tokens where routing is even: the residual stream
     twice, queries, keys, values, what attention gives, gate and up; and in float32 a log-sum for
-    each query head, the router's logits and choices.
+    each query head, the router's logits and choices. Under "projections" no queries, keys and
+    values.
 
     References:
       Jin et al., "MegaScale-MoE", 2025, section 3.3. https://arxiv.org/abs/2505.11432
     """
-    copies = copies_of_keys(model, layout) if method.context == "ulysses" else 1
-    elements = tokens * 2 * (model.d_model + model.queries + model.keys * copies + model.d_ff)
+    elements = tokens * (2 * model.d_model + model.queries + 2 * model.d_ff)
+    if remat == "selective":
+        copies = copies_of_keys(model, layout) if method.context == "ulysses" else 1
+        elements += tokens * (model.queries + 2 * model.keys * copies)
     numbers = tokens * model.num_heads
     if model.num_experts:
         elements += expert_rows(model, layout, tokens, method) * 2 * model.d_expert // layout.etp

@@ -9,7 +9,7 @@ from sharding.folding import Layout
 KNOWN: dict[str, tuple[str | None, ...]] = {
     "dispatch": ("all_gather", "all_to_all", "ragged"),
     "context": ("gather", "ring", "ulysses"),
-    "remat": ("none", "selective", "full"),
+    "remat": ("none", "selective", "projections", "full"),
     "activation_wire": (None, *WIRES),
     "gradient_wire": ("float32", "bfloat16"),
     "mu_dtype": ("float32", "bfloat16"),
@@ -162,6 +162,11 @@ class Method:
         if not self.two_batch_overlap or batch.micro_rows < 2:
             return (batch,)
         return _halves(batch)
+
+    def repeats(self, remat: str) -> bool:
+        """Whether under this rematerialisation a layer keeps what `moe.remat` names, and sends the
+        rest again."""
+        return remat == "projections" or (remat == "selective" and self.resends)
 
     @property
     def stored(self) -> Storage:

@@ -30,7 +30,7 @@ class Transfer:
       times: how often.
       gradient: bytes of an element of what its transpose sends in the backward pass; 0 is no
         gradient.
-      repeated: under "selective" rematerialisation the backward pass begins with it again.
+      repeated: the backward pass begins with it again where it repeats (`Method.repeats`).
     """
 
     what: str

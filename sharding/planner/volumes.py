@@ -68,7 +68,7 @@ def experts(
 def _with_repeated(
     forward: list[Transfer], backward: list[Transfer], layout: Layout, method: Method
 ) -> tuple[list[Transfer], list[Transfer]]:
-    if method.remat == "selective" and method.resends:
+    if method.repeats(method.remat):
         backward = [t for t in forward if t.repeated] + backward
     return present(forward, layout), present(backward, layout)
 
@@ -88,7 +88,7 @@ def context(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> l
     """Keys and values, gathered or passed round, or heads for tokens and back.
 
     Without norms of queries and keys: with them, what came before the norms is kept, and Ulysses'
-    first trade is `repeated` too.
+    first trade is `repeated` too, as it is where "projections" keeps nothing of it.
     """
     keys, queries, width = tokens * model.keys, tokens * model.queries, method.itemsize
 
@@ -104,7 +104,7 @@ def context(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> l
         return [replace(of("keys and values", "permute", keys), times=hops, gradient=0)]
     traded = queries + 2 * keys * copies_of_keys(model, layout)
     return [
-        of("queries, keys and values", "all_to_all", traded),
+        of("queries, keys and values", "all_to_all", traded, method.remat == "projections"),
         of("attention's output", "all_to_all", queries, repeated=True),
     ]
 

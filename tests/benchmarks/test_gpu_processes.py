@@ -68,6 +68,7 @@ def of(name, number, **figures):
     return {"row": name, "form": str(number), **figures}
 
 
+@pytest.mark.slow
 def test_a_row_that_dies_or_hangs_has_failed_and_the_next_ones_are_measured(measured, capfd):
     started, rows = measured("works dies works hangs works")
     assert started == 3
@@ -95,6 +96,7 @@ def test_a_process_that_says_nothing_of_a_row_ends_the_part(measured):
     assert rows == [of("works", 0, milliseconds=1.0), {**all_others, "failed": why}]
 
 
+@pytest.mark.slow
 def test_what_time_is_over_for_is_left_out(measured):
     assert measured("works hangs works", seconds=60.0, until=1.0)[1] == [
         of("works", 0, milliseconds=1.0),

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import jax
 import pytest
-from tiers import full_but
 
 from benchmarks.gpu.decoding import bytes_of_column, bytes_of_step
 from benchmarks.gpu.networks import network, weights_of
@@ -36,7 +35,8 @@ def printed(*arguments: str, wait: float = 300) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("name", full_but(["depth", "grouped", "vocabulary"], "vocabulary"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["depth", "grouped", "vocabulary"])
 def test_a_benchmark_compares_and_writes_its_figures(name, tmp_path):
     figures = tmp_path / "figures.json"
     assert "ms" in smoke(name, figures)

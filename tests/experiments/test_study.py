@@ -14,7 +14,7 @@ from experiments.study import Curve, Study, _run, arguments_of, folder_of, read,
 from jrl.config.flags import parse
 
 FOLDERS = sorted(path.parent.name for path in ROOT.glob("experiments/*/run.py"))
-QUICK = ("hapo_ablation", "staleness", "vapo_ablation")
+QUICK = ("staleness",)
 
 
 def curve(seed=0, accuracy=(0.2, 0.4, 0.3, 0.6)):

@@ -245,6 +245,7 @@ def test_an_export_is_trained_further_and_exported_as_it_came(exported, tmp_path
     }
 
 
+@pytest.mark.slow
 def test_another_step_in_bfloat16(chat_run, tmp_path, capsys):
     run, weights = chat_run
     to = tmp_path / "model"
@@ -325,6 +326,7 @@ def test_a_run_with_a_tokenizer_of_its_own(tmp_path, monkeypatch, capsys):
     assert_same(weights.layers, given.layers)
 
 
+@pytest.mark.slow
 def test_a_factor_on_embeddings_that_the_architecture_has_stays(tmp_path, monkeypatch):
     """Gemma's, whose head is the embedding: it could not go into the one and not the other."""
     given, task = write_family("gemma3", tmp_path / "given"), tmp_path / "sums.jsonl"

@@ -63,6 +63,7 @@ def test_help_has_a_flag_and_a_sentence_for_every_field(recipe, capsys):
     assert "Completions sampled per prompt." in text  # said in the base class
 
 
+@pytest.mark.slow
 def test_help_comes_before_anything_heavy():
     program = (
         "import sys; from jrl.train import main\n"
@@ -109,6 +110,7 @@ def test_a_run_without_a_folder_gets_the_next_number(monkeypatch, capsys):
     assert last.endswith("python -m jrl.train --resume --run-dir runs/dapo-addition-1")
 
 
+@pytest.mark.slow
 def test_a_finished_run_says_so(copy, capsys):
     assert not (copy / "plots").exists()  # as if killed before they were drawn
     assert main(["--resume", "--run-dir", str(copy), "--prompts", "4"]) == 0

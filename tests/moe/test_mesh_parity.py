@@ -31,8 +31,8 @@ def test_the_table_has_every_axis_and_every_pair():
     assert any(all(getattr(layout, axis) > 1 for axis in names) for layout in table)
 
 
-# All axes at once; states.
-QUICK = [("routed", "tp2 cp2 dp4 / ep8 etp2")]
+# All axes at once, a pipeline among them.
+QUICK = [("two", "pp2 dp2 cp2 tp2 / ep4 etp2")]
 
 
 @pytest.mark.parametrize(("name", "layout"), full_but([*CASES, *FULL], *QUICK))

@@ -89,7 +89,7 @@ def gradient(remat):
 # The quick tier has a whole update with and without, in
 # `tests/jrl/trainer/test_fully_sharded.py`.
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", ["selective", "full"])
+@pytest.mark.parametrize("remat", POLICIES[1:])
 def test_values_and_gradients_are_the_same(remat):
     (value, grads), (expected, expected_grads) = gradient(remat), gradient("none")
     # The same sums, which the compiler may fuse in another way; float32.
@@ -107,7 +107,7 @@ KINDS = {"all-gather", "reduce-scatter", "all-to-all", "collective-permute", "al
 
 @pytest.mark.slow
 def test_no_collective_is_repeated():
-    none, selective, full = (
+    none, selective, projections, full = (
         Counter(re.findall(COLLECTIVE, compiled(remat).as_text())) for remat in POLICIES
     )
     assert none == full
@@ -115,16 +115,21 @@ def test_no_collective_is_repeated():
     again = {kind.replace("_", "-"): number for kind, number in TWICE["selective"].items()}
     assert selective - none == again
     assert not none - selective
+    # Heads and hidden units take the same tokens; a ring's keys are sent in its own gradient.
+    assert projections == selective
 
 
 AGAIN = {"all_to_all": 3, "all_gather": 5}
 """What a layer's backward pass repeats: tokens, ids and probs go to the experts, over ep and over
 etp, and tokens are gathered over tp for heads and for the shared expert's hidden units."""
-TWICE = {"selective": {kind: number * CONFIG.num_layers for kind, number in AGAIN.items()}}
+TWICE = {
+    remat: {kind: number * CONFIG.num_layers for kind, number in AGAIN.items()}
+    for remat in ("selective", "projections")
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", ["selective", "full"])
+@pytest.mark.parametrize("remat", POLICIES[1:])
 def test_no_collective_is_written_twice(remat):
     """In what programs are compiled from, which has no doubles merged."""
     written = r"stablehlo\.(all_gather|reduce_scatter|all_to_all|collective_permute|all_reduce)\b"
@@ -155,9 +160,10 @@ def kept_bytes(remat):
 
 @pytest.mark.slow
 def test_less_is_kept():
-    none, selective, full = (kept_bytes(remat) for remat in ("none", "selective", "full"))
+    none, selective, projections, full = (kept_bytes(remat) for remat in POLICIES)
     assert 0.8 * none > selective
-    assert 0.9 * selective > full
+    assert 0.9 * selective > projections
+    assert 0.9 * projections > full
 
 
 COUNTED = [

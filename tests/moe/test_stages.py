@@ -97,7 +97,10 @@ def kept_without_a_pipeline(layers, remat, scan_layers=False):
     return sizes[0]
 
 
-KEPT = [("none", False), ("selective", False), ("full", False), ("selective", True)]
+KEPT = [
+    *(("none", False), ("selective", False), ("projections", False), ("full", False)),
+    ("selective", True),
+]
 
 
 @pytest.mark.slow

@@ -117,6 +117,7 @@ LARGE = ModelConfig(
 )
 
 
+@pytest.mark.slow
 def test_initial_values_have_the_stated_variance():
     sizes = axis_sizes(LARGE)
     weights = jax.tree.leaves(initial(LARGE, jax.random.key(3)))
@@ -228,7 +229,7 @@ def test_norms_routers_and_values_stay_float32(config):
     """By name, and the head of a critic."""
     kept = IN_FLOAT32 | ({"head"} if config.head == "value" else set())
     half = replace(config, dtype="bfloat16")
-    weights = jax.tree.map(lambda x: np.full(x.shape, 1 + 2.0**-12, np.float32), shapes(config))
+    weights = jax.tree.map(lambda x: jnp.full(x.shape, 1 + 2.0**-12, jnp.float32), shapes(config))
     found = jax.tree.leaves_with_path(cast(weights, half))
     wanted = jax.tree.leaves(cast_shapes(half))
     for (path, leaf), like in zip(found, wanted, strict=True):

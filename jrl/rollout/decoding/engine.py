@@ -281,7 +281,7 @@ class SlotEngine:
         pool = self._there()
         # One more: a row that has just come has a first token that the host has not counted.
         ends = np.minimum(self._lengths[sitting] + 1 + window, self._limits[sitting])
-        pool, columns = self._with_columns(pool, bucket(int(ends.max()), self.columns, NARROWEST))
+        pool, columns = self._with_columns(pool, int(ends.max()))
         some = self._seating.some(self._sizes)
         pool, advanced = self._advanced(pool, columns, window, min_live, some)
         self._pool = pool
@@ -296,6 +296,7 @@ class SlotEngine:
 
     def _with_columns(self, pool: Pool[Array], columns: int) -> tuple[Pool[Array], int]:
         """The pool, given up where it changes, and how many columns are read, at least so many."""
+        columns = bucket(columns, self.columns, NARROWEST)
         # A part of the cache is copied, there and back; all of it is not.
         return pool, columns if columns * 2 <= self.columns else self.columns
 

@@ -19,8 +19,9 @@ SHARED = 128
 """Tokens of the narrowest of several rows that prompts share: their scores are with all others of
 the row."""
 
-REFILL = 16
-"""Slots are filled again when one in so many is free: each time costs two programs."""
+REFILL = 8
+"""Slots are filled again when one in so many is free: each time costs two programs, and so a few
+steps of the slots that wait."""
 FEWER, FEWEST = 4, 8
 """Where most rows have ended, a step computes so many times fewer of them, twice at most, and no
 fewer than `FEWEST` of a rank: below it they cost as much."""

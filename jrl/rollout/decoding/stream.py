@@ -26,10 +26,10 @@ from moe.cache.buffers import KEY_COLUMN, Cache
 WORD = 2**32 - 1
 """The low word of a seed."""
 PATIENCE = 32
-"""Looks after which a cache that is twice as wide as its rows need is made narrower."""
+"""Looks after which a cache that is wider than its rows need is made narrower."""
 NARROWEST_CACHE = 128
-"""Columns of the cache at least, if rows may have so many; it has twice as many, or as many again,
-where longer rows are written: a step reads all of them."""
+"""Columns of the cache at least, if rows may have so many; it has half as many again, twice as
+many, and so on where longer rows are written: a step reads all of them."""
 FEWER = 8
 """A step computes all slots, or so many times fewer: each number is a program."""
 IDLE = OwnSampling(temperature=0.0)
@@ -75,7 +75,7 @@ class StreamEngine(SlotEngine):
     # Those whose rows are being written wait no longer than for so many.
     most_tokens = 1024
     _alone = True  # requests come at any time, so that no bits are promised again
-    _too_wide = 0  # looks, one after another, at a cache twice as wide as it need be
+    _too_wide = 0  # looks, one after another, at a cache wider than it need be
 
     @property
     def ranks(self) -> int:
@@ -107,8 +107,9 @@ class StreamEngine(SlotEngine):
         """Columns that the cache may have, ascending: every program is there for each of them."""
         sizes = [min(NARROWEST_CACHE, self.columns)]
         while sizes[-1] < self.columns:
-            sizes.append(min(2 * sizes[-1], self.columns))
-        return sizes
+            half_again = sizes[-1] * 3 // 2
+            sizes += [min(size, self.columns) for size in (half_again, 2 * sizes[-1])]
+        return sorted({*sizes})
 
     def _cache_size(self, columns: int) -> int:
         return next(size for size in self.cache_sizes if size >= columns)
@@ -254,7 +255,7 @@ class StreamEngine(SlotEngine):
         columns = self._cache_size(columns)
         room = pool.cache.keys[0].shape[KEY_COLUMN]
         # Wider at once, narrower only after a while: each change copies the whole cache.
-        self._too_wide = self._too_wide + 1 if columns * 2 <= room else 0
+        self._too_wide = self._too_wide + 1 if columns < room else 0
         if columns <= room and self._too_wide < PATIENCE:
             return pool, room
         self._too_wide = 0

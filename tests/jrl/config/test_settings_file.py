@@ -114,7 +114,7 @@ def test_a_recipe_of_ones_own_lies_beside_its_file(file, tmp_path, monkeypatch):
         ("steps: 7.5", r"steps is 7.5, not int"),
         ("fsdp: yes", r"fsdp is 'yes', not bool"),
         ("log_to: wandb", r"log_to is 'wandb', not tuple"),
-        ("remat: most", r"remat is 'most', not 'none' \| 'selective' \| 'full'"),
+        ("remat: most", r"remat is 'most', not 'none' \| 'selective' \| 'projections' \| 'full'"),
         ("optimizer: {learning_rate: 1}", r"optimizer is no setting of this recipe"),
         ("steps: 7\nsteps: 8", r"given.yaml is not YAML: steps is there twice \(line 1\)"),
         ("mini-batch: 7\nmini_batch: 8", r"mini_batch is there twice: leave one out"),

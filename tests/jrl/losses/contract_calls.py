@@ -4,7 +4,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from tiers import full_but
 from vectors.call import Kind
 from vectors.tables import ROWS, advantages
 
@@ -114,8 +113,3 @@ WITH_BOTH = LOSSES | LOSSES_OF_BATCH
 EVERYTHING = PER_TOKEN | PER_BATCH | SCALAR | WITH_BOTH
 # An advantage is a fact: the critic does not learn through its own targets.
 FACTS = {f"{row.function} {special}".strip() for row in advantages.ROWS for special in row.calls}
-
-
-def but_diagnostics(names):
-    """In the quick tier: all diagnostics are one call, and the longest to compile by far."""
-    return full_but(names, *(name for name in names if name != "diagnostics"))

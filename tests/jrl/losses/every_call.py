@@ -1,11 +1,10 @@
 """Every public function with arrays of a given size, its required settings and nothing else."""
 
-import contextlib
 import inspect
 
 import jax
-import jaxtyping
 import numpy as np
+from annotations import unchecked
 from contract_calls import public
 from vectors.tables import ROWS
 
@@ -42,20 +41,9 @@ def call(name, rows=2, time=3, **changes):
 
     As a user has it, whose types nobody checks at run time.
     """
-    with without_run_time_types():
+    with unchecked():
         given = {**arguments(name, rows, time), **REQUIRED.get(name, {}), **changes}
         return functions()[name](**given)
-
-
-@contextlib.contextmanager
-def without_run_time_types():
-    """The functions check themselves."""
-    before = jaxtyping.config.jaxtyping_disable
-    jaxtyping.config.update("jaxtyping_disable", True)
-    try:
-        yield
-    finally:
-        jaxtyping.config.update("jaxtyping_disable", before)
 
 
 def _array(name, parameter, rows, time):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
-from every_call import without_run_time_types
+from annotations import unchecked
 
 import jrl
 
@@ -65,5 +65,5 @@ def test_one_number_of_samples_serves_all_prompts():
     ],
 )
 def test_counts_that_do_not_go_together_are_refused(counts, message):
-    with without_run_time_types(), pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+    with unchecked(), pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         jrl.pass_at_k(*counts)

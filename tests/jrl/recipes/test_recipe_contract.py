@@ -11,6 +11,7 @@ import pytest
 from jaxtyping import Array, Float
 from small_runs import fresh_state, fresh_weights, one_step, small_batch, small_run, small_setup
 from three_updates import random_weights
+from tiers import full_but
 
 from jrl import Mean, sapo_loss
 from jrl.recipes import RECIPES, Batch, GroupRelative, Metrics, Recipe, Targets
@@ -77,7 +78,9 @@ class Toy(Recipe):
 
 
 KINDS = {**RECIPES, "sapo": Sapo, "toy": Toy}
-every_recipe = pytest.mark.parametrize("name", KINDS)
+# Group-relative, with a critic, in windows, with statistics, and one with every hook.
+QUICK = ("grpo", "vapo", "tppo", "hapo", "toy")
+every_recipe = pytest.mark.parametrize("name", full_but(KINDS, *QUICK))
 
 
 def batch(under_mask=0.0):

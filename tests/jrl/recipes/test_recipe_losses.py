@@ -115,7 +115,7 @@ def test_totals():
 
 # Without the terms: tests/jrl/recipes/test_recipe_contract.py.
 # Of every recipe, without these terms, `test_recipe_contract.py` asks it too.
-@pytest.mark.parametrize("recipe", full_but(CASES[1::2], *CASES[1::6]), ids=label)
+@pytest.mark.parametrize("recipe", full_but(CASES[1::2], *CASES[1::12]), ids=label)
 def test_pieces_add_up(recipe):
     def gradient_of(loss):
         step = jax.value_and_grad(loss, argnums=(1, 2), has_aux=True)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from tiers import full_but
 
 from jrl.losses import aggregate
 from jrl.recipes import RECIPES, Batch, Grpo
@@ -127,7 +128,7 @@ def test_nothing_left_is_nothing():
     assert metrics["rollout_is_min"] == metrics["rollout_is_max"] == 0
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", full_but(RECIPES, "grpo", "vapo", "hapo"))
 def test_every_recipe_weighs_its_policy_loss(name):
     recipe = RECIPES[name](entropy_coef=0.1, kl_coef=0.2)
     random = np.random.default_rng(3)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+from annotations import unchecked
 
 from jrl.recipes import (
     RECIPES,
@@ -150,6 +151,7 @@ def test_batch_arithmetic_is_checked(kind):
             kind(**{name: 0})
 
 
+@unchecked()
 def test_choices_of_experts_are_replayed_from_one_of_two_places():
     unknown: Any = "R1"
     with pytest.raises(ValueError, match=r"router_replay='R1' is neither R2 .* nor R3"):

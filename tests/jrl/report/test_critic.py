@@ -70,6 +70,7 @@ def test_the_discount_is_in_every_number():
     assert whole == pytest.approx(flat.contradiction, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_only_an_adaptive_lambda_has_a_guard():
     fixed = critic_diagnostics(rollout_of(0.5))
     lam = np.linspace(0, 1, 40, dtype=np.float32)[:, None]

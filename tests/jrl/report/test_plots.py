@@ -31,6 +31,7 @@ def test_only_panels_with_metrics_are_drawn(tmp_path):
     assert sorted(names(paths)) == sorted(names((tmp_path / "a" / "plots").iterdir()))
 
 
+@pytest.mark.slow
 def test_every_panel_and_the_size_of_the_overview(tmp_path):
     # Panels of a run of reinforcement without a reference.
     others = {"reference_kl", "nll", "token_accuracy"}
@@ -47,12 +48,14 @@ def test_every_panel_and_the_size_of_the_overview(tmp_path):
             assert picture.size == (1600, 900)
 
 
+@pytest.mark.slow
 def test_pictures_are_the_same_for_the_same_metrics(tmp_path):
     metrics = write_run(tmp_path / "metrics.jsonl", ["actor/entropy"])
     one = plots.plot_run(metrics, tmp_path / "one")[0].read_bytes()
     assert plots.plot_run(metrics, tmp_path / "two")[0].read_bytes() == one
 
 
+@pytest.mark.slow
 def test_the_level_of_the_warm_start_is_drawn(tmp_path):
     metrics = write_run(tmp_path / "metrics.jsonl", ["val/accuracy/sampled"])
 

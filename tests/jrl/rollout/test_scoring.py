@@ -79,6 +79,7 @@ def test_scores_are_those_of_the_token_they_stand_at():
             np.testing.assert_allclose(entropy[row, t], -np.exp(before) @ before, atol=CLOSE)
 
 
+@pytest.mark.slow
 def test_the_sampler_s_logprobs_carry_no_gradient():
     decoder = Asked(Sampling(top_k=3))
     mesh, rollout = decoder.mesh, decode(Asked())

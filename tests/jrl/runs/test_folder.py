@@ -130,6 +130,7 @@ def test_two_writers_are_refused_in_one_process(path):
     RunFolder.resume(path).close()
 
 
+@pytest.mark.slow
 def test_the_lock_ends_with_a_killed_process(path):
     program = (
         "import sys, time; from jrl.runs.folder import RunFolder;"

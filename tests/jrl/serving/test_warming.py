@@ -72,7 +72,7 @@ def test_requests_find_their_programs(small, layout):
         *[(16, rows) for rows in (1, 2)],
         (30, 1),
     ]
-    assert engine.cache_sizes == [16, 30] and engine.step_sizes == [1, 8]
+    assert engine.cache_sizes == [16, 24, 30] and engine.step_sizes == [1, 8]
     before, numbers = COMPILED.copy(), count()
     made = Warming(engine, lambda: next(numbers), 3, COLUMNS - 1, WINDOW)
     every = made.num_left
@@ -103,9 +103,9 @@ def test_requests_find_their_programs(small, layout):
     while made.num_left:
         made.make_one()
     # A program for each size of the rows; for each number of their tokens, which is 4, 8, 16, 32
-    # and 30, and each size of the cache, but that 30 fit into the wide one alone; and for each size
-    # of the step and of the cache. Copies are made in each size of the cache.
-    everything = common | {"run_packed": 7, "place": 4 + 5, "advance": 2 * 2, "admit": 2}
+    # and 30, and each size of the cache, but that 30 do not come into the narrowest; and for each
+    # size of the step and of the cache. Copies are made in each size of the cache.
+    everything = common | {"run_packed": 7, "place": 4 + 5 + 5, "advance": 2 * 3, "admit": 3}
     assert since(before) == everything
     serve(longest=COLUMNS - 6, number=60, most=2 * SLOTS)
     assert since(before) == everything, "a request waited for a compiler"

@@ -157,6 +157,7 @@ for name in ("sort", "addition", "scratchpad", "countdown", "progression"):
 """
 
 
+@pytest.mark.slow
 def test_every_process_draws_the_same(capsys):
     other = subprocess.run(
         [sys.executable, "-c", PRINT_STREAMS],

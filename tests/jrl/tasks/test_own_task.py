@@ -258,6 +258,7 @@ async def reward(prompt, completion):
 """
 
 
+@pytest.mark.slow
 def test_async_rewards_of_a_worker_wait_beside_each_other(tmp_path):
     """Four go on when all four are there, each with its own time and its own end."""
     path = tmp_path / "together.py"

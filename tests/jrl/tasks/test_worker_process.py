@@ -141,6 +141,7 @@ def test_a_forgotten_worker_is_ended():
     assert not runs(pid)
 
 
+@pytest.mark.slow
 def test_the_worker_ends_with_a_killed_parent(tmp_path):
     parent = (
         "import os, signal, sys; from jrl.tasks.workers.process import Worker\n"

@@ -7,7 +7,7 @@ from jrl.recipes import Grpo
 from jrl.trainer.setup.setup import build_setup
 
 
-@pytest.mark.parametrize("remat", ["none", "selective", "full"])
+@pytest.mark.parametrize("remat", ["none", "selective", "projections", "full"])
 def test_remat(remat):
     setup = build_setup(RunConfig(remat=remat), Grpo())
     assert setup.model.execution.remat == remat

@@ -109,6 +109,7 @@ def test_nothing_is_known_of_responses_that_go_on(sampled):
     )
 
 
+@pytest.mark.slow
 def test_the_reference_scores_as_the_policy_sampled(sampled):
     """Before the first update both are one network: KL terms start at 0."""
     setup = small_setup(small_recipe("ppo", kl_coef=0.1, old_logprobs="recompute"))

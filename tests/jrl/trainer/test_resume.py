@@ -126,6 +126,7 @@ def test_a_signal_finishes_the_step_and_saves(number, finished, tmp_path, monkey
     assert read(path / "samples.jsonl") == expected.samples
 
 
+@pytest.mark.slow
 def test_a_signal_ends_the_warm_start(finished, tmp_path, monkeypatch):
     """There is nothing to save yet; the run begins again, and is the same run."""
     expected, path = finished("grpo"), tmp_path / "run"

@@ -21,7 +21,6 @@ from small_runs import (
     small_setup,
 )
 from three_updates import FAST_COMPILE, gradient_of, random_weights
-from tiers import full_but
 
 from jrl.recipes import GroupRelative
 from jrl.report.metrics import check_known, without_timings
@@ -90,7 +89,8 @@ def of_plain_rows(layers=2):
 LAYOUTS = ["dp1", "tp2 dp2 / ep2 etp2", "tp2 cp2 dp2 / ep4", "pp2 vpp2 dp2 tp2"]
 
 
-@pytest.mark.parametrize("layout", full_but(LAYOUTS, "tp2 cp2 dp2 / ep4"))
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_a_pass_records_are_the_choices_of_the_network(layout):
     """Prompts that are run once stand in each of their rows."""
     layers = layers_of(layout)
@@ -134,6 +134,7 @@ def others(choices):
     return np.where(choices < NONE, (choices + 1) % EXPERTS, NONE)
 
 
+@pytest.mark.slow
 def test_before_anything_moves_a_replay_changes_nothing():
     """Bit for bit: the same choices with the same scores are the same network."""
     learner, metrics = updated(of_plain_rows(), "dp1")
@@ -173,14 +174,15 @@ def test_agreement_is_the_share_that_is_left():
     check_known(["moe/replay_agreement", "sampling/routing_agreement"])
 
 
+# Micro-batches are those of each layout.
 CASES = [
-    ("dp1", 4),
     ("tp2 dp2 / ep2 etp2", 2),
     ("cp2 dp2 / ep4", 1),
     ("pp2 vpp2 tp2 / ep2", 4),
 ]
 
 
+@pytest.mark.slow
 def test_other_choices_are_used_and_the_routers_learn():
     learner, metrics = updated(others(of_plain_rows()), "dp1")
     free, of_free = free_update()
@@ -228,6 +230,7 @@ class Averaging(GroupRelative):
         return jnp.sum(jnp.where(batch.mask, logprobs, 0.0))
 
 
+@pytest.mark.slow
 def test_every_pass_of_the_policy_replays():
     """Log-probabilities, and what a recipe must know of the whole mini-batch."""
     recipe = Averaging(prompts=4, group_size=2, mini_batch=8, router_replay="R2")

@@ -188,7 +188,8 @@ def fetched(monkeypatch):
     return shapes
 
 
-@pytest.mark.parametrize("layout", ["dp1", pytest.param("tp2 dp2 / ep4", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["dp1", "tp2 dp2 / ep4"])
 def test_a_dapo_step_crosses_for_texts_scores_and_reports_only(fetched, layout, monkeypatch):
     """Of what has a number for each token no log-probabilities, and nothing twice."""
     recipe = small_recipe("dapo", max_generation_rounds=2)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from annotations import unchecked
 
 from jrl.losses import ExplainedVariance, Mean
 from jrl.recipes import Batch
@@ -121,6 +122,7 @@ def test_without_a_measurement_or_a_bound_there_is_no_alarm():
     assert drift_alarm({}, 0.01) == drift_alarm({"sampling/k3_kl": 1.0}, None) == {}
 
 
+@unchecked()
 def test_scores_are_those_of_finished_responses():
     """Rows stand in no groups: nothing is said of them."""
     scores, lengths, cut = [1.0, 0.0, 0.5, 0.0], [4, 3, 5, 3], [False, False, True, False]

@@ -6,6 +6,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from annotations import unchecked
 from small_runs import (
     PROMPTS,
     begin_or_go_on,
@@ -114,6 +115,7 @@ def listed_task():
 
 
 @pytest.mark.parametrize("task", [None, listed_task()], ids=["endless", "a list"])
+@unchecked()
 def test_reinforcement_goes_on_after_the_prompts_that_were_imitated(task, tmp_path, monkeypatch):
     """Three steps of a warm start, on four prompts each, and then the first four of the run."""
     setup = small_setup(run=small_run(warm_start_steps=3, warm_start_batch=4, eval_prompts=2))

@@ -70,6 +70,7 @@ def test_a_message_gives_back_what_was_written(dtype):
         np.testing.assert_array_equal(found.astype(jnp.float32), given.astype(jnp.float32))
 
 
+@pytest.mark.slow
 def test_a_message_that_does_not_come_is_not_waited_for_without_end(monkeypatch, caplog):
     """One that is late is, and what came before it is kept."""
     monkeypatch.setattr(m2n, "LONGEST_WAIT", 1.0)

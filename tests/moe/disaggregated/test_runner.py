@@ -1,4 +1,7 @@
-"""Two sides give what one device gives, in whatever parts and by whatever way."""
+"""Two sides give what one device gives, in whatever parts and by whatever way.
+
+`tests/jrl/rollout/decoding/test_disaggregated.py` has a case in the quick tier.
+"""
 
 from dataclasses import replace
 
@@ -55,18 +58,16 @@ def check(runner, weights, micro_batches, config):
     np.testing.assert_array_equal(of_prompts, wanted_of_prompts)
 
 
-SLOW = pytest.mark.slow
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("split", "micro_batches", "config", "options"),
     [
         ("dp2 / ep2", 2, CONFIG, {}),
-        pytest.param("dp1 / ep1", 4, CONFIG, {}, marks=SLOW),
-        pytest.param("tp2 dp2 / ep2", 2, MIXED, {}, marks=SLOW),
-        pytest.param("tp2 / ep3 etp2", 3, LATENT, {}, marks=SLOW),
-        pytest.param("dp4 / ep12", 1, CONFIG, {"m2n": "collective"}, marks=SLOW),
-        pytest.param("dp2 / ep2", 2, CONFIG, {"placement": REPLICATED}, marks=SLOW),
+        ("dp1 / ep1", 4, CONFIG, {}),
+        ("tp2 dp2 / ep2", 2, MIXED, {}),
+        ("tp2 / ep3 etp2", 3, LATENT, {}),
+        ("dp4 / ep12", 1, CONFIG, {"m2n": "collective"}),
+        ("dp2 / ep2", 2, CONFIG, {"placement": REPLICATED}),
     ],
 )
 def test_two_sides_are_one(split, micro_batches, config, options, caplog):

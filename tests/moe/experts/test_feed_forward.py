@@ -122,6 +122,7 @@ def test_grouped_experts_equal_the_plain_twin(name):
         np.testing.assert_array_equal(by_weights.down[expert], 0)
 
 
+@pytest.mark.slow
 @exactly
 @given(st.sampled_from([1, 11, 43]), st.integers(0, 2**16), st.integers(0, NUM_EXPERTS))
 def test_grouped_experts_equal_the_plain_twin_on_any_assignment(num_rows, seed, first):

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiers import full_but
 
 from moe.experts.fused import fused_experts, gathered_experts
 from moe.experts.gated import gated
@@ -139,7 +138,8 @@ def exported(function, *arguments):
     return jax.export.export(jax.jit(function), platforms=["cuda"])(*arguments).mlir_module()
 
 
-@pytest.mark.parametrize("remat", full_but(["none", "selective"], "selective"))
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["none", "selective"])
 def test_it_is_two_kernels_there_and_four_back_on_cuda(remat):
     """Where products are kept, neither of the two runs again for the way back."""
 

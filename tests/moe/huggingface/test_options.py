@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from annotations import unchecked
 from public_checkpoints import FIXTURES, LATER, change_options, copy_of, loaded
 
 from moe import huggingface
@@ -27,6 +28,7 @@ from moe.weights import targets_of
         ("deepseek_v3", "kv_lora_rank", "3", "mla would be MultiHeadLatentAttention"),
     ],
 )
+@unchecked()
 def test_an_option_of_another_type_is_one_line(tmp_path, name, option, value, message):
     options = json.loads((FIXTURES / name / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**options, option: value}))

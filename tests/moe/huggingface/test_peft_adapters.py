@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from programs import mesh_of, on_mesh
 from public_checkpoints import FIXTURES, MESH, golden, loaded, tensors
+from tiers import full_but
 
 from moe import huggingface, model, weights
 from moe.adapters import trees
@@ -65,7 +66,7 @@ def test_logits_are_those_of_peft(name, layout):
         np.testing.assert_allclose(found[valid], expected[valid], atol=1e-5)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", full_but(NAMES, "deepseek_v3", "qwen3_next"))
 def test_adapters_go_back_as_they_came(name, tmp_path):
     config, given = adapted(name)
     huggingface.save_adapters(tmp_path, config, given, base=name)

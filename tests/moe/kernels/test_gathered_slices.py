@@ -59,7 +59,8 @@ def test_sums_over_gathered_rows_are_those_over_their_copy(name):
     np.testing.assert_array_equal(found, grouped.summed(rows, pull, sizes, **options))
 
 
-@pytest.mark.parametrize("name", full_but(PRODUCTS, QUICK))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PRODUCTS)
 def test_hidden_units_of_gathered_rows_are_those_of_their_copy(name):
     product = PRODUCTS[name]
     x, source, rows, draw, sizes = operands(product)
@@ -95,7 +96,8 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("name", full_but(SHAPES, "small"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHAPES)
 def test_each_is_one_kernel_on_cuda_and_no_row_is_copied_for_it(name):
     tokens, slots, inner, outer, groups = SHAPES[name]
 

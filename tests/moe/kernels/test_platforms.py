@@ -79,8 +79,9 @@ def test_a_tpu_has_the_plain_twin_and_no_kernel(operation):
 PROGRAMS = [("tpu", None, 0), ("tpu", "megablox", 6), ("cuda", None, 0)]
 
 
-@pytest.mark.parametrize("scanned", full_but([True, False], True))
-@pytest.mark.parametrize(("platform", "experts", "kernels"), full_but(PROGRAMS, PROGRAMS[1]))
+@pytest.mark.slow
+@pytest.mark.parametrize("scanned", [True, False])
+@pytest.mark.parametrize(("platform", "experts", "kernels"), PROGRAMS)
 def test_training_is_lowered_for_accelerators_without_one(platform, experts, kernels, scanned):
     """Loss and gradient on eight devices, by what None chooses on them but for the experts."""
     execution = Execution(

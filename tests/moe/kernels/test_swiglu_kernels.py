@@ -101,7 +101,8 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("name", full_but(SHAPES, "small"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHAPES)
 def test_each_way_is_one_kernel_on_cuda(name):
     rows, inner, hidden, groups = SHAPES[name]
 

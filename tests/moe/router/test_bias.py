@@ -1,6 +1,7 @@
 """The selection bias moves towards idle experts."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -53,5 +54,5 @@ def test_experts_with_the_mean_load_stay():
     """Of any number: a seventh is no number of float32, and a sum of sevenths not the whole."""
     for number in (3, 5, 6, 7, 11):
         load = np.arange(1, 200, dtype=np.float32)[:, None] * np.ones(number, np.float32)
-        moved = jax.jit(updated_bias)(np.zeros_like(load), load, 1e-3)
+        moved = jax.jit(partial(updated_bias, rate=1e-3))(np.zeros_like(load), load)
         assert not np.any(moved), number

@@ -129,7 +129,6 @@ def test_forward_equals_whole_rows(context):
 @pytest.mark.parametrize(
     ("layout", "copies", "context"),
     [
-        ("dp1", 1, None),
         ("dp1", 4, None),
         ("tp2 dp2 / ep4", 2, None),
         ("cp2 tp2", 2, "ulysses"),

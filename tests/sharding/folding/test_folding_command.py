@@ -35,6 +35,7 @@ def test_the_groups_are_printed_without_any_device():
     assert done.stdout == describe(Layout.parse(SIXTEEN)) + "\n"
 
 
+@pytest.mark.slow
 def test_an_illegal_layout_is_refused_on_one_line():
     done = command("tp4 dp2 / ep3 etp2")
     assert (done.returncode, done.stdout) == (2, "")

@@ -1,6 +1,7 @@
 """The picture of a folding."""
 
 import numpy as np
+import pytest
 from matplotlib.image import imread
 
 from sharding.folding import Layout
@@ -9,6 +10,7 @@ from sharding.folding.picture import draw
 SIXTEEN = Layout.parse("tp2 cp2 dp2 pp2 / ep4 etp1")
 
 
+@pytest.mark.slow
 def test_the_picture_shows_both_sides(tmp_path):
     draw(SIXTEEN, tmp_path / "folding.png")
     image = imread(tmp_path / "folding.png")[..., :3]

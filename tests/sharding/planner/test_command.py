@@ -30,6 +30,7 @@ def test_the_best_layouts_are_printed_and_drawn(capsys, tmp_path):
     assert imread(picture).shape[1] > 500
 
 
+@pytest.mark.slow
 def test_wires_and_chunks_may_be_left_to_the_search(capsys):
     """What sends half is taken where links are slow, and said."""
     given = ["mixtral-8x7b", "--hardware", "l40sx32", "--tokens", "256K", "--top", "1"]
@@ -40,6 +41,7 @@ def test_wires_and_chunks_may_be_left_to_the_search(capsys):
     assert re.search(r"ragged fp8 x2|all_gather fp8 x2| - ", printed)
 
 
+@pytest.mark.slow
 def test_overlap_is_taken_where_a_run_can_have_it(capsys):
     given = ["mixtral-8x7b", "--hardware", "h100x32", "--tokens", "1M", "--top", "400"]
     assert main([*given, "--two-batch-overlap", "--overlap-grad-reduce"]) == 0

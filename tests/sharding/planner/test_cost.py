@@ -40,6 +40,14 @@ def test_full_rematerialisation_goes_forward_again():
     )
 
 
+def test_projections_are_made_again():
+    again = of("tp2 dp64 / ep8", replace(MEGATRON, remat="projections")).products
+    # Of four passes' products, one more of queries, keys and values.
+    width = MIXTRAL.queries + 2 * MIXTRAL.keys
+    flops = 2.0 * 256 * 4096 * MIXTRAL.d_model * width * MIXTRAL.num_layers / 128
+    assert again - of("tp2 dp64 / ep8").products == pytest.approx(flops / (0.6 * H100.peak))
+
+
 def test_few_tokens_wait_for_weights():
     slow = of("tp2 dp64 / ep8", memory_bandwidth=H100.memory_bandwidth / 100)
     assert slow.products > 2 * of("tp2 dp64 / ep8").products

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
-from tiers import full_but
 from traced_volumes import CONFIGS, MIXTRAL, given_to_collectives, method_of, stated
 from whole_network import token_loss
 
@@ -86,7 +85,8 @@ ON_THE_WAY = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "wire", "execution"), full_but(ON_THE_WAY, ON_THE_WAY[0]))
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "wire", "execution"), ON_THE_WAY)
 def test_a_step_with_gradients_on_their_way_sends_what_is_stated(layout, wire, execution):
     """All but new weights, which come afterwards, or where they are kept in shards those of both
     ends, which come first: three micro-batches, of which the last one sums each layer's gradient

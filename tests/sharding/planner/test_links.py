@@ -134,7 +134,10 @@ IN_PARTS = Method(context="ulysses", remat="selective", two_batch_overlap=True, 
     [
         Method(),
         Method(dispatch="all_to_all", context="ring", remat="selective", storage="mixed"),
-        replace(IN_PARTS, dispatch="ragged", even=True, activation_wire="float8_e4m3fn"),
+        pytest.param(
+            replace(IN_PARTS, dispatch="ragged", even=True, activation_wire="float8_e4m3fn"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_layer_takes_what_each_of_its_collectives_takes_on_the_whole_layout(devices, method):

@@ -213,18 +213,16 @@ def compiled_bytes(layout, rows, time, **execution):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "remat"),
-    # Those of `tests/support/parity.py`, each with one of the three.
+    # Of `tests/support/parity.py`, each of the three with and without stages and with parts of
+    # experts.
     [
         ("tp2 cp2 dp2", "none"),
         ("cp2 / etp2", "full"),
-        ("dp4 / ep2 etp2", "selective"),
         ("tp2 cp2 dp4 / ep8 etp2", "selective"),
-        ("tp4 cp2 dp2 / ep16", "full"),
-        ("pp2 dp2 cp2 tp2 / ep4 etp2", "selective"),
+        ("tp2 dp2 / ep4", "projections"),
         ("pp2 vpp2 dp2 cp2 tp2 / ep8", "none"),
         ("pp2 vpp2 dp2 / ep2", "selective"),
         ("pp2 tp2 dp2 / ep4", "full"),
-        ("tp2 dp4 / ep2 etp2", "none"),
     ],
 )
 def test_a_program_needs_what_is_stated(layout, remat):

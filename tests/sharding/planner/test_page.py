@@ -23,6 +23,7 @@ def test_the_page_shows_what_is_predicted():
     assert compared() in PAGE
 
 
+@pytest.mark.slow
 def test_the_page_shows_the_answer(capsys):
     words = shlex.split(COMMANDS[0])
     assert main(words[: words.index("--picture")]) == 0

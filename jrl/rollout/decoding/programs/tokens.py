@@ -12,6 +12,7 @@ from jrl.losses import EntropyStatistics
 from jrl.rollout.decoding.programs.slots import Decoder, Likeliest, Pool, Rows, over_slots
 from jrl.rollout.row_sampling import RowSampling, draw_rows, likeliest_of, row_keys
 from jrl.rollout.sampling import Sampling, draw
+from jrl.rollout.threefry import keys_of
 from sharding.collectives import join_shards, own_shard, vary
 from sharding.folding import FoldedMesh
 
@@ -68,7 +69,7 @@ def drawn_tokens(
     """
     # Each rank of tp draws for its share of the rows, of which it has whole logits; then all of
     # them have every row's token.
-    key, axes = jax.random.wrap_key_data(draws.key), decoder.mesh.sequence
+    key, axes = keys_of(draws.key), decoder.mesh.sequence
 
     if draws.rows is not None:
         own = jax.tree.map(lambda x: own_shard(x, axes), draws.rows)

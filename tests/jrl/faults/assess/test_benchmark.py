@@ -50,6 +50,7 @@ def test_false_alarms_by_look_and_what_an_operator_sees_of_them():
     assert operational_precision(0, 0, 0, looks=96) == 0
 
 
+@pytest.mark.slow
 def test_the_default_finds_what_others_do_not_and_alarms_nobody_in_health(tmp_path):
     """Harder faults than the published mix, rates with heavy tails, offsets, drifts."""
     request = BenchmarkOptions(

@@ -124,6 +124,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_kill_9_in_the_middle_of_writing_loses_no_earlier_sample(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)])
     path = tmp_path / "host-0.1.samples"

@@ -65,6 +65,7 @@ def test_a_sample_costs_less_than_a_hundredth_of_a_core(tmp_path):
     assert seconds < 0.01, f"{seconds * 1e3:.2f} ms per sample"
 
 
+@pytest.mark.slow
 def test_the_thread_keeps_its_beat_and_says_that_it_ended(tmp_path):
     with Sampler(tmp_path, "host-0", period=0.1) as sampler:
         for _ in range(8):

@@ -17,6 +17,7 @@ from jrl.faults.simulate.command import main as simulate_command
 from jrl.faults.standard import StandardDetector
 
 
+@pytest.mark.slow
 def test_a_simulated_fleet_is_replayed(tmp_path, capsys):
     path = tmp_path / "fleet.npz"
     simulate_command([str(path), "--machines", "6", "--seed", "1", "--difficulty", "0.5"])

@@ -84,6 +84,7 @@ def test_the_choice_depends_on_the_key_and_the_true_tokens_alone():
     assert again.sum() == choice.sum()
 
 
+@pytest.mark.slow
 def test_a_count_is_exact_where_floating_point_is_not():
     # 0.3 * 10 and 0.29 * 100 fall below 3 and 29 in floating point on some machines.
     draw = np.random.default_rng(0)
@@ -131,6 +132,7 @@ def test_covariances_have_no_gradient():
         assert not any(np.any(slope) for slope in slopes if slope.dtype == np.float32)
 
 
+@pytest.mark.slow
 def test_random_numbers_of_tokens_are_counted_from_the_first_true_one():
     key, mask = jax.random.key(3), np.array([[0, 1, 0], [1, 0, 1]])
     bits = random_bits(key, jnp.asarray(mask, bool))
@@ -150,6 +152,7 @@ def test_gradients_by_finite_differences():
         )
 
 
+@pytest.mark.slow
 def test_the_first_on_policy_step_is_reinforce_and_a_fraction_of_0_is_ppo():
     b = batch(3)
     rest = (b["advantages"], b["mask"])

@@ -15,6 +15,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 from policy_cases import assert_a_cut_sums_to_the_whole
+from tiers import full_but
 
 import jrl
 
@@ -26,9 +27,18 @@ LOSSES = {
         *("vespo_loss", "sapo_loss", "dro_loss", "reinforce_loss"),
     )
 }
-every_loss = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
+# One of whole responses and one of tokens; all have vectors.
+QUICK = ("gspo_loss sequence", "sapo_loss")
+
+
+def each_of(losses):
+    quick = [losses[name] for name in QUICK]
+    return pytest.mark.parametrize("loss", full_but(losses.values(), *quick), ids=losses.keys())
+
+
+every_loss = each_of(LOSSES)
 WITH_RATIO = {name: loss for name, loss in LOSSES.items() if name != "reinforce_loss"}
-every_ratio = pytest.mark.parametrize("loss", WITH_RATIO.values(), ids=WITH_RATIO.keys())
+every_ratio = each_of(WITH_RATIO)
 
 
 MODES = ("token-mean", "seq-mean-token-mean")
@@ -51,7 +61,7 @@ def slopes_on_policy(name):
     return jax.device_get(slopes(b["logprobs"]))
 
 
-@pytest.mark.parametrize("name", WITH_RATIO)
+@pytest.mark.parametrize("name", full_but(WITH_RATIO, *QUICK))
 @pytest.mark.parametrize("mode", MODES)
 def test_the_first_on_policy_step_is_reinforce(name, mode):
     length = MASK.sum(1, keepdims=True) if name == "luspo_loss" else np.ones(1)
@@ -101,7 +111,9 @@ def test_ratios_of_zero_and_infinity_are_finite_and_counted(loss, advantage):
 
 @pytest.mark.parametrize(
     "name",
-    ["gspo_loss sequence", "gmpo_loss", "sapo_loss", "dro_loss", "reinforce_loss"],
+    full_but(
+        ["gspo_loss sequence", "gmpo_loss", "sapo_loss", "dro_loss", "reinforce_loss"], *QUICK
+    ),
 )
 def test_gradients_by_finite_differences(name):
     with jax.enable_x64(True):

@@ -2,8 +2,8 @@
 
 The calls are listed with the objectives in `tests/vectors/tables`. A call is compiled twice: with
 the batches of most promises (the scenarios) stacked on a leading axis, and with all arrays of other
-shapes and dtypes; here each promise is looked up in the outcomes. What becomes of other shapes and
-dtypes the quick tier asks one call of each kind.
+shapes and dtypes; here each promise is looked up in the outcomes. The quick tier asks one call of
+each kind.
 """
 
 import functools
@@ -23,7 +23,6 @@ from contract_calls import (
     PER_TOKEN,
     SCALAR,
     WITH_BOTH,
-    but_diagnostics,
     each,
 )
 from scenarios import (
@@ -54,23 +53,18 @@ CONSTANTS = ("old_logprobs", "ref_logprobs", "advantages", "importance_weights",
 CONSTANTS += ("returns", "rewards", "gamma", "lam")
 # Every call with one other dtype of mask, every dtype with a fourth of the calls.
 MASK_DTYPES = (jnp.int32, jnp.uint8, jnp.float32, jnp.bfloat16)
-# The scope puts the tests of a call next to each other, so that one process compiles it.
-everything = pytest.mark.parametrize("name", but_diagnostics(EVERYTHING), scope="module")
-# By token, of rows of logits, of whole responses, a number, a loss of tokens and one of a batch.
-ONE_OF_EACH = (
-    "gae",
-    "entropy_from_logits in chunks",
-    "grpo_advantages",
-    "explained_variance",
-    "ppo_loss",
-    "clip_cov_loss",
-)
+# By token, of rows of logits, of whole responses, and a loss.
+ONE_OF_EACH = ("gae", "entropy_from_logits in chunks", "grpo_advantages", "ppo_loss")
 
 
 def of_each_kind(calls):
-    """Tests of other shapes and dtypes: one call of each kind is quick."""
+    """One call of each kind is quick: all have vectors there (`test_vectors.py`)."""
+    # The scope puts the tests of a call next to each other, so that one process compiles it.
     quick = [name for name in calls if name in ONE_OF_EACH]
     return pytest.mark.parametrize("name", full_but(calls, *quick), scope="module")
+
+
+everything = of_each_kind(EVERYTHING)
 
 
 def values_and_slopes(call):

@@ -26,6 +26,7 @@ def run(program: str) -> str:
     return finished.stdout
 
 
+@pytest.mark.slow
 def test_importing_loads_nothing_heavier_than_jax():
     heavy = ("flax", "optax", "orbax", "matplotlib", "chex", "sentencepiece", "tyro", "rich")
     program = f"import sys, jrl; print([name for name in {heavy} if name in sys.modules])"

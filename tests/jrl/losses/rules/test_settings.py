@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from every_call import REQUIRED, arguments, call, functions, values
+from tiers import full_but
 
 # Settings that are off or counted unless they are given.
 OPTIONAL = {
@@ -64,6 +65,7 @@ def settings_of(name):
 
 
 NAMES = [name for name in functions() if settings_of(name)]
+QUICK = ("gae", "clip_cov_loss", "ppo_loss", "value_loss")
 
 
 def program(name, arrays, settings):
@@ -75,7 +77,7 @@ def program(name, arrays, settings):
     return str(jax.make_jaxpr(of)(arrays))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", full_but(NAMES, *QUICK))
 def test_numbers_of_numpy_and_jax_serve_as_those_of_python(name):
     given, of_python = {}, {}
     for n, (setting, value) in enumerate(settings_of(name).items()):
@@ -88,7 +90,7 @@ def test_numbers_of_numpy_and_jax_serve_as_those_of_python(name):
     assert program(name, arrays, given) == program(name, arrays, of_python)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", full_but(NAMES, *QUICK))
 def test_traced_settings_pass_where_nothing_is_decided_by_them(name):
     arrays = arguments(name)
     traced = {s: x for s, x in settings_of(name).items() if s not in STATIC}

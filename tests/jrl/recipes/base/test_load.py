@@ -3,7 +3,7 @@
 import dataclasses
 import sys
 
-import numpy as np
+import jax.numpy as jnp
 import pytest
 
 from jrl.config.files import from_json, to_json
@@ -89,4 +89,4 @@ def test_a_critic_without_a_lambda_says_so():
             raise AssertionError
 
     with pytest.raises(ValueError, match="recipe silent does not say with which lambda"):
-        Silent().policy_lambda(np.ones(2, int))
+        Silent().policy_lambda(jnp.ones(2, int))

@@ -30,6 +30,7 @@ def equal(one, other):
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
+@pytest.mark.slow
 def test_the_next_batch_is_whole_and_later_ones_are_begun(drawn):
     _, sampler, found = drawn
     assert found.prompts_seen == 8 + PROMPTS and found.counts.all()
@@ -45,6 +46,7 @@ def test_the_next_batch_is_whole_and_later_ones_are_begun(drawn):
     assert sampler.engine.num_idle == sampler.engine.slots
 
 
+@pytest.mark.slow
 def test_arrays_and_back(drawn):
     setup, sampler, found = drawn
     room = setup.networks.room
@@ -68,6 +70,7 @@ def test_arrays_and_back(drawn):
     equal(room.packed(again), packed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("version", "bound", "message"),
     [

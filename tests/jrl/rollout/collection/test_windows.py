@@ -51,6 +51,7 @@ def test_what_is_unfinished_goes_on_in_the_next_step(setup, steps):
     assert any(len(c.trajectory.request.response) == 2 * WINDOW for c in steps[-1].completions)
 
 
+@pytest.mark.slow
 def test_every_response_is_written_once_from_its_first_token_to_its_last(setup, steps):
     """What stands in the steps together is what a rollout without windows gives."""
     parts = {}

@@ -87,6 +87,7 @@ def test_prompts_that_are_dropped(talk):
     assert counts.open == 0 and sampler.engine.num_idle > 0
 
 
+@pytest.mark.slow
 def test_a_step_of_dynamic_sampling(talk, monkeypatch):
     recipe = small_recipe("dapo")
     setup, sampler, counts = talk(recipe)

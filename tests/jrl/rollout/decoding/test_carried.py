@@ -110,6 +110,7 @@ def test_the_weights_of_the_moment_go_on():
     assert any(changed)
 
 
+@pytest.mark.slow
 def test_a_cache_that_is_kept():
     """The same weights change no bit; others read what the first ones wrote."""
     asked = ASKED

@@ -118,10 +118,14 @@ def test_experts_move_while_rows_decode():
 
 
 def test_the_loads_are_the_tokens_that_experts_had():
-    """All of a rollout's but for each row's last token, which is not run."""
-    asked = Asked(Sampling(), slots=8, response=9)
-    one = engine(asked, "dp1 / ep2", expert_slots=3, replan=1000)
-    rows = rows_of(answers(one, asked.requests, asked.sampling))
+    """All of a rollout's but for each row's last token, which is not run; rows are those of one
+    side."""
+    asked = Asked()
+    one, two = asked.engine(), engine(asked, "dp1 / ep2", expert_slots=3, replan=1000)
+    expected, rows = (rows_of(answers(each, asked.requests, asked.sampling)) for each in (one, two))
+    for a, b in zip(expected, rows, strict=True):
+        np.testing.assert_array_equal(b.tokens, a.tokens)
+        np.testing.assert_allclose(b.old_logprobs, a.old_logprobs, atol=CLOSE)
     wanted = np.zeros((CONFIG.num_expert_layers, CONFIG.num_experts), int)
     for row in rows:
         # The prompt's tokens were run before.
@@ -129,4 +133,4 @@ def test_the_loads_are_the_tokens_that_experts_had():
         for layer in range(len(wanted)):
             np.add.at(wanted[layer], run[:, layer], 1)
     assert wanted.any()
-    np.testing.assert_array_equal(np.asarray(one._loads), wanted)
+    np.testing.assert_array_equal(np.asarray(two._loads), wanted)

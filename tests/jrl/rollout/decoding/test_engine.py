@@ -103,6 +103,7 @@ def test_the_mesh_is_invisible(layout):
     np.testing.assert_allclose(folded.behaviour_logprobs, one.behaviour_logprobs, atol=CLOSE)
 
 
+@pytest.mark.slow
 def test_greedy_rows_of_a_group_are_equal():
     rollout = decode(Asked(GREEDY))
     groups = rollout.tokens.reshape(NUM_PROMPTS, COPIES, -1)
@@ -182,7 +183,8 @@ def test_neither_slots_nor_windows_have_a_say(slots, window):
     same(found, expected, CLOSE)
 
 
-@pytest.mark.parametrize("layout", ["dp1", pytest.param("tp2 dp2 / ep4", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["dp1", "tp2 dp2 / ep4"])
 def test_the_fewer_are_left_the_fewer_are_computed(monkeypatch, layout):
     """Where nothing else comes and nothing is taken back; the tokens are the same."""
     expected, full = drawn(LONG, LONG.requests)
@@ -320,6 +322,7 @@ def chosen(rollout):
     return np.moveaxis(np.asarray(found), 0, 2)
 
 
+@pytest.mark.slow
 def test_states_are_those_of_a_rows_own_tokens():
     """Where a slot has gone on its state is no longer that of the prompt, which is run again."""
     delta = GatedDeltaNet((0,), 2, 4, key_head_dim=5, value_head_dim=3, conv_width=4)

@@ -46,6 +46,7 @@ def test_a_size_of_programs_is_one_program():
     assert [len(program.runs[0]) for program in seating.arrivals()] == [1, 2, 1]
 
 
+@pytest.mark.slow
 def test_who_arrives_together_has_no_say():
     """All bits of the tokens; of log-probabilities the last digit, as products of more rows are
     summed in other blocks."""

@@ -46,6 +46,7 @@ def served():
     return full.usage, fixed.usage, at_once, in_batches
 
 
+@pytest.mark.slow
 def test_slots_are_kept_full_where_fixed_batches_wait(served):
     full, fixed, *_ = served
     assert full.utilisation >= 0.9
@@ -53,6 +54,7 @@ def test_slots_are_kept_full_where_fixed_batches_wait(served):
     assert full.utilisation >= 1.5 * fixed.utilisation
 
 
+@pytest.mark.slow
 def test_room_and_tokens_are_counted(served):
     """A token that an admission samples needs no step; every other is one slot's step."""
     full, fixed, *_ = served
@@ -63,6 +65,7 @@ def test_room_and_tokens_are_counted(served):
     assert fixed.slot_steps == SLOTS * (longest - 1).sum()
 
 
+@pytest.mark.slow
 def test_batches_have_no_say_in_what_is_drawn(served):
     *_, at_once, in_batches = served
     for one, other in zip(at_once, in_batches, strict=True):

@@ -8,6 +8,7 @@ import sys
 import threading
 
 import pytest
+from annotations import unchecked
 
 from jrl.tasks import load_task
 from jrl.tasks.data.jsonl import _placed, jsonl
@@ -215,6 +216,7 @@ def test_indices(numbers):
         task.train(-1)
 
 
+@pytest.mark.slow
 def test_two_rows_make_two_sides(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(
@@ -331,9 +333,14 @@ GOOD = b'{"prompt": "a", "answer": "1"}\n'
         (GOOD + b'{"prompt": "\\ud800", "answer": "1"}', r':2: field "prompt" has half of a'),
         (GOOD + b'{"prompt": "b", "answer": "2"}\n' + GOOD, r":3: the prompt of line 1 again"),
         (GOOD + b'{"prompt": "b", "answer": "Paris"}', r":2: answer 'Paris' cannot be checked by"),
-        (GOOD + b'{"prompt": "b", "answer": "' + b"(" * 3000 + b'"}', r":2: .*no answer within 1"),
+        pytest.param(
+            GOOD + b'{"prompt": "b", "answer": "' + b"(" * 3000 + b'"}',
+            r":2: .*no answer within 1",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
+@unchecked()
 def test_lines_that_are_refused(tmp_path, content, message):
     path = tmp_path / "a.jsonl"
     path.write_bytes(content)

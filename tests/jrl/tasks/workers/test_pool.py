@@ -100,6 +100,7 @@ def test_few_questions_start_few_workers(make):
     assert pool.ask_all([]) == []
 
 
+@pytest.mark.slow
 def test_what_is_prepared_takes_none_of_the_time_of_an_answer(make):
     pool = make(1, seconds=0.5, prepare=lambda question: {"prepare": question["n"]})
     assert pool.ask_all([{"n": 900}])[0]["ready"] == [900]
@@ -108,6 +109,7 @@ def test_what_is_prepared_takes_none_of_the_time_of_an_answer(make):
     assert isinstance(slow.ask_all([{"n": 60_000}])[0], TimeoutError)
 
 
+@pytest.mark.slow
 def test_close_ends_workers_that_are_at_work(make):
     pool = make(2, seconds=600.0)
     pids = {answer["pid"] for answer in pool.ask_all([{"sleep": 0.2}] * 2 * EACH)}

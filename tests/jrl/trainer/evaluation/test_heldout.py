@@ -9,7 +9,7 @@ from small_runs import fresh_state, fresh_weights, small_recipe, small_run, smal
 from jrl.report.metrics import without_timings
 from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.sampler import Sampler
-from jrl.tasks import Example
+from jrl.tasks import Example, Task
 from jrl.tasks.procedural import ProceduralTask
 from jrl.trainer.evaluation.heldout import filled_up, heldout_examples, heldout_metrics
 from jrl.trainer.step import train_step
@@ -50,6 +50,7 @@ def test_evaluation_is_deterministic_and_stands_aside():
     }
 
 
+@pytest.mark.slow
 def test_answers_are_verified_while_the_next_are_decoded(monkeypatch):
     setup = small_setup()
     weights = fresh_weights(setup)
@@ -81,10 +82,10 @@ def test_evaluations_are_paired():
     assert one == other
 
 
-class Finite:
+class Finite(Task):
     """A task with few held-out prompts."""
 
-    name = "finite"
+    name, heldout_size = "finite", 0
 
     def __init__(self, size):
         self.heldout_size = size

@@ -126,6 +126,7 @@ def gradient_by_hand(setup, batch):
     return jax.jit(function, compiler_options=FAST_COMPILE)
 
 
+@pytest.mark.slow
 def test_steps_equal_those_written_by_hand():
     """Two micro-batches, three steps: masters cast, gradients of bfloat16 weights summed in
     float32, a bound on their norm, and Adam on the masters."""
@@ -161,6 +162,7 @@ def test_steps_equal_those_written_by_hand():
         same_bits(learner.weights, casted(learner.masters))
 
 
+@pytest.mark.slow
 def test_steps_below_the_last_digit_add_up():
     """Each step of a weight of 6 is below half of the distance to its neighbours, 2^-5."""
     setup = setup_on()

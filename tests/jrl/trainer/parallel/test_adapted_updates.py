@@ -20,9 +20,8 @@ from moe.execution import Execution
 ROWS = 8
 PARTS = Execution(scan_layers=True, fsdp=True, remat="full")
 LAYOUTS = (
-    ("dp2 / ep2", {"execution": PARTS}),
+    ("dp2 tp2 / ep4", {"execution": PARTS}),
     ("pp2 vpp2", {}),
-    ("dp2 tp2 / ep4", {}),
 )
 
 

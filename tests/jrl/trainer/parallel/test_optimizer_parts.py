@@ -18,7 +18,6 @@ from small_runs import (
     small_run,
     small_setup,
 )
-from tiers import full_but
 
 from jrl.runs.checkpoints import Checkpoints
 from jrl.trainer.learner.update import update
@@ -74,7 +73,7 @@ def results(text, collective):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", full_but(LAYOUTS, LAYOUTS[1]))
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_are_summed_once_into_parts(layout):
     program, learner = compiled(layout)
     text, mesh = program.as_text(), setup_on(layout).mesh
@@ -97,7 +96,7 @@ def moments(learner):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", full_but(LAYOUTS, LAYOUTS[1]))
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_device_holds_its_part_before_and_after_a_step(layout):
     program, learner = compiled(layout)
     like = jax.tree.map(lambda leaf: leaf.sharding, learner)

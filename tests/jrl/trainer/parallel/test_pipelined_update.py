@@ -23,7 +23,6 @@ from three_updates import (
     random_weights,
     three_updates,
 )
-from tiers import full_but
 
 from jrl.rollout.scoring import PromptLayout, num_micro_batches
 from jrl.runs.checkpoints import Checkpoints
@@ -53,16 +52,15 @@ def updates_on(layout, num_micro, num_layers=4):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "num_micro"),
-    [("pp4", 2), ("pp2 dp4 / ep4", 2), ("pp2 vpp2 tp2 / ep2", 4)],
+    [("pp2 dp4 / ep4", 2), ("pp2 vpp2 tp2 / ep2", 4)],
 )
 def test_updates_equal_those_of_one_device(layout, num_micro):
     assert_same_updates(updates_on(layout, num_micro), updates_on("dp1", 1))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "num_micro"), [("pp4", 4), ("pp2 vpp2 tp2 / ep2", 2)])
-def test_updates_of_uneven_stages_equal_those_of_one_device(layout, num_micro):
-    assert_same_updates(updates_on(layout, num_micro, 5), updates_on("dp1", 1, 5))
+def test_updates_of_uneven_stages_equal_those_of_one_device():
+    assert_same_updates(updates_on("pp2 vpp2 tp2 / ep2", 2, 5), updates_on("dp1", 1, 5))
 
 
 @pytest.mark.slow
@@ -115,15 +113,13 @@ def test_scoring_is_cut_into_whole_groups(layout, num_rows, copies, number):
 
 
 STORED = [
-    ("pp2 vpp2", 4, (2, 2), (2, 1)),
     ("pp2 dp2", 3, (4,), (2,)),
     ("pp2 vpp2", 5, (2, 4), (2, 2)),
 ]
 
 
-@pytest.mark.parametrize(
-    ("layout", "num_layers", "shape", "on_a_stage"), full_but(STORED, STORED[2])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "num_layers", "shape", "on_a_stage"), STORED)
 def test_a_checkpoint_of_a_pipeline_is_one_of_any_layout(
     tmp_path, layout, num_layers, shape, on_a_stage
 ):

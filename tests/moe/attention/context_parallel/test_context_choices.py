@@ -38,7 +38,7 @@ def traded(jaxpr):
     ("ranks", "kv_heads", "copies"),
     full_but([(4, 2, 2), (4, 1, 4), (4, 6, 2), (2, 3, 2), (4, 4, 1)], (4, 1, 4), (4, 4, 1)),
 )
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", full_but(["float32", "bfloat16"], "bfloat16"))
 def test_ulysses_repeats_heads_as_often_as_needed(ranks, kv_heads, copies, dtype):
     """Values, gradients and what is sent where ``cp`` does not divide the key/value heads."""
     heads, time, width, v_width = 12, 8, 6, 10
@@ -96,6 +96,7 @@ def traced_cost(context, ranks, time, heads, dtype, remat="none", window=None):
     return max(array_sizes(body)), kept[0]
 
 
+@pytest.mark.slow
 def test_a_ring_leaves_out_what_is_hidden():
     """Keys and values that are NaN reach whoever computes with them, masked or not."""
     mesh, chunk, time = mesh_of("cp4"), 4, 32

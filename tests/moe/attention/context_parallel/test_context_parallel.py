@@ -154,6 +154,7 @@ def test_one_device_reads_what_it_may(kind, windows):
         np.testing.assert_allclose(got[some], wanted[some], atol=2e-6)
 
 
+@pytest.mark.slow
 def test_a_ring_in_half_precision_errs_as_little_as_blocks():
     """Scores of a dozen or more, which half precision would round by several hundredths."""
     visible = visible_pairs("rows")
@@ -192,8 +193,9 @@ def test_a_ring_in_half_precision_errs_as_little_as_blocks():
 
 LAYOUTS = ["cp4", "tp2 cp2"]
 CONTEXTS = ["gather", "ring", "ulysses"]
-# The whole network gathers in `tests/moe/test_mesh_parity.py`.
-QUICK = ["ring", "ulysses"]
+# The whole network gathers in `tests/moe/test_mesh_parity.py`; `tests/moe/attention/test_sinks.py`
+# has a ring.
+QUICK = ["ulysses"]
 KERNELS = ["gather blocked", "gather xla", "ulysses blocked", "ulysses xla"]
 
 

@@ -143,7 +143,8 @@ def test_even_routing_fits_and_overflow_is_counted(name, layout, emulated):
         assert all(np.isfinite(x).all() for x in jax.tree.leaves((out, gradients)))
 
 
-@pytest.mark.parametrize("name", full_but(NAMES, "ragged"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
 def test_tokens_that_found_no_slot_are_counted_too(name, emulated):
     """Room for 32 rows a device, and for less than the tokens of all."""
     run = program(mesh_of("dp4 / ep4"), implementation=name, buffer_factor=0.25)

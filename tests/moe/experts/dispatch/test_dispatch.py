@@ -187,7 +187,8 @@ def half_unit(x):
     return 2.0 ** (np.ceil(np.log2(np.abs(x) + 1e-9)) - 9)
 
 
-@pytest.mark.parametrize("name", full_but(["all_to_all", "all_gather", "ragged"], "ragged"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["all_to_all", "all_gather", "ragged"])
 def test_half_precision_is_rounded_where_the_contract_says(name, emulated):
     """Neither what a device adds up is rounded before the sum is, nor what devices add up."""
     mesh = mesh_of("dp4 / ep4")
@@ -203,7 +204,8 @@ def test_half_precision_is_rounded_where_the_contract_says(name, emulated):
     np.testing.assert_array_less(np.abs(out - exact), allowed)
 
 
-@pytest.mark.parametrize("name", full_but(["all_to_all", "all_gather", "ragged"], "all_to_all"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["all_to_all", "all_gather", "ragged"])
 def test_an_expert_chosen_twice_counts_twice(name, emulated):
     """As a replayed routing may have it: more choices than a peer has slots for, and none lost."""
     mesh = mesh_of("dp4 / ep4")
@@ -296,6 +298,7 @@ def received(text, mesh):
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capacity", [None, 1])
 def test_volume_of_all_to_all_is_that_of_its_formula(capacity):
     mesh = mesh_of("dp8 / ep4 etp2")
