@@ -37,9 +37,7 @@ def describe(
     counted = advantages[mask] if mask.any() else np.zeros(1)
     truncated = np.array([completion.truncated for completion in completions])
     metrics = {
-        "critic/advantages/mean": counted.mean(),
-        "critic/advantages/max": counted.max(),
-        "critic/advantages/min": counted.min(),
+        **_spread("critic/advantages", counted),
         "training/tokens": valid.sum(),
     }
     # Nothing has been verified of a response that goes on: its score of 0 says nothing.
@@ -61,16 +59,10 @@ def _of_finished(
     group_size: int | None,
 ) -> dict[str, Any]:
     metrics = {
-        "critic/score/mean": scores.mean(),
-        "critic/score/max": scores.max(),
-        "critic/score/min": scores.min(),
-        "critic/rewards/mean": rewards.mean(),
+        **_spread("critic/score", scores),
+        **_spread("critic/rewards", rewards),
         "critic/rewards/std": rewards.std(),
-        "critic/rewards/max": rewards.max(),
-        "critic/rewards/min": rewards.min(),
-        "response_length/mean": lengths.mean(),
-        "response_length/max": lengths.max(),
-        "response_length/min": lengths.min(),
+        **_spread("response_length", lengths),
         "response_length/clip_ratio": truncated.mean(),
     }
     if group_size is not None:
@@ -79,6 +71,10 @@ def _of_finished(
         of_groups = rewards.reshape(-1, group_size)
         metrics["frac_reward_zero_std"] = (np.ptp(of_groups, axis=1) == 0).mean()
     return metrics
+
+
+def _spread(name: str, numbers: np.ndarray) -> dict[str, Any]:
+    return {f"{name}/{part}": getattr(numbers, part)() for part in ("mean", "max", "min")}
 
 
 def summarise(history: list[dict[str, dict[str, Any]]]) -> dict[str, float]:
