@@ -18,28 +18,17 @@ def arrivals_of(
       per_rank: slots of a rank.
       width: columns of the longest row, at least.
     """
-    nothing, numbers = np.zeros(slots, np.int32), list[tuple[int, ...]]()
-    arrivals = Arrivals(
-        sources=nothing - 1,
-        lengths=nothing.copy(),
-        limits=nothing.copy(),
-        responses=nothing.copy(),
-        prompts=nothing.copy(),
-        samples=nothing.copy(),
-        carried=carried_by(arriving, slots, width, decoder),
-    )
+    numbers = list[tuple[int, ...]]()
     for _, request, source in arriving.seats:
         # `~source` counts slots of all ranks, and the program those of its own.
         source = source if source >= 0 else ~source % per_rank
         length, begin = request.length, len(request.tokens)
         numbers.append((source, length, request.limit, begin, request.prompt, request.sample))
     # All at once: one by one they take longer than the program.
-    written = arrivals.sources, arrivals.lengths, arrivals.limits
-    written += arrivals.responses, arrivals.prompts, arrivals.samples
-    taken = [slot for slot, *_ in arriving.seats]
-    for column, values in zip(written, np.array(numbers, np.int32).T, strict=True):
-        column[taken] = values
-    return arrivals
+    columns = np.zeros((6, slots), np.int32)
+    columns[0] = -1
+    columns[:, [slot for slot, *_ in arriving.seats]] = np.transpose(numbers)
+    return Arrivals(*columns, carried=carried_by(arriving, slots, width, decoder))
 
 
 def carried_by(
