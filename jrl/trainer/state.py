@@ -23,7 +23,6 @@ from jrl.trainer.adapters import base
 from jrl.trainer.kept import first_kept
 from jrl.trainer.learner import masters
 from jrl.trainer.learner.learner import Learner, copied, state_shardings
-from jrl.trainer.learner.objectives import CriticObjective
 from jrl.trainer.learner.records import described, making
 from jrl.trainer.setup.networks import Network, Networks
 from moe import placement
@@ -120,7 +119,10 @@ def init_state(
             whole = trees.with_base(fixed, learned, moe_weights.table(own))
             critic = networks.critic.init(whole)
     elif networks.critic is not None:
-        critic = networks.critic.init(critic_from(networks.critic, policy, critic_key))
+        # It starts as the policy with a value head of zeros, so that values start at 0.
+        own = networks.critic
+        head = init_weights(own.config, own.mesh, critic_key).head
+        critic = own.init(replace(policy, head=head))
 
     # `+ 0` makes a buffer of its own: `device_put` may hand back one that another field has.
     def number(value: int) -> Array:
@@ -152,14 +154,6 @@ def _unfinished(networks: Networks) -> Unfinished[Array] | None:
         return None
     nothing = none_unfinished(objective.recipe, objective.response_length)
     return to_devices(nothing, replicated(networks.mesh))
-
-
-def critic_from(
-    critic: Network[CriticObjective], policy: Transformer[Array], key: Array
-) -> Transformer[Array]:
-    """A critic that starts as the policy with a value head of zeros, so that values start at 0."""
-    # The head alone is taken of it, which begins with zeros; the trunk is the policy's.
-    return replace(policy, head=init_weights(critic.config, critic.mesh, key).head)
 
 
 def abstract(networks: Networks) -> TrainState[Any]:
