@@ -11,7 +11,6 @@ import numpy as np
 from jrl.tasks import Example
 from jrl.text.prompt_format import PromptFormat
 from jrl.text.prompts import encode_prompt, text_of
-from jrl.text.tokenizer import Tokenizer
 
 Messages = Sequence[tuple[str, str]]
 """Role and content of each."""
@@ -94,8 +93,3 @@ def gold_rows(
         tokens[row, begin:end], valid[row, begin:end] = [*prompt, *ids], True
         mask[row, prompt_length:end] = imitated
     return tokens, valid, mask
-
-
-def conversation_tokens(tokenizer: Tokenizer, example: Example) -> int:
-    """Tokens of a gold conversation that is laid out without a template."""
-    return len(gold_conversation(PromptFormat(tokenizer), example)[0])
