@@ -113,9 +113,10 @@ def count_updates(history: list[dict[str, dict[str, Any]]]) -> dict[str, float]:
     actor = [entry["actor"] for entry in history if "actor" in entry]
     overflows = [metrics["overflow"] for metrics in everything if "overflow" in metrics]
     counts = {
-        "training/optimizer_steps": float(sum(_moved(metrics) for metrics in actor)),
+        "training/optimizer_steps": float(sum(m["finite"] and not m["empty"] for m in actor)),
         "training/nonfinite_skipped": float(sum(not metrics["finite"] for metrics in everything)),
-        "training/empty_skipped": float(sum(_is_empty(metrics) for metrics in everything)),
+        # For want of tokens, and for nothing worse.
+        "training/empty_skipped": float(sum(m["finite"] and m["empty"] for m in everything)),
     }
     if overflows:
         counts["training/overflow_repeated"] = float(np.count_nonzero(overflows))
@@ -130,15 +131,6 @@ def drift_alarm(metrics: Mapping[str, float], bound: float | None) -> dict[str, 
         return {}
     # Written so that NaN, which is above nothing, counts as drift.
     return {"sampling/drift_alarm": float(not metrics["sampling/k3_kl"] <= bound)}
-
-
-def _moved(metrics: dict[str, Any]) -> bool:
-    return bool(metrics["finite"]) and not metrics["empty"]
-
-
-def _is_empty(metrics: dict[str, Any]) -> bool:
-    """Whether an update was skipped for want of tokens, and for nothing worse."""
-    return bool(metrics["finite"]) and bool(metrics["empty"])
 
 
 def _load(assignments: np.ndarray) -> dict[str, float]:
