@@ -80,7 +80,7 @@ class SlotEngine:
         kept, merged = (records_choices, top_logprobs), config.without_adapters()
         self.decoder = Decoder(merged, rollout, pad_id, stop_ids, *kept)
         self._slots_place = NamedSharding(rollout.mesh, over_slots(rollout))
-        self._usage = Usage()
+        self.usage = Usage()
         self._resharding = RolloutPolicy(config, training, rollout)
         self._key = to_devices(jax.random.key_data(key), replicated(rollout))
         self._seating = self._made_seating(slots, rollout.size(rollout.dp))
@@ -98,10 +98,6 @@ class SlotEngine:
         # The states of Gated DeltaNet are of a row's last token alone.
         copies, row_widths = self.decoder.config.delta is None, self._row_widths
         return Seating(slots, ranks, self.most_tokens, row_widths=row_widths, copies=copies)
-
-    @property
-    def usage(self) -> Usage:
-        return self._usage
 
     @property
     def step_sizes(self) -> list[int]:
@@ -221,8 +217,8 @@ class SlotEngine:
 
     def _arrivals(self, arriving: Arriving, width: int) -> Arrivals[np.ndarray]:
         """`arrivals_of`, and the slots are counted as taken."""
-        self._usage.prefilled += sum(len(ids) for runs in arriving.runs for ids in runs)
-        self._usage.admitted += len(arriving.seats)
+        self.usage.prefilled += sum(len(ids) for runs in arriving.runs for ids in runs)
+        self.usage.admitted += len(arriving.seats)
         arrivals = arrivals_of(arriving, self.slots, self._seating.per_rank, width, self.decoder)
         taken = [slot for slot, *_ in arriving.seats]
         self._lengths[taken] = arrivals.lengths[taken]
@@ -289,9 +285,9 @@ class SlotEngine:
         steps, row_steps = to_host(advanced)
         # A copy, which can be written to where rows come.
         self._lengths = np.array(lengths)
-        self._usage.steps += int(steps)
-        self._usage.slot_steps += int(steps) * (self.slots if some is None else len(some))
-        self._usage.row_steps += int(row_steps)
+        self.usage.steps += int(steps)
+        self.usage.slot_steps += int(steps) * (self.slots if some is None else len(some))
+        self.usage.row_steps += int(row_steps)
         return still
 
     def _with_columns(self, pool: Pool[Array], columns: int) -> tuple[Pool[Array], int]:
