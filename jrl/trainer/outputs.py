@@ -112,7 +112,7 @@ def opened(setup: Setup, folder: RunFolder, step: int) -> Iterator[Outputs]:
                 resumed = folder.tensorboard_path.is_dir()
                 logger = loggers.TensorBoard(folder.tensorboard_path, step if resumed else None)
             else:
-                logger = loggers.Wandb(folder.path, "jrl", folder.path.name, folder.config())
+                logger = loggers.Wandb(folder.path, folder.config())
             stack.callback(logger.close)
             extra.append(logger)
         # Totals and the drift go on from the last line, as they are in no checkpoint.
