@@ -19,7 +19,7 @@ from jrl.rollout.collection.collect import groups_of
 from jrl.rollout.sampler import Completion, lengths_of, sampled_lengths_of
 from jrl.rollout.timing import timed
 from jrl.trainer.learner.objectives import CriticObjective, sampling_differences
-from jrl.trainer.packed.scoring import packed_logprobs, packed_values
+from jrl.trainer.packed.scoring import packed_scores
 from jrl.trainer.scoring import (
     logprobs_and_choices_of,
     logprobs_and_entropy_of,
@@ -117,7 +117,8 @@ def _values(
     if batch.finished is not None:
         mask = batch.mask | (responses_of(batch) & batch.finished[:, None])
         batch = replace(batch, mask=mask)
-    return packed_values(network.objective, critic, batch, network.bins)
+    (values,) = packed_scores(network.objective, critic, batch, network.bins)
+    return values
 
 
 def _logprobs(
@@ -127,7 +128,8 @@ def _logprobs(
     replayed = objective.replayed(batch) if replays else None
     # A packed pass replays whatever is on record: one that must not replay runs rows as they stand.
     if networks.packs and (replays or objective.recipe.router_replay is None):
-        return packed_logprobs(objective, policy, batch, networks.policy.bins)
+        logprobs, sampled = packed_scores(objective, policy, batch, networks.policy.bins)
+        return logprobs, sampled
     return logprobs_of(objective, policy, batch.tokens, batch.valid, replayed)
 
 
