@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -251,7 +251,12 @@ def _decorate(axes: "Axes", panel: Panel) -> None:
     axes.set_title(panel.title, fontsize=14, fontweight="bold", color=INK, loc="left", pad=10)
     axes.set_xlabel("step", fontsize=12, color=MUTED)
     axes.set_ylabel(panel.unit, fontsize=12, color=MUTED)
-    axes.grid(color=GRID, linewidth=1.0)
+    plain(axes)
+
+
+def plain(axes: "Axes", lines: Literal["both", "y"] = "both") -> None:
+    """Nothing but the data, with a grid of these lines behind it and an axis below."""
+    axes.grid(color=GRID, linewidth=1.0, axis=lines)
     axes.set_axisbelow(True)
     axes.tick_params(colors=MUTED, labelsize=11, length=0)
     for side in ("top", "right", "left"):
