@@ -5,6 +5,7 @@ import numpy as np
 from jrl.rollout.decoding.programs.admission import Arrivals, Carried
 from jrl.rollout.decoding.programs.slots import Decoder
 from jrl.rollout.decoding.seating import Arriving
+from moe.config import ModelConfig
 from moe.router.replay import choices_dtype
 
 
@@ -48,7 +49,7 @@ def carried_by(
         behaviour_logprobs=np.zeros((slots, width), np.float32),
         old_logprobs=np.zeros((slots, width), np.float32),
         versions=np.zeros((slots, width), np.int32),
-        choices=_no_choices(slots, width, decoder),
+        choices=no_choices(decoder.config, slots, width) if decoder.records_choices else None,
     )
     for slot, request, _ in arriving.seats:
         carried.starts[slot], sampled = request.start, request.sampled
@@ -64,9 +65,7 @@ def carried_by(
     return carried
 
 
-def _no_choices(slots: int, width: int, decoder: Decoder) -> np.ndarray | None:
-    if not decoder.records_choices:
-        return None
-    config = decoder.config
-    shape = (slots, width, config.num_expert_layers, config.experts_per_token)
+def no_choices(config: ModelConfig, rows: int, columns: int) -> np.ndarray:
+    """``[row, column, layer, k]`` without a record of any token's experts."""
+    shape = (rows, columns, config.num_expert_layers, config.experts_per_token)
     return np.full(shape, config.num_experts, choices_dtype(config.num_experts))

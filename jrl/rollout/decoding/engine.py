@@ -26,8 +26,6 @@ from moe.config import ModelConfig
 from moe.weights import Transformer
 from sharding.folding import FoldedMesh
 
-MOST_TOKENS = 2**15
-"""Prompt tokens that a rank runs at once, about; it bounds the memory of an admission."""
 WINDOW = 64
 """Tokens of a row between two looks of the host: finished rows are verified meanwhile."""
 NARROWEST = 64
@@ -53,8 +51,8 @@ class SlotEngine:
       top_logprobs: likeliest tokens that are kept of each place.
     """
 
-    most_tokens = MOST_TOKENS
-    """Prompt tokens that a rank runs at once, about."""
+    most_tokens = 2**15
+    """Prompt tokens that a rank runs at once, about; it bounds the memory of an admission."""
     _row_widths: Sequence[int] = ()  # of rows that prompts share; none where each has its own
     _alone = False  # whether how many rows are live depends on nothing but what they drew
 
