@@ -125,7 +125,8 @@ class Service:
         self._waiting: deque[Job] = deque()
         self._left: list[Job] = []
         self._loads: list[Future[int]] = []
-        self._closing = False
+        self.closing = False
+        """Whether it takes nothing more."""
         self._jobs: dict[int, Job] = {}
         self._choices: dict[tuple[int, int], _Choice] = {}
         self._number = 0
@@ -169,7 +170,7 @@ class Service:
         with self._door:
             if self.failure is not None:
                 raise Refused(500, "the engine has failed: restart the server.")
-            if self._closing:
+            if self.closing:
                 raise closing()
             free = max(0, self._idle - sum(job.num_choices for job in self._waiting))
             if not free and len(self._waiting) >= self._queue + self._idle:
@@ -196,7 +197,7 @@ class Service:
         then."""
         future: Future[int] = Future()
         with self._door:
-            if self._closing:
+            if self.closing:
                 raise closing()
             self._loads.append(future)
             self._door.notify()
@@ -205,13 +206,8 @@ class Service:
     def close(self) -> None:
         """Takes nothing more; the thread ends when what it has is finished."""
         with self._door:
-            self._closing = True
+            self.closing = True
             self._door.notify()
-
-    @property
-    def closing(self) -> bool:
-        """Whether it takes nothing more."""
-        return self._closing
 
     @property
     def ended(self) -> bool:
@@ -244,7 +240,7 @@ class Service:
         engine = self._engine
         with self._door:
             while not (self._waiting or self._left or self._loads or engine.busy):
-                if self._closing:
+                if self.closing:
                     return False
                 if self._warming.num_left:
                     break
