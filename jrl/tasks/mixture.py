@@ -54,6 +54,7 @@ class Mixture:
     Attributes:
       sources: the tasks, in the order in which they were given.
       task_names: their names, which examples have as `Example.task`.
+      part_names: of all parts of rewards that a verdict can have.
     """
 
     def __init__(self, name: str, weighted: Sequence[Weighted]):
@@ -75,16 +76,12 @@ class Mixture:
         self.sources: tuple[Task, ...] = tuple(self._tasks.values())
         _check_apart(self.sources)
         self.task_names: tuple[str, ...] = tuple(self._tasks)
+        parts = [name for task in self.sources for name in getattr(task, "part_names", ())]
+        self.part_names: tuple[str, ...] = tuple(dict.fromkeys(parts))
         weights = [each.weight for each in weighted]
         sizes = [task.heldout_size for task in self.sources]
         self._train = Turns(weights, [None] * len(weights))
         self._heldout = Turns(weights, sizes)
-
-    @property
-    def part_names(self) -> tuple[str, ...]:
-        """Of all parts of rewards that a verdict can have."""
-        found = [name for task in self.sources for name in getattr(task, "part_names", ())]
-        return tuple(dict.fromkeys(found))
 
     @property
     def max_prompt_length(self) -> int:
