@@ -9,6 +9,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as Call
@@ -18,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jrl.serving.answers import Answer, event, fingerprint
 from jrl.serving.asked import Asked, chat_of, check_model, completion_of
-from jrl.serving.metrics import CONTENT_TYPE, GONE, Metrics
+from jrl.serving.metrics import GONE, Metrics
 from jrl.serving.policy import Served
 from jrl.serving.refusal import Refused
 from jrl.serving.service import Event, Job, Service
@@ -235,7 +236,7 @@ class Front:
         return JSONResponse(content, 200 if state == "ok" else 503)
 
     async def _show_metrics(self, call: Call) -> Response:
-        return Response(self._metrics.text(), media_type=CONTENT_TYPE)
+        return Response(self._metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
 class _Gone(Exception):

@@ -104,7 +104,6 @@ class Service:
       metrics: that are kept of it.
       queue: requests that may wait beside those whose choices have a free slot.
       window: tokens of a choice between two looks.
-      flush: called after each round of `Job.tell`, from the thread.
     """
 
     def __init__(
@@ -116,11 +115,11 @@ class Service:
         *,
         queue: int,
         window: int,
-        flush: Callable[[], None] = lambda: None,
     ):
         self._engine, self._served, self._versions = engine, served, versions
         self._metrics, self._queue, self._window = metrics, queue, window
-        self.flush = flush
+        self.flush: Callable[[], None] = lambda: None
+        """Called after each round of `Job.tell`, from the thread."""
         self._door = threading.Condition()
         self._waiting: deque[Job] = deque()
         self._left: list[Job] = []
