@@ -173,9 +173,11 @@ def abstract(networks: Networks) -> TrainState[Any]:
         jax.eval_shape(lambda: jax.random.key(0)),
     )
     weights = placement.shardings(policy.config, mesh)
-    others = replace(state, policy=None, critic=None, pool=None)
+    apart = "policy", "critic", "pool"
+    others = {name: x for name, x in vars(state).items() if name not in apart}
     return replace(
-        _laid_out(others, weights, mesh),
+        state,
+        **_laid_out(others, weights, mesh),
         policy=_learner_laid_out(state.policy, policy),
         critic=None if critic is None else _learner_laid_out(state.critic, critic),
         pool=None if networks.kept_pool is None else abstract_pool(*networks.kept_pool),
