@@ -6,9 +6,10 @@ from pathlib import Path
 import numpy as np
 
 from experiments.study import Curve
-from jrl.report.plots import COMPARED, GRID, INK, MUTED
+from jrl.report.plots import BLUE, GREEN, GRID, INK, MUTED, ORANGE, PURPLE
 
 DPI = 160
+COMPARED = (BLUE, ORANGE, GREEN, PURPLE, "#c81e4a", "#0e8fa8", "#8a6d1b", "#52606d")
 AXES = {
     "step": "training steps",
     "sampled_tokens": "sampled tokens, thousands",

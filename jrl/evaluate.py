@@ -164,8 +164,7 @@ def _evaluate(request: Request) -> dict[str, Any]:
     if run.rollout_devices is not None:
         # Nothing learns here: the layout's own devices sample.
         run = replace(run, rollout_devices=None, rollout_layout=None)
-    if run.rollout_engine != "slots":
-        run = replace(run, rollout_engine="slots", rollout_split=None)
+    run = replace(run, rollout_engine="slots", rollout_split=None)
     # Implementations were chosen for the devices that learned; here the best that applies will do.
     run = replace(run, **dict.fromkeys(OF_DEVICES))
     if request.layout is not None:
@@ -227,9 +226,8 @@ def _evaluate(request: Request) -> dict[str, Any]:
         )
         if critic is not None and folder is not None:
             numbers |= _diagnose(request, folder, setup, sampler, (critic, step), display)
-    about = {"run": request.run, "recipe": recipe.name, "task": run.task, "step": step}
-    if folder is None:
-        about["recipe"] = "checkpoint"
+    name = "checkpoint" if folder is None else recipe.name
+    about = {"run": request.run, "recipe": name, "task": run.task, "step": step}
     if setup.prompts_dropped:
         numbers["prompts_dropped"] = setup.prompts_dropped
     how = {"k": request.k, "seed": request.seed}

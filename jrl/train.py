@@ -96,6 +96,8 @@ def _laid_out(request: Request) -> Request:
 
 def _begin(request: Request) -> int:
     """A new run. Its folder is made when all that can be seen to be wrong has been looked at."""
+    from jrl.trainer.adapters.peft import given_adapters
+
     setup = _build_together(request)
     with closing(setup.task):
         weights = _given_weights(setup)
@@ -103,7 +105,7 @@ def _begin(request: Request) -> int:
         with _open(lambda: _create(request)) as folder:
             _keep_with_run(setup, folder)
             _say_lengths(setup)
-            return _train(setup, folder, weights, _given_adapters(setup))
+            return _train(setup, folder, weights, given_adapters(setup))
 
 
 def _resume(request: Request) -> int:
@@ -111,6 +113,7 @@ def _resume(request: Request) -> int:
     from jrl.report.page.write import write_page
     from jrl.report.plots import plot_run
     from jrl.runs.checkpoints import Checkpoints
+    from jrl.trainer.adapters.peft import given_adapters
 
     run, config = request.run, to_json(request.run, request.recipe)
     with _open(lambda: RunFolder.resume(request.command.run_dir or "")) as folder:
@@ -136,7 +139,7 @@ def _resume(request: Request) -> int:
             _keep_with_run(setup, folder)
             if step is not None:
                 return _train(setup, folder, None, None)
-            return _train(setup, folder, _given_weights(setup), _given_adapters(setup))
+            return _train(setup, folder, _given_weights(setup), given_adapters(setup))
 
 
 def _settings(request: Request) -> dict[str, Any]:
@@ -249,13 +252,6 @@ def _given_weights(setup: "Setup") -> "Transformer[Array] | None":
     weights, step = load_policy(folder, networks, float32=True)
     print(f"starting from {setup.run.weights} after step {step}")
     return weights
-
-
-def _given_adapters(setup: "Setup") -> "Transformer[Array] | None":
-    """The adapters that --lora-from asks for; None without."""
-    from jrl.trainer.adapters.peft import given_adapters
-
-    return given_adapters(setup)
 
 
 def _adapters_of(setup: "Setup", folder: RunFolder) -> "Lora | None":

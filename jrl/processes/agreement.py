@@ -10,7 +10,7 @@ has to call them, in the same order.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from itertools import combinations
 from typing import Any
@@ -43,12 +43,9 @@ def connect(mesh: FoldedMesh) -> None:
     if not is_multiprocess():
         return
     any_of(False)  # nobody waits for one that is still compiling what came before
-    numbers = to_devices(np.ones(mesh.layout.num_devices, np.float32), _over_all(mesh))
+    over_all = NamedSharding(mesh.mesh, PartitionSpec(mesh.axes))
+    numbers = to_devices(np.ones(mesh.layout.num_devices, np.float32), over_all)
     jax.block_until_ready(_meeting(mesh)(numbers))
-
-
-def _over_all(mesh: FoldedMesh) -> NamedSharding:
-    return NamedSharding(mesh.mesh, PartitionSpec(mesh.axes))
 
 
 @cache
@@ -171,7 +168,12 @@ def check_same(settings: Mapping[str, Any]) -> None:
     """
     every = gather(dict(settings))
     for number, theirs in enumerate(every):
-        differences = list(_differences(every[0], theirs))
+        first = every[0]
+        differences = [
+            f"{name} is {theirs.get(name)} there and {first.get(name)} in process 0"
+            for name in sorted({*first, *theirs})
+            if first.get(name) != theirs.get(name)
+        ]
         if differences:
             raise ValueError(
                 f"process {number} was started for another run than process 0: "
@@ -203,12 +205,6 @@ class FailTogether:
             for number, message in enumerate(messages):
                 if message is not None:
                     raise ValueError(f"process {number}: {message}")
-
-
-def _differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
-    for name in sorted({*first, *other}):
-        if first.get(name) != other.get(name):
-            yield f"{name} is {other.get(name)} there and {first.get(name)} in process 0"
 
 
 def _encoded(value: Any) -> np.ndarray:

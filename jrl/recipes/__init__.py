@@ -1,10 +1,13 @@
 """One file per paper: its hyperparameter table as code, and what it does to a batch."""
 
-from jrl.recipes.base.actor_critic import ActorCritic
-from jrl.recipes.base.batch import Batch, Targets, Totals
-from jrl.recipes.base.group_relative import GroupRelative
-from jrl.recipes.base.recipe import Metrics, Recipe
-from jrl.recipes.base.temperature import AdaptiveTemperature
+from jrl.recipes.base.actor_critic import ActorCritic as ActorCritic
+from jrl.recipes.base.batch import Batch as Batch
+from jrl.recipes.base.batch import Targets as Targets
+from jrl.recipes.base.batch import Totals as Totals
+from jrl.recipes.base.group_relative import GroupRelative as GroupRelative
+from jrl.recipes.base.recipe import Metrics as Metrics
+from jrl.recipes.base.recipe import Recipe
+from jrl.recipes.base.temperature import AdaptiveTemperature as AdaptiveTemperature
 from jrl.recipes.cispo import Cispo
 from jrl.recipes.dapo import Dapo
 from jrl.recipes.dr_grpo import DrGrpo
@@ -37,29 +40,3 @@ RECIPES: dict[str, type[Recipe]] = {
 
 SUPERVISED: dict[str, type[Sft]] = {"sft": Sft}
 """The stage before, by the name that it has in the place of a recipe's."""
-
-__all__ = [
-    "RECIPES",
-    "SUPERVISED",
-    "ActorCritic",
-    "AdaptiveTemperature",
-    "Batch",
-    "Cispo",
-    "Dapo",
-    "DrGrpo",
-    "GroupRelative",
-    "Grpo",
-    "Gspo",
-    "Hapo",
-    "Maxrl",
-    "Metrics",
-    "Ppo",
-    "Recipe",
-    "ReinforcePlusPlus",
-    "Rloo",
-    "Sft",
-    "Targets",
-    "Totals",
-    "Tppo",
-    "Vapo",
-]

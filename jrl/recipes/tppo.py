@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jrl.config.numbers import check_least
 from jrl.losses import (
     Aggregation,
     effective_length,
@@ -68,8 +69,7 @@ class Tppo(ImitatingActorCritic):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"window={self.window} must be at least 1.")
+        check_least(self, ("window",))
         if self.ignore_last < 0:
             raise ValueError(f"ignore_last={self.ignore_last} must not be negative: 0 keeps all.")
         if not self.lam_alpha > 0:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jrl.report.critic import BINS, CriticRollout, Report, critic_diagnostics
-from jrl.report.plots import BLUE, GREEN, GRID, INK, MUTED, ORANGE, PURPLE, grid_of, save
+from jrl.report.plots import BLUE, GREEN, GRID, INK, MUTED, ORANGE, PURPLE, grid_of, plain, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -50,17 +50,10 @@ def plot_diagnostics(
         _groups,
     )
     for axes, draw in zip(grid, panels, strict=True):
-        axes.grid(color=GRID, linewidth=1.0, axis="y")
-        axes.set_axisbelow(True)
-        axes.tick_params(colors=MUTED, labelsize=11, length=0, pad=7)
-        for side in ("top", "right", "left"):
-            axes.spines[side].set_visible(False)
-        axes.spines["bottom"].set_color(MUTED)
+        plain(axes, "y")
+        axes.tick_params(pad=7)
         draw(axes, rollout, report)
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save(figure, path)
-    return path
+    return save(figure, path)
 
 
 def _name(axes: "Axes", title: str, note: str, x: str, y: str) -> None:

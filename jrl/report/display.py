@@ -11,6 +11,7 @@ import unicodedata
 from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -217,39 +218,30 @@ def training_line(step: int, num_steps: int, metrics: Mapping[str, float | int])
 
 
 def print_samples(
-    prompts: Sequence[str],
-    before: Sequence[str],
-    after: Sequence[str],
-    scores_before: Sequence[float | int],
-    scores_after: Sequence[float | int],
+    before: Sequence[Mapping[str, Any]],
+    after: Sequence[Mapping[str, Any]],
     console: Console | None = None,
 ) -> None:
     """Print what the policy answered before and after, side by side.
 
     Args:
-      prompts: one per row.
-      before: completions before reinforcement.
-      after: completions after it.
-      scores_before: the verifier's scores in [0, 1]; full marks get ``✓``, none ``✗``.
-      scores_after: the same for `after`.
+      before: "prompt", "completion" and "score" of completions before reinforcement, as
+        `jrl.runs.records.read_samples` gives them; full marks of 1 get ``✓``, none ``✗``.
+      after: of completions of the same prompts after it.
       console: where to print; standard output by default.
 
     Raises:
-      ValueError: where the five differ in length.
+      ValueError: where the two differ in length.
     """
     console = console or Console()
     table = Table(box=box.ROUNDED, title="Completions of held-out prompts", show_lines=True)
     for heading in ("prompt", "before", "", "after", ""):
         table.add_column(heading, overflow="fold", no_wrap=heading == "")
-    rows = zip(prompts, before, after, scores_before, scores_after, strict=True)
-    for prompt, old, new, old_score, new_score in rows:
-        table.add_row(
-            _shown(prompt, console),
-            _shown(old, console),
-            _mark(old_score, console),
-            _shown(new, console),
-            _mark(new_score, console),
-        )
+    for old, new in zip(before, after, strict=True):
+        cells = [_shown(old["prompt"], console)]
+        for sample in (old, new):
+            cells += [_shown(sample["completion"], console), _mark(float(sample["score"]), console)]
+        table.add_row(*cells)
     console.print(table)
 
 

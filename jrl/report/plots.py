@@ -1,15 +1,15 @@
 """Pictures of a run, drawn from its ``metrics.jsonl``.
 
-`plot_run` writes one overview and one picture for each panel; `plot_comparison` lays several runs
-over each other. Only panels whose metrics were logged are drawn. matplotlib is imported inside the
-functions: a command line should not wait for it before it has something to draw.
+`plot_run` writes one overview and one picture for each panel. Only panels whose metrics were logged
+are drawn. matplotlib is imported inside the functions: a command line should not wait for it before
+it has something to draw.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 BLUE, ORANGE, GREEN, PURPLE = "#2563eb", "#ea7317", "#12936f", "#8b3fc7"
-COMPARED = (BLUE, ORANGE, GREEN, PURPLE, "#c81e4a", "#0e8fa8", "#8a6d1b", "#52606d")
 DPI = 200
 
 
@@ -145,10 +144,7 @@ Series = tuple[list[float | int], list[float | int]]
 
 
 def plot_run(
-    metrics_path: Path | str,
-    directory: Path | str,
-    title: str | None = None,
-    warm_start_accuracy: float | int | None = None,
+    metrics_path: Path | str, directory: Path | str, title: str | None = None
 ) -> list[Path]:
     """Draw ``overview.png`` and one PNG for each panel that has something to show.
 
@@ -156,8 +152,6 @@ def plot_run(
       metrics_path: the run's ``metrics.jsonl``.
       directory: where the pictures go; made if missing. Existing ones are replaced.
       title: the heading of the overview.
-      warm_start_accuracy: the level marked as the start, in [0, 1]; by default the first sampled
-        accuracy that was logged.
 
     Returns:
       The paths written, the overview first; none if no panel has a metric.
@@ -169,75 +163,15 @@ def plot_run(
     if not panels:
         return []
 
-    def draw(axes: "Axes", panel: Panel) -> None:
-        level = None
-        if panel.reference is not None:
-            level = warm_start_accuracy
-            if level is None and (start := series(history, panel.reference)):
-                level = start[1][0]
-        _draw_panel(axes, panel, history, level)
-
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    paths = [directory / "overview.png"]
     figure, grid = grid_of(len(panels), title)
     for axes, panel in zip(grid, panels, strict=True):
-        draw(axes, panel)
-    save(figure, paths[0])
+        _draw_panel(axes, panel, history)
+    paths = [save(figure, Path(directory) / "overview.png")]
     for panel in panels:
         figure, (axes,) = grid_of(1, None)
-        draw(axes, panel)
-        paths.append(directory / f"{panel.file}.png")
-        save(figure, paths[-1])
+        _draw_panel(axes, panel, history)
+        paths.append(save(figure, Path(directory) / f"{panel.file}.png"))
     return paths
-
-
-def plot_comparison(
-    runs: Mapping[str, Path | str],
-    path: Path | str,
-    title: str | None = None,
-    panels: Sequence[str] = ("accuracy", "reward", "response_length", "entropy"),
-) -> Path:
-    """Draw several runs over each other, one colour a run.
-
-    Of a panel with several curves the first is drawn.
-
-    Args:
-      runs: the ``metrics.jsonl`` of each run under the name the legend gives it.
-      path: the PNG to write.
-      title: its heading.
-      panels: which panels, by file name; those that no run has metrics for are left out.
-
-    Returns:
-      `path`.
-
-    Raises:
-      ValueError: for an unknown panel, and where nothing could be drawn.
-    """
-    known = {panel.file: panel for panel in PANELS}
-    if unknown := [name for name in panels if name not in known]:
-        raise ValueError(f"panels={unknown} are unknown: choose among {', '.join(known)}")
-    histories = {label: records.read_metrics(metrics) for label, metrics in runs.items()}
-    shown = []
-    for panel in (known[name] for name in panels):
-        lines = [series(history, panel.lines[0].metric) for history in histories.values()]
-        if any(lines):
-            shown.append((panel, lines))
-    if not shown:
-        raise ValueError(f"runs={list(runs)} logged no metric of panels={list(panels)}")
-    colours = [COMPARED[i % len(COMPARED)] for i in range(len(histories))]
-    figure, grid = grid_of(len(shown), title)
-    for axes, (panel, lines) in zip(grid, shown, strict=True):
-        _decorate(axes, panel)
-        for line, label, colour in zip(lines, histories, colours, strict=True):
-            if line:
-                _draw_line(axes, line, label, colour, panel.measured)
-        _frame(axes, panel)
-    grid[0].legend(frameon=False, labelcolor=INK)
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save(figure, path)
-    return path
 
 
 def series(history: Sequence[Mapping[str, float | int]], metric: str) -> Series | None:
@@ -286,12 +220,7 @@ def grid_of(num_panels: int, title: str | None) -> tuple["Figure", list["Axes"]]
     return figure, axes[:num_panels]
 
 
-def _draw_panel(
-    axes: "Axes",
-    panel: Panel,
-    history: Sequence[Mapping[str, float | int]],
-    level: float | int | None,
-) -> None:
+def _draw_panel(axes: "Axes", panel: Panel, history: Sequence[Mapping[str, float | int]]) -> None:
     _decorate(axes, panel)
     drawn = 0
     for line in panel.lines:
@@ -299,10 +228,12 @@ def _draw_panel(
         if points is not None:
             _draw_line(axes, points, line.label, line.colour, panel.measured)
             drawn += 1
-    if level is not None:
+    start = None if panel.reference is None else series(history, panel.reference)
+    if start is not None:
+        level = start[1][0]
         axes.axhline(level, color=MUTED, linewidth=1.4, linestyle=(0, (4, 3)), label="warm start")
     _frame(axes, panel)
-    if drawn > 1 or level is not None:
+    if drawn > 1 or start is not None:
         axes.legend(frameon=False, labelcolor=INK)
 
 
@@ -320,7 +251,12 @@ def _decorate(axes: "Axes", panel: Panel) -> None:
     axes.set_title(panel.title, fontsize=14, fontweight="bold", color=INK, loc="left", pad=10)
     axes.set_xlabel("step", fontsize=12, color=MUTED)
     axes.set_ylabel(panel.unit, fontsize=12, color=MUTED)
-    axes.grid(color=GRID, linewidth=1.0)
+    plain(axes)
+
+
+def plain(axes: "Axes", lines: Literal["both", "y"] = "both") -> None:
+    """Nothing but the data, with a grid of these lines behind it and an axis below."""
+    axes.grid(color=GRID, linewidth=1.0, axis=lines)
     axes.set_axisbelow(True)
     axes.tick_params(colors=MUTED, labelsize=11, length=0)
     for side in ("top", "right", "left"):
@@ -346,8 +282,11 @@ def _frame(axes: "Axes", panel: Panel) -> None:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.4g} %"))
 
 
-def save(figure: "Figure", path: Path) -> None:
+def save(figure: "Figure", path: Path | str) -> Path:
     """Write the picture under a temporary name first: a kill leaves the old one."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     figure.savefig(temporary, dpi=DPI, format="png")
     temporary.replace(path)
+    return path

@@ -12,6 +12,7 @@ from jaxtyping import Array
 from moe import placement
 from moe.adapters.trees import has_adapters, merged, without_adapters
 from moe.config import ModelConfig
+from moe.disaggregated.split import devices_of
 from moe.weights import Transformer, axis_sizes, table
 from sharding.folding import FoldedMesh, Layout, fold
 
@@ -49,8 +50,7 @@ def rollout_mesh(text: str | None, training: FoldedMesh) -> FoldedMesh:
         )
     if layout == training.layout:
         return training
-    assert isinstance(training.mesh, jax.sharding.Mesh)
-    return fold(layout, list(training.mesh.devices.flat))
+    return fold(layout, devices_of(training))
 
 
 def mesh_apart(text: str | None, number: int, training: FoldedMesh) -> FoldedMesh:
@@ -89,12 +89,7 @@ def mesh_apart(text: str | None, number: int, training: FoldedMesh) -> FoldedMes
 
 def apart(training: FoldedMesh, rollout: FoldedMesh) -> bool:
     """Whether the two have devices of their own."""
-    return _devices(training).isdisjoint(_devices(rollout))
-
-
-def _devices(mesh: FoldedMesh) -> set[Any]:
-    assert isinstance(mesh.mesh, jax.sharding.Mesh)
-    return set(mesh.mesh.devices.flat)
+    return {*devices_of(training)}.isdisjoint(devices_of(rollout))
 
 
 class RolloutPolicy:

@@ -1,7 +1,6 @@
 """Prompts of a task in, verified completions out."""
 
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from jrl.rollout.conversations.turns import Turns
 from jrl.rollout.decoding.protocol import RolloutEngine
 from jrl.rollout.decoding.requests import Request, Trajectory
 from jrl.rollout.sampling import Sampling
+from jrl.rollout.timing import timed
 from jrl.tasks import Example, Task, Verdict
 from jrl.tasks.parts import environments_of
 from jrl.text.prompt_format import PromptFormat
@@ -147,11 +147,8 @@ class Unverified:
 
     def verified(self) -> list[Completion]:
         """All that `ready` has not given yet; with several processes a collective."""
-        begin = time.perf_counter()
-        completions = self._take(len(self._pending))
-        waited = time.perf_counter() - begin
-        self._seconds["timing_s/reward"] = self._seconds.get("timing_s/reward", 0.0) + waited
-        return completions
+        with timed("timing_s/reward", self._seconds):
+            return self._take(len(self._pending))
 
     def _take(self, number: int) -> list[Completion]:
         """Waits for the verdicts of the first so many additions."""
@@ -215,13 +212,12 @@ class Sampler:
         """
         seconds, done = {} if seconds is None else seconds, 0
         drawn = Unverified(self.task, seconds)
-        begin = time.perf_counter()
-        self.engine.submit(requests, sampling)
-        while trajectories := self.engine.poll(alone=True):
-            self.judge(drawn, trajectories, examples)
-            done += len(trajectories)
-            report(done)
-        seconds["timing_s/gen"] = seconds.get("timing_s/gen", 0.0) + time.perf_counter() - begin
+        with timed("timing_s/gen", seconds):
+            self.engine.submit(requests, sampling)
+            while trajectories := self.engine.poll(alone=True):
+                self.judge(drawn, trajectories, examples)
+                done += len(trajectories)
+                report(done)
         return drawn
 
     def sample(

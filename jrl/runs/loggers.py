@@ -63,33 +63,23 @@ class Wandb:
     the same metrics, their timings apart.
 
     Args:
-      directory: the run folder; local files go to ``wandb/`` in it, and to ``wandb/run-id`` the
-        identity of the run, so that another run of the same name is never continued.
-      project: the project it belongs to.
-      name: the run's name.
+      directory: the run folder, by whose name the run is called; local files go to ``wandb/`` in
+        it, and to ``wandb/run-id`` the identity of the run, so that another run of the same name is
+        never continued.
       config: shown beside the run.
-      mode: "online", "offline" or "disabled"; None leaves it to wandb's own settings.
 
     Raises:
       ValueError: where wandb is not installed.
     """
 
-    def __init__(
-        self,
-        directory: Path | str,
-        project: str,
-        name: str,
-        config: Mapping[str, Any],
-        mode: str | None = None,
-    ):
+    def __init__(self, directory: Path, config: Mapping[str, Any]):
         module = _import("wandb", extra="wandb")
         self._run = module.init(
             dir=str(directory),
-            project=project,
-            name=name,
-            id=_identity(Path(directory) / "wandb" / "run-id"),
+            project="jrl",
+            name=directory.name,
+            id=_identity(directory / "wandb" / "run-id"),
             config=dict(config),
-            mode=mode,
             resume="allow",
         )
 

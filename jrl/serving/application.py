@@ -6,18 +6,20 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as Call
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jrl.serving.answers import Answer, event, fingerprint
 from jrl.serving.asked import Asked, chat_of, check_model, completion_of
-from jrl.serving.metrics import CONTENT_TYPE, GONE, Metrics
+from jrl.serving.metrics import GONE, Metrics
 from jrl.serving.policy import Served
 from jrl.serving.refusal import Refused
 from jrl.serving.service import Event, Job, Service
@@ -82,8 +84,8 @@ class Front:
 
     def _endpoint(
         self, name: str, parse: Callable[[Mapping[str, Any]], Asked]
-    ) -> Callable[[Call], Awaitable[Response]]:
-        async def serve(call: Call) -> Response:
+    ) -> Callable[[Call], Awaitable[ASGIApp]]:
+        async def serve(call: Call) -> ASGIApp:
             self._loop = asyncio.get_running_loop()
             try:
                 self._check_key(call)
@@ -99,7 +101,8 @@ class Front:
 
         return serve
 
-    def _begin(self, name: str, asked: Asked) -> Response:
+    def _begin(self, name: str, asked: Asked) -> ASGIApp:
+        """What sends the answer of a request while it is written."""
         prompts = self._served.prompts(asked)
         limits = [self._served.limit(asked, prompt) for prompt in prompts]
         events: asyncio.Queue[Event | None] = asyncio.Queue()
@@ -108,17 +111,18 @@ class Front:
         tokenizer = self._served.format.tokenizer
         echoes = [tokenizer.decode(prompt.tolist()) for prompt in prompts] if asked.echo else []
         answer = Answer(asked, self._pieces, job.prompt_tokens, echoes)
-        return _Answering(self, name, job, answer, events)
+        return partial(self._answer, name, job, answer, events)
 
     def _count(self, endpoint: str, status: str) -> None:
         self._metrics.requests.labels(endpoint, status).inc()
 
-    async def answer(
+    async def _answer(
         self,
         name: str,
         job: Job,
         answer: Answer,
         events: "asyncio.Queue[Event | None]",
+        scope: Scope,
         receive: Receive,
         send: Send,
     ) -> None:
@@ -232,25 +236,7 @@ class Front:
         return JSONResponse(content, 200 if state == "ok" else 503)
 
     async def _show_metrics(self, call: Call) -> Response:
-        return Response(self._metrics.text(), media_type=CONTENT_TYPE)
-
-
-class _Answering(Response):
-    """An answer that is sent while it is written."""
-
-    def __init__(
-        self,
-        front: Front,
-        name: str,
-        job: Job,
-        answer: Answer,
-        events: "asyncio.Queue[Event | None]",
-    ):
-        super().__init__()
-        self._front, self._given = front, (name, job, answer, events)
-
-    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
-        await self._front.answer(*self._given, receive, send)
+        return Response(self._metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
 class _Gone(Exception):

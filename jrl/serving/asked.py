@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jrl.serving.refusal import Refused, wrong
+from jrl.tasks.data.records import short
 
 MOST_CHOICES = 128
 MOST_STOPS = 4
@@ -161,7 +162,7 @@ def _check_names(
             continue
         raise wrong(
             name,
-            f"{name}={_short(value)} is not served here: leave it out.",
+            f"{name}={short(value)} is not served here: leave it out.",
             "unsupported_parameter" if name in neutral else "unknown_parameter",
         )
 
@@ -175,7 +176,7 @@ def _common(body: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(options, dict) or set(options) - {"include_usage"}:
             raise wrong(
                 "stream_options",
-                f'stream_options={_short(options)} must be {{"include_usage": true or false}}.',
+                f'stream_options={short(options)} must be {{"include_usage": true or false}}.',
             )
     n = _whole(body, "n", 1, MOST_CHOICES)
     temperature, top_p = _number(body, "temperature", 0.0, 2.0), _number(body, "top_p", 0.0, 1.0)
@@ -206,7 +207,7 @@ def _prompts(body: Mapping[str, Any]) -> tuple[str | tuple[int, ...], ...]:
     if not several or not all(isinstance(each, str) or _is_ids(each) for each in several):
         raise wrong(
             "prompt",
-            f"prompt={_short(prompt)} must be a text, a list of token ids, or a list of several of "
+            f"prompt={short(prompt)} must be a text, a list of token ids, or a list of several of "
             "one of these.",
         )
     if len(several) > MOST_PROMPTS:
@@ -225,19 +226,19 @@ def _messages(body: Mapping[str, Any]) -> tuple[Message, ...]:
     if not isinstance(messages, list) or not messages:
         raise wrong(
             "messages",
-            f'messages={_short(messages)} must be a list of {{"role": ..., "content": ...}}.',
+            f'messages={short(messages)} must be a list of {{"role": ..., "content": ...}}.',
         )
     return tuple(_message(f"messages[{index}]", each) for index, each in enumerate(messages))
 
 
 def _message(where: str, message: Any) -> Message:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise wrong(where, f'{where}={_short(message)} must be {{"role": ..., "content": ...}}.')
+        raise wrong(where, f'{where}={short(message)} must be {{"role": ..., "content": ...}}.')
     for name, value in message.items():
         if name not in ("role", "content") and value not in (None, []):
             raise wrong(
                 f"{where}.{name}",
-                f"{where}.{name}={_short(value)} is not served here: leave it out.",
+                f"{where}.{name}={short(value)} is not served here: leave it out.",
                 "unsupported_parameter",
             )
     content = message.get("content")
@@ -246,7 +247,7 @@ def _message(where: str, message: Any) -> Message:
     if not isinstance(content, str):
         raise wrong(
             f"{where}.content",
-            f"{where}.content={_short(content)} must be a text, or a list of parts that are.",
+            f"{where}.content={short(content)} must be a text, or a list of parts that are.",
         )
     return message["role"], content
 
@@ -256,11 +257,11 @@ def _part(where: str, part: Any) -> str:
         kind = part.get("type") if isinstance(part, dict) else part
         raise wrong(
             where,
-            f'{where} is of type {_short(kind)}: only {{"type": "text", "text": ...}} is served.',
+            f'{where} is of type {short(kind)}: only {{"type": "text", "text": ...}} is served.',
             "unsupported_parameter",
         )
     if not isinstance(part.get("text"), str):
-        raise wrong(where, f"{where}.text={_short(part.get('text'))} must be a text.")
+        raise wrong(where, f"{where}.text={short(part.get('text'))} must be a text.")
     return part["text"]
 
 
@@ -270,7 +271,7 @@ def _stops(body: Mapping[str, Any]) -> tuple[str, ...]:
     if not all(isinstance(each, str) and each for each in several) or len(several) > MOST_STOPS:
         raise wrong(
             "stop",
-            f"stop={_short(given)} must be a text that is not empty, or a list of {MOST_STOPS} at "
+            f"stop={short(given)} must be a text that is not empty, or a list of {MOST_STOPS} at "
             "most.",
         )
     return tuple(several)
@@ -279,7 +280,7 @@ def _stops(body: Mapping[str, Any]) -> tuple[str, ...]:
 def _boolean(body: Mapping[str, Any], name: str) -> bool:
     value = body.get(name)
     if value is not None and type(value) is not bool:
-        raise wrong(name, f"{name}={_short(value)} must be true or false.")
+        raise wrong(name, f"{name}={short(value)} must be true or false.")
     return bool(value)
 
 
@@ -289,7 +290,7 @@ def _whole(body: Mapping[str, Any], name: str, least: int, most: int | None) -> 
         return None
     if type(value) is not int or value < least or (most is not None and value > most):
         span = f"from {least}" if most is None else f"in {least}..{most}"
-        raise wrong(name, f"{name}={_short(value)} must be a whole number {span}.")
+        raise wrong(name, f"{name}={short(value)} must be a whole number {span}.")
     return value
 
 
@@ -298,13 +299,8 @@ def _number(body: Mapping[str, Any], name: str, least: float, most: float) -> fl
     if value is None:
         return None
     if type(value) not in (int, float) or not least <= value <= most or not math.isfinite(value):
-        raise wrong(name, f"{name}={_short(value)} must be a number in {least:g}..{most:g}.")
+        raise wrong(name, f"{name}={short(value)} must be a number in {least:g}..{most:g}.")
     return float(value)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def check_model(asked: Asked, name: str) -> None:
@@ -312,7 +308,7 @@ def check_model(asked: Asked, name: str) -> None:
     if asked.model != name:
         raise Refused(
             404,
-            f"model={_short(asked.model)} is not served here: ask for {name!r}.",
+            f"model={short(asked.model)} is not served here: ask for {name!r}.",
             "model",
             "model_not_found",
         )

@@ -104,7 +104,6 @@ class Service:
       metrics: that are kept of it.
       queue: requests that may wait beside those whose choices have a free slot.
       window: tokens of a choice between two looks.
-      flush: called after each round of `Job.tell`, from the thread.
     """
 
     def __init__(
@@ -116,16 +115,17 @@ class Service:
         *,
         queue: int,
         window: int,
-        flush: Callable[[], None] = lambda: None,
     ):
         self._engine, self._served, self._versions = engine, served, versions
         self._metrics, self._queue, self._window = metrics, queue, window
-        self.flush = flush
+        self.flush: Callable[[], None] = lambda: None
+        """Called after each round of `Job.tell`, from the thread."""
         self._door = threading.Condition()
         self._waiting: deque[Job] = deque()
         self._left: list[Job] = []
         self._loads: list[Future[int]] = []
-        self._closing = False
+        self.closing = False
+        """Whether it takes nothing more."""
         self._jobs: dict[int, Job] = {}
         self._choices: dict[tuple[int, int], _Choice] = {}
         self._number = 0
@@ -169,7 +169,7 @@ class Service:
         with self._door:
             if self.failure is not None:
                 raise Refused(500, "the engine has failed: restart the server.")
-            if self._closing:
+            if self.closing:
                 raise closing()
             free = max(0, self._idle - sum(job.num_choices for job in self._waiting))
             if not free and len(self._waiting) >= self._queue + self._idle:
@@ -196,7 +196,7 @@ class Service:
         then."""
         future: Future[int] = Future()
         with self._door:
-            if self._closing:
+            if self.closing:
                 raise closing()
             self._loads.append(future)
             self._door.notify()
@@ -205,13 +205,8 @@ class Service:
     def close(self) -> None:
         """Takes nothing more; the thread ends when what it has is finished."""
         with self._door:
-            self._closing = True
+            self.closing = True
             self._door.notify()
-
-    @property
-    def closing(self) -> bool:
-        """Whether it takes nothing more."""
-        return self._closing
 
     @property
     def ended(self) -> bool:
@@ -244,7 +239,7 @@ class Service:
         engine = self._engine
         with self._door:
             while not (self._waiting or self._left or self._loads or engine.busy):
-                if self._closing:
+                if self.closing:
                     return False
                 if self._warming.num_left:
                     break

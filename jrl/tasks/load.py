@@ -155,7 +155,11 @@ class _Loader:
             self._check_environment_rewards(spec)
             return self._of_environment(spec)
         if not self.settings.rewards:
-            self._check_no_weights()
+            if self.settings.weights:
+                raise ValueError(
+                    f"reward_weights={' '.join(self.settings.weights)} needs --reward, or a task "
+                    "of your own: leave it out."
+                )
             return self._of_library(spec)
         prompts: Prompts
         if kind in KINDS and rest and OWN not in self.settings.rewards:
@@ -228,13 +232,6 @@ class _Loader:
             made = Rewarded(prompts, rewards, weighing, verifier)
             stack.pop_all()
         return made
-
-    def _check_no_weights(self) -> None:
-        if self.settings.weights:
-            raise ValueError(
-                f"reward_weights={' '.join(self.settings.weights)} needs --reward, or a task of "
-                "your own: leave it out."
-            )
 
     def _of_library(self, spec: str) -> Task:
         kind, _, rest = spec.partition(":")

@@ -50,6 +50,11 @@ class Mixture:
 
     Training and held-out prompts are mixed alike. Held-out lists that are used up are passed over,
     so that every held-out prompt has a number.
+
+    Attributes:
+      sources: the tasks, in the order in which they were given.
+      task_names: their names, which examples have as `Example.task`.
+      part_names: of all parts of rewards that a verdict can have.
     """
 
     def __init__(self, name: str, weighted: Sequence[Weighted]):
@@ -68,28 +73,15 @@ class Mixture:
             raise ValueError(
                 f"task={name!r} has one task twice: give it once, with a larger weight"
             )
-        _check_apart(list(self._tasks.values()))
-        self._names = list(self._tasks)
+        self.sources: tuple[Task, ...] = tuple(self._tasks.values())
+        _check_apart(self.sources)
+        self.task_names: tuple[str, ...] = tuple(self._tasks)
+        parts = [name for task in self.sources for name in getattr(task, "part_names", ())]
+        self.part_names: tuple[str, ...] = tuple(dict.fromkeys(parts))
         weights = [each.weight for each in weighted]
-        sizes = [task.heldout_size for task in self._tasks.values()]
+        sizes = [task.heldout_size for task in self.sources]
         self._train = Turns(weights, [None] * len(weights))
         self._heldout = Turns(weights, sizes)
-
-    @property
-    def sources(self) -> tuple[Task, ...]:
-        """The tasks, in the order in which they were given."""
-        return tuple(self._tasks.values())
-
-    @property
-    def task_names(self) -> tuple[str, ...]:
-        """Their names, which examples have as `Example.task`."""
-        return tuple(self._names)
-
-    @property
-    def part_names(self) -> tuple[str, ...]:
-        """Of all parts of rewards that a verdict can have."""
-        found = [name for task in self.sources for name in getattr(task, "part_names", ())]
-        return tuple(dict.fromkeys(found))
 
     @property
     def max_prompt_length(self) -> int:
@@ -138,8 +130,7 @@ class Mixture:
         self, turn: tuple[int, int], ask: Callable[[Task], Callable[[int], Example]]
     ) -> Example:
         task, index = turn
-        name = self._names[task]
-        return replace(ask(self._tasks[name])(index), task=name)
+        return replace(ask(self.sources[task])(index), task=self.task_names[task])
 
 
 def _check_apart(tasks: Sequence[Task]) -> None:

@@ -31,17 +31,14 @@ class ProceduralTask:
 
     @property
     def max_prompt_length(self) -> int:
-        """Characters of the longest prompt that the definition can draw."""
         return self.definition.max_prompt_length
 
     @property
     def max_response_length(self) -> int:
-        """Characters of the longest answer that the definition can draw."""
         return self.definition.max_response_length
 
     @property
     def characters(self) -> str:
-        """Every character that the definition can use, sorted."""
         return self.definition.characters
 
     def train(self, index: int) -> Example:

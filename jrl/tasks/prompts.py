@@ -9,6 +9,8 @@ class OfPrompts:
 
     def __init__(self, prompts: Prompts):
         self._prompts = prompts
+        self.sources: tuple[Prompts, ...] = (prompts,)
+        """Where the prompts come from."""
 
     @property
     def name(self) -> str:
@@ -29,11 +31,6 @@ class OfPrompts:
     @property
     def heldout_size(self) -> int | None:
         return self._prompts.heldout_size
-
-    @property
-    def sources(self) -> tuple[Prompts, ...]:
-        """Where the prompts come from."""
-        return (self._prompts,)
 
     def train(self, index: int) -> Example:
         """The index-th training example."""

@@ -10,8 +10,7 @@ import numpy as np
 
 from jrl.tasks import Example
 from jrl.text.prompt_format import PromptFormat
-from jrl.text.prompts import text_of
-from jrl.text.tokenizer import Tokenizer
+from jrl.text.prompts import encode_prompt, text_of
 
 Messages = Sequence[tuple[str, str]]
 """Role and content of each."""
@@ -67,19 +66,20 @@ def gold_conversation(format: PromptFormat, example: Example) -> tuple[list[int]
     return ids, imitated
 
 
-def encode_conversations(
-    format: PromptFormat, examples: Sequence[Example], response_length: int
+def gold_rows(
+    format: PromptFormat, examples: Sequence[Example], prompt_length: int, response_length: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Gold conversations, right-padded, ``[examples, response_length]``: ids, what is not padding,
-    and what is imitated.
+    """Prompts and gold conversations, padded before and behind, ``[examples, prompt_length +
+    response_length]``: ids, what is not padding, and what is imitated.
 
     Raises:
-      ValueError: for one longer than the response length.
+      ValueError: for a prompt or a conversation that is longer.
     """
-    shape = (len(examples), response_length)
+    shape = (len(examples), prompt_length + response_length)
     tokens = np.full(shape, format.tokenizer.pad_id, np.int32)
     valid, mask = np.zeros(shape, bool), np.zeros(shape, bool)
     for row, example in enumerate(examples):
+        prompt = encode_prompt(format, example, prompt_length)
         ids, imitated = gold_conversation(format, example)
         if len(ids) > response_length:
             what = f"the answer {example.answer[:60]!r}"
@@ -89,11 +89,7 @@ def encode_conversations(
                 f"{what} has {len(ids)} tokens and "
                 f"response_length={response_length}: raise --response-length."
             )
-        tokens[row, : len(ids)], valid[row, : len(ids)] = ids, True
-        mask[row, : len(ids)] = imitated
+        begin, end = prompt_length - len(prompt), prompt_length + len(ids)
+        tokens[row, begin:end], valid[row, begin:end] = [*prompt, *ids], True
+        mask[row, prompt_length:end] = imitated
     return tokens, valid, mask
-
-
-def conversation_tokens(tokenizer: Tokenizer, example: Example) -> int:
-    """Tokens of a gold conversation that is laid out without a template."""
-    return len(gold_conversation(PromptFormat(tokenizer), example)[0])

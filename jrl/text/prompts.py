@@ -27,18 +27,6 @@ def encode_prompt(format: PromptFormat, example: Example, prompt_length: int) ->
     return ids
 
 
-def left_padded(
-    prompts: Sequence[Sequence[int]], width: int, pad_id: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Ids with padding before them and which of them are none, ``[prompts, width]``."""
-    tokens = np.full((len(prompts), width), pad_id, np.int32)
-    valid = np.zeros(tokens.shape, bool)
-    for row, ids in enumerate(prompts):
-        tokens[row, width - len(ids) :] = ids
-        valid[row, width - len(ids) :] = True
-    return tokens, valid
-
-
 def text_of(tokenizer: Tokenizer, ids: np.ndarray) -> str:
     """Text of sampled ids. What ended it, in last place, is left out; other special tokens show."""
     written = list(map(int, ids))

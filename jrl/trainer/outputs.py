@@ -112,7 +112,7 @@ def opened(setup: Setup, folder: RunFolder, step: int) -> Iterator[Outputs]:
                 resumed = folder.tensorboard_path.is_dir()
                 logger = loggers.TensorBoard(folder.tensorboard_path, step if resumed else None)
             else:
-                logger = loggers.Wandb(folder.path, "jrl", folder.path.name, folder.config())
+                logger = loggers.Wandb(folder.path, folder.config())
             stack.callback(logger.close)
             extra.append(logger)
         # Totals and the drift go on from the last line, as they are in no checkpoint.
@@ -157,10 +157,4 @@ def finish(setup: Setup, folder: RunFolder, stopped: bool) -> None:
         raise ValueError(f"{folder.samples_path} has no samples of kind heldout: lines were lost")
     before = [line for line in shown if line["step"] == shown[0]["step"]]
     after = [line for line in shown if line["step"] == shown[-1]["step"]]
-    print_samples(
-        [str(line["prompt"]) for line in before],
-        [str(line["completion"]) for line in before],
-        [str(line["completion"]) for line in after],
-        [float(line["score"]) for line in before],
-        [float(line["score"]) for line in after],
-    )
+    print_samples(before, after)

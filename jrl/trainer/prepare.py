@@ -1,8 +1,6 @@
 """From completions to what the updates of a step learn from."""
 
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -19,8 +17,9 @@ from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.batching import over_rows
 from jrl.rollout.collection.collect import groups_of
 from jrl.rollout.sampler import Completion, lengths_of, sampled_lengths_of
+from jrl.rollout.timing import timed
 from jrl.trainer.learner.objectives import CriticObjective, sampling_differences
-from jrl.trainer.packed.scoring import packed_logprobs, packed_values
+from jrl.trainer.packed.scoring import packed_scores
 from jrl.trainer.scoring import (
     logprobs_and_choices_of,
     logprobs_and_entropy_of,
@@ -40,19 +39,8 @@ def targets_of(recipe: Recipe, batch: Batch[Array]) -> Targets[Array]:
     return recipe.targets(batch)
 
 
-@partial(jax.jit, static_argnums=0)
-def corrected(
-    correction: Correction,
-    logprobs: Array | None,
-    sampler_logprobs: Array,
-    mask: Array,
-    old_logprobs: Array,
-    drawn_logprobs: Array,
-) -> Corrected:
-    """What a step learns from, by how far the sampler is from the trainer."""
-    return correction.correct(
-        logprobs, sampler_logprobs, mask, old_logprobs=old_logprobs, drawn_logprobs=drawn_logprobs
-    )
+corrected = jax.jit(Correction.correct, static_argnums=0)
+"""What a step learns from, by how far the sampler is from the trainer."""
 
 
 @jax.jit
@@ -94,11 +82,11 @@ def prepare(
     # Forward passes of networks as they are before the first update: none is repeated per epoch.
     if state.critic is not None:
         assert networks.critic is not None
-        with _timed("timing_s/values", seconds):
+        with timed("timing_s/values", seconds):
             values = _values(networks, networks.critic, state.critic.weights, batch)
             batch = replace(batch, old_values=jax.block_until_ready(values))
     if (reference := reference_of(networks, state)) is not None:
-        with _timed("timing_s/ref", seconds):
+        with timed("timing_s/ref", seconds):
             # Another network, whose routers have their own say: nothing is replayed.
             scored = _logprobs(*reference, batch, replays=False)
             batch = replace(batch, reference_logprobs=jax.block_until_ready(scored)[0])
@@ -106,9 +94,9 @@ def prepare(
         _check_recorded(batch, networks.policy.config)
     # The sampler's own log-probabilities serve as old ones unless asked otherwise: a pass less.
     if recipe.rescores:
-        with _timed("timing_s/old_log_prob", seconds):
+        with timed("timing_s/old_log_prob", seconds):
             batch, rescored = _rescored(networks, recipe, state, batch)
-    with _timed("timing_s/adv", seconds):
+    with timed("timing_s/adv", seconds):
         batch, metrics = _with_targets(recipe, batch, rescored)
         jax.block_until_ready(batch)
         metrics = {name: float(value) for name, value in to_host(metrics).items()}
@@ -129,7 +117,8 @@ def _values(
     if batch.finished is not None:
         mask = batch.mask | (responses_of(batch) & batch.finished[:, None])
         batch = replace(batch, mask=mask)
-    return packed_values(network.objective, critic, batch, network.bins)
+    (values,) = packed_scores(network.objective, critic, batch, network.bins)
+    return values
 
 
 def _logprobs(
@@ -139,7 +128,8 @@ def _logprobs(
     replayed = objective.replayed(batch) if replays else None
     # A packed pass replays whatever is on record: one that must not replay runs rows as they stand.
     if networks.packs and (replays or objective.recipe.router_replay is None):
-        return packed_logprobs(objective, policy, batch, networks.policy.bins)
+        logprobs, sampled = packed_scores(objective, policy, batch, networks.policy.bins)
+        return logprobs, sampled
     return logprobs_of(objective, policy, batch.tokens, batch.valid, replayed)
 
 
@@ -258,8 +248,8 @@ def _with_targets(
             rescored,
             as_sampled,
             mask,
-            given(batch.old_logprobs),
-            given(batch.behaviour_logprobs),
+            old_logprobs=given(batch.old_logprobs),
+            drawn_logprobs=given(batch.behaviour_logprobs),
         )
     if critic_mask is not None:
         # What is rejected counts for neither network.
@@ -279,11 +269,3 @@ def _with_targets(
         importance_weights=learned.importance_weights,
     )
     return batch, metrics
-
-
-@contextmanager
-def _timed(phase: str, seconds: dict[str, float]) -> Iterator[None]:
-    """Adds the time of its body, which waits for what it dispatches."""
-    begin = time.perf_counter()
-    yield
-    seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - begin

@@ -17,13 +17,12 @@ from jrl.recipes.base.collection import Windows
 from jrl.rollout.batching import replicated
 from jrl.rollout.collection.ahead import Ahead
 from jrl.rollout.collection.windows import Unfinished, none_unfinished
-from jrl.rollout.decoding.programs.slots import Pool
+from jrl.rollout.decoding.programs.slots import Pool, abstract_pool, empty_pool
 from jrl.runs.checkpoints import Checkpoints
 from jrl.trainer.adapters import base
 from jrl.trainer.kept import first_kept
 from jrl.trainer.learner import masters
 from jrl.trainer.learner.learner import Learner, copied, state_shardings
-from jrl.trainer.learner.objectives import CriticObjective
 from jrl.trainer.learner.records import described, making
 from jrl.trainer.setup.networks import Network, Networks
 from moe import placement
@@ -120,7 +119,10 @@ def init_state(
             whole = trees.with_base(fixed, learned, moe_weights.table(own))
             critic = networks.critic.init(whole)
     elif networks.critic is not None:
-        critic = networks.critic.init(critic_from(networks.critic, policy, critic_key))
+        # It starts as the policy with a value head of zeros, so that values start at 0.
+        own = networks.critic
+        head = init_weights(own.config, own.mesh, critic_key).head
+        critic = own.init(replace(policy, head=head))
 
     # `+ 0` makes a buffer of its own: `device_put` may hand back one that another field has.
     def number(value: int) -> Array:
@@ -142,7 +144,7 @@ def init_state(
         ahead=None
         if networks.room is None
         else to_devices(networks.room.empty(), replicated(networks.mesh)),
-        pool=None if networks.kept_pool is None else networks.kept_pool.empty(),
+        pool=None if networks.kept_pool is None else empty_pool(*networks.kept_pool),
     )
 
 
@@ -152,14 +154,6 @@ def _unfinished(networks: Networks) -> Unfinished[Array] | None:
         return None
     nothing = none_unfinished(objective.recipe, objective.response_length)
     return to_devices(nothing, replicated(networks.mesh))
-
-
-def critic_from(
-    critic: Network[CriticObjective], policy: Transformer[Array], key: Array
-) -> Transformer[Array]:
-    """A critic that starts as the policy with a value head of zeros, so that values start at 0."""
-    # The head alone is taken of it, which begins with zeros; the trunk is the policy's.
-    return replace(policy, head=init_weights(critic.config, critic.mesh, key).head)
 
 
 def abstract(networks: Networks) -> TrainState[Any]:
@@ -179,12 +173,14 @@ def abstract(networks: Networks) -> TrainState[Any]:
         jax.eval_shape(lambda: jax.random.key(0)),
     )
     weights = placement.shardings(policy.config, mesh)
-    others = replace(state, policy=None, critic=None, pool=None)
+    apart = "policy", "critic", "pool"
+    others = {name: x for name, x in vars(state).items() if name not in apart}
     return replace(
-        _laid_out(others, weights, mesh),
+        state,
+        **_laid_out(others, weights, mesh),
         policy=_learner_laid_out(state.policy, policy),
         critic=None if critic is None else _learner_laid_out(state.critic, critic),
-        pool=None if networks.kept_pool is None else networks.kept_pool.abstract(),
+        pool=None if networks.kept_pool is None else abstract_pool(*networks.kept_pool),
     )
 
 

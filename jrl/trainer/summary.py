@@ -37,9 +37,7 @@ def describe(
     counted = advantages[mask] if mask.any() else np.zeros(1)
     truncated = np.array([completion.truncated for completion in completions])
     metrics = {
-        "critic/advantages/mean": counted.mean(),
-        "critic/advantages/max": counted.max(),
-        "critic/advantages/min": counted.min(),
+        **_spread("critic/advantages", counted),
         "training/tokens": valid.sum(),
     }
     # Nothing has been verified of a response that goes on: its score of 0 says nothing.
@@ -61,16 +59,10 @@ def _of_finished(
     group_size: int | None,
 ) -> dict[str, Any]:
     metrics = {
-        "critic/score/mean": scores.mean(),
-        "critic/score/max": scores.max(),
-        "critic/score/min": scores.min(),
-        "critic/rewards/mean": rewards.mean(),
+        **_spread("critic/score", scores),
+        **_spread("critic/rewards", rewards),
         "critic/rewards/std": rewards.std(),
-        "critic/rewards/max": rewards.max(),
-        "critic/rewards/min": rewards.min(),
-        "response_length/mean": lengths.mean(),
-        "response_length/max": lengths.max(),
-        "response_length/min": lengths.min(),
+        **_spread("response_length", lengths),
         "response_length/clip_ratio": truncated.mean(),
     }
     if group_size is not None:
@@ -79,6 +71,10 @@ def _of_finished(
         of_groups = rewards.reshape(-1, group_size)
         metrics["frac_reward_zero_std"] = (np.ptp(of_groups, axis=1) == 0).mean()
     return metrics
+
+
+def _spread(name: str, numbers: np.ndarray) -> dict[str, Any]:
+    return {f"{name}/{part}": getattr(numbers, part)() for part in ("mean", "max", "min")}
 
 
 def summarise(history: list[dict[str, dict[str, Any]]]) -> dict[str, float]:
@@ -117,9 +113,10 @@ def count_updates(history: list[dict[str, dict[str, Any]]]) -> dict[str, float]:
     actor = [entry["actor"] for entry in history if "actor" in entry]
     overflows = [metrics["overflow"] for metrics in everything if "overflow" in metrics]
     counts = {
-        "training/optimizer_steps": float(sum(_moved(metrics) for metrics in actor)),
+        "training/optimizer_steps": float(sum(m["finite"] and not m["empty"] for m in actor)),
         "training/nonfinite_skipped": float(sum(not metrics["finite"] for metrics in everything)),
-        "training/empty_skipped": float(sum(_is_empty(metrics) for metrics in everything)),
+        # For want of tokens, and for nothing worse.
+        "training/empty_skipped": float(sum(m["finite"] and m["empty"] for m in everything)),
     }
     if overflows:
         counts["training/overflow_repeated"] = float(np.count_nonzero(overflows))
@@ -134,15 +131,6 @@ def drift_alarm(metrics: Mapping[str, float], bound: float | None) -> dict[str, 
         return {}
     # Written so that NaN, which is above nothing, counts as drift.
     return {"sampling/drift_alarm": float(not metrics["sampling/k3_kl"] <= bound)}
-
-
-def _moved(metrics: dict[str, Any]) -> bool:
-    return bool(metrics["finite"]) and not metrics["empty"]
-
-
-def _is_empty(metrics: dict[str, Any]) -> bool:
-    """Whether an update was skipped for want of tokens, and for nothing worse."""
-    return bool(metrics["finite"]) and bool(metrics["empty"])
 
 
 def _load(assignments: np.ndarray) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 
-import numpy as np
 from jaxtyping import Array
 
 from jrl.config.run import RunConfig
@@ -12,8 +11,7 @@ from jrl.rollout.batching import over_rows
 from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.sampler import Sampler, accuracy, numbered
 from jrl.tasks import Example
-from jrl.text.conversation import encode_conversations
-from jrl.text.prompts import encode_prompt, left_padded
+from jrl.text.conversation import gold_rows
 from jrl.trainer.evaluation.heldout import filled_up
 from jrl.trainer.setup.setup import Setup
 from moe.weights import Transformer
@@ -130,18 +128,11 @@ def supervised_batch(setup: Setup, examples: list[Example], rows: int) -> Batch[
         which nothing is learned.
     """
     count, examples = len(examples), filled_up(examples, rows)
-    width, pad_id = setup.prompt_length, setup.tokenizer.pad_id
-    ids = [encode_prompt(setup.format, example, width) for example in examples]
-    prompts, prompts_valid = left_padded(ids, width, pad_id)
-    answers, answers_valid, imitated = encode_conversations(
-        setup.format, examples, setup.response_length
-    )
-    mask = np.concatenate([np.zeros_like(prompts_valid), imitated], axis=1)
-    valid = np.concatenate([prompts_valid, answers_valid], axis=1)
+    lengths = setup.prompt_length, setup.response_length
+    tokens, valid, mask = gold_rows(setup.format, examples, *lengths)
     # What fills the batch up has no token: none is in the loss, and no router is balanced by it.
     mask[count:] = valid[count:] = False
-    batch = Batch(tokens=np.concatenate([prompts, answers], axis=1), valid=valid, mask=mask)
-    return to_devices(batch, over_rows(setup.mesh))
+    return to_devices(Batch(tokens=tokens, valid=valid, mask=mask), over_rows(setup.mesh))
 
 
 def _training_examples(setup: Setup, step: int) -> list[Example]:

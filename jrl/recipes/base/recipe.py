@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from jaxtyping import Array, Float, Int
 
+from jrl.config.numbers import check_least
 from jrl.losses import (
     Aggregation,
     Denominators,
@@ -167,9 +168,7 @@ class Recipe:
                     "jrl.recipes.Recipe describes it."
                 )
         counts = ("prompts", "group_size", "mini_batch", "micro_batch", "epochs")
-        for name in (*counts, "max_generation_rounds"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        check_least(self, (*counts, "max_generation_rounds"))
         if self.dynamic_sampling and self.group_size < 2:
             raise ValueError(
                 f"group_size={self.group_size} leaves nothing to compare a completion with, and "

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jrl.config.numbers import check_least
 from jrl.losses import Mean
 from jrl.recipes.base.batch import Batch, Targets
 from jrl.recipes.base.optimizer import Optimizer, Schedule
@@ -56,9 +57,7 @@ class Sft(Recipe):
 
     def __post_init__(self):
         # Before the checks of every recipe, which compute with these.
-        for name in ("batch", "epochs", "micro_batch"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        check_least(self, ("batch", "epochs", "micro_batch"))
         if self.batch % self.micro_batch_size:
             raise ValueError(
                 f"micro_batch={self.micro_batch} does not divide batch={self.batch}: choose a "

@@ -10,12 +10,12 @@ from flax import struct
 
 from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.collection.collect import METRICS
+from jrl.rollout.decoding.carried import no_choices
 from jrl.rollout.decoding.requests import Finish, Request, Sampled, Trajectory
 from jrl.rollout.sampler import Completion, Sampler
 from jrl.tasks import REASONS, Example, Verdict
 from jrl.text.prompts import text_of
 from moe.config import ModelConfig
-from moe.router.replay import choices_dtype
 
 Leaf = TypeVar("Leaf")
 # No "window": recipes that write windows do not sample ahead.
@@ -116,10 +116,8 @@ class Room(NamedTuple):
             return np.full(shape, value, np.int32)
 
         choices = None
-        if (config := self.config) is not None:
-            columns = self.prompt_length + response
-            shape = (places, columns, config.num_expert_layers, config.experts_per_token)
-            choices = np.full(shape, config.num_experts, choices_dtype(config.num_experts))
+        if self.config is not None:
+            choices = no_choices(self.config, places, self.prompt_length + response)
         return Ahead(
             prompts_seen=np.zeros((), np.int32),
             metrics=_halves(np.full(len(METRICS), np.nan)),

@@ -85,12 +85,11 @@ def collect(
             most=collection.max_rounds * recipe.prompts,
             seconds=seconds,
         )
-        found = finder.find()
+        drawn, informative = finder.find()
         # Only those that were needed: what was begun in advance is drawn again in the next step.
-        prompts_seen += len(found.informative)
-        drawn = found.completions
-        completions, counts = chosen_of(recipe, drawn, found.informative)
-        own = generation_metrics(recipe, found.informative, counts)
+        prompts_seen += len(informative)
+        completions, counts = chosen_of(recipe, drawn, informative)
+        own = generation_metrics(recipe, informative, counts)
     elif isinstance(collection, Windows):
         assert unfinished is not None
         written, prompts_seen, unfinished = write_windows(

@@ -1,10 +1,8 @@
 """Groups until enough of them have completions that do not all score alike."""
 
 import math
-import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -13,20 +11,8 @@ from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.decoding.requests import Trajectory
 from jrl.rollout.sampler import Completion, Sampler, Unverified, in_order, scores_of
 from jrl.rollout.sampling import Sampling
+from jrl.rollout.timing import timed
 from jrl.tasks import Example
-
-
-@dataclass(frozen=True)
-class Found:
-    """What dynamic sampling gives, the same whatever the order in which responses ended.
-
-    Attributes:
-      completions: of all prompts that were needed, in their order.
-      informative: ``[prompts]`` which of those groups have scores that differ.
-    """
-
-    completions: list[Completion]
-    informative: np.ndarray
 
 
 class Groups:
@@ -61,12 +47,9 @@ class Groups:
 
     def _polled(self) -> list[Trajectory]:
         """What has come to its end, its time counted."""
-        begin = time.perf_counter()
         # Verdicts are made in the background meanwhile.
-        trajectories = self._sampler.engine.poll()
-        spent = time.perf_counter() - begin
-        self._seconds["timing_s/gen"] = self._seconds.get("timing_s/gen", 0.0) + spent
-        return trajectories
+        with timed("timing_s/gen", self._seconds):
+            return self._sampler.engine.poll()
 
     def _learn(self, completions: list[Completion]) -> None:
         for completion in completions:
@@ -104,8 +87,14 @@ class DynamicSampler(Groups):
         super().__init__(sampler, recipe, sampling, seconds)
         self._first, self._most = first, most
 
-    def find(self) -> Found:
-        """All that a step needs, or all there is after the most prompts."""
+    def find(self) -> tuple[list[Completion], np.ndarray]:
+        """All that a step needs, or all there is after the most prompts, the same whatever the
+        order in which responses ended.
+
+        Returns:
+          The completions of all prompts that were needed, in their order, and ``[prompts]`` which
+          of those groups have scores that differ.
+        """
         while (needed := self._needed()) is None:
             self._ask()
             if trajectories := self._polled():
@@ -118,7 +107,7 @@ class DynamicSampler(Groups):
         examples = {number: self._examples[number] for number in needed}
         completions = [each for number in needed for each in self._groups[number]]
         informative = np.array([self._informative[number] for number in needed])
-        return Found(in_order(completions, examples), informative)
+        return in_order(completions, examples), informative
 
     def _needed(self) -> range | None:
         """The prompts that count, once it is known which those are."""

@@ -5,6 +5,7 @@ import numpy as np
 from jrl.rollout.decoding.programs.admission import Arrivals, Carried
 from jrl.rollout.decoding.programs.slots import Decoder
 from jrl.rollout.decoding.seating import Arriving
+from moe.config import ModelConfig
 from moe.router.replay import choices_dtype
 
 
@@ -18,28 +19,17 @@ def arrivals_of(
       per_rank: slots of a rank.
       width: columns of the longest row, at least.
     """
-    nothing, numbers = np.zeros(slots, np.int32), list[tuple[int, ...]]()
-    arrivals = Arrivals(
-        sources=nothing - 1,
-        lengths=nothing.copy(),
-        limits=nothing.copy(),
-        responses=nothing.copy(),
-        prompts=nothing.copy(),
-        samples=nothing.copy(),
-        carried=carried_by(arriving, slots, width, decoder),
-    )
+    numbers = list[tuple[int, ...]]()
     for _, request, source in arriving.seats:
         # `~source` counts slots of all ranks, and the program those of its own.
         source = source if source >= 0 else ~source % per_rank
         length, begin = request.length, len(request.tokens)
         numbers.append((source, length, request.limit, begin, request.prompt, request.sample))
     # All at once: one by one they take longer than the program.
-    written = arrivals.sources, arrivals.lengths, arrivals.limits
-    written += arrivals.responses, arrivals.prompts, arrivals.samples
-    taken = [slot for slot, *_ in arriving.seats]
-    for column, values in zip(written, np.array(numbers, np.int32).T, strict=True):
-        column[taken] = values
-    return arrivals
+    columns = np.zeros((6, slots), np.int32)
+    columns[0] = -1
+    columns[:, [slot for slot, *_ in arriving.seats]] = np.transpose(numbers)
+    return Arrivals(*columns, carried=carried_by(arriving, slots, width, decoder))
 
 
 def carried_by(
@@ -59,7 +49,7 @@ def carried_by(
         behaviour_logprobs=np.zeros((slots, width), np.float32),
         old_logprobs=np.zeros((slots, width), np.float32),
         versions=np.zeros((slots, width), np.int32),
-        choices=_no_choices(slots, width, decoder),
+        choices=no_choices(decoder.config, slots, width) if decoder.records_choices else None,
     )
     for slot, request, _ in arriving.seats:
         carried.starts[slot], sampled = request.start, request.sampled
@@ -75,9 +65,7 @@ def carried_by(
     return carried
 
 
-def _no_choices(slots: int, width: int, decoder: Decoder) -> np.ndarray | None:
-    if not decoder.records_choices:
-        return None
-    config = decoder.config
-    shape = (slots, width, config.num_expert_layers, config.experts_per_token)
+def no_choices(config: ModelConfig, rows: int, columns: int) -> np.ndarray:
+    """``[row, column, layer, k]`` without a record of any token's experts."""
+    shape = (rows, columns, config.num_expert_layers, config.experts_per_token)
     return np.full(shape, config.num_experts, choices_dtype(config.num_experts))

@@ -26,8 +26,6 @@ from moe.config import ModelConfig
 from moe.weights import Transformer
 from sharding.folding import FoldedMesh
 
-MOST_TOKENS = 2**15
-"""Prompt tokens that a rank runs at once, about; it bounds the memory of an admission."""
 WINDOW = 64
 """Tokens of a row between two looks of the host: finished rows are verified meanwhile."""
 NARROWEST = 64
@@ -53,8 +51,8 @@ class SlotEngine:
       top_logprobs: likeliest tokens that are kept of each place.
     """
 
-    most_tokens = MOST_TOKENS
-    """Prompt tokens that a rank runs at once, about."""
+    most_tokens = 2**15
+    """Prompt tokens that a rank runs at once, about; it bounds the memory of an admission."""
     _row_widths: Sequence[int] = ()  # of rows that prompts share; none where each has its own
     _alone = False  # whether how many rows are live depends on nothing but what they drew
 
@@ -80,7 +78,7 @@ class SlotEngine:
         kept, merged = (records_choices, top_logprobs), config.without_adapters()
         self.decoder = Decoder(merged, rollout, pad_id, stop_ids, *kept)
         self._slots_place = NamedSharding(rollout.mesh, over_slots(rollout))
-        self._usage = Usage()
+        self.usage = Usage()
         self._resharding = RolloutPolicy(config, training, rollout)
         self._key = to_devices(jax.random.key_data(key), replicated(rollout))
         self._seating = self._made_seating(slots, rollout.size(rollout.dp))
@@ -98,10 +96,6 @@ class SlotEngine:
         # The states of Gated DeltaNet are of a row's last token alone.
         copies, row_widths = self.decoder.config.delta is None, self._row_widths
         return Seating(slots, ranks, self.most_tokens, row_widths=row_widths, copies=copies)
-
-    @property
-    def usage(self) -> Usage:
-        return self._usage
 
     @property
     def step_sizes(self) -> list[int]:
@@ -221,8 +215,8 @@ class SlotEngine:
 
     def _arrivals(self, arriving: Arriving, width: int) -> Arrivals[np.ndarray]:
         """`arrivals_of`, and the slots are counted as taken."""
-        self._usage.prefilled += sum(len(ids) for runs in arriving.runs for ids in runs)
-        self._usage.admitted += len(arriving.seats)
+        self.usage.prefilled += sum(len(ids) for runs in arriving.runs for ids in runs)
+        self.usage.admitted += len(arriving.seats)
         arrivals = arrivals_of(arriving, self.slots, self._seating.per_rank, width, self.decoder)
         taken = [slot for slot, *_ in arriving.seats]
         self._lengths[taken] = arrivals.lengths[taken]
@@ -289,9 +283,9 @@ class SlotEngine:
         steps, row_steps = to_host(advanced)
         # A copy, which can be written to where rows come.
         self._lengths = np.array(lengths)
-        self._usage.steps += int(steps)
-        self._usage.slot_steps += int(steps) * (self.slots if some is None else len(some))
-        self._usage.row_steps += int(row_steps)
+        self.usage.steps += int(steps)
+        self.usage.slot_steps += int(steps) * (self.slots if some is None else len(some))
+        self.usage.row_steps += int(row_steps)
         return still
 
     def _with_columns(self, pool: Pool[Array], columns: int) -> tuple[Pool[Array], int]:

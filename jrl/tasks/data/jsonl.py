@@ -6,7 +6,7 @@ line or a row holds is written in `jrl.tasks.data.records`, how answers are comp
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -104,8 +104,8 @@ def _both(
     apart = None
     if heldout is not None and heldout.path is not None:
         other = heldout.path
-        apart = _distinct(_placed(kind_of(other), other, fields, answered=answered))
-    placed = _distinct(_placed(kind, path, fields, answered=answered))
+        apart = _distinct(kind_of(other), other, fields, answered=answered)
+    placed = _distinct(kind, path, fields, answered=answered)
     if len(placed) < (2 if apart is None else 1):
         raise ValueError(
             f"{path}: has {len(placed)} examples; at least 2 are needed, one to train on and one "
@@ -114,24 +114,20 @@ def _both(
     return placed, apart
 
 
-def _distinct(placed: Iterator[Placed]) -> list[Placed]:
-    """The examples, no prompt of which comes twice."""
+def _distinct(
+    kind: str, path: str | Path, fields: Fields, *, answered: bool = True
+) -> list[Placed]:
+    """The examples of a file, no prompt of which comes twice."""
     places: dict[str, str] = {}
     distinct = []
-    for place, example in placed:
+    for place, record in records(kind, path):
+        example = example_of(record, place, fields, answered=answered)
         if example.prompt in places:
             line = places[example.prompt].rpartition(":")[2]
             raise ValueError(f"{place}: the prompt of line {line} again: keep one of the two")
         places[example.prompt] = place
         distinct.append((place, example))
     return distinct
-
-
-def _placed(
-    kind: str, path: str | Path, fields: Fields, *, answered: bool = True
-) -> Iterator[Placed]:
-    for place, record in records(kind, path):
-        yield place, example_of(record, place, fields, answered=answered)
 
 
 def _without_places(placed: Sequence[Placed]) -> list[Example]:

@@ -82,15 +82,12 @@ class Rewarded(OfPrompts):
                 f"reward_weights names {', '.join(unknown)}, which is no part of the rewards: they "
                 f"have {', '.join(names)}."
             )
+        self.part_names: tuple[str, ...] = tuple(names)
+        """Of all parts that a verdict can have, in their order."""
         self._weights = {name: weighing.weights.get(name, 1.0) for name in names}
         self._full_marks = weighing.full_marks
         if self._full_marks is None:
             self._full_marks = sum(max(weight, 0.0) for weight in self._weights.values())
-
-    @property
-    def part_names(self) -> tuple[str, ...]:
-        """Of all parts that a verdict can have, in their order."""
-        return tuple(self._weights)
 
     def verify(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Verdict]:
         """Scores one completion per example; equal pairs are asked about once."""

@@ -39,6 +39,19 @@ class Conversations:
         self._make, self._await = make, await_
         self._open: dict[int, tuple[Any, int]] = {}
 
+    def __call__(self, question: Message) -> Message:
+        """Answers ``{"open": true, "fields": ...}``, ``{"conversation": number, "fields": ...,
+        "said": [...]}``, ``{"end": number}`` and ``{"close": true}``."""
+        if "close" in question:
+            self.close()
+            return {}
+        if "end" in question:
+            self.end(question["end"])
+            return {}
+        if "open" in question:
+            return {"messages": self.opened(question["fields"])}
+        return self.answer(question["conversation"], question["fields"], question["said"])
+
     def opened(self, fields: Message) -> list[list[str]]:
         """Role and content of the messages that an environment begins with."""
         environment = self._make(fields)
@@ -152,31 +165,7 @@ def outcome(value: Any) -> Message:
     return {"messages": messages, "reward": reward, "done": done}
 
 
-class EnvironmentChecker:
-    """Answers ``{"open": true, "fields": ...}``, ``{"conversation": number, "fields": ..., "said":
-    [...]}``, ``{"end": number}`` and ``{"close": true}``."""
-
-    def __init__(self, conversations: Conversations):
-        self._conversations = conversations
-
-    def __call__(self, question: Message) -> Message:
-        if "close" in question:
-            self.close()
-            return {}
-        if "end" in question:
-            self._conversations.end(question["end"])
-            return {}
-        if "open" in question:
-            return {"messages": self._conversations.opened(question["fields"])}
-        number, said = question["conversation"], question["said"]
-        return self._conversations.answer(number, question["fields"], said)
-
-    def close(self) -> None:
-        """Closes the environments of all conversations that are under way."""
-        self._conversations.close()
-
-
-def environment_checker(described: str, users: ModuleType) -> EnvironmentChecker:
+def environment_checker(described: str, users: ModuleType) -> Conversations:
     """For the environments of a user's own task.
 
     Args:
@@ -192,9 +181,7 @@ def environment_checker(described: str, users: ModuleType) -> EnvironmentChecker
     async def awaited(value: Any) -> Any:
         return await value
 
-    return EnvironmentChecker(
-        Conversations(make, lambda value: loop.run_until_complete(awaited(value)))
-    )
+    return Conversations(make, lambda value: loop.run_until_complete(awaited(value)))
 
 
 def maker(task: Any) -> Callable[[Message], Any]:

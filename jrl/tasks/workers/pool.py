@@ -3,9 +3,9 @@
 import os
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from itertools import islice
+from contextlib import contextmanager, suppress
 
 from jrl.tasks.workers.process import Message, Worker, WorkerEnded
 
@@ -83,13 +83,12 @@ class Pool:
           ValueError: the pool was closed.
         """
         answers: list[Message | Exception] = [{} for _ in questions]
-        numbered = _Shared(enumerate(questions))
-
+        left = deque(enumerate(questions))
         number = min(len(self._workers), -(-len(questions) // EACH))
 
         def answer() -> None:
             most = self._at_a_time(-(-len(questions) // number))
-            while several := list(islice(numbered, most)):
+            while several := _taken(left, most):
                 for (place, _), found in zip(
                     several, self._asked([question for _, question in several]), strict=True
                 ):
@@ -104,7 +103,7 @@ class Pool:
             for thread in threads:
                 thread.join()
         finally:
-            numbered.stop()  # where the wait was interrupted, nobody begins another
+            left.clear()  # where the wait was interrupted, nobody begins another
         for found in answers:
             if isinstance(found, Exception) and not isinstance(found, TimeoutError | WorkerEnded):
                 raise found
@@ -144,22 +143,10 @@ class Pool:
             worker.close()
 
 
-class _Shared:
-    """An iterator that several threads take from."""
-
-    def __init__(self, items: Iterator[tuple[int, Message]]):
-        self._items = items
-        self._lock = threading.Lock()
-        self._stopped = False
-
-    def __iter__(self) -> "_Shared":
-        return self
-
-    def __next__(self) -> tuple[int, Message]:
-        with self._lock:
-            if self._stopped:
-                raise StopIteration
-            return next(self._items)
-
-    def stop(self) -> None:
-        self._stopped = True
+def _taken(left: deque[tuple[int, Message]], most: int) -> list[tuple[int, Message]]:
+    """The first that are left, which other threads take as well."""
+    taken: list[tuple[int, Message]] = []
+    with suppress(IndexError):
+        while len(taken) < most:
+            taken.append(left.popleft())
+    return taken

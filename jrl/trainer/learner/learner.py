@@ -83,7 +83,7 @@ def init_learner(
         moments = _first_moments(optimizer, own, config, mesh)
         return Learner(trees.joined(own, base), moments, *_zeros(mesh))
     keeps = masters.keeps_masters(config)
-    own = masters.masters_of(weights, config, mesh) if keeps else copied(weights)
+    own = masters.to_masters(config, mesh)(weights) if keeps else copied(weights)
     opt_state = _first_moments(optimizer, own, config, mesh)
     if not keeps:
         return Learner(own, opt_state, *_zeros(mesh))

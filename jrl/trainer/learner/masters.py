@@ -41,15 +41,15 @@ def float32_shardings(config: ModelConfig, mesh: FoldedMesh) -> Transformer[Name
     return places(config, mesh)
 
 
-def masters_of(
-    weights: Transformer[Array], config: ModelConfig, mesh: FoldedMesh
-) -> Transformer[Array]:
-    """Masters that begin as these weights, in buffers of their own.
-
-    Args:
-      weights: of any dtype and layout, shaped as `mesh` stores them.
-    """
-    return _to_masters(config, mesh)(weights)
+@cache
+def to_masters(config: ModelConfig, mesh: FoldedMesh) -> Callable[..., Transformer[Array]]:
+    """Makes masters that begin as the weights it is given, in buffers of their own: of any dtype
+    and layout, shaped as `mesh` stores them."""
+    # A copy where it is float32 already: updates give the buffers away.
+    return making(
+        lambda weights: jax.tree.map(lambda leaf: jnp.copy(leaf.astype(jnp.float32)), weights),
+        placement.shard_shardings(config, mesh),
+    )
 
 
 def weights_of(
@@ -90,20 +90,8 @@ def laid_out(
     weights: Transformer[Array], specs: Transformer[PartitionSpec], mesh: FoldedMesh
 ) -> Transformer[Array]:
     """Global arrays, by `specs` from here on."""
-
-    def constrain(leaf: Array, spec: PartitionSpec) -> Array:
-        return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh.mesh, spec))
-
-    return jax.tree.map(constrain, weights, specs)
-
-
-@cache
-def _to_masters(config: ModelConfig, mesh: FoldedMesh) -> Callable[..., Transformer[Array]]:
-    # A copy where it is float32 already: updates give the buffers away.
-    return making(
-        lambda weights: jax.tree.map(lambda leaf: jnp.copy(leaf.astype(jnp.float32)), weights),
-        placement.shard_shardings(config, mesh),
-    )
+    places = jax.tree.map(lambda spec: NamedSharding(mesh.mesh, spec), specs)
+    return jax.lax.with_sharding_constraint(weights, places)
 
 
 @cache

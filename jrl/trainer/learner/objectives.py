@@ -119,7 +119,7 @@ class PolicyObjective:
         return loss, {**metrics, **differences}
 
     def router_metrics(self, router: RouterStatistics[Array] | None) -> dict[str, Any]:
-        metrics = _router_metrics(router, self.config, self.mesh)
+        metrics = _router_metrics(router, self.mesh)
         if self.recipe.router_replay == "R3":
             metrics["sampling/routing_agreement"] = metrics["moe/replay_agreement"]
         return metrics
@@ -226,9 +226,7 @@ def _rows(batch: Batch[Array]) -> packing.Rows:
     return packing.Rows(batch.tokens, batch.valid, batch.mask, given(batch.starts))
 
 
-def _router_metrics(
-    router: RouterStatistics[Array] | None, config: ModelConfig, mesh: FoldedMesh
-) -> dict[str, Any]:
+def _router_metrics(router: RouterStatistics[Array] | None, mesh: FoldedMesh) -> dict[str, Any]:
     """Means over tokens and layers, and the load of each expert, of the tokens of all ranks
     of ``cp`` and ``tp``."""
     if router is None:

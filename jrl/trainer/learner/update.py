@@ -188,10 +188,8 @@ def update(
         weights=masters.gathered(learner.weights, config, mesh),
         masters=learner.weights if masters.keeps_masters(config) else None,
         # In shards as it came, in which it fits the buffers that were given up.
-        opt_state=jax.tree.map(
-            jax.lax.with_sharding_constraint,
-            learner.opt_state,
-            state_shardings(learner.opt_state, config, mesh),
+        opt_state=jax.lax.with_sharding_constraint(
+            learner.opt_state, state_shardings(learner.opt_state, config, mesh)
         ),
     )
     metrics |= {"loss": loss, "grad_norm": grad_norm, "finite": finite, "empty": empty}

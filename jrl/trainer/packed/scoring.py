@@ -21,21 +21,6 @@ from moe import model, placement
 from moe.weights import Transformer
 
 
-def packed_values(
-    objective: CriticObjective, critic: Transformer[Array], batch: Batch[Array], bins: int
-) -> Array:
-    """`values_of` of the tokens under the mask, by passes over packed rows; all others get 0."""
-    return _in_bins(objective, critic, batch, bins)[0]
-
-
-def packed_logprobs(
-    objective: PolicyObjective, policy: Transformer[Array], batch: Batch[Array], bins: int
-) -> tuple[Array, Array]:
-    """`logprobs_of` of the tokens under the mask, by passes over packed rows; all others get 0."""
-    logprobs, sampled = _in_bins(objective, policy, batch, bins)
-    return logprobs, sampled
-
-
 @exact(num_static=2)
 def _scored(
     objective: CriticObjective | PolicyObjective,
@@ -73,13 +58,14 @@ def _scored(
     )(weights, rows, passes)
 
 
-def _in_bins(
+def packed_scores(
     objective: CriticObjective | PolicyObjective,
     weights: Transformer[Array],
     batch: Batch[Array],
     bins: int,
 ) -> list[Array]:
-    """What `_scored` says of rows dealt out to bins, in the order of the batch."""
+    """Values, or log-probabilities as of `logprobs_of`, of the tokens under the mask, by passes
+    over packed rows; all others get 0."""
     mesh = objective.mesh
     # What the pass reads and nothing else: rows change devices on their way into bins.
     batch = Batch(batch.tokens, batch.valid, batch.mask, choices=batch.choices)

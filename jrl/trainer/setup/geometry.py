@@ -64,17 +64,6 @@ class Geometry:
         rows = self.recipe.micro_batch_size // self.mesh.size(self.mesh.dp)
         return rows // self.prompt_layout.group_size
 
-    @property
-    def alone(self) -> PromptLayout:
-        """Rows that share nothing."""
-        return PromptLayout(self.prompt_length, group_size=1)
-
-    @property
-    def rollout_ranks(self) -> int:
-        """Ranks that share the rows to decode, times the parts of each: rows must divide over
-        them."""
-        return ranks(self.rollout_mesh) * self.rollout_parts
-
     def slots(self, wanted: int | None) -> int:
         """Rows that are decoded at a time.
 
@@ -84,15 +73,16 @@ class Geometry:
         Raises:
           ValueError: for a number that does not divide over the devices.
         """
-        ranks = self.rollout_ranks
+        # Rows must divide over the ranks that share them, and over the parts of each.
+        number = ranks(self.rollout_mesh) * self.rollout_parts
         # Rounded up, so that a few slots may stay empty: the ranks must have equally many.
         if wanted is None:
-            return -(-min(self.recipe.rows_decoded, MOST_SLOTS) // ranks) * ranks
-        if wanted < 1 or wanted % ranks:
+            return -(-min(self.recipe.rows_decoded, MOST_SLOTS) // number) * number
+        if wanted < 1 or wanted % number:
             over = "dp x tp" if self.rollout_parts == 1 else "dp x tp x micro-batches"
             raise ValueError(
-                f"slots={wanted} does not divide over {over} = {ranks} of {self.rollout_layout}: "
-                f"choose a multiple of {ranks}, or another --rollout-layout."
+                f"slots={wanted} does not divide over {over} = {number} of {self.rollout_layout}: "
+                f"choose a multiple of {number}, or another --rollout-layout."
             )
         return wanted
 

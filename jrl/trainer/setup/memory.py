@@ -3,6 +3,7 @@ an update and of sampling that sizes alone decide."""
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -73,7 +74,7 @@ def memory(setup: Setup) -> dict[str, int]:
     run, recipe, mesh = setup.run, setup.recipe, setup.mesh
     # A 0 stands below for the critic that a recipe has none of.
     networks = [setup.model, *([setup.model.as_critic()] if recipe.uses_critic else [])]
-    held = part_bytes if setup.model.execution.fsdp else weight_bytes
+    held = partial(weight_bytes, parts=setup.model.execution.fsdp)
     weights, critic = (*(held(network, mesh) for network in networks), 0)[:2]
     beside = setup.model.lora is not None
     if beside and critic:
@@ -134,23 +135,17 @@ def rollout_memory(setup: Setup) -> dict[str, int]:
     }
 
 
-def weight_bytes(config: ModelConfig, mesh: FoldedMesh, *, fixed: bool = False) -> int:
+def weight_bytes(
+    config: ModelConfig, mesh: FoldedMesh, *, parts: bool = False, fixed: bool = False
+) -> int:
     """Bytes of a network's weights on one device where they are used.
 
     Args:
+      parts: of the device's parts alone, as the optimizer cuts them.
       fixed: of those alone that do not learn.
     """
-    everything = _bytes_on_one(cast_shapes(config), mesh, specs(config, mesh))
-    return _total(trees.fixed(everything, table(config)) if fixed else everything)
-
-
-def part_bytes(config: ModelConfig, mesh: FoldedMesh, *, fixed: bool = False) -> int:
-    """Bytes of one device's parts of the weights, as the optimizer cuts them.
-
-    Args:
-      fixed: of those alone that do not learn.
-    """
-    everything = _bytes_on_one(cast_shapes(config), mesh, shard_specs(config, mesh))
+    places = shard_specs(config, mesh) if parts else specs(config, mesh)
+    everything = _bytes_on_one(cast_shapes(config), mesh, places)
     return _total(trees.fixed(everything, table(config)) if fixed else everything)
 
 

@@ -8,7 +8,7 @@ from jaxtyping import Array
 from jrl.recipes.base.batch import Batch
 from jrl.recipes.base.optimizer import Optimizer
 from jrl.rollout.collection.ahead import Room
-from jrl.rollout.decoding.programs.slots import Decoder, Pool, abstract_pool, empty_pool
+from jrl.rollout.decoding.programs.slots import Decoder
 from jrl.trainer.learner.learner import Learner, init_learner, split
 from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective, SupervisedObjective
 from jrl.trainer.learner.room import for_any_routing
@@ -106,14 +106,6 @@ class KeptPool(NamedTuple):
     decoder: Decoder
     slots: int
     columns: int
-
-    def empty(self) -> Pool[Array]:
-        """Without a row."""
-        return empty_pool(*self)
-
-    def abstract(self) -> Pool[Any]:
-        """Shapes, dtypes and shardings."""
-        return abstract_pool(*self)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from jrl.rollout.decoding.engine import SlotEngine
 from jrl.rollout.decoding.protocol import RolloutEngine
 from jrl.rollout.resharding import mesh_apart, rollout_mesh
 from jrl.rollout.sampler import Sampler
+from jrl.rollout.scoring import PromptLayout
 from jrl.rollout.split import split_mesh
 from jrl.tasks import Task, load_task
 from jrl.tasks.data.chats import Chats, load_chats
@@ -227,7 +228,8 @@ class Setup:
         # Adapters come beside what it has learned.
         model = self.model.without_adapters()
         # Rows of different prompts, which share nothing.
-        objective = SupervisedObjective(model, self.mesh, self.geometry.alone)
+        layout = PromptLayout(self.prompt_length, group_size=1)
+        objective = SupervisedObjective(model, self.mesh, layout)
         optimizer = self._stepping(Optimizer(self.run.warm_start_learning_rate))
         return Network(objective, optimizer, 1)
 

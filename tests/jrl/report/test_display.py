@@ -27,6 +27,11 @@ def terminal(width=100):
     return Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
 
 
+def samples(*rows):
+    names = "prompt", "completion", "score"
+    return [dict(zip(names, row, strict=True)) for row in rows]
+
+
 def written(console):
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
@@ -140,11 +145,8 @@ def test_a_failure_inside_restores_the_terminal():
 @pytest.mark.parametrize("console", [pipe(), terminal(80)], ids=["pipe", "terminal"])
 def test_samples_side_by_side_and_harmless(console):
     display.print_samples(
-        ["sort 312", "[bold]x[/bold]"],
-        ["132", "\x1b[2J:smile:[/]"],
-        ["123", "\x07"],
-        [0.0, 0.5],
-        [1.0, 0],
+        samples(("sort 312", "132", 0.0), ("[bold]x[/bold]", "\x1b[2J:smile:[/]", 0.5)),
+        samples(("sort 312", "123", 1.0), ("[bold]x[/bold]", "\x07", 0)),
         console=console,
     )
     text = written(console)
@@ -157,11 +159,12 @@ def test_samples_side_by_side_and_harmless(console):
 
 def test_samples_on_a_terminal_without_unicode():
     file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    display.print_samples(["é"], ["b\n"], ["c"], [0.0], [1.0], console=Console(file=file, width=80))
+    before, after = samples(("é", "b\n", 0.0)), samples(("é", "c", 1.0))
+    display.print_samples(before, after, console=Console(file=file, width=80))
     file.seek(0)
     assert "\\xe9" in file.read()
 
 
 def test_samples_of_unequal_number_are_refused():
     with pytest.raises(ValueError, match="shorter"):
-        display.print_samples(["a", "b"], ["c", "d"], ["e"], [0.0, 0.0], [1.0, 1.0], pipe())
+        display.print_samples(samples(("a", "c", 0.0)), [], pipe())

@@ -4,6 +4,7 @@ import sys
 
 import numpy as np
 import pytest
+from matplotlib.axes import Axes
 from PIL import Image
 
 from jrl.report import plots
@@ -56,17 +57,13 @@ def test_pictures_are_the_same_for_the_same_metrics(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_level_of_the_warm_start_is_drawn(tmp_path):
+def test_the_level_of_the_warm_start_is_drawn(tmp_path, monkeypatch):
     metrics = write_run(tmp_path / "metrics.jsonl", ["val/accuracy/sampled"])
-
-    def pixels(name, level):
-        paths = plots.plot_run(metrics, tmp_path / name, warm_start_accuracy=level)
-        with Image.open(paths[-1]) as picture:
-            return np.asarray(picture)
-
-    default = pixels("default", None)
-    assert np.array_equal(default, pixels("same", 0.0))  # the first accuracy logged
-    assert not np.array_equal(default, pixels("other", 0.7))
+    levels = []
+    monkeypatch.setattr(Axes, "axhline", lambda axes, level, **given: levels.append(level))
+    plots.plot_run(metrics, tmp_path / "plots")
+    first = records.read_metrics(metrics)[0]["val/accuracy/sampled"]
+    assert levels == [first] * 2  # in the overview and alone
 
 
 def test_nothing_to_draw(tmp_path):
@@ -93,21 +90,6 @@ def test_smoothing_keeps_constants_lines_and_length():
     np.testing.assert_allclose(smoothed[6:-6], line[6:-6], rtol=1e-12)
     noise = np.random.default_rng(0).normal(size=200)
     assert np.std(plots.smooth(noise.tolist(), width=8)) < 0.5 * np.std(noise)
-
-
-def test_runs_laid_over_each_other(tmp_path):
-    runs = {
-        "ppo": write_run(tmp_path / "a.jsonl", ["critic/score/mean", "val/accuracy/sampled"]),
-        "grpo": write_run(tmp_path / "b.jsonl", ["critic/score/mean"], num_steps=12),
-    }
-    path = plots.plot_comparison(runs, tmp_path / "deep" / "recipes.png", title="Recipes")
-    assert path == tmp_path / "deep" / "recipes.png"
-    with Image.open(path) as picture:
-        assert picture.size[0] == 3200
-    with pytest.raises(ValueError, match=r"panels=\['speed'\] are unknown: choose among reward,"):
-        plots.plot_comparison(runs, path, panels=["speed"])
-    with pytest.raises(ValueError, match=r"runs=\['ppo', 'grpo'\] logged no metric"):
-        plots.plot_comparison(runs, path, panels=["entropy"])
 
 
 # `test_help_comes_before_anything_heavy` asks it of the command.

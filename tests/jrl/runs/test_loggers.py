@@ -74,7 +74,7 @@ def test_a_run_resumed_at_its_first_checkpoint_hides_later_steps(tmp_path):
     ("package", "extra", "make"),
     [
         ("tensorboardX", "tensorboard", lambda path: TensorBoard(path)),
-        ("wandb", "wandb", lambda path: Wandb(path, "jrl", "run", {})),
+        ("wandb", "wandb", lambda path: Wandb(path, {})),
         ("tensorboardX", "tensorboard", lambda path: check_installed("tensorboard")),
         ("wandb", "wandb", lambda path: check_installed("wandb")),
     ],
@@ -118,18 +118,18 @@ def wandb_calls(monkeypatch):
 
 
 def test_wandb_is_called_through_its_public_interface(tmp_path, wandb_calls):
-    wandb = Wandb(tmp_path, "jrl", "sort-0", {"seed": 3}, mode="offline")
+    wandb = Wandb(tmp_path / "sort-0", {"seed": 3})
     wandb.log(2, {"actor/pg_loss": 1})
     wandb.close()
     (name, arguments), *rest = wandb_calls
-    assert name == "init" and arguments["name"] == "sort-0" and arguments["mode"] == "offline"
-    assert arguments["config"] == {"seed": 3} and arguments["dir"] == str(tmp_path)
+    assert name == "init" and arguments["name"] == "sort-0" and arguments["project"] == "jrl"
+    assert arguments["config"] == {"seed": 3} and arguments["dir"] == str(tmp_path / "sort-0")
     assert rest == [("log", {"actor/pg_loss": 1.0}, 2), ("finish",)]
 
 
 def test_wandb_continues_the_run_of_its_folder_and_no_other(tmp_path, wandb_calls):
     for folder in ("a", "a", "b"):
-        wandb = Wandb(tmp_path / folder, "jrl", "sort-0", {})
+        wandb = Wandb(tmp_path / folder / "sort-0", {})
         for step in (1, 2, 3):
             wandb.log(step, {"loss": step})
     first, again, other = (call[1]["id"] for call in wandb_calls if call[0] == "init")

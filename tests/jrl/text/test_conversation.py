@@ -7,7 +7,7 @@ from chat_checkpoint import START, TEMPLATE, TURN, chat_tokenizer
 
 from jrl.tasks import Example
 from jrl.text.chat import ChatTemplate
-from jrl.text.conversation import answer_ids, encode_conversations, gold_conversation, message_of
+from jrl.text.conversation import answer_ids, gold_conversation, gold_rows, message_of
 from jrl.text.prompt_format import PromptFormat
 from jrl.text.tokenizer import Tokenizer
 
@@ -70,9 +70,10 @@ def test_without_a_template_contents_follow_each_other():
     ids, imitated = gold_conversation(format, example)
     assert ids == [*encode("12"), end, *encode("3.:"), *encode("0"), end]
     assert imitated == [True] * 3 + [False] * 3 + [True] * 2
-    tokens, valid, mask = encode_conversations(format, [example, Example("1:", "2")], 9)
+    rows = gold_rows(format, [example, Example("1:", "2")], 3, 9)
+    tokens, valid, mask = (x[:, 3:] for x in rows)
     assert tokens[0, :8].tolist() == ids and valid.sum(axis=1).tolist() == [8, 2]
     assert mask[0].tolist() == [*imitated, False] and mask[1].sum() == 2
     assert message_of(format, tokens[0, :3]) == "12"
     with pytest.raises(ValueError, match="conversation after '1:' has 8 tokens and response_len"):
-        encode_conversations(format, [example], 7)
+        gold_rows(format, [example], 3, 7)

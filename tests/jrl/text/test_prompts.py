@@ -5,14 +5,14 @@ import pytest
 from small_runs import small_setup
 
 from jrl.tasks import Example
-from jrl.text.conversation import encode_conversations
-from jrl.text.prompts import UNREADABLE, encode_prompt, left_padded, text_of
+from jrl.text.conversation import gold_rows
+from jrl.text.prompts import UNREADABLE, encode_prompt, text_of
 
 
 def test_prompts_are_padded_on_the_left():
     setup = small_setup()
-    prompts = [encode_prompt(setup.format, Example(text, ""), 6) for text in ("2=", "0120=")]
-    tokens, valid = left_padded(prompts, setup.prompt_length, setup.tokenizer.pad_id)
+    examples = [Example(text, "") for text in ("2=", "0120=")]
+    tokens, valid, _ = (x[:, :6] for x in gold_rows(setup.format, examples, 6, 1))
     begin = [setup.tokenizer.bos_id]
     pad = setup.tokenizer.pad_id
     ids = setup.tokenizer.encode
@@ -26,16 +26,16 @@ def test_prompts_are_padded_on_the_left():
 
 def test_answers_end():
     setup = small_setup()
-    tokens, valid, mask = encode_conversations(
-        setup.format, [Example("", "2="), Example("", "0120")], setup.response_length
-    )
+    lengths = setup.prompt_length, setup.response_length
+    examples = [Example("", "2="), Example("", "0120")]
+    tokens, valid, mask = (x[:, lengths[0] :] for x in gold_rows(setup.format, examples, *lengths))
     end = [setup.tokenizer.eos_id]
     pad = setup.tokenizer.pad_id
     ids = setup.tokenizer.encode
     assert tokens.tolist() == [ids("2=") + end + [pad] * 2, ids("0120") + end]
     assert valid.tolist() == mask.tolist() == [[True] * 3 + [False] * 2, [True] * 5]
     with pytest.raises(ValueError, match=r"'01201' has 6 tokens .*response_length=5: raise --resp"):
-        encode_conversations(setup.format, [Example("", "01201")], setup.response_length)
+        gold_rows(setup.format, [Example("", "01201")], *lengths)
 
 
 def test_special_tokens_inside_a_completion_show():

@@ -91,7 +91,9 @@ def run_packed(decoder: Decoder, weights: Transformer[Array], packing: Packing[A
 def _run_packed_local(
     decoder: Decoder, weights: Transformer[Array], packing: Packing[Array]
 ) -> Prefilled:
-    config, mesh = _scanned(for_prefill(decoder.config)), decoder.mesh
+    config, mesh = for_prefill(decoder.config), decoder.mesh
+    # One program for all layers: there are many sizes, and unrolled each takes long to compile.
+    config = replace(config, execution=replace(config.execution, scan_layers=True))
     num_slots = packing.ends.shape[0]
     rows = packing.tokens, packing.segments, num_slots
     packed = pack_segments(*rows, mesh, config, positions=packing.positions)
@@ -102,11 +104,6 @@ def _run_packed_local(
     # Slots in which nothing arrives get that of the first token, which nobody looks at.
     states = of_rows.reshape(-1, of_rows.shape[-1])[packing.ends]
     return Prefilled(vary(cache, mesh.axes), states, None)
-
-
-def _scanned(config: ModelConfig) -> ModelConfig:
-    """One program for all layers: there are many sizes, and unrolled each takes long to compile."""
-    return replace(config, execution=replace(config.execution, scan_layers=True))
 
 
 def _kept(room: int, *arrays: Array) -> tuple[Array, ...]:

@@ -11,7 +11,7 @@ import pytest
 from annotations import unchecked
 
 from jrl.tasks import load_task
-from jrl.tasks.data.jsonl import _placed, jsonl
+from jrl.tasks.data.jsonl import _distinct, jsonl
 from jrl.tasks.data.records import Fields
 from jrl.tasks.finite import FiniteTask
 from jrl.tasks.task import Example
@@ -231,7 +231,7 @@ def test_two_rows_make_two_sides(tmp_path):
 
 def one(path, fields=None):
     """The only example of a file."""
-    ((_, example),) = _placed("jsonl", path, Fields() if fields is None else fields)
+    ((_, example),) = _distinct("jsonl", path, Fields() if fields is None else fields)
     return example
 
 

@@ -86,6 +86,7 @@ class Finite(Task):
     """A task with few held-out prompts."""
 
     name, heldout_size = "finite", 0
+    max_prompt_length, max_response_length, characters = 3, 1, "=0123456789"
 
     def __init__(self, size):
         self.heldout_size = size

@@ -21,7 +21,7 @@ from jrl.config.run import RunConfig
 from jrl.recipes import Grpo
 from jrl.report.metrics import check_known, without_timings
 from jrl.trainer.learner.update import update
-from jrl.trainer.packed.scoring import packed_logprobs, packed_values
+from jrl.trainer.packed.scoring import packed_scores
 from jrl.trainer.scoring import (
     logprobs_and_choices_of,
     logprobs_and_entropy_of,
@@ -122,8 +122,8 @@ def scored(setup):
             logprobs_and_choices_of(policy, of_policy, *rows),
             logprobs_and_entropy_of(policy, of_policy, *rows),
             values_of(critic, of_critic, *rows),
-            packed_logprobs(policy, of_policy, batch, 1),
-            packed_values(critic, of_critic, batch, 1),
+            packed_scores(policy, of_policy, batch, 1),
+            packed_scores(critic, of_critic, batch, 1),
         )
     )
 

@@ -34,7 +34,7 @@ from jrl.trainer.packed.plan import (
     rounded_up,
     without_idle,
 )
-from jrl.trainer.packed.scoring import packed_logprobs, packed_values
+from jrl.trainer.packed.scoring import packed_scores
 from jrl.trainer.prepare import targets_of
 from jrl.trainer.scoring import logprobs_of, values_of
 from jrl.trainer.state import init_state
@@ -303,7 +303,7 @@ def test_packed_scores_are_padded_ones(layout, top_k):
     policy, critic = networks.policy.objective, networks.critic.objective
     given, mask = (batch.tokens, batch.valid), np.asarray(batch.mask)
     weights = random_weights(setup, setup.model)
-    found = packed_logprobs(policy, weights, batch, bins=1)
+    found = packed_scores(policy, weights, batch, bins=1)
     for one, other in zip(found, logprobs_of(policy, weights, *given), strict=True):
         # float32; what top-k cuts away is minus infinity in both.
         np.testing.assert_allclose(
@@ -311,7 +311,7 @@ def test_packed_scores_are_padded_ones(layout, top_k):
         )
         assert not np.asarray(one)[~mask].any()
     weights = random_weights(setup, critic.config)
-    found = np.asarray(packed_values(critic, weights, batch, bins=2))
+    found = np.asarray(*packed_scores(critic, weights, batch, bins=2))
     expected = np.asarray(values_of(critic, weights, *given))
     np.testing.assert_allclose(found[mask], expected[mask], rtol=2e-5, atol=2e-5)
     assert not found[~mask].any() and expected[mask].std() > 0.01
