@@ -25,6 +25,7 @@ from rich.table import Table
 from jrl.config.command_line import exit_status, start_jax
 from jrl.config.files import configuration_of, flag
 from jrl.config.numbers import check_least, check_seed
+from jrl.config.rollout import ON_ONE_MESH
 from jrl.config.run import OF_DEVICES, RunConfig
 from jrl.processes.agreement import FailTogether, check_same, connect, is_main_process
 from jrl.processes.coordinator import ALONE, Processes
@@ -164,9 +165,8 @@ def _evaluate(request: Request) -> dict[str, Any]:
     if run.rollout_devices is not None:
         # Nothing learns here: the layout's own devices sample.
         run = replace(run, rollout_devices=None, rollout_layout=None)
-    run = replace(run, rollout_engine="slots", rollout_split=None)
     # Implementations were chosen for the devices that learned; here the best that applies will do.
-    run = replace(run, **dict.fromkeys(OF_DEVICES))
+    run = replace(run, **ON_ONE_MESH, **dict.fromkeys(OF_DEVICES))
     if request.layout is not None:
         run = replace(run, layout=request.layout, rollout_layout=None)
     if request.rollout_layout is not None:

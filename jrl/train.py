@@ -19,6 +19,7 @@ from jaxtyping import Array
 from jrl.config.command_line import exit_status, start_jax
 from jrl.config.files import configuration_of, flag, to_json
 from jrl.config.flags import PROGRAM, Request, parse
+from jrl.config.rollout import ON_ONE_MESH
 from jrl.config.run import AUTO, RunConfig
 from jrl.config.settings_file import settings_text
 from jrl.config.supervised import without_idle
@@ -85,7 +86,7 @@ def _laid_out(request: Request) -> Request:
             "--devices, and give all processes the layout that it prints."
         )
     alone = replace(run, layout="dp1", rollout_layout=None, rollout_devices=None, slots=None)
-    alone = replace(alone, rollout_engine="slots", rollout_split=None)
+    alone = replace(alone, **ON_ONE_MESH)
     setup = _build(replace(request, run=alone, recipe=recipe.divided(1)), _resumed(request))
     with closing(setup.task):
         devices = jax.device_count() - (run.rollout_devices or 0)

@@ -1,9 +1,12 @@
 """What of the settings of a rollout goes together."""
 
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 OF_TWO_SIDES = ("rollout_split", "rollout_m2n", "rollout_expert_slots", "rollout_replan")
 """What only `rollout_engine="disaggregated"` has."""
+
+ON_ONE_MESH: dict[str, Any] = {"rollout_engine": "slots", **dict.fromkeys(OF_TWO_SIDES)}
+"""The settings of a run that samples on one mesh."""
 
 
 @runtime_checkable

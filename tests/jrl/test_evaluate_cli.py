@@ -52,6 +52,16 @@ def results(run, tmp_path, *flags):
     return json.loads((tmp_path / "out.json").read_text())
 
 
+def test_what_was_sampled_on_two_sides_is_evaluated_on_one_mesh(run, tmp_path):
+    copied = shutil.copytree(run, tmp_path / "run")
+    config = json.loads((copied / "config.json").read_text())
+    of_two_sides = {"rollout_split": "dp1 / ep1", "rollout_m2n": "collective", "rollout_replan": 4}
+    config["run"] |= {"rollout_engine": "disaggregated", **of_two_sides}
+    (copied / "config.json").write_text(json.dumps(config))
+    found, as_before = (results(path, tmp_path, *AS_TRAINED) for path in (copied, run))
+    assert {**found, "run": None} == {**as_before, "run": None}
+
+
 def test_numbers_fit_together_and_are_printed(run, tmp_path, capsys):
     found = results(run, tmp_path, *FOUR)
     assert (found["step"], found["prompts"], found["k"], found["task"]) == (2, 4, 4, "sort")
