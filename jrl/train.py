@@ -106,7 +106,7 @@ def _begin(request: Request) -> int:
         with _open(lambda: _create(request)) as folder:
             _keep_with_run(setup, folder)
             _say_lengths(setup)
-            return _train(setup, folder, weights, given_adapters(setup))
+            return _train(setup, folder, weights, given_adapters(setup), _prompts_met(setup))
 
 
 def _resume(request: Request) -> int:
@@ -140,7 +140,8 @@ def _resume(request: Request) -> int:
             _keep_with_run(setup, folder)
             if step is not None:
                 return _train(setup, folder, None, None)
-            return _train(setup, folder, _given_weights(setup), given_adapters(setup))
+            given = _given_weights(setup), given_adapters(setup), _prompts_met(setup)
+            return _train(setup, folder, *given)
 
 
 def _settings(request: Request) -> dict[str, Any]:
@@ -255,6 +256,20 @@ def _given_weights(setup: "Setup") -> "Transformer[Array] | None":
     return weights
 
 
+def _prompts_met(setup: "Setup") -> int:
+    """Training prompts that the policy of --weights has met, where its run drew from the same
+    stream: this one goes on after them, or it would ask again what a warm start imitated."""
+    from jrl.trainer.evaluation.saved_policy import prompts_seen_by
+
+    run = setup.run
+    if run.weights is None:
+        return 0
+    folder = RunFolder.read(run.weights)
+    before = folder.config().get("run", {})
+    same = (before.get("task"), before.get("seed")) == (run.task, run.seed)
+    return prompts_seen_by(folder) if same else 0
+
+
 def _adapters_of(setup: "Setup", folder: RunFolder) -> "Lora | None":
     """The adapters of another run, None of one without."""
     from jrl.trainer.setup.network import lora_of
@@ -346,6 +361,7 @@ def _train(
     folder: RunFolder,
     weights: "Transformer[Array] | None",
     adapters: "Transformer[Array] | None",
+    prompts_seen: int = 0,
 ) -> int:
     from jrl.trainer.loop import train
 
@@ -353,7 +369,7 @@ def _train(
     _say_dispatch(setup)
     print(f"run folder: {folder.path}", flush=True)
     try:
-        outcome = train(setup, folder, weights, adapters)
+        outcome = train(setup, folder, weights, adapters, prompts_seen)
     except KeyboardInterrupt:
         print(f"interrupted; go on from the last checkpoint with: {resume}", file=sys.stderr)
         return 130

@@ -1,5 +1,6 @@
 """What numbers may be, for every command that takes them."""
 
+import math
 from collections.abc import Iterable
 
 
@@ -13,6 +14,30 @@ def check_seed(seed: int) -> None:
     """
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed={seed} must lie in 0..4294967295.")
+
+
+def check_range(
+    settings: object,
+    names: Iterable[str],
+    low: float,
+    high: float = math.inf,
+    *,
+    above: bool = False,
+) -> None:
+    """Refuses settings outside of ``low <= x <= high``, or of ``low < x <= high`` where `above`,
+    and NaN; None is no number, and what the settings lack is not asked for.
+
+    Raises:
+      ValueError: naming the first of them.
+    """
+    for name in names:
+        value = getattr(settings, name, None)
+        if value is None or (low <= value <= high and not (above and value == low)):
+            continue
+        rule = f"must be {'above' if above else 'at least'} {low:g}"
+        if high < math.inf:
+            rule = f"must lie in {low:g}..{high:g}" + (f", above {low:g}" if above else "")
+        raise ValueError(f"{name}={value} {rule}.")
 
 
 def check_least(settings: object, names: Iterable[str], least: int = 1) -> None:

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from jrl.config.numbers import check_least, check_seed
+from jrl.config.numbers import check_least, check_range, check_seed
 from jrl.config.rollout import check_rollout
 from jrl.tasks.data.files import KINDS
 from jrl.tasks.data.split import parse_heldout
@@ -332,6 +332,7 @@ class RunConfig:
         _ = self.rewards
         parse_heldout(self.held_out)
         check_least(self, FROM_ONE)
+        check_range(self, ("warm_start_steps", "warm_start_learning_rate"), 0)
         if self.steps < 0:
             raise ValueError(f"steps={self.steps} must not be negative: 0 is the warm start alone.")
         for name in (*ROUTER_SETTINGS, "sample_tokens", "max_staleness"):

@@ -129,6 +129,8 @@ def read_settings(reference: str) -> Settings:
         raise ValueError(f"{place} is not text: give a YAML file of settings.") from error
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{place} is not YAML: {_said(error)}.") from error
+    except RecursionError as error:
+        raise ValueError(f"{place} is nested too deeply to be settings: name: value.") from error
     content = {} if content is None else content
     if not isinstance(content, dict):
         raise ValueError(f"{place} holds a {type(content).__name__}, not settings: name: value.")

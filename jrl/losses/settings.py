@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
 from jax.typing import ArrayLike
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 
 from jrl.losses.arrays import Number, Scalar
 
@@ -68,6 +68,20 @@ def optional(
     if x is None:
         return None
     return number(name, x, rule or "must be a number, not NaN; None is off.", **limits)
+
+
+def discount(name: str, x: Scalar | Shaped[ArrayLike, "..."]) -> Any:
+    """A discount or a lambda: one number in [0, 1], or an array of them, which passes as it is.
+
+    Raises:
+      ValueError: as `number`.
+    """
+    if not is_array(x):
+        raise ValueError(f"{name}={x!r} must be a number, or an array of numbers.")
+    if not jnp.ndim(x):
+        rule = "must lie in [0, 1]: beyond it far tokens would count for more than near ones."
+        number(name, x, rule, at_least=0, at_most=1)
+    return x
 
 
 def distance(name: str, x: Number, off: str = "float('inf') is off") -> Checked:

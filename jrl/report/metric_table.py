@@ -203,7 +203,8 @@ moe/replay_agreement | fraction | Share of the experts replayed that the router 
 perf/tokens_per_second | tokens/s | Prompt and response tokens of the step over its wall time, all
   devices together.
 perf/throughput | tokens/s | The same for each device.
-perf/time_per_step | seconds | Wall time of the step, evaluation and checkpoint left out.
+perf/time_per_step | seconds | Wall time of the step; evaluation, checkpoint and what is only
+  shown are left out.
 perf/total_num_tokens | tokens | Prompt and response tokens of the step.
 perf/slot_utilisation | fraction | Tokens sampled over slots that were computed.
 perf/decode_steps | count | Steps of decoding, each a token for every live row.
@@ -217,6 +218,8 @@ timing_s/old_log_prob | seconds | Wall time of scoring them by the policy itself
 timing_s/adv | seconds | Wall time of rewards, advantages and corrections.
 timing_s/update_actor | seconds | Wall time of the policy's optimizer steps.
 timing_s/update_critic | seconds | Wall time of the critic's optimizer steps.
+timing_s/samples | seconds | Wall time of scoring the completions that are shown, on top of the
+  step's.
 timing_s/testing | seconds | Wall time of an evaluation, on top of the step's.
 timing_s/wait_for_rollout | seconds | Wall time for which a step that had learned waited for the
   sampler.

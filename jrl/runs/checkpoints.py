@@ -155,7 +155,7 @@ class Checkpoints:
             where that has none), and as a numpy array where that is one. The layout may differ from
             the one saved.
           part: what of the state to read, for example ``policy/weights``; `like` is then a tree of
-            that part alone, and nothing else is read.
+            that part alone, or its one leaf, and nothing else is read.
 
         Returns:
           The state, equal bit for bit, and its `meta`.
@@ -165,9 +165,10 @@ class Checkpoints:
             model; the message then lists every leaf that is missing, extra or differs.
         """
         step, found = self._find(step)
-        prefix = f"{part}/" if part else ""
-        wanted = {prefix + name: leaf for name, leaf in _named_leaves(like).items()}
-        there = {n: leaf for n, leaf in found["tree"].items() if n.startswith(prefix)}
+        named = _named_leaves(like).items()
+        wanted = {"/".join(filter(None, (part, name))): leaf for name, leaf in named}
+        within = f"{part}/" if part else ""
+        there = {n: leaf for n, leaf in found["tree"].items() if f"{n}/".startswith(within)}
         path = self.directory / str(step)
         _check_same(path, there, {n: _describe(leaf) for n, leaf in wanted.items()})
         stored = {name: leaf for name, leaf in wanted.items() if leaf.size}

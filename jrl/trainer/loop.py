@@ -39,11 +39,12 @@ from jrl.trainer.outputs import (
 from jrl.trainer.setup.setup import Setup
 from jrl.trainer.stage import Stage
 from jrl.trainer.state import TrainState, init_adapters, init_state, init_weights, restore, save
-from jrl.trainer.step import Done, Step, train_step
+from jrl.trainer.step import TO_SHOW, Done, Step, train_step
 from jrl.trainer.summary import drift_alarm
 from jrl.trainer.supervised.stage import Supervised
 from jrl.trainer.token_records import Watched
 from jrl.trainer.warm_start import WarmStartStopped, prompts_imitated, shortfall, warm_start
+from moe.disaggregated.split import devices_of
 from moe.weights import Transformer
 
 OnStep = Callable[[int, Mapping[str, float]], None]
@@ -74,6 +75,7 @@ def train(
     folder: RunFolder,
     weights: Transformer[Array] | None = None,
     adapters: Transformer[Array] | None = None,
+    prompts_seen: int = 0,
     on_fault: Hook | None = None,
     on_step: OnStep = lambda step, metrics: None,
 ) -> Outcome:
@@ -84,6 +86,8 @@ def train(
       folder: where everything goes; locked by the caller.
       weights: a policy to start from; None starts fresh, with the warm start.
       adapters: of a policy with adapters, to start from; None starts with fresh ones.
+      prompts_seen: training prompts that the policy in `weights` has met, after which the run's own
+        begin.
       on_fault: called with each alarm of a run with `faults`, in the watcher's thread, before the
         run's own command.
       on_step: called with each step and its metrics when they are written, in the first process;
@@ -101,9 +105,8 @@ def train(
         stop = stack.enter_context(Stop(setup.task.close))
         guard = stack.enter_context(Guard(_attachment(setup.run, folder, on_fault)))
         try:
-            state = _first_state(
-                setup, stage, sampler, folder, checkpoints, weights, adapters, stop, on_step
-            )
+            given = weights, adapters, prompts_seen
+            state = _first_state(setup, stage, sampler, folder, checkpoints, *given, stop, on_step)
         except WarmStartStopped:
             return Outcome(0, stopped=True, saved=False)
         # After the folder went back to the checkpoint: totals go on from the last line that counts.
@@ -115,7 +118,8 @@ def train(
             started = time.perf_counter()
             state, done = stage.step(state)
             step, metrics = int(state.step), done.metrics
-            seconds = time.perf_counter() - started  # evaluation comes on top
+            # What people look at comes on top, and so does evaluation.
+            seconds = time.perf_counter() - started - metrics.get(TO_SHOW, 0.0)
             metrics |= _speed(setup, metrics["training/tokens"], seconds)
             if step % run.eval_every == 0 or step == run.steps:
                 metrics |= stage.evaluated(state)
@@ -195,6 +199,7 @@ def _first_state(
     checkpoints: Checkpoints,
     weights: Transformer[Array] | None,
     adapters: Transformer[Array] | None,
+    prompts_seen: int,
     stop: Stop,
     on_step: OnStep,
 ) -> TrainState[Array]:
@@ -213,7 +218,6 @@ def _first_state(
         if is_main_process():
             folder.begin_again()
     metrics: dict[str, float] = {}
-    prompts_seen = 0
     # A laptop has no pretrained checkpoint: imitation makes a policy that is sometimes right.
     if weights is None:
         # Adapters are put beside what the warm start has learned.
@@ -273,11 +277,13 @@ def _attachment(run: RunConfig, folder: RunFolder, on_fault: Hook | None) -> Att
 
 def _speed(setup: Setup, tokens: float, seconds: float) -> dict[str, float]:
     """How fast a step was, whose `tokens` are those of all devices, in whatever process."""
+    meshes = [setup.mesh, setup.rollout_mesh, *([setup.split.experts] if setup.split else [])]
+    num_devices = len({device for mesh in meshes for device in devices_of(mesh)})
     return {
         "perf/time_per_step": seconds,
         "perf/total_num_tokens": tokens,
         "perf/tokens_per_second": tokens / seconds,
-        "perf/throughput": tokens / seconds / setup.mesh.layout.num_devices,
+        "perf/throughput": tokens / seconds / num_devices,
     }
 
 

@@ -14,6 +14,7 @@ from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.batching import replicated, take_rows
 from jrl.rollout.collection.collect import Collected, collect
 from jrl.rollout.sampler import Sampler, correct_of, scores_of
+from jrl.rollout.timing import timed
 from jrl.trainer.ahead import AheadOfStep
 from jrl.trainer.kept import kept_of, temperatures
 from jrl.trainer.learner.learner import Learner
@@ -32,6 +33,9 @@ from jrl.trainer.setup.randomness import Randomness
 from jrl.trainer.state import TrainState
 from jrl.trainer.summary import count_updates, describe, summarise
 from jrl.trainer.token_records import TokenRecord, Watched, token_records
+
+TO_SHOW = "timing_s/samples"
+"""Seconds of what is only looked at: no part of the step."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +155,8 @@ def _learned(
         # Scored before the updates, which give the buffers of these weights away.
         policy = state.policy.weights
         before = collected.completions, collected.batch
-        tokens = token_records(networks, policy, *before, batch, watched)
+        with timed(TO_SHOW, prepared):
+            tokens = token_records(networks, policy, *before, batch, watched)
     # By the policy that sampled: before the updates, for the sampler of the next step.
     kept = kept_of(recipe, batch, sampled, state.kept, networks.mesh)
     state, history, nonfinite, seconds = train_on_batch(networks, recipe, state, batch, randomness)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from command_runs import FLAGS, IN_A_FRESH_PROCESS, metrics, one_line
+from command_runs import FLAGS, IN_A_FRESH_PROCESS, SETTINGS, metrics, one_line
 from places import ROOT, SUPPORT
 
 from jrl.config.files import configuration_of
@@ -20,6 +20,7 @@ from jrl.recipes import RECIPES
 from jrl.runs.folder import RunFolder
 from jrl.train import main
 from jrl.trainer import loop
+from jrl.trainer.evaluation.saved_policy import prompts_seen_by
 from jrl.trainer.setup import networks
 from sharding.folding import Layout
 
@@ -209,6 +210,9 @@ def test_weights_of_another_run_take_the_place_of_the_warm_start(finished, tmp_p
     assert "warm_start/steps" not in first
     assert first["val/accuracy/greedy"] == last["val/accuracy/greedy"]
     assert first["val/score/greedy"] == last["val/score/greedy"]
+    # Task and seed are the same, and so is the stream of prompts: it goes on.
+    before, after = (prompts_seen_by(RunFolder.read(path)) for path in (finished, tmp_path / "on"))
+    assert before > 0 and after == before + SETTINGS["prompts"]
     tokenizers = [path / "tokenizer.model" for path in (tmp_path / "on", finished)]
     assert tokenizers[0].read_bytes() == tokenizers[1].read_bytes()
     assert "held-out accuracy, start -> step 1" in capsys.readouterr().out

@@ -224,5 +224,6 @@ def _surprise(
     gamma: Scalar,
 ) -> Float[Array, "*batch"]:
     """``R - V_0`` of each row."""
+    gamma = settings.discount("gamma", gamma)
     first = mask & (tokens.index(mask) == 0)
     return _discounted_sum(rewards, mask, gamma) - jnp.sum(zero_masked(values, first), axis=-1)

@@ -97,6 +97,7 @@ def terminal_reach(
       >>> round(share, 3), float(found.horizon), round(relative_horizon, 3)
       (0.7, 2.0, 0.2)
     """
+    lam, gamma = settings.discount("lam", lam), settings.discount("gamma", gamma)
     mask, (shape,) = tokens.hidden(mask, jnp.zeros(jnp.shape(mask), jnp.result_type(lam, float)))
     decay = broadcast("lam", lam, shape) * broadcast("gamma", gamma, shape)
     decay = jax.lax.stop_gradient(decay)

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 from jrl.processes.agreement import any_of, is_main_process, is_multiprocess
@@ -41,6 +42,18 @@ def load_policy(
       ValueError: where there is no checkpoint yet, all are damaged, or it is one of another model.
     """
     return load_policy_of(folder, networks.policy.config, networks.mesh, float32=float32)
+
+
+def prompts_seen_by(folder: RunFolder) -> int:
+    """Training prompts that a run had drawn by its newest whole checkpoint, those of its warm start
+    included.
+
+    Raises:
+      ValueError: where there is no checkpoint yet, or all are damaged.
+    """
+    checkpoints = Checkpoints(folder.checkpoints_path)
+    step, _ = checkpoints.newest_whole()
+    return int(checkpoints.restore(step, np.zeros((), np.int32), part="prompts_seen")[0])
 
 
 def load_policy_of(

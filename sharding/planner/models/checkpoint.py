@@ -17,11 +17,20 @@ def sizes_from(path: str | Path) -> ModelSizes:
       path: the checkpoint's directory, or its config.json.
 
     Raises:
-      ValueError: where sizes are missing, or attention is multi-head latent attention.
+      ValueError: where the file is none of settings, sizes are missing, or attention is multi-head
+        latent attention.
     """
     path = Path(path)
     path = path / "config.json" if path.is_dir() else path
-    options = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        options = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: give the config.json of a checkpoint.") from error
+    if not isinstance(options, dict):
+        raise ValueError(
+            f"{path} holds a {type(options).__name__}, not the settings of a network: give the "
+            "config.json of a checkpoint."
+        )
     if options.get("kv_lora_rank") is not None:
         raise ValueError(
             f"{path}: kv_lora_rank={options['kv_lora_rank']} is latent attention, which the "

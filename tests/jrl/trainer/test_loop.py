@@ -23,6 +23,7 @@ from small_runs import (
 from tiers import full_but
 
 from jrl.report.metrics import check_known, is_timing, without_timings
+from jrl.rollout import timing
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
 from jrl.runs.records import read_metrics
@@ -132,8 +133,9 @@ def test_a_drift_of_the_sampler_is_shown_where_it_begins():
     assert "sampling/k3_kl is 0.5 nats" in shown[0]
 
 
-def test_speed_leaves_evaluation_out(tmp_path, monkeypatch):
-    """On a clock that says two seconds for a step and a thousand for an evaluation."""
+def test_speed_leaves_evaluation_and_samples_out(tmp_path, monkeypatch):
+    """On a clock that says two seconds for a step, a thousand for an evaluation and a hundred for
+    scoring what is shown."""
     now, step, evaluate = [0.0], loop.train_step, loop.heldout_metrics
 
     def lasting(seconds, function):
@@ -146,9 +148,14 @@ def test_speed_leaves_evaluation_out(tmp_path, monkeypatch):
 
     monkeypatch.setattr(loop, "train_step", lasting(2.0, step))
     monkeypatch.setattr(loop, "heldout_metrics", lasting(1000.0, evaluate))
-    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    run = finish("grpo", tmp_path / "run", steps=2, eval_every=1, warm_start_steps=0)
-    for line in read_metrics(run.folder.metrics_path)[1:]:
+    monkeypatch.setattr(stepping, "token_records", lasting(100.0, stepping.token_records))
+    for module in (loop, timing):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    settings = {"steps": 2, "eval_every": 1, "samples_every": 2, "sample_tokens": 4}
+    run = finish("grpo", tmp_path / "run", warm_start_steps=0, **settings)
+    lines = read_metrics(run.folder.metrics_path)[1:]
+    assert [line.get("timing_s/samples") for line in lines] == [None, 100.0]
+    for line in lines:
         assert "val/accuracy/sampled" in line and line["perf/time_per_step"] == 2.0
         assert line["perf/total_num_tokens"] == line["training/tokens"]
         assert line["perf/tokens_per_second"] == line["training/tokens"] / 2
@@ -158,6 +165,8 @@ def test_speed_is_that_of_all_devices_and_of_each():
     setup = small_setup(run=small_run(layout="dp2"))
     speed = loop._speed(setup, tokens=18.0, seconds=3.0)
     assert (speed["perf/tokens_per_second"], speed["perf/throughput"]) == (6.0, 3.0)
+    apart = small_setup(run=small_run(layout="dp2", max_staleness=1, rollout_devices=1))
+    assert loop._speed(apart, tokens=18.0, seconds=3.0)["perf/throughput"] == 2.0
 
 
 def test_samples(finished):

@@ -29,7 +29,7 @@ from tiers import full_but
 from jrl.report.metrics import without_timings
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.records import read
-from jrl.trainer import loop
+from jrl.trainer import loop, outputs
 from jrl.trainer.setup import networks
 from jrl.trainer.state import abstract
 
@@ -100,9 +100,9 @@ def test_killed_in_mid_rollout(recipe, finished, tmp_path):
 
 
 @pytest.mark.parametrize("number", full_but([signal.SIGTERM, signal.SIGINT], signal.SIGTERM))
-def test_a_signal_finishes_the_step_and_saves(number, finished, tmp_path, monkeypatch):
+def test_a_signal_finishes_the_step_saves_and_draws(number, finished, tmp_path, monkeypatch):
     expected, path = finished("grpo"), tmp_path / "run"
-    step = loop.train_step
+    step, drawn = loop.train_step, []
 
     def interrupted(sampler, networks, recipe, state, *rest, **options):
         if int(state.step) == 0:
@@ -112,8 +112,11 @@ def test_a_signal_finishes_the_step_and_saves(number, finished, tmp_path, monkey
     before = signal.getsignal(number)
     with monkeypatch.context() as patch:
         patch.setattr(loop, "train_step", interrupted)
+        patch.setattr(outputs, "plot_run", lambda *given, title: drawn.append(given) or [])
         outcome = begin_or_go_on(expected.setup, path)
     assert outcome == loop.Outcome(step=1, stopped=True)
+    assert drawn == [(path / "metrics.jsonl", path / "plots")]
+    assert (path / "report.html").is_file()
     assert signal.getsignal(number) is before
     assert Checkpoints(path / "checkpoints").steps() == [0, 1]
     assert metrics_of(path) == expected.metrics[:2]

@@ -8,6 +8,7 @@ from jrl.losses.advantages.critic.gae import gae
 from jrl.losses.arrays import (
     Scalar,
 )
+from jrl.losses.settings import discount
 
 
 def decoupled_gae(
@@ -62,6 +63,7 @@ def decoupled_gae(
       >>> advantages.tolist(), returns.tolist()
       ([-0.25, 0.5, 0.25], [1.0, 1.0, 1.0])
     """
+    lam_policy, lam_critic = discount("lam_policy", lam_policy), discount("lam_critic", lam_critic)
 
     def estimate(lam: Scalar | Float[ArrayLike, "*#batch #time"]):
         return gae(

@@ -17,6 +17,7 @@ from jrl.losses.arrays import (
     zero_masked,
     zero_per_row,
 )
+from jrl.losses.settings import discount
 
 
 def gae(
@@ -89,6 +90,7 @@ def gae(
       >>> advantages.tolist(), returns.tolist()
       ([0.5, 0.75, 0.25], [1.0, 1.0, 1.0])
     """
+    gamma, lam = discount("gamma", gamma), discount("lam", lam)
     check_shapes(rewards=rewards, values=values, mask=mask)
     if terminated is not None and bootstrap_value is None:
         raise ValueError(

@@ -127,6 +127,15 @@ def test_what_cannot_be_negative_is_refused_in_one_line(name):
             assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if DISCOUNTS & settings_of(name).keys()])
+def test_discounts_lie_between_0_and_1(name):
+    for setting in DISCOUNTS & settings_of(name).keys():
+        for wrong in (-0.5, 2, np.float32(1.5), float("nan"), "much"):
+            with pytest.raises(ValueError, match=rf"^{setting}={wrong!r} |^{setting}=") as error:
+                call(name, **{setting: wrong})
+            assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if STATIC & settings_of(name).keys()])
 def test_what_is_compiled_cannot_depend_on_a_traced_number(name):
     for setting in STATIC & settings_of(name).keys():

@@ -101,3 +101,17 @@ def test_what_cannot_be_described_is_refused(options, words, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(options))
     with pytest.raises(ValueError, match=words):
         sizes_from(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "config.json is not JSON"),
+        ("[" * 100_000, "config.json is not JSON"),
+        ("[1]", "config.json holds a list, not the settings of a network"),
+    ],
+)
+def test_a_file_that_is_no_config_is_refused(text, words, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=words):
+        sizes_from(tmp_path)
