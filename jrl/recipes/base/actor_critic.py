@@ -5,7 +5,6 @@ from typing import ClassVar
 
 from jaxtyping import Array, Float, Int
 
-from jrl.config.numbers import check_range
 from jrl.losses import ExplainedVariance, Mean, value_loss
 from jrl.losses.settings import Sides
 from jrl.recipes.base.batch import Batch, Totals, given
@@ -27,12 +26,6 @@ class ActorCritic(Recipe):
     """Steps at the start in which only the critic learns, on returns of the fixed policy."""
 
     uses_critic: ClassVar[bool] = True
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_range(self, ("critic_learning_rate", "value_clip", "pretrain_critic"), 0)
-        # The lambdas are those of recipes that have such fields.
-        check_range(self, ("gamma", "lam", "lam_critic", "lam_floor"), 0, 1)
 
     @property
     def value_pretraining_steps(self) -> int:

@@ -16,7 +16,6 @@ from typing import Any, ClassVar, Literal, get_args
 
 from jaxtyping import Array, Float, Int
 
-from jrl.config.numbers import check_least, check_range
 from jrl.losses import (
     Aggregation,
     Denominators,
@@ -29,6 +28,7 @@ from jrl.losses import (
 )
 from jrl.recipes.base.batch import Batch, Targets, Totals, given
 from jrl.recipes.base.collection import Collection, DynamicSampling, OneRound, Windows
+from jrl.recipes.base.limits import check_limits
 from jrl.recipes.base.mismatch import (
     Correction,
     Denominator,
@@ -167,12 +167,7 @@ class Recipe:
                     f"{type(self).__name__} says nothing of its {hook}: write a method {hook}, as "
                     "jrl.recipes.Recipe describes it."
                 )
-        counts = ("prompts", "group_size", "mini_batch", "micro_batch", "epochs")
-        check_least(self, (*counts, "max_generation_rounds"))
-        check_range(self, ("learning_rate", "learning_rate_warmup", "weight_decay"), 0)
-        check_range(self, ("clip_low", "clip_high", "temperature"), 0)
-        check_range(self, ("max_grad_norm",), 0, above=True)
-        check_range(self, ("clip_dual",), 1, above=True)
+        check_limits(self)
         if self.dynamic_sampling and self.group_size < 2:
             raise ValueError(
                 f"group_size={self.group_size} leaves nothing to compare a completion with, and "
