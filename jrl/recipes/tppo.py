@@ -26,9 +26,9 @@ from jrl.losses import (
     whiten,
 )
 from jrl.losses.settings import Sides
+from jrl.recipes.base.actor_critic import ImitatingActorCritic
 from jrl.recipes.base.batch import Batch, Targets, given, responses_of
 from jrl.recipes.base.collection import Windows
-from jrl.recipes.base.imitation import ImitatingActorCritic
 from jrl.recipes.base.token_rewards import terminal_rewards
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from jaxtyping import Array, Float, Int
 
 from jrl.losses import Aggregation, gae, length_adaptive_lambda, whiten
+from jrl.recipes.base.actor_critic import ImitatingActorCritic
 from jrl.recipes.base.batch import Batch, Targets, given
-from jrl.recipes.base.imitation import ImitatingActorCritic
 from jrl.recipes.base.token_rewards import rewards_of_turns
 
 
