@@ -1,4 +1,4 @@
-"""The four parts of HAPO alone and together, on top of DAPO.
+"""The four parts of HAPO alone and together, on top of DAPO without dynamic sampling.
 
 python -m experiments.hapo_ablation.run
 """
@@ -6,7 +6,7 @@ python -m experiments.hapo_ablation.run
 from pathlib import Path
 
 from experiments.figures import draw_finals, final_table
-from experiments.study import Study, command_line
+from experiments.study import COMMON, Study, command_line
 
 FOLDER = Path(__file__).parent
 PARTS = {
@@ -26,11 +26,14 @@ def only(kept: str | None) -> str:
 STUDY = Study(
     FOLDER,
     {
-        "DAPO (no part)": only(None),
+        "no part": only(None),
         **{f"{part} only": only(part) for part in PARTS},
-        "HAPO (all four)": "hapo",
+        "all four": "hapo",
     },
+    common=f"{COMMON} --no-dynamic-sampling",
 )
+"""Without dynamic sampling all variants sample as many completions: what is compared is the parts,
+not how many groups a variant throws away."""
 
 
 def main() -> None:

@@ -20,7 +20,6 @@ STUDY = Study(
         "w/o token-level loss": "vapo --aggregation seq-mean-token-mean",
         "w/o positive-example LM loss": "vapo --positive-coef 0",
         "w/o group sampling": "vapo --prompts 128 --group-size 1",
-        "PPO": "ppo --prompts 128 --group-size 1 --aggregation seq-mean-token-mean",
     },
     metrics=("critic/score/mean", "actor/entropy", "critic/vf_explained_var"),
 )
