@@ -15,6 +15,7 @@ import pytest
 from command_runs import one_line
 from served import numbers, serving, write_checkpoint
 
+from jrl import serve
 from jrl.rollout.decoding.engine import SlotEngine
 from jrl.rollout.decoding.requests import Request
 from jrl.rollout.sampling import GREEDY
@@ -32,9 +33,15 @@ CHAT = [{"role": "user", "content": "How many pens?"}]
         (["--slots=0"], "slots=0 must be at least 1"),
         (["--port=70000"], "port=70000 must lie in 0..65535"),
         (["--api-key="], "api_key is empty"),
+        (["--host=0.0.0.0", "--port=0"], "host=0.0.0.0 can be reached by other machines, and no"),
+        # Allowed, it comes to the run.
+        (["--host=0.0.0.0", "--port=0", "--allow-anyone"], "no-such-run"),
+        (["--host=0.0.0.0", "--port=0", "--api-key=k"], "no-such-run"),
     ],
 )
-def test_flags_that_cannot_be_are_one_line(flags, message, capsys):
+def test_flags_that_cannot_be_are_one_line(flags, message, capsys, monkeypatch):
+    monkeypatch.delenv(serve.KEY_VARIABLE, raising=False)
+    monkeypatch.setattr(serve, "start_jax", lambda devices: None)
     assert main(["no-such-run", *flags]) == 2
     assert message in one_line(capsys.readouterr())
 
