@@ -28,7 +28,8 @@ class Request:
     run: tyro.conf.Positional[str]
     """Folder of a run, whose newest checkpoint is served, or hf:DIR for a public checkpoint."""
     host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 is every network that the machine is in."""
+    """Address to listen on; 0.0.0.0 is every network that the machine is in. One that other
+    machines reach needs --api-key, or --allow-anyone."""
     port: int = 8000
     """Port to listen on; 0 takes a free one, which is printed."""
     name: str | None = None
@@ -36,7 +37,7 @@ class Request:
     slots: int = 16
     """Choices that are written at a time, a multiple of dp x tp of the layout."""
     queue: int = 256
-    """Requests that may wait for a slot; more are refused with 429."""
+    """Choices that may wait for a slot; requests with more are refused with 429."""
     length: int | None = None
     """Tokens of prompt and completion together, at most; None is 1024, or what the network was made
     for where that is less."""
@@ -50,6 +51,8 @@ class Request:
     api_key: str | None = None
     """Clients must show it as a bearer token; None takes the environment variable JRL_API_KEY, and
     without that asks for none."""
+    allow_anyone: bool = False
+    """Serve other machines without a key."""
     follow: bool = False
     """Load later checkpoints of the run as they appear; what runs is finished by the policy that
     began it."""
@@ -112,6 +115,8 @@ def _serve(request: Request) -> None:
 
     listening = server.listen(request.host, request.port)
     with listening:
+        if not (request.allow_anyone or _key(request)):
+            server.check_private(request.host, listening)
         start_jax(request.devices)
         service, front, name = _made(request)
         if request.warm_up:
@@ -169,9 +174,12 @@ def _made(request: Request):
         queue=request.queue,
         window=request.window,
     )
-    key = request.api_key if request.api_key is not None else os.environ.get(KEY_VARIABLE) or None
-    front = Front(service, served, metrics, api_key=key, most_bytes=request.max_body)
+    front = Front(service, served, metrics, api_key=_key(request), most_bytes=request.max_body)
     return service, front, name
+
+
+def _key(request: Request) -> str | None:
+    return request.api_key if request.api_key is not None else os.environ.get(KEY_VARIABLE) or None
 
 
 if __name__ == "__main__":

@@ -16,6 +16,11 @@ from jaxtyping import Array, Float, Int
 from jrl.losses import EntropyStatistics, entropy_from_logits
 from jrl.recipes.base.temperature import AdaptiveTemperature
 
+LEAST_TOP_P = 2.0**-126
+"""What is less is 0 in float32, or may be, and would leave no token."""
+LEAST_TEMPERATURE = 1e-30
+"""Logits over what is less may be no number in float32."""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -39,10 +44,19 @@ class Sampling:
     def __post_init__(self):
         if self.temperature < 0:
             raise ValueError(f"temperature={self.temperature} is negative: use 0 for greedy.")
+        if 0 < self.temperature < LEAST_TEMPERATURE:
+            raise ValueError(
+                f"temperature={self.temperature} is less than {LEAST_TEMPERATURE:g}, by which "
+                "logits are no number in float32: use 0 for greedy."
+            )
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k={self.top_k} keeps no token: use 1 or more, or None for all.")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must lie in (0, 1], or be None for all tokens.")
+        if self.top_p is not None and self.top_p < LEAST_TOP_P:
+            raise ValueError(
+                f"top_p={self.top_p} leaves no token in float32: use temperature=0, or top_k=1."
+            )
 
     @property
     def greedy(self) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jrl.serving.asked import Asked
-from jrl.serving.service import Piece
+from jrl.serving.job import Piece
 from jrl.serving.transcript import Pieces, Place
 
 DONE = "data: [DONE]\n\n"

@@ -5,7 +5,7 @@ import hmac
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -19,12 +19,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jrl.serving.answers import Answer, event, fingerprint
 from jrl.serving.asked import Asked, chat_of, check_model, completion_of
+from jrl.serving.job import Event, Job
 from jrl.serving.metrics import GONE, Metrics
 from jrl.serving.policy import Served
-from jrl.serving.refusal import Refused
-from jrl.serving.service import Event, Job, Service
+from jrl.serving.refusal import Refused, one_line
+from jrl.serving.service import Service, closing
 from jrl.serving.transcript import Pieces
 
+BODY_SECONDS = 60.0
+"""Within which the body of a request comes to its end."""
 PATIENCE = 8
 """Times the largest body that are read and thrown away, so that a client gets to hear why."""
 STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
@@ -55,8 +58,8 @@ class Front:
         self._pieces = Pieces(served.format.tokenizer)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._outbox: list[tuple[asyncio.Queue[Event | None], Event]] = []
-        self.num_open = 0
-        """Requests whose answer has not been sent to its end."""
+        self._open: set[asyncio.Timeout] = set()
+        self._end: float | None = None
         service.flush = self._flush
 
     def application(self) -> Starlette:
@@ -72,8 +75,35 @@ class Front:
             Route("/health", self._health),
             Route("/metrics", self._show_metrics),
         ]
-        # Paths and methods that nobody serves are said in OpenAI's form too.
-        return Starlette(routes=routes, exception_handlers={HTTPException: _no_such})
+        # Paths and methods that nobody serves are said in OpenAI's form too, and what goes wrong,
+        # whose traceback the server logs.
+        handlers: dict[Any, Any] = {HTTPException: _no_such, Exception: _went_wrong}
+        return Starlette(routes=routes, exception_handlers=handlers)
+
+    @property
+    def num_open(self) -> int:
+        """Requests whose body has not been read to its end, or whose answer not been sent."""
+        return len(self._open)
+
+    def end(self, seconds: float) -> None:
+        """Waits no longer than so many seconds for clients to send the rest of a request, or to
+        take that of an answer."""
+        self._end = asyncio.get_running_loop().time() + seconds
+        for scope in self._open:
+            if not scope.expired():
+                scope.reschedule(self._end)
+
+    @asynccontextmanager
+    async def _within(self, seconds: float | None) -> AsyncIterator[None]:
+        """Raises TimeoutError after so many seconds, None is any number, or at the end."""
+        async with asyncio.timeout(seconds) as scope:
+            if self._end is not None:
+                scope.reschedule(self._end)
+            self._open.add(scope)
+            try:
+                yield
+            finally:
+                self._open.discard(scope)
 
     def _flush(self) -> None:
         """Hands what the thread of the service has told over to the loop, all at once."""
@@ -98,6 +128,9 @@ class Front:
             except _Gone:
                 self._count(name, GONE)
                 return Response(status_code=400)
+            except Exception:
+                self._count(name, "500")
+                raise
 
         return serve
 
@@ -129,15 +162,17 @@ class Front:
         """Sends the answer as it comes, or nothing more once its client has left."""
         watch = asyncio.create_task(_until_gone(receive))
         watch.add_done_callback(lambda _: events.put_nowait(None))
-        self.num_open += 1
         status = GONE
         try:
-            streamed = _stream if job.asked.stream else _at_once
-            status = await streamed(answer, events, send)
-        except OSError:  # the connection broke while something was sent
+            async with self._within(None):
+                streamed = _stream if job.asked.stream else _at_once
+                status = await streamed(answer, events, send)
+        except OSError:  # the connection broke while something was sent, or nobody takes it
             pass
+        except Exception:
+            status = "500"
+            raise
         finally:
-            self.num_open -= 1
             watch.cancel()
             if not answer.finished:
                 self._service.leave(job)
@@ -169,12 +204,23 @@ class Front:
 
     async def _body(self, call: Call) -> Mapping[str, Any]:
         content, size = bytearray(), 0
-        async for part in _parts(call.receive):
-            size += len(part)
-            if size <= self._most_bytes:
-                content += part
-            elif size > PATIENCE * self._most_bytes:
-                break
+        try:
+            async with self._within(BODY_SECONDS):
+                async for part in _parts(call.receive):
+                    size += len(part)
+                    if size <= self._most_bytes:
+                        content += part
+                    elif size > PATIENCE * self._most_bytes:
+                        break
+        except TimeoutError as error:
+            if self._service.closing:
+                raise closing() from error
+            raise Refused(
+                408,
+                f"{size} bytes of the body came within {BODY_SECONDS:g} s, and not its end: send "
+                "all that Content-Length says, or less at a time.",
+                code="body_timeout",
+            ) from error
         if size > self._most_bytes:
             raise Refused(
                 413,
@@ -184,6 +230,7 @@ class Front:
             )
         try:
             body = json.loads(bytes(content))
+            _check_characters(body)
         except (ValueError, RecursionError) as error:
             raise Refused(400, f"the body is not JSON: {error}.") from error
         if not isinstance(body, dict):
@@ -224,8 +271,11 @@ class Front:
         future: Future[int] = self._service.load()
         try:
             version = await asyncio.wrap_future(future)
-        except (ValueError, OSError) as error:
-            raise Refused(409, f"no policy could be loaded: {error}", code="not_loaded") from error
+        except Refused:
+            raise
+        except Exception as error:
+            what = f"no policy could be loaded: {one_line(error)}"
+            raise Refused(409, what, code="not_loaded") from error
         return JSONResponse({"version": version, "system_fingerprint": fingerprint(version)})
 
     async def _health(self, call: Call) -> Response:
@@ -252,6 +302,24 @@ async def _no_such(call: Call, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what = f"{call.method} {call.url.path}: {error.detail}."
     return JSONResponse(Refused(error.status_code, what).body, error.status_code, error.headers)
+
+
+async def _went_wrong(call: Call, error: Exception) -> Response:
+    what = "the server made a mistake with this request, of which its log has the traceback."
+    return said(Refused(500, what))
+
+
+def _check_characters(body: object) -> None:
+    """Raises Refused where a text in the body is none: JSON can escape halves of a character."""
+    try:
+        json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        raise Refused(
+            400,
+            f"the body has {half}, a half of a character in UTF-16, without the other: send whole "
+            "characters.",
+        ) from error
 
 
 async def _parts(receive: Receive) -> AsyncIterator[bytes]:

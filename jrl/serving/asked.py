@@ -9,10 +9,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jrl.rollout.sampling import LEAST_TEMPERATURE, LEAST_TOP_P
 from jrl.serving.refusal import Refused, wrong
 from jrl.tasks.data.records import short
 
 MOST_CHOICES = 128
+"""Of all prompts of a request together."""
+MOST_TOKENS = 2**31 - 1
+"""Of a completion, as numbers of tokens are held."""
 MOST_STOPS = 4
 MOST_LIKELIEST = 20
 """Tokens whose log-probabilities are given for each place, at most."""
@@ -78,9 +82,16 @@ def completion_of(body: Mapping[str, Any]) -> Asked:
             "echo=true with logprobs would need the log-probabilities of the prompt, which are not "
             "served: leave out one of the two.",
         )
+    common, prompts = _common(body), _prompts(body)
+    if len(prompts) * common["n"] > MOST_CHOICES:
+        raise wrong(
+            "n",
+            f"n={common['n']} of {len(prompts)} prompts are {len(prompts) * common['n']} choices: "
+            f"ask for {MOST_CHOICES} at most at a time.",
+        )
     return Asked(
-        **_common(body),
-        prompts=_prompts(body),
+        **common,
+        prompts=prompts,
         messages=(),
         max_tokens=_whole(body, "max_tokens", 1, None),
         logprobs=likeliest is not None,
@@ -180,8 +191,12 @@ def _common(body: Mapping[str, Any]) -> dict[str, Any]:
             )
     n = _whole(body, "n", 1, MOST_CHOICES)
     temperature, top_p = _number(body, "temperature", 0.0, 2.0), _number(body, "top_p", 0.0, 1.0)
-    if top_p == 0:
-        raise wrong("top_p", "top_p=0 leaves no token: use temperature=0 for the likeliest one.")
+    greedy = "use temperature=0 for the likeliest token"
+    if temperature is not None and 0 < temperature < LEAST_TEMPERATURE:
+        least = f"less than {LEAST_TEMPERATURE:g}, by which logits are no number in float32"
+        raise wrong("temperature", f"temperature={temperature:g} is {least}: {greedy}.")
+    if top_p is not None and top_p < LEAST_TOP_P:
+        raise wrong("top_p", f"top_p={top_p:g} leaves no token in float32: {greedy}.")
     return {
         "model": _model(body),
         "n": 1 if n is None else n,
@@ -288,8 +303,8 @@ def _whole(body: Mapping[str, Any], name: str, least: int, most: int | None) -> 
     value = body.get(name)
     if value is None:
         return None
-    if type(value) is not int or value < least or (most is not None and value > most):
-        span = f"from {least}" if most is None else f"in {least}..{most}"
+    if type(value) is not int or not least <= value <= (MOST_TOKENS if most is None else most):
+        span = f"from {least} to {MOST_TOKENS}" if most is None else f"in {least}..{most}"
         raise wrong(name, f"{name}={short(value)} must be a whole number {span}.")
     return value
 

@@ -35,7 +35,7 @@ class Metrics:
             ("finish",),
             registry=registry,
         )
-        self.queued = Gauge("jrl_queue_length", "Requests that wait.", registry=registry)
+        self.queued = Gauge("jrl_queue_length", "Choices that wait for a slot.", registry=registry)
         self.live = Gauge("jrl_slots_live", "Slots with a choice in them.", registry=registry)
         self.slots = Gauge("jrl_slots", "Choices written at a time, at most.", registry=registry)
         self.slots.set(slots)

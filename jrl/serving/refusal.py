@@ -2,6 +2,9 @@
 
 from typing import Any
 
+MOST_SAID = 300
+"""Characters of an error that others raised, as a client is told of it."""
+
 
 class Refused(Exception):
     """A request that is not served, for a reason that its client is told.
@@ -35,7 +38,9 @@ class Refused(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        own = {401: {"WWW-Authenticate": "Bearer"}}.get(self.status, {})
+        # After 408 the rest of a body would be taken for the next request.
+        own = {401: {"WWW-Authenticate": "Bearer"}, 408: {"Connection": "close"}}
+        own = own.get(self.status, {})
         if self.retry_after is not None:
             own = {**own, "Retry-After": str(self.retry_after)}
         return own
@@ -47,10 +52,20 @@ KINDS = {
     403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    408: "invalid_request_error",
     413: "invalid_request_error",
     429: "rate_limit_error",
 }
 """The type of an error by its status."""
+
+
+def one_line(error: BaseException) -> str:
+    """What an exception says, without line breaks and not at any length; of which kind it is,
+    unless it speaks to the caller."""
+    text = " ".join(str(error).split())
+    text = text if len(text) <= MOST_SAID else text[: MOST_SAID - 3] + "..."
+    spoken = isinstance(error, ValueError | OSError | Refused)
+    return text if spoken else f"{type(error).__name__}: {text}"
 
 
 def wrong(param: str, message: str, code: str | None = None) -> Refused:

@@ -5,16 +5,20 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from ipaddress import ip_address
 
 import uvicorn
 
 from jrl.processes.stopping import Stop
 from jrl.serving.application import Front
-from jrl.serving.refusal import Refused
+from jrl.serving.refusal import one_line
 from jrl.serving.service import Service
 
 LOOK = 0.1
 """Seconds between two looks whether the server was asked to end."""
+DELIVERY = 5
+"""Seconds after the end of the engine that clients have to take the rest of their answers, and as
+many again for what the system still holds of these."""
 FOLLOW = 2.0
 """Seconds between two looks for a later policy."""
 
@@ -52,6 +56,20 @@ def listen(host: str, port: int) -> socket.socket:
     return made
 
 
+def check_private(host: str, listening: socket.socket) -> None:
+    """Refuses an address that other machines may reach.
+
+    Raises:
+      ValueError: where `listening` is bound to one.
+    """
+    address = ip_address(listening.getsockname()[0])
+    if not address.is_loopback:
+        raise ValueError(
+            f"host={host} can be reached by other machines, and no key is asked for: give "
+            "--api-key, or --allow-anyone to serve whoever reaches it."
+        )
+
+
 def run(service: Service, front: Front, listening: socket.socket, *, follow: bool) -> None:
     """Serves until Ctrl-C or SIGTERM: then nothing more is taken, what runs is finished.
 
@@ -63,25 +81,29 @@ def run(service: Service, front: Front, listening: socket.socket, *, follow: boo
     Raises:
       EngineFailed: when the engine has ended by an error.
     """
-    config = uvicorn.Config(
-        front.application(), log_level="warning", access_log=False, timeout_keep_alive=30
-    )
-    server = _Server(config)
     with Stop() as stop:
         stop.doing = "taking no more requests and finishing those that run"
-        asyncio.run(_serve(server, service, front, listening, stop, follow))
+        asyncio.run(serve(service, front, listening, stop, follow))
     if service.failure is not None:
         raise EngineFailed(f"the engine has failed: {service.failure!r}") from service.failure
 
 
-async def _serve(
-    server: uvicorn.Server,
+async def serve(
     service: Service,
     front: Front,
     listening: socket.socket,
     stop: Stop,
     follow: bool,
 ) -> None:
+    """Serves until `stop` is true and what runs is finished; arguments as for `run`."""
+    config = uvicorn.Config(
+        front.application(),
+        log_level="warning",
+        access_log=False,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=DELIVERY,
+    )
+    server = _Server(config)
     following = asyncio.create_task(_follow(service)) if follow else None
     ending = asyncio.create_task(_until_ended(server, service, front, stop))
     try:
@@ -96,21 +118,29 @@ async def _until_ended(server: uvicorn.Server, service: Service, front: Front, s
     while not stop and service.failure is None:
         await asyncio.sleep(LOOK)
     service.close()
-    while front.num_open or not service.ended:
+    while not service.ended:
+        await asyncio.sleep(LOOK)
+    front.end(DELIVERY)
+    while front.num_open:
         await asyncio.sleep(LOOK)
     server.should_exit = True
 
 
 async def _follow(service: Service) -> None:
-    refused = None
-    while True:
+    refused, said = None, ""
+    while not service.closing:
         await asyncio.sleep(FOLLOW)
-        newest = await asyncio.to_thread(lambda: service.newest)
-        if newest is None or newest in (service.version, refused) or service.closing:
-            continue
+        newest = None
         try:
+            newest = await asyncio.to_thread(lambda: service.newest)
+            if newest is None or newest in (service.version, refused) or service.closing:
+                continue
             version = await asyncio.wrap_future(service.load())
-            print(f"serving step {version}", file=sys.stderr, flush=True)
-        except (ValueError, OSError, Refused) as error:
+            line = f"serving step {version}"
+        except Exception as error:  # of whatever library reads them: what is served goes on
             refused = newest
-            print(f"warning: step {newest} is not served: {error}", file=sys.stderr, flush=True)
+            which = "a later step" if newest is None else f"step {newest}"
+            line = f"warning: {which} is not served: {one_line(error)}"
+        if line != said:
+            said = line
+            print(line, file=sys.stderr, flush=True)

@@ -6,48 +6,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-
-import numpy as np
+from dataclasses import dataclass
 
 from jrl.rollout.decoding.requests import Request
 from jrl.rollout.decoding.stream import Written
 from jrl.rollout.row_sampling import OwnSampling
-from jrl.serving.asked import Asked
 from jrl.serving.engine import Engine
+from jrl.serving.job import Job, Piece
 from jrl.serving.metrics import GONE, Metrics
 from jrl.serving.policy import Served, Versions
 from jrl.serving.refusal import Refused
-from jrl.serving.transcript import Place, Transcript
+from jrl.serving.transcript import Transcript
 from jrl.serving.warming import Warming
 
 SEED_BITS = 64
 HIGHEST_NUMBER = 2**31 - 1
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What a client learns of a choice at once.
-
-    Attributes:
-      index: of the choice.
-      text: that can be shown.
-      places: tokens that the text begins with, where they were asked for.
-      num_tokens: sampled so far.
-      finish: "stop" or "length" where it has ended.
-      version: of the policy that writes it.
-    """
-
-    index: int
-    text: str
-    places: list[Place]
-    num_tokens: int
-    finish: str | None
-    version: int
-
-
-Event = Piece | Refused
-"""What comes of a request: pieces, or why no more do."""
 
 
 @dataclass
@@ -56,37 +29,6 @@ class _Choice:
     transcript: Transcript
     seen: float = 0.0
     """When its newest token came."""
-
-
-@dataclass(eq=False)
-class Job:
-    """A request between its arrival and its end.
-
-    Attributes:
-      asked: what is wanted.
-      prompts: ids of each prompt.
-      limits: tokens of a completion of each.
-      tell: takes events, from the thread of the engine.
-      arrived: when, as `time.perf_counter` has it.
-      gone: whether its client has left.
-      numbers: of its prompts in the engine, where it is seated.
-    """
-
-    asked: Asked
-    prompts: Sequence[np.ndarray]
-    limits: Sequence[int]
-    tell: Callable[[Event], None]
-    arrived: float = field(default_factory=time.perf_counter)
-    gone: bool = False
-    numbers: tuple[int, ...] = ()
-
-    @property
-    def num_choices(self) -> int:
-        return len(self.prompts) * self.asked.n
-
-    @property
-    def prompt_tokens(self) -> int:
-        return sum(map(len, self.prompts))
 
 
 class Service:
@@ -102,7 +44,7 @@ class Service:
       served: the model.
       versions: where its weights come from.
       metrics: that are kept of it.
-      queue: requests that may wait beside those whose choices have a free slot.
+      queue: choices that may wait beside those that have a slot.
       window: tokens of a choice between two looks.
     """
 
@@ -129,8 +71,10 @@ class Service:
         self._jobs: dict[int, Job] = {}
         self._choices: dict[tuple[int, int], _Choice] = {}
         self._number = 0
-        self._idle = engine.slots
+        self._num_taken = 0  # choices that have not come to their end, seated or not
+        self._num_live = 0
         self._pace = 1.0  # seconds that a request takes, about
+        self._weights: object = None
         self.version = -1
         self.failure: BaseException | None = None
         """What ended the thread, if anything did but `close`."""
@@ -164,26 +108,42 @@ class Service:
         """Asks for the choices of a request.
 
         Raises:
-          Refused: where too many wait, and where nothing more is taken.
+          Refused: for more choices than are taken at a time, where too many wait, and where nothing
+            more is taken.
         """
+        count, most = job.num_choices, self._engine.slots + self._queue
+        if count > most:
+            raise Refused(
+                400,
+                f"the request has {count} choices, n of each prompt, and this server takes {most} "
+                "at a time: ask for fewer, or serve with more --slots or a longer --queue.",
+                code="too_many_choices",
+            )
         with self._door:
-            if self.failure is not None:
-                raise Refused(500, "the engine has failed: restart the server.")
-            if self.closing:
-                raise closing()
-            free = max(0, self._idle - sum(job.num_choices for job in self._waiting))
-            if not free and len(self._waiting) >= self._queue + self._idle:
-                wait = self._pace * (len(self._waiting) + 1) / self._engine.slots
+            self._check_open()
+            if self._num_taken + count > most:
+                wait = self._pace * (self._num_taken - self._num_live + 1) / self._engine.slots
                 raise Refused(
                     429,
-                    f"{len(self._waiting)} requests wait already and no more may: try again later, "
-                    "or serve with more --slots or a longer --queue.",
+                    f"{self._num_taken} choices are written or wait already, of {most} at most, "
+                    f"and there is no room for {count} more: try again later, or serve with more "
+                    "--slots or a longer --queue.",
                     code="queue_full",
                     retry_after=max(1, round(wait)),
                 )
+            self._num_taken += count
             self._waiting.append(job)
-            self._metrics.queued.set(len(self._waiting))
+            self._count_waiting()
             self._door.notify()
+
+    def _check_open(self) -> None:
+        if self.failure is not None:
+            raise Refused(500, "the engine has failed: restart the server.")
+        if self.closing:
+            raise closing()
+
+    def _count_waiting(self) -> None:
+        self._metrics.queued.set(max(0, self._num_taken - self._num_live))
 
     def leave(self, job: Job) -> None:
         """The client of a request has left; nothing happens where it has its end already."""
@@ -196,8 +156,7 @@ class Service:
         then."""
         future: Future[int] = Future()
         with self._door:
-            if self.closing:
-                raise closing()
+            self._check_open()
             self._loads.append(future)
             self._door.notify()
         return future
@@ -223,15 +182,18 @@ class Service:
             while self._round():
                 self.flush()
         except BaseException as error:
+            failed = Refused(500, f"the engine has failed: {error}")
             with self._door:
                 self.failure = error
+                loads, self._loads = self._loads, []
                 everyone = {id(job): job for job in (*self._jobs.values(), *self._waiting)}
                 self._waiting.clear()
             for job in everyone.values():
-                job.tell(Refused(500, f"the engine has failed: {error}"))
+                job.tell(failed)
+            for future in loads:
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(failed)
         finally:
-            for future in self._loads:
-                future.cancel()
             self.flush()
 
     def _round(self) -> bool:
@@ -258,7 +220,8 @@ class Service:
         if engine.busy:
             self._tell(engine.tick(self._window))
         with self._door:
-            self._idle = engine.num_idle
+            self._num_live = engine.num_live
+            self._count_waiting()
         self._metrics.live.set(engine.num_live)
         return True
 
@@ -266,24 +229,19 @@ class Service:
         while self._engine.num_idle:
             with self._door:
                 job = self._waiting.popleft() if self._waiting else None
-                self._metrics.queued.set(len(self._waiting))
             if job is None:
                 return
-            if not job.gone:
-                self._ask(job)
-            with self._door:
-                self._idle = self._engine.num_idle
+            self._ask(job)
 
     def _ask(self, job: Job) -> None:
         asked, tokenizer = job.asked, self._served.format.tokenizer
         self._metrics.prompt_tokens.inc(job.prompt_tokens)
         seed = secrets.randbits(SEED_BITS) if asked.seed is None else asked.seed % 2**SEED_BITS
         own = OwnSampling(asked.temperature, asked.top_p, seed, asked.likeliest > 0)
-        numbers = list[int]()
         for place, (ids, limit) in enumerate(zip(job.prompts, job.limits, strict=True)):
             number = self._next_number()
-            numbers.append(number)
             self._jobs[number] = job
+            job.numbers = (*job.numbers, number)
             before = () if asked.chat else ids.tolist()
             # Numbered through, so that a prompt that comes twice is completed in two ways.
             choices = range(place * asked.n, (place + 1) * asked.n)
@@ -291,7 +249,6 @@ class Service:
                 text = Transcript(tokenizer, asked.stops, asked.logprobs, before)
                 self._choices[number, index] = _Choice(index, text)
             self._engine.ask([Request(number, c, ids, limit, own=own) for c in choices])
-        job.numbers = tuple(numbers)
 
     def _next_number(self) -> int:
         """One that no prompt under way has."""
@@ -340,45 +297,53 @@ class Service:
 
     def _end(self, key: tuple[int, int], finish: str) -> None:
         """A choice has come to its end, and with the last one the request."""
-        number = key[0]
         self._metrics.choices.labels(finish).inc()
         del self._choices[key]
-        job = self._jobs[number]
-        if not any((number, index) in self._choices for index in range(job.num_choices)):
-            del self._jobs[number]
+        job = self._jobs[key[0]]
+        job.num_left -= 1
+        with self._door:
+            self._num_taken -= 1
+        if not job.num_left:
+            for number in job.numbers:
+                del self._jobs[number]
             self._pace += 0.1 * (time.perf_counter() - job.arrived - self._pace)
 
     def _drop(self, job: Job) -> None:
         """Frees what a request has whose client left."""
-        job.gone = True
         with self._door:
             if job in self._waiting:
                 self._waiting.remove(job)
-                self._metrics.queued.set(len(self._waiting))
-        choices = range(job.num_choices)
-        rows = [(n, c) for n in job.numbers for c in choices if (n, c) in self._choices]
+                self._num_taken -= job.num_choices
+        rows = [row for row in job.rows if row in self._choices]
         if rows:
             self._engine.drop(rows)
-        for key in rows:
-            self._end(key, GONE)
+        for row in rows:
+            self._end(row, GONE)
 
     def _load(self) -> None:
         with self._door:
-            futures, self._loads = self._loads, []
+            loads, self._loads = self._loads, []
+        futures = [future for future in loads if future.set_running_or_notify_cancel()]
         try:
             self._take(*self._versions.load())
-        except (ValueError, OSError) as error:
+        except Exception as error:  # whatever it is, those who are served are not concerned
             self._metrics.loads.labels("failed").inc()
             for future in futures:
-                future.set_exception(error)
+                # Without its frames, which may hold arrays of what could not be loaded.
+                future.set_exception(error.with_traceback(None))
             return
         self._metrics.loads.labels("loaded").inc()
         for future in futures:
             future.set_result(self.version)
 
     def _take(self, weights: object, version: int) -> None:
-        self._engine.load(weights, version)
-        self.version = version
+        try:
+            self._engine.load(weights, version)
+        except Exception:
+            if self.version >= 0:  # the engine may have let go of it
+                self._engine.load(self._weights, self.version)
+            raise
+        self._weights, self.version = weights, version
         self._metrics.version.set(version)
 
 

@@ -11,10 +11,12 @@ import httpx
 import jax
 import numpy as np
 import openai
+import psutil
 import pytest
 from command_runs import one_line
 from served import numbers, serving, write_checkpoint
 
+from jrl import serve
 from jrl.rollout.decoding.engine import SlotEngine
 from jrl.rollout.decoding.requests import Request
 from jrl.rollout.sampling import GREEDY
@@ -32,9 +34,15 @@ CHAT = [{"role": "user", "content": "How many pens?"}]
         (["--slots=0"], "slots=0 must be at least 1"),
         (["--port=70000"], "port=70000 must lie in 0..65535"),
         (["--api-key="], "api_key is empty"),
+        (["--host=0.0.0.0", "--port=0"], "host=0.0.0.0 can be reached by other machines, and no"),
+        # Allowed, it comes to the run.
+        (["--host=0.0.0.0", "--port=0", "--allow-anyone"], "no-such-run"),
+        (["--host=0.0.0.0", "--port=0", "--api-key=k"], "no-such-run"),
     ],
 )
-def test_flags_that_cannot_be_are_one_line(flags, message, capsys):
+def test_flags_that_cannot_be_are_one_line(flags, message, capsys, monkeypatch):
+    monkeypatch.delenv(serve.KEY_VARIABLE, raising=False)
+    monkeypatch.setattr(serve, "start_jax", lambda devices: None)
     assert main(["no-such-run", *flags]) == 2
     assert message in one_line(capsys.readouterr())
 
@@ -173,8 +181,8 @@ def test_errors_are_the_clients_own(server, client):
     assert [model.id for model in client.models.list()] == ["model"]
 
 
-CROWD, EACH = 64, 32
-"""Clients, and requests of each."""
+CROWD, EACH, LEAVING = 64, 32, 16
+"""Clients, requests of each, and clients that leave before a whole answer."""
 
 
 async def crowd(url):
@@ -223,6 +231,28 @@ async def crowd(url):
     return became, tokens
 
 
+async def leave(url):
+    """Clients that ask for a whole answer and leave before it can be there."""
+    host, port = url.removeprefix("http://").split(":")
+    # As many choices as slots and queue hold: all are taken, and few have ended by then.
+    body = json.dumps({"model": "model", "prompt": PROMPT, "max_tokens": 48, "n": 2}).encode()
+    head = f"Host: {host}\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(body)}\r\n\r\n"
+
+    async def client():
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\n" + head.encode() + body)
+        await writer.drain()
+        writer.close()
+
+    await asyncio.gather(*(client() for _ in range(LEAVING)))
+
+
+def held(server):
+    """File descriptors and threads of the server's process."""
+    process = psutil.Process(server.process.pid)
+    return process.num_fds(), process.num_threads()
+
+
 def by_status(found):
     """Requests that have ended, of both endpoints, by status."""
     counts: dict[str, float] = {}
@@ -235,24 +265,42 @@ def by_status(found):
 
 @pytest.mark.slow
 def test_a_crowd_leaves_nothing_behind(server):
-    """64 clients with 2,048 requests: each gets an answer or is turned away, and the numbers say
-    so."""
+    """64 clients with 2,048 requests, and 16 that leave: each gets an answer or is turned away, the
+    numbers say so, and the process holds what it held."""
 
     def measured():
         return numbers(httpx.get(f"{server.url}/metrics").text)
 
-    before = measured()
+    def settled(number):
+        """What has been measured and counted once so many requests have ended."""
+        for _ in range(100):
+            after = measured()
+            counts = {k: v - by_status(before).get(k, 0) for k, v in by_status(after).items()}
+            busy = after["jrl_slots_live"] + after["jrl_queue_length"]
+            if busy == 0 and sum(counts.values()) == number:
+                break
+            time.sleep(0.05)
+        assert after["jrl_slots_live"] == after["jrl_queue_length"] == 0
+        assert sum(counts.values()) == number
+        return after, counts
+
+    before, holds = measured(), held(server)
     became, tokens = asyncio.run(crowd(server.url))
     assert sum(became.values()) == CROWD * EACH
     assert set(became) == {"200", "400", "413", "429", "left"}, became
+    _, crowded = settled(CROWD * EACH)
+    asyncio.run(leave(server.url))
+    became["left"] += LEAVING
+    after, counts = settled(CROWD * EACH + LEAVING)
+    # Of those no one was there any more to be told.
+    assert counts["gone"] > crowded["gone"] and counts["429"] == crowded["429"]
     for _ in range(100):
-        after = measured()
-        counts = {k: v - by_status(before).get(k, 0) for k, v in by_status(after).items()}
-        if after["jrl_slots_live"] == 0 and sum(counts.values()) == CROWD * EACH:
+        holding = held(server)
+        if all(now <= then for now, then in zip(holding, holds, strict=True)):
             break
         time.sleep(0.05)
-    assert after["jrl_slots_live"] == after["jrl_queue_length"] == 0
-    assert sum(counts.values()) == CROWD * EACH
+    else:
+        raise AssertionError(f"file descriptors and threads: {holds} before, {holding} after")
     for status in ("400", "413", "429"):
         assert counts[status] == became[status]
     # One that left may have been served to its end before that was noticed.

@@ -2,137 +2,12 @@
 
 import asyncio
 import json
-import time
 
-import httpx
-import numpy as np
 import pytest
-from served import numbers
+from scripted import LENGTH, House, asking, until
 
-from jrl.rollout.decoding.stream import Written
-from jrl.serving.application import Front
-from jrl.serving.metrics import Metrics
-from jrl.serving.policy import Served
-from jrl.serving.service import Service
-from jrl.text.prompt_format import PromptFormat
-from jrl.text.tokenizer import Tokenizer
-
-TOKENIZER = Tokenizer.train_characters("abcdefgh ")
-SAYS = TOKENIZER.encode("bad cab ") * 20
-LENGTH = 40
-
-
-class Scripted:
-    """An engine whose rows say the same letters, the first choice from the first of them on; rows
-    stand still while it is `held`."""
-
-    def __init__(self, slots):
-        self.slots, self.ranks, self.prefill_sizes = slots, 1, [(LENGTH // 2, 1), (LENGTH, 2)]
-        self.step_sizes, self.cache_sizes = [slots], [LENGTH // 2, LENGTH]
-        self.waiting, self.sitting, self.loaded, self.held = [], {}, [], False
-        self.error, self.asked = None, []
-
-    num_idle = property(lambda self: max(0, self.slots - len(self.sitting) - len(self.waiting)))
-    num_live = property(lambda self: len(self.sitting))
-    busy = property(lambda self: bool(self.sitting or self.waiting))
-
-    def load(self, weights, version):
-        assert not self.busy, "a row would be written by two policies"
-        self.loaded.append(version)
-
-    def ask(self, requests):
-        self.waiting += requests
-        self.asked += [(len(request.tokens), request.max_new_tokens) for request in requests]
-
-    def drop(self, rows):
-        self.waiting = [r for r in self.waiting if (r.prompt, r.sample) not in rows]
-        self.sitting = {key: row for key, row in self.sitting.items() if key not in set(rows)}
-
-    def tick(self, window):
-        if self.error is not None:
-            raise self.error
-        while self.waiting and len(self.sitting) < self.slots:
-            request = self.waiting.pop(0)
-            self.sitting[request.prompt, request.sample] = [request, 0]
-        if self.held:
-            time.sleep(0.001)
-            return []
-        written = []
-        for key, row in list(self.sitting.items()):
-            request, done = row
-            count = min(window, request.max_new_tokens - done)
-            ids = np.array(SAYS[key[1] + done : key[1] + done + count], np.int32)
-            row[1] += count
-            finish = "length" if row[1] == request.max_new_tokens else None
-            written.append(Written(request, ids, np.full(count, -0.5, np.float32), None, finish))
-            if finish:
-                del self.sitting[key]
-        return written
-
-
-class Newer:
-    """A policy of which each version comes after the one before."""
-
-    def __init__(self):
-        self.version, self.error = 0, None
-
-    def newest(self):
-        return self.version
-
-    def load(self):
-        if self.error is not None:
-            raise self.error
-        return None, self.version
-
-
-class House:
-    """A service, its application, and a client of it."""
-
-    def __init__(self, slots=2, queue=1, api_key=None, most_bytes=400, warm_up=False):
-        self.engine, self.versions, self.metrics = Scripted(slots), Newer(), Metrics(slots)
-        served = Served("m", PromptFormat(TOKENIZER), LENGTH, 30, 0)
-        self.service = Service(
-            self.engine,
-            served,
-            self.versions,
-            self.metrics,
-            queue=queue,
-            window=3,
-        )
-        front = Front(self.service, served, self.metrics, api_key=api_key, most_bytes=most_bytes)
-        self.application = front.application()
-        self.service.start(warm_up)
-
-    def run(self, scene):
-        """Plays a scene with a client, then ends the service."""
-
-        async def play():
-            transport = httpx.ASGITransport(app=self.application)
-            async with httpx.AsyncClient(transport=transport, base_url="http://m") as client:
-                return await scene(client)
-
-        try:
-            return asyncio.run(play())
-        finally:
-            self.engine.held = False
-            self.service.close()
-            self.service._thread.join(5)
-            assert self.service.ended
-
-    def number(self, name):
-        return numbers(self.metrics.text().decode())[name]
-
-
-def asking(**more):
-    return {"model": "m", "prompt": "ab", "max_tokens": 7, **more}
-
-
-async def until(condition):
-    for _ in range(2000):
-        if condition():
-            return
-        await asyncio.sleep(0.001)
-    raise AssertionError("what was waited for did not happen")
+from jrl.serving import application
+from jrl.serving.refusal import Refused
 
 
 def events(text):
@@ -210,35 +85,96 @@ def test_more_than_may_wait_are_turned_away_and_nobody_is_lost():
     assert house.number('jrl_requests_total{endpoint="completions",status="429"}') == 1
 
 
+def test_choices_are_what_is_counted():
+    """A request of many does not pass for one, and what can never be taken is not asked again."""
+    house = House(slots=2, queue=1)
+    house.engine.held = True
+
+    async def scene(client):
+        many = asyncio.create_task(client.post("/v1/completions", json=asking(n=3)))
+        await until(lambda: house.number("jrl_slots_live") == 2)
+        assert house.number("jrl_queue_length") == 1
+        refused = [await client.post("/v1/completions", json=asking(n=n)) for n in (1, 4)]
+        house.engine.held = False
+        return await many, *refused, await client.post("/v1/completions", json=asking())
+
+    many, refused, never, later = house.run(scene)
+    assert (many.status_code, later.status_code) == (200, 200)
+    assert refused.status_code == 429
+    message = "3 choices are written or wait already, of 3 at most, and there is no room for 1 more"
+    assert message in refused.json()["error"]["message"]
+    assert never.status_code == 400 and never.json()["error"]["code"] == "too_many_choices"
+    assert "has 4 choices, n of each prompt, and this server takes 3" in never.text
+    assert house.number("jrl_queue_length") == 0 == house.number("jrl_slots_live")
+
+
+def test_the_end_of_a_choice_looks_at_no_other():
+    class Counted(dict):
+        looks = 0
+
+        def __contains__(self, key):
+            Counted.looks += 1
+            return super().__contains__(key)
+
+    house, n = House(slots=2, queue=62), 32
+    house.service._choices = Counted()
+    answer = house.run(
+        lambda client: client.post(
+            "/v1/completions", json=asking(prompt=["ab", "cd"], n=n, max_tokens=1)
+        )
+    )
+    assert len(answer.json()["choices"]) == 2 * n
+    assert Counted.looks <= 2 * n
+    assert not house.service._choices and not house.service._jobs
+
+
+def call(application, body, more_body=False):
+    """A call whose client sends nothing after this, until it leaves; the event of that, what was
+    sent to it, and the task."""
+    gone, sent = asyncio.Event(), []
+    first = [{"type": "http.request", "body": body, "more_body": more_body}]
+
+    async def receive():
+        if first:
+            return first.pop()
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+    scope |= {"query_string": b"", "root_path": "", "http_version": "1.1"}
+    return gone, sent, asyncio.create_task(application(scope, receive, send))
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(application, "BODY_SECONDS", 0.05)
+    house = House()
+
+    async def scene(client):
+        _, sent, task = call(house.application, b"{", more_body=True)
+        await asyncio.wait_for(task, 5)
+        return sent
+
+    start, answer = house.run(scene)
+    error = json.loads(answer["body"])["error"]
+    assert start["status"] == 408 and (b"connection", b"close") in start["headers"]
+    assert error["message"].startswith("1 bytes of the body came within 0.05 s, and not its end")
+    assert (error["type"], error["code"]) == ("invalid_request_error", "body_timeout")
+    assert house.number('jrl_requests_total{endpoint="completions",status="408"}') == 1
+    assert house.front.num_open == 0
+
+
 def test_who_leaves_frees_a_slot_and_a_place_in_the_queue():
     """The first client leaves while it is served, the second while it waits."""
     house = House(slots=1, queue=5)
     house.engine.held = True
 
-    async def leaving(application):
-        gone = asyncio.Event()
-        body = json.dumps(asking()).encode()
-        first = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def receive():
-            if first:
-                return first.pop()
-            await gone.wait()
-            return {"type": "http.disconnect"}
-
-        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
-        scope |= {"query_string": b"", "root_path": "", "http_version": "1.1"}
-        sent = []
-
-        async def send(message):
-            sent.append(message)
-
-        return gone, sent, asyncio.create_task(application(scope, receive, send))
-
     async def scene(client):
         left = []
         for _ in range(2):
-            left.append(await leaving(house.application))
+            left.append(call(house.application, json.dumps(asking()).encode()))
             await asyncio.sleep(0.02)
         for gone, _, task in left:
             gone.set()
@@ -283,6 +219,30 @@ def test_a_later_policy_waits_for_what_runs_and_those_who_wait_get_it():
     assert house.number('jrl_policy_loads_total{outcome="failed"}') == 1
 
 
+@pytest.mark.parametrize("where", ["versions", "engine"])
+def test_whatever_a_load_fails_by_the_policy_before_goes_on(where):
+    house = House(api_key="k")
+    head = {"Authorization": "Bearer k"}
+
+    async def scene(client):
+        house.versions.version = 5
+        house.engine.has_no_room = where == "engine"
+        if where == "versions":
+            house.versions.error = RuntimeError("RESOURCE_EXHAUSTED: no room\nfor two policies")
+        failed = await client.post("/v1/load", headers=head)
+        # An engine that gave the policy up gets it again.
+        assert house.engine.loaded == [0]
+        answer = await client.post("/v1/completions", json=asking(), headers=head)
+        house.versions.error = None
+        return failed, answer, await client.post("/v1/load", headers=head)
+
+    failed, answer, loaded = house.run(scene)
+    said = "no policy could be loaded: RuntimeError: RESOURCE_EXHAUSTED: no room for two policies"
+    assert (failed.status_code, failed.json()["error"]["message"]) == (409, said)
+    assert answer.json()["system_fingerprint"] == "step-0"
+    assert loaded.json()["version"] == 5
+
+
 def test_what_few_need_is_compiled_while_nobody_asks():
     house = House(warm_up=True)
 
@@ -317,6 +277,27 @@ def test_an_engine_that_fails_says_so_to_everyone():
     assert [first.status_code, second.status_code, health.status_code] == [500, 500, 503]
     assert first.json()["error"]["message"] == "the engine has failed: no memory"
     assert isinstance(house.service.failure, RuntimeError)
+    with pytest.raises(Refused, match="the engine has failed: restart the server"):
+        house.service.load()
+
+
+@pytest.mark.parametrize(
+    ("holder", "name"), [(application, "completion_of"), (application.Answer, "whole")]
+)
+def test_a_mistake_of_the_server_is_in_openais_form_and_counted(holder, name, monkeypatch):
+    def broken(*arguments):
+        raise KeyError("a mistake")
+
+    monkeypatch.setattr(holder, name, broken)
+    house = House()
+    answer = house.run(lambda client: client.post("/v1/completions", json=asking()), raises=False)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"]) == (500, "server_error")
+    assert "the server made a mistake with this request" in error["message"]
+    assert house.number('jrl_requests_total{endpoint="completions",status="500"}') == 1
+    # What logs it gets to know it.
+    with pytest.raises(KeyError, match="a mistake"):
+        House().run(lambda client: client.post("/v1/completions", json=asking()))
 
 
 def test_a_server_that_ends_takes_nothing_more_and_finishes_what_runs():
@@ -343,6 +324,9 @@ def test_a_server_that_ends_takes_nothing_more_and_finishes_what_runs():
         ("/v1/completions", {"json": asking(model="x")}, 404, "model='x' is not served here"),
         ("/v1/completions", {"content": b"{"}, 400, "the body is not JSON"),
         ("/v1/completions", {"content": b"[]"}, 400, "a JSON list, not an object"),
+        ("/v1/completions", {"content": rb'{"model": "m", "\ud800": 1}'}, 400, r"body has \ud800,"),
+        ("/v1/completions", {"content": rb'{"prompt": ["\udc0f"]}'}, 400, r"has \udc0f, a half"),
+        ("/v1/completions", {"content": b'{"user": "\xed\xa0\x80"}'}, 400, r"body has \ud800,"),
         ("/v1/completions", {"json": asking(prompt="a" * 400)}, 413, "more than 400 bytes"),
         ("/v1/completions", {"json": asking(prompt="x")}, 400, "the character 'x'"),
         ("/v1/completions", {"json": asking(prompt=[99])}, 400, "ids has 99, outside"),
