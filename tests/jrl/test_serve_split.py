@@ -2,9 +2,13 @@
 mesh."""
 
 import asyncio
+import json
+import shutil
 from dataclasses import replace
 
 import httpx
+import jax
+import numpy as np
 import pytest
 from served import MIXTURE, write_checkpoint
 
@@ -12,6 +16,8 @@ from jrl import serve
 from jrl.config.rollout import SplitSettings
 from jrl.config.run import RunConfig
 from jrl.rollout.decoding.disaggregated.stream import DisaggregatedStreamEngine
+from jrl.rollout.decoding.requests import Request
+from jrl.rollout.row_sampling import OwnSampling
 from jrl.trainer.evaluation.deployed import deployed
 from jrl.trainer.evaluation.sides import sides_of
 
@@ -81,11 +87,33 @@ def test_what_does_not_go_together_is_refused_in_one_line(checkpoint, given, lay
 
 def test_slots_and_networks_that_two_sides_cannot_have(checkpoint, tmp_path):
     policy = deployed(checkpoint, split=SplitSettings("dp2 / ep1", micro_batches=3))
-    with pytest.raises(ValueError, match=r"slots=16 .* micro_batches = 6 .* in multiples of 6"):
-        policy.engine(slots=16, columns=32, key=None, top_logprobs=0)
+    with pytest.raises(ValueError, match=r"slots=16 .* x micro_batches=3: .* in multiples of 6"):
+        policy.engine(slots=16, columns=32, key=jax.random.key(0), top_logprobs=0)
     dense = write_checkpoint(tmp_path / "dense")
     with pytest.raises(ValueError, match="decode a dense network on one mesh"):
         deployed(f"hf:{dense}", split=SplitSettings("dp1 / ep1"))
+
+
+@pytest.mark.slow
+def test_a_run_is_served_on_its_own_split(grpo_run, tmp_path):
+    folder = shutil.copytree(grpo_run, tmp_path / "run")
+    config = json.loads((folder / "config.json").read_text())
+    config["run"] |= {"rollout_engine": "disaggregated", "rollout_split": "dp1 / ep2"}
+    (folder / "config.json").write_text(json.dumps(config))
+    written = []
+    for layout in (None, "dp1"):
+        policy = deployed(str(folder), layout)
+        engine = policy.engine(slots=4, columns=32, key=jax.random.key(0), top_logprobs=0)
+        assert isinstance(engine, DisaggregatedStreamEngine) == (layout is None)
+        engine.load(*policy.versions.load())
+        ids, own = np.arange(3, 8, dtype=np.int32), OwnSampling(seed=1)
+        engine.ask([Request(0, sample, ids, 12, own=own) for sample in range(4)])
+        rows: dict[int, list[int]] = {}
+        while engine.busy:
+            for row in engine.tick(4):
+                rows.setdefault(row.request.sample, []).extend(row.tokens.tolist())
+        written.append(rows)
+    assert written[0] == written[1]
 
 
 def test_the_split_of_a_run_is_taken_where_nothing_else_is_said():

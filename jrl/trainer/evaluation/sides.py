@@ -43,12 +43,13 @@ class Sides:
         Raises:
           ValueError: for a number that does not divide.
         """
-        unit = self.mesh.attention.layout.num_devices * self.micro_batches
+        layout, parts = self.mesh.attention.layout, self.micro_batches
+        unit = layout.num_devices * parts
         if slots % unit:
             raise ValueError(
-                f"slots={slots} does not divide over dp x tp x micro_batches = {unit} of layout "
-                f"{str(self.mesh.attention.layout)!r} of attention: choose --slots in multiples of "
-                f"{unit}, or another --micro-batches."
+                f"slots={slots} does not divide over dp={layout.dp} x tp={layout.tp} devices of "
+                f"attention x micro_batches={parts}: choose --slots in multiples of {unit}, or "
+                "another --micro-batches."
             )
 
     def reading(self, model: ModelConfig) -> FoldedMesh:

@@ -1,7 +1,9 @@
 """Rows of any kind, written with attention and experts on devices of their own, are those of one
 mesh."""
 
+from dataclasses import replace
 from functools import cache
+from weakref import ref
 
 import jax
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 from policies import COLUMNS, CONFIG, PAD, STOPS, prompts, weights
 from tiers import full_but
 
+from jrl.rollout.decoding.disaggregated.expert_places import ExpertPlaces
 from jrl.rollout.decoding.disaggregated.stream import DisaggregatedStreamEngine
 from jrl.rollout.decoding.requests import Request
 from jrl.rollout.decoding.stream import StreamEngine
@@ -69,11 +72,10 @@ def on_one_mesh():
     ("split", "places"),
     full_but(
         [
-            ("dp1 / ep1", {"micro_batches": 1}),
-            ("dp2 / ep1", {"micro_batches": 2}),
-            ("tp2 / ep2", {"expert_slots": 3, "replan": 2}),
+            ("dp1 / ep1", {"micro_batches": 2}),
+            ("tp2 dp2 / ep2", {"micro_batches": 1, "expert_slots": 3, "replan": 2}),
         ],
-        ("dp1 / ep1", {"micro_batches": 1}),
+        ("dp1 / ep1", {"micro_batches": 2}),
     ),
 )
 def test_the_split_is_invisible(split, places):
@@ -106,3 +108,29 @@ def test_the_split_is_invisible(split, places):
         placed = engine.places.placements
         engine.ask(asked(0, GREEDILY))
         assert engine.places.placements == placed
+    policy = replace(weights())
+    engine.load(policy, 6)
+    known = ref(policy)
+    del policy
+    assert known() is None, "a third copy is kept beside both sides"
+
+
+def test_what_experts_had_to_do_long_ago_says_little():
+    """Where loads fade, one look that finds others busy than for long is enough to part them."""
+    mesh = fold_split(Split("dp1", "ep2"), jax.devices()[:3])
+    for fades in (True, False):
+        places = ExpertPlaces(CONFIG, mesh, None, 1000, fades=fades)
+        for _ in range(50):
+            places.look(np.array([[100, 100, 0, 0]]))
+        (own,) = (d for d in devices(places) if 0 in d)
+        (beside,) = own - {0}
+        assert beside != 1
+        busy = np.zeros((1, 4))
+        busy[0, [0, beside]] = 100
+        places.look(busy)
+        assert ({0, beside} in devices(places)) != fades
+
+
+def devices(places):
+    """The experts of each device."""
+    return [set(device) for device in places.placements[0].experts.reshape(2, 2).tolist()]
