@@ -35,7 +35,8 @@ class Request:
     name: str | None = None
     """The model's name for clients; None is that of the folder."""
     slots: int = 16
-    """Choices that are written at a time, a multiple of dp x tp of the layout."""
+    """Choices that are written at a time, a multiple of dp x tp of the layout, or of attention's
+    times the micro-batches of a split."""
     queue: int = 256
     """Choices that may wait for a slot; requests with more are refused with 429."""
     length: int | None = None
@@ -64,6 +65,19 @@ class Request:
     layout: str | None = None
     """How the devices are laid out; None takes that in which the run samples, and one device for
     hf:DIR."""
+    split: str | None = None
+    """Attention and experts on devices of their own, for example "tp1 dp2 / ep2": attention on tp x
+    dp of them, experts on ep (x etp) others. None takes that in which the run samples, if it has
+    one and there is no layout."""
+    micro_batches: int | None = None
+    """Parts of the slots that are under way at a time on the two sides: while one is with the
+    experts, attention works on another. None is 2, or what the run has where its split is taken."""
+    expert_slots: int | None = None
+    """Experts that a device of theirs has room for on the two sides: with more than its share, hot
+    ones are held by several devices. None is its share, or what the run has."""
+    replan: int | None = None
+    """Tokens of a row after which experts are placed anew, by the tokens that each of them had,
+    lately most; None leaves them where they are, or is what the run has."""
     devices: int | None = None
     """Number of fake CPU devices; None takes the real ones."""
 
@@ -88,6 +102,7 @@ def _main(arguments: list[str]) -> int:
 def _check(request: Request) -> None:
     """Raises ValueError for flags that cannot be."""
     check_least(request, ("slots", "window", "max_body", "max_tokens", "devices"))
+    check_least(request, ("micro_batches", "expert_slots", "replan"))
     check_least(request, ("queue", "port"), 0)
     check_least(request, ("length",), 2)
     if request.port >= 2**16:
@@ -132,7 +147,7 @@ def _made(request: Request):
     """The service, what stands before it, and the name of the model."""
     import jax
 
-    from jrl.rollout.decoding.stream import StreamEngine
+    from jrl.config.rollout import SplitSettings
     from jrl.serving.application import Front
     from jrl.serving.asked import MOST_LIKELIEST
     from jrl.serving.metrics import Metrics
@@ -140,8 +155,9 @@ def _made(request: Request):
     from jrl.serving.service import Service
     from jrl.trainer.evaluation.deployed import deployed
 
-    policy = deployed(request.run, request.layout)
-    tokenizer, positions = policy.format.tokenizer, policy.model.max_positions
+    sides = request.split, request.micro_batches, request.expert_slots, request.replan
+    policy = deployed(request.run, request.layout, SplitSettings(*sides))
+    positions = policy.model.max_positions
     if request.follow and request.run.startswith("hf:"):
         raise ValueError(
             f"follow=True has nothing to follow: {request.run} is a checkpoint of one version. "
@@ -153,14 +169,9 @@ def _made(request: Request):
             f"length={length} is more than the {positions} positions that the network was made "
             "for: lower --length."
         )
-    engine = StreamEngine(
-        policy.model,
-        policy.mesh,
-        policy.mesh,
+    engine = policy.engine(
         slots=request.slots,
         columns=length,
-        pad_id=tokenizer.pad_id,
-        stop_ids=tokenizer.stop_ids,
         key=jax.random.key(request.seed),
         top_logprobs=min(MOST_LIKELIEST, policy.model.vocab_size),
     )

@@ -1,5 +1,6 @@
 """What of the settings of a rollout goes together."""
 
+from dataclasses import dataclass, fields
 from typing import Any, Protocol, runtime_checkable
 
 OF_TWO_SIDES = ("rollout_split", "rollout_m2n", "rollout_expert_slots", "rollout_replan")
@@ -7,6 +8,24 @@ OF_TWO_SIDES = ("rollout_split", "rollout_m2n", "rollout_expert_slots", "rollout
 
 ON_ONE_MESH: dict[str, Any] = {"rollout_engine": "slots", **dict.fromkeys(OF_TWO_SIDES)}
 """The settings of a run that samples on one mesh."""
+
+
+@dataclass(frozen=True)
+class SplitSettings:
+    """What is said of two sides where a policy is served, as of a `jrl.config.run.RunConfig` with
+    ``rollout_`` before each name; None is not said."""
+
+    split: str | None = None
+    micro_batches: int | None = None
+    expert_slots: int | None = None
+    replan: int | None = None
+
+    def over(self, run: object) -> "SplitSettings":
+        """Those of a run, where nothing is said here."""
+        names = [field.name for field in fields(self)]
+        own = {name: getattr(self, name) for name in names}
+        before = {name: getattr(run, f"rollout_{name}") for name in names}
+        return SplitSettings(**{n: before[n] if own[n] is None else own[n] for n in names})
 
 
 @runtime_checkable

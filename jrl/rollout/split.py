@@ -102,6 +102,12 @@ class SplitPolicy:
             self._sides, self._source = sides, ref(weights)
         return self._sides
 
+    @property
+    def held(self) -> SplitWeights[Array]:
+        """The policy that was pushed last."""
+        assert self._sides is not None, "no weights were pushed"
+        return self._sides
+
     def place(self, experts: Sequence[Placement]) -> None:
         """Has experts lie elsewhere; what was pushed moves between the devices that hold it."""
         if self._sides is not None:

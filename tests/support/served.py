@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +35,19 @@ NETWORK = ModelConfig(
 )
 
 
-def write_checkpoint(folder: Path, seed: int = 0, **stated: Any) -> Path:
-    """A dense network of one layer with a chat template; `stated` is for `write_tokenizer`."""
+MIXTURE = replace(NETWORK, num_experts=4, experts_per_token=2, d_expert=6, d_ff=0)
+
+
+def write_checkpoint(
+    folder: Path, seed: int = 0, network: ModelConfig = NETWORK, **stated: Any
+) -> Path:
+    """A network of one layer with a chat template; `stated` is for `write_tokenizer`."""
+    kind = "Moe" if network.num_experts else ""
     huggingface.save(
         folder,
-        NETWORK,
-        jax.device_put(random_weights(NETWORK, seed)),
-        architecture="Qwen3ForCausalLM",
+        network,
+        jax.device_put(random_weights(network, seed)),
+        architecture=f"Qwen3{kind}ForCausalLM",
     )
     write_tokenizer(folder, **stated)
     return folder

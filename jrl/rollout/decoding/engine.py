@@ -53,7 +53,6 @@ class SlotEngine:
 
     most_tokens = 2**15
     """Prompt tokens that a rank runs at once, about; it bounds the memory of an admission."""
-    _row_widths: Sequence[int] = ()  # of rows that prompts share; none where each has its own
     _alone = False  # whether how many rows are live depends on nothing but what they drew
 
     def __init__(
@@ -96,6 +95,11 @@ class SlotEngine:
         # The states of Gated DeltaNet are of a row's last token alone.
         copies, row_widths = self.decoder.config.delta is None, self._row_widths
         return Seating(slots, ranks, self.most_tokens, row_widths=row_widths, copies=copies)
+
+    @property
+    def _row_widths(self) -> Sequence[int]:
+        """Of rows that prompts share; none where each has its own."""
+        return ()
 
     @property
     def step_sizes(self) -> list[int]:

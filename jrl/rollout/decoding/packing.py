@@ -41,10 +41,24 @@ def row_sizes(widths: Sequence[int], per_rank: int, most_tokens: int) -> list[tu
     alone = one_row(widths)
     sizes = [(width, 1) for width in alone]
     for width in widths[1:] or widths:
-        most = row_count(min(per_rank, max(1, most_tokens // width)))
-        several = (2**power for power in range(most.bit_length()))
+        several = _numbers(width, per_rank, most_tokens)
         sizes += [(width, rows) for rows in several if width * rows > alone[-1]]
     return sizes
+
+
+def own_sizes(widths: Sequence[int], per_rank: int, most_tokens: int) -> list[tuple[int, int]]:
+    """`row_sizes` where each prompt has a row of its own.
+
+    Args:
+      widths: of those rows, ascending.
+    """
+    return [(w, rows) for w in widths for rows in _numbers(w, per_rank, most_tokens)]
+
+
+def _numbers(width: int, per_rank: int, most_tokens: int) -> list[int]:
+    """How many rows of this width a rank may run at once, ascending."""
+    most = row_count(min(per_rank, max(1, most_tokens // width)))
+    return [2**power for power in range(most.bit_length())]
 
 
 def plan_rows(arriving: Arriving, widths: Sequence[int]) -> RowPlan:

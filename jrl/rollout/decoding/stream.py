@@ -12,7 +12,7 @@ from jaxtyping import Array, Int
 
 from jrl.processes.agreement import to_host
 from jrl.rollout.decoding.engine import SlotEngine
-from jrl.rollout.decoding.packing import copies_of, packing_of, plan_rows, row_sizes
+from jrl.rollout.decoding.packing import copies_of, own_sizes, packing_of, plan_rows, row_sizes
 from jrl.rollout.decoding.programs.admission import Arrivals, admit_known
 from jrl.rollout.decoding.programs.packed import place, run_packed
 from jrl.rollout.decoding.programs.slots import Likeliest, Pool, Rows, with_columns
@@ -98,7 +98,8 @@ class StreamEngine(SlotEngine):
         widths = [min(SMALLEST, self.columns)]
         while widths[-1] < self.columns:
             widths.append(min(2 * widths[-1], self.columns))
-        return row_sizes(widths, per_rank, self.most_tokens)
+        widths = sorted({-(-width // self._unit) * self._unit for width in widths})
+        return own_sizes(widths, per_rank, self.most_tokens)
 
     @property
     def cache_sizes(self) -> list[int]:
@@ -223,18 +224,18 @@ class StreamEngine(SlotEngine):
         self._pool = replace(admit_known(self.decoder, self._sampling, *given), cache=cache)
 
     def _row_size(self, arriving: Arriving) -> tuple[int, int]:
-        if any(arriving.runs) or not self._row_widths:
+        if any(arriving.runs):
             return super()._row_size(arriving)
         # Copies of whole rows, so that their lengths are no programs.
         room = self._there().cache.keys[0].shape[KEY_COLUMN]
         return max(room, self._cache_size(arriving.width)), 0
 
     @property
-    def _row_widths(self) -> list[int]:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def _row_widths(self) -> Sequence[int]:
         # The states of Gated DeltaNet are of one row, and experts are not kept of rows that are
         # shared.
         if self.decoder.config.delta is not None or self.decoder.records_choices:
-            return []
+            return ()
         return row_widths(self.columns, self._unit)
 
     def _admitted(

@@ -4,18 +4,23 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import jax
 from jaxtyping import Array
 
 from jrl.config.files import configuration_of
+from jrl.config.rollout import SplitSettings
 from jrl.config.run import OF_DEVICES, RunConfig
+from jrl.rollout.decoding.disaggregated.stream import DisaggregatedStreamEngine
+from jrl.rollout.decoding.stream import StreamEngine
 from jrl.rollout.resharding import rollout_layout, rollout_mesh
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
 from jrl.text.load import load_tokenizer
 from jrl.text.prompt_format import PromptFormat, prompt_format
 from jrl.trainer.evaluation.saved_policy import load_model, load_policy_of
+from jrl.trainer.evaluation.sides import Sides, sides_of
 from jrl.trainer.learner.masters import float32_shardings, weights_of
 from jrl.trainer.setup.network import check_served, network_of
 from moe.config import PRESETS, ModelConfig
@@ -30,7 +35,7 @@ class OfRun:
     Attributes:
       folder: of the run.
       model: its network.
-      mesh: that samples.
+      mesh: where its weights are read.
     """
 
     folder: RunFolder
@@ -57,7 +62,7 @@ class OfCheckpoint:
     Attributes:
       directory: where it lies.
       model: its network.
-      mesh: that samples.
+      mesh: where its weights are read.
     """
 
     directory: Path
@@ -84,7 +89,8 @@ class Deployed:
     Attributes:
       name: of the run, or of the folder of the checkpoint.
       model: its network.
-      mesh: that samples.
+      mesh: that samples; of two sides all devices, where weights are read.
+      sides: attention and experts, where each has devices of its own.
       format: how prompts become tokens.
       versions: its weights.
     """
@@ -92,22 +98,55 @@ class Deployed:
     name: str
     model: ModelConfig
     mesh: FoldedMesh
+    sides: Sides | None
     format: PromptFormat
     versions: OfRun | OfCheckpoint
 
+    def engine(self, *, slots: int, columns: int, key: Array, top_logprobs: int) -> StreamEngine:
+        """An engine of it, without weights yet; arguments are those of `StreamEngine`.
 
-def deployed(place: str, layout: str | None = None) -> Deployed:
+        Raises:
+          ValueError: for slots that do not divide over the devices.
+        """
+        tokenizer = self.format.tokenizer
+        given: dict[str, Any] = {
+            "slots": slots,
+            "columns": columns,
+            "pad_id": tokenizer.pad_id,
+            "stop_ids": tokenizer.stop_ids,
+            "key": key,
+            "top_logprobs": top_logprobs,
+        }
+        if (sides := self.sides) is None:
+            return StreamEngine(self.model, self.mesh, self.mesh, **given)
+        sides.check_slots(slots)
+        return DisaggregatedStreamEngine(
+            self.model,
+            self.mesh,
+            sides.mesh,
+            **given,
+            micro_batches=sides.micro_batches,
+            expert_slots=sides.expert_slots,
+            replan=sides.replan,
+        )
+
+
+def deployed(place: str, layout: str | None = None, split: SplitSettings | None = None) -> Deployed:
     """The policy of a run folder, or of ``hf:DIR``.
 
     Args:
       layout: of the devices; None is that in which the run samples, and one device for a
         checkpoint.
+      split: of the devices into two sides; what is not said is as the run samples, unless there
+        is a layout.
 
     Raises:
-      ValueError: for what is no run and no checkpoint, and for a layout that cannot be had.
+      ValueError: for what is no run and no checkpoint, and for a layout or a split that cannot be
+        had.
     """
+    split = split or SplitSettings()
     if place.startswith("hf:"):
-        return _of_checkpoint(Path(place.removeprefix("hf:")), layout)
+        return _of_checkpoint(Path(place.removeprefix("hf:")), layout, split)
     folder = RunFolder.read(place)
     run, _ = configuration_of(folder)
     # Implementations were chosen for the devices that learned; here the best that applies will do.
@@ -115,13 +154,13 @@ def deployed(place: str, layout: str | None = None) -> Deployed:
     tokenizer = load_tokenizer(folder.tokenizer_path)
     model = load_model(folder)
     model = network_of(PRESETS[run.model](tokenizer.vocab_size) if model is None else model, run)
-    mesh = _mesh(_layout_of(run) if layout is None else layout)
-    check_served(model, mesh)
-    format = prompt_format(run, tokenizer)
-    return Deployed(folder.path.resolve().name, model, mesh, format, OfRun(folder, model, mesh))
+    sides = sides_of(split, layout, run)
+    mesh = _mesh(model, _layout_of(run) if layout is None else layout, sides)
+    format, versions = prompt_format(run, tokenizer), OfRun(folder, model, mesh)
+    return Deployed(folder.path.resolve().name, model, mesh, sides, format, versions)
 
 
-def _of_checkpoint(directory: Path, layout: str | None) -> Deployed:
+def _of_checkpoint(directory: Path, layout: str | None, split: SplitSettings) -> Deployed:
     if find_spec("safetensors") is None or find_spec("tokenizers") is None:
         raise ValueError(
             f"hf:{directory} needs safetensors and tokenizers, of which one is not installed: run "
@@ -132,11 +171,11 @@ def _of_checkpoint(directory: Path, layout: str | None) -> Deployed:
 
     run = RunConfig(model=f"hf:{directory}")
     model = network_of(config_from(directory), run)
-    mesh = _mesh(layout or "dp1")
-    check_served(model, mesh)
+    sides = sides_of(split, layout, run)
+    mesh = _mesh(model, layout or "dp1", sides)
     format = prompt_format(run, checkpoint_tokenizer(directory, model.vocab_size))
-    name = directory.resolve().name
-    return Deployed(name, model, mesh, format, OfCheckpoint(directory, model, mesh))
+    name, versions = directory.resolve().name, OfCheckpoint(directory, model, mesh)
+    return Deployed(name, model, mesh, sides, format, versions)
 
 
 def _layout_of(run: RunConfig) -> str:
@@ -145,13 +184,19 @@ def _layout_of(run: RunConfig) -> str:
     return run.rollout_layout or str(rollout_layout(Layout.parse(run.layout)))
 
 
-def _mesh(text: str) -> FoldedMesh:
-    layout, devices = Layout.parse(text), jax.devices()
-    if len(devices) < layout.num_devices:
-        raise ValueError(
-            f"layout {text!r} needs {layout.num_devices} devices and there are {len(devices)}: "
-            f"give --layout dp1, or --devices {layout.num_devices} to have as many fake ones on a "
-            "CPU."
-        )
-    mesh = fold(layout, devices[: layout.num_devices])
-    return rollout_mesh(text, mesh)
+def _mesh(model: ModelConfig, text: str, sides: Sides | None) -> FoldedMesh:
+    """The mesh of a layout that can serve the network; of two sides that of all devices."""
+    if sides is not None:
+        sides.check(model)
+        mesh = sides.reading(model)
+    else:
+        layout, devices = Layout.parse(text), jax.devices()
+        if len(devices) < layout.num_devices:
+            raise ValueError(
+                f"layout {text!r} needs {layout.num_devices} devices and there are {len(devices)}: "
+                f"give --layout dp1, or --devices {layout.num_devices} to have as many fake ones "
+                "on a CPU."
+            )
+        mesh = rollout_mesh(text, fold(layout, devices[: layout.num_devices]))
+    check_served(model, mesh)
+    return mesh

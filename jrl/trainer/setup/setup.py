@@ -20,7 +20,7 @@ from jrl.recipes.base.recipe import Recipe
 from jrl.recipes.supervised.sft import Sft
 from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.conversations.engine import ConversationEngine
-from jrl.rollout.decoding.disaggregated import DisaggregatedEngine
+from jrl.rollout.decoding.disaggregated.engine import DisaggregatedEngine
 from jrl.rollout.decoding.engine import SlotEngine
 from jrl.rollout.decoding.protocol import RolloutEngine
 from jrl.rollout.resharding import mesh_apart, rollout_mesh

@@ -10,6 +10,7 @@ from policies import CONFIG, PAD, STOPS, Asked, weights
 
 from jrl.rollout.decoding import engine as slot_engine
 from jrl.rollout.decoding import packing, seating, stream
+from jrl.rollout.decoding.disaggregated.stream import DisaggregatedStreamEngine
 from jrl.rollout.decoding.programs import packed
 from jrl.rollout.decoding.requests import Request
 from jrl.rollout.decoding.stream import StreamEngine
@@ -17,6 +18,7 @@ from jrl.rollout.row_sampling import OwnSampling
 from jrl.rollout.sampling import GREEDY
 from jrl.serving import warming
 from jrl.serving.warming import Warming, filling
+from moe.disaggregated.split import Split, fold_split
 
 COLUMNS, SLOTS, WINDOW, K = 30, 8, 3, 3
 KINDS = "run_packed", "place", "admit_known", "advance", "admit", "_columns", "halt"
@@ -48,6 +50,22 @@ def small(monkeypatch):
         (StreamEngine, "most_tokens", 32),
     ]:
         monkeypatch.setattr(module, name, value)
+
+
+def serve(engine, numbers, rng, longest: int, number: int, most: int) -> None:
+    """Requests of all kinds, some of which are dropped."""
+    for _ in range(number):
+        length, samples = int(rng.integers(1, longest)), int(rng.integers(1, most))
+        own = OwnSampling(0.7, 0.9, wants_likeliest=bool(rng.integers(2)))
+        ids, limit = np.full(length, 4, np.int32), int(rng.integers(1, 5))
+        name = next(numbers)
+        engine.ask([Request(name, sample, ids, limit, own=own) for sample in range(samples)])
+        if rng.integers(4) == 0:
+            engine.drop([(name, 0)])
+        if rng.integers(2):
+            engine.tick(WINDOW)
+    while engine.busy:
+        engine.tick(WINDOW)
 
 
 def test_prompts_fill_rows():
@@ -88,23 +106,7 @@ def test_requests_find_their_programs(small, layout):
     assert common == dict(zip(KINDS, (7, 7, 1, 2, 0, 2, 1), strict=True))
     assert 0 < made.num_left < every
     rng = np.random.default_rng(0)
-
-    def serve(longest: int, number: int, most: int) -> None:
-        """Requests of all kinds, some of which are dropped."""
-        for _ in range(number):
-            length, samples = int(rng.integers(1, longest)), int(rng.integers(1, most))
-            own = OwnSampling(0.7, 0.9, wants_likeliest=bool(rng.integers(2)))
-            ids, limit = np.full(length, 4, np.int32), int(rng.integers(1, 5))
-            name = next(numbers)
-            engine.ask([Request(name, sample, ids, limit, own=own) for sample in range(samples)])
-            if rng.integers(4) == 0:
-                engine.drop([(name, 0)])
-            if rng.integers(2):
-                engine.tick(WINDOW)
-        while engine.busy:
-            engine.tick(WINDOW)
-
-    serve(longest=8, number=40, most=2)
+    serve(engine, numbers, rng, longest=8, number=40, most=2)
     assert since(before) == common, "a short request waited for a compiler"
     while made.num_left:
         made.make_one()
@@ -113,5 +115,42 @@ def test_requests_find_their_programs(small, layout):
     # the step and of the cache. Copies are made in each size of the cache.
     everything = common | {"run_packed": 9, "place": 7 + 7 + 8, "advance": 2 * 3, "admit": 3}
     assert since(before) == everything
-    serve(longest=COLUMNS - 6, number=60, most=2 * SLOTS)
+    serve(engine, numbers, rng, longest=COLUMNS - 6, number=60, most=2 * SLOTS)
     assert since(before) == everything, "a request waited for a compiler"
+
+
+@pytest.mark.slow
+def test_requests_of_two_sides_find_their_programs(small, monkeypatch):
+    """Where each prompt has a row of its own."""
+    for module in (seating, stream):
+        monkeypatch.setattr(module, "SMALLEST", 4)
+    monkeypatch.setattr(stream, "NARROWEST_CACHE", 8)
+    monkeypatch.setattr(StreamEngine, "most_tokens", 8)
+    slots, columns = 2, 12
+    mesh = fold_split(Split("dp1", "ep1"), jax.devices()[:2])
+    engine = DisaggregatedStreamEngine(
+        CONFIG,
+        mesh.attention,
+        mesh,
+        slots=slots,
+        columns=columns,
+        pad_id=PAD,
+        stop_ids=STOPS,
+        key=jax.random.key(0),
+        micro_batches=1,
+    )
+    engine.load(weights(), 0)
+    assert engine.prefill_sizes == [(4, 1), (4, 2), (8, 1), (12, 1)]
+    assert engine.cache_sizes == [8, 12] and engine.step_sizes == [2]
+    numbers, rng = count(), np.random.default_rng(0)
+    made = Warming(engine, lambda: next(numbers), 3, columns - 1, WINDOW)
+    made.make_common()
+    common = COMPILED.total()
+    serve(engine, numbers, rng, longest=4, number=10, most=2)
+    assert COMPILED.total() == common, "a short request waited for a compiler"
+    while made.num_left:
+        made.make_one()
+    everything = COMPILED.total()
+    assert everything > common
+    serve(engine, numbers, rng, longest=columns - 4, number=30, most=2 * slots)
+    assert COMPILED.total() == everything, "a request waited for a compiler"

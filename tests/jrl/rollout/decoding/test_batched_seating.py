@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jrl.rollout.decoding.batches import BatchedSeating
+from jrl.rollout.decoding.disaggregated.batches import BatchedSeating
 from jrl.rollout.decoding.requests import Request
 from moe.disaggregated.batches import Predicted
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from policies import CONFIG, PAD, Asked, answers, weights
 
-from jrl.rollout.decoding.disaggregated import DisaggregatedEngine
+from jrl.rollout import split as pushing
+from jrl.rollout.decoding.disaggregated.engine import DisaggregatedEngine
 from jrl.rollout.decoding.requests import sampled_in
 from jrl.rollout.sampling import Sampling
 from moe.adapters.settings import TARGETS, Lora
@@ -134,3 +135,23 @@ def test_the_loads_are_the_tokens_that_experts_had():
             np.add.at(wanted[layer], run[:, layer], 1)
     assert wanted.any()
     np.testing.assert_array_equal(np.asarray(two._loads), wanted)
+
+
+def test_weights_are_pushed_once_and_experts_looked_at_as_often_as_said(monkeypatch):
+    """Once for each policy that is loaded, whatever is admitted and decoded; after each two tokens
+    of the rows, however many the host has decoded at once."""
+    pushes, looks, run = [], [], pushing.to_sides
+    monkeypatch.setattr(pushing, "to_sides", lambda *given: pushes.append(0) or run(*given))
+    asked = Asked()
+    two = engine(asked, "dp1 / ep2", expert_slots=3, replan=2)
+    look = two.places.look
+    monkeypatch.setattr(two.places, "look", lambda loads: looks.append(0) or look(loads))
+    for version in (6, 7):
+        before, policy = two.usage.steps, replace(weights(asked.config))
+        two.load(policy, version)
+        looks.clear()
+        answers(two, asked.requests, asked.sampling)
+        assert len(looks) == (two.usage.steps - before) // 2 > 1
+        answers(two, asked.requests, asked.sampling)
+        # Those that came with the engine were loaded first.
+        assert len(pushes) == version - 4

@@ -13,18 +13,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from jrl.processes.agreement import any_of, is_multiprocess, to_devices, to_every_host
 from jrl.rollout.batching import replicated
-from jrl.rollout.decoding.batches import BatchedSeating
+from jrl.rollout.decoding.disaggregated.batches import BatchedSeating
+from jrl.rollout.decoding.disaggregated.expert_places import ExpertPlaces
 from jrl.rollout.decoding.engine import SlotEngine
-from jrl.rollout.decoding.expert_places import ExpertPlaces
 from jrl.rollout.decoding.programs.admission import Arrivals, admit_known
 from jrl.rollout.decoding.programs.advance import Advanced
-from jrl.rollout.decoding.programs.slots import Decoder, Pool, Rows, over_slots, pool_specs
-from jrl.rollout.decoding.programs.tokens import Draws, appended, drawn_tokens, written
+from jrl.rollout.decoding.programs.micro_batches import counted, sample_part, standing
+from jrl.rollout.decoding.programs.slots import Pool, Rows
 from jrl.rollout.decoding.requests import Request
 from jrl.rollout.decoding.seating import Seating, bucket
 from jrl.rollout.decoding.shelves import empty_shelf, shelve
@@ -34,9 +33,9 @@ from moe.cache.buffers import Cache
 from moe.config import ModelConfig
 from moe.disaggregated.batches import Predicted
 from moe.disaggregated.runner import Runner, check_micro_batches
+from moe.disaggregated.sides import SplitWeights
 from moe.disaggregated.split import SplitMesh, is_here
 from moe.router.replay import choices_dtype
-from sharding.collectives import all_sum, vary
 from sharding.folding import FoldedMesh
 
 AHEAD = 2
@@ -67,6 +66,8 @@ class DisaggregatedEngine(SlotEngine):
       ValueError: on sizes that do not divide.
     """
 
+    _restarts = True  # whether experts are placed for equal loads where no row is under way
+
     def __init__(
         self,
         config: ModelConfig,
@@ -79,6 +80,7 @@ class DisaggregatedEngine(SlotEngine):
         stop_ids: tuple[int, ...],
         key: Array,
         records_choices: bool = False,
+        top_logprobs: int = 0,
         micro_batches: int = 2,
         m2n: str | None = None,
         expert_slots: int | None = None,
@@ -98,9 +100,10 @@ class DisaggregatedEngine(SlotEngine):
             stop_ids=stop_ids,
             key=key,
             records_choices=records_choices,
+            top_logprobs=top_logprobs,
         )
         plain = config.without_adapters()
-        self.places = ExpertPlaces(plain, split, expert_slots, replan)
+        self.places = ExpertPlaces(plain, split, expert_slots, replan, fades=not self._restarts)
         self.runner = Runner(
             plain,
             split,
@@ -127,7 +130,7 @@ class DisaggregatedEngine(SlotEngine):
         return BatchedSeating(slots, ranks, self.most_tokens, parts, predicted, context)
 
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
-        if not (self._seating.sitting or self._seating.waiting):
+        if self._restarts and not (self._seating.sitting or self._seating.waiting):
             self._restart()
         super().submit(requests, sampling)
 
@@ -151,6 +154,9 @@ class DisaggregatedEngine(SlotEngine):
         if self.places.look(loads):
             self._sides.place(self.places.placements)
 
+    def _both_sides(self) -> SplitWeights[Array]:
+        return self._sides.of(self._loaded())
+
     def take_pool(self) -> Pool[Array]:
         raise NotImplementedError("rows of two sides are not kept over a change of weights")
 
@@ -161,7 +167,7 @@ class DisaggregatedEngine(SlotEngine):
         lengths: Array,
         arrivals: Arrivals[Array],
     ) -> Pool[Array]:
-        weights, known = self._sides.of(self._loaded()), None
+        weights, known = self._both_sides(), None
         if tokens.shape[0]:
             known = self.runner.prefill(weights, tokens, lengths)
         if not self._attends:
@@ -187,7 +193,7 @@ class DisaggregatedEngine(SlotEngine):
         min_live: int,
         some: np.ndarray | None,
     ) -> tuple[Pool[Array], Advanced]:
-        parts, draws = self._micro_batches, self._draws()
+        parts, draws, window = self._micro_batches, self._draws(), self.places.within(window)
         numbers = [self._everywhere(np.int32(i)) for i in range(parts)]
         cache = None
         if self._attends:
@@ -224,7 +230,7 @@ class DisaggregatedEngine(SlotEngine):
             return token < window and left > min_live
 
         cache = self.runner.decode(
-            self._sides.of(self._loaded()),
+            self._both_sides(),
             cache,
             self.slots,
             parts,
@@ -239,10 +245,11 @@ class DisaggregatedEngine(SlotEngine):
         for token in range(len(totals), len(counts[0])):
             count(token)
         grew = np.array(totals)[:, 0]
-        if self.places.is_due(len(grew)):
-            self._look()
         # A token that was enqueued ahead and that no row got is no step.
-        advanced = Advanced(jnp.asarray((grew > 0).sum()), jnp.asarray(grew.sum()))
+        steps = int((grew > 0).sum())
+        if self.places.is_due(steps):
+            self._look()
+        advanced = Advanced(jnp.asarray(steps), jnp.asarray(grew.sum()))
         return pool if cache is None else replace(pool, cache=cache), advanced
 
     def _empty_shelf(self, size: int) -> Rows[Array]:
@@ -273,124 +280,3 @@ def _taken(rows: Rows[Array], slots: Array, mesh: FoldedMesh) -> Rows[Array]:
     """Rows of some slots, on every device."""
     taken = jax.tree.map(lambda column: jnp.take(column, slots, axis=0), rows)
     return lax.with_sharding_constraint(taken, replicated(mesh))
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def standing(
-    decoder: Decoder, parts: int, pool: Pool[Array], number: Array
-) -> tuple[Array, Array, Array]:
-    """The last token of each row of a micro-batch, which has not been run yet, its position, and
-    which rows are live.
-
-    Args:
-      pool: its cache left out.
-      number: of the micro-batch, of `parts`.
-    """
-    mesh = decoder.mesh
-
-    def local(pool: Pool[Array], number: Array) -> tuple[Array, Array, Array]:
-        tokens, lengths, live = (
-            _part(x, parts, number) for x in (pool.rows.tokens, pool.rows.lengths, pool.live)
-        )
-        last = jnp.maximum(lengths - 1, 0)
-        return jnp.take_along_axis(tokens, last[:, None], axis=1)[:, 0], last, live
-
-    rows = over_slots(mesh)
-    return jax.shard_map(
-        local,
-        mesh=mesh.mesh,
-        in_specs=(pool_specs(mesh, pool), PartitionSpec()),
-        out_specs=(rows, rows, rows),
-    )(pool, number)
-
-
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
-def counted(
-    decoder: Decoder, parts: int, loads: Array, live: Array, choices: Array, number: Array
-) -> Array:
-    """The tokens of each expert, and those of a micro-batch that was run.
-
-    Args:
-      loads: ``[layer, expert]`` so far; given up.
-      live: of all rows.
-      choices: ``[row, layer, k]`` experts of the micro-batch.
-      number: of the micro-batch, of `parts`.
-    """
-    mesh = decoder.mesh
-
-    def local(loads: Array, live: Array, choices: Array, number: Array) -> Array:
-        layers = jnp.arange(loads.shape[0])[None, :, None]
-        # Rows that are not live are computed too, and are nobody's load.
-        run = jnp.broadcast_to(_part(live, parts, number)[:, None, None], choices.shape)
-        own = jnp.zeros_like(loads).at[layers, choices].add(run.astype(loads.dtype))
-        return loads + all_sum(vary(own, mesh.except_sequence), mesh.except_sequence)
-
-    whole, rows = PartitionSpec(), over_slots(mesh)
-    return jax.shard_map(
-        local, mesh=mesh.mesh, in_specs=(whole, rows, rows, whole), out_specs=whole
-    )(loads, live, choices, number)
-
-
-@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
-def sample_part(
-    decoder: Decoder,
-    sampling: Sampling,
-    parts: int,
-    pool: Pool[Array],
-    logits: Array,
-    choices: Array | None,
-    draws: Draws,
-    number: Array,
-) -> tuple[Pool[Array], Array, Array]:
-    """Samples the next token of the live rows of a micro-batch, as
-    `jrl.rollout.decoding.programs.advance` does for all rows.
-
-    Args:
-      pool: its cache left out; given up.
-      logits: ``[row, vocab]`` over all devices.
-      choices: ``[row, layer, k]`` experts of the token that was run.
-      number: of the micro-batch, of `parts`.
-
-    Returns:
-      The pool, how many rows got a token, and how many of them go on.
-    """
-    mesh = decoder.mesh
-
-    def local(
-        pool: Pool[Array], logits: Array, choices: Array | None, draws: Draws, number: Array
-    ) -> tuple[Pool[Array], Array, Array]:
-        own = jax.tree.map(lambda x: _part(x, parts, number), pool)
-        rows, live = own.rows, own.live
-        if rows.choices is not None:
-            last = jnp.maximum(rows.lengths - 1, 0)
-            rows = replace(rows, choices=written(rows.choices, live, last, choices))
-        drawn = drawn_tokens(decoder, sampling, logits, own, rows, draws)
-        rows, going = appended(decoder, own, rows, live, drawn, draws.version)
-        # Micro-batch i is the i-th part of each device's slots.
-        first = number * live.shape[0]
-
-        def back(whole: Array, part: Array) -> Array:
-            return lax.dynamic_update_slice_in_dim(whole, part, first, axis=0)
-
-        whole = replace(pool, rows=jax.tree.map(back, pool.rows, rows), live=back(pool.live, going))
-
-        def count(of: Array) -> Array:
-            return all_sum(jnp.sum(of.astype(jnp.int32)), mesh.except_sequence)
-
-        return vary(whole, mesh.except_sequence), count(live), count(going)
-
-    whole, rows = PartitionSpec(), over_slots(mesh)
-    pools = pool_specs(mesh, pool)
-    chosen = None if choices is None else rows
-    return jax.shard_map(
-        local,
-        mesh=mesh.mesh,
-        in_specs=(pools, PartitionSpec(mesh.axes), chosen, whole, whole),
-        out_specs=(pools, whole, whole),
-    )(pool, logits, choices, draws, number)
-
-
-def _part(x: Array, parts: int, number: Array) -> Array:
-    """The rows of a micro-batch."""
-    size = x.shape[0] // parts
-    return lax.dynamic_slice_in_dim(x, number * size, size)

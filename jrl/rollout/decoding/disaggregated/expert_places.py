@@ -19,6 +19,8 @@ class ExpertPlaces:
       mesh: of both sides.
       slots: of each device along ``ep``; None are no more than its share of the experts.
       every: tokens of a row between two looks; None never looks.
+      fades: whether loads count less the older they are (`Policy.decay` for each token of a row),
+        or alike since the start.
 
     Attributes:
       moves: slots that got another expert, in all.
@@ -28,13 +30,23 @@ class ExpertPlaces:
       ValueError: for slots that do not hold all experts.
     """
 
-    def __init__(self, config: ModelConfig, mesh: SplitMesh, slots: int | None, every: int | None):
+    def __init__(
+        self,
+        config: ModelConfig,
+        mesh: SplitMesh,
+        slots: int | None,
+        every: int | None,
+        *,
+        fades: bool = False,
+    ):
         first = first_placement(config, mesh, slots)
         first = first or Placement.identity(config.num_experts, mesh.experts.size(mesh.experts.ep))
         self._sizes = Sizes(first.num_slots * first.num_devices, first.num_devices)
         self._first = np.tile(first.experts, (config.num_expert_layers, 1))
         self._no_loads = np.zeros((config.num_expert_layers, config.num_experts))
-        self.every, self.moves = every, 0
+        self.every, self.moves, self._policy = every, 0, ALIKE
+        if fades and every is not None:
+            self._policy = Policy(every=1, decay=Policy.decay**every)
         self.restart()
 
     def restart(self) -> None:
@@ -50,6 +62,10 @@ class ExpertPlaces:
         devices = self._sizes.num_devices
         return tuple(Placement.holding(one, devices) for one in self._balance.placed)
 
+    def within(self, tokens: int) -> int:
+        """So many tokens of each row, or those that are left to the next look."""
+        return tokens if self.every is None else min(tokens, self.every - self._tokens)
+
     def is_due(self, tokens: int) -> bool:
         """Whether to look, after each row got so many tokens more."""
         self._tokens += tokens
@@ -62,7 +78,7 @@ class ExpertPlaces:
           loads: tokens of each expert since the last look, ``[layer, expert]``.
         """
         self._tokens = 0
-        self._balance, moves = observe(self._balance, loads, self._sizes, ALIKE)
+        self._balance, moves = observe(self._balance, loads, self._sizes, self._policy)
         self.moves += len(moves)
         self.has_moved |= bool(moves)
         return bool(moves)
@@ -83,7 +99,7 @@ def first_placement(config: ModelConfig, mesh: SplitMesh, slots: int | None) -> 
     devices = mesh.experts.size(mesh.experts.ep)
     if slots * devices < config.num_experts:
         raise ValueError(
-            f"rollout_expert_slots={slots} on ep={devices} devices do not hold "
+            f"expert_slots={slots} on ep={devices} devices do not hold "
             f"{config.num_experts} experts: give {-(-config.num_experts // devices)} or more."
         )
     placed = start(1, config.num_experts, Sizes(slots * devices, devices)).placed[0]

@@ -1,0 +1,1 @@
+"""Slots whose attention and experts have devices of their own: what differs from one mesh."""

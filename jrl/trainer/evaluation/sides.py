@@ -1,0 +1,104 @@
+"""Which two groups of devices a policy is served on."""
+
+import math
+from dataclasses import dataclass
+
+import jax
+
+from jrl.config.rollout import SplitSettings
+from jrl.config.run import RunConfig
+from jrl.rollout.decoding.disaggregated.expert_places import first_placement
+from moe.config import ModelConfig
+from moe.disaggregated.sides import check_splits
+from moe.disaggregated.split import Split, SplitMesh, devices_of, fold_split
+from sharding.folding import FoldedMesh, Layout, fold
+
+
+@dataclass(frozen=True)
+class Sides:
+    """Attention and experts on devices of their own.
+
+    Attributes:
+      mesh: of both sides.
+      micro_batches, expert_slots, replan: as of
+        `jrl.rollout.decoding.disaggregated.engine.DisaggregatedEngine`.
+    """
+
+    mesh: SplitMesh
+    micro_batches: int
+    expert_slots: int | None
+    replan: int | None
+
+    def check(self, model: ModelConfig) -> None:
+        """Refuses a network that they cannot serve.
+
+        Raises:
+          ValueError: naming why.
+        """
+        check_splits(model, self.mesh, first_placement(model, self.mesh, self.expert_slots))
+
+    def check_slots(self, slots: int) -> None:
+        """Refuses slots that cannot be shared.
+
+        Raises:
+          ValueError: for a number that does not divide.
+        """
+        layout, parts = self.mesh.attention.layout, self.micro_batches
+        unit = layout.num_devices * parts
+        if slots % unit:
+            raise ValueError(
+                f"slots={slots} does not divide over dp={layout.dp} x tp={layout.tp} devices of "
+                f"attention x micro_batches={parts}: choose --slots in multiples of {unit}, or "
+                "another --micro-batches."
+            )
+
+    def reading(self, model: ModelConfig) -> FoldedMesh:
+        """All their devices, where weights are read before each side gets its own: rows apart,
+        experts over as many as divide them."""
+        devices = [*devices_of(self.mesh.attention), *devices_of(self.mesh.experts)]
+        number = len(devices)
+        return fold(Layout(dp=number, ep=math.gcd(number, model.num_experts)), devices)
+
+
+def sides_of(given: SplitSettings, layout: str | None, run: RunConfig) -> Sides | None:
+    """What was asked for, or that which the run samples on; None is one mesh.
+
+    Args:
+      layout: of one mesh, if one is asked for.
+
+    Raises:
+      ValueError: for what does not go together, and for more devices than there are.
+    """
+    if given.split is not None and layout is not None:
+        raise ValueError(
+            f"layout={layout!r} is a layout of one mesh, and split={given.split!r} has two: leave "
+            "out --layout."
+        )
+    wanted = given
+    if given.split is None and layout is None and run.rollout_split is not None:
+        wanted = given.over(run)
+    if wanted.split is None:
+        _check_alone(given)
+        return None
+    split, devices = Split.parse(wanted.split), jax.devices()
+    number = split.num_devices
+    if len(devices) < number:
+        raise ValueError(
+            f"split={wanted.split!r} needs {number} devices and there are {len(devices)}: give "
+            f"--layout dp1 to serve on one mesh, or --devices {number} to have as many fake ones "
+            "on a CPU."
+        )
+    parts = wanted.micro_batches
+    if parts is None:
+        parts = RunConfig.rollout_micro_batches
+    mesh = fold_split(split, devices[:number])
+    return Sides(mesh, parts, wanted.expert_slots, wanted.replan)
+
+
+def _check_alone(given: SplitSettings) -> None:
+    for name in ("micro_batches", "expert_slots", "replan"):
+        if (value := getattr(given, name)) is not None:
+            raise ValueError(
+                f"{name}={value} needs the devices of both sides: give --split, for example "
+                f'"tp1 dp2 / ep2", or leave out --{name.replace("_", "-")}.'
+            )
