@@ -106,9 +106,9 @@ def test_runs(path, tmp_path):
         check=False,
     )
     assert finished.returncode == 0, finished.stderr[-3000:]
-    # Time of processors, which other work beside it hardly moves; with cores to itself no process
-    # takes longer.
-    assert processor_seconds() - before < limit_of(path)
+    # Time of processors, which a notebook with cores to itself does not take longer than; other
+    # work beside it moves that little, by the caches that both have.
+    assert processor_seconds() - before < 1.5 * limit_of(path)
     assert any("image/png" in output.get("data", ()) for output in outputs(executed))
     if path.stem in LOOKED_OVER:
         LOOKED_OVER[path.stem](executed)
