@@ -118,6 +118,17 @@ def test_both_tasks_of_conversations_are_commands_that_training_takes(tmp_path):
         assert request.run.steps == conversations.STEPS
 
 
+def test_the_page_of_conversations_has_the_table_of_its_results(tmp_path, monkeypatch):
+    lines = conversations.read()
+    page = (conversations.FOLDER / "README.md").read_text(encoding="utf-8")
+    assert f"\n{conversations.table(lines)}\n" in page
+    conversations.draw(lines, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 5000
+    monkeypatch.setattr(conversations, "RESULTS", tmp_path / "results.csv")
+    conversations.write(lines)
+    assert conversations.read() == lines
+
+
 def test_a_run_that_has_ended_is_left_and_one_that_fails_names_its_log(tmp_path):
     study = Study(tmp_path, {"a": "grpo"})
     (folder_of(study, "a", tmp_path, 0) / "plots").mkdir(parents=True)
