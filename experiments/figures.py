@@ -29,8 +29,8 @@ def by_variant(curves: Sequence[Curve]) -> dict[str, list[Curve]]:
 
 
 def spread(values: Sequence[float], digits: int = 3) -> str:
-    """Mean and range over seeds; a dash for what a variant does not log."""
-    if np.isnan(values).any():
+    """Mean and range over seeds; a dash for what a variant does not log or no seed has."""
+    if not values or np.isnan(values).any():
         return "-"
     low, high = (f"{value:.{digits}f}" for value in (min(values), max(values)))
     return f"{np.mean(values):.{digits}f} ({low} to {high})"

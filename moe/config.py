@@ -103,7 +103,7 @@ class ModelConfig:
         activations are computed at the precision that the device takes by default (TF32 on recent
         NVIDIA GPUs; `jax_default_matmul_precision` sets it), but for those of the router and of the
         value head, which are float32 everywhere.
-      execution: how it is computed; no value depends on it.
+      execution: how it is computed; no value depends on it, but for its `activation_wire`.
       lora: adapters, which learn while all other weights stay as they are (of a critic its value
         head learns too); None learns all weights.
     """

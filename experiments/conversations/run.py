@@ -13,10 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.figures import markdown
+from experiments.figures import COMPARED, markdown, plain, save
+from jrl.report.plots import INK, MUTED
 from jrl.runs.records import read_metrics
 
 FOLDER = Path(__file__).parent
+RESULTS = FOLDER / "results.csv"
 SEEDS = (0, 1, 2)
 STEPS = 40
 TASKS: dict[str, list[str]] = {
@@ -93,21 +95,64 @@ def _numbers(lines: list[Line]) -> list[str]:
     return [f"{before:.3f}", f"{after:.3f}", f"{gain:+.3f}", f"{turns:.2f}", f"{minutes:.1f}"]
 
 
+def write(lines: list[Line]) -> None:
+    """``results.csv``."""
+    with RESULTS.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Line)])
+        writer.writeheader()
+        writer.writerows(asdict(line) for line in lines)
+
+
+def read() -> list[Line]:
+    """The runs of ``results.csv``."""
+    with RESULTS.open(encoding="utf-8", newline="") as file:
+        return [
+            Line(row.pop("task"), int(row.pop("seed")), **{x: float(row[x]) for x in row})
+            for row in csv.DictReader(file)
+        ]
+
+
+def draw(lines: list[Line], to: Path) -> None:
+    """Held-out accuracy before and after: a bar is the mean over seeds, a dot a seed."""
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(7.0, 2.4))
+    tasks = list(dict.fromkeys(line.task for line in lines))
+    for part, colour, aside in (("before", MUTED, -0.2), ("after", COMPARED[0], 0.2)):
+        for place, task in enumerate(tasks):
+            found = [getattr(line, part) for line in lines if line.task == task]
+            label = {"before": "warm start", "after": f"after {STEPS} steps"}[part]
+            label = label if place == 0 else None
+            axis.barh(place + aside, np.mean(found), 0.36, color=colour, alpha=0.75, label=label)
+            axis.plot(found, [place + aside] * len(found), "o", color=INK, ms=4)
+    axis.set_yticks(range(len(tasks)), tasks)
+    axis.invert_yaxis()
+    axis.set_xlabel("held-out accuracy, a conversation of each prompt", color=INK)
+    axis.set_xlim(0, 1)
+    axis.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    plain(axis)
+    save(figure, to, "Two tasks of several turns")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=Path, default=Path("runs/experiments/conversations"))
     parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--seeds", nargs="*", type=int, default=list(SEEDS))
+    parser.add_argument("--drawn", action="store_true", help="read results.csv and run nothing")
     arguments = parser.parse_args()
-    arguments.runs.mkdir(parents=True, exist_ok=True)
-    lines = [
-        run(task, seed, arguments.runs) for task in arguments.tasks for seed in arguments.seeds
-    ]
-    with open(FOLDER / "results.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Line)])
-        writer.writeheader()
-        writer.writerows(asdict(line) for line in lines)
+    if not arguments.drawn:
+        arguments.runs.mkdir(parents=True, exist_ok=True)
+        write(
+            [
+                run(task, seed, arguments.runs)
+                for task in arguments.tasks
+                for seed in arguments.seeds
+            ]
+        )
+    lines = read()
     print(table(lines))
+    draw(lines, FOLDER / "plot.png")
 
 
 if __name__ == "__main__":

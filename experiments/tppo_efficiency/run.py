@@ -1,15 +1,20 @@
-"""T-PPO's windows against complete rollouts: accuracy for the same decoding steps.
+"""T-PPO's windows against complete rollouts: accuracy for the same decoding steps, and what is
+spent until the same accuracy.
 
 python -m experiments.tppo_efficiency.run
 """
 
+import math
 from pathlib import Path
 
-from experiments.figures import by_variant, draw_curves, markdown, spread
+from experiments.figures import UNITS, by_variant, draw_curves, markdown, spread
 from experiments.study import Curve, Study, command_line
 
 FOLDER = Path(__file__).parent
 COMPLETE = "complete rollouts"
+ACCURACIES = (0.38, 0.40)
+"""Every run of complete rollouts and of windows of a half reaches the first."""
+SPENT = {"decode_steps": "thousand decoding steps", "seconds": "minutes"}
 STUDY = Study(
     FOLDER,
     {
@@ -46,9 +51,39 @@ def table(curves: list[Curve]) -> str:
     return markdown([*header, *others], rows)
 
 
+def until_table(curves: list[Curve]) -> str:
+    """What each variant spends until `ACCURACIES`, and how many times that complete rollouts spend,
+    seed by seed, over the seeds that come there."""
+    grouped = by_variant(curves)
+    complete = {run.seed: run for run in grouped[COMPLETE]}
+    rows = []
+    for accuracy in ACCURACIES:
+        for variant, runs in grouped.items():
+            there = [run for run in runs if run.until(accuracy, "step") is not None]
+            row = [f"{accuracy:.2f}", variant, f"{len(there)} of {len(runs)}"]
+            for quantity in SPENT:
+                own, others = (
+                    [_spent(run, accuracy, quantity) for run in some]
+                    for some in (there, [complete[run.seed] for run in there])
+                )
+                ratios = [other / one for one, other in zip(own, others, strict=True)]
+                row += [spread(own, 1), "1" if variant == COMPLETE else spread(ratios, 2)]
+            rows.append(row)
+    header = ["held-out accuracy", "rollout", "seeds that reach it"]
+    for name in SPENT.values():
+        header += [name, f"{COMPLETE} over it"]
+    return markdown(header, rows)
+
+
+def _spent(run: Curve, accuracy: float, quantity: str) -> float:
+    spent = run.until(accuracy, quantity)
+    return math.nan if spent is None else spent / UNITS[quantity]
+
+
 def main() -> None:
     curves = command_line(STUDY)
     print(table(curves))
+    print(until_table(curves))
     over = ("decode_steps", "sampled_tokens")
     draw_curves(curves, FOLDER / "plot.png", over, "Windows against complete rollouts")
 

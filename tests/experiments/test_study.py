@@ -9,6 +9,7 @@ from places import ROOT
 from tiers import full_but
 
 import experiments.conversations.run as conversations
+import experiments.tppo_efficiency.run as windows
 from experiments.figures import draw_curves, draw_finals, final_table, spread
 from experiments.study import Curve, Study, _run, arguments_of, folder_of, read, write
 from jrl.config.flags import parse
@@ -79,6 +80,35 @@ def test_every_variant_is_a_command_that_training_takes(folder, tmp_path):
         assert request.run.seed == 2 and request.recipe.completions == 128
 
 
+def test_the_page_of_windows_has_the_tables_of_its_results():
+    curves = read(windows.STUDY)
+    page = (windows.FOLDER / "README.md").read_text(encoding="utf-8")
+    assert f"\n{windows.table(curves)}\n" in page
+    assert f"\n{windows.until_table(curves)}\n" in page
+
+
+def test_what_is_spent_until_an_accuracy_is_compared_seed_by_seed():
+    def run(variant, seed, accuracy, scale):
+        spent = [scale * x for x in (0.0, 6e3, 12e3)]
+        numbers = {name: spent for name in ("step", "decode_steps", "seconds")}
+        return Curve(variant, seed, {**numbers, "accuracy": [0.3, accuracy, accuracy]})
+
+    complete = [run(windows.COMPLETE, seed, 0.38, 1 + seed) for seed in (0, 1)]
+    some = [run("window", 0, 0.38, 0.5), run("window", 1, 0.36, 1.0)]
+    lines = windows.until_table([*complete, *some]).splitlines()
+    assert [line.split(" | ")[1:] for line in lines[2:]] == [
+        ["complete rollouts", "2 of 2", "9.0 (6.0 to 12.0)", "1", "150.0 (100.0 to 200.0)", "1 |"],
+        [
+            "window",
+            "1 of 2",
+            *["3.0 (3.0 to 3.0)", "2.00 (2.00 to 2.00)"],
+            *["50.0 (50.0 to 50.0)", "2.00 (2.00 to 2.00) |"],
+        ],
+        ["complete rollouts", "0 of 2", "-", "1", "-", "1 |"],
+        ["window", "0 of 2", *["-", "-"], *["-", "- |"]],
+    ]
+
+
 def test_both_tasks_of_conversations_are_commands_that_training_takes(tmp_path):
     for task in conversations.TASKS:
         _, module, program, *arguments = conversations.command(task, 1, tmp_path)
@@ -86,6 +116,17 @@ def test_both_tasks_of_conversations_are_commands_that_training_takes(tmp_path):
         assert (module, program) == ("-m", "jrl.train")
         assert (request.run.task, request.run.seed) == (task, 1)
         assert request.run.steps == conversations.STEPS
+
+
+def test_the_page_of_conversations_has_the_table_of_its_results(tmp_path, monkeypatch):
+    lines = conversations.read()
+    page = (conversations.FOLDER / "README.md").read_text(encoding="utf-8")
+    assert f"\n{conversations.table(lines)}\n" in page
+    conversations.draw(lines, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 5000
+    monkeypatch.setattr(conversations, "RESULTS", tmp_path / "results.csv")
+    conversations.write(lines)
+    assert conversations.read() == lines
 
 
 def test_a_run_that_has_ended_is_left_and_one_that_fails_names_its_log(tmp_path):

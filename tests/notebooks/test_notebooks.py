@@ -1,16 +1,25 @@
 """Every notebook runs from its first cell to its last."""
 
+import ast
+import glob
+import importlib.util
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
-from pathlib import Path
+import tomllib
 
 import pytest
+from places import ROOT
 
-ROOT = Path(__file__).parents[2]
+from jrl.recipes import RECIPES
+from jrl.tasks.load import BUILT_IN, CONVERSATIONS
+
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+LISTS = {"RECIPES": [*RECIPES], "[*BUILT_IN, *CONVERSATIONS]": [*BUILT_IN, *CONVERSATIONS]}
+"""What cells print of the library's own, by how they say it."""
 
 
 def test_there_are_notebooks():
@@ -23,9 +32,20 @@ def outputs(path):
     return [output for cell in cells for output in cell.get("outputs", ())]
 
 
+def text_of(path):
+    """All that the cells have printed."""
+    return "".join("".join(output["text"]) for output in outputs(path) if "text" in output)
+
+
+def code_of(path):
+    """The source of each cell with code."""
+    cells = json.loads(path.read_text())["cells"]
+    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+
+
 def it_learns(path):
     """Each phase by more than chance: an accuracy of 2,048 answers has an error below 0.02."""
-    printed = "".join("".join(output["text"]) for output in outputs(path) if "text" in output)
+    printed = text_of(path)
     number = r"\s+(\d\.\d+)"
     rows = re.findall(rf"(?m)^(untrained|warm start|trained){number}{number}", printed)
     accuracy = {policy: float(sampled) for policy, _, sampled in rows}
@@ -37,7 +57,7 @@ def it_learns(path):
 
 def it_learns_from_its_reward(path):
     """By more than chance: an accuracy of some 130 answers has an error below 0.045."""
-    printed = "".join("".join(output["text"]) for output in outputs(path) if "text" in output)
+    printed = text_of(path)
     (found,) = re.findall(r"held-out accuracy (\d\.\d+) -> (\d\.\d+)", printed)
     before, after = map(float, found)
     assert after > before + 0.1
@@ -46,13 +66,28 @@ def it_learns_from_its_reward(path):
 
 
 LOOKED_OVER = {"train": it_learns, "your_own_reward": it_learns_from_its_reward}
+MINUTES = {"under five minutes": 5, "under a minute": 1}
+"""What docs/notebook.md says."""
+
+
+def limit_of(path):
+    """Seconds that a notebook takes at most, as its row in the documentation says."""
+    page = (ROOT / "docs/notebook.md").read_text(encoding="utf-8")
+    (words,) = re.findall(rf"(?m)^\| \[`notebooks/{path.name}`\].*\| (.*?) \|$", page)
+    return 60 * MINUTES[words]
+
+
+def processor_seconds():
+    """Of all processes that this one has started and that have ended."""
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return spent.ru_utime + spent.ru_stime
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_runs(path, tmp_path):
     # In a process of its own: a kernel brings threads and warnings that are not ours.
-    executed = tmp_path / path.name
+    executed, before = tmp_path / path.name, processor_seconds()
     finished = subprocess.run(
         [
             sys.executable,
@@ -71,6 +106,9 @@ def test_runs(path, tmp_path):
         check=False,
     )
     assert finished.returncode == 0, finished.stderr[-3000:]
+    # Time of processors, which a notebook with cores to itself does not take longer than; other
+    # work beside it moves that little, by the caches that both have.
+    assert processor_seconds() - before < 1.5 * limit_of(path)
     assert any("image/png" in output.get("data", ()) for output in outputs(executed))
     if path.stem in LOOKED_OVER:
         LOOKED_OVER[path.stem](executed)
@@ -78,9 +116,96 @@ def test_runs(path, tmp_path):
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_what_is_kept_was_run_as_it_stands(path):
-    """The outputs that readers see without running anything: whole, in order, without an error."""
+    """The outputs that readers see without running anything: whole, in order, without an error,
+    and with what the cells say now."""
     cells = json.loads(path.read_text())["cells"]
     counts = [cell["execution_count"] for cell in cells if cell["cell_type"] == "code"]
     assert counts == list(range(1, len(counts) + 1))
     assert all(output["output_type"] != "error" for output in outputs(path))
     assert path.stat().st_size < 500_000
+    sources, printed = code_of(path), text_of(path)
+    assert limit_of(path)
+    for said in filter(None, (line.strip() for code in sources for line in printed_by(code))):
+        assert said in printed, "a cell prints what is not among the outputs"
+    for names in re.findall(r'", "\.join\((.+?)\)', "\n".join(sources)):
+        assert names in LISTS and ", ".join(LISTS[names]) in printed
+    (steps,) = re.findall(r"(?s)\brun = RunConfig\(.*?steps=(\d+)", "\n".join(sources)) or [None]
+    counted = re.findall(r"completed step: (\d+)/(\d+)", printed)
+    assert {of for _, of in counted} == ({steps} if steps else set())
+    assert steps is None or (steps, steps) in counted
+
+
+def printed_by(code):
+    """Lines that the calls of print in a cell have in them, between what they compute."""
+    if code.startswith("%%"):
+        return
+    for node in ast.walk(ast.parse(re.sub(r"(?m)^( *)%.*", r"\1pass", code))):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id == "print"
+        ):
+            for argument in node.args:
+                parts = argument.values if isinstance(argument, ast.JoinedStr) else [argument]
+                for part in parts:
+                    if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                        yield from part.value.splitlines()
+
+
+# Files that are there and modules that are installed, by the machine, and what JAX then needs.
+MACHINES = {
+    "nothing": ((), (), {}, ""),
+    "a GPU": (("/dev/nvidia0",), (), {}, "[cuda12]"),
+    "a GPU with JAX for CUDA 13": (("/dev/nvidia0",), ("jax_cuda13_plugin",), {}, "[cuda13]"),
+    "a TPU": (("/dev/accel0",), (), {}, "[tpu]"),
+    "a TPU that is named": ((), (), {"TPU_ACCELERATOR_TYPE": "v5e-1"}, "[tpu]"),
+}
+
+
+def asked_for(code, patch, source, files=(), modules=(), environment=None):
+    """What a notebook's first cell gives to pip on a machine."""
+    asked, exists, find = [], os.path.exists, importlib.util.find_spec
+    code = code.replace('SOURCE = ""', f"SOURCE = {source!r}")
+    code = code.replace('%pip install -q "{PACKAGE}"', "pip(PACKAGE)")
+    code = code.replace('%pip install -q "{SOURCE}"', "pip(SOURCE)")
+    with patch.context() as faked:
+        devices = ("/dev/nvidia", "/dev/accel")
+        faked.setattr(
+            os.path, "exists", lambda x: x in files if str(x).startswith(devices) else exists(x)
+        )
+        faked.setattr(glob, "glob", lambda x: [y for y in files if y.startswith(x.rstrip("*"))])
+        faked.setattr(
+            importlib.util,
+            "find_spec",
+            lambda x: x in modules or None if x in ("jrl", "jax_cuda13_plugin") else find(x),
+        )
+        faked.delenv("TPU_ACCELERATOR_TYPE", raising=False)
+        for name, value in (environment or {}).items():
+            faked.setenv(name, value)
+        exec(code, {"pip": asked.append})
+    return asked
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize(
+    "path", [path for path in NOTEBOOKS if path.stem in LOOKED_OVER], ids=lambda path: path.stem
+)
+def test_in_colab_the_first_cell_installs_what_the_accelerator_needs(
+    path, machine, monkeypatch, tmp_path
+):
+    *given, extra = MACHINES[machine]
+    first = code_of(path)[0]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert extra.strip("[]") in ("", *project["optional-dependencies"])
+    address = "git+https://github.com/OWNER/REPOSITORY"
+    asked = asked_for(first, monkeypatch, address, *given)
+    assert asked == [f"{project['name']}{extra} @ {address}"]
+    assert asked_for(first, monkeypatch, str(tmp_path), *given) == [f"{tmp_path}{extra}"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_first_cell_asks_where_the_library_is_if_it_is_missing(path, monkeypatch):
+    first = code_of(path)[0]
+    with pytest.raises(SystemExit, match=r"^jrl is not installed: set SOURCE to the repository's"):
+        asked_for(first, monkeypatch, "")
+    assert asked_for(first, monkeypatch, "", modules=("jrl",)) == []

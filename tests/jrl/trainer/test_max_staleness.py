@@ -15,6 +15,7 @@ from small_runs import (
     small_setup,
 )
 
+from jrl.rollout.decoding import engine as slot_engine
 from jrl.rollout.decoding.engine import SlotEngine
 from jrl.rollout.resharding import apart
 from jrl.runs.checkpoints import Checkpoints
@@ -43,20 +44,44 @@ class Watched:
     """A run of which it is written down what its steps learned from.
 
     Attributes:
-      batches: by step, of each completion its prompt, its sample and the versions of its tokens.
+      batches: by step, of each completion its prompt, its sample, where the tokens begin that were
+        sampled, what ended them, and their versions.
+      unfinished: after the last step, of each response under way its prompt, its sample and how
+        many tokens it has.
+      dropped: rows that were under way when a step had all that it needs.
     """
 
     def __init__(self, setup, path, monkeypatch):
-        self.setup, self.path, self.batches = setup, path, {}
+        self.setup, self.path, self.batches, self.unfinished = setup, path, {}, {}
+        self.dropped = 0
+        if setup.recipe.dynamic_sampling:
+            # Or all rows of a few tokens end before the host looks, and none is under way then.
+            monkeypatch.setattr(slot_engine, "WINDOW", 1)
+            cancel = SlotEngine.cancel
+
+            def counted(engine, prompts):
+                before = len(engine._seating.sitting)
+                cancel(engine, prompts)
+                self.dropped += before - len(engine._seating.sitting)
+
+            monkeypatch.setattr(SlotEngine, "cancel", counted)
         step = loop.train_step
 
         def watched(sampler, networks, recipe, state, *rest, **options):
             number = int(state.step)
             after, done = step(sampler, networks, recipe, state, *rest, **options)
             rows = [completion.trajectory for completion in done.collected.completions]
-            found = [(t.request.prompt, t.request.sample, t.versions.tolist()) for t in rows]
+            found = [
+                (*t.request[:2], len(t.request.response), t.finish, t.versions.tolist())
+                for t in rows
+            ]
             # What is done again after a kill is done as before.
             assert self.batches.setdefault(number, found) == found
+            if after.unfinished is not None:
+                places = np.stack(
+                    [after.unfinished.prompts, after.unfinished.samples, after.unfinished.lengths]
+                )
+                self.unfinished = {(p, s): n for p, s, n in places.T.tolist() if n >= 0}
             return after, done
 
         monkeypatch.setattr(loop, "train_step", watched)
@@ -72,14 +97,33 @@ class Watched:
 def checked(run, steps, bound):
     """No prompt is lost or doubled, and no token too old; gives the ages of tokens, and how many
     policies each row is of."""
-    batches = run.batches
+    batches, recipe = run.batches, run.setup.recipe
     assert sorted(batches) == list(range(steps))
-    rows = Counter((p, s) for batch in batches.values() for p, s, _ in batch)
+    rows = Counter((p, s, begin) for batch in batches.values() for p, s, begin, *_ in batch)
     assert set(rows.values()) == {1}
-    prompts = {p for p, _ in rows}
-    assert rows.keys() == {(p, s) for p in prompts for s in range(GROUP_SIZE)}
-    if not run.setup.recipe.dynamic_sampling:
-        assert prompts == set(range(steps * PROMPTS))
+    written, under_way = Counter[tuple[int, int]](), set()
+    for step in range(steps):
+        for p, s, begin, finish, versions in batches[step]:
+            assert begin == written[p, s], "a part was lost, or written twice"
+            written[p, s] += len(versions)
+            (under_way.add if finish == "window" else under_way.discard)((p, s))
+    assert {row: n for row, n in run.unfinished.items() if n} == {r: written[r] for r in under_way}
+    prompts = {p for p, _ in written}
+    # Rows that a step has no room for begin in the next.
+    assert written.keys() | run.unfinished.keys() == {
+        (p, s) for p in prompts for s in range(GROUP_SIZE)
+    }
+    if recipe.dynamic_sampling:
+        seen = 0
+        for step, line in enumerate(run.lines[0][1:]):
+            asked = {p for p, *_ in batches[step]}
+            before, seen = seen, seen + int(float(line["dynamic_sampling/prompts_generated"]))
+            assert len(asked) == PROMPTS and asked <= set(range(before, seen))
+        # The last one that a step needed is its last: what was begun after it is the next one's.
+        assert seen - 1 in asked and seen > steps * PROMPTS and run.dropped
+    else:
+        number = len(prompts) if run.unfinished else steps * PROMPTS
+        assert prompts == set(range(number))
     ages = [step - v for step, batch in batches.items() for *_, vs in batch for v in vs]
     assert min(ages) >= 0 and max(ages) == bound
     spans = [len(set(versions)) for batch in batches.values() for *_, versions in batch]
@@ -193,6 +237,9 @@ CASES = [
     ("grpo", 3, 8, True),
     ("grpo", 3, 8, False, "R3"),
     ("ppo", 2, 6, False),
+    # Responses that go on in the next step; prompts that are begun ahead and dropped.
+    ("tppo", 0, 8, False),
+    ("dapo", 0, 16, False),
 ]
 
 

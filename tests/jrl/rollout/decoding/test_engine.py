@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
@@ -21,9 +22,11 @@ from policies import (
     weights,
 )
 
+from jrl.rollout.decoding import engine as slot_engine
 from jrl.rollout.decoding import seating
 from jrl.rollout.decoding.requests import Request
 from jrl.rollout.sampling import GREEDY
+from moe.cache.buffers import over_columns
 from moe.config import GatedDeltaNet
 from moe.model import routing_choices
 from moe.placement import specs
@@ -231,6 +234,33 @@ def test_rows_are_shelved_at_places_of_their_own(monkeypatch):
     )
     answers(engine, FEW.requests, FEW.sampling)
     assert seen and all(len(set(places.tolist())) == engine.slots for places in seen)
+
+
+def test_attention_reads_no_more_columns_than_the_longest_live_row_needs(monkeypatch):
+    """Of a wide pool: a power of two, whatever stands after it."""
+    expected, _ = drawn(LONG, LONG.requests)
+    monkeypatch.setattr(slot_engine, "NARROWEST", 4)
+    engine, read, run = FEW.engine(), list[int](), slot_engine.advance
+
+    def recorded(decoder, sampling, columns, policy, pool, *given):
+        def spoilt(x, axis):
+            beyond = np.arange(x.shape[axis]).reshape(-1, *[1] * (-1 - axis)) >= columns
+            return jnp.where(beyond, jnp.nan, x)
+
+        read.append(columns)
+        pool = replace(pool, cache=over_columns(spoilt, pool.cache))
+        return run(decoder, sampling, columns, policy, pool, *given)
+
+    monkeypatch.setattr(slot_engine, "advance", recorded)
+    short = [r._replace(max_new_tokens=3) for r in LONG.requests if r.prompt < 2]
+    beside = [short[0], next(r for r in LONG.requests if r.prompt == 3)]
+    for requests, columns in ((beside, COLUMNS), (short, 8)):
+        read.clear()
+        for t in answers(engine, requests, LONG.sampling):
+            tokens, _ = expected[t.request.prompt, t.request.sample]
+            np.testing.assert_array_equal(t.tokens, tokens[: t.request.max_new_tokens])
+        assert set(read) == {columns}
+    assert max(request.limit for request in short) == 6
 
 
 def test_rows_have_limits_of_their_own():

@@ -3,9 +3,19 @@
 import shutil
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
-from small_runs import begin_or_go_on, small_model, small_recipe, small_run, small_setup
+from small_runs import (
+    begin_or_go_on,
+    fresh_state,
+    fresh_weights,
+    one_step,
+    small_model,
+    small_recipe,
+    small_run,
+    small_setup,
+)
 
 from jrl.report.metrics import without_timings
 from jrl.runs.records import read, read_metrics
@@ -73,3 +83,26 @@ def test_a_run_is_the_same_on_every_layout(run):
     assert_same_run(run(recipe, (there, 2)), run(recipe, (here, 2)))
     assert_same_run(run(recipe, (there, 2), (here, 3)), expected)
     assert_same_run(run(recipe, (here, 2), (there, 3)), expected)
+
+
+@pytest.mark.slow
+def test_steps_of_windows_are_those_of_one_device():
+    """Packed passes of both networks: the second step goes on with what the first left unfinished,
+    under weights that it changed."""
+    found = []
+    for layout in ("dp1", "dp2 tp2 / ep4"):
+        setup = small_setup(small_recipe("tppo"), small_run(layout=layout))
+        state, steps = fresh_state(setup, fresh_weights(setup)), []
+        for _ in range(2):
+            state, done = one_step(setup, state)
+            steps.append(without_timings(done.metrics))
+        found.append((steps, jax.device_get(done.collected.batch), state))
+    (one, batch, before), (folded, same, after) = found
+    assert any(len(row.trajectory.request.response) for row in done.collected.completions)
+    for name in ("tokens", "mask", "finished", "rewards"):
+        np.testing.assert_array_equal(getattr(same, name), getattr(batch, name), err_msg=name)
+    jax.tree.map(np.testing.assert_array_equal, after.unfinished, before.unfinished)
+    for metrics, wanted in zip(folded, one, strict=True):
+        assert metrics.keys() == wanted.keys()
+        for name in wanted.keys() - set(OF_THE_LAYOUT):
+            np.testing.assert_allclose(metrics[name], wanted[name], RTOL, ATOL, err_msg=name)
