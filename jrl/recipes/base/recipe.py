@@ -4,9 +4,9 @@ A recipe is a frozen record of hyperparameters with a few hooks, each with a def
 asks for the hooks and never for a class: what to collect (`collection`), the rewards (`rewards`),
 advantages and returns (`targets`), the loss of each token (`surrogate`), what it is divided by
 (`denominators`), what else is to be minimised (`auxiliary_loss`), how the temperature of sampling
-follows the policy (`temperature_rule`), and what is kept for that from one step to the next
-(`kept`). Entropy and KL terms, importance weights and rejection masks are the trainer's, for every
-recipe alike.
+follows the policy (`temperature_rule`), and the statistics by which it does (`entropy_statistics`).
+Entropy and KL terms, importance weights and rejection masks are the trainer's, for every recipe
+alike.
 """
 
 import re
@@ -42,7 +42,7 @@ from jrl.recipes.base.sizes import MICRO_BATCH, MINI_BATCH, near_divisors
 from jrl.recipes.base.temperature import AdaptiveTemperature
 
 Metrics = Mapping[str, Mean | Array]
-"""Means, and scalars that add up over pieces."""
+"""Means, and scalars that add up over micro-batches."""
 
 RouterReplay = Literal["R2", "R3"]
 """Whose choices of experts are replayed."""
@@ -61,7 +61,7 @@ class Recipe:
     to 128."""
     micro_batch: int | None = None
     """Completions per forward and backward pass at most; divides the mini-batch. None takes the
-    divisor nearest to 64. Changes memory and speed (small pieces stay in a CPU's cache), not the
+    divisor nearest to 64. Changes memory and speed (small ones stay in a CPU's cache), not the
     result: sums are in another order, which shows in the last digits."""
     epochs: int = 1
     """Passes over the completions of a step."""
@@ -263,7 +263,7 @@ class Recipe:
     @property
     def temperature_rule(self) -> AdaptiveTemperature | None:
         """How the temperature of sampling follows the entropy of the policy, with `temperature` for
-        its base; None leaves it there. A recipe with a rule is asked for what is `kept`."""
+        its base; None leaves it there. A recipe with a rule is asked for `entropy_statistics`."""
         return None
 
     @property
@@ -314,7 +314,7 @@ class Recipe:
         """
         return self.reward_wrong + (self.reward_correct - self.reward_wrong) * scores
 
-    def kept(self, batch: Batch[Array]) -> EntropyStatistics[Array] | None:
+    def entropy_statistics(self, batch: Batch[Array]) -> EntropyStatistics[Array] | None:
         """What is kept from this step to the next, in checkpoints too, for the sampler to read:
         entropy statistics over all sampled tokens that count; None without a `temperature_rule`.
 
@@ -368,7 +368,7 @@ class Recipe:
         Args:
           logprobs: of the current policy.
           entropy: of the current policy's distribution over each token.
-          batch: any piece of the mini-batch.
+          batch: any micro-batch of the mini-batch.
           statistics: what `statistics` gave; None without.
         """
         # Not aggregated: the trainer reduces, with denominators of the mini-batch.
@@ -394,5 +394,5 @@ class Recipe:
         batch: Batch[Array],
         totals: Totals[Array],
     ) -> tuple[Float[Array, ""] | None, Metrics]:
-        """What is added to the policy's loss, this piece's share of it; None adds nothing."""
+        """What is added to the policy's loss, this micro-batch's share of it; None adds nothing."""
         return None, {}

@@ -123,12 +123,12 @@ def plan(
     num_bins = max(sum(map(len, filled)), 1)
     most = -(-int(counted[tokens > 0].sum()) * bins // num_bins)
     for rank, of_rank in enumerate(dealt):
-        for piece, of_piece in enumerate(of_rank):
-            inside = [row for own in of_piece for row in own]
-            rows[rank, piece, : len(inside)] = inside
-            starts[rank, piece, : len(inside)] = [
+        for micro_batch, own_bins in enumerate(of_rank):
+            inside = [row for own in own_bins for row in own]
+            rows[rank, micro_batch, : len(inside)] = inside
+            starts[rank, micro_batch, : len(inside)] = [
                 bin * length + int(tokens[own[:n]].sum())
-                for bin, own in enumerate(of_piece)
+                for bin, own in enumerate(own_bins)
                 for n in range(len(own))
             ]
             # No micro-batch may hold more than the head has places for.
@@ -199,16 +199,16 @@ def _dealt_out(
     bins: list[list[int]], counted: np.ndarray, passes: int, most: int
 ) -> list[list[list[int]]]:
     """The bins of each micro-batch, at most so many, each by its rows."""
-    pieces: list[list[list[int]]] = [[] for _ in range(passes)]
+    micro_batches: list[list[list[int]]] = [[] for _ in range(passes)]
     loads = np.zeros(passes, np.int64)
     of_bins = np.array([counted[own].sum() for own in bins], np.int64)
     # The head has places for what the fullest micro-batch counts: dealt out evenly these are few.
     for bin in np.argsort(-of_bins, kind="stable"):
-        open_ = [n for n, piece in enumerate(pieces) if len(piece) < most]
-        piece = min(open_, key=lambda n: loads[n])
-        pieces[piece].append(bins[bin])
-        loads[piece] += of_bins[bin]
-    return pieces
+        open_ = [n for n, micro_batch in enumerate(micro_batches) if len(micro_batch) < most]
+        micro_batch = min(open_, key=lambda n: loads[n])
+        micro_batches[micro_batch].append(bins[bin])
+        loads[micro_batch] += of_bins[bin]
+    return micro_batches
 
 
 @jax.jit

@@ -14,8 +14,8 @@ from jrl.recipes.base.batch import Batch, given
 from jrl.rollout.batching import replicated, take_rows
 from jrl.rollout.scoring import mark_replicated
 from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective
+from jrl.trainer.learner.overflow import exact, overflow_of
 from jrl.trainer.learner.passes import scan_first
-from jrl.trainer.learner.room import exact, overflow_of
 from jrl.trainer.packed.plan import counts_of, place_rows, plan
 from moe import model, placement
 from moe.weights import Transformer
@@ -24,7 +24,7 @@ from moe.weights import Transformer
 @exact(num_static=2)
 def _scored(
     objective: CriticObjective | PolicyObjective,
-    pieces: int,
+    num_micro_batches: int,
     weights: Transformer[Array],
     rows: Batch[Array],
     passes: Array,
@@ -39,12 +39,15 @@ def _scored(
         return scores.logprobs, scores.behaviour_logprobs
 
     def local(weights, rows, passes):
-        def one(_, piece):
-            x, router = model.run(weights, objective.pack(piece), config, mesh)
-            return (), (mark_replicated(read(weights, x, piece), mesh), overflow_of(router, config))
+        def one(_, micro_batch):
+            x, router = model.run(weights, objective.pack(micro_batch), config, mesh)
+            return (), (
+                mark_replicated(read(weights, x, micro_batch), mesh),
+                overflow_of(router, config),
+            )
 
         # Slots stand in runs, one for each micro-batch, so that a reshape cuts them.
-        cut = jax.tree.map(lambda x: x.reshape(pieces, -1, *x.shape[1:]), rows)
+        cut = jax.tree.map(lambda x: x.reshape(num_micro_batches, -1, *x.shape[1:]), rows)
         _, (found, overflow) = scan_first(one, (), cut, passes)
         in_rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)
         return in_rows, None if overflow is None else jnp.sum(overflow)

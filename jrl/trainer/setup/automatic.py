@@ -15,7 +15,7 @@ from moe.counts.sizes import sizes_of
 from moe.placement import specs
 from sharding.folding import Layout, fold
 from sharding.planner.hardware import HARDWARE, Hardware, of_kind
-from sharding.planner.search import ROOM, chunks_of_a_stage, illegal, layouts
+from sharding.planner.search import MEMORY_FRACTION, chunks_of_a_stage, illegal, layouts
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def chosen_layout(setup: Setup, recipe: Recipe, num_devices: int) -> tuple[Layou
         fits.
     """
     hardware = hardware_at_hand()
-    room, possible, refusal = ROOM * hardware.memory, [], ""
+    budget, possible, refusal = MEMORY_FRACTION * hardware.memory, [], ""
     for layout in _legal(setup, num_devices, hardware):
         try:
             possible.append(candidate(setup, recipe, layout, hardware))
@@ -76,19 +76,19 @@ def chosen_layout(setup: Setup, recipe: Recipe, num_devices: int) -> tuple[Layou
     possible.sort(key=lambda one: one.seconds)
     for number, one in enumerate(possible):
         needs = one.bytes()
-        if needs > room:
+        if needs > budget:
             too_large[one.layout] = needs
             continue
         why = f"layout auto: {one.layout}, by the planner the fastest of {len(possible)} layouts"
         why += f" but {number}, which need too much memory" if too_large else ""
-        why += f"; {needs / 1e9:.3g} GB of {room / 1e9:.3g} on each {hardware.name} device"
+        why += f"; {needs / 1e9:.3g} GB of {budget / 1e9:.3g} on each {hardware.name} device"
         if number + 1 < len(possible):
             after = possible[number + 1]
             why += f"; next {after.layout}, {after.seconds / one.seconds - 1:.0%} slower"
         return one.layout, why
     least = min(too_large, key=lambda layout: too_large[layout])
     raise ValueError(
-        f"layout='auto': nothing fits on {num_devices} devices with {room / 1e9:.3g} GB to plan "
+        f"layout='auto': nothing fits on {num_devices} devices with {budget / 1e9:.3g} GB to plan "
         f"with: {least} needs least, {too_large[least] / 1e9:.3g} GB. Take more devices, --dtype "
         "bfloat16, --remat full or --fsdp."
     )

@@ -89,8 +89,8 @@ def batch_arithmetic(setup: Setup) -> dict[str, str]:
     run, recipe = setup.run, setup.recipe
     mini = recipe.mini_batch_size
     num_mini = recipe.completions // mini
-    pieces = setup.geometry.num_micro_batches
-    micro = mini // pieces
+    num_micro_batches = setup.geometry.num_micro_batches
+    micro = mini // num_micro_batches
     updates = recipe.epochs * num_mini
     pretraining = min(recipe.value_pretraining_steps, run.steps)
     time = setup.prompt_length + setup.response_length
@@ -105,14 +105,14 @@ def batch_arithmetic(setup: Setup) -> dict[str, str]:
         )
     rows |= {
         "mini-batches": f"{recipe.completions:,} / {mini:,} = {num_mini:,}",
-        "micro-batches per mini-batch": f"{mini:,} / {micro:,} = {pieces:,}",
+        "micro-batches per mini-batch": f"{mini:,} / {micro:,} = {num_micro_batches:,}",
         "optimizer steps per step": f"{_count(num_mini, 'mini-batch', 'mini-batches')} x "
         f"{_count(recipe.epochs, 'epoch', 'epochs')} = {updates:,}",
         "steps": f"{run.steps:,}",
     }
     layout = setup.mesh.layout
     if layout.pp > 1:
-        bubble = Schedule(layout.pp, pieces, layout.vpp).bubble
+        bubble = Schedule(layout.pp, num_micro_batches, layout.vpp).bubble
         rows["pipeline idle per time at work"] = f"{bubble:.1%}"
     if recipe.uses_critic:
         rows["of which train the critic alone"] = f"{pretraining:,}"

@@ -112,7 +112,7 @@ def memory(setup: Setup) -> dict[str, int]:
         LOGITS: logits_bytes(setup, max(forward)),
         "choices of experts": choices_bytes(setup) if recipe.router_replay is not None else 0,
         "policy of the rollout": rollout.get("policy of the rollout", 0),
-        STAGE_INPUTS: kept_bytes(setup) if mesh.layout.pp > 1 else 0,
+        STAGE_INPUTS: stage_input_bytes(setup) if mesh.layout.pp > 1 else 0,
         GRADIENTS_SENT: max(sent_bytes(network, setup) for network in networks),
     }
     return {name: number for name, number in rows.items() if number}
@@ -261,7 +261,7 @@ def choices_bytes(setup: Setup) -> int:
     return numbers * choices_dtype(model.num_experts).itemsize
 
 
-def kept_bytes(setup: Setup) -> int:
+def stage_input_bytes(setup: Setup) -> int:
     """Bytes of the layers' inputs that a pipeline stage keeps during an update, of all chunks that
     are on their way at once."""
     mesh, group = setup.mesh, setup.geometry.prompt_layout.group_size
@@ -279,7 +279,7 @@ def kept_bytes(setup: Setup) -> int:
 
 
 def _num_scored(setup: Setup) -> int:
-    """Pieces that all completions are scored in."""
+    """Micro-batches that all completions are scored in."""
     mesh = setup.mesh
     if mesh.layout.pp == 1:
         return 1

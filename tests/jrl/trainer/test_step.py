@@ -95,9 +95,9 @@ def test_micro_batches_have_no_say_in_the_mini_batches(learned_from):
     state, batch = state_of(setup), numbered(setup)
     for group_size, mini_batch in ((2, 2), (2, 4), (2, 8), (4, 2), (4, 4), (4, 8)):
         found = []
-        for piece in [None, *(piece for piece in (1, 2, 4, 8) if mini_batch % piece == 0)]:
+        for micro_batch in [None, *(size for size in (1, 2, 4, 8) if mini_batch % size == 0)]:
             sizes = {"group_size": group_size, "prompts": ROWS // group_size, "epochs": 2}
-            recipe = small_recipe(**sizes, mini_batch=mini_batch, micro_batch=piece)
+            recipe = small_recipe(**sizes, mini_batch=mini_batch, micro_batch=micro_batch)
             learned_from.clear()
             learn(small_setup(recipe), state, batch)
             found.append([rows for _, rows in learned_from])
@@ -115,10 +115,10 @@ def test_the_default_step_shuffles_whole_groups():
 
 @pytest.mark.slow
 def test_micro_batches_have_no_say_in_what_is_learned():
-    """A whole step in pieces of 4 rows and of 1, which holds no whole group."""
+    """A whole step in micro-batches of 4 rows and of 1, which holds no whole group."""
     steps = []
-    for piece in (4, 1):
-        setup = small_setup(small_recipe(micro_batch=piece))
+    for micro_batch in (4, 1):
+        setup = small_setup(small_recipe(micro_batch=micro_batch))
         state, history, *_ = learn(setup, state_of(setup), small_batch(setup, ROWS))
         steps.append((jax.device_get(state.policy.weights), summarise(history)))
     (weights, metrics), (other_weights, other_metrics) = steps

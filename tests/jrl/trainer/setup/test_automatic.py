@@ -42,7 +42,7 @@ def test_nothing_that_can_be_had_is_faster(setup):
 def test_with_less_memory_it_is_another(setup, monkeypatch):
     roomy, _ = chosen_layout(setup, Grpo(), 4)
     needs = candidate(setup, Grpo(), roomy, LAPTOP).bytes()
-    hardware = on_hardware(monkeypatch, memory=0.99 * needs / automatic.ROOM)
+    hardware = on_hardware(monkeypatch, memory=0.99 * needs / automatic.MEMORY_FRACTION)
     tight, why = chosen_layout(setup, Grpo(), 4)
     assert tight != roomy
     assert candidate(setup, Grpo(), tight, hardware).bytes() < needs
