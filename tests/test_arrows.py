@@ -34,7 +34,11 @@ COMPUTED = {
 FORBIDDEN = {"experiments", "benchmarks", "tests", "notebooks"}
 """What no room imports, unless it is the room."""
 
-COMMANDS = ("jrl.train", "jrl.evaluate", "jrl.serve")
+COMMANDS = (
+    *sorted(f"jrl.{path.stem}" for path in (ROOT / "jrl").glob("*.py") if path.stem != "__init__"),
+    *sorted(f"jrl.{path.parent.name}.__main__" for path in (ROOT / "jrl").glob("*/__main__.py")),
+)
+"""What is run by `python -m`: the files beside the rooms of jrl, and rooms that are commands."""
 LEARNS = ("jrl.trainer", "jrl.serving", "jrl.rollout")
 # What lies above a room of jrl, and what it may therefore not import.
 ABOVE = {
@@ -162,6 +166,8 @@ def test_arrows_point_one_way(room):
         ("jrl/faults/live/watch.py", "from jrl.trainer import loop", "jrl.trainer.loop"),
         ("jrl/rollout/sampler.py", "from ..trainer import loop", "jrl.trainer.loop"),
         ("jrl/trainer/loop.py", "from jrl.train import main", "jrl.train.main"),
+        ("jrl/trainer/loop.py", "from jrl import export", "jrl.export"),
+        ("jrl/config/run.py", "import jrl.faults.__main__", "jrl.faults.__main__"),
         ("jrl/serving/service.py", "from jrl.trainer import loop", "jrl.trainer.loop"),
         ("jrl/trainer/loop.py", "import jrl.serving.server", "jrl.serving.server"),
         ("jrl/rollout/sampler.py", "from jrl.serving import asked", "jrl.serving.asked"),
