@@ -37,7 +37,8 @@ class Candidate:
     def bytes(self) -> float:
         """What a device needs: what stays, and the larger of what an update and what a forward pass
         alone work with."""
-        update, stays = memory_of_update(self.setup), memory(self.setup)
+        own, stays = self.setup, memory(self.setup)
+        update = memory_of_update(own.model, own.geometry, own.run)
         # Among what an update's layers keep are the inputs of a stage's.
         stays.pop(STAGE_INPUTS, None)
         # What is there for a moment takes turns: an update, a pass that scores, a gradient on its
@@ -117,8 +118,8 @@ def candidate(setup: Setup, recipe: Recipe, layout: Layout, hardware: Hardware) 
       ValueError: where it cannot have that layout.
     """
     there = on_layout(setup, recipe, layout)
-    seconds = time_of_update(there, hardware).total / there.recipe.mini_batch_size
-    return Candidate(there, seconds)
+    takes = time_of_update(there.model, there.geometry, there.run, hardware)
+    return Candidate(there, takes.total / there.recipe.mini_batch_size)
 
 
 def on_layout(setup: Setup, recipe: Recipe, layout: Layout) -> Setup:

@@ -38,7 +38,7 @@ class Geometry:
 
     @property
     def num_micro_batches(self) -> int:
-        """Pieces of a mini-batch on each device."""
+        """Micro-batches of a mini-batch on each device."""
         return self.recipe.mini_batch_size // self.recipe.micro_batch_size
 
     @property
