@@ -257,6 +257,32 @@ def test_top_level_folders_are_the_rooms():
     assert {"jrl", "moe", "sharding", "tests", "benchmarks"} <= folders
 
 
+def test_the_trainer_asks_for_hooks_and_knows_no_recipe():
+    """Of the recipes it imports what all have, and none of their classes."""
+    recipes = {
+        path: [
+            name
+            for name in imports((ROOT / path).read_text(encoding="utf-8"), path)
+            if inside(name, "jrl.recipes")
+        ]
+        for path in files("jrl/trainer")
+    }
+    assert any(recipes.values()), "the imports were not read"
+    concrete = ("jrl.recipes.base.actor_critic", "jrl.recipes.base.group_relative")
+    wrong = {
+        str(path): found
+        for path, names in recipes.items()
+        if (
+            found := [
+                name
+                for name in names
+                if not inside(name, "jrl.recipes.base") or any(inside(name, c) for c in concrete)
+            ]
+        )
+    }
+    assert not wrong
+
+
 def test_what_watches_in_production_imports_no_laboratory():
     """The simulator and what measures detectors on it are for the benchmark alone."""
     laboratory = ("jrl.faults.simulate", "jrl.faults.assess")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jrl.losses import ExplainedVariance, Mean, value_loss
 from jrl.losses.settings import Sides
@@ -42,23 +42,8 @@ class ActorCritic(Recipe):
         return self.value_clip
 
     @property
-    def length_adaptive_alpha(self) -> float | None:
-        """The alpha of a lambda that adapts to the length of a response; None where it does not."""
-        return None
-
-    def policy_lambda(self, lengths: Int[Array, "batch"]) -> float | Float[Array, "batch 1"]:
-        """The lambda behind the policy's advantages, one for all or one for each response.
-
-        Args:
-          lengths: sampled tokens of each response.
-
-        Raises:
-          ValueError: where the recipe does not say.
-        """
-        raise ValueError(
-            f"recipe {self.name} does not say with which lambda it makes advantages: write a "
-            "method policy_lambda, as jrl.recipes.ActorCritic describes it."
-        )
+    def discount(self) -> float:
+        return self.gamma
 
     def critic_loss(
         self,

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jrl.losses import Mean, aggregate, kl_estimate, mismatch_statistics
-from jrl.recipes.base.actor_critic import ActorCritic
 from jrl.recipes.base.batch import Batch, Totals, given
 from jrl.recipes.base.recipe import Metrics, Recipe
 from jrl.rollout import packing
@@ -159,7 +158,7 @@ class CriticObjective:
     config: ModelConfig
     mesh: FoldedMesh
     layout: PromptLayout
-    recipe: ActorCritic
+    recipe: Recipe
     response_length: int
     packed: PackedSizes | None = None
 

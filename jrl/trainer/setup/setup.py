@@ -13,11 +13,9 @@ import jax
 from jrl.config.files import fixed_settings
 from jrl.config.run import RunConfig
 from jrl.processes.agreement import is_multiprocess
-from jrl.recipes.base.actor_critic import ActorCritic
 from jrl.recipes.base.collection import Windows
 from jrl.recipes.base.optimizer import Optimizer
 from jrl.recipes.base.recipe import Recipe
-from jrl.recipes.supervised.sft import Sft
 from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.conversations.engine import ConversationEngine
 from jrl.rollout.decoding.disaggregated import DisaggregatedEngine
@@ -204,7 +202,7 @@ class Setup:
             self.model, self.mesh, layout, recipe, sampling_of(recipe), response
         )
         critic = None
-        if isinstance(recipe, ActorCritic):
+        if recipe.uses_critic:
             of_critic = CriticObjective(self.model.as_critic(), self.mesh, layout, recipe, response)
             critic = Network(of_critic, self._stepping(recipe.critic_optimizer), *sizes)
         policy = Network(of_policy, self._stepping(recipe.optimizer), *sizes)
@@ -288,8 +286,9 @@ def build_setup(
         mesh = fold(layout, devices[: layout.num_devices])
         format, rows, dropped = _format(run, recipe, tokenizer), None, 0
         if isinstance(task, Chats):
-            assert isinstance(format, ChatFormat) and isinstance(recipe, Sft)
-            rows = chat_rows(task, format, recipe, network, mesh)
+            supervision = recipe.supervision
+            assert isinstance(format, ChatFormat) and supervision is not None
+            rows = chat_rows(task, format, supervision, network, mesh)
             # No number was given: as many as the recipe's epochs take.
             if not run.steps:
                 run = replace(run, steps=recipe.steps_of(task.num_train))
@@ -334,8 +333,8 @@ def _task(run: RunConfig, recipe: Recipe, code_path: Path | None) -> Task:
       code_path: folder with the run's copies of the user's own files; None reads those themselves.
     """
     fields = Fields(run.prompt_field, run.answer_field, run.messages_field)
-    if isinstance(recipe, Sft):
-        heldout, last = parse_heldout(run.held_out), recipe.learn == "last"
+    if recipe.supervision is not None:
+        heldout, last = parse_heldout(run.held_out), recipe.supervision.last_turn
         return load_chats(run.task, run.seed, fields, held_out=heldout, last=last)
     return load_task(
         run.task,
@@ -351,9 +350,10 @@ def _task(run: RunConfig, recipe: Recipe, code_path: Path | None) -> Task:
 def _format(run: RunConfig, recipe: Recipe, tokenizer: Tokenizer) -> PromptFormat:
     """How prompts become tokens."""
     made = prompt_format(run, tokenizer)
-    if not isinstance(recipe, Sft):
+    if recipe.supervision is None:
         return made
-    return ChatFormat(made.tokenizer, made.template, made.system_prompt, recipe.learn == "last")
+    last = recipe.supervision.last_turn
+    return ChatFormat(made.tokenizer, made.template, made.system_prompt, last)
 
 
 def _tokenizer(run: RunConfig, task: Task, model: ModelConfig | None) -> Tokenizer:
