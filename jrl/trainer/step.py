@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
@@ -16,7 +17,7 @@ from jrl.rollout.collection.collect import Collected, collect
 from jrl.rollout.sampler import Sampler, correct_of, scores_of
 from jrl.trainer.ahead import AheadOfStep
 from jrl.trainer.learner.learner import Learner
-from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective, sampling_differences
+from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective
 from jrl.trainer.packed.plan import (
     ROWS_OF_A_BIN,
     counts_of,
@@ -24,7 +25,7 @@ from jrl.trainer.packed.plan import (
     plan,
     without_idle,
 )
-from jrl.trainer.prepare import prepare
+from jrl.trainer.prepare import difference, prepare
 from jrl.trainer.scoring import logprobs_of, statistics_of
 from jrl.trainer.setup.networks import Network, Networks
 from jrl.trainer.setup.randomness import Randomness
@@ -324,8 +325,12 @@ def sampling_difference(
     if objective.sampling.adaptive is not None:
         return {}
     _, again = logprobs_of(objective, state.policy.weights, *rows, objective.replayed(batch))
-    again, sampled, mask = to_host((again, given(batch.behaviour_logprobs), batch.mask))
-    if not mask.any():
-        return {}
-    differences = sampling_differences(*map(jnp.asarray, (again, sampled, mask)))
-    return {name: float(difference.value()) for name, difference in differences.items()}
+    # Reduced where they lie: what crosses to the host is a number for each name.
+    found = to_host(_compared(again, given(batch.behaviour_logprobs), batch.mask))
+    return {name: float(value) for name, value in found["differences"].items() if found["some"]}
+
+
+@jax.jit
+def _compared(logprobs: Array, sampled: Array, mask: Array) -> dict[str, Any]:
+    """How far two are from each other, and whether any token counts."""
+    return {"differences": difference(logprobs, sampled, mask), "some": jnp.any(mask)}
