@@ -48,12 +48,14 @@ class Recipe(Hyperparameters):
     """Whether the recipe trains a value network: `ActorCritic` has the hooks for that."""
     metrics: ClassVar[Mapping[str, str]] = {}
     """What metrics of the recipe's own mean, by their names, such as "actor/gate"."""
+    # Static: bound to the recipe, it would take that for its log-probabilities.
     policy_loss: ClassVar[Callable[..., tuple[Any, Metrics]]] = staticmethod(ppo_loss)
     """A loss of `jrl.losses` of log-probabilities, old ones, advantages and mask."""
     uses_statistics: ClassVar[bool] = False
     """Whether `surrogate` needs `statistics` of the whole mini-batch, which cost a forward pass."""
 
     def __post_init__(self):
+        # Told now and not by the first step that asks, which comes after the whole warm start.
         needed = ["targets", *(["statistics"] if self.uses_statistics else [])]
         for hook in [*needed, *(["critic_loss"] if self.uses_critic else [])]:
             if getattr(type(self), hook) is getattr(Recipe, hook):
@@ -62,6 +64,7 @@ class Recipe(Hyperparameters):
                     "jrl.recipes.Recipe describes it."
                 )
         super().__post_init__()
+        # After the numbers, of which hooks make what is checked here.
         checked(self.correction, self.old_logprobs)
 
     @property
@@ -90,11 +93,15 @@ class Recipe(Hyperparameters):
     @property
     def default_denominator(self) -> Denominator:
         """What weights divide by where nobody chose it, see `mismatch_denominator`."""
+        # At a temperature of its own a token comes from another distribution than that of the
+        # ratio: a weight over the whole policy would leave that uncorrected.
         return "policy" if self.temperature_rule is None else "drawn"
 
     @property
     def rescores(self) -> bool:
         """Whether the trainer scores the completions by its policy before the first update."""
+        # Each of these wants what the trainer says before the first update moves it: one pass
+        # serves them all.
         needed = self.correction.compares or self.temperature_rule is not None
         return needed or self.old_logprobs == "recompute" or self.router_replay == "R2"
 
@@ -107,6 +114,7 @@ class Recipe(Hyperparameters):
     @property
     def uses_reference(self) -> bool:
         """Whether the policy at the start of training is kept for a KL term."""
+        # Asked for before training: afterwards the policy that it started from is gone.
         return self.kl_coef is not None
 
     @property
@@ -150,6 +158,7 @@ class Recipe(Hyperparameters):
 
     def steps_of(self, conversations: int) -> int:
         """Steps that `epochs` passes over so many conversations take."""
+        # The last batch is a whole one: rounded down, some would never be learned from.
         return -(-self.epochs * conversations // self.completions)
 
     def fitted(self, response_length: int) -> "Recipe":
@@ -168,6 +177,7 @@ class Recipe(Hyperparameters):
     def whole_groups(self) -> bool:
         """Whether the completions of a step are whole groups, one after the other; those written in
         windows finish when they do."""
+        # What shares prompts in a pass, shuffles groups or reports by group asks this first.
         return not isinstance(self.collection, Windows)
 
     def rewards(
@@ -181,6 +191,8 @@ class Recipe(Hyperparameters):
             both sides.
           response_length: the limit of a completion, in tokens.
         """
+        # A straight line, so that partial marks keep their order; between 0 and 1 scores stay as
+        # they are.
         return self.reward_wrong + (self.reward_correct - self.reward_wrong) * scores
 
     def entropy_statistics(self, batch: Batch[Array]) -> EntropyStatistics[Array] | None:
@@ -190,8 +202,10 @@ class Recipe(Hyperparameters):
         Args:
           batch: of a whole step before its updates, with `old_entropy`, nothing rejected.
         """
+        # A state of its own in checkpoints: nothing is stored that nobody will read.
         if self.temperature_rule is None:
             return None
+        # Of all that counts, before anything is rejected: the sampler draws what is rejected too.
         return self.temperature_rule.statistics(given(batch.old_entropy), batch.mask)
 
     def targets(self, batch: Batch[Array]) -> Targets[Array]:
@@ -200,11 +214,15 @@ class Recipe(Hyperparameters):
         Args:
           batch: the whole batch of a step, with what sampler, verifier and networks say of it.
         """
+        # There is no default to fall back on in silence; `__post_init__` has refused a recipe
+        # without.
         raise NotImplementedError
 
     @property
     def policy_loss_settings(self) -> dict[str, Any]:
         """Keywords of `policy_loss`."""
+        # By name, so that a recipe with another loss gives other keywords and no positions are
+        # counted.
         names = "clip_low", "clip_high", "clip_dual"
         return {name: getattr(self, name) for name in names}
 
@@ -251,6 +269,7 @@ class Recipe(Hyperparameters):
           totals: counts over the whole mini-batch.
           response_length: the limit of a completion, in tokens.
         """
+        # All of them: each aggregation reads the one that it needs.
         return {
             "num_tokens": totals.num_tokens,
             "num_sequences": totals.num_sequences,
