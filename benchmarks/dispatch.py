@@ -87,7 +87,7 @@ def exchange_of(k: int, devices: int, given: argparse.Namespace) -> Any:
 
     itemsize = 2 if given.dtype == "bfloat16" else 4
     sizes = devices * given.experts_per_device, k, given.width, itemsize
-    return Exchange(*sizes, room=min(1.0, k / devices))
+    return Exchange(*sizes, peer_capacity=min(1.0, k / devices))
 
 
 def program(way: str, k: int, mesh: Any, given: argparse.Namespace) -> Any:

@@ -202,8 +202,8 @@ def _evaluate(request: Request) -> dict[str, Any]:
             setup = build_setup(run, recipe)
         else:
             tokenizer = load_tokenizer(folder.tokenizer_path)
-            kept = folder.code_path if request.task is None else None
-            setup = build_setup(run, recipe, tokenizer, load_model(folder), kept)
+            code_path = folder.code_path if request.task is None else None
+            setup = build_setup(run, recipe, tokenizer, load_model(folder), code_path)
     connect(setup.mesh)
     connect(setup.rollout_mesh)
     with closing(setup.task), EvaluationDisplay() as display:

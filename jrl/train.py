@@ -162,8 +162,8 @@ def _settings(request: Request) -> dict[str, Any]:
 def _hashes(request: Request) -> dict[str, str]:
     """Of the user's own files, which tell versions apart."""
     folder = _resumed(request)
-    kept = None if folder is None else folder.code_path
-    files = own_files(request.run.task, request.run.reward, kept)
+    code_path = None if folder is None else folder.code_path
+    files = own_files(request.run.task, request.run.reward, code_path)
     return {name: sha256(source).hexdigest()[:12] for name, source in files.items()}
 
 
@@ -210,9 +210,9 @@ def _build(request: Request, folder: RunFolder | None = None) -> "Setup":
     if request.run.faults_port is not None:
         import_client()
     model = None if folder is None else load_model(folder)
-    kept = None if folder is None else folder.code_path
+    code_path = None if folder is None else folder.code_path
     tokenizer = _tokenizer(request.run, folder)
-    setup = build_setup(request.run, request.recipe, tokenizer, model, kept)
+    setup = build_setup(request.run, request.recipe, tokenizer, model, code_path)
     try:
         setup.tokenizer.encode(setup.task.characters)
         specs(setup.model, setup.mesh)

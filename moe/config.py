@@ -86,7 +86,7 @@ class ModelConfig:
       expert_groups_per_token: groups that a token's experts may lie in, those with the largest sums
         of their best `experts_per_token / expert_groups_per_token` scores.
       selection_bias: each expert has a bias that is added to its score to select it and never to
-        weigh it, moved by how loaded it is (`moe.router.bias.moved_bias`) and by nothing else.
+        weigh it, moved by how loaded it is (`moe.router.bias.updated_bias`) and by nothing else.
       bias_update_rate: how far a selection bias moves in one optimizer step.
       capacity_factor: experts take at most ``ceil(capacity_factor tokens k / num_experts)`` tokens
         of `drop_scope` while learning and when scoring; None drops nothing. Generation never drops,

@@ -23,7 +23,7 @@ from sharding.stage import (
     zeros_of,
 )
 
-Kept = tuple[list[Array], list[Array]]
+Residuals = tuple[list[Array], list[Array]]
 """Of `Stages.first` and of a chunk."""
 
 
@@ -59,7 +59,7 @@ class Passes:
     first: Halves
     chunk: Halves
     slots: tuple[list[list[int]], list[list[int]]]
-    types: Kept
+    types: Residuals
 
     @classmethod
     def of(cls, run: Run) -> "Passes":
@@ -78,7 +78,7 @@ class Passes:
         layers = at(run.layers, 0)
         chunk = halves(through_chunk, (layers, run.stage), run.no_x, micro_batch)
 
-        def kept(passes: Halves, *given: Tree) -> list[Array]:
+        def residuals(passes: Halves, *given: Tree) -> list[Array]:
             return zeros_of(run.pipeline, lambda: passes.forward(*given)[1])
 
         slots = run.schedule.slots([0]), run.schedule.slots()
@@ -88,36 +88,36 @@ class Passes:
             chunk,
             slots=slots,
             types=(
-                kept(first, (run.ends,), (), micro_batch),
-                kept(chunk, (layers, run.stage), run.no_x, micro_batch),
+                residuals(first, (run.ends,), (), micro_batch),
+                residuals(chunk, (layers, run.stage), run.no_x, micro_batch),
             ),
         )
 
-    def nothing_kept(self) -> Kept:
+    def no_residuals(self) -> Residuals:
         """The buffers at their start."""
         of_first, of_chunk = map(_number, self.slots)
         return repeated(self.types[0], of_first), repeated(self.types[1], of_chunk)
 
     def forward(
-        self, work: Work, x: Array, grad: Array, before: Kept, sums: Sums
-    ) -> tuple[Array, Array, Kept, Tree, Sums]:
+        self, work: Work, x: Array, grad: Array, before: Residuals, sums: Sums
+    ) -> tuple[Array, Array, Residuals, Tree, Sums]:
         """One chunk forward, with what lies before the first or after the last.
 
         Args:
           x: what arrived: the chunk's input, but for the first.
           grad: what arrived for the next backward pass.
-          before: what is kept in the places of this chunk.
+          before: the residuals in the places of this chunk.
           sums: without `layers` and `metrics`, which are None.
 
         Returns:
-          The chunk's output; `grad`, after the last chunk that of its output; what is to be kept in
+          The chunk's output; `grad`, after the last chunk that of its output; the residuals for
           these places; the metrics of `Stages.last` or zeros; and the sums.
         """
         run, micro_batch = self.run, self.run.micro_batch(work)
 
-        def enter(x, kept):
-            (x, _), kept = self.first.forward((run.ends,), (), micro_batch)
-            return x, typed_as(kept, self.types[0])
+        def enter(x, residuals):
+            (x, _), residuals = self.first.forward((run.ends,), (), micro_batch)
+            return x, typed_as(residuals, self.types[0])
 
         x, of_first = lax.cond(run.enters(work), enter, lambda *held: held, x, before[0])
         given = run.layers_of(work), run.number(work)
@@ -135,13 +135,13 @@ class Passes:
         return after, grad, (of_first, typed_as(of_chunk, self.types[1])), metrics, sums
 
     def backward(
-        self, work: Work, grad: Array, kept: Kept, ends: Tree, layers: Tree
+        self, work: Work, grad: Array, residuals: Residuals, ends: Tree, layers: Tree
     ) -> tuple[Array, Tree, Tree]:
         """One chunk backward, with what lies before the first.
 
         Args:
           grad: the gradient of the chunk's output.
-          kept: the buffers.
+          residuals: the buffers.
           ends: the sum of gradients of `Stages.first` and `Stages.last`.
           layers: the sum of gradients of this stage's layers, ``[chunk, ...]``.
 
@@ -153,13 +153,13 @@ class Passes:
         # Each chunk has its own part of the loss (the router's), hence a cotangent of one beside
         # the gradient that arrived.
         one = one_like(run.no_chunk_loss)
-        part, grad = self.chunk.backward(given, at(kept[1], slots[1]), (grad, one))
+        part, grad = self.chunk.backward(given, at(residuals[1], slots[1]), (grad, one))
 
         def enter(ends: Tree, of_first: list[Array], grad: Array) -> Tree:
             part, _ = self.first.backward((run.ends,), at(of_first, slots[0]), grad)
             return summed(ends, part)
 
-        ends = lax.cond(run.enters(work), enter, lambda ends, *_: ends, ends, kept[0], grad)
+        ends = lax.cond(run.enters(work), enter, lambda ends, *_: ends, ends, residuals[0], grad)
         return grad, ends, added(layers, work.chunk, part)
 
     def slots_of(self, work: Work) -> tuple[Array, Array]:

@@ -121,6 +121,6 @@ def gradients(
         metrics=repeated(run.no_out[1], schedule.num_micro_batches),
         statistics=run.no_statistics,
     )
-    begin = (jnp.zeros((), jnp.int32), run.no_x, run.no_x, passes.nothing_kept(), nothing)
+    begin = (jnp.zeros((), jnp.int32), run.no_x, run.no_x, passes.no_residuals(), nothing)
     (*_, sums), _ = lax.scan(tick, begin, length=schedule.ticks)
     return sums._replace(metrics=all_sum(sums.metrics, pipeline.stage))

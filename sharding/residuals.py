@@ -27,7 +27,7 @@ class Halves:
       program: the forward pass, traced: of the flat arguments, its results and then its residuals.
       results: the structure of the results.
       pull: the structure of the backward pass as a function.
-      kept: which residuals are kept, by their places among what the program gives.
+      stored: which residuals are stored, by their places among what the program gives.
       places: of each residual, its place in the program's outputs.
       num_again: flat arguments that the backward pass is given again.
     """
@@ -35,25 +35,25 @@ class Halves:
     program: Any
     results: Any
     pull: Any
-    kept: tuple[int, ...]
+    stored: tuple[int, ...]
     places: tuple[int, ...]
     num_again: int
 
     def forward(self, again: Tree, x: Tree, *others: Tree) -> tuple[Any, list[Array]]:
-        """``((out, aux), what is kept)``."""
+        """``((out, aux), residuals)``."""
         outs = self._outs(jax.tree.leaves((again, x, *others)), self._wanted())
         number = self.results.num_leaves
         return self.results.unflatten(outs[:number]), outs[number:]
 
-    def backward(self, again: Tree, kept: list[Array], gradient: Tree) -> tuple[Tree, Tree]:
+    def backward(self, again: Tree, residuals: list[Array], gradient: Tree) -> tuple[Tree, Tree]:
         """The gradients of the weights and of `x`, from that of `out`."""
-        rest = sorted(set(self.places) - set(self.kept))
-        values = dict(zip(self.kept, kept, strict=True))
+        rest = sorted(set(self.places) - set(self.stored))
+        values = dict(zip(self.stored, residuals, strict=True))
         values |= zip(rest, self._outs(jax.tree.leaves(again), rest), strict=True)
         return self.pull.unflatten([values[place] for place in self.places])(gradient)
 
     def _wanted(self) -> list[int]:
-        return [*range(self.results.num_leaves), *self.kept]
+        return [*range(self.results.num_leaves), *self.stored]
 
     def _outs(self, given: list[Array], places: list[int]) -> list[Array]:
         """Some outputs of the program, by nothing but what they depend on.
@@ -93,15 +93,15 @@ def halves(function: Callable[..., Any], again: Tree, x: Tree, *others: Tree) ->
     program, (results, _) = jax.make_jaxpr(run, return_shape=True)(again, x, *others)
     number, num_again = len(jax.tree.leaves(results)), len(jax.tree.leaves(again))
     first_of: dict[int, int] = {}
-    # What is a residual twice is kept once.
+    # What is a residual twice is stored once.
     places = [
         first_of.setdefault(id(variable), number + place)
         for place, variable in enumerate(program.jaxpr.outvars[number:])
     ]
     depends = _depending(program.jaxpr, num_again)
-    kept = [place for place in sorted(set(places)) if depends(place)]
+    stored = [place for place in sorted(set(places)) if depends(place)]
     return Halves(
-        program, jax.tree.structure(results), structure, tuple(kept), tuple(places), num_again
+        program, jax.tree.structure(results), structure, tuple(stored), tuple(places), num_again
     )
 
 

@@ -34,7 +34,11 @@ COMPUTED = {
 FORBIDDEN = {"experiments", "benchmarks", "tests", "notebooks"}
 """What no room imports, unless it is the room."""
 
-COMMANDS = ("jrl.train", "jrl.evaluate", "jrl.serve")
+COMMANDS = (
+    *sorted(f"jrl.{path.stem}" for path in (ROOT / "jrl").glob("*.py") if path.stem != "__init__"),
+    *sorted(f"jrl.{path.parent.name}.__main__" for path in (ROOT / "jrl").glob("*/__main__.py")),
+)
+"""What is run by `python -m`: the files beside the rooms of jrl, and rooms that are commands."""
 LEARNS = ("jrl.trainer", "jrl.serving", "jrl.rollout")
 # What lies above a room of jrl, and what it may therefore not import.
 ABOVE = {
@@ -162,6 +166,8 @@ def test_arrows_point_one_way(room):
         ("jrl/faults/live/watch.py", "from jrl.trainer import loop", "jrl.trainer.loop"),
         ("jrl/rollout/sampler.py", "from ..trainer import loop", "jrl.trainer.loop"),
         ("jrl/trainer/loop.py", "from jrl.train import main", "jrl.train.main"),
+        ("jrl/trainer/loop.py", "from jrl import export", "jrl.export"),
+        ("jrl/config/run.py", "import jrl.faults.__main__", "jrl.faults.__main__"),
         ("jrl/serving/service.py", "from jrl.trainer import loop", "jrl.trainer.loop"),
         ("jrl/trainer/loop.py", "import jrl.serving.server", "jrl.serving.server"),
         ("jrl/rollout/sampler.py", "from jrl.serving import asked", "jrl.serving.asked"),
@@ -249,6 +255,32 @@ def test_top_level_folders_are_the_rooms():
     folders = {line.split("/")[0] for line in listed if "/" in line and not line.startswith(".")}
     assert folders <= ROOMS
     assert {"jrl", "moe", "sharding", "tests", "benchmarks"} <= folders
+
+
+def test_the_trainer_asks_for_hooks_and_knows_no_recipe():
+    """Of the recipes it imports what all have, and none of their classes."""
+    recipes = {
+        path: [
+            name
+            for name in imports((ROOT / path).read_text(encoding="utf-8"), path)
+            if inside(name, "jrl.recipes")
+        ]
+        for path in files("jrl/trainer")
+    }
+    assert any(recipes.values()), "the imports were not read"
+    concrete = ("jrl.recipes.base.actor_critic", "jrl.recipes.base.group_relative")
+    wrong = {
+        str(path): found
+        for path, names in recipes.items()
+        if (
+            found := [
+                name
+                for name in names
+                if not inside(name, "jrl.recipes.base") or any(inside(name, c) for c in concrete)
+            ]
+        )
+    }
+    assert not wrong
 
 
 def test_what_watches_in_production_imports_no_laboratory():

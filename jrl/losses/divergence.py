@@ -16,7 +16,7 @@ KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"]
 
 def kl_estimate(
     logprobs: Float[ArrayLike, "*batch time"],
-    ref_logprobs: Float[ArrayLike, "*batch time"],
+    reference_logprobs: Float[ArrayLike, "*batch time"],
     mask: Shaped[ArrayLike, "*batch time"] | None = None,
     *,
     kind: KLEstimator = "k3",
@@ -25,7 +25,7 @@ def kl_estimate(
 ) -> Float[Array, "*batch time"]:
     """Estimate of KL(policy || reference) from each sampled token.
 
-    With ``d = logprobs - ref_logprobs`` on tokens sampled from the policy:
+    With ``d = logprobs - reference_logprobs`` on tokens sampled from the policy:
 
     | kind | value | as a loss, its expected gradient is |
     |---|---|---|
@@ -42,7 +42,7 @@ def kl_estimate(
 
     Args:
       logprobs: of the sampled tokens under the policy, in nats.
-      ref_logprobs: the same under the reference; no gradient.
+      reference_logprobs: the same under the reference; no gradient.
       mask: true on sampled tokens. If given, estimates are 0 where it is false, and what lies there
         reaches no gradient; None estimates everywhere.
       kind: the estimator.
@@ -75,9 +75,9 @@ def kl_estimate(
         raise ValueError(f"kind={kind!r} is not an estimator of KL: choose one of {choices}.")
     max_log_ratio = settings.optional_distance("max_log_ratio", max_log_ratio)
     max_value = settings.optional_distance("max_value", max_value)
-    check_shapes(logprobs=logprobs, ref_logprobs=ref_logprobs)
-    logprobs, ref_logprobs = as_floats(logprobs, ref_logprobs)
-    difference = logprobs - jax.lax.stop_gradient(ref_logprobs)
+    check_shapes(logprobs=logprobs, reference_logprobs=reference_logprobs)
+    logprobs, reference_logprobs = as_floats(logprobs, reference_logprobs)
+    difference = logprobs - jax.lax.stop_gradient(reference_logprobs)
     if mask is not None:
         check_shapes(logprobs=logprobs, mask=mask)
         difference = zero_masked(difference, as_mask(mask))

@@ -14,8 +14,8 @@ log-entropy of a token, standardised over its batch and scaled to a signal from 
 Whose statistics: the loss's are of the whole mini-batch under the current policy, whatever the
 micro-batch; the sampler's are those of the step before, over all its sampled tokens that count,
 under the policy that sampled them. The trainer computes that policy's entropies before the first
-update, in the pass that gives old log-probabilities, and keeps four numbers (`Recipe.kept`). The
-first step samples at the base temperature.
+update, in the pass that gives old log-probabilities, and keeps four numbers
+(`Recipe.entropy_statistics`). The first step samples at the base temperature.
 
 What is corrected: a token is drawn from a distribution b at its own temperature (after top-k and
 top-p), while the loss is of the policy pi at the base temperature. The sampler records both

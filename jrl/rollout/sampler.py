@@ -39,6 +39,7 @@ class Completion:
     @property
     def score(self) -> float:
         """Of the verdict; 0 without one."""
+        # No reward is made of it while the response goes on (`jrl.trainer.prepare.verified`).
         return 0.0 if self.verdict is None else self.verdict.score
 
     @property
@@ -64,6 +65,7 @@ class Completion:
             "answer": self.example.answer,
             "completion": self.text,
             "score": self.score,
+            # No reason of a verifier: a window must not be read as a wrong answer.
             "reason": "unfinished" if self.verdict is None else self.verdict.reason,
             "length": self.length,
             "truncated": self.truncated,
@@ -75,6 +77,8 @@ class Completion:
         if (turns := self.trajectory.request.turns) is not None:
             record["messages"] = [{"role": role, "content": x} for role, x in turns.messages]
             record["turn_rewards"] = [reward for _, reward in turns.rewards]
+        # From the tokens, as the text has no special ones: whoever looks for a fault of the
+        # template must see what the network read.
         if format.template is not None:
             ids = [*map(int, self.trajectory.request.tokens), *map(int, self.trajectory.response)]
             record["conversation"] = conversation(format.tokenizer, ids)
@@ -83,6 +87,7 @@ class Completion:
 
 def scores_of(completions: Sequence[Completion]) -> np.ndarray:
     """``[completions]`` of the verifier."""
+    # As rewards are on the mesh: reports and losses see the same numbers.
     return np.array([completion.score for completion in completions], np.float32)
 
 
@@ -99,6 +104,8 @@ def lengths_of(completions: Sequence[Completion]) -> np.ndarray:
 def sampled_lengths_of(completions: Sequence[Completion]) -> np.ndarray:
     """``[completions]`` those of them that the policy sampled."""
     turns = [completion.trajectory.request.turns for completion in completions]
+    # What an environment says stands in the response too, and no policy is answerable for how long
+    # that is.
     answers = [0 if each is None else each.num_answer_tokens for each in turns]
     return lengths_of(completions) - np.array(answers, np.int32)
 
@@ -126,6 +133,7 @@ class Unverified:
         self, trajectories: list[Trajectory], examples: list[Example], texts: list[str]
     ) -> None:
         """More of them; nothing is asked about those that are not finished."""
+        # A filter that `_take` repeats: verdicts come for these alone, in this order.
         ended = [place for place, t in enumerate(trajectories) if _to_verify(t)]
         verdicts = None
         # By the first process: an answer that timed out there did so for all.
@@ -133,16 +141,21 @@ class Unverified:
             asked = [examples[place] for place in ended]
             given = [texts[place] for place in ended]
             verdicts = _in_background(self._task.verify, asked, given)
+        # In the order of decoding, which all processes share; verdicts may come in any.
         self._pending.append((trajectories, examples, texts, verdicts))
 
     def ready(self) -> list[Completion]:
         """Those whose verdicts came since the last call; with several processes a collective."""
+        # From the front alone: one that came early waits for those before it, so that the order of
+        # completions does not depend on how fast a verifier is.
         done = 0
         while done < len(self._pending):
             verdicts = self._pending[done][3]
             if verdicts is None or not verdicts.done():
                 break
             done += 1
+        # Only the first process can look at its verdicts. All must take as many, or they would
+        # learn from different rows.
         return self._take(int(broadcast_from_main(done)))
 
     def verified(self) -> list[Completion]:
@@ -153,10 +166,15 @@ class Unverified:
     def _take(self, number: int) -> list[Completion]:
         """Waits for the verdicts of the first so many additions."""
         taken, self._pending = self._pending[:number], self._pending[number:]
+        # None in the other processes, which wait in the broadcast. What a verifier raised comes up
+        # here, in the thread of the caller.
         futures = [future for *_, future in taken if future is not None]
         given = [verdict for future in futures for verdict in future.result()]
+        # Of nothing there is no broadcast: `number` is the same in all processes, so none waits
+        # alone.
         verdicts = iter(_shared(given) if taken else [])
         return [
+            # By the predicate of `add`: by any other, verdicts would be given to other rows.
             Completion(*row, next(verdicts) if _to_verify(row[0]) else _given(row[0]))
             for trajectories, examples, texts, _ in taken
             for row in zip(trajectories, examples, texts, strict=True)
@@ -175,6 +193,7 @@ def _given(trajectory: Trajectory) -> Verdict | None:
     return None if turns is None else turns.verdict
 
 
+# By identity: two of them are never one engine, and what an engine holds cannot be compared.
 @dataclass(eq=False)
 class Sampler:
     """An engine with a task's prompts and verifier on either side.
@@ -214,6 +233,8 @@ class Sampler:
         drawn = Unverified(self.task, seconds)
         with timed("timing_s/gen", seconds):
             self.engine.submit(requests, sampling)
+            # Alone: which rows are computed together must not depend on when others are asked for,
+            # or the last bits would be of that too.
             while trajectories := self.engine.poll(alone=True):
                 self.judge(drawn, trajectories, examples)
                 done += len(trajectories)
@@ -238,6 +259,8 @@ class Sampler:
         Returns:
           The samples of a prompt together, prompts in the order given.
         """
+        # All at once: the slots stay full until the last prompts, and none of them waits for a
+        # group before it.
         requests = self.requests(examples, num_samples)
         drawn = self.decode(requests, examples, sampling, seconds=seconds, report=report)
         return in_order(drawn.verified(), examples)
@@ -246,6 +269,7 @@ class Sampler:
         self, drawn: Unverified, trajectories: list[Trajectory], examples: Mapping[int, Example]
     ) -> None:
         """Begins to have trajectories verified, those that are finished."""
+        # Once, here: verifier, samples.jsonl and the page must speak of the same text.
         texts = [self._text(t) for t in trajectories]
         drawn.add(trajectories, [examples[t.request.prompt] for t in trajectories], texts)
 
@@ -256,6 +280,7 @@ class Sampler:
             ids, turns = self.encoded(example), None
             if environments_of(self.task, example) is not None:
                 turns = Turns(example)
+            # Neighbours in the queue: a prompt runs once for those that are seated together.
             requests += [
                 Request(number, sample, ids, self.response_length, turns=turns)
                 for sample in range(num_samples)
@@ -268,6 +293,7 @@ class Sampler:
 
     def _text(self, trajectory: Trajectory) -> str:
         turns = trajectory.request.turns
+        # With what the environment said between: of tokens alone nobody could tell whose they are.
         if turns is not None:
             return turns.text
         return text_of(self.format.tokenizer, trajectory.response)
@@ -278,6 +304,8 @@ def in_order(
 ) -> list[Completion]:
     """The samples of a prompt together, in their order, and prompts in the order of `examples`, or
     without those of their numbers."""
+    # Rows end in any order, and a group must stand together: baselines and shared prompts are cut
+    # out by place.
     place = {number: index for index, number in enumerate(examples or ())}
 
     def rank(completion: Completion) -> tuple[int, int]:
@@ -294,6 +322,8 @@ def numbered(examples: Sequence[Example], first: int = 0) -> dict[int, Example]:
 
 def numbered_heldout(examples: Sequence[Example]) -> dict[int, Example]:
     """Held-out prompts by numbers that no training prompt has: below zero."""
+    # What is drawn follows from the number: with those of training prompts an evaluation would draw
+    # what training will.
     return {-1 - index: example for index, example in enumerate(examples)}
 
 
@@ -301,6 +331,8 @@ def _shared(given: list[Verdict]) -> list[Verdict]:
     """The first process's verdicts, in all of them."""
     if not is_multiprocess():
         return given
+    # As JSON has them. A second verification in another process could end otherwise, by a time
+    # limit for one.
     sent = broadcast_from_main(
         [[float(verdict.score), verdict.reason, verdict.parts] for verdict in given]
     )
@@ -321,6 +353,8 @@ def _in_background(
     def run() -> None:
         try:
             future.set_result(verify(examples, texts))
+        # Whatever it is belongs to who waits: a thread that dies in silence leaves them waiting for
+        # ever.
         except BaseException as error:
             future.set_exception(error)
 

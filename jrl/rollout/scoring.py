@@ -81,11 +81,14 @@ def score(
     def read(weights, x, tokens):
         return scores_of(weights, x, tokens, layout, config, sampling, mesh)
 
+    # Together: a pipeline cuts all three into micro-batches in one way.
     given = tokens, valid, choices
     scores, router = _read_states(weights, given, layout, read, config, mesh, record_choices)
+    # None without experts, and none where nobody asked: it is the largest column of all.
     if router is None or router.choices is None:
         return scores._replace(router=router)
     chosen = _in_rows(router.choices, tokens.shape, layout, config, mesh)
+    # Out of the sums: those are added up over ranks, which choices must not be.
     return scores._replace(router=replace(router, choices=None), choices=chosen)
 
 
@@ -105,6 +108,7 @@ def ranked(
             x, tokens.shape, layout.prompt_length, layout.group_size, mesh, config
         )
         own = vary(alignment.response_tokens(tokens, layout.prompt_length, mesh, config), mesh.axes)
+        # At temperature 1: what is ranked is the policy and no way of sampling from it.
         logprobs, _ = logprobs_and_entropy(weights, x, own, config, mesh)
         likeliest = is_likeliest(weights, x, own, config, mesh).astype(jnp.float32)
         return tuple(
@@ -193,6 +197,8 @@ def token_scores(
     Args:
       x: the last hidden state that each of them was predicted from, this rank's shard.
     """
+    # At the base temperature, even where each token has its own: what sampler and trainer must
+    # agree on is the policy, and not how a token was drawn from it.
     logprobs, entropy = logprobs_and_entropy(
         weights, x, tokens, config, mesh, sampling.policy_temperature
     )
@@ -249,11 +255,13 @@ def num_micro_batches(num_rows: int, time: int, layout: PromptLayout, mesh: Fold
     cp, ranks = mesh.size(mesh.cp), mesh.size(mesh.sequence)
 
     def fits(number: int) -> bool:
+        # Whole groups: cut apart, a group would run its prompt in each micro-batch.
         own = num_rows // number
         sections = (
             (own // layout.group_size, layout.prompt_length),
             (own, time - layout.prompt_length),
         )
+        # A rank's part of either section is as large as any other's: one program runs on all.
         divides = (ZigzagLayout((section,), cp).num_tokens % ranks == 0 for section in sections)
         return num_rows % (number * layout.group_size) == 0 and all(divides)
 
@@ -283,6 +291,7 @@ def _read_states(
         batch = pack(tokens, valid, layout, config, mesh, choices)
         return batch._replace(record_choices=record_choices)
 
+    # No stage waits for another: rows run at once, in the largest products there are.
     if mesh.layout.pp == 1:
         x, router = model.run(weights, packed(*given), config, mesh)
         return read(weights, x, given[0]), router
@@ -313,6 +322,7 @@ def _in_rows(
     """Choices of this device's tokens, as `_read_states` gives them, in the rows of all of them."""
     # [token, micro_batch, layer, k]: shards of tokens lie end to end.
     by_token = choices.reshape(choices.shape[0], -1, *choices.shape[-2:]).transpose(2, 1, 0, 3)
+    # Whole on every rank: a row has tokens of all shards.
     by_token = join_shards(by_token, mesh.sequence)
     number = by_token.shape[1]
     own = shape[0] // number, shape[1]

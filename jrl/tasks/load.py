@@ -65,7 +65,7 @@ def load_task(
     *,
     held_out: str | None = None,
     rewards: RewardSettings | None = None,
-    kept: Path | None = None,
+    code_path: Path | None = None,
 ) -> Task:
     """Makes the task that `spec` asks for.
 
@@ -82,7 +82,8 @@ def load_task(
         core, up to 8.
       held_out: which prompts are held out (`jrl.tasks.data.split.parse_heldout`).
       rewards: how completions are rewarded; None is by the task's own verifier or reward.
-      kept: folder with a run's copies of files of the user's own; None reads them where they lie.
+      code_path: folder with a run's copies of files of the user's own; None reads them where they
+        lie.
 
     Returns:
       A task; close it when it is no longer needed.
@@ -91,7 +92,7 @@ def load_task(
       ValueError: there is no such task, or it cannot be loaded.
     """
     settings = RewardSettings() if rewards is None else rewards
-    loader = _Loader(seed, fields, workers, parse_heldout(held_out), settings, kept)
+    loader = _Loader(seed, fields, workers, parse_heldout(held_out), settings, code_path)
     specs = [_weighted(part.strip()) for part in MIXED.split(spec)]
     if len(specs) == 1:
         return loader.load(spec)
@@ -106,7 +107,9 @@ def load_task(
     return mixture
 
 
-def own_files(spec: str, rewards: tuple[str, ...], kept: Path | None = None) -> dict[str, bytes]:
+def own_files(
+    spec: str, rewards: tuple[str, ...], code_path: Path | None = None
+) -> dict[str, bytes]:
     """The files of a user's own that a task and its rewards are read from, as a run keeps them.
 
     Args:
@@ -115,7 +118,7 @@ def own_files(spec: str, rewards: tuple[str, ...], kept: Path | None = None) -> 
     """
     parts = [_weighted(part.strip())[1] for part in MIXED.split(spec)]
     texts = [part for part in parts if _kind(part) is None]
-    return sources([*texts, *(text for text in rewards if text != OWN)], kept)
+    return sources([*texts, *(text for text in rewards if text != OWN)], code_path)
 
 
 def _weighted(text: str) -> tuple[float, str]:
@@ -145,7 +148,7 @@ class _Loader:
     workers: int | None
     heldout: HeldOut
     settings: RewardSettings
-    kept: Path | None
+    code_path: Path | None
 
     def load(self, spec: str) -> Task:
         kind, _, rest = spec.partition(":")
@@ -170,7 +173,7 @@ class _Loader:
         return self._rewarded(task, [], Weighing({}), verifier)
 
     def _own(self, spec: str) -> Task:
-        found = reference(spec, self.kept)
+        found = reference(spec, self.code_path)
         made: Any = found.make()
         if is_conversing(made):
             return self._conversing(spec, found, made)
@@ -223,7 +226,7 @@ class _Loader:
             for text in settings.rewards:
                 if text == OWN:
                     continue
-                found = reference(text, self.kept)
+                found = reference(text, self.code_path)
                 reward = OwnReward(
                     found, makes=False, seconds=settings.seconds, workers=self.workers
                 )

@@ -94,12 +94,12 @@ def looks_like_one(text: str) -> bool:
     return found is not None and ("." in found[1] or find_spec(found[1]) is not None)
 
 
-def reference(text: str, kept: Path | None = None) -> Reference:
+def reference(text: str, code_path: Path | None = None) -> Reference:
     """Reads what a user wrote.
 
     Args:
-      kept: folder of the copies of a run; None, or a file that has none there, is read where it
-        lies.
+      code_path: folder of the copies of a run; None, or a file that has none there, is read where
+        it lies.
 
     Raises:
       ValueError: where it is no reference, or the file cannot be read.
@@ -107,8 +107,8 @@ def reference(text: str, kept: Path | None = None) -> Reference:
     if found := _FILE.fullmatch(text):
         file, name = found[1], found[2]
         path = Path(file)
-        if kept is not None and (kept / kept_name(file)).exists():
-            path = kept / kept_name(file)
+        if code_path is not None and (code_path / copy_name(file)).exists():
+            path = code_path / copy_name(file)
         try:
             source = path.read_bytes()
         except OSError as error:
@@ -122,18 +122,18 @@ def reference(text: str, kept: Path | None = None) -> Reference:
     )
 
 
-def kept_name(file: str) -> str:
+def copy_name(file: str) -> str:
     """What the copy of a file is called, which tells paths apart."""
     stem = re.sub(r"\W+", "_", Path(file).stem)
     return f"{stem}-{sha256(file.encode()).hexdigest()[:8]}.py"
 
 
-def sources(texts: list[str], kept: Path | None = None) -> dict[str, bytes]:
+def sources(texts: list[str], code_path: Path | None = None) -> dict[str, bytes]:
     """The files that references name, as a run keeps them: content by name of the copy."""
     files = {}
     for text in texts:
         if found := _FILE.fullmatch(text):
-            source = reference(text, kept).source
+            source = reference(text, code_path).source
             assert source is not None
-            files[kept_name(found[1])] = source
+            files[copy_name(found[1])] = source
     return files

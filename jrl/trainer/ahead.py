@@ -11,7 +11,7 @@ from jaxtyping import Array
 from jrl.processes.agreement import to_devices, to_host
 from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.batching import batch_from_host, replicated
-from jrl.rollout.collection.ahead import Ahead, Drawn, Room, check_staleness
+from jrl.rollout.collection.ahead import Ahead, AheadSpec, Drawn, check_staleness
 from jrl.rollout.collection.collect import Collected
 from jrl.rollout.collection.lookahead import LookAhead
 from jrl.rollout.decoding.programs.slots import Pool
@@ -56,15 +56,15 @@ class AheadOfStep:
         self._before = sampler.engine.usage.copy()
         # As an engine that has just been made, which it is after a restart.
         sampler.engine.release()
-        sampler.engine.load(state.policy.weights, version, state.kept)
+        sampler.engine.load(state.policy.weights, version, state.entropy_statistics)
         if state.pool is not None:
             sampler.engine.give_pool(state.pool)
         # Read back from the state even where this process sampled it: a run that goes on after a
         # kill takes the same path.
-        room = networks.room
-        assert room is not None and state.ahead is not None
-        self._room: Room = room
-        drawn = room.unpacked(to_host(state.ahead), sampler)
+        spec = networks.ahead_spec
+        assert spec is not None and state.ahead is not None
+        self._spec: AheadSpec = spec
+        drawn = spec.unpacked(to_host(state.ahead), sampler)
         # The first step finds nothing waiting, and samples its own batch first.
         if drawn is None:
             drawn = self._draw(int(state.prompts_seen))
@@ -107,7 +107,7 @@ class AheadOfStep:
         if not apart(self._networks.mesh, engine.mesh):
             # By the weights before this step's updates, as beside them: the same rows either way.
             stored = self._stored(draw(), 0.0)
-            engine.release()  # room for the updates
+            engine.release()  # memory for the updates
             yield lambda: stored
             return
         # The executor is waited for at the end of the block, so a failing step leaves no thread
@@ -129,7 +129,7 @@ class AheadOfStep:
             self._recipe,
             batches=self._networks.max_staleness,
             first=first,
-            keep_pool=self._networks.kept_pool is not None,
+            keep_pool=self._networks.pool_spec is not None,
             seconds=self._seconds,
         )
         return ahead.draw([] if behind is None else behind.pending)
@@ -139,8 +139,8 @@ class AheadOfStep:
             "timing_s/wait_for_rollout": waited,
             **self._sampler.engine.usage.since(self._before).metrics(),
         }
-        ahead = to_devices(self._room.packed(drawn), replicated(self._networks.mesh))
+        ahead = to_devices(self._spec.packed(drawn), replicated(self._networks.mesh))
         # Taken out of the engine: in the state a checkpoint has the slots, and the next step gives
         # them back.
-        kept = self._networks.kept_pool is not None
-        return Stored(ahead, self._sampler.engine.take_pool() if kept else None, seconds)
+        keeps_pool = self._networks.pool_spec is not None
+        return Stored(ahead, self._sampler.engine.take_pool() if keeps_pool else None, seconds)

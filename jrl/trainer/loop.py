@@ -110,7 +110,7 @@ def train(
         except WarmStartStopped:
             return Outcome(0, stopped=True, saved=False)
         # After the folder went back to the checkpoint: totals go on from the last line that counts.
-        outputs = stack.enter_context(opened(setup, folder, int(state.step)))
+        outputs = stack.enter_context(opened(run, setup.recipe, folder, int(state.step)))
         # Who got a signal alone and left would leave the others waiting in their next collective.
         while int(state.step) < run.steps and not any_of(bool(stop)):
             # A signal ends the run after this step, never in the midst of an update.
@@ -153,7 +153,7 @@ def train(
         write_adapters(setup, folder.model_path, folder.adapters_path, state)
         outputs.warn(guard.alarms())  # since the last step: shown, but no line of metrics is left
     if is_main_process():
-        finish(setup, folder, stopped=step < run.steps)
+        finish(folder, f"{run.task}, {setup.recipe.name}", stopped=step < run.steps)
     return Outcome(step, stopped=step < run.steps)
 
 
@@ -233,7 +233,7 @@ def _first_state(
             if (line := shortfall(setup.run, metrics)) is not None:
                 print(line, flush=True)
             # Reinforcement on prompts whose answers were imitated would reward remembering.
-            prompts_seen = prompts_imitated(setup, int(metrics["warm_start/steps"]))
+            prompts_seen = prompts_imitated(setup.run, int(metrics["warm_start/steps"]))
     stop.doing = "finishing the first evaluation and saving its checkpoint"
     critic_key = setup.randomness.key("critic")
     if setup.model.lora is not None and adapters is None:

@@ -9,8 +9,10 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Array
 
+from jrl.config.run import RunConfig
 from jrl.faults.fleet import Alarm
 from jrl.processes.agreement import is_main_process, to_host
+from jrl.recipes.base.recipe import Recipe
 from jrl.report.display import TrainingDisplay, print_samples
 from jrl.report.metrics import check_known
 from jrl.report.page.write import write_page
@@ -99,14 +101,14 @@ def write_heldout_samples(
 
 
 @contextmanager
-def opened(setup: Setup, folder: RunFolder, step: int) -> Iterator[Outputs]:
+def opened(run: RunConfig, recipe: Recipe, folder: RunFolder, step: int) -> Iterator[Outputs]:
     """The outputs of a run that goes on after `step`, closed at the end."""
     history = read_metrics(folder.metrics_path) if is_main_process() else []
     rewards = [line["critic/score/mean"] for line in history if "critic/score/mean" in line]
     last = history[-1] if history else {}
     with ExitStack() as stack:
         extra: list[loggers.Logger] = []
-        for name in setup.run.log_to if is_main_process() else ():
+        for name in run.log_to if is_main_process() else ():
             # TensorBoard hides what a killed process logged after `step`.
             if name == "tensorboard":
                 resumed = folder.tensorboard_path.is_dir()
@@ -120,8 +122,8 @@ def opened(setup: Setup, folder: RunFolder, step: int) -> Iterator[Outputs]:
             metrics=stack.enter_context(appender(folder.metrics_path)),
             samples=stack.enter_context(appender(folder.samples_path)),
             loggers=extra,
-            display=stack.enter_context(TrainingDisplay(setup.run.steps, step, rewards)),
-            own_metrics=setup.recipe.metrics,
+            display=stack.enter_context(TrainingDisplay(run.steps, step, rewards)),
+            own_metrics=recipe.metrics,
             total_tokens=last.get("training/total_tokens", 0.0),
             total_skipped=last.get("training/nonfinite_skipped_total", 0.0),
             total_empty=last.get("training/empty_skipped_total", 0.0),
@@ -145,9 +147,9 @@ def save_nonfinite(folder: RunFolder, name: str, skipped: NonFinite) -> Path:
     return path
 
 
-def finish(setup: Setup, folder: RunFolder, stopped: bool) -> None:
-    """Plots, the page, and the completions before and after."""
-    plot_run(folder.metrics_path, folder.plots_path, title=f"{setup.run.task}, {setup.recipe.name}")
+def finish(folder: RunFolder, title: str, stopped: bool) -> None:
+    """Plots under a title, the page, and the completions before and after."""
+    plot_run(folder.metrics_path, folder.plots_path, title=title)
     write_page([folder], folder.report_path)
     if stopped:
         return

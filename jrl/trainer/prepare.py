@@ -44,9 +44,9 @@ corrected = jax.jit(Correction.correct, static_argnums=0)
 
 
 @jax.jit
-def difference(logprobs: Array, sampler_logprobs: Array, mask: Array) -> dict[str, Array]:
+def difference(logprobs: Array, old_logprobs: Array, mask: Array) -> dict[str, Array]:
     """How far the trainer is from the sampler, the whole policy on both sides."""
-    differences = sampling_differences(logprobs, sampler_logprobs, mask)
+    differences = sampling_differences(logprobs, old_logprobs, mask)
     return {name: metric.value() for name, metric in differences.items()}
 
 
@@ -249,7 +249,7 @@ def _with_targets(
             as_sampled,
             mask,
             old_logprobs=given(batch.old_logprobs),
-            drawn_logprobs=given(batch.behaviour_logprobs),
+            behaviour_logprobs=given(batch.behaviour_logprobs),
         )
     if critic_mask is not None:
         # What is rejected counts for neither network.

@@ -1,7 +1,7 @@
 """Scoring passes: what policy, reference and critic say of completions, on global arrays.
 
 Each gives what it found beside what it had no room for; called, the first with room for everything
-(`jrl.trainer.learner.room.Exact`).
+(`jrl.trainer.learner.overflow.Exact`).
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from jaxtyping import Array
 from jrl.recipes.base.batch import Batch
 from jrl.rollout.scoring import mark_replicated, ranked, score, value
 from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective
-from jrl.trainer.learner.room import exact, overflow_of
+from jrl.trainer.learner.overflow import exact, overflow_of
 from moe import placement
 from moe.router.statistics import RouterStatistics
 from moe.weights import Transformer

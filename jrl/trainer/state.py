@@ -20,11 +20,11 @@ from jrl.rollout.collection.windows import Unfinished, none_unfinished
 from jrl.rollout.decoding.programs.slots import Pool, abstract_pool, empty_pool
 from jrl.runs.checkpoints import Checkpoints
 from jrl.trainer.adapters import base
-from jrl.trainer.kept import first_kept
 from jrl.trainer.learner import masters
 from jrl.trainer.learner.learner import Learner, copied, state_shardings
 from jrl.trainer.learner.records import described, making
 from jrl.trainer.setup.networks import Network, Networks
+from jrl.trainer.temperature import first_statistics
 from moe import placement
 from moe import weights as moe_weights
 from moe.adapters import trees
@@ -49,8 +49,9 @@ class TrainState(Generic[Leaf]):
       reference: the policy that training started from, None unless a KL term needs it, and of a
         policy with adapters, which has it in itself (`reference_of`).
       unfinished: responses that the next step goes on with, None unless the recipe writes windows.
-      kept: of the step before, for the sampler of the next (`jrl.recipes.Recipe.kept`): scalars,
-        None where the temperature of sampling is constant.
+      entropy_statistics: of the step before, for the sampler of the next
+        (`jrl.recipes.Recipe.entropy_statistics`): scalars, None where the temperature of
+        sampling is constant.
       ahead: what was sampled for the steps to come, None where steps learn from their own policy.
       pool: the slots of the engine, where rows in flight keep their keys and values; else None.
         A step gives it up.
@@ -62,7 +63,7 @@ class TrainState(Generic[Leaf]):
     critic: Learner[Leaf] | None
     reference: Transformer[Leaf] | None
     unfinished: Unfinished[Leaf] | None = None
-    kept: EntropyStatistics[Leaf] | None = None
+    entropy_statistics: EntropyStatistics[Leaf] | None = None
     ahead: Ahead[Leaf] | None = None
     pool: Pool[Leaf] | None = None
 
@@ -139,12 +140,12 @@ def init_state(
         critic=critic,
         reference=reference,
         unfinished=_unfinished(networks),
-        kept=first_kept(networks.policy.objective.sampling, networks.mesh),
+        entropy_statistics=first_statistics(networks.policy.objective.sampling, networks.mesh),
         # Empty rather than None where steps will fill it: the state keeps its structure.
         ahead=None
-        if networks.room is None
-        else to_devices(networks.room.empty(), replicated(networks.mesh)),
-        pool=None if networks.kept_pool is None else empty_pool(*networks.kept_pool),
+        if networks.ahead_spec is None
+        else to_devices(networks.ahead_spec.empty(), replicated(networks.mesh)),
+        pool=None if networks.pool_spec is None else empty_pool(*networks.pool_spec),
     )
 
 
@@ -180,7 +181,7 @@ def abstract(networks: Networks) -> TrainState[Any]:
         **_laid_out(others, weights, mesh),
         policy=_learner_laid_out(state.policy, policy),
         critic=None if critic is None else _learner_laid_out(state.critic, critic),
-        pool=None if networks.kept_pool is None else abstract_pool(*networks.kept_pool),
+        pool=None if networks.pool_spec is None else abstract_pool(*networks.pool_spec),
     )
 
 

@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
@@ -16,9 +17,8 @@ from jrl.rollout.collection.collect import Collected, collect
 from jrl.rollout.sampler import Sampler, correct_of, scores_of
 from jrl.rollout.timing import timed
 from jrl.trainer.ahead import AheadOfStep
-from jrl.trainer.kept import kept_of, temperatures
 from jrl.trainer.learner.learner import Learner
-from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective, sampling_differences
+from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective
 from jrl.trainer.packed.plan import (
     ROWS_OF_A_BIN,
     counts_of,
@@ -26,12 +26,13 @@ from jrl.trainer.packed.plan import (
     plan,
     without_idle,
 )
-from jrl.trainer.prepare import prepare
+from jrl.trainer.prepare import difference, prepare
 from jrl.trainer.scoring import logprobs_of, statistics_of
 from jrl.trainer.setup.networks import Network, Networks
 from jrl.trainer.setup.randomness import Randomness
 from jrl.trainer.state import TrainState
 from jrl.trainer.summary import count_updates, describe, summarise
+from jrl.trainer.temperature import statistics_of_step, temperatures
 from jrl.trainer.token_records import TokenRecord, Watched, token_records
 
 TO_SHOW = "timing_s/samples"
@@ -102,7 +103,7 @@ def train_step(
         done = replace(done, metrics=done.metrics | stored.seconds)
         return replace(state, ahead=stored.ahead, pool=stored.pool), done
     # Collect: the policy is frozen while it samples, so all completions of a step are on-policy.
-    sampler.engine.load(state.policy.weights, int(state.step), state.kept)
+    sampler.engine.load(state.policy.weights, int(state.step), state.entropy_statistics)
     # A task gives the same example for a number: how many were drawn is all the state it has.
     collected = collect(
         sampler,
@@ -111,7 +112,7 @@ def train_step(
         int(state.prompts_seen),
         None if state.unfinished is None else to_host(state.unfinished),
     )
-    # Where the rollout has a layout of its own, its copy of the weights makes room for the updates.
+    # Where the rollout has a layout of its own, its copy of the weights makes way for the updates.
     sampler.engine.release()
     return _learned(*fixed, state, collected)
 
@@ -147,8 +148,8 @@ def _learned(
     )
     sampled, sampling = collected.batch.mask, networks.policy.objective.sampling
     # Over all that was sampled: `prepare` may have taken tokens out of the mask of `batch`.
-    if state.kept is not None:
-        found = to_host(temperatures(sampling, batch, sampled, state.kept))
+    if state.entropy_statistics is not None:
+        found = to_host(temperatures(sampling, batch, sampled, state.entropy_statistics))
         prepared |= {name: float(value) for name, value in found.items()}
     tokens = dict[int, TokenRecord]()
     if watched is not None:
@@ -158,11 +159,11 @@ def _learned(
         with timed(TO_SHOW, prepared):
             tokens = token_records(networks, policy, *before, batch, watched)
     # By the policy that sampled: before the updates, for the sampler of the next step.
-    kept = kept_of(recipe, batch, sampled, state.kept, networks.mesh)
+    statistics = statistics_of_step(recipe, batch, sampled, state.entropy_statistics, networks.mesh)
     state, history, nonfinite, seconds = train_on_batch(networks, recipe, state, batch, randomness)
     state = replace(
         state,
-        kept=kept,
+        entropy_statistics=statistics,
         step=state.step + 1,
         prompts_seen=to_devices(
             np.asarray(collected.prompts_seen, np.int32), replicated(networks.mesh)
@@ -329,8 +330,12 @@ def sampling_difference(
     if objective.sampling.adaptive is not None:
         return {}
     _, again = logprobs_of(objective, state.policy.weights, *rows, objective.replayed(batch))
-    again, sampled, mask = to_host((again, given(batch.behaviour_logprobs), batch.mask))
-    if not mask.any():
-        return {}
-    differences = sampling_differences(*map(jnp.asarray, (again, sampled, mask)))
-    return {name: float(difference.value()) for name, difference in differences.items()}
+    # Reduced where they lie: what crosses to the host is a number for each name.
+    found = to_host(_compared(again, given(batch.behaviour_logprobs), batch.mask))
+    return {name: float(value) for name, value in found["differences"].items() if found["some"]}
+
+
+@jax.jit
+def _compared(logprobs: Array, sampled: Array, mask: Array) -> dict[str, Any]:
+    """How far two are from each other, and whether any token counts."""
+    return {"differences": difference(logprobs, sampled, mask), "some": jnp.any(mask)}

@@ -81,7 +81,7 @@ def warm_start(
                 f"(now {run.warm_start_learning_rate})."
             )
         # Those of the next step: nothing was learned from them yet, and measuring uses up none.
-        fresh = numbered(_training_examples(setup, step), prompts_imitated(setup, step))
+        fresh = numbered(_training_examples(setup, step), prompts_imitated(setup.run, step))
         sampler.engine.load(learner.weights, 0)
         reached = accuracy(sampler.sample(fresh, sampling_of(setup.recipe), 1))
         report(step, loss, reached)
@@ -95,7 +95,7 @@ def warm_start(
     }
 
 
-def prompts_imitated(setup: Setup, steps: int) -> int:
+def prompts_imitated(run: RunConfig, steps: int) -> int:
     """Training prompts that so many steps imitate the answers of; reinforcement goes on after them.
 
     It meets none of them again until the task runs out of others: a task that is a list of examples
@@ -103,7 +103,7 @@ def prompts_imitated(setup: Setup, steps: int) -> int:
     in a small space, an equal one may come up by chance.) The prompts whose completions were only
     sampled, to measure the accuracy in the last step, come first.
     """
-    return steps * setup.run.warm_start_batch
+    return steps * run.warm_start_batch
 
 
 def shortfall(run: RunConfig, metrics: Mapping[str, float]) -> str | None:
@@ -137,5 +137,5 @@ def supervised_batch(setup: Setup, examples: list[Example], rows: int) -> Batch[
 
 def _training_examples(setup: Setup, step: int) -> list[Example]:
     """The prompts of a supervised step."""
-    begin, end = prompts_imitated(setup, step), prompts_imitated(setup, step + 1)
+    begin, end = prompts_imitated(setup.run, step), prompts_imitated(setup.run, step + 1)
     return [setup.task.train(index) for index in range(begin, end)]

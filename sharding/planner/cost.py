@@ -8,7 +8,7 @@ from sharding.folding import Layout
 from sharding.planner import links, overlap, volumes
 from sharding.planner.hardware import Hardware
 from sharding.planner.links import Timed
-from sharding.planner.memory import arrived_tokens, kept
+from sharding.planner.memory import activation_bytes, arrived_tokens
 from sharding.planner.method import Batch, Method, for_tokens, for_weights, varied
 from sharding.planner.models.sizes import ModelSizes
 from sharding.planner.models.weights import (
@@ -268,7 +268,7 @@ def passing(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> f
         method = varied(method, context="gather")
     # Tokens that come are made rows of, and do not stay either; their choices do.
     came = arrived_tokens(model, layout, tokens, method) * model.d_model * method.itemsize
-    return kept(model, layout, tokens, method, "none") + came
+    return activation_bytes(model, layout, tokens, method, "none") + came
 
 
 def _optimizer(model: ModelSizes, layout: Layout, method: Method, hardware: Hardware) -> float:

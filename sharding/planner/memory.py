@@ -58,10 +58,10 @@ def memory(
     columns = columns if vocab_chunk is None else min(columns, vocab_chunk)
     logits = 2 * FLOAT32 * tokens * layout.tp * columns
     # A layer's values, and as many gradients.
-    values = kept(model, layout, tokens, method, "none")
+    values = activation_bytes(model, layout, tokens, method, "none")
     stays_of_layer = values
     if method.remat != "none":
-        stays_of_layer = kept(model, layout, tokens, method, method.remat)
+        stays_of_layer = activation_bytes(model, layout, tokens, method, method.remat)
     at_work, scores = 2 * values, scores_at_work(model, layout, batch, method)
     # Where a chunk is a layer by itself, and so no loop over layers, XLA's CPU programs need less:
     # as if scores took the place of gradients. Fitted to them, not derived.
@@ -197,16 +197,18 @@ def first_chunks_on_way(layout: Layout, num_micro_batches: int) -> int:
     return min(num_micro_batches, layout.pp if layout.vpp == 1 else 2 * layout.pp)
 
 
-def kept(model: ModelSizes, layout: Layout, tokens: int, method: Method, remat: str) -> float:
+def activation_bytes(
+    model: ModelSizes, layout: Layout, tokens: int, method: Method, remat: str
+) -> float:
     """Bytes that one layer keeps for its backward pass.
 
     "full" keeps the input and what collectives over tokens gave. "selective" and "projections" keep
-    `kept_selectively`; the first, where nothing is sent again (`Method.resends`), the results of
-    products beside those of collectives. "none" keeps what norms, activations and permutations give
-    as well. Attention's scores are `sharding.planner.scores`.
+    `selective_activation_bytes`; the first, where nothing is sent again (`Method.resends`), the
+    results of products beside those of collectives. "none" keeps what norms, activations and
+    permutations give as well. Attention's scores are `sharding.planner.scores`.
     """
     if method.repeats(remat):
-        return kept_selectively(model, layout, tokens, method, remat)
+        return selective_activation_bytes(model, layout, tokens, method, remat)
     h, width = model.d_model, method.itemsize
     # Parts of what the tp and etp ranks hold together.
     hidden, dense_width = model.d_expert / layout.etp, model.d_ff
@@ -252,7 +254,7 @@ def came_to_experts(model: ModelSizes, layout: Layout, tokens: int, method: Meth
     return float(arrived_tokens(model, layout, tokens, method) * of_token)
 
 
-def kept_selectively(
+def selective_activation_bytes(
     model: ModelSizes, layout: Layout, tokens: int, method: Method, remat: str
 ) -> float:
     """Bytes that one layer keeps under "selective" or "projections", as `moe.remat` has them.

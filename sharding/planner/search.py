@@ -16,7 +16,7 @@ from sharding.planner.models.sizes import ModelSizes
 from sharding.planner.models.weights import parameters_in_parts, parameters_on_device
 from sharding.planner.sending import Case, Way, contexts_worth_a_look, wires_worth_a_look
 
-ROOM = 0.92
+MEMORY_FRACTION = 0.92
 """Of a device's memory, what is planned with: the rest is the compiler's and the libraries'."""
 
 
@@ -156,14 +156,14 @@ def best_plan(
     choices: Choices,
 ) -> Plan | float:
     """The fastest way to run a legal layout that fits, or the bytes that it needs at least."""
-    room = ROOM * hardware.memory
+    budget = MEMORY_FRACTION * hardware.memory
     least = least_states(model, layout, method, choices)
-    if least > room:
+    if least > budget:
         return least
     needs, best = math.inf, None
 
     def tried(in_chunks: Layout, batch: Batch, way: Method) -> bool:
-        """Whether more room would make it no better: it has what takes least time, or takes too
+        """Whether more memory would make it no better: it has what takes least time, or takes too
         long all the same."""
         nonlocal needs, best
         for remat in choices.remat:
@@ -174,7 +174,7 @@ def best_plan(
                 return is_first
             fits = memory(model, *chosen)
             needs = min(needs, fits.total)
-            if fits.total <= room:
+            if fits.total <= budget:
                 spent = cost(model, *chosen, *where)
                 if best is None or spent.total < best.cost.total:
                     best = Plan(*chosen, spent, fits)
@@ -296,7 +296,7 @@ def why_not(
         elif other in by_layout:
             reasons[other] = _slower(by_layout[other], best)
         elif other in found.too_large:
-            needs, has = found.too_large[other] / 1e9, ROOM * hardware.memory / 1e9
+            needs, has = found.too_large[other] / 1e9, MEMORY_FRACTION * hardware.memory / 1e9
             reasons[other] = f"needs {needs:.0f} GB of {has:.0f}"
     return reasons
 

@@ -14,7 +14,7 @@ from sharding.folding import Layout
 from sharding.planner import links
 from sharding.planner.cost import System, passing, times_through_memory
 from sharding.planner.hardware import Hardware
-from sharding.planner.memory import kept
+from sharding.planner.memory import activation_bytes
 from sharding.planner.method import Batch, Method, varied
 from sharding.planner.models.sizes import ModelSizes
 from sharding.planner.scores import scores_at_work, scores_kept
@@ -31,12 +31,12 @@ class Numbers(NamedTuple):
     Attributes:
       sent: seconds of communication.
       passes: seconds that all that is made takes through memory once.
-      room: bytes that are kept, under each rematerialisation, and scores.
+      memory: bytes of activations, under each rematerialisation, and scores.
     """
 
     sent: float
     passes: float
-    room: tuple[float, ...]
+    memory: tuple[float, ...]
 
 
 class Case(NamedTuple):
@@ -122,7 +122,7 @@ def _numbers(
 ) -> Numbers:
     given = case.model, case.layout, tokens, case.method
     seconds = sum(time for passes in sent for timed in passes for _, time in timed)
-    of_layer = [kept(*given, remat) for remat in dict.fromkeys(("none", *case.remats))]
+    of_layer = [activation_bytes(*given, remat) for remat in dict.fromkeys(("none", *case.remats))]
     passes = passing(*given) / case.hardware.memory_bandwidth
     return Numbers(seconds, passes, (*of_layer, *scores))
 
@@ -137,7 +137,7 @@ def _worth_a_look(
     for own, way in ways:
         time = tuple(n * own.passes + part * own.sent for n in crossings for part in shown)
         in_time.append((time, way))
-        in_all.append(((*time, *own.room), way))
+        in_all.append(((*time, *own.memory), way))
     quick = _unbeaten(in_time)
     return [(way, way in quick) for way in _unbeaten(in_all)]
 

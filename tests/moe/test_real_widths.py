@@ -19,7 +19,7 @@ from moe.placement import specs
 from moe.weights import shapes
 from sharding.collectives import all_sum
 from sharding.folding import Layout, fold_abstract
-from sharding.planner.memory import kept_selectively
+from sharding.planner.memory import selective_activation_bytes
 from sharding.planner.method import Method
 
 MIB = 2**20
@@ -129,7 +129,9 @@ def test_a_published_layer_keeps_the_elements_of_the_paper(name):
     numbers = tokens * (heads + experts + k) + experts
     assert found == round(elements * tokens * width) * 2 + numbers * 4
     method = Method(context="ulysses", remat="selective", even=True)
-    stated = kept_selectively(sizes_of(config), Layout.parse(layout), tokens, method, "selective")
+    stated = selective_activation_bytes(
+        sizes_of(config), Layout.parse(layout), tokens, method, "selective"
+    )
     assert stated == found - experts * 4
 
 

@@ -92,7 +92,7 @@ def test_what_is_a_residual_twice_is_kept_once():
         return (y * again[0], jnp.exp(y) * y), None
 
     passes = halves(function, (X,), X)
-    assert len(passes.kept) < len(passes.places)
+    assert len(passes.stored) < len(passes.places)
     (out, _), kept = passes.forward((X,), X)
     _, pull = jax.vjp(lambda w, x: function((w,), x)[0], X, X)
     for one, other in zip(passes.backward((X,), kept, out), pull(out), strict=True):

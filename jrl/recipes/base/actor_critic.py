@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
+from jrl.config.numbers import check_range
 from jrl.losses import ExplainedVariance, Mean, positive_example_loss, value_loss
 from jrl.losses.settings import Sides
 from jrl.recipes.base.batch import Batch, Totals, given
@@ -27,6 +28,12 @@ class ActorCritic(Recipe):
 
     uses_critic: ClassVar[bool] = True
 
+    def __post_init__(self):
+        super().__post_init__()
+        check_range(self, ("critic_learning_rate", "value_clip", "pretrain_critic"), 0)
+        # Not every recipe has each of these lambdas.
+        check_range(self, ("gamma", "lam", "lam_critic", "lam_floor"), 0, 1)
+
     @property
     def value_pretraining_steps(self) -> int:
         return self.pretrain_critic
@@ -42,23 +49,8 @@ class ActorCritic(Recipe):
         return self.value_clip
 
     @property
-    def length_adaptive_alpha(self) -> float | None:
-        """The alpha of a lambda that adapts to the length of a response; None where it does not."""
-        return None
-
-    def policy_lambda(self, lengths: Int[Array, "batch"]) -> float | Float[Array, "batch 1"]:
-        """The lambda behind the policy's advantages, one for all or one for each response.
-
-        Args:
-          lengths: sampled tokens of each response.
-
-        Raises:
-          ValueError: where the recipe does not say.
-        """
-        raise ValueError(
-            f"recipe {self.name} does not say with which lambda it makes advantages: write a "
-            "method policy_lambda, as jrl.recipes.ActorCritic describes it."
-        )
+    def discount(self) -> float:
+        return self.gamma
 
     def critic_loss(
         self,

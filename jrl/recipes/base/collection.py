@@ -1,4 +1,4 @@
-"""What a step collects before it learns."""
+"""What a step collects before it learns, or is given."""
 
 from dataclasses import dataclass
 
@@ -44,3 +44,18 @@ class Windows:
 
 
 Collection = OneRound | DynamicSampling | Windows
+
+
+@dataclass(frozen=True)
+class Supervision:
+    """What is learned where nothing is collected, as the conversations are given.
+
+    Attributes:
+      max_length: tokens of a conversation at most; None is what the policy's positions allow.
+      truncates: whether longer ones are cut off at their end, and not left out.
+      last_turn: whether the last turn of the assistant is learned, and not all of them.
+    """
+
+    max_length: int | None = None
+    truncates: bool = False
+    last_turn: bool = False

@@ -35,7 +35,7 @@ RANGES: dict[Weighting, tuple[float, float]] = {
 }
 """Least and greatest weight where none is given: verl's for truncation, verl's and OpenRLHF's for
 the others."""
-KEPT: dict[Rejection, tuple[float, float]] = {
+ACCEPTED: dict[Rejection, tuple[float, float]] = {
     "geometric": (0.999, 1.001),
     "k2": (0.0, 0.01),
     "k3": (0.0, 0.01),
@@ -86,8 +86,8 @@ class Correction:
       rejection: `geometric_rejection_mask`, or `divergence_rejection_mask` by this estimator; None
         is off.
       over: what a divergence is taken over.
-      reject_below: the least geometric mean that is kept; None is that of `KEPT`.
-      reject_above: the greatest geometric mean or divergence that is kept; likewise.
+      reject_below: the least geometric mean that is accepted; None is that of `ACCEPTED`.
+      reject_above: the greatest geometric mean or divergence that is accepted; likewise.
     """
 
     weighting: Weighting | None = None
@@ -121,10 +121,10 @@ class Correction:
         return low if self.low is None else self.low, high if self.high is None else self.high
 
     @property
-    def kept(self) -> tuple[float, float]:
+    def rejection_bounds(self) -> tuple[float, float]:
         """The least and the greatest of what is not rejected."""
         assert self.rejection is not None
-        low, high = KEPT[self.rejection]
+        low, high = ACCEPTED[self.rejection]
         return (
             low if self.reject_below is None else self.reject_below,
             high if self.reject_above is None else self.reject_above,
@@ -133,55 +133,55 @@ class Correction:
     def correct(
         self,
         logprobs: Float[Array, "batch time"] | None,
-        sampler_logprobs: Float[Array, "batch time"],
+        rollout_logprobs: Float[Array, "batch time"],
         mask: Bool[Array, "batch time"],
         *,
         old_logprobs: Float[Array, "batch time"] | None = None,
-        drawn_logprobs: Float[Array, "batch time"] | None = None,
+        behaviour_logprobs: Float[Array, "batch time"] | None = None,
     ) -> Corrected:
         """The corrections of a whole step, before its first update.
 
         Args:
           logprobs: of the policy as the trainer computes them, in nats; None where it does not,
             and then nothing `compares`.
-          sampler_logprobs: of the same policy as the sampler gave them.
+          rollout_logprobs: of the same policy as the sampler gave them.
           mask: sampled tokens that count.
           old_logprobs: that the ratio of the loss is taken against: one of the first two. Asked for
             where weights divide by what was drawn from, as is the next.
-          drawn_logprobs: in the distribution drawn from.
+          behaviour_logprobs: in the distribution drawn from.
         """
-        metrics, kept = dict[str, Array](), mask
+        metrics, accepted = dict[str, Array](), mask
         if logprobs is not None:
             # Told whether or not anything is corrected: it is how far the sampler has drifted.
-            arrays = (logprobs, sampler_logprobs, mask)
+            arrays = (logprobs, rollout_logprobs, mask)
             statistics = mismatch_statistics(*arrays)
             # What a weighting does about the weights is said of the weights.
             del statistics["weight"], statistics["eff_sample_size"]
             metrics = {f"rollout_corr/{name}": value.value() for name, value in statistics.items()}
             if self.rejection is not None:
-                kept = self._not_rejected(*arrays)
-                metrics |= _rejected(mask, kept)
+                accepted = self._not_rejected(*arrays)
+                metrics |= _rejected(mask, accepted)
         if self.weighting is None:
-            return Corrected(kept, None, metrics)
-        numerator, denominator = logprobs, sampler_logprobs
+            return Corrected(accepted, None, metrics)
+        numerator, denominator = logprobs, rollout_logprobs
         # With the loss's ratio, current / old, this makes current / drawn: the anchor cancels.
         if self.denominator == "drawn":
-            numerator, denominator = old_logprobs, drawn_logprobs
+            numerator, denominator = old_logprobs, behaviour_logprobs
         assert numerator is not None and denominator is not None, "weights are a ratio of two"
-        weights, of_weights = self._weights(numerator, denominator, mask, kept)
-        return Corrected(kept, weights, metrics | of_weights)
+        weights, of_weights = self._weights(numerator, denominator, mask, accepted)
+        return Corrected(accepted, weights, metrics | of_weights)
 
     def _not_rejected(self, logprobs: Array, behaviour_logprobs: Array, mask: Array) -> Array:
-        arrays, (low, high) = (logprobs, behaviour_logprobs, mask), self.kept
+        arrays, (low, high) = (logprobs, behaviour_logprobs, mask), self.rejection_bounds
         if self.rejection == "geometric":
             return geometric_rejection_mask(*arrays, low=low, high=high)
         assert self.rejection is not None
         return divergence_rejection_mask(*arrays, kind=self.rejection, over=self.over, bound=high)
 
     def _weights(
-        self, logprobs: Array, behaviour_logprobs: Array, mask: Array, kept: Array
+        self, logprobs: Array, behaviour_logprobs: Array, mask: Array, accepted: Array
     ) -> tuple[Array, dict[str, Array]]:
-        """The weights of the tokens that are `kept`, and what there is to say about them."""
+        """The weights of the tokens that are `accepted`, and what there is to say about them."""
         arrays, (low, high) = (logprobs, behaviour_logprobs, mask), self.bounds
         # What is bounded there is a sequence's geometric mean, though its weights are of tokens.
         level = "geometric" if self.weighting == "sequence-masked" else self.level
@@ -193,18 +193,18 @@ class Correction:
         else:
             weights = truncated_weights(bounded, mask, low=low, high=high)
         # Before the mean, which is to be 1 over what is learned from.
-        weights = jnp.where(kept, weights, 0.0)
+        weights = jnp.where(accepted, weights, 0.0)
         if self.mean is not None:
-            weights = normalized_weights(weights, kept, over=self.mean)
-        some = jnp.any(kept)
+            weights = normalized_weights(weights, accepted, over=self.mean)
+        some = jnp.any(accepted)
         # The shares are of weights before they were bounded: how often the bound was met.
         of_weights = {
-            "mean": Mean.of(weights, kept).value(),
-            "min": jnp.where(some, jnp.min(weights, initial=jnp.inf, where=kept), 0.0),
-            "max": jnp.where(some, jnp.max(weights, initial=-jnp.inf, where=kept), 0.0),
-            "eff_sample_size": EffectiveSampleSize.of(weights, kept).value(),
-            "ratio_fraction_high": Mean.of(bounded > high, kept).value(),
-            "ratio_fraction_low": Mean.of(bounded < low, kept).value(),
+            "mean": Mean.of(weights, accepted).value(),
+            "min": jnp.where(some, jnp.min(weights, initial=jnp.inf, where=accepted), 0.0),
+            "max": jnp.where(some, jnp.max(weights, initial=-jnp.inf, where=accepted), 0.0),
+            "eff_sample_size": EffectiveSampleSize.of(weights, accepted).value(),
+            "ratio_fraction_high": Mean.of(bounded > high, accepted).value(),
+            "ratio_fraction_low": Mean.of(bounded < low, accepted).value(),
         }
         return weights, {f"rollout_corr/rollout_is_{n}": value for n, value in of_weights.items()}
 
@@ -251,7 +251,7 @@ def checked(correction: Correction, old_logprobs: OldLogprobs) -> Correction:
     if c.weighting is not None:
         _check_range("mismatch", *c.bounds)
     if c.rejection is not None:
-        _check_range("rejection", *c.kept)
+        _check_range("rejection", *c.rejection_bounds)
     return correction
 
 
@@ -278,9 +278,9 @@ def _check_range(owner: str, low: float, high: float) -> None:
         )
 
 
-def _rejected(mask: Array, kept: Array) -> dict[str, Array]:
+def _rejected(mask: Array, accepted: Array) -> dict[str, Array]:
     """Shares of tokens, and of sequences that lost one."""
-    gone = mask & ~kept
+    gone = mask & ~accepted
     sequences = jnp.any(mask, axis=1)
     return {
         "rollout_corr/rollout_rs_masked_fraction": Mean.of(gone, mask).value(),

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 from jrl.config.numbers import check_least
 from jrl.losses import Mean
 from jrl.recipes.base.batch import Batch, Targets
+from jrl.recipes.base.collection import Supervision
 from jrl.recipes.base.optimizer import Optimizer, Schedule
 from jrl.recipes.base.recipe import Metrics, Recipe
 
@@ -102,9 +103,9 @@ class Sft(Recipe):
             final=self.learning_rate_final,
         )
 
-    def steps_of(self, conversations: int) -> int:
-        """Steps that `epochs` passes over so many conversations take."""
-        return -(-self.epochs * conversations // self.batch)
+    @property
+    def supervision(self) -> Supervision:
+        return Supervision(self.max_length, self.overlong == "truncate", self.learn == "last")
 
     def targets(self, batch: Batch[Array]) -> Targets[Array]:
         return Targets(jnp.ones(batch.mask.shape, jnp.float32))

@@ -86,8 +86,8 @@ class Ahead(Generic[Leaf]):
     parts: Leaf | None = None
 
 
-class Room(NamedTuple):
-    """What `Ahead` has room for.
+class AheadSpec(NamedTuple):
+    """The sizes of `Ahead`, and the way in and out of it.
 
     Attributes:
       recipe: rows of a batch.

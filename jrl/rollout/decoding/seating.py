@@ -74,8 +74,11 @@ def own_rows(arriving: Arriving, columns: int, unit: int, per_rank: int) -> tupl
       unit: what the width is a multiple of.
       per_rank: slots of a rank.
     """
+    # They come at any length, and each width is a program.
     least = OF_CONVERSATIONS if arriving.goes_on else SMALLEST
+    # Rounded up after the bucket: tokens that run together are spread over the ranks of `unit`.
     width = -(-bucket(arriving.width, columns, least) // unit) * unit
+    # The rank with most decides: the program has one shape on all.
     most = max(map(len, arriving.runs))
     # Few of each: every width with every number of rows is a program.
     number = bucket(most, least=1) if most else 0
@@ -93,11 +96,13 @@ def _coarse(rows: int) -> int:
 
 
 def _goes_on(request: Request) -> bool:
+    # The first turn is a prompt like any other, and its run is shared.
     return request.turns is not None and request.begun
 
 
 def step_sizes(per_rank: int, columns: int, unit: int) -> list[int]:
     """`fewer_slots` of a rank whose rows are all of one rollout and have so many columns."""
+    # Short rows end before a program for fewer of them has paid for its compilation.
     least = max(FEWEST, per_rank // FEWER**2) if columns >= LONG else per_rank
     return fewer_slots(per_rank, unit, FEWER, least)
 
@@ -124,6 +129,8 @@ def row_widths(columns: int, unit: int) -> list[int]:
       columns: tokens of the longest row.
       unit: what the width of a row is a multiple of.
     """
+    # The first is for one row of all prompts, the others for rows that prompts share: `one_row`
+    # multiplies it and `shared_width` passes it over.
     widths = [min(ALONE, columns), min(SHARED, columns)]
     while widths[-1] < columns:
         widths.append(min(2 * widths[-1], columns))
@@ -136,6 +143,7 @@ def one_row(widths: Sequence[int], tokens: int | None = None) -> list[int]:
     Args:
       widths: `row_widths`.
     """
+    # Not the exact length, though it would pad nothing: each width is a program.
     multiples = (widths[0] * times for times in range(1, ONE_ROW + 1))
     return [width for width in multiples if tokens is None or width >= tokens]
 
@@ -169,6 +177,8 @@ class Seating:
         copies: bool = True,
     ):
         self.per_rank, self.ranks, self._most_tokens = slots // ranks, ranks, most_tokens
+        # Each process seats for itself: nothing below may depend on more than requests and what
+        # ended, which are the same in all.
         self._row_widths, self._copies = row_widths, copies
         self.sitting: dict[int, Request] = {}
         self.waiting: deque[Request] = deque()
@@ -184,9 +194,11 @@ class Seating:
         """``[ranks * size]`` slots of each rank, counted from its first, with all in which somebody
         sits: as many as the smallest of ascending `sizes` that has room for them. None is all."""
         taken: list[list[int]] = [[] for _ in range(self.ranks)]
+        # By their numbers and not as they came: the same slots make the same sums.
         for slot in sorted(self.sitting):
             taken[slot // self.per_rank].append(slot % self.per_rank)
         size = next(size for size in sizes if size >= max(map(len, taken)))
+        # All are computed where they stand; only fewer are gathered and put back.
         if size == self.per_rank:
             return None
         # Filled up with slots in which nobody sits: all ranks compute equally many, none twice.
@@ -215,11 +227,13 @@ class Seating:
 
     def stay(self, slot: int, request: Request) -> None:
         """A request keeps the slot that it had, which must be free."""
+        # Its keys and values are there: in another slot it would go on with those of another row.
         self._free[slot // self.per_rank].remove(slot)
         self.sitting[slot] = request
 
     def leave(self, slot: int) -> Request:
         """The request of a slot, which is free from here on."""
+        # Behind the others, so that what stands in it can be copied for as long as possible.
         self._free[slot // self.per_rank].append(slot)
         return self.sitting.pop(slot)
 
@@ -253,6 +267,8 @@ class Seating:
         programs: dict[int, list[Arriving]] = {}
         begun: dict[tuple[int, int], tuple[Arriving, int]] = {}
         taken: dict[int, Request] = {}
+        # Nobody is passed over for a slot that would suit better: groups must come to their end in
+        # about the order of their prompts, or a step waits for its first.
         while self.waiting and self.num_free:
             request = self.waiting.popleft()
             # A row that was begun has tokens of its own after the prompt, so it runs alone.
@@ -284,7 +300,9 @@ class Seating:
             for slot, request in taken.items()
             if not request.begun
         }
+        # By width and not as they came: equal requests run equal programs in equal order.
         of_width = [program for _, several in sorted(programs.items()) for program in several]
+        # Without a seat there is nothing to copy, and a program all the same.
         return [copies] * bool(copies.seats) + self._in_one_row(of_width)
 
     def _slot(self, rank: int, taken: Mapping[int, Request]) -> int:
@@ -293,6 +311,7 @@ class Seating:
         Args:
           taken: the requests that have been seated in the same call.
         """
+        # The one that has been free for longest: what stands in the others may be copied yet.
         return self._free[rank].popleft()
 
     def _rank_for(
@@ -306,6 +325,7 @@ class Seating:
             for rank in range(self.ranks):
                 if free[rank] and ((rank, alike) in self._begins or (rank, alike) in begun):
                     return rank
+        # To where most are free, so that ranks fill evenly; the first of equals, in all processes.
         return int(np.argmax(free))
 
     def _with_room(
@@ -318,6 +338,7 @@ class Seating:
             least = OF_CONVERSATIONS if _goes_on(request) else SMALLEST
             width = bucket(request.length, least=least)
         several = programs.setdefault(width, [])
+        # The last alone is looked at: those before it were full when it was begun.
         if not several or self._is_full(several[-1].runs[rank], request, width):
             several.append(Arriving([[] for _ in range(self.ranks)]))
         return several[-1]
@@ -326,6 +347,8 @@ class Seating:
         """One program of all, where a row of each rank holds them."""
         of_ranks = zip(*(program.runs for program in programs), strict=True)
         tokens = max((sum(map(len, chain(*runs))) for runs in of_ranks), default=0)
+        # A program costs more than the padding of a few prompts: one row of different lengths beats
+        # a program for each width, as long as scores with the others of the row are few.
         if len(programs) < 2 or not self._row_widths or not one_row(self._row_widths, tokens):
             return programs
         together = Arriving([[] for _ in range(self.ranks)])
@@ -334,6 +357,7 @@ class Seating:
             for runs, own in zip(together.runs, program.runs, strict=True):
                 runs += own
             together.seats += [
+                # The runs of a rank are counted on from those of the programs before.
                 (slot, request, before[slot // self.per_rank] + source)
                 for slot, request, source in program.seats
             ]
@@ -342,7 +366,9 @@ class Seating:
     def _is_full(self, runs: list[np.ndarray], request: Request, width: int) -> bool:
         """Whether a program with these rows on a rank has no room for one more."""
         if not self._row_widths:
+            # Padding counts: all rows of a program are as wide.
             return (len(runs) + 1) * width > self._most_tokens
+        # One row at least: prompts wider than that share one all the same.
         most = max(1, self._most_tokens // width)
         # Packed as `plan_rows` will: what counts is the rows that it takes.
         starts = first_fit([*map(len, runs), request.length], width)
@@ -353,6 +379,8 @@ def first_fit(lengths: Sequence[int], width: int) -> list[int]:
     """Where each of some rows begins, which go one after another into the first of `width` tokens
     that has room, counted through."""
     starts, taken = list[int](), list[int]()
+    # In the order given, though longest first would pack tighter: where a row begins may not depend
+    # on those after it, as `_is_full` asks for one more at a time.
     for length in lengths:
         free = (row for row, used in enumerate(taken) if used + length <= width)
         row = next(free, len(taken))

@@ -85,7 +85,7 @@ def evaluate_critic(
         correct=correct,
         groups=-1 - groups,  # numbers of held-out prompts count down from -1
         lam=np.asarray(recipe.policy_lambda(jnp.asarray(lengths))),
-        gamma=recipe.gamma,
+        gamma=recipe.discount,
         low=recipe.reward_wrong,
         high=recipe.reward_correct,
         alpha=recipe.length_adaptive_alpha,

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jrl.losses import Mean, aggregate, kl_estimate, mismatch_statistics
-from jrl.recipes.base.actor_critic import ActorCritic
 from jrl.recipes.base.batch import Batch, Totals, given
 from jrl.recipes.base.recipe import Metrics, Recipe
 from jrl.rollout import packing
@@ -32,7 +31,7 @@ def policy_loss(
     totals: Totals[Array],
     response_length: int,
 ) -> tuple[Float[Array, ""], Metrics]:
-    """This piece's share of the policy's loss of a mini-batch.
+    """A micro-batch's share of the policy's loss of its mini-batch.
 
     ``aggregate(w surrogate) - entropy_coef aggregate(entropy) + kl_coef aggregate(k3) + auxiliary``
     with the recipe's surrogate, denominators and auxiliary loss, and importance weights w.
@@ -40,7 +39,7 @@ def policy_loss(
     Args:
       logprobs: of the current policy, nats.
       entropy: of the current policy's distribution over each token, nats.
-      batch: any piece of the mini-batch.
+      batch: any micro-batch of the mini-batch.
       totals: of the whole mini-batch.
       response_length: the limit of a completion, in tokens.
     """
@@ -56,8 +55,8 @@ def policy_loss(
     surrogate, metrics = recipe.surrogate(logprobs, entropy, batch, totals.statistics)
     if batch.importance_weights is not None:
         surrogate = surrogate * jax.lax.stop_gradient(batch.importance_weights)
-    # Denominators are those of the mini-batch, so this is a share, and shares add up over pieces,
-    # rows of `dp` and micro-batches alike.
+    # Denominators are those of the mini-batch, so this is a share, and shares add up over
+    # micro-batches and rows of `dp` alike.
     loss = reduced(surrogate)
     metrics = {f"actor/{name}": value for name, value in metrics.items()}
     metrics["actor/pg_loss"] = loss
@@ -159,7 +158,7 @@ class CriticObjective:
     config: ModelConfig
     mesh: FoldedMesh
     layout: PromptLayout
-    recipe: ActorCritic
+    recipe: Recipe
     response_length: int
     packed: PackedSizes | None = None
 

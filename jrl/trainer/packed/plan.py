@@ -45,7 +45,9 @@ class Counts(NamedTuple):
           network: "actor" or "critic".
           idle: whether rows in which no token counts are run all the same.
         """
+        # The two may learn from different tokens (T-PPO), and are packed by their own.
         counted = (self.actor if network == "actor" else self.critic)[rows]
+        # No token at all is how `plan` is told to leave a row out.
         return np.where(idle | (counted > 0), self.valid[rows], 0), counted
 
 
@@ -118,17 +120,18 @@ def plan(
     number = max(passes, -(-len(tokens) // (ranks * bins)))
     # Their number is a shape, so it is that of the worst case; `passes` says how many of them run.
     rows = np.zeros((ranks, number, bins * rows_of_a_bin), np.int64)
+    # Empty until a row is put there: `_placed` masks what lies in such a slot.
     starts = np.full(rows.shape, -1, np.int64)
     # Few rows must not make another program of a micro-batch that they do not fill.
     num_bins = max(sum(map(len, filled)), 1)
     most = -(-int(counted[tokens > 0].sum()) * bins // num_bins)
     for rank, of_rank in enumerate(dealt):
-        for piece, of_piece in enumerate(of_rank):
-            inside = [row for own in of_piece for row in own]
-            rows[rank, piece, : len(inside)] = inside
-            starts[rank, piece, : len(inside)] = [
+        for micro_batch, own_bins in enumerate(of_rank):
+            inside = [row for own in own_bins for row in own]
+            rows[rank, micro_batch, : len(inside)] = inside
+            starts[rank, micro_batch, : len(inside)] = [
                 bin * length + int(tokens[own[:n]].sum())
-                for bin, own in enumerate(of_piece)
+                for bin, own in enumerate(own_bins)
                 for n in range(len(own))
             ]
             # No micro-batch may hold more than the head has places for.
@@ -142,6 +145,7 @@ def plan(
 def bin_length(time: int, mesh: FoldedMesh) -> int:
     """Tokens of a bin: the longest row fits in, and ``cp x tp`` ranks can share it."""
     length = ZigzagLayout(((1, time),), mesh.size(mesh.cp)).padded(time)
+    # Whole parts for zig-zag, and equal shares for the ranks, whichever of the two asks for more.
     unit = np.lcm(ZigzagLayout((), mesh.size(mesh.cp)).padded(1), mesh.size(mesh.sequence))
     return int(-(-length // unit) * unit)
 
@@ -149,12 +153,15 @@ def bin_length(time: int, mesh: FoldedMesh) -> int:
 def rounded_up(number: int) -> int:
     """The next of 1, 2, 3, 4, 6, 8, 12, 16, ...: at most half as much again, and two programs to
     compile for every doubling."""
+    # Finer steps would waste fewer places and compile more programs: with each mini-batch the
+    # number is another.
     power = 1 << max(number - 1, 0).bit_length()
     return 3 * power // 4 if power >= 4 and number <= 3 * power // 4 else power
 
 
 def place_rows(batch: Batch[Array], packed: Plan, mesh: FoldedMesh) -> Batch[Array]:
     """The rows in their slots; in those that are empty nothing is valid and nothing counts."""
+    # A gather on the mesh: of the batch nothing passes through the host but where rows begin.
     starts = to_devices(packed.starts.astype(np.int32), over_rows(mesh))
     return _placed(take_rows(batch, packed.rows, mesh), starts)
 
@@ -185,6 +192,7 @@ def _first_fit(rows: list[int], tokens: np.ndarray, length: int, most: int) -> l
     left: list[int] = []
     for row in rows:
         number = int(tokens[row])
+        # By number too: slots of a bin are a shape.
         fits = (n for n, own in enumerate(bins) if left[n] >= number and len(own) < most)
         bin = next(fits, len(bins))
         if bin == len(bins):
@@ -199,20 +207,22 @@ def _dealt_out(
     bins: list[list[int]], counted: np.ndarray, passes: int, most: int
 ) -> list[list[list[int]]]:
     """The bins of each micro-batch, at most so many, each by its rows."""
-    pieces: list[list[list[int]]] = [[] for _ in range(passes)]
+    micro_batches: list[list[list[int]]] = [[] for _ in range(passes)]
     loads = np.zeros(passes, np.int64)
     of_bins = np.array([counted[own].sum() for own in bins], np.int64)
     # The head has places for what the fullest micro-batch counts: dealt out evenly these are few.
     for bin in np.argsort(-of_bins, kind="stable"):
-        open_ = [n for n, piece in enumerate(pieces) if len(piece) < most]
-        piece = min(open_, key=lambda n: loads[n])
-        pieces[piece].append(bins[bin])
-        loads[piece] += of_bins[bin]
-    return pieces
+        open_ = [n for n, micro_batch in enumerate(micro_batches) if len(micro_batch) < most]
+        # One is always open: `passes` was counted for the rank with most bins.
+        micro_batch = min(open_, key=lambda n: loads[n])
+        micro_batches[micro_batch].append(bins[bin])
+        loads[micro_batch] += of_bins[bin]
+    return micro_batches
 
 
 @jax.jit
 def _counts(batch: Batch[Array]) -> tuple[Array, Array, Array]:
+    # Without a mask of its own the critic learns where the policy does.
     critic = batch.mask if batch.critic_mask is None else batch.critic_mask
     masks = batch.valid, batch.mask, critic
     of_rows = [jnp.sum(mask, axis=1, dtype=jnp.int32) for mask in masks]
@@ -221,5 +231,6 @@ def _counts(batch: Batch[Array]) -> tuple[Array, Array, Array]:
 
 @jax.jit
 def _placed(rows: Batch[Array], starts: Array) -> Batch[Array]:
+    # A gather gives every slot some row: in an empty one it would count twice.
     filled = (starts >= 0)[:, None]
     return replace(rows, starts=starts, valid=rows.valid & filled, mask=rows.mask & filled)

@@ -14,8 +14,8 @@ from jrl.recipes.base.batch import Batch, given
 from jrl.rollout.batching import replicated, take_rows
 from jrl.rollout.scoring import mark_replicated
 from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective
+from jrl.trainer.learner.overflow import exact, overflow_of
 from jrl.trainer.learner.passes import scan_first
-from jrl.trainer.learner.room import exact, overflow_of
 from jrl.trainer.packed.plan import counts_of, place_rows, plan
 from moe import model, placement
 from moe.weights import Transformer
@@ -24,7 +24,7 @@ from moe.weights import Transformer
 @exact(num_static=2)
 def _scored(
     objective: CriticObjective | PolicyObjective,
-    pieces: int,
+    num_micro_batches: int,
     weights: Transformer[Array],
     rows: Batch[Array],
     passes: Array,
@@ -32,6 +32,7 @@ def _scored(
     """Values, or log-probabilities in the whole policy and in what tokens are drawn from."""
     config, mesh = objective.config, objective.mesh
 
+    # The networks differ in what is read off the last states alone, so the pass is written once.
     def read(weights: Transformer[Array], x: Array, rows: Batch[Array]) -> tuple[Array, ...]:
         if isinstance(objective, CriticObjective):
             return (objective.values(weights, x, rows),)
@@ -39,14 +40,20 @@ def _scored(
         return scores.logprobs, scores.behaviour_logprobs
 
     def local(weights, rows, passes):
-        def one(_, piece):
-            x, router = model.run(weights, objective.pack(piece), config, mesh)
-            return (), (mark_replicated(read(weights, x, piece), mesh), overflow_of(router, config))
+        # No carry: without a gradient there is nothing to sum, and each gives what is its own.
+        def one(_, micro_batch):
+            x, router = model.run(weights, objective.pack(micro_batch), config, mesh)
+            return (), (
+                mark_replicated(read(weights, x, micro_batch), mesh),
+                overflow_of(router, config),
+            )
 
         # Slots stand in runs, one for each micro-batch, so that a reshape cuts them.
-        cut = jax.tree.map(lambda x: x.reshape(pieces, -1, *x.shape[1:]), rows)
+        cut = jax.tree.map(lambda x: x.reshape(num_micro_batches, -1, *x.shape[1:]), rows)
         _, (found, overflow) = scan_first(one, (), cut, passes)
+        # The micro-batches that `passes` left out come as zeros, and hold no row.
         in_rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)
+        # Of all passes together: one that overflowed has the whole of it run again.
         return in_rows, None if overflow is None else jnp.sum(overflow)
 
     of_rows = PartitionSpec(mesh.dp)
@@ -75,6 +82,7 @@ def packed_scores(
     tokens, counted = counts_of(batch).of("actor", np.arange(num_rows), idle=False)
     packed = plan(tokens, counted, time, bins, mesh)
     rows = place_rows(batch, packed, mesh)
+    # In the static argument, as sizes are shapes; `passes` is an array, and compiles nothing anew.
     objective = replace(objective, packed=packed.sizes)
     passes = to_devices(np.int32(packed.passes), replicated(mesh))
     found = _scored(objective, packed.num_micro_batches, weights, rows, passes)

@@ -15,7 +15,7 @@ from moe.counts.sizes import sizes_of
 from moe.placement import specs
 from sharding.folding import Layout, fold
 from sharding.planner.hardware import HARDWARE, Hardware, of_kind
-from sharding.planner.search import ROOM, chunks_of_a_stage, illegal, layouts
+from sharding.planner.search import MEMORY_FRACTION, chunks_of_a_stage, illegal, layouts
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,8 @@ class Candidate:
     def bytes(self) -> float:
         """What a device needs: what stays, and the larger of what an update and what a forward pass
         alone work with."""
-        update, stays = memory_of_update(self.setup), memory(self.setup)
+        own, stays = self.setup, memory(self.setup)
+        update = memory_of_update(own.model, own.geometry, own.run)
         # Among what an update's layers keep are the inputs of a stage's.
         stays.pop(STAGE_INPUTS, None)
         # What is there for a moment takes turns: an update, a pass that scores, a gradient on its
@@ -60,7 +61,7 @@ def chosen_layout(setup: Setup, recipe: Recipe, num_devices: int) -> tuple[Layou
         fits.
     """
     hardware = hardware_at_hand()
-    room, possible, refusal = ROOM * hardware.memory, [], ""
+    budget, possible, refusal = MEMORY_FRACTION * hardware.memory, [], ""
     for layout in _legal(setup, num_devices, hardware):
         try:
             possible.append(candidate(setup, recipe, layout, hardware))
@@ -76,19 +77,19 @@ def chosen_layout(setup: Setup, recipe: Recipe, num_devices: int) -> tuple[Layou
     possible.sort(key=lambda one: one.seconds)
     for number, one in enumerate(possible):
         needs = one.bytes()
-        if needs > room:
+        if needs > budget:
             too_large[one.layout] = needs
             continue
         why = f"layout auto: {one.layout}, by the planner the fastest of {len(possible)} layouts"
         why += f" but {number}, which need too much memory" if too_large else ""
-        why += f"; {needs / 1e9:.3g} GB of {room / 1e9:.3g} on each {hardware.name} device"
+        why += f"; {needs / 1e9:.3g} GB of {budget / 1e9:.3g} on each {hardware.name} device"
         if number + 1 < len(possible):
             after = possible[number + 1]
             why += f"; next {after.layout}, {after.seconds / one.seconds - 1:.0%} slower"
         return one.layout, why
     least = min(too_large, key=lambda layout: too_large[layout])
     raise ValueError(
-        f"layout='auto': nothing fits on {num_devices} devices with {room / 1e9:.3g} GB to plan "
+        f"layout='auto': nothing fits on {num_devices} devices with {budget / 1e9:.3g} GB to plan "
         f"with: {least} needs least, {too_large[least] / 1e9:.3g} GB. Take more devices, --dtype "
         "bfloat16, --remat full or --fsdp."
     )
@@ -117,8 +118,8 @@ def candidate(setup: Setup, recipe: Recipe, layout: Layout, hardware: Hardware) 
       ValueError: where it cannot have that layout.
     """
     there = on_layout(setup, recipe, layout)
-    seconds = time_of_update(there, hardware).total / there.recipe.mini_batch_size
-    return Candidate(there, seconds)
+    takes = time_of_update(there.model, there.geometry, there.run, hardware)
+    return Candidate(there, takes.total / there.recipe.mini_batch_size)
 
 
 def on_layout(setup: Setup, recipe: Recipe, layout: Layout) -> Setup:

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from jrl.config.files import flag
 from jrl.config.run import NETWORK_SETTINGS
+from jrl.recipes.base.recipe import Recipe
 from jrl.trainer.setup.lengths import response_origin
 from jrl.trainer.setup.memory import memory, rollout_memory
 from jrl.trainer.setup.network import OF_EXPERTS, dispatch_explained
@@ -47,7 +48,7 @@ def print_dry_run(setup: Setup, console: Console | None = None) -> None:
     described = f"{setup.recipe.name} on {setup.run.task}"
     batch = batch_arithmetic(setup) if setup.rows is None else chat_arithmetic(setup)
     _print(console, f"Batch: {described}", batch)
-    _print(console, f"Parameters: {setup.run.model}", parameters(setup))
+    _print(console, f"Parameters: {setup.run.model}", parameters(setup.model, setup.recipe))
     _print(console, "Execution", execution(setup))
     needs = memory(setup)
     rows = {name: readable_bytes(number) for name, number in needs.items()}
@@ -89,8 +90,8 @@ def batch_arithmetic(setup: Setup) -> dict[str, str]:
     run, recipe = setup.run, setup.recipe
     mini = recipe.mini_batch_size
     num_mini = recipe.completions // mini
-    pieces = setup.geometry.num_micro_batches
-    micro = mini // pieces
+    num_micro_batches = setup.geometry.num_micro_batches
+    micro = mini // num_micro_batches
     updates = recipe.epochs * num_mini
     pretraining = min(recipe.value_pretraining_steps, run.steps)
     time = setup.prompt_length + setup.response_length
@@ -105,14 +106,14 @@ def batch_arithmetic(setup: Setup) -> dict[str, str]:
         )
     rows |= {
         "mini-batches": f"{recipe.completions:,} / {mini:,} = {num_mini:,}",
-        "micro-batches per mini-batch": f"{mini:,} / {micro:,} = {pieces:,}",
+        "micro-batches per mini-batch": f"{mini:,} / {micro:,} = {num_micro_batches:,}",
         "optimizer steps per step": f"{_count(num_mini, 'mini-batch', 'mini-batches')} x "
         f"{_count(recipe.epochs, 'epoch', 'epochs')} = {updates:,}",
         "steps": f"{run.steps:,}",
     }
     layout = setup.mesh.layout
     if layout.pp > 1:
-        bubble = Schedule(layout.pp, pieces, layout.vpp).bubble
+        bubble = Schedule(layout.pp, num_micro_batches, layout.vpp).bubble
         rows["pipeline idle per time at work"] = f"{bubble:.1%}"
     if recipe.uses_critic:
         rows["of which train the critic alone"] = f"{pretraining:,}"
@@ -168,20 +169,20 @@ def _said(value: object) -> str:
     return ("off", "on")[value] if isinstance(value, bool) else str(value)
 
 
-def parameters(setup: Setup) -> dict[str, str]:
+def parameters(model: ModelConfig, recipe: Recipe) -> dict[str, str]:
     """Sizes of the networks."""
-    model, critic = setup.model, setup.model.as_critic()
+    critic = model.as_critic()
     rows = {
         "policy": f"{num_parameters(model):,}",
         "of which a token passes": f"{num_active_parameters(model):,}",
     }
     if model.lora is not None:
         rows["of which learn"] = _learning(model)
-    if setup.recipe.uses_critic:
+    if recipe.uses_critic:
         rows["critic"] = f"{num_parameters(critic):,}"
         if model.lora is not None:
             rows["of which learn, beside the policy's"] = _learning(critic)
-    if setup.recipe.uses_reference:
+    if recipe.uses_reference:
         rows["reference"] = (
             f"{num_parameters(model):,}" if model.lora is None else "the policy without adapters"
         )
@@ -196,7 +197,8 @@ def _learning(config: ModelConfig) -> str:
 def prediction(setup: Setup) -> dict[str, str]:
     """What comes on top of `memory` in an update and, on an accelerator that the planner knows, its
     time: a plan, not a measurement."""
-    needs = memory_of_update(setup)
+    given = setup.model, setup.geometry, setup.run
+    needs = memory_of_update(*given)
     rows = {
         "activations": readable_bytes(round(needs.activations)),
         "a layer and logits at work": readable_bytes(round(needs.buffers)),
@@ -204,7 +206,7 @@ def prediction(setup: Setup) -> dict[str, str]:
     hardware = of_kind(jax.devices()[0].device_kind)
     if hardware is None:
         return rows
-    takes = time_of_update(setup, hardware)
+    takes = time_of_update(*given, hardware)
     parts = {
         "products": takes.products,
         "memory traffic": takes.traffic,
@@ -217,7 +219,7 @@ def prediction(setup: Setup) -> dict[str, str]:
         "model FLOPs utilisation": f"{takes.mfu(hardware):.1%}",
         **{
             f"seconds with {flag(name)}, at best": f"{other.total:.3g}"
-            for name, other in times_with_overlap(setup, hardware).items()
+            for name, other in times_with_overlap(*given, hardware).items()
         },
     }
 

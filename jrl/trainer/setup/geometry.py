@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, replace
 
+from jrl.recipes.base.hyperparameters import MICRO_BATCH, near_divisors
 from jrl.recipes.base.recipe import Recipe
-from jrl.recipes.base.sizes import MICRO_BATCH, near_divisors
 from jrl.rollout.decoding.engine import ranks
 from jrl.rollout.scoring import PromptLayout
 from moe.tokens.zigzag import ZigzagLayout
@@ -38,7 +38,7 @@ class Geometry:
 
     @property
     def num_micro_batches(self) -> int:
-        """Pieces of a mini-batch on each device."""
+        """Micro-batches of a mini-batch on each device."""
         return self.recipe.mini_batch_size // self.recipe.micro_batch_size
 
     @property

@@ -12,6 +12,7 @@ from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.decoding.disaggregated.expert_places import first_placement
 from jrl.rollout.scoring import num_micro_batches
 from jrl.trainer.learner.masters import keeps_masters
+from jrl.trainer.setup.geometry import Geometry
 from jrl.trainer.setup.setup import Setup
 from moe.adapters import trees
 from moe.architecture.delta import delta_layers
@@ -72,6 +73,7 @@ def memory(setup: Setup) -> dict[str, int]:
     What lies between the layers (activations) and what the compiler adds come on top.
     """
     run, recipe, mesh = setup.run, setup.recipe, setup.mesh
+    time = setup.prompt_length + setup.response_length
     # A 0 stands below for the critic that a recipe has none of.
     networks = [setup.model, *([setup.model.as_critic()] if recipe.uses_critic else [])]
     held = partial(weight_bytes, parts=setup.model.execution.fsdp)
@@ -93,7 +95,10 @@ def memory(setup: Setup) -> dict[str, int]:
     if run.weights is None and run.checkpoint is None and run.warm_start_steps:
         forward.append(setup.geometry.supervised_rows(run.warm_start_batch))
     if recipe.uses_reference or recipe.rescores:
-        forward.append(recipe.completions // _num_scored(setup))
+        forward.append(recipe.completions // _num_scored(setup.geometry, time))
+    # Tokens of a step on one device.
+    tokens = recipe.completions // mesh.size(mesh.dp) * time
+    replays = recipe.router_replay is not None
     # Devices that sample by themselves have a table of their own.
     rollout = rollout_memory(setup) if run.rollout_devices is None else {}
     rows = {
@@ -109,11 +114,11 @@ def memory(setup: Setup) -> dict[str, int]:
         # `policy_of`: decoding reads each layer's weights as arrays of their own.
         "weights apart to sample": rollout.get("weights apart to sample", 0),
         "key/value cache": rollout.get("key/value cache", 0),
-        LOGITS: logits_bytes(setup, max(forward)),
-        "choices of experts": choices_bytes(setup) if recipe.router_replay is not None else 0,
+        LOGITS: logits_bytes(setup.model, setup.geometry, max(forward)),
+        "choices of experts": choices_bytes(setup.model, tokens) if replays else 0,
         "policy of the rollout": rollout.get("policy of the rollout", 0),
-        STAGE_INPUTS: kept_bytes(setup) if mesh.layout.pp > 1 else 0,
-        GRADIENTS_SENT: max(sent_bytes(network, setup) for network in networks),
+        STAGE_INPUTS: stage_input_bytes(setup.model, setup.geometry) if mesh.layout.pp > 1 else 0,
+        GRADIENTS_SENT: max(sent_bytes(one, mesh, run.gradient_wire) for one in networks),
     }
     return {name: number for name, number in rows.items() if number}
 
@@ -122,15 +127,18 @@ def rollout_memory(setup: Setup) -> dict[str, int]:
     """Bytes that sampling needs on one of its devices, of two sides on that which needs more
     weights."""
     model = setup.model.without_adapters()
+    slots = setup.geometry.slots(setup.run.slots)
+    columns = setup.prompt_length + setup.response_length
+    cache = cache_bytes(setup.model, setup.rollout_mesh, slots, columns)
     if setup.split is not None:
-        slots = setup.run.rollout_expert_slots
-        policy = max(side_bytes(model, setup.split, first_placement(model, setup.split, slots)))
-        return {"key/value cache": cache_bytes(setup), "policy of the rollout": policy}
+        placement = first_placement(model, setup.split, setup.run.rollout_expert_slots)
+        policy = max(side_bytes(model, setup.split, placement))
+        return {"key/value cache": cache, "policy of the rollout": policy}
     weights = weight_bytes(model, setup.rollout_mesh)
     is_copy = setup.rollout_mesh != setup.mesh or setup.model.lora is not None
     return {
         "weights apart to sample": weights,
-        "key/value cache": cache_bytes(setup),
+        "key/value cache": cache,
         "policy of the rollout": weights if is_copy else 0,
     }
 
@@ -168,10 +176,9 @@ def gradient_bytes(
     return _total(trees.trained(replace(whole, layers=layers), table(config)))
 
 
-def sent_bytes(network: ModelConfig, setup: Setup) -> int:
+def sent_bytes(network: ModelConfig, mesh: FoldedMesh, wire: str) -> int:
     """Bytes of the largest gradient that is on its way in bfloat16, to and from the devices across
     sequence-parallel groups (`sharding.compression`); 0 where gradients are sent in float32."""
-    wire, mesh = setup.run.gradient_wire, setup.mesh
     if wire == "float32":
         return 0
     cuts = shard_dims(network, mesh, wire)
@@ -206,13 +213,18 @@ def _bytes_on_one(
     return jax.tree.map(on_one, stored, places)
 
 
-def cache_bytes(setup: Setup) -> int:
-    """Bytes on one device of what rows are gone on with, see `moe.cache.buffers.Cache`."""
-    model, mesh = setup.model, setup.rollout_mesh
+def cache_bytes(model: ModelConfig, mesh: FoldedMesh, slots: int, columns: int) -> int:
+    """Bytes on one device of what rows are gone on with, see `moe.cache.buffers.Cache`.
+
+    Args:
+      mesh: of sampling.
+      slots: rows on all devices together.
+      columns: tokens of a row.
+    """
     tp = mesh.size(mesh.tp)
-    slots = setup.geometry.slots(setup.run.slots) // mesh.size(mesh.dp)
+    slots //= mesh.size(mesh.dp)
     # As `SlotEngine` rounds them.
-    columns = -(-(setup.prompt_length + setup.response_length) // tp) * tp
+    columns = -(-columns // tp) * tp
     if keeps_narrow(model):
         # Whole on each rank of tp: every head is made of all of it.
         assert model.mla is not None
@@ -235,58 +247,54 @@ def _state_bytes(model: ModelConfig, tp: int, itemsize: int) -> int:
     return len(delta.layers) * (4 * state + itemsize * tail)
 
 
-def logits_bytes(setup: Setup, rows: int) -> int:
+def logits_bytes(model: ModelConfig, geometry: Geometry, rows: int) -> int:
     """Bytes of the float32 logits on one device while `rows` responses are scored at once.
 
     They are those of a chunk of columns or, of this device's tokens, those of the whole vocabulary,
     by which top-k and top-p know what to cut away.
     """
-    mesh, vocab_size = setup.mesh, setup.model.vocab_size
+    mesh, vocab_size = geometry.mesh, model.vocab_size
     # Of responses alone: states before prompt tokens never reach the head.
-    section = -(-rows // mesh.size(mesh.dp)), setup.geometry.response_length
+    section = -(-rows // mesh.size(mesh.dp)), geometry.response_length
     tokens = ZigzagLayout((section,), mesh.size(mesh.cp)).num_tokens // mesh.size(mesh.cp)
-    width, chunk = -(-vocab_size // mesh.size(mesh.tp)), setup.model.execution.vocab_chunk
+    width, chunk = -(-vocab_size // mesh.size(mesh.tp)), model.execution.vocab_chunk
     numbers = tokens * (width if chunk is None else min(chunk, width))
     # Top-k and top-p want every column of a row: rows are spread over tp instead of columns.
-    if sampling_of(setup.recipe).truncates:
+    if sampling_of(geometry.recipe).truncates:
         numbers = max(numbers, tokens // mesh.size(mesh.tp) * vocab_size)
     return 4 * numbers
 
 
-def choices_bytes(setup: Setup) -> int:
-    """Bytes of a step's choices of experts on one device."""
-    model, mesh = setup.model, setup.mesh
-    tokens = setup.recipe.completions // mesh.size(mesh.dp) * _time(setup)
+def choices_bytes(model: ModelConfig, tokens: int) -> int:
+    """Bytes of the choices of experts of so many tokens."""
     numbers = tokens * model.num_expert_layers * model.experts_per_token
     return numbers * choices_dtype(model.num_experts).itemsize
 
 
-def kept_bytes(setup: Setup) -> int:
+def stage_input_bytes(model: ModelConfig, geometry: Geometry) -> int:
     """Bytes of the layers' inputs that a pipeline stage keeps during an update, of all chunks that
     are on their way at once."""
-    mesh, group = setup.mesh, setup.geometry.prompt_layout.group_size
-    rows = setup.recipe.micro_batch_size // mesh.size(mesh.dp)
-    lengths = setup.geometry
-    sections = (rows // group, lengths.prompt_length), (rows, lengths.response_length)
+    mesh, group = geometry.mesh, geometry.prompt_layout.group_size
+    rows = geometry.recipe.micro_batch_size // mesh.size(mesh.dp)
+    sections = (rows // group, geometry.prompt_length), (rows, geometry.response_length)
     tokens = ZigzagLayout(sections, mesh.size(mesh.cp)).num_tokens // mesh.size(mesh.sequence)
-    schedule = Schedule(mesh.layout.pp, setup.geometry.num_micro_batches, mesh.layout.vpp)
+    schedule = Schedule(mesh.layout.pp, geometry.num_micro_batches, mesh.layout.vpp)
     # The numbers of places begin with 0.
     chunks = 1 + max(map(max, schedule.slots()))
     # Dense first layers run with the embedding, outside of the chunks.
-    layers = stored_depth(setup.model.num_layers - setup.model.num_dense_layers, mesh)
-    itemsize = jax.numpy.dtype(setup.model.dtype).itemsize
-    return chunks * layers * tokens * setup.model.d_model * itemsize
+    layers = stored_depth(model.num_layers - model.num_dense_layers, mesh)
+    itemsize = jax.numpy.dtype(model.dtype).itemsize
+    return chunks * layers * tokens * model.d_model * itemsize
 
 
-def _num_scored(setup: Setup) -> int:
-    """Pieces that all completions are scored in."""
-    mesh = setup.mesh
+def _num_scored(geometry: Geometry, time: int) -> int:
+    """Micro-batches that all completions are scored in.
+
+    Args:
+      time: tokens of a completion with its prompt.
+    """
+    mesh = geometry.mesh
     if mesh.layout.pp == 1:
         return 1
-    rows = setup.recipe.completions // mesh.size(mesh.dp)
-    return num_micro_batches(rows, _time(setup), setup.geometry.prompt_layout, mesh)
-
-
-def _time(setup: Setup) -> int:
-    """Columns of a completion with its prompt."""
-    return setup.prompt_length + setup.response_length
+    rows = geometry.recipe.completions // mesh.size(mesh.dp)
+    return num_micro_batches(rows, time, geometry.prompt_layout, mesh)

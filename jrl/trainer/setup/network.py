@@ -9,7 +9,7 @@ from moe.attention.context_parallel.choice import context_of
 from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.experts.dispatch.choice import check_dispatch
-from moe.experts.dispatch.cost import Exchange, cheapest, explained, room_of
+from moe.experts.dispatch.cost import Exchange, cheapest, explained, peer_capacity_of
 from moe.experts.fused import FUSED, GATHERED
 from moe.kernels.choice import foreign_gpus
 from moe.weights import targets_of
@@ -114,10 +114,10 @@ def exchange_of(model: ModelConfig, mesh: FoldedMesh) -> Exchange:
     """What a layer sends to its experts."""
     execution, k = model.execution, model.experts_per_token
     factors = model.capacity_factor, execution.buffer_factor
-    room = room_of(k, mesh.layout.ep, *factors)
+    peer_capacity = peer_capacity_of(k, mesh.layout.ep, *factors)
     itemsize = 2 if model.dtype == "bfloat16" else 4
     sizes = model.num_experts, k, model.d_model, itemsize
-    return Exchange(*sizes, room, execution.exchange_rate, execution.activation_wire)
+    return Exchange(*sizes, peer_capacity, execution.exchange_rate, execution.activation_wire)
 
 
 def check_served(model: ModelConfig, mesh: FoldedMesh) -> None:

@@ -7,11 +7,11 @@ from jaxtyping import Array
 
 from jrl.recipes.base.batch import Batch
 from jrl.recipes.base.optimizer import Optimizer
-from jrl.rollout.collection.ahead import Room
+from jrl.rollout.collection.ahead import AheadSpec
 from jrl.rollout.decoding.programs.slots import Decoder
 from jrl.trainer.learner.learner import Learner, init_learner, split
 from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective, SupervisedObjective
-from jrl.trainer.learner.room import for_any_routing
+from jrl.trainer.learner.overflow import for_any_routing
 from jrl.trainer.learner.update import update
 from moe.adapters import trees
 from moe.adapters.settings import Lora
@@ -29,7 +29,7 @@ class Network(Generic[Kind]):
     Attributes:
       objective: what it minimises, and with that its configuration and its mesh.
       optimizer: how it steps.
-      num_micro_batches: pieces that a mini-batch is cut into on each device.
+      num_micro_batches: of a mini-batch, on each device.
       bins: of a micro-batch, where rows are packed.
     """
 
@@ -59,7 +59,7 @@ class Network(Generic[Kind]):
     ) -> tuple[Learner[Array], dict[str, Any]]:
         """One optimizer step, see `jrl.trainer.learner.update.update`; where there was no room for
         all that the routers chose it is taken again with room for any routing
-        (`jrl.trainer.learner.room`)."""
+        (`jrl.trainer.learner.overflow`)."""
         how, given = (self.optimizer, self.num_micro_batches), (batch, statistics, passes)
         learner, metrics = _updated(self.objective, *how, learner, *given)
         overflow = metrics.get("overflow", 0)
@@ -94,7 +94,7 @@ def _updated(
     return replace(learner, weights=trees.joined(learner.weights, fixed)), metrics
 
 
-class KeptPool(NamedTuple):
+class PoolSpec(NamedTuple):
     """The slots of an engine, as a part of the state of a run.
 
     Attributes:
@@ -119,7 +119,7 @@ class Networks:
         adapters it is there without another copy.
       packs: whether updates run packed rows (`jrl.trainer.packed.plan`).
       max_staleness: versions of the policy that what it learns from may be behind it.
-      kept_pool: that of an engine whose rows in flight keep their keys and values, None where those
+      pool_spec: of an engine whose rows in flight keep their keys and values, None where those
         are computed again.
       reward_parts: names of the parts that a verdict can have.
     """
@@ -129,7 +129,7 @@ class Networks:
     keeps_reference: bool
     packs: bool = False
     max_staleness: int = 0
-    kept_pool: KeptPool | None = None
+    pool_spec: PoolSpec | None = None
     reward_parts: tuple[str, ...] = ()
 
     @property
@@ -137,12 +137,12 @@ class Networks:
         return self.policy.mesh
 
     @property
-    def room(self) -> Room | None:
+    def ahead_spec(self) -> AheadSpec | None:
         """For what is sampled ahead; None where nothing is."""
         if not self.max_staleness:
             return None
         policy = self.policy.objective
-        return Room(
+        return AheadSpec(
             policy.recipe,
             self.max_staleness,
             policy.layout.prompt_length,

@@ -13,11 +13,9 @@ import jax
 from jrl.config.files import fixed_settings
 from jrl.config.run import RunConfig
 from jrl.processes.agreement import is_multiprocess
-from jrl.recipes.base.actor_critic import ActorCritic
 from jrl.recipes.base.collection import Windows
 from jrl.recipes.base.optimizer import Optimizer
 from jrl.recipes.base.recipe import Recipe
-from jrl.recipes.supervised.sft import Sft
 from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.conversations.engine import ConversationEngine
 from jrl.rollout.decoding.disaggregated.engine import DisaggregatedEngine
@@ -47,7 +45,7 @@ from jrl.trainer.setup.checks import check_fits, check_may_be_stale, check_may_c
 from jrl.trainer.setup.geometry import Geometry
 from jrl.trainer.setup.lengths import check_answers, fitted_prompts, response_length
 from jrl.trainer.setup.network import check_overlaps, check_served, network_of, with_dispatch
-from jrl.trainer.setup.networks import KeptPool, Network, Networks
+from jrl.trainer.setup.networks import Network, Networks, PoolSpec
 from jrl.trainer.setup.randomness import Randomness
 from jrl.trainer.supervised.rows import ChatRows, chat_rows, sampled_lengths
 from moe.config import PRESETS, ModelConfig
@@ -196,31 +194,32 @@ class Setup:
     def networks(self) -> Networks:
         """What learns."""
         recipe, layout = self.recipe, self.geometry.prompt_layout
-        pieces, response = self.geometry.num_micro_batches, self.response_length
+        sizes, response = (
+            (self.geometry.num_micro_batches, self.geometry.bins),
+            self.response_length,
+        )
         of_policy = PolicyObjective(
             self.model, self.mesh, layout, recipe, sampling_of(recipe), response
         )
         critic = None
-        if isinstance(recipe, ActorCritic):
+        if recipe.uses_critic:
             of_critic = CriticObjective(self.model.as_critic(), self.mesh, layout, recipe, response)
-            critic = Network(
-                of_critic, self._stepping(recipe.critic_optimizer), pieces, self.geometry.bins
-            )
-        policy = Network(of_policy, self._stepping(recipe.optimizer), pieces, self.geometry.bins)
+            critic = Network(of_critic, self._stepping(recipe.critic_optimizer), *sizes)
+        policy = Network(of_policy, self._stepping(recipe.optimizer), *sizes)
         packs = self.run.packing
         if packs is None:
             # Where windows are written on, most tokens of a step are there for attention only; of
             # conversations most are far shorter than the longest.
             packs = isinstance(recipe.collection, Windows) or recipe.supervised
             packs = packs and self.mesh.layout.pp == 1
-        kept = None
+        pool = None
         if self.run.stale_cache:
             # For its sizes alone: an engine has no pool before rows come.
             engine = self._engine(self.randomness)
-            kept = KeptPool(engine.decoder, engine.slots, engine.columns)
+            pool = PoolSpec(engine.decoder, engine.slots, engine.columns)
         staleness = self.run.max_staleness
         parts = part_names(self.task)
-        return Networks(policy, critic, recipe.uses_reference, packs, staleness, kept, parts)
+        return Networks(policy, critic, recipe.uses_reference, packs, staleness, pool, parts)
 
     @property
     def imitator(self) -> Network[SupervisedObjective]:
@@ -247,14 +246,14 @@ def build_setup(
     recipe: Recipe,
     tokenizer: Tokenizer | None = None,
     model: ModelConfig | None = None,
-    kept: Path | None = None,
+    code_path: Path | None = None,
 ) -> Setup:
     """Makes the fixed parts of a run. Starts a task's worker processes: close the task at the end.
 
     Args:
       tokenizer: of a run that is being resumed or evaluated; None makes it as configured.
       model: the same, for a run that began from a public checkpoint.
-      kept: folder with the run's copies of the user's own files; None reads those themselves.
+      code_path: folder with the run's copies of the user's own files; None reads those themselves.
 
     Raises:
       ValueError: on anything in the configuration that cannot be had.
@@ -277,7 +276,7 @@ def build_setup(
     elif run.checkpoint is None and run.model not in PRESETS:
         near = difflib.get_close_matches(run.model, PRESETS) or list(PRESETS)
         raise ValueError(f"model={run.model!r} is no preset; near: {', '.join(near)}.")
-    task = _task(run, recipe, kept)
+    task = _task(run, recipe, code_path)
     try:
         if tokenizer is None:
             tokenizer = _tokenizer(run, task, model)
@@ -287,8 +286,9 @@ def build_setup(
         mesh = fold(layout, devices[: layout.num_devices])
         format, rows, dropped = _format(run, recipe, tokenizer), None, 0
         if isinstance(task, Chats):
-            assert isinstance(format, ChatFormat) and isinstance(recipe, Sft)
-            rows = chat_rows(task, format, recipe, network, mesh)
+            supervision = recipe.supervision
+            assert isinstance(format, ChatFormat) and supervision is not None
+            rows = chat_rows(task, format, supervision, network, mesh)
             # No number was given: as many as the recipe's epochs take.
             if not run.steps:
                 run = replace(run, steps=recipe.steps_of(task.num_train))
@@ -326,15 +326,15 @@ def build_setup(
     return setup
 
 
-def _task(run: RunConfig, recipe: Recipe, kept: Path | None) -> Task:
+def _task(run: RunConfig, recipe: Recipe, code_path: Path | None) -> Task:
     """What is learned from.
 
     Args:
-      kept: folder with the run's copies of the user's own files; None reads those themselves.
+      code_path: folder with the run's copies of the user's own files; None reads those themselves.
     """
     fields = Fields(run.prompt_field, run.answer_field, run.messages_field)
-    if isinstance(recipe, Sft):
-        heldout, last = parse_heldout(run.held_out), recipe.learn == "last"
+    if recipe.supervision is not None:
+        heldout, last = parse_heldout(run.held_out), recipe.supervision.last_turn
         return load_chats(run.task, run.seed, fields, held_out=heldout, last=last)
     return load_task(
         run.task,
@@ -343,16 +343,17 @@ def _task(run: RunConfig, recipe: Recipe, kept: Path | None) -> Task:
         run.verifiers,
         held_out=run.held_out,
         rewards=run.rewards,
-        kept=kept,
+        code_path=code_path,
     )
 
 
 def _format(run: RunConfig, recipe: Recipe, tokenizer: Tokenizer) -> PromptFormat:
     """How prompts become tokens."""
     made = prompt_format(run, tokenizer)
-    if not isinstance(recipe, Sft):
+    if recipe.supervision is None:
         return made
-    return ChatFormat(made.tokenizer, made.template, made.system_prompt, recipe.learn == "last")
+    last = recipe.supervision.last_turn
+    return ChatFormat(made.tokenizer, made.template, made.system_prompt, last)
 
 
 def _tokenizer(run: RunConfig, task: Task, model: ModelConfig | None) -> Tokenizer:

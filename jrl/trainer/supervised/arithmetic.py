@@ -3,7 +3,6 @@
 from rich.console import Console
 from rich.text import Text
 
-from jrl.recipes.supervised.sft import Sft
 from jrl.tasks.data.chats import Chats
 from jrl.trainer.setup.setup import Setup
 from jrl.trainer.supervised.step import training_chats
@@ -13,23 +12,24 @@ from sharding.schedule import Schedule
 def chat_arithmetic(setup: Setup) -> dict[str, str]:
     """From conversations to optimizer steps, one line each."""
     chats, rows, recipe, run = setup.task, setup.rows, setup.recipe, setup.run
-    assert isinstance(chats, Chats) and isinstance(recipe, Sft) and rows is not None
+    assert isinstance(chats, Chats) and rows is not None
     found = list(rows.encoded.values())
     tokens, learned = sum(len(own.ids) for own in found), sum(own.learned.sum() for own in found)
-    pieces, layout = setup.geometry.num_micro_batches, setup.mesh.layout
-    epochs = run.steps * recipe.batch / chats.num_train
+    num_micro_batches, layout = setup.geometry.num_micro_batches, setup.mesh.layout
+    micro = recipe.micro_batch_size
+    epochs = run.steps * recipe.completions / chats.num_train
     lines = {
         "conversations": f"{chats.num_train:,} to learn from, {chats.heldout_size:,} held out",
         "left out, cut": f"{rows.dropped:,}, {rows.truncated:,}",
         "tokens": f"{tokens:,}, of which {learned:,} are learned ({learned / tokens:.1%})",
         "tokens of the longest": f"{max(len(own.ids) for own in found):,}",
-        "steps": f"{run.steps:,} x {recipe.batch:,} conversations = {epochs:.3g} epochs",
-        "micro-batches per step": f"{recipe.batch:,} / {recipe.micro_batch_size:,} = {pieces:,}",
+        "steps": f"{run.steps:,} x {recipe.completions:,} conversations = {epochs:.3g} epochs",
+        "micro-batches per step": f"{recipe.completions:,} / {micro:,} = {num_micro_batches:,}",
         "packed": "yes" if setup.networks.packs else "no",
-        "learning rate": f"{recipe.learning_rate:g}, {recipe.learning_rate_schedule}",
+        "learning rate": f"{recipe.learning_rate:g}, {recipe.optimizer.schedule}",
     }
     if layout.pp > 1:
-        bubble = Schedule(layout.pp, pieces, layout.vpp).bubble
+        bubble = Schedule(layout.pp, num_micro_batches, layout.vpp).bubble
         lines["pipeline idle per time at work"] = f"{bubble:.1%}"
     return lines
 

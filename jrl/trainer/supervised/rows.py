@@ -8,7 +8,7 @@ from jaxtyping import Array
 
 from jrl.processes.agreement import to_devices
 from jrl.recipes.base.batch import Batch
-from jrl.recipes.supervised.sft import Sft
+from jrl.recipes.base.collection import Supervision
 from jrl.rollout.batching import over_rows
 from jrl.tasks import Task
 from jrl.tasks.data.chats import Chat, Chats
@@ -81,7 +81,7 @@ class ChatRows:
 
 
 def chat_rows(
-    chats: Chats, format: ChatFormat, recipe: Sft, model: ModelConfig, mesh: FoldedMesh
+    chats: Chats, format: ChatFormat, supervision: Supervision, model: ModelConfig, mesh: FoldedMesh
 ) -> ChatRows:
     """Encodes all conversations; those that are too long are left out of `chats`, or cut.
 
@@ -89,7 +89,7 @@ def chat_rows(
       ValueError: for a conversation that cannot be encoded, a length that the checkpoint's
         positions do not reach, and where too few are left.
     """
-    most = [n for n in (recipe.max_length, model.max_positions) if n is not None]
+    most = [n for n in (supervision.max_length, model.max_positions) if n is not None]
     if len(most) == 2 and most[0] > most[1]:
         raise ValueError(
             f"max_length={most[0]} is more than the {most[1]} positions that the network was made "
@@ -101,7 +101,7 @@ def chat_rows(
     for chat in chats.chats:
         own: Encoded | None = encode_chat(format, chat, last=format.last)
         if most and len(own.ids) > most[0]:
-            own = own.cut(most[0]) if recipe.overlong == "truncate" else None
+            own = own.cut(most[0]) if supervision.truncates else None
             truncated += own is not None
         if own is not None:
             encoded[chat.number] = own

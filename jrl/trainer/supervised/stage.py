@@ -2,7 +2,6 @@
 
 from jaxtyping import Array
 
-from jrl.recipes.supervised.sft import Sft
 from jrl.rollout.sampler import Sampler
 from jrl.tasks.data.chats import Chat, Chats
 from jrl.trainer.evaluation.heldout import heldout_examples
@@ -25,9 +24,9 @@ class Supervised:
 
     def __init__(self, setup: Setup, sampler: Sampler):
         recipe, chats, rows = setup.recipe, setup.task, setup.rows
-        assert isinstance(recipe, Sft) and isinstance(chats, Chats) and rows is not None
+        assert isinstance(chats, Chats) and rows is not None
         self._setup, self._sampler, self._networks = setup, sampler, setup.networks
-        self._recipe: Sft = recipe
+        self._recipe = recipe
         self._chats: Chats = chats
         self._rows: ChatRows = rows
         asked = heldout_examples(chats, setup.run.eval_prompts)

@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jrl.processes.agreement import to_devices, to_host
-from jrl.recipes.supervised.sft import Sft
+from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.batching import replicated
 from jrl.tasks.data.chats import Chat, Chats
 from jrl.trainer.setup.networks import Networks
@@ -22,7 +22,7 @@ ROWS_OF_A_BIN = 16
 
 def supervised_step(
     networks: Networks,
-    recipe: Sft,
+    recipe: Recipe,
     chats: Chats,
     rows: ChatRows,
     pad_id: int,
@@ -35,10 +35,10 @@ def supervised_step(
     """
     # The place in the stream of conversations is all that a checkpoint need know of the data.
     seen = int(state.prompts_seen)
-    chosen = training_chats(chats, seen, recipe.batch)
+    chosen = training_chats(chats, seen, recipe.completions)
     tokens, learned = rows.counts(chosen)
     begin = time.perf_counter()
-    batch = rows.batch(chosen, recipe.batch, pad_id, networks.mesh)
+    batch = rows.batch(chosen, recipe.completions, pad_id, networks.mesh)
     of_rows = (tokens, learned) if networks.packs else None
     learner, found = update_rows(
         networks.policy, state.policy, batch, of_rows, rows_of_a_bin=ROWS_OF_A_BIN
@@ -46,7 +46,7 @@ def supervised_step(
     # Reading them waits for the update, so that the time is of work done.
     history = [{"actor": to_host(found)}]
     seconds = time.perf_counter() - begin
-    seen += recipe.batch
+    seen += recipe.completions
     state = replace(
         state,
         policy=learner,

@@ -25,7 +25,7 @@ from sharding.collectives import vary, varying
 NORM_EPSILON = 1e-6
 """Added to the squared length of queries and keys."""
 
-Read = Float[Array, "token value_heads value_dim"]
+Outputs = Float[Array, "token value_heads value_dim"]
 
 
 class Mixed(NamedTuple):
@@ -64,12 +64,12 @@ class DeltaCore:
         reads, float32, and what its row is gone on with.
     """
 
-    run: Callable[[Mixed, Array], tuple[Read, DeltaState]]
+    run: Callable[[Mixed, Array], tuple[Outputs, DeltaState]]
 
     def watched(self, see: Callable[[DeltaState], None]) -> "DeltaCore":
         """The same, which shows what rows are gone on with."""
 
-        def run(mixed: Mixed, filters: Array) -> tuple[Read, DeltaState]:
+        def run(mixed: Mixed, filters: Array) -> tuple[Outputs, DeltaState]:
             read, after = self.run(mixed, filters)
             see(after)
             return read, after
@@ -85,7 +85,7 @@ def delta_core(mask: SegmentMask | None, config: ModelConfig) -> DeltaCore:
 
 def over_sections(
     mask: SegmentMask, delta: GatedDeltaNet, mixed: Mixed, filters: Array
-) -> tuple[Read, DeltaState]:
+) -> tuple[Outputs, DeltaState]:
     """The sequences of a packed batch, section after section: rows that follow those of another
     section (responses of prompts) go on with what these leave behind.
 
@@ -113,7 +113,7 @@ def one_step(
     live: Bool[Array, "row"],
     mixed: Mixed,
     filters: Array,
-) -> tuple[Read, DeltaState]:
+) -> tuple[Outputs, DeltaState]:
     """The same of one token for each row, which is the next of its sequence; rows that are not live
     stay as they are."""
     row = Mixed(*(x[:, None] for x in mixed))

@@ -28,7 +28,7 @@ from moe.architecture.activation import Activation
 from moe.experts.dispatch.all_gather import all_gather_dispatch
 from moe.experts.dispatch.all_to_all import all_to_all_dispatch
 from moe.experts.dispatch.buffers import peer_tokens
-from moe.experts.dispatch.cost import Exchange, cheapest, room_of
+from moe.experts.dispatch.cost import Exchange, cheapest, peer_capacity_of
 from moe.experts.dispatch.ragged import ragged_dispatch
 from moe.experts.dispatch.token_chunks import chunk_sizes, in_token_chunks
 from moe.router.routing import Routing, without_repeats
@@ -93,11 +93,13 @@ def dispatch(
     name, num_local = implementation, weights.down.shape[0]
     if name is None:
         (num_tokens, k), ep = routing.experts.shape, mesh.size(mesh.ep)
-        room = room_of(k, ep, None, buffer_factor)
+        peer_capacity = peer_capacity_of(k, ep, None, buffer_factor)
         if capacity is not None:
-            room = min(room, capacity * num_local / chunk_sizes(num_tokens, chunks)[0])
+            peer_capacity = min(
+                peer_capacity, capacity * num_local / chunk_sizes(num_tokens, chunks)[0]
+            )
         sizes = num_local * ep, k, x.shape[1], x.dtype.itemsize
-        name = cheapest(Exchange(*sizes, room, exchange_rate, wire), mesh)
+        name = cheapest(Exchange(*sizes, peer_capacity, exchange_rate, wire), mesh)
     check_dispatch(name, mesh)
     # Buffers count on it; a replayed routing may name an expert twice.
     routing = without_repeats(routing, num_local * mesh.size(mesh.ep))

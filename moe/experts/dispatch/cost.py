@@ -31,8 +31,8 @@ class Exchange:
       k: experts of a token.
       d_model: elements of a token.
       itemsize: bytes of one.
-      room: of a device's tokens, the part that buffers of one size let it send to one other: 1 for
-        any routing, less with a capacity or a buffer factor.
+      peer_capacity: of a device's tokens, the part that buffers of one size let it send to one
+        other: 1 for any routing, less with a capacity or a buffer factor.
       rate: of an all-to-all as a part of a ring's, as `benchmarks/dispatch.py` measures it; None is
         `Hardware.exchange`.
       wire: as in `moe.experts.dispatch.choice.dispatch`.
@@ -42,13 +42,15 @@ class Exchange:
     k: int
     d_model: int
     itemsize: int
-    room: float = 1.0
+    peer_capacity: float = 1.0
     rate: float | None = None
     wire: str | None = None
 
 
-def room_of(k: int, ep: int, capacity_factor: float | None, buffer_factor: float | None) -> float:
-    """`Exchange.room`, as `moe.experts.dispatch.buffers.peer_tokens` has it of many tokens."""
+def peer_capacity_of(
+    k: int, ep: int, capacity_factor: float | None, buffer_factor: float | None
+) -> float:
+    """`Exchange.peer_capacity`, `moe.experts.dispatch.buffers.peer_tokens` of many tokens."""
     factors = [factor for factor in (capacity_factor, buffer_factor) if factor is not None]
     return min([1.0, *(factor * k / ep for factor in factors)])
 
@@ -58,7 +60,7 @@ def seconds(exchange: Exchange, layout: Layout, hardware: Hardware) -> dict[str,
     rate = hardware.exchange if exchange.rate is None else exchange.rate
     prompt = replace(hardware, latency_inside=0.0, latency_outside=0.0, exchange=rate)
     k, found = exchange.k, {}
-    buffers = math.ceil(exchange.room * MANY)
+    buffers = math.ceil(exchange.peer_capacity * MANY)
     for name in NAMES:
         per_peer = buffers
         if name == "ragged":

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sharding.planner.hardware import Hardware
-from sharding.planner.search import ROOM, Plan
+from sharding.planner.search import MEMORY_FRACTION, Plan
 
 MEMORY = ("weights", "optimizer", "gradients", "activations", "buffers")
 
@@ -35,7 +35,9 @@ def draw(plans: Sequence[Plan], hardware: Hardware, path: Path, title: str = "")
     time.set_xlabel("seconds of a step")
     held = {name: [getattr(plan.memory, name) / 1e9 for plan in plans] for name in MEMORY}
     _stack(memory, labels, held)
-    memory.axvline(ROOM * hardware.memory / 1e9, color="0.2", linestyle="--", linewidth=1)
+    memory.axvline(
+        MEMORY_FRACTION * hardware.memory / 1e9, color="0.2", linestyle="--", linewidth=1
+    )
     memory.set_xlabel(f"GB on each device; the line is what is planned with on {hardware.name}")
     time.invert_yaxis()
     figure.savefig(path, dpi=120)

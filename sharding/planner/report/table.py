@@ -6,7 +6,7 @@ from dataclasses import replace
 from sharding.planner.hardware import Hardware
 from sharding.planner.models.sizes import ModelSizes
 from sharding.planner.report.columns import aligned
-from sharding.planner.search import ROOM, Found, Plan, why_not
+from sharding.planner.search import MEMORY_FRACTION, Found, Plan, why_not
 
 COLUMNS = ("layout", "dispatch", "context", "remat", "rows", "step", "MFU", "memory")
 PARTS = ("products", "traffic", "sent", "bubble")
@@ -75,7 +75,7 @@ def report(
         [f"  {name}", f"{getattr(memory, name) / 1e9:.3g} GB"]
         for name in ("weights", "optimizer", "gradients", "activations", "buffers")
     ]
-    has = f"{ROOM * hardware.memory / 1e9:.3g} GB are planned with"
+    has = f"{MEMORY_FRACTION * hardware.memory / 1e9:.3g} GB are planned with"
     lines += ["", f"Memory of the first on each device ({has}):", aligned(parts)]
     against = why_not(found, model, rows, time, hardware)
     reasons = [[f"  {replace(layout, vpp=1)}", reason] for layout, reason in against.items()]

@@ -12,7 +12,7 @@ import numpy as np
 from sharding.folding.layout import divisors
 from sharding.planner.hardware import LINK_EFFICIENCY, Hardware
 from sharding.planner.models.sizes import ModelSizes
-from sharding.planner.search import ROOM
+from sharding.planner.search import MEMORY_FRACTION
 from sharding.planner.serving import times
 from sharding.planner.serving.network import modelled
 from sharding.planner.serving.plan import Load
@@ -124,10 +124,10 @@ class _Stage:
         model = self.model
         apart = model.expert_parameters * model.num_layers
         weights = BYTES * ((model.parameters - apart) / self.tp + apart / self.stage) / self.pp
-        room = ROOM * self.hardware.memory - weights
+        budget = MEMORY_FRACTION * self.hardware.memory - weights
         cache = 2 * BYTES * self.load.cached * model.keys * model.num_layers
         # Each token's cache is cut over its tp devices and the stages; pp micro-batches are held.
-        return max(0, int(room * self.tp * self.groups / cache))
+        return max(0, int(budget * self.tp * self.groups / cache))
 
 
 def _stages(model, load, hardware, devices, efficiency, kind: Kind) -> Iterator[_Stage]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from sharding.planner.hardware import LINK_EFFICIENCY, Hardware
 from sharding.planner.models.sizes import ModelSizes
-from sharding.planner.search import ROOM
+from sharding.planner.search import MEMORY_FRACTION
 from sharding.planner.serving import times
 from sharding.planner.serving.network import Utilisation, modelled
 from sharding.planner.serving.pingpong import makespan
@@ -132,17 +132,17 @@ class Server:
         model = self.model
         apart = model.expert_parameters * model.num_layers
         on_node = BYTES * apart / self.expert_nodes
-        room = ROOM * self.pair.experts.memory * self.tp_experts
-        return self.most_in_memory() >= 1 and on_node < room
+        budget = MEMORY_FRACTION * self.pair.experts.memory * self.tp_experts
+        return self.most_in_memory() >= 1 and on_node < budget
 
     def most_in_memory(self) -> int:
         """(8): the most sequences that an attention node can hold, ``4 m b_a s h L / g + 2 P_a <
         tp_a C_a``; C is what is planned with."""
         model = self.model
         rest = model.parameters - model.expert_parameters * model.num_layers
-        room = ROOM * self.pair.attention.memory * self.tp_attention - BYTES * rest
+        budget = MEMORY_FRACTION * self.pair.attention.memory * self.tp_attention - BYTES * rest
         each = 2 * BYTES * self.load.cached * model.keys * model.num_layers
-        return max(0, int(np.ceil(room / each)) - 1)
+        return max(0, int(np.ceil(budget / each)) - 1)
 
     def rows_of_node(self, batch, nodes):
         """``b_e = b_a n_a K / E`` times the experts of a node, with even routing."""

@@ -48,7 +48,7 @@ def test_a_preset_fits_its_accelerator(name, checkpoint, tmp_path):
     request = parse([f"--config=preset:{name}", *given])
     setup = build_setup(request.run, request.recipe)
     setup.task.close()
-    needs, update = memory(setup), memory_of_update(setup)
+    needs, update = memory(setup), memory_of_update(setup.model, setup.geometry, setup.run)
     together = sum(needs.values()) + update.activations + update.buffers
     used = together / (int(room.removesuffix("gb")) * 2**30)
     # A tenth stays for what the compiler and the driver take.

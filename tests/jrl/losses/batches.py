@@ -29,7 +29,7 @@ def numpy_batch(seed: int, mask: np.ndarray = MASK) -> dict[str, np.ndarray]:
         "old_logprobs": logprobs + draw.normal(0, 0.6, shape),
         "behaviour_logprobs": logprobs + draw.normal(0, 0.6, shape),
         "entropy": draw.exponential(0.7, shape),
-        "ref_logprobs": logprobs + draw.normal(0, 0.6, shape),
+        "reference_logprobs": logprobs + draw.normal(0, 0.6, shape),
         "advantages": draw.normal(0, 1, shape),
         "importance_weights": draw.uniform(0.5, 2, shape),
         "values": values,

@@ -63,12 +63,12 @@ def test_vector_kl_1(kind, value, slope):
 @pytest.mark.parametrize("masked", [True, False])
 def test_kl_oracle(kind, masked):
     b = numpy_batch(0)
-    log_ratio = b["logprobs"] - b["ref_logprobs"]
+    log_ratio = b["logprobs"] - b["reference_logprobs"]
     tokens = [[oracles.kl_token(d, kind) for d in row] for row in log_ratio]
     values, slopes = np.moveaxis(np.array(tokens), -1, 0)
     chosen = MASK if masked else np.ones_like(MASK)
     with jax.enable_x64(True):
-        found = estimates()(b["logprobs"], b["ref_logprobs"], MASK if masked else None)
+        found = estimates()(b["logprobs"], b["reference_logprobs"], MASK if masked else None)
         result, slope = found[kind]
         np.testing.assert_allclose(result, np.where(chosen, values, 0), rtol=1e-11, atol=1e-15)
         np.testing.assert_allclose(slope, np.where(chosen, slopes, 0), rtol=1e-11, atol=1e-15)
@@ -79,7 +79,7 @@ def test_kl_gradients_by_finite_differences():
 
     @jax.jit
     def found(logprobs):
-        arrays = (logprobs, b["ref_logprobs"], b["mask"])
+        arrays = (logprobs, b["reference_logprobs"], b["mask"])
         return [jrl.kl_estimate(*arrays, kind=kind) for kind in ("k1", "k2", "k3", "abs")]
 
     with jax.enable_x64(True):

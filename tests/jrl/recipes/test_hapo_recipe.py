@@ -98,7 +98,7 @@ def test_without_its_components_it_is_dapo():
         ours.old_logprobs,
         ours.mask,
         old_logprobs=ours.old_logprobs,
-        drawn_logprobs=ours.behaviour_logprobs,
+        behaviour_logprobs=ours.behaviour_logprobs,
     )
     np.testing.assert_array_equal(found.importance_weights, MASK.astype(np.float32))
     weighted = replace(ours, importance_weights=found.importance_weights)
@@ -174,12 +174,12 @@ def test_what_is_kept_is_of_all_sampled_tokens():
     recipe = Hapo(entropy_quantile=0.5)
     entropy = np.random.default_rng(8).uniform(0.01, 2, MASK.shape).astype(np.float32)
     given = replace(batch(recipe), old_entropy=np.where(MASK, entropy, np.float32(np.nan)))
-    kept = jax.jit(recipe.kept)
-    found = kept(given)
+    statistics = jax.jit(recipe.entropy_statistics)
+    found = statistics(given)
     expected = jax.jit(lambda x: entropy_statistics(x, MASK, quantile=0.5))(entropy)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
-    assert Dapo().kept(given) is None
-    nothing = kept(replace(given, mask=np.zeros_like(given.mask)))
+    assert Dapo().entropy_statistics(given) is None
+    nothing = statistics(replace(given, mask=np.zeros_like(given.mask)))
     jax.tree.map(np.testing.assert_array_equal, nothing, EntropyStatistics.neutral())
 
 
@@ -192,7 +192,7 @@ def test_ratio_and_weight_together_are_of_the_distribution_drawn_from(anchor):
     recipe = Hapo(old_logprobs=anchor)
     old = sampler if anchor == "sampler" else trainer
     found = jax.jit(recipe.correction.correct)(
-        trainer, sampler, MASK, old_logprobs=old, drawn_logprobs=drawn
+        trainer, sampler, MASK, old_logprobs=old, behaviour_logprobs=drawn
     )
     product = np.exp(logprobs - old) * found.importance_weights
     np.testing.assert_allclose(

@@ -127,12 +127,12 @@ def loss_of(recipe, given, logprobs, entropy, totals=None):
     return policy_loss(recipe, logprobs, entropy, given, totals, TIME - PROMPT)
 
 
-def in_pieces(recipe, given, logprobs, entropy):
-    """The losses of three pieces, with denominators and statistics of the whole mini-batch."""
+def in_micro_batches(recipe, given, logprobs, entropy):
+    """Losses of three micro-batches, with denominators and statistics of the whole mini-batch."""
     totals, found = totals_of(recipe, given, logprobs, entropy), []
     for rows in (slice(0, 1), slice(1, 4), slice(4, 6)):
-        piece = jax.tree.map(lambda x, rows=rows: x[rows], given)
-        found.append(loss_of(recipe, piece, logprobs[rows], entropy[rows], totals))
+        micro_batch = jax.tree.map(lambda x, rows=rows: x[rows], given)
+        found.append(loss_of(recipe, micro_batch, logprobs[rows], entropy[rows], totals))
     return found
 
 
@@ -144,7 +144,7 @@ class Outcome(NamedTuple):
       targets: those of the batch.
       whole: its loss and metrics.
       slope: the gradient of the loss by the log-probabilities.
-      parts: losses and metrics of pieces.
+      parts: losses and metrics of micro-batches.
     """
 
     mask: Any
@@ -164,7 +164,7 @@ def program(name):
         given, targets = with_targets(recipe, given)
         loss = partial(loss_of, recipe, given)
         whole, slope = jax.value_and_grad(loss, has_aux=True)(logprobs, entropy)
-        parts = in_pieces(recipe, given, logprobs, entropy)
+        parts = in_micro_batches(recipe, given, logprobs, entropy)
         return Outcome(given.mask, targets, whole, slope, parts)
 
     return run
@@ -216,7 +216,7 @@ def test_a_loss_is_the_sum_over_its_pieces(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Sapo, Toy])
 def test_a_recipe_of_ones_own_takes_a_step(kind):
-    """In pieces of four rows and of two: statistics are those of the mini-batch."""
+    """In micro-batches of four rows and of two: statistics are those of the mini-batch."""
     found = []
     for micro_batch in (4, 2):
         recipe = kind(**SIZES, micro_batch=micro_batch)

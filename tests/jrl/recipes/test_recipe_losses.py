@@ -35,7 +35,7 @@ MASK = (np.arange(TIME)[None, :] >= 2) & (
 )
 CORRECT = np.array([True, False, True, True, False, False])
 SIZES = {"prompts": 3, "group_size": 2, "mini_batch": 6, "micro_batch": 2}
-PIECES = [slice(0, 1), slice(1, 4), slice(4, 6)]
+MICRO_BATCHES = [slice(0, 1), slice(1, 4), slice(4, 6)]
 
 
 def random(seed, low, high):
@@ -94,13 +94,13 @@ whole_compiled = jax.jit(whole, static_argnums=0)
 
 
 def in_pieces(recipe, logprobs, entropy):
-    """The sum over pieces of the loss, and of each metric."""
+    """The sum over micro-batches of the loss, and of each metric."""
     given = batch()
     totals = count(given, statistics_of(recipe, logprobs, entropy))
     losses, metrics = [], []
-    for piece in PIECES:
-        rows = jax.tree.map(lambda x, piece=piece: x[piece], given)
-        own = logprobs[piece], entropy[piece]
+    for own_rows in MICRO_BATCHES:
+        rows = jax.tree.map(lambda x, own_rows=own_rows: x[own_rows], given)
+        own = logprobs[own_rows], entropy[own_rows]
         loss, metric = policy_loss(recipe, *own, rows, totals, LIMIT)
         losses.append(loss)
         metrics.append(metric)
@@ -217,13 +217,13 @@ def test_vapo_without_a_correct_row():
 
 @functools.partial(jax.jit, static_argnums=0)
 def critic_losses(recipe, values, given):
-    """The loss of the critic on the batch, and on its pieces."""
+    """The loss of the critic on the batch, and on its micro-batches."""
     totals = count(given)
-    pieces = [
+    parts = [
         recipe.critic_loss(values[p], jax.tree.map(lambda x, p=p: x[p], given), totals, LIMIT)
-        for p in PIECES
+        for p in MICRO_BATCHES
     ]
-    return recipe.critic_loss(values, given, totals, LIMIT), pieces
+    return recipe.critic_loss(values, given, totals, LIMIT), parts
 
 
 @pytest.mark.parametrize("clip", [None, 0.2])
@@ -232,7 +232,7 @@ def test_critic_loss(kind, clip):
     recipe = kind(**SIZES, value_clip=clip)
     assert isinstance(recipe, ActorCritic)
     given = batch()
-    (loss, metrics), pieces = critic_losses(recipe, VALUES, given)
+    (loss, metrics), parts = critic_losses(recipe, VALUES, given)
     expected, pairs = np.zeros(MASK.shape), []
     for row, times in enumerate(oracles.rows(MASK)):
         for t in times:
@@ -244,8 +244,8 @@ def test_critic_loss(kind, clip):
     np.testing.assert_allclose(
         metrics["critic/vf_clipfrac"].value(), np.mean(pairs), rtol=1e-5, atol=1e-7
     )
-    np.testing.assert_allclose(sum(float(part) for part, _ in pieces), loss, rtol=1e-5)
-    explained = [part["critic/vf_explained_var"] for _, part in pieces]
+    np.testing.assert_allclose(sum(float(part) for part, _ in parts), loss, rtol=1e-5)
+    explained = [part["critic/vf_explained_var"] for _, part in parts]
     np.testing.assert_allclose(
         sum(explained[1:], explained[0]).value(),
         oracles.explained_variance(VALUES, given.returns, MASK),

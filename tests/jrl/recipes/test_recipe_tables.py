@@ -234,20 +234,23 @@ def test_the_defaults_are_four_updates_in_two_pieces(kind):
 
 
 @pytest.mark.parametrize(
-    ("prompts", "group_size", "rows", "piece"),
+    ("prompts", "group_size", "rows", "micro_batch"),
     [
         (10, 8, 80, 80),  # 80 is nearer to 64 than 40 is
         (12, 8, 96, 48),
         (1, 2, 2, 2),
-        (131, 8, 131, 131),  # a prime: pieces of 1 or of 131
+        (131, 8, 131, 131),  # a prime: micro-batches of 1 or of 131
         (66, 8, 132, 66),
         (512, 16, 128, 64),
     ],
 )
-def test_sizes_that_follow_from_others_divide(prompts, group_size, rows, piece):
+def test_sizes_that_follow_from_others_divide(prompts, group_size, rows, micro_batch):
     recipe = Grpo(prompts=prompts, group_size=group_size)
-    assert (recipe.mini_batch_size, recipe.micro_batch_size) == (rows, piece)
-    assert Grpo(prompts=prompts, group_size=group_size, mini_batch=rows).micro_batch_size == piece
+    assert (recipe.mini_batch_size, recipe.micro_batch_size) == (rows, micro_batch)
+    assert (
+        Grpo(prompts=prompts, group_size=group_size, mini_batch=rows).micro_batch_size
+        == micro_batch
+    )
 
 
 def test_a_mini_batch_that_nobody_chose_divides_over_devices():

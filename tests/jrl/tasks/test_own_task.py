@@ -6,7 +6,7 @@ import pytest
 
 from jrl.tasks import Task, load_task
 from jrl.tasks.load import own_files
-from jrl.tasks.references import kept_name, reference
+from jrl.tasks.references import copy_name, reference
 from jrl.tasks.rewards.own import OwnReward
 from jrl.tasks.rewards.settings import RewardSettings
 from jrl.tasks.task import Example
@@ -144,9 +144,9 @@ def test_copies_come_before_what_lies_at_the_path(file):
     kept = file.parent / "code"
     kept.mkdir()
     files = own_files("2 sums.py:make + sort", ("task", "sums.py:length"))
-    assert files == {kept_name("sums.py"): SOURCE.encode()}
-    (kept / kept_name("sums.py")).write_text(SOURCE.replace("= 30", "= 5"))
-    task = load_task("sums.py:make", 0, workers=1, kept=kept)
+    assert files == {copy_name("sums.py"): SOURCE.encode()}
+    (kept / copy_name("sums.py")).write_text(SOURCE.replace("= 30", "= 5"))
+    task = load_task("sums.py:make", 0, workers=1, code_path=kept)
     assert len(task._prompts.examples) == 5  # type: ignore
     task.close()
 

@@ -19,8 +19,9 @@ from small_runs import (
 from jrl.recipes import RECIPES
 from jrl.rollout.decoding import engine
 from jrl.trainer import step as stepping
+from jrl.trainer.scoring import logprobs_of
 from jrl.trainer.setup import networks
-from jrl.trainer.step import mini_batches, train_on_batch, train_step
+from jrl.trainer.step import mini_batches, sampling_difference, train_on_batch, train_step
 from jrl.trainer.summary import summarise
 
 ROWS = 8
@@ -95,9 +96,9 @@ def test_micro_batches_have_no_say_in_the_mini_batches(learned_from):
     state, batch = state_of(setup), numbered(setup)
     for group_size, mini_batch in ((2, 2), (2, 4), (2, 8), (4, 2), (4, 4), (4, 8)):
         found = []
-        for piece in [None, *(piece for piece in (1, 2, 4, 8) if mini_batch % piece == 0)]:
+        for micro_batch in [None, *(size for size in (1, 2, 4, 8) if mini_batch % size == 0)]:
             sizes = {"group_size": group_size, "prompts": ROWS // group_size, "epochs": 2}
-            recipe = small_recipe(**sizes, mini_batch=mini_batch, micro_batch=piece)
+            recipe = small_recipe(**sizes, mini_batch=mini_batch, micro_batch=micro_batch)
             learned_from.clear()
             learn(small_setup(recipe), state, batch)
             found.append([rows for _, rows in learned_from])
@@ -115,10 +116,10 @@ def test_the_default_step_shuffles_whole_groups():
 
 @pytest.mark.slow
 def test_micro_batches_have_no_say_in_what_is_learned():
-    """A whole step in pieces of 4 rows and of 1, which holds no whole group."""
+    """A whole step in micro-batches of 4 rows and of 1, which holds no whole group."""
     steps = []
-    for piece in (4, 1):
-        setup = small_setup(small_recipe(micro_batch=piece))
+    for micro_batch in (4, 1):
+        setup = small_setup(small_recipe(micro_batch=micro_batch))
         state, history, *_ = learn(setup, state_of(setup), small_batch(setup, ROWS))
         steps.append((jax.device_get(state.policy.weights), summarise(history)))
     (weights, metrics), (other_weights, other_metrics) = steps
@@ -188,28 +189,71 @@ def fetched(monkeypatch):
     return shapes
 
 
+REPORTS = ["b", "b", "f"]
+"""Of what has a number for each token, what a step's report is made of on the host: the mask, what
+is padding, and the advantages."""
+
+
+@pytest.fixture
+def looks(monkeypatch):
+    """The times that sampled tokens come to the host, a number for each."""
+    times, shelved = [], engine.shelve
+
+    def counted(*arguments):
+        times.append(len(times))
+        return shelved(*arguments)
+
+    monkeypatch.setattr(engine, "shelve", counted)
+    return times
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dp1", "tp2 dp2 / ep4"])
-def test_a_dapo_step_crosses_for_texts_scores_and_reports_only(fetched, layout, monkeypatch):
+def test_a_dapo_step_crosses_for_texts_scores_and_reports_only(fetched, layout, looks):
     """Of what has a number for each token no log-probabilities, and nothing twice."""
     recipe = small_recipe("dapo", max_generation_rounds=2)
     setup = small_setup(recipe, small_run(layout=layout))
     state, sampler = fresh_state(setup, fresh_weights(setup)), setup.sampler()
-    looks, shelved = 0, engine.shelve
-
-    def counted(*arguments):
-        nonlocal looks
-        looks += 1
-        return shelved(*arguments)
-
-    monkeypatch.setattr(engine, "shelve", counted)
     fetched.clear()
     _, done = train_step(sampler, setup.networks, recipe, state, setup.randomness)
     assert done.metrics["dynamic_sampling/prompts_generated"] >= 4
-    per_token = sorted(kind for shape, kind in fetched if len(shape) == 2 and shape[1] >= 11)
-    texts = ["i"] * looks  # sampled tokens, whenever rows have ended
-    reports = ["b", "b", "f"]  # the mask, what is padding, and the advantages
-    assert per_token == sorted(texts + reports)
+    texts = ["i"] * len(looks)  # sampled tokens, whenever rows have ended
+    assert of_tokens(fetched) == sorted([*texts, *REPORTS])
+
+
+def of_tokens(fetched) -> list[str]:
+    """The kinds of what was read that has a number for each token, sorted."""
+    return sorted(kind for shape, kind in fetched if len(shape) == 2 and shape[1] >= 11)
+
+
+def test_what_differs_from_the_sampler_is_reduced_on_the_mesh(fetched):
+    setup = small_setup()
+    state, batch = state_of(setup), small_batch(setup, ROWS)
+    rows = batch.tokens, batch.valid
+    _, again = logprobs_of(setup.networks.policy.objective, state.policy.weights, *rows)
+    far = np.abs(np.asarray(again) - np.asarray(batch.behaviour_logprobs))[np.asarray(batch.mask)]
+    fetched.clear()
+    found = sampling_difference(setup.networks, state, batch)
+    assert of_tokens(fetched) == []
+    name = "sampling/sampling_logp_difference"
+    # A sum of 32 numbers in float32, in another order.
+    assert found[f"{name}/mean"] == pytest.approx(far.mean(), rel=1e-5)
+    assert found[f"{name}/max"] == far.max() > 0
+    nothing = batch.replace(mask=jnp.zeros_like(batch.mask))
+    assert sampling_difference(setup.networks, state, nothing) == {}
+
+
+@pytest.mark.slow
+def test_a_step_of_the_critic_alone_crosses_for_no_log_probabilities(fetched, looks):
+    """No more than a step of the policy does."""
+    recipe = small_recipe("vapo", pretrain_critic=2)
+    setup = small_setup(recipe, small_run(warm_start_steps=0))
+    state, sampler = fresh_state(setup, fresh_weights(setup)), setup.sampler()
+    fetched.clear()
+    _, done = train_step(sampler, setup.networks, recipe, state, setup.randomness)
+    assert 0 <= done.metrics["sampling/sampling_logp_difference/max"] < 1e-5
+    texts = ["i"] * len(looks)
+    assert of_tokens(fetched) == sorted([*texts, *REPORTS])
 
 
 class Handed(Exception):

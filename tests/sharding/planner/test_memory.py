@@ -19,11 +19,11 @@ from moe.weights import shapes
 from sharding.folding import Layout, fold_abstract
 from sharding.planner import volumes
 from sharding.planner.memory import (
+    activation_bytes,
     arrived_tokens,
     chunks_on_way,
     expert_rows,
     first_chunks_on_way,
-    kept,
     layers_on_way,
     memory,
     states,
@@ -165,7 +165,7 @@ def test_a_pipeline_keeps_what_the_chunks_on_their_way_need():
         sizes, method = Layout.parse(layout), Method(remat="selective")
         assert layers_on_way(model, sizes, number) == layers
         batch = Batch(number * 4, 512, micro_rows=4)
-        layer = kept(model, sizes, batch.local_tokens(sizes), method, "selective")
+        layer = activation_bytes(model, sizes, batch.local_tokens(sizes), method, "selective")
         assert memory(model, sizes, batch, method).activations == layers * layer
 
 
@@ -273,7 +273,7 @@ def test_scores_of_a_device_by_hand():
     stages = Layout.parse("pp2 vpp2 tp2 cp2 dp2")
     for several in (1, 8):
         longer = replace(batch, time=several * 1024)
-        values = kept(alone, stages, longer.local_tokens(stages), Method(), "none")
+        values = activation_bytes(alone, stages, longer.local_tokens(stages), Method(), "none")
         more = max(3 * every * several**2 - values, 0)
         of_all = [memory(alone, stages, longer, one).buffers for one in MEMORIES]
         assert of_all[1] - of_all[0] == pytest.approx(more) and (more > 0) is (several > 1)

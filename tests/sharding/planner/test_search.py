@@ -20,7 +20,7 @@ from sharding.planner.memory import memory
 from sharding.planner.method import Batch, Method
 from sharding.planner.models.presets import PRESETS
 from sharding.planner.search import (
-    ROOM,
+    MEMORY_FRACTION,
     Choices,
     illegal,
     layouts,
@@ -82,9 +82,9 @@ def test_what_is_legal_is_what_the_network_takes():
 def test_the_winner_fits_and_nothing_that_fits_is_faster():
     found = search(MIXTRAL, 64, 256, 4096, H100, *MEGATRON, THEIRS)
     best = found.plans[0]
-    assert best.memory.total <= ROOM * H100.memory
+    assert best.memory.total <= MEMORY_FRACTION * H100.memory
     assert best.cost.total == min(plan.cost.total for plan in found.plans)
-    assert all(needs > ROOM * H100.memory for needs in found.too_large.values())
+    assert all(needs > MEMORY_FRACTION * H100.memory for needs in found.too_large.values())
     # Experts lie inside a server, whole.
     assert (best.layout.etp, best.layout.ep) == (1, 8)
     looked_at = len(found.plans) + len(found.too_large) + sum(found.illegal.values())
@@ -114,8 +114,8 @@ def best_by_hand(model, layout, rows, time, method, system, choices):
             ways = ways_of(model, sizes, batch, method, choices)
             for way, sends in itertools.product(ways, ways_to_send(model, layout, choices)):
                 remats = (replace(way, remat=remat, **sends) for remat in choices.remat)
-                room = ROOM * H100.memory
-                fits = (one for one in remats if memory(model, sizes, batch, one).total <= room)
+                budget = MEMORY_FRACTION * H100.memory
+                fits = (one for one in remats if memory(model, sizes, batch, one).total <= budget)
                 found += [cost(model, sizes, batch, one, H100, system) for one in [*fits][:1]]
     return min(found, key=lambda one: one.total, default=None)
 

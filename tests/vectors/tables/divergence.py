@@ -18,7 +18,7 @@ HOLES = [[1, 0, 1, 1], [0, 0, 0, 0], [0, 1, 0, 1]]
 
 FAR = {
     "logprobs": [[-0.1, None, -31.0, -4.0], [None] * 4, [None, -0.7, None, -6.0]],
-    "ref_logprobs": [[-27.0, None, -0.25, -1.5], [None] * 4, [None, -0.6, None, -0.5]],
+    "reference_logprobs": [[-27.0, None, -0.25, -1.5], [None] * 4, [None, -0.6, None, -0.5]],
     "mask": HOLES,
 }
 
@@ -69,19 +69,21 @@ def _per_token(mask, shape, one):
     return values, slopes
 
 
-def _kl_estimate(logprobs, ref_logprobs, mask=None, **settings):
+def _kl_estimate(logprobs, reference_logprobs, mask=None, **settings):
     settings = {"kind": "k3", "max_log_ratio": 20.0, **settings}
     if mask is None:
         pairs = [
             oracles.kl_clamped_token(a - b, **settings)
-            for a, b in zip(logprobs, ref_logprobs, strict=True)
+            for a, b in zip(logprobs, reference_logprobs, strict=True)
         ]
         values, slopes = zip(*pairs, strict=True)
     else:
         values, slopes = _per_token(
             mask,
             np.shape(mask),
-            lambda i, t: oracles.kl_clamped_token(logprobs[i][t] - ref_logprobs[i][t], **settings),
+            lambda i, t: oracles.kl_clamped_token(
+                logprobs[i][t] - reference_logprobs[i][t], **settings
+            ),
         )
     return {"kl": values, "gradients": {"logprobs": slopes}}
 
@@ -131,10 +133,10 @@ ROWS = [
     Objective(
         function="kl_estimate",
         formula=(
-            "With d = logprobs - ref_logprobs, clamped to +-max_log_ratio: k1 = d; k2 = d^2/2; "
-            "k3 = exp(-d) + d - 1; abs = |d|; then clamped to +-max_value. Where a clamp acts the "
-            "derivative is 0. k1+, k3+ and abs+ have those values and, clamped or not, the "
-            "derivative d."
+            "With d = logprobs - reference_logprobs, clamped to +-max_log_ratio: k1 = d; "
+            "k2 = d^2/2; k3 = exp(-d) + d - 1; abs = |d|; then clamped to +-max_value. Where a "
+            "clamp acts the derivative is 0. k1+, k3+ and abs+ have those values and, clamped or "
+            "not, the derivative d."
         ),
         source="Schulman, http://joschu.net/blog/kl-approx.html; verl kl_penalty",
         outputs=["kl"],
@@ -143,7 +145,7 @@ ROWS = [
             *(
                 Case(
                     f"KL-1 {kind}",
-                    {"logprobs": LOGPROBS, "ref_logprobs": REFERENCE},
+                    {"logprobs": LOGPROBS, "reference_logprobs": REFERENCE},
                     {"kind": kind},
                 )
                 for kind in KINDS
@@ -154,7 +156,7 @@ ROWS = [
                 "KL-1 abs, off its kink",
                 {
                     "logprobs": [*LOGPROBS[:2], LOGPROBS[3]],
-                    "ref_logprobs": [*REFERENCE[:2], REFERENCE[3]],
+                    "reference_logprobs": [*REFERENCE[:2], REFERENCE[3]],
                 },
                 {"kind": "abs"},
             ),

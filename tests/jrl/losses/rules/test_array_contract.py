@@ -49,7 +49,7 @@ def part(which, name):
 
 
 DIFFERENTIABLE = ("per_token", "logprobs", "values", "logits")
-CONSTANTS = ("old_logprobs", "ref_logprobs", "advantages", "importance_weights", "old_values")
+CONSTANTS = ("old_logprobs", "reference_logprobs", "advantages", "importance_weights", "old_values")
 CONSTANTS += ("returns", "rewards", "gamma", "lam")
 # Every call with one other dtype of mask, every dtype with a fourth of the calls.
 MASK_DTYPES = (jnp.int32, jnp.uint8, jnp.float32, jnp.bfloat16)

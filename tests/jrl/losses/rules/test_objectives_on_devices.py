@@ -132,7 +132,7 @@ def test_estimators_of_rows_work_on_a_part_of_the_rows():
                 bootstrap_value=b["old_values"][:, 0],
             ),
             jrl.gae(b["rewards"], b["values"], b["mask"]),
-            jrl.kl_estimate(b["logprobs"], b["ref_logprobs"], b["mask"]),
+            jrl.kl_estimate(b["logprobs"], b["reference_logprobs"], b["mask"]),
             jrl.entropy_from_logits(b["logits"], b["mask"]),
         )
 

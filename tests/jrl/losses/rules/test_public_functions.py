@@ -119,7 +119,7 @@ for call in (
         "rewards (2, 3), values (2, 1), mask (2, 3)",
         "bootstrap_value has shape (2, 3), which does not spread over (2,)",
         "x (2, 3), mask (2, 1)",
-        "logprobs (2, 3), ref_logprobs (2, 1)",
+        "logprobs (2, 3), reference_logprobs (2, 1)",
         "logprobs (2, 3), mask (2, 1)",
         "kind='k4' is not an estimator of KL: choose one of k1, k2, k3",
         "rewards (2,), groups (3,)",

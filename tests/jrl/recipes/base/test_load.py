@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+from typing import ClassVar
 
 import jax.numpy as jnp
 import pytest
@@ -78,6 +79,18 @@ def test_hooks_that_are_missing_are_named():
 
     with pytest.raises(ValueError, match="Empty says nothing of its targets: write a method"):
         Empty()
+
+    @dataclasses.dataclass(frozen=True)
+    class Uncritical(Empty):
+        """A recipe that forgot the loss of its critic."""
+
+        uses_critic: ClassVar[bool] = True
+
+        def targets(self, batch):
+            raise AssertionError
+
+    with pytest.raises(ValueError, match="Uncritical says nothing of its critic_loss"):
+        Uncritical()
 
 
 def test_a_critic_without_a_lambda_says_so():

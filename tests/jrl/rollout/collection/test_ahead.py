@@ -49,17 +49,17 @@ def test_the_next_batch_is_whole_and_later_ones_are_begun(drawn):
 @pytest.mark.slow
 def test_arrays_and_back(drawn):
     setup, sampler, found = drawn
-    room = setup.networks.room
-    assert room.unpacked(room.empty(), sampler) is None
+    spec = setup.networks.ahead_spec
+    assert spec.unpacked(spec.empty(), sampler) is None
     # A score that 32 bits cannot hold.
     odd = replace(found.ready[0], verdict=Verdict(0.1, "partial"))
     found = replace(found, ready=[odd, *found.ready[1:]])
-    packed = room.packed(found)
-    empty = room.empty()
+    packed = spec.packed(found)
+    empty = spec.empty()
     assert jax.tree.map(lambda x: (x.shape, x.dtype), packed) == jax.tree.map(
         lambda x: (x.shape, x.dtype), empty
     )
-    again = room.unpacked(packed, sampler)
+    again = spec.unpacked(packed, sampler)
     assert again.ready[0].score == 0.1
     assert again.metrics == found.metrics and found.metrics.keys() <= set(METRICS)
     assert len(again.pending) == len(found.pending)
@@ -67,7 +67,7 @@ def test_arrays_and_back(drawn):
         assert (one.example, one.text, one.verdict) == (other.example, other.text, other.verdict)
         assert one.trajectory.finish == other.trajectory.finish
         equal(one.trajectory.sampled, other.trajectory.sampled)
-    equal(room.packed(again), packed)
+    equal(spec.packed(again), packed)
 
 
 @pytest.mark.slow

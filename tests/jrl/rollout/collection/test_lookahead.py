@@ -101,8 +101,8 @@ def test_batches_in_order_and_none_too_old(bound, dynamic):
         engine = CountingEngine(setup, random.integers(1, 6, (17, GROUP_SIZE)))
         task = ScriptedTask(setup.task, informative)
         lengths = setup.prompt_length, setup.response_length
-        sampler, room = Sampler(engine, task, setup.format, *lengths), setup.networks.room
-        ahead, first = room.empty(), 0
+        sampler, spec = Sampler(engine, task, setup.format, *lengths), setup.networks.ahead_spec
+        ahead, first = spec.empty(), 0
 
         def draw(first, pending, sampler=sampler, recipe=recipe):
             given = {"batches": bound, "first": first, "seconds": {}}
@@ -110,7 +110,7 @@ def test_batches_in_order_and_none_too_old(bound, dynamic):
 
         for step in range(STEPS):
             engine.version = step
-            drawn = room.unpacked(ahead, sampler) or draw(first, [])
+            drawn = spec.unpacked(ahead, sampler) or draw(first, [])
             check_staleness(drawn.ready, step, bound)
             numbers = [row_of(row).prompt for row in drawn.ready]
             wanted, after = list(range(first, first + PROMPTS)), first + PROMPTS
@@ -121,4 +121,4 @@ def test_batches_in_order_and_none_too_old(bound, dynamic):
             assert numbers == list(np.repeat(wanted, GROUP_SIZE))
             assert drawn.prompts_seen == after
             first = after
-            ahead = room.packed(draw(first, drawn.pending))
+            ahead = spec.packed(draw(first, drawn.pending))

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 from programs import mesh_of
 
+from jrl.trainer.learner.overflow import Exact
 from jrl.trainer.learner.program import Program
-from jrl.trainer.learner.room import Exact
 from jrl.trainer.learner.update import update
 from jrl.trainer.packed.scoring import _scored
 from jrl.trainer.scoring import logprobs_of, values_of
@@ -48,4 +48,4 @@ def test_updates_and_scores_are_such_programs():
     assert isinstance(update, Program)
     for score in (values_of, logprobs_of, _scored):
         assert isinstance(score, Exact)
-        assert isinstance(score.counted, Program) and isinstance(score.roomy, Program)
+        assert isinstance(score.counted, Program) and isinstance(score.unbounded, Program)

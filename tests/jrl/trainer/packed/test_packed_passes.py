@@ -64,12 +64,12 @@ def test_every_row_has_a_place_of_its_own(seed):
     slots = packed.slots(number)
     np.testing.assert_array_equal(packed.rows[slots][tokens > 0], np.flatnonzero(tokens))
     assert (packed.starts[slots[tokens == 0]] < 0).all()
-    pieces = 2, packed.num_micro_batches, -1
-    rows, starts = packed.rows.reshape(pieces), packed.starts.reshape(pieces)
+    shape = 2, packed.num_micro_batches, -1
+    rows, starts = packed.rows.reshape(shape), packed.starts.reshape(shape)
     assert (starts[:, packed.passes :] < 0).all()
-    by_piece = (x.reshape(-1, rows.shape[2]) for x in (rows, starts))
-    for piece, begins in zip(*by_piece, strict=True):
-        inside = piece[begins >= 0]
+    by_micro_batch = (x.reshape(-1, rows.shape[2]) for x in (rows, starts))
+    for slots, begins in zip(*by_micro_batch, strict=True):
+        inside = slots[begins >= 0]
         assert counted[inside].sum() <= sizes.places
         taken = np.zeros(sizes.bins * sizes.length, int)
         for row, start in zip(inside, begins[begins >= 0], strict=True):

@@ -42,7 +42,7 @@ def test_nothing_that_can_be_had_is_faster(setup):
 def test_with_less_memory_it_is_another(setup, monkeypatch):
     roomy, _ = chosen_layout(setup, Grpo(), 4)
     needs = candidate(setup, Grpo(), roomy, LAPTOP).bytes()
-    hardware = on_hardware(monkeypatch, memory=0.99 * needs / automatic.ROOM)
+    hardware = on_hardware(monkeypatch, memory=0.99 * needs / automatic.MEMORY_FRACTION)
     tight, why = chosen_layout(setup, Grpo(), 4)
     assert tight != roomy
     assert candidate(setup, Grpo(), tight, hardware).bytes() < needs
@@ -59,7 +59,8 @@ def test_every_stage_has_as_many_chunks_as_leave_it_no_deeper(setup):
 def test_a_pipeline_keeps_its_inputs_once(setup):
     """And the logits of an update are not those of a forward pass beside them."""
     one = candidate(setup, Grpo(), Layout.parse("pp2"), LAPTOP)
-    stays, update = memory(one.setup), memory_of_update(one.setup)
+    own, stays = one.setup, memory(one.setup)
+    update = memory_of_update(own.model, own.geometry, own.run)
     twice = sum(stays.values()) + update.activations + update.buffers
     both = stays["inputs kept by a stage"] + stays["logits of a forward pass"]
     assert stays["inputs kept by a stage"] > 0

@@ -70,6 +70,17 @@ def tokens_of(rows, time):
     return jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.bool_)
 
 
+def cache_of(setup):
+    """Bytes of the cache of a run."""
+    columns = setup.prompt_length + setup.response_length
+    slots = setup.geometry.slots(setup.run.slots)
+    return cache_bytes(setup.model, setup.rollout_mesh, slots, columns)
+
+
+def logits_of_pass(setup, rows):
+    return logits_bytes(setup.model, setup.geometry, rows)
+
+
 @pytest.fixture(scope="module")
 def with_everything():
     """A run that has a critic and a reference, with its first state."""
@@ -98,7 +109,7 @@ def test_memory_of_the_cache_is_what_decoding_carries():
     engine = setup.sampler().engine
     pool = empty_pool(engine.decoder, engine.slots, engine.columns)
     assert engine.slots == 24
-    assert cache_bytes(setup) == on_one_device(pool.cache)
+    assert cache_of(setup) == on_one_device(pool.cache)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +129,7 @@ def test_memory_of_a_cache_of_other_things_is_that_of_them(changes):
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
         for x in jax.tree.leaves(cache)
     )
-    assert cache_bytes(setup) == sum(parts)
+    assert cache_of(setup) == sum(parts)
 
 
 def test_memory_of_all_logits_is_what_a_sampler_that_truncates_asks_for():
@@ -133,7 +144,7 @@ def test_memory_of_all_logits_is_what_a_sampler_that_truncates_asks_for():
         return logits_of(weights, x, setup.model, setup.mesh)
 
     time = setup.prompt_length + setup.response_length
-    assert logits_bytes(setup, rows=6) == local_bytes(setup, score, *tokens_of(6, time))
+    assert logits_of_pass(setup, rows=6) == local_bytes(setup, score, *tokens_of(6, time))
 
 
 @pytest.mark.parametrize(
@@ -145,7 +156,7 @@ def test_memory_of_logits_is_that_of_a_chunk_of_columns(vocab_size, chunk, colum
     config = replace(setup.model, vocab_size=vocab_size, execution=execution)
     # 6 rows over dp 2; the tp ranks read their own columns for the tokens of both.
     bytes_of_chunk = 4 * 3 * setup.response_length * columns
-    assert logits_bytes(replace(setup, model=config), rows=6) == bytes_of_chunk
+    assert logits_bytes(config, setup.geometry, rows=6) == bytes_of_chunk
 
 
 @pytest.mark.parametrize(("vocab_size", "share"), [(38, 19), (39, 39)])
@@ -162,20 +173,22 @@ def test_memory_counts_the_largest_of_what_takes_turns():
     run = RunConfig(eval_prompts=24, warm_start_batch=12)
     needs = memory(setup := build_setup(run, recipe))
     assert needs["gradients"] == 2 * needs["weights"]  # a sum and a summand
-    assert needs["key/value cache"] == cache_bytes(setup)
-    assert needs["logits of a forward pass"] == logits_bytes(setup, rows=12)
+    assert needs["key/value cache"] == cache_of(setup)
+    assert needs["logits of a forward pass"] == logits_of_pass(setup, rows=12)
     assert "critic" not in needs and "reference" not in needs
 
     needs = memory(build_setup(replace(run, eval_prompts=40, warm_start_steps=0), recipe))
-    assert needs["key/value cache"] == cache_bytes(setup)
-    assert needs["logits of a forward pass"] == logits_bytes(setup, rows=8)
+    assert needs["key/value cache"] == cache_of(setup)
+    assert needs["logits of a forward pass"] == logits_of_pass(setup, rows=8)
 
     needs = memory(build_setup(run, replace(recipe, micro_batch=None, kl_coef=0.1)))
     assert needs["gradients"] == needs["weights"]
-    assert needs["logits of a forward pass"] == logits_bytes(setup, rows=32)
+    assert needs["logits of a forward pass"] == logits_of_pass(setup, rows=32)
     for first in ({"old_logprobs": "recompute"}, {"rejection": "geometric"}):
         needs = memory(build_setup(run, replace(recipe, **first)))
-        assert needs["logits of a forward pass"] == logits_bytes(setup, rows=32)
+        assert needs["logits of a forward pass"] == logits_bytes(
+            setup.model, setup.geometry, rows=32
+        )
         assert "reference" not in needs
 
 
@@ -210,7 +223,7 @@ def test_memory_of_adapters_is_that_of_what_learns(dtype):
     assert needs["gradients"] < needs["weights"] / 2
     assert needs["policy of the rollout"] == weight_bytes(plain, mesh)
     assert not {"reference", "float32 masters", "critic's float32 masters"} & needs.keys()
-    shown = parameters(setup)
+    shown = parameters(setup.model, setup.recipe)
     number = weights.num_trained_parameters(setup.model)
     assert shown["of which learn"] == f"{number:,} in adapters, {readable_bytes(4 * number)}"
     assert shown["reference"] == "the policy without adapters"
@@ -254,12 +267,10 @@ def test_batch_arithmetic_of_dynamic_sampling_has_its_bound():
 
 
 def test_parameters_are_those_of_the_networks_in_use(with_everything):
-    assert list(parameters(build_setup(RunConfig(), Grpo()))) == [
-        "policy",
-        "of which a token passes",
-    ]
+    plain = build_setup(RunConfig(), Grpo())
+    assert list(parameters(plain.model, plain.recipe)) == ["policy", "of which a token passes"]
     setup, state = with_everything
-    rows = parameters(setup)
+    rows = parameters(setup.model, setup.recipe)
 
     def numbers(tree):
         return f"{sum(leaf.size for leaf in jax.tree.leaves(tree)):,}"
@@ -334,4 +345,4 @@ def test_memory_of_a_stage_counts_the_padding_of_context_parallelism(apart):
     assert apart.model.num_layers == 6
     assert memory(apart)["inputs kept by a stage"] == 6 * tokens // 4 * apart.model.d_model * 4
     columns = -(-apart.model.vocab_size // 2)
-    assert logits_bytes(apart, rows=16) == 4 * 16 * padded(apart.response_length) // 2 * columns
+    assert logits_of_pass(apart, rows=16) == 4 * 16 * padded(apart.response_length) // 2 * columns

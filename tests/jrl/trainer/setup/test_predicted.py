@@ -29,8 +29,16 @@ def setup():
     return build_setup(RunConfig(layout="tp2 dp2 / ep4"), Grpo())
 
 
+def asked(setup):
+    return setup.model, setup.geometry, setup.run
+
+
+def method(setup):
+    return method_of(setup.model, setup.mesh, batch_of(setup.geometry), setup.run)
+
+
 def test_the_batch_is_the_mini_batch(setup):
-    batch, layout = batch_of(setup), setup.mesh.layout
+    batch, layout = batch_of(setup.geometry), setup.mesh.layout
     assert batch.rows == setup.recipe.mini_batch_size
     assert batch.time == setup.prompt_length + setup.response_length
     assert batch.num_micro_batches(layout) == setup.geometry.num_micro_batches
@@ -39,7 +47,7 @@ def test_the_batch_is_the_mini_batch(setup):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_states_are_those_that_the_dry_run_counts(setup, dtype):
     setup = replace(setup, model=replace(setup.model, dtype=dtype))
-    needs, counted = memory_of_update(setup), dry_run.memory(setup)
+    needs, counted = memory_of_update(*asked(setup)), dry_run.memory(setup)
     assert needs.weights == counted["weights"] == weight_bytes(setup.model, setup.mesh)
     masters = counted.get("float32 masters", 0)
     assert needs.optimizer == masters + counted["optimizer moments"]
@@ -47,14 +55,17 @@ def test_states_are_those_that_the_dry_run_counts(setup, dtype):
 
 
 def test_settings_of_the_execution_reach_the_plan(setup):
-    assert method_of(setup).dispatch == "all_gather"
+    assert method(setup).dispatch == "all_gather"
     execution = replace(setup.model.execution, remat="full", dispatch="all_to_all")
     other = replace(setup, model=replace(setup.model, execution=execution, dtype="bfloat16"))
-    method = method_of(other)
-    assert (method.remat, method.dispatch, method.itemsize) == ("full", "all_to_all", 2)
-    assert (method_of(setup).storage, method.storage) == ("float32", "bfloat16")
-    assert memory_of_update(other).activations < memory_of_update(setup).activations / 4
-    slower, faster = (time_of_update(one, HARDWARE["h100"]) for one in (other, setup))
+    found = method(other)
+    assert (found.remat, found.dispatch, found.itemsize) == ("full", "all_to_all", 2)
+    assert (method(setup).storage, found.storage) == ("float32", "bfloat16")
+    assert (
+        memory_of_update(*asked(other)).activations
+        < memory_of_update(*asked(setup)).activations / 4
+    )
+    slower, faster = (time_of_update(*asked(one), HARDWARE["h100"]) for one in (other, setup))
     assert slower.products > faster.products
 
 
@@ -67,14 +78,14 @@ def test_attention_crosses_devices_as_the_run_will_have_it(setup):
         )
     )
     for each in (few, many):
-        assert method_of(each).context == context_of(each.model, each.mesh)
-    assert [method_of(each).context for each in (few, many)] == ["gather", "ulysses"]
+        assert method(each).context == context_of(each.model, each.mesh)
+    assert [method(each).context for each in (few, many)] == ["gather", "ulysses"]
 
 
 def test_scores_are_kept_in_memory_where_no_kernel_of_gpus_serves(setup):
     halves = replace(setup, model=replace(setup.model, dtype="bfloat16"))
     found = {
-        platform: method_of(replace(halves, mesh=replace(halves.mesh, platform=platform))).attention
+        platform: method(replace(halves, mesh=replace(halves.mesh, platform=platform))).attention
         for platform in ("cpu", "tpu", "gpu", None)
     }
     assert found == {"cpu": "plain", "tpu": "plain", "gpu": None, None: None}
@@ -89,7 +100,7 @@ def test_time_is_shown_for_accelerators_alone(setup, monkeypatch):
     monkeypatch.setattr(dry_run.jax, "devices", lambda: [Device()])
     shown = prediction(setup)
     assert float(shown["seconds"]) == pytest.approx(
-        time_of_update(setup, HARDWARE["h100"]).total, rel=1e-2
+        time_of_update(*asked(setup), HARDWARE["h100"]).total, rel=1e-2
     )
     assert shown["model FLOPs utilisation"].endswith("%")
 
@@ -100,21 +111,24 @@ def test_overlap_counts_where_it_is_on_and_is_offered_where_it_could_be(setup, m
     def of(**changes):
         return replace(setup, model=replace(setup.model, execution=replace(executed, **changes)))
 
-    offered = times_with_overlap(setup, h100)
+    offered = times_with_overlap(*asked(setup), h100)
     assert set(offered) == set(OVERLAPS)
     for name, takes in offered.items():
-        assert takes == time_of_update(of(**{name: True}), h100)
+        assert takes == time_of_update(*asked(of(**{name: True})), h100)
     both = of(**dict.fromkeys(OVERLAPS, True))
-    assert times_with_overlap(both, h100) == {}
-    plain, early = time_of_update(setup, h100), offered["overlap_grad_reduce"]
+    assert times_with_overlap(*asked(both), h100) == {}
+    plain, early = time_of_update(*asked(setup), h100), offered["overlap_grad_reduce"]
     assert early.communication["gradients"] != plain.communication["gradients"]
     # A CPU sends and computes one after the other.
     laptop = HARDWARE["laptop"]
     chunks = of(expert_chunks=2)
-    assert time_of_update(chunks, laptop).exposed >= time_of_update(setup, laptop).exposed
+    assert (
+        time_of_update(*asked(chunks), laptop).exposed
+        >= time_of_update(*asked(setup), laptop).exposed
+    )
     # Nothing is offered that would be refused.
     piped = build_setup(RunConfig(layout="pp2"), Grpo())
-    assert "overlap_grad_reduce" not in times_with_overlap(piped, h100)
+    assert "overlap_grad_reduce" not in times_with_overlap(*asked(piped), h100)
 
 
 def test_kinds_of_devices():

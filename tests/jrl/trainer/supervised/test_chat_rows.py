@@ -35,7 +35,7 @@ def rows_of(chats, layout="dp1", positions=None, **settings):
         if positions is None
         else MICRO.__class__(**{**vars(MICRO), "max_positions": positions})
     )
-    return chat_rows(chats, FORMAT, Sft(**settings), config, mesh_of(layout))
+    return chat_rows(chats, FORMAT, Sft(**settings).supervision, config, mesh_of(layout))
 
 
 def test_a_row_has_its_first_token_before_all_columns_that_are_learned():

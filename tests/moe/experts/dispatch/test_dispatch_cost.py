@@ -17,7 +17,7 @@ from moe.experts.dispatch.cost import (
     explained,
     hardware_of,
     part_with,
-    room_of,
+    peer_capacity_of,
     seconds,
 )
 from moe.router.routing import Routing
@@ -39,7 +39,7 @@ def quickest(exchange, layout, hardware, names=NAMES):
 
 
 @pytest.mark.parametrize(
-    ("layout", "k", "itemsize", "room", "expected"),
+    ("layout", "k", "itemsize", "peer_capacity", "expected"),
     [
         # A peer may need every token: both send the same in float32, and half precision makes
         # all_gather send float32 sums.
@@ -51,13 +51,13 @@ def quickest(exchange, layout, hardware, names=NAMES):
         ("dp8 / ep4 etp2", 2, 4, 0.5, "all_to_all"),
     ],
 )
-def test_by_bytes_where_links_are_alike(layout, k, itemsize, room, expected):
-    assert cheapest(Exchange(32, k, 64, itemsize, room), on(layout)) == expected
+def test_by_bytes_where_links_are_alike(layout, k, itemsize, peer_capacity, expected):
+    assert cheapest(Exchange(32, k, 64, itemsize, peer_capacity), on(layout)) == expected
     assert set(NAMES) == set(IMPLEMENTATIONS)
 
 
 def test_a_slow_exchange_gathers():
-    exchange = Exchange(32, 4, 64, 4, room=0.5)
+    exchange = Exchange(32, 4, 64, 4, peer_capacity=0.5)
     assert cheapest(replace(exchange, rate=0.51), on("dp8 / ep8")) == "all_to_all"
     assert cheapest(replace(exchange, rate=0.49), on("dp8 / ep8")) == "all_gather"
 
@@ -66,7 +66,7 @@ def test_a_slow_exchange_gathers():
 def test_the_published_crossover(k, expected):
     """Eight H800s gather from top-6 on, where bytes alone say 8 (Jin et al., section 3.2). They
     send each choice, with buffers for even routing, and sums in the width of tokens."""
-    exchange = Exchange(64, k, 4096, 4, room=k / 8)
+    exchange = Exchange(64, k, 4096, 4, peer_capacity=k / 8)
     assert quickest(exchange, "dp8 / ep8", H800, NAMES[:2]) == expected
     assert quickest(exchange, "dp8 / ep8", replace(H800, exchange=1.0), NAMES[:2]) == "all_to_all"
 
@@ -93,11 +93,11 @@ def test_ragged_counts_tokens_that_are_there():
     assert tokens_only < takes["all_to_all"] / MANY * (part_with(exchange, layout) + 0.01)
 
 
-def test_room_is_that_of_the_buffers():
-    assert room_of(4, 8, None, None) == 1
-    assert room_of(4, 8, 1.0, None) == 0.5
-    assert room_of(4, 8, 1.0, 0.5) == 0.25
-    assert room_of(4, 8, 9.0, None) == 1
+def test_peer_capacity_is_that_of_the_buffers():
+    assert peer_capacity_of(4, 8, None, None) == 1
+    assert peer_capacity_of(4, 8, 1.0, None) == 0.5
+    assert peer_capacity_of(4, 8, 1.0, 0.5) == 0.25
+    assert peer_capacity_of(4, 8, 9.0, None) == 1
 
 
 def test_devices_are_known_by_their_kind():
@@ -114,7 +114,7 @@ def test_devices_are_known_by_their_kind():
 
 
 def test_it_says_why():
-    said = explained(Exchange(32, 4, 64, 4, room=0.5, rate=0.8), on("dp8 / ep8"))
+    said = explained(Exchange(32, 4, 64, 4, peer_capacity=0.5, rate=0.8), on("dp8 / ep8"))
     slower = "an all-to-all at 0.8 of a ring's rate"
     assert said == f"all_to_all (all_gather 1.60 times its time by bytes, {slower})"
     assert "\n" not in said

@@ -7,7 +7,7 @@ import pytest
 from sharding.planner.hardware import HARDWARE, LINK_EFFICIENCY
 from sharding.planner.models.presets import PRESETS
 from sharding.planner.models.sizes import ModelSizes
-from sharding.planner.search import ROOM
+from sharding.planner.search import MEMORY_FRACTION
 from sharding.planner.serving.plan import Load, Pair, Server
 from sharding.planner.serving.search import Space, best, plans, search
 from sharding.planner.serving.times import MEMORY_EFFICIENCY, Times
@@ -42,7 +42,9 @@ CASES = {
 def test_the_search_finds_what_trying_everything_finds(case, outside):
     experts = replace(EXPERTS, outside=outside)
     pair = Pair(ATTENTION, experts, (1.85, 1.08), efficiency=0.5)
-    tried = best_plan(SMALL, CASES[case], pair, SPACE, ROOM, LINK_EFFICIENCY, MEMORY_EFFICIENCY)
+    tried = best_plan(
+        SMALL, CASES[case], pair, SPACE, MEMORY_FRACTION, LINK_EFFICIENCY, MEMORY_EFFICIENCY
+    )
     found = best(SMALL, CASES[case], pair, SPACE)
     if outside < 0.1e9:  # nothing hides what it sends
         assert found is None
@@ -100,8 +102,11 @@ def test_sequences_are_conserved_and_memory_is_kept():
     assert rows * shape.micro_batches * 32 / 4 == pytest.approx(plan.sequences)
     held = 4 * shape.micro_batches * plan.batch * load.cached * model.d_model * 48 / 8
     weights = 2 * (model.parameters - 48 * model.expert_parameters)
-    assert held + weights < ROOM * H20.memory * shape.tp_attention
-    assert held / plan.batch * (plan.batch + 1) + weights >= ROOM * H20.memory * shape.tp_attention
+    assert held + weights < MEMORY_FRACTION * H20.memory * shape.tp_attention
+    assert (
+        held / plan.batch * (plan.batch + 1) + weights
+        >= MEMORY_FRACTION * H20.memory * shape.tp_attention
+    )
 
 
 def test_prompts_by_turns_cost_time_and_on_a_group_devices():

@@ -20,10 +20,10 @@ from jrl.losses import EntropyStatistics, entropy_statistics
 from jrl.report.metrics import check_known, without_timings
 from jrl.runs.checkpoints import Checkpoints
 from jrl.trainer import step as stepping
-from jrl.trainer.kept import kept_of
 from jrl.trainer.scoring import logprobs_and_entropy_of
 from jrl.trainer.state import restore, save
 from jrl.trainer.step import sampling_difference
+from jrl.trainer.temperature import statistics_of_step
 
 QUANTILE = 0.8
 statistics_of = jax.jit(partial(entropy_statistics, quantile=QUANTILE))
@@ -38,7 +38,9 @@ def recipe_of(**changes):
 def test_a_step_is_sampled_by_the_entropies_of_the_step_before(tmp_path, monkeypatch):
     setup = small_setup(recipe_of(), small_run(layout="tp2 dp2 / ep4"))
     first = fresh_state(setup, fresh_weights(setup))
-    jax.tree.map(np.testing.assert_array_equal, first.kept, EntropyStatistics.neutral())
+    jax.tree.map(
+        np.testing.assert_array_equal, first.entropy_statistics, EntropyStatistics.neutral()
+    )
     prepare, batches, before = stepping.prepare, [], []
 
     def recorded(networks, recipe, state, completions, scores, batch, *rest):
@@ -58,7 +60,11 @@ def test_a_step_is_sampled_by_the_entropies_of_the_step_before(tmp_path, monkeyp
     expected = statistics_of(entropy, batch.mask)
     assert setup.recipe.entropy_quantile == QUANTILE
     # Sums over devices in another order.
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), second.kept, expected)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5),
+        second.entropy_statistics,
+        expected,
+    )
     # There was nothing to follow yet: drawn from the policy itself, and not corrected.
     np.testing.assert_array_equal(batch.behaviour_logprobs, batch.old_logprobs)
     np.testing.assert_array_equal(batches[0].importance_weights, batch.mask.astype(np.float32))
@@ -67,12 +73,12 @@ def test_a_step_is_sampled_by_the_entropies_of_the_step_before(tmp_path, monkeyp
     checkpoints = Checkpoints(tmp_path)
     save(checkpoints, setup.networks, second)
     again = restore(checkpoints, setup.networks, 1)
-    jax.tree.map(np.testing.assert_array_equal, again.kept, second.kept)
+    jax.tree.map(np.testing.assert_array_equal, again.entropy_statistics, second.entropy_statistics)
 
     # The second step, of which the first token of a row is drawn by its entropy.
     third, done = one_step(setup, second)
     logprobs, entropy, batch = before[1]
-    kept, mask = again.kept, batch.mask
+    kept, mask = again.entropy_statistics, batch.mask
     assert mask.any()
     rule = setup.recipe.temperature_rule
     temperature = np.asarray(jax.jit(lambda *given: rule.at(*given, 1.0))(entropy, mask, kept))
@@ -100,9 +106,9 @@ def test_a_step_is_sampled_by_the_entropies_of_the_step_before(tmp_path, monkeyp
 
 def test_other_recipes_keep_nothing():
     setup = small_setup(small_recipe("dapo"))
-    assert fresh_state(setup, fresh_weights(setup)).kept is None
+    assert fresh_state(setup, fresh_weights(setup)).entropy_statistics is None
     batch = small_batch(setup)
-    assert kept_of(setup.recipe, batch, batch.mask, None, setup.mesh) is None
+    assert statistics_of_step(setup.recipe, batch, batch.mask, None, setup.mesh) is None
 
 
 def test_a_step_without_a_token_that_counts_leaves_what_was_kept():
@@ -112,7 +118,7 @@ def test_a_step_without_a_token_that_counts_leaves_what_was_kept():
     before = EntropyStatistics(*(jnp.float32(x) for x in (-1.5, 2.0, 1.0, -3.0)))
 
     def kept(sampled):
-        return kept_of(setup.recipe, batch, sampled, before, setup.mesh)
+        return statistics_of_step(setup.recipe, batch, sampled, before, setup.mesh)
 
     jax.tree.map(np.testing.assert_array_equal, kept(jnp.zeros_like(batch.mask)), before)
     expected = statistics_of(batch.old_entropy, batch.mask)
@@ -121,7 +127,7 @@ def test_a_step_without_a_token_that_counts_leaves_what_was_kept():
 
 @pytest.mark.slow
 def test_statistics_of_the_loss_are_those_of_the_mini_batch():
-    """In pieces of four rows and of two the step is the same, up to the order of sums."""
+    """In micro-batches of four rows and of two the step is the same, up to the order of sums."""
     found = []
     for micro_batch in (4, 2):
         setup = small_setup(recipe_of(micro_batch=micro_batch))

@@ -1,10 +1,10 @@
-"""Passes that did not have room for all that routers chose, run again where there is.
+"""Passes whose buffers overflowed, run again with buffers that cannot.
 
-Under `moe.execution.Execution.buffer_factor` the experts of a device have room for a multiple of
-what even routing sends to them. A pass counts what it had no room for; if that is anything, its
-result is put aside, and the same pass of a program with room for any routing takes its place. Both
-are compiled once, the second when it is first needed. So no result depends on how even routing is,
-and only time and memory do.
+Under `moe.execution.Execution.buffer_factor` the buffers of the experts of a device hold a
+multiple of what even routing sends to them. A pass counts what overflows; if that is anything, its
+result is put aside, and the same pass of a program with buffers for any routing takes its place.
+Both are compiled once, the second when it is first needed. So no result depends on how even routing
+is, and only time and memory do.
 """
 
 from collections.abc import Callable
@@ -25,14 +25,14 @@ Kind = TypeVar("Kind", bound=AnyObjective)
 
 
 def for_any_routing(objective: Kind) -> Kind:
-    """The same objective with room for any routing."""
+    """The same objective with buffers for any routing."""
     return replace(objective, config=objective.config.for_any_routing())
 
 
 def overflow_of(router: RouterStatistics[Array] | None, config: ModelConfig) -> Array | None:
-    """Choices that a pass had no room for, on all devices together, inside the `jax.shard_map`.
+    """Choices that overflowed a pass, on all devices together, inside the `jax.shard_map`.
 
-    None where there is room for any: programs are then what they would be without asking.
+    None where buffers hold any: programs are then what they would be without asking.
     """
     if router is None or router.overflow is None or config.execution.buffer_factor is None:
         return None
@@ -41,7 +41,7 @@ def overflow_of(router: RouterStatistics[Array] | None, config: ModelConfig) -> 
 
 class Exact:
     """A pass without a gradient, ``(objective, *given) -> (found, overflow)``, compiled; called, it
-    gives what was found with room for everything.
+    gives what was found with buffers for everything.
 
     Args:
       program: the pass; `overflow` is what `overflow_of` says.
@@ -51,22 +51,22 @@ class Exact:
     def __init__(self, program: Callable[..., tuple[Any, Array | None]], num_static: int = 1):
         static = tuple(range(num_static))
         self.counted = Program(program, static_argnums=static)
-        # Where there is room for any routing nothing is counted: the second result is None.
-        self.roomy = Program(lambda *given: program(*given)[0], static_argnums=static)
+        # Where buffers hold any routing nothing is counted: the second result is None.
+        self.unbounded = Program(lambda *given: program(*given)[0], static_argnums=static)
         self.__doc__ = program.__doc__
 
     def __call__(self, objective: AnyObjective, *given: Any) -> Any:
         if objective.config.execution.buffer_factor is None:
-            return self.roomy(objective, *given)
+            return self.unbounded(objective, *given)
         # A sum over all devices, so that all processes decide alike; reading it waits for the pass.
         found, overflow = self.counted(objective, *given)
         if overflow is None or not int(overflow):
             return found
-        return self.roomy(for_any_routing(objective), *given)
+        return self.unbounded(for_any_routing(objective), *given)
 
     def lower(self, objective: AnyObjective, *given: Any) -> Any:
-        """The program with room for any routing, lowered."""
-        return self.roomy.lower(for_any_routing(objective), *given)
+        """The program with buffers for any routing, lowered."""
+        return self.unbounded.lower(for_any_routing(objective), *given)
 
 
 def exact(num_static: int = 1) -> Callable[[Callable[..., tuple[Any, Array | None]]], Exact]:

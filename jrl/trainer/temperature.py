@@ -18,7 +18,7 @@ from jrl.rollout.sampling import Sampling
 from sharding.folding import FoldedMesh
 
 
-def first_kept(sampling: Sampling, mesh: FoldedMesh) -> EntropyStatistics[Array] | None:
+def first_statistics(sampling: Sampling, mesh: FoldedMesh) -> EntropyStatistics[Array] | None:
     """What the sampler of the first step finds: statistics by which it draws at the base
     temperature; None where that is constant."""
     if sampling.adaptive is None:
@@ -28,15 +28,15 @@ def first_kept(sampling: Sampling, mesh: FoldedMesh) -> EntropyStatistics[Array]
     return jax.tree.map(lambda x: jax.device_put(x, place) + 0, EntropyStatistics.neutral())
 
 
-def kept_of(
+def statistics_of_step(
     recipe: Recipe,
     batch: Batch[Array],
     sampled: Array,
     before: EntropyStatistics[Array] | None,
     mesh: FoldedMesh,
 ) -> EntropyStatistics[Array] | None:
-    """What the recipe keeps of a step, whole on every device; where no token of it counts, what
-    was kept `before`.
+    """The recipe's statistics of a step, whole on every device; where no token of it counts, those
+    of the step `before`.
 
     Args:
       batch: as `prepare` gives it.
@@ -44,34 +44,36 @@ def kept_of(
     """
     if before is None:
         return None
-    return _keeping(recipe, replicated(mesh))(replace(batch, mask=sampled), before)
+    return _statistics(recipe, replicated(mesh))(replace(batch, mask=sampled), before)
 
 
 @cache
-def _keeping(recipe: Recipe, place: NamedSharding) -> Callable[..., Any]:
-    def keep(batch: Batch[Array], before: EntropyStatistics[Array]) -> Any:
+def _statistics(recipe: Recipe, place: NamedSharding) -> Callable[..., Any]:
+    def latest(batch: Batch[Array], before: EntropyStatistics[Array]) -> Any:
         # Of no token there are no statistics, and the sampler must find some.
         some = jnp.any(batch.mask)
-        return jax.tree.map(lambda new, old: jnp.where(some, new, old), recipe.kept(batch), before)
+        return jax.tree.map(
+            lambda new, old: jnp.where(some, new, old), recipe.entropy_statistics(batch), before
+        )
 
-    return jax.jit(keep, out_shardings=place)
+    return jax.jit(latest, out_shardings=place)
 
 
 @partial(jax.jit, static_argnums=0)
 def temperatures(
-    sampling: Sampling, batch: Batch[Array], sampled: Array, kept: EntropyStatistics[Array]
+    sampling: Sampling, batch: Batch[Array], sampled: Array, before: EntropyStatistics[Array]
 ) -> dict[str, Array]:
     """The temperatures that the tokens were drawn at, by the entropy that the trainer computes.
 
     Args:
       batch: as `prepare` gives it.
       sampled: ``[batch, time]`` the mask before anything was rejected.
-      kept: of the step before this one.
+      before: the statistics of the step before this one.
     """
     assert sampling.adaptive is not None
     entropy, base = given(batch.old_entropy), sampling.temperature
     # The sampler's rule on the trainer's entropies: nothing need be recorded of each token.
-    at = sampling.adaptive.at(entropy, sampled, kept, base)
+    at = sampling.adaptive.at(entropy, sampled, before, base)
     outside = jnp.asarray(base, at.dtype)  # where no token counts, that of any other
     low, high = jnp.min(jnp.where(sampled, at, jnp.inf)), jnp.max(jnp.where(sampled, at, -jnp.inf))
     some = jnp.any(sampled)

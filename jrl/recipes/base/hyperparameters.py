@@ -1,0 +1,198 @@
+"""The numbers of a recipe: hyperparameters, and the sizes of batches that follow from them."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal, Self, get_args
+
+from jrl.config.numbers import check_least, check_range
+from jrl.losses import Aggregation, RejectionOver, WeightLevel, WeightMean
+from jrl.recipes.base.mismatch import Denominator, OldLogprobs, Rejection, Weighting
+from jrl.recipes.base.optimizer import Optimizer
+
+MINI_BATCH, MICRO_BATCH = 128, 64
+"""What mini-batches and micro-batches are near to where nobody chose their size."""
+
+RouterReplay = Literal["R2", "R3"]
+"""Whose choices of experts are replayed."""
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """Those that all recipes share."""
+
+    prompts: int = 64
+    """Prompts per step."""
+    group_size: int = 8
+    """Completions sampled per prompt."""
+    mini_batch: int | None = None
+    """Completions per optimizer step; divides prompts x group_size. None takes the divisor nearest
+    to 128."""
+    micro_batch: int | None = None
+    """Completions per forward and backward pass at most; divides the mini-batch. None takes the
+    divisor nearest to 64. Changes memory and speed (small ones stay in a CPU's cache), not the
+    result: sums are in another order, which shows in the last digits."""
+    epochs: int = 1
+    """Passes over the completions of a step."""
+
+    learning_rate: float = 2e-4
+    """Of AdamW, for the policy."""
+    learning_rate_warmup: int = 0
+    """Optimizer steps over which the learning rate rises linearly from 0."""
+    weight_decay: float = 0.0
+    """Decoupled, of AdamW."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this global norm."""
+
+    temperature: float = 1.0
+    """Of sampling. The losses use log-probabilities at the same temperature."""
+    top_k: int | None = None
+    """Sample among this many likeliest tokens; None is off."""
+    top_p: float | None = None
+    """Sample from the smallest set of likeliest tokens with this probability; None is off."""
+
+    dynamic_sampling: bool = False
+    """Replace groups whose completions all score alike by groups of further prompts."""
+    max_generation_rounds: int = 10
+    """Batches of prompts sampled at most to fill a step with groups of unequal scores, where
+    sampling is dynamic."""
+
+    old_logprobs: OldLogprobs = "sampler"
+    """Log-probabilities that ratios are taken against: as the sampler gave them, or computed again
+    by the trainer before its first update."""
+    overlong_filter: bool = False
+    """Leave completions that the length limit ended out of the policy's loss: they were interrupted
+    and not judged. Their rewards stay in their group's baseline, and a critic learns from them."""
+
+    mismatch: Weighting | None = None
+    """Importance weights on the tokens' losses, of the trainer's policy over the sampler's, which
+    should agree and may not quite: clamped to a range ("truncated"), 0 outside of it ("icepop"), or
+    0 on sequences whose mean is outside of it ("sequence-masked"); None is off."""
+    mismatch_denominator: Denominator | None = None
+    """Which of the sampler's probabilities weights divide by: of its whole policy at the base
+    temperature ("policy"), or of the distribution that the token was drawn from, after top-k and
+    top-p and at a temperature that adapts ("drawn"). None is "drawn" in recipes whose temperature
+    adapts and "policy" in others."""
+    mismatch_level: WeightLevel = "token"
+    """Whether weights are of each token, of its whole sequence, or a geometric mean over that."""
+    mismatch_low: float | None = None
+    """The least weight; 0 is no bound, None is 0 if truncated and 0.5 otherwise."""
+    mismatch_high: float | None = None
+    """The greatest weight; None is 2 if truncated and 5 otherwise."""
+    mismatch_mean: WeightMean | None = None
+    """Divide the weights by their mean over the step's tokens or over its sequences; None is
+    off."""
+    rejection: Rejection | None = None
+    """Leave out what the sampler drew too far from the trainer's policy, by the geometric mean of a
+    sequence's weights or by a divergence estimated with k2 or k3; None is off."""
+    rejection_over: RejectionOver = "mean"
+    """What a divergence is bounded of: each token, or the sum, mean or maximum over a sequence."""
+    rejection_low: float | None = None
+    """The least geometric mean that is kept; None is 0.999."""
+    rejection_high: float | None = None
+    """The greatest that is kept; None is 1.001 of a geometric mean, 0.01 nats of a divergence."""
+
+    router_replay: RouterReplay | None = None
+    """Send each token to the same experts in every pass of the policy that a step learns from, with
+    the router's current scores: "R2" to those that the trainer chose before its first update, which
+    takes a pass over the completions, "R3" to those that the sampler chose. None chooses anew in
+    each pass. For policies with experts."""
+
+    clip_low: float = 0.2
+    """How far the probability ratio may fall below 1."""
+    clip_high: float = 0.2
+    """How far it may rise above 1."""
+    clip_dual: float | None = None
+    """Bound of the loss at negative advantages, in ratios (above 1); None is off."""
+    aggregation: Aggregation = "token-mean"
+    """How token losses become one loss."""
+    entropy_coef: float | None = None
+    """Weight of the entropy bonus; None is off."""
+    kl_coef: float | None = None
+    """Weight of the KL loss towards the policy that training started from (k3 estimator); None is
+    off."""
+
+    reward_correct: float = 1.0
+    """Reward of a completion with full marks."""
+    reward_wrong: float = 0.0
+    """Reward of a completion with no marks; partial marks lie in between."""
+
+    def __post_init__(self):
+        counts = ("prompts", "group_size", "mini_batch", "micro_batch", "epochs")
+        check_least(self, (*counts, "max_generation_rounds"))
+        check_range(self, ("learning_rate", "learning_rate_warmup", "weight_decay"), 0)
+        check_range(self, ("clip_low", "clip_high", "temperature"), 0)
+        check_range(self, ("max_grad_norm",), 0, above=True)
+        check_range(self, ("clip_dual",), 1, above=True)
+        if self.dynamic_sampling and self.group_size < 2:
+            raise ValueError(
+                f"group_size={self.group_size} leaves nothing to compare a completion with, and "
+                "dynamic_sampling would drop them all: choose at least 2, or leave it off."
+            )
+        if self.router_replay not in (None, *get_args(RouterReplay)):
+            raise ValueError(
+                f"router_replay={self.router_replay!r} is neither R2 (what the trainer chose) nor "
+                "R3 (what the sampler chose): choose one, or None."
+            )
+        if self.mini_batch is not None and self.completions % self.mini_batch:
+            raise ValueError(
+                f"mini_batch={self.mini_batch} does not divide prompts x group_size = "
+                f"{self.prompts} x {self.group_size} = {self.completions} completions: "
+                "choose a divisor."
+            )
+        if self.mini_batch_size % self.micro_batch_size:
+            raise ValueError(
+                f"micro_batch={self.micro_batch} does not divide "
+                f"mini_batch={self.mini_batch_size}: choose a divisor."
+            )
+
+    @property
+    def mini_batch_size(self) -> int:
+        """Completions per optimizer step."""
+        if self.mini_batch is None:
+            # Four updates a step at the defaults: enough for the clip to matter.
+            return near_divisors(self.completions, MINI_BATCH)[0]
+        return self.mini_batch
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Completions per forward and backward pass."""
+        if self.micro_batch is None:
+            return near_divisors(self.mini_batch_size, MICRO_BATCH)[0]
+        return min(self.micro_batch, self.mini_batch_size)
+
+    def divided(self, ranks: int) -> Self:
+        """The recipe with a mini-batch that divides over `ranks` devices, unless it has one of its
+        own or none does: what a run keeps when it goes on with another number of them."""
+        if self.mini_batch is not None:
+            return self
+        near = near_divisors(self.completions, MINI_BATCH)
+        mini_batch = next((size for size in near if size % ranks == 0), near[0])
+        return replace(self, mini_batch=mini_batch)
+
+    @property
+    def completions(self) -> int:
+        """Completions per step."""
+        return self.prompts * self.group_size
+
+    @property
+    def rows_decoded(self) -> int:
+        """Completions that are sampled at a time where nobody says how many."""
+        return self.completions
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """Of the policy."""
+        return Optimizer(
+            self.learning_rate, self.learning_rate_warmup, self.weight_decay, self.max_grad_norm
+        )
+
+
+def near_divisors(number: int, aim: int) -> list[int]:
+    """All divisors of `number`, those nearest to `aim` in ratio first; of two, the smaller.
+
+    Examples:
+      >>> near_divisors(80, 64)[:3]
+      [80, 40, 20]
+    """
+    divisors = [size for size in range(1, number + 1) if number % size == 0]
+    return sorted(divisors, key=lambda size: (abs(math.log(size / aim)), size))
