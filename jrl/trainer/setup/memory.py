@@ -16,6 +16,7 @@ from jrl.trainer.setup.setup import Setup
 from moe.adapters import trees
 from moe.architecture.delta import delta_layers
 from moe.attention.latent import keeps_narrow
+from moe.cache.buffers import cache_columns
 from moe.config import ModelConfig
 from moe.disaggregated.sides import side_bytes
 from moe.layers.chunks import stored_depth
@@ -211,8 +212,7 @@ def cache_bytes(setup: Setup) -> int:
     model, mesh = setup.model, setup.rollout_mesh
     tp = mesh.size(mesh.tp)
     slots = setup.geometry.slots(setup.run.slots) // mesh.size(mesh.dp)
-    # As `SlotEngine` rounds them.
-    columns = -(-(setup.prompt_length + setup.response_length) // tp) * tp
+    columns = cache_columns(setup.prompt_length + setup.response_length, model, mesh)
     if keeps_narrow(model):
         # Whole on each rank of tp: every head is made of all of it.
         assert model.mla is not None
