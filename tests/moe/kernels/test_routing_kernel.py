@@ -13,6 +13,7 @@ from programs import jit, mesh_of
 from tiers import full_but
 from whole_network import loss_and_gradient
 
+from benchmarks import kernel_cases
 from moe.config import ModelConfig
 from moe.decoding import packed_step
 from moe.execution import Execution
@@ -22,17 +23,8 @@ from moe.router import layer
 from moe.router.routing import topk_routing
 from moe.weights import Experts, shapes
 
-TOKENS, EXPERTS = 70, 16
-RULES = {
-    "softmax": Rule(k=3),
-    "softmax as it is": Rule(k=2, renormalise=False, scaling=2.5),
-    "softmax of the chosen": Rule(k=4, after_topk=True),
-    "sigmoid": Rule(k=3, sigmoid=True, scaling=1.5),
-    "sigmoid as it is": Rule(k=1, sigmoid=True, renormalise=False),
-    # DeepSeek-V3's: the best two of each group judge it.
-    "sigmoid in groups": Rule(k=4, sigmoid=True, scaling=2.5, groups=4, open_groups=2),
-    "softmax in groups": Rule(k=3, groups=8, open_groups=3, renormalise=False),
-}
+TOKENS, (EXPERTS, MORE) = kernel_cases.ROUTED, kernel_cases.ROUTES
+RULES = {name: Rule(**fields) for name, fields in kernel_cases.RULES.items()}
 
 
 def operands(experts=EXPERTS):
@@ -105,7 +97,7 @@ def test_the_plain_twin_is_the_router(name):
     np.testing.assert_array_equal(counts, counted)
 
 
-@pytest.mark.parametrize("experts", full_but([EXPERTS, 200], EXPERTS))
+@pytest.mark.parametrize("experts", full_but([EXPERTS, MORE], EXPERTS))
 @pytest.mark.parametrize("name", full_but(RULES, "softmax", "sigmoid in groups"))
 def test_the_kernel_equals_the_plain_twin(name, experts):
     found, expected = (
