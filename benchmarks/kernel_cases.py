@@ -1,6 +1,6 @@
 """Sizes at which the kernels are checked: by the tests, interpreted, and by `benchmarks.gpu`."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -55,6 +55,39 @@ PRODUCTS = {
 
 GATHERED = 24
 """Rows that those of each of `PRODUCTS` are copies of, where a kernel gathers them."""
+
+
+class Columns(NamedTuple):
+    """Columns of a cache that its rows see: of each the first, and one past the last."""
+
+    first: tuple[int, ...]
+    stop: tuple[int, ...]
+    heads: int = 6
+    kv_heads: int = 2
+    head_dim: int = 128
+    v_head_dim: int = 64
+    room: int = 192
+
+
+COLUMNS = {
+    # They end in the first part of their columns, in the second and at the end of one.
+    "rows of several lengths": Columns((0, 0, 0), (3, 136, 128)),
+    "windows": Columns((130, 0, 100), (136, 5, 131)),
+}
+
+RULES: dict[str, dict[str, Any]] = {
+    "softmax": {"k": 3},
+    "softmax as it is": {"k": 2, "renormalise": False, "scaling": 2.5},
+    "softmax of the chosen": {"k": 4, "after_topk": True},
+    "sigmoid": {"k": 3, "sigmoid": True, "scaling": 1.5},
+    "sigmoid as it is": {"k": 1, "sigmoid": True, "renormalise": False},
+    # DeepSeek-V3's: the best two of each group judge it.
+    "sigmoid in groups": {"k": 4, "sigmoid": True, "scaling": 2.5, "groups": 4, "open_groups": 2},
+    "softmax in groups": {"k": 3, "groups": 8, "open_groups": 3, "renormalise": False},
+}
+"""How tokens choose: fields of `moe.kernels.routing.Rule`."""
+ROUTED, ROUTES = 70, (16, 200)
+"""Tokens that do, and among how many experts: neither fills whole programs."""
 
 
 TILINGS: tuple[dict[str, int], ...] = (

@@ -5,12 +5,13 @@ A block keeps
 * "none": everything that a gradient needs;
 * "selective": its input and the residual stream between its halves; queries, keys and values, what
   attention gives and the log-sum of each query's scores; gate and up, of experts and of dense
-  layers. Of a router it keeps logits and choices, and of collectives sums over devices. Norms,
-  gathers of tokens, their way to the experts, permutations and activations are repeated, and
-  nothing of that waits for the gradient that comes in (`moe.repeated`). Of T tokens of a device, of
-  width h, with k experts of f h hidden units and query heads of together q h, m for a key/value
-  head, these are ``(2 k f + 2 + 2 q + 2 q / m) T h`` elements and a few numbers for each token
-  beside them; of rows there is room for but that are nobody's, ``2 f h`` each;
+  layers. Of a router it keeps logits and choices, those of a kernel with their probs, and of
+  collectives sums over devices. Norms, gathers of tokens, their way to the experts, permutations
+  and activations are repeated, and nothing of that waits for the gradient that comes in
+  (`moe.repeated`). Of T tokens of a device, of width h, with k experts of f h hidden units and
+  query heads of together q h, m for a key/value head, these are ``(2 k f + 2 + 2 q + 2 q / m) T h``
+  elements and a few numbers for each token beside them; of rows there is room for but that are
+  nobody's, ``2 f h`` each;
 * "projections": of that, neither queries nor keys nor values: the products that make them are
   repeated, with the rest. These keep most for what it takes to make them again: of a token they are
   ``(q + 2 q / m) h`` elements of ``2 h`` operations each;
@@ -61,7 +62,8 @@ STREAM = "stream"
 """That of the residual stream between the two halves of a block."""
 
 ROUTED = "routed"
-"""That of a router's logits and choices."""
+"""That of a router's logits and choices, and of the probs and counts that a kernel gives with
+them."""
 
 CUDNN = "dot_product_attention_fwd_wrapper"
 """The primitive of cuDNN's attention, which gives both without a name."""

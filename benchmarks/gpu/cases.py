@@ -1,4 +1,5 @@
-"""Every kernel at the awkward sizes of the tests' table, compared with float32; nothing is timed.
+"""Every kernel at the awkward sizes of the tests' table, compared with float32 or with more;
+nothing is timed.
 
 On a CPU the kernels that can be interpreted are, at some of the sizes.
 """
@@ -11,32 +12,39 @@ from benchmarks.gpu.dispatch import MOVES, arrays_of, checked_move, program_of
 from benchmarks.gpu.rows import Figures, Row, Settings, difference, kernel_forms, needs_gpu, random
 from benchmarks.kernel_cases import (
     CASES,
+    COLUMNS,
     GATHERED,
     PRODUCTS,
+    ROUTED,
+    ROUTES,
+    RULES,
     Case,
+    Columns,
     Product,
     choices,
     sources,
 )
 
-SMALL = ("tiles",)
+SMALL = ("tiles", "fewer rows than a tile", "sigmoid in groups", "windows")
 
 
 def rows(settings: Settings) -> Iterator[Row]:
     """A row for each case: the worst difference of all that is computed at its sizes."""
-    *_, form = kernel_forms(settings)
-    for name, case in CASES.items():
-        if not settings.small or name in SMALL:
-            run = partial(_dispatched, settings, case, form)
-            yield Row(
-                f"cases/dispatch/{name}", form, run, needs_gpu() if form == "mosaic" else None
-            )
-    for name, product in PRODUCTS.items():
-        if not settings.small or name == "fewer rows than a tile":
-            run = partial(_multiplied, settings, product)
-            yield Row(f"cases/grouped/{name}", "mosaic", run, needs_gpu())
-            run = partial(_gathered, settings, product)
-            yield Row(f"cases/gathered/{name}", "mosaic", run, needs_gpu())
+    tables: tuple[tuple[str, dict[str, Any], Callable[..., Figures], bool], ...] = (
+        ("dispatch", CASES, _dispatched, True),
+        ("router", RULES, _routed, True),
+        ("grouped", PRODUCTS, _multiplied, False),
+        ("gathered", PRODUCTS, _gathered, False),
+        ("swiglu", PRODUCTS, _with_swiglu, False),
+        ("cached", COLUMNS, _attended, False),
+    )
+    for kernel, table, check, is_interpreted in tables:
+        form = kernel_forms(settings)[-1] if is_interpreted else "mosaic"
+        needs = needs_gpu() if form == "mosaic" else None
+        for name, case in table.items():
+            if not settings.small or name in SMALL:
+                run = partial(check, settings, case, form)
+                yield Row(f"cases/{kernel}/{name}", form, run, needs)
 
 
 def _dispatched(settings: Settings, case: Case, form: str) -> Figures:
@@ -62,7 +70,29 @@ def _dispatched(settings: Settings, case: Case, form: str) -> Figures:
     return {"difference": worst}
 
 
-def _multiplied(settings: Settings, product: Product) -> Figures:
+def _routed(settings: Settings, rule: dict[str, Any], form: str) -> Figures:
+    """Choices and counts, which are the twin's, probs and probabilities."""
+    import jax
+    import jax.numpy as jnp
+
+    from moe.kernels.routing import Rule, route
+
+    worst = 0.0
+    for experts in ROUTES:
+        logits = 3 * random(settings, 0, (ROUTED, experts), "float32")
+        bias = 0.1 * random(settings, 1, (experts,), "float32")
+        operands = logits, bias, jnp.arange(ROUTED, dtype=jnp.float32) % 3
+        found, expected = (
+            jax.jit(partial(route, rule=Rule(**rule), implementation=which))(*operands)
+            for which in (form, "plain")
+        )
+        if (found.experts != expected.experts).any() or (found.counts != expected.counts).any():
+            raise ValueError("chooses other experts than the plain twin, or counts them otherwise")
+        worst = max(worst, *map(difference, found[1:], expected[1:]))
+    return {"difference": worst}
+
+
+def _multiplied(settings: Settings, product: Product, form: str) -> Figures:
     """All three products; NaN in rows of no group."""
     import jax
     import jax.numpy as jnp
@@ -86,7 +116,7 @@ def _multiplied(settings: Settings, product: Product) -> Figures:
     return {"difference": max(difference(run(), expected[name]) for name, run in programs.items())}
 
 
-def _gathered(settings: Settings, product: Product) -> Figures:
+def _gathered(settings: Settings, product: Product, form: str) -> Figures:
     """The products that gather their rows; NaN in the one that those of no group are."""
     import jax
     import jax.numpy as jnp
@@ -104,6 +134,78 @@ def _gathered(settings: Settings, product: Product) -> Figures:
     expected = _looped(rows, weights, pull, product.sizes)
     found = {"forward": forward, "matrices": matrices}
     return {"difference": max(difference(found[name], expected[name]) for name in found)}
+
+
+def _with_swiglu(settings: Settings, product: Product, form: str) -> Figures:
+    """Hidden units and what is kept, and the way back of both; NaN in rows of no group."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from moe.kernels.swiglu import hidden_gradients, hidden_units
+
+    known, groups, hidden = sum(product.sizes), len(product.sizes), product.outer
+    rows = known + product.rest
+
+    x, pull = (random(settings, at, (rows, product.inner)).at[known:].set(jnp.nan) for at in (0, 1))
+    # As hidden units leave them.
+    kept = random(settings, 2, (rows, 2 * hidden)).at[known:].set(0)
+    probs = jax.random.uniform(jax.random.key(settings.seed), (rows,)).at[known:].set(jnp.nan)
+    gate_up = random(settings, 3, (groups, product.inner, 2 * hidden)) / product.inner**0.5
+    down = random(settings, 4, (groups, hidden, product.inner)) / hidden**0.5
+    sizes = jnp.asarray(product.sizes, jnp.int32)
+    found = (
+        *jax.jit(hidden_units)(x, gate_up, probs, sizes),
+        *jax.jit(hidden_gradients)(pull, down, kept, probs, sizes),
+    )
+
+    inward = _looped(x, gate_up, kept, product.sizes)["forward"]
+    by_hidden = _looped(kept[:, :hidden], down, pull, product.sizes)["rows"]
+    of_row = np.where(np.arange(rows) < known, np.asarray(probs, np.float64), 0)[:, None]
+
+    def halves(both: Any) -> tuple[Any, ...]:
+        gate, up = np.split(np.asarray(both, np.float64), 2, axis=1)
+        slope = 1 / (1 + np.exp(-gate))
+        return gate * slope, up, slope
+
+    silu, up, _ = halves(inward)
+    expected = [silu * up * of_row, inward]
+    silu, up, slope = halves(kept)
+    by_gate = by_hidden * of_row * up * (slope + silu * (1 - slope))
+    expected.append(np.concatenate([by_gate, by_hidden * of_row * silu], axis=1))
+    expected.append(np.sum(by_hidden * silu * up, axis=1))
+    return {"difference": max(map(difference, found, expected))}
+
+
+def _attended(settings: Settings, case: Columns, form: str) -> Figures:
+    """NaN in the columns that a row does not see, and in all other layers."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from moe.kernels.decode_attention import decode_attention
+
+    number = len(case.first)
+    first, stop = (jnp.asarray(ends, jnp.int32) for ends in (case.first, case.stop))
+    column = jnp.arange(case.room)
+    seen = (column >= first[:, None]) & (column < stop[:, None])
+    query = random(settings, 0, (number, case.heads, case.head_dim))
+    keys = random(settings, 1, (number, case.kv_heads, case.head_dim, case.room))
+    values = random(settings, 2, (number, case.kv_heads, case.room, case.v_head_dim))
+    hidden = (
+        jnp.where(seen[:, None, None], keys, jnp.nan),
+        jnp.where(seen[:, None, :, None], values, jnp.nan),
+    )
+    buffers = [jnp.stack([jnp.full_like(x, jnp.nan), x]) for x in hidden]
+    attend = jax.jit(partial(decode_attention, layer=1, implementation=form))
+    found = attend(query, *buffers, first, stop)
+
+    query, keys, values = (np.asarray(x, np.float64) for x in (query, keys, values))
+    grouped = query.reshape(number, case.kv_heads, -1, case.head_dim)
+    scores = np.einsum("rvgk,rvkc->rvgc", grouped, keys) * case.head_dim**-0.5
+    powers = np.where(seen[:, None, None], np.exp(scores), 0)
+    out = np.einsum("rvgc,rvck->rvgk", powers, values) / powers.sum(axis=-1, keepdims=True)
+    return {"difference": difference(found, out.reshape(found.shape))}
 
 
 def _looped(x: Any, weights: Any, pull: Any, sizes: tuple[int, ...]) -> dict[str, Any]:

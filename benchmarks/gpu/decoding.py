@@ -13,7 +13,16 @@ from benchmarks.gpu.networks import network, one_device, peak_gibibytes, weights
 from benchmarks.gpu.rows import Figures, Row, Settings, Work, needs_gpu
 from benchmarks.gpu.shapes import QWEN3_06B, QWEN3_A3B_OF_32, SMALL_DENSE, SMALL_MOE
 
-FORMS: dict[str, dict[str, Any]] = {"as it is": {}, "mosaic": {"experts": "mosaic"}}
+FORMS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "mosaic attention": {"decode_attention": "mosaic"},
+    "mosaic": {"experts": "mosaic"},
+    "mosaic, router and attention too": {
+        "experts": "mosaic",
+        "router": "mosaic",
+        "decode_attention": "mosaic",
+    },
+}
 """Fields of `moe.execution.Execution`."""
 NETWORKS = {"0.6b dense": (QWEN3_06B, SMALL_DENSE), "3b active": (QWEN3_A3B_OF_32, SMALL_MOE)}
 
@@ -59,8 +68,8 @@ def rows(settings: Settings) -> Iterator[Row]:
         yield Row(f"decode/{name}/prefill {what}", "as it is", run)
         for rollout in rollouts:
             for form, execution in FORMS.items():
-                if "experts" in execution and not config.num_experts:
-                    continue  # it would be the same
+                if execution and ("experts" in execution) != bool(config.num_experts):
+                    continue  # it would be the same, or is a part of another form
                 given = network(sizes[settings.small], **execution)
                 run = partial(_decode, settings, given, weights, rollout)
                 needs = needs_gpu() if "mosaic" in execution.values() else None

@@ -212,36 +212,49 @@ def layouts(name: str, shape: Dispatch, settings: Settings) -> Iterator[Row]:
         yield Row(f"dispatch/{name}/layout", form, partial(run, form), _needs(form))
 
 
+def rules_of(shape: Dispatch) -> dict[str, dict[str, Any]]:
+    """How tokens choose, as fields of `moe.kernels.routing.Rule`: Qwen3's way, and DeepSeek-V3's
+    without groups of experts and with them."""
+    groups = 8 if shape.experts >= 64 else 4
+    sigmoid = {"k": shape.k, "sigmoid": True, "scaling": 2.5}
+    return {
+        "router": {"k": shape.k},
+        "router, sigmoid": sigmoid,
+        "router, sigmoid in groups": sigmoid | {"groups": groups, "open_groups": groups // 2},
+    }
+
+
 def routers(name: str, shape: Dispatch, settings: Settings) -> Iterator[Row]:
     """The router after its product. Bytes: logits read, probabilities written."""
+    for router, rule in rules_of(shape).items():
+        for form in kernel_forms(settings):
+            run = partial(_routed, settings, shape, rule, form)
+            yield Row(f"dispatch/{name}/{router}", form, run, _needs(form))
+
+
+def _routed(settings: Settings, shape: Dispatch, rule: dict[str, Any], form: str) -> Figures:
     import jax
     import jax.numpy as jnp
 
     from moe.kernels.routing import Rule, route
 
-    @cache
-    def operands() -> tuple[Any, ...]:
-        logits = random(settings, 6, (shape.tokens, shape.experts), "float32")
-        return logits, jnp.zeros(shape.experts), jnp.ones(shape.tokens)
+    logits = random(settings, 6, (shape.tokens, shape.experts), "float32")
+    bias = 0.1 * random(settings, 7, (shape.experts,), "float32")
+    bias = bias if "sigmoid" in rule else jnp.zeros(shape.experts)
+    operands = logits, bias, jnp.ones(shape.tokens)
+    program, plain = (
+        jax.jit(partial(route, rule=Rule(**rule), implementation=which))
+        for which in (form, "plain")
+    )
 
-    def run(form: str) -> Figures:
-        program, plain = (
-            jax.jit(partial(route, rule=Rule(k=shape.k), implementation=which))
-            for which in (form, "plain")
-        )
+    def compare(found):
+        expected = plain(*operands)
+        # Two numbers a rounding apart may change places, and few are.
+        if not (found.experts != expected.experts).mean() < 1e-4:
+            raise ValueError("chooses other experts than the plain twin")
+        return max(map(difference, found[1:], expected[1:]))
 
-        def compare(found):
-            expected = plain(*operands())
-            # Two numbers a rounding apart may change places, and few are.
-            if not (found.experts != expected.experts).mean() < 1e-4:
-                raise ValueError("chooses other experts than the plain twin")
-            return max(map(difference, found[1:], expected[1:]))
-
-        work = Work(2 * operands()[0].nbytes, "bytes")
-        return measured(program, operands(), work, settings, compare)
-
-    for form in kernel_forms(settings):
-        yield Row(f"dispatch/{name}/router", form, partial(run, form), _needs(form))
+    return measured(program, operands, Work(2 * logits.nbytes, "bytes"), settings, compare)
 
 
 PARTS = (moves, layouts, routers)

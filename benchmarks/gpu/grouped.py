@@ -201,19 +201,26 @@ def _product(
 def compared(which: str, x: Any, weights: Any, pull: Any, sizes: Any, found: Any) -> float:
     """The difference from float32 at rows from everywhere, or of the largest group's matrix: a
     reference of all would not fit."""
+    import numpy as np
+
+    if which == "matrices":
+        stop, largest = np.cumsum(sizes), int(np.argmax(sizes))
+        mine = slice(int(stop[largest] - sizes[largest]), int(stop[largest]))
+        return difference(found[largest], exact("ri,ro->io", x[mine], pull[mine]))
+    some, expected = some_rows(which, x if which == "forward" else pull, weights, sizes)
+    return difference(found[some], expected)
+
+
+def some_rows(which: str, given: Any, weights: Any, sizes: Any) -> tuple[Any, Any]:
+    """Rows from everywhere, and the product of these, or its transpose, in float32."""
     import jax.numpy as jnp
     import numpy as np
 
-    stop = np.cumsum(sizes)
-    if which == "matrices":
-        largest = int(np.argmax(sizes))
-        mine = slice(int(stop[largest] - sizes[largest]), int(stop[largest]))
-        return difference(found[largest], exact("ri,ro->io", x[mine], pull[mine]))
-    some = np.sort(np.random.default_rng().choice(len(x), min(len(x), 64), replace=False))
-    group = np.searchsorted(stop, some, "right")
-    given, formula = (x, "ri,rio->ro") if which == "forward" else (pull, "ro,rio->ri")
+    some = np.sort(np.random.default_rng().choice(len(given), min(len(given), 64), replace=False))
+    group = np.searchsorted(np.cumsum(sizes), some, "right")
+    formula = "ri,rio->ro" if which == "forward" else "ro,rio->ri"
     few = [
         exact(formula, given[some[at : at + 8]], weights[group[at : at + 8]])
         for at in range(0, len(some), 8)
     ]
-    return difference(found[some], jnp.concatenate(few))
+    return some, jnp.concatenate(few)

@@ -21,6 +21,16 @@ class Dispatch(NamedTuple):
     width: int
 
 
+class Cached(NamedTuple):
+    """Rows of a cache that a decoding step reads."""
+
+    rows: int
+    columns: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
 PRODUCTS = {
     "deepseek-v3": Product(131072, 7168, 1024, 256),
     "mixtral": Product(8192, 4096, 14336, 8),
@@ -33,6 +43,13 @@ DISPATCHES = {
     "deepseek-v3": Dispatch(8192, 8, 256, 7168),
 }
 SMALL_DISPATCHES = {"small": Dispatch(48, 2, 8, 128)}
+
+CACHES = {
+    "qwen3-0.6b": Cached(256, 1152, 16, 8, 128),
+    "qwen3-30b-a3b": Cached(64, 4160, 32, 4, 128),
+}
+"""Of prompts of 128 tokens and responses of 1,000 and of 4,000."""
+SMALL_CACHES = {"small": Cached(2, 128, 4, 2, 64)}
 
 SMALL_MOE: dict[str, Any] = {
     "vocab_size": 64,

@@ -1,5 +1,6 @@
 """The cache: what rows of tokens are gone on with, written in place."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
@@ -8,6 +9,9 @@ from flax import struct
 from jaxtyping import Array
 
 from moe.attention.delta.sequences import DeltaState
+from moe.config import ModelConfig
+from moe.kernels.decode_attention import UNIT
+from sharding.folding import FoldedMesh
 
 Leaf = TypeVar("Leaf")
 
@@ -38,6 +42,14 @@ class Cache(Generic[Leaf]):
 ROW, KEY_COLUMN, VALUE_COLUMN = -4, -1, -2
 """Which axis of a buffer the rows are, and which of keys and of values the columns: from the end,
 for layers may lie in front."""
+
+
+def cache_columns(columns: int, config: ModelConfig, mesh: FoldedMesh) -> int:
+    """How many columns a cache has that holds at least so many: tokens that run together are spread
+    over ``tp``, and a kernel that decoding is asked to run takes a multiple of its own."""
+    named = config.execution.decode_attention not in (None, "plain")
+    unit = math.lcm(mesh.size(mesh.tp), UNIT if named else 1)
+    return -(-columns // unit) * unit
 
 
 def over_columns(function: Callable[..., Leaf], *caches: Cache[Leaf]) -> Cache[Leaf]:

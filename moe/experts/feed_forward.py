@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from moe.adapters.adapted import Adapted, product
 from moe.architecture.activation import Activation
-from moe.experts.fused import FUSED, GATHERED, fused_experts, gathered_experts
+from moe.experts.fused import FUSED, GATHERED, fused_experts, gathered_experts, moves_of
 from moe.experts.gated import activated, gated
 from moe.experts.grouped.dot import IMPLEMENTATIONS, grouped_dot
 from moe.experts.joined import joined_dot
@@ -130,7 +130,7 @@ def routed_experts(
     if in_one:
         _refuse_between(weights, activation, implementation)
     num_rows = experts.size if num_rows is None else min(num_rows, experts.size)
-    kernels = "mosaic" if in_one or implementation == "mosaic" else None
+    kernels = moves_of(implementation)
     layout = sorted_layout(
         experts, weights.down.shape[0], num_slots=num_rows, implementation=kernels
     )

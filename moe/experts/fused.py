@@ -21,6 +21,11 @@ FUSED, GATHERED = "mosaic_fused", "mosaic_gathered"
 """Their names beside those of `moe.experts.grouped.dot.IMPLEMENTATIONS`."""
 
 
+def moves_of(product: str | None) -> str | None:
+    """What moves rows that are multiplied so (`moe.kernels.choice`): kernels beside kernels."""
+    return "mosaic" if product in ("mosaic", FUSED, GATHERED) else None
+
+
 def fused_experts(
     rows: Float[Array, "row d_model"],
     gate_up: Float[Array, "expert d_model half d_expert"],

@@ -26,6 +26,8 @@ from moe.kernels.mosaic import Target, launch, mosaic_gpu
 
 COLUMNS = 128
 """Columns of one program."""
+UNIT = 64
+"""What the columns of a cache are a multiple of: the matrix units take no fewer at a time."""
 QUERIES = 64
 """Rows that the matrix units multiply at least; those past the queries of a head are filled up."""
 WIDEST = 256
@@ -86,8 +88,9 @@ def _obstacle(name: str | None, query: Array, keys: Array, values: Array) -> str
     for width in query.shape[-1], values.shape[-1]:
         if width % 64 or not 0 < width <= WIDEST:
             return f"heads of {width} elements, a multiple of 64 up to {WIDEST}; use None."
-    if keys.shape[-1] % 64:
-        return f"a cache of {keys.shape[-1]} columns, a multiple of 64; give it more, or use None."
+    if keys.shape[-1] % UNIT:
+        columns = keys.shape[-1]
+        return f"a cache of {columns} columns, a multiple of {UNIT}; give it more, or use None."
     if query.shape[1] // keys.shape[-3] > QUERIES:
         queries = query.shape[1] // keys.shape[-3]
         return f"{queries} queries of a key/value head, up to {QUERIES}; use None."

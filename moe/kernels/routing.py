@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from moe.kernels.choice import by_name
 from moe.kernels.mosaic import Target, launch
+from moe.remat import ROUTED
 from sharding.collectives import vary, varying
 
 TOKENS = 64
@@ -106,7 +108,12 @@ def _route(logits, bias, weights, rule, implementation):
 
 def _forward(logits, bias, weights, rule, implementation):
     chosen: Any = _route(logits, bias, weights, rule, implementation)
-    return chosen, (logits, chosen[0])
+    experts, probs, probabilities, counts = chosen
+    # Named here, for the choices are a residual too. Kept, they are not made once more to find what
+    # the tokens' way to the experts is; probabilities are as wide as the logits, and no gradient
+    # asks for them.
+    experts, probs, counts = (checkpoint_name(x, ROUTED) for x in (experts, probs, counts))
+    return (experts, probs, probabilities, counts), (logits, experts)
 
 
 def _backward(rule, implementation, residuals, gradients):

@@ -13,7 +13,7 @@ from moe.remat import ROUTED
 from moe.router.balance import compares_batches, load_fractions
 from moe.router.capacity import drop
 from moe.router.replay import agreement
-from moe.router.routing import Routing, assignments, topk_routing
+from moe.router.routing import Routing, assignments, counted_routing, topk_routing
 from moe.router.sequences import sequence_load_fractions
 from moe.router.statistics import LoadFractions, RouterStatistics, statistics
 from moe.tokens.packing import PackedBatch
@@ -35,12 +35,8 @@ def route(
     if experts.router_bias is not None:
         logits = logits + experts.router_bias[None]
     logits = checkpoint_name(logits, ROUTED)
-    routing, probabilities = topk_routing(
-        logits,
-        multiplicity > 0,
-        config,
-        bias=experts.bias,
-        implementation=config.execution.router,
+    routing, probabilities, load = counted_routing(
+        logits, multiplicity, config, bias=experts.bias, implementation=config.execution.router
     )
     agreed = replayed = None
     if packed.replay is not None:
@@ -49,17 +45,21 @@ def route(
         routing, probabilities = topk_routing(
             logits, multiplicity > 0, config, bias=experts.bias, replay=replay
         )
-    counts = jax.lax.stop_gradient(assignments(routing.experts, config.num_experts))
+        load = None
     fractions = None
-    if packed.sequences is not None:
-        fractions = sequence_load_fractions(counts, packed.sequences, mesh)
+    if load is None or packed.sequences is not None:
+        counts = jax.lax.stop_gradient(assignments(routing.experts, config.num_experts))
+        if load is None:
+            load = float32_product(multiplicity, counts)
+        if packed.sequences is not None:
+            fractions = sequence_load_fractions(counts, packed.sequences, mesh)
     if packed.is_half:
         # What is compared with the load of all tokens waits for it, and nothing else does.
         given = LoadFractions(fractions), multiplicity, config, compares_batches(config)
-        stats = statistics(logits, probabilities, counts, *given)
+        stats = statistics(logits, probabilities, load, *given)
     else:
-        compared = load_fractions(fractions, float32_product(multiplicity, counts), config, mesh)
-        stats = statistics(logits, probabilities, counts, compared, multiplicity, config)
+        compared = load_fractions(fractions, load, config, mesh)
+        stats = statistics(logits, probabilities, load, compared, multiplicity, config)
     kept, dropped = drop(routing, packed.zigzag, config, mesh)
     choices = routing.experts if packed.record_choices else None
     return kept, replace(

@@ -62,10 +62,9 @@ def topk_routing(
     """
     logits = logits.astype(jnp.float32)
     if implementation not in (None, "plain") and replay is None:
-        bias = jnp.zeros(config.num_experts) if bias is None else bias
         weights = valid.astype(jnp.float32)
-        found = kernel.route(logits, bias, weights, _rule(config), implementation=implementation)
-        return _of_valid(found.experts, found.probs, valid, config), found.probabilities
+        found = _by_kernel(logits, weights, config, bias=bias, implementation=implementation)
+        return found[:2]
     probabilities = jax.nn.softmax(log_scores(logits, config), axis=-1)
     scores = probabilities if config.router_scores == "softmax" else jax.nn.sigmoid(logits)
     wanted = jax.lax.stop_gradient(logits if config.softmax_after_topk else scores)
@@ -82,6 +81,40 @@ def topk_routing(
     experts = checkpoint_name(experts, ROUTED)
     probs = _probs_of(experts, scores, logits, config)
     return _of_valid(experts, probs, valid, config), probabilities
+
+
+def counted_routing(
+    logits: Float[Array, "token route"],
+    multiplicity: Float[Array, "token"],
+    config: ModelConfig,
+    *,
+    bias: Float[Array, "route"] | None = None,
+    implementation: str | None = None,
+) -> tuple[Routing, Float[Array, "token route"], Float[Array, "route"] | None]:
+    """`topk_routing` of the tokens that count, and the choices of each expert where it is a kernel
+    that chooses, which has them at hand; else None.
+
+    Args:
+      multiplicity: how often a token counts; 0 for padding.
+    """
+    if implementation in (None, "plain"):
+        return *topk_routing(logits, multiplicity > 0, config, bias=bias), None
+    logits = logits.astype(jnp.float32)
+    return _by_kernel(logits, multiplicity, config, bias=bias, implementation=implementation)
+
+
+def _by_kernel(
+    logits: Float[Array, "token route"],
+    multiplicity: Float[Array, "token"],
+    config: ModelConfig,
+    *,
+    bias: Float[Array, "route"] | None,
+    implementation: str | None,
+) -> tuple[Routing, Float[Array, "token route"], Float[Array, "route"]]:
+    bias = jnp.zeros(config.num_experts) if bias is None else bias
+    found = kernel.route(logits, bias, multiplicity, _rule(config), implementation=implementation)
+    routing = _of_valid(found.experts, found.probs, multiplicity > 0, config)
+    return routing, found.probabilities, found.counts
 
 
 def _of_valid(

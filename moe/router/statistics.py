@@ -48,7 +48,8 @@ class RouterStatistics(Generic[Leaf]):
       global_balance: ``[]`` the same, taken over the micro-batch of all devices at once; 0 where
         its coefficient is.
       z: ``[]`` sum over tokens of the squared logsumexp of the logits.
-      entropy: ``[]`` sum over tokens of the entropy of the router's distribution, in nats.
+      entropy: ``[]`` sum over tokens of the entropy of the router's distribution, in nats; no
+        gradient.
       dropped: ``[]`` assignments left out because their expert was full.
       places: ``[]`` places in the packed batch; a prompt that several rows share has them once.
       padded: ``[]`` those without a token.
@@ -84,7 +85,7 @@ class RouterStatistics(Generic[Leaf]):
 def statistics(
     logits: Float[Array, "token route"],
     probabilities: Float[Array, "token route"],
-    counts: Float[Array, "token route"],
+    load: Float[Array, "route"],
     fractions: LoadFractions,
     multiplicity: Float[Array, "token"],
     config: ModelConfig,
@@ -98,6 +99,9 @@ def statistics(
     set it is a sum over tokens. Taken per sequence, it does not depend on how a batch is cut into
     micro-batches or spread over devices; taken over a micro-batch, it does.
 
+    Args:
+      load: of the result.
+
     References:
       DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, eq. 17 to 20. https://arxiv.org/abs/2412.19437
       Fedus et al., "Switch Transformers", 2021, eq. 4. https://arxiv.org/abs/2101.03961
@@ -109,6 +113,8 @@ def statistics(
     scores = log_scores(logits, config)
     log_scale = jax.nn.logsumexp(scores, axis=-1)
     entropy = -jnp.sum(probabilities * (scores - log_scale[:, None]), axis=-1)
+    # No loss is made of it: for its gradient the probabilities would have to be there again.
+    entropy = jax.lax.stop_gradient(entropy)
 
     def total(per_token: Float[Array, "token *rest"]) -> Float[Array, "*rest"]:
         # Padding may hold anything: it is left out before it is multiplied.
@@ -122,7 +128,7 @@ def statistics(
         return total(probabilities.shape[-1] * jnp.sum(fraction * probabilities, -1))
 
     return RouterStatistics(
-        load=total(counts),
+        load=load,
         tokens=jnp.sum(multiplicity),
         balance=balance(fractions.sequence),
         batch_balance=balance(fractions.batch),

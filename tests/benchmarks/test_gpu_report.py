@@ -1,19 +1,21 @@
 """What `benchmarks.gpu` promises, what keeps a promise, and where that is written."""
 
 import gc
+import re
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks.gpu import decoding, layer, training
 from benchmarks.gpu.decoding import bytes_of_column, bytes_of_step
 from benchmarks.gpu.networks import halved_to_fit, network
 from benchmarks.gpu.parts import CEILINGS, PARTS, chosen
 from benchmarks.gpu.report import kept, line_of, markdown
 from benchmarks.gpu.rows import Row, Settings, Work, difference, measured, result_of
 from benchmarks.gpu.shapes import LLAMA_3B, MOE_4B, QWEN3_06B, QWEN3_A3B, QWEN3_A3B_OF_32
-from benchmarks.gpu.targets import TARGETS, beside_best, verdict
+from benchmarks.gpu.targets import TARGETS, beside_best, best_of_ours, verdict
 from benchmarks.gpu.timed_engine import Span, together
 from moe.weights import initialise, num_active_parameters, num_parameters
 
@@ -50,9 +52,13 @@ def test_the_best_alternative_is_the_fastest_of_all_others():
     assert beside_best(rows, FORWARD, "torch") == pytest.approx(2 / 3)
     assert beside_best(rows[:1], FORWARD) is None
     assert verdict(target("mixtral, forward: ahead"), rows) == ("reached", 1.5)
-    layer = [{**one, "row": "layer/qwen3-30b-a3b/both"} for one in rows]
-    layer[0]["milliseconds"] = 2.1
-    assert verdict(target("layer of experts"), layer)[0] == "missed"
+    whole = [{**one, "row": "layer/qwen3-30b-a3b/both"} for one in rows]
+    whole[0]["milliseconds"] = 2.1
+    assert verdict(target("layer of experts"), whole)[0] == "missed"
+    # Any kernel of ours may be the one that is ahead.
+    whole.append(row("layer/qwen3-30b-a3b/both", "mosaic_fused", 1.5))
+    assert verdict(target("layer of experts"), whole) == ("reached", 2.0)
+    assert best_of_ours(whole[1:3], "layer/qwen3-30b-a3b/both") is None
 
 
 def test_training_and_decoding_are_judged_by_their_best_row():
@@ -70,6 +76,25 @@ def test_the_page_of_results_names_every_promise_and_the_command_that_fills_it()
         lines = [line for line in page.splitlines() if line.startswith(f"| {one.title} |")]
         assert len(lines) == 1, one.title
         assert f"`python -m benchmarks.gpu --rows {one.part}" in lines[0]
+
+
+def test_the_page_of_benchmarks_lists_the_parts_in_their_order():
+    page = (RESULTS.parents[1] / "README.md").read_text()
+    table = page[page.index("| part | rows |") : page.index("Numbers are drawn afresh")]
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    assert [name for cell in cells for name in re.findall("`(.*?)`", cell)] == list(PARTS)
+    # Whether kernels are right is known whatever the rest takes.
+    assert list(PARTS)[:2] == [CEILINGS, "cases"]
+
+
+def test_every_kernel_of_a_network_is_in_a_form_that_is_measured():
+    trained = [execution for *_, execution, _ in training.TRAINED]
+    for forms, fields in (
+        (layer.FORMS.values(), {"experts", "router"}),
+        (decoding.FORMS.values(), {"experts", "router", "decode_attention"}),
+        (trained, {"experts"}),
+    ):
+        assert {name for one in forms for name in one if one[name] == "mosaic"} == fields
 
 
 def test_parts_run_unless_they_are_only_for_those_who_ask():

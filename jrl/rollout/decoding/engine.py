@@ -22,6 +22,7 @@ from jrl.rollout.decoding.shelves import empty_shelf, shelve
 from jrl.rollout.decoding.usage import Usage
 from jrl.rollout.resharding import RolloutPolicy, apart
 from jrl.rollout.sampling import Sampling
+from moe.cache.buffers import cache_columns
 from moe.config import ModelConfig
 from moe.weights import Transformer
 from sharding.folding import FoldedMesh
@@ -73,7 +74,7 @@ class SlotEngine:
         self.mesh, self.slots, self._training = rollout, slots, training
         # Tokens that run together are spread over ``tp``.
         self._unit = rollout.size(rollout.tp)
-        self.columns = -(-columns // self._unit) * self._unit
+        self.columns = cache_columns(columns, config, rollout)
         kept, merged = (records_choices, top_logprobs), config.without_adapters()
         self.decoder = Decoder(merged, rollout, pad_id, stop_ids, *kept)
         self._slots_place = NamedSharding(rollout.mesh, over_slots(rollout))

@@ -17,6 +17,7 @@ from jrl.trainer.setup.setup import Setup
 from moe.adapters import trees
 from moe.architecture.delta import delta_layers
 from moe.attention.latent import keeps_narrow
+from moe.cache.buffers import cache_columns
 from moe.config import ModelConfig
 from moe.disaggregated.sides import side_bytes
 from moe.layers.chunks import stored_depth
@@ -223,8 +224,7 @@ def cache_bytes(model: ModelConfig, mesh: FoldedMesh, slots: int, columns: int) 
     """
     tp = mesh.size(mesh.tp)
     slots //= mesh.size(mesh.dp)
-    # As `SlotEngine` rounds them.
-    columns = -(-columns // tp) * tp
+    columns = cache_columns(columns, model, mesh)
     if keeps_narrow(model):
         # Whole on each rank of tp: every head is made of all of it.
         assert model.mla is not None

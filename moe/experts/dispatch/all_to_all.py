@@ -12,6 +12,7 @@ from moe.architecture.activation import Activation
 from moe.experts.dispatch.buffers import buffer_rows, peer_tokens
 from moe.experts.dispatch.own import has_experts_at, own_choices, slots_of, with_one_bias
 from moe.experts.feed_forward import routed_experts
+from moe.experts.fused import moves_of
 from moe.experts.permutation import spread_rows, sum_rows, take_rows
 from moe.remat import DISPATCHED
 from moe.router.routing import Routing
@@ -48,7 +49,7 @@ def all_to_all_dispatch(
     num_tokens, k = routing.experts.shape
     sizes = num_tokens, k, num_local, mesh, capacity, buffer_factor
     per_peer = peer_tokens(*sizes)
-    num_slots = num_peers * per_peer
+    num_slots, kernels = num_peers * per_peer, moves_of(product)
 
     goes = has_experts_at(routing.experts, num_local, num_peers)
     position = jnp.cumsum(goes, axis=0) - 1
@@ -71,7 +72,7 @@ def all_to_all_dispatch(
     # In an empty slot every id is past the last expert: the token is nobody's.
     nobodys = num_peers * num_local
     ids = jnp.where(token[:, None] < num_tokens, take_rows(routing.experts, token), nobodys)
-    rows = exchange_wide(spread_rows(x, token, places), DISPATCHED)
+    rows = exchange_wide(spread_rows(x, token, places, None, kernels), DISPATCHED)
     experts, probs = exchange(ids), exchange(spread_rows(routing.probs, token, places))
 
     done, overflow = whole_experts(
@@ -79,7 +80,7 @@ def all_to_all_dispatch(
     )
 
     # The all-to-all is its own reverse: a sum comes back to the slot its token was sent from.
-    out = sum_rows(exchange_wide(done), places, token).astype(x.dtype)
+    out = sum_rows(exchange_wide(done), places, token, kernels).astype(x.dtype)
     return out, overflow + jnp.sum(goes & ~fits)
 
 

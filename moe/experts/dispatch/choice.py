@@ -72,7 +72,8 @@ def dispatch(
         nothing was dropped. What it sends beyond that adds nothing to the result.
       implementation: "all_to_all", "all_gather" or "ragged"; None takes the one whose collectives
         take least time (`moe.experts.dispatch.cost`).
-      product: how the rows are multiplied, see `moe.experts.grouped.dot.grouped_dot`.
+      product: how the rows are multiplied, see `moe.experts.feed_forward.routed_experts`; where by
+        kernels, kernels lay out and sum what travels too.
       buffer_factor: rows that a device computes at most, as a multiple of those of even routing
         (`moe.experts.dispatch.buffers.buffer_rows`); None is room for any routing.
       chunks: parts that the tokens go in, one beside the other

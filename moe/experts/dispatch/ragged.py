@@ -12,6 +12,7 @@ from moe.experts.dispatch.all_to_all import whole_experts
 from moe.experts.dispatch.buffers import buffer_rows, peer_tokens
 from moe.experts.dispatch.own import has_experts_at, slots_of
 from moe.experts.dispatch.slices import send, way_out
+from moe.experts.fused import moves_of
 from moe.experts.permutation import inverse_slots, spread_rows, sum_rows, take_rows
 from moe.remat import DISPATCHED
 from moe.router.routing import Routing
@@ -58,7 +59,9 @@ def ragged_dispatch(
     position = way.sent.input_offsets[None] + jnp.cumsum(goes_from_here, axis=0) - 1
     most = num_tokens * min(k, num_peers)
     token, places = slots_of(jnp.where(goes_from_here, position, most), most, k)
-    rows = send(spread_rows(x, token, places), way, num_slots, DISPATCHED, mesh, wire)
+    kernels = moves_of(product)
+    rows = spread_rows(x, token, places, None, kernels)
+    rows = send(rows, way, num_slots, DISPATCHED, mesh, wire)
 
     # The slots of the tokens that come here, in the order in which their senders have them.
     comes = goes[:, lax.axis_index(mesh.ep)]
@@ -72,5 +75,5 @@ def ragged_dispatch(
     )
 
     returned = send(done, way.back, most, COLLECTIVE, mesh, wire)
-    out = sum_rows(returned, places, token).astype(x.dtype)
+    out = sum_rows(returned, places, token, kernels).astype(x.dtype)
     return out, overflow + jnp.maximum(jnp.sum(comes) - num_slots, 0)

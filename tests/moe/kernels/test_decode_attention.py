@@ -9,21 +9,17 @@ import pytest
 from programs import jit
 from tiers import full_but
 
+from benchmarks.kernel_cases import COLUMNS
 from moe.kernels.decode_attention import decode_attention, split_attention
 
 KERNEL = "custom_call @mosaic_gpu_v2"
-# Rows that end in the first part of their columns, in the second and at the end of one; a window.
-CASES = {
-    "rows of several lengths": ((0, 0, 0), (3, 136, 128)),
-    "windows": ((130, 0, 100), (136, 5, 131)),
-}
-ROWS, KV_HEADS, HEADS, HEAD_DIM, V_HEAD_DIM, ROOM = 3, 2, 6, 128, 64, 192
+ROWS, (_, _, HEADS, KV_HEADS, HEAD_DIM, V_HEAD_DIM, ROOM) = 3, COLUMNS["windows"]
 
 
 def given(name, dtype=jnp.bfloat16):
     """Query, keys and values, NaN in the columns that a row does not see, and these columns."""
     draw = np.random.default_rng(0)
-    first, stop = CASES[name]
+    first, stop, *_ = COLUMNS[name]
     query = draw.normal(size=(ROWS, HEADS, HEAD_DIM))
     keys = draw.normal(size=(ROWS, KV_HEADS, HEAD_DIM, ROOM))
     values = draw.normal(size=(ROWS, KV_HEADS, ROOM, V_HEAD_DIM))
@@ -49,7 +45,7 @@ def looped(query, keys, values, first, stop, scale):
     return out
 
 
-@pytest.mark.parametrize("name", full_but(CASES, "windows"))
+@pytest.mark.parametrize("name", full_but(COLUMNS, "windows"))
 def test_the_kernel_equals_float64(name):
     query, keys, values, first, stop = given(name)
     # The second of three layers; the others hold what must not be read.
@@ -64,7 +60,7 @@ def test_the_kernel_equals_float64(name):
     np.testing.assert_allclose(np.float32(found), expected, rtol=2**-6, atol=2**-8)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", COLUMNS)
 def test_the_plain_twin_equals_float64(name):
     query, keys, values, first, stop = given(name, np.float32)
     # Zero times what is hidden need be zero there: a cache holds no NaN.

@@ -1,29 +1,30 @@
 """The router's choice: the kernel against its plain twin, and that against the router."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from programs import jit
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import PartitionSpec as P
+from programs import jit, mesh_of
 from tiers import full_but
+from whole_network import loss_and_gradient
 
+from benchmarks import kernel_cases
 from moe.config import ModelConfig
+from moe.decoding import packed_step
+from moe.execution import Execution
+from moe.kernels import routing
 from moe.kernels.routing import Rule, route
+from moe.router import layer
 from moe.router.routing import topk_routing
+from moe.weights import Experts, shapes
 
-TOKENS, EXPERTS = 70, 16
-RULES = {
-    "softmax": Rule(k=3),
-    "softmax as it is": Rule(k=2, renormalise=False, scaling=2.5),
-    "softmax of the chosen": Rule(k=4, after_topk=True),
-    "sigmoid": Rule(k=3, sigmoid=True, scaling=1.5),
-    "sigmoid as it is": Rule(k=1, sigmoid=True, renormalise=False),
-    # DeepSeek-V3's: the best two of each group judge it.
-    "sigmoid in groups": Rule(k=4, sigmoid=True, scaling=2.5, groups=4, open_groups=2),
-    "softmax in groups": Rule(k=3, groups=8, open_groups=3, renormalise=False),
-}
+TOKENS, (EXPERTS, MORE) = kernel_cases.ROUTED, kernel_cases.ROUTES
+RULES = {name: Rule(**fields) for name, fields in kernel_cases.RULES.items()}
 
 
 def operands(experts=EXPERTS):
@@ -96,7 +97,7 @@ def test_the_plain_twin_is_the_router(name):
     np.testing.assert_array_equal(counts, counted)
 
 
-@pytest.mark.parametrize("experts", full_but([EXPERTS, 200], EXPERTS))
+@pytest.mark.parametrize("experts", full_but([EXPERTS, MORE], EXPERTS))
 @pytest.mark.parametrize("name", full_but(RULES, "softmax", "sigmoid in groups"))
 def test_the_kernel_equals_the_plain_twin(name, experts):
     found, expected = (
@@ -107,6 +108,59 @@ def test_the_kernel_equals_the_plain_twin(name, experts):
         # Choices and counts are equal, what is computed to a few roundings of float32.
         exact = index in (2, 3)
         np.testing.assert_allclose(a, b, rtol=0 if exact else 1e-5, atol=0 if exact else 1e-6)
+
+
+def kernels(jaxpr):
+    """Calls of kernels in a traced program, inner programs included."""
+    return sum(
+        (equation.primitive.name == "needs_cuda")
+        + sum(kernels(inner) for inner in jaxprs_in_params(equation.params))
+        for equation in jaxpr.eqns
+    )
+
+
+NETWORK = ModelConfig(
+    vocab_size=8,
+    num_layers=1,
+    d_model=8,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=4,
+    num_experts=8,
+    experts_per_token=2,
+    d_expert=8,
+    global_balance_coef=0.1,
+    execution=Execution(router="mosaic"),
+)
+
+
+@pytest.mark.parametrize("remat", full_but(["none", "selective", "projections"], "selective"))
+def test_the_backward_pass_does_not_choose_again(remat):
+    config = replace(NETWORK, execution=replace(NETWORK.execution, remat=remat))
+    piece = jax.ShapeDtypeStruct((2, 8), jnp.int32), jax.ShapeDtypeStruct((2, 8), bool)
+    traced = jax.make_jaxpr(loss_and_gradient(config, mesh_of("dp1")))(shapes(config), piece)
+    assert kernels(traced.jaxpr) == 1
+
+
+def test_where_nothing_is_learned_the_load_is_what_the_kernel_counted(monkeypatch):
+    """Its twin in its place, which counts as it does."""
+    mesh, draw = mesh_of("dp1"), np.random.default_rng(2)
+    router, h = (draw.normal(size=shape).astype(np.float32) for shape in ((8, 8), (12, 8)))
+    packed = packed_step(jnp.zeros(12, int), jnp.zeros(12, int), jnp.arange(12) % 3 > 0)
+
+    def load(config):
+        def run(router, h):
+            # Products of the router alone: its experts are not asked for.
+            return layer.route(Experts(router, h, h), h, packed, config, mesh)[1].load
+
+        sharded = jax.shard_map(run, mesh=mesh.mesh, in_specs=(P(), P()), out_specs=P(mesh.axes))
+        return jit(sharded)(router, h)
+
+    expected = load(replace(NETWORK, execution=Execution()))
+    assert jnp.sum(expected) == 16
+    monkeypatch.setattr(routing, "_kernel", lambda *of, interpreted: routing._plain(*of))
+    monkeypatch.delattr(layer, "assignments")
+    np.testing.assert_array_equal(load(NETWORK), expected)
 
 
 @pytest.mark.slow

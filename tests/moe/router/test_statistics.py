@@ -9,6 +9,7 @@ import numpy as np
 from programs import jit
 
 from moe.config import ModelConfig
+from moe.precision import float32_product
 from moe.router.routing import assignments, topk_routing
 from moe.router.sequences import load_fraction
 from moe.router.statistics import LoadFractions, statistics
@@ -26,7 +27,8 @@ def tokens(seed, scale=2.0):
 
 def sums(logits, probabilities, counts, share, valid, config=CONFIG):
     weight = jnp.asarray(valid, jnp.float32)
-    return statistics(logits, probabilities, counts, LoadFractions(share), weight, config)
+    load = float32_product(weight, counts)
+    return statistics(logits, probabilities, load, LoadFractions(share), weight, config)
 
 
 def routed(logits, valid, config):
@@ -150,7 +152,8 @@ def test_losses_of_a_batch_and_of_everything_use_their_own_shares():
         _, probabilities, counts = routed(logits, valid, CONFIG)
         given = LoadFractions(jnp.zeros_like(probabilities), batch, everywhere)
         weight = valid.astype(jnp.float32)
-        return probabilities, statistics(logits, probabilities, counts, given, weight, CONFIG)
+        load = float32_product(weight, counts)
+        return probabilities, statistics(logits, probabilities, load, given, weight, CONFIG)
 
     probabilities, stats = jax.device_get(of_all(logits, valid, batch, everywhere))
     mass = probabilities[valid].sum(axis=0)

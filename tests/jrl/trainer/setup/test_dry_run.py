@@ -24,6 +24,7 @@ from moe.adapters import trees
 from moe.architecture.attention import MultiHeadLatentAttention
 from moe.architecture.delta import GatedDeltaNet
 from moe.config import tiny
+from moe.execution import Execution
 from moe.head import logits_of
 from sharding.folding import Layout, fold_abstract
 
@@ -117,8 +118,9 @@ def test_memory_of_the_cache_is_what_decoding_carries():
     [
         {"num_kv_heads": 4, "mla": MultiHeadLatentAttention(12, 5, 4, 7)},
         {"num_layers": 3, "delta": GatedDeltaNet((0, 1), 2, 4, 6, 5, 4)},
+        {"execution": Execution(decode_attention="mosaic")},
     ],
-    ids=["latent", "delta"],
+    ids=["latent", "delta", "columns of a kernel"],
 )
 def test_memory_of_a_cache_of_other_things_is_that_of_them(changes):
     setup = small_setup(run=small_run(layout="tp2 dp2 / ep4"))

@@ -20,6 +20,7 @@ from tiers import full_but
 from moe.experts.dispatch import ragged as ragged_dispatcher
 from moe.experts.dispatch.buffers import peer_choices, peer_tokens
 from moe.experts.dispatch.choice import dispatch, rows_received
+from moe.experts.dispatch.own import slots_of
 from moe.experts.dispatch.ragged import ragged_dispatch
 from moe.experts.feed_forward import dense_reference, routed_experts
 from moe.router.routing import Routing
@@ -136,6 +137,17 @@ def agrees(program, routing, name):
         jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5, rtol=1e-5, err_msg=name), a, b)
     np.testing.assert_allclose(gradients[2][sent], expected_gradients[2][sent], atol=1e-5)
     np.testing.assert_array_equal(out[~sent.any(axis=1)], 0)
+
+
+def test_a_token_is_at_the_peers_that_it_goes_to_in_their_order():
+    goes = np.asarray([[0, 1, 0, 1, 0], [1, 1, 0, 0, 1], [0] * 5, [0, 0, 0, 0, 1]], bool)
+    slot = np.where(goes, np.arange(20).reshape(5, 4).T, 20)
+    token, places = slots_of(jnp.asarray(slot), num_slots=20, k=3)
+    assert [row[row < 20].tolist() for row in places] == [row[row < 20].tolist() for row in slot]
+    for place in range(20):
+        assert token[place] == (place % 4 if goes[place % 4, place // 4] else 4)
+    for row, own in zip(places, slot, strict=True):
+        assert all(place in own for place in row), "a place of another token"
 
 
 @pytest.mark.parametrize("layout", full_but(LAYOUTS, "tp2 dp4 / ep2 etp2"))

@@ -10,6 +10,7 @@ from jax.extend.core import jaxprs_in_params
 from policies import CONFIG, EOS, PAD, Asked, decode
 from tiers import full_but
 
+from jrl.rollout.decoding import engine as slot_engine
 from jrl.rollout.decoding.programs.advance import advance, policy_of
 from jrl.rollout.decoding.programs.slots import Decoder, abstract_pool
 from jrl.rollout.decoding.programs.tokens import Draws
@@ -39,6 +40,30 @@ def equations(jaxpr):
     return len(jaxpr.eqns) + sum(
         equations(inner) for one in jaxpr.eqns for inner in jaxprs_in_params(one.params)
     )
+
+
+READ = {"a part of the cache": (40, 64), "all of it": (1100, 1152)}
+
+
+@pytest.mark.parametrize("name", full_but(READ, "all of it"))
+def test_rows_of_any_length_are_decoded_by_the_kernel(name, monkeypatch):
+    """The engine's own program for rows of 128 and 1000 tokens, lowered for CUDA."""
+    config = replace(CONFIG, num_experts=0, d_ff=8, head_dim=64, dtype="bfloat16")
+    config = replace(config, execution=Execution(decode_attention="mosaic"))
+    engine = Asked(config=config, columns=1128, slots=2, records_choices=False).engine()
+    reached, read = READ[name]
+    shown = []
+
+    def lowered(*given):
+        exported = jax.export.export(advance, platforms=["cuda"])(*given)
+        shown.append(exported.mlir_module())
+        return given[4], None
+
+    monkeypatch.setattr(slot_engine, "advance", lowered)
+    pool, columns = engine._with_columns(engine._there(), reached)
+    engine._advanced(pool, columns, 1, 0, None)
+    assert engine.columns == 1152 and columns == read
+    assert shown[0].count("custom_call @mosaic_gpu_v2") == 1
 
 
 @pytest.mark.slow
