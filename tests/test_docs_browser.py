@@ -95,6 +95,9 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
+    # The gate has built it, and each process of the tests would build it again.
+    if (built := os.environ.get("JRL_SITE")) is not None:
+        return Path(built)
     assert BUILDER is not None, 'the gate has no MkDocs: pip install -e ".[docs]"'
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(folder)]
