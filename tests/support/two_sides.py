@@ -138,8 +138,14 @@ def two_sides(
     micro_batches: int = 1,
     steps: int = STEPS,
     goes_on=lambda token: True,
+    told=None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """As `one_side`; NaN, -1 and None for what this process has no part of."""
+    """As `one_side`; NaN, -1 and None for what this process has no part of.
+
+    Args:
+      told: hears, in a process without attention, how many tokens a micro-batch has, and its
+        number.
+    """
     tokens, prompts, ends = batch()
     mesh, config = runner.mesh.attention, runner.config
     rows = NamedSharding(mesh.mesh, P(mesh.except_sequence))
@@ -147,6 +153,10 @@ def two_sides(
 
     def put(x):
         return jax.make_array_from_callback(x.shape, rows, lambda index: x[index])
+
+    def everywhere(number):
+        place = NamedSharding(mesh.mesh, P())
+        return jax.make_array_from_callback((), place, lambda _: np.int32(number))
 
     given = (tokens[:, :PROMPT], prompts)
     ran = runner.prefill(weights, *(map(put, given) if attends else given))
@@ -165,9 +175,10 @@ def two_sides(
     def end(i, *made):
         came.append((taken[i], numbers[i], made))
         taken[i] += 1
+        return None if told is None else (everywhere(taken[i]), everywhere(i))
 
     goes = lambda token: token < steps and goes_on(token)  # noqa: E731
-    runner.decode(weights, cache, ROWS, micro_batches, begin, end, goes)
+    runner.decode(weights, cache, ROWS, micro_batches, begin, end, goes, told=told)
     logits = np.full((steps, ROWS, config.vocab_size), np.nan, np.float32)
     k = config.experts_per_token
     choices = np.full((steps, ROWS, config.num_expert_layers, k), -1)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 import time
 
 import jax
@@ -47,7 +48,8 @@ def test_a_message_goes_out_once_and_its_bytes_are_those_of_the_formula():
     exchange = exchange_of("collective", mesh.attention, mesh.experts)
     union = exchange._union
     shape = jax.ShapeDtypeStruct((5 * 4, 5), jnp.uint32, sharding=union)
-    text = _permuting(union, 2, 3).lower(*[shape] * 3).as_text()
+    after = jax.ShapeDtypeStruct((5, 1), jnp.int32, sharding=union)
+    text = _permuting(union, 2, 3).lower(*[shape] * 3, after).as_text()
     found = re.findall(
         r"collective_permute.*?source_target_pairs = dense<(\[\[.*?\]\])>.*?-> tensor<(\w+)>", text
     )
@@ -98,6 +100,14 @@ def test_a_message_that_does_not_come_is_not_waited_for_without_end(monkeypatch,
     np.testing.assert_array_equal(first, sent)
     (record,) = caplog.records
     assert "process 0 has sent nothing for 1 s" in record.getMessage()
+
+
+def test_a_process_that_has_ended_is_not_waited_for():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = "{}:{}".format(*server.getsockname())
+        m2n._check_listens(1, address)
+    with pytest.raises(RuntimeError, match=rf"^SocketServer: process 1 at {address}: .*refused"):
+        m2n._check_listens(1, address)
 
 
 def test_unknown_ways_are_refused_in_one_line():
