@@ -2,10 +2,11 @@
 
     python split_process.py COUNT PORT NUMBER FILE FAILS HOW M2N
 
-Four devices in all; messages travel as M2N says. What it has of the logits and choices goes to
-FILE, with the bytes that it let others pull and what it was told; the process of number FAILS is
-killed after a token, where HOW is "dies", or does nothing more, where it is "hangs", and makes
-FILE.failed then.
+Four devices in all; tokens are drawn, and messages travel as M2N says. What it has of the logits and
+choices goes to FILE, with the bytes that it let others pull and what it was told. The process of
+number FAILS is killed after a token, where HOW is "dies", or does nothing more, where it is
+"hangs", and makes FILE.failed then; tokens are those of the batch, so that none waits to look at
+them.
 """
 
 import os
@@ -59,7 +60,10 @@ def decode(count: int, port: str, number: int, file: str, fails: int, how: str, 
         heard.append([i, *np.asarray(counts)[0].tolist()])
 
     weights = sides(mesh)
-    logits, choices, _ = two_sides(runner, weights, MICRO_BATCHES, goes_on=goes_on, told=told)
+    sampled = True if fails < 0 else None
+    logits, choices, _ = two_sides(
+        runner, weights, MICRO_BATCHES, goes_on=goes_on, told=told, sampled=sampled
+    )
     held = sum(x.nbytes for side in (weights.attention, weights.rest) for x in leaves(side))
     routed = sum(x.nbytes for x in leaves(weights.experts))
     counts = {"attention": held, "experts": routed, "sent": runner.bytes_sent, "offered": offered}
