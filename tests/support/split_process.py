@@ -2,7 +2,7 @@
 
     python split_process.py COUNT PORT NUMBER FILE FAILS HOW M2N
 
-Four devices in all; tokens are drawn, and messages travel as M2N says. What it has of the logits and
+Four devices in all; tokens are drawn, messages travel as M2N says. What it has of the logits and
 choices goes to FILE, with the bytes that it let others pull and what it was told. The process of
 number FAILS is killed after a token, where HOW is "dies", or does nothing more, where it is
 "hangs", and makes FILE.failed then; tokens are those of the batch, so that none waits to look at
