@@ -38,9 +38,12 @@ def _exit_status(command: Callable[[], int]) -> int:
     try:
         return command()
     except ValueError as error:
-        if not _raised_by_us(error.__traceback__):
+        if _raised_by_us(error.__traceback__):
+            return _say(error, 2)
+        # So JAX raises what goes wrong in a collective that runs as soon as it is enqueued.
+        if (what := _lost_process(error)) is None:
             raise
-        return _say(error, 2)
+        return _say(what, 1)
     except KeyboardInterrupt:
         return _say("interrupted", 130)
     except BrokenPipeError:  # whoever read the output has gone, as `head` does
@@ -53,12 +56,20 @@ def _exit_status(command: Callable[[], int]) -> int:
     except RuntimeError as error:
         if type(error).__module__.split(".")[0] in OUR_PACKAGES:
             return _say(error, 1)
+        if (lost := _lost_process(error)) is not None:
+            return _say(lost, 1)
         what = str(error).splitlines()[0]
-        if "Gloo" in what or "SocketServer" in what:
-            return _say(f"another process of the run has ended or cannot be reached: {what}", 1)
         if "RESOURCE_EXHAUSTED" not in what:
             raise
         return _say(f"{what}: lower --micro-batch; --dry-run shows what needs the memory.", 1)
+
+
+def _lost_process(error: Exception) -> str | None:
+    """What to say of an error of what connects the processes; None of any other."""
+    what = (str(error).splitlines() or [""])[0]
+    if "Gloo" not in what and "SocketServer" not in what:
+        return None
+    return f"another process of the run has ended or cannot be reached: {what}"
 
 
 def start_jax(devices: int | None, processes: Processes = ALONE) -> None:

@@ -1,12 +1,15 @@
 """How the processes of a run find each other, through `jax.distributed`."""
 
 import atexit
+import contextlib
 import os
 import socket
+import stat
 import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import jax
@@ -16,9 +19,9 @@ RETRY = 0.2
 """Seconds between two attempts to reach the coordinator."""
 PATIENCE = 60
 """Seconds that a process waits at its end for those that have not come to theirs."""
-GRACE = 1.0
-"""Seconds that the first process, without which JAX ends the others, gives them to say something
-too."""
+GRACE = 10.0
+"""Seconds that the first process, without which JAX ends the others, gives them at most to say
+something too."""
 
 
 @dataclass(frozen=True)
@@ -134,8 +137,42 @@ def _exit(status: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     if jax.process_index() == 0:
-        time.sleep(GRACE)
+        _let_others_end()
     os._exit(status)
+
+
+def _let_others_end() -> None:
+    """Closes what connects this process with the others but for the coordinator, which they notice,
+    and waits until they have left that too."""
+    port = _port()
+    for own in _connections():
+        if port not in (own.getsockname()[1], own.getpeername()[1]):
+            own.shutdown(socket.SHUT_RDWR)
+    deadline = time.monotonic() + GRACE
+    # One of those that are connected with the coordinator is this process.
+    while sum(own.getsockname()[1] == port for own in _connections()) > 1:
+        if time.monotonic() > deadline:
+            return
+        time.sleep(RETRY / 4)
+
+
+def _port() -> int:
+    """Of the coordinator, which "auto" alone knows where it finds one."""
+    from jax._src.distributed import global_state
+
+    assert global_state.coordinator_address is not None
+    return _parsed(global_state.coordinator_address)[1]
+
+
+def _connections() -> Iterator[socket.socket]:
+    """The connections of this process."""
+    for number in map(int, os.listdir("/dev/fd")):
+        with contextlib.suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(number).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(number)) as own:
+                if own.family in (socket.AF_INET, socket.AF_INET6) and own.getpeername():
+                    yield own
 
 
 def _leave_stdout(first: bool) -> None:

@@ -18,8 +18,9 @@ def pack(
 ) -> Int[np.ndarray, " item"]:
     """The bin of each item: the heaviest item first, into the lightest bin that has room.
 
-    Without a capacity the fullest bin has at most ``4/3 - 1/(3 num_bins)`` of what the best packing
-    gives it.
+    Without a capacity the fullest bin has at most ``4/3 - 1/(3 num_bins)`` times what it has in the
+    best packing, and with one at most ``2 - 1/num_bins`` times: every other bin has at least what
+    the fullest has beyond its first item, and that item is somewhere in the best packing, too.
 
     Args:
       capacity: items of a bin; None is any.
@@ -95,6 +96,9 @@ def placement(
     Groups of experts that a token is limited to stay in one server, if servers divide them: groups
     are packed onto servers, experts get copies within theirs, copies are packed onto its devices.
     Else servers do not count.
+
+    With one server the fullest device has at most ``2 - 1/num_devices`` times what it has with the
+    best copies in the best places: in `pack`, no others have a lighter heaviest copy.
 
     Raises:
       ValueError: where groups do not divide the experts, servers the devices or devices the slots.

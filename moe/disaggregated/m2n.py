@@ -32,7 +32,6 @@ from sharding.folding import FoldedMesh
 
 Arrays = tuple[Array, ...]
 UNION = "union"
-LOOPBACK = "127.0.0.1"
 LONGEST_NAME = 256
 """Bytes of a host's name or of an address, at most."""
 LONGEST_WAIT = 600.0
@@ -67,7 +66,6 @@ class Exchange(Protocol):
         Returns:
           An array for each source device; None in a process that has no target device.
         """
-        ...
 
 
 def spread_over(mesh: FoldedMesh) -> NamedSharding:
@@ -86,7 +84,7 @@ class DevicePut:
     """
 
     def __init__(self, source: FoldedMesh, target: FoldedMesh):
-        if any(d.process_index != jax.process_index() for d in _both(source, target)):
+        if not _is_alone(source, target):
             raise ValueError(
                 'm2n="device_put" copies between devices of one process, and others have some of '
                 'these: use "collective".'
@@ -112,16 +110,14 @@ class Collective:
     In round r of ``max(M, N)`` the i-th source sends to the target ``(i + r) mod max(M, N)``, if
     there is one: nobody sends or receives two messages in a round. Arrays over the union are
     assembled of the buffers that are there, without copies; a device of the other side gives one
-    of zeros, which nothing is sent of.
+    of zeros, which nothing is sent of. Where a program failed, for an error or the end of a peer,
+    those of later exchanges fail without running: the others would wait for what it has not sent.
     """
 
     def __init__(self, source: FoldedMesh, target: FoldedMesh):
         self._sources, self._targets = devices_of(source), devices_of(target)
-        mesh = Mesh(
-            np.array([*self._sources, *self._targets]),
-            (UNION,),
-            axis_types=(jax.sharding.AxisType.Auto,),
-        )
+        devices, auto = np.array([*self._sources, *self._targets]), jax.sharding.AxisType.Auto
+        mesh = Mesh(devices, (UNION,), axis_types=(auto,))
         self._union = NamedSharding(mesh, PartitionSpec(UNION))
         self._placed = spread_over(target)
 
@@ -130,18 +126,15 @@ class Collective:
         own = [d for d in (*self._sources, *self._targets) if d.process_index == here]
         nothing = {d: _zeros(message, d) for d in own}
         mine = [{}] * len(self._targets) if parts is None else [_shards(part) for part in parts]
-        given = [
-            _assembled([(nothing | held)[d] for d in own], total, self._union) for held in mine
-        ]
-        sent = _permuting(self._union, len(self._sources), len(self._targets))(*given)
+        mine, after = [nothing | held for held in mine], _last(frozenset(own))
+        given = [_assembled([held[d] for d in own], total, self._union) for held in (*mine, after)]
+        *sent, done = _permuting(self._union, len(self._sources), len(self._targets))(*given)
+        after |= _shards(done)
         there = [d for d in self._targets if d.process_index == here]
         if not there:
             return None
-        number = len(self._targets)
-        received = [_shards(array) for array in sent]
-        return tuple(
-            _assembled([held[d] for d in there], number, self._placed) for held in received
-        )
+        shards = [[held[d] for d in there] for held in map(_shards, sent)]
+        return tuple(_assembled(held, len(self._targets), self._placed) for held in shards)
 
 
 class Transfer:
@@ -219,14 +212,11 @@ class _PostOffice:
     def pull(self, sender: int, message: Message, devices: list[Any]) -> list[Array]:
         """What a process offers this one, a message on each of the devices."""
         if sender not in self._connections:
+            _check_listens(sender, self._addresses[sender])
             self._connections[sender] = self._server.connect(self._addresses[sender])
-        shape = message.rows, message.width
-        wanted = [
-            jax.ShapeDtypeStruct(shape, message.dtype, sharding=SingleDeviceSharding(device))
-            for device in devices
-        ]
-        number = self._number(sender, jax.process_index())
-        came = self._connections[sender].pull(number, wanted)
+        shape, places = (message.rows, message.width), map(SingleDeviceSharding, devices)
+        wanted = [jax.ShapeDtypeStruct(shape, message.dtype, sharding=place) for place in places]
+        came = self._connections[sender].pull(self._number(sender, jax.process_index()), wanted)
         self._watch.expect(sender, came[-1])
         return came
 
@@ -276,10 +266,18 @@ class _Watch:
 
 
 def _has_come(message: Any) -> bool:
-    try:
+    with contextlib.suppress(RuntimeError):  # given up to a program, or an error in its place
         return message.is_ready()
-    except RuntimeError:  # given up to a program, or an error in its place
-        return True
+    return True
+
+
+def _check_listens(process: int, address: str) -> None:
+    """Raises RuntimeError where nobody listens, of which JAX says nothing and waits."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), LONGEST_WAIT).close()
+    except OSError as error:
+        raise RuntimeError(f"SocketServer: process {process} at {address}: {error}") from error
 
 
 def _disconnect(address: str) -> None:
@@ -304,12 +302,10 @@ def host_to_reach(names: Sequence[str], number: int) -> str:
       ValueError: where the host is known by no address that others can reach.
     """
     if len(set(names)) == 1:
-        return LOOPBACK
-    name = names[number]
-    try:
+        return "127.0.0.1"
+    name, known = names[number], list[Any]()
+    with contextlib.suppress(socket.gaierror):
         known = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
-    except socket.gaierror:
-        known = []
     for *_, socket_address in known:
         if not (address := str(socket_address[0])).startswith("127."):
             return address
@@ -330,8 +326,7 @@ def exchange_of(name: str | None, source: FoldedMesh, target: FoldedMesh) -> Exc
       ValueError: on an unknown name, or one that cannot serve.
     """
     if name is None:
-        alone = all(d.process_index == jax.process_index() for d in _both(source, target))
-        name = "device_put" if alone else "collective"
+        name = "device_put" if _is_alone(source, target) else "collective"
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"m2n={name!r} is none of {', '.join(IMPLEMENTATIONS)}; None picks.")
     return IMPLEMENTATIONS[name](source, target)
@@ -341,7 +336,9 @@ def exchange_of(name: str | None, source: FoldedMesh, target: FoldedMesh) -> Exc
 def _permuting(union: NamedSharding, sources: int, targets: int) -> Any:
     rounds = max(sources, targets)
 
-    def permute(*parts: Array) -> Arrays:
+    def permute(*given: Array) -> Arrays:
+        # What the last exchange left is an argument, not to begin after one that failed.
+        *parts, after = lax.optimization_barrier(given)
         me, stacked = lax.axis_index(UNION), jnp.stack(parts)
         received = jnp.zeros((sources, *parts[0].shape), parts[0].dtype)
         received = lax.pcast(received, (UNION,), to="varying")
@@ -354,11 +351,16 @@ def _permuting(union: NamedSharding, sources: int, targets: int) -> Any:
             source = (me - sources - number) % rounds
             source = jnp.where((me >= sources) & (source < sources), source, sources)
             received = received.at[source].set(came, mode="drop")
-        return tuple(received)
+        return *received, after
 
     over = PartitionSpec(UNION)
-    local = jax.shard_map(permute, mesh=union.mesh, in_specs=over, out_specs=over)
-    return jax.jit(local)
+    return jax.jit(jax.shard_map(permute, mesh=union.mesh, in_specs=over, out_specs=over))
+
+
+@cache
+def _last(devices: frozenset[Any]) -> dict[Any, Array]:
+    """What the last exchange between these left on each, zero before the first."""
+    return {device: _zeros(Message(1, 1, np.dtype(np.int32)), device) for device in devices}
 
 
 @cache
@@ -368,9 +370,7 @@ def _post_office() -> _PostOffice:
 
 def _gathered(text: str) -> list[str]:
     """The text of every process, in all of them."""
-    padded = np.zeros(LONGEST_NAME, np.uint8)
-    content = np.frombuffer(text.encode(), np.uint8)
-    padded[: content.size] = content
+    padded = np.frombuffer(text.encode().ljust(LONGEST_NAME, b"\0"), np.uint8)
     rows = multihost_utils.process_allgather(padded, tiled=False)
     return [bytes(row).rstrip(b"\0").decode() for row in np.asarray(rows).reshape(-1, padded.size)]
 
@@ -379,8 +379,8 @@ def _processes(devices: Sequence[Any]) -> list[int]:
     return sorted({device.process_index for device in devices})
 
 
-def _both(source: FoldedMesh, target: FoldedMesh) -> list[Any]:
-    return [*devices_of(source), *devices_of(target)]
+def _is_alone(source: FoldedMesh, target: FoldedMesh) -> bool:
+    return _processes([*devices_of(source), *devices_of(target)]) == [jax.process_index()]
 
 
 def _shards(array: Array) -> dict[Any, Array]:

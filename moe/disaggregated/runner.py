@@ -1,8 +1,8 @@
 """Both sides at work: the host enqueues their programs and the exchanges between them.
 
-One controller in each process, and no wait in it: what a program needs is on its way when it is
-enqueued. A process that has devices of one side only runs the programs of that side and takes part
-in the exchanges.
+One controller in each process, and what a program needs is on its way when it is enqueued: alone it
+waits for nothing, and with others for what was enqueued a layer ago. A process that has devices of
+one side only runs the programs of that side and takes part in the exchanges.
 """
 
 from collections import deque
@@ -28,9 +28,6 @@ from moe.disaggregated.programs import Buffers, Prompts, Steps
 from moe.disaggregated.schedule import Enqueued, order
 from moe.disaggregated.sides import SplitWeights
 from moe.disaggregated.split import SplitMesh, devices_of, is_here
-
-AHEAD = 2
-"""Tokens whose programs a process enqueues before it waits for those of the first."""
 
 
 class Runner:
@@ -71,6 +68,7 @@ class Runner:
         self._attends, self._computes = is_here(mesh.attention), is_here(mesh.experts)
         self._numbers: dict[int, Array] = {}
         self.keeps_log, self.log, self.bytes_sent = False, list[Enqueued](), 0
+        self._several = len(attending | computing) > 1
         self._under_way = deque[Arrays]()
 
     def prefill(
@@ -104,6 +102,7 @@ class Runner:
                 )
                 cache.append(kept)
             received = self._experts(serving, weights, layer, parts, num_tokens)
+            self._wait(1)
         if not self._attends:
             return None
         assert weights.rest is not None and flight is not None and received is not None
@@ -193,8 +192,8 @@ class Runner:
             elif one.role == "attention":
                 attend(i, one.layer)
             elif one.role == "experts":
-                self._wait(self.config.num_expert_layers * micro_batches * AHEAD)
                 received[i] = self._experts(serving, weights, one.layer, parts.pop(i), num_tokens)
+                self._wait(micro_batches)
             else:
                 finish(i)
         self._wait(0)
@@ -223,11 +222,15 @@ class Runner:
         self.bytes_sent += self._step.num_sources * self._step.num_targets * message.num_bytes
         return self._out(parts, message)
 
-    def _wait(self, programs: int) -> None:
-        """In a process that has experts only, and so never looks at a token: waits until no more
-        than so many of its programs are under way. What became of the other processes is raised
-        here."""
-        while len(self._under_way) > programs:
+    def _wait(self, exchanges: int) -> None:
+        """With other processes: waits until no more than so many of the last exchanges are under
+        way, each with the experts between its messages.
+
+        What became of the others is raised here. On CPU it has to be noticed with few programs
+        enqueued: beyond 32 of them JAX waits for the first to end, and goes on waiting where that
+        one, on several devices, cannot run for an error (JAX 0.10).
+        """
+        while len(self._under_way) > exchanges:
             jax.block_until_ready(self._under_way.popleft())
 
     def _attention(
@@ -260,11 +263,14 @@ class Runner:
         if self._computes:
             assert came is not None
             sums = programs.experts_half(serving, weights.experts[layer], came)
-            if not self._attends:
-                self._under_way.append(sums)
         pairs = serving.num_sources * serving.num_targets
         self.bytes_sent += pairs * (out.num_bytes + back.num_bytes)
-        return self._back(sums, back)
+        received = self._back(sums, back)
+        if self._several:
+            ends = sums if received is None else received
+            assert ends is not None
+            self._under_way.append(ends)
+        return received
 
     def _nothing(self, serving: Serving, num_tokens: int) -> Arrays | None:
         """What comes back before the first layer."""

@@ -2,15 +2,18 @@
 
     python split_process.py COUNT PORT NUMBER FILE FAILS HOW M2N
 
-Four devices in all; messages travel as M2N says. What it has of the logits and choices goes to
-FILE, with the bytes that it let others pull; the process of number FAILS is killed after a token,
-where HOW is "dies", or does nothing more, where it is "hangs".
+Four devices in all; tokens are drawn, messages travel as M2N says. What it has of the logits and
+choices goes to FILE, with the bytes that it let others pull and what it was told. The process of
+number FAILS is killed after a token, where HOW is "dies", or does nothing more, where it is
+"hangs", and makes FILE.failed then; tokens are those of the batch, so that none waits to look at
+them.
 """
 
 import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 from two_sides import CONFIG, sides, split_mesh, two_sides
@@ -20,7 +23,9 @@ from jrl.processes.coordinator import Processes
 from moe.disaggregated import m2n as m2n_of
 from moe.disaggregated.runner import Runner
 
-SPLIT, MICRO_BATCHES = "dp2 / ep2", 2
+SPLIT, MICRO_BATCHES = "dp2 / ep2", 4
+PAUSE = 3.0
+"""Seconds before a process dies, in which the others enqueue what they can."""
 LONGEST_WAIT = 20.0
 """Seconds for a message, within which its programs are compiled."""
 
@@ -41,17 +46,28 @@ def decode(count: int, port: str, number: int, file: str, fails: int, how: str, 
 
     def goes_on(token: int) -> bool:
         if token and number == fails:
+            if how == "dies":
+                time.sleep(PAUSE)
+            Path(f"{file}.failed").touch()
             if how == "hangs":
                 time.sleep(3600)
             os.kill(os.getpid(), signal.SIGKILL)
         return True
 
+    heard: list[list[int]] = []
+
+    def told(i: int, counts) -> None:
+        heard.append([i, *np.asarray(counts)[0].tolist()])
+
     weights = sides(mesh)
-    logits, choices, _ = two_sides(runner, weights, MICRO_BATCHES, goes_on=goes_on)
+    sampled = True if fails < 0 else None
+    logits, choices, _ = two_sides(
+        runner, weights, MICRO_BATCHES, goes_on=goes_on, told=told, sampled=sampled
+    )
     held = sum(x.nbytes for side in (weights.attention, weights.rest) for x in leaves(side))
     routed = sum(x.nbytes for x in leaves(weights.experts))
     counts = {"attention": held, "experts": routed, "sent": runner.bytes_sent, "offered": offered}
-    np.savez(file, logits=logits, choices=choices, **counts)
+    np.savez(file, logits=logits, choices=choices, told=heard, **counts)
     return 0
 
 

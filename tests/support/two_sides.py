@@ -46,7 +46,9 @@ MIXED = replace(
     full_attention_layers=(1,),
 )
 """A dense first layer, a shared expert with a gate, and windows in some layers."""
-ROWS, PROMPT, STEPS = 24, 4, 3
+CROWDED = replace(CONFIG, d_ff=4, selection_bias=True)
+"""Every token goes to the first experts."""
+ROWS, PROMPT, STEPS = 48, 4, 3
 ROOM = PROMPT + STEPS
 
 
@@ -59,7 +61,20 @@ def host_weights(config: ModelConfig = CONFIG) -> Transformer[np.ndarray]:
         fan_in = math.prod(sizes[axis] for axis in weight.fan_in.split())
         return np.asarray(draw.normal(size=shape.shape) / fan_in**0.5, np.float32)
 
-    return jax.tree.map(values, shapes(config), table(config))
+    weights = jax.tree.map(values, shapes(config), table(config))
+    if config.selection_bias:
+        favoured = np.arange(config.num_experts) < config.experts_per_token
+        weights.layers.experts.bias[:] = np.where(favoured, 100.0, 0.0)
+    return weights
+
+
+@functools.cache
+def noise(sampled: bool) -> np.ndarray:
+    """``[step, row, vocab]`` what is added to logits, of which the largest is the next token: zero
+    for the likeliest, Gumbel's for one drawn."""
+    shape = STEPS, ROWS, CONFIG.vocab_size
+    drawn = np.random.default_rng(5).gumbel(size=shape) if sampled else np.zeros(shape)
+    return drawn.astype(np.float32)
 
 
 def batch() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -71,39 +86,54 @@ def batch() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 @functools.cache
-def one_side(config: ModelConfig = CONFIG) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def one_side(
+    config: ModelConfig = CONFIG, sampled: bool | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """On one device: logits ``[step, row, vocab]``, choices ``[step, row, layer, k]`` and those of
-    the prompts ``[row, column, layer, k]``."""
+    the prompts ``[row, column, layer, k]``.
+
+    Args:
+      sampled: whether tokens are drawn or the likeliest (`noise`); None has those of the batch.
+    """
+    given = np.full((), sampled is None), noise(bool(sampled))
+    ran = _one_side(config)(host_weights(config), *batch(), *given)
+    return jax.tree.map(lambda x: np.asarray(x)[0], ran)
+
+
+@functools.cache
+def _one_side(config: ModelConfig):
     mesh = fold(Layout(), jax.devices()[:1])
 
-    def local(weights, tokens, prompts, ends):
+    def local(weights, tokens, prompts, ends, known, noise):
         weights = vary(weights, mesh.axes)
         tokens, prompts, ends = vary((tokens, prompts, ends), mesh.except_sequence)
+        known, noise = vary((known, noise), mesh.except_sequence)
         ran = prefill(weights, tokens[:, :PROMPT], prompts, config, mesh, True)
         cache, layers = vary(with_room(ran.cache), mesh.axes), parts_of(weights, config)
         rows = jnp.arange(tokens.shape[0])
 
-        def step(cache, number):
+        def step(carried, number):
+            cache, token = carried
             place = prompts + number
-            token = tokens[rows, jnp.minimum(place, ROOM - 1)]
+            token = jnp.where(known, tokens[rows, jnp.minimum(place, ROOM - 1)], token)
             logits, cache, choices = decode_step(
                 layers, weights, cache, token, place, place < ends, config, mesh, True
             )
-            return vary(cache, mesh.axes), (logits, choices)
+            chosen = jnp.argmax(logits + noise[number], axis=-1).astype(token.dtype)
+            return vary((cache, chosen), mesh.axes), (logits, choices)
 
-        _, (logits, choices) = jax.lax.scan(step, cache, jnp.arange(STEPS))
+        first = vary(tokens[rows, prompts], mesh.axes)
+        _, (logits, choices) = jax.lax.scan(step, (cache, first), jnp.arange(STEPS))
         return logits, choices, ran.choices
 
     over = P(mesh.axes)
     program = jax.shard_map(
         lambda *given: jax.tree.map(lambda x: vary(x, mesh.axes)[None], local(*given)),
         mesh=mesh.mesh,
-        in_specs=(specs(config, mesh), P(), P(), P()),
+        in_specs=(specs(config, mesh), *[P()] * 5),
         out_specs=over,
     )
-    return jax.tree.map(
-        lambda x: np.asarray(x)[0], jax.jit(program)(host_weights(config), *batch())
-    )
+    return jax.jit(program)
 
 
 def with_room(cache: Cache) -> Cache:
@@ -138,15 +168,27 @@ def two_sides(
     micro_batches: int = 1,
     steps: int = STEPS,
     goes_on=lambda token: True,
+    told=None,
+    sampled: bool | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """As `one_side`; NaN, -1 and None for what this process has no part of."""
+    """As `one_side`; NaN, -1 and None for what this process has no part of.
+
+    Args:
+      told: hears, in a process without attention, how many tokens a micro-batch has, and its
+        number.
+    """
     tokens, prompts, ends = batch()
+    following = tokens[np.arange(ROWS), prompts]
     mesh, config = runner.mesh.attention, runner.config
     rows = NamedSharding(mesh.mesh, P(mesh.except_sequence))
     attends = weights.rest is not None
 
     def put(x):
         return jax.make_array_from_callback(x.shape, rows, lambda index: x[index])
+
+    def everywhere(number):
+        place = NamedSharding(mesh.mesh, P())
+        return jax.make_array_from_callback((), place, lambda _: np.int32(number))
 
     given = (tokens[:, :PROMPT], prompts)
     ran = runner.prefill(weights, *(map(put, given) if attends else given))
@@ -159,15 +201,21 @@ def two_sides(
     def begin(i):
         own = numbers[i]
         place = prompts[own] + taken[i]
-        token = tokens[own, np.minimum(place, ROOM - 1)]
+        token = tokens[own, np.minimum(place, ROOM - 1)] if sampled is None else following[own]
         return put(token), put(place), put(place < ends[own])
 
     def end(i, *made):
         came.append((taken[i], numbers[i], made))
+        if sampled is not None:
+            for shard in made[0].addressable_shards:
+                mine = numbers[i][shard.index[0]]
+                scores = np.asarray(shard.data) + noise(sampled)[taken[i], mine]
+                following[mine] = np.argmax(scores, axis=-1)
         taken[i] += 1
+        return None if told is None else (everywhere(taken[i]), everywhere(i))
 
     goes = lambda token: token < steps and goes_on(token)  # noqa: E731
-    runner.decode(weights, cache, ROWS, micro_batches, begin, end, goes)
+    runner.decode(weights, cache, ROWS, micro_batches, begin, end, goes, told=told)
     logits = np.full((steps, ROWS, config.vocab_size), np.nan, np.float32)
     k = config.experts_per_token
     choices = np.full((steps, ROWS, config.num_expert_layers, k), -1)

@@ -6,12 +6,17 @@ from pathlib import Path
 
 from sharding.planner.hardware import HARDWARE, Hardware
 from sharding.planner.models.sizes import ModelSizes
-from sharding.planner.serving.network import Utilisation, read
+from sharding.planner.serving import network, profile
+from sharding.planner.serving.network import Utilisation
 from sharding.planner.serving.plan import PREFILL, Load, Pair
+from sharding.planner.serving.profile import NOTHING, Profile
 from sharding.planner.serving.report import report
 from sharding.planner.serving.search import Space, search
 
-FLAGS = ("slo", "prompt", "completion", "avg_seq", "prefill", "price", "network", "devices")
+FLAGS = (
+    *("slo", "prompt", "completion", "avg_seq", "prefill", "price", "network", "profile"),
+    "devices",
+)
 """What is asked of a server alone."""
 
 
@@ -44,6 +49,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--network", type=Path, metavar="FILE", help="measured lines of bytes,fraction of the rate"
+    )
+    group.add_argument(
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="measured times by batch, in the roofline's place: JSON such as "
+        '{"h20": {"attention": {"1": [[256, 3.1e-4], [608, 6.6e-4]]}}}, by device, side and '
+        "devices of a node; of experts for a node with one",
     )
     group.add_argument("--devices", type=int, help="at most so many, both groups together")
 
@@ -94,10 +107,17 @@ def prices(given: list[str] | None) -> dict[str, float]:
 
 
 def pairs(
-    chosen: list[Hardware], known: dict[str, float], efficiency: float, network: Utilisation | None
+    chosen: list[Hardware],
+    known: dict[str, float],
+    efficiency: float,
+    network: Utilisation | None,
+    measured: dict[str, Profile],
 ) -> list[Pair]:
     """Every choice of a device for attention and one for experts. A single kind is counted, not
     paid.
+
+    Args:
+      measured: times by device.
 
     Raises:
       ValueError: where one of several has no price.
@@ -109,8 +129,16 @@ def pairs(
             f"--price {missing[0]}=2.5 (an L20 is 1)."
         )
     paid = {one.name: known[one.name] if len(chosen) > 1 else 1.0 for one in chosen}
+    found = {one.name: measured.get(one.name, NOTHING) for one in chosen}
     return [
-        Pair(one, other, (paid[one.name], paid[other.name]), efficiency, (network, network))
+        Pair(
+            one,
+            other,
+            (paid[one.name], paid[other.name]),
+            efficiency,
+            (network, network),
+            (found[one.name].attention, found[other.name].experts),
+        )
         for one in chosen
         for other in chosen
     ]
@@ -141,12 +169,14 @@ def answer(model: ModelSizes, given: argparse.Namespace, efficiency: float) -> s
         defaults.completion if given.completion is None else given.completion,
         given.avg_seq,
     )
-    network = None if given.network is None else read(given.network)
+    curve = None if given.network is None else network.read(given.network)
+    measured = {} if given.profile is None else profile.read(given.profile)
     prefill = PREFILL[1:] if given.prefill == "best" else (given.prefill or PREFILL[0],)
     if given.devices is not None and given.devices < 2:
         raise ValueError(f"--devices {given.devices} must be at least 2: one for each group.")
     space = Space(prefill=prefill, most_devices=given.devices)
-    plans = search(model, load, pairs(chosen, prices(given.price), efficiency, network), space)
+    choices = pairs(chosen, prices(given.price), efficiency, curve, measured)
+    plans = search(model, load, choices, space)
     head = (
         f"{given.model}: {model.parameters / 1e9:.4g} B parameters, {model.num_experts} experts, "
         f"{model.experts_per_token} of a token; {load.cached:,.0f} tokens in a cache, "

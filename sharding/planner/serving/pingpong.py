@@ -35,9 +35,11 @@ class Work:
 
 
 def order(num_layers: int, num_micro_batches: int) -> Iterator[Work]:
-    """What the host enqueues for one token step: layer by layer, micro-batch by micro-batch.
+    """The visits of one token step: layer by layer, micro-batch by micro-batch.
 
-    Each station works its own part of this list from the front to the back.
+    Each station works its own part of this list from the front to the back. The host enqueues that
+    part for each side, with attention of the next layer in front of other micro-batches' experts
+    (`moe.disaggregated.schedule.order`).
 
     Examples:
       >>> [f"{work.station[0]}{work.micro_batch}" for work in order(1, 2)]

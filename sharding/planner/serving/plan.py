@@ -66,6 +66,7 @@ class Pair:
       networks: utilisation of the adapters of the two sides; None follows from rate and latency.
       profiled: measured ``(T_a, T_e)`` of nodes of ``tp_a`` and ``tp_e`` devices, by those numbers;
         what is not in it comes from the roofline. ``T_e`` is of a node with one expert.
+        `sharding.planner.serving.profile.read` has them from a file.
     """
 
     attention: Hardware

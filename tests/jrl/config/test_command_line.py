@@ -11,6 +11,11 @@ from jrl.config.run import RunConfig
 from jrl.trainer.loop import NonFiniteRun
 from jrl.trainer.warm_start import WarmStartFailed
 
+LOST = (
+    "another process of the run has ended or cannot be reached: "
+    "UNKNOWN: Gloo permute failed: Connection closed"
+)
+
 
 def raising(error):
     def command():
@@ -91,6 +96,10 @@ def test_what_others_raise_is_their_own(capsys):
             1,
             "RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes.: lower --micro-batch; "
             "--dry-run shows what needs the memory.",
+        ),
+        *(
+            (kind("UNKNOWN: Gloo permute failed: Connection closed\nat"), 1, LOST)
+            for kind in (ValueError, RuntimeError)
         ),
     ],
 )

@@ -42,22 +42,24 @@ MOVING = {
 """Experts change places, and what is learned afterwards is a sum in another order."""
 
 
-@pytest.mark.parametrize("changes", [{}, MOVING], ids=["fixed", "moving"])
-def test_two_processes_sample_what_one_does(tmp_path, changes):
+@pytest.mark.parametrize(
+    ("changes", "count"), [({}, 2), (MOVING, 4)], ids=["fixed in two", "moving in four"]
+)
+def test_processes_sample_what_one_does(tmp_path, changes, count):
     flags = ["grpo", *(f"--{name}={value}" for name, value in (SETTINGS | changes).items())]
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
-    together = [f"--coordinator=localhost:{port}", "--num-processes=2"]
+    together = [f"--coordinator=localhost:{port}", f"--num-processes={count}"]
     command = [sys.executable, "-c", IN_A_FRESH_PROCESS, *flags, *together]
     processes = [
         subprocess.Popen(
-            [*command, f"--process-id={number}", f"--run-dir={tmp_path / 'two'}"],
+            [*command, f"--process-id={number}", f"--run-dir={tmp_path / 'together'}"],
             env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{SUPPORT}"},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for number in range(2)
+        for number in range(count)
     ]
     try:
         assert main([*flags, f"--run-dir={tmp_path / 'one'}"]) == 0
@@ -67,7 +69,8 @@ def test_two_processes_sample_what_one_does(tmp_path, changes):
             process.kill()
     for process, errors in zip(processes, ends, strict=True):
         assert process.returncode == 0, errors[-3000:]
-    one, two = ((tmp_path / name / "samples.jsonl").read_bytes() for name in ("one", "two"))
-    assert one == two
+    names = "one", "together"
+    one, together = ((tmp_path / name / "samples.jsonl").read_bytes() for name in names)
+    assert one == together
     if not changes:
-        assert metrics(tmp_path / "one") == metrics(tmp_path / "two")
+        assert metrics(tmp_path / "one") == metrics(tmp_path / "together")

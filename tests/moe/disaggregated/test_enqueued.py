@@ -5,6 +5,7 @@ import itertools
 import pytest
 
 from moe.disaggregated.schedule import Enqueued, order
+from sharding.planner.serving import pingpong
 
 
 def until(tokens):
@@ -35,6 +36,18 @@ def test_each_side_works_layer_by_layer_and_micro_batch_by_micro_batch(
         else:
             after = Enqueued("end", token, layer, i)
         assert place[after] == came + 1
+
+
+@pytest.mark.parametrize(("layers", "micro_batches"), [(1, 1), (2, 3), (3, 4)])
+def test_each_side_works_in_the_order_that_the_planner_counts_with(layers, micro_batches):
+    """After attention the rows go out, and after the experts they come back."""
+    log = list(order(layers, micro_batches, until(1)))
+    planned = list(pingpong.order(layers, micro_batches))
+    roles = ("attention", "attention", "experts", "experts")
+    for station, role in zip(pingpong.STATIONS, roles, strict=True):
+        assert [(one.layer, one.micro_batch) for one in planned if one.station == station] == [
+            (one.layer, one.micro_batch) for one in log if one.role == role
+        ]
 
 
 def test_attention_works_on_the_others_while_one_is_with_the_experts():

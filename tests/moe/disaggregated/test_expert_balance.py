@@ -34,10 +34,12 @@ def test_servers_do_not_count_where_they_do_not_divide_the_groups():
         assert of_devices(load, apart, 8).max() <= of_devices(load, np.array(PLACED[0]), 8).max()
 
 
-def best_packing(loads, num_bins):
+def best_packing(loads, num_bins, capacity=None):
     """The least load of the fullest bin, over all packings."""
     choices = np.array(list(itertools.product(range(num_bins), repeat=len(loads))))
-    return min(np.max([(choices == one) @ loads for one in range(num_bins)], axis=0))
+    held = np.stack([choices == one for one in range(num_bins)])
+    fits = np.all(held.sum(-1) <= (len(loads) if capacity is None else capacity), axis=0)
+    return np.min(np.max(held[:, fits] @ loads, axis=0))
 
 
 @pytest.mark.parametrize("num_bins", [2, 3])
@@ -48,6 +50,43 @@ def test_packing_is_within_its_bound_of_the_best(num_bins):
         held = np.bincount(pack(loads, num_bins), loads, num_bins).max()
         worst = max(worst, held / best_packing(loads, num_bins))
     assert 1 < worst <= 4 / 3 - 1 / (3 * num_bins) + 1e-12
+
+
+@pytest.mark.parametrize(("num_bins", "capacity"), [(2, 2), (2, 3), (2, 4), (3, 2)])
+def test_packing_with_a_capacity_is_within_its_bound_of_the_best(num_bins, capacity):
+    rng, worst = np.random.default_rng(num_bins), 1.0
+    for number in range(60):
+        loads = rng.integers(1, 5, num_bins * capacity) ** rng.integers(1, 4).astype(float)
+        if (num_bins, capacity, number) == (2, 3, 0):
+            loads = np.array([6, 6, 4, 4, 4, 0.0])
+        placed = pack(loads, num_bins, capacity)
+        assert np.all(np.bincount(placed) == capacity)
+        held = np.bincount(placed, loads, num_bins).max()
+        worst = max(worst, held / best_packing(loads, num_bins, capacity))
+    assert worst <= 2 - 1 / num_bins + 1e-12
+    # With two in each the heaviest stand with the lightest, which is the best there is.
+    assert (worst > 1 + 1e-12) == (capacity > 2)
+    assert ((num_bins, capacity) == (2, 3)) <= (worst == pytest.approx(7 / 6))
+
+
+@pytest.mark.parametrize(("experts", "slots", "devices"), [(4, 6, 2), (3, 6, 3), (3, 8, 4)])
+def test_placement_is_within_its_bound_of_the_best(experts, slots, devices):
+    """Of all copies in all places."""
+    placed = np.array(list(itertools.product(range(experts), repeat=slots)))
+    counts = np.stack([np.sum(placed == one, axis=1) for one in range(experts)], axis=1)
+    placed, counts = (x[np.all(counts > 0, axis=1)] for x in (placed, counts))
+    rng, worst = np.random.default_rng(0), 1.0
+    for _ in range(100):
+        loads = rng.integers(1, 5, experts) ** 3.0
+        each = np.take_along_axis(loads / counts, placed, axis=1).reshape(
+            -1, devices, slots // devices
+        )
+        best = each.sum(2).max(1).min()
+        found = of_devices(loads, placement(loads, slots, devices), devices).max()
+        assert found >= best - 1e-12
+        worst = max(worst, found / best)
+    # Copies are chosen before places are: the bound of packing without a capacity does not hold.
+    assert 4 / 3 - 1 / (3 * devices) < worst <= 2 - 1 / devices + 1e-12
 
 
 @pytest.mark.parametrize("num_bins", [2, 3, 5])

@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 import time
 
 import jax
@@ -41,13 +42,42 @@ def test_messages_arrive(name, sources, targets):
         np.testing.assert_array_equal(np.asarray(array).reshape(targets, 2, 5), sent[i])
 
 
+@pytest.mark.parametrize("name", ["device_put", "collective", "transfer"])
+def test_arrays_are_assembled_of_the_buffers_that_are_there(name, monkeypatch):
+    mesh, assembled, numbers = sides(2, 3), m2n._assembled, []
+
+    def pointers(arrays):
+        return [array.unsafe_buffer_pointer() for array in arrays]
+
+    def watched(shards, number, sharding):
+        array = assembled(shards, number, sharding)
+        held = m2n._shards(array)
+        assert pointers(held[device] for shard in shards for device in shard.devices()) == (
+            pointers(shards)
+        )
+        numbers.extend(pointers(shards))
+        return array
+
+    monkeypatch.setattr(m2n, "_assembled", watched)
+    place = spread_over(mesh.attention)
+    parts = tuple(jax.device_put(np.full((4, 5), j, np.uint32), place) for j in range(3))
+    given = pointers(part.addressable_data(i) for part in parts for i in range(2))
+    came = exchange_of(name, mesh.attention, mesh.experts)(
+        parts, Message(2, 5, jnp.dtype("uint32"))
+    )
+    # What came is what programs get, and a collective gets what is sent.
+    assert {*pointers(x.addressable_data(j) for x in came for j in range(3))} <= {*numbers}
+    assert ({*given} <= {*numbers}) == (name == "collective")
+
+
 def test_a_message_goes_out_once_and_its_bytes_are_those_of_the_formula():
     """The permutations name each pair of devices once, and a message is what each of them sends."""
     mesh, message = sides(2, 3), Message(4, 5, jnp.dtype("uint32"))
     exchange = exchange_of("collective", mesh.attention, mesh.experts)
     union = exchange._union
     shape = jax.ShapeDtypeStruct((5 * 4, 5), jnp.uint32, sharding=union)
-    text = _permuting(union, 2, 3).lower(*[shape] * 3).as_text()
+    after = jax.ShapeDtypeStruct((5, 1), jnp.int32, sharding=union)
+    text = _permuting(union, 2, 3).lower(*[shape] * 3, after).as_text()
     found = re.findall(
         r"collective_permute.*?source_target_pairs = dense<(\[\[.*?\]\])>.*?-> tensor<(\w+)>", text
     )
@@ -98,6 +128,14 @@ def test_a_message_that_does_not_come_is_not_waited_for_without_end(monkeypatch,
     np.testing.assert_array_equal(first, sent)
     (record,) = caplog.records
     assert "process 0 has sent nothing for 1 s" in record.getMessage()
+
+
+def test_a_process_that_has_ended_is_not_waited_for():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = "{}:{}".format(*server.getsockname())
+        m2n._check_listens(1, address)
+    with pytest.raises(RuntimeError, match=rf"^SocketServer: process 1 at {address}: .*refused"):
+        m2n._check_listens(1, address)
 
 
 def test_unknown_ways_are_refused_in_one_line():

@@ -1,19 +1,20 @@
-"""Two sides give what one device gives, in whatever parts and by whatever way.
+"""Two sides give what one device gives, in whatever parts and by whatever way."""
 
-`tests/jrl/rollout/decoding/test_disaggregated.py` has a case in the quick tier.
-"""
-
+import functools
 from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
+from tiers import full_but
 from two_sides import (
     CONFIG,
+    CROWDED,
     MIXED,
     ROWS,
     STEPS,
     live,
+    noise,
     one_side,
     sides,
     split_mesh,
@@ -23,9 +24,11 @@ from two_sides import (
 from moe.attention.rotary import YarnScaling
 from moe.config import MultiHeadLatentAttention
 from moe.disaggregated import programs
+from moe.disaggregated.balance import placement
 from moe.disaggregated.placement import Placement
 from moe.disaggregated.runner import Runner
 from moe.disaggregated.schedule import order
+from moe.disaggregated.split import devices_of
 
 CLOSE = 1e-6
 """float32, of the largest logit: the sums of a token's experts come in another order."""
@@ -45,6 +48,41 @@ REPLICATED = Placement.of(
     num_devices=2,
 )
 """Experts in another order, two of them on both devices."""
+
+SHARED = replace(CONFIG, d_ff=4)
+"""Two layers of routed experts with a shared one."""
+RATIOS = "dp1 / ep1", "dp2 / ep2", "tp2 dp2 / ep2", "dp2 / ep6", "dp4 / ep12"
+# Of the ratio, the micro-batches, copies of experts and drawn tokens, any two in every combination.
+COVERING = [
+    (split, m, (ratio + m) % 2 == 1, (ratio + m // 2) % 2 == 1, SHARED)
+    for ratio, split in enumerate(RATIOS)
+    for m in (1, 2, 3, 4)
+]
+
+
+class Counted:
+    """An exchange, with the bytes of what came by it to devices of the other side."""
+
+    def __init__(self, exchange, source):
+        self.exchange, self.source, self.num_bytes = exchange, {*devices_of(source)}, 0
+
+    def __call__(self, parts, message):
+        came = self.exchange(parts, message)
+        shards = [shard for array in came for shard in array.addressable_shards]
+        assert not self.source & {shard.device for shard in shards}
+        self.num_bytes += sum(shard.data.nbytes for shard in shards)
+        return came
+
+
+def counted(runner):
+    """Has the runner's exchanges counted."""
+    runner._out = Counted(runner._out, runner.mesh.attention)
+    runner._back = Counted(runner._back, runner.mesh.experts)
+    return runner
+
+
+def crossed(runner):
+    return runner._out.num_bytes + runner._back.num_bytes
 
 
 def check(runner, weights, micro_batches, config):
@@ -72,7 +110,7 @@ def check(runner, weights, micro_batches, config):
 )
 def test_two_sides_are_one(split, micro_batches, config, options, caplog):
     mesh = split_mesh(split)
-    runner = Runner(config, mesh, records_choices=True, **options)
+    runner = counted(Runner(config, mesh, records_choices=True, **options))
     runner.keeps_log = True
     halves = "attention_half", "experts_half"
     for half in halves:
@@ -95,3 +133,40 @@ def test_two_sides_are_one(split, micro_batches, config, options, caplog):
     assert runner.bytes_sent == (
         config.num_expert_layers * sources * targets * tokens * 4 * (width + 2 * k + width)
     )
+    assert runner.bytes_sent == crossed(runner)
+
+
+@functools.cache
+def sides_of(split, copies, config):
+    """A runner and its weights; with copies each device has a slot more, for what is hot."""
+    mesh, places = split_mesh(split), None
+    peers = mesh.experts.layout.ep
+    if copies:
+        loads = np.random.default_rng(1).integers(1, 60, config.num_experts)
+        placed = placement(loads.astype(float), config.num_experts + peers, peers)
+        places = Placement.holding(placed, peers)
+    runner = counted(Runner(config, mesh, placement=places, records_choices=True))
+    return runner, sides(mesh, config, places)
+
+
+@pytest.mark.parametrize(
+    ("split", "micro_batches", "copies", "sampled", "config"),
+    # In the last one every token goes to experts of the first device alone.
+    full_but([*COVERING, ("dp4 / ep4", 2, False, False, CROWDED)], COVERING[5], COVERING[7]),
+)
+def test_both_go_on_with_the_same_tokens(split, micro_batches, copies, sampled, config):
+    """Each row's next token is the likeliest, or drawn."""
+    runner, weights = sides_of(split, copies, config)
+    before = runner.bytes_sent - crossed(runner)
+    logits, choices, of_prompts = two_sides(runner, weights, micro_batches, sampled=sampled)
+    wanted, wanted_choices, wanted_of_prompts = one_side(config, sampled)
+    tokens, wanted_tokens = (np.argmax(x + noise(sampled), axis=-1) for x in (logits, wanted))
+    np.testing.assert_array_equal(tokens[live()], wanted_tokens[live()])
+    np.testing.assert_allclose(
+        logits[live()], wanted[live()], atol=CLOSE * np.abs(wanted[live()]).max()
+    )
+    np.testing.assert_array_equal(choices[live()], wanted_choices[live()])
+    np.testing.assert_array_equal(of_prompts, wanted_of_prompts)
+    assert runner.bytes_sent - crossed(runner) == before == 0
+    if config.selection_bias:
+        assert np.all(choices[live()] < config.num_experts // 4)

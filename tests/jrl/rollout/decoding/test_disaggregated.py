@@ -50,9 +50,14 @@ def rows_of(trajectories):
 
 
 @pytest.mark.slow
-def test_the_split_is_invisible():
+@pytest.mark.parametrize(
+    ("sampling", "finishes"),
+    [(Sampling(top_p=0.9), {"stop", "length"}), (Sampling(temperature=0.0), {"length"})],
+    ids=["sampled", "greedy"],
+)
+def test_the_split_is_invisible(sampling, finishes):
     # Fewer slots than rows: rows come where others end.
-    asked = Asked(Sampling(top_p=0.9), slots=8, response=6, records_choices=True)
+    asked = Asked(sampling, slots=8, response=6, records_choices=True)
     one, two = (
         answers(each, asked.requests, asked.sampling)
         for each in (asked.engine(), engine(asked, "tp2 dp2 / ep2", micro_batches=2))
@@ -64,7 +69,7 @@ def test_the_split_is_invisible():
         np.testing.assert_allclose(b.behaviour_logprobs, a.behaviour_logprobs, atol=CLOSE)
         np.testing.assert_allclose(b.old_logprobs, a.old_logprobs, atol=CLOSE)
     assert [t.finish for t in two] == [t.finish for t in one]
-    assert {t.finish for t in one} == {"stop", "length"}
+    assert {t.finish for t in one} == finishes
 
 
 @pytest.mark.slow

@@ -1,0 +1,78 @@
+"""Measured times of attention and experts, in the roofline's place: ``--profile FILE``."""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sharding.planner.hardware import HARDWARE
+from sharding.planner.serving.times import Times, fitted
+
+SIDES = ("attention", "experts")
+
+
+class Profile(NamedTuple):
+    """Of one device, the times of nodes by the number of their devices.
+
+    Attributes:
+      attention: ``T_a`` of a micro-batch's tokens on a node.
+      experts: ``T_e`` of the tokens that a node with one expert is sent.
+    """
+
+    attention: dict[int, Times]
+    experts: dict[int, Times]
+
+
+NOTHING = Profile({}, {})
+
+
+def read(path: Path) -> dict[str, Profile]:
+    """By device, what a file of ``{device: {side: {devices of a node: [[batch, seconds], ...]}}}``
+    has, each list as the line that `sharding.planner.serving.times.fitted` puts through it.
+
+    Raises:
+      ValueError: on a file of another form, or times that give no line.
+    """
+    try:
+        given = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}.") from None
+    found = dict[str, Profile]()
+    for device, sides in _items(given, f"{path}", [*HARDWARE]):
+        nodes = found[device] = Profile({}, {})
+        for side, sizes in _items(sides, f"{path}: {device}", [*SIDES]):
+            for size, points in _items(sizes, f"{path}: {device}: {side}", None):
+                where = f"{path}: {device}: {side}: {size}"
+                if not (size.isascii() and size.isdecimal() and int(size) > 0):
+                    raise ValueError(f"{where} is no number of devices of a node: write 1 or more.")
+                getattr(nodes, side)[int(size)] = _line(points, where)
+    return found
+
+
+def _items(given: Any, where: str, names: list[str] | None) -> Iterator[tuple[str, Any]]:
+    """The entries of an object, whose names are of `names`, or any."""
+    if not isinstance(given, dict):
+        raise ValueError(f"{where}: {json.dumps(given)} must be an object with names.")
+    for name, value in given.items():
+        if names is not None and name not in names:
+            raise ValueError(f"{where}: {name!r} is none of {', '.join(names)}.")
+        yield name, value
+
+
+def _line(points: Any, where: str) -> Times:
+    pairs = points if isinstance(points, list) else [points]
+    for pair in pairs:
+        if not (isinstance(pair, list) and len(pair) == 2 and all(map(_is_above_zero, pair))):
+            raise ValueError(
+                f"{where}: {json.dumps(pair)} is not a batch and its seconds, both above 0: write "
+                "for example [256, 3.1e-4]."
+            )
+    try:
+        return fitted([batch for batch, _ in pairs], [seconds for _, seconds in pairs])
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _is_above_zero(number: Any) -> bool:
+    return type(number) in (int, float) and math.isfinite(number) and number > 0
