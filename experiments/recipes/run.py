@@ -30,10 +30,13 @@ RUNS = [
 def main() -> None:
     parser = argparse.ArgumentParser(description="Trains every recipe and prints the gains")
     parser.add_argument("--runs", type=Path, default=Path("runs/experiment"))
+    parser.add_argument("--task", choices=["sort", "addition"], help="runs on it alone")
     arguments = parser.parse_args()
     print("| recipe | task | seed | rewards | sampled before | after | greedy before | after |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for recipe, task, seed, shuffled in RUNS:
+        if arguments.task not in (None, task):
+            continue
         folder = arguments.runs / f"{recipe}-{task}-{seed}{'-shuffled' if shuffled else ''}"
         train(folder, recipe, task, seed, shuffled)
         print(row(folder, recipe, task, seed, shuffled), flush=True)
