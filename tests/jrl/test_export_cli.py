@@ -156,7 +156,8 @@ def begun(flags, run, monkeypatch):
         checkpoints = Checkpoints(folder.checkpoints_path)
         for step, factor in ((3, 2.0), (7, 1.0)):
             learned = jax.tree.map(lambda leaf, by=factor: leaf * by, weights)
-            checkpoints.save(step, {"policy": {"weights": learned}})
+            state = {"policy": {"weights": learned}, "prompts_seen": np.zeros((), np.int32)}
+            checkpoints.save(step, state)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(loop, "train", save)
