@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal, Self, get_args
+from typing import Literal, TypeVar, get_args
 
 from jrl.config.numbers import check_least, check_range
 from jrl.losses import Aggregation, RejectionOver, WeightLevel, WeightMean
@@ -14,6 +14,8 @@ MINI_BATCH, MICRO_BATCH = 128, 64
 
 RouterReplay = Literal["R2", "R3"]
 """Whose choices of experts are replayed."""
+
+Own = TypeVar("Own", bound="Hyperparameters")
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,7 @@ class Hyperparameters:
             return near_divisors(self.mini_batch_size, MICRO_BATCH)[0]
         return min(self.micro_batch, self.mini_batch_size)
 
-    def divided(self, ranks: int) -> Self:
+    def divided(self: Own, ranks: int) -> Own:
         """The recipe with a mini-batch that divides over `ranks` devices, unless it has one of its
         own or none does: what a run keeps when it goes on with another number of them."""
         if self.mini_batch is not None:
