@@ -19,8 +19,8 @@ def check_seed(seed: int) -> None:
 def check_range(
     settings: object,
     names: Iterable[str],
-    low: float,
-    high: float = math.inf,
+    low: int | float,
+    high: int | float = math.inf,
     *,
     above: bool = False,
 ) -> None:
