@@ -11,7 +11,7 @@ from policies import CONFIG, EOS, PAD, Asked, decode
 from tiers import full_but
 
 from jrl.rollout.decoding import engine as slot_engine
-from jrl.rollout.decoding.programs.advance import advance, policy_of
+from jrl.rollout.decoding.programs.advance import Advanced, advance, policy_of
 from jrl.rollout.decoding.programs.slots import Decoder, abstract_pool
 from jrl.rollout.decoding.programs.tokens import Draws
 from jrl.rollout.sampling import Sampling
@@ -57,7 +57,7 @@ def test_rows_of_any_length_are_decoded_by_the_kernel(name, monkeypatch):
     def lowered(*given):
         exported = jax.export.export(advance, platforms=["cuda"])(*given)
         shown.append(exported.mlir_module())
-        return given[4], None
+        return given[4], Advanced(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
 
     monkeypatch.setattr(slot_engine, "advance", lowered)
     pool, columns = engine._with_columns(engine._there(), reached)
