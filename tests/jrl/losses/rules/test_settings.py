@@ -129,9 +129,10 @@ def test_what_cannot_be_negative_is_refused_in_one_line(name):
 
 @pytest.mark.parametrize("name", [name for name in NAMES if DISCOUNTS & settings_of(name).keys()])
 def test_discounts_lie_between_0_and_1(name):
+    rule = r"^{}=\S+ must (lie in \[0, 1\]: beyond|be a number, or an array)"
     for setting in DISCOUNTS & settings_of(name).keys():
         for wrong in (-0.5, 2, np.float32(1.5), float("nan"), "much"):
-            with pytest.raises(ValueError, match=rf"^{setting}={wrong!r} |^{setting}=") as error:
+            with pytest.raises(ValueError, match=rule.format(setting)) as error:
                 call(name, **{setting: wrong})
             assert "\n" not in str(error.value)
 
