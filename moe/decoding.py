@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from moe.attention.delta.sequences import DeltaCore, DeltaState, one_step
 from moe.attention.delta.weights import DeltaNet
-from moe.attention.latent import LatentCore, keeps_narrow
+from moe.attention.latent import LatentCore
 from moe.attention.layer import CoreAttention
 from moe.attention.mask import Window
 from moe.cache.buffers import Cache, cache_of, kept_columns
@@ -25,9 +25,10 @@ from moe.config import ModelConfig
 from moe.embedding import embed
 from moe.head import logits_of
 from moe.layers.block import block
-from moe.layers.depth import is_stack
+from moe.layers.depth import depth_of, is_stack, runs_of
 from moe.model import run_keeping
 from moe.precision import rms_norm
+from moe.router.statistics import layers_in_order
 from moe.tokens.packing import PackedBatch, pack_rows
 from moe.tokens.zigzag import ZigzagLayout
 from moe.weights import Layer, Transformer
@@ -185,23 +186,22 @@ def decode_step(
       Logits of this ``tp`` rank's shard of the rows, the cache, and the choices, `num_experts`
       where a row is not live; None where they were not asked for.
     """
-    config, narrow_cache = for_step(config), keeps_narrow(config)
+    config = for_step(config)
     packed = packed_step(tokens, positions, live, record_choices=record_choices)
     step = _Step(packed, positions, live, config, mesh)
     x, kept, choices, first = embed(weights, tokens, config, mesh), [], [], 0
-    values_of_parts = [None] * len(cache.keys) if narrow_cache else cache.values
-    buffers_of_heads = zip(cache.keys, values_of_parts, strict=True)
-    buffers_of_deltas = zip(cache.states, cache.tails, strict=True)
-    for part in layers:
-        if isinstance(part.attention, DeltaNet):
-            after = _delta_step(step, first, part, x, DeltaState(*next(buffers_of_deltas)))
-        else:
-            after = _attention_step(step, first, part, x, *next(buffers_of_heads))
-        first += part.norm.shape[0] if is_stack(part) else 1
-        x = after.x
-        kept.append(after.kept)
-        if after.choices is not None:
-            choices.append(after.choices)
+    # Narrow vectors are keys and values.
+    of_heads = zip(cache.keys, *[cache.values] * bool(cache.values), strict=True)
+    of_deltas = zip(cache.states, cache.tails, strict=True)
+    for run in runs_of(layers, config):
+        buffers = tuple(
+            DeltaState(*next(of_deltas)) if _is_delta(part) else next(of_heads) for part in run
+        )
+        x, buffers, chosen = _after_run(step, first, run, x, buffers)
+        first += depth_of(run)
+        kept += buffers
+        if chosen is not None:
+            choices.append(chosen)
     x = rms_norm(x, weights.norm, config.norm_epsilon)
     chosen = None
     if record_choices:
@@ -219,67 +219,94 @@ class _Step(NamedTuple):
     mesh: FoldedMesh
 
 
-class _After(NamedTuple):
-    """What comes after a part of the layers.
-
-    Attributes:
-      x: the hidden states.
-      kept: the part's buffers, as `moe.cache.buffers.cache_of` takes them.
-      choices: ``[layer, local, k]``, None where they were not asked for or none are made.
-    """
-
-    x: Array
-    kept: tuple[Array, ...]
-    choices: Array | None
+Buffers = DeltaState | tuple[Array, ...]
+"""What a part of the layers keeps: keys and, but with narrow vectors, values, or the states of
+Gated DeltaNet."""
 
 
-def _attention_step(
-    step: _Step, first: int, part: Layer[Array], x: Array, keys: Array, values: Array | None
-) -> _After:
-    """Layers with a cache of keys and values: one, or a stack that is scanned.
+def _is_delta(part: Layer[Array]) -> bool:
+    return isinstance(part.attention, DeltaNet)
+
+
+def _after_run(
+    step: _Step,
+    first: int,
+    run: tuple[Layer[Array], ...],
+    x: Array,
+    buffers: tuple[Buffers, ...],
+) -> tuple[Array, tuple[Buffers, ...], Array | None]:
+    """A run of `moe.layers.depth.runs_of`: a layer, or a stack that is scanned.
 
     Args:
-      first: the number of the first layer.
+      first: the number of its first layer.
+      buffers: of each part.
+
+    Returns:
+      The hidden states; the buffers; choices ``[layer, local, k]``, None where they were not asked
+      for or none are made.
     """
+    if not is_stack(run[0]):
+        x, own, chosen = _after_layer(step, first, run[0], x, buffers[0], ())
+        return x, (own,), None if chosen is None else chosen[None]
 
-    def run_layer(
-        carry: tuple[Array, Array, Array | None],
-        number: int | Array,
-        layer: Layer[Array],
-        place: tuple[Array, ...],
-    ) -> tuple[tuple[Array, Array, Array | None], Array | None]:
-        """A layer of the network, and where its keys and values lie in their buffers."""
-        x, keys, values = carry
-        core = StepCore(step.config, number, keys, values, step.positions, step.live, place)
-        x, router = block(layer, x, step.packed, core.attend, step.config, step.mesh, number)
-        return (x, core.keys, core.values), None if router is None else router.choices
+    def after_period(
+        carry: tuple[Array, tuple[Buffers, ...]], given: tuple[Array, tuple[Layer[Array], ...]]
+    ) -> tuple[tuple[Array, tuple[Buffers, ...]], list[Array | None]]:
+        (x, before), (number, layers) = carry, given
+        after, choices = list[Buffers](), list[Array | None]()
+        for place, layer in enumerate(layers):
+            of_layer = first + number * len(run) + place
+            x, own, chosen = _after_layer(step, of_layer, layer, x, before[place], (number,))
+            after.append(own)
+            choices.append(chosen)
+        return (x, tuple(after)), choices
 
-    carry = x, keys, values
-    if is_stack(part):
-        # The buffers are carried, and a layer writes its part of them: as what a scan takes
-        # layer by layer and gives back, all that they hold would be copied.
-        carry, choices = lax.scan(
-            lambda carry, given: run_layer(carry, first + given[0], given[1], (given[0],)),
-            carry,
-            (jnp.arange(part.norm.shape[0]), part),
+    # The buffers are carried, and a layer writes its part of them: as what a scan takes layer by
+    # layer and gives back, all that they hold would be copied.
+    numbers = jnp.arange(run[0].norm.shape[0])
+    (x, buffers), choices = lax.scan(after_period, (x, buffers), (numbers, run))
+    made = [chosen for chosen in choices if chosen is not None]
+    return x, buffers, layers_in_order(*made) if made else None
+
+
+def _after_layer(
+    step: _Step,
+    number: int | Array,
+    layer: Layer[Array],
+    x: Array,
+    before: Buffers,
+    place: tuple[Array, ...],
+) -> tuple[Array, Buffers, Array | None]:
+    """A layer of the network, what its buffers hold then, and its choices.
+
+    Args:
+      place: which layer of buffers that have layers in front.
+    """
+    if isinstance(before, DeltaState):
+        assert step.config.delta is not None
+        # Rows that are not live stay as they are.
+        own = DeltaState(*(_at(x, place) for x in before))
+        after = list[DeltaState]()
+        advance = partial(one_step, step.config.delta, own, step.live)
+        core = DeltaCore(advance).watched(after.append)
+        x, router = block(layer, x, step.packed, core, step.config, step.mesh, number)
+        kept: Buffers = DeltaState(
+            *(_with_at(x, new, place) for x, new in zip(before, *after, strict=True))
         )
     else:
-        carry, chosen = run_layer(carry, first, part, ())
-        choices = None if chosen is None else chosen[None]
-    x, *buffers = carry
-    return _After(x, tuple(own for own in buffers if own is not None), choices)
+        keys, values = before[0], before[1] if len(before) > 1 else None
+        core = StepCore(step.config, number, keys, values, step.positions, step.live, place)
+        x, router = block(layer, x, step.packed, core.attend, step.config, step.mesh, number)
+        kept = tuple(own for own in (core.keys, core.values) if own is not None)
+    return x, kept, None if router is None else router.choices
 
 
-def _delta_step(
-    step: _Step, number: int, layer: Layer[Array], x: Array, before: DeltaState
-) -> _After:
-    """A layer with Gated DeltaNet; rows that are not live stay as they are."""
-    assert step.config.delta is not None
-    after = list[DeltaState]()
-    core = DeltaCore(partial(one_step, step.config.delta, before, step.live)).watched(after.append)
-    x, router = block(layer, x, step.packed, core, step.config, step.mesh, number)
-    chosen = None if router is None else router.choices
-    return _After(x, after[0], None if chosen is None else chosen[None])
+def _at(buffer: Array, place: tuple[Array, ...]) -> Array:
+    return lax.dynamic_index_in_dim(buffer, *place, keepdims=False) if place else buffer
+
+
+def _with_at(buffer: Array, new: Array, place: tuple[Array, ...]) -> Array:
+    return lax.dynamic_update_index_in_dim(buffer, new, *place, axis=0) if place else new
 
 
 def _dropless(config: ModelConfig) -> ModelConfig:

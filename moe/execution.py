@@ -54,9 +54,9 @@ class Execution:
         orders, so that one half may communicate while the other is multiplied
         (`moe.layers.halves`). A single row, or prompt with its responses, goes at once, and so do
         rows in decoding. Not where a capacity drops choices.
-      scan_layers: one program for all equal layers (`moe.layers.depth`), whose compilation does not
-        take longer the more they are, in place of one for each; None where there are more than a
-        few.
+      scan_layers: one program for all layers of a stack, or for the few after which their kinds
+        come again (`moe.layers.depth`), whose compilation does not take longer the more they are,
+        in place of one for each; None where there are more than a few.
       vocab_chunk: columns of the head whose logits are there at a time in training, on each ``tp``
         rank; None is all of them (`moe.head`).
     """

@@ -19,12 +19,12 @@ from moe.attention.delta.sequences import DeltaCore, delta_core
 from moe.attention.delta.weights import DeltaNet
 from moe.attention.latent import LatentCore, expanded, keeps_narrow
 from moe.attention.layer import CoreAttention
-from moe.attention.mask import window_of_layer
+from moe.attention.mask import Window, window_of_layer
 from moe.config import ModelConfig
 from moe.embedding import embed
 from moe.head import logits_of, value_of
 from moe.layers.block import block
-from moe.layers.depth import is_scanned, of_kind, over_layers
+from moe.layers.depth import is_scanned, of_kind, over_layers, period_of_stack
 from moe.layers.halves import Streams, choices_in_rows, in_rows, in_streams, joined, through
 from moe.precision import rms_norm
 from moe.remat import KEPT, KEPT_BEFORE_NORMS, WITHOUT, rematerialised
@@ -131,12 +131,15 @@ def blocks(
     execution, depth = config.execution, jax.tree.leaves(layers.norm)[0].shape[0]
     # In a pipeline all chunks are alike in them (`moe.layers.chunks.check_delta_layers`).
     of_delta = tuple(layer for layer in delta_layers(config) if layer < depth)
-    scanned = is_scanned(depth, execution, of_delta)
+    known = first if isinstance(first, int) else None
+    period = period_of_stack(config, depth, known)
+    scanned = is_scanned(depth, execution, period)
     normed = config.mla is not None or config.query_key_norm is not None
     remat = partial(
         rematerialised,
         policy=execution.remat,
-        in_scan=scanned,
+        # A loop keeps its bodies apart by itself, but not the layers of one.
+        in_scan=scanned and period == 1,
         kept=KEPT_BEFORE_NORMS if normed else KEPT,
     )
 
@@ -166,14 +169,25 @@ def blocks(
         streams, stats = through(run_half, layer, streams, config, mesh)
         return streams, (stats, kept[0] if kept else None)
 
-    def run_numbered(index: int | Int[Array, ""], layer: Layer[Array], streams: Streams):
+    def window_at(place: int, number: int | Int[Array, ""]) -> Window:
+        """That of a layer in this place of its period."""
+        if known is not None:
+            alike = [
+                window_of_layer(config, known + index) for index in range(place, depth, period)
+            ]
+            if all(window == alike[0] for window in alike):
+                # Kernels take a window that is known while the program is made.
+                return alike[0]
+        return window_of_layer(config, number)
+
+    def run_numbered(index: int | Int[Array, ""], like: int, layer: Layer[Array], streams: Streams):
         number = first + index
         # Choices are recorded for the layers that have experts.
         own = [half.of_layer(number - config.num_dense_layers) for half in packed.streams]
-        window = window_of_layer(config, number)
+        window = window_at(like, number)
         cores = [
             delta_core(half.mask, config)
-            if index in of_delta
+            if like in of_delta
             else half.core_attention_of_layer(number, window)
             for half in own
         ]
@@ -189,7 +203,7 @@ def blocks(
         return remat(_where_present(is_present, run_one))(layer, streams)
 
     streams = in_streams(x, packed, mesh)
-    streams, outs = over_layers(run_numbered, layers, streams, execution, of_delta)
+    streams, outs = over_layers(run_numbered, layers, streams, execution, period, of_delta)
     collected, kept = ([out[place] for out in outs] for place in range(2))
     stats = choices_in_rows(sums_over_layers(collected, scanned), packed, mesh)
     return joined(streams), stats, kept

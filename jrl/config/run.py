@@ -221,8 +221,9 @@ class RunConfig:
     """Send the rows of a device through each layer in two halves that nothing orders, so that one
     half may communicate while the other is multiplied."""
     scan_layers: bool | None = None
-    """Compile one program for all equal layers in place of one for each, so that compilation does
-    not take longer the more they are. None does where there are more than eight."""
+    """Compile one program for all layers, or for the few after which their kinds (windows, Gated
+    DeltaNet) come again, in place of one for each, so that compilation does not take longer the
+    more they are. None does where there are more than eight."""
     vocab_chunk: int | None = 8192
     """Columns of the head whose logits a device has at a time in training; None is all of them."""
 

@@ -6,6 +6,8 @@ Functions take a `moe.config.ModelConfig`, which is made with it.
 from dataclasses import dataclass
 from typing import Any
 
+from moe.architecture.repetition import period_of
+
 NOT_BESIDE_DELTA = ("mla", "num_dense_layers")
 """Fields of `ModelConfig` that a network with Gated DeltaNet has no place for."""
 
@@ -75,8 +77,9 @@ def check_delta(config: Any) -> None:
                 f"layers with Gated DeltaNet cannot be had with {name}={getattr(config, name)!r}: "
                 "leave it out."
             )
-    if config.execution.scan_layers:
+    kinds = [layer in delta.layers for layer in range(config.num_layers)]
+    if config.execution.scan_layers and 2 * period_of(kinds) > config.num_layers:
         raise ValueError(
-            "scan_layers=True runs equal layers as one program, and those with Gated DeltaNet "
-            "differ from those with attention: leave it out."
+            f"scan_layers=True runs layers whose kinds repeat as one program, and delta.layers="
+            f"{delta.layers} of {config.num_layers} layers repeat in no order: leave it out."
         )

@@ -145,16 +145,22 @@ def statistics(
 def sums_over_layers(
     collected: list[RouterStatistics[Array] | None], scanned: bool
 ) -> RouterStatistics[Array] | None:
-    """The router's sums over layers, from those of each or, of a scanned stack, of all at once."""
+    """The router's sums over layers, from those of each or, of a scanned stack, of all in each
+    place of a period at once."""
     # What a layer says of each expert or token is not summed over layers.
     present = [stats for stats in collected if stats is not None]
     if not present:
         return None
     if scanned:
-        (stats,) = present
+        stats = jax.tree.map(layers_in_order, *present)
         total = jax.tree.map(lambda x: jnp.sum(x, axis=0), replace(stats, choices=None))
         return replace(total, load=stats.load, choices=stats.choices)
     total = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *present)
     by_layer = [(stats.load, stats.choices) for stats in present]
     load, choices = jax.tree.map(lambda *layers: jnp.stack(layers), *by_layer)
     return replace(total, load=load, choices=choices)
+
+
+def layers_in_order(*places: Array) -> Array:
+    """``[period, ...]`` of the layers in each place of their periods -> ``[layer, ...]``."""
+    return jnp.stack(places, axis=1).reshape(-1, *places[0].shape[1:])

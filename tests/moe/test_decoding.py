@@ -57,6 +57,16 @@ CONFIGS = {
         delta=GatedDeltaNet((0, 2), 2, 4, key_head_dim=5, value_head_dim=3, conv_width=4),
         attention_gate=True,
     ),
+    # Layers of two kinds in turn, two of each: a stack of every kind.
+    "periods of windows": replace(
+        DENSE, num_layers=4, full_attention_layers=(1, 3), execution=Execution(scan_layers=True)
+    ),
+    "periods of delta": replace(
+        ROUTED,
+        num_layers=4,
+        delta=GatedDeltaNet((0, 2), 2, 4, key_head_dim=5, value_head_dim=3, conv_width=4),
+        execution=Execution(scan_layers=True),
+    ),
     # A stack of one layer and one of two.
     "dense first": replace(SCANNED, num_layers=3, num_dense_layers=1, dense_d_ff=12),
 }
@@ -168,9 +178,11 @@ def test_a_kernel_that_reads_heads_is_refused_by_narrow_vectors():
             ("scanned latent", "tp2"),
             ("dense first", "tp2 dp2 / ep2 etp2"),
             ("delta", "tp2"),
+            ("periods of windows", "tp2"),
+            ("periods of delta", "tp2"),
         ],
         ("latent", "tp2"),
-        ("delta", "tp2"),
+        ("periods of delta", "tp2"),
     ),
 )
 def test_steps_equal_the_whole_sequence(kind, layout):

@@ -10,38 +10,51 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 from programs import jit, mesh_of, random_weights, with_room
-from small_networks import DENSE_FIRST, any_choices, ragged_rows
+from small_networks import DENSE_FIRST, ROUTED, any_choices, ragged_rows
 from tiers import full_but
 from whole_network import loss_and_gradient
 
 from moe import model
+from moe.architecture.delta import GatedDeltaNet
 from moe.decoding import decode_step, prefill
 from moe.execution import Execution
-from moe.layers.depth import MOST_UNROLLED, is_scanned, over_layers, parts_of
+from moe.layers.depth import (
+    MOST_UNROLLED,
+    is_scanned,
+    over_layers,
+    parts_of,
+    period_of_stack,
+    runs_of,
+)
 from moe.placement import in_chunks, in_layer_order, specs
+from moe.tokens.packing import pack_rows
 from moe.weights import shapes
 from sharding.collectives import vary
 
 # Two in a stack, after a dense one.
 MOE = replace(DENSE_FIRST, num_layers=3)
+# Two periods of two layers each: the second of a period looks back as far as there is something,
+# or has attention.
+WINDOWS = replace(ROUTED, num_layers=4, sliding_window=3, full_attention_layers=(1, 3))
+DELTA = replace(ROUTED, num_layers=4, delta=GatedDeltaNet((0, 2), 2, 4, 5, 3, conv_width=3))
 BATCH, TIME = 8, 5
 
 
-def batch(replayed):
-    piece = ragged_rows(MOE, BATCH, TIME)
-    return (*piece, any_choices(MOE, BATCH, TIME)) if replayed else piece
+def batch(replayed, config=MOE):
+    piece = ragged_rows(config, BATCH, TIME)
+    return (*piece, any_choices(config, BATCH, TIME)) if replayed else piece
 
 
 @functools.cache
-def run(scanned, layout, replayed, **execution):
+def run(scanned, layout, replayed, network=MOE, **execution):
     mesh = mesh_of(layout)
-    layers = 5 if "pp" in layout else MOE.num_layers
-    config = replace(MOE, execution=Execution(scan_layers=scanned, **execution))
+    config = replace(network, execution=Execution(scan_layers=scanned, **execution))
     if "pp" in layout:
         # Two layers on each stage.
-        config, replayed = replace(config, num_layers=layers), False
+        config, replayed = replace(config, num_layers=5), False
     step = jit(loss_and_gradient(config, mesh))
-    out, grads = jax.device_get(step(in_chunks(random_weights(config, 0), mesh), batch(replayed)))
+    given = batch(replayed, config)
+    out, grads = jax.device_get(step(in_chunks(random_weights(config, 0), mesh), given))
     return out, in_layer_order(grads, mesh)
 
 
@@ -51,6 +64,8 @@ CASES = [
     ("dp1", True, {"remat": "full", "experts": "blocks", "attention": "blocked"}),
     ("tp2 cp2 dp2 / ep4 etp2", True, {"dispatch": "all_to_all", "context": "ulysses"}),
     ("pp2 dp2 / ep2", False, {"remat": "selective"}),
+    ("dp1", True, {"network": DELTA, "remat": "selective"}),
+    ("dp1", True, {"network": WINDOWS, "attention": "blocked"}),
 ]
 
 
@@ -100,7 +115,7 @@ def scored(config, layout):
         in_specs=(specs(config, mesh), P(mesh.dp), P(mesh.dp)),
         out_specs=P(None, mesh.except_sequence),
     )
-    return equations(jax.make_jaxpr(program)(shapes(config), *batch(False)).jaxpr)
+    return equations(jax.make_jaxpr(program)(shapes(config), *batch(False, config)).jaxpr)
 
 
 def decoded(config, layout):
@@ -139,9 +154,24 @@ def test_a_program_does_not_grow_with_depth(program, layout):
     assert sized(MOST_UNROLLED + 1, None) == sized(48, None) < sized(3, False)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("network", [WINDOWS, DELTA])
+@pytest.mark.parametrize("program", [scored, decoded, trained])
+def test_neither_does_one_of_layers_of_several_kinds(program, network):
+    def sized(layers):
+        delta, execution = network.delta, Execution(remat="selective")
+        if delta is not None:
+            delta = replace(delta, layers=tuple(range(0, layers, 2)))
+        full = tuple(range(1, layers, 2)) if network.full_attention_layers else ()
+        changed = {"delta": delta, "full_attention_layers": full, "execution": execution}
+        return program(replace(network, num_layers=layers, **changed), "dp1")
+
+    assert sized(MOST_UNROLLED + 2) == sized(48)
+
+
 def test_the_gradient_of_an_unrolled_stack_is_put_together_once():
     def last(layers):
-        def run_layer(number, layer, x):
+        def run_layer(number, like, layer, x):
             return x * layer.norm, None
 
         return jnp.sum(over_layers(run_layer, layers, jnp.ones(MOE.d_model), Execution())[0])
@@ -156,6 +186,62 @@ def test_a_few_layers_are_unrolled_unless_a_flag_says_otherwise():
     assert is_scanned(MOST_UNROLLED + 1, Execution())
     assert is_scanned(2, Execution(scan_layers=True))
     assert not is_scanned(48, Execution(scan_layers=False))
+
+
+def test_a_stack_has_the_period_of_its_kinds():
+    assert period_of_stack(replace(WINDOWS, full_attention_layers=()), 4) == 1
+    assert period_of_stack(WINDOWS, 4) == period_of_stack(DELTA, 4) == 2
+    # In a pipeline the first layer is known at run time alone: windows are looked up.
+    assert period_of_stack(WINDOWS, 4, first=None) == 1
+    assert period_of_stack(DELTA, 4, first=None) == 2
+    # No order: windows are looked up, and a layer with Gated DeltaNet is a program of its own.
+    assert period_of_stack(replace(WINDOWS, full_attention_layers=(1, 2)), 4) == 1
+    uneven = replace(DELTA.delta, layers=(0, 1))
+    assert period_of_stack(replace(DELTA, delta=uneven), 4) == 4
+    assert not is_scanned(48, Execution(scan_layers=True), period=48)
+    # Both together: three layers with Gated DeltaNet and one with attention, every other of which
+    # looks back.
+    delta = replace(DELTA.delta, layers=tuple(layer for layer in range(16) if layer % 4 != 3))
+    config = replace(DELTA, num_layers=16, delta=delta, sliding_window=3)
+    config = replace(config, full_attention_layers=(3, 11))
+    assert period_of_stack(config, 16) == 8
+    assert period_of_stack(config, 16, first=None) == 4
+
+
+def test_windows_of_a_scanned_stack_are_known_to_kernels():
+    config, one = replace(WINDOWS, execution=Execution(scan_layers=True)), mesh_of("dp1")
+    windows = []
+
+    def local(weights, tokens, valid):
+        packed = pack_rows(tokens, valid, one, config)
+
+        def of_layer(number, window=None):
+            windows.append(window)
+            return packed.core_attention_of_layer(number, window)
+
+        watched = packed._replace(core_attention_of_layer=of_layer)
+        return model.run(vary(weights, one.axes), watched, config, one)[0]
+
+    given = specs(config, one), P(), P()
+    program = jax.shard_map(local, mesh=one.mesh, in_specs=given, out_specs=P(one.axes))
+    jax.eval_shape(program, shapes(config), *batch(False, config))
+    assert windows == [3, None]
+
+
+@pytest.mark.parametrize("network", [WINDOWS, DELTA])
+def test_parts_of_periods_run_together(network):
+    config = replace(network, execution=Execution(scan_layers=True))
+    weights = random_weights(config, 0)
+    parts = parts_of(weights, config)
+    (run,) = runs_of(parts, config)
+    assert run == parts
+    assert [part.norm.shape[0] for part in parts] == [2, 2]
+    in_turn = np.stack([part.norm for part in parts], axis=1).reshape(4, -1)
+    np.testing.assert_array_equal(in_turn, weights.layers.norm)
+    if network is DELTA:
+        kinds = weights.layers.delta, weights.layers.attention
+        for part, kind in zip(parts, kinds, strict=True):
+            jax.tree.map(np.testing.assert_array_equal, part.attention, kind)
 
 
 @pytest.mark.parametrize(("scanned", "parts"), [(True, [1, 2]), (False, [0, 0, 0])])

@@ -72,9 +72,12 @@ def _taking_apart(decoder: Decoder) -> Any:
 
 def _policy_specs(decoder: Decoder) -> Policy[PartitionSpec]:
     stacked = specs(decoder.config, decoder.mesh)
+
     # A layer by itself has no axis of layers in front; a stack that is scanned keeps it.
-    layers = mapped_parts(stacked, decoder.config, lambda spec, number: PartitionSpec(*spec[1:]))
-    return Policy(layers, _without_layers(stacked))
+    def of_part(spec: PartitionSpec, number: int | slice) -> PartitionSpec:
+        return spec if isinstance(number, slice) else PartitionSpec(*spec[1:])
+
+    return Policy(mapped_parts(stacked, decoder.config, of_part), _without_layers(stacked))
 
 
 def _without_layers(weights: Transformer[Leaf]) -> Transformer[Leaf]:

@@ -19,7 +19,7 @@ from jrl.rollout.decoding.programs.slots import Decoder, cache_specs, over_slots
 from moe.cache.buffers import KEY_COLUMN, ROW, VALUE_COLUMN, Cache, cache_of, over_columns
 from moe.config import ModelConfig
 from moe.decoding import Prefilled, for_prefill
-from moe.layers.depth import is_scanned
+from moe.layers.depth import is_scanned, period_of_stack
 from moe.model import run_keeping
 from moe.placement import specs
 from moe.tokens.packing import pack_segments
@@ -120,14 +120,18 @@ def _kept(room: int, *arrays: Array) -> tuple[Array, ...]:
 
 
 def _in_parts(kept: list[tuple[Array, ...]], config: ModelConfig) -> list[tuple[Array, ...]]:
-    """Of stacks of layers, what the parts of `moe.layers.depth.parts_of` have."""
-    parts = list[tuple[Array, ...]]()
-    for stack in kept:
-        depth = stack[0].shape[0]
-        if is_scanned(depth, config.execution):
-            parts.append(stack)
+    """Of stacks that were scanned, what the parts of `moe.layers.depth.parts_of` have."""
+    parts, dense = list[tuple[Array, ...]](), config.num_dense_layers
+    for first, depth in ((0, dense), (dense, config.num_layers - dense)):
+        if not depth:
+            continue
+        period = period_of_stack(config, depth, first)
+        own, kept = kept[:period], kept[period:]
+        if is_scanned(depth, config.execution, period):
+            parts += own
         else:
-            parts += [tuple(x[layer] for x in stack) for layer in range(depth)]
+            places = (divmod(layer, period) for layer in range(depth))
+            parts += [tuple(x[number] for x in own[place]) for number, place in places]
     return parts
 
 
