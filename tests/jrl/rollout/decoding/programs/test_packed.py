@@ -137,14 +137,18 @@ def test_copies_reach_over_each_prompt_and_no_further_than_the_cache():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "scanned"), [("dp1", True), ("dp2", False), ("tp2 / ep2", True)]
+    ("layout", "scanned", "windows"),
+    [("dp1", True, True), ("dp2", False, False), ("tp2 / ep2", True, False)],
 )
-def test_a_prompt_that_shares_a_row_runs_as_in_its_own(layout, scanned, monkeypatch):
+def test_a_prompt_that_shares_a_row_runs_as_in_its_own(layout, scanned, windows, monkeypatch):
     monkeypatch.setattr(packing_on_host, "CHUNK", 3)
     monkeypatch.setattr(packed, "CHUNK", 3)
     mesh = Asked(GREEDY, layout).mesh
     execution = replace(CONFIG.execution, scan_layers=scanned)
     config = replace(CONFIG, num_layers=2, execution=execution)
+    if windows:
+        # Of four layers every other looks back no further than two tokens.
+        config = replace(config, num_layers=4, sliding_window=3, full_attention_layers=(1, 3))
     decoder, own_weights = Decoder(config, mesh, PAD + scanned, (2,)), weights(config)
     ranks, width, columns, per_rank = mesh.size(mesh.dp), 8, 11, 5
     # Of each rank: two prompts in the first row, the longest in the second; a slot takes nothing,
@@ -194,3 +198,14 @@ def test_a_prompt_that_shares_a_row_runs_as_in_its_own(layout, scanned, monkeypa
         np.testing.assert_allclose(
             ran.states[slot], plain.states[slot // per_rank * 3 + run], atol=1e-5
         )
+
+
+@pytest.mark.parametrize("scanned", [True, False])
+def test_layers_of_several_kinds_go_to_their_parts(scanned):
+    execution = replace(CONFIG.execution, scan_layers=scanned)
+    windows = {"sliding_window": 3, "full_attention_layers": (1, 3)}
+    config = replace(CONFIG, num_layers=4, execution=execution, **windows)
+    # As a scan gives them: of the first layer of each period, then of the second.
+    kept = [(np.array([0, 2]),), (np.array([1, 3]),)]
+    parts = [part.tolist() for (part,) in packed._in_parts(kept, config)]
+    assert parts == ([[0, 2], [1, 3]] if scanned else [0, 1, 2, 3])
