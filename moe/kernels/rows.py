@@ -141,11 +141,13 @@ def _take_kernel(x: Array, source: Array, *, interpreted: bool) -> Array:
 def _combine_plain(
     rows: Array, places: Array, probs: Array | None = None, *, dtype: DTypeLike
 ) -> Array:
-    copies = _take_plain(rows, places).astype(jnp.float32)
-    if probs is None:
-        return jnp.sum(copies, axis=1).astype(dtype)
-    exact = lax.Precision.HIGHEST
-    return jnp.einsum("nk,nkd->nd", probs, copies, precision=exact).astype(dtype)
+    total = jnp.zeros((places.shape[0], *rows.shape[1:]), jnp.float32)
+    # One copy of every row after the other: all of them at once would be as many rows in float32
+    # as there are places, where a compiler does not see that they are only added up.
+    for copy in range(places.shape[1]):
+        piece = _take_plain(rows, places[:, copy]).astype(jnp.float32)
+        total = total + (piece if probs is None else piece * probs[:, copy, None])
+    return total.astype(dtype)
 
 
 def _combine_kernel(

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import jaxprs_in_params
+from jax.extend.core import Var, jaxprs_in_params
 
 from moe.cache.buffers import over_columns
 from moe.config import ModelConfig
@@ -57,6 +57,30 @@ def array_sizes(jaxpr):
         yield from (v.aval.size for v in equation.outvars)
         for inner in jaxprs_in_params(equation.params):
             yield from array_sizes(inner)
+
+
+def most_bytes(jaxpr, within=False):
+    """The most that the values of a program take at a time, beside what it is given: each as it is
+    written, from where it is made to where it is read last.
+
+    A compiler's buffers are fewer, as it fuses operations, or more, as it chooses another order.
+
+    Args:
+      within: it is the body of an operation, which has room for what it gives: what loops carry is
+        written in its place.
+    """
+    last = {v: n for n, e in enumerate(jaxpr.eqns) for v in e.invars if isinstance(v, Var)}
+    given = {v for v in jaxpr.outvars if isinstance(v, Var)}
+    live, most = {}, 0
+    for number, equation in enumerate(jaxpr.eqns):
+        for out in equation.outvars:
+            live[out] = 0 if within and out in given else out.aval.size * out.aval.dtype.itemsize
+        bodies = [most_bytes(inner, within=True) for inner in jaxprs_in_params(equation.params)]
+        most = max(most, sum(live.values()) + max(bodies, default=0))
+        for done in {*equation.outvars, *(v for v in equation.invars if isinstance(v, Var))}:
+            if done not in given and last.get(done, number) <= number:
+                live.pop(done, None)
+    return most
 
 
 def with_room(cache, more):

@@ -2,7 +2,9 @@
 
 A row of one sequence is moved to the front of its columns, in order: then its length is all of its
 mask that a causal kernel needs, and no array of queries times keys exists. Rows of several
-sequences need a mask, one number for all heads.
+sequences need a mask, one number for all heads: cuDNN takes such rows by the offsets of their
+sequences too, but the public function does not pass these on, and JAX's private one reads the keys
+of other tokens before 0.12 where query heads share a key/value head.
 """
 
 from typing import Literal

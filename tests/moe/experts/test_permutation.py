@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from programs import jit
+from programs import array_sizes, jit
 
 from moe.experts.permutation import (
     inverse_slots,
@@ -111,6 +111,18 @@ def test_rows_are_summed_with_the_gradient_of_indexing():
 
     expected = pulled(indexed, *given)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_copies_of_rows_are_never_there_at_once():
+    """Neither to sum them nor for the gradient of spreading them: of all tokens of a group of
+    devices and eight choices each they would be a program's largest array."""
+    given = rows_of(4), rows_of(5), SOURCE, PLACES
+
+    def both(x, pull, source, places):
+        out, back = jax.vjp(lambda x: spread_rows(x, source, places), x)
+        return sum_rows(out, places, source), back(pull)
+
+    assert max(array_sizes(jax.make_jaxpr(both)(*given).jaxpr)) <= rows_of(5).size
 
 
 def test_half_precision_is_summed_in_float32():
