@@ -28,6 +28,7 @@ from moe.layers.block import block
 from moe.layers.depth import depth_of, is_stack, runs_of
 from moe.model import run_keeping
 from moe.precision import rms_norm
+from moe.router.overflow import overflow_of
 from moe.router.statistics import layers_in_order
 from moe.tokens.packing import PackedBatch, pack_rows
 from moe.tokens.zigzag import ZigzagLayout
@@ -45,11 +46,15 @@ class Prefilled(NamedTuple):
         rank of ``tp``.
       choices: ``[row, column, layer, k]`` the experts that each token chose, `num_experts` after
         each row's tokens; None where they were not asked for.
+      overflow: ``[]`` choices on all devices that found no room at their experts: unless it is 0,
+        the rows have to run again with room for any routing (`Execution.buffer_factor`). None where
+        there is.
     """
 
     cache: Cache[Array]
     states: Array
     choices: Array | None
+    overflow: Array | None = None
 
 
 def prefill(
@@ -85,15 +90,14 @@ def prefill(
         chosen = router.choices
         assert chosen is not None
     states, choices = by_row(x, chosen, packed, lengths, mesh)
-    return Prefilled(cache_of(kept), states, choices)
+    return Prefilled(cache_of(kept), states, choices, overflow_of(router, config))
 
 
 def for_prefill(config: ModelConfig) -> ModelConfig:
-    """The network as rows of tokens run that are gone on with: no backward pass follows."""
-    execution = replace(
-        config.execution, remat="none", fsdp=False, buffer_factor=None, two_batch_overlap=False
-    )
-    return replace(_dropless(config), execution=execution)
+    """The network as rows of tokens run that are gone on with: no backward pass follows, and no
+    token is dropped."""
+    execution = replace(config.execution, remat="none", fsdp=False, two_batch_overlap=False)
+    return replace(config, execution=execution, capacity_factor=None)
 
 
 def packed_prefill(
@@ -129,7 +133,9 @@ def by_row(
 def for_step(config: ModelConfig) -> ModelConfig:
     """The network as a step of decoding runs it: its few tokens go to the experts at once."""
     execution = replace(config.execution, expert_chunks=1)
-    return _dropless(replace(config, execution=execution))
+    # A step cannot be run again because its buffers were too small, and has few tokens.
+    config = replace(config, execution=execution, capacity_factor=None)
+    return config.for_any_routing()
 
 
 def packed_step(
@@ -307,8 +313,3 @@ def _at(buffer: Array, place: tuple[Array, ...]) -> Array:
 
 def _with_at(buffer: Array, new: Array, place: tuple[Array, ...]) -> Array:
     return lax.dynamic_update_index_in_dim(buffer, new, *place, axis=0) if place else new
-
-
-def _dropless(config: ModelConfig) -> ModelConfig:
-    """Generation drops no token, and no step is run again because its buffers were too small."""
-    return replace(config.for_any_routing(), capacity_factor=None)

@@ -46,7 +46,7 @@ class Execution:
       buffer_factor: room for the tokens that come to the experts of a device, as a multiple of what
         even routing sends (`moe.experts.dispatch.buffers`); None is room for any routing. What
         finds none is counted in `RouterStatistics.overflow`, and a pass in which that is not 0 has
-        to be run again without this: `jrl.trainer` does so.
+        to be run again without this: `jrl` does so.
       expert_chunks: parts that the tokens of a device go to the experts and back in, so that one
         part may travel while another is multiplied (`moe.experts.dispatch.token_chunks`). A step
         of decoding, which has few tokens, takes 1.

@@ -212,8 +212,9 @@ class RunConfig:
     micro-batch besides. Not on a pipeline."""
     buffer_factor: float | None = None
     """Room for what routers send to the experts of a device, as a multiple of what even routing
-    sends; 1.5 is usual. An update or a scoring pass that needs more is not used and run again with
-    room for any routing, so that numbers do not depend on it. None is room for any routing."""
+    sends; 1.5 is usual. An update, a scoring pass or an admission of prompts that needs more is not
+    used and run again with room for any routing, so that numbers do not depend on it. None is room
+    for any routing."""
     expert_chunks: int = 1
     """Parts that the tokens of a device go to the experts and back in, so that one part may travel
     while another is multiplied."""

@@ -14,8 +14,9 @@ from jaxtyping import Array
 from jrl.recipes.base.batch import Batch
 from jrl.rollout.scoring import mark_replicated, ranked, score, value
 from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective
-from jrl.trainer.learner.overflow import exact, overflow_of
+from jrl.trainer.learner.overflow import exact
 from moe import placement
+from moe.router.overflow import overflow_of
 from moe.router.statistics import RouterStatistics
 from moe.weights import Transformer
 

@@ -59,7 +59,7 @@ class Runner:
         slots = self.placement.num_slots
         self.mesh, self.config = mesh, config
         self._step = Serving(for_step(config), mesh, slots, records_choices)
-        self._prefill = Serving(for_prefill(config), mesh, slots, records_choices)
+        self._prefill = Serving(for_prefill(config.for_any_routing()), mesh, slots, records_choices)
         self._out = exchange_of(m2n, mesh.attention, mesh.experts)
         self._back = exchange_of(m2n, mesh.experts, mesh.attention)
         every = (devices_of(side) for side in (mesh.attention, mesh.experts))

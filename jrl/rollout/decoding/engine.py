@@ -237,8 +237,13 @@ class SlotEngine:
     ) -> Pool[Array]:
         """The pool, given up, with rows that arrive (`programs.admission.admit`)."""
         weights = self._resharding.of(self._loaded())
-        given = weights, pool, tokens, lengths, arrivals, self._draws()
-        return admit(self.decoder, self._sampling, *given)
+        given = tokens, lengths, arrivals, self._draws()
+        pool, overflow = admit(self.decoder, self._sampling, weights, pool, *given)
+        # A sum over all devices, so that all processes decide alike; reading it waits for the rows.
+        if overflow is not None and int(overflow):
+            decoder = self.decoder.for_any_routing()
+            pool, _ = admit(decoder, self._sampling, weights, pool, *given)
+        return pool
 
     def _advanced(
         self,

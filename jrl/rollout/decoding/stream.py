@@ -216,10 +216,13 @@ class StreamEngine(SlotEngine):
         packing, copies, tokens, arrivals = self._over_slots((packing, copies, tokens, arrivals))
         weights = self._resharding.of(self._loaded())
         ran = run_packed(self.decoder, weights, packing)
+        if ran.overflow is not None and int(ran.overflow):
+            ran = run_packed(self.decoder.for_any_routing(), weights, packing)
         # The cache goes its own way: with it `admit_known` would be a program for each of its
         # sizes.
         cache, nothing = place(self.decoder, pool.cache, ran.cache, copies), Cache[Array]((), ())
-        rest, known = replace(pool, cache=nothing), ran._replace(cache=nothing)
+        rest = replace(pool, cache=nothing)
+        known = ran._replace(cache=nothing, overflow=None)
         given = self._taken_apart().rest, rest, known, tokens, arrivals, self._draws()
         self._pool = replace(admit_known(self.decoder, self._sampling, *given), cache=cache)
 

@@ -16,9 +16,6 @@ from jaxtyping import Array
 
 from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective, SupervisedObjective
 from jrl.trainer.learner.program import Program
-from moe.config import ModelConfig
-from moe.router.statistics import RouterStatistics
-from sharding.collectives import all_sum, varying
 
 AnyObjective = PolicyObjective | CriticObjective | SupervisedObjective
 Kind = TypeVar("Kind", bound=AnyObjective)
@@ -29,22 +26,13 @@ def for_any_routing(objective: Kind) -> Kind:
     return replace(objective, config=objective.config.for_any_routing())
 
 
-def overflow_of(router: RouterStatistics[Array] | None, config: ModelConfig) -> Array | None:
-    """Choices that overflowed a pass, on all devices together, inside the `jax.shard_map`.
-
-    None where buffers hold any: programs are then what they would be without asking.
-    """
-    if router is None or router.overflow is None or config.execution.buffer_factor is None:
-        return None
-    return all_sum(router.overflow, tuple(varying(router.overflow)))
-
-
 class Exact:
     """A pass without a gradient, ``(objective, *given) -> (found, overflow)``, compiled; called, it
     gives what was found with buffers for everything.
 
     Args:
-      program: the pass; `overflow` is what `overflow_of` says.
+      program: the pass; `overflow` is what
+        `moe.router.overflow.overflow_of` says.
       num_static: arguments in front that are no arrays, the objective first.
     """
 

@@ -14,10 +14,11 @@ from jrl.recipes.base.batch import Batch, given
 from jrl.rollout.batching import replicated, take_rows
 from jrl.rollout.scoring import mark_replicated
 from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective
-from jrl.trainer.learner.overflow import exact, overflow_of
+from jrl.trainer.learner.overflow import exact
 from jrl.trainer.learner.passes import scan_first
 from jrl.trainer.packed.plan import counts_of, place_rows, plan
 from moe import model, placement
+from moe.router.overflow import overflow_of
 from moe.weights import Transformer
 
 

@@ -7,6 +7,7 @@ from typing import Any, Generic, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
 from jrl.rollout.decoding.programs.slots import (
@@ -79,7 +80,7 @@ def admit(
     lengths: Int[Array, "rows"],
     arrivals: Arrivals[Array],
     draws: Draws,
-) -> Pool[Array]:
+) -> tuple[Pool[Array], Array | None]:
     """Runs rows of tokens, puts them into slots and samples the next token of each: a row that
     several slots begin with runs once.
 
@@ -89,22 +90,28 @@ def admit(
         that is there.
       lengths: tokens of each.
       arrivals: which slots begin with which.
+
+    Returns:
+      The pool and `Prefilled.overflow`: unless that is 0 or None, the pool has to be given back
+      with the same arrivals and room for any routing, which makes good all that was written.
     """
     mesh = decoder.mesh
     rows, pools, drawn = over_slots(mesh), pool_specs(mesh, pool), draws_specs(mesh, draws)
 
     def local(weights, pool, tokens, lengths, arrivals, draws):
-        weights, known = vary(weights, mesh.axes), None
+        weights, known, overflow = vary(weights, mesh.axes), None, None
         # Where nothing is run, all that arrives begins as a row that is there.
         if tokens.shape[0]:
             known = prefilled_local(decoder, weights, tokens, lengths)
-        return _admit_known_local(decoder, sampling, weights, pool, known, tokens, arrivals, draws)
+            overflow = known.overflow
+        given = weights, pool, known, tokens, arrivals, draws
+        return _admit_known_local(decoder, sampling, *given), overflow
 
     return jax.shard_map(
         local,
         mesh=mesh.mesh,
         in_specs=(specs(decoder.config, mesh), pools, rows, rows, rows, drawn),
-        out_specs=pools,
+        out_specs=(pools, PartitionSpec()),
     )(weights, pool, tokens, lengths, arrivals, draws)
 
 
@@ -231,7 +238,8 @@ def _placed(
         ),
         cache=over_columns(partial(begun, row=ROW), pool.cache, known.cache),
         states=where_arriving(jnp.take(known.states, source, axis=0), pool.states),
-        live=pool.live,
+        # Not even where it was before: the same rows may arrive again, run with more room.
+        live=where_arriving(False, pool.live),
         limits=where_arriving(arrivals.limits, pool.limits),
         responses=where_arriving(arrivals.responses, pool.responses),
         prompts=where_arriving(arrivals.prompts, pool.prompts),

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from jrl.rollout.decoding.programs.slots import Decoder, cache_specs, over_slots
@@ -22,6 +23,7 @@ from moe.decoding import Prefilled, for_prefill
 from moe.layers.depth import is_scanned, period_of_stack
 from moe.model import run_keeping
 from moe.placement import specs
+from moe.router.overflow import overflow_of
 from moe.tokens.packing import pack_segments
 from moe.weights import Transformer
 from sharding.collectives import join_shards, vary
@@ -80,11 +82,12 @@ def run_packed(decoder: Decoder, weights: Transformer[Array], packing: Packing[A
     rows = over_slots(mesh)
     heads: Any = cache_specs(decoder)
     spread: Any = rows
+    everywhere: Any = PartitionSpec()
     return jax.shard_map(
         partial(_run_packed_local, decoder),
         mesh=mesh.mesh,
         in_specs=(specs(decoder.config, mesh), rows),
-        out_specs=Prefilled(heads, spread, spread),
+        out_specs=Prefilled(heads, spread, spread, everywhere),
     )(weights, packing)
 
 
@@ -98,12 +101,12 @@ def _run_packed_local(
     rows = packing.tokens, packing.segments, num_slots
     packed = pack_segments(*rows, mesh, config, positions=packing.positions)
     keep = partial(_kept, packing.tokens.size)
-    x, _, kept = run_keeping(keep, vary(weights, mesh.axes), packed, config, mesh)
+    x, router, kept = run_keeping(keep, vary(weights, mesh.axes), packed, config, mesh)
     cache = cache_of(_in_parts(kept, decoder.config))
     (of_rows,) = packed.zigzag.restore(join_shards(x, mesh.sequence))
     # Slots in which nothing arrives get that of the first token, which nobody looks at.
     states = of_rows.reshape(-1, of_rows.shape[-1])[packing.ends]
-    return Prefilled(vary(cache, mesh.axes), states, None)
+    return Prefilled(vary(cache, mesh.axes), states, None, overflow_of(router, config))
 
 
 def _kept(room: int, *arrays: Array) -> tuple[Array, ...]:

@@ -49,6 +49,10 @@ class Decoder(NamedTuple):
     records_choices: bool = False
     top_logprobs: int = 0
 
+    def for_any_routing(self) -> "Decoder":
+        """The same with room for any routing where prompts run (`Execution.buffer_factor`)."""
+        return self._replace(config=self.config.for_any_routing())
+
 
 @struct.dataclass
 class Likeliest(Generic[Leaf]):
@@ -137,6 +141,7 @@ def abstract_pool(decoder: Decoder, slots: int, columns: int) -> Pool[Any]:
 
 @remembered
 def _making(decoder: Decoder, slots: int, columns: int) -> tuple[Any, Pool[Any]]:
+    decoder = decoder.for_any_routing()
     config, mesh = decoder.config, decoder.mesh
     # A prefill says what a cache of this network is made of; the smallest there is, one row for
     # each rank of dp and a token for each of tp, and only its shapes.
@@ -251,7 +256,8 @@ def _resized(cache: Cache[Array], columns: int) -> Cache[Array]:
 def prefilled(
     decoder: Decoder, weights: Transformer[Array], tokens: Array, lengths: Array
 ) -> Prefilled:
-    """`moe.decoding.prefill` on global arrays."""
+    """`moe.decoding.prefill` on global arrays, with room for any routing."""
+    decoder = decoder.for_any_routing()
     mesh = decoder.mesh
     rows = over_slots(mesh)
     heads: Any = cache_specs(decoder)

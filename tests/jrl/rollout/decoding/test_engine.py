@@ -24,6 +24,7 @@ from policies import (
 
 from jrl.rollout.decoding import engine as slot_engine
 from jrl.rollout.decoding import seating
+from jrl.rollout.decoding.programs.admission import admit
 from jrl.rollout.decoding.requests import Request
 from jrl.rollout.sampling import GREEDY
 from moe.cache.buffers import over_columns
@@ -368,3 +369,35 @@ def test_states_are_those_of_a_rows_own_tokens():
             np.testing.assert_array_equal(other.tokens, first.tokens)
             np.testing.assert_allclose(other.old_logprobs, first.old_logprobs, atol=CLOSE)
     assert engine.usage.prefilled > 3 + 6
+
+
+@pytest.mark.slow
+def test_prompts_that_find_no_room_at_their_experts_run_again(monkeypatch):
+    tight = replace(CONFIG, execution=replace(CONFIG.execution, buffer_factor=0.01))
+    factors = []
+
+    def watched(decoder, *given):
+        pool, overflow = admit(decoder, *given)
+        factors.append((decoder.config.execution.buffer_factor, overflow is None))
+        return pool, overflow
+
+    monkeypatch.setattr(slot_engine, "admit", watched)
+    found = decode(Asked(config=tight))
+    assert factors == [(0.01, False), (None, True)]
+    jax.tree.map(np.testing.assert_array_equal, found, decode(Asked()))
+
+
+def test_rows_that_arrive_again_begin_anew(monkeypatch):
+    def again(decoder, sampling, weights, pool, tokens, lengths, arrivals, draws):
+        given = tokens, lengths
+        pool, _ = admit(decoder, sampling, weights, pool, *given, arrivals, draws)
+        assert np.any(pool.live)
+        # This time their first token is their last.
+        ended = replace(arrivals, limits=arrivals.lengths + 1)
+        pool, _ = admit(decoder, sampling, weights, pool, *given, ended, draws)
+        assert not np.any(pool.live)
+        return admit(decoder, sampling, weights, pool, *given, arrivals, draws)
+
+    expected = decode(Asked())
+    monkeypatch.setattr(slot_engine, "admit", again)
+    jax.tree.map(np.testing.assert_array_equal, decode.__wrapped__(Asked()), expected)

@@ -173,6 +173,11 @@ def test_a_prompt_that_shares_a_row_runs_as_in_its_own(layout, scanned, windows,
         rows,
     )
     ran = packed.run_packed(decoder, own_weights, packing)
+    assert ran.overflow is None
+    # A choice that finds no room is counted, and the rows have to run again.
+    tight = replace(config, execution=replace(execution, buffer_factor=0.01))
+    if layout == "dp1":
+        assert packed.run_packed(decoder._replace(config=tight), own_weights, packing).overflow > 0
     pool = empty_pool(decoder, slots, columns)
     cache = packed.place(decoder, jax.tree.map(lambda x: x - 7, pool.cache), ran.cache, copies)
 
