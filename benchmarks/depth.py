@@ -5,9 +5,11 @@ Small mixtures of experts, as deep as `--depths` says, float32. "train" is the t
 after another from a cache of 256 columns, all read. Times are processor time, on which other work
 of the machine has little say: of tracing, of XLA, in which nothing that was compiled before helps,
 and of a step, the least of `--rounds`. With a wide `--d-model` they show what the loop over layers
-costs.
+costs. `--kinds windows` has a sliding window in every other layer, `--kinds delta` Gated DeltaNet
+in three of four.
 
     python benchmarks/depth.py --threads 1 --depths 4 48 --unrolled 4
+    python benchmarks/depth.py --threads 1 --depths 4 48 --unrolled 4 --kinds delta
     python benchmarks/depth.py --threads 1 --depths 12 --unrolled 12 --d-model 256 --rounds 5
 """
 
@@ -31,19 +33,24 @@ def main() -> None:
     parser.add_argument("--depths", type=int, nargs="+", default=[4, 48], help="scanned")
     parser.add_argument("--unrolled", type=int, nargs="*", default=[4, 12], help="unrolled")
     parser.add_argument("--d-model", type=int, default=32, help="a multiple of 32")
+    parser.add_argument("--kinds", choices=["equal", "windows", "delta"], default="equal")
     parser.add_argument("--programs", nargs="+", choices=list(PROGRAMS), default=list(PROGRAMS))
     parser.add_argument("--smoke", action="store_true", help="once, at a size that takes no time")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     arguments = parser.parse_args()
     if arguments.smoke:
         arguments.rounds, arguments.depths, arguments.unrolled = 1, [2], [2]
+        arguments.kinds = "equal"
     # Before JAX starts: XLA sizes its thread pool by the processors it may use.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])
     import jax
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_compilation_cache", False)
-    print(f"jax {jax.__version__}, d_model {arguments.d_model}, {arguments.threads} thread(s)")
+    print(
+        f"jax {jax.__version__}, d_model {arguments.d_model}, {arguments.kinds} layers, "
+        f"{arguments.threads} thread(s)"
+    )
     print(f"{'program':10}{'layers':>8} {'form':10}{'trace s':>9}{'XLA s':>8}{'step ms':>10}")
     figures = []
     for name in arguments.programs:
@@ -62,7 +69,7 @@ def main() -> None:
 
 def measure(name: str, depth: int, scanned: bool, arguments: argparse.Namespace) -> dict[str, Any]:
     """Seconds to trace and to compile a program, milliseconds of a step."""
-    trace, run = PROGRAMS[name](config_of(depth, scanned, arguments.d_model))
+    trace, run = PROGRAMS[name](config_of(depth, scanned, arguments.d_model, arguments.kinds))
     # Of the processors: a machine that does other things takes as many.
     began = time.process_time()
     lowered = trace()
@@ -80,10 +87,17 @@ def measure(name: str, depth: int, scanned: bool, arguments: argparse.Namespace)
     }
 
 
-def config_of(depth: int, scanned: bool, d_model: int) -> Any:
+def config_of(depth: int, scanned: bool, d_model: int, kinds: str) -> Any:
+    from moe.architecture.delta import GatedDeltaNet
     from moe.config import ModelConfig
     from moe.execution import Execution
 
+    of_kinds: dict[str, Any] = {}
+    if kinds == "windows":
+        of_kinds = {"sliding_window": 16, "full_attention_layers": tuple(range(1, depth, 2))}
+    if kinds == "delta":
+        layers = tuple(layer for layer in range(depth) if layer % 4 != 3)
+        of_kinds["delta"] = GatedDeltaNet(layers, d_model // 32, d_model // 16, 16, 16, 4)
     return ModelConfig(
         vocab_size=64,
         num_layers=depth,
@@ -95,6 +109,7 @@ def config_of(depth: int, scanned: bool, d_model: int) -> Any:
         experts_per_token=2,
         d_expert=d_model,
         execution=Execution(scan_layers=scanned),
+        **of_kinds,
     )
 
 

@@ -11,7 +11,8 @@ lengths are given, since no stop token ever comes:
 * ``--peer PYTHON``, an interpreter with torch and transformers: dense models, 100 tokens after
   prompts of 8, beside `peer_generate.py` on the same number of threads, with both of its caches.
 
-Compilation is left out. ``--threads 2`` takes two processors on either side.
+Compilation is left out. ``--threads 2`` takes two processors on either side. ``--model tiny`` is so
+small that filling slots costs as much as a few steps.
 
     python -m benchmarks.rollout --threads 2 --peer path/to/peer/bin/python
 """
@@ -55,11 +56,11 @@ CACHES = ("dynamic", "static")
 def main() -> None:
     parser = argparse.ArgumentParser(description="Times decoding")
     parser.add_argument("--threads", type=int, default=2, help="processors to use")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds, all sides in turn")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds, all sides in turn")
     parser.add_argument("--slots", type=int, default=64)
-    parser.add_argument("--requests", type=int, default=2048)
+    parser.add_argument("--requests", type=int, default=1024)
     parser.add_argument("--median", type=int, default=32, help="tokens of a response")
-    parser.add_argument("--model", default="tiny", help="preset that lengths are measured with")
+    parser.add_argument("--model", default="small", help="preset that lengths are measured with")
     parser.add_argument("--peer", help="Python of an environment with torch and transformers")
     parser.add_argument("--peer-models", nargs="+", choices=list(DENSE), default=list(DENSE))
     parser.add_argument("--peer-rows", type=int, nargs="+", default=[64, 1])
@@ -69,6 +70,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.smoke:
         arguments.rounds, arguments.slots, arguments.requests, arguments.median = 1, 4, 64, 4
+        arguments.model = "tiny"
     # Before JAX starts: XLA sizes its thread pool by the processors it may use.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])
     os.environ["JAX_PLATFORMS"] = "cpu"
