@@ -75,6 +75,31 @@ COLUMNS = {
     "windows": Columns((130, 0, 100), (136, 5, 131)),
 }
 
+
+class Narrow(NamedTuple):
+    """Columns of narrow vectors that rows see, as in `Columns`.
+
+    Attributes:
+      width: of a vector, and of its values the first `rank`.
+      length: columns that a program of the kernel reads; None is its own choice.
+    """
+
+    first: tuple[int, ...]
+    stop: tuple[int, ...]
+    heads: int = 5
+    width: int = 192
+    rank: int = 128
+    room: int = 192
+    length: int | None = None
+
+
+NARROW = {
+    # Of one column and of all: two parts, one of more blocks than memory has slots.
+    "rows of several lengths": Narrow((0, 0), (1, 256), room=256, length=192),
+    # Of one block and of all three; two tiles of heads.
+    "windows": Narrow((130, 3), (136, 190), heads=70),
+}
+
 RULES: dict[str, dict[str, Any]] = {
     "softmax": {"k": 3},
     "softmax as it is": {"k": 2, "renormalise": False, "scaling": 2.5},

@@ -21,8 +21,8 @@ class Execution:
       latent: what decoding keeps of latent attention: "absorbed", the narrow vectors that keys and
         values come from, or "expanded", those keys and values (`moe.attention.latent`).
       decode_attention: attention of a decoding step over its cache: "plain", or "mosaic", a kernel
-        for Hopper that reads no more of a row than its tokens (`moe.kernels.decode_attention`);
-        None is "plain".
+        for Hopper that reads no more of a row than its tokens (`moe.kernels.decode_attention`, and
+        `moe.kernels.latent_decode` of narrow vectors); None is "plain".
       dispatch: how tokens travel to the experts of other devices: "all_to_all", "all_gather" or
         "ragged"; None is what takes least time on their links (`moe.experts.dispatch.cost`).
       exchange_rate: for that choice, the rate of an all-to-all as a part of that of a ring over the

@@ -34,7 +34,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 # Looked up by hand; a link to another repository is looked up before it is added.
 REPOSITORIES = {"open-thought/reasoning-gym", "starriver030515/HAPO", "verl-project/verl"}
 REPOSITORIES |= {"NVIDIA/dcgm-exporter", "google/cadvisor", "prometheus/node_exporter"}
-REPOSITORIES |= {"meta-pytorch/OpenEnv"}
+REPOSITORIES |= {"deepseek-ai/FlashMLA", "meta-pytorch/OpenEnv"}
 
 
 def documented():

@@ -14,12 +14,14 @@ from benchmarks.kernel_cases import (
     CASES,
     COLUMNS,
     GATHERED,
+    NARROW,
     PRODUCTS,
     ROUTED,
     ROUTES,
     RULES,
     Case,
     Columns,
+    Narrow,
     Product,
     choices,
     sources,
@@ -37,6 +39,7 @@ def rows(settings: Settings) -> Iterator[Row]:
         ("gathered", PRODUCTS, _gathered, False),
         ("swiglu", PRODUCTS, _with_swiglu, False),
         ("cached", COLUMNS, _attended, False),
+        ("latent", NARROW, _attended_narrow, False),
     )
     for kernel, table, check, is_interpreted in tables:
         form = kernel_forms(settings)[-1] if is_interpreted else "mosaic"
@@ -206,6 +209,32 @@ def _attended(settings: Settings, case: Columns, form: str) -> Figures:
     powers = np.where(seen[:, None, None], np.exp(scores), 0)
     out = np.einsum("rvgc,rvck->rvgk", powers, values) / powers.sum(axis=-1, keepdims=True)
     return {"difference": difference(found, out.reshape(found.shape))}
+
+
+def _attended_narrow(settings: Settings, case: Narrow, form: str) -> Figures:
+    """NaN where `_attended` has it, and several parts where the case says so."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from moe.kernels.latent_decode import split_latent_attention
+
+    number, scale = len(case.first), case.width**-0.5
+    first, stop = (jnp.asarray(ends, jnp.int32) for ends in (case.first, case.stop))
+    column = jnp.arange(case.room)
+    seen = (column >= first[:, None]) & (column < stop[:, None])
+    query = random(settings, 0, (number, case.heads, case.width))
+    vectors = random(settings, 1, (number, 1, case.width, case.room))
+    hidden = jnp.where(seen[:, None, None], vectors, jnp.nan)
+    fixed = {"rank": case.rank, "scale": scale, "length": case.length}
+    attend = jax.jit(partial(split_latent_attention, **fixed))
+    buffer = jnp.stack([jnp.full_like(hidden, jnp.nan), hidden])
+    found = attend(query, buffer, first, stop, jnp.int32(1))
+
+    query, vectors = (np.asarray(x, np.float64) for x in (query, vectors[:, 0]))
+    powers = np.where(seen[:, None], np.exp(scale * query @ vectors), 0)
+    values = np.swapaxes(vectors[:, : case.rank], 1, 2)
+    return {"difference": difference(found, powers @ values / powers.sum(axis=-1, keepdims=True))}
 
 
 def _looped(x: Any, weights: Any, pull: Any, sizes: tuple[int, ...]) -> dict[str, Any]:

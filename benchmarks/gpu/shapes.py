@@ -22,13 +22,19 @@ class Dispatch(NamedTuple):
 
 
 class Cached(NamedTuple):
-    """Rows of a cache that a decoding step reads."""
+    """Rows of a cache that a decoding step reads.
+
+    Attributes:
+      rank: how many of the numbers of a column are its values too, in a cache of narrow vectors;
+        None is one of keys and values.
+    """
 
     rows: int
     columns: int
     heads: int
     kv_heads: int
     head_dim: int
+    rank: int | None = None
 
 
 PRODUCTS = {
@@ -47,9 +53,13 @@ SMALL_DISPATCHES = {"small": Dispatch(48, 2, 8, 128)}
 CACHES = {
     "qwen3-0.6b": Cached(256, 1152, 16, 8, 128),
     "qwen3-30b-a3b": Cached(64, 4160, 32, 4, 128),
+    "deepseek-v3": Cached(64, 4160, 128, 1, 576, rank=512),
 }
 """Of prompts of 128 tokens and responses of 1,000 and of 4,000."""
-SMALL_CACHES = {"small": Cached(2, 128, 4, 2, 64)}
+SMALL_CACHES = {
+    "small": Cached(2, 128, 4, 2, 64),
+    "small, latent": Cached(2, 128, 4, 1, 192, rank=128),
+}
 
 SMALL_MOE: dict[str, Any] = {
     "vocab_size": 64,

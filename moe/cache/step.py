@@ -9,8 +9,10 @@ from moe.attention.latent import LatentCore, absorbed, keeps_narrow, released
 from moe.attention.layer import CoreAttention
 from moe.attention.mask import window_of_layer
 from moe.cache.buffers import KEY_COLUMN, ROW, VALUE_COLUMN
+from moe.cache.kernel import check_kernel
 from moe.config import ModelConfig
 from moe.kernels.decode_attention import decode_attention
+from moe.kernels.latent_decode import latent_decode_attention
 
 
 class StepCore:
@@ -46,15 +48,7 @@ class StepCore:
         columns: int | None = None,
     ):
         self._config, self._name = config, config.execution.decode_attention
-        if config.attention_sinks and self._name not in (None, "plain"):
-            raise ValueError(
-                f"decode_attention={self._name!r} has no attention sinks in its softmax: use None."
-            )
-        if keeps_narrow(config) and self._name not in (None, "plain"):
-            raise ValueError(
-                f"decode_attention={self._name!r} reads keys and values, and latent attention "
-                'keeps none: use None, or latent="expanded".'
-            )
+        check_kernel(config)
         self.keys, self.values = keys, values
         self._place, self._first, self._live = place, first, live
         room = keys.shape[KEY_COLUMN]
@@ -92,18 +86,29 @@ class StepCore:
             keys, values = (self._own(x, c) for x, c in self._buffers())
             return cached_attention(query, keys, values, self._visible, scale, sinks)
         keys, values = (self._own_rows(x, c) for x, c in self._buffers())
-        layer = self._place[0] if self._place else None
         return decode_attention(
-            query, keys, values, *self._ends, scale, layer=layer, implementation=self._name
+            query, keys, values, *self._ends, scale, layer=self._layer, implementation=self._name
         )
 
     def _of_narrow(self, query: Array, narrow: Array, up: Array) -> Array:
-        config = self._config
+        config, rank = self._config, up.shape[0]
         self.keys = self._write(self.keys, narrow[:, None], KEY_COLUMN)
-        vectors = self._own(self.keys, KEY_COLUMN)
-        read = jnp.swapaxes(vectors[:, :, : up.shape[0]], 2, 3)
         query, scale = absorbed(query, up, config), config.head_dim**-0.5
-        return released(cached_attention(query, vectors, read, self._visible, scale), up, config)
+        if self._name in (None, "plain"):
+            vectors = self._own(self.keys, KEY_COLUMN)
+            values = jnp.swapaxes(vectors[:, :, :rank], 2, 3)
+            read = cached_attention(query, vectors, values, self._visible, scale)
+        else:
+            vectors, named = self._own_rows(self.keys, KEY_COLUMN), self._name
+            given = query, vectors, *self._ends, scale
+            read = latent_decode_attention(
+                *given, rank=rank, layer=self._layer, implementation=named
+            )
+        return released(read, up, config)
+
+    @property
+    def _layer(self) -> Array | None:
+        return self._place[0] if self._place else None
 
     def _buffers(self) -> list[tuple[Array, int]]:
         assert self.values is not None

@@ -12,6 +12,7 @@ References:
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +22,8 @@ from jaxtyping import Array, Float, Int
 
 from moe.attention.cached import cached_attention
 from moe.kernels.choice import by_name
-from moe.kernels.grouped import keep_rows, store_rows
-from moe.kernels.mosaic import Target, launch, mosaic_gpu
+from moe.kernels.grouped import keep, store_rows
+from moe.kernels.mosaic import Target, launch, mosaic_gpu, product
 
 COLUMNS = 128
 """Columns of one program."""
@@ -32,6 +33,8 @@ QUERIES = 64
 """Rows that the matrix units multiply at least; those past the queries of a head are filled up."""
 WIDEST = 256
 """Elements of a head: a wider one does not fit into registers and shared memory."""
+HALVES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+"""What the matrix units multiply."""
 
 
 def decode_attention(
@@ -78,22 +81,39 @@ def _stacked(buffer: Array) -> Array:
     return buffer if buffer.ndim == 5 else buffer[None]
 
 
+def unserved(dtype: Any, together: int, *widths: int) -> str | None:
+    """What keeps the kernel from heads of such widths, of keys and of values, and as many queries
+    of each as are `together`."""
+    if jnp.dtype(dtype) not in HALVES:
+        return f"keys and values of {dtype}, not bfloat16 or float16"
+    for width in widths:
+        if width % 64 or not 0 < width <= WIDEST:
+            return f"heads of {width} elements, a multiple of 64 up to {WIDEST}"
+    if together > QUERIES:
+        return f"{together} queries of a key/value head, up to {QUERIES}"
+    return None
+
+
+def unequal(names: str, *arrays: Array) -> str | None:
+    """That arrays are not all of one half precision."""
+    dtypes = {x.dtype for x in arrays}
+    if len(dtypes) == 1 and dtypes <= {*HALVES}:
+        return None
+    listed = ", ".join(str(x.dtype) for x in arrays)
+    return f"{names} of {listed}, all bfloat16 or all float16"
+
+
 def _obstacle(name: str | None, query: Array, keys: Array, values: Array) -> str | None:
     if name == "interpreted":
         return "the plain interpreter has no matrix units; use None."
-    dtypes = {x.dtype for x in (query, keys, values)}
-    if len(dtypes) > 1 or not dtypes <= {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)}:
-        listed = ", ".join(str(x.dtype) for x in (query, keys, values))
-        return f"query, keys and values of {listed}, all bfloat16 or all float16; use None."
-    for width in query.shape[-1], values.shape[-1]:
-        if width % 64 or not 0 < width <= WIDEST:
-            return f"heads of {width} elements, a multiple of 64 up to {WIDEST}; use None."
+    reason = unequal("query, keys and values", query, keys, values)
+    together, widths = query.shape[1] // keys.shape[-3], (query.shape[-1], values.shape[-1])
+    reason = reason or unserved(query.dtype, together, *widths)
+    if reason is not None:
+        return f"{reason}; use None."
     if keys.shape[-1] % UNIT:
         columns = keys.shape[-1]
         return f"a cache of {columns} columns, a multiple of {UNIT}; give it more, or use None."
-    if query.shape[1] // keys.shape[-3] > QUERIES:
-        queries = query.shape[1] // keys.shape[-3]
-        return f"{queries} queries of a key/value head, up to {QUERIES}; use None."
     return None
 
 
@@ -171,16 +191,16 @@ def split_attention(
         operation="decode_attention",
         simulated=simulated,
     )
-    begin = COLUMNS * jnp.arange(splits, dtype=jnp.int32)[None]
-    seen = (first[:, None] < begin + COLUMNS) & (stop[:, None] > begin)
     of_parts = (rows, kv_heads, splits, -1)
-    merged = _merged(
+    found = merged(
         out.reshape(*of_parts[:3], together, width),
         most.reshape(of_parts)[..., :together],
         total.reshape(of_parts)[..., :together],
-        seen[:, None, :, None],
+        first,
+        stop,
+        COLUMNS,
     )
-    return merged.reshape(rows, heads, width).astype(values.dtype)
+    return found.reshape(rows, heads, width).astype(values.dtype)
 
 
 def _of_columns(target: Target, given, begin, end, factor: float):
@@ -195,19 +215,10 @@ def _of_columns(target: Target, given, begin, end, factor: float):
         # Zero times what a column that is not seen may hold need not be zero.
         @pl.when((begin > 0) | (end < COLUMNS))
         def _():
-            keep_rows(target, values, begin, end)
+            keep(target, values, begin, end)
             mosaic_gpu().commit_smem()
 
-        def product(left, right, total):
-            mosaic_gpu().wgmma(total, left, right)
-            return total[...]
-
-        def multiplied(left, right):
-            shape = left.shape[0], right.shape[1]
-            accumulator = mosaic_gpu().WGMMAAccumulatorRef(shape)
-            return pl.run_scoped(partial(product, left, right), accumulator)
-
-        scores = multiplied(query, keys) * factor
+        scores = product(query, keys) * factor
         column = target.tiled(lax.broadcasted_iota(jnp.int32, scores.shape, 1))
         visible = (column >= begin).astype(jnp.int32) * (column < end).astype(jnp.int32) > 0
         nothing = target.tiled(jnp.full(scores.shape, -jnp.inf, jnp.float32))
@@ -220,7 +231,7 @@ def _of_columns(target: Target, given, begin, end, factor: float):
         def weighed(staged):
             staged[...] = powers.astype(staged.dtype)
             mosaic_gpu().commit_smem()
-            return multiplied(staged, values)
+            return product(staged, values)
 
         staged = mosaic_gpu().SMEM(scores.shape, given[2].dtype)
         return pl.run_scoped(weighed, staged), largest, sums
@@ -230,9 +241,25 @@ def _of_columns(target: Target, given, begin, end, factor: float):
     return pl.run_scoped(copied, *places, gpu.Barrier(num_arrivals=len(given)))
 
 
-def _merged(out: Array, most: Array, total: Array, seen: Array) -> Array:
-    """The sums of all parts of a row over the powers of all, each part's ``[row, head, part,
-    query]`` scaled to the largest score of all. Parts that were not computed hold anything."""
+def merged(
+    out: Float[Array, "row head part query width"],
+    most: Float[Array, "row head part query"],
+    total: Float[Array, "row head part query"],
+    first: Int[Array, "row"],
+    stop: Int[Array, "row"],
+    length: int,
+) -> Float[Array, "row head query width"]:
+    """The sums of all parts of a row over the powers of all, each part's scaled to the largest
+    score of all. Parts of which no column is seen were not computed and hold anything.
+
+    Args:
+      out, total: sums of values and of powers, relative to the largest score of the part, `most`.
+      first, stop: the columns that a row sees.
+      length: columns of a part.
+    """
+    begin = length * jnp.arange(most.shape[2], dtype=jnp.int32)[None]
+    seen = (first[:, None] < begin + length) & (stop[:, None] > begin)
+    seen = seen[:, None, :, None]
     most = jnp.where(seen, most, -jnp.inf)
     share = jnp.exp(most - jnp.max(most, axis=2, keepdims=True))
     powers = jnp.sum(jnp.where(seen, share * total, 0.0), axis=2)

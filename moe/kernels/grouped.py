@@ -266,7 +266,7 @@ def summed(
                 @pl.when((at < first) | (at + step > last))
                 def _():
                     for part in (left, right):
-                        keep_rows(target, part, first - at, last - at)
+                        keep(target, part, first - at, last - at)
                     mosaic_gpu().commit_smem()
 
                 mosaic_gpu().wgmma(total, target.transposed(left), right)
@@ -316,9 +316,9 @@ def summed(
     )[0]
 
 
-def keep_rows(target: Target, part, first, last):
-    """Zeros in the rows of a slice before `first` and from `last` on."""
-    row = target.tiled(lax.broadcasted_iota(jnp.int32, part.shape, 0))
-    kept = ((row >= first).astype(jnp.int32) * (row < last).astype(jnp.int32)) > 0
+def keep(target: Target, part, first, last, axis: int = 0):
+    """Zeros in the rows of a slice, or its columns, before `first` and from `last` on."""
+    place = target.tiled(lax.broadcasted_iota(jnp.int32, part.shape, axis))
+    kept = ((place >= first).astype(jnp.int32) * (place < last).astype(jnp.int32)) > 0
     nothing = target.tiled(jnp.zeros(part.shape, part.dtype))
     part[...] = jnp.where(kept, target.tiled(part[...]), nothing)

@@ -18,7 +18,9 @@ from jax.interpreters import mlir
 from sharding.collectives import vary, varying
 
 LANES = 128
-"""Threads of a warpgroup, which runs one program."""
+"""Threads of a warpgroup, of which most programs are run by one."""
+THREAD = "warpgroup"
+"""The axis of a program's warpgroups, where it has several."""
 TOGETHER = 4
 """Parts of a row that each thread has on their way at a time."""
 
@@ -63,6 +65,22 @@ class Target:
             return ref.transpose((1, 0))
         return mosaic_gpu().transpose_ref(ref, (1, 0))
 
+    def added(self, total: jax.Array, left: Any, right: Any) -> jax.Array:
+        """``total + left @ right``, of matrices in shared memory."""
+        # The simulator knows no accumulator that begins with anything but zeros.
+        return total + product(left, right)
+
+
+def product(left: Any, right: Any) -> jax.Array:
+    """Of matrices in shared memory, by the matrix units."""
+
+    def multiplied(total):
+        mosaic_gpu().wgmma(total, left, right)
+        return total[...]
+
+    shape = left.shape[0], right.shape[1]
+    return pl.run_scoped(multiplied, mosaic_gpu().WGMMAAccumulatorRef(shape))
+
 
 class Gpu(Target):
     def strided(self, value: jax.Array) -> jax.Array:
@@ -81,6 +99,12 @@ class Gpu(Target):
             mosaic_gpu().store(ref, value, optimized=False)
         else:
             ref[...] = value
+
+    def added(self, total: jax.Array, left: Any, right: Any) -> jax.Array:
+        def multiplied(accumulator):
+            mosaic_gpu().wgmma(accumulator, left, right)
+
+        return pl.run_state(multiplied)(mosaic_gpu().WGMMAAccumulatorRef.init(total))
 
 
 def _tile(dimension: int | None) -> Any:
@@ -118,6 +142,7 @@ def launch(
     operands: Sequence[jax.Array],
     *,
     operation: str,
+    threads: int = 1,
     interpreted: bool = False,
     simulated: bool = False,
 ) -> tuple[jax.Array, ...]:
@@ -127,6 +152,7 @@ def launch(
       body: reads and writes references to device memory.
       outputs: what the programs write, every element by one of them.
       operation: named in the error.
+      threads: warpgroups that run the body of a program, each with its number along `THREAD`.
       interpreted: by Pallas' plain interpreter, slow and on any device.
       simulated: by the interpreter that knows a GPU's memories, barriers and matrix units; slower
         still. That of jax 0.10 knows no transposed reference.
@@ -145,14 +171,19 @@ def launch(
     axes = tuple(frozenset().union(*map(varying, operands)))
     first, *others = vary(tuple(operands), axes)
     target = Target() if simulated else Gpu()
-    plgpu = mosaic_gpu()
+    plgpu, several = mosaic_gpu(), {}
+    if threads > 1:
+        several = {"num_threads": threads, "thread_name": THREAD}
     kernel = plgpu.kernel(
         lambda *refs: body(target, lax.axis_index("program"), *refs),
         out_type=tuple(outputs),
         grid=(programs,),
         grid_names=("program",),
+        **several,
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+            # What is set aside for a sum over warps: several warpgroups would share it.
+            **({"reduction_scratch_bytes": 0} if several else {}),
         ),
         interpret=_simulator() if simulated else None,
     )

@@ -23,6 +23,7 @@ from jrl.rollout.decoding.usage import Usage
 from jrl.rollout.resharding import RolloutPolicy, apart
 from jrl.rollout.sampling import Sampling
 from moe.cache.buffers import cache_columns
+from moe.cache.kernel import check_kernel
 from moe.config import ModelConfig
 from moe.weights import Transformer
 from sharding.folding import FoldedMesh
@@ -71,6 +72,7 @@ class SlotEngine:
         top_logprobs: int = 0,
     ):
         _check(rollout, slots)
+        check_kernel(config)
         self.mesh, self.slots, self._training = rollout, slots, training
         # Tokens that run together are spread over ``tp``.
         self._unit = rollout.size(rollout.tp)

@@ -6,6 +6,7 @@ from jrl.config.files import flag
 from jrl.config.run import NETWORK_SETTINGS, RunConfig
 from moe.adapters.settings import Lora
 from moe.attention.context_parallel.choice import context_of
+from moe.cache.kernel import kernel_obstacle
 from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.experts.dispatch.choice import check_dispatch
@@ -159,11 +160,12 @@ def check_served(model: ModelConfig, mesh: FoldedMesh) -> None:
             f"attention='cudnn' takes bfloat16 on NVIDIA GPUs, not {model.dtype} on "
             f"{mesh.platform!r} devices: leave out --attention, or give --dtype bfloat16 there."
         )
-    narrow = model.mla is not None and execution.latent != "expanded"
-    if narrow and execution.decode_attention not in (None, "plain"):
+    obstacle = kernel_obstacle(model)
+    if obstacle is not None:
+        instead = ", or give --dtype bfloat16" if model.dtype == "float32" else ""
         raise ValueError(
-            f"decode_attention={execution.decode_attention!r} reads keys and values, and latent "
-            "attention keeps none: leave out --decode-attention, or give --latent expanded."
+            f"decode_attention={execution.decode_attention!r} {obstacle}: leave out "
+            f"{flag('decode_attention')}{instead}."
         )
 
 

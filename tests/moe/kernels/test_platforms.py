@@ -13,6 +13,7 @@ from moe.execution import Execution
 from moe.experts.grouped.dot import grouped_dot
 from moe.kernels import choice
 from moe.kernels.decode_attention import decode_attention
+from moe.kernels.latent_decode import latent_decode_attention
 from moe.kernels.layout import SortedLayout, sorted_layout
 from moe.kernels.permute import permute, unpermute
 from moe.kernels.routing import Rule, route
@@ -45,8 +46,12 @@ OPERATIONS = {
         decode_attention,
         (half(3, 4, 64), half(3, 2, 64, 64), half(3, 2, 64, 64), integers(3), integers(3)),
     ),
+    "latent_decode_attention": (
+        partial(latent_decode_attention, scale=0.1, rank=128),
+        (half(3, 4, 192), half(3, 1, 192, 64), integers(3), integers(3)),
+    ),
 }
-HOPPER_ALONE = ("grouped_dot", "decode_attention")
+HOPPER_ALONE = ("grouped_dot", "decode_attention", "latent_decode_attention")
 
 
 def lowered(operation, platform, name=None):

@@ -320,6 +320,13 @@ def test_layouts_and_slots_that_do_not_fit(layout, slots, message):
         replace(LONG, layout=layout, slots=slots).engine()
 
 
+def test_a_cache_that_the_kernel_cannot_read_is_refused_before_a_row_comes():
+    execution = replace(CONFIG.execution, decode_attention="mosaic")
+    half = replace(CONFIG, dtype="bfloat16", execution=execution)
+    with pytest.raises(ValueError, match=r"'mosaic' cannot serve: heads of 6 elements, a multiple"):
+        replace(LONG, config=half).engine()
+
+
 @pytest.mark.parametrize("layout", ["dp1", pytest.param("tp2 dp2 / ep4", marks=pytest.mark.slow)])
 def test_choices_are_those_of_the_whole_sequence(layout):
     """Experts are recorded where a token was run; the last one of a row was not."""

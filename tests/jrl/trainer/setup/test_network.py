@@ -177,12 +177,13 @@ def test_what_cannot_serve_is_refused_before_anything_is_compiled(given, layout,
 
 def test_kernels_are_refused_on_gpus_that_they_are_not_written_for(monkeypatch):
     gpu = fold_abstract(Layout.parse("dp1"), "gpu")
+    model = small_model(11, head_dim=64, dtype="bfloat16")
     kernels = {"decode_attention": "mosaic", "router": "mosaic", "experts": "mosaic_gathered"}
     refused = {8.0: set(kernels), 9.0: set(), 10.0: {"decode_attention", "experts"}}
     for capability, names in refused.items():
         monkeypatch.setattr(kernel_choice, "capability", lambda capability=capability: capability)
         for name, value in kernels.items():
-            config = replace(small_model(11), execution=Execution(**{name: value}))
+            config = replace(model, execution=Execution(**{name: value}))
             if name in names:
                 message = rf"{name}='{value}' cannot serve GPUs of capability {capability}.*leave"
                 with pytest.raises(ValueError, match=message):
@@ -191,12 +192,27 @@ def test_kernels_are_refused_on_gpus_that_they_are_not_written_for(monkeypatch):
                 check_served(config, gpu)
 
 
-def test_latent_attention_has_no_kernel_to_decode_by():
-    config = replace(LATENT, execution=Execution(decode_attention="mosaic"))
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (small_model(11, dtype="bfloat16"), r"heads of 6 elements, .*--decode-attention\.$"),
+        (LATENT, r"vectors of float32, .*--decode-attention, or give --dtype bfloat16\.$"),
+    ],
+)
+def test_a_cache_that_the_kernel_cannot_read_is_refused(config, message):
     gpu = fold_abstract(Layout.parse("dp1"), "gpu")
-    with pytest.raises(ValueError, match=r"keeps none: .* or give --latent expanded"):
+    config = replace(config, execution=Execution(decode_attention="mosaic"))
+    with pytest.raises(ValueError, match=rf"decode_attention='mosaic' cannot serve: {message}"):
         check_served(config, gpu)
-    check_served(replace(config, execution=replace(config.execution, latent="expanded")), gpu)
+
+
+def test_a_cache_of_latent_attention_has_a_kernel():
+    sizes = MultiHeadLatentAttention(512, None, 64, 64)
+    config = replace(LATENT, head_dim=128, mla=sizes, dtype="bfloat16")
+    for kept in (None, "expanded"):
+        execution = Execution(decode_attention="mosaic", latent=kept)
+        gpu = fold_abstract(Layout.parse("dp1"), "gpu")
+        check_served(replace(config, execution=execution), gpu)
 
 
 def test_one_device_takes_any_way_over_cp():

@@ -1,0 +1,42 @@
+"""Whether a kernel can read a network's cache: what of that the configuration says."""
+
+from moe.attention.latent import keeps_narrow
+from moe.config import ModelConfig
+from moe.kernels import decode_attention, latent_decode
+from moe.kernels.choice import NAMES
+
+
+def check_kernel(config: ModelConfig) -> None:
+    """Refuses, before anything is traced, what `Execution.decode_attention` names where it cannot
+    serve. Which device it is lowered for, a program says.
+
+    Raises:
+      ValueError: naming what it cannot serve, the rule, and what to use.
+    """
+    obstacle = kernel_obstacle(config)
+    if obstacle is not None:
+        name = config.execution.decode_attention
+        raise ValueError(f"decode_attention={name!r} {obstacle}; use None.")
+
+
+def kernel_obstacle(config: ModelConfig) -> str | None:
+    """What keeps the kernel that is named from the network's heads, as the rest of a sentence; None
+    where it serves, or none is named."""
+    name = config.execution.decode_attention
+    if name is None or name == "plain":
+        return None
+    if name not in NAMES:
+        return f"is none of {', '.join(map(repr, NAMES))}"
+    if name == "interpreted":
+        return "cannot serve: the plain interpreter has no matrix units"
+    if config.attention_sinks:
+        return "has no attention sinks in its softmax"
+    if config.mla is not None and keeps_narrow(config):
+        rank = config.mla.kv_lora_rank
+        width = rank + config.mla.qk_rope_head_dim
+        reason = latent_decode.unserved(config.dtype, width, rank)
+    else:
+        together = config.num_heads // config.num_kv_heads
+        widths = config.head_dim, config.v_head_dim
+        reason = decode_attention.unserved(config.dtype, together, *widths)
+    return None if reason is None else f"cannot serve: {reason}"

@@ -1,0 +1,381 @@
+"""Attention of one token per row over narrow vectors that a cache holds for it (flash decoding).
+
+All heads of a row attend to the same vectors (`moe.attention.latent`), whose first numbers are the
+values too. So a program brings each column once, for both products and 64 heads: 121 operations a
+byte at DeepSeek-V3's sizes, where a key/value head has as many as queries share it.
+
+What 64 heads get of 512 numbers does not fit into the registers of one warpgroup. A program has
+two, as FlashMLA's have, and each sums half of the numbers. The first multiplies queries and columns
+and leaves the powers in shared memory for both; the second brings the columns, a block ahead. A
+program goes on from block to block, by the largest score so far: what it writes in the end is about
+as large as two of them. The parts of a row are merged as in `moe.kernels.decode_attention`.
+
+References:
+  DeepSeek-AI, "FlashMLA", 2025. https://github.com/deepseek-ai/FlashMLA
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int
+
+from moe.attention.cached import cached_attention
+from moe.kernels.choice import by_name
+from moe.kernels.decode_attention import HALVES, UNIT, merged, unequal
+from moe.kernels.grouped import keep
+from moe.kernels.mosaic import THREAD, Target, launch, mosaic_gpu, product
+
+BLOCK = UNIT
+"""Columns that are multiplied at a time: with more, two blocks do not fit into shared memory."""
+HEADS = 64
+"""Heads of one program; those past the last of a row are filled up."""
+SLOTS = 2
+"""Blocks in shared memory: one is read, the next is on its way."""
+WIDEST, MOST_VALUES = 576, 512
+"""Numbers of a vector, of which two blocks and the queries fill the shared memory, and of its
+values, of which each warpgroup sums 256 in its registers."""
+PROGRAMS, SHORTEST = 4 * 132, 256
+"""Programs that there are at least, where rows have the columns for it: four for each
+multiprocessor of an H100, so that rows of different lengths keep all of them busy. And the columns
+that one has at least: with fewer, writing and merging the parts costs more than reading them."""
+
+
+def latent_decode_attention(
+    query: Float[Array, "row heads narrow"],
+    vectors: Float[Array, "*layer row 1 narrow column"],
+    first: Int[Array, "row"],
+    stop: Int[Array, "row"],
+    scale: float,
+    *,
+    rank: int,
+    layer: int | Int[Array, ""] | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "row heads rank"]:
+    """What each query gets of the first `rank` numbers of its row's vectors in the columns ``first
+    <= column < stop``.
+
+    Scores and softmax are float32, powers are rounded to the dtype of the vectors and the sums are
+    float32. What other columns hold reaches nothing. It has no gradient.
+
+    Args:
+      query: absorbed (`moe.attention.latent.absorbed`).
+      vectors: as `moe.cache.buffers.Cache` holds them.
+      first, stop: the columns that a row sees, at least one.
+      scale: multiplies the scores.
+      layer: which one, where the buffer holds several: cut out, it would be copied.
+      implementation: "mosaic", the kernel, for half precision, vectors of a multiple of 64 numbers
+        up to 576, a rank of a multiple of 128 up to 512, and columns that are a multiple of 64;
+        None and "plain" are `moe.attention.cached.cached_attention`.
+
+    Raises:
+      ValueError: on another implementation, and where "mosaic" cannot serve.
+    """
+    layer = 0 if layer is None else layer
+    stacked = vectors if vectors.ndim == 5 else vectors[None]
+    return by_name(
+        implementation,
+        partial(_plain, rank=rank, scale=scale),
+        partial(_mosaic, rank=rank, scale=scale),
+        (query, stacked, first, stop, jnp.asarray(layer, jnp.int32)),
+        operation="latent_decode_attention",
+        obstacle=_obstacle(implementation, query, vectors, rank),
+        hopper_alone=True,
+    )
+
+
+def unserved(dtype: Any, width: int, rank: int) -> str | None:
+    """What keeps the kernel from vectors of such a width and their first `rank` numbers."""
+    if jnp.dtype(dtype) not in HALVES:
+        return f"vectors of {dtype}, not bfloat16 or float16"
+    if width % 64 or not 0 < width <= WIDEST:
+        return f"vectors of {width} numbers, a multiple of 64 up to {WIDEST}"
+    if rank % 128 or not 0 < rank <= min(width, MOST_VALUES):
+        return f"values of {rank} numbers (kv_lora_rank), a multiple of 128 up to {MOST_VALUES}"
+    return None
+
+
+def _obstacle(name: str | None, query: Array, vectors: Array, rank: int) -> str | None:
+    if name == "interpreted":
+        return "the plain interpreter has no matrix units; use None."
+    reason = unequal("query and vectors", query, vectors)
+    reason = reason or unserved(query.dtype, query.shape[-1], rank)
+    if reason is not None:
+        return f"{reason}; use None."
+    if vectors.shape[-1] % UNIT:
+        columns = vectors.shape[-1]
+        return f"a cache of {columns} columns, a multiple of {UNIT}; give it more, or use None."
+    return None
+
+
+def _plain(query, vectors, first, stop, layer, *, rank: int, scale: float) -> Array:
+    vectors = lax.dynamic_index_in_dim(vectors, layer, keepdims=False)
+    column = jnp.arange(vectors.shape[-1])[None]
+    visible = (column >= first[:, None]) & (column < stop[:, None])
+    values = jnp.swapaxes(vectors[:, :, :rank], 2, 3)
+    return cached_attention(query, vectors, values, visible, scale)
+
+
+def _mosaic(*operands: Array, rank: int, scale: float, interpreted: bool) -> Array:
+    assert not interpreted
+    return split_latent_attention(*operands, rank=rank, scale=scale)
+
+
+def split_latent_attention(
+    query: Float[Array, "row heads narrow"],
+    vectors: Float[Array, "layer row 1 narrow column"],
+    first: Int[Array, "row"],
+    stop: Int[Array, "row"],
+    layer: Int[Array, ""],
+    *,
+    rank: int,
+    scale: float,
+    length: int | None = None,
+    simulated: bool = False,
+) -> Float[Array, "row heads rank"]:
+    """`latent_decode_attention` by the kernel.
+
+    Args:
+      length: columns of a program, a multiple of `BLOCK`; None is by `PROGRAMS` and `SHORTEST`.
+      simulated: see `moe.kernels.mosaic.launch`.
+    """
+    (rows, heads, width), room = query.shape, vectors.shape[-1]
+    tiles = -(-heads // HEADS)
+    length = part_length(rows * tiles, room) if length is None else length
+    parts = -(-room // length)
+    padded = jnp.pad(query, ((0, 0), (0, tiles * HEADS - heads), (0, 0)))
+
+    def body(target, program, layer, first, stop, query, vectors, out, most, total):
+        # Tiles of the same columns side by side: the second finds them in the cache of the chip.
+        tile, of_tiles = lax.rem(program, jnp.int32(tiles)), lax.div(program, jnp.int32(tiles))
+        row, part = lax.div(of_tiles, jnp.int32(parts)), lax.rem(of_tiles, jnp.int32(parts))
+        start = part * length
+        begin = jnp.maximum(first[row] - start, 0)
+        end = jnp.minimum(stop[row] - start, length)
+
+        def block(number):
+            at = pl.ds(start + number * BLOCK, BLOCK)
+            return vectors.at[layer[0], row, 0, :, at]
+
+        @pl.when(begin < end)
+        def _():
+            here = pl.ds(program * HEADS, HEADS)
+            part = Part(target, query.at[row * tiles + tile], block, begin, end, rank, scale)
+            _attend(part, out.at[here], most.at[here], total.at[here])
+
+    programs = rows * parts * tiles
+    out, most, total = launch(
+        body,
+        programs,
+        [
+            jax.ShapeDtypeStruct((programs * HEADS, rank), jnp.float32),
+            jax.ShapeDtypeStruct((programs * HEADS,), jnp.float32),
+            jax.ShapeDtypeStruct((programs * HEADS,), jnp.float32),
+        ],
+        [
+            layer.reshape(1),
+            first.astype(jnp.int32),
+            stop.astype(jnp.int32),
+            padded.reshape(rows * tiles, HEADS, width),
+            vectors,
+        ],
+        operation="latent_decode_attention",
+        threads=2,
+        simulated=simulated,
+    )
+    of_parts = (rows, 1, parts, tiles * HEADS)
+    found = merged(
+        out.reshape(*of_parts, rank),
+        most.reshape(of_parts),
+        total.reshape(of_parts),
+        first,
+        stop,
+        length,
+    )
+    return found[:, 0, :heads].astype(vectors.dtype)
+
+
+def part_length(tiles: int, room: int) -> int:
+    """The columns of a program, where so many tiles of heads and rows have that room each."""
+    parts = max(1, min(-(-PROGRAMS // tiles), room // SHORTEST))
+    return -(-room // (parts * BLOCK)) * BLOCK
+
+
+class Part(NamedTuple):
+    """What a program computes.
+
+    Attributes:
+      target: what it runs on.
+      query: ``[head, narrow]``.
+      block: the columns of a block by its number, ``[narrow, column]``.
+      begin, end: the columns that are seen, from the first of block 0 on; at least one.
+      rank: how many numbers of a vector are its values.
+      scale: multiplies the scores.
+    """
+
+    target: Target
+    query: Any
+    block: Callable[[Any], Any]
+    begin: Any
+    end: Any
+    rank: int
+    scale: float
+
+    @property
+    def blocks(self) -> tuple[Any, Any]:
+        """The first that has columns to be seen, and one past the last."""
+        size = jnp.int32(BLOCK)
+        return lax.div(self.begin, size), lax.div(self.end + BLOCK - 1, size)
+
+    @property
+    def half(self) -> int:
+        return self.rank // 2
+
+    def added(self, total: Any, shrink: Any, powers: Any, columns: Any, half: int) -> Any:
+        """``shrink * total`` and what these columns add to a half of the values."""
+        values = columns.at[pl.ds(half * self.half, self.half)]
+        total = total * self.along(shrink, total.shape)
+        return self.target.added(total, powers, self.target.transposed(values))
+
+    def along(self, vector: Any, shape: tuple[int, ...]) -> Any:
+        """A number for each row of a matrix."""
+        return self.target.tiled(lax.broadcast_in_dim(vector, shape, (0,)))
+
+    def full(self, shape: tuple[int, ...], value: float) -> Any:
+        return self.target.tiled(jnp.full(shape, value, jnp.float32))
+
+
+class Shared(NamedTuple):
+    """What the two warpgroups of a program share.
+
+    Attributes:
+      query, slots, powers, shrink: memory: of the queries, of blocks, of the powers of one block,
+        and of what sums so far are multiplied by because of it.
+      asked, arrived: the queries are there; the block in a slot is.
+      weighed: powers of a block are there. summed: the first warpgroup has added the block.
+      taken: the second has, too, and the powers may be overwritten.
+    """
+
+    query: Any
+    slots: Any
+    powers: Any
+    shrink: Any
+    asked: Any
+    arrived: Any
+    weighed: Any
+    summed: Any
+    taken: Any
+
+
+def _attend(part: Part, out, most, total) -> None:
+    """Writes, relative to the largest score, the sums of values and of powers, and that score."""
+    gpu, (heads, width) = mosaic_gpu(), part.query.shape
+    memory = [
+        gpu.SMEM((heads, width), part.query.dtype),
+        gpu.SMEM((SLOTS, width, BLOCK), part.query.dtype),
+        gpu.SMEM((heads, BLOCK), part.query.dtype),
+        gpu.SMEM((heads,), jnp.float32),
+    ]
+    barriers = [gpu.Barrier(num_barriers=number) for number in (1, SLOTS, 1, 1, 1)]
+
+    def split(*shared):
+        warpgroup = lax.axis_index(THREAD)
+        first, second = (out.at[:, pl.ds(at * part.half, part.half)] for at in (0, 1))
+        pl.when(warpgroup == 0)(partial(_score, part, Shared(*shared), first, most, total))
+        pl.when(warpgroup == 1)(partial(_bring, part, Shared(*shared), second))
+
+    pl.run_scoped(split, *memory, *barriers, collective_axes=THREAD)
+
+
+def _score(part: Part, shared: Shared, out, most, total) -> None:
+    """The first warpgroup: scores, powers, and the first half of the values."""
+    gpu, target = mosaic_gpu(), part.target
+    heads, (lowest, highest) = part.query.shape[0], part.blocks
+
+    def step(number, carry):
+        sums, largest, powers_so_far = carry
+        slot = _slot(number, lowest)
+        columns = shared.slots.at[slot]
+        begin, end = part.begin - number * BLOCK, part.end - number * BLOCK
+        gpu.barrier_wait(shared.arrived.at[slot])
+
+        # Zero times what a column that is not seen may hold need not be zero.
+        @pl.when((begin > 0) | (end < BLOCK))
+        def _():
+            def clear(tile, _):
+                keep(target, columns.at[pl.ds(tile * 64, 64)], begin, end, axis=1)
+
+            lax.fori_loop(0, part.rank // 64, clear, None)
+            gpu.commit_smem()
+
+        scores = product(shared.query, columns) * part.scale
+        column = target.tiled(lax.broadcasted_iota(jnp.int32, scores.shape, 1))
+        visible = (column >= begin).astype(jnp.int32) * (column < end).astype(jnp.int32) > 0
+        scores = jnp.where(visible, scores, part.full(scores.shape, -jnp.inf))
+        now = jnp.maximum(largest, target.tiled(jnp.max(scores, axis=1)))
+        shrink = jnp.exp(largest - now)
+        powers = jnp.exp(scores - part.along(now, scores.shape))
+        powers_so_far = powers_so_far * shrink + target.tiled(jnp.sum(powers, axis=1))
+
+        @pl.when(number > lowest)
+        def _():
+            gpu.barrier_wait(shared.taken)
+
+        shared.powers[...] = powers.astype(shared.powers.dtype)
+        target.store(shared.shrink, shrink)
+        gpu.commit_smem()
+        gpu.barrier_arrive(shared.weighed)
+        sums = part.added(sums, shrink, shared.powers, columns, 0)
+        gpu.barrier_arrive(shared.summed)
+        return sums, now, powers_so_far
+
+    gpu.barrier_wait(shared.asked)
+    start = (
+        part.full((heads, part.half), 0.0),
+        part.full((heads,), -jnp.inf),
+        part.full((heads,), 0.0),
+    )
+    sums, largest, powers = lax.fori_loop(lowest, highest, step, start)
+    gpu.barrier_wait(shared.taken)
+    target.store(out, sums)
+    target.store(most, largest)
+    target.store(total, powers)
+
+
+def _bring(part: Part, shared: Shared, out) -> None:
+    """The second warpgroup: blocks into shared memory, and the second half of their values."""
+    gpu, target = mosaic_gpu(), part.target
+    lowest, highest = part.blocks
+
+    def bring(number):
+        @pl.when(number < highest)
+        def _():
+            slot = _slot(number, lowest)
+            gpu.copy_gmem_to_smem(
+                part.block(number), shared.slots.at[slot], shared.arrived.at[slot]
+            )
+
+    def step(number, sums):
+        slot = _slot(number, lowest)
+        gpu.barrier_wait(shared.arrived.at[slot])
+        gpu.barrier_wait(shared.weighed)
+        shrink = target.load(shared.shrink, 0)
+        sums = part.added(sums, shrink, shared.powers, shared.slots.at[slot], 1)
+        gpu.barrier_wait(shared.summed)
+        bring(number + SLOTS)
+        gpu.barrier_arrive(shared.taken)
+        return sums
+
+    gpu.copy_gmem_to_smem(part.query, shared.query, shared.asked)
+    for ahead in range(SLOTS):
+        bring(lowest + ahead)
+    start = part.full((part.query.shape[0], part.half), 0.0)
+    target.store(out, lax.fori_loop(lowest, highest, step, start))
+
+
+def _slot(number: Any, lowest: Any) -> Any:
+    return lax.rem(number - lowest, jnp.int32(SLOTS))

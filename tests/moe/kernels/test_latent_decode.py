@@ -1,0 +1,207 @@
+"""Attention over a cache of narrow vectors: the kernel, simulated, against its plain twin."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from programs import jit, mesh_of, on_mesh, random_weights
+from tiers import full_but
+
+from benchmarks.kernel_cases import NARROW
+from moe.cache.buffers import Cache
+from moe.config import ModelConfig, MultiHeadLatentAttention
+from moe.decoding import decode_step
+from moe.execution import Execution
+from moe.kernels import latent_decode
+from moe.kernels.latent_decode import (
+    PROGRAMS,
+    latent_decode_attention,
+    part_length,
+    split_latent_attention,
+)
+from moe.layers.depth import parts_of
+from moe.placement import specs
+from sharding.collectives import vary
+
+KERNEL = "custom_call @mosaic_gpu_v2"
+TRANSPOSES = tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 12)
+simulates_transposes = pytest.mark.skipif(
+    not TRANSPOSES, reason="the simulator of jax 0.10 knows no transposed reference"
+)
+
+
+def given(name, dtype=jnp.bfloat16):
+    """Queries, vectors, NaN in the columns that a row does not see, and these columns."""
+    draw, case = np.random.default_rng(0), NARROW[name]
+    rows = len(case.first)
+    query = draw.normal(size=(rows, case.heads, case.width))
+    vectors = draw.normal(size=(rows, 1, case.width, case.room))
+    for row in range(rows):
+        vectors[row, ..., : case.first[row]] = np.nan
+        vectors[row, ..., case.stop[row] :] = np.nan
+    ends = (np.asarray(x, np.int32) for x in (case.first, case.stop))
+    return query.astype(dtype), vectors.astype(dtype), *ends
+
+
+def looped(query, vectors, first, stop, scale, rank):
+    """In float64, a row at a time."""
+    query, vectors = (np.asarray(x, np.float64) for x in (query, vectors))
+    out = np.zeros((*query.shape[:2], rank))
+    for row, (begin, end) in enumerate(zip(first, stop, strict=True)):
+        seen = vectors[row, 0, :, begin:end]
+        scores = scale * query[row] @ seen
+        powers = np.exp(scores - scores.max(axis=1, keepdims=True))
+        out[row] = powers @ seen[:rank].T / powers.sum(axis=1, keepdims=True)
+    return out
+
+
+@simulates_transposes
+@pytest.mark.parametrize("name", NARROW)
+def test_the_kernel_equals_float64(name):
+    query, vectors, first, stop = given(name)
+    rank, length = NARROW[name].rank, NARROW[name].length
+    # The second of three layers; the others hold what must not be read.
+    hidden = np.full_like(vectors, np.nan)
+    stacked = np.stack([hidden, vectors, hidden])
+    kernel = partial(split_latent_attention, rank=rank, scale=0.1, length=length, simulated=True)
+    found = jit(kernel)(query, stacked, first, stop, np.int32(1))
+    assert found.dtype == jnp.bfloat16
+    expected = looped(query, vectors, first, stop, 0.1, rank)
+    # Powers and results are rounded to eight bits.
+    np.testing.assert_allclose(np.float32(found), expected, rtol=2**-6, atol=2**-8)
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_the_plain_twin_equals_float64(name):
+    query, vectors, first, stop = given(name, np.float32)
+    # Zero times what is hidden need be zero there: a cache holds no NaN.
+    vectors, rank = np.nan_to_num(vectors), NARROW[name].rank
+    for buffer, layer in ((vectors, None), (vectors[None], 0)):
+        twin = jit(partial(latent_decode_attention, scale=0.1, rank=rank, layer=layer))
+        found = twin(query, buffer, first, stop)
+        expected = looped(query, vectors, first, stop, 0.1, rank)
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("heads", full_but([16, 128], 128))
+def test_it_is_one_kernel_on_cuda(heads):
+    """At DeepSeek-V3's sizes, which fill a multiprocessor's shared memory."""
+
+    def shaped(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def run(query, vectors, first, stop, layer):
+        return latent_decode_attention(
+            query, vectors, first, stop, 0.1, rank=512, layer=layer, implementation="mosaic"
+        )
+
+    exported = jax.export.export(jax.jit(run), platforms=["cuda"])(
+        shaped(5, heads, 576),
+        shaped(3, 5, 1, 576, 4096),
+        shaped(5, dtype=jnp.int32),
+        shaped(5, dtype=jnp.int32),
+        shaped(dtype=jnp.int32),
+    )
+    text = exported.mlir_module()
+    assert text.count(KERNEL) == 1
+    # No layer is cut out of the buffer.
+    assert "dynamic_slice" not in text
+
+
+NETWORK = ModelConfig(
+    vocab_size=11,
+    num_layers=2,
+    d_model=16,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=72,
+    num_experts=0,
+    d_ff=12,
+    mla=MultiHeadLatentAttention(128, None, 64, 8),
+    dtype="bfloat16",
+    execution=Execution(scan_layers=True),
+)
+POSITIONS, ROOM, STEPS = np.array([0, 126, 63], np.int32), 128, 2
+
+
+def network_by(name):
+    """Logits ``[step, row, vocab]`` of two steps of a network, and what it is given: weights,
+    narrow vectors of the tokens before, and tokens."""
+    config = replace(NETWORK, execution=replace(NETWORK.execution, decode_attention=name))
+    mesh = mesh_of("dp1")
+
+    def local(weights, vectors, tokens):
+        weights, vectors, tokens = vary((weights, vectors, tokens), mesh.axes)
+
+        def step(cache, number):
+            place = vary(jnp.asarray(POSITIONS), mesh.axes) + number
+            live = jnp.ones_like(place, bool)
+            layers = parts_of(weights, config)
+            logits, cache, _ = decode_step(
+                layers, weights, cache, tokens[number], place, live, config, mesh
+            )
+            return cache, logits
+
+        return jax.lax.scan(step, Cache((vectors,), ()), jnp.arange(STEPS))[1][None]
+
+    program = on_mesh(local, mesh, (specs(config, mesh), P(), P()), P(mesh.axes))
+    draw = np.random.default_rng(1)
+    vectors = draw.normal(size=(2, len(POSITIONS), 1, 192, ROOM)).astype(jnp.bfloat16)
+    tokens = draw.integers(0, config.vocab_size, (STEPS, len(POSITIONS)), np.int32)
+    return program, (random_weights(config, 0), vectors, tokens)
+
+
+@pytest.mark.slow
+@simulates_transposes
+def test_a_network_decodes_by_the_kernel(monkeypatch):
+    simulated = partial(split_latent_attention, length=64, simulated=True)
+    monkeypatch.setattr(latent_decode, "split_latent_attention", simulated)
+    found, expected = (
+        np.asarray(program(*given), np.float32)
+        for program, given in map(network_by, ("mosaic", None))
+    )
+    assert np.std(expected) > 0.1
+    # Powers are rounded to eight bits, here before and there after they are divided by their sum.
+    np.testing.assert_allclose(found, expected, rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.slow
+def test_a_network_by_the_kernel_is_lowered_for_cuda():
+    program, given = network_by("mosaic")
+    text = jax.export.export(program, platforms=["cuda"])(*given).mlir_module()
+    # In one loop over layers, in one over steps.
+    assert text.count("call @mosaic_gpu_v2") == 1
+
+
+def test_parts_keep_a_gpu_busy_and_are_no_shorter_than_worth_it():
+    # Few rows in many parts, but of 256 columns or more; many rows in one or two.
+    assert part_length(2, 4096) == 256
+    assert part_length(1, 192) == 192
+    assert part_length(64, 8192) == 960 and PROGRAMS <= 64 * -(-8192 // 960)
+    assert part_length(256, 4160) == 1408 and part_length(1024, 4160) == 4160
+
+
+def test_what_the_kernel_cannot_serve_is_refused():
+    query, vectors, first, stop = given("windows")
+
+    def run(query=query, vectors=vectors, rank=128, name="mosaic"):
+        attend = partial(latent_decode_attention, scale=0.1, rank=rank, implementation=name)
+        return jax.jit(attend)(query, vectors, first, stop)
+
+    wide = {"query": np.zeros((2, 5, 640), jnp.bfloat16)}
+    wide["vectors"] = np.zeros((2, 1, 640, 192), jnp.bfloat16)
+    for changed, message in (
+        ({"query": query.astype(np.float32)}, r"query and vectors of float32, bfloat16, all bfl"),
+        (wide, r"vectors of 640 numbers, a multiple of 64 up to 576; use None"),
+        ({"rank": 64}, r"values of 64 numbers \(kv_lora_rank\), a multiple of 128 up to 512; use"),
+        ({"vectors": vectors[..., :133]}, r"a cache of 133 columns, a multiple of 64; give"),
+        ({"name": "interpreted"}, r"the plain interpreter has no matrix units"),
+        ({"name": "cudnn"}, r"'cudnn' of latent_decode_attention is none of"),
+        ({}, r"latent_decode_attention runs on NVIDIA GPUs .* lowered for cpu"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(**changed)
