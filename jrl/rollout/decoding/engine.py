@@ -16,6 +16,7 @@ from jrl.rollout.decoding.programs.admission import Arrivals, admit
 from jrl.rollout.decoding.programs.advance import Advanced, Policy, advance, policy_of
 from jrl.rollout.decoding.programs.slots import Decoder, Pool, Rows, empty_pool, halt, over_slots
 from jrl.rollout.decoding.programs.tokens import Draws
+from jrl.rollout.decoding.ranks import check_slots
 from jrl.rollout.decoding.requests import Finish, Request, Shelf, Trajectory, sampled_in
 from jrl.rollout.decoding.seating import REFILL, Arriving, Seating, bucket, own_rows, step_sizes
 from jrl.rollout.decoding.shelves import empty_shelf, shelve
@@ -71,7 +72,7 @@ class SlotEngine:
         records_choices: bool = False,
         top_logprobs: int = 0,
     ):
-        _check(rollout, slots)
+        check_slots(rollout, slots)
         check_kernel(config)
         self.mesh, self.slots, self._training = rollout, slots, training
         # Tokens that run together are spread over ``tp``.
@@ -385,20 +386,3 @@ class SlotEngine:
 
     def _everywhere(self, tree: Any) -> Any:
         return to_devices(tree, replicated(self.mesh))
-
-
-def ranks(mesh: FoldedMesh) -> int:
-    """Ranks that share the rows to decode, which must divide over them."""
-    return mesh.size((*mesh.dp, *mesh.tp))
-
-
-def _check(mesh: FoldedMesh, slots: int) -> None:
-    if mesh.layout.pp > 1:
-        raise ValueError(
-            f"layout {mesh.layout} cannot decode: every device needs all layers, so pp must be 1; "
-            "decode on a layout of its own."
-        )
-    if slots < 1 or slots % ranks(mesh):
-        raise ValueError(
-            f"slots={slots} must be a multiple of dp x tp = {ranks(mesh)} of layout {mesh.layout}."
-        )
