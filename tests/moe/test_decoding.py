@@ -262,27 +262,24 @@ def test_a_cache_holds_whole_rows():
 
 
 @pytest.mark.slow
-def test_decoding_has_room_for_any_routing():
-    """Nobody would run a step again: the programs are the same, with little room and with any."""
-    mesh = mesh_of("dp1")
-    given = random_weights(ROUTED, 0), *batch()
-    little = replace(ROUTED, execution=Execution(buffer_factor=0.1))
-    texts = {stepwise(c, mesh).lower(*given).as_text() for c in (ROUTED, little)}
-    assert len(texts) == 1
-
-
 @pytest.mark.slow
-def test_a_step_sends_its_few_tokens_at_once(monkeypatch):
-    """And the prompts before it in chunks."""
-    chunks = []
+@pytest.mark.parametrize(
+    ("option", "value", "of_steps"), [("expert_chunks", 2, 1), ("buffer_factor", 0.1, None)]
+)
+def test_a_step_sends_its_few_tokens_at_once_with_room_for_any_routing(
+    option, value, of_steps, monkeypatch
+):
+    """And the prompts before it in chunks and in buffers that can hold too little: they may run
+    again, and nobody would run a step again."""
+    given_to = []
 
     def noting(*given, **options):
-        chunks.append(options["chunks"])
+        given_to.append(options[option.removeprefix("expert_")])
         return dispatch(*given, **options)
 
     monkeypatch.setattr(block, "dispatch", noting)
-    config, mesh = replace(ROUTED, execution=Execution(expert_chunks=2)), mesh_of("dp1")
+    config, mesh = replace(ROUTED, execution=Execution(**{option: value})), mesh_of("dp1")
     jax.eval_shape(stepwise(config, mesh), random_weights(config, 0), *batch())
     layers = config.num_expert_layers
-    assert layers > 0 and chunks[:layers] == [2] * layers
-    assert set(chunks[layers:]) == {1}
+    assert layers > 0 and given_to[:layers] == [value] * layers
+    assert set(given_to[layers:]) == {of_steps}
