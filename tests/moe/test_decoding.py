@@ -262,7 +262,6 @@ def test_a_cache_holds_whole_rows():
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "value", "of_steps"), [("expert_chunks", 2, 1), ("buffer_factor", 0.1, None)]
 )
