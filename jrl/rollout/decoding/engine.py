@@ -12,6 +12,7 @@ from jrl.losses import EntropyStatistics
 from jrl.processes.agreement import to_devices, to_host
 from jrl.rollout.batching import replicated
 from jrl.rollout.decoding.carried import arrivals_of
+from jrl.rollout.decoding.columns import columns_read, reach
 from jrl.rollout.decoding.programs.admission import Arrivals, admit
 from jrl.rollout.decoding.programs.advance import Advanced, Policy, advance, policy_of
 from jrl.rollout.decoding.programs.slots import Decoder, Pool, Rows, empty_pool, halt, over_slots
@@ -31,8 +32,6 @@ from sharding.folding import FoldedMesh
 
 WINDOW = 64
 """Tokens of a row between two looks of the host: finished rows are verified meanwhile."""
-NARROWEST = 64
-"""Columns of the cache that attention reads at least, if there are so many."""
 
 
 class SlotEngine:
@@ -286,9 +285,8 @@ class SlotEngine:
     def _sampled(self, sitting: Sequence[int], window: int, min_live: int) -> np.ndarray:
         """Samples up to so many tokens of each row, and gives which of the slots are live then."""
         pool = self._there()
-        # One more: a row that has just come has a first token that the host has not counted.
-        ends = np.minimum(self._lengths[sitting] + 1 + window, self._limits[sitting])
-        pool, columns = self._with_columns(pool, int(ends.max()))
+        window, end = self._reach(self._lengths[sitting], self._limits[sitting], window)
+        pool, columns = self._with_columns(pool, end)
         some = self._seating.some(self._sizes)
         pool, advanced = self._advanced(pool, columns, window, min_live, some)
         self._pool = pool
@@ -303,9 +301,11 @@ class SlotEngine:
 
     def _with_columns(self, pool: Pool[Array], columns: int) -> tuple[Pool[Array], int]:
         """The pool, given up where it changes, and how many columns are read, at least so many."""
-        columns = bucket(columns, self.columns, NARROWEST)
-        # A part of the cache is copied, there and back; all of it is not.
-        return pool, columns if columns * 2 <= self.columns else self.columns
+        return pool, columns_read(columns, self.columns)
+
+    def _reach(self, lengths: np.ndarray, limits: np.ndarray, window: int) -> tuple[int, int]:
+        """How many tokens such rows go on by, and where the longest ends then at the latest."""
+        return reach(lengths, limits, window, self.columns)
 
     def _shelved(self, slots: Sequence[int]) -> list[Trajectory]:
         """What stands in these slots, which are free from here on."""

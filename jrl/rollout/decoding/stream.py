@@ -263,6 +263,10 @@ class StreamEngine(SlotEngine):
         self._too_wide = 0
         return with_columns(pool, columns), columns
 
+    def _reach(self, lengths: np.ndarray, limits: np.ndarray, window: int) -> tuple[int, int]:
+        # All of the window: a look follows the next at once, and the cache has other sizes.
+        return window, int(np.minimum(lengths + 1 + window, limits).max())
+
     def _there(self) -> Pool[Array]:
         if self._pool is None:
             self._pool = with_columns(super()._there(), self.cache_sizes[0])

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from policies import CONFIG, PAD, STOPS, Asked, weights
 
-from jrl.rollout.decoding import engine as slot_engine
-from jrl.rollout.decoding import packing, seating, stream
+from jrl.rollout.decoding import columns, packing, seating, stream
 from jrl.rollout.decoding.disaggregated.stream import DisaggregatedStreamEngine
 from jrl.rollout.decoding.programs import packed
 from jrl.rollout.decoding.requests import Request
@@ -44,7 +43,7 @@ def small(monkeypatch):
         (seating, "SHARED", 8),
         (packed, "CHUNK", 4),
         (packing, "CHUNK", 4),
-        (slot_engine, "NARROWEST", 4),
+        (columns, "NARROWEST", 4),
         (stream, "NARROWEST_CACHE", 16),
         (warming, "COMMON", 8),
         (StreamEngine, "most_tokens", 32),

@@ -22,6 +22,7 @@ from policies import (
     weights,
 )
 
+from jrl.rollout.decoding import columns as cache_columns
 from jrl.rollout.decoding import engine as slot_engine
 from jrl.rollout.decoding import seating
 from jrl.rollout.decoding.programs.admission import admit
@@ -240,7 +241,7 @@ def test_rows_are_shelved_at_places_of_their_own(monkeypatch):
 def test_attention_reads_no_more_columns_than_the_longest_live_row_needs(monkeypatch):
     """Of a wide pool: a power of two, whatever stands after it."""
     expected, _ = drawn(LONG, LONG.requests)
-    monkeypatch.setattr(slot_engine, "NARROWEST", 4)
+    monkeypatch.setattr(cache_columns, "NARROWEST", 4)
     engine, read, run = FEW.engine(), list[int](), slot_engine.advance
 
     def recorded(decoder, sampling, columns, policy, pool, *given):

@@ -9,8 +9,8 @@ import pytest
 from policies import COLUMNS, CONFIG, COPIES, PAD, PROMPT, STOPS, Asked, decode, prompts, weights
 from tiers import full_but
 
+from jrl.rollout.decoding import columns, stream
 from jrl.rollout.decoding import engine as slot_engine
-from jrl.rollout.decoding import stream
 from jrl.rollout.decoding.requests import Request
 from jrl.rollout.decoding.stream import StreamEngine
 from jrl.rollout.row_sampling import OwnSampling, RowSampling, draw_rows
@@ -134,7 +134,7 @@ def test_what_is_dropped_gives_its_slots_back():
 def test_the_cache_is_as_wide_as_its_rows_need(monkeypatch):
     monkeypatch.setattr(stream, "NARROWEST_CACHE", 4)
     monkeypatch.setattr(stream, "PATIENCE", 1)
-    monkeypatch.setattr(slot_engine, "NARROWEST", 4)
+    monkeypatch.setattr(columns, "NARROWEST", 4)
     made, widths, tokens = engine(columns=PROMPT + RESPONSE), list[int](), list[int]()
     made.ask(asked(0, GREEDILY))  # one token, and at most seven more
     while made.busy:
