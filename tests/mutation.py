@@ -271,4 +271,7 @@ def result_of(results: Queue) -> tuple[int, bool]:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)
