@@ -182,4 +182,7 @@ def decoding(config: Any) -> tuple[Callable[[], Any], Callable[[Any], float]]:
 PROGRAMS = {"train": training, "decode": decoding}
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

@@ -154,4 +154,7 @@ def line(groups: int, spread: str, name: str, least: dict[Any, float]) -> dict[s
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

@@ -161,4 +161,7 @@ def report(figures: dict[str, list[dict[str, float]]], threads: int) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

@@ -173,4 +173,7 @@ def report(model: str, rounds: dict[str, list[dict[str, Any]]]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

@@ -192,4 +192,7 @@ def cases(rows: int, time: int, vocab: int) -> list[Case]:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

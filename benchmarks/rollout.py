@@ -273,4 +273,7 @@ def in_turn(command: list[str], arguments: argparse.Namespace) -> dict[str, Any]
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

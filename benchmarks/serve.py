@@ -294,4 +294,7 @@ async def chat(port: int, body: dict[str, Any]) -> Received:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

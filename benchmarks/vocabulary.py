@@ -152,4 +152,7 @@ def line(name: str, program: Any, least: dict[str, float], plain: str) -> dict[s
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

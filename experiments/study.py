@@ -8,9 +8,11 @@ interrupted is completed by the same command.
 import argparse
 import csv
 import hashlib
+import json
 import multiprocessing
 import os
 import shlex
+import signal
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,7 +20,9 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from multiprocessing.queues import SimpleQueue
+from multiprocessing.synchronize import Event
 from pathlib import Path
+from typing import Any
 
 from jrl.runs.records import read_metrics
 from jrl.train import main
@@ -130,7 +134,11 @@ def command_line(study: Study) -> list[Curve]:
     arguments = parser.parse_args()
     if not arguments.drawn:
         wanted = [name for name in study.variants if not arguments.only or name in arguments.only]
-        train(study, wanted, arguments.runs, arguments.jobs)
+        try:
+            train(study, wanted, arguments.runs, arguments.jobs)
+        except KeyboardInterrupt:
+            print("stopped; the same command goes on", file=sys.stderr)
+            raise SystemExit(130) from None
         write(study, arguments.runs)
     return read(study)
 
@@ -139,19 +147,45 @@ def train(study: Study, variants: Sequence[str], runs: Path, jobs: int) -> None:
     """Runs variants over all seeds: one after another on each of so many cores, in one process,
     where what a run has traced and compiled is there for the next."""
     context = multiprocessing.get_context("spawn")
-    cores = context.SimpleQueue()
+    cores, stopping = context.SimpleQueue(), context.Event()
     for number in range(jobs):
         cores.put(number)
     warm_starts = [_warm_start(study, runs, seed) for seed in study.seeds]
     pending = [
         arguments_of(study, variant, runs, seed) for seed in study.seeds for variant in variants
     ]
-    with ProcessPoolExecutor(jobs, context, _stay_on_a_core, (cores,)) as pool:
-        for lines in (warm_starts, pending):
-            list(pool.map(_run, lines))
+    with ProcessPoolExecutor(jobs, context, _stay_on_a_core, (cores, stopping)) as pool:
+        try:
+            for lines in (warm_starts, pending):
+                list(pool.map(_run, lines))
+        except KeyboardInterrupt:
+            stopping.set()
+            print(
+                "Ctrl-C: runs finish their step and save it; Ctrl-C again ends at once",
+                file=sys.stderr,
+                flush=True,
+            )
+            raise
+        except BaseException:  # of a run that failed: the others come to their ends
+            stopping.set()
+            raise
 
 
-def _stay_on_a_core(cores: "SimpleQueue[int]") -> None:
+class _Worker:
+    """What a process of the pool knows.
+
+    Attributes:
+      stopping: set when no further run is to begin, though some wait in its queue.
+      on_interrupt: what a run does at Ctrl-C, which reaches all processes; between runs nothing.
+    """
+
+    stopping: Event | None = None
+    on_interrupt: Any = signal.SIG_DFL
+
+
+def _stay_on_a_core(cores: "SimpleQueue[int]", stopping: Event) -> None:
+    _Worker.stopping = stopping
+    _Worker.on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
     number = cores.get()
     if sys.platform == "linux":
         there = sorted(os.sched_getaffinity(0))
@@ -196,17 +230,29 @@ def _digest(line: str) -> str:
 def _run(arguments: list[str]) -> None:
     """A run in this process, unless it has come to its end before."""
     folder = Path(arguments[arguments.index("--run-dir") + 1])
-    if (folder / "plots").exists():
+    if has_ended(folder) or (_Worker.stopping is not None and _Worker.stopping.is_set()):
         return
     if folder.exists():
         arguments = ["--run-dir", str(folder), "--resume"]
     folder.parent.mkdir(parents=True, exist_ok=True)
     log = Path(f"{folder}.log")
     with log.open("a", encoding="utf-8") as file, redirect_stdout(file), redirect_stderr(file):
-        status = main(arguments)
-    if status:
+        between = signal.signal(signal.SIGINT, _Worker.on_interrupt)
+        try:
+            status = main(arguments)
+        finally:
+            signal.signal(signal.SIGINT, between)
+    if status or not has_ended(folder):
         line = shlex.join(["python", "-m", "jrl.train", *arguments])
-        raise SystemExit(f"{line} failed: see {log}")
+        raise SystemExit(f"{line} {'failed' if status else 'was stopped'}: see {log}")
+
+
+def has_ended(folder: Path) -> bool:
+    """Whether a run came to its end: one that was stopped on the way has plots, too."""
+    if not (folder / "plots").exists():
+        return False
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return read_metrics(folder / "metrics.jsonl")[-1]["step"] >= config["run"]["steps"]
 
 
 def write(study: Study, runs: Path) -> None:
@@ -217,7 +263,7 @@ def write(study: Study, runs: Path) -> None:
         for variant in study.variants:
             for seed in study.seeds:
                 folder = folder_of(study, variant, runs, seed)
-                if (folder / "plots").exists():
+                if has_ended(folder):
                     for row in _evaluations(study, folder):
                         lines.writerow([variant, seed, *(f"{number:.6g}" for number in row)])
 

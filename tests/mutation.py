@@ -73,8 +73,9 @@ def public_users(path: Path, function: str) -> list[set[str]]:
 
     Code outside of functions counts as all functions of its file.
     """
-    packages = ("jrl/losses/__init__.py", "jrl/losses/diagnostics/__init__.py")
-    package = "".join((ROOT / file).read_text() for file in packages)
+    losses = ROOT / "jrl/losses"
+    packages = [losses / "__init__.py", *losses.glob("*/__init__.py")]  # each family has its names
+    package = "".join(file.read_text() for file in packages)
     known = {function} if function else {name for file, name in definitions() if file == path}
     nearest: set[str] = set()
     while True:
@@ -270,4 +271,7 @@ def result_of(results: Queue) -> tuple[int, bool]:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

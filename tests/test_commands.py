@@ -205,6 +205,15 @@ def test_a_line_without_mutants_is_said_in_one_line(monkeypatch):
         runpy.run_path(str(ROOT / "tests" / "mutation.py"), run_name="__main__")
 
 
+def test_each_objective_that_is_mutated_is_reached_through_a_public_function():
+    """And with it which tests may notice."""
+    program = runpy.run_path(str(ROOT / "tests" / "mutation.py"))
+    nearest, _ = program["public_users"](Path("jrl/losses/policy/covariance/clip_cov.py"), "")
+    assert nearest == {"clip_cov_loss"}
+    for file, function in program["definitions"]():
+        assert program["public_users"](file, function)
+
+
 def test_flags_named_in_the_prose_exist():
     programs = "\n".join(
         path.read_text()

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -21,7 +21,8 @@ import rich.box
 import rich.console
 import rich.table
 
-from benchmarks.agreement.batch import Comparison
+if TYPE_CHECKING:
+    from benchmarks.agreement.batch import Comparison
 
 PEERS = ("verl", "trl", "openrlhf")
 FLOAT32_TOLERANCE = 1e-4
@@ -53,7 +54,7 @@ def main() -> None:
         sys.exit("beyond the tolerance: " + "; ".join(apart))
 
 
-def comparisons_with(peer: str) -> Iterator[Comparison]:
+def comparisons_with(peer: str) -> "Iterator[Comparison]":
     """All of one library, which alone need be installed."""
     if peer == "verl":
         from benchmarks.agreement import verl_cases as cases
@@ -64,7 +65,7 @@ def comparisons_with(peer: str) -> Iterator[Comparison]:
     return cases.comparisons()
 
 
-def compared(case: Comparison, batches: int) -> dict[str, Any]:
+def compared(case: "Comparison", batches: int) -> dict[str, Any]:
     """One line of the table; a gradient of None is that of a function that has none."""
     value32, gradient32 = case.differences(np.float32, batches)
     value64, gradient64 = case.differences(np.float64, batches)
@@ -98,4 +99,11 @@ def _cell(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except ModuleNotFoundError as error:
+        raise SystemExit(
+            f"{error.name} is not installed: benchmarks/README.md says how to install the peers"
+        ) from None

@@ -98,4 +98,7 @@ def with_ceilings(settings: Settings, rows: list[Figures]) -> Settings:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

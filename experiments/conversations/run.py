@@ -5,7 +5,7 @@ python -m experiments.conversations.run
 
 import argparse
 import csv
-import subprocess
+import shutil
 import sys
 import time
 from dataclasses import asdict, dataclass, fields
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from experiments.commands import complete
 from experiments.figures import COMPARED, markdown, plain, save
 from jrl.report.plots import INK, MUTED
 from jrl.runs.records import read_metrics
@@ -64,8 +65,10 @@ def run(task: str, seed: int, runs: Path) -> Line:
     folder = runs / f"{task}-{seed}"
     minutes = folder / "minutes.txt"
     if not minutes.exists():
+        if folder.exists():  # stopped on the way: its minutes would not be those of a run
+            shutil.rmtree(folder)
         begin = time.monotonic()
-        subprocess.run(command(task, seed, folder), check=True)
+        complete(command(task, seed, folder))
         minutes.write_text(f"{(time.monotonic() - begin) / 60:.3f}\n")
     metrics = [line for line in read_metrics(folder / "metrics.jsonl") if ACCURACY in line]
     return Line(

@@ -1,13 +1,13 @@
 """Trains every recipe on two tasks, and GRPO with shuffled rewards, and prints the gains.
 
-python experiments/recipes/run.py --runs runs/experiment
+python experiments/recipes/run.py
 """
 
 import argparse
-import subprocess
 import sys
 from pathlib import Path
 
+from experiments.commands import complete
 from jrl.runs.records import read_metrics
 
 RUNS = [
@@ -29,7 +29,7 @@ RUNS = [
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Trains every recipe and prints the gains")
-    parser.add_argument("--runs", type=Path, default=Path("runs/experiment"))
+    parser.add_argument("--runs", type=Path, default=Path("runs/experiments/recipes"))
     parser.add_argument("--task", choices=["sort", "addition"], help="runs on it alone")
     arguments = parser.parse_args()
     print("| recipe | task | seed | rewards | sampled before | after | greedy before | after |")
@@ -58,7 +58,7 @@ def train(folder: Path, recipe: str, task: str, seed: int, shuffled: bool) -> No
             str(seed),
             *["--shuffle-rewards"] * shuffled,
         ]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    complete(command, quiet=True)
 
 
 def row(folder: Path, recipe: str, task: str, seed: int, shuffled: bool) -> str:

@@ -2,10 +2,12 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import jax
 import pytest
@@ -33,6 +35,32 @@ def printed(*arguments: str, wait: float = 300) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+PROGRAMS = sorted(
+    path for path in (ROOT / "benchmarks").rglob("*.py") if "__main__" in path.read_text()
+)
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_ctrl_c_ends_a_benchmark_without_a_traceback(path, monkeypatch):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("argparse.ArgumentParser.parse_args", interrupted)
+    monkeypatch.setitem(sys.modules, "rlax", ModuleType("rlax"))  # a peer, not in every environment
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")  # the folder of a script
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(path), run_name="__main__")
+    assert ended.value.code == 130
+
+
+def test_the_page_has_every_benchmark():
+    page = (ROOT / "benchmarks" / "README.md").read_text()
+    for path in PROGRAMS:
+        if path.stem not in ("peer_generate", "peer_moe"):  # what others start
+            name = path.name if path.parent.name == "benchmarks" else f"{path.parent.name}/"
+            assert f"| `{name}` |" in page
 
 
 @pytest.mark.slow

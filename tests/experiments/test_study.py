@@ -3,6 +3,12 @@
 import importlib
 import json
 import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import replace
 
 import pytest
 from places import ROOT
@@ -10,6 +16,7 @@ from tiers import full_but
 
 import experiments.conversations.run as conversations
 import experiments.tppo_efficiency.run as windows
+from experiments.commands import complete
 from experiments.figures import draw_curves, draw_finals, final_table, spread
 from experiments.study import Curve, Study, _run, arguments_of, folder_of, read, write
 from jrl.config.flags import parse
@@ -36,8 +43,11 @@ def test_numbers_between_evaluations():
     assert one.until(0.7, "seconds") is None
 
 
-def ended(folder, lines):
+def ended(folder, lines, steps=None):
+    """A run with plots: one that was stopped on the way, where it has more steps to go."""
     (folder / "plots").mkdir(parents=True)
+    steps = lines[-1]["step"] if steps is None else steps
+    (folder / "config.json").write_text(json.dumps({"run": {"steps": steps}}), encoding="utf-8")
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (folder / "metrics.jsonl").write_text(text, encoding="utf-8")
 
@@ -53,6 +63,8 @@ def test_results_are_totals_since_the_warm_start_and_means_since_the_last_evalua
     ]
     ended(folder_of(study, "a", tmp_path, 0), lines)
     ended(folder_of(study, "b", tmp_path, 0), lines[:3])
+    study = replace(study, seeds=[0, 1])
+    ended(folder_of(study, "b", tmp_path, 1), lines[:3], steps=3)
     unfinished = folder_of(study, "a", tmp_path, 1)
     unfinished.mkdir()
     write(study, tmp_path)
@@ -131,12 +143,91 @@ def test_the_page_of_conversations_has_the_table_of_its_results(tmp_path, monkey
 
 def test_a_run_that_has_ended_is_left_and_one_that_fails_names_its_log(tmp_path):
     study = Study(tmp_path, {"a": "grpo"})
-    (folder_of(study, "a", tmp_path, 0) / "plots").mkdir(parents=True)
+    ended(folder_of(study, "a", tmp_path, 0), [{"step": 60}])
     _run(arguments_of(study, "a", tmp_path, 0))
     with pytest.raises(SystemExit, match=r"grpo .* failed: see .*\.log$"):
         _run(arguments_of(study, "a", tmp_path, 1))
     log = folder_of(study, "a", tmp_path, 1).with_suffix(".log").read_text(encoding="utf-8")
     assert "warm-start-1 holds no run" in log
+
+
+def test_a_run_that_is_stopped_on_the_way_is_gone_on_with(tmp_path, monkeypatch):
+    """It has its plots, and ends with status 0."""
+    study, given = Study(tmp_path, {"a": "grpo"}), []
+    arguments = arguments_of(study, "a", tmp_path, 0)
+    folder = folder_of(study, "a", tmp_path, 0)
+
+    def stopped(line):
+        given.append(line)
+        ended(folder, [{"step": 3}], steps=60)
+        return 0
+
+    monkeypatch.setattr("experiments.study.main", stopped)
+    with pytest.raises(SystemExit, match=r"grpo .* was stopped: see .*\.log$"):
+        _run(arguments)
+
+    def completed(line):
+        given.append(line)
+        (folder / "metrics.jsonl").write_text('{"step": 60}\n', encoding="utf-8")
+        return 0
+
+    monkeypatch.setattr("experiments.study.main", completed)
+    _run(arguments)
+    _run(arguments)
+    assert given == [arguments, ["--run-dir", str(folder), "--resume"]]
+
+
+def test_no_run_begins_when_the_study_stops(tmp_path, monkeypatch):
+    stopping = threading.Event()
+    monkeypatch.setattr("experiments.study._Worker.stopping", stopping)
+    monkeypatch.setattr("experiments.study.main", lambda line: 3)
+    arguments = arguments_of(Study(tmp_path, {"a": "grpo"}), "a", tmp_path, 0)
+    with pytest.raises(SystemExit, match="failed"):
+        _run(arguments)
+    stopping.set()
+    _run(arguments)
+
+
+SAVES = """
+import signal, sys, time
+
+def save(*_):
+    time.sleep(0.5)
+    print("saved", flush=True)
+    sys.exit()
+
+signal.signal(signal.SIGINT, save)
+print("begun", flush=True)
+time.sleep(60)
+"""
+TWO = f"""
+import sys
+from experiments.commands import complete
+
+complete([sys.executable, "-c", {SAVES!r}])
+print("the next one")
+"""
+
+
+def test_ctrl_c_waits_for_what_a_command_saves():
+    with subprocess.Popen(
+        [sys.executable, "-c", TWO],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout.readline() == "begun\n"
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (130, "saved\n", "stopped; the same command goes on\n")
+
+
+def test_a_command_that_fails_is_said_in_one_line():
+    complete([sys.executable, "-c", "pass"])
+    with pytest.raises(SystemExit, match=r"-c 'raise SystemExit\(2\)' failed$"):
+        complete([sys.executable, "-c", "raise SystemExit(2)"])
 
 
 def test_equal_commands_share_a_run(tmp_path):

@@ -65,7 +65,7 @@ def ppo_row(row, clip_dual=None, max_log_ratio=20.0):
 def gspo_row(row, gradient="token", max_log_ratio=20.0, clip_dual=None, by_length=False):
     n = len(row)
     limited = [_limited(token, max_log_ratio) for token in row]
-    mean = sum(d for d, _ in limited) / n
+    mean = math.fsum(d for d, _ in limited) / n
     factor = n if by_length else 1
     result = []
     for t, token in enumerate(row):
@@ -136,7 +136,7 @@ def _at_level(level, row, t, limit):
         d, inside = _limited(row[t], limit)
         return d, _alone(len(row), t, inside), _common(row[t], limit)
     limited = [_limited(token, limit) for token in row]
-    mean = sum(d for d, _ in limited) / len(row)
+    mean = math.fsum(d for d, _ in limited) / len(row)
     metrics = {
         "ppo_kl": -mean,
         "ratio": math.exp(mean),
@@ -171,7 +171,7 @@ def vespo_row(
     lam_negative=2.0,
     max_log_ratio=20.0,
 ):
-    log_w = sum(_limited(token, max_log_ratio)[0] for token in row)
+    log_w = math.fsum(_limited(token, max_log_ratio)[0] for token in row)
     result = []
     for t, token in enumerate(row):
         a = token["advantages"]
@@ -254,7 +254,7 @@ def policy_loss(row_loss, *, aggregation, clip_low=None, clip_high=None):
                     factors[i, t] *= _at(importance_weights, i, t)
         return {
             "loss": aggregate(losses, mask, aggregation, **denominators) if aggregation else losses,
-            "metrics": {name: sum(values) / len(values) for name, values in metrics.items()},
+            "metrics": {name: math.fsum(values) / len(values) for name, values in metrics.items()},
             "gradients": {"logprobs": np.einsum("it,itu->iu", factors, slopes)},
         }
 
@@ -272,7 +272,7 @@ def _sorted(arguments, defaults):
 def positive_examples(logprobs, correct, mask, num_tokens=None):
     """The mean negative log-likelihood of the correct rows, its gradient and its metric."""
     tokens = [(i, t) for i, times in enumerate(rows(mask)) if correct[i] for t in times]
-    total = sum(-float(logprobs[i][t]) for i, t in tokens)
+    total = math.fsum(-float(logprobs[i][t]) for i, t in tokens)
     count = num_tokens or len(tokens) or 1
     gradient = np.zeros(np.shape(mask))
     for i, t in tokens:

@@ -1,5 +1,7 @@
 """Sums and means of one number per token."""
 
+import math
+
 import numpy as np
 
 from oracles.rows import rows
@@ -30,11 +32,11 @@ def aggregate(
     if num_sequences is None:
         num_sequences = len(sums) if empty_rows == "skip" else len(mask)
     return {
-        "token-mean": sum(sums) / num_tokens,
-        "token-sum": sum(sums),
-        "seq-mean-token-sum": sum(sums) / num_sequences,
-        "seq-mean-token-mean": sum(means) / num_sequences,
-        "seq-mean-token-sum-norm": sum(sums) / num_sequences / (max_length or 1),
+        "token-mean": math.fsum(sums) / num_tokens,
+        "token-sum": math.fsum(sums),
+        "seq-mean-token-sum": math.fsum(sums) / num_sequences,
+        "seq-mean-token-mean": math.fsum(means) / num_sequences,
+        "seq-mean-token-sum-norm": math.fsum(sums) / num_sequences / (max_length or 1),
     }[mode]
 
 

@@ -130,7 +130,10 @@ def _read_records(path: Path) -> tuple[Fleet, list[str]]:
     inside = path / "faults"
     records, notes = read_folder(inside if inside.is_dir() else path)
     if not records:
-        raise ValueError(f"{path} holds no records of the sampler: give the folder of a run.")
+        raise ValueError(
+            f"{path} holds no records of the sampler: give the folder of a run that was started "
+            "with --faults."
+        )
     # Of a run that is over all processes have ended, and are compared all the same.
     aligned = align([replace(record, ended=False) for record in records])
     notes += [
