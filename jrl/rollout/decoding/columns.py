@@ -31,12 +31,14 @@ def reach(lengths: np.ndarray, limits: np.ndarray, window: int, columns: int) ->
       limits: ``[row]`` lengths at which they stop.
       columns: that there are.
     """
+    few = columns_read(end_after(lengths, limits, min(FEW, window)), columns)
+    if few < columns_read(end_after(lengths, limits, window), columns):
+        # Rows that stop within these columns have no say: others go on by `FEW` tokens at least.
+        window = few - 1 - int(lengths[limits > few].max())
+    return window, end_after(lengths, limits, window)
 
-    def end(number: int) -> int:
-        # One more: a row that has just come has a first token that the host has not counted.
-        return int(np.minimum(lengths + 1 + number, limits).max())
 
-    few = columns_read(end(min(FEW, window)), columns)
-    if few < columns_read(end(window), columns):
-        window = few - end(0)
-    return window, end(window)
+def end_after(lengths: np.ndarray, limits: np.ndarray, number: int) -> int:
+    """Where the longest of such rows ends after so many tokens, at the latest."""
+    # One more: a row that has just come has a first token that the host has not counted.
+    return int(np.minimum(lengths + 1 + number, limits).max())

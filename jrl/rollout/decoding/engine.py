@@ -12,7 +12,7 @@ from jrl.losses import EntropyStatistics
 from jrl.processes.agreement import to_devices, to_host
 from jrl.rollout.batching import replicated
 from jrl.rollout.decoding.carried import arrivals_of
-from jrl.rollout.decoding.columns import columns_read, reach
+from jrl.rollout.decoding.columns import columns_read, end_after, reach
 from jrl.rollout.decoding.programs.admission import Arrivals, admit
 from jrl.rollout.decoding.programs.advance import Advanced, Policy, advance, policy_of
 from jrl.rollout.decoding.programs.slots import Decoder, Pool, Rows, empty_pool, halt, over_slots
@@ -305,6 +305,10 @@ class SlotEngine:
 
     def _reach(self, lengths: np.ndarray, limits: np.ndarray, window: int) -> tuple[int, int]:
         """How many tokens such rows go on by, and where the longest ends then at the latest."""
+        if self._seating.waiting:
+            # The host looks again after a few steps, when some have ended: a part that is copied
+            # for so few costs more than it saves.
+            return window, end_after(lengths, limits, window)
         return reach(lengths, limits, window, self.columns)
 
     def _shelved(self, slots: Sequence[int]) -> list[Trajectory]:

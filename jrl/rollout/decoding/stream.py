@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jrl.processes.agreement import to_host
+from jrl.rollout.decoding.columns import end_after
 from jrl.rollout.decoding.engine import SlotEngine
 from jrl.rollout.decoding.packing import copies_of, own_sizes, packing_of, plan_rows, row_sizes
 from jrl.rollout.decoding.programs.admission import Arrivals, admit_known
@@ -265,7 +266,7 @@ class StreamEngine(SlotEngine):
 
     def _reach(self, lengths: np.ndarray, limits: np.ndarray, window: int) -> tuple[int, int]:
         # All of the window: a look follows the next at once, and the cache has other sizes.
-        return window, int(np.minimum(lengths + 1 + window, limits).max())
+        return window, end_after(lengths, limits, window)
 
     def _there(self) -> Pool[Array]:
         if self._pool is None:

@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from jrl.rollout.decoding.columns import columns_read, reach
+from jrl.rollout.decoding.columns import FEW, columns_read, reach
 
 
 @pytest.mark.parametrize(
@@ -36,9 +38,26 @@ def test_a_power_of_two_or_all_columns_are_read(end, columns, read):
         # A window of a few tokens stays whole, and so does one in which rows stop.
         ([60], [1000], 9, 1000, (9, 70)),
         ([8, 3], [20, 12], 64, 108, (64, 20)),
+        # Neither does a row that is about to stop hold up the others.
+        ([63, 40], [64, 264], 64, 264, (23, 64)),
     ],
 )
 def test_rows_go_on_as_far_as_few_columns_hold_them(lengths, limits, window, columns, expected):
     found = reach(np.array(lengths), np.array(limits), window, columns)
     assert found == expected
     assert columns_read(found[1], columns) >= found[1]
+
+
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 400), st.integers(0, 400)), min_size=1, max_size=5),
+    window=st.integers(1, 64),
+    room=st.integers(0, 400),
+)
+def test_rows_always_go_on_and_within_what_is_read(rows, window, room):
+    lengths = np.array([length for length, _ in rows])
+    limits = lengths + 1 + [more for _, more in rows]
+    columns = int(limits.max()) + room
+    tokens, end = reach(lengths, limits, window, columns)
+    assert min(FEW, window) <= tokens <= window
+    ends = np.minimum(lengths + 1 + tokens, limits)
+    assert end == ends.max() <= columns_read(end, columns) <= columns
