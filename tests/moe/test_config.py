@@ -141,7 +141,10 @@ def test_a_configuration_says_what_is_wrong_with_it():
             {"delta": delta(), "num_dense_layers": 1, "dense_d_ff": 4},
             "Gated DeltaNet cannot be had with num_dense_layers=1",
         ),
-        ({"delta": delta(), "execution": Execution(scan_layers=True)}, "scan_layers=True runs eq"),
+        (
+            {"delta": delta(), "execution": Execution(scan_layers=True)},
+            "scan_layers=True runs layers whose",
+        ),
         ({"attention_gate": True, "qkv_bias": True}, "attention_gate=True has no place for qkv"),
     ):
         with pytest.raises(ValueError, match=message):

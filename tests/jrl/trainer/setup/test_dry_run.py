@@ -118,7 +118,11 @@ def test_memory_of_the_cache_is_what_decoding_carries():
     [
         {"num_kv_heads": 4, "mla": MultiHeadLatentAttention(12, 5, 4, 7)},
         {"num_layers": 3, "delta": GatedDeltaNet((0, 1), 2, 4, 6, 5, 4)},
-        {"execution": Execution(decode_attention="mosaic")},
+        {
+            "head_dim": 64,
+            "dtype": "bfloat16",
+            "execution": Execution(decode_attention="mosaic"),
+        },
     ],
     ids=["latent", "delta", "columns of a kernel"],
 )
