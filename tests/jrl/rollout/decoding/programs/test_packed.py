@@ -211,6 +211,6 @@ def test_layers_of_several_kinds_go_to_their_parts(scanned):
     windows = {"sliding_window": 3, "full_attention_layers": (1, 3)}
     config = replace(CONFIG, num_layers=4, execution=execution, **windows)
     # As a scan gives them: of the first layer of each period, then of the second.
-    kept = [(np.array([0, 2]),), (np.array([1, 3]),)]
+    kept = [(jnp.array([0, 2]),), (jnp.array([1, 3]),)]
     parts = [part.tolist() for (part,) in packed._in_parts(kept, config)]
     assert parts == ([[0, 2], [1, 3]] if scanned else [0, 1, 2, 3])
