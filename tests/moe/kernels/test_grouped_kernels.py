@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from programs import jit, mesh_of
+from simulator import simulates_transposes
 from tiers import full_but
 
 from benchmarks.kernel_cases import PRODUCTS, TILINGS
@@ -20,10 +21,6 @@ from moe.kernels.grouped import Tiling, tiles_of
 
 KERNEL = "custom_call @mosaic_gpu_v2"
 SMALL = Tiling(rows=64, columns=64, depth=64, stages=2, wide=2)
-TRANSPOSES = tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 12)
-simulates_transposes = pytest.mark.skipif(
-    not TRANSPOSES, reason="the simulator of jax 0.10 knows no transposed reference"
-)
 
 
 def operands(product, dtype=jnp.bfloat16):

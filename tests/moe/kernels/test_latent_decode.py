@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from programs import jit, mesh_of, on_mesh, random_weights
+from simulator import simulates_transposes
 from tiers import full_but
 
 from benchmarks.kernel_cases import NARROW
@@ -28,10 +29,6 @@ from moe.placement import specs
 from sharding.collectives import vary
 
 KERNEL = "custom_call @mosaic_gpu_v2"
-TRANSPOSES = tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 12)
-simulates_transposes = pytest.mark.skipif(
-    not TRANSPOSES, reason="the simulator of jax 0.10 knows no transposed reference"
-)
 
 
 def given(name, dtype=jnp.bfloat16):

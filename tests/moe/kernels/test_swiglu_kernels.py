@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from simulator import simulates_transposes
 from tiers import full_but
 
 from benchmarks.kernel_cases import PRODUCTS
@@ -12,10 +13,6 @@ from moe.kernels.swiglu import hidden_gradients, hidden_units
 
 KERNEL = "custom_call @mosaic_gpu_v2"
 SMALL = Tiling(rows=64, columns=64, depth=64, stages=2, wide=2)
-TRANSPOSES = tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 12)
-simulates_transposes = pytest.mark.skipif(
-    not TRANSPOSES, reason="the simulator of jax 0.10 knows no transposed reference"
-)
 
 
 def operands(product):
