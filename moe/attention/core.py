@@ -95,7 +95,8 @@ def _why_not_cudnn(
         return f'heads of {size} are wider than {widest}: choose narrower ones, or "plain"'
     if not takes_lengths(mask) and mask_size(mask) > LARGEST_MASK:
         return (
-            f"a mask of {mask_size(mask)} numbers, which rows of several sequences and parts of "
-            f'rows need, is larger than {LARGEST_MASK}: choose "blocked"'
+            f"a mask of {mask_size(mask)} numbers, which rows of several sequences, parts of rows "
+            f"and windows that are looked up need, is larger than {LARGEST_MASK}: choose "
+            '"blocked"'
         )
     return None

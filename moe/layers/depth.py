@@ -29,24 +29,29 @@ Leaf = TypeVar("Leaf")
 Carry = TypeVar("Carry")
 
 MOST_UNROLLED = 8
-"""Layers of a stack up to which it is unrolled where `Execution.scan_layers` does not say."""
+"""Layers of a stack up to which it is unrolled where `Execution.scan_layers` does not say, and of a
+period up to which windows are known where it is compiled."""
 
 
 def period_of_stack(config: ModelConfig, depth: int, first: int | None = 0) -> int:
     """How many layers of a stack are its period; all of them where their order does not repeat.
 
+    Windows make no kind of layer where they are looked up while the program runs: where their order
+    does not repeat, where it does so only after more than `MOST_UNROLLED` layers, for the body of
+    the loop would take as long to compile as they unrolled, and in a stage of a pipeline.
+
     Args:
       first: the number of its first layer in the network; None where it is known at run time only.
-        Windows are then looked up while the program runs, as they are where their order does not
-        repeat: that makes no other kind of layer.
     """
     deltas = [index in delta_layers_of(config) for index in range(depth)]
-    if first is not None:
-        windows = [window_of_layer(config, first + index) for index in range(depth)]
-        period = period_of(list(zip(deltas, windows, strict=True)))
-        if 2 * period <= depth:
-            return period
-    return period_of(deltas)
+    of_deltas = period_of(deltas)
+    if first is None:
+        return of_deltas
+    windows = [window_of_layer(config, first + index) for index in range(depth)]
+    period = period_of(list(zip(deltas, windows, strict=True)))
+    # Where Gated DeltaNet comes again no sooner, windows cost no layers.
+    repeats = period <= max(MOST_UNROLLED, of_deltas) and 2 * period <= depth
+    return period if repeats else of_deltas
 
 
 def is_scanned(depth: int, execution: Execution, period: int = 1) -> bool:

@@ -37,6 +37,9 @@ MOE = replace(DENSE_FIRST, num_layers=3)
 # or has attention.
 WINDOWS = replace(ROUTED, num_layers=4, sliding_window=3, full_attention_layers=(1, 3))
 DELTA = replace(ROUTED, num_layers=4, delta=GatedDeltaNet((0, 2), 2, 4, 5, 3, conv_width=3))
+# Windows that come again after twelve layers.
+LONG = replace(WINDOWS, num_layers=24, num_experts=0, d_ff=12)
+LONG = replace(LONG, full_attention_layers=(0, 3, 7, 12, 15, 19))
 BATCH, TIME = 8, 5
 
 
@@ -206,6 +209,61 @@ def test_a_stack_has_the_period_of_its_kinds():
     config = replace(config, full_attention_layers=(3, 11))
     assert period_of_stack(config, 16) == 8
     assert period_of_stack(config, 16, first=None) == 4
+
+
+def last_of(period, layers):
+    return tuple(range(period - 1, layers, period))
+
+
+def all_but_last_of(period, layers):
+    return tuple(layer for layer in range(layers) if layer % period != period - 1)
+
+
+@pytest.mark.parametrize(
+    ("layers", "full", "of_delta", "period"),
+    [
+        (48, last_of(6, 48), (), 6),  # Gemma 3 12B
+        (36, last_of(2, 36), (), 2),  # gpt-oss-120b
+        (48, (), all_but_last_of(4, 48), 4),  # Qwen3-Next
+        # As long as a stack that is unrolled, and one layer longer.
+        (24, last_of(8, 24), (), 8),
+        (27, last_of(9, 27), (), 1),
+        # Of two layers with attention one has a window, and of three two.
+        (24, (3, 11, 19), all_but_last_of(4, 24), 8),
+        (24, (3, 15), all_but_last_of(4, 24), 4),
+        # Gated DeltaNet has that period by itself.
+        (24, (3, 15), (0, 12), 12),
+    ],
+)
+def test_windows_lengthen_a_period_to_as_many_layers_as_are_unrolled(
+    layers, full, of_delta, period
+):
+    delta = replace(DELTA.delta, layers=of_delta) if of_delta else None
+    config = replace(ROUTED, num_layers=layers, delta=delta)
+    if full:
+        config = replace(config, sliding_window=3, full_attention_layers=full)
+    assert period_of_stack(config, layers) == period
+
+
+def test_windows_that_come_again_late_are_looked_up_in_a_body_of_one_layer():
+    weights, one = random_weights(LONG, 0), mesh_of("dp1")
+
+    def hidden(scanned):
+        config = replace(LONG, execution=Execution(scan_layers=scanned))
+
+        def local(weights, tokens, valid):
+            return model.hidden(vary(weights, one.axes), tokens, valid, config, one)[0]
+
+        given = specs(config, one), P(), P()
+        program = jax.shard_map(local, mesh=one.mesh, in_specs=given, out_specs=P(one.axes))
+        return jit(program)(weights, *batch(False, config))
+
+    config = replace(LONG, execution=Execution())
+    (part,) = parts_of(weights, config)
+    assert part.norm.shape == (24, LONG.d_model)
+    assert runs_of((part,), config) == [(part,)]
+    # The same sums, which the compiler fuses with what is around them; float32, 24 layers deep.
+    np.testing.assert_allclose(hidden(True), hidden(False), rtol=2e-5, atol=2e-5)
 
 
 def test_windows_of_a_scanned_stack_are_known_to_kernels():
