@@ -1,9 +1,13 @@
-"""Whether a kernel can read a network's cache: what of that the configuration says."""
+"""Whether a kernel can read a network's cache, and what it writes then: what of that the
+configuration says."""
+
+import math
 
 from moe.attention.latent import keeps_narrow
 from moe.config import ModelConfig
 from moe.kernels import decode_attention, latent_decode
 from moe.kernels.choice import NAMES
+from sharding.folding import FoldedMesh
 
 
 def check_kernel(config: ModelConfig) -> None:
@@ -40,3 +44,22 @@ def kernel_obstacle(config: ModelConfig) -> str | None:
         widths = config.head_dim, config.v_head_dim
         reason = decode_attention.unserved(config.dtype, together, *widths)
     return None if reason is None else f"cannot serve: {reason}"
+
+
+def kernel_bytes(config: ModelConfig, mesh: FoldedMesh, rows: int, columns: int) -> int:
+    """Bytes on one device of what the kernel that is named leaves to be merged, of a layer, as the
+    next one's come after it; 0 where none is named.
+
+    Args:
+      rows: that a device decodes at a time.
+      columns: of the cache that are read.
+    """
+    if config.execution.decode_attention in (None, "plain"):
+        return 0
+    tp = mesh.size(mesh.tp)
+    heads, kv_heads = config.num_heads // tp, config.num_kv_heads // tp
+    if config.mla is not None and keeps_narrow(config):
+        parts = latent_decode.written(rows, heads, config.mla.kv_lora_rank, columns)
+    else:
+        parts = decode_attention.written(rows, heads, kv_heads, config.v_head_dim, columns)
+    return sum(math.prod(part.shape) * part.dtype.itemsize for part in parts)

@@ -171,15 +171,10 @@ def split_attention(
             target.store(most.at[here], largest)
             target.store(total.at[here], sums)
 
-    programs = rows * kv_heads * splits
     out, most, total = launch(
         body,
-        programs,
-        [
-            jax.ShapeDtypeStruct((programs * together, width), jnp.float32),
-            jax.ShapeDtypeStruct((programs * QUERIES,), jnp.float32),
-            jax.ShapeDtypeStruct((programs * QUERIES,), jnp.float32),
-        ],
+        rows * kv_heads * splits,
+        written(rows, heads, kv_heads, width, room),
         [
             layer.reshape(1),
             first.astype(jnp.int32),
@@ -201,6 +196,20 @@ def split_attention(
         COLUMNS,
     )
     return found.reshape(rows, heads, width).astype(values.dtype)
+
+
+def written(
+    rows: int, heads: int, kv_heads: int, width: int, room: int
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """What the programs leave to `merged`: sums of values, largest scores and sums of powers.
+
+    Args:
+      heads, width: of the queries, and what each gets of the values.
+      room: columns that are read.
+    """
+    programs = rows * kv_heads * -(-room // COLUMNS)
+    shapes = (programs * (heads // kv_heads), width), (programs * QUERIES,), (programs * QUERIES,)
+    return tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
 
 
 def _of_columns(target: Target, given, begin, end, factor: float):

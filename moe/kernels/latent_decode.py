@@ -167,15 +167,10 @@ def split_latent_attention(
             part = Part(target, query.at[row * tiles + tile], block, begin, end, rank, scale)
             _attend(part, out.at[here], most.at[here], total.at[here])
 
-    programs = rows * parts * tiles
     out, most, total = launch(
         body,
-        programs,
-        [
-            jax.ShapeDtypeStruct((programs * HEADS, rank), jnp.float32),
-            jax.ShapeDtypeStruct((programs * HEADS,), jnp.float32),
-            jax.ShapeDtypeStruct((programs * HEADS,), jnp.float32),
-        ],
+        rows * parts * tiles,
+        written(rows, heads, rank, room, length),
         [
             layer.reshape(1),
             first.astype(jnp.int32),
@@ -197,6 +192,23 @@ def split_latent_attention(
         length,
     )
     return found[:, 0, :heads].astype(vectors.dtype)
+
+
+def written(
+    rows: int, heads: int, rank: int, room: int, length: int | None = None
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """What the programs leave to be merged: sums of values, largest scores and sums of powers.
+
+    Args:
+      rank: numbers that each head gets.
+      room: columns that are read.
+      length: of a program, as for `split_latent_attention`.
+    """
+    tiles = -(-heads // HEADS)
+    length = part_length(rows * tiles, room) if length is None else length
+    numbers = rows * tiles * HEADS * -(-room // length)
+    shapes = (numbers, rank), (numbers,), (numbers,)
+    return tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
 
 
 def part_length(tiles: int, room: int) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import jax
 
 from jrl.recipes.base.recipe import Recipe
-from jrl.trainer.setup.memory import GRADIENTS_SENT, LOGITS, STAGE_INPUTS, memory
+from jrl.trainer.setup.memory import DECODE_PARTS, GRADIENTS_SENT, LOGITS, STAGE_INPUTS, memory
 from jrl.trainer.setup.network import check_overlaps, with_dispatch
 from jrl.trainer.setup.predicted import memory_of_update, time_of_update
 from jrl.trainer.setup.setup import Setup
@@ -42,9 +42,9 @@ class Candidate:
         # Among what an update's layers keep are the inputs of a stage's.
         stays.pop(STAGE_INPUTS, None)
         # What is there for a moment takes turns: an update, a pass that scores, a gradient on its
-        # way.
-        logits, wire = (stays.pop(name, 0) for name in (LOGITS, GRADIENTS_SENT))
-        at_work = max(update.activations + update.buffers, logits, wire)
+        # way, a step of decoding.
+        turns = [stays.pop(name, 0) for name in (LOGITS, GRADIENTS_SENT, DECODE_PARTS)]
+        at_work = max(update.activations + update.buffers, *turns)
         return sum(stays.values()) + at_work
 
 

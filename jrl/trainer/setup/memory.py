@@ -18,6 +18,7 @@ from moe.adapters import trees
 from moe.architecture.delta import delta_layers
 from moe.attention.latent import keeps_narrow
 from moe.cache.buffers import cache_columns
+from moe.cache.kernel import kernel_bytes
 from moe.config import ModelConfig
 from moe.disaggregated.sides import side_bytes
 from moe.layers.chunks import stored_depth
@@ -31,6 +32,7 @@ from sharding.zero import ShardDim
 
 LOGITS, STAGE_INPUTS = "logits of a forward pass", "inputs kept by a stage"
 GRADIENTS_SENT = "a gradient on its way in bfloat16"
+DECODE_PARTS = "parts of decoding attention"
 """Rows of `memory` that `jrl.trainer.setup.automatic` tells from what stays."""
 
 
@@ -54,6 +56,9 @@ def memory(setup: Setup) -> dict[str, int]:
     * cache ``layers x slots x (prompt + response) x kv_heads / tp x (head_dim + v_head_dim) x
       itemsize``, with the slots per device; of latent attention the narrow vectors in place of
       keys and values, and of layers with Gated DeltaNet a state for each row;
+    * under an `Execution.decode_attention` of "mosaic" the float32 parts that the kernel writes of
+      a layer before they are merged (`moe.cache.kernel.kernel_bytes`), where a step computes all
+      slots and reads all columns;
     * logits ``4 x rows x response / cp x min(chunk, vocab / tp)`` of a chunk of columns, or
       ``4 x rows x response / (cp tp) x vocab`` where the sampler truncates and that is more, with
       the rows per device of the largest forward pass: a micro-batch, a warm start's batch, or all
@@ -115,6 +120,7 @@ def memory(setup: Setup) -> dict[str, int]:
         # `policy_of`: decoding reads each layer's weights as arrays of their own.
         "weights apart to sample": rollout.get("weights apart to sample", 0),
         "key/value cache": rollout.get("key/value cache", 0),
+        DECODE_PARTS: rollout.get(DECODE_PARTS, 0),
         LOGITS: logits_bytes(setup.model, setup.geometry, max(forward)),
         "choices of experts": choices_bytes(setup.model, tokens) if replays else 0,
         "policy of the rollout": rollout.get("policy of the rollout", 0),
@@ -127,19 +133,23 @@ def memory(setup: Setup) -> dict[str, int]:
 def rollout_memory(setup: Setup) -> dict[str, int]:
     """Bytes that sampling needs on one of its devices, of two sides on that which needs more
     weights."""
-    model = setup.model.without_adapters()
+    model, mesh = setup.model.without_adapters(), setup.rollout_mesh
     slots = setup.geometry.slots(setup.run.slots)
     columns = setup.prompt_length + setup.response_length
-    cache = cache_bytes(setup.model, setup.rollout_mesh, slots, columns)
+    needs = {"key/value cache": cache_bytes(model, mesh, slots, columns)}
+    micro_batches = 1 if setup.split is None else setup.run.rollout_micro_batches
+    rows = slots // mesh.size(mesh.dp) // micro_batches
+    parts = kernel_bytes(model, mesh, rows, cache_columns(columns, model, mesh))
+    if parts:
+        needs[DECODE_PARTS] = parts
     if setup.split is not None:
         placement = first_placement(model, setup.split, setup.run.rollout_expert_slots)
-        policy = max(side_bytes(model, setup.split, placement))
-        return {"key/value cache": cache, "policy of the rollout": policy}
-    weights = weight_bytes(model, setup.rollout_mesh)
-    is_copy = setup.rollout_mesh != setup.mesh or setup.model.lora is not None
+        return {**needs, "policy of the rollout": max(side_bytes(model, setup.split, placement))}
+    weights = weight_bytes(model, mesh)
+    is_copy = mesh != setup.mesh or setup.model.lora is not None
     return {
         "weights apart to sample": weights,
-        "key/value cache": cache,
+        **needs,
         "policy of the rollout": weights if is_copy else 0,
     }
 

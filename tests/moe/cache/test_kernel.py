@@ -1,10 +1,16 @@
-"""What a kernel cannot read is refused by the configuration, before anything is traced."""
+"""What a kernel cannot read is refused by the configuration, before anything is traced, and what
+it writes is counted."""
 
 from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.extend.core import jaxprs_in_params
+from programs import mesh_of
 
-from moe.cache.kernel import check_kernel
+from moe.cache.kernel import check_kernel, kernel_bytes
+from moe.cache.step import StepCore
 from moe.config import ModelConfig, MultiHeadLatentAttention
 from moe.execution import Execution
 
@@ -63,3 +69,53 @@ def test_names_and_sinks_that_it_does_not_know(name, message):
     config = replace(HEADS, attention_sinks=True, execution=execution)
     with pytest.raises(ValueError, match=rf"^decode_attention='{name}' {message}\.$"):
         check_kernel(config)
+
+
+def bytes_of_kernels(jaxpr):
+    """What each kernel of a program writes."""
+    asked = {e.outvars[0] for e in jaxpr.eqns if e.primitive.name == "needs_cuda"}
+    for equation in jaxpr.eqns:
+        if asked & {v for v in equation.invars if not hasattr(v, "val")}:
+            yield sum(v.aval.size * v.aval.dtype.itemsize for v in equation.outvars)
+        for inner in jaxprs_in_params(equation.params):
+            yield from bytes_of_kernels(inner)
+
+
+@pytest.mark.parametrize(
+    ("config", "rows", "columns"),
+    [
+        # Rows of one part and of three, the last of which is half a part.
+        (HEADS, 5, 128),
+        (replace(HEADS, num_heads=12, head_dim=128), 3, 320),
+        # Narrow vectors: two tiles of heads on a device, in one part; a head of many parts.
+        (replace(LATENT, num_heads=144, num_kv_heads=144), 3, 192),
+        (replace(LATENT, num_heads=4, num_kv_heads=4), 2, 1024),
+        (replace(LATENT, execution=replace(KERNEL, latent="expanded")), 2, 192),
+    ],
+)
+def test_what_a_kernel_writes_is_counted(config, rows, columns):
+    mesh, tp = mesh_of("tp2"), 2
+
+    def shaped(*sizes, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(sizes, dtype)
+
+    heads, kv_heads = config.num_heads // tp, config.num_kv_heads // tp
+    width, v_width = config.head_dim, config.v_head_dim
+    keys = shaped(rows, kv_heads, width, columns)
+    values = shaped(rows, kv_heads, columns, v_width)
+    query, own = shaped(rows, heads, width), shaped(rows, kv_heads, width)
+    given = query, own, shaped(rows, kv_heads, v_width)
+    if config.mla is not None and config.execution.latent != "expanded":
+        rank, rope = config.mla.kv_lora_rank, config.mla.qk_rope_head_dim
+        keys, values = shaped(rows, 1, rank + rope, columns), None
+        up = shaped(rank, heads, width - rope + v_width)
+        given = query, shaped(rows, rank + rope), up
+
+    def step(keys, values, positions, live, *given):
+        core = StepCore(config, 0, keys, values, positions, live).attend
+        return (core if values is not None else core.attend)(*given)
+
+    ends = shaped(rows, dtype=jnp.int32), shaped(rows, dtype=jnp.bool_)
+    traced = jax.make_jaxpr(step)(keys, values, *ends, *given)
+    assert list(bytes_of_kernels(traced.jaxpr)) == [kernel_bytes(config, mesh, rows, columns)]
+    assert kernel_bytes(replace(config, execution=Execution()), mesh, rows, columns) == 0

@@ -9,7 +9,7 @@ import pytest
 from jrl.config.run import RunConfig
 from jrl.recipes import Grpo
 from jrl.trainer.setup import automatic
-from jrl.trainer.setup.automatic import candidate, chosen_layout, on_layout
+from jrl.trainer.setup.automatic import Candidate, candidate, chosen_layout, on_layout
 from jrl.trainer.setup.memory import memory
 from jrl.trainer.setup.predicted import memory_of_update
 from jrl.trainer.setup.setup import build_setup
@@ -65,6 +65,16 @@ def test_a_pipeline_keeps_its_inputs_once(setup):
     both = stays["inputs kept by a stage"] + stays["logits of a forward pass"]
     assert stays["inputs kept by a stage"] > 0
     assert one.bytes() == twice - both
+
+
+def test_parts_of_decoding_and_an_update_take_turns(setup):
+    execution = replace(setup.model.execution, decode_attention="mosaic")
+    model = replace(setup.model, head_dim=64, dtype="bfloat16", execution=execution)
+    own = replace(setup, model=model)
+    stays, update = memory(own), memory_of_update(model, own.geometry, own.run)
+    parts, logits = stays.pop("parts of decoding attention"), stays.pop("logits of a forward pass")
+    most = max(update.activations + update.buffers, logits, parts)
+    assert parts > 0 and Candidate(own, 1.0).bytes() == sum(stays.values()) + most
 
 
 def test_dispatch_is_chosen_for_each_layout(setup):
