@@ -209,6 +209,7 @@ perf/total_num_tokens | tokens | Prompt and response tokens of the step.
 perf/slot_utilisation | fraction | Tokens sampled over slots that were computed.
 perf/decode_steps | count | Steps of decoding, each a token for every live row.
 perf/sampled_tokens | tokens | Tokens sampled, those of dropped groups too.
+perf/prefill_repeated | count | Passes over prompts made again (--buffer-factor).
 perf/* | as named | Other speeds and memory, named as in verl.
 timing_s/gen | seconds | Wall time of decoding completions.
 timing_s/reward | seconds | Wall time of waiting for their verdicts.

@@ -243,6 +243,7 @@ class SlotEngine:
         pool, overflow = admit(self.decoder, self._sampling, weights, pool, *given)
         # A sum over all devices, so that all processes decide alike; reading it waits for the rows.
         if overflow is not None and int(overflow):
+            self.usage.repeated += 1
             decoder = self.decoder.for_any_routing()
             pool, _ = admit(decoder, self._sampling, weights, pool, *given)
         return pool

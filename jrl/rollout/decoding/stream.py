@@ -218,6 +218,7 @@ class StreamEngine(SlotEngine):
         weights = self._resharding.of(self._loaded())
         ran = run_packed(self.decoder, weights, packing)
         if ran.overflow is not None and int(ran.overflow):
+            self.usage.repeated += 1
             ran = run_packed(self.decoder.for_any_routing(), weights, packing)
         # The cache goes its own way: with it `admit_known` would be a program for each of its
         # sizes.

@@ -13,6 +13,8 @@ class Usage:
       row_steps: tokens that were sampled in them.
       admitted: rows that came into slots; each got a token then, without a step.
       prefilled: tokens of prompts, and of responses gone on with, that were run.
+      repeated: admissions that ran once more, as there was no room for all that the routers chose
+        (`Execution.buffer_factor`).
     """
 
     steps: int = 0
@@ -20,6 +22,7 @@ class Usage:
     row_steps: int = 0
     admitted: int = 0
     prefilled: int = 0
+    repeated: int = 0
 
     def copy(self) -> "Usage":
         """It as it stands, which goes on changing in an engine."""
@@ -42,4 +45,5 @@ class Usage:
             "perf/slot_utilisation": self.utilisation,
             "perf/decode_steps": float(self.steps),
             "perf/sampled_tokens": float(self.row_steps + self.admitted),
+            "perf/prefill_repeated": float(self.repeated),
         }

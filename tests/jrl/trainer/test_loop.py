@@ -47,6 +47,7 @@ EVERY_STEP = {
     "verifier/correct",
     "verifier/unparsable",
     "frac_reward_zero_std",
+    "perf/prefill_repeated",
 }
 OF_GROUPS = {"frac_reward_zero_std"}
 OF_POLICY = {
@@ -99,6 +100,7 @@ def test_what_a_run_leaves_behind(name, finished):
         assert (line.keys() >= OF_POLICY) == learned
         assert (line.keys() >= OF_CRITIC) == run.setup.recipe.uses_critic
         assert line["training/optimizer_steps"] == 2 * learned
+        assert line["perf/prefill_repeated"] == 0  # buffers have room for any routing
         if learned:
             assert line["sampling/sampling_logp_difference/max"] < 1e-5
             assert abs(line["sampling/k3_kl"]) < 1e-6  # of log-ratios rounded at 1e-7

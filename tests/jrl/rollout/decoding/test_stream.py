@@ -4,6 +4,7 @@ engine that draws all rows alike, and nothing else that runs has a say in them."
 from functools import cache
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from policies import COLUMNS, CONFIG, COPIES, PAD, PROMPT, STOPS, Asked, decode, prompts, weights
@@ -11,6 +12,7 @@ from tiers import full_but
 
 from jrl.rollout.decoding import columns, stream
 from jrl.rollout.decoding import engine as slot_engine
+from jrl.rollout.decoding.programs.packed import run_packed
 from jrl.rollout.decoding.requests import Request
 from jrl.rollout.decoding.stream import StreamEngine
 from jrl.rollout.row_sampling import OwnSampling, RowSampling, draw_rows
@@ -128,6 +130,23 @@ def test_what_is_dropped_gives_its_slots_back():
     assert made.num_idle == SLOTS
     tokens = rows[0, 1][0]
     np.testing.assert_array_equal(tokens, crowd(2)[0, 0][0])
+
+
+def test_prompts_that_find_no_room_at_their_experts_run_again(monkeypatch):
+    attempts = []
+
+    def first_in_vain(decoder, *given):
+        ran = run_packed(decoder, *given)
+        attempts.append(ran)
+        if len(attempts) > 1:
+            return ran
+        return jax.tree.map(jnp.zeros_like, ran)._replace(overflow=jnp.int32(1))
+
+    monkeypatch.setattr(stream, "run_packed", first_in_vain)
+    made = engine()
+    made.ask(asked(0, GREEDILY))
+    np.testing.assert_array_equal(written(made, 2)[0, 0][0], crowd(2)[0, 0][0])
+    assert (len(attempts), made.usage.repeated) == (2, 1)
 
 
 @pytest.mark.slow
