@@ -28,10 +28,11 @@ from tiers import full_but
 
 from jrl.report.metrics import without_timings
 from jrl.runs.checkpoints import Checkpoints
-from jrl.runs.records import read
+from jrl.runs.records import read, read_metrics
 from jrl.trainer import loop, outputs
 from jrl.trainer.setup import networks
 from jrl.trainer.state import abstract
+from moe.execution import Execution
 
 
 def run_killed(path, recipe, *moment):
@@ -97,6 +98,23 @@ def test_killed_in_mid_rollout(recipe, finished, tmp_path):
     assert begin_or_go_on(expected.setup, path) == loop.Outcome(step=3, stopped=False)
     assert metrics_of(path) == expected.metrics
     assert read(path / "samples.jsonl") == expected.samples
+
+
+@pytest.mark.slow
+def test_prompts_run_again_as_often(tmp_path):
+    """Where sampling is not dynamic, though no metric of speed need be the same."""
+    again = []
+    for steps in ([2], [1, 2]):
+        path = tmp_path / str(len(steps))
+        for number in steps:
+            run = small_run(steps=number, warm_start_steps=0)
+            setup = small_setup(run=run)
+            tight = small_model(setup.tokenizer.vocab_size, execution=Execution(buffer_factor=0.01))
+            begin_or_go_on(replace(setup, model=tight), path)
+        lines = read_metrics(path / "metrics.jsonl")
+        again.append([line["perf/prefill_repeated"] for line in lines[1:]])
+    # Of the first step's prompts there are fewer tokens than a buffer has rows at least.
+    assert again[0] == again[1] == [0, 1]
 
 
 @pytest.mark.parametrize("number", full_but([signal.SIGTERM, signal.SIGINT], signal.SIGTERM))
