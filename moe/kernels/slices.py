@@ -5,9 +5,8 @@ Neighbours are copied by Hopper's copy engine. One that gathers rows comes with 
 copy of it for every row of a slice would be 128 of them, 128 bytes each. Instead each thread copies
 16 bytes at a time to where the swizzle of the matrix units' tile has them (``cp.async``, as before
 Hopper): eight threads a row, of whichever index, while slices before are multiplied. Pallas has no
-such copy, and Mosaic GPU's takes no indices: the instruction is stated here. Rows of a result go
-the same way back, 16 bytes of each thread, and no copy engine beside it: the program waits for
-its stores where it would leave them to that.
+such copy, and Mosaic GPU's takes no indices: the instruction is stated here. Rows of a result are
+stored so too, 16 bytes at a time by each thread, where neighbours are left to the copy engine.
 
 References:
   Guo et al., "SonicMoE", 2025 (rows are gathered by ``cp.async`` in the loads of a grouped product,
