@@ -120,23 +120,42 @@ def _multiplied(settings: Settings, product: Product, form: str) -> Figures:
 
 
 def _gathered(settings: Settings, product: Product, form: str) -> Figures:
-    """The products that gather their rows; NaN in the one that those of no group are."""
+    """The products that gather rows of either side; NaN in the one that those of no group are. The
+    one that writes each row to a place of its own, every fifth nowhere."""
     import jax
     import jax.numpy as jnp
 
     from moe.kernels.grouped import each, summed
+    from moe.kernels.swiglu import hidden_gradients
 
     x = random(settings, 0, (GATHERED, product.inner)).at[-1].set(jnp.nan)
     source = jnp.asarray(sources(product, settings.seed))
-    pull = random(settings, 1, (len(source), product.outer))
+    number = len(source)
+    pull = random(settings, 1, (number, product.outer))
     weights = random(settings, 2, (len(product.sizes), product.inner, product.outer))
     sizes = jnp.asarray(product.sizes, jnp.int32)
+    key = jax.random.key(settings.seed)
+    place = jax.random.permutation(key, jnp.arange(number, dtype=jnp.int32))
+    place = jnp.where(jnp.arange(number) % 5 == 4, number, place)
     forward = jax.jit(lambda *of: each(0, *of, source=source))(x, weights, sizes)
     matrices = jax.jit(lambda *of: summed(*of, source=source))(x, pull, sizes)
+    pulled = jax.jit(lambda *of: summed(*of, source=source, gathered=1))(pull, x, sizes)
+    placed = jax.jit(lambda *of: each(1, *of, destination=place))(pull, weights, sizes)
     rows = x.at[source].get(mode="fill", fill_value=0)
     expected = _looped(rows, weights, pull, product.sizes)
-    found = {"forward": forward, "matrices": matrices}
-    return {"difference": max(difference(found[name], expected[name]) for name in found)}
+    found = {"forward": forward, "matrices": matrices, "rows": placed[place[place < number]]}
+    expected["rows"] = expected["rows"][place < number]
+    worst = max(difference(found[name], expected[name]) for name in found)
+    worst = max(worst, difference(pulled, expected["matrices"].swapaxes(1, 2)))
+
+    # What is compared with float64 elsewhere gives the same of a copy.
+    down = random(settings, 3, (len(product.sizes), product.outer, product.inner))
+    kept = random(settings, 4, (number, 2 * product.outer))
+    probs = jax.random.uniform(key, (number,))
+    options = {"sizes": sizes, "inward": kept, "probs": probs, "down": down}
+    gathered = jax.jit(lambda of: hidden_gradients(x, source=source, **of))(options)
+    copied = jax.jit(lambda of: hidden_gradients(rows, **of))(options)
+    return {"difference": max(worst, *map(difference, gathered, copied))}
 
 
 def _with_swiglu(settings: Settings, product: Product, form: str) -> Figures:

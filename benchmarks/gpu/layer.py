@@ -15,6 +15,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "mosaic": {"experts": "mosaic"},
     "mosaic_fused": {"experts": "mosaic_fused"},
     "mosaic_gathered": {"experts": "mosaic_gathered"},
+    "mosaic_scattered": {"experts": "mosaic_scattered"},
     "mosaic, router too": {"experts": "mosaic", "router": "mosaic"},
     "mosaic_gathered, router too": {"experts": "mosaic_gathered", "router": "mosaic"},
     "blocks": {"experts": "blocks"},

@@ -191,15 +191,16 @@ class RunConfig:
             "mosaic",
             "mosaic_fused",
             "mosaic_gathered",
+            "mosaic_scattered",
             "megablox",
             "ragged_dot",
             "plain",
         ]
         | None
     ) = None
-    """How rows are multiplied, each by its own expert's matrix: mosaic, mosaic_fused and
-    mosaic_gathered are kernels for NVIDIA's Hopper, megablox are JAX's for TPUs. None is tiles on a
-    CPU and blocks elsewhere."""
+    """How rows are multiplied, each by its own expert's matrix: mosaic, mosaic_fused,
+    mosaic_gathered and mosaic_scattered are kernels for NVIDIA's Hopper, megablox are JAX's for
+    TPUs. None is tiles on a CPU and blocks elsewhere."""
     remat: Literal["none", "selective", "projections", "full"] = "none"
     """What the backward pass of a layer computes again instead of keeping it in memory: each keeps
     less than the one before."""

@@ -14,8 +14,9 @@ from jaxtyping import Array, Float, Int
 
 from moe.adapters.adapted import Adapted, product
 from moe.architecture.activation import Activation
-from moe.experts.fused import FUSED, GATHERED, fused_experts, gathered_experts, moves_of
+from moe.experts.fused import FUSED, IN_ONE, SCATTERED, fused_experts, moves_of
 from moe.experts.gated import activated, gated
+from moe.experts.gathered import gathered_experts
 from moe.experts.grouped.dot import IMPLEMENTATIONS, grouped_dot
 from moe.experts.joined import joined_dot
 from moe.experts.permutation import spread_rows, sum_rows
@@ -108,9 +109,10 @@ def routed_experts(
       implementation: of the products, see `moe.experts.grouped.dot.grouped_dot`. With "mosaic" the
         rows are laid out, spread and summed by kernels too; with "mosaic_fused" also what lies
         between the two products is computed by theirs (`moe.experts.fused`), and with
-        "mosaic_gathered" the first of them reads tokens where they lie, so that rows are spread
-        nowhere. Products with adapters are as narrow as their rank, and computed by the best that
-        applies.
+        "mosaic_gathered" they read tokens, and backward what pulls at these sums, where they lie,
+        so that neither is spread; with "mosaic_scattered" they write rows beside the others of
+        their token besides (`moe.experts.gathered`). Products with adapters are as narrow as their
+        rank, and computed by the best that applies.
       activation: f, see `moe.experts.gated.activated`.
 
     Returns:
@@ -118,12 +120,12 @@ def routed_experts(
 
     Raises:
       ValueError: on an unknown implementation, and where the kernels cannot serve: with
-        "mosaic_fused" and "mosaic_gathered" of experts with adapters, with biases or with another
-        `activation`.
+        "mosaic_fused", "mosaic_gathered" and "mosaic_scattered" of experts with adapters, with
+        biases or with another `activation`.
     """
-    in_one = implementation in (FUSED, GATHERED)
+    in_one = implementation in IN_ONE
     if not in_one and implementation not in (None, *IMPLEMENTATIONS):
-        names = ", ".join((*IMPLEMENTATIONS, FUSED, GATHERED))
+        names = ", ".join((*IMPLEMENTATIONS, *IN_ONE))
         raise ValueError(
             f"experts={implementation!r} is none of {names}; None is the best that applies."
         )
@@ -141,11 +143,13 @@ def routed_experts(
     token, places = layout.tokens, layout.places
 
     of_rows = spread_rows(probs.reshape(-1), layout.choices, places.reshape(-1, 1))
-    if implementation == GATHERED:
-        out = gathered_experts(
-            x, layout, weights.gate_up, weights.down, of_rows, sizes, dtype=dtype
+    if in_one and implementation != FUSED:
+        matrices = weights.gate_up, weights.down
+        scattered = implementation == SCATTERED
+        sums = gathered_experts(
+            x, layout, *matrices, of_rows, sizes, scattered=scattered, dtype=dtype
         )
-        return sum_rows(out, places, token, kernels), overflow
+        return sums, overflow
     rows = spread_rows(x, token, places, dtype, kernels)
     if implementation == FUSED:
         out = fused_experts(rows, weights.gate_up, weights.down, of_rows, sizes)

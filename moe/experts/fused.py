@@ -1,29 +1,27 @@
-"""Both products of experts as kernels that have SwiGLU between them in them ("mosaic_fused"), and
-the same that read tokens where they lie ("mosaic_gathered")."""
+"""Both products of experts as kernels that have SwiGLU between them in them ("mosaic_fused")."""
 
 from functools import partial
 from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, DTypeLike, Float, Int
+from jaxtyping import Array, Float, Int
 
 from moe.experts.gated import gated
 from moe.experts.grouped.mosaic import demand_service
 from moe.kernels import grouped
-from moe.kernels.layout import SortedLayout
-from moe.kernels.rows import combine
 from moe.kernels.swiglu import hidden_gradients, hidden_units
 from moe.remat import PRODUCT
 from sharding.collectives import vary, varying
 
-FUSED, GATHERED = "mosaic_fused", "mosaic_gathered"
-"""Their names beside those of `moe.experts.grouped.dot.IMPLEMENTATIONS`."""
+FUSED, GATHERED, SCATTERED = IN_ONE = ("mosaic_fused", "mosaic_gathered", "mosaic_scattered")
+"""The names beside those of `moe.experts.grouped.dot.IMPLEMENTATIONS`: products with SwiGLU in
+them, these that gather (`moe.experts.gathered`), and these that scatter besides."""
 
 
 def moves_of(product: str | None) -> str | None:
     """What moves rows that are multiplied so (`moe.kernels.choice`): kernels beside kernels."""
-    return "mosaic" if product in ("mosaic", FUSED, GATHERED) else None
+    return "mosaic" if product in ("mosaic", *IN_ONE) else None
 
 
 def fused_experts(
@@ -48,90 +46,47 @@ def fused_experts(
     """
     for width in gate_up.shape[-1], down.shape[-1]:
         demand_service(rows, width, FUSED, "routed_experts")
-    operands = rows, gate_up, down, probs, sizes, None
-    return _fused(*_varying(operands), rows.dtype, rows.dtype, simulated)
+    return _fused(*alike((rows, gate_up, down, probs, sizes)), simulated)
 
 
-def gathered_experts(
-    x: Float[Array, "token d_model"],
-    layout: SortedLayout,
-    gate_up: Float[Array, "expert d_model half d_expert"],
-    down: Float[Array, "expert d_expert d_model"],
-    probs: Float[Array, "slot"],
-    sizes: Int[Array, "expert"],
-    *,
-    dtype: DTypeLike | None = None,
-    simulated: bool = False,
-) -> Float[Array, "slot d_model"]:
-    """`fused_experts` of the tokens in the slots of a layout, which are nowhere copied there.
-
-    The first product and the gradient of its matrices read each token through the layout, as often
-    as it has slots. The gradient of a token is the sum over its slots, float32, in the order of its
-    choices. The plain twin is `fused_experts` of `moe.experts.permutation.spread_rows`.
-
-    Args:
-      sizes: slots of each expert in the layout.
-      dtype: in which the products are computed; None is that of `x`.
-      simulated: see `moe.kernels.mosaic.launch`.
-
-    Raises:
-      ValueError: where the kernels cannot serve, as "mosaic" of `grouped_dot`.
-    """
-    dtype = x.dtype if dtype is None else dtype
-    for width in gate_up.shape[-1], down.shape[-1]:
-        demand_service(jax.ShapeDtypeStruct(x.shape, dtype), width, GATHERED, "routed_experts")
-    operands = x, gate_up, down, probs, sizes, layout
-    return _fused(*_varying(operands), x.dtype, dtype, simulated)
-
-
-def _varying(operands: tuple[Any, ...]) -> tuple[Any, ...]:
+def alike(operands: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Operands that differ over every axis of a mesh that one of them differs over."""
     axes = tuple(frozenset().union(*map(varying, jax.tree.leaves(operands))))
     return vary(operands, axes)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
-def _fused(x, gate_up, down, probs, sizes, layout, given, dtype, simulated):
-    return _forward(x, gate_up, down, probs, sizes, layout, given, dtype, simulated)[0]
-
-
-def _matrices(weights: Array, rows: Array) -> Array:
+def matrices_of(weights: Array, rows: Array) -> Array:
+    """Weights in the dtype of the rows that they meet, their columns one dimension."""
     return weights.astype(rows.dtype).reshape(*weights.shape[:2], -1)
 
 
-def _source(layout: SortedLayout | None) -> Array | None:
-    return None if layout is None else layout.tokens
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _fused(rows, gate_up, down, probs, sizes, simulated):
+    return _forward(rows, gate_up, down, probs, sizes, simulated)[0]
 
 
-def _forward(x, gate_up, down, probs, sizes, layout, given, dtype, simulated):
-    rows, source = x.astype(dtype), _source(layout)
+def _forward(rows, gate_up, down, probs, sizes, simulated):
     options = {"simulated": simulated}
-    hidden, inward = hidden_units(
-        rows, _matrices(gate_up, rows), probs, sizes, source=source, **options
-    )
-    out = grouped.each(0, hidden, _matrices(down, rows), sizes, **options)
+    hidden, inward = hidden_units(rows, matrices_of(gate_up, rows), probs, sizes, **options)
+    out = grouped.each(0, hidden, matrices_of(down, rows), sizes, **options)
     inward = checkpoint_name(inward, PRODUCT)
-    return out, (x, inward, gate_up, down, probs, sizes, layout)
+    return out, (rows, inward, gate_up, down, probs, sizes)
 
 
-def _backward(given, dtype, simulated, residuals, gradient):
-    x, inward, gate_up, down, probs, sizes, layout = residuals
-    rows, source = x.astype(dtype), _source(layout)
+def _backward(simulated, residuals, gradient):
+    rows, inward, gate_up, down, probs, sizes = residuals
     options = {"simulated": simulated}
     by_inward, by_probs = hidden_gradients(
-        gradient, _matrices(down, rows), inward, probs, sizes, **options
+        gradient, matrices_of(down, rows), inward, probs, sizes, **options
     )
     by_down = grouped.summed(gated(inward, probs), gradient, sizes, **options)
-    by_rows = grouped.each(1, by_inward, _matrices(gate_up, rows), sizes, **options)
-    by_gate_up = grouped.summed(rows, by_inward, sizes, source=source, **options)
-    if layout is not None:
-        name = "interpreted" if simulated else "mosaic"
-        by_rows = combine(by_rows, layout.places, dtype=given, implementation=name)
+    by_rows = grouped.each(1, by_inward, matrices_of(gate_up, rows), sizes, **options)
+    by_gate_up = grouped.summed(rows, by_inward, sizes, **options)
     return (
         by_rows,
         by_gate_up.astype(gate_up.dtype).reshape(gate_up.shape),
         by_down.astype(down.dtype),
         by_probs,
-        None,
         None,
     )
 

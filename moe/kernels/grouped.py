@@ -5,8 +5,8 @@ JAX ships reference kernels of both (`jax.experimental.pallas.ops.gpu.ragged_dot
 which group a tile belongs to is worked out before the kernel and not by every tile from a list of
 all groups, which is unrolled there; tiles of nothing are left out; rows of no group give zeros and
 what they hold reaches no sum, where there rows stay unwritten and are multiplied by zero; rows may
-be read through an index, where no copy of them is; the sums are returned in float32; and both are
-lowered without a device.
+be read through an index, where no copy of them is, and written through one; the sums are returned
+in float32; and both are lowered without a device.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from moe.kernels.mosaic import Target, launch, mosaic_gpu
-from moe.kernels.slices import Rows, multiply_slices, with_slots
+from moe.kernels.slices import Rows, multiply_slices, scatter_rows, with_slots
 
 
 class Tiling(NamedTuple):
@@ -85,14 +85,20 @@ def each(
     sizes: Int[Array, "group"],
     *,
     source: Int[Array, "slot"] | None = None,
+    destination: Int[Array, "slot"] | None = None,
+    num_results: int | None = None,
     tiling: Tiling = TILING,
     simulated: bool = False,
-) -> Float[Array, "slot outer"]:
+) -> Float[Array, "result outer"]:
     """``rows[r] @ weights[g]``, with `side` 1 its transpose; zeros for rows of no group.
 
     Args:
-      source: the row in each slot of the result, zeros where it is past the end; None is each row
-        in a slot of its own. The product reads rows where they lie (`moe.kernels.slices`).
+      source: the row in each slot, zeros where it is past the end; None is each row in a slot of
+        its own. The product reads rows where they lie (`moe.kernels.slices`).
+      destination: the row of the result that each slot is written to, no row where it is past the
+        end; no two slots have the same. A row that no slot is written to holds anything. None is a
+        result of the slots in their order.
+      num_results: rows of the result where there is a destination; None is as many as slots.
     """
     width, height = weights.shape[2 - side], tiling.rows
     num_slots = (rows if source is None else source).shape[0]
@@ -100,9 +106,14 @@ def each(
     tiles = tiles_of(sizes, room, height)
     columns = fitting(width, tiling.columns)
     down, across = tiles.group.shape[0], width // columns
+    indices, num_rows = [], room
+    if destination is not None:
+        num_rows = num_slots if num_results is None else num_results
+        indices = [_to_whole_tiles(destination, room, height, num_rows)]
 
     def body(target: Target, program, group, block, first, size, *refs):
         *given, weights, out = refs
+        into = given.pop() if destination is not None else None
         tile, column = mosaic_gpu().planar_snake(
             program, (down, across), 1, min(tiling.wide, across)
         )
@@ -117,17 +128,22 @@ def each(
                 given,
                 weights,
             )
-            store_rows(found, first[tile], size[tile], block[tile] * height, column, out)
+            start = block[tile] * height
+            if into is None:
+                store_rows(found, first[tile], size[tile], start, column, out)
+            else:
+                own = first[tile], size[tile]
+                scatter_rows(target, found, own, into, start, column * columns, out)
 
     (out,) = launch(
         body,
         down * across,
-        [jax.ShapeDtypeStruct((room, width), rows.dtype)],
-        [*tiles, *given, weights],
+        [jax.ShapeDtypeStruct((num_rows, width), rows.dtype)],
+        [*tiles, *given, *indices, weights],
         operation="grouped_dot",
         simulated=simulated,
     )
-    return out[:num_slots]
+    return out[:num_slots] if destination is None else out
 
 
 def whole_tiles(rows: Array, source: Array | None, height: int) -> tuple[tuple[Array, ...], int]:
@@ -137,9 +153,13 @@ def whole_tiles(rows: Array, source: Array | None, height: int) -> tuple[tuple[A
         padded = filled_up(rows, height)
         return (padded,), padded.shape[0]
     room = max(height, -(-source.shape[0] // 8) * 8)
-    missing = -(-room // height) * height - source.shape[0]
-    source = jnp.pad(source.astype(jnp.int32), (0, missing), constant_values=rows.shape[0])
-    return (rows, source), room
+    return (rows, _to_whole_tiles(source, room, height, rows.shape[0])), room
+
+
+def _to_whole_tiles(index: Array, room: int, height: int, past: int) -> Array:
+    """With an entry past the end for every slot that fills up a tile."""
+    missing = -(-room // height) * height - index.shape[0]
+    return jnp.pad(index.astype(jnp.int32), (0, missing), constant_values=past)
 
 
 def filled_up(rows: Array, height: int) -> Array:
@@ -228,11 +248,12 @@ def store_rows(tile, first, size, start, column, out):
 
 
 def summed(
-    rows: Float[Array, "row inner"],
-    others: Float[Array, "slot outer"],
+    rows: Float[Array, "left inner"],
+    others: Float[Array, "right outer"],
     sizes: Int[Array, "group"],
     *,
     source: Int[Array, "slot"] | None = None,
+    gathered: int = 0,
     tiling: Tiling = TILING,
     simulated: bool = False,
 ) -> Float[Array, "group inner outer"]:
@@ -240,26 +261,32 @@ def summed(
 
     Args:
       source: the row in each slot, as in `each`.
+      gathered: whose row it is: 0 is of `rows`, 1 is of `others`. What is not gathered has a row in
+        each slot.
     """
     num_groups, (inner, outer) = sizes.shape[0], (rows.shape[1], others.shape[1])
     step = tiling.depth
-    (given, _), others = whole_tiles(rows, source, step), filled_up(others, step)
+    neighbours, anywhere = (rows, others) if gathered else (others, rows)
+    (given, _), neighbours = whole_tiles(anywhere, source, step), filled_up(neighbours, step)
     stop = jnp.cumsum(sizes.astype(jnp.int32))
     start = stop - sizes.astype(jnp.int32)
     height, width = fitting(inner, tiling.rows), fitting(outer, tiling.columns)
     down, across = inner // height, outer // width
 
     def body(target: Target, program, start, stop, *refs):
-        *given, others, out = refs
+        *given, neighbours, out = refs
         group = lax.div(program, jnp.int32(down * across))
         within = lax.rem(program, jnp.int32(down * across))
         i, j = mosaic_gpu().planar_snake(within, (down, across), 1, min(tiling.wide, across))
         first, last = start[group], stop[group]
         block = lax.div(first, jnp.int32(step))
         blocks = lax.div(last + step - 1, jnp.int32(step)) - block
+        sides = (i, height), (j, width)
+        (far, far_width), (near, near_width) = sides[::-1] if gathered else sides
 
         def accumulate(slots, total):
-            def multiply(k, left, right):
+            def multiply(k, from_anywhere, beside):
+                left, right = (beside, from_anywhere) if gathered else (from_anywhere, beside)
                 at = (block + k) * step
 
                 # Rows of others are selected against: zero times what they hold need not be zero.
@@ -277,13 +304,13 @@ def summed(
                     target,
                     multiply,
                     blocks,
-                    Rows(given, slots, (step, height), lambda k: (block + k, i)),
+                    Rows(given, slots, (step, far_width), lambda k: (block + k, far)),
                     [
                         mosaic_gpu().BlockSpec(
-                            (step, width), lambda k: (block + k, j), delay_release=1
+                            (step, near_width), lambda k: (block + k, near), delay_release=1
                         )
                     ],
-                    [others],
+                    [neighbours],
                     tiling.stages,
                 )
 
@@ -291,7 +318,7 @@ def summed(
 
         found = with_slots(
             given,
-            (step, height),
+            (step, far_width),
             tiling.stages,
             accumulate,
             mosaic_gpu().WGMMAAccumulatorRef((height, width)),
@@ -310,7 +337,7 @@ def summed(
         body,
         num_groups * down * across,
         [jax.ShapeDtypeStruct((num_groups, inner, outer), jnp.float32)],
-        [start, stop, *given, others],
+        [start, stop, *given, neighbours],
         operation="grouped_dot",
         simulated=simulated,
     )[0]

@@ -1,10 +1,12 @@
-"""The rows of a product, slice by slice into shared memory: neighbours, or rows from anywhere.
+"""The rows of a product, slice by slice into shared memory: neighbours, or rows from anywhere; and
+rows of its result to anywhere.
 
 Neighbours are copied by Hopper's copy engine. One that gathers rows comes with Blackwell, and a
 copy of it for every row of a slice would be 128 of them, 128 bytes each. Instead each thread copies
 16 bytes at a time to where the swizzle of the matrix units' tile has them (``cp.async``, as before
 Hopper): eight threads a row, of whichever index, while slices before are multiplied. Pallas has no
-such copy, and Mosaic GPU's takes no indices: the instruction is stated here.
+such copy, and Mosaic GPU's takes no indices: the instruction is stated here. Rows of a result are
+stored so too, 16 bytes at a time by each thread, where neighbours are left to the copy engine.
 
 References:
   Guo et al., "SonicMoE", 2025 (rows are gathered by ``cp.async`` in the loads of a grouped product,
@@ -208,13 +210,10 @@ def start_copies(x: Any, source: Any, first: Any, column: Any, tile: Any) -> Non
       tile: in shared memory, ``[8 m, 64 n]``, which the matrix units read and nothing else does.
     """
     plgpu = mosaic_gpu()
-    swizzled = plgpu.RefType(
-        (plgpu.TilingTransform((ATOM, WIDE)), plgpu.SwizzleTransform(2 * WIDE))
-    )
     number = plgpu.Layout.WG_SPLAT
     height, width = tile.shape
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), number, number, swizzled))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), number, number, _swizzled()))
     def copy(context, x, source, first, column, tile):
         from jax.experimental.mosaic.gpu import FragmentedArray, utils
         from jax.experimental.mosaic.gpu.utils import arith, ir, llvm, nvvm
@@ -247,6 +246,11 @@ def start_copies(x: Any, source: Any, first: Any, column: Any, tile: Any) -> Non
     copy(x, source, first, column, tile)
 
 
+def _swizzled() -> Any:
+    plgpu = mosaic_gpu()
+    return plgpu.RefType((plgpu.TilingTransform((ATOM, WIDE)), plgpu.SwizzleTransform(2 * WIDE)))
+
+
 def close_group() -> None:
     """Those of this thread's copies that are in no group make one."""
 
@@ -269,3 +273,83 @@ def wait_for_copies(pending: int) -> None:
         nvvm.cp_async_wait_group(pending)
 
     wait()
+
+
+def scatter_rows(
+    target: Target, tile: Any, own: tuple[Any, Any], into: Any, start: Any, column: Any, out: Any
+) -> None:
+    """Writes ``tile[r]`` to ``out[into[start + r], column:]`` for some rows r of a tile, where that
+    index is not past the end.
+
+    Args:
+      tile: in registers, of a multiple of `ATOM` rows and of 64 or 128 columns.
+      own: the first of the rows and their number; the others are another group's.
+    """
+
+    def store(staged):
+        staged[...] = tile.astype(out.dtype)
+        mosaic_gpu().commit_smem()
+        write = store_copies if isinstance(target, Gpu) else write_rows
+        write(staged, *own, into, start, column, out)
+
+    pl.run_scoped(store, mosaic_gpu().SMEM(tile.shape, out.dtype))
+
+
+def write_rows(staged: Any, first: Any, size: Any, into: Any, start: Any, column: Any, out: Any):
+    """What `store_copies` does, row by row, for an interpreter."""
+
+    def write(row, _):
+        index = into[start + row]
+
+        @pl.when((index >= 0) & (index < out.shape[0]))
+        def _():
+            out[index, pl.ds(column, staged.shape[1])] = staged[row]
+
+    lax.fori_loop(first, first + size, write, None)
+
+
+def store_copies(staged: Any, first: Any, size: Any, into: Any, start: Any, column: Any, out: Any):
+    """Stores ``staged[r, c]`` to ``out[into[start + r], column + c]`` for `size` rows from `first`
+    on, 16 bytes at a time; nothing where the index is past the end.
+
+    Args:
+      staged: in shared memory, ``[8 m, 64 n]`` of 16-bit numbers, which every warp has written.
+    """
+    plgpu = mosaic_gpu()
+    number, (height, width) = plgpu.Layout.WG_SPLAT, staged.shape
+    types = (_swizzled(), number, number, plgpu.RefType(), number, number, plgpu.RefType())
+
+    @plgpu.inline_mgpu(arg_types=types)
+    def copy(context, staged, first, size, into, start, column, out):
+        from jax.experimental.mosaic.gpu import FragmentedArray, utils
+        from jax.experimental.mosaic.gpu.utils import arith, ir, llvm
+
+        short, long = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
+        four = ir.VectorType.get((4,), short)
+        below = arith.CmpIPredicate.ult
+        kind = ir.MemRefType(out.type)
+        rows, stride = kind.shape
+        indices, shared = utils.memref_ptr(into), utils.memref_ptr(staged)
+        numbers = llvm.addrspacecast(llvm.PointerType.get(address_space=1), utils.memref_ptr(out))
+        thread = FragmentedArray.splat(utils.thread_idx(), (), is_signed=False) % LANES
+        found = []
+        # All loads before all stores: they are on their way together.
+        for row, beside, place in places(thread, height, width):
+            index = utils.getelementptr(indices, [value(start + row)], short)
+            index = llvm.load(short, index)
+            inside = arith.cmpi(below, index, utils.c(rows, short))
+            mine = arith.cmpi(below, arith.subi(value(row), value(first)), value(size))
+            at = utils.getelementptr(shared, [value(place)], kind.element_type)
+            piece = llvm.load(four, at, alignment=2 * ATOM)
+            found.append((arith.andi(inside, mine), index, value(column + beside), piece))
+        for kept, index, beside, piece in found:
+            begin = arith.muli(arith.extui(long, index), utils.c(stride, long))
+            begin = arith.addi(begin, arith.extui(long, beside))
+            at = utils.getelementptr(numbers, [begin], kind.element_type)
+            with utils.when(kept):
+                llvm.store(piece, at, alignment=2 * ATOM)
+
+    def value(scalar):
+        return scalar.registers.item()
+
+    copy(staged, first, size, into, start, column, out)

@@ -6,10 +6,11 @@ units, so that what comes between two products is neither written nor read for i
 does the same with the gradient of the hidden units.
 
 Rows arrive in the order of experts, as everywhere in `moe.experts`, or lie anywhere and are
-gathered by the product itself (`moe.kernels.slices`). That the second product adds its rows to
-those of tokens is left out: a sum by the programs that compute them needs atomics, in whatever
-order they come, or programs that wait for others. `moe.kernels.rows.combine` reads them through the
-layout and adds them in the order of the choices: the same bits each time.
+gathered by the product itself (`moe.kernels.slices`), and so is what pulls at the results. That the
+second product adds its rows to those of tokens is left out: a sum by the programs that compute them
+needs atomics, in whatever order they come, or programs that wait for others. Each row has a place
+of its own, and `moe.kernels.rows.combine` adds them in the order of the choices: the same bits each
+time.
 """
 
 import jax
@@ -21,7 +22,6 @@ from jaxtyping import Array, Float, Int
 from moe.kernels.grouped import (
     Tiles,
     Tiling,
-    filled_up,
     fitting,
     product_tiles,
     store_rows,
@@ -108,13 +108,14 @@ def hidden_units(
 def hidden_gradients(
     pull: Float[Array, "row outer"],
     down: Float[Array, "group hidden outer"],
-    inward: Float[Array, "row twice"],
-    probs: Float[Array, "row"],
+    inward: Float[Array, "slot twice"],
+    probs: Float[Array, "slot"],
     sizes: Int[Array, "group"],
     *,
+    source: Int[Array, "slot"] | None = None,
     tiling: Tiling = BACKWARD,
     simulated: bool = False,
-) -> tuple[Float[Array, "row twice"], Float[Array, "row"]]:
+) -> tuple[Float[Array, "slot twice"], Float[Array, "slot"]]:
     """What the second product's gradient passes on: to gate and up, side by side in their dtype,
     and to the probs, float32; zeros for rows of no group.
 
@@ -125,17 +126,19 @@ def hidden_gradients(
       pull: gradient of the second product.
       down: the second product's matrices.
       inward: gate and up, as `hidden_units` gave them.
+      source: the row of `pull` in each slot, as in `moe.kernels.grouped.each`.
     """
-    num_rows, width = pull.shape[0], down.shape[1]
+    num_slots, width = inward.shape[0], down.shape[1]
     height, columns = tiling.rows, fitting(width, tiling.columns)
-    padded = filled_up(pull, height)
-    tiles = tiles_of(sizes, padded.shape[0], height)
+    given, room = whole_tiles(pull, source, height)
+    tiles = tiles_of(sizes, room, height)
     below, across = tiles.group.shape[0], width // columns
-    probs = _of_groups(probs, sizes, padded.shape[0], height)
+    probs = _of_groups(probs, sizes, room, height)
     # A tile is read whole, and what it holds of other groups' rows is not written.
-    inward = jnp.pad(inward, ((0, probs.shape[0] - num_rows), (0, 0)))
+    inward = jnp.pad(inward, ((0, probs.shape[0] - num_slots), (0, 0)))
 
-    def body(target, program, group, block, first, size, pull, down, inward, probs, out, of_probs):
+    def body(target, program, group, block, first, size, *refs):
+        *given, down, inward, probs, out, of_probs = refs
         tile, column = mosaic_gpu().planar_snake(
             program, (below, across), 1, min(tiling.wide, across)
         )
@@ -148,7 +151,7 @@ def hidden_gradients(
                 1,
                 (height, columns, tiling),
                 (group[tile], block[tile], [column]),
-                [pull],
+                given,
                 down,
             )
 
@@ -174,14 +177,14 @@ def hidden_gradients(
         body,
         below * across,
         [
-            jax.ShapeDtypeStruct((padded.shape[0], 2 * width), inward.dtype),
+            jax.ShapeDtypeStruct((room, 2 * width), inward.dtype),
             jax.ShapeDtypeStruct((below * across * height,), jnp.float32),
         ],
-        [*tiles, padded, down, inward, probs],
+        [*tiles, *given, down, inward, probs],
         operation="hidden_gradients",
         simulated=simulated,
     )
-    return found[:num_rows], _of_rows(of_tiles.reshape(below, across, height), tiles, num_rows)
+    return found[:num_slots], _of_rows(of_tiles.reshape(below, across, height), tiles, num_slots)
 
 
 def _of_groups(probs: Array, sizes: Array, num_rows: int, height: int) -> Array:

@@ -11,7 +11,7 @@ from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.experts.dispatch.choice import check_dispatch
 from moe.experts.dispatch.cost import Exchange, cheapest, explained, peer_capacity_of
-from moe.experts.fused import FUSED, GATHERED
+from moe.experts.fused import IN_ONE
 from moe.kernels.choice import foreign_gpus
 from moe.weights import targets_of
 from sharding.folding import FoldedMesh
@@ -80,7 +80,7 @@ def lora_of(model: ModelConfig, run: RunConfig) -> Lora | None:
             f"lora_targets={run.lora_targets!r} has {', '.join(absent)}, which the network of "
             f"{run.model} has not got: choose among {','.join(there)}."
         )
-    if run.experts in (FUSED, GATHERED) and "experts" in named:
+    if run.experts in IN_ONE and "experts" in named:
         raise ValueError(
             f"experts={run.experts!r} has no adapters between its two products: give --experts "
             "mosaic, or leave experts out of --lora-targets."

@@ -5,11 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe.experts.fused import fused_experts, gathered_experts
+from moe.experts.fused import fused_experts
 from moe.experts.gated import gated
 from moe.experts.grouped.dot import grouped_dot
-from moe.experts.permutation import spread_rows
-from moe.kernels.layout import SortedLayout, sorted_layout
 from moe.remat import rematerialised
 
 KERNEL = "custom_call @mosaic_gpu_v2"
@@ -57,83 +55,6 @@ def test_values_and_gradients_are_those_of_two_products():
     assert not np.asarray(found[0][sum(SIZES) :], np.float32).any()
 
 
-def chosen():
-    """Tokens with two choices each, as many slots as those of an expert that is here take."""
-    draw = np.random.default_rng(4)
-    ids = np.repeat(np.arange(len(SIZES)), SIZES)
-    ids = np.pad(ids, (0, ROWS - len(ids)), constant_values=len(SIZES))
-    ids = jnp.asarray(draw.permutation(ids).reshape(-1, 2), jnp.int32)
-    return sorted_layout(ids, len(SIZES), num_slots=ROWS)
-
-
-def tokens_given(width=D_MODEL):
-    draw = np.random.default_rng(5)
-    x = jnp.asarray(draw.normal(size=(ROWS // 2, width)) / width**0.5, jnp.float32)
-    return x, chosen(), given()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    not TRANSPOSES, reason="the simulator of jax 0.10 knows no transposed reference"
-)
-def test_gathered_values_and_gradients_are_those_of_spread_rows():
-    """Tokens in float32, as gathered from other devices, products in bfloat16. A token's gradient
-    is a float32 sum of the same rows."""
-    width = 128
-    x, layout, (_, gate_up, down, probs, pull) = tokens_given(width)
-    gate_up, down = (jnp.concatenate([a, a], axis) for a, axis in ((gate_up, 1), (down, 2)))
-    pull = jnp.concatenate([pull, pull], 1)
-
-    def spread(x, *of):
-        rows = spread_rows(x, layout.tokens, layout.places, jnp.bfloat16)
-        return fused_experts(rows, *of, layout.sizes, simulated=True)
-
-    def gathered(x, *of):
-        options = {"dtype": jnp.bfloat16, "simulated": True}
-        return gathered_experts(x, layout, *of, layout.sizes, **options)
-
-    found, expected = (
-        (out, *back(pull))
-        for out, back in (jax.vjp(way, x, gate_up, down, probs) for way in (gathered, spread))
-    )
-    for a, b in zip(found, expected, strict=True):
-        assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        np.testing.assert_array_equal(a, b)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("remat", ["none", "selective"])
-def test_gathered_rows_are_written_nowhere_on_cuda(remat):
-    """Two kernels there and four back, and the sum over a token's slots."""
-    slots, width = 100, 128
-
-    def shaped(*shape, dtype=jnp.bfloat16):
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    def run(x, gate_up, down, probs, pull, layout):
-        function = rematerialised(
-            lambda x, layout, *of: gathered_experts(x, layout, *of, layout.sizes), remat
-        )
-        out, back = jax.vjp(lambda x, *of: function(x, layout, *of), x, gate_up, down, probs)
-        return out, *back(pull)
-
-    text = exported(
-        run,
-        shaped(30, width),
-        shaped(3, width, 2, 64),
-        shaped(3, 64, width),
-        shaped(slots, dtype=jnp.float32),
-        shaped(slots, width),
-        SortedLayout(*(shaped(*s, dtype=jnp.int32) for s in ((slots,), (30, 4), (3,)))),
-    )
-    assert text.count(KERNEL) == 2 + 4 + 1
-    assert not [
-        line
-        for line in text.splitlines()
-        if f"-> tensor<{slots}x{width}xbf16>" in line and "stablehlo.gather" in line
-    ]
-
-
 def exported(function, *arguments):
     return jax.export.export(jax.jit(function), platforms=["cuda"])(*arguments).mlir_module()
 
@@ -161,8 +82,5 @@ def test_what_the_kernels_cannot_serve_is_refused():
         fused_experts(rows.astype(jnp.float32), gate_up, down, probs, sizes)
     with pytest.raises(ValueError, match=r"\"mosaic_fused\" .* matrices of 64 x 100, .* of 64"):
         fused_experts(rows, gate_up[..., :100], down[:, :100], probs, sizes)
-    x, layout, _ = tokens_given()
-    with pytest.raises(ValueError, match=r"\"mosaic_gathered\" of .* rows of float32"):
-        gathered_experts(x, layout, gate_up, down, probs, sizes)
     with pytest.raises(ValueError, match=r"runs on NVIDIA GPUs .* lowered for cpu"):
         fused_experts(rows, gate_up, down, probs, sizes)

@@ -1,5 +1,7 @@
 """Where a layer of experts meets the kernels."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from programs import jit
 from tiers import full_but
 
-from moe.experts import fused
+from moe.experts import fused, gathered
 from moe.experts.dispatch.choice import dispatch
 from moe.experts.feed_forward import dense_reference, routed_experts
 from moe.experts.gated import gated
@@ -22,7 +24,7 @@ from moe.weights import Experts
 from sharding.collectives import all_sum
 from sharding.folding import Layout, fold_abstract
 
-IMPLEMENTATIONS = ["mosaic", "mosaic_fused", "mosaic_gathered"]
+IMPLEMENTATIONS = ["mosaic", "mosaic_fused", "mosaic_gathered", "mosaic_scattered"]
 
 
 @pytest.mark.slow
@@ -49,11 +51,11 @@ def test_everything_between_tokens_and_their_sums_is_a_kernel(implementation):
 
     # Forward the layout (two), permute, two products and unpermute; backward the reverse of each
     # move, and two products for each. With SwiGLU in the products there are no more of them, and
-    # where the first gathers its rows no permute.
+    # where they gather what they read no permute either way.
     exported = jax.export.export(jax.jit(run), platforms=["cuda"])
     text = exported(weights, shaped(tokens, d_model), ids, probs).mlir_module()
-    forward = 5 if implementation == "mosaic_gathered" else 6
-    assert text.count("custom_call @mosaic_gpu_v2") == forward + 2 + 4
+    moves = 1 if implementation in ("mosaic_gathered", "mosaic_scattered") else 2
+    assert text.count("custom_call @mosaic_gpu_v2") == 2 + 2 * moves + 2 + 4
     assert "stablehlo.sort" not in text
 
 
@@ -64,7 +66,8 @@ def test_everything_between_tokens_and_their_sums_is_a_kernel(implementation):
         ("all_to_all", "mosaic", 13),
         ("all_gather", "mosaic", 10),
         ("ragged", "mosaic", 13),
-        ("all_gather", "mosaic_gathered", 9),
+        ("all_gather", "mosaic_gathered", 8),
+        ("all_to_all", "mosaic_scattered", 11),
     ],
 )
 def test_dispatch_over_a_mesh_is_lowered_with_kernels_and_its_gradient(name, product, kernels):
@@ -163,19 +166,27 @@ def with_gradients(function, x, gate_up, down, ids, probs, pull):
     return overflow, out, *back(pull)
 
 
-def of_groups(x, source, sizes):
+def of_groups(sizes, x, source):
     """The rows of a product; NaN where the groups have more of them than there are, which a kernel
     would look for past their end."""
     x = x if source is None else take_rows(x, source)
     return jnp.where(jnp.sum(sizes) <= x.shape[0], x, jnp.nan)
 
 
-def each(side, rows, weights, sizes, *, source=None, simulated=False):
-    return plain_each(side, of_groups(rows, source, sizes), weights, sizes)
+def each(
+    side, rows, weights, sizes, *, source=None, destination=None, num_results=None, simulated=False
+):
+    out = plain_each(side, of_groups(sizes, rows, source), weights, sizes)
+    if destination is None:
+        return out
+    # What no slot is written to holds anything.
+    unwritten = jnp.full((num_results, out.shape[1]), jnp.nan, out.dtype)
+    return unwritten.at[destination].set(out, mode="drop")
 
 
-def summed(rows, others, sizes, *, source=None, simulated=False):
-    return plain_summed(of_groups(rows, source, sizes), others, sizes)
+def summed(rows, others, sizes, *, source=None, gathered=0, simulated=False):
+    sources = (None, source) if gathered else (source, None)
+    return plain_summed(*map(partial(of_groups, sizes), (rows, others), sources), sizes)
 
 
 def hidden_units(rows, weights, probs, sizes, *, source=None, simulated=False):
@@ -183,8 +194,8 @@ def hidden_units(rows, weights, probs, sizes, *, source=None, simulated=False):
     return gated(inward, probs), inward
 
 
-def hidden_gradients(gradient, down, inward, probs, sizes, *, simulated=False):
-    by_hidden = each(1, gradient, down, sizes)
+def hidden_gradients(pull, down, inward, probs, sizes, *, source=None, simulated=False):
+    by_hidden = each(1, pull, down, sizes, source=source)
     return jax.vjp(gated, inward, probs)[1](by_hidden)
 
 
@@ -194,14 +205,15 @@ def interpreted(monkeypatch, *modules, **how):
 
 
 @pytest.mark.parametrize("room", full_but([None, 9], 9))
-@pytest.mark.parametrize("implementation", full_but(IMPLEMENTATIONS, "mosaic_gathered"))
+@pytest.mark.parametrize("implementation", full_but(IMPLEMENTATIONS, "mosaic_scattered"))
 def test_values_and_gradients_are_those_of_the_dense_reference(implementation, room, monkeypatch):
     """What moves rows interpreted, what multiplies them by its twins; with little room too."""
     interpreted(monkeypatch, rows, layout, interpreted=True)
     for twin in (each, summed):
         monkeypatch.setattr(grouped, twin.__name__, twin)
     for twin in (hidden_units, hidden_gradients):
-        monkeypatch.setattr(fused, twin.__name__, twin)
+        for module in (fused, gathered):
+            monkeypatch.setattr(module, twin.__name__, twin)
     x, gate_up, down, ids, probs, pull = tokens_and_weights()
 
     def experts(*of):
@@ -225,7 +237,8 @@ def test_values_and_gradients_are_those_of_the_dense_reference(implementation, r
 
 @pytest.mark.slow
 def test_values_are_those_of_the_dense_reference_in_the_simulator(monkeypatch):
-    """With what multiplies them too, and its first product reads them where they lie."""
+    """With what multiplies them too, and reads them where they lie and writes each row to the place
+    of its choice."""
     interpreted(monkeypatch, rows, layout, interpreted=True)
     interpreted(monkeypatch, grouped, swiglu, simulated=True)
     x, gate_up, down, ids, probs, _ = tokens_and_weights()
@@ -233,6 +246,6 @@ def test_values_are_those_of_the_dense_reference_in_the_simulator(monkeypatch):
     wide = (array.astype(jnp.float32) for array in (gate_up[0, :, 0], gate_up, down))
     expected = dense_reference(Experts(*wide), x.astype(jnp.float32), kept, probs)
     weights = Experts(gate_up[0, :, 0], gate_up, down)
-    options = {"num_rows": 9, "implementation": "mosaic_gathered"}
+    options = {"num_rows": 9, "implementation": "mosaic_scattered"}
     found, _ = jit(lambda *of: routed_experts(*of, **options))(weights, x, ids, probs)
     np.testing.assert_allclose(found, expected, rtol=2**-8, atol=2**-9 * np.abs(expected).max())

@@ -1,4 +1,5 @@
-"""Products of rows from anywhere: simulated, against those of a copy; what each thread copies."""
+"""Products of rows from anywhere, or to anywhere: simulated, against those of a copy; what each
+thread copies."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from benchmarks.kernel_cases import GATHERED, PRODUCTS, sources
 from moe.kernels import grouped
 from moe.kernels.grouped import Tiling
 from moe.kernels.slices import places
-from moe.kernels.swiglu import hidden_units
+from moe.kernels.swiglu import hidden_gradients, hidden_units
 
 KERNEL = "custom_call @mosaic_gpu_v2"
 SMALL = Tiling(rows=64, columns=64, depth=64, stages=2, wide=2)
@@ -56,6 +57,35 @@ def test_sums_over_gathered_rows_are_those_over_their_copy(name):
     np.testing.assert_array_equal(found, grouped.summed(rows, pull, sizes, **options))
 
 
+@simulates_transposes
+@pytest.mark.parametrize("name", full_but(["uneven, some empty", "none at all", QUICK], QUICK))
+def test_sums_with_what_is_gathered_on_the_right_are_those_with_its_copy(name):
+    product = PRODUCTS[name]
+    pull, source, rows, draw, sizes = operands(product)
+    hidden = numbers(draw, len(source), product.outer).at[sum(product.sizes) :].set(jnp.nan)
+    options = {"tiling": SMALL, "simulated": True}
+    found = grouped.summed(hidden, pull, sizes, source=source, gathered=1, **options)
+    np.testing.assert_array_equal(found, grouped.summed(hidden, rows, sizes, **options))
+
+
+@pytest.mark.parametrize("name", full_but(PRODUCTS, QUICK))
+def test_rows_of_a_product_are_written_each_to_its_place(name):
+    """Every fifth nowhere, and those of no group to none of the places of others."""
+    product = PRODUCTS[name]
+    _, source, rows, draw, sizes = operands(product)
+    weights = numbers(draw, len(product.sizes), product.inner, product.outer)
+    room = len(source) + 7
+    place = draw.permutation(room)[: len(source)]
+    place[4::5] = room + draw.integers(0, 3, len(place[4::5]))
+    options = {"tiling": SMALL if name == QUICK else Tiling(), "simulated": True}
+    to = {"destination": jnp.asarray(place, jnp.int32), "num_results": room}
+    found = grouped.each(0, rows, weights, sizes, **to, **options)
+    assert found.shape == (room, product.outer)
+    expected = np.asarray(grouped.each(0, rows, weights, sizes, **options))
+    known = place < room
+    np.testing.assert_array_equal(np.asarray(found)[place[known]], expected[known])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_hidden_units_of_gathered_rows_are_those_of_their_copy(name):
@@ -69,7 +99,22 @@ def test_hidden_units_of_gathered_rows_are_those_of_their_copy(name):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-@pytest.mark.parametrize(("height", "width"), [(128, 64), (64, 128), (64, 64)])
+@simulates_transposes
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["uneven, some empty", QUICK])
+def test_gradients_of_hidden_units_from_gathered_rows_are_those_from_their_copy(name):
+    product = PRODUCTS[name]
+    pull, source, rows, draw, sizes = operands(product)
+    down = numbers(draw, len(product.sizes), product.outer, product.inner)
+    inward = numbers(draw, len(source), 2 * product.outer)
+    probs = jnp.asarray(draw.random(len(source)), jnp.float32)
+    options = {"tiling": SMALL, "simulated": True}
+    found = hidden_gradients(pull, down, inward, probs, sizes, source=source, **options)
+    expected = hidden_gradients(rows, down, inward, probs, sizes, **options)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize(("height", "width"), [(128, 64), (64, 128), (128, 128), (64, 64)])
 def test_threads_copy_a_tile_once_to_where_its_swizzle_has_it(height, width):
     """Tiles of 8 x 64 numbers row by row; then bits 4 to 6 of each byte's address meet bits 7 to 9,
     as CUTLASS' ``Swizzle<3, 4, 3>`` says."""
@@ -101,11 +146,13 @@ def test_each_is_one_kernel_on_cuda_and_no_row_is_copied_for_it(name):
     def shaped(*shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    def run(x, weights, gate_up, pull, probs, source, sizes):
+    def run(x, weights, gate_up, pull, probs, source, sizes, down, inward):
         return (
             grouped.each(0, x, weights, sizes, source=source),
             grouped.summed(x, pull, sizes, source=source),
             hidden_units(x, gate_up, probs, sizes, source=source),
+            grouped.summed(pull, x, sizes, source=source, gathered=1),
+            hidden_gradients(x, down, inward, probs, sizes, source=source),
         )
 
     text = jax.export.export(jax.jit(run), platforms=["cuda"])(
@@ -116,6 +163,36 @@ def test_each_is_one_kernel_on_cuda_and_no_row_is_copied_for_it(name):
         shaped(slots, dtype=jnp.float32),
         shaped(slots, dtype=jnp.int32),
         shaped(groups, dtype=jnp.int32),
+        shaped(groups, outer, inner),
+        shaped(slots, 2 * outer),
     ).mlir_module()
-    assert text.count(KERNEL) == 3
+    assert text.count(KERNEL) == 5
+    assert f"tensor<{slots}x{inner}xbf16>" not in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_product_that_writes_rows_to_their_places_is_one_kernel_on_cuda(name):
+    _, slots, inner, outer, groups = SHAPES[name]
+    results = slots + 8
+
+    def run(hidden, down, by_inward, gate_up, place, sizes):
+        to = {"destination": place, "num_results": results}
+        return (
+            grouped.each(0, hidden, down, sizes, **to),
+            grouped.each(1, by_inward, gate_up, sizes, **to),
+        )
+
+    def shaped(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    text = jax.export.export(jax.jit(run), platforms=["cuda"])(
+        shaped(slots, outer),
+        shaped(groups, outer, inner),
+        shaped(slots, 2 * outer),
+        shaped(groups, inner, 2 * outer),
+        shaped(slots, dtype=jnp.int32),
+        shaped(groups, dtype=jnp.int32),
+    ).mlir_module()
+    assert text.count(KERNEL) == 2
     assert f"tensor<{slots}x{inner}xbf16>" not in text
