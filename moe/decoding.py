@@ -19,6 +19,7 @@ from moe.attention.delta.weights import DeltaNet
 from moe.attention.latent import LatentCore
 from moe.attention.layer import CoreAttention
 from moe.attention.mask import Window
+from moe.attention.rotation import Turns
 from moe.cache.buffers import Cache, cache_of, kept_columns
 from moe.cache.step import StepCore
 from moe.config import ModelConfig
@@ -144,6 +145,7 @@ def packed_step(
     live: Bool[Array, "row"],
     core: CoreAttention | LatentCore | None = None,
     record_choices: bool = False,
+    turns: Turns | None = None,
 ) -> PackedBatch:
     """One token of each row as a layer takes them; nothing is learned of them."""
 
@@ -159,6 +161,7 @@ def packed_step(
         sequences=None,
         zigzag=ZigzagLayout(((tokens.shape[0], 1),), ranks=1),
         record_choices=record_choices,
+        turns=turns,
     )
 
 
@@ -172,6 +175,7 @@ def decode_step(
     config: ModelConfig,
     mesh: FoldedMesh,
     record_choices: bool = False,
+    turns: Turns | None = None,
 ) -> tuple[Float[Array, "local vocab"], Cache[Array], Int[Array, "row layer k"] | None]:
     """Appends one token to every live row and scores the next.
 
@@ -184,6 +188,8 @@ def decode_step(
       positions: where in its row each token stands, from 0; less than the cache's columns.
       live: rows that are going; what is computed for the others is rubbish.
       record_choices: whether to give the experts that each token chose.
+      turns: of all places that tokens may stand at, made once outside the loop; None makes those of
+        the tokens.
 
     Raises:
       ValueError: where `Execution.decode_attention` names what cannot serve.
@@ -193,7 +199,8 @@ def decode_step(
       where a row is not live; None where they were not asked for.
     """
     config = for_step(config)
-    packed = packed_step(tokens, positions, live, record_choices=record_choices)
+    own = None if turns is None else turns.at(positions)
+    packed = packed_step(tokens, positions, live, record_choices=record_choices, turns=own)
     step = _Step(packed, positions, live, config, mesh)
     x, kept, choices, first = embed(weights, tokens, config, mesh), [], [], 0
     # Narrow vectors are keys and values.

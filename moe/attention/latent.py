@@ -18,11 +18,11 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from moe.adapters.adapted import Matrix, product
 from moe.attention.projections import Heads, heads, sharpened
-from moe.attention.rotation import rotated
+from moe.attention.rotation import Positions, rotated
 from moe.config import ModelConfig, MultiHeadLatentAttention
 from moe.precision import rms_norm
 from moe.remat import PROJECTED
@@ -63,7 +63,7 @@ def keeps_narrow(config: ModelConfig) -> bool:
 def queries(
     weights: LatentAttention[Array],
     h: Float[Array, "token d_model"],
-    positions: Int[Array, "token"],
+    positions: Positions,
     config: ModelConfig,
 ) -> Heads:
     """For the heads of this ``tp`` rank, their last part rotated."""
@@ -81,7 +81,7 @@ def queries(
 def narrow_vectors(
     weights: LatentAttention[Array],
     h: Float[Array, "token d_model"],
-    positions: Int[Array, "token"],
+    positions: Positions,
     config: ModelConfig,
 ) -> Narrow:
     """``[c ; r]`` of each token."""

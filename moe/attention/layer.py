@@ -19,6 +19,7 @@ from moe.attention.delta.sequences import DeltaCore
 from moe.attention.delta.weights import DeltaNet
 from moe.attention.latent import LatentCore
 from moe.attention.projections import joined_heads, queries_keys_values
+from moe.attention.rotation import Positions
 from moe.config import ModelConfig
 from moe.precision import rms_norm
 from moe.remat import STREAM
@@ -49,7 +50,7 @@ class CoreAttention(Protocol):
 def attention(
     weights: Attention[Array] | LatentAttention[Array] | DeltaNet[Array],
     x: Float[Array, "local d_model"],
-    positions: Int[Array, "token"],
+    positions: Positions,
     core_attention: CoreAttention | LatentCore | DeltaCore,
     config: ModelConfig,
     mesh: FoldedMesh,
@@ -63,8 +64,7 @@ def attention(
 
     Args:
       x: the residual stream, sharded over ``cp`` and ``tp`` along the flattened tokens.
-      positions: place in its own sequence of each gathered token, from 0 (the tokens of this
-        ``cp`` rank).
+      positions: of each gathered token (the tokens of this ``cp`` rank).
       core_attention: what lies between the projections; sees the heads of this rank only.
       number: of the layer.
     """

@@ -6,7 +6,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from moe.adapters.adapted import Matrix, product
-from moe.attention.rotation import rotated
+from moe.attention.rotation import Positions, rotated
 from moe.config import ModelConfig
 from moe.remat import PROJECTED
 from moe.weights import Attention
@@ -20,7 +20,7 @@ Heads = Float[Array, "token _heads _width"]
 def queries_keys_values(
     weights: Attention[Array],
     h: Float[Array, "token d_model"],
-    positions: Int[Array, "token"],
+    positions: Positions,
     config: ModelConfig,
     mesh: FoldedMesh,
     number: int | Int[Array, ""],
@@ -31,7 +31,6 @@ def queries_keys_values(
 
     Args:
       h: normalised tokens, all of this rank's sequences.
-      positions: place of each in its own sequence, from 0.
       number: of the layer.
     """
     query = heads(h, weights.query, weights.query_bias)

@@ -204,12 +204,32 @@ def turn(
     interleaved: bool = False,
 ) -> Float[Array, "token heads head_dim"]:
     """`rope` by its numbers: radians per position of each pair, and what the result counts by."""
-    angles = positions.astype(jnp.float32)[:, None, None] * frequencies[None, None, :]
+    return turn_by(x, *cosines_and_sines(positions, frequencies, amplitude), interleaved)
+
+
+def cosines_and_sines(
+    positions: Int[Array, "token"],
+    frequencies: Float[Array, "pair"],
+    amplitude: float | Float[Array, ""] = 1.0,
+) -> tuple[Float[Array, "token pair"], Float[Array, "token pair"]]:
+    """Of the angle that each pair of a token is turned by, times the amplitude."""
+    angles = positions.astype(jnp.float32)[:, None] * frequencies[None, :]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     if isinstance(amplitude, jax.Array) or amplitude != 1:
         cos, sin = cos * amplitude, sin * amplitude
+    return cos, sin
+
+
+def turn_by(
+    x: Float[Array, "token heads head_dim"],
+    cos: Float[Array, "token pair"],
+    sin: Float[Array, "token pair"],
+    interleaved: bool = False,
+) -> Float[Array, "token heads head_dim"]:
+    """`rope` by what `cosines_and_sines` gives."""
     if interleaved:
         x = jnp.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
+    cos, sin = cos[:, None], sin[:, None]
     return _turned(*vary((x, cos, sin), tuple(varying(x) | varying(cos))))
 
 

@@ -5,7 +5,14 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moe.attention.rotary import RopeScaling, pair_frequencies, rope, turn
+from moe.attention.rotary import (
+    RopeScaling,
+    cosines_and_sines,
+    pair_frequencies,
+    rope,
+    turn,
+    turn_by,
+)
 from moe.config import ModelConfig
 
 Heads = Float[Array, "token heads width"]
@@ -22,13 +29,41 @@ class Wavelengths(NamedTuple):
         return 1.0 if self.scaling is None else self.scaling.amplitude
 
 
+class Turns(NamedTuple):
+    """What places are turned by, for each of `_kinds`: looked up, where every layer and head of a
+    program would compute it again.
+
+    Attributes:
+      cos, sin: ``[kind, place, pair]``, times the amplitude.
+    """
+
+    cos: Float[Array, "kind place pair"]
+    sin: Float[Array, "kind place pair"]
+
+    def at(self, places: Int[Array, "token"]) -> "Turns":
+        """Those of tokens that stand there."""
+        return Turns(*(jnp.take(x, places, axis=1, mode="clip") for x in self))
+
+
+Positions = Int[Array, "token"] | Turns
+"""The place of each token in its own sequence, from 0, or what it is turned by there."""
+
+
+def turns_of(places: int, config: ModelConfig) -> Turns:
+    """Of so many places, the first ones."""
+    number, width = jnp.arange(places), _width(config)
+    kinds = dict.fromkeys(_by_layer(config))
+    found = [cosines_and_sines(number, *_numbers(kind, width)) for kind in kinds]
+    cos, sin = zip(*found, strict=True)
+    return Turns(jnp.stack(cos), jnp.stack(sin))
+
+
 def rotated(
-    x: Heads, positions: Int[Array, "token"], config: ModelConfig, number: int | Int[Array, ""]
+    x: Heads, positions: Positions, config: ModelConfig, number: int | Int[Array, ""]
 ) -> Heads:
     """Queries or keys of a layer as the network rotates them.
 
     Args:
-      positions: place of each token in its own sequence, from 0.
       number: of the layer, which a stage of a pipeline knows at run time only.
     """
     width = x.shape[-1] if config.rotary_dim is None else config.rotary_dim
@@ -48,24 +83,42 @@ def wavelengths_of_layer(config: ModelConfig, number: int) -> Wavelengths | None
     return Wavelengths(config.rope_base, config.rope_scaling)
 
 
+def _by_layer(config: ModelConfig) -> list[Wavelengths | None]:
+    return [wavelengths_of_layer(config, layer) for layer in range(config.num_layers)]
+
+
+def _width(config: ModelConfig) -> int:
+    """Elements of a head that are rotated."""
+    if config.mla is not None:
+        return config.mla.qk_rope_head_dim
+    return config.head_dim if config.rotary_dim is None else config.rotary_dim
+
+
+def _numbers(kind: Wavelengths | None, width: int) -> tuple[Array, float]:
+    """Frequencies and amplitude; a layer that does not rotate turns by no angle."""
+    if kind is None:
+        return jnp.zeros(width // 2), 1.0
+    return pair_frequencies(width, *kind), kind.amplitude
+
+
 def _turned(
-    x: Heads, positions: Int[Array, "token"], config: ModelConfig, number: int | Int[Array, ""]
+    x: Heads, positions: Positions, config: ModelConfig, number: int | Int[Array, ""]
 ) -> Heads:
-    by_layer = [wavelengths_of_layer(config, layer) for layer in range(config.num_layers)]
+    by_layer = _by_layer(config)
     kinds = list(dict.fromkeys(by_layer))
-    if len(kinds) == 1 or isinstance(number, int):
-        own = kinds[0] if len(kinds) == 1 else by_layer[int(number)]
-        if own is None:
-            return x
+    is_known = len(kinds) == 1 or isinstance(number, int)
+    own = by_layer[number if isinstance(number, int) else 0]
+    if is_known and own is None:
+        return x
+    places = [kinds.index(kind) for kind in by_layer]
+    place = kinds.index(own) if is_known else jnp.asarray(places, jnp.int32)[number]
+    if isinstance(positions, Turns):
+        cos, sin = positions
+        return turn_by(x, cos[place], sin[place], config.rope_interleaved)
+    if is_known:
+        assert own is not None
         return rope(x, positions, own.base, own.scaling, config.rope_interleaved)
-    # A layer that does not rotate turns by no angle.
-    width, still = x.shape[-1], Wavelengths(1.0, None)
-    frequencies = jnp.stack(
-        [
-            jnp.zeros(width // 2) if kind is None else pair_frequencies(width, *kind)
-            for kind in kinds
-        ]
-    )
-    amplitudes = jnp.asarray([(kind or still).amplitude for kind in kinds], jnp.float32)
-    own = jnp.asarray([kinds.index(kind) for kind in by_layer], jnp.int32)[number]
-    return turn(x, positions, frequencies[own], amplitudes[own], config.rope_interleaved)
+    numbers = [_numbers(kind, x.shape[-1]) for kind in kinds]
+    frequencies = jnp.stack([frequencies for frequencies, _ in numbers])
+    amplitudes = jnp.asarray([amplitude for _, amplitude in numbers], jnp.float32)
+    return turn(x, positions, frequencies[place], amplitudes[place], config.rope_interleaved)

@@ -74,7 +74,7 @@ def block(
     number: int | Int[Array, ""],
 ) -> tuple[Float[Array, "local d_model"], RouterStatistics[Array] | None]:
     """One block, of that number in the network."""
-    positions = own_shard(packed.positions, mesh.cp)
+    positions = packed.turns or own_shard(packed.positions, mesh.cp)
     x = x + attention(layer.attention, x, positions, core_attention, config, mesh, number)
     x = checkpoint_name(x, STREAM)
     out, stats = feed_forward(layer, x, packed, config, mesh)

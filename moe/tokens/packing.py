@@ -25,6 +25,7 @@ from moe.attention.context_parallel.mask import SegmentMask, Source
 from moe.attention.latent import LatentCore
 from moe.attention.layer import CoreAttention
 from moe.attention.mask import Marks, Window
+from moe.attention.rotation import Turns
 from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.router.capacity import can_drop
@@ -58,6 +59,7 @@ class PackedBatch(NamedTuple):
         themselves. `tokens` are then in their order: each device has its part of the first and then
         that of the second, and `moe.layers.halves.in_rows` undoes it.
       is_half: this is one of them.
+      turns: what the tokens are turned by; None follows from `positions`.
     """
 
     tokens: Array
@@ -71,6 +73,7 @@ class PackedBatch(NamedTuple):
     record_choices: bool = False
     halves: tuple["PackedBatch", ...] = ()
     is_half: bool = False
+    turns: Turns | None = None
 
     @property
     def streams(self) -> tuple["PackedBatch", ...]:

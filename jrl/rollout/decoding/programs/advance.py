@@ -14,6 +14,7 @@ from jaxtyping import Array
 from jrl.rollout.decoding.programs.slots import Decoder, Pool, Rows, over_slots, pool_specs
 from jrl.rollout.decoding.programs.tokens import Draws, appended, drawn_tokens, draws_specs, written
 from jrl.rollout.sampling import Sampling
+from moe.attention.rotation import turns_of
 from moe.cache.buffers import ROW, Cache, over_columns
 from moe.decoding import decode_step
 from moe.layers.depth import mapped_parts, parts_of
@@ -176,6 +177,7 @@ def _advance_local(
             config,
             mesh,
             decoder.records_choices,
+            turns,
         )
         if rows.choices is not None:
             rows = replace(rows, choices=written(rows.choices, loop.live, last, choices))
@@ -187,6 +189,8 @@ def _advance_local(
 
     # A part is copied once, so that no step reads what no row has reached; the whole is not copied.
     read = over_columns(partial(_first, columns), pool.cache)
+    # Made here they are looked up in a step, of which each layer would make those of its heads.
+    turns = vary(turns_of(columns, config), mesh.axes)
     nothing = jnp.zeros((), jnp.int32)
     # A loop keeps the types of its carry: what will vary over devices does so from the start.
     rows, live = vary((pool.rows, pool.live), mesh.except_sequence)
