@@ -100,6 +100,43 @@ NARROW = {
     "windows": Narrow((130, 3), (136, 190), heads=70),
 }
 
+
+class Attended(NamedTuple):
+    """Rows of keys, and queries in some of their columns.
+
+    Attributes:
+      rows: stretches of each row: the segment, 0 for padding, and how many columns.
+      columns: of the queries: the first, and one past the last.
+      window: how many positions a query looks back.
+    """
+
+    rows: tuple[tuple[tuple[int, int], ...], ...]
+    columns: tuple[int, int]
+    kv_heads: int = 1
+    group: int = 1
+    head_dim: int = 64
+    v_head_dim: int = 64
+    window: int | None = None
+
+
+ATTENDED = {
+    # A block of padding in front, tokens between padding, and a row of nothing else.
+    "segments": Attended(
+        (((0, 135), (1, 75), (0, 20), (1, 20), (3, 50)), ((0, 300),)),
+        (180, 300),
+        group=2,
+        v_head_dim=128,
+    ),
+    # No query sees the first block of keys, nor those after the second.
+    "window": Attended((((1, 140), (2, 250)),), (145, 245), kv_heads=2, head_dim=128, window=20),
+    # More blocks than memory has slots, some of them visible whole.
+    "long": Attended((((0, 5), (2, 325)),), (0, 330), head_dim=128, v_head_dim=128),
+    # Two warpgroups for one block of keys, and one for one of queries.
+    "wide": Attended((((1, 130),),), (0, 130), head_dim=256, v_head_dim=256),
+    "wide, keys alone": Attended((((1, 130),),), (0, 130), head_dim=192, v_head_dim=128),
+}
+"""Rows that are attended to in training."""
+
 RULES: dict[str, dict[str, Any]] = {
     "softmax": {"k": 3},
     "softmax as it is": {"k": 2, "renormalise": False, "scaling": 2.5},
@@ -139,6 +176,16 @@ def choices(case: Case, seed: int = 0) -> np.ndarray:
     if case.spread == "nobody":
         ids = np.where(draw.random(ids.shape) < 0.3, case.experts + 2, ids)
     return ids.astype(np.int32)
+
+
+def marks(case: Attended) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """``[row, source]`` each: columns, positions in the own sequence and segments of the keys."""
+    segments = np.array([np.repeat(*np.transpose(row)) for row in case.rows])
+    column = np.broadcast_to(np.arange(segments.shape[1]), segments.shape)
+    earlier = np.tri(segments.shape[1], k=-1, dtype=bool)
+    position = ((segments[:, :, None] == segments[:, None, :]) & earlier).sum(axis=2)
+    column, position, segments = (x.astype(np.int32) for x in (column, position, segments))
+    return column, position, segments
 
 
 def sources(product: Product, seed: int = 0) -> np.ndarray:

@@ -14,8 +14,8 @@ class Execution:
     A name demands that implementation and raises where it cannot serve.
 
     Args:
-      attention: core attention on one device: "plain", "blocked", "xla" or "cudnn"
-        (`moe.attention.core`).
+      attention: core attention on one device: "plain", "blocked", "xla", "cudnn" or "mosaic", our
+        kernels for Hopper (`moe.attention.core`), which None does not choose.
       context: how attention crosses the devices of ``cp``: "gather", "ring" or "ulysses"
         (`moe.attention.context_parallel.choice`).
       latent: what decoding keeps of latent attention: "absorbed", the narrow vectors that keys and

@@ -17,7 +17,7 @@ from benchmarks.gpu.rows import (
 )
 from benchmarks.gpu.shapes import MOE_4B, SMALL_MOE
 
-FORMS = ("cudnn", "blocked", "xla", "plain")
+FORMS = ("cudnn", "mosaic", "blocked", "xla", "plain")
 
 
 def rows(settings: Settings) -> Iterator[Row]:
@@ -59,7 +59,7 @@ def _of_mask(
                 compare = partial(_compared, which, window, given)
                 return measured(program, given, Work(amount, "operations"), settings, compare)
 
-            needs = needs_gpu() if form == "cudnn" else None
+            needs = needs_gpu() if form in ("cudnn", "mosaic") else None
             yield Row(f"attention/{named}/{which}", form, run, needs)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from benchmarks.gpu.dispatch import MOVES, arrays_of, checked_move, program_of
 from benchmarks.gpu.rows import Figures, Row, Settings, difference, kernel_forms, needs_gpu, random
 from benchmarks.kernel_cases import (
+    ATTENDED,
     CASES,
     COLUMNS,
     GATHERED,
@@ -19,15 +20,17 @@ from benchmarks.kernel_cases import (
     ROUTED,
     ROUTES,
     RULES,
+    Attended,
     Case,
     Columns,
     Narrow,
     Product,
     choices,
+    marks,
     sources,
 )
 
-SMALL = ("tiles", "fewer rows than a tile", "sigmoid in groups", "windows")
+SMALL = ("tiles", "fewer rows than a tile", "sigmoid in groups", "windows", "segments")
 
 
 def rows(settings: Settings) -> Iterator[Row]:
@@ -40,6 +43,7 @@ def rows(settings: Settings) -> Iterator[Row]:
         ("swiglu", PRODUCTS, _with_swiglu, False),
         ("cached", COLUMNS, _attended, False),
         ("latent", NARROW, _attended_narrow, False),
+        ("attention", ATTENDED, _trained, False),
     )
     for kernel, table, check, is_interpreted in tables:
         form = kernel_forms(settings)[-1] if is_interpreted else "mosaic"
@@ -254,6 +258,45 @@ def _attended_narrow(settings: Settings, case: Narrow, form: str) -> Figures:
     powers = np.where(seen[:, None], np.exp(scale * query @ vectors), 0)
     values = np.swapaxes(vectors[:, : case.rank], 1, 2)
     return {"difference": difference(found, powers @ values / powers.sum(axis=-1, keepdims=True))}
+
+
+def _trained(settings: Settings, case: Attended, form: str) -> Figures:
+    """What queries get, and the gradients of all three; what queries that see nothing get is
+    nobody's business."""
+    import jax
+    import jax.numpy as jnp
+
+    from moe.attention.core import core_attention
+    from moe.attention.mask import Marks, Mask, visible
+
+    keys = Marks(*map(jnp.asarray, marks(case)))
+    queries = Marks(*(x[:, slice(*case.columns)] for x in keys))
+    mask = Mask(queries, keys, case.window)
+    rows, source = keys.column.shape
+    time, heads = queries.column.shape[1], case.kv_heads * case.group
+    sees = visible(queries, keys, case.window).any(axis=2)[..., None, None]
+    query, key, value, pull = (
+        random(settings, number, (rows, *shape))
+        for number, shape in enumerate(
+            (
+                (time, heads, case.head_dim),
+                (source, case.kv_heads, case.head_dim),
+                (source, case.kv_heads, case.v_head_dim),
+                (time, heads, case.v_head_dim),
+            )
+        )
+    )
+
+    def outcome(form, *given):
+        attend = partial(core_attention, mask=mask, implementation=form)
+        out, back = jax.vjp(lambda *given: jnp.where(sees, attend(*given), 0), *given)
+        return out, *back(pull.astype(out.dtype))
+
+    found = jax.jit(partial(outcome, form))(query, key, value)
+    with jax.default_matmul_precision("highest"):
+        wide = (x.astype(jnp.float32) for x in (query, key, value))
+        expected = jax.jit(partial(outcome, "plain"))(*wide)
+    return {"difference": max(map(difference, found, expected))}
 
 
 def _looped(x: Any, weights: Any, pull: Any, sizes: tuple[int, ...]) -> dict[str, Any]:

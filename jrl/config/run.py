@@ -172,9 +172,10 @@ class RunConfig:
     exchange_rate: float | None = None
     """For that choice, the rate of an all-to-all as a part of a ring's: python -m
     benchmarks.dispatch measures it. None is the planner's number for such devices."""
-    attention: Literal["plain", "blocked", "xla", "cudnn"] | None = None
-    """Attention on one device: all scores at once, block by block, XLA's, or FlashAttention on
-    NVIDIA GPUs in bfloat16 (cudnn). None is the best that applies."""
+    attention: Literal["plain", "blocked", "xla", "cudnn", "mosaic"] | None = None
+    """Attention on one device: all scores at once, block by block, XLA's, or FlashAttention in
+    bfloat16, NVIDIA's (cudnn) or ours for Hopper (mosaic). None is the best of the others that
+    applies."""
     decode_attention: Literal["plain", "mosaic"] | None = None
     """Attention of a decoding step over its cache; mosaic is a kernel for NVIDIA's Hopper. None is
     plain."""

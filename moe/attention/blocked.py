@@ -6,12 +6,10 @@ what it learns from one rank after the other.
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 
 from moe.attention.blocking import (
@@ -24,19 +22,22 @@ from moe.attention.blocking import (
     keys_of,
     lengthened,
 )
+from moe.attention.flash import (
+    Flash,
+    Key,
+    Output,
+    PerQuery,
+    Query,
+    Value,
+    flash_attention,
+    product,
+)
 from moe.attention.mask import Marks, Mask, Window, may_meet, visible
 from moe.precision import MASK_VALUE
-from moe.remat import ATTENDED
 from sharding.collectives import vary, varying
 
 SCORES = 2**18
 """Scores of a block of several short rows, at most: about what a core's cache holds."""
-
-Query = Float[Array, "*batch kv_head group time head_dim"]
-Key = Float[Array, "*batch kv_head source head_dim"]
-Value = Float[Array, "*batch kv_head source v_head_dim"]
-Output = Float[Array, "*batch kv_head group time v_head_dim"]
-PerQuery = Float[Array, "*batch kv_head group time"]
 
 
 def blocked_attention(
@@ -48,117 +49,15 @@ def blocked_attention(
     sinks: Float[Array, "heads"] | None = None,
 ) -> Float[Array, "batch time heads v_head_dim"]:
     """``softmax(scale q k) v`` over the visible positions: `plain_attention` with its own gradient,
-    which keeps the result and a number per query instead of all scores.
-
-    With ``p = exp(s - L)``, ``L`` the log-sum of exponentials of the scores ``s``, ``o`` the result
-    and ``do`` its gradient:
-
-        dv = p^T do      ds = p (do v^T - sum(o do))      dq = scale ds k      dk = scale ds^T q
-
-    A query that sees nothing gets something finite, without a gradient.
+    which keeps the result and a number per query instead of all scores (`moe.attention.flash`).
 
     Args:
       mask: where it is `causal`, about half of the work is left out; of rows with more than `KEYS`
         keys, each block that the ranges of its marks tell to be hidden, by a window, say.
       scale: multiplies the scores; None is ``head_dim**-0.5``.
-      sinks: as for `plain_attention`: keys that all queries see, of these scores and without value.
-
-    References:
-      Dao, "FlashAttention-2", 2023, algorithms 1 and 2. https://arxiv.org/abs/2307.08691
+      sinks: as for `plain_attention`.
     """
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    grouped = in_groups(query, key.shape[2]), by_head(key), by_head(value), sinks
-    return in_heads(_attend(*alike(grouped, mask), mask, scale))
-
-
-def in_groups(
-    x: Float[Array, "batch time heads width"], kv_heads: int
-) -> Float[Array, "batch kv_head group time width"]:
-    """Of queries, or of what they get: those of a key/value head together."""
-    return jnp.moveaxis(x.reshape(*x.shape[:2], kv_heads, -1, x.shape[-1]), 1, 3)
-
-
-def in_heads(
-    x: Float[Array, "batch kv_head group time width"],
-) -> Float[Array, "batch time heads width"]:
-    """The reverse of `in_groups`."""
-    x = jnp.moveaxis(x, 3, 1)
-    return x.reshape(*x.shape[:2], -1, x.shape[-1])
-
-
-def by_head(
-    x: Float[Array, "batch time kv_heads width"],
-) -> Float[Array, "batch kv_head time width"]:
-    """Of keys and values; its own reverse on what it gives."""
-    return jnp.swapaxes(x, 1, 2)
-
-
-def alike(arrays: tuple[Any, ...], *others: object) -> tuple[Any, ...]:
-    """`arrays` typed as varying over every mesh axis that one of them, or of `others`, varies over:
-    what loops carry and what branches give must be of one type. None stays None."""
-    leaves = [x for x in jax.tree.leaves((arrays, others)) if isinstance(x, jax.Array)]
-    axes = frozenset[str]().union(*(varying(x) for x in leaves))
-    return vary(arrays, tuple(sorted(axes)))
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _attend(
-    query: Array, key: Array, value: Array, sinks: Array | None, mask: Mask, scale: float
-) -> Array:
-    return _forward(query, key, value, sinks, mask, scale)[0]
-
-
-def _forward(query, key, value, sinks, mask, scale):
-    out, log_sum = attend(query, key, value, mask, scale)
-    out, log_sum = beside_sinks(out, log_sum, sinks)
-    out, log_sum = (checkpoint_name(x, ATTENDED) for x in (out.astype(value.dtype), log_sum))
-    return out, (query, key, value, sinks, mask, out, log_sum)
-
-
-def _backward(scale, residuals, out_gradient):
-    query, key, value, sinks, mask, out, log_sum = residuals
-    mean = slope_mean(out, out_gradient)
-    grads = attend_gradient(query, key, value, mask, log_sum, mean, out_gradient, scale)
-    given = zip(grads, (query, key, value), strict=True)
-    of_heads = (gradient.astype(x.dtype) for gradient, x in given)
-    of_sinks = None if sinks is None else sinks_gradient(sinks, log_sum, mean)
-    return *of_heads, of_sinks, None
-
-
-_attend.defvjp(_forward, _backward)
-
-
-def beside_sinks(
-    out: Output, log_sum: PerQuery, sinks: Float[Array, "heads"] | None
-) -> tuple[Output, PerQuery]:
-    """What queries get, and the log-sum of their scores' exponentials, with one more score."""
-    if sinks is None:
-        return out, log_sum
-    total = jnp.logaddexp(log_sum, _of_queries(sinks, log_sum))
-    return out * jnp.exp(log_sum - total)[..., None], total
-
-
-def sinks_gradient(
-    sinks: Float[Array, "heads"], log_sum: PerQuery, mean: PerQuery
-) -> Float[Array, "heads"]:
-    """That of a key without a value: ``-sum p D``.
-
-    Args:
-      log_sum: with the sinks.
-      mean: `slope_mean`.
-    """
-    through = jnp.exp(_of_queries(sinks, log_sum) - log_sum) * mean
-    return -jnp.sum(through, axis=(0, -1)).reshape(-1)
-
-
-def _of_queries(sinks: Float[Array, "heads"], log_sum: PerQuery) -> PerQuery:
-    return jnp.broadcast_to(sinks.reshape(1, *log_sum.shape[1:3], 1), log_sum.shape)
-
-
-def slope_mean(out: Output, out_gradient: Output) -> PerQuery:
-    """FlashAttention-2's ``D = rowsum(do o)``: what the softmax takes off every score's
-    gradient."""
-    return _product("...td,...td->...t", out, out_gradient)
+    return flash_attention(BLOCKED, query, key, value, mask, scale, sinks)
 
 
 def attend(
@@ -207,6 +106,9 @@ def attend_gradient(
     return grads[0][..., :time, :], grads[1], grads[2]
 
 
+BLOCKED = Flash(attend, attend_gradient)
+
+
 def _rows(query: Array, key: Array, blocking: Blocking) -> int:
     """How many rows are worked on at a time: a divisor, so that one program serves them all."""
     batch, kv_heads, group = query.shape[:3]
@@ -241,12 +143,12 @@ def _row(
     """What the queries of one row get, and the log-sum of their scores' exponentials."""
 
     def softmax(query: Query, key: Key, value: Value, seen: Bool[Array, "time source"]) -> _Softmax:
-        scores = _product("vgtd,vsd->vgts", query, key) * scale
+        scores = product("vgtd,vsd->vgts", query, key) * scale
         scores = jnp.where(seen[None, None], scores, MASK_VALUE)
         top = jnp.max(scores, axis=-1)
         powers = jnp.exp(scores - top[..., None])
         total = jnp.sum(powers, axis=-1)
-        return _Softmax(top, total, _product("vgts,vsd->vgtd", powers.astype(value.dtype), value))
+        return _Softmax(top, total, product("vgts,vsd->vgtd", powers.astype(value.dtype), value))
 
     def block(span: Span, key: Key, value: Value, sources: Marks, query: Query, marks: Marks):
         if span.num_chunks == 1:
@@ -314,14 +216,14 @@ def _row_gradient(
         query, marks, log_sum, mean, out_gradient = own
         # Keys before queries: no product that follows needs a transposed copy of all scores.
         seen = jnp.swapaxes(visible(marks, sources, window), 0, 1)[None, :, None]
-        scores = _product("vsd,vgtd->vsgt", key, query) * scale
+        scores = product("vsd,vgtd->vsgt", key, query) * scale
         probs = jnp.where(seen, jnp.exp(scores - log_sum[:, None]), 0)
-        through = _product("vsd,vgtd->vsgt", value, out_gradient) - mean[:, None]
+        through = product("vsd,vgtd->vsgt", value, out_gradient) - mean[:, None]
         slopes = (probs * through * scale).astype(dtype)
         return (
-            jnp.moveaxis(_product("vsd,vsgt->vdgt", key, slopes), 1, 3),
-            _product("vsgt,vgtd->vsd", slopes, query),
-            _product("vsgt,vgtd->vsd", probs.astype(dtype), out_gradient),
+            jnp.moveaxis(product("vsd,vsgt->vdgt", key, slopes), 1, 3),
+            product("vsgt,vgtd->vsd", slopes, query),
+            product("vsgt,vgtd->vsd", probs.astype(dtype), out_gradient),
         )
 
     def block(span: Span, key: Key, value: Value, sources: Marks, sums, own):
@@ -372,10 +274,3 @@ def _row_gradient(
             for whole, part in zip(sums, of_keys, strict=True)
         ]
     return joined(jnp.concatenate(queries)), sums[0], sums[1]
-
-
-def _product(formula: str, a: Array, b: Array) -> Array:
-    if jax.default_backend() == "cpu":
-        # XLA's CPU back end has no batched product of half precision summed in float32.
-        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-    return jnp.einsum(formula, a, b, preferred_element_type=jnp.float32)

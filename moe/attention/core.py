@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moe.attention.blocked import blocked_attention
+from moe.attention.blocked import BLOCKED, blocked_attention
+from moe.attention.flash import Flash
 from moe.attention.fused.kernels import (
     LARGEST_MASK,
     fused_attention,
@@ -14,8 +15,9 @@ from moe.attention.fused.kernels import (
 )
 from moe.attention.mask import Mask, visible
 from moe.attention.plain import plain_attention
+from moe.kernels.attention.training import FLASH, mosaic_attention, obstacle
 
-IMPLEMENTATIONS = ("plain", "blocked", "xla", "cudnn")
+IMPLEMENTATIONS = ("plain", "blocked", "xla", "cudnn", "mosaic")
 LARGEST_PLAIN = 2**21
 """Scores up to which a CPU is quicker with all of them at once: about what its caches hold."""
 LARGEST_KEPT = 2**28
@@ -36,7 +38,8 @@ def core_attention(
     "plain" is `plain_attention`; "blocked" is `moe.attention.blocked`, the same block by block with
     a gradient of its own. "xla" and "cudnn" are those of `jax.nn.dot_product_attention`
     (`moe.attention.fused.kernels`); the second is FlashAttention on an NVIDIA GPU: scores and their
-    gradients stay on the chip.
+    gradients stay on the chip. "mosaic" are kernels of our own for Hopper
+    (`moe.kernels.attention`), which need no mask of queries times keys for any rows.
     What a query gets that sees nothing differs between them; it is finite and used by nobody.
 
     Args:
@@ -47,7 +50,7 @@ def core_attention(
         (`moe.attention.fused.sink_keys`).
 
     Raises:
-      ValueError: on an unknown name, and where "cudnn" or "xla" is demanded and cannot serve.
+      ValueError: on an unknown name, and where the one that is demanded cannot serve.
 
     References:
       Dao, "FlashAttention-2", 2023. https://arxiv.org/abs/2307.08691
@@ -64,12 +67,39 @@ def core_attention(
         return plain_attention(query, key, value, seen, scale, sinks)
     if implementation == "blocked":
         return blocked_attention(query, key, value, mask, scale, sinks)
+    if implementation == "mosaic":
+        _check_kernel(query, key, value)
+        return mosaic_attention(query, key, value, mask, scale, sinks)
     if implementation == "xla":
         return fused_attention(query, key, value, mask, scale, "xla", sinks)
     reason = _why_not_cudnn(query, value, mask, sinks)
     if reason is not None:
         raise ValueError(f'execution.attention="cudnn" cannot serve here: {reason}.')
     return fused_attention(query, key, value, mask, scale, "cudnn", sinks)
+
+
+def flash_of(implementation: str | None, query: Array, key: Array, value: Array) -> Flash:
+    """What computes some of the scores, for those who merge them: "mosaic" or, else, "blocked".
+
+    Args:
+      query, key, value: of any dimensions in front of the last.
+
+    Raises:
+      ValueError: where "mosaic" is demanded and cannot serve.
+    """
+    if implementation != "mosaic":
+        return BLOCKED
+    _check_kernel(query, key, value)
+    return FLASH
+
+
+def _check_kernel(query: Array, key: Array, value: Array) -> None:
+    reason = obstacle(query, key, value)
+    if reason is not None:
+        raise ValueError(
+            f'execution.attention="mosaic" cannot serve here: {reason}; choose "blocked", or None '
+            "for the best that applies."
+        )
 
 
 def _best(query: Array, key: Array, value: Array, mask: Mask, sinks: Array | None = None) -> str:

@@ -77,6 +77,19 @@ def may_meet(query: Marks, key: Marks, window: Window = None) -> Bool[Array, ""]
     return jnp.any(meet)
 
 
+def all_meet(query: Marks, key: Marks, window: Window = None) -> Bool[Array, ""]:
+    """Whether all of the keys are visible to all of the queries, as far as the ranges of their
+    marks tell: True is certain."""
+    meet = jnp.min(query.column, axis=-1) >= jnp.max(key.column, axis=-1)
+    segments = query.segment, key.segment
+    low, key_low = (jnp.min(x, axis=-1) for x in segments)
+    high, key_high = (jnp.max(x, axis=-1) for x in segments)
+    meet &= (low > 0) & (low == high) & (low == key_low) & (low == key_high)
+    if window is not None:
+        meet &= jnp.max(query.position, axis=-1) - jnp.min(key.position, axis=-1) < window
+    return jnp.all(meet)
+
+
 def window_of_layer(config: ModelConfig, number: int | Int[Array, ""]) -> Window:
     """That of a layer, whose number a stage of a pipeline knows at run time only."""
     window, full = config.sliding_window, config.full_attention_layers

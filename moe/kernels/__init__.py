@@ -4,9 +4,9 @@ Ours are written for Pallas' Mosaic GPU back end (Hopper and later): its Triton 
 deprecated since jax 0.11, lowers arrays of a power of two only and from 0.12 on needs a GPU to be
 lowered at all. On TPUs there is JAX's own grouped product (`megablox`).
 
-What multiplies (`grouped`, `swiglu`, `slices`, `decode_attention`, `latent_decode`) has Hopper's
-matrix units in it and serves Hopper alone; what moves rows, sorts choices and scores experts
-(`rows`, `permute`, `layout`, `routing`) asks for nothing that later GPUs lack. A kernel that is
-asked for by name is refused on what it is not written for, and nothing takes its place in silence.
-None is the plain twin everywhere, which XLA compiles for any device.
+What multiplies (`grouped`, `swiglu`, `slices`, `attention`, `decode_attention`, `latent_decode`)
+has Hopper's matrix units in it and serves Hopper alone; what moves rows, sorts choices and scores
+experts (`rows`, `permute`, `layout`, `routing`) asks for nothing that later GPUs lack. A kernel
+that is asked for by name is refused on what it is not written for, and nothing takes its place in
+silence. None is the plain twin everywhere, which XLA compiles for any device.
 """

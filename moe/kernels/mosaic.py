@@ -6,7 +6,7 @@ in Pallas' plain interpreter, which runs anywhere, it does nothing.
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -66,9 +66,16 @@ class Target:
         return mosaic_gpu().transpose_ref(ref, (1, 0))
 
     def added(self, total: jax.Array, left: Any, right: Any) -> jax.Array:
-        """``total + left @ right``, of matrices in shared memory."""
-        # The simulator knows no accumulator that begins with anything but zeros.
+        """``total + left @ right``, of matrices in shared memory; the left one may be in registers
+        as well."""
+        # The simulator knows no accumulator that begins with anything but zeros, and no product of
+        # registers.
+        if isinstance(left, jax.Array):
+            return total + jnp.dot(left, right[...], preferred_element_type=jnp.float32)
         return total + product(left, right)
+
+    def registers(self, number: int, action: Literal["increase", "decrease"]) -> None:
+        """Gives each thread of this warpgroup so many, of those that others have left."""
 
 
 def product(left: Any, right: Any) -> jax.Array:
@@ -105,6 +112,9 @@ class Gpu(Target):
             mosaic_gpu().wgmma(accumulator, left, right)
 
         return pl.run_state(multiplied)(mosaic_gpu().WGMMAAccumulatorRef.init(total))
+
+    def registers(self, number: int, action: Literal["increase", "decrease"]) -> None:
+        mosaic_gpu().set_max_registers(number, action=action)
 
 
 def _tile(dimension: int | None) -> Any:
@@ -143,6 +153,7 @@ def launch(
     *,
     operation: str,
     threads: int = 1,
+    approximate: bool = False,
     interpreted: bool = False,
     simulated: bool = False,
 ) -> tuple[jax.Array, ...]:
@@ -153,6 +164,7 @@ def launch(
       outputs: what the programs write, every element by one of them.
       operation: named in the error.
       threads: warpgroups that run the body of a program, each with its number along `THREAD`.
+      approximate: powers and logarithms by the GPU's instructions, to 22 bits.
       interpreted: by Pallas' plain interpreter, slow and on any device.
       simulated: by the interpreter that knows a GPU's memories, barriers and matrix units; slower
         still. That of jax 0.10 knows no transposed reference.
@@ -181,6 +193,7 @@ def launch(
         grid_names=("program",),
         **several,
         compiler_params=plgpu.CompilerParams(
+            approx_math=approximate,
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
             # What is set aside for a sum over warps: several warpgroups would share it.
             **({"reduction_scratch_bytes": 0} if several else {}),

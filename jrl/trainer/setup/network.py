@@ -13,6 +13,7 @@ from moe.experts.dispatch.choice import check_dispatch
 from moe.experts.dispatch.cost import Exchange, cheapest, explained, peer_capacity_of
 from moe.experts.fused import IN_ONE
 from moe.kernels.choice import foreign_gpus
+from moe.kernels.decode_attention import unserved
 from moe.weights import targets_of
 from sharding.folding import FoldedMesh
 
@@ -138,7 +139,7 @@ def check_served(model: ModelConfig, mesh: FoldedMesh) -> None:
             f"{mesh.layout}: no token goes to the experts of another device. Leave out "
             f"{flag('activation_wire')}, or choose a layout with ep or etp."
         )
-    for name in ("decode_attention", "router", "experts"):
+    for name in ("attention", "decode_attention", "router", "experts"):
         value = getattr(execution, name)
         if value is None or not value.startswith("mosaic"):
             continue
@@ -160,13 +161,16 @@ def check_served(model: ModelConfig, mesh: FoldedMesh) -> None:
             f"attention='cudnn' takes bfloat16 on NVIDIA GPUs, not {model.dtype} on "
             f"{mesh.platform!r} devices: leave out --attention, or give --dtype bfloat16 there."
         )
-    obstacle = kernel_obstacle(model)
-    if obstacle is not None:
-        instead = ", or give --dtype bfloat16" if model.dtype == "float32" else ""
-        raise ValueError(
-            f"decode_attention={execution.decode_attention!r} {obstacle}: leave out "
-            f"{flag('decode_attention')}{instead}."
-        )
+    obstacles = {"decode_attention": kernel_obstacle(model)}
+    if execution.attention == "mosaic":
+        reason = unserved(model.dtype, 1, model.head_dim, model.v_head_dim)
+        obstacles["attention"] = None if reason is None else f"cannot serve: {reason}"
+    for name, obstacle in obstacles.items():
+        if obstacle is not None:
+            instead = ", or give --dtype bfloat16" if model.dtype == "float32" else ""
+            raise ValueError(
+                f"{name}={getattr(execution, name)!r} {obstacle}: leave out {flag(name)}{instead}."
+            )
 
 
 def check_overlaps(model: ModelConfig, mesh: FoldedMesh, parts: int) -> None:

@@ -102,7 +102,7 @@ def attention_of(config: ModelConfig, mesh: FoldedMesh, batch: Batch) -> str | N
     """What holds scores in memory, as `Method.attention` names it: what `moe.attention.core` would
     take for a micro-batch."""
     named = config.execution.attention
-    # What cuDNN computes holds no scores in memory: None.
+    # What kernels compute holds no scores in memory: None.
     if named is not None:
         return {"plain": "plain", "xla": "plain", "blocked": "blocked"}.get(named)
     # A GPU computes it with cuDNN; devices that need not exist are taken for GPUs.

@@ -11,6 +11,7 @@ from moe.attention.context_parallel.gather import gather
 from moe.attention.context_parallel.mask import Key, Output, Query, SegmentMask, Sinks, Value
 from moe.attention.context_parallel.ring import ring
 from moe.attention.context_parallel.ulysses import copies_of, ulysses
+from moe.attention.core import flash_of
 from moe.attention.mask import Window
 from moe.config import ModelConfig
 from moe.execution import Execution
@@ -49,7 +50,8 @@ def context_parallel_attention(
         return ulysses(query, key, value, mask, execution.attention, mesh, scale, window, sinks)
     if name == "gather":
         return gather(query, key, value, mask, execution.attention, mesh, scale, window, sinks)
-    return ring(query, key, value, mask, mesh, scale, window, sinks)
+    flash = flash_of(execution.attention, query, key, value)
+    return ring(query, key, value, mask, mesh, flash, scale, window, sinks)
 
 
 def context_of(config: ModelConfig, mesh: FoldedMesh) -> str:
@@ -132,10 +134,10 @@ def _served(execution: Execution, heads: int, kv_heads: int, ranks: int) -> str:
             f"cp={ranks}, which must divide them: choose a smaller tp or cp, or "
             'context="gather".'
         )
-    if name == "ring" and execution.attention not in (None, "blocked"):
+    if name == "ring" and execution.attention not in (None, "blocked", "mosaic"):
         raise ValueError(
             f'execution.context="ring" works in blocks and cannot use execution.attention='
             f'{execution.attention!r}: choose context="gather" or "ulysses", or '
-            'attention="blocked".'
+            'attention="blocked" or "mosaic".'
         )
     return name

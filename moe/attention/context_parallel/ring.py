@@ -1,7 +1,7 @@
 """Ring attention: keys and values go round the devices of ``cp``, forward and once more backward.
 
-A device merges what its queries get of one rank's keys after the other (`attend`), and keeps the
-result and a number per query, as `moe.attention.blocked` does on one device.
+A device merges what its queries get of one rank's keys after the other, and keeps the result and a
+number per query, as `moe.attention.flash` does on one device.
 """
 
 from collections.abc import Callable
@@ -14,17 +14,6 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from moe.attention.blocked import (
-    alike,
-    attend,
-    attend_gradient,
-    beside_sinks,
-    by_head,
-    in_groups,
-    in_heads,
-    sinks_gradient,
-    slope_mean,
-)
 from moe.attention.context_parallel.mask import (
     Key,
     Output,
@@ -35,6 +24,16 @@ from moe.attention.context_parallel.mask import (
     Value,
 )
 from moe.attention.context_parallel.pairs import Pair, pairs_of
+from moe.attention.flash import (
+    Flash,
+    alike,
+    beside_sinks,
+    by_head,
+    in_groups,
+    in_heads,
+    sinks_gradient,
+    slope_mean,
+)
 from moe.attention.mask import Marks, Window
 from moe.precision import MASK_VALUE
 from moe.remat import OPERAND, RING
@@ -51,6 +50,7 @@ def ring(
     value: Value,
     mask: SegmentMask,
     mesh: FoldedMesh,
+    flash: Flash,
     scale: float | None = None,
     window: Window = None,
     sinks: Sinks = None,
@@ -69,6 +69,9 @@ def ring(
     1) / cp`` elements together, none of which waits for what is computed; backward as many permutes
     that send twice as much: keys and values once more, and with them their gradients, in float32.
 
+    Args:
+      flash: what computes the scores of a hop.
+
     References:
       Liu et al., "Ring Attention with Blockwise Transformers", 2023. https://arxiv.org/abs/2310.01889
       Brandon et al., "Striped Attention", 2023, for the imbalance of a causal ring.
@@ -79,7 +82,7 @@ def ring(
     query = vary(query, mesh.cp)
     query, key, value = (checkpoint_name(x, OPERAND) for x in (query, key, value))
     query, key, value, sinks = alike((query, key, value, sinks), mask.marks, window)
-    plan = _Plan(mask.zigzag, mask.sources, mesh.cp, mesh.size(mesh.cp), scale)
+    plan = _Plan(mask.zigzag, mask.sources, mesh.cp, mesh.size(mesh.cp), flash, scale)
     return _ring(query, key, value, sinks, mask.marks, window, plan)
 
 
@@ -90,6 +93,7 @@ class _Plan(NamedTuple):
       zigzag, sources: of the mask.
       axes: of the ring.
       ranks: devices on it.
+      flash: what computes scores.
       scale: multiplies the scores.
     """
 
@@ -97,6 +101,7 @@ class _Plan(NamedTuple):
     sources: tuple[tuple[Source, ...], ...]
     axes: Axes
     ranks: int
+    flash: Flash
     scale: float
 
     def mask(self, marks: Marks) -> SegmentMask:
@@ -149,7 +154,7 @@ def _forward(query, key, value, sinks, marks, window, plan):
         keys, values, found = plan.split(key), plan.split(value), list(found)
         for pair in pairs_of(mask, window, rank, source, own):
             key, value = (pair.source.rows(x[pair.source.section]) for x in (keys, values))
-            added = _softmax(pair, queries[pair.section], key, value, plan.scale)
+            added = _softmax(pair, queries[pair.section], key, value, plan)
             found[pair.section] = _merged(found[pair.section], added)
         return found
 
@@ -199,7 +204,7 @@ def _backward(plan, residuals, out_gradient):
                 log_sums[section],
                 means[section],
                 slopes[section],
-                plan.scale,
+                plan,
             )
             grads[0][section] += found.query
             grads[1][theirs] += pair.source.sums(found.key)
@@ -252,13 +257,13 @@ def _backward(plan, residuals, out_gradient):
 _ring.defvjp(_forward, _backward)
 
 
-def _softmax(pair: Pair, query: Array, key: Array, value: Array, scale: float) -> _Softmax:
+def _softmax(pair: Pair, query: Array, key: Array, value: Array, plan: _Plan) -> _Softmax:
     """What the queries of a pair get of its keys."""
     query = pair.query_pieces(query, -2)
     key, value = (pair.key_pieces(x, -2) for x in (key, value))
 
     def met() -> _Softmax:
-        return _Softmax(*attend(query, key, value, pair.mask, scale))
+        return _Softmax(*plan.flash.attend(query, key, value, pair.mask, plan.scale))
 
     found = _if_met(pair, met, _nothing(query, value.shape[-1]))
     if pair.before is None:
@@ -288,7 +293,7 @@ def _gradients(
     log_sum: Array,
     mean: Array,
     out_gradient: Array,
-    scale: float,
+    plan: _Plan,
 ) -> _Gradients:
     """The gradients of the queries and keys of a pair that come through each other."""
     query, out_gradient = (pair.query_pieces(x, -2) for x in (query, out_gradient))
@@ -297,7 +302,7 @@ def _gradients(
 
     def met() -> _Gradients:
         given = query, key, value, pair.mask, log_sum, mean, out_gradient
-        return _Gradients(*attend_gradient(*given, scale))
+        return _Gradients(*plan.flash.attend_gradient(*given, plan.scale))
 
     nothing = (jnp.zeros(x.shape, jnp.float32) for x in (query, key, value))
     found = _if_met(pair, met, _Gradients(*vary(tuple(nothing), tuple(varying(query)))))

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Shaped
 
-from moe.attention.blocked import alike
 from moe.attention.context_parallel.mask import Key, Output, Query, SegmentMask, Sinks, Value
 from moe.attention.core import core_attention
+from moe.attention.flash import alike
 from moe.attention.mask import Mask, Window
 from moe.remat import OPERAND
 from sharding.collectives import Axes, own_shard, swap_shards

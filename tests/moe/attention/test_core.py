@@ -89,7 +89,7 @@ def test_none_is_plain_without_a_gpu():
     ("name", "message"),
     [
         ("cudnn", r'attention="cudnn" cannot serve here: it runs on NVIDIA GPUs, not on \'cpu\''),
-        ("fast", r"attention='fast' is not known: choose among plain, blocked, xla, cudnn"),
+        ("fast", r"attention='fast' is not known: choose among plain, blocked, xla, cudnn, mosaic"),
     ],
 )
 def test_what_cannot_serve_is_refused(name, message):

@@ -161,6 +161,7 @@ def test_drops_need_a_capacity(given, message):
         ({"experts": "megablox"}, "dp1", r"experts='megablox' is a kernel for TPUs, not for 'cpu'"),
         ({"router": "mosaic"}, "dp1", r"router='mosaic' is a kernel.*leave out --router\."),
         ({"attention": "cudnn"}, "dp1", r"attention='cudnn' takes bfloat16 on NVIDIA GPUs"),
+        ({"attention": "mosaic"}, "dp1", r"attention='mosaic' is a kernel.*out --attention\."),
     ],
 )
 def test_what_cannot_serve_is_refused_before_anything_is_compiled(given, layout, message):
@@ -175,7 +176,8 @@ def test_kernels_are_refused_on_gpus_that_they_are_not_written_for(monkeypatch):
     gpu = fold_abstract(Layout.parse("dp1"), "gpu")
     model = small_model(11, head_dim=64, dtype="bfloat16")
     kernels = {"decode_attention": "mosaic", "router": "mosaic", "experts": "mosaic_gathered"}
-    refused = {8.0: set(kernels), 9.0: set(), 10.0: {"decode_attention", "experts"}}
+    kernels["attention"] = "mosaic"
+    refused = {8.0: set(kernels), 9.0: set(), 10.0: set(kernels) - {"router"}}
     for capability, names in refused.items():
         monkeypatch.setattr(kernel_choice, "capability", lambda capability=capability: capability)
         for name, value in kernels.items():
@@ -197,6 +199,10 @@ def test_kernels_are_refused_on_gpus_that_they_are_not_written_for(monkeypatch):
 )
 def test_a_cache_that_the_kernel_cannot_read_is_refused(config, message):
     gpu = fold_abstract(Layout.parse("dp1"), "gpu")
+    attends = replace(config, execution=Execution(attention="mosaic"))
+    instead = "" if config.dtype == "bfloat16" else ", or give --dtype bfloat16"
+    with pytest.raises(ValueError, match=rf"cannot serve: .*: leave out --attention{instead}\.$"):
+        check_served(attends, gpu)
     config = replace(config, execution=Execution(decode_attention="mosaic"))
     with pytest.raises(ValueError, match=rf"decode_attention='mosaic' cannot serve: {message}"):
         check_served(config, gpu)

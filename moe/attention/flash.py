@@ -1,0 +1,172 @@
+"""Attention that keeps its result and a number per query instead of all scores (FlashAttention):
+what its implementations share, whatever computes the scores of a block.
+
+With ``p = exp(s - L)``, ``L`` the log-sum of exponentials of the scores ``s``, ``o`` the result and
+``do`` its gradient:
+
+    dv = p^T do      ds = p (do v^T - sum(o do))      dq = scale ds k      dk = scale ds^T q
+
+References:
+  Dao, "FlashAttention-2", 2023, algorithms 1 and 2. https://arxiv.org/abs/2307.08691
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from moe.attention.mask import Mask
+from moe.remat import ATTENDED
+from sharding.collectives import vary, varying
+
+Query = Float[Array, "*batch kv_head group time head_dim"]
+Key = Float[Array, "*batch kv_head source head_dim"]
+Value = Float[Array, "*batch kv_head source v_head_dim"]
+Output = Float[Array, "*batch kv_head group time v_head_dim"]
+PerQuery = Float[Array, "*batch kv_head group time"]
+
+
+class Flash(NamedTuple):
+    """What computes the scores.
+
+    Attributes:
+      attend: ``(query, key, value, mask, scale)`` to what the queries get of these keys, and the
+        log-sum of their scores' exponentials: `moe.attention.blocked.attend`.
+      attend_gradient: ``(query, key, value, mask, log_sum, mean, out_gradient, scale)`` to the
+        gradients of queries, keys and values: `moe.attention.blocked.attend_gradient`.
+    """
+
+    attend: Callable[..., tuple[Array, Array]]
+    attend_gradient: Callable[..., tuple[Array, Array, Array]]
+
+
+def flash_attention(
+    flash: Flash,
+    query: Float[Array, "batch time heads head_dim"],
+    key: Float[Array, "batch source kv_heads head_dim"],
+    value: Float[Array, "batch source kv_heads v_head_dim"],
+    mask: Mask,
+    scale: float | None = None,
+    sinks: Float[Array, "heads"] | None = None,
+) -> Float[Array, "batch time heads v_head_dim"]:
+    """``softmax(scale q k) v`` over the visible positions.
+
+    A query that sees nothing gets something finite, without a gradient.
+
+    Args:
+      flash: what computes the scores.
+      scale: multiplies the scores; None is ``head_dim**-0.5``.
+      sinks: as for `moe.attention.plain.plain_attention`: keys that all queries see, of these
+        scores and without value.
+    """
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    grouped = in_groups(query, key.shape[2]), by_head(key), by_head(value), sinks
+    return in_heads(_attend(*alike(grouped, mask), mask, scale, flash))
+
+
+def in_groups(
+    x: Float[Array, "batch time heads width"], kv_heads: int
+) -> Float[Array, "batch kv_head group time width"]:
+    """Of queries, or of what they get: those of a key/value head together."""
+    return jnp.moveaxis(x.reshape(*x.shape[:2], kv_heads, -1, x.shape[-1]), 1, 3)
+
+
+def in_heads(
+    x: Float[Array, "batch kv_head group time width"],
+) -> Float[Array, "batch time heads width"]:
+    """The reverse of `in_groups`."""
+    x = jnp.moveaxis(x, 3, 1)
+    return x.reshape(*x.shape[:2], -1, x.shape[-1])
+
+
+def by_head(
+    x: Float[Array, "batch time kv_heads width"],
+) -> Float[Array, "batch kv_head time width"]:
+    """Of keys and values; its own reverse on what it gives."""
+    return jnp.swapaxes(x, 1, 2)
+
+
+def alike(arrays: tuple[Any, ...], *others: object) -> tuple[Any, ...]:
+    """`arrays` typed as varying over every mesh axis that one of them, or of `others`, varies over:
+    what loops carry and what branches give must be of one type. None stays None."""
+    leaves = [x for x in jax.tree.leaves((arrays, others)) if isinstance(x, jax.Array)]
+    axes = frozenset[str]().union(*(varying(x) for x in leaves))
+    return vary(arrays, tuple(sorted(axes)))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _attend(
+    query: Array,
+    key: Array,
+    value: Array,
+    sinks: Array | None,
+    mask: Mask,
+    scale: float,
+    flash: Flash,
+) -> Array:
+    return _forward(query, key, value, sinks, mask, scale, flash)[0]
+
+
+def _forward(query, key, value, sinks, mask, scale, flash):
+    out, log_sum = flash.attend(query, key, value, mask, scale)
+    out, log_sum = beside_sinks(out, log_sum, sinks)
+    out, log_sum = (checkpoint_name(x, ATTENDED) for x in (out.astype(value.dtype), log_sum))
+    return out, (query, key, value, sinks, mask, out, log_sum)
+
+
+def _backward(scale, flash, residuals, out_gradient):
+    query, key, value, sinks, mask, out, log_sum = residuals
+    mean = slope_mean(out, out_gradient)
+    grads = flash.attend_gradient(query, key, value, mask, log_sum, mean, out_gradient, scale)
+    given = zip(grads, (query, key, value), strict=True)
+    of_heads = (gradient.astype(x.dtype) for gradient, x in given)
+    of_sinks = None if sinks is None else sinks_gradient(sinks, log_sum, mean)
+    return *of_heads, of_sinks, None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def beside_sinks(
+    out: Output, log_sum: PerQuery, sinks: Float[Array, "heads"] | None
+) -> tuple[Output, PerQuery]:
+    """What queries get, and the log-sum of their scores' exponentials, with one more score."""
+    if sinks is None:
+        return out, log_sum
+    total = jnp.logaddexp(log_sum, _of_queries(sinks, log_sum))
+    return out * jnp.exp(log_sum - total)[..., None], total
+
+
+def sinks_gradient(
+    sinks: Float[Array, "heads"], log_sum: PerQuery, mean: PerQuery
+) -> Float[Array, "heads"]:
+    """That of a key without a value: ``-sum p D``.
+
+    Args:
+      log_sum: with the sinks.
+      mean: `slope_mean`.
+    """
+    through = jnp.exp(_of_queries(sinks, log_sum) - log_sum) * mean
+    return -jnp.sum(through, axis=(0, -1)).reshape(-1)
+
+
+def _of_queries(sinks: Float[Array, "heads"], log_sum: PerQuery) -> PerQuery:
+    return jnp.broadcast_to(sinks.reshape(1, *log_sum.shape[1:3], 1), log_sum.shape)
+
+
+def slope_mean(out: Output, out_gradient: Output) -> PerQuery:
+    """FlashAttention-2's ``D = rowsum(do o)``: what the softmax takes off every score's
+    gradient."""
+    return product("...td,...td->...t", out, out_gradient)
+
+
+def product(formula: str, a: Array, b: Array) -> Array:
+    """`jnp.einsum` summed in float32 and not rounded."""
+    if jax.default_backend() == "cpu":
+        # XLA's CPU back end has no batched product of half precision summed in float32.
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    return jnp.einsum(formula, a, b, preferred_element_type=jnp.float32)

@@ -1,0 +1,170 @@
+"""Attention on Hopper's matrix units (FlashAttention-3), and what it cannot serve.
+
+A program has 128 queries of a head, 64 to each of two warpgroups, and goes through the blocks of
+keys that any of them may see, with an online softmax; a third warpgroup brings keys and values a
+block ahead. Scores and powers stay in registers.
+
+References:
+  Shah et al., "FlashAttention-3", 2024. https://arxiv.org/abs/2407.08608
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from moe.attention.flash import Key, Output, PerQuery, Query, Value
+from moe.attention.mask import Mask
+from moe.kernels.attention.blocks import (
+    BASE_2,
+    LONGEST,
+    UNIT,
+    bounds,
+    cut,
+    filled_marks,
+    filled_up,
+    full,
+    in_blocks,
+    loaded,
+    marked,
+    masked,
+    spread,
+    visited,
+)
+from moe.kernels.attention.pipeline import pipelined
+from moe.kernels.mosaic import launch, product
+from moe.precision import MASK_VALUE
+
+CONSUMERS = LONGEST // UNIT
+"""Warpgroups of a program that compute."""
+
+
+class Place(NamedTuple):
+    """What a program computes for.
+
+    Attributes:
+      row, source, head: of all rows, of their key/value heads and of their query heads.
+      block: of queries.
+    """
+
+    row: Any
+    source: Any
+    head: Any
+    block: Any
+
+
+def place_of(program: Any, group: int, num_blocks: int, kv_heads: int) -> Place:
+    """Heads that share keys and values are side by side, and the last queries, which see most, come
+    before the others."""
+    rest, one = parts(program, group)
+    source, back = parts(rest, num_blocks)
+    row, _ = parts(source, kv_heads)
+    return Place(row, source, source * group + one, num_blocks - 1 - back)
+
+
+def attend(
+    query: Query,
+    key: Key,
+    value: Value,
+    mask: Mask,
+    scale: float,
+    *,
+    dtype: Any = jnp.float32,
+    simulated: bool = False,
+) -> tuple[Output, PerQuery]:
+    """`moe.attention.blocked.attend` by the kernel.
+
+    Powers are rounded to the dtype of the values; all else is float32.
+
+    Args:
+      query, key, value: that `moe.kernels.attention.training.obstacle` lets pass, with one
+        dimension in front.
+      dtype: of what queries get, rounded once.
+      simulated: see `moe.kernels.mosaic.launch`.
+    """
+    (rows, kv_heads, group, time, width), wide = query.shape, value.shape[-1]
+    query, key, value = (filled_up(x, -2) for x in (query, key, value))
+    of_query, of_key = filled_marks(mask.query), filled_marks(mask.key)
+    size = keys_of_block(width, wide)
+    sources = cut(of_key, size)
+    table = bounds(cut(of_query, LONGEST), sources, mask.window, by_query=True)
+    of_query, of_key = marked(cut(of_query, UNIT), sources, mask.window)
+    num_blocks, num_sources = table.shape[1], sources.column.shape[1]
+
+    def body(target, program, table, of_query, of_key, query, key, value, out, log_sum):
+        place = place_of(program, group, num_blocks, kv_heads)
+        visits = visited(table, place.row * num_blocks + place.block)
+        # Units of the program's queries: in its head, and in its row.
+        first = (place.head * num_blocks + place.block) * CONSUMERS
+        in_row = (place.row * num_blocks + place.block) * CONSUMERS
+
+        def blocks(number):
+            at = visits.first + number
+            own = place.source * num_sources + at
+            return key.at[own], value.at[own], of_key.at[place.row * num_sources + at]
+
+        def compute(warpgroup, held, visit):
+            marks = loaded(target, of_query.at[in_row + warpgroup], 0)
+
+            def step(number, block, carry):
+                (keys, values, of_keys), (sums, total, top) = block, carry
+                scores = product(held[0].at[warpgroup], target.transposed(keys))
+                scores *= scale * BASE_2
+                clear = visits.is_clear(visits.first + number)
+                scores = masked(target, scores, marks, of_keys, clear, MASK_VALUE, by_query=True)
+                now = jnp.maximum(top, target.tiled(jnp.max(scores, axis=1)))
+                shrink = jnp.exp2(top - now)
+                powers = jnp.exp2(scores - spread(target, now, scores.shape, 0))
+                total = total * shrink + target.tiled(jnp.sum(powers, axis=1))
+                sums *= spread(target, shrink, sums.shape, 0)
+                return target.added(sums, powers.astype(values.dtype), values), total, now
+
+            # No infinities: their difference is NaN, for queries that see nothing yet.
+            nothing, least = (full(target, (UNIT,), one) for one in (0.0, MASK_VALUE))
+            sums, total, top = visit(step, (full(target, (UNIT, wide), 0.0), nothing, least))
+            # The largest power is 1, but where there was no block.
+            total = jnp.maximum(total, full(target, (UNIT,), 1.0))
+            found = sums / spread(target, total, sums.shape, 0)
+            target.store(out.at[first + warpgroup], found.astype(out.dtype))
+            target.store(log_sum.at[first + warpgroup], top / BASE_2 + jnp.log(total))
+
+        own = query.at[pl.ds(first, CONSUMERS)]
+        pipelined(target, [own], blocks, visits.length, [compute] * CONSUMERS)
+
+    heads = rows * kv_heads * group
+    units = heads * num_blocks * CONSUMERS
+    out, log_sum = launch(
+        body,
+        heads * num_blocks,
+        [
+            jax.ShapeDtypeStruct((units, UNIT, wide), dtype),
+            jax.ShapeDtypeStruct((units, UNIT), jnp.float32),
+        ],
+        [
+            table.reshape(-1),
+            of_query,
+            of_key,
+            in_blocks(query),
+            in_blocks(key, size),
+            in_blocks(value, size),
+        ],
+        operation="attention",
+        threads=CONSUMERS + 1,
+        approximate=True,
+        simulated=simulated,
+    )
+    out = out.reshape(*query.shape[:-1], wide)
+    return out[..., :time, :], log_sum.reshape(query.shape[:-1])[..., :time]
+
+
+def keys_of_block(width: int, wide: int) -> int:
+    """How many are multiplied at a time: the more, the less is waited for, but two blocks of them
+    have to fit into shared memory, and their powers beside sums of values into registers."""
+    return LONGEST if width + wide <= 320 and wide <= 128 else UNIT
+
+
+def parts(number: Any, size: int) -> tuple[Any, Any]:
+    """Quotient and remainder."""
+    return lax.div(number, jnp.int32(size)), lax.rem(number, jnp.int32(size))
