@@ -8,5 +8,6 @@ What multiplies (`grouped`, `swiglu`, `slices`, `attention`, `decode_attention`,
 has Hopper's matrix units in it and serves Hopper alone; what moves rows, sorts choices and scores
 experts (`rows`, `permute`, `layout`, `routing`) asks for nothing that later GPUs lack. A kernel
 that is asked for by name is refused on what it is not written for, and nothing takes its place in
-silence. None is the plain twin everywhere, which XLA compiles for any device.
+silence. None chooses no kernel of this room: what it takes is compiled by XLA, for any device, or
+is cuDNN's attention.
 """
