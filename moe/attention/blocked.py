@@ -21,6 +21,7 @@ from moe.attention.blocking import (
     joined,
     keys_of,
     lengthened,
+    marks_in_blocks,
 )
 from moe.attention.flash import (
     Flash,
@@ -71,7 +72,7 @@ def attend(
     """
     time, blocking = query.shape[-2], blocking_of(query.shape[-2], key.shape[-2], mask.causal)
     # Padded queries see nothing, and their results are cut off.
-    marks = Marks(*(lengthened(x, blocking, -1) for x in mask.query))
+    marks = marks_in_blocks(mask.query, blocking)
     given = lengthened(query, blocking, -2), key, value, marks, mask.key
     out, log_sum = _over_rows(
         partial(_row, blocking, scale, mask.window), given, _rows(query, key, blocking)
@@ -96,7 +97,7 @@ def attend_gradient(
       mean: `slope_mean` of the whole result.
     """
     time, blocking = query.shape[-2], blocking_of(query.shape[-2], key.shape[-2], mask.causal)
-    marks = Marks(*(lengthened(x, blocking, -1) for x in mask.query))
+    marks = marks_in_blocks(mask.query, blocking)
     query, out_gradient = (lengthened(x, blocking, -2) for x in (query, out_gradient))
     log_sum, mean = (lengthened(x, blocking, -1) for x in (log_sum, mean))
     given = query, key, value, marks, mask.key, log_sum, mean, out_gradient
@@ -177,7 +178,7 @@ def _row(
     for span in blocking.spans:
         own = (
             blocks_of(query, span, blocking, 2),
-            Marks(*(blocks_of(x, span, blocking, 0) for x in marks)),
+            Marks(*(x[blocking.blocks(span)] for x in marks)),
         )
         known = keys_of(span, key, value, source_marks)
         parts.append(lax.map(lambda own, span=span, known=known: block(span, *known, *own), own))
@@ -260,7 +261,7 @@ def _row_gradient(
     for span in blocking.spans:
         own = (
             blocks_of(query, span, blocking, 2),
-            Marks(*(blocks_of(x, span, blocking, 0) for x in marks)),
+            Marks(*(x[blocking.blocks(span)] for x in marks)),
             *(blocks_of(x, span, blocking, 2) for x in (log_sum, mean, out_gradient)),
         )
         known = keys_of(span, key, value, source_marks)

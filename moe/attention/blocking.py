@@ -53,6 +53,10 @@ class Blocking(NamedTuple):
     num_blocks: int
     spans: tuple[Span, ...]
 
+    def blocks(self, span: Span) -> slice:
+        """Which of the row's blocks are those of a span."""
+        return slice(span.first // self.queries, span.stop // self.queries)
+
 
 def blocking_of(time: int, source: int, causal: bool) -> Blocking:
     """Blocks of equal size, in spans of equally many."""
@@ -76,6 +80,16 @@ def lengthened(x: Array, blocking: Blocking, axis: int) -> Array:
     missing = blocking.num_blocks * blocking.queries - x.shape[axis]
     after = [(0, missing if n == axis % x.ndim else 0) for n in range(x.ndim)]
     return jnp.pad(x, after)
+
+
+def marks_in_blocks(marks: Marks, blocking: Blocking) -> Marks:
+    """``[row, time]`` of queries to ``[row, block, query]``, padding after the last.
+
+    Before a loop takes one row after the other: of a row that it cuts, and reads whole besides, as
+    the marks of keys, XLA's CPU back end works out every number's place again for each score.
+    """
+    cut = (lengthened(x, blocking, -1).reshape(x.shape[0], -1, blocking.queries) for x in marks)
+    return Marks(*cut)
 
 
 def keys_of(span: Span, key: Array, value: Array, marks: Marks) -> tuple[Array, Array, Marks]:
