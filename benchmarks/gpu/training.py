@@ -21,6 +21,14 @@ STEPS = 5
 TRAINED: tuple[tuple[str, dict[str, Any], dict[str, Any], str, dict[str, Any], int], ...] = (
     ("3.2b dense", LLAMA_3B, SMALL_DENSE, "remat selective", {"remat": "selective"}, 2),
     (
+        "3.2b dense",
+        LLAMA_3B,
+        SMALL_DENSE,
+        "mosaic, remat selective",
+        {"attention": "mosaic", "remat": "selective"},
+        2,
+    ),
+    (
         "3.6b moe",
         MOE_4B,
         SMALL_MOE,

@@ -92,7 +92,7 @@ def test_every_kernel_of_a_network_is_in_a_form_that_is_measured():
     for forms, fields in (
         (layer.FORMS.values(), {"experts", "router"}),
         (decoding.FORMS.values(), {"experts", "router", "decode_attention"}),
-        (trained, {"experts"}),
+        (trained, {"experts", "attention"}),
     ):
         assert {name for one in forms for name in one if one[name] == "mosaic"} == fields
 
