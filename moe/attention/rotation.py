@@ -30,7 +30,7 @@ class Wavelengths(NamedTuple):
 
 
 class Turns(NamedTuple):
-    """What places are turned by, for each of `_kinds`: looked up, where every layer and head of a
+    """What places are turned by, for each of `_kinds`: looked up where every layer and head of a
     program would compute it again.
 
     Attributes:
@@ -52,8 +52,7 @@ Positions = Int[Array, "token"] | Turns
 def turns_of(places: int, config: ModelConfig) -> Turns:
     """Of so many places, the first ones."""
     number, width = jnp.arange(places), _width(config)
-    kinds = dict.fromkeys(_by_layer(config))
-    found = [cosines_and_sines(number, *_numbers(kind, width)) for kind in kinds]
+    found = [cosines_and_sines(number, *_numbers(kind, width)) for kind in _kinds(config)]
     cos, sin = zip(*found, strict=True)
     return Turns(jnp.stack(cos), jnp.stack(sin))
 
@@ -87,6 +86,11 @@ def _by_layer(config: ModelConfig) -> list[Wavelengths | None]:
     return [wavelengths_of_layer(config, layer) for layer in range(config.num_layers)]
 
 
+def _kinds(config: ModelConfig) -> list[Wavelengths | None]:
+    """How layers rotate, in the order of the first of each."""
+    return list(dict.fromkeys(_by_layer(config)))
+
+
 def _width(config: ModelConfig) -> int:
     """Elements of a head that are rotated."""
     if config.mla is not None:
@@ -104,8 +108,7 @@ def _numbers(kind: Wavelengths | None, width: int) -> tuple[Array, float]:
 def _turned(
     x: Heads, positions: Positions, config: ModelConfig, number: int | Int[Array, ""]
 ) -> Heads:
-    by_layer = _by_layer(config)
-    kinds = list(dict.fromkeys(by_layer))
+    by_layer, kinds = _by_layer(config), _kinds(config)
     is_known = len(kinds) == 1 or isinstance(number, int)
     own = by_layer[number if isinstance(number, int) else 0]
     if is_known and own is None:
