@@ -1,6 +1,7 @@
 """Attention and experts in processes of their own, by Gloo or by reading from each other."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -91,6 +92,13 @@ def test_processes_decode_what_one_does(tmp_path, m2n, count):
     assert offered == (int(found["sent"]) if m2n == "transfer" else 0)
 
 
+CONNECTED = re.compile(
+    r"\[Gloo\] Rank |\d+ is connected to \d+ peer ranks\.|"
+    r" Expected number of connected peer ranks is : \d+"
+)
+"""What Gloo says of a connection. Its threads write into each other's lines."""
+
+
 @pytest.mark.parametrize(
     ("m2n", "count", "how", "fails"),
     [
@@ -113,5 +121,6 @@ def test_a_process_that_fails_ends_the_others_with_one_line(tmp_path, m2n, count
         lines = [line for line in errors.splitlines() if line.startswith("error: ")]
         assert len(lines) == 1 and "another process of the run has ended" in lines[0], errors
         # Gloo tells of its connections, and who waited in vain says so.
-        known = "[Gloo] Rank", 'm2n="transfer": process 0 has sent nothing', *lines
-        assert [line for line in errors.splitlines() if not line.startswith(known)] == [], errors
+        known = 'm2n="transfer": process 0 has sent nothing', *lines
+        others = CONNECTED.sub("", errors).splitlines()
+        assert [line for line in others if line and not line.startswith(known)] == [], errors
