@@ -45,6 +45,14 @@ def vary(tree: Tree, axes: Axes) -> Tree:
     return jax.tree.map(cast, tree)
 
 
+def alike(tree: Tree, *others: object) -> Tree:
+    """`tree` typed as varying over every mesh axis that an array of it, or of `others`, varies
+    over: what loops carry, what branches give and what a rule of gradients takes must be of one
+    type. None stays None."""
+    arrays = [x for x in jax.tree.leaves((tree, others)) if isinstance(x, jax.Array)]
+    return vary(tree, tuple(sorted(frozenset[str]().union(*map(varying, arrays)))))
+
+
 def all_sum(tree: Tree, axes: Axes) -> Tree:
     """All-reduce: the sum over `axes`, the same on every device along them. Volume: 2 (n-1)/n of
     the array."""

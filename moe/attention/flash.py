@@ -12,7 +12,7 @@ References:
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 
 from moe.attention.mask import Mask
 from moe.remat import ATTENDED
-from sharding.collectives import vary, varying
+from sharding.collectives import alike
 
 Query = Float[Array, "*batch kv_head group time head_dim"]
 Key = Float[Array, "*batch kv_head source head_dim"]
@@ -88,14 +88,6 @@ def by_head(
 ) -> Float[Array, "batch kv_head time width"]:
     """Of keys and values; its own reverse on what it gives."""
     return jnp.swapaxes(x, 1, 2)
-
-
-def alike(arrays: tuple[Any, ...], *others: object) -> tuple[Any, ...]:
-    """`arrays` typed as varying over every mesh axis that one of them, or of `others`, varies over:
-    what loops carry and what branches give must be of one type. None stays None."""
-    leaves = [x for x in jax.tree.leaves((arrays, others)) if isinstance(x, jax.Array)]
-    axes = frozenset[str]().union(*(varying(x) for x in leaves))
-    return vary(arrays, tuple(sorted(axes)))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))

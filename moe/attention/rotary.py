@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from sharding.collectives import vary, varying
+from sharding.collectives import alike
 
 
 class _WavelengthsAlone:
@@ -230,7 +230,7 @@ def turn_by(
     if interleaved:
         x = jnp.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
     cos, sin = cos[:, None], sin[:, None]
-    return _turned(*vary((x, cos, sin), tuple(varying(x) | varying(cos))))
+    return _turned(*alike((x, cos, sin)))
 
 
 @jax.custom_vjp

@@ -1,7 +1,6 @@
 """Both products of experts as kernels that have SwiGLU between them in them ("mosaic_fused")."""
 
 from functools import partial
-from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -12,7 +11,7 @@ from moe.experts.grouped.mosaic import demand_service
 from moe.kernels import grouped
 from moe.kernels.swiglu import hidden_gradients, hidden_units
 from moe.remat import PRODUCT
-from sharding.collectives import vary, varying
+from sharding.collectives import alike
 
 FUSED, GATHERED, SCATTERED = IN_ONE = ("mosaic_fused", "mosaic_gathered", "mosaic_scattered")
 """The names beside those of `moe.experts.grouped.dot.IMPLEMENTATIONS`: products with SwiGLU in
@@ -47,12 +46,6 @@ def fused_experts(
     for width in gate_up.shape[-1], down.shape[-1]:
         demand_service(rows, width, FUSED, "routed_experts")
     return _fused(*alike((rows, gate_up, down, probs, sizes)), simulated)
-
-
-def alike(operands: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Operands that differ over every axis of a mesh that one of them differs over."""
-    axes = tuple(frozenset().union(*map(varying, jax.tree.leaves(operands))))
-    return vary(operands, axes)
 
 
 def matrices_of(weights: Array, rows: Array) -> Array:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, DTypeLike, Float, Int
 
-from moe.experts.fused import GATHERED, SCATTERED, alike, matrices_of
+from moe.experts.fused import GATHERED, SCATTERED, matrices_of
 from moe.experts.gated import gated
 from moe.experts.grouped.mosaic import demand_service
 from moe.kernels import grouped
@@ -25,6 +25,7 @@ from moe.kernels.layout import SortedLayout
 from moe.kernels.rows import combine
 from moe.kernels.swiglu import hidden_gradients, hidden_units
 from moe.remat import PRODUCT
+from sharding.collectives import alike
 
 
 def gathered_experts(

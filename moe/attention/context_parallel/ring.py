@@ -26,7 +26,6 @@ from moe.attention.context_parallel.mask import (
 from moe.attention.context_parallel.pairs import Pair, pairs_of
 from moe.attention.flash import (
     Flash,
-    alike,
     beside_sinks,
     by_head,
     in_groups,
@@ -38,7 +37,7 @@ from moe.attention.mask import Marks, Window
 from moe.precision import MASK_VALUE
 from moe.remat import OPERAND, RING
 from moe.tokens.zigzag import ZigzagLayout
-from sharding.collectives import Axes, shift, vary, varying
+from sharding.collectives import Axes, alike, shift, vary, varying
 from sharding.folding import FoldedMesh
 
 Result = TypeVar("Result")

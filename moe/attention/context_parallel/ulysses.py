@@ -8,10 +8,9 @@ from jaxtyping import Array, Shaped
 
 from moe.attention.context_parallel.mask import Key, Output, Query, SegmentMask, Sinks, Value
 from moe.attention.core import core_attention
-from moe.attention.flash import alike
 from moe.attention.mask import Mask, Window
 from moe.remat import OPERAND
-from sharding.collectives import Axes, own_shard, swap_shards
+from sharding.collectives import Axes, alike, own_shard, swap_shards
 from sharding.folding import FoldedMesh
 
 

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from moe.attention.flash import alike
 from moe.attention.fused.sink_keys import WIDTH, between_sinks, sinks_among, with_sinks
 from moe.attention.mask import Mask, visible
+from sharding.collectives import alike
 
 Kernel = Literal["xla", "cudnn"]
 
