@@ -167,8 +167,9 @@ def _forward(query, key, value, sinks, marks, window, plan):
             following = hops.send(key, hop), hops.send(value, hop)
             return (visit(found, key, value, hops.source(rank, hop), False), *following)
 
-        carry = hops.loop(visit_and_send, (found, hops.send(key, 0), hops.send(value, 0)))
-        found = visit(*carry, hops.source(rank, hops.ranks - 1), own=False)
+        carry = found, hops.send(key, 0), hops.send(value, 0)
+        found, key_here, value_here = hops.loop(visit_and_send, carry)
+        found = visit(found, key_here, value_here, hops.source(rank, hops.ranks - 1), own=False)
     found = [_Softmax(*beside_sinks(*x, sinks)) for x in found]
     out = plan.zigzag.join(*(in_heads(x.out.astype(value.dtype)) for x in found))
     # Made of what others sent, and kept like it by every policy.
@@ -217,20 +218,22 @@ def _backward(plan, residuals, out_gradient):
         last = hops.ranks - 1
 
         def gradients_at(of_queries, of_theirs, theirs, hop):
-            added, *more = visit(*apart(theirs), hops.source(rank, hop), own=False)
+            key, value = apart(theirs)
+            added, *more = visit(key, value, hops.source(rank, hop), own=False)
             added = [a + b for a, b in zip(of_queries, added, strict=True)]
             # They go with the keys that they are of, one hop behind them, and at last home.
             return added, hops.send(of_theirs + jnp.concatenate(more, axis=-1), hop)
 
         def visit_and_send(carry, hop):
-            theirs = carry[-1]
-            return *gradients_at(*carry, hop), hops.send(theirs, hop)
+            of_queries, of_theirs, theirs = carry
+            return *gradients_at(of_queries, of_theirs, theirs, hop), hops.send(theirs, hop)
 
         # Keys and values in one: a compiler that finds the hops of the forward pass here would not
         # send them again but keep what came.
         theirs = hops.send(jnp.concatenate([key, value], axis=-1), 0)
-        carry = hops.loop(visit_and_send, (of_queries, jnp.zeros_like(of_own), theirs))
-        of_queries, of_theirs = gradients_at(*carry, last)
+        carry = of_queries, jnp.zeros_like(of_own), theirs
+        of_queries, of_theirs, theirs = hops.loop(visit_and_send, carry)
+        of_queries, of_theirs = gradients_at(of_queries, of_theirs, theirs, last)
         of_own += of_theirs
     of_key, of_value = apart(of_own)
     of_sinks = None
