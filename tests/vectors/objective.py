@@ -67,6 +67,10 @@ class Objective:
     def path(self) -> Path:
         return FOLDER / f"{self.function}.json"
 
+    def results(self, inputs: Inputs, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """What the oracle makes of a case, as JSON values."""
+        return plain(self.oracle(**inputs, **parameters))
+
     def document(self) -> dict[str, Any]:
         """The file's content, every number worked out by the oracle."""
         return {
@@ -80,7 +84,7 @@ class Objective:
                     "name": case.name,
                     "inputs": plain(case.inputs),
                     "parameters": plain(case.parameters),
-                    **plain(self.oracle(**case.inputs, **case.parameters)),
+                    **self.results(case.inputs, case.parameters),
                 }
                 for case in self.cases
             ],
@@ -100,6 +104,15 @@ def plain(x: Any) -> Any:
     if isinstance(x, float) and not math.isfinite(x):
         return None if math.isnan(x) else ("inf" if x > 0 else "-inf")
     return x
+
+
+def numbers(x: Any) -> Any:
+    """The reverse of `plain` where it named a number that JSON cannot say."""
+    if isinstance(x, dict):
+        return {name: numbers(value) for name, value in x.items()}
+    if isinstance(x, list):
+        return [numbers(value) for value in x]
+    return float(x) if x in ("inf", "-inf") else x
 
 
 def text(document: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from compiling import UNOPTIMISED
 from contract_calls import public
-from vectors.objective import FOLDER, plain
+from vectors.objective import FOLDER, numbers, plain
 from vectors.tables import ROWS
 
 import jrl
@@ -195,12 +195,16 @@ def meet(name, number, tried):
 
 @pytest.mark.parametrize("vector", ROWS, ids=lambda vector: vector.function)
 def test_the_files_hold_what_the_oracles_say(vector):
-    # Not to the last bit: libraries of elementary functions differ between machines.
+    """From the inputs of the file, which are read and not made again: NumPy's logarithm has other
+    last digits on a processor without AVX-512, and so may every number here that is compared."""
     written = json.loads(vector.path.read_text())
-    for case, now in zip(written["cases"], plain(vector.document())["cases"], strict=True):
-        assert case["inputs"] == json.loads(json.dumps(now["inputs"]))
-        assert case["parameters"] == json.loads(json.dumps(now["parameters"]))
-        compare_numbers(case, now)
+    for case, row in zip(written["cases"], vector.cases, strict=True):
+        assert case["name"] == row.name
+        compare_numbers(case["inputs"], plain(row.inputs))
+        compare_numbers(case["parameters"], plain(row.parameters))
+        inputs, parameters = numbers(case["inputs"]), numbers(case["parameters"])
+        given = {name: case[name] for name in ("name", "inputs", "parameters")}
+        compare_numbers(case, {**given, **vector.results(inputs, parameters)})
 
 
 def compare_numbers(written, now):
