@@ -1,0 +1,292 @@
+"""A crossing beside one device with everything off: how far apart the two are."""
+
+import contextlib
+import re
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jrl.recipes.base.batch import Batch
+from jrl.rollout.scoring import PromptLayout
+from jrl.trainer.setup.networks import Network
+from jrl.trainer.setup.setup import Setup
+from tests.campaign.drawing import Crossing
+from tests.campaign.observing import Observed, batch_of, check_places, observe
+from tests.campaign.settings import one_device, setup_of
+
+EXACT = 2e-5
+"""Float32 sums of a few hundred terms in another order, relative to the largest element beside:
+some units in the sixth digit after a few layers."""
+KEYS_ARE_SHORT = 2e-4
+"""Gated DeltaNet divides keys of five elements by their lengths, of which some are near 0."""
+LEAST = 1e-3
+"""A leaf whose gradient is less than this part of the largest of all is a difference of terms that
+cancel (the bias of keys, which moves all scores of a query alike): its error is theirs."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Distances by the part of the run, each beside the most that is right."""
+
+    distances: dict[str, float]
+    limits: dict[str, float]
+    where: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def wrong(self) -> list[str]:
+        """The parts that are further than is right; NaN is."""
+        return [name for name, far in self.distances.items() if not far <= self.limits[name]]
+
+
+def compared(
+    crossing: Crossing, setup: Setup, references: dict[str, Any] | None = None
+) -> Comparison:
+    """The two runs of a crossing, one after the other.
+
+    Args:
+      setup: of the crossing.
+      references: what one device said of others, by what it depends on.
+    """
+    batch = batch_of(setup, setup.recipe.mini_batch_size)
+    decodes = bool(crossing.get("decode"))
+    found = observe(setup, batch, decodes)
+    expected = _reference(crossing, setup, batch, decodes, references)
+    return _comparison(crossing, setup, found, expected)
+
+
+def _reference(
+    crossing: Crossing,
+    setup: Setup,
+    batch: Batch[np.ndarray],
+    decodes: bool,
+    references: dict[str, Any] | None,
+) -> Observed:
+    plain = one_device(crossing)
+    order, number = micro_batches(setup)
+
+    # A prompt is run for each of its completions, and the micro-batches are one unless a loss
+    # compares with their load.
+    def alone(network: Network[Any]) -> Network[Any]:
+        layout = PromptLayout(plain.prompt_length, 1)
+        objective = replace(network.objective, layout=layout)
+        return replace(network, objective=objective, num_micro_batches=number)
+
+    key = repr((plain.model, plain.recipe, plain.run, number, order.tolist(), decodes))
+    if references is not None and key in references:
+        return references[key]
+    ordered = jax.tree.map(lambda column: column[order], batch)
+    found = _in_order(observe(plain, ordered, decodes, alone), np.argsort(order), len(order))
+    if references is not None:
+        references.clear()
+        references[key] = found
+    return found
+
+
+def _in_order(found: Observed, order: np.ndarray, rows: int) -> Observed:
+    """With the rows of scores where they were."""
+    for part in ("scores", "values"):
+        for name, column in found.get(part, {}).items():
+            assert column.shape[0] == rows, name
+            found[part][name] = column[order]
+    return found
+
+
+def micro_batches(setup: Setup) -> tuple[np.ndarray, int]:
+    """The order of rows and the number of micro-batches in which one device has, in each, the
+    tokens whose load the losses of a mesh compare with, or of which experts drop some."""
+    rows, dp, model = setup.recipe.mini_batch_size, setup.mesh.layout.dp, setup.model
+    number = setup.imitator.num_micro_batches
+    if setup.run.steps:
+        number = setup.networks.policy.num_micro_batches
+    natural = np.arange(rows)
+    if model.batch_balance_coef or model.capacity_factor is not None:
+        return natural, number * dp
+    if model.global_balance_coef:
+        return natural.reshape(dp, number, -1).swapaxes(0, 1).reshape(-1), number
+    return natural, 1
+
+
+def _comparison(
+    crossing: Crossing, setup: Setup, found: Observed, expected: Observed
+) -> Comparison:
+    exact = EXACT if setup.model.delta is None else KEYS_ARE_SHORT
+    rounds = _roundings(setup)
+    distances, limits, where = dict[str, float](), dict[str, float](), dict[str, str]()
+    assert found.keys() == expected.keys(), (found.keys(), expected.keys())
+    for part, own in found.items():
+        other = expected[part]
+        assert own.keys() == other.keys(), (part, own.keys() ^ other.keys())
+        kind = part.split()[-1]
+        if kind == "weights":
+            gradient = expected[part.replace("weights", "gradient")]
+            far = _moved(own, other, gradient, setup, rounds)
+        elif kind == "decoding":
+            far = _decoded(own, other, rounds)
+        else:
+            far = _apart(own, other, kind, rounds)
+        name = max(far, key=lambda name: (np.isnan(far[name]), far[name]))
+        distances[part], where[part] = float(far[name]), name
+        limits[part] = max(exact, rounds.get(kind, 0.0))
+    return Comparison(distances, limits, where)
+
+
+def _roundings(setup: Setup) -> dict[str, float]:
+    """What is right of parts that settings round to fewer digits than one device has."""
+    config, optimizer, rounds = setup.model, setup.networks.policy.optimizer, dict[str, float]()
+    if optimizer.gradient_wire == "bfloat16":
+        # Each device's sum is rounded once, to 2^-9 of itself, and some nearly cancel. The size of
+        # all together hardly moves.
+        rounds |= {"gradient": 2.0**-5, "norm": 2.0**-7}
+    wire = config.execution.activation_wire is not None
+    if wire or config.dtype == "bfloat16":
+        # Some fifty roundings one after the other, to 2^-9 or on the wire to 2^-4, after which a
+        # router may choose another expert: whether this is the same pass shows, and no digit more.
+        far = 0.6 if wire else 0.3
+        rounds |= {"gradient": far, "norm": far, "loss": far / 2, "scores": 1.0, "values": 1.0}
+        rounds |= {"metrics": np.inf, "weights": np.inf, "decoding": 0.6}
+    return rounds
+
+
+def _apart(
+    own: dict[str, np.ndarray], other: dict[str, np.ndarray], kind: str, rounds: dict[str, float]
+) -> dict[str, float]:
+    """How far each array is from its twin, in parts of what it is measured by."""
+    largest = max(float(np.max(np.abs(x), initial=0)) for x in other.values())
+    far = dict[str, float]()
+    for name, expected in other.items():
+        if own[name].shape != expected.shape:
+            far[name] = np.inf
+            continue
+        a, b = own[name].astype(np.float64), expected.astype(np.float64)
+        size = float(np.max(np.abs(b), initial=0))
+        if kind == "gradient" and rounds.get("gradient", 0) > 0.1:
+            # Of roundings without a bound for each element, that of all together says more.
+            least = LEAST * largest * np.sqrt(b.size)
+            far[name] = float(np.linalg.norm(a - b) / max(np.linalg.norm(b), least, 1e-30))
+            continue
+        scale = {"gradient": max(size, LEAST * largest, 1e-30), "loss": max(size, 0.1)}
+        if name in ("load", "choices"):
+            # Counts, and numbers of experts.
+            scale = {}
+        difference = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))
+        far[name] = float(np.max(difference, initial=0) / scale.get(kind, max(size, 1.0)))
+        if name in ("load", "choices") and far[name] and not rounds:
+            far[name] = max(far[name], 1.0)
+    return far
+
+
+def _moved(
+    own: dict[str, np.ndarray],
+    other: dict[str, np.ndarray],
+    gradient: dict[str, np.ndarray],
+    setup: Setup,
+    rounds: dict[str, float],
+) -> dict[str, float]:
+    """How far weights are apart after a step, in parts of a tenth of the learning rate.
+
+    Adam's first step is as large whatever the gradient is: where that is rounding alone, so is the
+    step, and elements whose gradient is not well above it are left out.
+    """
+    rate = float(setup.networks.policy.optimizer.rate_at(0))
+    largest = max(float(np.max(np.abs(x), initial=0)) for x in gradient.values())
+    exact = EXACT if setup.model.delta is None else KEYS_ARE_SHORT
+    error = 10 * max(exact, rounds.get("gradient", 0.0))
+    far = dict[str, float]()
+    for name, expected in other.items():
+        counts = np.ones(expected.shape, bool)
+        if name in gradient:
+            size = np.abs(gradient[name])
+            least = max(float(np.max(size, initial=0)), LEAST * largest)
+            # Above Adam's epsilon of 1e-8 too, beside which a small gradient counts for less.
+            counts = (size > max(error * least, 1e-5)) | ~np.any(size)
+        difference = np.where(counts, np.abs(own[name] - expected), 0.0)
+        far[name] = float(np.max(difference, initial=0)) / rate * 0.1
+    return far
+
+
+def _decoded(
+    own: dict[str, np.ndarray], other: dict[str, np.ndarray], rounds: dict[str, float]
+) -> dict[str, float]:
+    """How far log-probabilities are apart; 1 or more where another token was drawn."""
+    if rounds.get("decoding"):
+        # One token drawn differently, and all after it are.
+        first = own["tokens"][:, 0] != other["tokens"][:, 0]
+        return {"first tokens": float(np.mean(first))}
+    far = dict[str, float]()
+    for name, expected in other.items():
+        if own[name].shape != expected.shape:
+            far[name] = np.inf
+            continue
+        far[name] = float(np.max(np.abs(own[name].astype(np.float64) - expected), initial=0))
+    return far
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a crossing.
+
+    Attributes:
+      kind: "right", "refused", "wrong", "raised", or of a process that ended "aborted" and "hung".
+      reason: of a refusal its line; of a failure what is wrong.
+    """
+
+    kind: str
+    reason: str = ""
+    distances: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def failed(self) -> bool:
+        return self.kind not in ("right", "refused")
+
+
+def outcome_of(crossing: Crossing, references: dict[str, Any] | None = None) -> Outcome:
+    """Runs a crossing in this process."""
+    compiled = []
+    with _compilations(compiled):
+        try:
+            setup = setup_of(crossing)
+            check_places(setup)
+        except ValueError as error:
+            if compiled or "\n" in str(error):
+                return Outcome("raised", f"refused too late or at length: {error}")
+            return Outcome("refused", str(error))
+        except Exception as error:
+            return Outcome("raised", _place_of(error))
+    try:
+        found = compared(crossing, setup, references)
+    except Exception as error:
+        return Outcome("raised", _place_of(error))
+    if not found.wrong:
+        return Outcome("right", distances=found.distances)
+    parts = [f"{p} by {found.distances[p]:.2g} in {found.where[p]}" for p in found.wrong]
+    return Outcome("wrong", "; ".join(parts), found.distances)
+
+
+@contextlib.contextmanager
+def _compilations(into: list[str]) -> Iterator[None]:
+    """Adds the events of each compilation."""
+
+    def listen(event: str, *_: Any, **__: Any) -> None:
+        if "backend_compile" in event:
+            into.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def _place_of(error: Exception) -> str:
+    """An exception in a line, with the last place of the library that it went through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    rooms = [f for f in frames if re.search(r"/(jrl|moe|sharding|tests)/", f.filename)]
+    last = (rooms or frames)[-1]
+    where = "/".join(Path(last.filename).parts[-3:])
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__} at {where}:{last.lineno}: {lines[0][:300]}"
