@@ -306,7 +306,7 @@ def _keep_with_run(setup: "Setup", folder: RunFolder) -> None:
                 keep(origin, folder.origin_path)
             records.replace(folder.model_path, (Path(checkpoint) / "config.json").read_bytes())
         setup.tokenizer.save(folder.tokenizer_path)
-        again = f"repeats this run: {PROGRAM} --config {folder.settings_path}"
+        again = f"repeats this run: {PROGRAM} --config {shlex.quote(str(folder.settings_path))}"
         said = without_idle(folder.config(), type(setup.recipe))
         records.replace(folder.settings_path, settings_text(said, again).encode())
 

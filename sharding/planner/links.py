@@ -66,10 +66,10 @@ def of_layer(
     model: ModelSizes, layout: Layout, batch: Batch, method: Method, hardware: Hardware
 ) -> Timed:
     """One layer with one micro-batch, forward and backward (`sharding.planner.volumes.layer`)."""
-    attention, routed = alike(layout)
+    routed = alike(layout)[1]
     given, parts = (for_tokens(method), hardware), []
     for rows in method.streams(batch):
-        parts.append(_beside_experts(model, attention, rows, *given))
+        parts.append(beside_experts(model, layout, rows, method, hardware))
         parts.append(_experts(model, routed, rows.local_tokens(layout), *given))
     return tuple(chain.from_iterable(chain(*direction) for direction in zip(*parts, strict=True)))
 
@@ -78,7 +78,9 @@ def beside_experts(
     model: ModelSizes, layout: Layout, batch: Batch, method: Method, hardware: Hardware
 ) -> tuple[Timed, Timed]:
     """`sharding.planner.volumes.beside_experts`, forward and backward."""
-    return _beside_experts(model, alike(layout)[0], batch, for_tokens(method), hardware)
+    # The hops of a ring are others under a pipeline.
+    own = layout if method.context == "ring" and layout.pp > 1 else alike(layout)[0]
+    return _beside_experts(model, own, batch, for_tokens(method), hardware)
 
 
 @functools.lru_cache(maxsize=4096)
