@@ -11,7 +11,7 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,7 @@ from jrl.processes.agreement import FailTogether, check_same, connect, is_main_p
 from jrl.processes.coordinator import ALONE, Processes
 from jrl.recipes import Recipe
 from jrl.recipes.grpo import Grpo
+from jrl.report.compilation import CompilationWatch
 from jrl.report.evaluation_display import EvaluationDisplay
 from jrl.rollout.sampling import Sampling
 from jrl.runs.folder import RunFolder
@@ -206,7 +207,8 @@ def _evaluate(request: Request) -> dict[str, Any]:
             setup = build_setup(run, recipe, tokenizer, load_model(folder), code_path)
     connect(setup.mesh)
     connect(setup.rollout_mesh)
-    with closing(setup.task), EvaluationDisplay() as display:
+    watch = CompilationWatch() if is_main_process() else nullcontext()
+    with closing(setup.task), watch, EvaluationDisplay() as display:
         critic, sampler = None, setup.sampler(request.seed)
         # The characters of another task may be none of the tokenizer's.
         setup.tokenizer.encode(setup.task.characters)

@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -363,13 +363,15 @@ def _train(
     adapters: "Transformer[Array] | None",
     prompts_seen: int = 0,
 ) -> int:
+    from jrl.report.compilation import CompilationWatch
     from jrl.trainer.loop import train
 
     resume = f"{PROGRAM} --resume --run-dir {shlex.quote(str(folder.path))}"
     _say_dispatch(setup)
     print(f"run folder: {folder.path}", flush=True)
     try:
-        outcome = train(setup, folder, weights, adapters, prompts_seen)
+        with CompilationWatch() if is_main_process() else nullcontext():
+            outcome = train(setup, folder, weights, adapters, prompts_seen)
     except KeyboardInterrupt:
         print(f"interrupted; go on from the last checkpoint with: {resume}", file=sys.stderr)
         return 130

@@ -20,6 +20,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from jrl.report import compilation
+
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII_BLOCKS = "_.-=+*%#"
 
@@ -293,7 +295,7 @@ class _Progress:
         self.every = every
         self._step = first_step
         self._side: str = ""
-        self._body: RenderableType = Text("compiling ...", style="dim")
+        self._body: RenderableType = Text("starting ...", style="dim")
         self._started = time.monotonic()
         # The remaining time comes from the last steps alone: the first one compiles.
         self._ticks: deque[tuple[int, float]] = deque(maxlen=20)
@@ -309,6 +311,7 @@ class _Progress:
                 get_renderable=self._render, console=self.console, refresh_per_second=4
             )
             self._live.start()
+            compilation.drawing(self, True)
 
     def update(
         self, step: int, side: str, body: RenderableType, line: str, always: bool = False
@@ -331,6 +334,7 @@ class _Progress:
     def stop(self) -> None:
         self._stopped = True
         if self._live is not None:
+            compilation.drawing(self, False)
             self._live.stop()  # draws once more
             self._live = None
         elif self._last_line is not None:
@@ -365,4 +369,7 @@ class _Progress:
             Text("" if self._stopped else f"{self._remaining()} left", style="dim"),
             Text(self._side, style="magenta"),
         )
-        return Group(header, self._body)
+        compiling = compilation.current_line()
+        if compiling is None:
+            return Group(header, self._body)
+        return Group(header, self._body, Text(compiling, style="dim"))

@@ -7,14 +7,27 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     SpinnerColumn,
+    Task,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
 )
+from rich.text import Text
+
+from jrl.report import compilation
 
 LINES = 10
 """Lines per phase at most, where there is no terminal."""
+
+
+class _CompilationColumn(ProgressColumn):
+    """The program that is being compiled."""
+
+    def render(self, task: Task) -> Text:
+        line = None if task.finished else compilation.current_line()
+        return Text(line or "", style="dim")
 
 
 class EvaluationDisplay:
@@ -58,12 +71,15 @@ class EvaluationDisplay:
                 MofNCompleteColumn(),
                 TextColumn("completions"),
                 TimeElapsedColumn(),
+                _CompilationColumn(),
                 console=self._console,
             )
             self._progress.start()
+            compilation.drawing(self, True)
         return self
 
     def __exit__(self, *error: object) -> None:
         if self._progress is not None:
+            compilation.drawing(self, False)
             self._progress.stop()
             self._progress = None

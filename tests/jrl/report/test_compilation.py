@@ -1,0 +1,89 @@
+"""Lines that say what is being compiled."""
+
+import io
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+from rich.console import Console
+
+from jrl.report import compilation
+from jrl.report.compilation import COMPILED, LOWERED, CompilationWatch
+from jrl.report.display import TrainingDisplay
+
+
+def watch(short=0.0, terminal=False):
+    return CompilationWatch(Console(file=io.StringIO(), force_terminal=terminal), short)
+
+
+def printed(watched):
+    return watched._console.file.getvalue()
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        ("jit(update)", "the update"),
+        ("jit(advance)", "the decoding loop"),
+        ("jit(targets_of)", "a program (targets_of)"),
+        ("jit(<lambda>)", "a program"),
+    ],
+)
+def test_a_long_compilation_is_named_until_it_ends(function, name):
+    with watch() as watched:
+        assert compilation.current_line() is None
+        watched._heard(LOWERED, 0.1, fun_name=function)
+        assert compilation.current_line() == f"compiling {name}, 0 s"
+        wait_for(lambda: printed(watched))
+        watched._heard(COMPILED, 0.2, fun_name=function)
+        assert compilation.current_line() is None
+    assert printed(watched) == f"compiling {name} ...\n"
+
+
+def test_a_short_one_is_not_told_of():
+    with watch(short=60.0) as watched:
+        watched._heard(LOWERED, 0.1, fun_name="jit(update)")
+        assert compilation.current_line() is None
+        watched._heard(COMPILED, 0.2, fun_name="jit(update)")
+    assert printed(watched) == ""
+
+
+def test_jax_says_when_a_program_is_compiled():
+    """By events that have the names this module knows."""
+    heard = []
+
+    class Listening(CompilationWatch):
+        def _begin(self, function):
+            heard.append(function)
+
+        def _end(self):
+            heard.append("end")
+
+    def update(x):
+        return jnp.tanh(x) * 3
+
+    with Listening(short=60.0):
+        jax.jit(update)(jnp.ones((3, 5)))
+    begun = heard.index("jit(update)")
+    assert "end" in heard[begun:]
+    heard.clear()
+    jax.jit(lambda x: x + 7)(jnp.ones(3))
+    assert heard == [], "the watch listens after its end"
+
+
+def test_a_display_on_a_terminal_draws_the_line():
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, height=20)
+    with watch() as watched, TrainingDisplay(10, console=console) as display:
+        watched._heard(LOWERED, 0.1, fun_name="jit(update)")
+        wait_for(lambda: "compiling the update, 0 s" in console.file.getvalue())
+        watched._heard(COMPILED, 0.1, fun_name="jit(update)")
+        display.update(1, {"critic/score/mean": 0.5})
+    assert printed(watched) == "", "the line was printed into the drawing"
