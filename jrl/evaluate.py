@@ -5,10 +5,8 @@ still be going on; nothing is written into its folder but, with ``--diagnostics`
 ``plots/value_diagnostics.png`` of what its critic is worth.
 """
 
-import errno
 import json
 import math
-import os
 import sys
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
@@ -123,8 +121,8 @@ def _check(request: Request) -> None:
         raise ValueError(f"temperature={request.temperature} must be a number from 0.")
     temperature = 1.0 if request.temperature is None else request.temperature
     Sampling(temperature, request.top_k, request.top_p)
-    if request.json is not None and not Path(request.json).absolute().parent.is_dir():
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), request.json)
+    if request.json is not None:
+        Path(request.json).absolute().parent.mkdir(parents=True, exist_ok=True)
 
 
 def _configuration(request: Request, folder: RunFolder | None) -> tuple[RunConfig, Recipe]:

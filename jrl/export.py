@@ -4,7 +4,6 @@ DIR gets config.json and safetensors as `transformers` and vLLM have them, the t
 template and generation_config.json. The run may still be going on; nothing is written into it.
 """
 
-import errno
 import glob
 import json
 import os
@@ -92,8 +91,6 @@ def _check(request: Request, folder: RunFolder) -> None:
     target = Path(request.to)
     if target.exists() or target.is_symlink():
         raise ValueError(f"to={request.to!r} is there already: choose a folder that is not.")
-    if not target.absolute().parent.is_dir():
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(target.parent))
     # Of a run that has them the file says so; one without any has no such setting.
     adapted = folder.config()["run"].get("lora_rank") is not None
     if adapted and not request.merge:
@@ -186,7 +183,7 @@ def _whole(target: Path) -> Iterator[Path]:
         if number.isdecimal() and not _is_alive(int(number)):
             shutil.rmtree(left)
     place = target.absolute().parent / f"{begins}{os.getpid()}"
-    place.mkdir()
+    place.mkdir(parents=True)
     try:
         yield place
         # Of two exports to one place the later one fails here, on a folder that is not empty.

@@ -227,8 +227,9 @@ def print_samples(
     """Print what the policy answered before and after, side by side.
 
     Args:
-      before: "prompt", "completion" and "score" of completions before reinforcement, as
-        `jrl.runs.records.read_samples` gives them; full marks of 1 get ``✓``, none ``✗``.
+      before: "prompt", "completion", "score" and "reason" of completions before reinforcement, as
+        `jrl.runs.records.read_samples` gives them; those that accuracy counts get ``✓``, those
+        without a score ``✗``.
       after: of completions of the same prompts after it.
       console: where to print; standard output by default.
 
@@ -242,7 +243,7 @@ def print_samples(
     for old, new in zip(before, after, strict=True):
         cells = [_shown(old["prompt"], console)]
         for sample in (old, new):
-            cells += [_shown(sample["completion"], console), _mark(float(sample["score"]), console)]
+            cells += [_shown(sample["completion"], console), _mark(sample, console)]
         table.add_row(*cells)
     console.print(table)
 
@@ -252,8 +253,10 @@ def _shown(text: str, console: Console) -> Text:
     return Text(visible(text).encode(encoding, errors="backslashreplace").decode(encoding))
 
 
-def _mark(score: float | int, console: Console) -> Text:
-    if score >= 1.0:
+def _mark(sample: Mapping[str, Any], console: Console) -> Text:
+    score = float(sample["score"])
+    # As accuracy counts: full marks of a user's reward may be any number.
+    if sample.get("reason") == "correct":
         mark, style = "✓", "bold green"
     elif score > 0.0:
         mark, style = "◐", "yellow"

@@ -134,11 +134,16 @@ def read_samples(path: Path | str) -> list[dict[str, Any]]:
 def replace(path: Path, content: bytes) -> None:
     """Give the file `path` new content so that a kill leaves the old or the new, never a part."""
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        # Not by `tempfile`, whose files are their owner's alone, whatever the umask says.
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def read_object(path: Path, mend: str) -> dict[str, Any]:

@@ -10,8 +10,9 @@ from typing import Any
 
 import tokenizers
 
+from jrl.runs import records
 from jrl.text.chat import today
-from jrl.text.tokenizer import Tokenizer, Usage, checked_usage, usage_from, write_whole
+from jrl.text.tokenizer import Tokenizer, Usage, checked_usage, usage_from
 
 BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 """A byte where the vocabulary has a token for each."""
@@ -104,7 +105,7 @@ class JsonTokenizer(Tokenizer):
 
     def save(self, path: str | Path) -> None:
         """Writes one JSON file that `load_tokenizer` reads."""
-        write_whole(Path(path), json.dumps(self._content).encode())
+        records.replace(Path(path), json.dumps(self._content).encode())
 
     def vocabulary(self) -> dict[str, bytes]:
         pipeline = json.dumps(self._content["pipeline"], ensure_ascii=False, indent=2)

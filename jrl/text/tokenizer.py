@@ -8,9 +8,7 @@ never added here: whoever lays out a batch knows where they belong.
 import base64
 import io
 import json
-import os
 import re
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
@@ -18,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import sentencepiece
+
+from jrl.runs import records
 
 # The ids of a character model; a user's file brings its own.
 PAD_ID, BOS_ID, EOS_ID, UNK_ID = 0, 1, 2, 3
@@ -268,7 +268,7 @@ class Tokenizer:
         if self.usage != Usage():
             model = base64.b64encode(self._model).decode()
             content = json.dumps({"sentencepiece": model, **asdict(self.usage)}).encode()
-        write_whole(Path(path), content)
+        records.replace(Path(path), content)
 
     def vocabulary(self) -> dict[str, bytes]:
         """The file of a public checkpoint that has the vocabulary, by its name."""
@@ -316,20 +316,6 @@ def checked_usage(usage: Usage, vocab_size: int) -> Usage:
                 f"{vocab_size}: take the config.json and generation_config.json of the checkpoint."
             )
     return usage
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file so that a reader sees the old one or the whole new one."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 def _unfit(character: str) -> ValueError:

@@ -23,7 +23,6 @@ import jax
 import numpy as np
 import safetensors
 from jaxtyping import Array
-from safetensors.numpy import save_file
 
 from moe.adapters.adapted import Adapted
 from moe.adapters.settings import Lora
@@ -32,6 +31,7 @@ from moe.config import ModelConfig
 from moe.huggingface.configuration import family_for
 from moe.huggingface.options import Options
 from moe.huggingface.tensors import Tensors, tensors_of
+from moe.huggingface.writing import write_tensors
 from moe.placement import in_chunks, shardings
 from moe.weights import Transformer, axis_sizes, initialise_trained, table, targets_of
 from sharding.folding import FoldedMesh
@@ -125,7 +125,7 @@ def save_adapters(
     }
     directory.mkdir(parents=True, exist_ok=True)
     contiguous = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
-    save_file(contiguous, directory / TENSORS, metadata={"format": "pt"})
+    write_tensors(contiguous, directory / TENSORS)
     (directory / CONFIG).write_text(json.dumps(options, indent=2) + "\n")
 
 

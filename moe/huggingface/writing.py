@@ -1,6 +1,7 @@
 """Weights into a checkpoint that `transformers` reads."""
 
 import json
+import stat
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -69,11 +70,20 @@ def save(
         tensors = {
             name: _tensor(leaves[number], plan, place, dtype) for name, plan, number, place in held
         }
-        save_file(tensors, directory / file, metadata={"format": "pt"})
+        write_tensors(tensors, directory / file)
     if len(files) > 1:
         _write_index(directory, files, jnp.dtype(dtype).itemsize)
     # Last: a directory with a config.json is whole.
     _write_json(directory / "config.json", options)
+
+
+def write_tensors(tensors: dict[str, np.ndarray], path: Path) -> None:
+    """A safetensors file that others may read as they may read any other new file: the library
+    makes it readable for its owner alone."""
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(mode)
 
 
 def fold_embedding_scale(

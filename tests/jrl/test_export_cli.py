@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import socket
+import stat
 import subprocess
 import sys
 from dataclasses import replace
@@ -270,6 +271,16 @@ def test_what_cannot_be_exported_is_said_in_one_line(flags, message, chat_run, t
     assert export.main([str(chat_run[0]), "--to", str(tmp_path / "model"), *flags]) == 2
     assert re.search(message, one_line(capsys.readouterr()))
     assert os.listdir(tmp_path) == []
+
+
+def test_folders_are_made_and_files_are_as_readable_as_any(chat_run, tmp_path):
+    before = os.umask(0o022)
+    try:
+        to = tmp_path / "new" / "child"
+        assert export.main([str(chat_run[0]), "--to", str(to)]) == 0
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in to.iterdir()} == {0o644}
 
 
 def test_nothing_is_written_over(chat_run, exported, capsys):

@@ -28,8 +28,13 @@ def terminal(width=100):
 
 
 def samples(*rows):
+    """Of prompt, completion, score and, where that does not say it, the reason."""
     names = "prompt", "completion", "score"
-    return [dict(zip(names, row, strict=True)) for row in rows]
+    reasons = {1.0: "correct", 0.0: "wrong"}
+    return [
+        {**dict(zip(names, row[:3], strict=True)), "reason": [*row, reasons.get(row[2])][3]}
+        for row in rows
+    ]
 
 
 def written(console):
@@ -155,6 +160,18 @@ def test_samples_side_by_side_and_harmless(console):
     (row,) = [line for line in text.splitlines() if "sort 312" in line]
     assert row.index("132") < row.index("✗ 0.00") < row.index("123") < row.index("✓ 1.00")
     assert "◐ 0.50" in text
+
+
+@pytest.mark.parametrize(
+    ("score", "reason", "mark"),
+    [(1.0, "partial", "◐ 1.00"), (2.0, "correct", "✓ 2.00"), (-1.0, "wrong", "✗ -1.00")],
+)
+def test_the_mark_is_what_accuracy_counts(score, reason, mark):
+    """Full marks of a user's reward may be 2, and 1 then counts for nothing."""
+    console = pipe()
+    rows = samples(("a", "b", score, reason))
+    display.print_samples(rows, rows, console=console)
+    assert mark in written(console)
 
 
 def test_samples_on_a_terminal_without_unicode():

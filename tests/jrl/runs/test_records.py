@@ -1,5 +1,8 @@
+import errno
 import json
 import math
+import os
+import stat
 import struct
 
 import jax.numpy as jnp
@@ -139,3 +142,27 @@ def test_a_sample_without_a_field_is_an_error_with_its_line(path, field):
     write(path, (1, {**SAMPLE, field: [3]}))
     with pytest.raises(ValueError, match=rf"jsonl:1: the sample has {field} \[3\]: each"):
         records.read_samples(path)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_a_new_file_has_the_mode_of_the_umask(umask, tmp_path):
+    before = os.umask(umask)
+    try:
+        records.replace(tmp_path / "file", b"content")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o666 & ~umask
+
+
+def test_what_cannot_be_written_leaves_the_old_file_alone(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(records.os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        records.replace(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]

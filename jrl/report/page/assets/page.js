@@ -258,12 +258,12 @@
     if (!browser.found.includes(browser.chosen)) browser.chosen = browser.found[0] || null;
     drawList(); drawSample();
   }
-  const scoreClass = (x) => (x >= 1 ? "good" : x <= 0 ? "bad" : "");
+  const scoreClass = (s) => (s.reason === "correct" ? "good" : s.score <= 0 ? "bad" : "");
   const counted = (n, word) => `${number(n)} ${word}${n === 1 ? "" : "s"}`;
 
   function drawList() {
     const items = browser.found.slice(0, browser.limit).map((s) => el("div", { class: "item", role: "option", id: "sample-" + s.at, "aria-selected": String(s === browser.chosen), onclick: () => choose(s) },
-      el("span", { class: "score " + scoreClass(s.score) }, number(s.score, 3)), el("span", { class: "text" }, s.completion.trim().slice(0, 160) || "(empty)"),
+      el("span", { class: "score " + scoreClass(s) }, number(s.score, 3)), el("span", { class: "text" }, s.completion.trim().slice(0, 160) || "(empty)"),
       el("span", { class: "about" }, [several ? runs[s.run].name : null, `step ${s.step}`, s.kind, s.reason, s.length === undefined ? null : counted(s.length, "token")].filter(Boolean).join(" · "))));
     if (browser.found.length > browser.limit)
       items.push(el("button", { class: "more", type: "button", onclick: () => { browser.limit += SHOWN; drawList(); } }, `${number(browser.found.length - browser.limit)} more`));
@@ -337,7 +337,7 @@
     const fact = (word, value, kind) => (value === undefined || value === null ? null : el("div", {}, el("dt", {}, word), el("dd", { class: kind || "" }, value)));
     const block = (word, text) => (text === undefined || text === null || text === "" ? [] : [el("h3", {}, word), el("pre", {}, ...marked(typeof text === "string" ? text : JSON.stringify(text)))]);
     $("sample").replaceChildren(
-      el("dl", {}, fact("score", number(s.score), scoreClass(s.score)), fact("reason", s.reason), fact("step", number(s.step)), fact("kind", s.kind), fact("tokens", s.length === undefined ? null : number(s.length) + (s.truncated ? ", cut" : "")),
+      el("dl", {}, fact("score", number(s.score), scoreClass(s)), fact("reason", s.reason), fact("step", number(s.step)), fact("kind", s.kind), fact("tokens", s.length === undefined ? null : number(s.length) + (s.truncated ? ", cut" : "")),
         fact("task", s.task), several ? fact("run", runs[s.run].name) : null, ...Object.entries(s.rewards || {}).map(([name, value]) => fact(name, number(value)))),
       ...block("Prompt", s.prompt), el("h3", {}, "Completion"), el("pre", { id: "completion" }, ...marked(s.completion)), ...block("Answer", s.answer),
       ...(s.tokens ? [el("h3", {}, "Tokens"), ...coloured(s.tokens).filter(Boolean)] : []), ...block("Conversation", s.conversation));
