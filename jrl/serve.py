@@ -10,15 +10,21 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import tyro
 
 from jrl.config.command_line import exit_status, start_jax
 from jrl.config.numbers import check_least, check_seed
 
+if TYPE_CHECKING:
+    from moe.config import ModelConfig
+
 KEY_VARIABLE = "JRL_API_KEY"
 LENGTH = 1024
-"""Tokens of prompt and completion where nobody chose their number, at most."""
+"""Tokens of prompt and completion of a network that says nothing of its positions."""
+CACHE = 4 << 30
+"""Bytes of the KV cache that a length which nobody chose may take."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +46,8 @@ class Request:
     queue: int = 256
     """Choices that may wait for a slot; requests with more are refused with 429."""
     length: int | None = None
-    """Tokens of prompt and completion together, at most; None is 1024, or what the network was made
-    for where that is less."""
+    """Tokens of prompt and completion together, at most; None is what the network was made for, or
+    as much of that as has room in a KV cache of 4 GiB for all slots, and 1024 at the least."""
     max_tokens: int | None = None
     """Tokens of a completion, at most; None is what the length leaves."""
     window: int = 8
@@ -163,7 +169,11 @@ def _made(request: Request):
             f"follow=True has nothing to follow: {request.run} is a checkpoint of one version. "
             "Leave out --follow, or serve a run."
         )
-    length = min(LENGTH, positions or LENGTH) if request.length is None else request.length
+    length = request.length
+    if length is None:
+        length, why = default_length(policy.model, request.slots)
+        if why:
+            print(why, file=sys.stderr)
     if positions is not None and length > positions:
         raise ValueError(
             f"length={length} is more than the {positions} positions that the network was made "
@@ -187,6 +197,35 @@ def _made(request: Request):
     )
     front = Front(service, served, metrics, api_key=_key(request), most_bytes=request.max_body)
     return service, front, name
+
+
+def default_length(model: "ModelConfig", slots: int) -> tuple[int, str]:
+    """Tokens of a row where nobody chose their number: what the network was made for, or as much of
+    it as has room; and a line that says so where it is less."""
+    import jax
+
+    from jrl.trainer.setup.memory import cache_bytes
+    from sharding.folding import Layout, fold
+
+    positions = model.max_positions
+    if positions is None:
+        return LENGTH, ""
+    one_device = fold(Layout(), jax.devices()[:1])
+
+    def takes(length: int) -> int:
+        return cache_bytes(model, one_device, slots, length)
+
+    length = positions
+    # Halves, so that lengths are as even as those of published networks.
+    while length > LENGTH and takes(length) > CACHE:
+        length //= 2
+    if length == positions:
+        return length, ""
+    return length, (
+        f"length: {length} of the {positions} tokens that the network was made for: a KV cache of "
+        f"{slots} slots takes {takes(length) / 2**30:.2g} GiB for these, and "
+        f"{takes(positions) / 2**30:.2g} GiB with --length {positions}"
+    )
 
 
 def _key(request: Request) -> str | None:

@@ -22,6 +22,7 @@ from jrl.rollout.decoding.requests import Request
 from jrl.rollout.sampling import GREEDY
 from jrl.serve import main
 from jrl.trainer.evaluation.deployed import deployed
+from moe.config import ModelConfig
 
 KEY, SLOTS, LENGTH = "secret", 8, 64
 PROMPT = "Ann has 3 pens"
@@ -366,3 +367,27 @@ def test_a_run_is_followed_while_it_is_served(grpo_run, tmp_path):
             answer = http.post("/v1/chat/completions", json=chat)
             assert answer.json()["error"]["code"] == "no_chat_template"
         assert server.end() == 0
+
+
+SIZES = {"vocab_size": 8, "num_layers": 32, "num_kv_heads": 4, "head_dim": 128}
+
+
+@pytest.mark.parametrize(
+    ("positions", "slots", "length"),
+    [
+        (None, 16, 1024),
+        (512, 16, 512),
+        (8192, 2, 8192),
+        # 2 x 4 x 128 x 4 bytes in each of 32 layers: 128 KiB a token and slot.
+        (8192, 16, 2048),
+        (131072, 1024, 1024),
+    ],
+)
+def test_the_default_length_is_the_networks_where_there_is_room(positions, slots, length):
+    found, why = serve.default_length(ModelConfig(**SIZES, max_positions=positions), slots)
+    assert found == length
+    assert bool(why) == (positions is not None and length < positions)
+    if why:
+        assert (
+            f"length: {length} of the {positions} tokens" in why and f"--length {positions}" in why
+        )
