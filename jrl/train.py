@@ -225,8 +225,13 @@ def _build(request: Request, folder: RunFolder | None = None) -> "Setup":
 def _tokenizer(run: RunConfig, folder: RunFolder | None) -> Tokenizer | None:
     """The tokenizer of the run that is resumed or started from; None makes one as configured."""
     # One that was killed while its folder was being made has none yet.
-    if folder is not None and (folder.tokenizer_path.exists() or folder.metrics_path.exists()):
+    if folder is not None and folder.tokenizer_path.exists():
         return load_tokenizer(folder.tokenizer_path)
+    if folder is not None and folder.metrics_path.exists():
+        raise ValueError(
+            f"{folder.tokenizer_path} is gone, by which the run has numbered its tokens: put it "
+            "back, from a copy of this run or from another run of the same task and tokenizer."
+        )
     if run.weights is None:
         return None
     if run.tokenizer is not None:

@@ -21,6 +21,7 @@ import orbax.checkpoint as ocp
 
 from jrl.processes.agreement import FailTogether, broadcast_from_main, is_main_process
 from jrl.runs import manifest
+from jrl.runs.storage import StorageError, writing
 
 TEMPORARY = re.compile(r"\d+\.(writing.*|deleting)")
 
@@ -114,6 +115,7 @@ class Checkpoints:
         Raises:
           ValueError: for a step that is not newer, a leaf that is not an array, or a `meta` that
             JSON cannot hold.
+          StorageError: where the file system refuses to hold it; the checkpoints before it stay.
         """
         latest = self.latest_step()
         if step < 0 or (latest is not None and step <= latest):
@@ -127,22 +129,32 @@ class Checkpoints:
             json.dumps(meta, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise ValueError(f"meta cannot be written as JSON: {error}") from None
-        self._remove_leftovers()
+        if not self.directory.parent.is_dir():
+            # Orbax would make it again, and half a run would be there.
+            raise StorageError(
+                f"{self.directory.parent} is gone: the checkpoint of step {step} has no place. Put "
+                "the folder back, or begin again in another."
+            )
         path = self.directory / f"{step}.writing"
-        self._orbax.save(
-            path,
-            args=ocp.args.Composite(
-                # Orbax refuses arrays without elements; their shape in `tree` says it all.
-                state=ocp.args.PyTreeSave(
-                    {name: _raw(leaf) for name, leaf in leaves.items() if leaf.size}
+        kept = "there is no earlier one" if latest is None else f"that of step {latest} stays whole"
+        with writing(self.directory, f"The checkpoint of step {step} was not written, {kept}."):
+            self._remove_leftovers()
+            self._orbax.save(
+                path,
+                args=ocp.args.Composite(
+                    # Orbax refuses arrays without elements; their shape in `tree` says it all.
+                    state=ocp.args.PyTreeSave(
+                        {name: _raw(leaf) for name, leaf in leaves.items() if leaf.size}
+                    ),
+                    tree=ocp.args.JsonSave(
+                        {name: _describe(leaf) for name, leaf in leaves.items()}
+                    ),
+                    meta=ocp.args.JsonSave(meta),
                 ),
-                tree=ocp.args.JsonSave({name: _describe(leaf) for name, leaf in leaves.items()}),
-                meta=ocp.args.JsonSave(meta),
-            ),
-        )
-        manifest.write(path, step)
-        if is_main_process():
-            path.rename(self.directory / str(step))
+            )
+            manifest.write(path, step)
+            if is_main_process():
+                path.rename(self.directory / str(step))
         self._delete(self.steps()[: -self.keep])
 
     def restore(self, step: int | None, like: Any, part: str = "") -> tuple[Any, dict[str, Any]]:

@@ -1,0 +1,55 @@
+"""What a file system refuses is one line."""
+
+import errno
+import os
+
+import numpy as np
+import pytest
+
+from jrl.runs.checkpoints import Checkpoints
+from jrl.runs.storage import StorageError, refusal_of, writing
+
+
+@pytest.mark.parametrize(
+    ("error", "number"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), errno.ENOSPC),
+        (
+            ValueError(f"RESOURCE_EXHAUSTED: {os.strerror(errno.EMFILE)} [OS error 24]"),
+            errno.EMFILE,
+        ),
+        (ValueError("a step that is not newer"), None),
+        (OSError(errno.ENOENT, "No such file or directory"), None),
+    ],
+)
+def test_refusals_are_told_from_faults(error, number):
+    assert refusal_of(error) == number
+    wrapped = RuntimeError("a thread failed")
+    wrapped.__cause__ = error
+    assert refusal_of(wrapped) == number
+
+
+def test_a_fault_of_ours_stays_what_it_is(tmp_path):
+    with pytest.raises(KeyError), writing(tmp_path, ""):
+        raise KeyError("leaf")
+
+
+def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    state = {"x": np.arange(3)}
+    checkpoints.save(1, state)
+
+    def full(*_, **__):
+        raise ValueError("RESOURCE_EXHAUSTED: Error writing: No space left on device")
+
+    monkeypatch.setattr(checkpoints._orbax, "save", full)
+    with pytest.raises(StorageError, match=r"No space left.*make room.*step 1 stays whole"):
+        checkpoints.save(2, state)
+    assert checkpoints.newest_whole()[0] == 1
+
+
+def test_a_run_folder_that_is_gone_does_not_come_back(tmp_path):
+    folder = tmp_path / "run"
+    with pytest.raises(StorageError, match="run is gone: the checkpoint of step 1 has no place"):
+        Checkpoints(folder / "checkpoints").save(1, {"x": np.arange(3)})
+    assert not folder.exists()
