@@ -1,8 +1,9 @@
 """Prompts from a generator of reasoning-gym, scored by that generator.
 
-It scores the answer in a completion (`jrl.tasks.answers`), without blanks around it. A chat model is
-asked for it as the library's own evaluations ask, in ``<answer>`` tags, by the system message of
-`reasoning_gym.utils.SYSTEM_PROMPTS["default"]`; other policies read the bare prompt, as before.
+It scores the answer in a completion (`jrl.tasks.answers`), without blanks around it. A chat model
+is asked for it as the library's own evaluations ask, in ``<answer>`` tags, by the system message
+`reasoning_gym.utils.SYSTEM_PROMPTS["default"]`; a policy without a chat template reads the prompt
+alone.
 
 What its scorer gives is clipped to [0, 1] and otherwise taken as it is, with its faults: some
 generators reward garbage (`game_of_life_halting` fully, several with 0.01 or 0.05), and such credit

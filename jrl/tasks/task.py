@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 # Why a completion got its score. "unevaluated" is an answer with the right value that is still to
-# be worked out, as 17 + 25 is for 42. From "unparsable" on they are counted as failures of their own
-# in the metrics: "unparsable" is the policy's (no answer to be found), the others are the
-# verifier's, which took too long, raised an exception, or gave NaN, an infinity or no number at all.
+# be worked out, as 17 + 25 is for 42; "unparsable" is no answer at all. The last ones are failures
+# of the verifier, which took too long, raised an exception, or gave NaN, an infinity or no number.
 REASONS = (
     *("correct", "partial", "wrong", "unevaluated", "unparsable"),
     *("timeout", "error", "not_finite", "invalid"),

@@ -19,6 +19,10 @@ REASONING = (
     ("<|channel|>commentary", "<|channel|>final<|message|>"),
 )
 """How checkpoints open and end their reasoning."""
+REASONING_TOKENS = frozenset(
+    {"<|channel|>", "<|message|>", *(mark for pair in REASONING for mark in pair)}
+)
+"""Special tokens that marks of reasoning are, or are made of."""
 UNREADABLE = "\ufffd"
 """Stands for a special token in a completion."""
 BLANKS = " \t\r\n\f\v\u00a0\u200b\ufeff"
@@ -89,12 +93,12 @@ def after_reasoning(completion: str) -> str | None:
 
 
 def opens_reasoning(text: str) -> str:
-    """The mark with which a text leaves reasoning open, empty where it does not."""
-    start = 0
-    for found in _ENDS.finditer(text):
-        start = found.end()
-    opened = list(_OPENS.finditer(text, start))
-    return opened[-1][0] if opened else ""
+    """The mark of open reasoning, with the blanks after it, that a text ends with; empty where it
+    ends otherwise."""
+    opened = list(_OPENS.finditer(text))
+    if not opened or text[opened[-1].end() :].strip(BLANKS):
+        return ""
+    return text[opened[-1].start() :]
 
 
 def _marked(text: str, *, hashes: bool) -> str | None:

@@ -119,8 +119,8 @@ def _refuse(*_, **__):
     raise ValueError("nothing is executed here")
 
 
-def _answers(name: str = "extraction") -> Any:
-    """A module of `jrl.tasks.answers`, loaded without `jrl`, which would load jax."""
+def _load_answers() -> None:
+    """Has `jrl.tasks.answers` loaded as `jrl_answers`, without `jrl`, which would load jax."""
     folder = Path(__file__).parents[1] / "answers"
     if ANSWERS not in sys.modules:
         # A package of another name: in this process nothing is called `jrl`.
@@ -130,7 +130,6 @@ def _answers(name: str = "extraction") -> Any:
         assert spec is not None and spec.loader is not None
         sys.modules[ANSWERS] = package = module_from_spec(spec)
         spec.loader.exec_module(package)
-    return import_module(f"{ANSWERS}.{name}")
 
 
 def math_checker(rule: str = "final") -> Callable[[Message], Message]:
@@ -140,7 +139,9 @@ def math_checker(rule: str = "final") -> Callable[[Message], Message]:
       rule: one of `jrl.tasks.answers.verdict.RULES`.
     """
     _replace_parser()
-    judge = _answers("verdict").Judge(_answers("symbolic"), rule)
+    _load_answers()
+    verdict, symbolic = import_module("jrl_answers.verdict"), import_module("jrl_answers.symbolic")
+    judge = verdict.Judge(symbolic, rule)
 
     def check(question: Message) -> Message:
         try:
@@ -163,6 +164,9 @@ def gym_checker(
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
     from reasoning_gym.utils import SYSTEM_PROMPTS
+
+    _load_answers()
+    extraction = import_module("jrl_answers.extraction")
 
     def create() -> Any:
         given = json.loads(options)
@@ -202,7 +206,7 @@ def gym_checker(
         return question, answer
 
     def score(index: int, completion: str) -> Message:
-        found = _answers().extract(completion)
+        found = extraction.extract(completion)
         if found is None or not found.text:
             return {"score": 0.0, "reason": "unparsable"}
         points = float(dataset().score_answer(found.text, entry(index)))
