@@ -302,7 +302,7 @@ class Sampler:
             return text
         # A template may open the reasoning that the policy goes on with: whoever reads the text
         # must see where it began.
-        return opened_reasoning(tokenizer, trajectory.request.tokens) + text
+        return opened_reasoning(tokenizer, trajectory.request.tokens.tolist()) + text
 
 
 def in_order(

@@ -200,6 +200,8 @@ class _Reader:
         return found
 
     def atom(self, depth: int) -> Expression:
+        if depth > MOST_DEPTH:
+            raise NoExpression(f"more than {MOST_DEPTH} commands stand in each other")
         token = self._take()
         if token.kind == "number":
             return _number(token.text)

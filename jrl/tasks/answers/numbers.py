@@ -172,12 +172,23 @@ def _words_to_signs(tokens: list[Token]) -> list[Token]:
         elif token.kind == "word" and is_number and word in _POWERS:
             found.append(Token("math", "^", token.begin, token.begin))
             found.append(Token("number", _POWERS[word], token.begin, token.end))
+        elif is_number and token.kind == "word" and unit_of(word):
+            found.append(token)
+            at += _exponent_length(tokens, at + 1)  # m^2 is a unit as well
         elif word == "percent" and is_number:
             found.append(Token("math", "%", token.begin, token.end))
         else:
             found.append(token)
         at += 1
     return found
+
+
+def _exponent_length(tokens: Sequence[Token], at: int) -> int:
+    """How many tokens an exponent takes that begins there."""
+    texts = [token.text for token in tokens[at : at + 4]]
+    if texts[:1] != ["^"]:
+        return 0
+    return 4 if texts[1:2] == ["{"] and texts[3:] == ["}"] else 2
 
 
 Span = tuple[int, int]
@@ -266,9 +277,11 @@ def _chosen(tokens: Sequence[Token], phrases: Sequence[Span]) -> int:
 
 def _read(tokens: Sequence[Token], phrases: Sequence[Span], chosen: int, exclaims: bool) -> Stated:
     begin, end = phrases[chosen]
+    if end - begin > 1 and tokens[end - 1].text == "+":
+        return Stated(RELATION)  # 42 and more
     begin, end = _trimmed(tokens, begin, end, exclaims)
     begin = _after_function(tokens, begin, end)
-    label, labelled = _label(tokens, begin)
+    label, labelled = _label(tokens, begin, end)
     if _is_opaque(tokens, begin, end, labelled):
         return Stated(OPAQUE)
     if _is_bound(tokens, begin, end):
@@ -306,12 +319,19 @@ def _read(tokens: Sequence[Token], phrases: Sequence[Span], chosen: int, exclaim
 
 
 def _after_function(tokens: Sequence[Token], begin: int, end: int) -> int:
-    """Where f(2) = 42 begins to say what is equal to the value of a function."""
+    """Where f(2) = 42 or \\log 8 = 3 begins to say what is equal to the value of a function."""
+    equal = [at for at in range(begin, end) if tokens[at].text == "="]
+    if not equal:
+        return begin
     if begin and tokens[begin].text == "(" and tokens[begin - 1].end == tokens[begin].begin:
-        equal = [at for at in range(begin, end) if tokens[at].text == "="]
-        if tokens[begin - 1].kind == "word" and equal:
-            return equal[0]
-    return begin
+        return equal[0] if tokens[begin - 1].kind == "word" else begin
+    unknown = [at for at in range(begin, end) if _is_unknown(tokens[at])]
+    return equal[-1] if unknown and unknown[-1] < equal[-1] else begin
+
+
+def _is_unknown(token: Token) -> bool:
+    """Whether a token is of functions that are not read here."""
+    return token.text == "_" or (token.kind == "command" and token.text not in ("\\frac", "\\sqrt"))
 
 
 def _trimmed(tokens: Sequence[Token], begin: int, end: int, exclaims: bool) -> Span:
@@ -336,8 +356,10 @@ def _depth(tokens: Sequence[Token]) -> int:
     return sum((t.text in "([{") - (t.text in ")]}") for t in tokens)
 
 
-def _label(tokens: Sequence[Token], begin: int) -> tuple[str, bool]:
-    """The variable before an equation, and whether there is a label of any kind."""
+def _label(tokens: Sequence[Token], begin: int, end: int) -> tuple[str, bool]:
+    """The variable on the other side of an equation, and whether there is a label of any kind."""
+    if tokens[end - 1].text == "=" and end < len(tokens) and _is_variable(tokens[end]):
+        return tokens[end].text, True  # 5 = x
     if begin == 0 or tokens[begin].text != "=" or tokens[begin - 1].kind != "word":
         return "", begin > 0 and tokens[begin].text == "="
     word = tokens[begin - 1].text
@@ -350,12 +372,9 @@ def _is_variable(token: Token) -> bool:
 
 def _is_opaque(tokens: Sequence[Token], begin: int, end: int, labelled: bool) -> bool:
     """Whether a variable, a function or an unknown command belongs to the phrase."""
-    known = ("\\frac", "\\sqrt")
-    if any(
-        t.text == "_" or (t.kind == "command" and t.text not in known) for t in tokens[begin:end]
-    ):
+    if any(map(_is_unknown, tokens[begin:end])):
         return True
-    if end < len(tokens) and tokens[end].kind == "word":
+    if end < len(tokens) and tokens[end].kind == "word" and tokens[end - 1].text != "=":
         near, word = tokens[end].begin == tokens[end - 1].end, tokens[end].text
         if near and _VARIABLE.fullmatch(word) and not unit_of(word.rstrip("0123456789")):
             return True
@@ -384,9 +403,7 @@ def _is_bound(tokens: Sequence[Token], begin: int, end: int) -> bool:
     if words[-2:] == ["up", "to"]:
         return True
     after = [t.text.lower() for t in tokens[end : end + 2]]
-    if len(after) == 2 and after[0] in ("or", "and") and after[1] in _AFTER:
-        return True
-    return tokens[end - 1].text == "+" if end > begin else False
+    return len(after) == 2 and after[0] in ("or", "and") and after[1] in _AFTER
 
 
 def _parts(tokens: Sequence[Token], begin: int, end: int) -> list[Span]:
@@ -469,11 +486,16 @@ def _has_alternative(
 ) -> bool:
     """Whether another number is offered beside it: "41 apples or maybe 42"."""
     before = begin - 1
+    labelled = tokens[begin].text == "=" and before >= 0 and _is_variable(tokens[before])
+    before -= labelled
     while before >= 0 and tokens[before].text.lower() in _PERHAPS:
         before -= 1
     offered: list[Span] = []
-    if before >= 0 and tokens[before].text.lower() == "or":
-        offered += [span for span in others if span[1] <= before][-1:]
+    previous = [span for span in others if span[1] <= begin][-1:]
+    is_offered = before >= 0 and tokens[before].text.lower() == "or"
+    if labelled and previous:
+        is_offered |= _same_label(tokens, previous[0], begin)
+    offered += previous if is_offered else []
     after = [span for span in others if span[0] >= end][:1]
     if after:
         between = tokens[end : after[0][1]][:4]
@@ -491,6 +513,16 @@ def _has_alternative(
         if not same:
             return True
     return False
+
+
+def _same_label(tokens: Sequence[Token], previous: Span, begin: int) -> bool:
+    """Whether x = 41, x = 42 gives one variable two values."""
+    start, stop = previous
+    if not start or tokens[start].text != "=" or tokens[start - 1].text != tokens[begin - 1].text:
+        return False
+    multiplied = start > 1 and tokens[start - 2].kind in ("number", "math")
+    between = tokens[stop : begin - 1]
+    return not multiplied and all(map(_joiner, between))
 
 
 def _unit(tokens: Sequence[Token], begin: int, end: int) -> str:

@@ -39,6 +39,7 @@ _SPELLED = (
     (re.compile(r"√\s*(\d+|\([^()]*\))"), r"\\sqrt{\1}"),
     (re.compile(r"π"), r"\\pi "),
     (re.compile(r",?\s+and\s+"), ", "),
+    (re.compile(r"(?<=\d)\s+or\s+(?=[A-Za-z]\s*=)"), ", "),
 )
 _LEFT_TO_DO = (sympy.Integral, sympy.Derivative, sympy.Limit, sympy.Sum, sympy.Product)
 
@@ -203,6 +204,8 @@ def _flat(value: Any, kind: type) -> list[Any]:
 
 def _sum_is_final(value: Any) -> bool:
     terms = _flat(value, sympy.Add)
+    if sympy.S.Zero in terms:
+        return False
     kinds = []
     for term in terms:
         factors = _flat(term, sympy.Mul)
@@ -219,7 +222,7 @@ def _product_is_final(value: Any) -> bool:
             above += [abs(factor.p)] if factor.p not in (1, -1) or factor.q == 1 else []
             below += [factor.q] if factor.q != 1 else []
         elif isinstance(factor, sympy.Pow) and factor.exp == -1 and factor.base.is_Integer:
-            below.append(abs(factor.base.p))
+            below.append(abs(int(factor.base)))
         elif not isinstance(factor, sympy.UnevaluatedExpr):
             others.append(factor)
     if len(above) > 1 or len(below) > 1:

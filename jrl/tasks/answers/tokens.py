@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from .markup import vulgar
 
 _NUMBER = (
-    r"\d{1,3}(?:,\d{3})+(?![\d,])(?:\.\d+)?"
+    r"\d{1,3}(?:,\d{3})+(?!\d|,\d)(?:\.\d+)?"
     r"|\d{1,3}(?: \d{3})+(?!\d| \d)(?:\.\d+)?"
-    r"|\d+\.\d+|\d+,\d+(?![\d,])|\d+|\.\d+"
+    r"|\d+\.\d+|\d+,\d+(?!\d|,\d)|\d+|\.\d+"
 )
 _TOKEN = re.compile(
     rf"(?P<number>(?:{_NUMBER})(?:[eE][+-]?\d{{1,6}}(?![\w.]))?)"

@@ -74,7 +74,7 @@ class Judge:
             return "unparsable" if right is None else "correct" if right else "wrong"
         if known.number is not None:
             return self._of_number(known, answer.text, answer.marked)
-        return self._of_formula(known, answer.text)
+        return self._of_formula(known, answer.text, answer.marked)
 
     def _read_gold(self, gold: str) -> Gold:
         answer = extract(gold)
@@ -85,7 +85,8 @@ class Judge:
         if number.kind == NUMBER and number.alone and number.value is not None:
             assert number.expression is not None
             return Gold(text, number=number, final=number.expression.final)
-        if number.kind not in (NUMBER, OPAQUE) and is_word_answer(text):
+        is_formula = number.kind == OPAQUE or (number.kind == NUMBER and number.alone)
+        if not is_formula and is_word_answer(text):
             return Gold(text, words=True)
         reading = self._symbolic.read(text)
         if not reading:
@@ -119,13 +120,14 @@ class Judge:
             return "wrong"
         return "unevaluated" if gold.final and self._rule == FINAL else "correct"
 
-    def _of_formula(self, gold: Gold, text: str) -> Reason:
+    def _of_formula(self, gold: Gold, text: str, marked: bool) -> Reason:
         reading = self._symbolic.read(text)
         if not reading or not self._symbolic.same(gold.reading, reading):
             # "The point is (1, 2)." has its formula at its end.
             tail = _TAIL.search(text)
             if tail is None or not self._symbolic.is_formula(tail[1]):
-                return "wrong" if reading else "unparsable"
+                says_something = reading or marked or self._symbolic.is_formula(text)
+                return "wrong" if says_something else "unparsable"
             text = tail[1]
             reading = self._symbolic.read(text)
             if not reading or not self._symbolic.same(gold.reading, reading):

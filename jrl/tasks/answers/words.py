@@ -10,7 +10,7 @@ _PUNCTUATION = ".,;:!?*_'\"` \t\r\n()[]{}$"
 _BLANKS = re.compile(r"\s+")
 _ANCHOR = re.compile(
     r"(?:\banswer\b[^.\n]{0,40}?(?:\bis\b|\bare\b|[:=])|\b(?:is|are|be|was|choose|choice|option|"
-    r"select|pick|=)(?![\w'])|[:=])\s*(?:the\s+|an?\s+|on\s+|in\s+|option\s+|choice\s+)*",
+    r"select|pick|=)(?![\w'])|=|:(?!\d))\s*(?:the\s+|an?\s+|on\s+|in\s+|option\s+|choice\s+)*",
     re.IGNORECASE,
 )
 # Another word is offered beside it: "or Tuesday", ", Tuesday.", "/ Tuesday".
@@ -64,7 +64,7 @@ def says(gold: str, text: str, *, marked: bool) -> bool | None:
     if wanted in _YES_NO and whole.startswith(wanted):
         rest = whole[len(wanted) :]
         return not rest[:1].isalnum() and not _GOES_ON.match(rest)
-    return False if len(whole.split()) <= _SHORT else None
+    return False if len(whole.split()) <= max(_SHORT, 2 * len(wanted.split())) else None
 
 
 def _stated(wanted: str, text: str) -> bool | None:
