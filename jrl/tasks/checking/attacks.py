@@ -42,7 +42,7 @@ def attacks_on(examples: Sequence[Example]) -> list[tuple[Example, Case]]:
     found = []
     for example in examples:
         gold = example.answer
-        answers = dict.fromkeys(each.answer for each in examples if each.answer != gold)
+        answers = dict.fromkeys(each.answer for each in examples if each.answer not in ("", gold))
         others = list(answers)[:MOST_OTHERS]
         if not gold or not others:
             continue

@@ -133,6 +133,8 @@ def _verified(task: Task, pairs: Sequence[tuple[Example, str]]) -> list[float]:
 def _spec(target: str) -> str:
     """A file alone is one of prompts."""
     path = Path(target)
+    if target.partition(":")[0] in KINDS:
+        return target
     if path.suffix == ".jsonl":
         return f"jsonl:{target}"
     return f"parquet:{target}" if path.suffix == ".parquet" else target
