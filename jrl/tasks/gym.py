@@ -7,7 +7,8 @@ alone.
 
 What its scorer gives is clipped to [0, 1] and otherwise taken as it is, with its faults: some
 generators reward garbage (`game_of_life_halting` fully, several with 0.01 or 0.05), and such credit
-shows under the reason "partial". An empty completion gets nothing. Generators whose own answers are
+shows under the reason "partial". ``python -m jrl.tasks check gym:NAME`` says what one can be talked
+into. An empty completion gets nothing. Generators whose own answers are
 missing or do not score full marks, and those that do not give the same prompts twice, are refused.
 """
 

@@ -1,5 +1,6 @@
 """Check of a verifier: which wrong answers it rewards, and which right ones it does not."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -175,7 +176,7 @@ def page(target: str, findings: Sequence[Finding]) -> str:
     ):
         if group:
             lines += ["", f"{title}:"]
-            lines += [_line(each) for each in group[:LISTED]]
+            lines += [_line(each) for each in _some_of_each_kind(group)]
         if len(group) > LISTED:
             lines.append(f"  and {len(group) - LISTED} more")
     return "\n".join(lines)
@@ -192,6 +193,17 @@ def _by_kind(findings: Sequence[Finding]) -> list[str]:
         counts = [sum(column) for column in zip(*flags, strict=True)]
         lines.append(f"{kind:{width}}  " + " ".join(f"{count:7d}" for count in counts))
     return lines
+
+
+def _some_of_each_kind(group: Sequence[Finding]) -> list[Finding]:
+    """`LISTED` of them, the first of each kind before the second of any."""
+    counts = Counter[str]()
+    ranks = []
+    for finding in group:
+        ranks.append(counts[finding.case.kind])
+        counts[finding.case.kind] += 1
+    chosen = sorted(range(len(group)), key=lambda at: ranks[at])[:LISTED]
+    return [group[at] for at in sorted(chosen)]
 
 
 LISTED = 20
