@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,7 @@ from jrl.report.page.write import write_page
 from jrl.report.plots import plot_run
 from jrl.rollout.collection.collect import sampling_of, shown_rows
 from jrl.rollout.parts import answered
-from jrl.rollout.sampler import Sampler, numbered_heldout
+from jrl.rollout.sampler import Completion, Sampler, numbered_heldout
 from jrl.runs import loggers
 from jrl.runs.folder import RunFolder
 from jrl.runs.records import Appender, read_metrics, read_samples
@@ -54,7 +54,7 @@ class Outputs:
     total_skipped: float
     total_empty: float
     drifted: bool
-    lookout: Lookout
+    lookout: Lookout = field(default_factory=Lookout)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self.total_tokens += metrics["training/tokens"]
@@ -104,9 +104,10 @@ class Outputs:
         """Completions with full marks, those first that a second reader does not give them."""
         rows = [each for each in done.collected.completions if each.correct]
         disputed = [each for each in rows if any(map(is_disputed, answered([each])))]
-        by_prompt = {each.trajectory.request.prompt: each for each in reversed([*disputed, *rows])}
-        chosen = sorted(by_prompt.values(), key=lambda each: each not in disputed)
-        for completion in chosen[:SHOWN]:
+        by_prompt: dict[int, Completion] = {}
+        for each in [*disputed, *rows]:
+            by_prompt.setdefault(each.trajectory.request.prompt, each)
+        for completion in list(by_prompt.values())[:SHOWN]:
             self.samples.append(step, {"kind": "suspicious", **completion.record(format)})
 
     def write_samples(self, format: PromptFormat, step: int, done: Step) -> None:
