@@ -49,7 +49,8 @@ _COMMANDS = (
     (re.compile(r"\\([%{}])"), r"\1"),
     (re.compile(r"\\[()\[\]]"), " "),
     # Thin spaces between digits group them, as a blank does.
-    (re.compile(r"\\[,;:!> ]|\\q?quad(?![A-Za-z])|~"), " "),
+    (re.compile(r"\\!"), ""),
+    (re.compile(r"\\[,;:> ]|\\q?quad(?![A-Za-z])|~"), " "),
     (re.compile(r"(?<=\d)\{,\}(?=\d)"), ","),
     (re.compile(r"\\\\"), "\n"),
 )  # fmt: skip

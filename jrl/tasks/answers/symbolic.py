@@ -110,6 +110,8 @@ def _same_where_real(gold: Any, answer: Any) -> bool:
 def _relatively(gold: Any, answer: Any) -> bool:
     """Guards numbers against the fixed number of decimals with which math-verify compares."""
     gold, answer = _right_side(gold), _right_side(answer)
+    if gold == answer:
+        return True  # infinities have no difference
     parts = _elements(gold), _elements(answer)
     if all(parts) and len(parts[0]) == len(parts[1]):
         return all(_relatively(*pair) for pair in zip(*parts, strict=True))
