@@ -8,26 +8,30 @@ number. A chain of equations states its last side, and the others must not contr
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from decimal import ROUND_HALF_EVEN, Context, Decimal
 from fractions import Fraction
 
+from .equality import same_number
 from .expression import Expression, NoExpression, SideBySide, TooLarge, read_expression
 from .markup import DASH, plain
+from .phrases import (
+    VERBS,
+    Span,
+    chosen_phrase,
+    joiner,
+    phrases_of,
+    without_delimiters,
+    words_to_signs,
+)
 from .tokens import Token, canonical, tokens_of
 from .units import unit_of
 
 LONGEST = 2_000
 """Characters of running text that are looked at: its last ones."""
 LONGEST_MARKED = 4_000
-SIGNIFICANT = 6
-"""Digits that a decimal must show to stand for a number that it is rounded from."""
-EXACT_DIGITS = 15
-"""Digits that binary floating point holds: beyond them two results of one sum may differ."""
-
 NUMBER, SEVERAL, RELATION, OPAQUE, NOTHING = "number", "several", "relation", "opaque", "nothing"
 
-_VERBS = {"is", "are", "be", "was", "were", "equals", "equal", "=", ":", "gives", "makes", "s"}
-_SIDES_BEFORE = {*_VERBS, "so", "thus", "therefore", "hence", "answer", "get", "have", "that"}
+_VARIABLE = re.compile(r"[A-Za-z]_?\d*")
+_SIDES_BEFORE = {*VERBS, "so", "thus", "therefore", "hence", "answer", "get", "have", "that"}
 _COMPARING = {"more", "less", "fewer", "greater", "larger", "smaller", "higher", "lower", "bigger"}
 _BOUNDS = {"least", "most", "between", "exceeding", "below", "above"}
 _DENYING = {"not", "isn't", "isnt", "never", "cannot", "aren't", "wasn't"}
@@ -36,10 +40,6 @@ _PERHAPS = {"maybe", "perhaps", "possibly", "else", "even", "it's", "it", "is", 
             "answer", "could", "be", "may", "might", "rather", "about"}  # fmt: skip
 _SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _LEADING = {"in", "by", "on", "after", "from", "since", "at", "with", "if", "of", "for", "step"}
-_OPERATIONS = {"plus": "+", "minus": "-", "times": "*", "over": "/", "multiplied": "*",
-               "divided": "/"}  # fmt: skip
-_FOLLOWED_BY = {"multiplied": "by", "divided": "by"}
-_POWERS = {"squared": "2", "cubed": "3"}
 # Letters that are more often a unit or a word than a variable, where a blank stands before them.
 _NO_VARIABLE = {"a", "I", "A", "s", "m", "g", "h", "l", "L", "K", "C", "F", "N", "J", "W", "V"}
 
@@ -82,11 +82,11 @@ def stated(text: str, *, marked: bool = False, exclaims: bool = True) -> Stated:
       exclaims: whether a "!" at its end is one of joy; else it is a factorial.
     """
     text = text[-(LONGEST_MARKED if marked else LONGEST) :]
-    tokens = _words_to_signs(_without_delimiters(tokens_of(plain(text))))
-    phrases = _phrases(tokens)
+    tokens = words_to_signs(without_delimiters(tokens_of(plain(text))))
+    phrases = phrases_of(tokens)
     if not phrases:
         return Stated(NOTHING)
-    return _read(tokens, phrases, _chosen(tokens, phrases), exclaims)
+    return _read(tokens, phrases, chosen_phrase(tokens, phrases), exclaims)
 
 
 def same_statement(gold: Stated, answer: Stated) -> bool:
@@ -100,179 +100,6 @@ def same_statement(gold: Stated, answer: Stated) -> bool:
     if gold.scale == answer.scale:
         return same_number(gold.expression, answer.expression)
     return gold.value == answer.value
-
-
-def same_number(gold: Expression, answer: Expression) -> bool:
-    """Whether two numbers are one: exactly, or one the rounding of the other.
-
-    A decimal stands for what it is rounded from where it shows `SIGNIFICANT` digits. A percentage
-    may be said with its sign or without.
-    """
-    assert gold.value is not None and answer.value is not None
-    if gold.percent != answer.percent:
-        hundredfold = gold if gold.percent else answer
-        assert hundredfold.value is not None
-        without = Expression(hundredfold.value * 100, True, hundredfold.written)
-        pair = (without, answer) if gold.percent else (gold, without)
-        return _close(*pair) or _close(gold, answer)
-    return _close(gold, answer)
-
-
-def _close(gold: Expression, answer: Expression) -> bool:
-    assert gold.value is not None and answer.value is not None
-    if gold.value == answer.value:
-        return True
-    decimals = [(each, _digits(each)) for each in (gold, answer) if each.is_decimal]
-    if not decimals or gold.value * answer.value <= 0:
-        return False
-    coarse, digits = min(decimals, key=lambda each: each[1])
-    other = answer if coarse is gold else gold
-    assert coarse.value is not None and other.value is not None
-    if digits >= SIGNIFICANT and _rounded(other.value, digits) == coarse.value:
-        return True
-    most = max(digits for _, digits in decimals)
-    difference = abs(gold.value - answer.value)
-    return most >= EXACT_DIGITS and difference * 10 ** (EXACT_DIGITS - 1) <= abs(gold.value)
-
-
-def _digits(decimal: Expression) -> int:
-    mantissa = decimal.written.lstrip("-").partition("e")[0]
-    return len(mantissa.replace(".", "").lstrip("0"))
-
-
-def _rounded(value: Fraction, digits: int) -> Fraction:
-    context = Context(prec=digits, rounding=ROUND_HALF_EVEN, Emax=10**6, Emin=-(10**6))
-    return Fraction(context.divide(Decimal(value.numerator), Decimal(value.denominator)))
-
-
-def _without_delimiters(tokens: Sequence[Token]) -> list[Token]:
-    """Signs of money delimit formulas as well: none of them parts two numbers."""
-    return [token for token in tokens if token.text not in ("$", "'")]
-
-
-def _words_to_signs(tokens: list[Token]) -> list[Token]:
-    """Operations that are written as words between two numbers, as their signs."""
-    found: list[Token] = []
-    at = 0
-    while at < len(tokens):
-        token, word = tokens[at], tokens[at].text.lower()
-        step = 2 if word in _FOLLOWED_BY else 1
-        follows = tokens[at + step] if at + step < len(tokens) else None
-        before = found[-1] if found else None
-        is_number = before is not None and (before.kind == "number" or before.text == ")")
-        if token.kind == "word" and is_number and word in _OPERATIONS:
-            by = _FOLLOWED_BY.get(word)
-            said = by is None or (tokens[at + 1 : at + 2] and tokens[at + 1].text.lower() == by)
-            if said and follows is not None and (follows.kind == "number" or follows.text == "("):
-                found.append(Token("math", _OPERATIONS[word], token.begin, token.end))
-                at += step
-                continue
-        if word == "x" and is_number and follows is not None and follows.kind == "number":
-            found.append(Token("math", "*", token.begin, token.end))
-        elif token.kind == "word" and is_number and word in _POWERS:
-            found.append(Token("math", "^", token.begin, token.begin))
-            found.append(Token("number", _POWERS[word], token.begin, token.end))
-        elif is_number and token.kind == "word" and unit_of(word):
-            found.append(token)
-            at += _exponent_length(tokens, at + 1)  # m^2 is a unit as well
-        elif word == "percent" and is_number:
-            found.append(Token("math", "%", token.begin, token.end))
-        else:
-            found.append(token)
-        at += 1
-    return found
-
-
-def _exponent_length(tokens: Sequence[Token], at: int) -> int:
-    """How many tokens an exponent takes that begins there."""
-    texts = [token.text for token in tokens[at : at + 4]]
-    if texts[:1] != ["^"]:
-        return 0
-    return 4 if texts[1:2] == ["{"] and texts[3:] == ["}"] else 2
-
-
-Span = tuple[int, int]
-_VARIABLE = re.compile(r"[A-Za-z]_?\d*")
-_MATH = ("number", "math", "command", "vulgar", "constant", "relation", "currency")
-_JOINING = {"and": ",", "or": "or", "to": DASH, "through": DASH}
-
-
-def _phrases(tokens: Sequence[Token]) -> list[Span]:
-    """Runs of tokens that state something together: numbers, signs, and what joins them."""
-    spans: list[Span] = []
-    begin: int | None = None
-    for at in range(len(tokens) + 1):
-        token = tokens[at] if at < len(tokens) else None
-        if begin is not None and token is not None and _is_aside(tokens, at):
-            spans.append((begin, at))
-            begin = at
-            continue
-        joins = token is not None and begin is not None and _joins(tokens, at)
-        if token is not None and (token.kind in _MATH or joins):
-            begin = at if begin is None else begin
-        elif begin is not None:
-            spans.append((begin, at))
-            begin = None
-    values = ("number", "vulgar", "constant")
-    return [span for span in spans if any(t.kind in values for t in tokens[span[0] : span[1]])]
-
-
-def _is_aside(tokens: Sequence[Token], at: int) -> bool:
-    """Whether a bracket opens a remark on the number before it: 42 (17 + 25)."""
-    before = tokens[at - 1] if at else None
-    return (
-        tokens[at].text == "("
-        and before is not None
-        and before.end < tokens[at].begin
-        and (before.kind in ("number", "word") or before.text in (")", "%"))
-    )
-
-
-def _joins(tokens: Sequence[Token], at: int) -> bool:
-    """Whether a comma or a word stands between two parts of one statement."""
-    if tokens[at].kind != "comma" and tokens[at].text.lower() not in _JOINING:
-        return False
-    after = at + 1
-    while after < len(tokens) and _joiner(tokens[after]):
-        after += 1
-    return after < len(tokens) and tokens[after].kind in _MATH and tokens[after].text not in ")}]:"
-
-
-def _joiner(token: Token) -> str:
-    if token.kind == "comma":
-        return ","
-    if token.text in (DASH, "±"):
-        return DASH
-    return _JOINING.get(token.text.lower(), "") if token.kind == "word" else ""
-
-
-def _chosen(tokens: Sequence[Token], phrases: Sequence[Span]) -> int:
-    """The phrase that counts: the first after the last "answer is", else the last."""
-    anchors = [
-        at for at, token in enumerate(tokens) if token.kind == "word"
-        and token.text.lower() in ("answer", "answers")
-    ]  # fmt: skip
-    for anchor in reversed(anchors):
-        end = anchor + 1
-        while end < len(tokens) and tokens[end].kind != "stop":
-            end += 1
-        verb = next(
-            (at for at in range(anchor + 1, end) if tokens[at].text.lower() in _VERBS), None
-        )
-        after = anchor if verb is None else verb
-        within = [n for n, (begin, _) in enumerate(phrases) if after <= begin < end]
-        if within:
-            return within[0]
-        # "Final answer:" and the number on a line of its own.
-        if end - after <= 2:
-            below = [n for n, (begin, _) in enumerate(phrases) if begin >= end]
-            if below and all(t.kind == "stop" for t in tokens[end : phrases[below[0]][0]]):
-                return below[0]
-    last = len(phrases) - 1
-    # What a remark in brackets says does not count beside what it is a remark on.
-    while last and _is_aside(tokens, phrases[last][0]):
-        last -= 1
-    return last
 
 
 def _read(tokens: Sequence[Token], phrases: Sequence[Span], chosen: int, exclaims: bool) -> Stated:
@@ -413,7 +240,7 @@ def _parts(tokens: Sequence[Token], begin: int, end: int) -> list[Span]:
     parts, start = [], begin
     for at in range(begin, end):
         token = tokens[at]
-        if _joiner(token) or token.text == ":":
+        if joiner(token) or token.text == ":":
             if at > start:
                 parts.append((start, at))
             start = at + 1
@@ -522,7 +349,7 @@ def _same_label(tokens: Sequence[Token], previous: Span, begin: int) -> bool:
         return False
     multiplied = start > 1 and tokens[start - 2].kind in ("number", "math")
     between = tokens[stop : begin - 1]
-    return not multiplied and all(map(_joiner, between))
+    return not multiplied and all(map(joiner, between))
 
 
 def _unit(tokens: Sequence[Token], begin: int, end: int) -> str:
