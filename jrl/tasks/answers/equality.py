@@ -31,24 +31,26 @@ def _close(gold: Expression, answer: Expression) -> bool:
     assert gold.value is not None and answer.value is not None
     if gold.value == answer.value:
         return True
-    decimals = [(each, _digits(each)) for each in (gold, answer) if each.is_decimal]
+    decimals = [(each, significant_digits(each)) for each in (gold, answer) if each.is_decimal]
     if not decimals or gold.value * answer.value <= 0:
         return False
     coarse, digits = min(decimals, key=lambda each: each[1])
     other = answer if coarse is gold else gold
     assert coarse.value is not None and other.value is not None
-    if digits >= SIGNIFICANT and _rounded(other.value, digits) == coarse.value:
+    if digits >= SIGNIFICANT and rounded(other.value, digits) == coarse.value:
         return True
     most = max(digits for _, digits in decimals)
     difference = abs(gold.value - answer.value)
     return most >= EXACT_DIGITS and difference * 10 ** (EXACT_DIGITS - 1) <= abs(gold.value)
 
 
-def _digits(decimal: Expression) -> int:
+def significant_digits(decimal: Expression) -> int:
+    """How many digits a decimal shows, leading zeros not counted."""
     mantissa = decimal.written.lstrip("-").partition("e")[0]
     return len(mantissa.replace(".", "").lstrip("0"))
 
 
-def _rounded(value: Fraction, digits: int) -> Fraction:
+def rounded(value: Fraction, digits: int) -> Fraction:
+    """The nearest number with so many significant digits."""
     context = Context(prec=digits, rounding=ROUND_HALF_EVEN, Emax=10**6, Emin=-(10**6))
     return Fraction(context.divide(Decimal(value.numerator), Decimal(value.denominator)))

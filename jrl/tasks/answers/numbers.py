@@ -36,6 +36,7 @@ _COMPARING = {"more", "less", "fewer", "greater", "larger", "smaller", "higher",
 _BOUNDS = {"least", "most", "between", "exceeding", "below", "above"}
 _DENYING = {"not", "isn't", "isnt", "never", "cannot", "aren't", "wasn't"}
 _AFTER = {*_COMPARING, "above", "below", "under", "over", "up", "upwards"}
+_PARTS = {"half", "third", "quarter", "fifth", "tenth"}
 _PERHAPS = {"maybe", "perhaps", "possibly", "else", "even", "it's", "it", "is", "also", "the",
             "answer", "could", "be", "may", "might", "rather", "about"}  # fmt: skip
 _SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
@@ -229,8 +230,10 @@ def _is_bound(tokens: Sequence[Token], begin: int, end: int) -> bool:
         return True
     if words[-2:] == ["up", "to"]:
         return True
-    after = [t.text.lower() for t in tokens[end : end + 2]]
-    return len(after) == 2 and after[0] in ("or", "and") and after[1] in _AFTER
+    after = [t.text.lower() for t in tokens[end : end + 3]]
+    if after[:1] == ["and"] and after[1:2] in (["a"], ["one"]) and after[2:] and after[2] in _PARTS:
+        return True  # 42 and a half
+    return len(after) > 1 and after[0] in ("or", "and") and after[1] in _AFTER
 
 
 def _parts(tokens: Sequence[Token], begin: int, end: int) -> list[Span]:

@@ -36,7 +36,9 @@ def words_to_signs(tokens: list[Token]) -> list[Token]:
                 found.append(Token("math", _OPERATIONS[word], token.begin, token.end))
                 at += step
                 continue
-        if word == "x" and is_number and follows is not None and follows.kind == "number":
+        if word in ("minus", "negative") and follows is not None and follows.kind == "number":
+            found.append(Token("math", "-", token.begin, token.end))
+        elif word == "x" and is_number and follows is not None and follows.kind == "number":
             found.append(Token("math", "*", token.begin, token.end))
         elif token.kind == "word" and is_number and word in _POWERS:
             found.append(Token("math", "^", token.begin, token.begin))

@@ -9,13 +9,15 @@ import logging
 import math
 import re
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 import sympy
 from math_verify import parse, verify
 from sympy.core.function import AppliedUndef, Function
 
-from .expression import NoExpression, TooLarge, read_expression
+from .equality import SIGNIFICANT, rounded, significant_digits
+from .expression import Expression, NoExpression, TooLarge, read_expression
 from .markup import plain
 from .tokens import tokens_of
 
@@ -80,6 +82,18 @@ def same(gold: Sequence[Any], answer: Sequence[Any]) -> bool:
     if not verify(golds, answers, timeout_seconds=None, raise_on_error=True):
         return _same_where_real(golds[0], answers[0])
     return _relatively(golds[0], answers[0])
+
+
+def is_rounded(answer: Expression, gold: Sequence[Any]) -> bool:
+    """Whether a decimal is the rounding of an irrational gold answer."""
+    value = _right_side(gold[0])
+    digits = significant_digits(answer)
+    if not answer.is_decimal or answer.value is None or not SIGNIFICANT <= digits <= DIGITS // 2:
+        return False
+    if not isinstance(value, sympy.Expr) or not value.is_number or not value.is_real:
+        return False
+    exact = Fraction(str(sympy.N(value, DIGITS)))
+    return rounded(exact, digits) == answer.value
 
 
 def _same_where_real(gold: Any, answer: Any) -> bool:

@@ -121,6 +121,10 @@ class Judge:
         return "unevaluated" if gold.final and self._rule == FINAL else "correct"
 
     def _of_formula(self, gold: Gold, text: str, marked: bool) -> Reason:
+        number = stated(text, marked=marked)
+        decimal = number.expression if number.kind == NUMBER and number.scale == 1 else None
+        if decimal is not None and self._symbolic.is_rounded(decimal, gold.reading):
+            return "correct"
         reading = self._symbolic.read(text)
         if not reading or not self._symbolic.same(gold.reading, reading):
             # "The point is (1, 2)." has its formula at its end.
