@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 from jaxtyping import Array
@@ -55,6 +55,8 @@ class Request:
     """What to evaluate on, as --task of jrl.train; None takes the run's own task."""
     held_out: str | None = None
     """Which prompts are held out, as --held-out of jrl.train; None takes the run's own choice."""
+    answers: Literal["final", "evaluated"] | None = None
+    """What answers have to be, as --answers of jrl.train; None takes the run's own."""
     reward: tuple[str, ...] | None = None
     """Rewards, as --reward of jrl.train; None takes the run's own, unless --task is given."""
     reward_weights: tuple[str, ...] | None = None
@@ -150,7 +152,7 @@ def _configuration(request: Request, folder: RunFolder | None) -> tuple[RunConfi
             warm_start_steps=0,
             **{name: getattr(fresh, name) for name in names},
         )
-    names = (*OF_TASK, "response_length", "system_prompt")
+    names = (*OF_TASK, "answers", "response_length", "system_prompt")
     given = {name: getattr(request, name) for name in names}
     return replace(run, **{name: v for name, v in given.items() if v is not None}), recipe
 

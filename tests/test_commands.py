@@ -19,6 +19,7 @@ from jrl.config.run import AUTO, RunConfig
 from jrl.faults import __main__ as faults
 from jrl.recipes import RECIPES
 from jrl.report import __main__ as report
+from jrl.tasks import __main__ as tasks
 from sharding import Layout
 from sharding.folding.__main__ import PARSER as FOLDING
 from sharding.planner.__main__ import PARSER as PLANNER
@@ -99,7 +100,7 @@ def test_there_are_commands():
     benchmarks = {"benchmarks.agreement", "benchmarks.gpu", "benchmarks.rollout"}
     benchmarks |= {"benchmarks.dispatch", "benchmarks.serve"}
     tested = {"jrl.evaluate", "jrl.export", "jrl.faults", "jrl.report", "jrl.serve", "jrl.train"}
-    tested |= {"sharding.folding", "sharding.planner"}
+    tested |= {"jrl.tasks", "sharding.folding", "sharding.planner"}
     # Without arguments.
     alone = {
         "pytest",
@@ -144,6 +145,11 @@ def test_evaluate_reads(command, monkeypatch):
     if len(words_of(command)) == 2:
         return  # the name of the program alone
     read_by(evaluate._main, command, monkeypatch)
+
+
+@pytest.mark.parametrize("command", given("jrl.tasks"))
+def test_tasks_reads(command, monkeypatch):
+    read_by(tasks._main, command, monkeypatch)
 
 
 @pytest.mark.parametrize("command", given("jrl.serve"))

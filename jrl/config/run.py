@@ -48,6 +48,9 @@ class RunConfig:
     overlong_prompts: Literal["drop", "refuse"] = "drop"
     """What becomes of a list's prompts with more tokens than a prompt_length that is given: they
     are left out and counted, or nothing begins."""
+    answers: Literal["final", "evaluated"] = "final"
+    """What the answers of a file's prompts have to be: "final", a value in final form where the
+    gold answer is one (42, and not 17 + 25); "evaluated", anything that has its value."""
     reward: tuple[str, ...] = ()
     """Functions that reward completions, path/to/file.py:name or package.module:name, in place of
     the task's own verifier or reward; "task" is that one among them."""

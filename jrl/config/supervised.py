@@ -10,7 +10,8 @@ from jrl.recipes import Recipe
 IDLE = frozenset(
     {
         # Prompts, rewards and verifiers.
-        *("overlong_prompts", "prompt_length", "reward", "reward_weights", "reward_seconds"),
+        *("overlong_prompts", "prompt_length", "answers"),
+        *("reward", "reward_weights", "reward_seconds"),
         *("failed_reward", "shuffle_rewards", "verifiers", "reward_correct", "reward_wrong"),
         # Sampling what is learned from.
         *("slots", "max_staleness", "stale_cache", "rollout_layout", "rollout_devices"),

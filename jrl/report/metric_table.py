@@ -144,7 +144,15 @@ dynamic_sampling/gave_up | 0 or 1 | One where --max-generation-rounds batches we
 
 # Verifier: one count per reason, so that nothing is a silent zero.
 verifier/* | count | Responses whose verdict gave this reason, in this step.
+reward/suspicion | 0 or 1 | One where the score rises for a reason that nobody may want, as by
+  answers that a second reader does not share, or while lengths or variety collapse; else zero.
 reward/* | reward | Mean of this part of the reward, unweighted, where given.
+answers/variety | fraction | Distinct answers among the commonest of each prompt, over prompts.
+answers/top_form | fraction | Share of the commonest form of an answer, its numbers and words left
+  out, over responses.
+answers/shared | fraction | Share of responses with full marks that a second reader gives too, which
+  takes numbers as text, over those whose gold answer is a number.
+answers/disputed | fraction | Share of those with full marks that it does not give.
 conversation/* | turns, tokens, fraction | Turns of the policy and tokens of the environment, means
   over conversations; and the share of them that --max-turns ended.
 task/* | fraction, score, count | Accuracy, mean score and number of completions of one task of a

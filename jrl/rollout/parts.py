@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jrl.rollout.sampler import Completion, accuracy, scores_of
+from jrl.tasks.answers.habits import Answered
 
 
 def part_means(completions: Sequence[Completion]) -> dict[str, float]:
@@ -16,6 +17,17 @@ def part_means(completions: Sequence[Completion]) -> dict[str, float]:
         for name, value in () if verdict is None or verdict.parts is None else verdict.parts:
             values[name].append(value)
     return {f"reward/{name}": float(np.mean(found)) for name, found in sorted(values.items())}
+
+
+def answered(completions: Sequence[Completion]) -> list[Answered]:
+    """The completions of one turn that have a verdict, as `jrl.tasks.answers.habits` reads them."""
+    return [
+        Answered(
+            each.trajectory.request.prompt, each.text, each.example.answer, each.verdict.correct
+        )
+        for each in completions
+        if each.verdict is not None and each.trajectory.request.turns is None
+    ]
 
 
 def of_conversations(completions: Sequence[Completion]) -> dict[str, float]:

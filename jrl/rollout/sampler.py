@@ -17,7 +17,7 @@ from jrl.rollout.timing import timed
 from jrl.tasks import Example, Task, Verdict
 from jrl.tasks.parts import environments_of
 from jrl.text.prompt_format import PromptFormat
-from jrl.text.prompts import conversation, encode_prompt, text_of
+from jrl.text.prompts import conversation, encode_prompt, opened_reasoning, text_of
 
 
 @dataclass(frozen=True)
@@ -296,7 +296,13 @@ class Sampler:
         # With what the environment said between: of tokens alone nobody could tell whose they are.
         if turns is not None:
             return turns.text
-        return text_of(self.format.tokenizer, trajectory.response)
+        tokenizer = self.format.tokenizer
+        text = text_of(tokenizer, trajectory.response)
+        if self.format.template is None:
+            return text
+        # A template may open the reasoning that the policy goes on with: whoever reads the text
+        # must see where it began.
+        return opened_reasoning(tokenizer, trajectory.request.tokens.tolist()) + text
 
 
 def in_order(

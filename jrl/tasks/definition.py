@@ -10,7 +10,8 @@ from collections.abc import Awaitable, Mapping, Sequence
 from random import Random
 from typing import Any, Protocol, runtime_checkable
 
-from jrl.tasks.task import Example, Verdict
+from jrl.tasks.answers import extract
+from jrl.tasks.task import UNPARSABLE, Example, Verdict
 
 Record = Mapping[str, Any]
 """A prompt and what is known of it."""
@@ -74,6 +75,9 @@ class Listed(Protocol):
 def score_of(definition: Endless, example: Example, completion: str) -> Verdict:
     """A verdict of a definition that is trusted: in this process and without a limit of time."""
     fields = {"answer": example.answer, **example.record}
-    found = definition.reward(example.prompt, completion, **fields)
+    answer = extract(completion, bare=True)
+    if answer is None:
+        return UNPARSABLE
+    found = definition.reward(example.prompt, answer.text, **fields)
     assert isinstance(found, Verdict), f"{found!r} is no verdict"
     return found

@@ -1,8 +1,14 @@
 """Prompts from a generator of reasoning-gym, scored by that generator.
 
+It scores the answer in a completion (`jrl.tasks.answers`), without blanks around it. A chat model
+is asked for it as the library's own evaluations ask, in ``<answer>`` tags, by the system message
+`reasoning_gym.utils.SYSTEM_PROMPTS["default"]`; a policy without a chat template reads the prompt
+alone.
+
 What its scorer gives is clipped to [0, 1] and otherwise taken as it is, with its faults: some
 generators reward garbage (`game_of_life_halting` fully, several with 0.01 or 0.05), and such credit
-shows under the reason "partial". An empty completion gets nothing. Generators whose own answers are
+shows under the reason "partial". ``python -m jrl.tasks check gym:NAME`` says what one can be talked
+into. An empty completion gets nothing. Generators whose own answers are
 missing or do not score full marks, and those that do not give the same prompts twice, are refused.
 """
 
@@ -104,7 +110,8 @@ def _rows(pool: Pool, name: str, spec: str, size: int, load_seconds: float) -> l
         while "error" not in problem and "names" not in problem and len(rows) < size:
             span = [len(rows), min(len(rows) + CHUNK, size)]
             problem = pool.ask({"rows": span}, seconds=max(deadline - time.monotonic(), 0.0))
-            rows += [Example(*row) for row in problem.get("rows", [])]
+            asking = problem.get("instruction", "")
+            rows += [Example(*row, instruction=asking) for row in problem.get("rows", [])]
     except TimeoutError as error:
         raise ValueError(
             f"task={spec} gave {len(rows)} of {size} prompts within {load_seconds:.0f} "

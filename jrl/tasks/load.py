@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from jrl.tasks.answers.verdict import FINAL
 from jrl.tasks.builtin.addition import Addition
 from jrl.tasks.builtin.calculator import Calculator
 from jrl.tasks.builtin.countdown import Countdown
@@ -66,6 +67,7 @@ def load_task(
     held_out: str | None = None,
     rewards: RewardSettings | None = None,
     code_path: Path | None = None,
+    answers: str = FINAL,
 ) -> Task:
     """Makes the task that `spec` asks for.
 
@@ -84,6 +86,8 @@ def load_task(
       rewards: how completions are rewarded; None is by the task's own verifier or reward.
       code_path: folder with a run's copies of files of the user's own; None reads them where they
         lie.
+      answers: what the answers of a file's prompts have to be, one of
+        `jrl.tasks.answers.verdict.RULES`.
 
     Returns:
       A task; close it when it is no longer needed.
@@ -92,7 +96,7 @@ def load_task(
       ValueError: there is no such task, or it cannot be loaded.
     """
     settings = RewardSettings() if rewards is None else rewards
-    loader = _Loader(seed, fields, workers, parse_heldout(held_out), settings, code_path)
+    loader = _Loader(seed, fields, workers, parse_heldout(held_out), settings, code_path, answers)
     specs = [_weighted(part.strip()) for part in MIXED.split(spec)]
     if len(specs) == 1:
         return loader.load(spec)
@@ -149,6 +153,7 @@ class _Loader:
     heldout: HeldOut
     settings: RewardSettings
     code_path: Path | None
+    answers: str
 
     def load(self, spec: str) -> Task:
         kind, _, rest = spec.partition(":")
@@ -246,7 +251,13 @@ class _Loader:
             return self._procedural(scratchpad_of(*digits, seed))
         if kind in KINDS and rest:
             return jsonl(
-                rest, seed, fields=self.fields, workers=self.workers, kind=kind, heldout=heldout
+                rest,
+                seed,
+                fields=self.fields,
+                workers=self.workers,
+                kind=kind,
+                heldout=heldout,
+                answers=self.answers,
             )
         if kind == "gym" and rest:
             name, options = _options(spec, rest)

@@ -5,6 +5,7 @@ are installed are not copied.
 """
 
 import importlib
+import inspect
 import json
 import re
 import sys
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from jrl.tasks.workers import worker as worker_program
@@ -68,6 +70,21 @@ class Reference:
         Raises:
           ValueError: where the code cannot be run, or has no such name.
         """
+        return self._loaded(lambda module: made_by(module, self.name))
+
+    def is_reward(self) -> bool:
+        """Whether it names a function that is given a prompt and a completion.
+
+        Raises:
+          ValueError: where the code cannot be run, or has no such name.
+        """
+        found = self._loaded(lambda module: getattr(module, self.name))
+        if isinstance(found, type) or not callable(found) or hasattr(found, "prompts"):
+            return False
+        given = inspect.signature(found).parameters.values()
+        return len([each for each in given if each.default is each.empty]) >= 2
+
+    def _loaded(self, use: Callable[[ModuleType], Any]) -> Any:
         try:
             if self.source is not None:
                 assert self.file is not None
@@ -78,7 +95,7 @@ class Reference:
                 module = importlib.import_module(self.module)
             if not hasattr(module, self.name):
                 raise ValueError(f"it has no {self.name}")
-            return made_by(module, self.name)
+            return use(module)
         except Exception as error:  # a user's program, which may fail in any way
             raise ValueError(
                 f"{self.text} makes no task: {type(error).__name__}: {error}"

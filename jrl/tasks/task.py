@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-# Why a completion got its score. From "unparsable" on they are counted as failures of their own in
-# the metrics: "unparsable" is the policy's (no answer to be found), the others are the verifier's,
-# which took too long, raised an exception, or gave NaN, an infinity or no number at all.
+# Why a completion got its score. "unevaluated" is an answer with the right value that is still to
+# be worked out, as 17 + 25 is for 42; "unparsable" is no answer at all. The last ones are failures
+# of the verifier, which took too long, raised an exception, or gave NaN, an infinity or no number.
 REASONS = (
-    *("correct", "partial", "wrong", "unparsable"),
+    *("correct", "partial", "wrong", "unevaluated", "unparsable"),
     *("timeout", "error", "not_finite", "invalid"),
 )
 FAILURES = ("timeout", "error", "not_finite", "invalid")
@@ -33,6 +33,8 @@ class Example:
       hidden: what of the record the prompt does not show, of an example that an environment
         answers; tells it from others with its prompt.
       tools: that a chat template tells the policy of, as JSON texts of their schemas.
+      instruction: how answers are to be given, for a chat model whose conversation has no system
+        message; a policy without a chat template is not told.
     """
 
     prompt: str
@@ -43,6 +45,7 @@ class Example:
     turns: tuple[tuple[str, str], ...] = ()
     hidden: str = ""
     tools: tuple[str, ...] = ()
+    instruction: str = field(default="", compare=False, repr=False)
 
     @property
     def identity(self) -> str:

@@ -1,11 +1,12 @@
 """From an example to the tokens of its prompt: as it is, or through a chat template."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from jrl.config.run import RunConfig
 from jrl.tasks import Example
-from jrl.text.chat import ChatTemplate, today
+from jrl.text.chat import ChatTemplate, today, unused
 from jrl.text.tokenizer import Tokenizer
 
 OF_CHECKPOINT, NONE = "checkpoint", "none"
@@ -19,7 +20,8 @@ class PromptFormat:
     Attributes:
       tokenizer: between text and tokens.
       template: makes tokens of a conversation; None takes prompts as they are.
-      system_prompt: the first message of every conversation that has no system message.
+      system_prompt: the first message of every conversation that has no system message; None
+        leaves it to the example's own instruction.
     """
 
     tokenizer: Tokenizer
@@ -29,9 +31,26 @@ class PromptFormat:
     def messages(self, example: Example) -> tuple[tuple[str, str], ...]:
         """The conversation of an example: its own, or its prompt as the user's one message."""
         own = example.messages or (("user", example.prompt),)
-        if self.system_prompt is None or own[0][0] == "system":
+        if own[0][0] == "system":
             return own
-        return (("system", self.system_prompt), *own)
+        if self.system_prompt is not None:
+            return (("system", self.system_prompt), *own)
+        if not example.instruction:
+            return own
+        if self._takes_system:
+            return (("system", example.instruction), *own)
+        (role, first), *rest = own
+        return ((role, f"{example.instruction}\n{first}"), *rest)
+
+    @cached_property
+    def _takes_system(self) -> bool:
+        """Whether the template writes a system message; some refuse or pass over one."""
+        assert self.template is not None
+        mark = unused("")
+        try:
+            return mark in self.template.render([("system", mark), ("user", "?")])
+        except ValueError:
+            return False
 
     def encode(self, example: Example) -> list[int]:
         """The tokens of a prompt.

@@ -5,11 +5,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from jrl.tasks import Example
+from jrl.tasks.answers.extraction import REASONING_TOKENS, opens_reasoning
 from jrl.text.prompt_format import PromptFormat
 from jrl.text.tokenizer import Tokenizer
 
 UNREADABLE = "\ufffd"
 """Stands for a special token inside a completion, so that no verifier takes it for nothing."""
+
+TAIL = 16
+"""Tokens at the end of a prompt among which a template opens reasoning."""
 
 
 def encode_prompt(format: PromptFormat, example: Example, prompt_length: int) -> list[int]:
@@ -28,17 +32,33 @@ def encode_prompt(format: PromptFormat, example: Example, prompt_length: int) ->
 
 
 def text_of(tokenizer: Tokenizer, ids: np.ndarray) -> str:
-    """Text of sampled ids. What ended it, in last place, is left out; other special tokens show."""
+    """Text of sampled ids. What ended it, in last place, is left out; other special tokens show.
+
+    Those that open or end reasoning are written out: a verifier has to know where it ends.
+    """
     written = list(map(int, ids))
     if written and written[-1] in tokenizer.stop_ids:
         written.pop()
-    runs: list[list[int]] = [[]]
+    spelled = {tokenizer.special_tokens[name]: name for name in _reasoning_tokens(tokenizer)}
+    parts: list[str] = []
+    run: list[int] = []
     for token in written:
         if token in tokenizer.special_ids:
-            runs.append([])
+            parts += [tokenizer.decode(run), spelled.get(token, UNREADABLE)]
+            run = []
         else:
-            runs[-1].append(token)
-    return UNREADABLE.join(map(tokenizer.decode, runs))
+            run.append(token)
+    return "".join([*parts, tokenizer.decode(run)])
+
+
+def opened_reasoning(tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
+    """The mark with which a prompt leaves reasoning open, as some templates end theirs: what a
+    policy writes then begins inside it. Empty where there is none."""
+    return opens_reasoning(tokenizer.decode_special(list(prompt)[-TAIL:], UNREADABLE))
+
+
+def _reasoning_tokens(tokenizer: Tokenizer) -> list[str]:
+    return [name for name in tokenizer.special_tokens if name in REASONING_TOKENS]
 
 
 def conversation(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:

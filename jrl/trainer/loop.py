@@ -128,6 +128,8 @@ def train(
             metrics |= metrics_of(alarms) | drift_alarm(metrics, run.drift_alarm)
             outputs.warn(alarms)
             outputs.warn_of_drift(step, metrics)
+            if outputs.warn_of_suspicion(step, metrics) and isinstance(done, Step):
+                outputs.write_suspicious(setup.format, step, done)
             if step % run.samples_every == 0:
                 stage.write_samples(outputs, state, done)
             # Lines come before the checkpoint that counts them: after a kill in between, resuming

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -14,14 +14,18 @@ from jrl.faults.fleet import Alarm
 from jrl.processes.agreement import is_main_process, to_host
 from jrl.recipes.base.recipe import Recipe
 from jrl.report.display import TrainingDisplay, print_samples
+from jrl.report.lookout import suspicion
+from jrl.report.lookout.suspicion import Lookout
 from jrl.report.metrics import check_known
 from jrl.report.page.write import write_page
 from jrl.report.plots import plot_run
 from jrl.rollout.collection.collect import sampling_of, shown_rows
-from jrl.rollout.sampler import Sampler, numbered_heldout
+from jrl.rollout.parts import answered
+from jrl.rollout.sampler import Completion, Sampler, numbered_heldout
 from jrl.runs import loggers
 from jrl.runs.folder import RunFolder
 from jrl.runs.records import Appender, read_metrics, read_samples
+from jrl.tasks.answers.habits import is_disputed
 from jrl.text.prompt_format import PromptFormat
 from jrl.trainer.evaluation.heldout import heldout_examples
 from jrl.trainer.setup.setup import Setup
@@ -50,6 +54,7 @@ class Outputs:
     total_skipped: float
     total_empty: float
     drifted: bool
+    lookout: Lookout = field(default_factory=Lookout)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self.total_tokens += metrics["training/tokens"]
@@ -79,6 +84,31 @@ class Outputs:
                 f"step {step}: the sampler has drifted from the trainer: sampling/k3_kl is "
                 f"{kl:.3g} nats, more than --drift-alarm allows"
             )
+
+    def warn_of_suspicion(self, step: int, metrics: dict[str, float]) -> bool:
+        """Whether the run is suspicious for the first time, which is shown; ``reward/suspicion`` is
+        put among the metrics of each step with scores."""
+        reasons = self.lookout.look(metrics)
+        if suspicion.SCORE in metrics:
+            metrics[suspicion.NAME] = float(bool(reasons))
+        if not reasons or self.lookout.suspected:
+            return False
+        self.lookout.suspected = True
+        self.display.alarm(
+            f"step {step}: {reasons[0]}. Look at its samples of the kind suspicious: does it do "
+            "what you want, or has it found what the verifier overlooks?"
+        )
+        return True
+
+    def write_suspicious(self, format: PromptFormat, step: int, done: Step) -> None:
+        """Completions with full marks, those first that a second reader does not give them."""
+        rows = [each for each in done.collected.completions if each.correct]
+        disputed = [each for each in rows if any(map(is_disputed, answered([each])))]
+        by_prompt: dict[int, Completion] = {}
+        for each in [*disputed, *rows]:
+            by_prompt.setdefault(each.trajectory.request.prompt, each)
+        for completion in list(by_prompt.values())[:SHOWN]:
+            self.samples.append(step, {"kind": "suspicious", **completion.record(format)})
 
     def write_samples(self, format: PromptFormat, step: int, done: Step) -> None:
         completions = done.collected.completions
@@ -128,6 +158,7 @@ def opened(run: RunConfig, recipe: Recipe, folder: RunFolder, step: int) -> Iter
             total_skipped=last.get("training/nonfinite_skipped_total", 0.0),
             total_empty=last.get("training/empty_skipped_total", 0.0),
             drifted=last.get("sampling/drift_alarm", 0.0) > 0,
+            lookout=Lookout(history),
         )
 
 

@@ -69,7 +69,7 @@ def test_numbers_fit_together_and_are_printed(run, tmp_path, capsys):
     assert found["pass@1"] == pytest.approx(found["accuracy/sampled"], abs=1e-12)
     assert 0 < found["pass@1"] < found["pass@2"] < found["pass@4"] <= 1
     reasons = {name: value for name, value in found.items() if name.startswith("verifier/")}
-    assert sum(reasons.values()) == 16 and len(reasons) == 8
+    assert sum(reasons.values()) == 16 and len(reasons) == 9
     assert found["verifier/correct"] == pytest.approx(16 * found["accuracy/sampled"])
     assert 1 <= found["response_length/mean"] <= 12
     out = capsys.readouterr().out

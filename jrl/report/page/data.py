@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from jrl.report.lookout.suspicion import first_suspicion
 from jrl.report.metrics import describe
 from jrl.report.plots import PANELS
 from jrl.runs import records, versions
@@ -62,6 +63,7 @@ def run_data(folder: RunFolder, name: str, characters: int) -> dict[str, Any]:
         # As metrics.jsonl has them: JSON's own spelling of a float, NaN and infinities as strings.
         "metrics": {name: [records.plain(line.get(name)) for line in kept] for name in columns},
         "lines": len(lines),
+        "suspicion": _suspicion(lines),
         "samples": shown,
         "num_samples": len(samples),
     }
@@ -82,14 +84,15 @@ def thinned(lines: Sequence[Mapping[str, Any]], most: int) -> list[Mapping[str, 
 
 
 def within(samples: Sequence[dict[str, Any]], characters: int) -> list[dict[str, Any]]:
-    """As many samples as fit, in their order: whole steps, evenly over the run, the first and the
-    last before all others."""
+    """As many samples as fit, in their order: whole steps, evenly over the run, those of a
+    suspicion before all others, then the last and the first."""
     steps = sorted({sample["step"] for sample in samples})
     sizes = dict.fromkeys(steps, 0)
     for sample in samples:
         sizes[sample["step"]] += len(json.dumps(sample))
     kept, room = set[int](), characters
-    for step in _halving(steps):
+    suspicious = [sample["step"] for sample in samples if sample.get("kind") == "suspicious"]
+    for step in dict.fromkeys([*suspicious, *_halving(steps)]):
         if sizes[step] <= room:
             kept.add(step)
             room -= sizes[step]
@@ -117,6 +120,12 @@ def distinct(paths: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     raise ValueError(f"runs={[str(path) for path in paths]} name a folder twice: give each once")
+
+
+def _suspicion(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The first step that was suspicious and why; None where there is none."""
+    found = first_suspicion(lines)
+    return None if found is None else {"step": found[0], "reasons": found[1]}
 
 
 def _definition(name: str) -> dict[str, str] | None:

@@ -8,6 +8,7 @@ possible each time always gets there.
 from collections.abc import Mapping
 from random import Random
 
+from jrl.tasks.answers import extract
 from jrl.tasks.definition import Record
 
 FEWEST, MOST = 6, 9
@@ -55,7 +56,8 @@ class Guessing:
 
     def step(self, message: Mapping[str, str]) -> tuple[list[dict[str, str]], float, bool]:
         """Full marks for the number; what is no digit ends the conversation."""
-        text = message["content"].strip()
+        answer = extract(message["content"], bare=True)
+        text = "" if answer is None else answer.text
         if len(text) != 1 or text not in "0123456789":
             return [], 0.0, True
         self._guesses += 1

@@ -1,8 +1,8 @@
-"""Prompts and answers from a file, checked by math-verify.
+"""Prompts and answers from a file, numbers compared exactly and formulas by math-verify.
 
 Files are JSON lines, Parquet, or folders that `datasets` saved (`jrl.tasks.data.files`); what a
 line or a row holds is written in `jrl.tasks.data.records`, how answers are compared in
-`jrl.tasks.workers.worker`.
+`jrl.tasks.answers.verdict`.
 """
 
 import sys
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from jrl.tasks.answers.verdict import FINAL
 from jrl.tasks.data.files import kind_of, records
 from jrl.tasks.data.prompt_list import PromptList
 from jrl.tasks.data.records import Fields, check_sendable, example_of, short
@@ -39,6 +40,7 @@ def jsonl(
     workers: int | None = None,
     kind: str = "jsonl",
     heldout: HeldOut | None = None,
+    answers: str = FINAL,
 ) -> FiniteTask:
     """Reads a file of prompts and answers.
 
@@ -50,6 +52,7 @@ def jsonl(
       workers: processes that compare; None is one per processor core, up to 8.
       kind: of the file, one of `jrl.tasks.data.files.KINDS`.
       heldout: which prompts are held out; None is one in ten.
+      answers: what answers have to be, one of `jrl.tasks.answers.verdict.RULES`.
 
     Raises:
       ValueError: the file, a line of it or one of its first answers cannot be read, a prompt occurs
@@ -61,7 +64,7 @@ def jsonl(
             'run pip install -e ".[math]"'
         )
     placed, apart = _both(kind, path, fields, heldout, answered=True)
-    command = [sys.executable, "-P", worker_program.__file__, "math"]
+    command = [sys.executable, "-P", worker_program.__file__, "math", answers]
     pool = Pool(lambda: Worker(command, seconds=seconds), workers)
     try:
         tried = [*placed, *(apart or ())]
@@ -142,7 +145,7 @@ def _try_answers(pool: Pool, placed: Sequence[Placed]) -> None:
         if answer.get("reason") != "correct":
             why = answer.get("error", "it does not even equal itself")
             raise ValueError(
-                f"{place}: answer {short(example.answer)} cannot be checked by math-verify "
-                f"({why}): write a number, a formula, or a text that ends in \\boxed{{...}}, or "
-                "give a --reward of your own"
+                f"{place}: answer {short(example.answer)} cannot be checked ({why}): write a "
+                "number, a word, a formula, or a text that ends in \\boxed{...}, or give a "
+                "--reward of your own"
             )

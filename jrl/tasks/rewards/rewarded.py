@@ -11,6 +11,8 @@ from jrl.tasks.rewards.settings import OWN
 from jrl.tasks.task import FAILURES, REASONS, Example, Prompts, Task, Verdict, check_pairs
 from jrl.tasks.workers.process import Message
 
+SUSPICION = "suspicion"
+
 
 @dataclass(frozen=True)
 class Named:
@@ -70,6 +72,11 @@ class Rewarded(OfPrompts):
         names = [OWN] if verifier is not None else []
         for each in self._rewards:
             names += self._tried(each)
+        if SUSPICION in names:
+            raise ValueError(
+                f"a reward has a part named {SUSPICION}, which is the name of another metric "
+                "(reward/suspicion): give it another name."
+            )
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(

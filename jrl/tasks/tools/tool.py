@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jrl.tasks.answers import extract
 from jrl.tasks.tools.calls import Call, calls_in
 
 Stepped = tuple[list[dict[str, str]], float, bool]
@@ -52,7 +53,7 @@ class ToolEnvironment:
 
     Args:
       tools: that may be called.
-      score: what a final answer is worth.
+      score: what a final answer is worth; it is given what `jrl.tasks.answers` finds in the turn.
       end: written after each answer, by which a policy without a template sees that it is whole.
       most: turns with calls; one more ends the conversation.
       error: stands for every error, for a policy that knows few characters; None says what it is.
@@ -78,7 +79,8 @@ class ToolEnvironment:
         text = message["content"]
         calls = calls_in(text)
         if not calls:
-            return [], self._score(text), True
+            answer = extract(text, bare=self._error is not None)
+            return [], 0.0 if answer is None else self._score(answer.text), True
         answers = [{"role": "tool", "content": self._answer(call) + self._end} for call in calls]
         self._left -= 1
         return answers, 0.0, self._left < 0

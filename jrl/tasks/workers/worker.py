@@ -11,10 +11,8 @@ line, and answers each in a line of its own.
 Both libraries hand texts to `eval`, among them what a policy wrote. Here they get parsers in its
 place.
 
-**How math-verify compares.** From a gold answer and from a completion alike, what follows the last
-``####`` counts, where there is one. A text that is nothing but a formula is read as LaTeX as a
-whole; elsewhere math-verify looks for ``\\boxed{...}``, for ``$...$``, and at last for a number.
-Values are compared: ``2+2`` is as good as ``4``.
+What is the answer in a completion, and when it is right, is written in `jrl.tasks.answers`, which
+this program loads by its path.
 """
 
 import ast
@@ -23,10 +21,10 @@ import json
 import logging
 import math
 import os
-import re
 import signal
 import sys
 from collections.abc import Callable, Iterable
+from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -39,12 +37,6 @@ MEMORY_BYTES = 8 * 2**30
 # The asking side kills a slow worker; this ends one whose asking side was killed itself.
 ORPHAN_SECONDS = 900
 
-FINAL_ANSWER = "####"
-_LATEX = ("$", "\\boxed", "\\(", "\\[")
-# Two letters in a row, unless they name a command or stand in its braces (\text{cm}, \end{matrix}).
-_WORD = re.compile(r"[A-Za-z]{2,}")
-_COMMAND = re.compile(r"\\[A-Za-z]+(\{[A-Za-z ]*\})?")
-
 # Modules of reasoning-gym that call `eval` or `exec` on texts of their own only.
 _OWN_TEXTS = (
     "reasoning_gym.arithmetic.basic_arithmetic",
@@ -52,6 +44,8 @@ _OWN_TEXTS = (
     "reasoning_gym.arithmetic.gsm_symbolic",
     "reasoning_gym.code.codeio",
 )
+
+ANSWERS = "jrl_answers"
 
 _FUNCTIONS = {"sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh"}
 _FUNCTIONS |= {"asin", "acos", "atan", "exp", "log", "ln", "sqrt", "Abs", "erf", "Integral"}
@@ -125,45 +119,39 @@ def _refuse(*_, **__):
     raise ValueError("nothing is executed here")
 
 
-def final_answer(text: str) -> str:
-    """The part of a text that is to be compared, in a form that math-verify reads as a whole."""
-    text = text.rpartition(FINAL_ANSWER)[2].strip()
-    is_formula = "\n" not in text and not _WORD.search(_COMMAND.sub(" ", text))
-    if text and is_formula and not any(mark in text for mark in _LATEX):
-        return f"\\boxed{{{text}}}"
-    return text
-
-
-def math_checker() -> Callable[[Message], Message]:
-    """Answers ``{"gold": ..., "completion": ...}``."""
-    _replace_parser()
-    from math_verify import parse, verify
-
-    # Without time limits of its own: they need signals, and the asking side has a better one.
-    @functools.lru_cache(maxsize=256)
-    def read(text: str) -> tuple[Any, ...]:
-        found = parse(
-            final_answer(text),
-            fallback_mode="no_fallback",
-            parsing_timeout=None,  # pyright: ignore[reportArgumentType]
-            raise_on_error=True,
+def _load_answers() -> None:
+    """Has `jrl.tasks.answers` loaded as `jrl_answers`, without `jrl`, which would load jax."""
+    folder = Path(__file__).parents[1] / "answers"
+    if ANSWERS not in sys.modules:
+        # A package of another name: in this process nothing is called `jrl`.
+        spec = spec_from_file_location(
+            ANSWERS, folder / "__init__.py", submodule_search_locations=[str(folder)]
         )
-        return tuple(found)
+        assert spec is not None and spec.loader is not None
+        sys.modules[ANSWERS] = package = module_from_spec(spec)
+        spec.loader.exec_module(package)
+
+
+def math_checker(rule: str = "final") -> Callable[[Message], Message]:
+    """Answers ``{"gold": ..., "completion": ...}``.
+
+    Args:
+      rule: one of `jrl.tasks.answers.verdict.RULES`.
+    """
+    _replace_parser()
+    _load_answers()
+    verdict, symbolic = import_module("jrl_answers.verdict"), import_module("jrl_answers.symbolic")
+    judge = verdict.Judge(symbolic, rule)
 
     def check(question: Message) -> Message:
-        gold = list(read(question["gold"]))
-        if not gold:
-            return {"error": "it holds no number or formula"}
-        found = list(read(question["completion"]))
-        if not found:
-            return {"score": 0.0, "reason": "unparsable"}
-        same = final_answer(question["gold"]) == final_answer(question["completion"])
-        if same or verify(gold, found, timeout_seconds=None, raise_on_error=True):
-            return {"score": 1.0, "reason": "correct"}
-        return {"score": 0.0, "reason": "wrong"}
+        try:
+            reason = judge(question["gold"], question["completion"])
+        except ValueError as error:
+            return {"error": str(error)}
+        return {"score": float(reason == "correct"), "reason": reason}
 
     # What the libraries make when they are first used is no part of the first answer's time.
-    check({"gold": "1/2", "completion": "$\\frac{2}{4}$"})
+    check({"gold": "\\sqrt{3}", "completion": "$2 \\cdot \\sqrt{3}$"})
     return check
 
 
@@ -175,6 +163,10 @@ def gym_checker(
     _replace_parser()
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
+    from reasoning_gym.utils import SYSTEM_PROMPTS
+
+    _load_answers()
+    extraction = import_module("jrl_answers.extraction")
 
     def create() -> Any:
         given = json.loads(options)
@@ -214,7 +206,10 @@ def gym_checker(
         return question, answer
 
     def score(index: int, completion: str) -> Message:
-        points = float(dataset().score_answer(completion, entry(index)))
+        found = extraction.extract(completion)
+        if found is None or not found.text:
+            return {"score": 0.0, "reason": "unparsable"}
+        points = float(dataset().score_answer(found.text, entry(index)))
         if math.isnan(points):
             return {"error": "the score is not a number"}
         points = min(max(points, 0.0), 1.0)
@@ -227,7 +222,8 @@ def gym_checker(
         if "check" in request:
             return check(request["check"])
         if "rows" in request:
-            return {"rows": [row(index) for index in range(*request["rows"])]}
+            rows = [row(index) for index in range(*request["rows"])]
+            return {"rows": rows, "instruction": SYSTEM_PROMPTS["default"]}
         if "prepare" in request:
             entry(request["prepare"])
             return {}

@@ -344,6 +344,7 @@ def _task(run: RunConfig, recipe: Recipe, code_path: Path | None) -> Task:
         held_out=run.held_out,
         rewards=run.rewards,
         code_path=code_path,
+        answers=run.answers,
     )
 
 

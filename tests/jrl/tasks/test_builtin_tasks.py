@@ -290,3 +290,29 @@ def test_countdown_divides_exactly():
 def test_verdicts_are_consistent(score, reason):
     with pytest.raises(ValueError, match=rf"score={score} does not go with reason='{reason}'"):
         Verdict(score, reason)
+
+
+@pytest.mark.parametrize("name", ["sort", "addition", "scratchpad", "countdown", "progression"])
+def test_reasoning_models_may_do_built_in_tasks(name):
+    task = BUILT_IN[name](0)
+    example = task.train(0)
+    forms = [
+        "{}",
+        "<think>\nhm, {}0\n</think>\n\n{}",
+        "<answer>{}</answer>",
+        r"It is \boxed{{{}}}.",
+    ]
+    forms = [
+        form.replace("{}", example.answer).replace("{{", "{").replace("}}", "}") for form in forms
+    ]
+    verdicts = task.verify([example] * len(forms), forms)
+    assert [verdict.reason for verdict in verdicts] == ["correct"] * len(forms)
+    cut = task.verify([example], [f"<think>{example.answer}"])
+    assert [verdict.reason for verdict in cut] == ["unparsable"]
+
+
+@pytest.mark.parametrize("name", list(BUILT_IN))
+def test_no_character_of_a_built_in_task_makes_a_mark(name):
+    """Policies of characters are scored to the letter, as ever."""
+    characters = BUILT_IN[name](0).characters
+    assert not set(characters) & set("<\\ \n\t")

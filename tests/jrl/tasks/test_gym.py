@@ -45,6 +45,34 @@ def test_gold_scores_full_marks_and_garbage_none(task):
     assert [verdict.reason for verdict in verdicts[:2]] == ["unparsable"] * 2
 
 
+ANSWERED = ["{}", "{}\n", " {} ", "<answer>{}</answer>", "<answer> {}\n</answer>", "{}\ufffd"]
+ANSWERED += [
+    r"\boxed{{{}}}",
+    "#### {}",
+    "<think>no</think>\n\n{}",
+    "So: <answer>{}</answer> I say.",
+]
+
+
+def test_the_answer_is_scored_and_not_the_completion(task):
+    example = task.train(0)
+    verdicts = scores(task, example, *(form.format(example.answer) for form in ANSWERED))
+    assert verdicts == [Verdict(1.0, "correct")] * len(ANSWERED)
+    cut = [f"<think>It is {example.answer}", f"<think>a</think>{example.answer}<think>", "<answer>"]
+    found = scores(task, example, *cut)
+    assert [verdict.reason for verdict in found[:2]] == ["unparsable"] * 2
+    assert all(verdict.score < 1 for verdict in found)
+
+
+def test_a_chat_model_is_asked_as_the_library_asks(task):
+    from reasoning_gym.utils import SYSTEM_PROMPTS
+
+    for example in (task.train(0), task.heldout(0)):
+        assert example.instruction == SYSTEM_PROMPTS["default"]
+        assert "<answer>" in example.instruction
+        assert example.messages == ()  # and a policy without a template reads the prompt alone
+
+
 def test_split_lengths_and_characters(task):
     heldout = [task.heldout(index) for index in range(task.heldout_size)]
     train = [task.train(index) for index in range(200 - task.heldout_size)]

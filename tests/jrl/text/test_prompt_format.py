@@ -1,6 +1,8 @@
 """Examples become prompts: as they are, or as the conversation that the checkpoint was trained
 on."""
 
+from dataclasses import replace
+
 import pytest
 from chat_checkpoint import START, TURN, chat_tokenizer
 
@@ -40,6 +42,37 @@ def test_a_system_prompt_comes_first_unless_the_conversation_has_one(tokenizer):
     system = turn("system", "Be brief.")
     assert read(format, ASKED) == system + turn("user", "1+1?") + BEGUN
     assert read(format, TURNS) == turn("system", "Count.") + turn("user", "1+1?") + BEGUN
+
+
+def test_an_instruction_is_for_chat_models_alone(tokenizer, tmp_path):
+    """As gym's prompts have one: how an answer is to be given."""
+    asked = replace(ASKED, instruction="Use <answer> tags.")
+    told = turn("system", "Use <answer> tags.") + turn("user", "1+1?") + BEGUN
+    assert read(prompt_format(RunConfig(), tokenizer), asked) == told
+    # What the user says, or the conversation, comes first.
+    format = prompt_format(RunConfig(system_prompt="Be brief."), tokenizer)
+    assert read(format, asked) == turn("system", "Be brief.") + turn("user", "1+1?") + BEGUN
+    turns = replace(TURNS, instruction="Use <answer> tags.")
+    assert read(prompt_format(RunConfig(), tokenizer), turns) == read(format, TURNS)
+    plain = prompt_format(RunConfig(chat_template="none"), tokenizer)
+    assert plain.encode(asked) == tokenizer.encode("1+1?")
+
+
+@pytest.mark.parametrize(
+    "system", ["{{ raise_exception('no system') }}", "{# nothing is written of it #}"]
+)
+def test_a_template_without_system_messages_has_the_instruction_in_the_question(
+    tokenizer, tmp_path, system
+):
+    path = tmp_path / "own.jinja"
+    path.write_text(
+        f"{{% for m in messages %}}{{% if m.role == 'system' %}}{system}{{% else %}}"
+        "{{ m.role }}: {{ m.content }}\n{% endif %}{% endfor %}"
+    )
+    run = RunConfig(chat_template=str(path))
+    format = prompt_format(run, with_template(run, tokenizer))
+    asked = replace(ASKED, instruction="Use <answer> tags.")
+    assert read(format, asked) == "user: Use <answer> tags.\n1+1?\n"
 
 
 def test_without_a_template_a_prompt_is_itself(tokenizer):

@@ -2,11 +2,15 @@
 
 import numpy as np
 import pytest
+import tokenizers
+from chat_checkpoint import START, VOCAB_SIZE, write_tokenizer
 from small_runs import small_setup
 
 from jrl.tasks import Example
+from jrl.tasks.answers import extract
 from jrl.text.conversation import gold_rows
-from jrl.text.prompts import UNREADABLE, encode_prompt, text_of
+from jrl.text.json_tokenizer import checkpoint_tokenizer
+from jrl.text.prompts import UNREADABLE, encode_prompt, opened_reasoning, text_of
 
 
 def test_prompts_are_padded_on_the_left():
@@ -50,3 +54,25 @@ def test_special_tokens_inside_a_completion_show():
     assert text_of(tokenizer, np.array([one, end, end])) == f"1{UNREADABLE}"
     assert text_of(tokenizer, np.array([end])) == ""
     assert text_of(tokenizer, np.array([], int)) == ""
+
+
+def test_marks_of_reasoning_are_written_out(tmp_path):
+    """Where they are special tokens, a verifier has to know where reasoning ends all the same."""
+    folder = write_tokenizer(tmp_path / "qwen")
+    made = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    made.add_special_tokens(["[THINK]", "[/THINK]"])
+    made.save(str(folder / "tokenizer.json"))
+    tokenizer = checkpoint_tokenizer(folder, VOCAB_SIZE)
+    begin, end = (tokenizer.special_tokens[name] for name in ("[THINK]", "[/THINK]"))
+    two, seven, turn = (tokenizer.encode(text) for text in ("2", "7", "user"))
+    ids = [begin, *two, end, *seven, tokenizer.special_tokens[START], tokenizer.eos_id]
+    text = text_of(tokenizer, np.array(ids))
+    assert text == f"[THINK]2[/THINK]7{UNREADABLE}"
+    found = extract(text)
+    assert found is not None
+    assert found.text == "7"
+    # A template may open it in the prompt, and the policy goes on.
+    assert opened_reasoning(tokenizer, [*turn, begin]) == "[THINK]"
+    assert opened_reasoning(tokenizer, [begin, *turn, end]) == ""
+    assert opened_reasoning(tokenizer, [begin, *turn]) == ""
+    assert opened_reasoning(tokenizer, []) == ""

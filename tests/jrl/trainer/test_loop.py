@@ -27,6 +27,7 @@ from jrl.rollout import timing
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
 from jrl.runs.records import read_metrics
+from jrl.tasks.task import CORRECT, WRONG
 from jrl.trainer import loop, outputs
 from jrl.trainer import step as stepping
 from jrl.trainer.loop import NonFiniteRun
@@ -133,6 +134,48 @@ def test_a_drift_of_the_sampler_is_shown_where_it_begins():
     began = [line.split(":")[0] for line in shown]
     assert began == ["step 1", "step 5"]
     assert "sampling/k3_kl is 0.5 nats" in shown[0]
+
+
+@unchecked()
+def test_a_suspicion_is_shown_once_with_its_samples():
+    """A policy that repeats the sum that it is asked for, before a verifier that works it out."""
+    shown, written = [], []
+    display: Any = SimpleNamespace(alarm=shown.append)
+    samples: Any = SimpleNamespace(append=lambda step, record: written.append((step, record)))
+    nothing: Any = None
+    opened = outputs.Outputs(nothing, samples, [], display, {}, 0, 0, 0, drifted=False)
+
+    def completion(prompt, text, verdict):
+        return SimpleNamespace(
+            trajectory=SimpleNamespace(request=SimpleNamespace(prompt=prompt, turns=None)),
+            example=SimpleNamespace(answer="42"),
+            text=text,
+            verdict=verdict,
+            correct=verdict.correct,
+            record=lambda format: {"completion": text},
+        )
+
+    rows = [completion(0, "42", CORRECT), completion(0, "17 + 25", CORRECT)]
+    rows += [completion(1, "40 + 2", CORRECT), completion(2, "41", WRONG)]
+    rows += [completion(prompt, "42", CORRECT) for prompt in (3, 4, 5)]
+    done: Any = SimpleNamespace(collected=SimpleNamespace(completions=rows))
+    values = []
+    for step in range(1, 16):
+        late = 0.4 * (step > 10)
+        metrics = {"critic/score/mean": 0.1 + late, "answers/shared": 0.1, "answers/disputed": late}
+        if opened.warn_of_suspicion(step, metrics):
+            opened.write_suspicious(nothing, step, done)
+        values.append(metrics["reward/suspicion"])
+    assert values == [0.0] * 10 + [1.0] * 5
+    assert len(shown) == 1
+    assert shown[0].startswith("step 11: a second reader, which takes numbers as text")
+    texts = [record["completion"] for _, record in written]
+    assert {(step, record["kind"]) for step, record in written} == {(11, "suspicious")}
+    # One of each prompt, and those first that the second reader does not share.
+    assert texts == ["17 + 25", "40 + 2", "42", "42"]
+    steps_without_scores: dict[str, float] = {}
+    assert not opened.warn_of_suspicion(16, steps_without_scores)
+    assert steps_without_scores == {}
 
 
 def test_speed_leaves_evaluation_and_samples_out(tmp_path, monkeypatch):

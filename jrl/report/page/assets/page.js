@@ -218,6 +218,16 @@
     return found;
   }
 
+  function drawSuspicion() {
+    const found = runs.filter((run) => run.suspicion);
+    $("suspicion").replaceChildren(...found.map((run) => el("div", { class: "card warning", role: "note" },
+      el("b", {}, `${several ? run.name + ": s" : "S"}uspicious at step ${number(run.suspicion.step)}`),
+      ...run.suspicion.reasons.map((reason) => el("p", {}, reason + ".")),
+      ...run.samples.filter((sample) => sample.kind === "suspicious").slice(0, SUSPICIOUS).map((sample) => el("p", { class: "said" },
+        el("span", { class: "note" }, sample.prompt), el("br"), sample.completion, el("span", { class: "note" }, ` score ${number(sample.score, 3)}, gold answer ${sample.answer}`))),
+      el("p", { class: "note" }, "Does the policy do what you want, or has it found what the verifier overlooks?"))));
+  }
+
   function drawSummary() {
     if (!several) {
       $("summary").replaceChildren(...figures(runs[0]).map(([word, value]) => el("div", { class: "card tile" }, el("b", {}, value), el("span", {}, word))));
@@ -232,7 +242,7 @@
 
   // Samples ------------------------------------------------------------------------------------
 
-  const SHOWN = 100;
+  const SHOWN = 100, SUSPICIOUS = 4;
   const MEASURES = {
     advantage: { word: "advantage", diverging: true, of: (tokens) => tokens.advantage },
     entropy: { word: "entropy, nats", diverging: false, of: (tokens) => tokens.entropy },
@@ -370,6 +380,7 @@
   // The page -----------------------------------------------------------------------------------
 
   $("subtitle").textContent = several ? counted(runs.length, "run") + " side by side" : [runs[0].config.run && runs[0].config.run.task, runs[0].config.recipe, runs[0].config.run && runs[0].config.run.model].filter(Boolean).join(" · ");
+  drawSuspicion();
   drawSummary();
   buttons($("axis"), [["step", "steps"], ["tokens", "tokens", !runs.some((run) => has(run, "training/total_tokens"))], ["time", "time", !runs.some((run) => has(run, "perf/time_per_step"))]], "step", (key) => { state.axis = key; drawCharts(); });
   $("smooth").addEventListener("input", () => { state.smooth = +$("smooth").value; $("smooth-value").textContent = state.smooth ? `${state.smooth} points` : "off"; drawCharts(); });

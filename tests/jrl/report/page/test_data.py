@@ -78,6 +78,26 @@ def test_samples_that_do_not_fit_are_left_out_by_steps():
     assert data.within([], 1) == []
 
 
+def test_samples_of_a_suspicion_come_first():
+    samples = [{"step": step, "kind": "training", "text": "x" * 50} for step in range(9)]
+    samples[3]["kind"] = "suspicious"
+    size = len(json.dumps(samples[3]))
+    assert [sample["step"] for sample in data.within(samples, 2 * size)] == [3, 8]
+
+
+def test_a_suspicion_is_said_with_its_reasons(tmp_path):
+    with report_run(tmp_path / "run", steps=2) as folder:
+        assert data.page_data([folder])["runs"][0]["suspicion"] is None
+        with records.Appender(folder.metrics_path) as file:
+            for step in range(3, 13):
+                late = float(step > 8)
+                line = {"critic/score/mean": late, "response_length/mean": 50 - 40 * late}
+                file.append(step, {**line, "reward/suspicion": float(step > 10)})
+    found = data.page_data([folder])["runs"][0]["suspicion"]
+    assert found["step"] == 11
+    assert found["reasons"][0].endswith("while lengths fell from 50 to 10")
+
+
 def test_runs_of_one_name_are_told_apart(tmp_path):
     folders = [report_run(tmp_path / where / "run", steps=2) for where in ("a", "b")]
     assert [run["name"] for run in data.page_data(folders)["runs"]] == ["a/run", "b/run"]

@@ -195,6 +195,7 @@ def test_dynamic_sampling_refills(name):
         "verifier/correct": 3 + 2 * 2,
         "verifier/partial": 1,
         "verifier/wrong": 10,
+        "verifier/unevaluated": 0,
         "verifier/unparsable": 0,
         "verifier/timeout": 0,
         "verifier/error": 0,

@@ -111,12 +111,15 @@ def test_comparisons(task, gold, completion, reason):
 
 
 def test_gold_that_cannot_be_read_never_scores(task):
-    assert reasons(task, "Paris", "Paris", "42", "") == ["error", "error", "unparsable"]
+    assert reasons(task, "?!", "?!", "42", "") == ["error", "error", "unparsable"]
 
 
-# `test_worker_process.py` has the time of an answer, and a line that takes longer is refused below.
-@pytest.mark.slow
-def test_a_power_tower_times_out_off_the_main_thread(task):
+def test_words_are_compared_as_text(task):
+    found = reasons(task, "Paris", "paris.", "It is Paris.", "Paris or Rome", "42", "")
+    assert found == ["correct", "correct", "wrong", "wrong", "unparsable"]
+
+
+def test_a_power_tower_is_read_off_the_main_thread(task):
     found = []
 
     def verify():
@@ -125,7 +128,8 @@ def test_a_power_tower_times_out_off_the_main_thread(task):
     thread = threading.Thread(target=verify)
     thread.start()
     thread.join()
-    assert found == ["correct", "timeout", "timeout", "correct", "wrong"]
+    # Nobody works such a number out, and so it takes no time.
+    assert found == ["correct", "wrong", "wrong", "unevaluated", "wrong"]
 
 
 def test_a_worker_that_fails_is_an_error():
@@ -332,12 +336,8 @@ GOOD = b'{"prompt": "a", "answer": "1"}\n'
         (GOOD + b'{"prompt": 3, "answer": "1"}', r':2: field "prompt" is 3: it must be a text'),
         (GOOD + b'{"prompt": "\\ud800", "answer": "1"}', r':2: field "prompt" has half of a'),
         (GOOD + b'{"prompt": "b", "answer": "2"}\n' + GOOD, r":3: the prompt of line 1 again"),
-        (GOOD + b'{"prompt": "b", "answer": "Paris"}', r":2: answer 'Paris' cannot be checked by"),
-        pytest.param(
-            GOOD + b'{"prompt": "b", "answer": "' + b"(" * 3000 + b'"}',
-            r":2: .*no answer within 1",
-            marks=pytest.mark.slow,
-        ),
+        (GOOD + b'{"prompt": "b", "answer": "?!"}', r":2: answer '\?!' cannot be checked \(it"),
+        (GOOD + b'{"prompt": "b", "answer": "' + b"(" * 3000 + b'"}', r":2: .* cannot be checked"),
     ],
 )
 @unchecked()

@@ -179,3 +179,24 @@ def running(argument):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             found += f"\0{argument}" in path.read_text(errors="replace")
     return found
+
+
+@pytest.mark.parametrize(
+    ("text", "given"),
+    [
+        ("so it is 7", "so it is 7"),
+        (" 7\n", "7"),
+        ("<think>3?</think>\n7", "7"),
+        (r"hence $\boxed{7}$.", "7"),
+        ("<answer>7</answer>", "7"),
+        ("3 + 4\n#### 7", "7"),
+        ("<think>7", None),
+    ],
+)
+def test_the_score_is_given_the_answer(text, given):
+    scored = []
+    environment = ToolEnvironment([], lambda answer: float(bool(scored.append(answer))) + 1.0)
+    messages, score, done = environment.step({"content": text})
+    assert (messages, done) == ([], True)
+    assert scored == ([] if given is None else [given])
+    assert score == (0.0 if given is None else 1.0)

@@ -1,0 +1,1 @@
+"""What a run is watched for while it goes."""

@@ -1,0 +1,125 @@
+"""Suspicion of a run whose score rises for a reason that nobody wants.
+
+It is a function of the metrics of the steps so far, and so of the lines of metrics.jsonl: a run
+that is resumed has it as one that was not.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+NAME = "reward/suspicion"
+SCORE, LENGTH = "critic/score/mean", "response_length/mean"
+VARIETY, TOP_FORM = "answers/variety", "answers/top_form"
+SHARED, DISPUTED = "answers/shared", "answers/disputed"
+NAMES = (
+    *(NAME, SCORE, LENGTH, VARIETY, TOP_FORM, SHARED, DISPUTED),
+    *("critic/score/max", "critic/score/min"),
+)
+"""Metrics that are looked at."""
+
+BEFORE, NOW, APART = 5, 3, 20
+"""Steps that are averaged, at the beginning of what is compared and at its end, and at most between
+them."""
+LEAP = 0.2
+"""Share of the range of scores by which the score must have risen."""
+MORE_DISPUTED = 0.1
+"""Share of completions by which those that are disputed must have become more."""
+COLLAPSE = 0.5
+"""What is left of lengths, or of the variety of answers."""
+ONE_FORM, MANY_FORMS = 0.9, 0.5
+"""Share of the commonest form where one has taken over, and at most before."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A metric before and now."""
+
+    before: float
+    now: float
+
+    @property
+    def rise(self) -> float:
+        return self.now - self.before
+
+
+def reasons(lines: Sequence[Mapping[str, float | int]]) -> list[str]:
+    """Why the last of the steps is suspicious, a sentence each; empty where it is not.
+
+    Args:
+      lines: metrics of the steps so far, or of the last `BEFORE + APART + NOW` of them.
+    """
+    lines = [line for line in lines if SCORE in line]
+    if len(lines) < BEFORE + NOW:
+        return []
+    lines = lines[-(BEFORE + APART + NOW) :]
+    score = _change(lines, SCORE)
+    assert score is not None
+    shared, disputed = _change(lines, SHARED), _change(lines, DISPUTED)
+    found = []
+    if shared is not None and disputed is not None:
+        if disputed.rise >= MORE_DISPUTED and disputed.rise > shared.rise and score.rise > 0:
+            found.append(
+                "a second reader, which takes numbers as text, does not share "
+                f"{disputed.now:.0%} of the full marks' completions ({disputed.before:.0%} before)"
+            )
+        # What that reader shares is no accident.
+        if shared.rise >= disputed.rise and shared.rise > 0:
+            return found
+    if score.rise < LEAP * _range(lines):
+        return found
+    leap = f"the mean score leapt from {score.before:.2f} to {score.now:.2f}"
+    for name, what in ((LENGTH, "lengths"), (VARIETY, "the variety of answers")):
+        change = _change(lines, name)
+        if change is not None and change.now <= COLLAPSE * change.before:
+            found.append(f"{leap} while {what} fell from {change.before:.3g} to {change.now:.3g}")
+    form = _change(lines, TOP_FORM)
+    if form is not None and form.before <= MANY_FORMS and form.now >= ONE_FORM:
+        found.append(
+            f"{leap} while one form of answer took over ({form.before:.0%} before, {form.now:.0%})"
+        )
+    return found
+
+
+def _change(lines: Sequence[Mapping[str, float | int]], name: str) -> Change | None:
+    """A metric at the beginning and at the end; None where it is missing there."""
+    before = [line[name] for line in lines[:BEFORE] if name in line]
+    now = [line[name] for line in lines[-NOW:] if name in line]
+    if not before or not now:
+        return None
+    return Change(sum(before) / len(before), sum(now) / len(now))
+
+
+def _range(lines: Sequence[Mapping[str, float | int]]) -> float:
+    """Between the best and the worst score of a completion."""
+    most = max(line.get("critic/score/max", line[SCORE]) for line in lines)
+    least = min(line.get("critic/score/min", line[SCORE]) for line in lines)
+    return max(most - least, 1e-9)
+
+
+class Lookout:
+    """Metrics of the last steps, and whether the run has been suspected.
+
+    Args:
+      lines: metrics of the steps before, of a run that is resumed.
+    """
+
+    def __init__(self, lines: Sequence[Mapping[str, float | int]] = ()):
+        self._lines = [_looked_at(line) for line in lines][-(BEFORE + APART + NOW) :]
+        self.suspected = any(line.get(NAME) for line in lines)
+
+    def look(self, metrics: Mapping[str, float | int]) -> list[str]:
+        """The reasons of a step, whose metrics are kept; empty also where it has no scores."""
+        self._lines = [*self._lines, _looked_at(metrics)][-(BEFORE + APART + NOW) :]
+        return reasons(self._lines)
+
+
+def _looked_at(metrics: Mapping[str, float | int]) -> dict[str, float | int]:
+    return {name: metrics[name] for name in NAMES if name in metrics}
+
+
+def first_suspicion(lines: Sequence[Mapping[str, float | int]]) -> tuple[int, list[str]] | None:
+    """The first step of a run that was suspicious, and why; None where there is none."""
+    for number, line in enumerate(lines):
+        if line.get(NAME):
+            return int(line["step"]), reasons([_looked_at(each) for each in lines[: number + 1]])
+    return None

@@ -1,0 +1,55 @@
+"""``python -m jrl.tasks check TASK`` tries answers on a verifier that it should not reward."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import tyro
+
+from jrl.config.command_line import exit_status
+from jrl.tasks.checking.check import check, page
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for."""
+
+    command: tyro.conf.Positional[Literal["check"]]
+    """check: try wrong and right answers, and say which are judged wrongly. The status is 1 where a
+    wrong one gets full marks."""
+    target: tyro.conf.Positional[str]
+    """A task as --task of jrl.train has it, a file of prompts, or a reward of your own as
+    path/to/file.py:name."""
+    answers: Literal["final", "evaluated"] = "final"
+    """What answers have to be, as in jrl.train."""
+    seed: int = 0
+    """Of the prompts of a task that are attacked."""
+    reward_seconds: float = 5.0
+    """How long one call of a reward of your own may take."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit status."""
+    return exit_status(lambda: _main(sys.argv[1:] if arguments is None else list(arguments)))
+
+
+def _main(arguments: list[str]) -> int:
+    request = tyro.cli(
+        Request,
+        prog="python -m jrl.tasks",
+        description="Tries answers on a verifier or a reward that it should not be talked into.",
+        args=arguments,
+    )
+    findings = check(
+        request.target,
+        seed=request.seed,
+        answers=request.answers,
+        seconds=request.reward_seconds,
+    )
+    print(page(request.target, findings))
+    return int(any(finding.gamed for finding in findings))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

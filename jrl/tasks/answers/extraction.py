@@ -1,0 +1,162 @@
+"""Extraction of the answer: which part of a completion counts, for all tasks.
+
+What follows the end of reasoning; in it the last complete ``\\boxed{...}`` or
+``<answer>...</answer>``, else the line of the last ``####``, else all of it. Reasoning that is
+never closed has no answer after it, and a box that is never closed is none. All of it takes time
+linear in the length of the text.
+"""
+
+import re
+from dataclasses import dataclass
+
+REASONING = (
+    *(("<think>", "</think>"), ("<thinking>", "</thinking>"), ("<thought>", "</thought>")),
+    *(("<reasoning>", "</reasoning>"), ("[THINK]", "[/THINK]")),
+    *(("<seed:think>", "</seed:think>"), ("\u25c1think\u25b7", "\u25c1/think\u25b7")),
+    ("<|begin_of_thought|>", "<|end_of_thought|>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|channel|>analysis", "<|channel|>final<|message|>"),
+    ("<|channel|>commentary", "<|channel|>final<|message|>"),
+)
+"""How checkpoints open and end their reasoning."""
+REASONING_TOKENS = frozenset(
+    {"<|channel|>", "<|message|>", *(mark for pair in REASONING for mark in pair)}
+)
+"""Special tokens that marks of reasoning are, or are made of."""
+UNREADABLE = "\ufffd"
+"""Stands for a special token in a completion."""
+BLANKS = " \t\r\n\f\v\u00a0\u200b\ufeff"
+HASHES = re.compile(r"(?<!#)####(?!#)")
+_OPENS, _ENDS = (
+    re.compile("|".join(re.escape(pair[side]) for pair in REASONING), re.IGNORECASE)
+    for side in (0, 1)
+)
+_BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|\{|\}", re.DOTALL)
+_TAG = re.compile(r"<(/?)answer\s*>", re.IGNORECASE)
+_HEADING = re.compile(
+    r"[\s*_]*(?:the\s+)?(?:final\s+)?(?:answer|solution|result|conclusion)?[\s*_:]*", re.IGNORECASE
+)
+# What may stand between two boxes that are one statement: blanks, commas, "and", "or", a label.
+_JOINED = re.compile(
+    r"(?:[\s$,;/&~.]|\\[()\[\],;]|\\q?quad|\\text\s*\{\s*(?:and|or)\s*\}|and\b|or\b"
+    r"|[A-Za-z]\w?\s*=)*"
+)
+_OR = re.compile(r"\bor\b|/")
+MOST_BETWEEN = 40
+"""Characters between two boxes of one statement."""
+MOST_NESTED = 8
+
+
+@dataclass(frozen=True)
+class Extracted:
+    """An answer.
+
+    Attributes:
+      text: of it, without blanks around it; empty where there is nothing.
+      marked: whether a box, a tag or a line of ``####`` says that this is the answer.
+    """
+
+    text: str
+    marked: bool
+
+
+def extract(completion: str, *, bare: bool = False) -> Extracted | None:
+    """The answer in a completion, None where its reasoning is not ended.
+
+    Args:
+      bare: whether it is of a task whose answers are made of a few characters, "#" perhaps among
+        them: ``####`` marks nothing then, and where nothing else does, or ends reasoning, the
+        completion counts to the letter.
+    """
+    said = after_reasoning(completion)
+    if said is None:
+        return None
+    marked = False
+    for _ in range(MOST_NESTED):
+        inner = _marked(said, hashes=not bare)
+        if inner is None:
+            break
+        said, marked = inner, True
+    if bare and said == completion:
+        return Extracted(said, marked)
+    return Extracted(said.strip(BLANKS + UNREADABLE), marked)
+
+
+def after_reasoning(completion: str) -> str | None:
+    """What follows the last end of reasoning; None where reasoning is still open."""
+    start = 0
+    for found in _ENDS.finditer(completion):
+        start = found.end()
+    if _OPENS.search(completion, start) is not None:
+        return None
+    return completion[start:]
+
+
+def opens_reasoning(text: str) -> str:
+    """The mark of open reasoning, with the blanks after it, that a text ends with; empty where it
+    ends otherwise."""
+    opened = list(_OPENS.finditer(text))
+    if not opened or text[opened[-1].end() :].strip(BLANKS):
+        return ""
+    return text[opened[-1].start() :]
+
+
+def _marked(text: str, *, hashes: bool) -> str | None:
+    """What the strongest mark in a text says, None where there is none."""
+    box, tag = _last_boxes(text), _last_tag(text)
+    if box is not None and (tag is None or box[0] > tag[0]):
+        return box[1]
+    if tag is not None:
+        return tag[1]
+    if not hashes:
+        return None
+    start = None
+    for found in HASHES.finditer(text):
+        start = found.end()
+    if start is None:
+        return None
+    line, _, rest = text[start:].lstrip(" \t").partition("\n")
+    # A heading of Markdown is written alike; what stands below it is meant then.
+    return rest if _HEADING.fullmatch(line) else line
+
+
+def _last_boxes(text: str) -> tuple[int, str] | None:
+    """Where the last complete box ends, and what it and those that belong to it say."""
+    opened: list[int] = []  # where the content of a box begins, -1 for other braces
+    begins: list[int] = []
+    boxes: list[tuple[int, int, str]] = []
+    for found in _BRACES.finditer(text):
+        mark = found[0]
+        if mark == "}":
+            if opened:
+                content, begin = opened.pop(), begins.pop()
+                if content >= 0:
+                    # Those inside it are a part of what it says.
+                    while boxes and boxes[-1][0] > begin:
+                        boxes.pop()
+                    boxes.append((begin, found.end(), text[content : found.start()]))
+        elif mark[-1] == "{" and len(mark) != 2:
+            opened.append(found.end() if len(mark) > 1 else -1)
+            begins.append(found.start())
+    if not boxes:
+        return None
+    begin, end, said = boxes.pop()
+    while boxes:
+        before = boxes.pop()
+        between = text[before[1] : begin]
+        if len(between) > MOST_BETWEEN or _JOINED.fullmatch(between) is None:
+            break
+        joint = " or " if _OR.search(between) else ", "
+        said, begin = before[2] + joint + said, before[0]
+    return end, said
+
+
+def _last_tag(text: str) -> tuple[int, str] | None:
+    """Where the last complete pair of answer tags ends, and what stands in it."""
+    begin, last = None, None
+    for found in _TAG.finditer(text):
+        if not found[1]:
+            begin = found.end()
+        elif begin is not None:
+            last, begin = (found.end(), text[begin : found.start()]), None
+    return last

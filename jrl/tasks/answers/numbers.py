@@ -1,0 +1,369 @@
+"""Numbers in answers: the one that a text states, if it states one, and in which form.
+
+In running text the number that counts is the first after the last "answer is" (or "answer:"), else
+the last one. It must stand alone: "41 or 42", a list, an interval or "more than 42" states no
+number. A chain of equations states its last side, and the others must not contradict it.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from .equality import same_number
+from .expression import Expression, NoExpression, SideBySide, TooLarge, read_expression
+from .markup import DASH, plain
+from .phrases import (
+    VERBS,
+    Span,
+    chosen_phrase,
+    joiner,
+    phrases_of,
+    without_delimiters,
+    words_to_signs,
+)
+from .tokens import Token, canonical, tokens_of
+from .units import unit_of
+
+LONGEST = 2_000
+"""Characters of running text that are looked at: its last ones."""
+LONGEST_MARKED = 4_000
+NUMBER, SEVERAL, RELATION, OPAQUE, NOTHING = "number", "several", "relation", "opaque", "nothing"
+
+_VARIABLE = re.compile(r"[A-Za-z]_?\d*")
+_SIDES_BEFORE = {*VERBS, "so", "thus", "therefore", "hence", "answer", "get", "have", "that"}
+_COMPARING = {"more", "less", "fewer", "greater", "larger", "smaller", "higher", "lower", "bigger"}
+_BOUNDS = {"least", "most", "between", "exceeding", "below", "above"}
+_DENYING = {"not", "isn't", "isnt", "never", "cannot", "aren't", "wasn't"}
+_AFTER = {*_COMPARING, "above", "below", "under", "over", "up", "upwards"}
+_PARTS = {"half", "third", "quarter", "fifth", "tenth"}
+_PERHAPS = {"maybe", "perhaps", "possibly", "else", "even", "it's", "it", "is", "also", "the",
+            "answer", "could", "be", "may", "might", "rather", "about"}  # fmt: skip
+_SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_LEADING = {"in", "by", "on", "after", "from", "since", "at", "with", "if", "of", "for", "step"}
+# Letters that are more often a unit or a word than a variable, where a blank stands before them.
+_NO_VARIABLE = {"a", "I", "A", "s", "m", "g", "h", "l", "L", "K", "C", "F", "N", "J", "W", "V"}
+
+
+@dataclass(frozen=True)
+class Stated:
+    """What a text states.
+
+    Attributes:
+      kind: `NUMBER`; `SEVERAL` numbers of which none counts; a `RELATION`, such as a bound;
+        `OPAQUE`, something with a number that is none (`2x`, `\\log 8`); or `NOTHING`.
+      expression: the number.
+      unit: after or before it, as `unit_of` names it; "" where there is none that is known.
+      label: the variable that it is said of, "" where there is none.
+      digits: the number as text, without what groups its digits.
+      alone: whether no other number is in the text.
+      scale: the word of a power of a thousand that follows, as a number.
+    """
+
+    kind: str
+    expression: Expression | None = None
+    unit: str = ""
+    label: str = ""
+    digits: str = ""
+    alone: bool = False
+    scale: int = 1
+
+    @property
+    def value(self) -> Fraction | None:
+        """The number, with the thousands or millions that follow it."""
+        assert self.expression is not None
+        return None if self.expression.value is None else self.expression.value * self.scale
+
+
+def stated(text: str, *, marked: bool = False, exclaims: bool = True) -> Stated:
+    """Reads an answer.
+
+    Args:
+      marked: whether it is known to be the answer, and no running text.
+      exclaims: whether a "!" at its end is one of joy; else it is a factorial.
+    """
+    text = text[-(LONGEST_MARKED if marked else LONGEST) :]
+    tokens = words_to_signs(without_delimiters(tokens_of(plain(text))))
+    phrases = phrases_of(tokens)
+    if not phrases:
+        return Stated(NOTHING)
+    return _read(tokens, phrases, chosen_phrase(tokens, phrases), exclaims)
+
+
+def same_statement(gold: Stated, answer: Stated) -> bool:
+    """Whether two texts state one number, of one unit and one variable where both name theirs."""
+    if gold.kind != NUMBER or answer.kind != NUMBER or None in (gold.value, answer.value):
+        return False
+    for one, other in ((gold.unit, answer.unit), (gold.label, answer.label)):
+        if one and other and one != other:
+            return False
+    assert gold.expression is not None and answer.expression is not None
+    if gold.scale == answer.scale:
+        return same_number(gold.expression, answer.expression)
+    return gold.value == answer.value
+
+
+def _read(tokens: Sequence[Token], phrases: Sequence[Span], chosen: int, exclaims: bool) -> Stated:
+    begin, end = phrases[chosen]
+    if end - begin > 1 and tokens[end - 1].text == "+":
+        return Stated(RELATION)  # 42 and more
+    begin, end = _trimmed(tokens, begin, end, exclaims)
+    begin = _after_function(tokens, begin, end)
+    label, labelled = _label(tokens, begin, end)
+    if _is_opaque(tokens, begin, end, labelled):
+        return Stated(OPAQUE)
+    if _is_bound(tokens, begin, end):
+        return Stated(RELATION)
+    parts = _parts(tokens, begin, end)
+    if len(parts) > 1 and begin and tokens[begin - 1].text.lower() in _LEADING:
+        parts = parts[-1:]  # In 2024, 42 people came.
+    attached = begin > 0 and tokens[begin - 1].kind == "word" and not labelled and (
+        tokens[begin - 1].text.lower() not in _SIDES_BEFORE
+    )  # fmt: skip
+    read = [_chain(tokens[b:e], check=not attached) for b, e in parts]
+    if None in read or not read:
+        return Stated(OPAQUE if read else NOTHING)
+    said = [each for each in read if each is not None]
+    if any(each.kind != NUMBER for each in said):
+        return next(each for each in said if each.kind != NUMBER)
+    first = said[0]
+    assert first.expression is not None
+    for other in said[1:]:
+        assert other.expression is not None
+        if first.expression.value is None or first.expression.value != other.expression.value:
+            return Stated(SEVERAL)
+    others = [phrase for number, phrase in enumerate(phrases) if number != chosen]
+    if _has_alternative(tokens, begin, end, others, first.expression):
+        return Stated(SEVERAL)
+    return Stated(
+        NUMBER,
+        first.expression,
+        unit=_unit(tokens, begin, end),
+        label=label,
+        digits=first.digits,
+        alone=not others,
+        scale=_scale(tokens, end),
+    )
+
+
+def _after_function(tokens: Sequence[Token], begin: int, end: int) -> int:
+    """Where f(2) = 42 or \\log 8 = 3 begins to say what is equal to the value of a function."""
+    equal = [at for at in range(begin, end) if tokens[at].text == "="]
+    if not equal:
+        return begin
+    if begin and tokens[begin].text == "(" and tokens[begin - 1].end == tokens[begin].begin:
+        return equal[0] if tokens[begin - 1].kind == "word" else begin
+    unknown = [at for at in range(begin, end) if _is_unknown(tokens[at])]
+    return equal[-1] if unknown and unknown[-1] < equal[-1] else begin
+
+
+def _is_unknown(token: Token) -> bool:
+    """Whether a token is of functions that are not read here."""
+    return token.text == "_" or (token.kind == "command" and token.text not in ("\\frac", "\\sqrt"))
+
+
+def _trimmed(tokens: Sequence[Token], begin: int, end: int, exclaims: bool) -> Span:
+    """Without brackets that close or open elsewhere, and without signs that lead nowhere."""
+    while end - begin > 1:
+        first, last = tokens[begin], tokens[end - 1]
+        inside = tokens[begin:end]
+        if last.text in ("+", "-", "*", "/", DASH, ":", "^") or (last.text == "!" and exclaims):
+            end -= 1
+        elif first.text in (":", "!", ")", "}", "]", DASH):
+            begin += 1
+        elif last.text in "([{" or (last.text in ")]}" and _depth(inside) < 0):
+            end -= 1
+        elif first.text in "([{" and _depth(inside) > 0:
+            begin += 1
+        else:
+            break
+    return begin, end
+
+
+def _depth(tokens: Sequence[Token]) -> int:
+    return sum((t.text in "([{") - (t.text in ")]}") for t in tokens)
+
+
+def _label(tokens: Sequence[Token], begin: int, end: int) -> tuple[str, bool]:
+    """The variable on the other side of an equation, and whether there is a label of any kind."""
+    if tokens[end - 1].text == "=" and end < len(tokens) and _is_variable(tokens[end]):
+        return tokens[end].text, True  # 5 = x
+    if begin == 0 or tokens[begin].text != "=" or tokens[begin - 1].kind != "word":
+        return "", begin > 0 and tokens[begin].text == "="
+    word = tokens[begin - 1].text
+    return (word if len(word) == 1 else ""), True
+
+
+def _is_variable(token: Token) -> bool:
+    return token.kind == "word" and len(token.text) == 1
+
+
+def _is_opaque(tokens: Sequence[Token], begin: int, end: int, labelled: bool) -> bool:
+    """Whether a variable, a function or an unknown command belongs to the phrase."""
+    if any(map(_is_unknown, tokens[begin:end])):
+        return True
+    if end < len(tokens) and tokens[end].kind == "word" and tokens[end - 1].text != "=":
+        near, word = tokens[end].begin == tokens[end - 1].end, tokens[end].text
+        if near and _VARIABLE.fullmatch(word) and not unit_of(word.rstrip("0123456789")):
+            return True
+        if not near and len(word) == 1 and word not in _NO_VARIABLE:
+            return True
+    if begin == 0 or labelled:
+        return tokens[begin].text in ("*", "/", "^")
+    before = tokens[begin - 1]
+    if before.kind != "word":
+        return tokens[begin].text in ("*", "/", "^")
+    near, first = before.end == tokens[begin].begin, tokens[begin].text
+    if first in ("^", "*", "/", "+", "-", "("):
+        return (_is_variable(before) and before.text not in ("a", "I")) or (near and first in "(^")
+    return False
+
+
+def _is_bound(tokens: Sequence[Token], begin: int, end: int) -> bool:
+    """Whether the number is only a bound, or is denied."""
+    if any(t.kind == "relation" for t in tokens[begin:end]):
+        return True
+    words = [t.text.lower() for t in tokens[max(0, begin - 3) : begin]]
+    if words and (words[-1] in _BOUNDS or words[-1] in _DENYING):
+        return True
+    if len(words) > 1 and words[-1] == "than" and words[-2] in _COMPARING:
+        return True
+    if words[-2:] == ["up", "to"]:
+        return True
+    after = [t.text.lower() for t in tokens[end : end + 3]]
+    if after[:1] == ["and"] and after[1:2] in (["a"], ["one"]) and after[2:] and after[2] in _PARTS:
+        return True  # 42 and a half
+    return len(after) > 1 and after[0] in ("or", "and") and after[1] in _AFTER
+
+
+def _parts(tokens: Sequence[Token], begin: int, end: int) -> list[Span]:
+    """The phrase parted at what joins numbers, and without the brackets around it."""
+    if _is_bracketed(tokens[begin:end]):
+        return _parts(tokens, begin + 1, end - 1)
+    parts, start = [], begin
+    for at in range(begin, end):
+        token = tokens[at]
+        if joiner(token) or token.text == ":":
+            if at > start:
+                parts.append((start, at))
+            start = at + 1
+    if end > start:
+        parts.append((start, end))
+    return parts
+
+
+def _is_bracketed(tokens: Sequence[Token]) -> bool:
+    """Whether the first bracket is closed by the last token."""
+    if len(tokens) < 3 or tokens[0].text not in "([{" or tokens[-1].text not in ")]}":
+        return False
+    return all(_depth(tokens[:at]) > 0 for at in range(1, len(tokens)))
+
+
+def _chain(tokens: Sequence[Token], *, check: bool) -> Stated | None:
+    """What a chain of equations states, None where its last side is no number.
+
+    Args:
+      check: whether the other sides must have the value of the last.
+    """
+    sides: list[list[Token]] = [[]]
+    for token in tokens:
+        if token.text == "=":
+            sides.append([])
+        elif token.kind != "currency":
+            sides[-1].append(token)
+    said = [side for side in sides if side]
+    if not said:
+        return None
+    read: list[tuple[Expression, Sequence[Token]]] = []
+    for side in said:
+        try:
+            read.append((read_expression(side), side))
+        except TooLarge:
+            return Stated(RELATION)  # nobody's answer, and worked out by nobody
+        except NoExpression as error:
+            if side is said[-1]:
+                return Stated(SEVERAL) if isinstance(error, SideBySide) else None
+    last, shown = read[-1]
+    if not sides[-1] and len(said[-1]) > 1:
+        # 17 + 25 = is the question again.
+        last = Expression(last.value, False)
+    equal = [
+        (other, side)
+        for other, side in read
+        if None not in (other.value, last.value) and same_number(last, other)
+    ]
+    if check and any(_contradicts(last, other) for other, _ in read):
+        return Stated(SEVERAL)
+    if not last.final and sides[-1]:
+        # 42 = 17 + 25 says 42 as well.
+        last, shown = next(((o, side) for o, side in equal if o.final), (last, shown))
+    return Stated(NUMBER, last, digits=_as_text(shown))
+
+
+def _contradicts(last: Expression, other: Expression) -> bool:
+    """Whether a side is another number; a sum that was worked out wrongly, or rounded, is none."""
+    if not other.final or other.value is None or last.value is None:
+        return False
+    return abs(other.value - last.value) * 100 > abs(last.value)
+
+
+def _as_text(tokens: Sequence[Token]) -> str:
+    return "".join(canonical(t.text) if t.kind == "number" else t.text for t in tokens)
+
+
+def _has_alternative(
+    tokens: Sequence[Token], begin: int, end: int, others: Sequence[Span], value: Expression
+) -> bool:
+    """Whether another number is offered beside it: "41 apples or maybe 42"."""
+    before = begin - 1
+    labelled = tokens[begin].text == "=" and before >= 0 and _is_variable(tokens[before])
+    before -= labelled
+    while before >= 0 and tokens[before].text.lower() in _PERHAPS:
+        before -= 1
+    offered: list[Span] = []
+    previous = [span for span in others if span[1] <= begin][-1:]
+    is_offered = before >= 0 and tokens[before].text.lower() == "or"
+    if labelled and previous:
+        is_offered |= _same_label(tokens, previous[0], begin)
+    offered += previous if is_offered else []
+    after = [span for span in others if span[0] >= end][:1]
+    if after:
+        between = tokens[end : after[0][1]][:4]
+        stops = any(t.kind == "stop" for t in tokens[end : after[0][0]])
+        if not stops and any(t.text.lower() == "or" for t in between):
+            offered += after
+    for b, e in offered:
+        other = _chain(tokens[b:e], check=False)
+        same = (
+            other is not None
+            and other.expression is not None
+            and None not in (other.expression.value, value.value)
+            and same_number(value, other.expression)
+        )
+        if not same:
+            return True
+    return False
+
+
+def _same_label(tokens: Sequence[Token], previous: Span, begin: int) -> bool:
+    """Whether x = 41, x = 42 gives one variable two values."""
+    start, stop = previous
+    if not start or tokens[start].text != "=" or tokens[start - 1].text != tokens[begin - 1].text:
+        return False
+    multiplied = start > 1 and tokens[start - 2].kind in ("number", "math")
+    between = tokens[stop : begin - 1]
+    return not multiplied and all(map(joiner, between))
+
+
+def _unit(tokens: Sequence[Token], begin: int, end: int) -> str:
+    money = [unit_of(t.text) for t in tokens[begin:end] if t.kind == "currency"]
+    if money:
+        return money[0]
+    if end < len(tokens) and tokens[end].kind == "word":
+        return unit_of(tokens[end].text)
+    return ""
+
+
+def _scale(tokens: Sequence[Token], end: int) -> int:
+    word = tokens[end].text.lower() if end < len(tokens) else ""
+    return _SCALES.get(word, 1)

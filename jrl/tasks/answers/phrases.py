@@ -1,0 +1,144 @@
+"""Phrases of a text that state numbers, and the one that counts."""
+
+from collections.abc import Sequence
+
+from .markup import DASH
+from .tokens import Token
+from .units import unit_of
+
+VERBS = {"is", "are", "be", "was", "were", "equals", "equal", "=", ":", "gives", "makes", "s"}
+"""Words and signs after which an answer is said."""
+_OPERATIONS = {"plus": "+", "minus": "-", "times": "*", "over": "/", "multiplied": "*",
+               "divided": "/"}  # fmt: skip
+_FOLLOWED_BY = {"multiplied": "by", "divided": "by"}
+_POWERS = {"squared": "2", "cubed": "3"}
+
+
+def without_delimiters(tokens: Sequence[Token]) -> list[Token]:
+    """Signs of money delimit formulas as well: none of them parts two numbers."""
+    return [token for token in tokens if token.text not in ("$", "'")]
+
+
+def words_to_signs(tokens: list[Token]) -> list[Token]:
+    """Operations that are written as words between two numbers, as their signs."""
+    found: list[Token] = []
+    at = 0
+    while at < len(tokens):
+        token, word = tokens[at], tokens[at].text.lower()
+        step = 2 if word in _FOLLOWED_BY else 1
+        follows = tokens[at + step] if at + step < len(tokens) else None
+        before = found[-1] if found else None
+        is_number = before is not None and (before.kind == "number" or before.text == ")")
+        if token.kind == "word" and is_number and word in _OPERATIONS:
+            by = _FOLLOWED_BY.get(word)
+            said = by is None or (tokens[at + 1 : at + 2] and tokens[at + 1].text.lower() == by)
+            if said and follows is not None and (follows.kind == "number" or follows.text == "("):
+                found.append(Token("math", _OPERATIONS[word], token.begin, token.end))
+                at += step
+                continue
+        if word in ("minus", "negative") and follows is not None and follows.kind == "number":
+            found.append(Token("math", "-", token.begin, token.end))
+        elif word == "x" and is_number and follows is not None and follows.kind == "number":
+            found.append(Token("math", "*", token.begin, token.end))
+        elif token.kind == "word" and is_number and word in _POWERS:
+            found.append(Token("math", "^", token.begin, token.begin))
+            found.append(Token("number", _POWERS[word], token.begin, token.end))
+        elif is_number and token.kind == "word" and unit_of(word):
+            found.append(token)
+            at += _exponent_length(tokens, at + 1)  # m^2 is a unit as well
+        elif word == "percent" and is_number:
+            found.append(Token("math", "%", token.begin, token.end))
+        else:
+            found.append(token)
+        at += 1
+    return found
+
+
+def _exponent_length(tokens: Sequence[Token], at: int) -> int:
+    """How many tokens an exponent takes that begins there."""
+    texts = [token.text for token in tokens[at : at + 4]]
+    if texts[:1] != ["^"]:
+        return 0
+    return 4 if texts[1:2] == ["{"] and texts[3:] == ["}"] else 2
+
+
+Span = tuple[int, int]
+"""Where a phrase begins and ends among the tokens."""
+_MATH = ("number", "math", "command", "vulgar", "constant", "relation", "currency")
+_JOINING = {"and": ",", "or": "or", "to": DASH, "through": DASH}
+
+
+def phrases_of(tokens: Sequence[Token]) -> list[Span]:
+    """Runs of tokens that state something together: numbers, signs, and what joins them."""
+    spans: list[Span] = []
+    begin: int | None = None
+    for at in range(len(tokens) + 1):
+        token = tokens[at] if at < len(tokens) else None
+        if begin is not None and token is not None and _is_aside(tokens, at):
+            spans.append((begin, at))
+            begin = at
+            continue
+        joins = token is not None and begin is not None and _joins(tokens, at)
+        if token is not None and (token.kind in _MATH or joins):
+            begin = at if begin is None else begin
+        elif begin is not None:
+            spans.append((begin, at))
+            begin = None
+    values = ("number", "vulgar", "constant")
+    return [span for span in spans if any(t.kind in values for t in tokens[span[0] : span[1]])]
+
+
+def _is_aside(tokens: Sequence[Token], at: int) -> bool:
+    """Whether a bracket opens a remark on the number before it: 42 (17 + 25)."""
+    before = tokens[at - 1] if at else None
+    return (
+        tokens[at].text == "("
+        and before is not None
+        and before.end < tokens[at].begin
+        and (before.kind in ("number", "word") or before.text in (")", "%"))
+    )
+
+
+def _joins(tokens: Sequence[Token], at: int) -> bool:
+    """Whether a comma or a word stands between two parts of one statement."""
+    if tokens[at].kind != "comma" and tokens[at].text.lower() not in _JOINING:
+        return False
+    after = at + 1
+    while after < len(tokens) and joiner(tokens[after]):
+        after += 1
+    return after < len(tokens) and tokens[after].kind in _MATH and tokens[after].text not in ")}]:"
+
+
+def joiner(token: Token) -> str:
+    if token.kind == "comma":
+        return ","
+    if token.text in (DASH, "±"):
+        return DASH
+    return _JOINING.get(token.text.lower(), "") if token.kind == "word" else ""
+
+
+def chosen_phrase(tokens: Sequence[Token], phrases: Sequence[Span]) -> int:
+    """The phrase that counts: the first after the last "answer is", else the last."""
+    anchors = [
+        at for at, token in enumerate(tokens) if token.kind == "word"
+        and token.text.lower() in ("answer", "answers")
+    ]  # fmt: skip
+    for anchor in reversed(anchors):
+        end = anchor + 1
+        while end < len(tokens) and tokens[end].kind != "stop":
+            end += 1
+        verb = next((at for at in range(anchor + 1, end) if tokens[at].text.lower() in VERBS), None)
+        after = anchor if verb is None else verb
+        within = [n for n, (begin, _) in enumerate(phrases) if after <= begin < end]
+        if within:
+            return within[0]
+        # "Final answer:" and the number on a line of its own.
+        if end - after <= 2:
+            below = [n for n, (begin, _) in enumerate(phrases) if begin >= end]
+            if below and all(t.kind == "stop" for t in tokens[end : phrases[below[0]][0]]):
+                return below[0]
+    last = len(phrases) - 1
+    # What a remark in brackets says does not count beside what it is a remark on.
+    while last and _is_aside(tokens, phrases[last][0]):
+        last -= 1
+    return last

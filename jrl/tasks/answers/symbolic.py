@@ -1,0 +1,273 @@
+"""Formulas, sets, intervals and irrational numbers, read and compared by math-verify.
+
+Imported by a worker process alone, which has put a parser of its own in the place of sympy's
+(`jrl.tasks.workers.worker`) before.
+"""
+
+import functools
+import logging
+import math
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import sympy
+from math_verify import parse, verify
+from sympy.core.function import AppliedUndef, Function
+
+from .equality import SIGNIFICANT, rounded, significant_digits
+from .expression import Expression, NoExpression, TooLarge, read_expression
+from .markup import plain
+from .tokens import tokens_of
+
+logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+LONGEST = 1_000
+"""Characters of a formula that is read at all."""
+TOLERANCE = 1e-9
+"""Of irrational numbers, relative to the gold answer; of decimals that of their sixth digit."""
+DECIMAL_TOLERANCE = 5e-6
+DIGITS = 40
+MOST_SYMBOLS, MOST_OPERATIONS, LEAST_COMPARED = 3, 40, 3
+
+_LATEX = ("$", "\\boxed", "\\(", "\\[")
+# Two letters in a row, unless they name a command or stand in its braces (\text{cm}, \end{matrix}).
+_WORD = re.compile(r"[A-Za-z]{2,}")
+_COMMAND = re.compile(r"\\[A-Za-z]+(\{[A-Za-z ]*\})?")
+_EXPONENT = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d{1,3})(?![\w.])")
+_SPELLED = (
+    (re.compile(r"(?<![A-Za-z\\])pi(?![A-Za-z])"), r"\\pi "),
+    (re.compile(r"(?<![A-Za-z\\])sqrt\s*\(([^()]*)\)"), r"\\sqrt{\1}"),
+    (re.compile(r"√\s*(\d+|\([^()]*\))"), r"\\sqrt{\1}"),
+    (re.compile(r"π"), r"\\pi "),
+    (re.compile(r",?\s+and\s+"), ", "),
+    (re.compile(r"(?<=\d)\s+or\s+(?=[A-Za-z]\s*=)"), ", "),
+)
+_LEFT_TO_DO = (sympy.Integral, sympy.Derivative, sympy.Limit, sympy.Sum, sympy.Product)
+
+
+def is_formula(text: str) -> bool:
+    """Whether a text is nothing but a formula, without words."""
+    return bool(text) and "\n" not in text and not _WORD.search(_COMMAND.sub(" ", text))
+
+
+@functools.lru_cache(maxsize=256)
+def read(text: str) -> tuple[Any, ...]:
+    """What math-verify finds in an answer: first as one formula, if it is one, then as it is."""
+    if len(text) > LONGEST:
+        return ()
+    tidy = _EXPONENT.sub(r"\1 \\cdot 10^{\2}", text.strip())
+    for pattern, instead in _SPELLED:
+        tidy = pattern.sub(instead, tidy)
+    forms = [text]
+    if is_formula(tidy) and not any(mark in tidy for mark in _LATEX):
+        bare = tidy.strip().rstrip(".,;:!?").strip("*_` ")
+        forms = [f"\\boxed{{{bare}}}", *forms]
+    for form in forms:
+        # Without time limits of its own: they need signals, and the asking side has a better one.
+        found = parse(
+            form,
+            fallback_mode="no_fallback",
+            parsing_timeout=None,  # pyright: ignore[reportArgumentType]
+            raise_on_error=True,
+        )
+        if found:
+            return tuple(found)
+    return ()
+
+
+def same(gold: Sequence[Any], answer: Sequence[Any]) -> bool:
+    """Whether two readings are equal, irrational numbers and small ones relatively."""
+    golds, answers = list(gold), list(answer)
+    if not verify(golds, answers, timeout_seconds=None, raise_on_error=True):
+        return _same_where_real(golds[0], answers[0])
+    return _relatively(golds[0], answers[0])
+
+
+def is_rounded(answer: Expression, gold: Sequence[Any]) -> bool:
+    """Whether a decimal is the rounding of an irrational gold answer."""
+    value = _right_side(gold[0])
+    digits = significant_digits(answer)
+    if not answer.is_decimal or answer.value is None or not SIGNIFICANT <= digits <= DIGITS // 2:
+        return False
+    if not isinstance(value, sympy.Expr) or not value.is_number or not value.is_real:
+        return False
+    exact = Fraction(str(sympy.N(value, DIGITS)))
+    return rounded(exact, digits) == answer.value
+
+
+def _same_where_real(gold: Any, answer: Any) -> bool:
+    """Whether two formulas have one value wherever both are real: sqrt(1/n) and 1/sqrt(n)."""
+    if not all(isinstance(x, sympy.Expr) for x in (gold, answer)):
+        return False
+    symbols = sorted(gold.free_symbols, key=str)
+    if not 0 < len(symbols) <= MOST_SYMBOLS or gold.free_symbols != answer.free_symbols:
+        return False
+    if not all(x.has(sympy.Pow) and sympy.count_ops(x) <= MOST_OPERATIONS for x in (gold, answer)):
+        return False
+    compared = 0
+    for signs in ((1, 1, 1), (-1, -1, -1), (1, -1, 1)):
+        for shift in range(1, 4):
+            at = {
+                s: sign * sympy.Rational(7 * shift + 5 * n, 3 + n)
+                for n, (s, sign) in enumerate(zip(symbols, signs, strict=False))
+            }
+            values = [sympy.N(x.subs(at), DIGITS) for x in (gold, answer)]
+            if not all(value.is_real and value.is_finite for value in values):
+                continue
+            if abs(values[0] - values[1]) > TOLERANCE * abs(values[0]):
+                return False
+            compared += 1
+    return compared >= LEAST_COMPARED
+
+
+def _relatively(gold: Any, answer: Any) -> bool:
+    """Guards numbers against the fixed number of decimals with which math-verify compares."""
+    gold, answer = _right_side(gold), _right_side(answer)
+    if gold == answer:
+        return True  # infinities have no difference
+    parts = _elements(gold), _elements(answer)
+    if all(parts) and len(parts[0]) == len(parts[1]):
+        return all(_relatively(*pair) for pair in zip(*parts, strict=True))
+    numbers = all(isinstance(x, sympy.Expr) and x.is_number for x in (gold, answer))
+    if not numbers or any(_has_percent(x) for x in (gold, answer)):
+        return True
+    difference = sympy.Abs(sympy.N(gold - answer, DIGITS))
+    size = sympy.Abs(sympy.N(gold, DIGITS))
+    decimal = any(x.has(sympy.Float) for x in (gold, answer))
+    bound = (DECIMAL_TOLERANCE if decimal else TOLERANCE) * size
+    return bool(difference <= bound)
+
+
+def _right_side(value: Any) -> Any:
+    if isinstance(value, sympy.Eq) and isinstance(value.lhs, sympy.Symbol):
+        return value.rhs
+    return value
+
+
+def _has_percent(value: Any) -> bool:
+    return bool(value.has(sympy.UnevaluatedExpr))
+
+
+def _elements(value: Any) -> list[Any]:
+    if isinstance(value, sympy.Interval):
+        return [value.start, value.end]
+    if isinstance(value, sympy.FiniteSet):
+        try:
+            return sorted(value.args, key=lambda x: float(sympy.N(x)))
+        except TypeError:
+            return []
+    if isinstance(value, sympy.Tuple):
+        return list(value.args)
+    if isinstance(value, sympy.MatrixBase):
+        return list(value.flat())
+    return []
+
+
+def is_final(text: str, reading: Sequence[Any]) -> bool:
+    """Whether nothing is left to work out in an answer.
+
+    Args:
+      text: of the answer: math-verify works out quotients of whole numbers while it reads.
+      reading: what `read` found in it.
+    """
+    return _parts_are_final(text) and all(_is_final(value) for value in reading)
+
+
+def _parts_are_final(text: str) -> bool:
+    inside = plain(text).strip().strip("$ ")
+    for part in re.split(r"[,;]|=|\bor\b|\band\b", inside):
+        tokens = [t for t in tokens_of(part.strip("()[]{} ")) if t.text != "$"]
+        try:
+            expression = read_expression(tokens)
+        except (NoExpression, TooLarge):
+            continue
+        if expression.value is not None and not expression.final:
+            return False
+    return True
+
+
+def _is_final(value: Any) -> bool:
+    if not isinstance(value, sympy.Basic | sympy.MatrixBase):
+        return True
+    if isinstance(value, sympy.MatrixBase):
+        return all(_is_final(element) for element in value.flat())
+    if isinstance(value, sympy.Add):
+        return _sum_is_final(value)
+    if isinstance(value, sympy.Mul):
+        return _product_is_final(value)
+    if isinstance(value, sympy.Pow):
+        return _power_is_final(value)
+    if isinstance(value, _LEFT_TO_DO):
+        return False
+    if isinstance(value, Function) and not isinstance(value, AppliedUndef) and value.is_number:
+        worked_out = value.func(*value.args)
+        return isinstance(worked_out, value.func) and all(map(_is_final, value.args))
+    return all(_is_final(argument) for argument in value.args)
+
+
+def _flat(value: Any, kind: type) -> list[Any]:
+    """The terms or factors of a tree in which sums stand in sums."""
+    found, left = [], [value]
+    while left:
+        part = left.pop()
+        if isinstance(part, kind):
+            left += part.args
+        else:
+            found.append(part)
+    return found
+
+
+def _sum_is_final(value: Any) -> bool:
+    terms = _flat(value, sympy.Add)
+    if sympy.S.Zero in terms:
+        return False
+    kinds = []
+    for term in terms:
+        factors = _flat(term, sympy.Mul)
+        rest = [factor for factor in factors if not _is_rational(factor)]
+        kinds.append(tuple(sorted(map(sympy.srepr, rest))))
+    return len(set(kinds)) == len(kinds) and all(_is_final(term) for term in terms)
+
+
+def _product_is_final(value: Any) -> bool:
+    factors = [factor for factor in _flat(value, sympy.Mul) if factor != -1]
+    above, below, others = [], [], []
+    for factor in factors:
+        if isinstance(factor, sympy.Rational):
+            above += [abs(factor.p)] if factor.p not in (1, -1) or factor.q == 1 else []
+            below += [factor.q] if factor.q != 1 else []
+        elif isinstance(factor, sympy.Pow) and factor.exp == -1 and factor.base.is_Integer:
+            below.append(abs(int(factor.base)))
+        elif not isinstance(factor, sympy.UnevaluatedExpr):
+            others.append(factor)
+    if len(above) > 1 or len(below) > 1:
+        return False
+    if below and (below[0] == 1 or (above and math.gcd(above[0], below[0]) > 1)):
+        return False
+    bases = [sympy.srepr(x.base if isinstance(x, sympy.Pow) else x) for x in others]
+    surds = [
+        x for x in others if isinstance(x, sympy.Pow) and x.is_number and x.exp == sympy.S.Half
+    ]
+    return (
+        len(surds) <= 1
+        and len(set(bases)) == len(bases)
+        and all(_is_final(factor) for factor in others)
+    )
+
+
+def _power_is_final(value: Any) -> bool:
+    base, exponent = value.base, value.exp
+    if exponent == -1:
+        return _is_final(base)
+    if base.is_Rational and exponent.is_Rational:
+        if exponent.is_Integer:
+            return base == 10
+        return sympy.Pow(base, exponent) == value
+    return _is_final(base) and _is_final(exponent)
+
+
+def _is_rational(value: Any) -> bool:
+    if isinstance(value, sympy.Rational):
+        return True
+    return isinstance(value, sympy.Pow) and value.exp == -1 and _is_rational(value.base)

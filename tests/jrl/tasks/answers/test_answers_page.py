@@ -1,0 +1,38 @@
+"""The page on answers: its examples are run, and what it says of the check is what that says."""
+
+import re
+import shlex
+from pathlib import Path
+
+from jrl.tasks import __main__ as command
+from jrl.tasks.checking.table import cases
+from jrl.tasks.workers import pool
+
+PAGE = (Path(__file__).parents[4] / "docs" / "answers.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r'(?ms)^```(?:python)?(?: title="(.*?)")?\n(.*?)^```', PAGE)
+
+
+def test_twenty_examples_give_what_the_page_shows(capsys):
+    (_, code), (_, output) = BLOCKS[:2]
+    exec(compile(code, "answers.md", "exec"), {})
+    said = capsys.readouterr().out
+    assert said == output
+    assert len(said.splitlines()) == 20
+
+
+def test_the_check_says_what_the_page_shows(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(pool, "default_workers", lambda: 1)
+    monkeypatch.chdir(tmp_path)
+    (name, source), (_, output) = BLOCKS[2:4]
+    Path(name).write_text(source)
+    (line,) = re.findall(r"`(python -m jrl.tasks check contains\S+)`", PAGE)
+    assert command.main(shlex.split(line)[3:]) == 1
+    said = capsys.readouterr().out
+    shown = [part.strip("\n") for part in output.split("...\n")]
+    assert all(part in said for part in shown)
+    assert sum(map(len, shown)) > 500
+
+
+def test_the_number_of_cases_is_that_of_the_table():
+    (number,) = re.findall(r"has some (\d+) more", PAGE)
+    assert abs(len(cases()) - int(number)) < 30
