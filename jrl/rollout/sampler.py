@@ -15,9 +15,10 @@ from jrl.rollout.decoding.requests import Request, Trajectory
 from jrl.rollout.sampling import Sampling
 from jrl.rollout.timing import timed
 from jrl.tasks import Example, Task, Verdict
+from jrl.tasks.completion import CompletionText
 from jrl.tasks.parts import environments_of
 from jrl.text.prompt_format import PromptFormat
-from jrl.text.prompts import conversation, encode_prompt, text_of
+from jrl.text.prompts import conversation, encode_prompt, special_text_of, text_of
 
 
 @dataclass(frozen=True)
@@ -296,7 +297,8 @@ class Sampler:
         # With what the environment said between: of tokens alone nobody could tell whose they are.
         if turns is not None:
             return turns.text
-        return text_of(self.format.tokenizer, trajectory.response)
+        given = self.format.tokenizer, trajectory.response
+        return CompletionText(text_of(*given), special_text_of(*given))
 
 
 def in_order(

@@ -195,8 +195,9 @@ def test_prompts_may_be_drawn(file):
         ("def other(): pass", r"makes no task: ValueError: it has no make"),
         (DRAWN.replace("characters", "letters"), r"does not say characters: set them"),
         (
-            "class make:\n  prompts = ['a', 'a']\n  def reward(self, *_): return 1",
-            r"prompts\[1\]: the prompt 'a' again",
+            "class make:\n  prompts = [{'prompt': 'a', 'answer': x} for x in '12']\n"
+            "  def reward(self, *_): return 1",
+            r"prompts\[1\]: the prompt of .*prompts\[0\] again, with another answer \('2' here",
         ),
         (
             "class make:\n  prompts = [{'prompt': 'a', 'x': b''}, 'b']\n"
