@@ -73,6 +73,14 @@ class ChatTemplate:
             return closing if found else None
         return None
 
+    def opening(self, conversation: Conversation) -> str:
+        """What it begins the assistant's next turn with; empty where that cannot be told."""
+        try:
+            before, opened = self.write(conversation), self.write(conversation, opened=True)
+        except ValueError:
+            return ""
+        return opened[len(before) :] if opened.startswith(before) else ""
+
     def write(
         self, conversation: Conversation, *, opened: bool = False, marked: bool = False
     ) -> str:

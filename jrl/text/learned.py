@@ -180,15 +180,29 @@ def _written(format: PromptFormat, template: ChatTemplate, chat: Chat, last: boo
         if BEGIN in own.texts or END in own.texts:
             raise ValueError("it has U+FDD0 or U+FDD1, which are no characters: leave them out")
         text, spans = _by_marks(template.write(own.conversation, marked=True))
+        opening = template.opening(_asked(own.conversation))
+        # A mark may enclose what the template itself begins the turn with.
+        skipped = [len(opening) if text.startswith(opening, begin) else 0 for begin, _ in spans]
+        spans = [(begin + n, end) for n, (begin, end) in zip(skipped, spans, strict=True)]
     else:
         text = template.write(own.conversation)
         spans = list(_by_beginnings(template, own.conversation, text, last))
     located = tokenizer.located(text, own.mark)
     turn = np.full(len(located.ids), -1)
+    special = np.isin(located.ids, list(tokenizer.special_ids))
     for number, (begin, end) in enumerate(spans):
-        turn[located.within(own.place(text, begin), own.place(text, end))] = number
+        begin, end = own.place(text, begin), own.place(text, end)
+        # Some special tokens take the blanks behind them along; nobody says those.
+        turn[located.within(begin, end) & ~(special & (located.begins < begin))] = number
     ids = tokenizer.begun_by_template(located.ids)
     return Spoken(ids, np.concatenate([np.full(len(ids) - len(turn), -1), turn]))
+
+
+def _asked(conversation: Conversation) -> Conversation:
+    """What the assistant's last turn answers."""
+    turns = conversation.turns
+    last = max(at for at, turn in enumerate(turns) if turn["role"] == "assistant")
+    return replace(conversation, turns=turns[:last])
 
 
 def _by_marks(written: str) -> tuple[str, list[tuple[int, int]]]:

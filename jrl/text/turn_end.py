@@ -34,16 +34,7 @@ def _turn_end(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
         return None
     tokens = tokenizer.spelled_tokens
     found = re.search(special_pattern(tokens), closing)
-    if found is None or not found[0] or found[0] in _opening(template):
+    # Some templates go on to the next turn whether they are asked to or not.
+    if found is None or found[0] in template.opening(Conversation.of([("user", "?")])):
         return None
     return tokens[found[0]]
-
-
-def _opening(template: ChatTemplate) -> str:
-    """What the template begins the assistant's turn with."""
-    asked = Conversation.of([("user", "?")])
-    try:
-        before, opened = template.write(asked), template.write(asked, opened=True)
-    except ValueError:
-        return ""
-    return opened[len(before) :] if opened.startswith(before) else ""
