@@ -278,7 +278,8 @@ def test_async_rewards_of_a_worker_wait_beside_each_other(tmp_path):
 SPECIAL = """
 def named(prompt, completion, completion_with_special_tokens, **record):
     assert "completion_with_special_tokens" not in record
-    return {"right": completion_with_special_tokens.startswith("<think>"), "length": len(completion)}
+    right = completion_with_special_tokens.startswith("<think>")
+    return {"right": right, "length": len(completion)}
 
 
 def others(prompt, completion, **record):
