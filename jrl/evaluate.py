@@ -68,6 +68,9 @@ class Request:
     """Limit of a completion in tokens; None takes the run's own."""
     system_prompt: str | None = None
     """The first message of every conversation that has none of its own; None takes the run's."""
+    chat_template_kwargs: str | None = None
+    """A JSON object of names that the chat template is given, such as {"enable_thinking": false};
+    None takes the run's."""
     k: int = 8
     """Completions sampled per prompt; pass@k is given for 1, 2, 4, ... and k."""
     prompts: int = 256
@@ -152,7 +155,7 @@ def _configuration(request: Request, folder: RunFolder | None) -> tuple[RunConfi
             warm_start_steps=0,
             **{name: getattr(fresh, name) for name in names},
         )
-    names = (*OF_TASK, "answers", "response_length", "system_prompt")
+    names = (*OF_TASK, "answers", "response_length", "system_prompt", "chat_template_kwargs")
     given = {name: getattr(request, name) for name in names}
     return replace(run, **{name: v for name, v in given.items() if v is not None}), recipe
 

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ import tyro
 
 from jrl.config.command_line import exit_status, start_jax
 from jrl.config.numbers import check_least, check_seed
+from jrl.tasks.data.conversations import template_arguments
 
 if TYPE_CHECKING:
     from moe.config import ModelConfig
@@ -68,6 +69,9 @@ class Request:
     programs are kept for the next start. Without, a request may wait for a compiler."""
     seed: int = 0
     """Of sampling. The same seed, with the same seed in a request, gives the same completion."""
+    chat_template_kwargs: str | None = None
+    """A JSON object of names that the chat template is given where a request does not, such as
+    {"enable_thinking": false}; None takes the run's."""
     layout: str | None = None
     """How the devices are laid out; None takes that in which the run samples, and one device for
     hf:DIR."""
@@ -118,6 +122,7 @@ def _check(request: Request) -> None:
             "api_key is empty, which any client could show: give one, or leave it out."
         )
     check_seed(request.seed)
+    template_arguments(request.chat_template_kwargs)
     found = {
         "starlette": find_spec("starlette"),
         "uvicorn": find_spec("uvicorn"),
@@ -186,7 +191,11 @@ def _made(request: Request):
         top_logprobs=min(MOST_LIKELIEST, policy.model.vocab_size),
     )
     name, metrics = request.name or policy.name, Metrics(request.slots)
-    served = Served(name, policy.format, length, request.max_tokens, int(time.time()))
+    format = policy.format
+    if request.chat_template_kwargs is not None:
+        given = template_arguments(request.chat_template_kwargs)
+        format = replace(format, template_arguments=given)
+    served = Served(name, format, length, request.max_tokens, int(time.time()))
     service = Service(
         engine,
         served,

@@ -36,7 +36,6 @@ from jrl.report.conclusion import conclusion
 from jrl.runs import records
 from jrl.runs.folder import RunFolder
 from jrl.tasks.load import own_files
-from jrl.tasks.parts import lists_of
 from jrl.text.load import load_tokenizer
 from jrl.text.tokenizer import Tokenizer
 
@@ -319,20 +318,18 @@ def _keep_with_run(setup: "Setup", folder: RunFolder) -> None:
 def _say_lengths(setup: "Setup") -> None:
     """Which prompts were left out; and the limit of completions, where nobody gave it and answers
     do not tell how long reasoning is."""
-    from jrl.trainer.setup.lengths import response_origin
+    from jrl.trainer.setup.lengths import left_out, response_origin
+    from jrl.trainer.setup.reading import turn_ends
 
     if not is_main_process():
         return
     run, length = setup.run, setup.response_length
     if setup.rows is not None:
         print("\n".join(setup.rows.described(setup.task)))
-    if shared := sum(found.num_shared for found in lists_of(setup.task)):
-        print(f"left out {shared:,} training prompts that are held out (--held-out)")
-    if setup.prompts_dropped:
-        print(
-            f"left out {setup.prompts_dropped:,} prompts of more than {setup.prompt_length:,} "
-            "tokens (--prompt-length)"
-        )
+    for line in left_out(setup.task, setup.prompts_dropped, setup.prompt_length):
+        print(line)
+    if (ends := turn_ends(setup)) is not None:
+        print(ends)
     answers_are_results = run.checkpoint is not None or run.task.startswith("jsonl:")
     if setup.rows is None and run.response_length is None and answers_are_results:
         print(f"completions of at most {length:,} tokens: {response_origin(run, length)}")

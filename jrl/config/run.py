@@ -2,10 +2,11 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from jrl.config.numbers import check_least, check_range, check_seed
 from jrl.config.rollout import check_rollout
+from jrl.tasks.data.conversations import template_arguments
 from jrl.tasks.data.files import KINDS
 from jrl.tasks.data.split import parse_heldout
 from jrl.tasks.rewards.settings import RewardSettings
@@ -82,10 +83,14 @@ class RunConfig:
     Jinja file."""
     system_prompt: str | None = None
     """The first message of every conversation that has no system message of its own."""
+    chat_template_kwargs: str | None = None
+    """A JSON object of names that the chat template is given, such as {"enable_thinking": false}; a
+    record's own "chat_template_kwargs" come before them."""
     prompt_field: str = "prompt"
-    """Field of a JSON line with the prompt, a text."""
+    """Field of a JSON line with the prompt, a text or a list of messages; with a dot, a field of a
+    field."""
     answer_field: str = "answer"
-    """Field with the gold answer, a text or a number."""
+    """Field with the gold answer, a text or a number: "answer", or "reward_model.ground_truth"."""
     messages_field: str | None = None
     """Field with the prompt as a conversation, a list of {"role": ..., "content": ...}, in place of
     the prompt; None takes "messages" where a line has no prompt."""
@@ -328,6 +333,11 @@ class RunConfig:
         return self.model.removeprefix("hf:") if self.model.startswith("hf:") else None
 
     @property
+    def template_arguments(self) -> dict[str, Any]:
+        """What the chat template is given beside the messages."""
+        return template_arguments(self.chat_template_kwargs)
+
+    @property
     def rewards(self) -> RewardSettings:
         """How completions are rewarded."""
         return RewardSettings(
@@ -336,7 +346,7 @@ class RunConfig:
 
     def __post_init__(self):
         check_seed(self.seed)
-        _ = self.rewards
+        _ = self.rewards, self.template_arguments
         parse_heldout(self.held_out)
         check_least(self, FROM_ONE)
         check_range(self, ("warm_start_steps", "warm_start_learning_rate"), 0)

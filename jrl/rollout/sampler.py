@@ -15,9 +15,16 @@ from jrl.rollout.decoding.requests import Request, Trajectory
 from jrl.rollout.sampling import Sampling
 from jrl.rollout.timing import timed
 from jrl.tasks import Example, Task, Verdict
+from jrl.tasks.completion import CompletionText
 from jrl.tasks.parts import environments_of
 from jrl.text.prompt_format import PromptFormat
-from jrl.text.prompts import conversation, encode_prompt, opened_reasoning, text_of
+from jrl.text.prompts import (
+    conversation,
+    encode_prompt,
+    opened_reasoning,
+    special_text_of,
+    text_of,
+)
 
 
 @dataclass(frozen=True)
@@ -296,13 +303,13 @@ class Sampler:
         # With what the environment said between: of tokens alone nobody could tell whose they are.
         if turns is not None:
             return turns.text
-        tokenizer = self.format.tokenizer
-        text = text_of(tokenizer, trajectory.response)
-        if self.format.template is None:
-            return text
-        # A template may open the reasoning that the policy goes on with: whoever reads the text
-        # must see where it began.
-        return opened_reasoning(tokenizer, trajectory.request.tokens.tolist()) + text
+        tokenizer, opened = self.format.tokenizer, ""
+        if self.format.template is not None:
+            # A template may open the reasoning that the policy goes on with: whoever reads the text
+            # must see where it began.
+            opened = opened_reasoning(tokenizer, trajectory.request.tokens.tolist())
+        given = tokenizer, trajectory.response
+        return CompletionText(opened + text_of(*given), opened + special_text_of(*given))
 
 
 def in_order(

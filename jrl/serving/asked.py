@@ -6,12 +6,13 @@ frequency_penalty of 0, is let through; nothing else is ignored but what only na
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jrl.rollout.sampling import LEAST_TEMPERATURE, LEAST_TOP_P
 from jrl.serving.refusal import Refused, wrong
-from jrl.tasks.data.records import short
+from jrl.tasks.data.conversations import checked_arguments
+from jrl.tasks.data.fields import short
 
 MOST_CHOICES = 128
 """Of all prompts of a request together."""
@@ -44,6 +45,7 @@ class Asked:
       logprobs: whether log-probabilities are given.
       likeliest: of how many other tokens, for each place.
       echo: whether the prompt comes before the completion.
+      template_arguments: names that the chat template is given.
     """
 
     model: str
@@ -60,6 +62,7 @@ class Asked:
     logprobs: bool
     likeliest: int
     echo: bool
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def chat(self) -> bool:
@@ -107,7 +110,7 @@ def chat_of(body: Mapping[str, Any]) -> Asked:
       Refused: for what cannot be, or is not served.
     """
     own = ("messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs")
-    _check_names(body, (*COMMON, *own), NEUTRAL_CHAT)
+    _check_names(body, (*COMMON, *own, TEMPLATE_ARGUMENTS), NEUTRAL_CHAT)
     logprobs = _boolean(body, "logprobs")
     likeliest = _whole(body, "top_logprobs", 0, MOST_LIKELIEST)
     if likeliest is not None and not logprobs:
@@ -131,9 +134,11 @@ def chat_of(body: Mapping[str, Any]) -> Asked:
         logprobs=logprobs,
         likeliest=likeliest or 0,
         echo=False,
+        template_arguments=_template_arguments(body),
     )
 
 
+TEMPLATE_ARGUMENTS = "chat_template_kwargs"
 COMMON = ("model", "n", "temperature", "top_p", "seed", "stop", "stream", "stream_options", "user")
 """Arguments of both; `user` names the client and has no effect."""
 
@@ -230,6 +235,14 @@ def _prompts(body: Mapping[str, Any]) -> tuple[str | tuple[int, ...], ...]:
             "prompt", f"prompt has {len(several)} prompts: send {MOST_PROMPTS} at most at a time."
         )
     return tuple(tuple(each) if isinstance(each, list) else each for each in several)
+
+
+def _template_arguments(body: Mapping[str, Any]) -> dict[str, Any]:
+    value = body.get(TEMPLATE_ARGUMENTS)
+    try:
+        return {} if value is None else checked_arguments(value, TEMPLATE_ARGUMENTS)
+    except ValueError as error:
+        raise wrong(TEMPLATE_ARGUMENTS, f"{error}.") from error
 
 
 def _is_ids(value: Any) -> bool:

@@ -73,14 +73,16 @@ class Served:
                 "messages",
                 "no_chat_template",
             )
-        return self.format.encode(Example(prompt="", answer="", messages=asked.messages))
+        return self.format.encode(
+            Example("", "", asked.messages, template_arguments=asked.template_arguments)
+        )
 
     def _texts(self, asked: Asked) -> list[list[int]]:
         assert asked.prompts is not None
         tokenizer, rows = self.format.tokenizer, list[list[int]]()
         for prompt in asked.prompts:
             if isinstance(prompt, str):
-                ids = [*tokenizer.prefix, *tokenizer.encode(prompt)]
+                ids = tokenizer.begun(tokenizer.encode(prompt))
             else:
                 ids = list(prompt)
                 tokenizer.decode(ids)  # refuses ids outside of the vocabulary

@@ -18,9 +18,9 @@ from jrl.tasks.builtin.guess import Guess
 from jrl.tasks.builtin.progression import Progression
 from jrl.tasks.builtin.scratchpad import MIN_DIGITS, Scratchpad, scratchpad_of
 from jrl.tasks.builtin.sort import Sort
+from jrl.tasks.data.fields import Fields
 from jrl.tasks.data.files import KINDS
 from jrl.tasks.data.jsonl import jsonl, prompts_of
-from jrl.tasks.data.records import Fields
 from jrl.tasks.data.split import HeldOut, parse_heldout
 from jrl.tasks.environments.definition import is_conversing
 from jrl.tasks.environments.host import LocalHost, Scoring, WorkerHost

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jrl.tasks.data.prompt_list import PromptList
+from jrl.tasks.data.prompt_list import Placed, PromptList, distinct
 from jrl.tasks.data.records import check_sendable, example_of
 from jrl.tasks.data.split import HeldOut
 from jrl.tasks.environments.host import Host
@@ -50,31 +50,34 @@ def own_prompts(
         return task
     apart = getattr(made, "heldout", None)
     tools = tools_of(made)
-    examples = _examples(made.prompts, f"task={name}: prompts", host, tools)
+    examples, repeated = _examples(made.prompts, f"task={name}: prompts", host, tools)
     if apart is None:
-        return PromptList(name, examples, seed, heldout)
+        task = PromptList(name, examples, seed, heldout)
+        task.num_repeated = repeated
+        return task
     if heldout != HeldOut():
         raise ValueError(
             f"task={name} has held-out prompts of its own, and --held-out asks for others: leave "
             "it out"
         )
-    return PromptList(
-        name, examples, seed, apart=_examples(apart, f"task={name}: heldout", host, tools)
-    )
+    others, again = _examples(apart, f"task={name}: heldout", host, tools)
+    task = PromptList(name, examples, seed, apart=others)
+    task.num_repeated = repeated + again
+    return task
 
 
-def _examples(records: Any, place: str, host: Host | None, tools: tuple[str, ...]) -> list[Example]:
-    examples: dict[str, Example] = {}
+def _examples(
+    records: Any, place: str, host: Host | None, tools: tuple[str, ...]
+) -> tuple[list[Example], int]:
+    """The examples of records, no two with the same prompt, and how many were left out."""
+    placed: list[Placed] = []
     for number, record in enumerate(records):
         record = {"prompt": record} if isinstance(record, str) else record
         if host is None:
             example = example_of(record, f"{place}[{number}]")
         else:
             example = opened_example(record, f"{place}[{number}]", host, tools)
-        if example.identity in examples:
-            raise ValueError(
-                f"{place}[{number}]: the prompt {example.prompt[:60]!r} again: keep one of the two"
-            )
         check_sendable(example, f"{place}[{number}]")
-        examples[example.identity] = example
-    return list(examples.values())
+        placed.append((f"{place}[{number}]", example))
+    kept, repeated = distinct(placed)
+    return [example for _, example in kept], repeated

@@ -30,11 +30,13 @@ class Example:
       task: the name of its task in a mixture of several, empty elsewhere.
       turns: role and content of what follows the prompt in a gold conversation, the policy's first
         and last, as "assistant"; empty where the answer is all of it.
-      hidden: what of the record the prompt does not show, of an example that an environment
-        answers; tells it from others with its prompt.
+      hidden: what of the record the prompt does not show, where an environment answers or a chat
+        template writes more than contents; tells it from others with its prompt.
       tools: that a chat template tells the policy of, as JSON texts of their schemas.
       instruction: how answers are to be given, for a chat model whose conversation has no system
         message; a policy without a chat template is not told.
+      opening: the messages with all their fields, for chat templates; empty is `messages`.
+      template_arguments: names that its chat template is given, such as enable_thinking.
     """
 
     prompt: str
@@ -46,6 +48,8 @@ class Example:
     hidden: str = ""
     tools: tuple[str, ...] = ()
     instruction: str = field(default="", compare=False, repr=False)
+    opening: tuple[Mapping[str, Any], ...] = field(default=(), compare=False, repr=False)
+    template_arguments: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def identity(self) -> str:

@@ -6,15 +6,18 @@ names that the ecosystem's templates count on, and see nothing but the conversat
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import date, datetime
+from functools import cached_property
 from importlib.util import find_spec
 from typing import Any
 
-from jrl.text.tokenizer import Tokenizer, special_pattern
+from jrl.tasks.data.conversations import Conversation, Turn, plainly, said
+from jrl.text.located.spelled import cut_specials, marked, unused
+from jrl.text.located.tokens import special_pattern
+from jrl.text.tokenizer import Tokenizer
 
-PRIVATE_USE = range(0xE000, 0xF900)
-"""Characters that stand for nothing in Unicode."""
 BEGIN, END = "\ufdd0", "\ufdd1"
 """Around what a template marks as the assistant's; no text has them, they are no characters."""
 
@@ -27,10 +30,10 @@ def today() -> str:
 class ChatTemplate:
     """Makes the tokens of a prompt from the messages of a conversation.
 
-    Special tokens that the template writes become their ids. Where a message itself spells one, it
-    is data and stays text, cut into single characters so that it cannot end a turn or begin
-    another; the network reads the same characters. Nothing is put before what the template makes:
-    it writes the beginning of sequence itself where its network expects one.
+    The tokens are those of the whole text that it writes. Special tokens that it writes become
+    their ids; where a message itself spells one, it is data and stays text, so that it cannot end a
+    turn or begin another. The beginning of sequence is put before what the template makes where the
+    checkpoint says that a text has one and the template writes none.
     """
 
     def __init__(self, tokenizer: Tokenizer):
@@ -49,6 +52,7 @@ class ChatTemplate:
         began = datetime.fromisoformat(day or "1970-01-01")
         self._template = _compiled(source, began)
         self._marking = _compiled(source, began, (BEGIN, END)) if MARKED.search(source) else None
+        self._knows_null = KNOWS_NULL.search(source) is not None
         # What a template cannot do without; the rest of its names are those of the special tokens.
         self._names = {"tools": None, "documents": None, **tokenizer.named_tokens}
 
@@ -57,113 +61,131 @@ class ChatTemplate:
         """Whether it says by ``{% generation %}`` what the assistant wrote."""
         return self._marking is not None
 
+    @cached_property
+    def closing(self) -> str | None:
+        """What it writes after the assistant's last message; None where that cannot be found."""
+        for first in ((), (("system", "?"),)):
+            asked = Conversation.of([*first, ("user", "?"), ("assistant", PROBE)])
+            try:
+                _, found, closing = self.write(asked).partition(PROBE)
+            except ValueError:
+                continue
+            return closing if found else None
+        return None
+
+    def opening(self, conversation: Conversation) -> str:
+        """What it begins the assistant's next turn with; empty where that cannot be told."""
+        try:
+            before, opened = self.write(conversation), self.write(conversation, opened=True)
+        except ValueError:
+            return ""
+        return opened[len(before) :] if opened.startswith(before) else ""
+
     def write(
-        self,
-        turns: Sequence[Mapping[str, Any]],
-        tools: Any = None,
-        *,
-        opened: bool = False,
-        marked: bool = False,
+        self, conversation: Conversation, *, opened: bool = False, marked: bool = False
     ) -> str:
         """The text of a conversation with all the fields of its messages.
 
+        A content that is null is one for templates that look for it, and empty for all others.
+
         Args:
-          tools: descriptions of tools, None without.
           opened: whether the assistant's next turn is begun.
           marked: whether what the assistant wrote stands between `BEGIN` and `END`.
 
         Raises:
-          ValueError: as for `render`.
+          ValueError: when the template refuses the conversation, or fails.
         """
         template: Any = self._marking if marked else self._template
-        names = self._names if tools is None else {**self._names, "tools": tools}
+        turns = [dict(turn) for turn in conversation.turns]
+        if not self._knows_null:
+            turns = [{**turn, "content": said(turn)} for turn in turns]
+        given = {**self._names, **conversation.arguments}
+        if conversation.tools is not None:
+            given["tools"] = conversation.tools
         try:
-            return template.render(messages=list(turns), add_generation_prompt=opened, **names)
+            return template.render(messages=turns, add_generation_prompt=opened, **given)
         except Exception as error:  # a template is a program, which may fail in any way
-            said = [(turn.get("role"), turn.get("content")) for turn in turns]
+            shown = [(turn.get("role"), turn.get("content")) for turn in turns]
             raise ValueError(
-                f"the chat template refuses the messages {_short(said)}: {error}. Change them, "
+                f"the chat template refuses the messages {_short(shown)}: {error}. Change them, "
                 "or give --chat-template a file of your own."
             ) from error
 
-    def render(self, messages: Sequence[tuple[str, str]], tools: Sequence[str] = ()) -> str:
+    def render(self, conversation: Conversation) -> str:
         """The text of a conversation up to where the network takes over.
 
-        Args:
-          messages: role and content of each.
-          tools: schemas of functions that may be called, as JSON texts.
-
         Raises:
-          ValueError: when the template refuses the conversation, or fails.
+          ValueError: as for `write`.
         """
-        conversation = [{"role": role, "content": content} for role, content in messages]
-        return self.write(conversation, [json.loads(t) for t in tools] or None, opened=True)
+        return self.write(conversation, opened=True)
 
-    def encode(self, messages: Sequence[tuple[str, str]], tools: Sequence[str] = ()) -> list[int]:
+    def encode(self, conversation: Conversation) -> list[int]:
         """The tokens of `render`.
 
         Raises:
-          ValueError: as for `render`, and for what the tokenizer does not know.
+          ValueError: as for `write`, and for what the tokenizer does not know.
         """
-        mark = unused("".join(part for message in messages for part in message))
-        return self._tokens(self.render(self._cut(messages, mark), tools), mark)
+        own = marked(conversation, self._tokenizer.special_tokens)
+        ids = self._tokenizer.located(self.render(own.conversation), own.mark).ids
+        return self._tokenizer.begun_by_template(ids)
 
-    def answer(
-        self,
-        before: Sequence[tuple[str, str]],
-        after: Sequence[tuple[str, str]],
-        tools: Sequence[str] = (),
-    ) -> list[int]:
+    def continued(self, conversation: Conversation, content: str) -> list[int]:
+        """The tokens of what the network says after `encode`, without an end.
+
+        Raises:
+          ValueError: as for `encode`.
+        """
+        tokenizer = self._tokenizer
+        special = tokenizer.special_tokens
+        own = marked(conversation, special, content)
+        before, cut = self.render(own.conversation), cut_specials(content, special, own.mark)
+        first = tokenizer.located(before, own.mark).ids
+        both = tokenizer.located(before + cut, own.mark).ids
+        # A token may have characters of both: the prompt ends before it then.
+        alone = both[: len(first)] != first
+        return tokenizer.located(cut, own.mark).ids if alone else both[len(first) :]
+
+    def answer(self, before: Conversation, after: Sequence[Turn]) -> list[int]:
         """The tokens between a turn of the network and its next, as the template lays them out
         behind the stop token that ended the turn, whatever it makes of what stands before.
 
         Args:
-          before: messages up to that turn, which is the last.
+          before: up to that turn, which is the last.
           after: what answers it.
 
         Raises:
           ValueError: as for `encode`, and where the template does not write the turn.
         """
-        text = "".join(part for message in (*before, *after) for part in message)
-        mark = unused(text)
-        turn = unused(text + mark)
-        said = [*self._cut(before[:-1], mark), (before[-1][0], turn), *self._cut(after, mark)]
-        rendered = self.render(said, tools)
+        tokenizer = self._tokenizer
+        own = marked(replace(before, turns=(*before.turns, *after)), tokenizer.special_tokens)
+        turn = unused(own.texts + own.mark)
+        turns, place = list(own.conversation.turns), len(before.turns) - 1
+        turns[place] = {**turns[place], "content": turn}
+        rendered = self.render(replace(own.conversation, turns=tuple(turns)))
         if rendered.count(turn) != 1:
             raise ValueError(
-                f"the chat template writes the turn before {_short(after)} "
+                f"the chat template writes the turn before {_short(plainly(after))} "
                 f"{rendered.count(turn)} times, and once is needed to find what follows it: give "
                 "--chat-template a file of your own."
             )
-        ids = self._tokens(rendered.partition(turn)[2], mark)
-        # The network has written its end itself, where the template writes one.
-        stops = [place for place, token in enumerate(ids) if token in self._tokenizer.stop_ids]
-        return ids[stops[0] + 1 :] if stops else ids
-
-    def _cut(self, messages: Sequence[tuple[str, str]], mark: str) -> list[tuple[str, str]]:
-        """The messages with the mark in each special token that they spell."""
-        special = self._tokenizer.special_tokens
-        return [(role, cut_specials(text, special, mark)) for role, text in messages]
-
-    def _tokens(self, rendered: str, mark: str) -> list[int]:
-        ids: list[int] = []
-        for part in rendered.split(mark):
-            ids += self._tokenizer.encode_special(part) if part else []
-        return ids
-
-
-def cut_specials(text: str, special: Mapping[str, int], mark: str) -> str:
-    """The text with the mark between the characters of each special token that it spells."""
-    return re.sub(special_pattern(special), lambda found: mark.join(found[0]), text)
-
-
-def unused(text: str) -> str:
-    """A character that the text does not have."""
-    used = set(text)
-    return next(chr(code) for code in PRIVATE_USE if chr(code) not in used)
+        written = rendered.partition(turn)[2]
+        # The network has written its end itself, where the template writes one; the rest is read
+        # as what stands behind a token that ends a turn.
+        ends = {text: i for text, i in tokenizer.special_tokens.items() if i in tokenizer.stop_ids}
+        found = re.search(special_pattern(ends), written)
+        rest = written if found is None else written[found.end() :]
+        end = next((text for text, i in ends.items() if i == tokenizer.turn_end_id), "")
+        ids = tokenizer.located(end + rest, own.mark).ids
+        return ids[1:] if end else ids
 
 
 MARKED = re.compile(r"\{%[-+]?\s*generation\b")
+KNOWS_NULL = re.compile(
+    r"content['\"]?\]?\s*(?:is\s+(?:not\s+)?none|[=!]=\s*none)\b", re.IGNORECASE
+)
+"""Of a template that asks whether a content is null."""
+PROBE = "probe"
+"""What the assistant says in a turn that is written to see what stands behind it."""
 
 
 def _compiled(source: str, day: datetime, marks: tuple[str, str] | None = None) -> Any:

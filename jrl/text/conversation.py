@@ -5,12 +5,14 @@ follow each other as they are. What the policy sampled is never encoded again.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from jrl.tasks import Example
+from jrl.tasks.data.conversations import Conversation
 from jrl.text.prompt_format import PromptFormat
-from jrl.text.prompts import encode_prompt, text_of
+from jrl.text.prompts import encode_prompt, special_text_of, text_of
 
 Messages = Sequence[tuple[str, str]]
 """Role and content of each."""
@@ -23,8 +25,7 @@ def message_of(format: PromptFormat, ids: np.ndarray) -> str:
     """
     if format.template is None:
         return text_of(format.tokenizer, ids)
-    written = ids[:-1] if len(ids) and int(ids[-1]) in format.tokenizer.stop_ids else ids
-    return format.tokenizer.decode_special(written.tolist(), "\ufffd")
+    return special_text_of(format.tokenizer, ids)
 
 
 def answer_ids(
@@ -41,8 +42,9 @@ def answer_ids(
     """
     if format.template is None:
         return format.tokenizer.encode("".join(content for _, content in after))
-    messages = [*format.messages(example), *before]
-    return format.template.answer(messages, after, example.tools)
+    asked = format.conversation(example)
+    turns = (*asked.turns, *Conversation.of(before).turns)
+    return format.template.answer(replace(asked, turns=turns), Conversation.of(after).turns)
 
 
 def gold_conversation(format: PromptFormat, example: Example) -> tuple[list[int], list[bool]]:
@@ -55,7 +57,7 @@ def gold_conversation(format: PromptFormat, example: Example) -> tuple[list[int]
     while place < len(turns):
         role, content = turns[place]
         if role == "assistant":
-            new = [*format.tokenizer.encode(content), format.tokenizer.eos_id]
+            new = _turn_ids(format, example, turns[:place], content)
             place += 1
         else:
             end = next(n for n in range(place, len(turns)) if turns[n][0] == "assistant")
@@ -64,6 +66,22 @@ def gold_conversation(format: PromptFormat, example: Example) -> tuple[list[int]
         ids += new
         imitated += [role == "assistant"] * len(new)
     return ids, imitated
+
+
+def _turn_ids(format: PromptFormat, example: Example, before: Messages, content: str) -> list[int]:
+    """The tokens of a turn of the policy with its end.
+
+    Args:
+      before: messages after the prompt.
+    """
+    tokenizer = format.tokenizer
+    if format.template is None:
+        text = before[-1][1] if before else example.prompt
+        return [*tokenizer.continued(text, content), tokenizer.eos_id]
+    asked = format.conversation(example)
+    turns = (*asked.turns, *Conversation.of(before).turns)
+    ids = format.template.continued(replace(asked, turns=turns), content)
+    return [*ids, tokenizer.turn_end_id]
 
 
 def gold_rows(

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +13,10 @@ import tokenizers
 
 from jrl.runs import records
 from jrl.text.chat import today
+from jrl.text.located.apart import SpelledApart
+from jrl.text.located.tokens import Located
 from jrl.text.tokenizer import Tokenizer, Usage, checked_usage, usage_from
+from jrl.text.turn_end import with_turn_end
 
 BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 """A byte where the vocabulary has a token for each."""
@@ -43,7 +47,8 @@ class JsonTokenizer(Tokenizer):
         """
         self.usage = usage_from(content) if usage is None else usage
         self._content = {**content, **asdict(self.usage)}
-        self._pipeline = _pipeline(content["pipeline"])
+        # What it would put around a text is none of it; it also moves the places of blanks.
+        self._pipeline = _pipeline({**content["pipeline"], "post_processor": None})
         self.vocab_size = content["vocab_size"]
         size = max(self._pipeline.get_vocab().values(), default=-1) + 1
         if size > self.vocab_size:
@@ -52,6 +57,11 @@ class JsonTokenizer(Tokenizer):
                 "they are not of one checkpoint."
             )
         checked_usage(self.usage, self.vocab_size)
+        added = {each.content for each in self._pipeline.get_added_tokens_decoder().values()}
+        for name in TOKENS[:-1]:
+            # A template spells them, whether they were added to the vocabulary or are of it.
+            if self._id(name) is not None and self._content[name] not in added:
+                self._pipeline.add_special_tokens([self._content[name]])
         eos = self._id("eos_token")
         if eos is None:
             raise ValueError(
@@ -69,8 +79,13 @@ class JsonTokenizer(Tokenizer):
         added = self._pipeline.get_added_tokens_decoder()
         special = {token.content: identity for identity, token in added.items() if token.special}
         named = {self._content[name]: self._id(name) for name in TOKENS if self._content.get(name)}
-        ends = {self._pipeline.id_to_token(i): i for i in self.usage.stop_ids}
+        ends = {self._pipeline.id_to_token(i): i for i in self.stop_ids}
         return {text: i for text, i in (special | named | ends).items() if text and i is not None}
+
+    @cached_property
+    def spelled_tokens(self) -> Mapping[str, int]:
+        added = self._pipeline.get_added_tokens_decoder()
+        return {**{token.content: i for i, token in added.items()}, **self.special_tokens}
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
@@ -82,16 +97,33 @@ class JsonTokenizer(Tokenizer):
         return {name: self._content[name] for name in TOKENS if self._content.get(name)}
 
     def encode(self, text: str) -> list[int]:
-        ids = self._pipeline.encode(text, add_special_tokens=False).ids
+        return self._known_text(self._pipeline.encode(text, add_special_tokens=False).ids, text)
+
+    def encode_special(self, text: str) -> list[int]:
+        return self.encode(text)
+
+    def located(self, text: str, mark: str | None = None) -> Located:
+        if mark is None or mark not in text:
+            return self.placed(text)
+        return self._apart.located(text, mark)
+
+    def _placed(self, text: str) -> list[tuple[int, int, int]]:
+        found = self._pipeline.encode(text, add_special_tokens=False)
+        ids = self._known_text(found.ids, text)
+        return [(token, *place) for token, place in zip(ids, found.offsets, strict=True)]
+
+    @cached_property
+    def _apart(self) -> SpelledApart:
+        """Reads texts that spell special tokens as text."""
+        return SpelledApart(self._content["pipeline"], self.special_tokens)
+
+    def _known_text(self, ids: list[int], text: str) -> list[int]:
         if self.unk_id in ids:
             raise ValueError(
                 f"text {text!r} has a part that is not among the tokens of the checkpoint's "
                 "tokenizer: leave it out of the data."
             )
         return ids
-
-    def encode_special(self, text: str) -> list[int]:
-        return self.encode(text)
 
     def bytes_of(self, token: int) -> bytes | None:
         piece = self._pipeline.id_to_token(token)
@@ -112,7 +144,12 @@ class JsonTokenizer(Tokenizer):
         return {"tokenizer.json": pipeline.encode()}
 
     def used(self, usage: Usage) -> "JsonTokenizer":
-        return JsonTokenizer(self._content, usage)
+        made = copy(self)  # of its pipeline, which takes a second to make
+        made.usage = checked_usage(usage, self.vocab_size)
+        made._content = {**self._content, **asdict(usage)}
+        for name in ("special_tokens", "special_ids", "spelled_tokens", "_apart"):
+            vars(made).pop(name, None)
+        return made
 
     def _text(self, ids: list[int]) -> str:
         return self._pipeline.decode(ids, skip_special_tokens=True)
@@ -134,8 +171,9 @@ def checkpoint_tokenizer(directory: str | Path, vocab_size: int) -> Tokenizer:
 
     * special tokens: those that tokenizer_config.json names; an end of sequence that it does not
       name is the first `eos_token_id` of generation_config.json or of config.json;
-    * what ends a completion: that end, and every `eos_token_id`, a number or a list, of
-      generation_config.json and config.json;
+    * what ends a completion: that end, every `eos_token_id`, a number or a list, of
+      generation_config.json and config.json, and the token with which the chat template ends the
+      assistant's turn;
     * what comes before a prompt that no template makes: the beginning of sequence if
       `add_bos_token` says so, and where that says nothing, if the post-processor of tokenizer.json
       puts it there or there is none;
@@ -172,12 +210,12 @@ def checkpoint_tokenizer(directory: str | Path, vocab_size: int) -> Tokenizer:
     stated = _optional(directory / "tokenizer_config.json")
     given = stated.get("add_bos_token")
     begins = bool(stated.get("bos_token", True) if given is None else given)
-    return tokenizer.used(_usage(directory, stated, begins))
+    return with_turn_end(tokenizer.used(_usage(directory, stated, begins, bool(given))))
 
 
 def tokenizer_of(
     path: Path, pipeline: Mapping[str, Any], vocab_size: int | None = None
-) -> JsonTokenizer:
+) -> Tokenizer:
     """The tokenizer of a tokenizer.json, with what the files beside it say.
 
     Args:
@@ -191,12 +229,15 @@ def tokenizer_of(
     made = _pipeline(pipeline)
     stated = _optional(path.parent / "tokenizer_config.json")
     tokens = {name: _written(stated.get(name)) for name in TOKENS}
-    usage = _usage(path.parent, stated, _begins(made, pipeline, stated, tokens["bos_token"]))
+    begins = _begins(made, pipeline, stated, tokens["bos_token"])
+    # Where no file says a word of it, a plain text begins with it, and a template knows better.
+    silent = stated.get("add_bos_token") is None and pipeline.get("post_processor") is None
+    usage = _usage(path.parent, stated, begins, begins and not silent)
     size = max(made.get_vocab().values(), default=-1) + 1 if vocab_size is None else vocab_size
     checked_usage(usage, size)
     if tokens["eos_token"] is None and usage.stop_ids:
         tokens["eos_token"] = made.id_to_token(usage.stop_ids[0])
-    return JsonTokenizer({"pipeline": pipeline, "vocab_size": size, **tokens}, usage)
+    return with_turn_end(JsonTokenizer({"pipeline": pipeline, "vocab_size": size, **tokens}, usage))
 
 
 def _byte_characters() -> dict[str, int]:
@@ -217,9 +258,13 @@ def _byte_level(pipeline: Mapping[str, Any]) -> bool:
     return any(part.get("type") == "ByteLevel" for part in parts)
 
 
-def _usage(directory: Path, stated: Mapping[str, Any], begins: bool) -> Usage:
+def _usage(
+    directory: Path, stated: Mapping[str, Any], begins: bool, template_begins: bool
+) -> Usage:
     template = chat_template_in(directory, stated)
-    return Usage(_stop_ids(directory), begins, template, None if template is None else today())
+    day = None if template is None else today()
+    ends = _stop_ids(directory)
+    return Usage(ends, begins, template, day, template_begins=template_begins)
 
 
 def _stop_ids(directory: Path) -> tuple[int, ...]:
@@ -281,13 +326,17 @@ def chat_template_in(directory: Path, stated: Mapping[str, Any]) -> str | None:
 
 def _pipeline(content: Mapping[str, Any]) -> tokenizers.Tokenizer:
     try:
-        return tokenizers.Tokenizer.from_str(json.dumps(content))
+        made = tokenizers.Tokenizer.from_str(json.dumps(content))
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the library raises Exception itself, and panics past it
         raise ValueError(
             f"tokenizer.json is none that tokenizers can read ({error}): copy the checkpoint's own."
         ) from error
+    # How whoever saved the file cut and padded his texts.
+    made.no_truncation()
+    made.no_padding()
+    return made
 
 
 def _written(token: Any) -> str | None:

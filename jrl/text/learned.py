@@ -1,11 +1,13 @@
 """A conversation as tokens, and which of them the assistant said: what a policy learns from.
 
-With a chat template the tokens are those of what it writes. What of it is the assistant's is told
-by the template's own ``{% generation %}`` marks where it has them, and otherwise by rendering the
-conversation up to each of its turns, opened for it, and up to the turn's end: the text between the
-two. Its end is the first token that ends a completion; what a template writes after that (a line
-end, mostly) no policy ever samples, and it is not learned. Where a template ends a turn by the
-beginning of the next alone, as GLM's does, the end of sequence comes after the last turn.
+With a chat template the tokens are those of the whole text that it writes. What of the text is the
+assistant's is told by the template's own ``{% generation %}`` marks where it has them, and
+otherwise by rendering the conversation up to each of its turns, opened for it, and up to the turn's
+end: the characters between the two. A token is the assistant's that has one of them. Its turn's end
+is the first token that ends a completion; what a template writes after that (a line end, mostly) no
+policy ever samples, and it is not learned. Where a template ends a turn by the beginning of the
+next alone, as GLM's does, the end of sequence comes after the last turn. Of a "text" everything is
+learned.
 
 Without a template a question and an answer are the tokens of both and the end of sequence, as
 reinforcement has them; a longer conversation is written with the roles before what they say:
@@ -14,20 +16,18 @@ reinforcement has them; a longer conversation is written with the roles before w
     assistant: 4
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from jrl.tasks import Example
-from jrl.tasks.data.chats import Chat, Turn
-from jrl.text.chat import BEGIN, END, ChatTemplate, cut_specials, unused
-from jrl.text.prompt_format import PromptFormat
+from jrl.tasks.data.chats import Chat
+from jrl.tasks.data.conversations import Conversation, said
+from jrl.text.chat import BEGIN, END, ChatTemplate
+from jrl.text.located.spelled import marked
+from jrl.text.prompt_format import NO_TOOLS, PromptFormat
 from jrl.text.tokenizer import Tokenizer
-
-Part = tuple[list[int], bool]
-"""Tokens, and whether the assistant said them."""
 
 
 @dataclass(frozen=True)
@@ -78,15 +78,15 @@ def encode_chat(format: PromptFormat, chat: Chat, *, last: bool = False) -> Enco
         conversation otherwise than at the beginning of the whole.
     """
     try:
+        if chat.text is not None:
+            return _of_text(format.tokenizer, chat.text)
         if format.template is None:
-            parts = _plain(format, chat)
+            spoken = _plain(format, chat)
         else:
-            parts = list(_written(format, format.template, chat, last))
+            spoken = _written(format, format.template, chat, last)
     except ValueError as error:
         raise ValueError(f"{chat.place}: {error}") from error
-    spoken = [at for at, (ids, said) in enumerate(parts) if said and ids]
-    chosen = spoken[-1:] if last else spoken
-    encoded = _joined([(ids, at in chosen) for at, (ids, _) in enumerate(parts)], format.tokenizer)
+    encoded = _learned(spoken, format.tokenizer, last)
     if encoded is None:
         raise ValueError(
             f"{chat.place}: the assistant's turns have no token to learn: leave the record out"
@@ -94,108 +94,147 @@ def encode_chat(format: PromptFormat, chat: Chat, *, last: bool = False) -> Enco
     return encoded
 
 
-def _turns(format: PromptFormat, chat: Chat) -> list[Turn]:
-    """The turns, with the system prompt of the run where they have none."""
-    if format.system_prompt is None or chat.conversation[0]["role"] in ("system", "developer"):
-        return list(chat.conversation)
-    return [{"role": "system", "content": format.system_prompt}, *chat.conversation]
+@dataclass(frozen=True)
+class Spoken:
+    """The tokens of a whole conversation, and who said them.
+
+    Attributes:
+      ids: ``[time]`` its tokens.
+      turn: ``[time]`` which turn of the assistant each is of, counted from 0; -1 is of none.
+    """
+
+    ids: list[int]
+    turn: np.ndarray
 
 
-def _joined(parts: list[Part], tokenizer: Tokenizer) -> Encoded | None:
-    """All parts in a row; of those that are learned each until its end, and the end of sequence
-    after the last where nothing ends it. None learns nothing."""
-    ids: list[int] = []
-    learned: list[bool] = []
-    open_ = False
-    for own, said in parts:
-        ends = [at for at, token in enumerate(own) if token in tokenizer.stop_ids]
-        if said:
-            number = ends[0] + 1 if ends else len(own)
-            open_ = not ends
-        else:
+def _learned(spoken: Spoken, tokenizer: Tokenizer, last: bool) -> Encoded | None:
+    """Of each turn the tokens until its end, and the end of sequence after the last where nothing
+    ends it; None where nothing is learned."""
+    ids, turn = list(spoken.ids), spoken.turn
+    learned = np.zeros(len(ids), bool)
+    numbers = np.unique(turn[turn >= 0])
+    for number in numbers[-1:] if last else numbers:
+        places = np.flatnonzero(turn == number)
+        ends = [place for place in places if ids[place] in tokenizer.stop_ids]
+        behind = places[-1] + 1
+        if not ends and behind < len(ids) and ids[behind] in tokenizer.stop_ids:
             # The end of a turn may stand behind the template's mark.
-            number = int(open_ and ends[:1] == [0])
-            open_ = open_ and not own
-        ids += own
-        learned += [place < number for place in range(len(own))]
-    found = np.array(learned[:1] and [False, *learned[1:]], bool)
-    if not found.any():
+            places, ends = np.append(places, behind), [behind]
+        learned[places[places <= ends[0]] if ends else places] = True
+    # Nothing predicts the first token.
+    learned[:1] = False
+    if not learned.any():
         return None
-    places = np.flatnonzero(found)
-    end, context = places[-1] + 1, int(places[0])
-    if ids[end - 1] in tokenizer.stop_ids:
-        return Encoded(np.array(ids[:end], np.int32), found[:end], context)
-    ids, found = [*ids[:end], tokenizer.eos_id], np.append(found[:end], True)
-    return Encoded(np.array(ids, np.int32), found, context)
+    found = np.flatnonzero(learned)
+    end, context = found[-1] + 1, int(found[0])
+    if ids[end - 1] not in tokenizer.stop_ids:
+        ids, learned = [*ids[:end], tokenizer.turn_end_id], np.append(learned[:end], True)
+        end += 1
+    return Encoded(np.array(ids[:end], np.int32), learned[:end], context)
 
 
-def _plain(format: PromptFormat, chat: Chat) -> list[Part]:
+def _of_text(tokenizer: Tokenizer, text: str) -> Encoded:
+    """A text of which everything is learned but what nothing predicts."""
+    ids = tokenizer.begun(tokenizer.encode_special(text))
+    if ids[-1] not in tokenizer.stop_ids:
+        ids = [*ids, tokenizer.eos_id]
+    if len(ids) < 2:
+        raise ValueError("its text has one token, which nothing predicts: leave the record out")
+    learned = np.ones(len(ids), bool)
+    learned[0] = False
+    return Encoded(np.array(ids, np.int32), learned, 1)
+
+
+def _plain(format: PromptFormat, chat: Chat) -> Spoken:
     """Without a template."""
-    encode, end = format.tokenizer.encode, format.tokenizer.eos_id
-    if any(turn.get("tool_calls") for turn in chat.conversation) or chat.schemas is not None:
-        raise ValueError(
-            "it has tools, and the model no chat template to write them with: give "
-            "--chat-template FILE"
-        )
-    before = [*format.tokenizer.prefix]
+    tokenizer, turns = format.tokenizer, chat.conversation.turns
+    if any(turn.get("tool_calls") for turn in turns) or chat.conversation.tools is not None:
+        raise ValueError(f"it {NO_TOOLS}")
     if chat.is_pair:
-        question, answer = (turn["content"] for turn in chat.conversation)
-        return [([*before, *encode(question)], False), ([*encode(answer), end], True)]
-    parts: list[Part] = [(before, False)]
-    for number, turn in enumerate(chat.conversation):
-        opened = ("\n" if number else "") + turn["role"] + ": "
-        if turn["role"] == "assistant":
-            parts += [(encode(opened), False), ([*encode(turn["content"]), end], True)]
-        else:
-            parts.append((encode(opened + turn["content"]), False))
-    return parts
+        question, answer = map(said, turns)
+        before = tokenizer.begun(tokenizer.encode(question))
+        own = [*tokenizer.continued(question, answer), tokenizer.eos_id]
+        return Spoken([*before, *own], np.repeat([-1, 0], [len(before), len(own)]))
+    ids, turn = list(tokenizer.prefix), [np.full(len(tokenizer.prefix), -1)]
+    waiting, number = "", 0
+    for at, each in enumerate(turns):
+        waiting += ("\n" if at else "") + each["role"] + ": "
+        if each["role"] != "assistant":
+            waiting += said(each)
+            continue
+        # What stands between two ends is one text.
+        own = tokenizer.placed(waiting + said(each))
+        ids += [*own.ids, tokenizer.eos_id]
+        spoken = own.within(len(waiting), len(waiting) + len(said(each)))
+        turn += [np.where(spoken, number, -1), np.array([number])]
+        waiting, number = "", number + 1
+    return Spoken(ids, np.concatenate(turn))
 
 
-def _written(
-    format: PromptFormat, template: ChatTemplate, chat: Chat, last: bool
-) -> Iterator[Part]:
+def _written(format: PromptFormat, template: ChatTemplate, chat: Chat, last: bool) -> Spoken:
     """By a template. A special token that a message spells is text, as in prompts
     (`jrl.text.chat.ChatTemplate`)."""
-    tokenizer, turns = format.tokenizer, _turns(format, chat)
-    texts: list[str] = []
-    _changed([turns, chat.schemas], lambda text: (texts.append(text), text)[1])
-    everything, special = "".join(texts), tokenizer.special_tokens
-    mark = unused(everything)
-    turns, tools = _changed([turns, chat.schemas], lambda text: cut_specials(text, special, mark))
+    tokenizer = format.tokenizer
+    own = marked(format.completed(chat.conversation), tokenizer.special_tokens)
     if template.marks:
-        if BEGIN in everything or END in everything:
+        if BEGIN in own.texts or END in own.texts:
             raise ValueError("it has U+FDD0 or U+FDD1, which are no characters: leave them out")
-        found = _by_marks(template.write(turns, tools, marked=True))
+        text, spans = _by_marks(template.write(own.conversation, marked=True))
+        opening = template.opening(_asked(own.conversation))
+        # A mark may enclose what the template itself begins the turn with.
+        skipped = [len(opening) if text.startswith(opening, begin) else 0 for begin, _ in spans]
+        spans = [(begin + n, end) for n, (begin, end) in zip(skipped, spans, strict=True)]
     else:
-        found = _by_beginnings(template, turns, tools, last)
-    for text, said in found:
-        parts = (tokenizer.encode_special(part) for part in text.split(mark) if part)
-        yield [token for part in parts for token in part], said
+        text = template.write(own.conversation)
+        spans = list(_by_beginnings(template, own.conversation, text, last))
+    located = tokenizer.located(text, own.mark)
+    turn = np.full(len(located.ids), -1)
+    special = np.isin(located.ids, list(tokenizer.special_ids))
+    for number, (begin, end) in enumerate(spans):
+        begin, end = own.place(text, begin), own.place(text, end)
+        # Some special tokens take the blanks behind them along; nobody says those.
+        turn[located.within(begin, end) & ~(special & (located.begins < begin))] = number
+    ids = tokenizer.begun_by_template(located.ids)
+    return Spoken(ids, np.concatenate([np.full(len(ids) - len(turn), -1), turn]))
 
 
-def _by_marks(text: str) -> Iterator[tuple[str, bool]]:
-    """The text between the marks of a template, and that around them."""
-    first, *others = text.split(BEGIN)
-    yield first, False
+def _asked(conversation: Conversation) -> Conversation:
+    """What the assistant's last turn answers."""
+    turns = conversation.turns
+    last = max(at for at, turn in enumerate(turns) if turn["role"] == "assistant")
+    return replace(conversation, turns=turns[:last])
+
+
+def _by_marks(written: str) -> tuple[str, list[tuple[int, int]]]:
+    """The text without the marks of a template, and the places between them."""
+    text, *others = written.split(BEGIN)
+    spans: list[tuple[int, int]] = []
     for other in others:
-        said, _, after = other.partition(END)
-        yield said, True
-        yield after, False
+        own, _, after = other.partition(END)
+        spans.append((len(text), len(text) + len(own)))
+        text += own + after
+    return text, spans
 
 
 def _by_beginnings(
-    template: ChatTemplate, turns: Sequence[Turn], tools: Any, last: bool
-) -> Iterator[tuple[str, bool]]:
-    """The assistant's text between what the template writes before each of its turns and after it.
+    template: ChatTemplate, conversation: Conversation, whole: str, last: bool
+) -> Iterator[tuple[int, int]]:
+    """The places of the assistant's text, between what the template writes before each of its turns
+    and after it.
 
     Args:
+      whole: what it writes of all.
       last: whether the last turn alone is asked for.
     """
-    whole, end = template.write(turns, tools), 0
+    turns, end = conversation.turns, 0
     spoken = [at for at, turn in enumerate(turns) if turn["role"] == "assistant"]
     for at in spoken[-1:] if last else spoken:
-        before = template.write(turns[:at], tools, opened=True)
-        after = template.write(turns[: at + 1], tools)
+        before = template.write(replace(conversation, turns=turns[:at]), opened=True)
+        after = template.write(replace(conversation, turns=turns[: at + 1]))
+        closing = template.closing
+        if not whole.startswith(after) and closing and after.endswith(closing):
+            # Some templates end the last turn of all otherwise than those before it.
+            after = after.removesuffix(closing)
         if not (whole.startswith(after) and after.startswith(before) and len(before) >= end):
             raise ValueError(
                 f"the chat template writes the first {at + 1} messages otherwise than at the "
@@ -203,18 +242,5 @@ def _by_beginnings(
                 "wrote: give --learn last, or a template with {% generation %} marks as "
                 "--chat-template"
             )
-        yield whole[end : len(before)], False
-        yield whole[len(before) : len(after)], True
+        yield len(before), len(after)
         end = len(after)
-    yield whole[end:], False
-
-
-def _changed(value: Any, change: Callable[[str], str]) -> Any:
-    """A JSON value with all its texts changed; names of fields and roles stay."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, dict):
-        return {k: v if k == "role" else _changed(v, change) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_changed(each, change) for each in value]
-    return value

@@ -1,16 +1,22 @@
 """From an example to the tokens of its prompt: as it is, or through a chat template."""
 
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from jrl.config.run import RunConfig
 from jrl.tasks import Example
-from jrl.text.chat import ChatTemplate, today, unused
+from jrl.tasks.data.conversations import Conversation
+from jrl.text.chat import ChatTemplate, today
 from jrl.text.tokenizer import Tokenizer
+from jrl.text.turn_end import with_turn_end
 
 OF_CHECKPOINT, NONE = "checkpoint", "none"
 """What `RunConfig.chat_template` is but for a file."""
+NO_TOOLS = "has tools, and the model no chat template to write them with: give --chat-template FILE"
 
 
 @dataclass(frozen=True)
@@ -22,33 +28,55 @@ class PromptFormat:
       template: makes tokens of a conversation; None takes prompts as they are.
       system_prompt: the first message of every conversation that has no system message; None
         leaves it to the example's own instruction.
+      template_arguments: names that the template is given, where a record does not give its own.
     """
 
     tokenizer: Tokenizer
     template: ChatTemplate | None = None
     system_prompt: str | None = None
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
 
-    def messages(self, example: Example) -> tuple[tuple[str, str], ...]:
-        """The conversation of an example: its own, or its prompt as the user's one message."""
-        own = example.messages or (("user", example.prompt),)
-        if own[0][0] == "system":
-            return own
-        if self.system_prompt is not None:
-            return (("system", self.system_prompt), *own)
-        if not example.instruction:
-            return own
+    def conversation(self, example: Example) -> Conversation:
+        """What the policy goes on with: the example's own messages, or its prompt as the user's."""
+        pairs = example.messages or (("user", example.prompt),)
+        turns = example.opening or Conversation.of(pairs).turns
+        tools = [json.loads(tool) for tool in example.tools] or None
+        conversation = Conversation(turns, tools, example.template_arguments)
+        if example.instruction and self.system_prompt is None:
+            conversation = self._instructed(conversation, example.instruction)
+        return self.completed(conversation)
+
+    def completed(self, conversation: Conversation) -> Conversation:
+        """The conversation with what the run gives to all of them: a system prompt where it has
+        none, and arguments of the template."""
+        turns = conversation.turns
+        if self.system_prompt is not None and turns[0]["role"] not in ("system", "developer"):
+            turns = ({"role": "system", "content": self.system_prompt}, *turns)
+        arguments = {**self.template_arguments, **conversation.arguments}
+        return replace(conversation, turns=turns, arguments=arguments)
+
+    def _instructed(self, conversation: Conversation, instruction: str) -> Conversation:
+        """The conversation with the task's own instruction, where it has no system message."""
+        first, *rest = conversation.turns
+        if first["role"] in ("system", "developer"):
+            return conversation
         if self._takes_system:
-            return (("system", example.instruction), *own)
-        (role, first), *rest = own
-        return ((role, f"{example.instruction}\n{first}"), *rest)
+            return replace(
+                conversation, turns=({"role": "system", "content": instruction}, first, *rest)
+            )
+        told = {**first, "content": f"{instruction}\n{first['content']}"}
+        return replace(conversation, turns=(told, *rest))
 
     @cached_property
     def _takes_system(self) -> bool:
         """Whether the template writes a system message; some refuse or pass over one."""
-        assert self.template is not None
-        mark = unused("")
+        if self.template is None:
+            return False
+        probe = "an instruction to look for"
         try:
-            return mark in self.template.render([("system", mark), ("user", "?")])
+            return probe in self.template.render(
+                Conversation.of((("system", probe), ("user", "a question")))
+            )
         except ValueError:
             return False
 
@@ -60,13 +88,16 @@ class PromptFormat:
             what template or tokenizer refuse.
         """
         if self.template is not None:
-            return self._some(self.template.encode(self.messages(example), example.tools), example)
-        if example.messages:
+            return self._some(self.template.encode(self.conversation(example)), example)
+        asked = example.messages
+        if len(asked) > 1 or (asked and asked[0][0] != "user"):
             raise ValueError(
                 f"the prompt {example.prompt[:60]!r} is a conversation, and the model has no chat "
                 "template to write it with: give --chat-template FILE, or texts as prompts."
             )
-        ids = [*self.tokenizer.prefix, *self.tokenizer.encode(example.prompt)]
+        if example.tools and example.record.get("tools"):
+            raise ValueError(f"the prompt {example.prompt[:60]!r} {NO_TOOLS}")
+        ids = self.tokenizer.begun(self.tokenizer.encode(example.prompt))
         return self._some(ids, example)
 
     def _some(self, ids: list[int], example: Example) -> list[int]:
@@ -95,13 +126,18 @@ def prompt_format(run: RunConfig, tokenizer: Tokenizer) -> PromptFormat:
             f"system_prompt={run.system_prompt[:60]!r} needs a chat template to be written with, "
             "and there is none: give --chat-template FILE, or write it into the prompts."
         )
-    return PromptFormat(tokenizer, template, run.system_prompt)
+    if run.template_arguments and template is None:
+        raise ValueError(
+            f"chat_template_kwargs={run.chat_template_kwargs} are for a chat template, and there "
+            "is none: give --chat-template FILE, or leave them out."
+        )
+    return PromptFormat(tokenizer, template, run.system_prompt, run.template_arguments)
 
 
 def with_template(run: RunConfig, tokenizer: Tokenizer) -> Tokenizer:
     """The tokenizer of a new run, with the template of the file that the run names, if it does."""
     if run.chat_template in (OF_CHECKPOINT, NONE):
-        return tokenizer
+        return with_turn_end(tokenizer)
     try:
         source = Path(run.chat_template).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -110,4 +146,6 @@ def with_template(run: RunConfig, tokenizer: Tokenizer) -> Tokenizer:
             f"chat_template={run.chat_template!r} cannot be read ({reason}): give the path of a "
             f"Jinja template, {OF_CHECKPOINT} or {NONE}."
         ) from error
-    return tokenizer.used(replace(tokenizer.usage, chat_template=source, chat_date=today()))
+    return with_turn_end(
+        tokenizer.used(replace(tokenizer.usage, chat_template=source, chat_date=today()))
+    )

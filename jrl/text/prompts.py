@@ -61,6 +61,14 @@ def _reasoning_tokens(tokenizer: Tokenizer) -> list[str]:
     return [name for name in tokenizer.special_tokens if name in REASONING_TOKENS]
 
 
+def special_text_of(tokenizer: Tokenizer, ids: np.ndarray) -> str:
+    """The same with special tokens written out."""
+    written = list(map(int, ids))
+    if written and written[-1] in tokenizer.stop_ids:
+        written.pop()
+    return tokenizer.decode_special(written, UNREADABLE)
+
+
 def conversation(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
     """What the network read and wrote in one row, special tokens written out."""
     return tokenizer.decode_special(list(tokens), UNREADABLE)

@@ -15,9 +15,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import sentencepiece
 
 from jrl.runs import records
+from jrl.text.located.message import places_of
+from jrl.text.located.tokens import Located, special_pattern
 
 # The ids of a character model; a user's file brings its own.
 PAD_ID, BOS_ID, EOS_ID, UNK_ID = 0, 1, 2, 3
@@ -39,12 +42,18 @@ class Usage:
       begins: whether a prompt begins with the beginning of sequence, where there is one.
       chat_template: Jinja source that makes one text of a conversation; None has none.
       chat_date: the day that the template takes for today, as "2024-07-26".
+      turn_end: the id with which the template ends the assistant's turn, which ends a completion as
+        well (`jrl.text.turn_end`); None where it is not known, or no token.
+      template_begins: whether what the template writes begins with the beginning of sequence too,
+        where the template does not write one.
     """
 
     stop_ids: tuple[int, ...] = ()
     begins: bool = True
     chat_template: str | None = None
     chat_date: str | None = None
+    turn_end: int | None = None
+    template_begins: bool = False
 
 
 class Tokenizer:
@@ -110,7 +119,13 @@ class Tokenizer:
     @property
     def stop_ids(self) -> tuple[int, ...]:
         """What ends a completion, each id once, the end of sequence first."""
-        return tuple(dict.fromkeys((self.eos_id, *self.usage.stop_ids)))
+        turn = () if self.usage.turn_end is None else (self.usage.turn_end,)
+        return tuple(dict.fromkeys((self.eos_id, *self.usage.stop_ids, *turn)))
+
+    @property
+    def turn_end_id(self) -> int:
+        """What ends the assistant's turn: the template's token, or the end of sequence."""
+        return self.eos_id if self.usage.turn_end is None else self.usage.turn_end
 
     @cached_property
     def special_tokens(self) -> Mapping[str, int]:
@@ -118,6 +133,12 @@ class Tokenizer:
         pieces = range(self.vocab_size)
         control = [i for i in pieces if self._processor.IsControl(i) or i == self.unk_id]
         return {self._processor.IdToPiece(i): i for i in control}
+
+    @cached_property
+    def spelled_tokens(self) -> Mapping[str, int]:
+        """The ids that a template writes by spelling them: special tokens, and what was added to
+        the vocabulary."""
+        return self.special_tokens
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
@@ -219,6 +240,58 @@ class Tokenizer:
                 ids += self.encode(part)
         return ids
 
+    def located(self, text: str, mark: str | None = None) -> Located:
+        """As `encode_special`, with the places of the tokens in the text.
+
+        Args:
+          mark: a character that is no part of the text; special tokens with marks between their
+            characters are text. Places are counted without it.
+
+        Raises:
+          ValueError: as for `encode`.
+        """
+        ids, begins, ends, at = list[int](), list[int](), list[int](), 0
+        for part in re.split(f"({special_pattern(self.special_tokens)})", text):
+            if part in self.special_tokens:
+                found = [(self.special_tokens[part], 0, len(part))]
+            else:
+                part = part if mark is None else part.replace(mark, "")
+                found = self._placed(part)
+            for token, begin, end in found:
+                ids.append(token)
+                begins.append(at + begin)
+                ends.append(at + end)
+            at += len(part)
+        return Located(ids, np.array(begins, np.int64), np.array(ends, np.int64))
+
+    def placed(self, text: str) -> Located:
+        """As `encode`, with the places of the tokens in the text.
+
+        Raises:
+          ValueError: as for `encode`.
+        """
+        found = self._placed(text)
+        ids, begins, ends = ([row[column] for row in found] for column in range(3))
+        return Located(ids, np.array(begins, np.int64), np.array(ends, np.int64))
+
+    def begun(self, ids: list[int]) -> list[int]:
+        """The ids of a text with what comes before a prompt, unless they begin with it."""
+        return ids if ids[: len(self.prefix)] == self.prefix else [*self.prefix, *ids]
+
+    def begun_by_template(self, ids: list[int]) -> list[int]:
+        """The same of what a chat template wrote."""
+        return self.begun(ids) if self.usage.template_begins else ids
+
+    def continued(self, before: str, text: str) -> list[int]:
+        """The ids of a text that goes on from another, whose own ids stand before them.
+
+        Raises:
+          ValueError: as for `encode`.
+        """
+        first, both = self.encode(before), self.encode(before + text)
+        # A tokenizer may begin each text with a blank, which one that goes on does not have.
+        return both[len(first) :] if both[: len(first)] == first else self.encode(text)
+
     def decode(self, ids: Iterable[int]) -> str:
         """Turns ids into text; special ids give nothing, and none of them stops it.
 
@@ -278,6 +351,11 @@ class Tokenizer:
         """The same tokenizer, used in another way."""
         return Tokenizer(self._model, usage)
 
+    def _placed(self, text: str) -> list[tuple[int, int, int]]:
+        """As `encode`, each id with its first character and the one behind its last."""
+        self.encode(text)  # refuses what it does not know
+        return places_of(self._processor.encode(text, out_type="serialized_proto"), text)
+
     def _text(self, ids: list[int]) -> str:
         """The text of ids of which none is special."""
         return self._processor.decode(ids)
@@ -294,12 +372,6 @@ class Tokenizer:
         return ids
 
 
-def special_pattern(tokens: Iterable[str]) -> str:
-    """A pattern for any of the special tokens, the longest that fits first; for none, a pattern
-    that fits nowhere."""
-    return "|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or r"(?!)"
-
-
 def usage_from(content: Mapping[str, Any]) -> Usage:
     """The `Usage` in what a tokenizer saved."""
     given = {field.name: content[field.name] for field in fields(Usage) if field.name in content}
@@ -309,7 +381,7 @@ def usage_from(content: Mapping[str, Any]) -> Usage:
 
 
 def checked_usage(usage: Usage, vocab_size: int) -> Usage:
-    for token in usage.stop_ids:
+    for token in (*usage.stop_ids, *(() if usage.turn_end is None else (usage.turn_end,))):
         if not 0 <= token < vocab_size:
             raise ValueError(
                 f"the stop ids (eos_token_id) have {token}, which is no id of a vocabulary of "

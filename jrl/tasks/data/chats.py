@@ -4,28 +4,29 @@ A record has "messages", the turns of a conversation in which the assistant says
 
 ``{"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}``
 
-or a "prompt" and its "completion" ("answer" will do), two texts. Roles are system, developer, user,
-assistant and tool. A turn keeps its other fields (tool calls, reasoning), and a record its "tools",
-for chat templates that write them.
+or a "prompt" and its "completion" ("answer" will do), or a "text" alone. What else a record may be
+is written in `jrl.tasks.data.records`, which reads it for reinforcement as well.
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jrl.tasks.data.conversations import ROLES, Conversation, said
+from jrl.tasks.data.fields import (
+    OF_ANSWER,
+    Fields,
+    fields_there,
+    found,
+    instead,
+    needed_answer,
+)
 from jrl.tasks.data.files import KINDS, kind_of, records
 from jrl.tasks.data.prompt_list import PromptList
-from jrl.tasks.data.records import Fields, checked_text, readable, short
+from jrl.tasks.data.records import plain, read_record, readable
 from jrl.tasks.data.split import HeldOut
 from jrl.tasks.task import CORRECT, WRONG, Example, Verdict, check_pairs
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
-COMPLETION = "completion"
-"""Field with what is to be said after a prompt."""
-
-Turn = Mapping[str, Any]
-"""A message: "role", "content" and whatever else it has."""
 
 
 @dataclass(frozen=True)
@@ -36,21 +37,21 @@ class Chat(Example):
     of its last one where that alone is learned, and `answer` is that turn.
 
     Attributes:
-      conversation: all of it.
-      schemas: descriptions of tools, as the record has them; None without.
+      conversation: all of it, empty of a text.
+      text: learned as it is; None where there is a conversation.
       place: where it is from, for messages.
       number: counts the conversations of a task.
     """
 
-    conversation: tuple[Turn, ...] = field(default=(), compare=False, repr=False)
-    schemas: list[Any] | None = field(default=None, compare=False, repr=False)
+    conversation: Conversation = field(default=Conversation(()), compare=False, repr=False)
+    text: str | None = field(default=None, compare=False, repr=False)
     place: str = field(default="", compare=False)
     number: int = field(default=-1, compare=False)
 
     @property
     def is_pair(self) -> bool:
         """Whether it is a question and an answer, and nothing else."""
-        return [turn["role"] for turn in self.conversation] == ["user", "assistant"]
+        return [turn["role"] for turn in self.conversation.turns] == ["user", "assistant"]
 
 
 class Chats(PromptList):
@@ -63,9 +64,11 @@ class Chats(PromptList):
 
     def _measure(self, examples: Sequence[Example]) -> None:
         super()._measure(examples)
-        texts = [str(turn["content"]) for chat in self.chats for turn in chat.conversation]
+        texts = [said(turn) for chat in self.chats for turn in chat.conversation.turns]
+        texts += [chat.text for chat in self.chats if chat.text is not None]
         # What tells the turns of a conversation apart where no template writes it.
-        roles = () if all(chat.is_pair for chat in self.chats) else (": \n", *ROLES)
+        apart = any(chat.text is None and not chat.is_pair for chat in self.chats)
+        roles = (": \n", *ROLES) if apart else ()
         self.characters = "".join(sorted(set().union(*texts, *roles)))
 
     @property
@@ -122,7 +125,7 @@ def load_chats(
             f"{path}: has {len(chats)} conversations; at least 2 are needed, one to learn from and "
             "one held out"
         )
-    if apart is None and len({chat.prompt for chat in chats}) < 2:
+    if apart is None and len({chat.identity for chat in chats}) < 2:
         raise ValueError(
             f"{path}: all conversations begin alike, so that none can be held out: give a file of "
             "others as --held-out"
@@ -149,42 +152,41 @@ def chat_of(
       ValueError: where a field is missing or cannot be what it is for.
     """
     fields = Fields() if fields is None else fields
-    if not isinstance(record, Mapping):
-        raise ValueError(
-            f'{place}: holds a {type(record).__name__}: write an object with "messages"'
-        )
-    name = fields.messages
-    if name is None and record.get(fields.prompt) is None and "messages" in record:
-        name = "messages"
-    if name is None:
-        said = COMPLETION if record.get(COMPLETION) is not None else fields.answer
-        turns = (
-            {"role": "user", "content": _text(record, fields.prompt, place)},
-            {"role": "assistant", "content": _text(record, said, place)},
-        )
-    else:
-        turns = _turns(record, name, place)
-        if turns[-1]["role"] != "assistant" and record.get(fields.answer) is not None:
-            # A question with its answer, as reinforcement reads it.
-            answer = {"role": "assistant", "content": _text(record, fields.answer, place)}
-            turns = (*turns, answer)
+    read = read_record(record, place, fields)
+    if read.text is not None:
+        return _of_text(record, read.text, place, number)
+    turns = read.conversation.turns
+    answered = read.plain or found(record, fields.answer) is not None
+    if turns[-1]["role"] != "assistant" and answered:
+        # A question with its answer, as reinforcement reads it.
+        answer = needed_answer(record, fields.answer, place)
+        turns = (*turns, {"role": "assistant", "content": answer})
     spoken = [at for at, turn in enumerate(turns) if turn["role"] == "assistant"]
     if not spoken:
         raise ValueError(
-            f"{place}: the assistant says nothing, so that there is nothing to learn: add its "
-            "turn, or leave the record out"
+            f"{place}: the assistant says nothing, so that there is nothing to learn "
+            f"{fields_there(record)}: add its turn, or name the answer's field with "
+            f"{instead(record, OF_ANSWER)}"
         )
     first = spoken[-1] if last else spoken[0]
-    schemas = _tools(record.get("tools"), place)
+    tools = read.conversation.tools
     return Chat(
-        prompt=readable((turn["role"], turn["content"]) for turn in turns[:first]),
-        answer=turns[first]["content"],
+        prompt=readable(turns[:first]),
+        answer=said(turns[first]),
         record={key: value for key, value in record.items() if key != fields.prompt},
-        conversation=turns,
-        schemas=schemas,
-        tools=tuple(json.dumps(schema) for schema in schemas or ()),
+        tools=tuple(json.dumps(tool, default=plain) for tool in tools or ()),
+        opening=turns[:first],
+        template_arguments=read.conversation.arguments,
+        conversation=replace(read.conversation, turns=turns),
         place=place,
         number=number,
+    )
+
+
+def _of_text(record: Any, text: str, place: str, number: int) -> Chat:
+    """A text of which everything is learned; where it is held out, others like it are as well."""
+    return Chat(
+        prompt="", answer=text, record=record, hidden=text, text=text, place=place, number=number
     )
 
 
@@ -193,54 +195,3 @@ def _chats(kind: str, path: str, fields: Fields, last: bool, first: int) -> list
         chat_of(record, place, fields, last=last, number=number)
         for number, (place, record) in enumerate(records(kind, path), first)
     ]
-
-
-def _turns(record: Mapping[str, Any], name: str, place: str) -> tuple[dict[str, Any], ...]:
-    value: Any = record.get(name)
-    value = value.tolist() if hasattr(value, "tolist") else value  # of numpy
-    if not isinstance(value, list) or not value:
-        raise ValueError(
-            f'{place}: field "{name}" is {short(value)}: it must be a list of '
-            '{"role": ..., "content": ...}'
-        )
-    return tuple(_turn(turn, f"{place}: message {n}") for n, turn in enumerate(value, start=1))
-
-
-def _turn(turn: Any, place: str) -> dict[str, Any]:
-    if not isinstance(turn, Mapping):
-        raise ValueError(f'{place} is {short(turn)}: write "role" and "content"')
-    if turn.get("role") not in ROLES:
-        raise ValueError(
-            f"{place}: role is {short(turn.get('role'))}: it must be one of {', '.join(ROLES)}"
-        )
-    # Tables have every field in every row, empty where a record lacks it.
-    kept = {key: value for key, value in turn.items() if value is not None}
-    if turn["role"] == "assistant" and kept.get("tool_calls"):
-        kept.setdefault("content", "")
-        if kept["content"] == "":
-            return kept
-    return {**kept, "content": _text(turn, "content", place)}
-
-
-def _tools(value: Any, place: str) -> list[Any] | None:
-    """The tools of a record; a text is JSON, as tables have it."""
-    value = value.tolist() if hasattr(value, "tolist") else value  # of numpy
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(
-                f'{place}: field "tools" is a text and no JSON ({error}): write a list of tools'
-            ) from error
-    if not value:
-        return None
-    if not isinstance(value, list):
-        raise ValueError(f'{place}: field "tools" is {short(value)}: write a list of tools')
-    return value
-
-
-def _text(record: Mapping[str, Any], name: str, place: str) -> str:
-    value = record.get(name)
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        value = getattr(value, "written", str(value))
-    return checked_text(value, name, place)

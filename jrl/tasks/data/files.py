@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from jrl.tasks.data.records import Number
+from jrl.tasks.data.fields import Number, Row
 
 KINDS = ("jsonl", "parquet", "dataset")
 """Kinds of files: JSON lines, a Parquet file or a folder of them, a folder of `save_to_disk`."""
@@ -78,7 +78,7 @@ def _parquet(path: Path) -> Iterator[Placed]:
                 f"{file}: cannot be read ({error}): give a Parquet file, or a folder of them"
             ) from error
         for number, row in enumerate(rows, start=1):
-            yield f"{file}:{number}", row
+            yield f"{file}:{number}", Row(row)
 
 
 def _dataset(path: Path) -> Iterator[Placed]:
@@ -95,7 +95,7 @@ def _dataset(path: Path) -> Iterator[Placed]:
         splits = ", ".join(f"{path}/{split}" for split in found)
         raise ValueError(f"{path}: holds the splits {splits}: give one of them")
     for number, row in enumerate(found, start=1):
-        yield f"{path}:{number}", row
+        yield f"{path}:{number}", Row(row)
 
 
 def _check_installed(library: str, task: str) -> None:

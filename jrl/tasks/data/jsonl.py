@@ -11,9 +11,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from jrl.tasks.answers.verdict import FINAL
+from jrl.tasks.data.fields import Fields, short
 from jrl.tasks.data.files import kind_of, records
-from jrl.tasks.data.prompt_list import PromptList
-from jrl.tasks.data.records import Fields, check_sendable, example_of, short
+from jrl.tasks.data.prompt_list import Placed, PromptList, distinct
+from jrl.tasks.data.records import check_sendable, example_of
 from jrl.tasks.data.split import HeldOut
 from jrl.tasks.finite import FiniteTask
 from jrl.tasks.task import Example
@@ -26,9 +27,6 @@ from jrl.tasks.workers.process import Worker
 NUM_TRIED = 1000
 # So many at a time: the first that is wrong stops the rest.
 TRIED_AT_ONCE = 64
-
-Placed = tuple[str, Example]
-"""Where an example is from, and the example."""
 
 
 def jsonl(
@@ -55,22 +53,22 @@ def jsonl(
       answers: what answers have to be, one of `jrl.tasks.answers.verdict.RULES`.
 
     Raises:
-      ValueError: the file, a line of it or one of its first answers cannot be read, a prompt occurs
-        twice, there are fewer than two examples, or math-verify is not installed.
+      ValueError: the file, a line of it or one of its first answers cannot be read, a prompt has
+        two answers, there are fewer than two examples, or math-verify is not installed.
     """
     if find_spec("math_verify") is None:
         raise ValueError(
             f"task={kind}:{path} needs math-verify, which is not installed: "
             'run pip install -e ".[math]"'
         )
-    placed, apart = _both(kind, path, fields, heldout, answered=True)
+    placed, apart, repeated = _both(kind, path, fields, heldout, answered=True)
     command = [sys.executable, "-P", worker_program.__file__, "math", answers]
     pool = Pool(lambda: Worker(command, seconds=seconds), workers)
     try:
         tried = [*placed, *(apart or ())]
         for first in range(0, min(len(tried), NUM_TRIED), TRIED_AT_ONCE):
             _try_answers(pool, tried[first : first + TRIED_AT_ONCE])
-        return FiniteTask(
+        task = FiniteTask(
             f"{kind}:{path}",
             _without_places(placed),
             seed,
@@ -79,6 +77,8 @@ def jsonl(
             heldout,
             None if apart is None else _without_places(apart),
         )
+        task.num_repeated = repeated
+        return task
     except BaseException:
         pool.close()
         raise
@@ -92,45 +92,42 @@ def prompts_of(
     Raises:
       ValueError: as for `jsonl`, but for answers.
     """
-    placed, apart = _both(kind, path, fields, heldout, answered=False)
+    placed, apart, repeated = _both(kind, path, fields, heldout, answered=False)
     for place, example in [*placed, *(apart or ())]:
         check_sendable(example, place)
     apart = None if apart is None else _without_places(apart)
-    return PromptList(f"{kind}:{path}", _without_places(placed), seed, heldout, apart)
+    task = PromptList(f"{kind}:{path}", _without_places(placed), seed, heldout, apart)
+    task.num_repeated = repeated
+    return task
 
 
 def _both(
     kind: str, path: str | Path, fields: Fields | None, heldout: HeldOut | None, *, answered: bool
-) -> tuple[list[Placed], list[Placed] | None]:
-    """The examples of a file, and those of another that are held out in their place."""
+) -> tuple[list[Placed], list[Placed] | None, int]:
+    """The examples of a file, those of another that are held out in their place, and how many of
+    both were left out, as others have their prompts."""
     fields = Fields() if fields is None else fields
-    apart = None
+    apart, again = None, 0
     if heldout is not None and heldout.path is not None:
         other = heldout.path
-        apart = _distinct(kind_of(other), other, fields, answered=answered)
-    placed = _distinct(kind, path, fields, answered=answered)
+        apart, again = _distinct(kind_of(other), other, fields, answered=answered)
+    placed, repeated = _distinct(kind, path, fields, answered=answered)
     if len(placed) < (2 if apart is None else 1):
         raise ValueError(
             f"{path}: has {len(placed)} examples; at least 2 are needed, one to train on and one "
             'held out: write one {"prompt": ..., "answer": ...} per line'
         )
-    return placed, apart
+    return placed, apart, repeated + again
 
 
 def _distinct(
     kind: str, path: str | Path, fields: Fields, *, answered: bool = True
-) -> list[Placed]:
-    """The examples of a file, no prompt of which comes twice."""
-    places: dict[str, str] = {}
-    distinct = []
-    for place, record in records(kind, path):
-        example = example_of(record, place, fields, answered=answered)
-        if example.prompt in places:
-            line = places[example.prompt].rpartition(":")[2]
-            raise ValueError(f"{place}: the prompt of line {line} again: keep one of the two")
-        places[example.prompt] = place
-        distinct.append((place, example))
-    return distinct
+) -> tuple[list[Placed], int]:
+    """The examples of a file, as of `jrl.tasks.data.prompt_list.distinct`."""
+    return distinct(
+        (place, example_of(record, place, fields, answered=answered))
+        for place, record in records(kind, path)
+    )
 
 
 def _without_places(placed: Sequence[Placed]) -> list[Example]:

@@ -1,12 +1,40 @@
 """Prompts that are a list of examples: which are held out, and the order of the others."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from jrl.tasks.data.fields import short
 from jrl.tasks.data.split import HeldOut, generator, is_heldout, position
 from jrl.tasks.task import Example, check_index
 
 Fits = Callable[[Any], bool]
+Placed = tuple[str, Example]
+"""Where an example is from, and the example."""
+
+
+def distinct(placed: Iterable[Placed]) -> tuple[list[Placed], int]:
+    """Examples of which no two have the same prompt, and how many were left out for that.
+
+    The first of those with one prompt is kept.
+
+    Raises:
+      ValueError: naming two that have one prompt and different answers.
+    """
+    kept: dict[str, Placed] = {}
+    repeated = 0
+    for place, example in placed:
+        first, before = kept.setdefault(example.identity, (place, example))
+        if before is example:
+            continue
+        repeated += 1
+        if before.answer.strip() != example.answer.strip():
+            file, _, line = first.rpartition(":")
+            where = f"line {line}" if line.isdecimal() and place.startswith(f"{file}:") else first
+            raise ValueError(
+                f"{place}: the prompt of {where} again, with another answer "
+                f"({short(example.answer)} here, {short(before.answer)} there): keep one of the two"
+            )
+    return list(kept.values()), repeated
 
 
 class PromptList:
@@ -19,8 +47,10 @@ class PromptList:
       examples: all of them, in the order of the list.
       num_shared: examples of the list that were left out of training, because others that are held
         out have their prompts.
+      num_repeated: records that were left out, as others before them have their prompts.
     """
 
+    num_repeated: int = 0
     _kind, _fix = "prompts", "raise --prompt-length"
 
     def __init__(

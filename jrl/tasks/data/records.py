@@ -1,9 +1,11 @@
-"""Examples from records: what the fields of a line, of a row or of a user's own list may hold.
+"""Records: what the fields of a line, of a row or of a user's own list may hold.
 
-A record has the texts "prompt" and "answer" (a number will do as an answer), or "messages" in place
-of the prompt, the turns of a conversation that a chat template makes the prompt of:
-``[{"role": "user", "content": "..."}]``. The three may have other names. All other fields are kept
-for rewards.
+A record has the texts "prompt" and "answer" (a number will do as an answer). In place of the prompt
+it may have "messages", the turns of a conversation that a chat template makes the prompt of, or the
+prompt is such a list itself; in place of the answer a "completion", a text or messages. ShareGPT's
+"conversations" are read, and a "text" of which everything is learned. The fields may have other
+names. All other fields are kept for rewards. Reinforcement and supervised fine-tuning read the same
+record alike: the one answers what is asked, the other learns the answer as well.
 """
 
 import datetime
@@ -13,44 +15,97 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
+from jrl.tasks.data.conversations import (
+    Conversation,
+    Turn,
+    has_more,
+    plainly,
+    template_arguments_of,
+    tools_of,
+    turns_of,
+)
+from jrl.tasks.data.fields import (
+    Fields,
+    answer_text,
+    checked_text,
+    found,
+    needed,
+    needed_answer,
+    short,
+)
 from jrl.tasks.task import Example
 
-MAX_EXPONENT = 300
-"""Powers of ten by which a number may be shifted, as a float's may: written out it has as many
-digits."""
+COMPLETION, TEXT = "completion", "text"
+"""Fields with what is to be said after a prompt, and with a text that is learned as it is."""
+MESSAGES = ("messages", "conversations", "conversation")
+"""Fields that have a conversation, where there is no prompt."""
 
 
 @dataclass(frozen=True)
-class Fields:
-    """Names of the fields of a line.
+class Read:
+    """What a record says.
 
     Attributes:
-      prompt: of the prompt, a text.
-      answer: of the gold answer.
-      messages: of the conversation, which every line must have; None takes "messages" in lines
-        without a prompt.
+      conversation: the prompt and, where the record has it as messages, what is to be said.
+      asked: how many of the messages are the prompt.
+      plain: whether the prompt is a text, and no conversation.
+      text: learned as it is, without a prompt; None of all others.
     """
 
-    prompt: str = "prompt"
-    answer: str = "answer"
-    messages: str | None = None
+    conversation: Conversation
+    asked: int
+    plain: bool = False
+    text: str | None = None
+
+    @property
+    def gold(self) -> str | None:
+        """The assistant's last message, where it is what the prompt asks for."""
+        turns = self.conversation.turns
+        if len(turns) == self.asked or turns[-1]["role"] != "assistant":
+            return None
+        return turns[-1]["content"]
 
 
-class Number(float):
-    """A number with a point or an exponent, and how it was written."""
+def read_record(record: Any, place: str, fields: Fields) -> Read:
+    """Reads a record.
 
-    def __new__(cls, written: str):
-        made = super().__new__(cls, written)
-        made.written = written
-        return made
+    Args:
+      place: where it is from, for messages.
+      fields: names of its fields.
 
-    written: str
+    Raises:
+      ValueError: where a field is missing or cannot be what it is for.
+    """
+    if not isinstance(record, Mapping):
+        raise ValueError(
+            f'{place}: holds a {type(record).__name__}: write an object with "prompt" and '
+            '"answer", or with "messages"'
+        )
+    name = fields.messages
+    if name is None and found(record, fields.prompt) is None:
+        present = [each for each in MESSAGES if record.get(each) is not None]
+        if not present and isinstance(record.get(TEXT), str):
+            return Read(Conversation(()), 0, text=checked_text(record[TEXT], TEXT, place))
+        name = present[0] if present else None
+    if name is None:
+        asked, plain = _prompt(record, fields.prompt, place)
+    else:
+        asked, plain = turns_of(record, needed(record, name, place), name, place), False
+        system = record.get("system")
+        if name == "conversations" and isinstance(system, str) and asked[0]["role"] != "system":
+            asked = ({"role": "system", "content": system}, *asked)
+    said = () if name is not None else _completion(record, place)
+    num_asked = len(asked)
+    if not said and asked[-1]["role"] == "assistant":
+        num_asked -= 1
+    tools, arguments = tools_of(record, place), template_arguments_of(record, place)
+    return Read(Conversation((*asked, *said), tools, arguments), num_asked, plain)
 
 
 def example_of(
     record: Any, place: str, fields: Fields | None = None, *, answered: bool = False
 ) -> Example:
-    """The example that a record describes.
+    """The example that a record describes: its prompt, and its answer where it has one.
 
     Args:
       place: where it is from, for messages.
@@ -61,22 +116,35 @@ def example_of(
       ValueError: where a field is missing or cannot be what it is for.
     """
     fields = Fields() if fields is None else fields
-    if not isinstance(record, Mapping):
+    read = read_record(record, place, fields)
+    if read.text is not None:
+        needed(record, fields.prompt, place)
         raise ValueError(
-            f'{place}: holds a {type(record).__name__}: write an object with "prompt" and "answer"'
+            f'{place}: field "{fields.prompt}" is null, and "{TEXT}" is a text that sft alone '
+            f"learns: give --prompt-field {TEXT} where it is the prompt"
         )
-    name = fields.messages
-    if name is None and fields.prompt not in record and "messages" in record:
-        name = "messages"
-    if name is None:
-        prompt, messages = _text(record, fields.prompt, place), ()
+    turns = read.conversation.turns[: read.asked]
+    if not turns:
+        raise ValueError(
+            f"{place}: nothing is asked before the assistant's turn: put a message of the user "
+            "before it"
+        )
+    gold = read.gold
+    if found(record, fields.answer) is not None or (answered and gold is None):
+        answer = needed_answer(record, fields.answer, place)
     else:
-        messages = _messages(_value(record, name, place), f'{place}: field "{name}"')
-        prompt = readable(messages)
-    has_answer = answered or record.get(fields.answer) is not None
-    answer = _answer(record, fields.answer, place) if has_answer else ""
-    rest = {field: value for field, value in record.items() if field != fields.prompt}
-    return Example(prompt, answer, messages, rest)
+        answer = gold or ""
+    conversation = read.conversation
+    return Example(
+        readable(turns),
+        answer,
+        () if read.plain else plainly(turns),
+        {field: value for field, value in record.items() if field != fields.prompt},
+        hidden=_beside(turns, conversation),
+        tools=tuple(json.dumps(tool, default=plain) for tool in conversation.tools or ()),
+        opening=() if read.plain else turns,
+        template_arguments=conversation.arguments,
+    )
 
 
 def check_sendable(example: Example, place: str) -> None:
@@ -108,92 +176,40 @@ def plain(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__} is nothing that JSON holds")
 
 
-def _value(record: Mapping[str, Any], field: str, place: str) -> Any:
-    if field not in record:
-        known = ", ".join(map(short, record)) or "nothing"
-        raise ValueError(
-            f'{place}: has no field "{field}" (it has {known}): add or rename it, or name another '
-            "with --prompt-field, --answer-field or --messages-field"
-        )
-    return record[field]
-
-
-def _answer(record: Mapping[str, Any], field: str, place: str) -> str:
-    """The answer as a text. A number is written with the digits that it has, without exponent."""
-    value = _value(record, field, place)
-    if hasattr(value, "item"):
-        value = value.item()  # of numpy
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return _text(record, field, place)
-    try:
-        return _written(value)
-    except ValueError as error:  # also more digits than Python converts
-        raise ValueError(f'{place}: field "{field}": {error}: write it as a text') from error
-
-
-def _written(value: int | float) -> str:
-    if isinstance(value, int):
-        return str(value)
-    try:
-        number = Decimal(value.written) if isinstance(value, Number) else Decimal(repr(value))
-    except ArithmeticError as error:  # an exponent that not even Decimal has
-        raise ValueError(f"{value} is too large or too small") from error
-    if not number.is_finite():
-        raise ValueError(f"{value} is no number")
-    if abs(number.adjusted()) > MAX_EXPONENT:
-        raise ValueError(f"{number} is too large or too small")
-    return format(number, "f")
-
-
-def _messages(value: Any, place: str) -> tuple[tuple[str, str], ...]:
-    if not isinstance(value, list) or not value:
-        raise ValueError(
-            f'{place} is {short(value)}: it must be a list of {{"role": ..., "content": ...}}'
-        )
-    messages = []
-    for number, message in enumerate(value, start=1):
-        here = f"{place}: message {number}"
-        if not isinstance(message, dict):
-            raise ValueError(f'{here} is {short(message)}: write "role" and "content"')
-        messages.append((_text(message, "role", here), _text(message, "content", here)))
-    if messages[-1][0] == "assistant":
-        raise ValueError(
-            f"{place} ends with the assistant, whose turn the policy is to write: leave it out"
-        )
-    return tuple(messages)
-
-
-def readable(messages: Iterable[tuple[str, str]]) -> str:
+def readable(turns: Iterable[Turn]) -> str:
     """The conversation for people: a single question is itself."""
-    said = list(messages)
-    if len(said) == 1 and said[0][0] == "user":
-        return said[0][1]
-    return "\n".join(f"{role}: {content}" for role, content in said)
+    pairs = plainly(turns)
+    if len(pairs) == 1 and pairs[0][0] == "user":
+        return pairs[0][1]
+    return "\n".join(f"{role}: {content}" for role, content in pairs)
 
 
-def _text(record: Mapping[str, Any], field: str, place: str) -> str:
-    return checked_text(_value(record, field, place), field, place)
+def _prompt(record: Mapping[str, Any], name: str, place: str) -> tuple[tuple[Turn, ...], bool]:
+    """The messages of a prompt, and whether it is a text."""
+    value = needed(record, name, place)
+    if isinstance(value, list | Mapping):
+        return turns_of(record, value, name, place), False
+    return ({"role": "user", "content": checked_text(value, name, place)},), True
 
 
-def checked_text(value: Any, field: str, place: str) -> str:
-    """The value of a field that must be a text with content.
-
-    Raises:
-      ValueError: where it is none.
-    """
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(
-            f'{place}: field "{field}" is {short(value)}: it must be a text with content'
-        )
-    if any("\ud800" <= character <= "\udfff" for character in value):
-        raise ValueError(
-            f'{place}: field "{field}" has half of a surrogate pair, which is no character: '
-            "repair the escape"
-        )
-    return value
+def _completion(record: Mapping[str, Any], place: str) -> tuple[Turn, ...]:
+    """The messages of a record's completion; none without one."""
+    value = found(record, COMPLETION)
+    if value is None:
+        return ()
+    if isinstance(value, list | Mapping):
+        return turns_of(record, value, COMPLETION, place)
+    return ({"role": "assistant", "content": answer_text(value, COMPLETION, place)},)
 
 
-def short(value: object) -> str:
-    """A value as a message has it."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+def _beside(turns: tuple[Turn, ...], conversation: Conversation) -> str:
+    """What a chat template writes of a prompt beside roles and contents, as one text; empty where
+    that is nothing."""
+    more: dict[str, Any] = {}
+    if has_more(turns):
+        more["messages"] = turns
+    if conversation.tools:
+        more["tools"] = conversation.tools
+    if conversation.arguments:
+        more["chat_template_kwargs"] = conversation.arguments
+    return json.dumps(more, sort_keys=True, default=plain) if more else ""

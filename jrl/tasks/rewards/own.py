@@ -4,11 +4,13 @@ import json
 import tempfile
 from collections.abc import Sequence
 
+from jrl.tasks.completion import special_of
 from jrl.tasks.data.records import plain
 from jrl.tasks.references import Reference
 from jrl.tasks.task import FAILURES, Example
 from jrl.tasks.workers.pool import Pool
 from jrl.tasks.workers.process import Message
+from jrl.tasks.workers.reward import SPECIAL
 
 
 class OwnReward:
@@ -46,13 +48,16 @@ class OwnReward:
 
 
 def _question(example: Example, completion: str) -> Message:
-    own = ("prompt", "completion")
+    own = ("prompt", "completion", SPECIAL)
     fields = {name: value for name, value in example.record.items() if name not in own}
     if example.answer:
         fields.setdefault("answer", example.answer)
     # The worker sees what JSON holds of it, whatever a file's reader made of the fields.
     fields = json.loads(json.dumps(fields, default=plain))
-    return {"prompt": example.prompt, "completion": completion, "fields": fields}
+    question: Message = {"prompt": example.prompt, "completion": completion, "fields": fields}
+    if (special := special_of(completion)) != completion:
+        question["special"] = special
+    return question
 
 
 def _read(answer: Message | Exception) -> Message:

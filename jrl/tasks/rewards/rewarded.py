@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jrl.report.warnings import FewWarnings
+from jrl.tasks.completion import special_of
 from jrl.tasks.prompts import OfPrompts
 from jrl.tasks.rewards.own import OwnReward
 from jrl.tasks.rewards.settings import OWN
@@ -100,8 +101,9 @@ class Rewarded(OfPrompts):
         """Scores one completion per example; equal pairs are asked about once."""
         check_pairs(examples, completions)
         pairs = list(zip(examples, completions, strict=True))
-        # Examples that are drawn may share their prompt and differ in what else is known of them.
-        keys = [(id(example), completion) for example, completion in pairs]
+        # Examples that are drawn may share their prompt and differ in what else is known of them,
+        # and texts that are alike in their special tokens.
+        keys = [(id(example), text, special_of(text)) for example, text in pairs]
         asked = dict(zip(keys, pairs, strict=True))
         own: list[Verdict | None] = [None] * len(asked)
         if self._verifier is not None:

@@ -18,6 +18,9 @@ from typing import Any
 
 Message = dict[str, Any]
 
+SPECIAL = "completion_with_special_tokens"
+"""The argument by which a reward asks for the completion with special tokens written out."""
+
 
 def module_of(source: bytes, file: str, name: str) -> ModuleType:
     """The source as a module of this name, as if it lay in the file."""
@@ -59,7 +62,8 @@ def made_by(module: ModuleType, name: str) -> Any:
 
 
 class RewardChecker:
-    """Answers ``{"prompt": ..., "completion": ..., "fields": {...}}`` by a reward.
+    """Answers ``{"prompt": ..., "completion": ..., "fields": {...}}`` by a reward; "special" is the
+    completion with special tokens, where that is another text.
 
     Attributes:
       together: whether several questions may be asked at a time, since the reward is `async`.
@@ -67,6 +71,7 @@ class RewardChecker:
 
     def __init__(self, reward: Callable[..., Any]):
         self._reward, self._takes = reward, _names(reward)
+        self._wants_special = SPECIAL in _parameters(reward)
         called = getattr(reward, "__call__", None)  # noqa: B004, of an object it may be async
         self.together = any(map(inspect.iscoroutinefunction, (reward, called)))
         # One loop for all calls: what an async reward keeps open belongs to it.
@@ -111,6 +116,8 @@ class RewardChecker:
         fields = question["fields"]
         if self._takes is not None:
             fields = {name: value for name, value in fields.items() if name in self._takes}
+        if self._wants_special:
+            fields = {**fields, SPECIAL: question.get("special", question["completion"])}
         return self._reward(question["prompt"], question["completion"], **fields)
 
 
@@ -162,13 +169,19 @@ def _number(value: Any) -> float:
 
 def _names(reward: Callable[..., Any]) -> set[str] | None:
     """The fields that a reward takes, None where it takes them all."""
+    parameters = _parameters(reward)
+    kinds = [parameter.kind for parameter in parameters.values()]
+    if not parameters or inspect.Parameter.VAR_KEYWORD in kinds:
+        return None
+    return set(parameters)
+
+
+def _parameters(reward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Those that can be read off: of some callables written in C none."""
     try:
-        parameters = inspect.signature(reward).parameters.values()
-    except (TypeError, ValueError):  # some callables written in C
-        return None
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    return {parameter.name for parameter in parameters}
+        return inspect.signature(reward).parameters
+    except (TypeError, ValueError):
+        return {}
 
 
 async def _awaited(value: Any) -> Any:

@@ -11,12 +11,13 @@ from rich.table import Table
 from jrl.config.files import flag
 from jrl.config.run import NETWORK_SETTINGS
 from jrl.recipes.base.recipe import Recipe
-from jrl.trainer.setup.lengths import response_origin
+from jrl.trainer.setup.lengths import left_out, response_origin
 from jrl.trainer.setup.memory import memory, rollout_memory
 from jrl.trainer.setup.network import OF_EXPERTS, dispatch_explained
 from jrl.trainer.setup.predicted import memory_of_update, time_of_update, times_with_overlap
+from jrl.trainer.setup.reading import print_read
 from jrl.trainer.setup.setup import Setup
-from jrl.trainer.supervised.arithmetic import chat_arithmetic, print_conversation
+from jrl.trainer.supervised.arithmetic import chat_arithmetic
 from moe.attention.context_parallel.choice import context_of, received
 from moe.config import ModelConfig
 from moe.execution import Execution
@@ -67,10 +68,9 @@ def print_dry_run(setup: Setup, console: Console | None = None) -> None:
         if setup.split is not None:
             title = f"Rollout split: {setup.run.rollout_split} on {where}, attention"
         _print(console, title, axes(setup.rollout_mesh))
-    if setup.rows is not None:
-        print_conversation(setup, console)
-    elif setup.format.template is not None:
-        _print_prompt(setup, console)
+    for line in left_out(setup.task, setup.prompts_dropped, setup.prompt_length):
+        console.print(line, highlight=False)
+    print_read(setup, console)
     recipe, steps = setup.recipe, setup.run.steps
     if recipe.value_pretraining_steps >= steps:
         console.print(
@@ -222,14 +222,6 @@ def prediction(setup: Setup) -> dict[str, str]:
             for name, other in times_with_overlap(*given, hardware).items()
         },
     }
-
-
-def _print_prompt(setup: Setup, console: Console) -> None:
-    """The first prompt of training through the chat template."""
-    ids = setup.format.encode(setup.task.train(0))
-    console.print("The first prompt as the network reads it", style="bold")
-    written = setup.tokenizer.decode_special(ids)
-    console.print(written, markup=False, highlight=False, soft_wrap=True)
 
 
 def _count(number: int, one: str, several: str) -> str:

@@ -84,6 +84,23 @@ def fitted_prompts(run: RunConfig, task: Task, format: PromptFormat) -> tuple[in
     return prompt_length(run, task, format), dropped
 
 
+def left_out(task: Task, dropped: int, prompt_length: int) -> list[str]:
+    """Which prompts of a task's lists are left out, a line for each reason.
+
+    Args:
+      dropped: for their length.
+      prompt_length: tokens that prompts may have.
+    """
+    repeated = sum(found.num_repeated for found in lists_of(task))
+    shared = sum(found.num_shared for found in lists_of(task))
+    counts = [
+        (repeated, "records whose prompts had come before, with the same answer"),
+        (shared, "training prompts that are held out (--held-out)"),
+        (dropped, f"prompts of more than {prompt_length:,} tokens (--prompt-length)"),
+    ]
+    return [f"left out {number:,} {what}" for number, what in counts if number]
+
+
 def check_answers(run: RunConfig, task: Task) -> None:
     """Refuses a warm start where there is nothing to imitate, and a limit of completions that
     nothing tells.

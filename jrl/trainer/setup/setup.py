@@ -27,7 +27,7 @@ from jrl.rollout.scoring import PromptLayout
 from jrl.rollout.split import split_mesh
 from jrl.tasks import Task, load_task
 from jrl.tasks.data.chats import Chats, load_chats
-from jrl.tasks.data.records import Fields
+from jrl.tasks.data.fields import Fields
 from jrl.tasks.data.split import parse_heldout
 from jrl.tasks.parts import has_environments, part_names
 from jrl.text.learned import ChatFormat
@@ -354,7 +354,8 @@ def _format(run: RunConfig, recipe: Recipe, tokenizer: Tokenizer) -> PromptForma
     if recipe.supervision is None:
         return made
     last = recipe.supervision.last_turn
-    return ChatFormat(made.tokenizer, made.template, made.system_prompt, last)
+    shared = made.tokenizer, made.template, made.system_prompt, made.template_arguments
+    return ChatFormat(*shared, last)
 
 
 def _tokenizer(run: RunConfig, task: Task, model: ModelConfig | None) -> Tokenizer:

@@ -1,11 +1,7 @@
-"""What a supervised run would do, in numbers and in its first conversation."""
-
-from rich.console import Console
-from rich.text import Text
+"""What a supervised run would do, in numbers."""
 
 from jrl.tasks.data.chats import Chats
 from jrl.trainer.setup.setup import Setup
-from jrl.trainer.supervised.step import training_chats
 from sharding.schedule import Schedule
 
 
@@ -32,15 +28,3 @@ def chat_arithmetic(setup: Setup) -> dict[str, str]:
         bubble = Schedule(layout.pp, num_micro_batches, layout.vpp).bubble
         lines["pipeline idle per time at work"] = f"{bubble:.1%}"
     return lines
-
-
-def print_conversation(setup: Setup, console: Console) -> None:
-    """The first conversation of training as the network reads it, and what is learned of it."""
-    chats, rows = setup.task, setup.rows
-    assert isinstance(chats, Chats) and rows is not None
-    own = rows.encoded[training_chats(chats, 0, 1)[0].number]
-    decode = setup.tokenizer.decode_special
-    console.print("The first conversation as the network reads it", style="bold")
-    console.print(Text(decode(own.ids.tolist())), highlight=False, soft_wrap=True)
-    console.print("What is learned of it", style="bold")
-    console.print(Text(decode(own.ids[own.learned].tolist())), highlight=False, soft_wrap=True)

@@ -16,6 +16,15 @@ def test_what_is_written_is_read(name):
     assert from_json(stored, "config.json") == (run, recipe)
 
 
+def test_a_field_that_came_later_has_its_default():
+    assert from_json(changed("run", chat_template_kwargs="GONE"), "config.json")[0] == RunConfig()
+    given = changed("run", chat_template_kwargs='{"enable_thinking": false}')
+    run, _ = from_json(given, "config.json")
+    assert run.template_arguments == {"enable_thinking": False}
+    with pytest.raises(ValueError, match="chat_template_kwargs='3' is no JSON object"):
+        from_json(changed("run", chat_template_kwargs="3"), "config.json")
+
+
 def test_a_whole_number_will_do_for_a_float():
     config = to_json(RunConfig(), RECIPES["grpo"]())
     config["hyperparameters"] |= {"temperature": 1, "kl_coef": 2}

@@ -31,6 +31,16 @@ def test_prompts_are_texts_or_ids(prompt, expected):
     assert completion_of({**COMPLETION, "prompt": prompt}).prompts == expected
 
 
+def test_arguments_of_the_template():
+    given = {"chat_template_kwargs": {"enable_thinking": False}}
+    assert chat_of({**CHAT, **given}).template_arguments == {"enable_thinking": False}
+    assert chat_of({**CHAT, "chat_template_kwargs": None}).template_arguments == {}
+    for wrong in (3, [], {"messages": []}):
+        with pytest.raises(Refused) as refused:
+            chat_of({**CHAT, "chat_template_kwargs": wrong})
+        assert refused.value.body["error"]["param"] == "chat_template_kwargs"
+
+
 def test_everything_that_is_served_is_read():
     asked = chat_of(
         {

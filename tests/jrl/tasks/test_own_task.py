@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from jrl.tasks import Task, load_task
+from jrl.tasks.completion import CompletionText
 from jrl.tasks.load import own_files
 from jrl.tasks.references import copy_name, reference
 from jrl.tasks.rewards.own import OwnReward
@@ -195,8 +196,9 @@ def test_prompts_may_be_drawn(file):
         ("def other(): pass", r"makes no task: ValueError: it has no make"),
         (DRAWN.replace("characters", "letters"), r"does not say characters: set them"),
         (
-            "class make:\n  prompts = ['a', 'a']\n  def reward(self, *_): return 1",
-            r"prompts\[1\]: the prompt 'a' again",
+            "class make:\n  prompts = [{'prompt': 'a', 'answer': x} for x in '12']\n"
+            "  def reward(self, *_): return 1",
+            r"prompts\[1\]: the prompt of .*prompts\[0\] again, with another answer \('2' here",
         ),
         (
             "class make:\n  prompts = [{'prompt': 'a', 'x': b''}, 'b']\n"
@@ -271,3 +273,31 @@ def test_async_rewards_of_a_worker_wait_beside_each_other(tmp_path):
     assert [found[place] for place in (0, 2, 4, 5)] == [{"value": n} for n in (1, 2, 3, 4)]
     assert found[1] == {"failure": "timeout", "message": "no answer within 0.7 seconds"}
     assert found[3] == {"failure": "error", "message": "TimeoutError: of its own"}
+
+
+SPECIAL = """
+def named(prompt, completion, completion_with_special_tokens, **record):
+    assert "completion_with_special_tokens" not in record
+    right = completion_with_special_tokens.startswith("<think>")
+    return {"right": right, "length": len(completion)}
+
+
+def others(prompt, completion, **record):
+    return len(record)
+"""
+
+
+def test_a_reward_may_ask_for_special_tokens(file):
+    """Those of completions that are one text without them are told apart; who does not name the
+    argument is not given it."""
+    file.write_text(SPECIAL)
+    rewards = RewardSettings(("sums.py:named", "sums.py:others"), ("others=100",))
+    task = load_task("sort", 0, rewards=rewards, workers=1)
+    example = task.train(0)
+    text = "\ufffd4"
+    written = [CompletionText(text, "<think>4"), CompletionText(text, "</think>4"), "<think>4"]
+    found = [dict(verdict.parts) for verdict in task.verify([example] * 3, written)]
+    task.close()
+    assert [parts["right"] for parts in found] == [1.0, 0.0, 1.0]
+    assert [parts["length"] for parts in found] == [2.0, 2.0, 8.0]
+    assert len({parts["others"] for parts in found}) == 1

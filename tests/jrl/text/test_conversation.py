@@ -6,6 +6,7 @@ import pytest
 from chat_checkpoint import START, TEMPLATE, TURN, chat_tokenizer
 
 from jrl.tasks import Example
+from jrl.tasks.data.conversations import Conversation
 from jrl.text.chat import ChatTemplate
 from jrl.text.conversation import answer_ids, gold_conversation, gold_rows, message_of
 from jrl.text.prompt_format import PromptFormat
@@ -40,7 +41,8 @@ def test_a_template_lays_out_what_follows_the_end_of_a_turn(tokenizer):
     assert ids.count(tokenizer.special_tokens[TURN]) == 1
     # The prompt, the turn as it was sampled and these are the whole as the template writes it.
     assert format.template is not None
-    whole = format.template.encode([("user", "2+2?"), ("assistant", "3"), ("user", "No.")])
+    turns = [("user", "2+2?"), ("assistant", "3"), ("user", "No.")]
+    whole = format.template.encode(Conversation.of(turns))
     turn = [*tokenizer.encode("3"), tokenizer.special_tokens[TURN]]
     plain = answer_ids(format, prompt, (("assistant", "3"),), (("user", "No."),))
     assert [*format.encode(prompt), *turn, *plain] == whole

@@ -1,14 +1,20 @@
 """Which tokens of a conversation are learned, by lists written by hand."""
 
+import json
 from dataclasses import replace
 
 import pytest
-from chat_checkpoint import START, TEMPLATE, TURN, chat_tokenizer
+from chat_checkpoint import END, START, TEMPLATE, TURN, VOCAB_SIZE, chat_tokenizer, write_tokenizer
 
+from jrl.config.run import RunConfig
 from jrl.tasks.data.chats import chat_of
 from jrl.text.chat import ChatTemplate
+from jrl.text.json_tokenizer import checkpoint_tokenizer
 from jrl.text.learned import ChatFormat, encode_chat
-from jrl.text.prompt_format import PromptFormat
+from jrl.text.load import load_tokenizer
+from jrl.text.prompt_format import PromptFormat, with_template
+from jrl.text.prompts import text_of
+from jrl.text.published import published
 from jrl.text.tokenizer import Tokenizer
 
 TWICE = [
@@ -84,6 +90,32 @@ def test_turns_that_the_next_one_ends(tokenizer):
     written = [(f"{START}2+2?{opened}", False), (f"4{START}", True)]
     written += [(f"sure?{opened}", False), (f" yes{TURN}", True)]
     assert_learned(found, tokenizer, written)
+
+
+def test_the_end_that_the_template_writes_is_one_whatever_the_config_says(tmp_path):
+    """As a base model is published: the template of the chat model, and another end."""
+    folder = write_tokenizer(tmp_path / "base", eos_token=END)
+    (folder / "generation_config.json").unlink()
+    base = checkpoint_tokenizer(folder, VOCAB_SIZE)
+    turn, end = (base.special_tokens[token] for token in (TURN, END))
+    assert (base.eos_id, base.usage.stop_ids, base.usage.turn_end) == (end, (), turn)
+    assert base.stop_ids == (end, turn) and base.turn_end_id == turn
+    found = encode_chat(format_of(base), chat_of({"messages": TWICE}, "f:1"))
+    written = [(ASKED, False), (f"4{TURN}", True), (AGAIN + OPENED, False), (f"yes{TURN}", True)]
+    assert_learned(found, base, written)
+    assert text_of(base, found.ids[found.learned][:2]) == "4"
+    generation = json.loads(published(base, tmp_path / "nothing")["generation_config.json"])
+    assert generation["eos_token_id"] == [end, turn]
+    # It is kept with the tokenizer, and found for a template of one's own.
+    base.save(tmp_path / "saved")
+    assert load_tokenizer(tmp_path / "saved").stop_ids == (end, turn)
+    (tmp_path / "own.jinja").write_text(TEMPLATE.replace(TURN, START))
+    own = with_template(RunConfig(chat_template=str(tmp_path / "own.jinja")), base)
+    assert own.usage.turn_end is None  # it would end a turn with what begins the next
+    (tmp_path / "own.jinja").write_text("{{ messages[-1].content }}\n\n")
+    assert with_template(RunConfig(chat_template=str(tmp_path / "own.jinja")), base).stop_ids == (
+        end,
+    )
 
 
 def test_the_last_turn_alone(tokenizer):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from jrl.tasks.data.chats import chat_of, load_chats
-from jrl.tasks.data.records import Fields
+from jrl.tasks.data.fields import Fields
 from jrl.tasks.data.split import HeldOut
 
 ASKED = {"role": "user", "content": "2+2?"}
@@ -15,21 +15,21 @@ CALL = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}], "
 
 def test_what_a_record_may_hold():
     chat = chat_of({"messages": [ASKED, SAID, ASKED, {**SAID, "content": "four"}]}, "f:1")
-    assert (chat.prompt, chat.answer, len(chat.conversation)) == ("2+2?", "4", 4)
+    assert (chat.prompt, chat.answer, len(chat.conversation.turns)) == ("2+2?", "4", 4)
     chat = chat_of({"messages": [ASKED, SAID, ASKED, {**SAID, "content": "four"}]}, "f", last=True)
     assert (chat.prompt, chat.answer) == ("user: 2+2?\nassistant: 4\nuser: 2+2?", "four")
     for record in ({"prompt": "2+2?", "completion": "4"}, {"prompt": "2+2?", "answer": 4}):
         chat = chat_of(record, "f:1")
-        assert chat.conversation == (ASKED, SAID) and chat.is_pair
+        assert chat.conversation.turns == (ASKED, SAID) and chat.is_pair
     # As reinforcement reads it, and as tables have it: every field in every row.
     chat = chat_of({"messages": [ASKED], "answer": 4, "prompt": None, "tools": '[{"n": 1}]'}, "f:1")
-    assert chat.conversation == (ASKED, SAID) and chat.schemas == [{"n": 1}]
+    assert chat.conversation.turns == (ASKED, SAID) and chat.conversation.tools == [{"n": 1}]
     assert chat.tools == ('{"n": 1}',)
     chat = chat_of(
         {"turns": [ASKED, CALL, {"role": "tool", "content": "4"}]}, "f", Fields("", "", "turns")
     )
-    called = {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}
-    assert chat.conversation[1] == called
+    called = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
+    assert chat.conversation.turns[1] == called and chat.answer == ""
 
 
 @pytest.mark.parametrize(
@@ -42,9 +42,11 @@ def test_what_a_record_may_hold():
             {"messages": [ASKED, {"role": "bot", "content": "4"}]},
             "message 2: role is 'bot'.*one of",
         ),
-        ({"messages": [ASKED, "4"]}, "f:1: message 2 is '4': write"),
-        ({"messages": [ASKED, {"role": "assistant"}]}, 'message 2: field "content" is None'),
-        ({"prompt": "2+2?"}, 'f:1: field "answer" is None'),
+        ({"messages": [ASKED, "4"]}, "message 2 is '4': write"),
+        ({"messages": [ASKED, {"role": "assistant"}]}, 'message 2: has no field "content"'),
+        ({"messages": [ASKED, {**SAID, "content": None}]}, 'message 2: field "content" is None'),
+        ({"prompt": "2+2?"}, 'f:1: has no field "answer"'),
+        ({"prompt": "2+2?", "answer": None}, 'f:1: field "answer" is None'),
         ({"prompt": " ", "answer": "4"}, "f:1: field \"prompt\" is ' '"),
         ({"prompt": "2+2?", "answer": "\ud800"}, "half of a surrogate pair"),
         ({"prompt": "2+2?", "answer": "4", "tools": "{"}, 'field "tools" is a text and no JSON'),

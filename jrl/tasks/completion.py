@@ -1,0 +1,21 @@
+"""The text of a completion, and the same with special tokens written out."""
+
+
+class CompletionText(str):
+    """What a policy wrote, in which special tokens cannot be told apart.
+
+    Attributes:
+      special: the same with special tokens written out, the end left out.
+    """
+
+    special: str
+
+    def __new__(cls, text: str, special: str):
+        made = super().__new__(cls, text)
+        made.special = special
+        return made
+
+
+def special_of(text: str) -> str:
+    """The text with special tokens written out, of one that has none itself."""
+    return text.special if isinstance(text, CompletionText) else text

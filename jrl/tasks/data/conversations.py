@@ -1,0 +1,273 @@
+"""Conversations in records: one reader for supervised fine-tuning, reinforcement and environments.
+
+A conversation is a list of messages, ``{"role": ..., "content": ...}``, or ShareGPT's ``{"from":
+..., "value": ...}``. Roles are system, developer, user, assistant and tool, and those that a few
+templates have beside them (function, ipython, observation). A content is a text, a list of parts
+``{"type": "text", "text": ...}``, or null beside what stands in its place (tool calls, reasoning).
+All other fields of a message are kept for the chat template.
+
+A table has every field of every record in each row: what is null there is absent. The arguments of
+a call may be JSON text, as OpenAI's clients write them, in which a null is one.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jrl.tasks.data.fields import Row, checked_text, from_json, short
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+OTHER_ROLES = ("function", "ipython", "observation")
+"""What some templates call the role of a tool."""
+SHAREGPT = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "model", "assistant", "function_call"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
+    "system": "system",
+}
+"""Roles by the names that ShareGPT's records have for them."""
+IN_PLACE_OF_CONTENT = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+"""Fields of an assistant's message that may stand there without a content."""
+RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message")
+"""Arguments of a chat template that are no choice of who writes a record."""
+LIST = 'a list of {"role": ..., "content": ...}'
+
+Turn = Mapping[str, Any]
+"""A message: "role", "content" and whatever else it has."""
+
+
+class Arguments(dict[str, Any]):
+    """The arguments of a call: a mapping for templates that write JSON themselves, and their JSON
+    text for those that put it into a text."""
+
+    def __init__(self, values: Mapping[str, Any], written: str | None = None):
+        super().__init__(values)
+        self.written: str = json.dumps(values, ensure_ascii=False) if written is None else written
+
+    def __str__(self) -> str:
+        return self.written
+
+    def __add__(self, after: str) -> str:
+        return self.written + after
+
+    def __radd__(self, before: str) -> str:
+        return before + self.written
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What a chat template makes a text of.
+
+    Attributes:
+      turns: the messages.
+      tools: schemas of what may be called; None without.
+      arguments: other names that the template is given, such as enable_thinking.
+    """
+
+    turns: tuple[Turn, ...]
+    tools: list[Any] | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[str, str]]) -> "Conversation":
+        """A conversation of roles and contents."""
+        return cls(tuple({"role": role, "content": content} for role, content in pairs))
+
+
+def said(turn: Turn) -> str:
+    """The content of a message, empty where it is null."""
+    return turn.get("content") or ""
+
+
+def plainly(turns: Iterable[Turn]) -> tuple[tuple[str, str], ...]:
+    """Role and content of each message."""
+    return tuple((turn["role"], said(turn)) for turn in turns)
+
+
+def has_more(turns: Iterable[Turn]) -> bool:
+    """Whether a message has more than a role and a content."""
+    return any(set(turn) - {"role", "content"} or turn["content"] is None for turn in turns)
+
+
+def turns_of(record: Mapping[str, Any], value: Any, name: str, place: str) -> tuple[Turn, ...]:
+    """The messages in a field of a record.
+
+    Args:
+      value: of the field.
+      name: of the field.
+      place: where the record is from, for messages.
+
+    Raises:
+      ValueError: for what is no list of messages.
+    """
+    where = f'{place}: field "{name}"'
+    if isinstance(value, str) and not value.lstrip().startswith("["):
+        raise ValueError(f"{where} is {short(value)}: it must be {LIST}")
+    value = from_json(value, name, place, LIST)
+    if isinstance(value, Mapping) and ("role" in value or "from" in value):
+        value = [value]
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{where} is {short(value)}: it must be {LIST}")
+    table = isinstance(record, Row)
+    return tuple(
+        _turn(turn, table, f"{where}: message {number}")
+        for number, turn in enumerate(value, start=1)
+    )
+
+
+def tools_of(record: Mapping[str, Any], place: str) -> list[Any] | None:
+    """The tools of a record, None without.
+
+    Raises:
+      ValueError: for what is no list of schemas.
+    """
+    value = from_json(record.get("tools"), "tools", place, "a list of tools")
+    if not value:
+        return None
+    if isinstance(value, list):
+        value = [from_json(each, "tools", place, "a list of tools") for each in value]
+    if not isinstance(value, list) or not all(isinstance(each, Mapping) for each in value):
+        raise ValueError(f'{place}: field "tools" is {short(value)}: write a list of tools')
+    return _without_nulls(value) if isinstance(record, Row) else value
+
+
+def template_arguments_of(record: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """The ``chat_template_kwargs`` of a record.
+
+    Raises:
+      ValueError: as for `checked_arguments`.
+    """
+    name = "chat_template_kwargs"
+    value = from_json(record.get(name), name, place, "an object")
+    if isinstance(record, Row):
+        value = _without_nulls(value)
+    return {} if value is None else checked_arguments(value, f'{place}: field "{name}"')
+
+
+def template_arguments(text: str | None) -> dict[str, Any]:
+    """The arguments of a chat template that a flag has as JSON text; none where it is None.
+
+    Raises:
+      ValueError: for what is no JSON, and as for `checked_arguments`.
+    """
+    if text is None:
+        return {}
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = text
+    return checked_arguments(value, f"chat_template_kwargs={text!r}"[:100])
+
+
+def checked_arguments(value: Any, where: str) -> dict[str, Any]:
+    """Arguments of a chat template.
+
+    Args:
+      where: they are from, for messages.
+
+    Raises:
+      ValueError: where they are no object, or one has a name that is not theirs to give.
+    """
+    if not isinstance(value, Mapping):
+        example = '{"enable_thinking": false}'
+        raise ValueError(f"{where} is no JSON object: write one, {example}")
+    for name in value:
+        if name in RESERVED:
+            raise ValueError(
+                f"{where} has {name!r}, which is no choice of the template's: leave it out"
+            )
+    return dict(value)
+
+
+def _turn(turn: Any, table: bool, place: str) -> Turn:
+    if not isinstance(turn, Mapping):
+        raise ValueError(f'{place} is {short(turn)}: write "role" and "content"')
+    own = {name: _without_nulls(value) if table else value for name, value in turn.items()}
+    # Also in JSON lines, whose writers mostly made a table of their messages.
+    own = {name: value for name, value in own.items() if value is not None or name == "content"}
+    own = _as_openai(own, place)
+    if own["role"] not in (*ROLES, *OTHER_ROLES):
+        raise ValueError(
+            f"{place}: role is {short(own['role'])}: it must be one of {', '.join(ROLES)}"
+        )
+    calls = from_json(own.pop("tool_calls", None), "tool_calls", place, "a list of calls")
+    if calls:
+        own["tool_calls"] = _calls(calls, place)
+    return {**own, "content": _content(own, place)}
+
+
+def _as_openai(turn: dict[str, Any], place: str) -> dict[str, Any]:
+    """The message with "role" and "content", where it has ShareGPT's names for them."""
+    if "role" in turn or "from" not in turn:
+        return {"role": None, **turn}
+    kept = {name: value for name, value in turn.items() if name not in ("from", "value")}
+    kept = {"role": SHAREGPT.get(turn["from"], turn["from"]), "content": turn.get("value"), **kept}
+    if turn["from"] == "function_call":
+        call = from_json(kept["content"], "value", place, "the call as JSON")
+        kept |= {"content": None, "tool_calls": call if isinstance(call, list) else [call]}
+    return kept
+
+
+def _content(turn: Mapping[str, Any], place: str) -> str | None:
+    """The text of a message, None where something else stands in its place."""
+    value = turn.get("content")
+    elsewhere = turn["role"] == "assistant" and any(map(turn.get, IN_PLACE_OF_CONTENT))
+    if value is None and elsewhere:
+        return None
+    if "content" not in turn:
+        names = ", ".join(map(repr, (name for name in turn if turn[name] is not None)))
+        raise ValueError(f'{place}: has no field "content" (it has {names}): write a text')
+    if isinstance(value, list) and value:
+        value = "".join(_part(part, f"{place}: part {n}") for n, part in enumerate(value, start=1))
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        value = getattr(value, "written", str(value))
+    # A system prompt may be empty, and the output of a tool.
+    return checked_text(value, "content", place, empty=turn["role"] != "user" and not _says(turn))
+
+
+def _says(turn: Mapping[str, Any]) -> bool:
+    """Whether a message of the assistant is nothing but its content."""
+    return turn["role"] == "assistant" and not any(map(turn.get, IN_PLACE_OF_CONTENT))
+
+
+def _part(part: Any, place: str) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+        kind = part.get("type") if isinstance(part, Mapping) else part
+        raise ValueError(
+            f'{place} of "content" is {short(kind)}: it must be {{"type": "text", "text": ...}}; '
+            "images and sounds are not read"
+        )
+    return part["text"]
+
+
+def _calls(calls: Any, place: str) -> list[Any]:
+    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+        raise ValueError(f'{place}: field "tool_calls" is {short(calls)}: write a list of calls')
+    return [_call(call, place) for call in calls]
+
+
+def _call(call: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """A call with arguments that are a mapping, whether it stands in "function" or alone."""
+    own = dict(call)
+    if isinstance(own.get("function"), Mapping):
+        own["function"] = _call(own["function"], place)
+    given = own.get("arguments")
+    if isinstance(given, str):
+        read = from_json(given, "arguments", place, "an object") if given.strip() else {}
+        if isinstance(read, Mapping):
+            own["arguments"] = Arguments(read, given if given.strip() else None)
+    elif isinstance(given, Mapping):
+        own["arguments"] = Arguments(given)
+    return own
+
+
+def _without_nulls(value: Any) -> Any:
+    """The value without the fields that are null, however deep; entries of lists stay."""
+    if isinstance(value, Mapping):
+        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [_without_nulls(each) for each in value]
+    return value

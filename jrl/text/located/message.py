@@ -1,0 +1,60 @@
+"""Where the pieces of a SentencePiece model stand in a text, from the message that it serialises.
+
+The library's own objects for it have changed their names between versions; the message has not
+(`sentencepiece.proto`: a text has pieces, a piece its id and the bytes where it begins and ends).
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+PIECES, ID, BEGIN, END = 2, 2, 4, 5
+"""Numbers of the fields: of the text, and of a piece."""
+VARINT, BYTES, FLOAT = 0, 2, 5
+"""Kinds of values on the wire."""
+
+
+def places_of(message: bytes, text: str) -> list[tuple[int, int, int]]:
+    """Id, first character and the one behind the last of each piece.
+
+    Args:
+      message: of the text.
+    """
+    sizes = [len(character.encode()) for character in text]
+    # The character in which each byte lies, and the number of them behind the last.
+    characters = [*np.repeat(np.arange(len(text)), sizes).tolist(), len(text)]
+    found = []
+    for number, value in _fields(message):
+        if number == PIECES and isinstance(value, bytes):
+            piece = {field: each for field, each in _fields(value) if isinstance(each, int)}
+            begin, end = piece.get(BEGIN, 0), piece.get(END, 0)
+            found.append((piece.get(ID, 0), characters[begin], characters[end]))
+    return found
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """Number and value of each field of a message."""
+    at = 0
+    while at < len(message):
+        key, at = _varint(message, at)
+        number, kind = key >> 3, key & 7
+        if kind == VARINT:
+            value, at = _varint(message, at)
+        elif kind == BYTES:
+            size, at = _varint(message, at)
+            value, at = message[at : at + size], at + size
+        else:
+            assert kind == FLOAT, f"kind {kind} is none of a SentencePieceText"
+            value, at = message[at : at + 4], at + 4
+        yield number, value
+
+
+def _varint(message: bytes, at: int) -> tuple[int, int]:
+    """A number, and the place behind it."""
+    value = shift = 0
+    while True:
+        byte = message[at]
+        value |= (byte & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 0x80:
+            return value, at

@@ -1,0 +1,40 @@
+"""The token with which a chat template ends the assistant's turn, found by writing a turn once.
+
+A checkpoint may name another token in config.json, as base models do whose template is that of the
+chat model. What the template writes is what the network is to learn, and what ends a completion.
+"""
+
+import re
+from dataclasses import replace
+from importlib.util import find_spec
+
+from jrl.tasks.data.conversations import Conversation
+from jrl.text.chat import ChatTemplate
+from jrl.text.located.tokens import special_pattern
+from jrl.text.tokenizer import Tokenizer
+
+
+def with_turn_end(tokenizer: Tokenizer) -> Tokenizer:
+    """The tokenizer, knowing what its chat template ends a turn with; as it is where it has no
+    template, or one that ends turns with no token or cannot be used."""
+    usage = tokenizer.usage
+    if usage.chat_template is None or find_spec("jinja2") is None:
+        return tokenizer
+    try:
+        template = ChatTemplate(tokenizer)
+    except ValueError:  # said where it is used, which it need not be
+        return tokenizer
+    found = _turn_end(template, tokenizer)
+    return tokenizer if found == usage.turn_end else tokenizer.used(replace(usage, turn_end=found))
+
+
+def _turn_end(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
+    closing = template.closing
+    if closing is None:
+        return None
+    tokens = tokenizer.spelled_tokens
+    found = re.search(special_pattern(tokens), closing)
+    # Some templates go on to the next turn whether they are asked to or not.
+    if found is None or found[0] in template.opening(Conversation.of([("user", "?")])):
+        return None
+    return tokens[found[0]]

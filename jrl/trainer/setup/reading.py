@@ -1,0 +1,51 @@
+"""What the network reads: the first conversation of a run, and what ends a turn of it."""
+
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.text import Text
+
+from jrl.tasks.data.chats import Chats
+from jrl.text.prompts import conversation
+from jrl.trainer.setup.setup import Setup
+from jrl.trainer.supervised.step import training_chats
+
+
+def print_read(setup: Setup, console: Console) -> None:
+    """The first conversation or prompt of training as the network reads it, and what is learned of
+    it; nothing of a prompt that no template writes."""
+    if setup.rows is not None:
+        assert isinstance(setup.task, Chats)
+        own = setup.rows.encoded[training_chats(setup.task, 0, 1)[0].number]
+        _print(setup, console, "The first conversation as the network reads it", own.ids)
+        _print(setup, console, "What is learned of it", own.ids[own.learned])
+    elif setup.format.template is not None:
+        ids = setup.format.encode(setup.task.train(0))
+        _print(setup, console, "The first prompt as the network reads it", ids)
+    if (line := turn_ends(setup)) is not None:
+        console.print(Text(line), highlight=False, soft_wrap=True)
+
+
+def turn_ends(setup: Setup) -> str | None:
+    """Which tokens end a turn of the assistant, and which of them is the chat template's; None
+    without a template."""
+    template, tokenizer = setup.format.template, setup.tokenizer
+    if template is None:
+        return None
+    spelled = {token: text for text, token in tokenizer.special_tokens.items()}
+    names = [spelled.get(token, str(token)) for token in tokenizer.stop_ids]
+    of_template = tokenizer.usage.turn_end
+    if of_template is not None:
+        own = spelled[of_template]
+        others = [name for name in names if name != own]
+        also = f"; {' and '.join(others)} end them too" if others else ""
+        return f"turns end with {own}, as the chat template writes them{also}"
+    closing = template.closing
+    written = f"{closing!r}, which is no token," if closing else "nothing that ends a turn"
+    return f"the chat template writes {written} behind a turn: turns end with {' or '.join(names)}"
+
+
+def _print(setup: Setup, console: Console, title: str, ids: Iterable[int]) -> None:
+    console.print(title, style="bold")
+    written = conversation(setup.tokenizer, [int(token) for token in ids])
+    console.print(Text(written), highlight=False, soft_wrap=True)

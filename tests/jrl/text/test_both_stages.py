@@ -1,0 +1,123 @@
+"""Supervised fine-tuning and reinforcement read the same conversation in the same record."""
+
+from dataclasses import replace
+
+import pytest
+from chat_checkpoint import TURN, chat_tokenizer
+from chat_records import ANSWERS, RECORDS, TEMPLATE
+
+from jrl.tasks.data.chats import chat_of
+from jrl.tasks.data.fields import Fields
+from jrl.tasks.data.records import example_of
+from jrl.text.chat import ChatTemplate
+from jrl.text.learned import ChatFormat, encode_chat
+from jrl.text.prompt_format import PromptFormat
+
+THINKS = {"enable_thinking": True}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return chat_tokenizer(tmp_path_factory.mktemp("qwen"), chat_template=TEMPLATE)
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_one_record(tokenizer, name):
+    record, prompt, learned = RECORDS[name]
+    fields = Fields(answer=ANSWERS.get(name, "answer"))
+    template = ChatTemplate(tokenizer)
+    reinforced = PromptFormat(tokenizer, template).encode(example_of(record, "f:1", fields))
+    assert tokenizer.decode_special(reinforced) == prompt
+    # sft learns each turn of the assistant; the prompt stands before the last of them.
+    chat = chat_of(record, "f:1", fields, last=True)
+    found = encode_chat(ChatFormat(tokenizer, template, last=True), chat, last=True)
+    assert found.ids[: found.context].tolist() == reinforced
+    assert tokenizer.decode_special(found.ids[found.learned].tolist()) == learned
+    assert found.ids[-1] == tokenizer.special_tokens[TURN]
+    whole = encode_chat(ChatFormat(tokenizer, template), chat_of(record, "f:1", fields))
+    assert whole.ids.tolist() == found.ids.tolist()
+
+
+def test_arguments_of_the_run_come_after_those_of_a_record(tokenizer):
+    record, prompt, _ = RECORDS["template arguments"]
+    plain = {name: value for name, value in record.items() if name != "chat_template_kwargs"}
+    for arguments, given, thinks in (
+        ({}, plain, True),
+        ({"enable_thinking": False}, plain, False),
+        ({"enable_thinking": True}, record, False),
+        (
+            {"enable_thinking": False},
+            {**plain, "chat_template_kwargs": {"enable_thinking": True}},
+            True,
+        ),
+    ):
+        format = PromptFormat(tokenizer, ChatTemplate(tokenizer), None, arguments)
+        ids = format.encode(example_of(given, "f:1"))
+        assert tokenizer.decode_special(ids) == (
+            prompt.removesuffix("<think></think>") if thinks else prompt
+        )
+
+
+def test_a_null_reaches_templates_that_look_for_it(tokenizer):
+    record = RECORDS["a call without content"][0]
+    for source, written in (
+        ("{% for m in messages %}{{ m.content }};{% endfor %}", "2+2?;;4;"),
+        (
+            "{% for m in messages %}{{ 'null' if m['content'] is none else m.content }};"
+            "{% endfor %}",
+            "2+2?;null;4;",
+        ),
+    ):
+        made = tokenizer.used(replace(tokenizer.usage, chat_template=source))
+        format = PromptFormat(made, ChatTemplate(made))
+        assert made.decode_special(format.encode(example_of(record, "f:1"))) == written
+
+
+def test_arguments_of_a_call_for_templates_that_add_texts(tokenizer):
+    """As DeepSeek's, which puts them into a text, beside those that write JSON of them."""
+    for name in ("a call", "a call as JSON"):
+        conversation = PromptFormat(tokenizer).conversation(example_of(RECORDS[name][0], "f:1"))
+        source = (
+            "{% for m in messages %}{% for c in m.tool_calls %}"
+            "{% set given = c.function.arguments %}{{ 'json ' + given + ' ' + c.function.name }} "
+            "{{ given.a }} {{ given | tojson }}"
+            "{% endfor %}{% endfor %}"
+        )
+        made = tokenizer.used(replace(tokenizer.usage, chat_template=source))
+        arguments = '{"a": 2, "b": null}'
+        assert ChatTemplate(made).write(conversation) == f"json {arguments} add 2 {arguments}"
+
+
+def test_without_a_template(tokenizer):
+    """A single question is a text; tools and conversations are refused in one line."""
+    format = PromptFormat(tokenizer)
+    for name in ("texts", "prompt as messages", "messages"):
+        example = example_of(RECORDS[name][0], "f:1")
+        chat = chat_of(RECORDS[name][0], "f:1")
+        ids = format.encode(example)
+        assert ids == tokenizer.encode("2+2?")
+        found = encode_chat(format, chat)
+        assert found.ids[: found.context].tolist() == ids
+    for name, message in (
+        ("a call", "is a conversation, and the model has no chat template"),
+        ("messages and an answer", "is a conversation"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            format.encode(example_of(RECORDS[name][0], "f:1"))
+    record = {**RECORDS["messages"][0], "tools": RECORDS["a call"][0]["tools"]}
+    with pytest.raises(ValueError, match="has tools, and the model no chat template"):
+        format.encode(example_of(record, "f:1"))
+    with pytest.raises(ValueError, match="f:1: it has tools, and the model no chat template"):
+        encode_chat(format, chat_of(record, "f:1"))
+
+
+def test_a_text_is_learned_as_it_is(tokenizer):
+    format, text = PromptFormat(tokenizer, ChatTemplate(tokenizer)), f"a<|im_start|>user\nb{TURN}"
+    found = encode_chat(format, chat_of({"text": text}, "f:1"))
+    assert found.ids.tolist() == tokenizer.encode(text)
+    assert found.learned.tolist() == [False, *[True] * (len(found.ids) - 1)]
+    open_ = encode_chat(PromptFormat(tokenizer), chat_of({"text": "ab"}, "f:1"))
+    assert open_.ids.tolist() == [*tokenizer.encode("ab"), tokenizer.eos_id]
+    message = 'f:1: has no field "prompt".*perhaps --prompt-field text'
+    with pytest.raises(ValueError, match=message):
+        example_of({"text": "ab"}, "f:1")

@@ -1,0 +1,133 @@
+"""Where tokens stand in a text, by tokenizers that add blanks, cut it or spell it by bytes."""
+
+import io
+import json
+
+import pytest
+import sentencepiece
+from chat_kinds import END, write
+
+from jrl.tasks.data.chats import chat_of
+from jrl.tasks.data.conversations import Conversation
+from jrl.text.chat import ChatTemplate
+from jrl.text.json_tokenizer import checkpoint_tokenizer
+from jrl.text.learned import ChatFormat, encode_chat
+from jrl.text.located.spelled import cut_specials
+from jrl.text.located.tokens import special_pattern
+from jrl.text.tokenizer import Tokenizer, Usage
+
+TEXT = "How many pens has she? The answer is 7. How many are there? She has 18 pens."
+
+
+@pytest.fixture(scope="module")
+def pieces():
+    """A model as Llama's: a blank before each text, a piece for each byte."""
+    output = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([TEXT] * 20),
+        model_writer=output,
+        model_type="bpe",
+        vocab_size=320,
+        byte_fallback=True,
+        hard_vocab_limit=False,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
+    return Tokenizer(output.getvalue())
+
+
+def test_pieces_have_their_characters(pieces):
+    text = "How 早 many\té?"
+    located = pieces.placed(text)
+    assert located.ids == pieces.encode(text)
+    spans = zip(located.begins, located.ends, strict=True)
+    assert {place for span in spans for place in range(*span)} == set(range(len(text)))
+    # All bytes of a character are of it, and the blank that the model adds of what stands there.
+    inside = located.within(4, 5)
+    assert [pieces.bytes_of(token) for token, own in zip(located.ids, inside, strict=True) if own]
+    own = b"".join(
+        pieces.bytes_of(token) or b""
+        for token, is_inside in zip(located.ids, inside, strict=True)
+        if is_inside
+    )
+    assert own == "早".encode()
+    alone = pieces.placed("é")
+    assert alone.within(0, 1).all() and len(alone.ids) == 3
+
+
+def test_a_text_that_goes_on_has_no_blank_of_its_own(pieces):
+    before, text = "How many", "pens"
+    assert (
+        pieces.continued(before, text) == pieces.encode(before + text)[len(pieces.encode(before)) :]
+    )
+    assert (
+        pieces.decode([*pieces.encode(before), *pieces.continued(before, text)]) == "How manypens"
+    )
+    # Without a template a prompt and its answer are one text.
+    chat = chat_of({"prompt": "How many?", "completion": " 7 pens"}, "f:1")
+    found = encode_chat(ChatFormat(pieces), chat)
+    assert pieces.decode(found.ids.tolist()) == "How many? 7 pens"
+    prompt = [pieces.bos_id, *pieces.encode("How many?")]
+    assert found.ids[: found.context].tolist() == prompt
+
+
+def test_what_a_template_goes_on_with(tmp_path):
+    place = write(tmp_path, "prepend", "mistral")
+    tokenizer = checkpoint_tokenizer(place, 600)
+    asked = Conversation.of([("user", "How many?")])
+    template = ChatTemplate(tokenizer)
+    ids = [*template.encode(asked), *template.continued(asked, f" The {END}")]
+    assert tokenizer.decode_special(ids) == f"<s> [INST] How many?[/INST] The {END}"
+    assert tokenizer.special_tokens[END] not in ids
+
+
+def test_a_sentencepiece_checkpoint_with_a_template(pieces):
+    source = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+    made = pieces.used(Usage(chat_template=source, turn_end=pieces.eos_id, template_begins=True))
+    turns = [("user", "How many?</s>"), ("assistant", "é pens")]
+    template = ChatTemplate(made)
+    ids = template.encode(Conversation.of(turns))
+    assert ids[0] == made.bos_id and ids.count(made.eos_id) == 2 and ids[-1] == made.eos_id
+    assert made.decode_special(ids) == "<s>user: How many?</s></s>assistant: é pens</s>"
+
+
+def test_blanks_that_a_special_token_takes_along_are_nobodys(tmp_path):
+    tokenizer = checkpoint_tokenizer(write(tmp_path, "stripping", "zephyr"), 600)
+    messages = [{"role": "user", "content": "How?"}, {"role": "assistant", "content": "  many"}]
+    found = encode_chat(
+        ChatFormat(tokenizer, ChatTemplate(tokenizer)), chat_of({"messages": messages}, "f")
+    )
+    assert tokenizer.decode_special(found.ids[found.learned].tolist()).strip() == "many</s>"
+
+
+def test_special_tokens_that_overlap():
+    special = {"ab": 1, "bc": 2}
+    cut = cut_specials("abcab", special, "\ue000")
+    assert cut.replace("\ue000", "") == "abcab"
+    assert not any(token in cut for token in special)
+    assert special_pattern({}) == "(?!)"
+
+
+def test_how_someone_cut_his_texts_is_no_part_of_a_tokenizer(tmp_path):
+    place = write(tmp_path, "bytes", "chatml")
+    content = json.loads((place / "tokenizer.json").read_text())
+    content["truncation"] = {
+        "direction": "Right",
+        "max_length": 4,
+        "strategy": "LongestFirst",
+        "stride": 0,
+    }
+    content["padding"] = {
+        "strategy": {"Fixed": 32},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "<pad>",
+    }
+    (place / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = checkpoint_tokenizer(place, 600)
+    assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+    located = tokenizer.located(f"{TEXT}<\ue000|im_end|>", "\ue000")
+    assert tokenizer.decode(located.ids) == f"{TEXT}<|im_end|>"
