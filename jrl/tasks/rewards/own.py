@@ -4,9 +4,9 @@ import json
 import tempfile
 from collections.abc import Sequence
 
-from jrl.tasks.completion import special_of
 from jrl.tasks.data.records import plain
 from jrl.tasks.references import Reference
+from jrl.tasks.rewards.completion import special_of
 from jrl.tasks.task import FAILURES, Example
 from jrl.tasks.workers.pool import Pool
 from jrl.tasks.workers.process import Message

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jrl.report.warnings import FewWarnings
-from jrl.tasks.completion import special_of
 from jrl.tasks.prompts import OfPrompts
+from jrl.tasks.rewards.completion import special_of
 from jrl.tasks.rewards.own import OwnReward
 from jrl.tasks.rewards.settings import OWN
 from jrl.tasks.task import FAILURES, REASONS, Example, Prompts, Task, Verdict, check_pairs

@@ -5,9 +5,9 @@ import sys
 import pytest
 
 from jrl.tasks import Task, load_task
-from jrl.tasks.completion import CompletionText
 from jrl.tasks.load import own_files
 from jrl.tasks.references import copy_name, reference
+from jrl.tasks.rewards.completion import CompletionText
 from jrl.tasks.rewards.own import OwnReward
 from jrl.tasks.rewards.settings import RewardSettings
 from jrl.tasks.task import Example
