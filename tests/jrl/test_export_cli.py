@@ -24,10 +24,12 @@ from programs import mesh_of, on_mesh, random_weights
 from jrl import export
 from jrl import train as train_module
 from jrl.runs.checkpoints import Checkpoints
+from jrl.tasks.data.conversations import Conversation
 from jrl.text.chat import ChatTemplate
 from jrl.text.json_tokenizer import checkpoint_tokenizer
 from jrl.text.load import load_tokenizer
 from jrl.text.published import keep, published
+from jrl.text.turn_end import with_turn_end
 from jrl.train import main as train
 from jrl.trainer import loop
 from moe import huggingface, model
@@ -213,7 +215,7 @@ def test_the_tokenizer_comes_back_with_template_and_every_end(exported, chat_run
 def test_greedy_tokens_are_those_of_transformers(exported):
     """Each token of its completion is the likeliest after those before it."""
     tokenizer = checkpoint_tokenizer(exported, VOCAB_SIZE)
-    assert ChatTemplate(tokenizer).encode((("user", QUESTION),)) == PROMPT
+    assert ChatTemplate(tokenizer).encode(Conversation.of([("user", QUESTION)])) == PROMPT
     mesh = mesh_of("dp1")
     config, weights = huggingface.load(exported, mesh, dtype="float32")
     tokens = jnp.asarray([PROMPT + COMPLETION])
@@ -307,7 +309,7 @@ def test_an_export_that_fails_leaves_nothing(chat_run, tmp_path, monkeypatch):
 def test_a_template_of_the_run_takes_the_place_of_the_checkpoints(tmp_path):
     keep(write_tokenizer(tmp_path / "model"), tmp_path / "kept")
     own = checkpoint_tokenizer(tmp_path / "model", VOCAB_SIZE)
-    changed = own.used(replace(own.usage, chat_template="{{ messages }}"))
+    changed = with_turn_end(own.used(replace(own.usage, chat_template="{{ messages }}")))
     (tmp_path / "out").mkdir()
     for name, content in published(changed, tmp_path / "kept").items():
         (tmp_path / "out" / name).write_bytes(content)

@@ -21,12 +21,14 @@ from jrl.rollout.decoding.engine import SlotEngine
 from jrl.rollout.decoding.requests import Request
 from jrl.rollout.sampling import GREEDY
 from jrl.serve import main
+from jrl.tasks.data.conversations import Conversation
 from jrl.trainer.evaluation.deployed import deployed
 from moe.config import ModelConfig
 
 KEY, SLOTS, LENGTH = "secret", 8, 64
 PROMPT = "Ann has 3 pens"
 CHAT = [{"role": "user", "content": "How many pens?"}]
+ASKED = Conversation.of([("user", "How many pens?")])
 
 
 @pytest.mark.parametrize(
@@ -73,7 +75,7 @@ def test_tokens_are_the_engines_own_streamed_and_whole(checkpoint, client):
     policy = deployed(f"hf:{checkpoint}")
     tokenizer, count = policy.format.tokenizer, 21
     assert policy.format.template is not None
-    rows = [tokenizer.encode(PROMPT), policy.format.template.encode([("user", "How many pens?")])]
+    rows = [tokenizer.encode(PROMPT), policy.format.template.encode(ASKED)]
     engine = SlotEngine(
         policy.model,
         policy.mesh,

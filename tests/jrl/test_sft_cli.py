@@ -20,6 +20,7 @@ from jrl import export
 from jrl.config.supervised import IDLE
 from jrl.evaluate import main as evaluate
 from jrl.runs.records import read, read_metrics
+from jrl.tasks.data.conversations import Conversation
 from jrl.text.chat import ChatTemplate
 from jrl.text.json_tokenizer import checkpoint_tokenizer
 from jrl.train import main
@@ -195,7 +196,7 @@ def test_conversations_then_rewards_then_exports_that_others_read(given, tmp_pat
     capsys.readouterr()
     for to in (full, adapted):
         tokenizer = checkpoint_tokenizer(to, VOCAB_SIZE)
-        prompt = ChatTemplate(tokenizer).encode((("user", QUESTION),))
+        prompt = ChatTemplate(tokenizer).encode(Conversation.of([("user", QUESTION)]))
         logits = logits_of(to, prompt + COMPLETION)[len(prompt) - 1 : -1]
         assert logits.argmax(axis=-1).tolist() == COMPLETION
         # Far enough from all others that no rounding has a say in it.
