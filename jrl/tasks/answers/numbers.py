@@ -25,9 +25,9 @@ from .phrases import (
 from .tokens import Token, canonical, tokens_of
 from .units import unit_of
 
-LONGEST = 2_000
+LONGEST = 1_000
 """Characters of running text that are looked at: its last ones."""
-LONGEST_MARKED = 4_000
+LONGEST_MARKED = 2_000
 NUMBER, SEVERAL, RELATION, OPAQUE, NOTHING = "number", "several", "relation", "opaque", "nothing"
 
 _VARIABLE = re.compile(r"[A-Za-z]_?\d*")

@@ -1,7 +1,7 @@
 """Tokens of an answer in plain notation: numbers, signs, words."""
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from .markup import vulgar
 
@@ -26,8 +26,7 @@ _TOKEN = re.compile(
 _PAIR = re.compile(r"(?!\d{1,3},\d{3}$)\d+,\d+")
 
 
-@dataclass(frozen=True)
-class Token:
+class Token(NamedTuple):
     """A piece of a text.
 
     Attributes:

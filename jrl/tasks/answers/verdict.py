@@ -20,6 +20,8 @@ Reason = Literal["correct", "wrong", "unevaluated", "unparsable"]
 # Those between two letters or digits part words and numbers.
 _BLANKS = re.compile(r"(?<![0-9A-Za-z])\s+|\s+(?![0-9A-Za-z])")
 _TAIL = re.compile(r"(?:\bis|\bare|:)\s+([^\n]{1,300}?)\.?\s*$")
+MOST_SETTING = 100
+"""Characters that set an answer, besides those that belong to it."""
 FINAL, EVALUATED = "final", "evaluated"
 RULES = (FINAL, EVALUATED)
 """What an answer has to be: a value in final form, or anything that has the value."""
@@ -67,7 +69,7 @@ class Judge:
         known, answer = self._gold(gold), extract(completion)
         if answer is None or not answer.text:
             return "unparsable"
-        if answer.text == known.text or _squeezed(answer.text) == _squeezed(known.text):
+        if answer.text == known.text or _is_set_alike(answer.text, known.text):
             return "correct"
         if known.words:
             right = says(known.text, answer.text, marked=answer.marked)
@@ -139,6 +141,11 @@ class Judge:
         if gold.final and self._rule == FINAL and not self._symbolic.is_final(text, reading):
             return "unevaluated"
         return "correct"
+
+
+def _is_set_alike(text: str, gold: str) -> bool:
+    """Whether two texts differ in nothing but blanks and in how they are set."""
+    return len(text) <= MOST_SETTING + 4 * len(gold) and _squeezed(text) == _squeezed(gold)
 
 
 def _squeezed(text: str) -> str:

@@ -58,7 +58,7 @@ def says(gold: str, text: str, *, marked: bool) -> bool | None:
         return option[1].casefold() == wanted and not others
     if marked:
         return False
-    found = _stated(wanted, plain(text)[-2_000:])
+    found = _stated(wanted, plain(text[-1_000:]))
     if found is not None:
         return found
     if wanted in _YES_NO and whole.startswith(wanted):
