@@ -98,7 +98,7 @@ def test_there_are_commands():
     assert len(FOUND) > 30
     programs = {words_of(command)[1] for command in FOUND if words_of(command)[0] == "-m"}
     benchmarks = {"benchmarks.agreement", "benchmarks.gpu", "benchmarks.rollout"}
-    benchmarks |= {"benchmarks.dispatch", "benchmarks.serve"}
+    benchmarks |= {"benchmarks.dispatch", "benchmarks.serve", "tests.campaign.crossings"}
     tested = {"jrl.evaluate", "jrl.export", "jrl.faults", "jrl.report", "jrl.serve", "jrl.train"}
     tested |= {"jrl.tasks", "sharding.folding", "sharding.planner"}
     # Without arguments.
@@ -188,6 +188,7 @@ SCRIPTS = [
     *given("benchmarks.gpu"),
     *given("benchmarks.rollout"),
     *given("benchmarks.serve"),
+    *given("tests.campaign.crossings"),
     *(command for program in STUDIES for command in given(program)),
 ]
 
