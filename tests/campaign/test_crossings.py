@@ -1,5 +1,4 @@
-"""A few crossings of the campaign (`tests.campaign.crossings`) in the gate, and that it finds what is
-wrong."""
+"""Crossings of the campaign (`tests.campaign.crossings`) in the gate, and what finds failures."""
 
 import json
 import os
