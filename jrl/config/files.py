@@ -33,9 +33,9 @@ CHANGEABLE = (
 """What a resumed run may change: none of it changes what a step computes. Steps only grow; another
 layout or micro-batch adds up in another order, which shows in the last digits."""
 
-LATER = ("chat_template_kwargs",)
-"""Fields that a config.json of an earlier version lacks: a run has their default then, by which it
-does what it did."""
+LATER = {"chat_template_kwargs": None, "answers": "evaluated"}
+"""Fields that a config.json of an earlier version lacks, with the values by which a run does what it
+did."""
 
 Record = TypeVar("Record")
 
@@ -117,9 +117,8 @@ def _record(kind: type[Record], values: Any, name: str, place: Path | str) -> Re
     if not isinstance(values, Mapping):
         raise ValueError(f"{place}: {name} is {values!r}, not an object.")
     hints = get_type_hints(kind)
-    own = {field.name: field for field in fields(kind)}  # pyright: ignore[reportArgumentType]
-    values = {name: own[name].default for name in LATER if name in own} | dict(values)
     names = [field.name for field in fields(kind)]  # pyright: ignore[reportArgumentType]
+    values = {name: value for name, value in LATER.items() if name in names} | dict(values)
     _check_names(values, names, f"{name}.", place)
     for field in names:
         if not fits(values[field], hints[field]):

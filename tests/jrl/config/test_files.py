@@ -133,3 +133,8 @@ def test_everything_that_may_not_change_is_named_with_both_values():
     assert "--steps is 150 in the run and can be raised only, 100 was given; " in message
     assert "--eval-every is 10 in the run, 3 was given; " in message
     assert "--kl-coef is None in the run, 0.5 was given. Leave these flags out" in message
+
+
+def test_a_run_from_before_answers_were_final_goes_on_by_its_own_rule():
+    assert RunConfig().answers == "final"
+    assert from_json(changed("run", answers="GONE"), "config.json")[0].answers == "evaluated"
