@@ -43,6 +43,7 @@ class Checkpoints:
         self.directory = Path(directory).absolute()
         self.keep = keep
         self._whole: set[int] = set()  # found so by this object
+        self._has_place = self.directory.parent.is_dir()
         self._orbax = ocp.Checkpointer(
             ocp.CompositeCheckpointHandler(
                 state=ocp.PyTreeCheckpointHandler(),
@@ -129,7 +130,7 @@ class Checkpoints:
             json.dumps(meta, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise ValueError(f"meta cannot be written as JSON: {error}") from None
-        if not self.directory.parent.is_dir():
+        if self._has_place and not self.directory.parent.is_dir():
             # Orbax would make it again, and half a run would be there.
             raise StorageError(
                 f"{self.directory.parent} is gone: the checkpoint of step {step} has no place. Put "

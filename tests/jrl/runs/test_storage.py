@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 
 import numpy as np
 import pytest
@@ -50,6 +51,16 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, monkeypatch):
 
 def test_a_run_folder_that_is_gone_does_not_come_back(tmp_path):
     folder = tmp_path / "run"
-    with pytest.raises(StorageError, match="run is gone: the checkpoint of step 1 has no place"):
-        Checkpoints(folder / "checkpoints").save(1, {"x": np.arange(3)})
+    folder.mkdir()
+    checkpoints = Checkpoints(folder / "checkpoints")
+    checkpoints.save(1, {"x": np.arange(3)})
+    shutil.rmtree(folder)
+    with pytest.raises(StorageError, match="run is gone: the checkpoint of step 2 has no place"):
+        checkpoints.save(2, {"x": np.arange(3)})
     assert not folder.exists()
+
+
+def test_folders_above_are_made_where_there_were_none(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "new" / "base")
+    checkpoints.save(0, {"x": np.arange(3)})
+    assert checkpoints.latest_step() == 0
