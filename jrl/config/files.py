@@ -34,8 +34,8 @@ CHANGEABLE = (
 layout or micro-batch adds up in another order, which shows in the last digits."""
 
 LATER = {"chat_template_kwargs": None, "answers": "evaluated"}
-"""Fields that a config.json of an earlier version lacks, with the values by which a run does what it
-did."""
+"""Fields that a config.json of an earlier version lacks, with the values by which a run does what
+it did."""
 
 Record = TypeVar("Record")
 

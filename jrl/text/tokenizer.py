@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsInt
 
 import numpy as np
 import sentencepiece
@@ -292,7 +292,7 @@ class Tokenizer:
         # A tokenizer may begin each text with a blank, which one that goes on does not have.
         return both[len(first) :] if both[: len(first)] == first else self.encode(text)
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Iterable[SupportsInt]) -> str:
         """Turns ids into text; special ids give nothing, and none of them stops it.
 
         Args:
@@ -303,7 +303,7 @@ class Tokenizer:
         """
         return self._text([token for token in self._known(ids) if token not in self.special_ids])
 
-    def decode_special(self, ids: Iterable[int], unknown: str = "") -> str:
+    def decode_special(self, ids: Iterable[SupportsInt], unknown: str = "") -> str:
         """Turns ids into text in which special tokens are written out.
 
         Args:
@@ -360,7 +360,7 @@ class Tokenizer:
         """The text of ids of which none is special."""
         return self._processor.decode(ids)
 
-    def _known(self, ids: Iterable[int]) -> list[int]:
+    def _known(self, ids: Iterable[SupportsInt]) -> list[int]:
         """The ids as they are, all of them looked over."""
         ids = [int(token) for token in ids]
         for token in ids:

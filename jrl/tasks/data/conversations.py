@@ -70,7 +70,7 @@ class Conversation:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, pairs: Iterable[tuple[str, str]]) -> "Conversation":
+    def of(cls, pairs: Iterable[Sequence[str]]) -> "Conversation":
         """A conversation of roles and contents."""
         return cls(tuple({"role": role, "content": content} for role, content in pairs))
 

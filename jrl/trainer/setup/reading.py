@@ -1,6 +1,7 @@
 """What the network reads: the first conversation of a run, and what ends a turn of it."""
 
 from collections.abc import Iterable
+from typing import SupportsInt
 
 from rich.console import Console
 from rich.text import Text
@@ -45,7 +46,7 @@ def turn_ends(setup: Setup) -> str | None:
     return f"the chat template writes {written} behind a turn: turns end with {' or '.join(names)}"
 
 
-def _print(setup: Setup, console: Console, title: str, ids: Iterable[int]) -> None:
+def _print(setup: Setup, console: Console, title: str, ids: Iterable[SupportsInt]) -> None:
     console.print(title, style="bold")
     written = conversation(setup.tokenizer, [int(token) for token in ids])
     console.print(Text(written), highlight=False, soft_wrap=True)
