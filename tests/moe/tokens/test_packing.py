@@ -175,6 +175,6 @@ def test_what_the_packed_batch_holds(copies):
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_groups_that_are_cut_apart_are_refused(rows):
-    valid = np.ones((rows, 7), bool)
+    valid, tokens = jnp.ones((rows, 7), bool), jnp.ones((rows, 7), jnp.int32)
     with pytest.raises(ValueError, match=f"{rows} rows on each device.*num_samples=2"):
-        pack_shared_prompts(valid.astype(np.int32), valid, 4, 2, mesh_of("dp1"))
+        pack_shared_prompts(tokens, valid, 4, 2, mesh_of("dp1"))
