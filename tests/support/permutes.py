@@ -5,16 +5,24 @@ from collections.abc import Iterator
 from jax.extend import core
 from jax.extend.core import jaxprs_in_params
 
-PERMUTES = {"ppermute", "pshuffle"}
+PERMUTES = {"ppermute", "ppermute_start", "psend", "precv"}
+"""Primitives whose operation is one of all devices of a program, by pairs and not by groups."""
 
 
-def unreached_permutes(jaxpr: core.Jaxpr, differs: bool = False) -> Iterator[core.JaxprEqn]:
+def unreached_permutes(
+    jaxpr: core.Jaxpr, differs: bool = False, typed: bool = True
+) -> Iterator[core.JaxprEqn]:
     """Collective-permutes under a condition, or in a loop, whose predicate may differ between
     devices.
 
     A permute is one operation of all devices of a program. Where some of them leave it out, the
     others wait for ever or take what another permute sent. Inside `jax.shard_map` the type of a
     predicate says over which mesh axes it varies: of none, and all devices go the same way.
+
+    Args:
+      differs: whether devices may have parted on the way to `jaxpr`.
+      typed: whether types say so. With ``check_vma=False`` they say nothing, and every predicate
+        may differ.
     """
     for equation in jaxpr.eqns:
         name = equation.primitive.name
@@ -25,9 +33,10 @@ def unreached_permutes(jaxpr: core.Jaxpr, differs: bool = False) -> Iterator[cor
             predicate = equation.invars[0]
         elif name == "while":
             (predicate,) = equation.params["cond_jaxpr"].jaxpr.outvars
-        own = predicate is not None and bool(predicate.aval.manual_axis_type.varying)
+        own = predicate is not None and (not typed or bool(predicate.aval.manual_axis_type.varying))
+        typed_inside = equation.params["check_vma"] if name == "shard_map" else typed
         for inner in jaxprs_in_params(equation.params):
-            yield from unreached_permutes(inner, differs or own)
+            yield from unreached_permutes(inner, differs or own, typed_inside)
 
 
 def check_permutes(jaxpr: core.Jaxpr) -> None:

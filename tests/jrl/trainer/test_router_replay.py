@@ -20,13 +20,12 @@ from small_runs import (
     small_run,
     small_setup,
 )
-from three_updates import FAST_COMPILE, gradient_of, random_weights
+from three_updates import FAST_COMPILE, compiled_update, gradient_of, random_weights
 
 from jrl.recipes import GroupRelative
 from jrl.report.metrics import check_known, without_timings
 from jrl.rollout.batching import over_rows
 from jrl.trainer import step as stepping
-from jrl.trainer.learner.update import update
 from jrl.trainer.scoring import logprobs_and_choices_of, logprobs_of, statistics_of
 from moe import model
 from moe.execution import Execution
@@ -109,7 +108,7 @@ def program(layout, num_micro=1, layers=2, router_replay: Any = "R3"):
     learner = policy.init(random_weights(setup, setup.model))
     batch = with_choices(setup, batch, of_plain_rows(layers))
     given = (policy.objective, policy.optimizer, num_micro, learner, batch)
-    return setup, update.lower(*given).compile(FAST_COMPILE)
+    return setup, compiled_update(*given)
 
 
 def with_choices(setup, batch, choices):

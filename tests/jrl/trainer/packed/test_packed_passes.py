@@ -17,7 +17,7 @@ from small_runs import (
     small_setup,
     windows_batch,
 )
-from three_updates import FAST_COMPILE, gradient_of, random_weights
+from three_updates import compiled_update, gradient_of, random_weights
 from tiers import full_but
 
 from jrl.losses import ExplainedVariance, Mean
@@ -25,7 +25,7 @@ from jrl.processes.agreement import to_devices
 from jrl.recipes import Tppo
 from jrl.rollout.batching import replicated
 from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective
-from jrl.trainer.learner.update import Max, update
+from jrl.trainer.learner.update import Max
 from jrl.trainer.packed.plan import (
     bin_length,
     counts_of,
@@ -154,7 +154,7 @@ def one_update(network, layout, bins, packed, context=None):
         objective, num_micro = replace(objective, packed=laid.sizes), laid.num_micro_batches
         passes = to_devices(np.int32(laid.passes), replicated(mesh))
     given = learner, rows, None, passes
-    step = update.lower(objective, of.optimizer, num_micro, *given).compile(FAST_COMPILE)
+    step = compiled_update(objective, of.optimizer, num_micro, *given)
     learner, metrics = step(*given)
     return gradient_of(learner, mesh), jax.device_get(metrics), laid
 

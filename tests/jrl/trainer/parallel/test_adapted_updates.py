@@ -7,11 +7,10 @@ import jax
 import numpy as np
 import pytest
 from small_runs import small_batch, small_model, small_recipe, small_run, small_setup
-from three_updates import FAST_COMPILE, gradient_of, random_weights
+from three_updates import compiled_update, gradient_of, random_weights
 from tiers import full_but
 
 from jrl.rollout.resharding import RolloutPolicy, rollout_mesh
-from jrl.trainer.learner.update import update
 from moe import placement, weights
 from moe.adapters import trees
 from moe.adapters.settings import TARGETS, Lora
@@ -51,7 +50,7 @@ def one_update(setup, given, num_micro=1):
     how = network.objective, network.optimizer, num_micro
     if setup.model.lora is None:
         fixed = None
-    step = update.lower(*how, *arguments, fixed).compile(FAST_COMPILE)
+    step = compiled_update(*how, *arguments, fixed)
     learner, metrics = step(*arguments, fixed)
     stacked = setup.model.num_layers - setup.model.num_dense_layers
     return gradient_of(learner, setup.mesh, stacked), jax.device_get(metrics)

@@ -19,6 +19,7 @@ from small_runs import (
 
 from jrl.report.metrics import without_timings
 from jrl.runs.records import read, read_metrics
+from moe.execution import Execution
 
 ELSEWHERE = "pp2 cp2 tp2 / ep4"
 # Sums in another order differ in the last of 7 digits, and Adam's first steps divide a gradient by
@@ -32,7 +33,9 @@ def setup_on(layout, recipe, **changes):
     run = small_run(layout=layout, checkpoint_every=1, samples_every=1, **changes)
     run = replace(run, warm_start_steps=2)
     setup = small_setup(small_recipe(recipe, micro_batch=2), run)
-    model = small_model(setup.tokenizer.vocab_size, num_layers=2)
+    # What is compiled reads the network's own execution, not the run's.
+    execution = Execution(context=run.context)
+    model = small_model(setup.tokenizer.vocab_size, num_layers=2, execution=execution)
     return replace(setup, model=model)
 
 

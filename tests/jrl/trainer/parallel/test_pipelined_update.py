@@ -6,6 +6,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from permutes import check_permutes
 from small_runs import (
     PROMPT_LENGTH,
     RESPONSE_LENGTH,
@@ -26,10 +27,12 @@ from three_updates import (
 
 from jrl.rollout.scoring import PromptLayout, num_micro_batches
 from jrl.runs.checkpoints import Checkpoints
+from jrl.trainer.learner.overflow import for_any_routing
 from jrl.trainer.learner.update import update
 from jrl.trainer.scoring import logprobs_of, values_of
 from jrl.trainer.state import abstract, restore, save
 from moe import placement
+from moe.execution import Execution
 from sharding.folding import Layout, fold_abstract
 
 ROWS = 8
@@ -39,7 +42,9 @@ ROWS = 8
 def setup_on(layout, num_layers=4, context=None):
     """Four layers and a tied embedding, which the first and the last stage both use."""
     setup = small_setup(small_recipe("vapo"), small_run(layout=layout, context=context))
-    model = small_model(setup.tokenizer.vocab_size, num_layers=num_layers, head="tied")
+    # What is compiled reads the network's own execution, not the run's.
+    sizes = {"num_layers": num_layers, "execution": Execution(context=context)}
+    model = small_model(setup.tokenizer.vocab_size, head="tied", **sizes)
     return replace(setup, model=model)
 
 
@@ -78,25 +83,36 @@ def test_a_stage_sends_one_message_each_way():
     assert lowered.as_text().count('"stablehlo.collective_permute"') == 2
 
 
-@pytest.mark.slow
-def test_scores_and_values_come_through_the_pipeline():
-    def on(layout):
-        setup = setup_on(layout)
-        batch = small_batch(setup, ROWS)
-        given = batch.tokens, batch.valid
-        critic = setup.networks.critic.objective
-        return [
-            function.lower(objective, weights, *given).compile(FAST_COMPILE)(weights, *given)
-            for function, objective, weights in (
-                (logprobs_of, setup.networks.policy.objective, random_weights(setup, setup.model)),
-                (values_of, critic, random_weights(setup, critic.config)),
-            )
-        ]
+@functools.cache
+def scores_on(layout, context=None):
+    setup = setup_on(layout, context=context)
+    batch = small_batch(setup, ROWS)
 
+    def scored(function, objective, config):
+        given = random_weights(setup, config), batch.tokens, batch.valid
+        traced = function.unbounded.trace(for_any_routing(objective), *given)
+        check_permutes(traced.jaxpr.jaxpr)
+        return traced.lower().compile(FAST_COMPILE)(*given)
+
+    critic = setup.networks.critic.objective
+    found = [
+        scored(logprobs_of, setup.networks.policy.objective, setup.model),
+        scored(values_of, critic, critic.config),
+    ]
+    # What padding attends to is not defined, and is something else in a ring.
+    valid = np.asarray(batch.valid)
+    return jax.tree.map(lambda x: np.asarray(x)[valid], found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "context"), [("pp2 vpp2 dp2 tp2 / ep4", None), ("cp2 pp2", "ring")]
+)
+def test_scores_and_values_come_through_the_pipeline(layout, context):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5),
-        jax.device_get(on("pp2 vpp2 dp2 tp2 / ep4")),
-        jax.device_get(on("dp1")),
+        scores_on(layout, context),
+        scores_on("dp1"),
     )
 
 
