@@ -190,3 +190,22 @@ def shift(x: Shaped[Array, "*shape"], axes: Axes) -> Shaped[Array, "*shape"]:
     """
     n = lax.axis_size(axes)
     return _named(lax.ppermute(vary(x, axes), axes, [(i, (i + 1) % n) for i in range(n)]))
+
+
+def digit_neighbour(
+    x: Shaped[Array, "*shape"], axes: Axes, radix: int, stride: int, back: int = 1
+) -> Shaped[Array, "*shape"]:
+    """What the device holds whose rank along `axes` differs in one digit, which is `back` less,
+    modulo `radix`.
+
+    A collective over groups of `radix` devices that are `stride` ranks apart, where `shift` is one
+    of all devices of the program. Volume received: radix - 1 times the array.
+    """
+    groups = [
+        [start + digit * stride for digit in range(radix)]
+        for start in range(lax.axis_size(axes))
+        if start // stride % radix == 0
+    ]
+    shards = lax.all_gather(vary(x, axes), axes, axis_index_groups=groups)
+    digit = (lax.axis_index(axes) // stride - back) % radix
+    return _named(lax.dynamic_index_in_dim(shards, digit, keepdims=False))

@@ -2,8 +2,11 @@
 
 `apply` goes forward, `gradients` forward and backward, both by `sharding.schedule.Schedule`. What a
 chunk of layers is, and what comes before the first and after the last, they are told: `Stages`.
-Work that a stage does not have in a tick is left out by `lax.cond`, not computed and masked. That
-is legal with collectives inside because the condition is the same for all devices of a stage.
+Work that a stage does not have in a tick is left out by `lax.cond`, not computed and masked. The
+condition is the same for all devices of a stage, so that collectives over groups inside a stage are
+legal in it. A collective-permute is not: it is one operation of all devices of the program. Ring
+attention therefore goes by exchanges in groups here (`moe.attention.context_parallel.hops`), and
+what goes from stage to stage is sent outside of these conditions.
 """
 
 import jax.numpy as jnp

@@ -292,7 +292,17 @@ def zigzag_of_prompts(
     mesh: FoldedMesh,
     config: ModelConfig | None,
 ) -> ZigzagLayout:
-    """The layout of `pack_shared_prompts` of ``[batch, time]`` rows."""
+    """The layout of `pack_shared_prompts` of ``[batch, time]`` rows.
+
+    Raises:
+      ValueError: for rows that are no whole groups.
+    """
+    if shape[0] % num_samples:
+        raise ValueError(
+            f"a micro-batch has {shape[0]} rows on each device, which are no whole groups of "
+            f"num_samples={num_samples} rows that share a prompt: choose a multiple of "
+            f"{num_samples} rows (fewer micro-batches, or a smaller dp), or num_samples=1."
+        )
     prompts = shape[0] // num_samples, prompt_length
     return _layout((prompts, (shape[0], shape[1] - prompt_length)), mesh, config)
 

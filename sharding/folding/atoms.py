@@ -4,7 +4,7 @@ import itertools
 import operator
 from dataclasses import dataclass
 
-from sharding.folding.layout import ATTENTION, EXPERT, Layout, divisors
+from sharding.folding.layout import ATTENTION, EXPERT, Layout, prime_factors
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,12 @@ def _owner(layout: Layout, axes: tuple[str, ...], stride: int) -> str:
 def _pair_primes(layout: Layout) -> list[Atom]:
     """Atoms made by pairing the prime factors of both sides, fastest axes first."""
     sizes: dict[tuple[str, str], int] = {}
-    for prime in sorted(_prime_factors(layout.num_devices // layout.pp)):
+    for prime in sorted(set(prime_factors(layout.num_devices // layout.pp))):
         sides = [
             [
                 axis
                 for axis in reversed(axes)
-                for _ in range(_multiplicity(prime, getattr(layout, axis)))
+                for _ in range(prime_factors(getattr(layout, axis)).count(prime))
             ]
             for axes in (ATTENTION, EXPERT)
         ]
@@ -75,14 +75,3 @@ def _pair_primes(layout: Layout) -> list[Atom]:
             sizes[owners] = sizes.get(owners, 1) * prime
     order = [pair for pair in itertools.product(ATTENTION, EXPERT) if pair in sizes]
     return [Atom(pair, sizes[pair]) for pair in order]
-
-
-def _prime_factors(number: int) -> set[int]:
-    return {p for p in divisors(number) if p > 1 and len(divisors(p)) == 2}
-
-
-def _multiplicity(prime: int, number: int) -> int:
-    count = 0
-    while number % prime == 0:
-        number, count = number // prime, count + 1
-    return count

@@ -104,5 +104,15 @@ def divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
+def prime_factors(number: int) -> tuple[int, ...]:
+    """With their multiplicity, in rising order."""
+    factors = []
+    for prime in divisors(number)[1:]:
+        while number % prime == 0:
+            factors.append(prime)
+            number //= prime
+    return tuple(factors)
+
+
 def _factor(size: int, wanted: int) -> float:
     return max(size, wanted) / min(size, wanted)

@@ -4,11 +4,14 @@ Of a layer, of the two ends of the network, of a pipeline and of the gradients. 
 a micro-batch on one device, h the model width.
 """
 
+import itertools
 import math
+import operator
 from dataclasses import replace
 from itertools import chain
 
 from sharding.folding import Layout
+from sharding.folding.layout import prime_factors
 from sharding.planner.method import Batch, Method
 from sharding.planner.models.sizes import ModelSizes
 from sharding.planner.models.weights import held, layers_on_device, spreads_vocabulary
@@ -100,8 +103,8 @@ def context(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> l
     if method.context == "gather":
         return [of(what, "all_gather", keys, repeated=True) for what in ("keys", "values")]
     if method.context == "ring":
-        hops = 2 * (layout.cp - 1)
-        return [replace(of("keys and values", "permute", keys), times=hops, gradient=0)]
+        sent = 2 * ring_hops(layout)[0]
+        return [replace(of("keys and values", "permute", keys), times=sent, gradient=0)]
     traded = queries + 2 * keys * copies_of_keys(model, layout)
     return [
         of("queries, keys and values", "all_to_all", traded, method.remat == "projections"),
@@ -117,12 +120,29 @@ def copies_of_keys(model: ModelSizes, layout: Layout) -> int:
 
 def ring_backward(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> list[Transfer]:
     """Keys and values once more, and their gradients, float32, one hop behind them."""
-    size, hops = 2 * tokens * model.keys, layout.cp - 1
+    size, (hops, of_gradients) = 2 * tokens * model.keys, ring_hops(layout)
     what = "keys and values"
     return [
         Transfer(what, "permute", ("cp",), size, method.itemsize, hops),
-        Transfer(f"gradient of {what}", "permute", ("cp",), size, FLOAT32, hops),
+        Transfer(f"gradient of {what}", "permute", ("cp",), size, FLOAT32, of_gradients),
     ]
+
+
+def ring_hops(layout: Layout) -> tuple[int, int]:
+    """How many times its own shard a device of a ring receives: of keys, and of their gradients,
+    which start a hop later and go home.
+
+    ``cp - 1`` of both, but under a pipeline with a ``cp`` that is no power of two: a hop along a
+    digit of base ``p`` receives ``p - 1`` shards (`moe.attention.context_parallel.hops.Exchange`).
+    """
+    radices, cp = prime_factors(layout.cp), layout.cp
+    if layout.pp == 1 or not radices:
+        return cp - 1, cp - 1
+    words = itertools.accumulate(radices, operator.mul)
+    digits = [(radix, cp // word) for radix, word in zip(radices, words, strict=True)]
+    hops = sum(times * (radix - 1) ** 2 for radix, times in digits)
+    home = sum(radix - 1 for radix, times in digits if times % radix)
+    return hops, hops - (radices[0] - 1) + home
 
 
 def router(model: ModelSizes, sequences: int) -> list[Transfer]:

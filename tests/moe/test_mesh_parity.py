@@ -31,8 +31,8 @@ def test_the_table_has_every_axis_and_every_pair():
     assert any(all(getattr(layout, axis) > 1 for axis in names) for layout in table)
 
 
-# All axes at once, a pipeline among them.
-QUICK = [("two", "pp2 dp2 cp2 tp2 / ep4 etp2")]
+# All axes at once, a pipeline among them; and a ring in the stages of one.
+QUICK = [("two", "pp2 dp2 cp2 tp2 / ep4 etp2"), ("ring", "cp2 pp2")]
 
 
 @pytest.mark.parametrize(("name", "layout"), full_but([*CASES, *FULL], *QUICK))

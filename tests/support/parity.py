@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import jax
 import numpy as np
+from permutes import check_permutes
 from programs import jit, mesh_of, random_weights
 from small_networks import any_choices
 from whole_network import loss_and_gradient
@@ -101,6 +102,15 @@ CONFIGS = {
         drop_scope="full_sequence",
         execution=Execution(context="ulysses", dispatch="all_to_all", remat="selective"),
     ),
+    # Keys and values visit the ranks of cp, in stages that leave work out.
+    "ring": replace(MOE, num_layers=2, execution=Execution(context="ring")),
+    "ring four": replace(
+        MOE,
+        num_layers=4,
+        sliding_window=3,
+        full_attention_layers=(0, 3),
+        execution=Execution(context="ring", remat="full"),
+    ),
     # States in the place of keys in the first layer of each two, the heads of both over tp.
     "delta": replace(
         MOE,
@@ -147,6 +157,10 @@ CASES = [
     ("shared", "pp2 tp2 dp2 / ep4"),
     ("sigmoid", "tp2 dp4 / ep2 etp2"),
     ("traded", "tp2 cp2 dp2 / ep8"),
+    ("ring", "cp2 pp2"),
+    ("ring", "cp4 pp2"),
+    ("ring", "cp6 pp2"),
+    ("ring four", "tp2 cp2 pp2 vpp2 / ep4"),
     ("delta", "tp2"),
     ("delta two", "pp2 tp2 / ep2"),
     ("chunks", "tp2 dp4 / ep2 etp2"),
@@ -169,9 +183,10 @@ def run(config, layout, replayed=False):
     mesh, piece = mesh_of(layout), batch()
     if replayed and config.num_experts:
         piece = *piece, any_choices(config, BATCH, TIME)
-    step = jit(loss_and_gradient(config, mesh))
     weights = in_chunks(random_weights(config, 0), mesh)
-    out, grads = jax.device_get(step(weights, piece))
+    step = jit(loss_and_gradient(config, mesh)).trace(weights, piece)
+    check_permutes(step.jaxpr.jaxpr)
+    out, grads = jax.device_get(step.lower().compile()(weights, piece))
     stacked = config.num_layers - config.num_dense_layers
     return out, in_layer_order(grads, mesh, stacked)
 

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from permutes import check_permutes
 from small_runs import small_batch
 
 from jrl.trainer.learner.update import update
@@ -44,7 +45,9 @@ def three_updates(setup, rows, num_micro) -> Updates:
     objective, optimizer = setup.networks.policy.objective, setup.networks.policy.optimizer
     learner = setup.networks.policy.init(random_weights(setup, setup.model))
     batch = small_batch(setup, rows)
-    step = update.lower(objective, optimizer, num_micro, learner, batch).compile(FAST_COMPILE)
+    traced = update.trace(objective, optimizer, num_micro, learner, batch)
+    check_permutes(traced.jaxpr.jaxpr)
+    step = traced.lower().compile(FAST_COMPILE)
     history, gradient = [], None
     for _ in range(3):
         learner, metrics = step(learner, batch)

@@ -43,8 +43,8 @@ def token_loss(weights, x, piece, num_tokens, config, mesh):
         logprobs, entropy = logprobs_and_entropy(weights, x, following, config, mesh)
         after = 0.1 * entropy - logprobs
     per_token = alignment.align_to_tokens(after, tokens.shape, mesh, config)
-    # A padded first token carries nothing.
-    counted = valid & (jnp.arange(tokens.shape[1]) > 0)[None, :]
+    # The first token of a row has none before it, and what padding attends to is not defined.
+    counted = valid & jnp.pad(valid, ((0, 0), (1, 0)))[:, :-1]
     return jnp.sum(per_token, where=counted) / num_tokens.astype(jnp.float32)
 
 

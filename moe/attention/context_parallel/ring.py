@@ -1,4 +1,4 @@
-"""Ring attention: keys and values go round the devices of ``cp``, forward and once more backward.
+"""Ring attention: keys and values visit the devices of ``cp``, forward and once more backward.
 
 A device merges what its queries get of one rank's keys after the other, and keeps the result and a
 number per query, as `moe.attention.flash` does on one device.
@@ -14,6 +14,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
+from moe.attention.context_parallel.hops import Exchange, Ring, hops_of
 from moe.attention.context_parallel.mask import (
     Key,
     Output,
@@ -37,7 +38,7 @@ from moe.attention.mask import Marks, Window
 from moe.precision import MASK_VALUE
 from moe.remat import OPERAND, RING
 from moe.tokens.zigzag import ZigzagLayout
-from sharding.collectives import Axes, alike, shift, vary, varying
+from sharding.collectives import alike, vary, varying
 from sharding.folding import FoldedMesh
 
 Result = TypeVar("Result")
@@ -54,8 +55,8 @@ def ring(
     window: Window = None,
     sinks: Sinks = None,
 ) -> Output:
-    """Keys and values go round, one device further at each of ``cp - 1`` hops; the softmax is
-    online, block by block.
+    """Ring attention: keys and values go on to another device at each of ``cp - 1`` hops; the
+    softmax is online, block by block.
 
     No device needs the keys and values of more than two ranks at a time. In training it keeps its
     own queries, keys, values, result and a float32 number per query and head, whatever the number
@@ -64,9 +65,10 @@ def ring(
     A hop computes the half of the scores that the order of tokens leaves (`pairs`), the same amount
     on every device, and nothing where marks tell that nothing is visible, as beyond a window.
 
-    Communication per device and layer, forward: ``2 (cp - 1)`` permutes that send ``2 T K D (cp -
-    1) / cp`` elements together, none of which waits for what is computed; backward as many permutes
-    that send twice as much: keys and values once more, and with them their gradients, in float32.
+    Communication per device and layer, forward: ``2 (cp - 1)`` hops that send ``2 T K D (cp - 1) /
+    cp`` elements together, none of which waits for what is computed; backward as many hops that
+    send twice as much: keys and values once more, and with them their gradients, in float32. A hop
+    is a permute to the neighbour or, under a pipeline, an exchange of two devices (`hops`).
 
     Args:
       flash: what computes the scores of a hop.
@@ -81,7 +83,7 @@ def ring(
     query = vary(query, mesh.cp)
     query, key, value = (checkpoint_name(x, OPERAND) for x in (query, key, value))
     query, key, value, sinks = alike((query, key, value, sinks), mask.marks, window)
-    plan = _Plan(mask.zigzag, mask.sources, mesh.cp, mesh.size(mesh.cp), flash, scale)
+    plan = _Plan(mask.zigzag, mask.sources, hops_of(mesh), flash, scale)
     return _ring(query, key, value, sinks, mask.marks, window, plan)
 
 
@@ -90,16 +92,14 @@ class _Plan(NamedTuple):
 
     Attributes:
       zigzag, sources: of the mask.
-      axes: of the ring.
-      ranks: devices on it.
+      hops: the order in which keys and values visit the ranks.
       flash: what computes scores.
       scale: multiplies the scores.
     """
 
     zigzag: ZigzagLayout
     sources: tuple[tuple[Source, ...], ...]
-    axes: Axes
-    ranks: int
+    hops: Ring | Exchange
     flash: Flash
     scale: float
 
@@ -145,7 +145,7 @@ def _ring(
 
 
 def _forward(query, key, value, sinks, marks, window, plan):
-    rank, mask = lax.axis_index(plan.axes), plan.mask(marks)
+    hops, rank, mask = plan.hops, lax.axis_index(plan.hops.axes), plan.mask(marks)
     queries = [in_groups(x, key.shape[1]) for x in plan.zigzag.split(query)]
 
     def visit(found: list[_Softmax], key: Array, value: Array, source: Array, own: bool):
@@ -159,18 +159,17 @@ def _forward(query, key, value, sinks, marks, window, plan):
 
     nothing = [_nothing(x, value.shape[-1]) for x in queries]
     found = visit(nothing, key, value, rank, own=True)
-    if plan.ranks > 1:
-        carry = found, shift(key, plan.axes), shift(value, plan.axes)
+    if hops.ranks > 1:
 
-        def hop(carry, number):
+        def visit_and_send(carry, hop):
             found, key, value = carry
-            # XLA may start the next permutes while this hop is computed: nothing orders them.
-            following = shift(key, plan.axes), shift(value, plan.axes)
-            return (visit(found, key, value, (rank - number) % plan.ranks, False), *following), None
+            # XLA may start the next hop while this one's keys are used: nothing orders the two.
+            following = hops.send(key, hop), hops.send(value, hop)
+            return (visit(found, key, value, hops.source(rank, hop), False), *following)
 
-        if plan.ranks > 2:
-            carry, _ = lax.scan(hop, carry, jnp.arange(1, plan.ranks - 1))
-        found = visit(*carry, (rank + 1) % plan.ranks, own=False)
+        carry = found, hops.send(key, 0), hops.send(value, 0)
+        found, key_here, value_here = hops.loop(visit_and_send, carry)
+        found = visit(found, key_here, value_here, hops.source(rank, hops.ranks - 1), own=False)
     found = [_Softmax(*beside_sinks(*x, sinks)) for x in found]
     out = plan.zigzag.join(*(in_heads(x.out.astype(value.dtype)) for x in found))
     # Made of what others sent, and kept like it by every policy.
@@ -181,7 +180,7 @@ def _forward(query, key, value, sinks, marks, window, plan):
 
 def _backward(plan, residuals, out_gradient):
     query, key, value, sinks, marks, window, out, log_sums = residuals
-    rank, mask = lax.axis_index(plan.axes), plan.mask(marks)
+    hops, rank, mask = plan.hops, lax.axis_index(plan.hops.axes), plan.mask(marks)
     queries, outs, slopes = (
         [in_groups(part, key.shape[1]) for part in plan.zigzag.split(x)]
         for x in (query, out, out_gradient)
@@ -215,28 +214,27 @@ def _backward(plan, residuals, out_gradient):
 
     of_queries, *of_own = visit(key, value, rank, own=True)
     of_own = jnp.concatenate(of_own, axis=-1)
-    if plan.ranks > 1:
-        # Keys and values in one: a compiler that finds the permutes of the forward pass here would
-        # not send them again but keep what came.
-        theirs = shift(jnp.concatenate([key, value], axis=-1), plan.axes)
+    if hops.ranks > 1:
+        last = hops.ranks - 1
 
-        def hop(carry, number):
-            of_queries, of_theirs, theirs = carry
-            following = shift(theirs, plan.axes)
-            added, *more = visit(*apart(theirs), (rank - number) % plan.ranks, own=False)
-            # They go with the keys that they are of, one hop behind them.
-            of_theirs = shift(of_theirs + jnp.concatenate(more, axis=-1), plan.axes)
+        def gradients_at(of_queries, of_theirs, theirs, hop):
+            key, value = apart(theirs)
+            added, *more = visit(key, value, hops.source(rank, hop), own=False)
             added = [a + b for a, b in zip(of_queries, added, strict=True)]
-            return (added, of_theirs, following), None
+            # They go with the keys that they are of, one hop behind them, and at last home.
+            return added, hops.send(of_theirs + jnp.concatenate(more, axis=-1), hop)
 
+        def visit_and_send(carry, hop):
+            of_queries, of_theirs, theirs = carry
+            return *gradients_at(of_queries, of_theirs, theirs, hop), hops.send(theirs, hop)
+
+        # Keys and values in one: a compiler that finds the hops of the forward pass here would not
+        # send them again but keep what came.
+        theirs = hops.send(jnp.concatenate([key, value], axis=-1), 0)
         carry = of_queries, jnp.zeros_like(of_own), theirs
-        if plan.ranks > 2:
-            carry, _ = lax.scan(hop, carry, jnp.arange(1, plan.ranks - 1))
-        of_queries, of_theirs, theirs = carry
-        added, *more = visit(*apart(theirs), (rank + 1) % plan.ranks, own=False)
-        of_queries = [a + b for a, b in zip(of_queries, added, strict=True)]
-        # And home.
-        of_own += shift(of_theirs + jnp.concatenate(more, axis=-1), plan.axes)
+        of_queries, of_theirs, theirs = hops.loop(visit_and_send, carry)
+        of_queries, of_theirs = gradients_at(of_queries, of_theirs, theirs, last)
+        of_own += of_theirs
     of_key, of_value = apart(of_own)
     of_sinks = None
     if sinks is not None:

@@ -68,15 +68,16 @@ def of_jaxpr(jaxpr: core.Jaxpr, times: int = 1, in_branch: bool = False) -> Iter
         if name in PRIMITIVES:
             named = equation.params.get("axes") or equation.params["axis_name"]
             axes = (named,) if isinstance(named, str) else tuple(named)
-            given = equation.invars
+            given, kind, hops = equation.invars, PRIMITIVES[name], times
+            if groups := equation.params.get("axis_index_groups"):
+                # Of what the others of a group give, one is used: as many permutes.
+                kind, hops = "permute", times * (len(groups[0]) - 1)
             if name == "ragged_all_to_all":
                 # What is sent is in the one buffer and has room in the other.
                 given = [min(given[:2], key=lambda buffer: buffer.aval.size)]  # pyright: ignore
             for operand in given:
                 aval: Any = operand.aval
-                yield Observed(
-                    PRIMITIVES[name], axes, aval.dtype.name, aval.shape, times, in_branch
-                )
+                yield Observed(kind, axes, aval.dtype.name, aval.shape, hops, in_branch)
         inner_times = times * equation.params["length"] if name == "scan" else times
         for inner in jaxprs_in_params(equation.params):
             found = of_jaxpr(inner, inner_times, in_branch or name == "cond")

@@ -171,3 +171,10 @@ def test_what_the_packed_batch_holds(copies):
     # The first response token comes after its own prompt, however much padding there is.
     lengths = valid[:, :PROMPT].sum(axis=1)
     np.testing.assert_array_equal(packed["positions"][split::RESPONSE], lengths)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_groups_that_are_cut_apart_are_refused(rows):
+    valid = np.ones((rows, 7), bool)
+    with pytest.raises(ValueError, match=f"{rows} rows on each device.*num_samples=2"):
+        pack_shared_prompts(valid.astype(np.int32), valid, 4, 2, mesh_of("dp1"))

@@ -60,6 +60,7 @@ CASES = [
     ),
     *(("toy", "cp4 dp2 / ep8", "all_gather", context, "none") for context in ("ring", "ulysses")),
     *(("toy", "cp2 tp2 pp2", "all_gather", context, "none") for context in ("ring", "ulysses")),
+    *(("toy", f"cp{cp} pp2", "all_gather", "ring", "none") for cp in (4, 6)),
     *(
         ("half", "tp2 cp2 dp4 / ep8 etp2", dispatch, context, remat)
         for dispatch, context, remat in (

@@ -86,6 +86,13 @@ def test_a_run_is_the_same_on_every_layout(run):
 
 
 @pytest.mark.slow
+def test_a_run_with_a_ring_in_stages_is_that_of_one_device(tmp_path, run):
+    setup = setup_on("cp2 pp2", "grpo", steps=2, context="ring")
+    assert begin_or_go_on(setup, tmp_path / "run").step == 2
+    assert_same_run(tmp_path / "run", run("grpo", ("dp1", 2)))
+
+
+@pytest.mark.slow
 def test_steps_of_windows_are_those_of_one_device():
     """Packed passes of both networks: the second step goes on with what the first left unfinished,
     under weights that it changed."""

@@ -36,16 +36,16 @@ ROWS = 8
 
 
 @functools.cache
-def setup_on(layout, num_layers=4):
+def setup_on(layout, num_layers=4, context=None):
     """Four layers and a tied embedding, which the first and the last stage both use."""
-    setup = small_setup(small_recipe("vapo"), small_run(layout=layout))
+    setup = small_setup(small_recipe("vapo"), small_run(layout=layout, context=context))
     model = small_model(setup.tokenizer.vocab_size, num_layers=num_layers, head="tied")
     return replace(setup, model=model)
 
 
 @functools.cache
-def updates_on(layout, num_micro, num_layers=4):
-    return three_updates(setup_on(layout, num_layers), ROWS, num_micro)
+def updates_on(layout, num_micro, num_layers=4, context=None):
+    return three_updates(setup_on(layout, num_layers, context), ROWS, num_micro)
 
 
 # `tests/moe/test_mesh_parity.py` has the loss and gradients of a pipeline in the quick tier.
@@ -61,6 +61,12 @@ def test_updates_equal_those_of_one_device(layout, num_micro):
 @pytest.mark.slow
 def test_updates_of_uneven_stages_equal_those_of_one_device():
     assert_same_updates(updates_on("pp2 vpp2 tp2 / ep2", 2, 5), updates_on("dp1", 1, 5))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "num_layers"), [("cp2 pp2", 4), ("tp2 cp2 pp2 vpp3 / ep4", 6)])
+def test_updates_of_a_ring_in_stages_equal_those_of_one_device(layout, num_layers):
+    assert_same_updates(updates_on(layout, 2, num_layers, "ring"), updates_on("dp1", 1, num_layers))
 
 
 @pytest.mark.slow
