@@ -80,14 +80,19 @@ def batch_of(setup: Setup, rows: int) -> Batch[np.ndarray]:
         finished=finished,
         lengths=lengths.astype(np.int32),
         critic_mask=critic_mask,
-        choices=_choices(draw, model, valid) if recipe.router_replay else None,
+        choices=_choices(draw, model, valid, prompt, group) if recipe.router_replay else None,
     )
 
 
-def _choices(draw: np.random.Generator, model: ModelConfig, valid: np.ndarray) -> np.ndarray:
-    """Of each token's experts; there is no record of the last token of a row, nor of padding."""
+def _choices(
+    draw: np.random.Generator, model: ModelConfig, valid: np.ndarray, prompt: int, group: int
+) -> np.ndarray:
+    """Of each token's experts, those of a prompt the same in all rows that share it; there is no
+    record of the last token of a row, nor of padding."""
     sizes = (*valid.shape, model.num_expert_layers, model.num_experts)
     chosen = np.argsort(draw.random(sizes), axis=-1)[..., : model.experts_per_token]
+    shared = chosen[:, :prompt].reshape(-1, group, prompt, *chosen.shape[2:])
+    chosen[:, :prompt] = np.repeat(shared[:, :1], group, axis=1).reshape(chosen[:, :prompt].shape)
     recorded = valid & (np.cumsum(valid[:, ::-1], axis=1)[:, ::-1] > 1)
     chosen = np.where(recorded[..., None, None], chosen, model.num_experts)
     return chosen.astype(choices_dtype(model.num_experts))
@@ -98,15 +103,6 @@ def weights_of(network: Network[Any], seed: int) -> Any:
     config, mesh = network.config, network.mesh
     places = placement.shardings(config, mesh)
     return jax.device_put(placement.in_chunks(random_weights(config, seed), mesh), places)
-
-
-def check_places(setup: Setup) -> None:
-    """Where all weights live while learning and while sampling, which a layout may not allow."""
-    networks = setup.networks
-    for network in (networks.policy, networks.critic):
-        if network is not None:
-            placement.shardings(network.config, setup.mesh)
-    placement.shardings(setup.model.without_adapters(), setup.rollout_mesh)
 
 
 def observe(

@@ -14,6 +14,7 @@ from moe.experts.dispatch.cost import Exchange, cheapest, explained, peer_capaci
 from moe.experts.fused import IN_ONE
 from moe.kernels.choice import foreign_gpus
 from moe.kernels.decode_attention import unserved
+from moe.placement import specs
 from moe.weights import targets_of
 from sharding.folding import FoldedMesh
 
@@ -171,6 +172,19 @@ def check_served(model: ModelConfig, mesh: FoldedMesh) -> None:
             raise ValueError(
                 f"{name}={getattr(execution, name)!r} {obstacle}: leave out {flag(name)}{instead}."
             )
+
+
+def check_places(model: ModelConfig, *meshes: FoldedMesh) -> None:
+    """Refuses meshes over which the weights cannot be spread.
+
+    Args:
+      meshes: of learning and of sampling.
+
+    Raises:
+      ValueError: naming the axis and the layout.
+    """
+    for mesh in meshes:
+        specs(model.without_adapters(), mesh)
 
 
 def check_overlaps(model: ModelConfig, mesh: FoldedMesh, parts: int) -> None:

@@ -11,7 +11,13 @@ from jrl.config.flags import parse
 from jrl.config.run import NETWORK_SETTINGS, OF_DEVICES, RunConfig
 from jrl.recipes import RECIPES
 from jrl.trainer.setup.dry_run import execution
-from jrl.trainer.setup.network import check_overlaps, check_served, network_of
+from jrl.trainer.setup.network import (
+    check_overlaps,
+    check_places,
+    check_served,
+    network_of,
+)
+from jrl.trainer.setup.setup import build_setup
 from moe.attention import core, latent
 from moe.attention.context_parallel import choice as context
 from moe.config import ModelConfig, MultiHeadLatentAttention
@@ -170,6 +176,19 @@ def test_what_cannot_serve_is_refused_before_anything_is_compiled(given, layout,
         check_served(config, fold_abstract(Layout.parse(layout), "cpu"))
     assert "\n" not in message
     check_served(replace(config, execution=Execution()), fold_abstract(Layout.parse(layout), "cpu"))
+
+
+def test_meshes_of_learning_and_of_sampling_are_refused_before_anything_is_compiled():
+    model = small_model(11)  # two heads of keys
+    whole, cut = (fold_abstract(Layout.parse(layout)) for layout in ("dp4", "tp4"))
+    with pytest.raises(ValueError, match=r"'kv_head' of size 2 .* over 4 devices \(layout tp4 "):
+        check_places(model, cut, whole)
+    with pytest.raises(ValueError, match=r"'kv_head' of size 2 .* over 4 devices \(layout tp4 "):
+        check_places(model, whole, cut)
+    check_places(model, whole, fold_abstract(Layout.parse("tp2 dp2")))
+    run = RunConfig(layout="dp4", rollout_layout="tp4")
+    with pytest.raises(ValueError, match=r"'kv_head' of size 2 .* over 4 devices \(layout tp4 "):
+        build_setup(run, RECIPES["grpo"]())
 
 
 def test_kernels_are_refused_on_gpus_that_they_are_not_written_for(monkeypatch):
