@@ -24,6 +24,8 @@ EXACT = 2e-5
 some units in the sixth digit after a few layers."""
 KEYS_ARE_SHORT = 2e-4
 """Gated DeltaNet divides keys of five elements by their lengths, of which some are near 0."""
+MOST_REFERENCES = 4
+"""What is kept of one device, the last ones."""
 LEAST = 1e-3
 """A leaf whose gradient is less than this part of the largest of all is a difference of terms that
 cancel (the bias of keys, which moves all scores of a query alike): its error is theirs."""
@@ -82,7 +84,8 @@ def _reference(
     ordered = jax.tree.map(lambda column: column[order], batch)
     found = _in_order(observe(plain, ordered, decodes, alone), np.argsort(order), len(order))
     if references is not None:
-        references.clear()
+        if len(references) == MOST_REFERENCES:
+            references.pop(next(iter(references)))
         references[key] = found
     return found
 
