@@ -1,4 +1,4 @@
-"""Small crossings equal one device, and the campaign says so of what does and not of what does not."""
+"""Small crossings equal one device, and the campaign tells what does from what does not."""
 
 import json
 import os
