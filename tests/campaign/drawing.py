@@ -65,13 +65,14 @@ def network(draw: Random) -> tuple[dict[str, Any], dict[str, Any]]:
             of[name] = draw.choice(values)
         return taken
 
-    maybe("num_layers", 0.6, 1, 3, 4, 4, 5)
+    maybe("num_layers", 0.6, 1, 3, 3, 4, 5)
     maybe("vocab_size", 0.4, 11, 13)
     layers = model.get("num_layers", 2)
     _attention(draw, model, layers, maybe)
     if maybe("lora_rank", 0.12, 2, 3, of=run):
         # Random adapters as large as what they are beside would make rounding as large.
         run["lora_alpha"] = 0.5
+        maybe("lora_targets", 0.3, "attention", "attention,head", of=run)
         maybe("lora_rank_stabilised", 0.3, True, of=run)
     if draw.random() < 0.8:
         _experts(draw, model, run, layers, maybe)
@@ -254,7 +255,17 @@ def execution(draw: Random, model: dict[str, Any], layout: dict[str, int]) -> di
     maybe("scan_layers", 0.4, True, True, False)
     maybe("vocab_chunk", 0.4, 3, 4, None)
     maybe("gradient_wire", 0.08, "bfloat16")
+    maybe("decode_attention", 0.1, "plain")
+    if draw.random() < 0.03:
+        run |= [draw.choice(ELSEWHERE)]
     return run
+
+
+ELSEWHERE = (
+    *(("attention", "cudnn"), ("attention", "mosaic"), ("decode_attention", "mosaic")),
+    *(("dispatch", "ragged"), ("router", "mosaic"), ("experts", "mosaic"), ("experts", "megablox")),
+)
+"""What no CPU computes by."""
 
 
 def rollout(draw: Random, model: dict[str, Any], layout: dict[str, int]) -> dict[str, Any]:

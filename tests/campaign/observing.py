@@ -108,10 +108,9 @@ def weights_of(network: Network[Any], seed: int) -> Any:
 def observe(
     setup: Setup,
     batch: Batch[np.ndarray],
-    decodes: bool,
     as_it_runs: Callable[[Network[Any]], Network[Any]] = lambda network: network,
 ) -> Observed:
-    """All that a run of these settings computes of a batch.
+    """What a run of these settings computes of a batch that is there.
 
     Args:
       as_it_runs: what is changed of each network.
@@ -125,11 +124,9 @@ def observe(
         learner = imitator.init(weights_of(imitator, 0))
         found |= _updated("policy", imitator, learner, device_batch, None, None)
         return found
-    policy, weights = networks.policy, weights_of(networks.policy, 0)
-    learner = policy.init(weights)
+    policy = networks.policy
+    learner = policy.init(weights_of(policy, 0))
     found["scores"] = _scores(networks, learner.weights, device_batch)
-    if decodes:
-        found |= decoded(setup, learner.weights, batch)
     rows = device_batch if setup.recipe.whole_groups else without_idle(device_batch)
     counts = counts_of(device_batch) if networks.packs else None
     everything = np.arange(batch.tokens.shape[0])
@@ -229,9 +226,10 @@ def _values(networks: Networks, weights: Any, batch: Batch[Any]) -> np.ndarray:
     return np.where(np.asarray(batch.mask), np.asarray(values), 0)
 
 
-def decoded(setup: Setup, weights: Any, batch: Batch[np.ndarray]) -> Observed:
+def decoded(setup: Setup, batch: Batch[np.ndarray]) -> Observed:
     """Completions of the batch's prompts: tokens, and their log-probabilities."""
-    sampler, prompt = setup.sampler(), setup.prompt_length
+    policy, sampler, prompt = setup.networks.policy, setup.sampler(), setup.prompt_length
+    weights = policy.init(weights_of(policy, 0)).weights
     engine, sampling = sampler.engine, setup.networks.policy.objective.sampling
     engine.load(weights, 0)
     group = setup.recipe.group_size
