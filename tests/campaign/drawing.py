@@ -24,7 +24,7 @@ def drawn(seed: int, number: int) -> Crossing:
     recipe |= batches(own, recipe, layout)
     run = {**of_run, **sizes, **execution(own, model, layout), **rollout(own, model, layout)}
     rows = recipe.get("micro_batch", 16) // layout["dp"]
-    if own.random() < (0.4 if rows >= 2 * recipe["group_size"] else 0.02):
+    if own.random() < (0.3 if rows >= 2 * recipe["group_size"] else 0.02):
         run["two_batch_overlap"] = True
     if run.keys() & {"activation_wire", "dtype"}:
         recipe = _smooth(recipe, model)
@@ -65,7 +65,7 @@ def network(draw: Random) -> tuple[dict[str, Any], dict[str, Any]]:
             of[name] = draw.choice(values)
         return taken
 
-    maybe("num_layers", 0.6, 1, 3, 3, 4, 5)
+    maybe("num_layers", 0.6, 1, 3, 3, 4, 4, 5)
     maybe("vocab_size", 0.4, 11, 13)
     layers = model.get("num_layers", 2)
     _attention(draw, model, layers, maybe)
@@ -252,7 +252,9 @@ def execution(draw: Random, model: dict[str, Any], layout: dict[str, int]) -> di
     if layout["pp"] == 1 or draw.random() < 0.1:
         maybe("overlap_grad_reduce", 0.35, True)
         maybe("packing", 0.3, True, True, False)
-    maybe("scan_layers", 0.4, True, True, False)
+    # Many layers, each a program, take a minute to compile.
+    many = model.get("num_layers", 2) > 2
+    maybe("scan_layers", 0.85 if many else 0.4, *[True] * (5 if many else 2), False)
     maybe("vocab_chunk", 0.4, 3, 4, None)
     maybe("gradient_wire", 0.08, "bfloat16")
     maybe("decode_attention", 0.1, "plain")
