@@ -99,7 +99,7 @@ def test_there_are_commands():
     benchmarks = {"benchmarks.agreement", "benchmarks.gpu", "benchmarks.rollout"}
     benchmarks |= {"benchmarks.dispatch", "benchmarks.serve"}
     tested = {"jrl.evaluate", "jrl.export", "jrl.faults", "jrl.report", "jrl.serve", "jrl.train"}
-    tested |= {"sharding.folding", "sharding.planner"}
+    tested |= {"sharding.folding", "sharding.planner", "tests.campaign.crossings"}
     # Without arguments.
     alone = {
         "pytest",
@@ -182,6 +182,7 @@ SCRIPTS = [
     *given("benchmarks.gpu"),
     *given("benchmarks.rollout"),
     *given("benchmarks.serve"),
+    *given("tests.campaign.crossings"),
     *(command for program in STUDIES for command in given(program)),
 ]
 
