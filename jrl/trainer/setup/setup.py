@@ -322,7 +322,7 @@ def build_setup(
         check_served(network, setup.mesh)
         check_places(network, setup.mesh, setup.rollout_mesh)
         setup.geometry.check()
-        check_overlaps(network, setup.mesh, setup.geometry.parts(run.packing))
+        check_overlaps(network, setup.mesh, *setup.geometry.overlapping(run.packing))
         setup.geometry.slots(run.slots)
         given = setup.tokenizer, setup.model, setup.run, setup.recipe, setup.mesh
         check_fits(*given, setup.split, setup.response_length)

@@ -4,7 +4,7 @@ from dataclasses import fields, replace
 from typing import get_args, get_type_hints
 
 import pytest
-from small_runs import small_model, small_setup
+from small_runs import small_model, small_recipe, small_setup
 
 from jrl.config.files import CHANGEABLE, check_resumable
 from jrl.config.flags import parse
@@ -280,3 +280,20 @@ def test_what_overlaps_nothing_is_refused(field, layout, parts, message):
     with pytest.raises(ValueError, match=message):
         check_overlaps(model, fold_abstract(Layout.parse(layout)), parts)
     check_overlaps(model, fold_abstract(Layout.parse("dp2 / ep2")), 2)
+
+
+def test_halves_that_cannot_be_had_are_refused_before_anything_is_compiled():
+    """Of two prompts of 8 tokens with two responses of 5 each, one has 18 tokens."""
+    run = RunConfig(layout="tp4", two_batch_overlap=True, prompt_length=8, response_length=5)
+    model = small_model(11, num_kv_heads=4, execution=Execution(two_batch_overlap=True))
+    setup = small_setup(small_recipe(micro_batch=4), run, model=model)
+    geometry = replace(setup.geometry, prompt_length=8, response_length=5)
+    parts, halves = geometry.overlapping(packing=None)
+    assert (parts, halves) == (2, (18, 18)) and geometry.overlapping(packing=True)[1] == ()
+    with pytest.raises(ValueError, match=r"a half of 18 tokens cannot be split over cp x tp = 4 "):
+        check_overlaps(model, setup.mesh, parts, halves)
+    whole = replace(geometry, response_length=6)
+    check_overlaps(model, setup.mesh, *whole.overlapping(packing=None))
+    full = replace(model, capacity_factor=0.8)
+    with pytest.raises(ValueError, match=r"capacity_factor=0\.8 would drop other choices"):
+        check_overlaps(full, setup.mesh, *whole.overlapping(packing=None))
