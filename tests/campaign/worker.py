@@ -19,7 +19,7 @@ from tests.campaign.drawing import Crossing
 ROOT = Path(__file__).parents[2]
 SUPPORT = Path("tests", "support")
 MOST_MEMORY = 3 << 30
-"""Bytes of a process whose programs are then forgotten."""
+"""Bytes after which a process makes way for another."""
 
 
 class Worker:
@@ -47,7 +47,12 @@ class Worker:
         if not ready:
             return self._ended("hung")
         line = process.stdout.readline()
-        return json.loads(line) if line else self._ended("aborted")
+        if not line:
+            return self._ended("aborted")
+        found = json.loads(line)
+        if found.pop("bytes") > MOST_MEMORY:
+            self.close()
+        return found
 
     def close(self) -> None:
         if self._process is None:
@@ -90,7 +95,6 @@ class Worker:
 
 def answer(requests: TextIO, answers: TextIO) -> None:
     """Runs crossings until there are no more."""
-    import jax
     import psutil
 
     from tests.campaign.comparing import outcome_of
@@ -104,10 +108,9 @@ def answer(requests: TextIO, answers: TextIO) -> None:
             "reason": outcome.reason,
             "distances": outcome.distances,
             "seconds": time.process_time() - begin,
+            "bytes": psutil.Process().memory_info().rss,
         }
         print(json.dumps(said), file=answers, flush=True)
-        if psutil.Process().memory_info().rss > MOST_MEMORY:
-            jax.clear_caches()
 
 
 def main() -> None:
