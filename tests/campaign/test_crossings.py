@@ -4,6 +4,7 @@ import json
 import os
 import signal
 
+import jax
 import pytest
 from tiers import full_but
 
@@ -74,7 +75,9 @@ def test_a_small_crossing_equals_one_device(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(12))
 def test_a_drawn_crossing_is_right_or_refused(number):
-    outcome = outcome_of(drawn(34, number), REFERENCES)
+    # As users have them, see `tests.campaign.worker.main`.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        outcome = outcome_of(drawn(34, number), REFERENCES)
     assert not outcome.failed, outcome.reason
 
 
