@@ -81,6 +81,8 @@ def _each_weight(
 ) -> Transformer[Leaf]:
     """`of` the place of each weight, its shape as it is stored, and how many dimensions in front
     stay whole: those of the stack of layers where layers are unsharded one by one."""
+    # Before anything is cut: a layout that cannot be had is refused by what it lacks.
+    whole_specs = specs(config, mesh)
     stored = jax.eval_shape(lambda weights: in_chunks(weights, mesh), shapes(config))
     # Cut along the stack, whole layers would lie on one device each: no layer could be joined
     # alone.
@@ -88,7 +90,7 @@ def _each_weight(
     first = replace(
         jax.tree.map(lambda _: 0, stored), layers=jax.tree.map(lambda _: whole, stored.layers)
     )
-    return jax.tree.map(of, specs(config, mesh), stored, first)
+    return jax.tree.map(of, whole_specs, stored, first)
 
 
 def in_chunks(weights: Transformer[jax.Array], mesh: FoldedMesh) -> Transformer[jax.Array]:

@@ -1,18 +1,15 @@
 """Sixteen fake CPU devices, strict promotion and a compilation cache, before anything touches a
 device."""
 
-import functools
-import gc
 import os
 import signal
-import sys
 import tempfile
 from pathlib import Path
 
 import jax
 import psutil
 import pytest
-from compiling import FLAGS
+from compiling import FLAGS, trace_quickly
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 16)
@@ -27,10 +24,7 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
-# Tracing makes objects by the million; looking through them again and again takes a sixth of the
-# suite's time, and few of them are garbage.
-gc.freeze()
-gc.set_threshold(200_000, 50, 50)
+trace_quickly()
 
 
 # A shell's background job ignores Ctrl-C, and so would the processes that tests interrupt.
@@ -49,11 +43,6 @@ def pytest_configure(config):
         return
     given = os.environ.get("XLA_FLAGS", "").split()
     os.environ["XLA_FLAGS"] = " ".join([*FLAGS, *given])
-    # One context for everything that is lowered: one for each takes a seventh of the suite's time.
-    # It is JAX's own business; a JAX that makes it elsewhere is slower here, and as good.
-    mlir = sys.modules.get("jax._src.interpreters.mlir")
-    if hasattr(mlir, "make_ir_context"):
-        mlir.make_ir_context = functools.cache(mlir.make_ir_context)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -241,8 +241,8 @@ def _in_halves(
     config: ModelConfig | None,
 ) -> PackedBatch:
     """A packed batch with the halves of its rows, where the network's execution asks for them and
-    there is more than one row, or prompt with its responses; the first has one more where their
-    number is odd.
+    there is more than one row, or prompt with its responses, and the devices of a sequence can
+    share the tokens of each half; the first has one more where their number is odd.
 
     Args:
       half: (which of the rows or prompts, the network) -> these alone.
@@ -261,13 +261,10 @@ def _in_halves(
         half(rows, whole)._replace(is_half=True) for rows in (slice(0, cut), slice(cut, number))
     )
     ranks = mesh.size(mesh.sequence)
-    for one in halves:
-        if one.tokens.shape[0] % ranks:
-            raise ValueError(
-                f"two_batch_overlap: a half of {one.tokens.shape[0]} tokens cannot be split over "
-                f"cp x tp = {mesh.size(mesh.cp)} x {mesh.size(mesh.tp)}: choose a micro-batch or a "
-                "length whose halves divide, or leave it out."
-            )
+    # An update is refused before it comes here (`jrl.trainer.setup.network.check_overlaps`); what
+    # is scored or shown has as many rows as there are.
+    if any(one.tokens.shape[0] % ranks for one in halves):
+        return packed
     of_ranks = jnp.concatenate([one.tokens.reshape(ranks, -1) for one in halves], axis=1)
     return packed._replace(tokens=of_ranks.reshape(-1), halves=halves)
 

@@ -103,7 +103,9 @@ def table(outcomes: list[dict[str, Any]]) -> str:
 
 def reason_of(refusal: str) -> str:
     """A refusal without numbers and advice, so that those of a kind are counted together."""
-    first = re.split(r"[:;] (?=[a-z])", re.sub(r"layout '?(\w+ )+/( \w+)+'?", "layout L", refusal))
+    first = re.split(
+        r"[:;,] (?=[a-z])", re.sub(r"layout '?(\w+ )+/( (ep|etp|edp)\d+)+'?", "layout L", refusal)
+    )
     return re.sub(r"\b\d+(\.\d+)?\b|\([\d, ]+\)", "N", first[0])[:120]
 
 

@@ -80,14 +80,19 @@ def batch_of(setup: Setup, rows: int) -> Batch[np.ndarray]:
         finished=finished,
         lengths=lengths.astype(np.int32),
         critic_mask=critic_mask,
-        choices=_choices(draw, model, valid) if recipe.router_replay else None,
+        choices=_choices(draw, model, valid, prompt, group) if recipe.router_replay else None,
     )
 
 
-def _choices(draw: np.random.Generator, model: ModelConfig, valid: np.ndarray) -> np.ndarray:
-    """Of each token's experts; there is no record of the last token of a row, nor of padding."""
+def _choices(
+    draw: np.random.Generator, model: ModelConfig, valid: np.ndarray, prompt: int, group: int
+) -> np.ndarray:
+    """Of each token's experts, those of a prompt the same in all rows that share it; there is no
+    record of the last token of a row, nor of padding."""
     sizes = (*valid.shape, model.num_expert_layers, model.num_experts)
     chosen = np.argsort(draw.random(sizes), axis=-1)[..., : model.experts_per_token]
+    shared = chosen[:, :prompt].reshape(-1, group, prompt, *chosen.shape[2:])
+    chosen[:, :prompt] = np.repeat(shared[:, :1], group, axis=1).reshape(chosen[:, :prompt].shape)
     recorded = valid & (np.cumsum(valid[:, ::-1], axis=1)[:, ::-1] > 1)
     chosen = np.where(recorded[..., None, None], chosen, model.num_experts)
     return chosen.astype(choices_dtype(model.num_experts))
@@ -100,22 +105,12 @@ def weights_of(network: Network[Any], seed: int) -> Any:
     return jax.device_put(placement.in_chunks(random_weights(config, seed), mesh), places)
 
 
-def check_places(setup: Setup) -> None:
-    """Where all weights live while learning and while sampling, which a layout may not allow."""
-    networks = setup.networks
-    for network in (networks.policy, networks.critic):
-        if network is not None:
-            placement.shardings(network.config, setup.mesh)
-    placement.shardings(setup.model.without_adapters(), setup.rollout_mesh)
-
-
 def observe(
     setup: Setup,
     batch: Batch[np.ndarray],
-    decodes: bool,
     as_it_runs: Callable[[Network[Any]], Network[Any]] = lambda network: network,
 ) -> Observed:
-    """All that a run of these settings computes of a batch.
+    """What a run of these settings computes of a batch that is there.
 
     Args:
       as_it_runs: what is changed of each network.
@@ -129,11 +124,9 @@ def observe(
         learner = imitator.init(weights_of(imitator, 0))
         found |= _updated("policy", imitator, learner, device_batch, None, None)
         return found
-    policy, weights = networks.policy, weights_of(networks.policy, 0)
-    learner = policy.init(weights)
+    policy = networks.policy
+    learner = policy.init(weights_of(policy, 0))
     found["scores"] = _scores(networks, learner.weights, device_batch)
-    if decodes:
-        found |= decoded(setup, learner.weights, batch)
     rows = device_batch if setup.recipe.whole_groups else without_idle(device_batch)
     counts = counts_of(device_batch) if networks.packs else None
     everything = np.arange(batch.tokens.shape[0])
@@ -233,9 +226,10 @@ def _values(networks: Networks, weights: Any, batch: Batch[Any]) -> np.ndarray:
     return np.where(np.asarray(batch.mask), np.asarray(values), 0)
 
 
-def decoded(setup: Setup, weights: Any, batch: Batch[np.ndarray]) -> Observed:
+def decoded(setup: Setup, batch: Batch[np.ndarray]) -> Observed:
     """Completions of the batch's prompts: tokens, and their log-probabilities."""
-    sampler, prompt = setup.sampler(), setup.prompt_length
+    policy, sampler, prompt = setup.networks.policy, setup.sampler(), setup.prompt_length
+    weights = policy.init(weights_of(policy, 0)).weights
     engine, sampling = sampler.engine, setup.networks.policy.objective.sampling
     engine.load(weights, 0)
     group = setup.recipe.group_size

@@ -61,7 +61,10 @@ def one_device(crossing: Crossing) -> Setup:
     given = {name: value for name, value in _run(crossing).items() if name in (*RUN, *OF_VALUES)}
     # The defaults of `Execution` and not those of a run: nothing is chosen for a machine.
     defaults = {field.name: field.default for field in fields(Execution)}
-    own = {"attention": "plain", "context": "gather", "scan_layers": False, "vocab_chunk": None}
+    own = {"attention": "plain", "context": "gather", "vocab_chunk": None}
+    model = model_of(crossing)
+    # Many layers are compiled as one.
+    own["scan_layers"] = model.num_layers > 2 and model.delta is None
     run = RunConfig(**given, **{**defaults, **own}, packing=False)
     recipe = _recipe(crossing)
     return _built(crossing, run, replace(recipe, micro_batch=recipe.mini_batch_size))

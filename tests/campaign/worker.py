@@ -19,7 +19,7 @@ from tests.campaign.drawing import Crossing
 ROOT = Path(__file__).parents[2]
 SUPPORT = Path("tests", "support")
 MOST_MEMORY = 3 << 30
-"""Bytes of a process whose programs are then forgotten."""
+"""Bytes after which a process makes way for another."""
 
 
 class Worker:
@@ -30,32 +30,41 @@ class Worker:
     """
 
     def __init__(self, seconds: float):
-        self._seconds = seconds
+        self.seconds = seconds
         self._process: subprocess.Popen[str] | None = None
         self._errors: Any = None
 
     def run(self, crossing: Crossing) -> dict[str, Any]:
         """The outcome, with the seconds of processor time that it took as `seconds`."""
-        process = self._started()
+        process = self.start()
         assert process.stdin is not None and process.stdout is not None
         try:
             process.stdin.write(json.dumps(crossing) + "\n")
             process.stdin.flush()
         except BrokenPipeError:
             return self._ended("aborted")
-        ready, _, _ = select.select([process.stdout], [], [], self._seconds)
+        ready, _, _ = select.select([process.stdout], [], [], self.seconds)
         if not ready:
             return self._ended("hung")
         line = process.stdout.readline()
-        return json.loads(line) if line else self._ended("aborted")
+        if not line:
+            return self._ended("aborted")
+        found = json.loads(line)
+        if found.pop("bytes") > MOST_MEMORY:
+            self.close()
+        return found
 
     def close(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+        if self._process is None:
+            return
+        self._process.kill()
+        # Closes its pipes too; an answer that is on its way is nobody's.
+        self._process.communicate()
+        self._process = None
+        self._errors.close()
 
-    def _started(self) -> subprocess.Popen[str]:
+    def start(self) -> subprocess.Popen[str]:
+        """The process, started where there is none."""
         if self._process is None:
             self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115, as long as the process
             path = [str(ROOT), str(ROOT / SUPPORT), os.environ.get("PYTHONPATH", "")]
@@ -74,17 +83,18 @@ class Worker:
         """The outcome of a crossing that took the process with it."""
         process = self._process
         assert process is not None
-        self.close()
+        process.kill()
+        process.wait()
         self._errors.seek(0)
         # The last lines that are no frames of a stack.
         lines = [x for x in self._errors.read().splitlines() if x.strip() and x[0] not in "@ \t*"]
-        reason = f"after {self._seconds:g} s" if kind == "hung" else f"exit {process.returncode}"
+        self.close()
+        reason = f"after {self.seconds:g} s" if kind == "hung" else f"exit {process.returncode}"
         return {"kind": kind, "reason": f"{reason}: {' | '.join(lines[-2:])[-300:]}"}
 
 
 def answer(requests: TextIO, answers: TextIO) -> None:
     """Runs crossings until there are no more."""
-    import jax
     import psutil
 
     from tests.campaign.comparing import outcome_of
@@ -98,22 +108,21 @@ def answer(requests: TextIO, answers: TextIO) -> None:
             "reason": outcome.reason,
             "distances": outcome.distances,
             "seconds": time.process_time() - begin,
+            "bytes": psutil.Process().memory_info().rss,
         }
         print(json.dumps(said), file=answers, flush=True)
-        if psutil.Process().memory_info().rss > MOST_MEMORY:
-            jax.clear_caches()
 
 
 def main() -> None:
-    from compiling import FLAGS
+    from compiling import FLAGS, trace_quickly
 
     os.environ["XLA_FLAGS"] = " ".join([*FLAGS, *os.environ.get("XLA_FLAGS", "").split()])
     import jax
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 16)
-    jax.config.update("jax_numpy_dtype_promotion", "strict")
-    jax.config.update("jax_numpy_rank_promotion", "raise")
+    # Promotions are as users have them: JAX's own attention in half precision needs them.
+    trace_quickly()
     # What is printed elsewhere is no answer.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     with contextlib.redirect_stdout(sys.stderr):

@@ -7,8 +7,9 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from moe.config import ModelConfig
-from moe.placement import shardings, specs
+from moe.config import GatedDeltaNet, ModelConfig
+from moe.execution import Execution
+from moe.placement import shard_specs, shardings, specs
 from moe.weights import shapes
 from sharding.folding import Layout, fold, fold_abstract
 
@@ -81,6 +82,17 @@ def test_shardings_split_the_experts():
     assert placed.router.is_fully_replicated
     with pytest.raises(ValueError, match="shardings need real devices: fold the layout"):
         shardings(ROUTED, fold_abstract(Layout.parse("tp2 dp4 / ep8")))
+
+
+@pytest.mark.parametrize("places", [specs, shard_specs])
+@pytest.mark.parametrize("layout", ["pp2", "cp2"])
+def test_shards_are_refused_by_what_the_layout_lacks(places, layout):
+    """By the layers with Gated DeltaNet, and not by how many layers of a kind a stack has."""
+    delta = GatedDeltaNet((0,), 4, 4, key_head_dim=5, value_head_dim=6, conv_width=3)
+    sharded = Execution(fsdp=True, remat="full")
+    config = replace(ROUTED, num_layers=2, delta=delta, execution=sharded)
+    with pytest.raises(ValueError, match=r"layout tp1 .*Gated DeltaNet"):
+        places(config, fold_abstract(Layout.parse(layout)))
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ def on_layout(setup: Setup, recipe: Recipe, layout: Layout) -> Setup:
     there = replace(there, recipe=there.geometry.with_micro_batch().recipe)
     there.geometry.check()
     there.geometry.slots(run.slots)
-    check_overlaps(there.model, mesh, there.geometry.parts(run.packing))
+    check_overlaps(there.model, mesh, *there.geometry.overlapping(run.packing))
     return there
 
 

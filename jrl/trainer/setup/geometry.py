@@ -56,13 +56,22 @@ class Geometry:
         whole = self.recipe.micro_batch_size // dp % group == 0
         return PromptLayout(self.prompt_length, group if whole and self.recipe.whole_groups else 1)
 
-    def parts(self, packing: bool | None) -> int:
-        """Of a micro-batch on a device, those that have nothing to do with each other: packed rows,
-        or prompts with the responses that share them."""
+    def overlapping(self, packing: bool | None) -> tuple[int, tuple[int, ...]]:
+        """Parts of a micro-batch on a device that have nothing to do with each other: packed rows,
+        or prompts with the responses that share them; and the tokens of each half of them, as
+        `Execution.two_batch_overlap` cuts them, none of packed rows, which the devices of a
+        sequence can always share."""
         if packing:
-            return self.bins
+            return self.bins, ()
         rows = self.recipe.micro_batch_size // self.mesh.size(self.mesh.dp)
-        return rows // self.prompt_layout.group_size
+        group = self.prompt_layout.group_size
+        number = rows // group
+
+        def tokens(prompts: int) -> int:
+            sections = (prompts, self.prompt_length), (prompts * group, self.response_length)
+            return sum(map(self._tokens, sections))
+
+        return number, (tokens(-(-number // 2)), tokens(number // 2))
 
     def slots(self, wanted: int | None) -> int:
         """Rows that are decoded at a time.

@@ -1,5 +1,6 @@
 """The network of a run: routers and execution as the run says, and what of that cannot be had."""
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 
 from jrl.config.files import flag
@@ -14,6 +15,8 @@ from moe.experts.dispatch.cost import Exchange, cheapest, explained, peer_capaci
 from moe.experts.fused import IN_ONE
 from moe.kernels.choice import foreign_gpus
 from moe.kernels.decode_attention import unserved
+from moe.placement import specs
+from moe.router.capacity import can_drop
 from moe.weights import targets_of
 from sharding.folding import FoldedMesh
 
@@ -173,12 +176,28 @@ def check_served(model: ModelConfig, mesh: FoldedMesh) -> None:
             )
 
 
-def check_overlaps(model: ModelConfig, mesh: FoldedMesh, parts: int) -> None:
+def check_places(model: ModelConfig, *meshes: FoldedMesh) -> None:
+    """Refuses meshes over which the weights cannot be spread.
+
+    Args:
+      meshes: of learning and of sampling.
+
+    Raises:
+      ValueError: naming the axis and the layout.
+    """
+    for mesh in meshes:
+        specs(model.without_adapters(), mesh)
+
+
+def check_overlaps(
+    model: ModelConfig, mesh: FoldedMesh, parts: int, halves: Sequence[int] = ()
+) -> None:
     """Refuses communication beside products where an update has none of either.
 
     Args:
       parts: of a device's micro-batch, that go through a layer by themselves: bins, or prompts with
         their responses.
+      halves: tokens of each half of them.
 
     Raises:
       ValueError: naming the flag.
@@ -195,12 +214,27 @@ def check_overlaps(model: ModelConfig, mesh: FoldedMesh, parts: int) -> None:
                 f"overlap_grad_reduce=True changes nothing on layout {mesh.layout}: {reason}. "
                 f"Leave out {flag('overlap_grad_reduce')}, or choose another layout."
             )
-    if execution.two_batch_overlap and parts < 2:
+    if not execution.two_batch_overlap:
+        return
+    if can_drop(model):
+        raise ValueError(
+            f"two_batch_overlap with capacity_factor={model.capacity_factor} would drop other "
+            "choices: an expert has room for those of all tokens together. Leave out one of them."
+        )
+    if parts < 2:
         raise ValueError(
             "two_batch_overlap=True has nothing to halve: a micro-batch has one row on a device, "
             "one prompt with its responses or one packed row. Choose a larger --micro-batch, or "
             f"leave out {flag('two_batch_overlap')}."
         )
+    ranks = mesh.size(mesh.sequence)
+    for tokens in halves:
+        if tokens % ranks:
+            raise ValueError(
+                f"two_batch_overlap=True: a half of {tokens} tokens cannot be split over cp x tp = "
+                f"{ranks} of layout {mesh.layout}. Choose a micro-batch whose halves divide, or "
+                f"leave out {flag('two_batch_overlap')}."
+            )
 
 
 def _changes_nothing(name: str, value: object, run: RunConfig, lacking: str) -> ValueError:

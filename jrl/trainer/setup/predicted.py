@@ -60,7 +60,7 @@ def times_with_overlap(
             continue
         # The check of a run that asks for it says whether it could have it.
         try:
-            check_overlaps(other, geometry.mesh, geometry.parts(run.packing))
+            check_overlaps(other, geometry.mesh, *geometry.overlapping(run.packing))
         except ValueError:
             continue
         found[name] = time_of_update(other, geometry, run, hardware)

@@ -44,7 +44,13 @@ from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective, Sup
 from jrl.trainer.setup.checks import check_fits, check_may_be_stale, check_may_converse
 from jrl.trainer.setup.geometry import Geometry
 from jrl.trainer.setup.lengths import check_answers, fitted_prompts, response_length
-from jrl.trainer.setup.network import check_overlaps, check_served, network_of, with_dispatch
+from jrl.trainer.setup.network import (
+    check_overlaps,
+    check_places,
+    check_served,
+    network_of,
+    with_dispatch,
+)
 from jrl.trainer.setup.networks import Network, Networks, PoolSpec
 from jrl.trainer.setup.randomness import Randomness
 from jrl.trainer.supervised.rows import ChatRows, chat_rows, sampled_lengths
@@ -314,8 +320,9 @@ def build_setup(
         setup = replace(setup, recipe=recipe.fitted(setup.response_length))
         setup = replace(setup, recipe=setup.geometry.with_micro_batch().recipe)
         check_served(network, setup.mesh)
+        check_places(network, setup.mesh, setup.rollout_mesh)
         setup.geometry.check()
-        check_overlaps(network, setup.mesh, setup.geometry.parts(run.packing))
+        check_overlaps(network, setup.mesh, *setup.geometry.overlapping(run.packing))
         setup.geometry.slots(run.slots)
         given = setup.tokenizer, setup.model, setup.run, setup.recipe, setup.mesh
         check_fits(*given, setup.split, setup.response_length)

@@ -178,9 +178,10 @@ def test_recorded_choices_are_in_the_order_of_rows():
 def test_what_cannot_be_halved_is_refused():
     tokens, valid = map(jnp.asarray, piece())
     mesh, asked = mesh_of("tp4"), with_execution(two_batch_overlap=True)
-    with pytest.raises(ValueError, match=r"a half of 10 tokens cannot be split over cp x tp = 1 x"):
-        pack_rows(tokens[:4, :5], valid[:4, :5], mesh, asked)
     full = replace(asked, capacity_factor=0.8)
     with pytest.raises(ValueError, match=r"capacity_factor=0\.8 would drop other choices"):
         pack_rows(tokens, valid, mesh, full)
+    # A single row, and halves of ten tokens on four ranks, go at once: an update is refused before.
     assert pack_rows(tokens[:1], valid[:1], mesh, asked).halves == ()
+    assert pack_rows(tokens[:4, :5], valid[:4, :5], mesh, asked).halves == ()
+    assert len(pack_rows(tokens[:4, :4], valid[:4, :4], mesh, asked).halves) == 2

@@ -4,14 +4,20 @@ from dataclasses import fields, replace
 from typing import get_args, get_type_hints
 
 import pytest
-from small_runs import small_model, small_setup
+from small_runs import small_model, small_recipe, small_setup
 
 from jrl.config.files import CHANGEABLE, check_resumable
 from jrl.config.flags import parse
 from jrl.config.run import NETWORK_SETTINGS, OF_DEVICES, RunConfig
 from jrl.recipes import RECIPES
 from jrl.trainer.setup.dry_run import execution
-from jrl.trainer.setup.network import check_overlaps, check_served, network_of
+from jrl.trainer.setup.network import (
+    check_overlaps,
+    check_places,
+    check_served,
+    network_of,
+)
+from jrl.trainer.setup.setup import build_setup
 from moe.attention import core, latent
 from moe.attention.context_parallel import choice as context
 from moe.config import ModelConfig, MultiHeadLatentAttention
@@ -172,6 +178,19 @@ def test_what_cannot_serve_is_refused_before_anything_is_compiled(given, layout,
     check_served(replace(config, execution=Execution()), fold_abstract(Layout.parse(layout), "cpu"))
 
 
+def test_meshes_of_learning_and_of_sampling_are_refused_before_anything_is_compiled():
+    model = small_model(11)  # two heads of keys
+    whole, cut = (fold_abstract(Layout.parse(layout)) for layout in ("dp4", "tp4"))
+    with pytest.raises(ValueError, match=r"'kv_head' of size 2 .* over 4 devices \(layout tp4 "):
+        check_places(model, cut, whole)
+    with pytest.raises(ValueError, match=r"'kv_head' of size 2 .* over 4 devices \(layout tp4 "):
+        check_places(model, whole, cut)
+    check_places(model, whole, fold_abstract(Layout.parse("tp2 dp2")))
+    run = RunConfig(layout="dp4", rollout_layout="tp4")
+    with pytest.raises(ValueError, match=r"'kv_head' of size 2 .* over 4 devices \(layout tp4 "):
+        build_setup(run, RECIPES["grpo"]())
+
+
 def test_kernels_are_refused_on_gpus_that_they_are_not_written_for(monkeypatch):
     gpu = fold_abstract(Layout.parse("dp1"), "gpu")
     model = small_model(11, head_dim=64, dtype="bfloat16")
@@ -261,3 +280,20 @@ def test_what_overlaps_nothing_is_refused(field, layout, parts, message):
     with pytest.raises(ValueError, match=message):
         check_overlaps(model, fold_abstract(Layout.parse(layout)), parts)
     check_overlaps(model, fold_abstract(Layout.parse("dp2 / ep2")), 2)
+
+
+def test_halves_that_cannot_be_had_are_refused_before_anything_is_compiled():
+    """Of two prompts of 8 tokens with two responses of 5 each, one has 18 tokens."""
+    run = RunConfig(layout="tp4", two_batch_overlap=True, prompt_length=8, response_length=5)
+    model = small_model(11, num_kv_heads=4, execution=Execution(two_batch_overlap=True))
+    setup = small_setup(small_recipe(micro_batch=4), run, model=model)
+    geometry = replace(setup.geometry, prompt_length=8, response_length=5)
+    parts, halves = geometry.overlapping(packing=None)
+    assert (parts, halves) == (2, (18, 18)) and geometry.overlapping(packing=True)[1] == ()
+    with pytest.raises(ValueError, match=r"a half of 18 tokens cannot be split over cp x tp = 4 "):
+        check_overlaps(model, setup.mesh, parts, halves)
+    whole = replace(geometry, response_length=6)
+    check_overlaps(model, setup.mesh, *whole.overlapping(packing=None))
+    full = replace(model, capacity_factor=0.8)
+    with pytest.raises(ValueError, match=r"capacity_factor=0\.8 would drop other choices"):
+        check_overlaps(full, setup.mesh, *whole.overlapping(packing=None))
