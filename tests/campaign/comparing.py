@@ -186,7 +186,9 @@ def _apart(
         if name in ("load", "choices"):
             # Counts, and numbers of experts.
             scale = {}
-        difference = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))
+        # Of a token that top-k or top-p cut away both have the log-probability -inf.
+        with np.errstate(invalid="ignore"):
+            difference = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))
         if name == "choices" and rounds.get("scores"):
             far[name] = float(np.mean(difference != 0))
             continue
