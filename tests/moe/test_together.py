@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from half_precision import assert_near_for_half_precision
 from jax.sharding import PartitionSpec as P
 from programs import jit, mesh_of, random_weights
 from small_networks import ROUTED, any_choices, ragged_rows
@@ -78,14 +79,15 @@ TOGETHER = {
     "overlap_grad_reduce": True,
 }
 MESH = "tp2 cp2 dp2 / ep4 etp2"
-# Layout, dtype, whether choices are replayed, execution.
+# Layout, dtype, whether choices are replayed, execution. In half precision roundings would decide
+# between two experts that are all but equal.
 CASES = {
-    "half precision": (MESH, "bfloat16", False, SELECTIVE),
+    "half precision": (MESH, "bfloat16", True, SELECTIVE),
     "room for some": ("dp4 / ep4", "float32", False, {**SELECTIVE, "buffer_factor": 3.0}),
     "replayed": ("tp2 dp2 / ep4", "float32", True, {**SELECTIVE, "dispatch": "all_gather"}),
     "all": (MESH, "float32", True, {**TOGETHER, "buffer_factor": 3.0, "context": "ulysses"}),
     "all of them in half precision": (
-        *(MESH, "bfloat16", False),
+        *(MESH, "bfloat16", True),
         {**TOGETHER, "dispatch": "all_gather", "scan_layers": True},
     ),
     "through a pipeline": (
@@ -107,8 +109,7 @@ def test_equals_one_device_that_keeps_everything(case):
         assert float(stats.overflow) == 0
     if replayed:
         np.testing.assert_array_equal(stats.replayed, expected_stats.replayed)
-    if dtype == "float32" or replayed:
-        np.testing.assert_array_equal(stats.load, expected_stats.load)
+    np.testing.assert_array_equal(stats.load, expected_stats.load)
     if dtype == "float32":
         # float32 sums of a few hundred terms in another order. An element near zero is a difference
         # of terms as large as its neighbours, with their error.
@@ -122,8 +123,5 @@ def test_equals_one_device_that_keeps_everything(case):
     # The mean over tokens of what roundings to 8 bits do to a hidden state, and some fifty of 2^-9
     # each one after the other, in no order.
     np.testing.assert_allclose(value, expected, rtol=2**-8)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_array_less(np.linalg.norm(a - b), 2**-5 * np.linalg.norm(b)),
-        grads,
-        expected_grads,
-    )
+    _, precise = run("dp1", "float32", replayed, Execution())
+    assert_near_for_half_precision(grads, expected_grads, precise)
