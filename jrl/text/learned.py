@@ -3,11 +3,12 @@
 With a chat template the tokens are those of the whole text that it writes. What of the text is the
 assistant's is told by the template's own ``{% generation %}`` marks where it has them, and
 otherwise by rendering the conversation up to each of its turns, opened for it, and up to the turn's
-end: the characters between the two. A token is the assistant's that has one of them. Its turn's end
-is the first token that ends a completion; what a template writes after that (a line end, mostly) no
-policy ever samples, and it is not learned. Where a template ends a turn by the beginning of the
-next alone, as GLM's does, the end of sequence comes after the last turn. Of a "text" everything is
-learned.
+end: the characters between the two. A token is the assistant's that has one of them. Where a token
+would have characters of the generation prompt as well, two line ends mostly, the text is cut
+between them: the policy is asked after the tokens of the prompt alone. A turn's end is the first
+token that ends a completion; what a template writes after that (a line end, mostly) no policy ever
+samples, and it is not learned. Where a template ends a turn by the beginning of the next alone, as
+GLM's does, the end of sequence comes after the last turn. Of a "text" everything is learned.
 
 Without a template a question and an answer are the tokens of both and the end of sequence, as
 reinforcement has them; a longer conversation is written with the roles before what they say:
@@ -18,6 +19,7 @@ reinforcement has them; a longer conversation is written with the roles before w
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -26,6 +28,7 @@ from jrl.tasks.data.chats import Chat
 from jrl.tasks.data.conversations import Conversation, said
 from jrl.text.chat import BEGIN, END, ChatTemplate
 from jrl.text.located.spelled import marked
+from jrl.text.located.tokens import Located
 from jrl.text.prompt_format import NO_TOOLS, PromptFormat
 from jrl.text.tokenizer import Tokenizer
 
@@ -187,15 +190,34 @@ def _written(format: PromptFormat, template: ChatTemplate, chat: Chat, last: boo
     else:
         text = template.write(own.conversation)
         spans = list(_by_beginnings(template, own.conversation, text, last))
+    begins = [own.place(text, begin) for begin, _ in spans]
+    ends = [own.place(text, end) for _, end in spans]
     located = tokenizer.located(text, own.mark)
+    special = _are_special(tokenizer, located)
+    joined = [
+        begin
+        for (begin, _), place in zip(spans, begins, strict=True)
+        if np.any((located.begins < place) & (place < located.ends) & ~special)
+    ]
+    if joined:
+        # The policy is asked after the tokens of the prompt alone.
+        pieces = [text[a:b] for a, b in pairwise([0, *joined, len(text)])]
+        located = Located.one_after_another(
+            [tokenizer.located(piece, own.mark) for piece in pieces],
+            [len(piece) - piece.count(own.mark) for piece in pieces],
+        )
+        special = _are_special(tokenizer, located)
     turn = np.full(len(located.ids), -1)
-    special = np.isin(located.ids, list(tokenizer.special_ids))
-    for number, (begin, end) in enumerate(spans):
-        begin, end = own.place(text, begin), own.place(text, end)
+    for number, (begin, end) in enumerate(zip(begins, ends, strict=True)):
         # Some special tokens take the blanks behind them along; nobody says those.
         turn[located.within(begin, end) & ~(special & (located.begins < begin))] = number
     ids = tokenizer.begun_by_template(located.ids)
     return Spoken(ids, np.concatenate([np.full(len(ids) - len(turn), -1), turn]))
+
+
+def _are_special(tokenizer: Tokenizer, located: Located) -> np.ndarray:
+    """``[tokens]`` bool."""
+    return np.isin(located.ids, list(tokenizer.special_ids))
 
 
 def _asked(conversation: Conversation) -> Conversation:

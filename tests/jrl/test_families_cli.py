@@ -18,15 +18,8 @@ RECORD = json.loads((Path(__file__).parent / "greedy_of_families.json").read_tex
 """Of `transformers` by greedy_of_families.py, with which PEFT's adapters gave the same."""
 
 
-# Its template ends a prompt with "<think>" and a line end, which the whole text of a conversation
-# joins with the next one into a token: the policy is asked after tokens that it was not taught.
-JOINED = pytest.mark.xfail(reason="the prompt's last token is another in the text that is learned")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=JOINED) if n == "qwen3_next" else n for n in RECORD]
-)
+@pytest.mark.parametrize("name", RECORD)
 def test_greedy_tokens_at_the_end_of_all_stages_are_those_of_transformers(name, tmp_path):
     recorded = RECORD[name]
     found = go_through(name, tmp_path)

@@ -1,7 +1,7 @@
 """Tokens of a text with their places in it."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +27,20 @@ class Located:
         the character where it stands.
         """
         return (self.begins < end) & (np.maximum(self.ends, self.begins + 1) > begin)
+
+    @classmethod
+    def one_after_another(cls, parts: Sequence["Located"], sizes: Sequence[int]) -> "Located":
+        """The tokens of texts that follow each other, each of which was read alone.
+
+        Args:
+          sizes: characters of each text.
+        """
+        at = np.cumsum([0, *sizes[:-1]])
+        return cls(
+            [token for part in parts for token in part.ids],
+            np.concatenate([part.begins + n for part, n in zip(parts, at, strict=True)]),
+            np.concatenate([part.ends + n for part, n in zip(parts, at, strict=True)]),
+        )
 
 
 def special_pattern(tokens: Iterable[str]) -> str:

@@ -8,6 +8,7 @@ from chat_checkpoint import END, START, TEMPLATE, TURN, VOCAB_SIZE, chat_tokeniz
 
 from jrl.config.run import RunConfig
 from jrl.tasks.data.chats import chat_of
+from jrl.tasks.data.conversations import Conversation
 from jrl.text.chat import ChatTemplate
 from jrl.text.json_tokenizer import checkpoint_tokenizer
 from jrl.text.learned import ChatFormat, encode_chat
@@ -40,6 +41,12 @@ ENDLESS = """\
 {%- for m in messages %}{{ "<|im_start|>" if m.role == "user" else "<assistant>\\n" }}
 {{- m.content }}{% endfor %}
 {%- if add_generation_prompt %}{{ "<assistant>\\n" }}{% endif %}"""
+
+# As Qwen3-Next's opens the reasoning with "<think>" and a line end, and an empty one has two.
+JOINING = """\
+{%- for m in messages %}{{ "<|im_start|>" + m.role + "\\n" }}
+{%- if m.role == "assistant" %}{{ "[How]" }}{% endif %}{{ m.content + "<|im_end|>\\n" }}{% endfor %}
+{%- if add_generation_prompt %}{{ "<|im_start|>assistant\\n[H" }}{% endif %}"""
 
 
 @pytest.fixture(scope="module")
@@ -187,3 +194,17 @@ def test_without_a_template():
     call = {"role": "assistant", "content": "", "tool_calls": [{"name": "a"}]}
     with pytest.raises(ValueError, match="f:3: it has tools, and the model no chat template"):
         encode_chat(format, chat_of({"messages": [turns[0], call]}, "f:3"))
+
+
+def test_a_token_of_the_prompt_and_the_answer_is_cut_between_them(tokenizer):
+    """The policy learns after the tokens that it will be asked after."""
+    format = format_of(tokenizer, JOINING)
+    assert len(tokenizer.encode("How")) < len(tokenizer.encode("H") + tokenizer.encode("ow"))
+    chat = chat_of({"messages": TWICE}, "f:1")
+    encoded = encode_chat(format, chat)
+    opened = f"{OPENED}[H"
+    parts = [(f"{START}user\n2+2?{TURN}\n{opened}", False), (f"ow]4{TURN}", True)]
+    parts += [(f"{AGAIN}{opened}", False), (f"ow] yes{TURN}", True)]
+    assert_learned(encoded, tokenizer, parts)
+    asked = format.template.encode(Conversation.of([("user", "2+2?")]))
+    assert encoded.ids[: encoded.context].tolist() == asked
