@@ -6,7 +6,6 @@ import signal
 
 import jax
 import pytest
-from tiers import full_but
 
 from tests.campaign import crossings
 from tests.campaign.comparing import outcome_of
@@ -56,7 +55,6 @@ SMALL = {
     "critic": ({"tp": 2, "cp": 2}, DENSE, {}, {"name": "vapo", "micro_batch": 8}),
     "delta": ({"tp": 2}, {"delta": [[0], 4, 8]}, {"remat": "selective"}, {}),
 }
-QUICK = "ulysses", "ring", "packed", "exchange"
 REFERENCES = {}
 
 
@@ -65,7 +63,8 @@ def crossing_of(name):
     return {"layout": layout, "model": model, "run": run, "recipe": recipe}
 
 
-@pytest.mark.parametrize("name", full_but(list(SMALL), *QUICK))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALL)
 def test_a_small_crossing_equals_one_device(name):
     outcome = outcome_of(crossing_of(name), REFERENCES)
     assert outcome.kind == "right", outcome.reason
@@ -81,6 +80,7 @@ def test_a_drawn_crossing_is_right_or_refused(number):
     assert not outcome.failed, outcome.reason
 
 
+@pytest.mark.slow
 def test_what_is_further_than_rounding_is_wrong():
     known = {}
     assert outcome_of(crossing_of("packed"), known).kind == "right"

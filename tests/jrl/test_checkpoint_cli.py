@@ -90,6 +90,7 @@ def data(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_training_is_given_the_weights_of_the_checkpoint(checkpoint, data, tmp_path, monkeypatch):
     given = []
 

@@ -52,6 +52,7 @@ def results(run, tmp_path, *flags):
     return json.loads((tmp_path / "out.json").read_text())
 
 
+@pytest.mark.slow
 def test_what_was_sampled_on_two_sides_is_evaluated_on_one_mesh(run, tmp_path):
     copied = shutil.copytree(run, tmp_path / "run")
     config = json.loads((copied / "config.json").read_text())
@@ -95,6 +96,7 @@ def test_a_seed_repeats_itself(run, tmp_path):
     assert other["accuracy/greedy"] == first["accuracy/greedy"]
 
 
+@pytest.mark.slow
 def test_temperature_0_is_greedy(run, tmp_path):
     found = results(run, tmp_path, *FOUR, "--temperature", "0")
     assert found["score/sampled"] == found["score/greedy"]

@@ -192,6 +192,7 @@ def assert_same(found, expected):
     jax.tree.map(np.testing.assert_array_equal, *jax.device_get((found, expected)))
 
 
+@pytest.mark.slow
 def test_weights_come_back_bit_for_bit(exported, chat_run):
     config, weights = huggingface.load(exported, mesh_of("dp1"))
     assert config == huggingface.config_from(chat_run[0] / "model.json")
@@ -317,6 +318,7 @@ def test_a_template_of_the_run_takes_the_place_of_the_checkpoints(tmp_path):
     assert found.usage == changed.usage
 
 
+@pytest.mark.slow
 def test_a_run_with_a_tokenizer_of_its_own(tmp_path, monkeypatch, capsys):
     """The factor on embeddings goes into them, as no architecture has it."""
     given = jax.device_put(random_weights(replace(MICRO, vocab_size=15), 1))

@@ -163,6 +163,7 @@ def test_a_kernel_is_refused_by_vectors_that_it_cannot_read():
         stepwise(config, mesh_of("dp1"))(random_weights(config, 0), *batch())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "layout"),
     full_but(

@@ -247,6 +247,7 @@ def largest_array(program):
     return max(math.prod(map(int, shape.split(","))) for shape in shapes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", full_but(["untied", "tied"], "untied"))
 def test_there_are_never_all_logits(head):
     """Neither of all columns and a device's tokens nor of its columns and all tokens of its group:

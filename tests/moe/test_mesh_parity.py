@@ -31,8 +31,8 @@ def test_the_table_has_every_axis_and_every_pair():
     assert any(all(getattr(layout, axis) > 1 for axis in names) for layout in table)
 
 
-# All axes at once, a pipeline among them; and a ring in the stages of one.
-QUICK = [("two", "pp2 dp2 cp2 tp2 / ep4 etp2"), ("ring", "cp2 pp2")]
+# All axes at once, a ring in the stages of a pipeline among them.
+QUICK = [("ring", "pp2 dp2 cp2 tp2 / ep4 etp2")]
 
 
 @pytest.mark.parametrize(("name", "layout"), full_but([*CASES, *FULL], *QUICK))
@@ -63,6 +63,7 @@ def test_equals_one_device(name, layout):
     assert all(float(np.max(np.abs(g))) > 0 for g in jax.tree.leaves(grads))
 
 
+@pytest.mark.slow
 def test_micro_batches_of_a_batch_add_up():
     """Router losses and sums of micro-batches, with the token count of the whole, add up to it."""
     mesh = mesh_of("tp2 dp2 / ep4")

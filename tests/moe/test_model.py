@@ -65,6 +65,7 @@ def hidden_of(config, weights, tokens):
     return np.asarray(hidden(config, weights, tokens, np.ones(tokens.shape, bool)))[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_experts", [5, 0])
 def test_a_token_changes_nothing_before_it(num_experts):
     config = replace(CONFIG, num_experts=num_experts)
@@ -81,6 +82,7 @@ def test_a_token_changes_nothing_before_it(num_experts):
         assert np.all(changes > 1e-3), f"token {t} is not seen by all that follow"
 
 
+@pytest.mark.slow
 def test_padding_changes_nothing():
     """The same four tokens after no, one and two columns of different rubbish, and around some."""
     real = one_sequence()[:4]
@@ -249,6 +251,7 @@ def test_replayed_choices_are_used_with_current_scores(layout):
     assert np.abs(x - expected[0]).max() > 1e-2
 
 
+@pytest.mark.slow
 def test_dropped_choices_are_counted_and_the_network_goes_on():
     config = replace(TWO, capacity_factor=0.5)
     tokens = np.stack([one_sequence(seed) for seed in range(2)])

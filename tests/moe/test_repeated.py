@@ -56,6 +56,7 @@ def pulled(stack, run):
     return jax.jit(function)(WEIGHTS, X, jnp.cos(X))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [("product",), (), ("tanh",)])
 @pytest.mark.parametrize("stack", [unrolled, scanned])
 def test_values_and_gradients_are_those_of_the_function(stack, names):

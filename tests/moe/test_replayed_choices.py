@@ -79,6 +79,7 @@ def test_equals_one_device(dispatch, layout, emulated):
     assert all(float(np.max(np.abs(g))) > 0 for g in jax.tree.leaves(grads))
 
 
+@pytest.mark.slow
 def test_the_experts_on_record_get_the_tokens():
     config = sized("dp1")
     run = program(config, "all_to_all", "dp1")
@@ -104,6 +105,7 @@ def test_the_experts_on_record_get_the_tokens():
     assert float(np.max(np.abs(router - free_router))) > 1e-4
 
 
+@pytest.mark.slow
 def test_without_a_record_nothing_is_said_of_one():
     weights = random_weights(DENSE_FIRST, 0)
     (_, stats), _ = jax.eval_shape(loss_and_gradient(DENSE_FIRST, mesh_of("dp1")), weights, batch())

@@ -64,6 +64,7 @@ def dense_shapes(d_ff):
     return {"gate_up": (3, 20, 2, d_ff), "down": (3, d_ff, 20)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", full_but(CONFIGS, "shared", "critic"))
 def test_every_weight_is_stated_once(name):
     config = CONFIGS[name]
@@ -144,6 +145,7 @@ def test_scales_of_the_table():
     assert table(CONFIGS["critic"]).head == Weight("d_model", scale=0.0, float32=True)
 
 
+@pytest.mark.slow
 def test_initial_values_depend_on_the_key_only():
     first, again, other = (initial(ROUTED, jax.random.key(seed)) for seed in (0, 0, 1))
     jax.tree.map(np.testing.assert_array_equal, first, again)
@@ -220,6 +222,7 @@ WITH_ALL = {"qkv_bias": True, "query_key_norm": "head", "selection_bias": True, 
 IN_FLOAT32 = {"norm", "query_norm", "key_norm", "down_norm", "router", "bias"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [replace(ROUTED, **WITH_ALL, shared_expert_gate=True), LATENT, CONFIGS["critic"]],

@@ -142,6 +142,7 @@ def test_values_and_gradients_are_those_of_a_loop(layout, num_micro_batches, num
     np.testing.assert_allclose(sums.reshape(-1), expected_sums, **CLOSE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "num_micro_batches", "num_chunks"), [("pp4", 6, 1), ("pp2", 3, 2)]
 )
@@ -164,6 +165,7 @@ def permutes(step):
     return sorted(re.findall(r"\d+,\d+", pairs) for pairs in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "num_micro_batches", "num_chunks", "forward_only", "expected"),
     [

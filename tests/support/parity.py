@@ -160,6 +160,7 @@ CASES = [
     ("ring", "cp2 pp2"),
     ("ring", "cp4 pp2"),
     ("ring", "cp6 pp2"),
+    ("ring", "pp2 dp2 cp2 tp2 / ep4 etp2"),
     ("ring four", "tp2 cp2 pp2 vpp2 / ep4"),
     ("delta", "tp2"),
     ("delta two", "pp2 tp2 / ep2"),

@@ -81,6 +81,7 @@ def test_errors(call, message):
         call()
 
 
+@pytest.mark.slow
 def test_a_bounded_value_stays_inside_rises_and_has_its_slope():
     x = np.linspace(-50, 50, 101)
     values = jitted.bounded_value(x, low=-1.0, high=2.0)

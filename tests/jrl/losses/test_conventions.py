@@ -160,6 +160,7 @@ def test_what_was_asked_for_by_name_is_there():
     assert {"gspo_loss", "rloo_advantages", "dr_grpo_advantages"} <= set(openrlhf)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("like", get_args(jrl.Library))
 def test_every_entry_is_taken(like):
     settings = jrl.conventions(like=like)

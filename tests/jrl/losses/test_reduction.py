@@ -112,6 +112,7 @@ def whole_and_cuts(mode):
     return jax.device_get(found(np.stack([batch(seed)["per_token"] for seed in range(10)])))
 
 
+@pytest.mark.slow
 @every_mode
 @pytest.mark.parametrize("cut", CUTS)
 def test_a_cut_sums_to_the_whole(mode, cut):

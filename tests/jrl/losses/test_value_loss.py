@@ -53,6 +53,7 @@ def with_slopes():
     return dict(zip(itertools.product(MODES, CLIPS), jax.device_get(found), strict=True))
 
 
+@pytest.mark.slow
 @every_mode
 @pytest.mark.parametrize("clip", CLIPS)
 def test_oracle(mode, clip):

@@ -80,6 +80,7 @@ def surrogate_of(recipe, logprobs, entropy, given):
 signal_of = jax.jit(entropy_signal)
 
 
+@pytest.mark.slow
 def test_without_its_components_it_is_dapo():
     hapo, dapo = Hapo(**OFF), Dapo()
     assert hapo.collection == dapo.collection and hapo.temperature_rule is None
@@ -109,6 +110,7 @@ def test_without_its_components_it_is_dapo():
         np.testing.assert_array_equal(slope, expected_slope)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("switch", ["differential_redistribution", "asymmetric_clipping"])
 def test_each_component_of_the_loss_has_its_switch(switch):
     recipe = Hapo(**{**OFF, switch: True})

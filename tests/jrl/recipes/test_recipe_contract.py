@@ -179,6 +179,7 @@ def outcome(name, under_mask=0.0):
     return jax.device_get(program(name)(batch(under_mask), logprobs, entropy))
 
 
+@pytest.mark.slow
 @every_recipe
 def test_targets_are_numbers_for_the_sampled_tokens(name):
     found = outcome(name)
@@ -191,6 +192,7 @@ def test_targets_are_numbers_for_the_sampled_tokens(name):
     assert np.any(targets.advantages[found.mask])
 
 
+@pytest.mark.slow
 @every_recipe
 def test_what_is_under_the_mask_changes_nothing(name):
     clean, poisoned = (

@@ -115,6 +115,7 @@ def test_totals():
 
 # Without the terms: tests/jrl/recipes/test_recipe_contract.py.
 # Of every recipe, without these terms, `test_recipe_contract.py` asks it too.
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", full_but(CASES[1::2], *CASES[1::12]), ids=label)
 def test_pieces_add_up(recipe):
     def gradient_of(loss):
@@ -184,6 +185,7 @@ def loss_of(recipe):
     return float(loss), metrics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Grpo, Ppo, Dapo, Vapo])
 def test_none_is_off_and_zero_is_a_weight(kind):
     off, metrics = loss_of(kind(**SIZES))
@@ -254,6 +256,7 @@ def test_critic_loss(kind, clip):
 
 
 # Operation by operation: of two programs one may round what the other keeps.
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "loss"), [(Gspo(), gspo_loss), (Cispo(), cispo_loss)])
 def test_losses_of_their_own(recipe, loss):
     given, bounds = batch(), {"clip_low": recipe.clip_low, "clip_high": recipe.clip_high}

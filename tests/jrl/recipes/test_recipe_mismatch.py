@@ -48,6 +48,7 @@ def test_statistics_alone():
         np.testing.assert_allclose(metrics[name], value, err_msg=name, **FLOAT32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("correction", "expected", "high", "low"),
     [
@@ -82,6 +83,7 @@ def test_weights(correction, expected, high, low):
     assert not [name for name in metrics if "_rs_" in name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("correction", "kept"),
     [

@@ -46,6 +46,7 @@ def targets_of(recipe, given):
     return recipe.targets(given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "given", "expected"),
     [

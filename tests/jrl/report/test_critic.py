@@ -30,6 +30,7 @@ def rollout_of(knows: float, **changes) -> CriticRollout:
     )
 
 
+@pytest.mark.slow
 def test_a_critic_that_knows_and_one_that_does_not():
     knows, blind = (
         critic_diagnostics(rollout_of(1.0)).summary(),
@@ -86,6 +87,7 @@ def test_a_rollout_without_a_token_is_refused():
         critic_diagnostics(rollout_of(0.5, mask=np.zeros((40, 32), bool)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("knows", full_but([0.0, 1.0], 1.0))
 def test_the_picture_is_drawn_for_critics_without_errors_or_sense(knows, tmp_path):
     path = plot_diagnostics(rollout_of(knows), tmp_path / "new" / "critic.png", "a critic")

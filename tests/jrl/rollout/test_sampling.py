@@ -227,6 +227,7 @@ def statistics_of(entropies):
     return entropy_statistics(np.array(entropies, np.float32), np.ones(len(entropies), bool))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "expected"),
     [

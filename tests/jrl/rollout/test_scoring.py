@@ -17,6 +17,7 @@ from moe.placement import specs
 CLOSE = 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sampling",
     [

@@ -162,6 +162,7 @@ def test_a_slow_generator_is_refused():
         gym("knight_swap", 0, size=64, load_seconds=1.0)
 
 
+@pytest.mark.slow
 def test_a_prompt_of_another_task(task):
     with pytest.raises(ValueError, match=r"examples has the prompt 'nobody asked'.*seed=3: verify"):
         task.verify([Example("nobody asked", "1")], ["1"])
@@ -178,6 +179,7 @@ def test_generators_take_options():
         gym("gcd", 0, size=8, options={"terms": 3})
 
 
+@pytest.mark.slow
 def test_options_are_read_from_the_name():
     assert _options("", 'gcd,min_terms=3,names=["a","b"],mode=odd') == (
         "gcd",

@@ -81,6 +81,7 @@ OF_CRITIC = {
 IN_THEIR_OWN_WAY = ["grpo", "ppo", "dapo", "vapo", "tppo", "hapo", "reinforce_plus_plus", "gspo"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", full_but(IN_THEIR_OWN_WAY, "grpo"))
 def test_what_a_run_leaves_behind(name, finished):
     run = finished(name)
@@ -178,6 +179,7 @@ def test_a_suspicion_is_shown_once_with_its_samples():
     assert steps_without_scores == {}
 
 
+@pytest.mark.slow
 def test_speed_leaves_evaluation_and_samples_out(tmp_path, monkeypatch):
     """On a clock that says two seconds for a step, a thousand for an evaluation and a hundred for
     scoring what is shown."""
@@ -214,6 +216,7 @@ def test_speed_is_that_of_all_devices_and_of_each():
     assert loop._speed(apart, tokens=18.0, seconds=3.0)["perf/throughput"] == 2.0
 
 
+@pytest.mark.slow
 def test_samples(finished):
     samples = finished("grpo").samples
     kinds = [(line["step"], line["kind"]) for line in samples]
@@ -226,6 +229,7 @@ def test_samples(finished):
         }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_learning_rate_and_counters(finished):
     """Two optimizer steps per step, of which the third is the last of the warm-up."""
     rates = [line["actor/lr"] for line in read_metrics(finished("grpo").folder.metrics_path)[1:]]
@@ -254,6 +258,7 @@ def test_the_same_seed_is_the_same_run(finished, tmp_path):
     assert other.metrics[1:] != first.metrics[1:]
 
 
+@pytest.mark.slow
 def test_checkpoints_are_bounded(tmp_path):
     run = finish(
         "grpo", tmp_path / "run", warm_start_steps=0, checkpoint_every=1, keep_checkpoints=1
@@ -262,6 +267,7 @@ def test_checkpoints_are_bounded(tmp_path):
     assert "warm_start/loss" not in run.metrics[0]
 
 
+@pytest.mark.slow
 def test_who_asks_is_told_each_step_as_it_is_written(tmp_path):
     setup, told = small_setup(run=small_run(steps=2, warm_start_steps=0)), []
     with RunFolder.create(tmp_path / "run", {}) as folder:
@@ -277,6 +283,7 @@ def test_who_asks_is_told_each_step_as_it_is_written(tmp_path):
     assert told == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_given_weights_skip_the_warm_start(tmp_path):
     setup = small_setup(run=small_run(steps=1))
     weights = fresh_weights(setup)
@@ -298,6 +305,7 @@ def advantages_are_nan(monkeypatch):
     monkeypatch.setattr(stepping, "prepare", spoilt)
 
 
+@pytest.mark.slow
 def test_updates_that_are_not_finite_stop_a_run(tmp_path, advantages_are_nan):
     """Two updates a step are left out, and three in a row are too many."""
     path = tmp_path / "run"

@@ -23,6 +23,7 @@ def state_of(setup):
     return fresh_state(setup, fresh_weights(setup))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", full_but(RECIPES, "grpo", "vapo"))
 def test_a_reference_is_kept_only_where_it_is_needed(name):
     assert state_of(small_setup(small_recipe(name))).reference is None
@@ -81,6 +82,7 @@ def prepared(setup, state, sampled):
     )
 
 
+@pytest.mark.slow
 def test_what_is_known_before_the_first_update(sampled):
     setup = small_setup()
     batch, _ = prepared(setup, state_of(setup), sampled)
@@ -95,6 +97,7 @@ def test_what_is_known_before_the_first_update(sampled):
     assert batch.returns is None and batch.critic_mask is None
 
 
+@pytest.mark.slow
 def test_nothing_is_known_of_responses_that_go_on(sampled):
     setup = small_setup(small_recipe("tppo"))
     finished = np.arange(8) % 4 != 2
@@ -138,6 +141,7 @@ def scoring(monkeypatch, sampled):
     return np.asarray(logprobs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", full_but(RECIPES, "dapo", "vapo"))
 def test_every_recipe_can_be_anchored_and_corrected(name, sampled, scoring):
     """With the ratio against what the trainer computes, weights and a mask of its distance."""
@@ -178,6 +182,7 @@ def test_every_recipe_can_be_anchored_and_corrected(name, sampled, scoring):
     assert (untouched.importance_weights is not None) == rescores
 
 
+@pytest.mark.slow
 def test_r2_records_in_the_pass_before_the_first_update(sampled, scoring, monkeypatch):
     """The reference, whose routers are its own, replays nothing."""
     setup = small_setup(small_recipe(router_replay="R2", kl_coef=0.1))
@@ -247,6 +252,7 @@ def test_masks_of_targets_and_rejection(sampled, scoring, monkeypatch):
     np.testing.assert_array_equal(batch.critic_mask, mask & (near | ~own))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", full_but(["grpo", "ppo", "tppo"], "grpo", "ppo"))
 def test_truncated_responses_are_filtered(name, sampled):
     """From the policy's loss alone: baselines and the critic have them."""

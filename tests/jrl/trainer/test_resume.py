@@ -117,6 +117,7 @@ def test_prompts_run_again_as_often(tmp_path):
     assert again[0] == again[1] == [0, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", full_but([signal.SIGTERM, signal.SIGINT], signal.SIGTERM))
 def test_a_signal_finishes_the_step_saves_and_draws(number, finished, tmp_path, monkeypatch):
     expected, path = finished("grpo"), tmp_path / "run"

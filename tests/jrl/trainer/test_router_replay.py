@@ -147,6 +147,7 @@ def test_before_anything_moves_a_replay_changes_nothing():
     jax.tree.map(np.testing.assert_array_equal, metrics, of_free)
 
 
+@pytest.mark.slow
 def test_agreement_is_the_share_that_is_left():
     """One of two experts is another at every second response token of the last layer, and some
     tokens have no record: these are not counted."""

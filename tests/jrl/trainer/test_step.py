@@ -226,6 +226,7 @@ def of_tokens(fetched) -> list[str]:
     return sorted(kind for shape, kind in fetched if len(shape) == 2 and shape[1] >= 11)
 
 
+@pytest.mark.slow
 def test_what_differs_from_the_sampler_is_reduced_on_the_mesh(fetched):
     setup = small_setup()
     state, batch = state_of(setup), small_batch(setup, ROWS)

@@ -68,6 +68,7 @@ def test_a_product_is_that_with_merged_weights(product):
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_experts_are_those_of_merged_weights_and_gradients_follow_by_the_chain_rule():
     layer, plain = of_layer()
     pull = numbers(TOKENS, 10)

@@ -207,6 +207,7 @@ def test_no_array_holds_all_scores():
     assert largest(lambda *x: blocked_attention(*x, mask)) == query_size(100)
 
 
+@pytest.mark.slow
 def test_inside_a_shard_map():
     """Rows over two devices, with the types of varying axes checked."""
     query, key, value, weight = (x[:2] for x in arrays(19, 19))

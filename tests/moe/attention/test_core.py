@@ -49,6 +49,7 @@ HEAD_DIMS = [(6, 10), (12, 4)]
 CASES = [(*sizes, *reading) for reading in READINGS for sizes in HEAD_DIMS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("head_dim", "v_head_dim", "source", "single", "window"),
     full_but(CASES, CASES[1], CASES[2], CASES[4]),
@@ -99,6 +100,7 @@ def test_what_cannot_serve_is_refused(name, message):
         jax.eval_shape(lambda *given: core_attention(*given, mask, implementation=name), *given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "capability", "message"),
     [
@@ -191,6 +193,7 @@ LENGTHS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("time", "single", "window", "with_sinks"), LENGTHS)
 def test_lengths_need_no_mask_on_cuda(time, single, window, with_sinks, hopper):
     """By lowering: the kernels of both passes, and what they are given."""

@@ -111,6 +111,7 @@ def attention_in_float64(query, key, value, visible, pull):
     return read, of_query, of_key, np.einsum("bhts,bthk->bshk", p, pull)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "xla", "one query of a cache"])
 def test_half_precision_errs_as_little_as_in_blocks(name):
     """Scores of a dozen or more, which half precision would round by several hundredths."""

@@ -76,6 +76,7 @@ def test_a_sink_takes_its_part_of_every_softmax():
     )
 
 
+@pytest.mark.slow
 def test_blocks_are_all_scores_at_once(monkeypatch):
     # Several blocks of queries and of keys.
     monkeypatch.setattr(blocking, "QUERIES", 4)
@@ -101,6 +102,7 @@ FUSED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("window", "causal", "single"), full_but(FUSED, FUSED[0], FUSED[4], FUSED[5])
 )
@@ -134,6 +136,7 @@ def test_a_step_reads_what_the_whole_sequence_does():
     np.testing.assert_allclose(found, by_definition()[rows, place], atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("context", full_but(["gather blocked", "ring", "ulysses"], "ring"))
 def test_devices_of_a_sequence_read_what_one_does(context):
     way, _, attention = context.partition(" ")

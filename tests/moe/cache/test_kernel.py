@@ -81,6 +81,7 @@ def bytes_of_kernels(jaxpr):
             yield from bytes_of_kernels(inner)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "rows", "columns"),
     [

@@ -149,6 +149,7 @@ def sides_of(split, copies, config):
     return runner, sides(mesh, config, places)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("split", "micro_batches", "copies", "sampled", "config"),
     # In the last one every token goes to experts of the first device alone.

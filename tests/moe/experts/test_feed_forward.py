@@ -138,11 +138,13 @@ def choices_of(num_tokens, k):
     return ids.astype(np.int32), draw.normal(size=(num_tokens, k)).astype(np.float32)
 
 
+@pytest.mark.slow
 def test_the_experts_of_a_token_are_weighted_and_added_up():
     ids, probs = choices_of(11, 3)
     agree(expert_weights(), rows_of(11), ids, probs)
 
 
+@pytest.mark.slow
 def test_what_finds_no_room_is_counted_and_adds_nothing():
     weights, rows = expert_weights(), rows_of(11)
     ids, probs = choices_of(11, 3)
@@ -182,6 +184,7 @@ def test_the_second_product_is_nobodys_residual():
     assert (weights.gate_up.shape, weights.gate_up.dtype) in sizes
 
 
+@pytest.mark.slow
 def test_biases_are_of_each_rows_expert():
     """With experts that nobody chose, choices of none, and too little room."""
     draw = np.random.default_rng(5)

@@ -75,6 +75,7 @@ def test_it_is_two_kernels_there_and_four_back_on_cuda(remat):
     assert "stablehlo.dot_general" not in text
 
 
+@pytest.mark.slow
 def test_what_the_kernels_cannot_serve_is_refused():
     rows, gate_up, down, probs, _ = given()
     sizes = jnp.asarray(SIZES, jnp.int32)

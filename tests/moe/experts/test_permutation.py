@@ -125,6 +125,7 @@ def test_copies_of_rows_are_never_there_at_once():
     assert max(array_sizes(jax.make_jaxpr(both)(*given).jaxpr)) <= rows_of(5).size
 
 
+@pytest.mark.slow
 def test_half_precision_is_summed_in_float32():
     """Sixty-five terms, 1 and then such that bfloat16 would lose each of them."""
     x = np.concatenate([np.ones((1, 2)), np.full((64, 2), 2.0**-9)]).astype(jnp.bfloat16)

@@ -66,6 +66,7 @@ def test_logits_are_those_of_peft(name, layout):
         np.testing.assert_allclose(found[valid], expected[valid], atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", full_but(NAMES, "deepseek_v3", "qwen3_next"))
 def test_adapters_go_back_as_they_came(name, tmp_path):
     config, given = adapted(name)

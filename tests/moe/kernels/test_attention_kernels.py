@@ -225,6 +225,7 @@ REAL = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("time", "heads", "kv_heads", "width", "wide", "window"), REAL)
 def test_they_are_three_kernels_on_cuda(time, heads, kv_heads, width, wide, window):
     """At sizes of networks, which fill a multiprocessor's shared memory."""
@@ -239,6 +240,7 @@ def test_they_are_three_kernels_on_cuda(time, heads, kv_heads, width, wide, wind
     assert f"{time}x{time}" not in text and "4096x4096" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("context", full_but(["ring", "gather"], "ring"))
 def test_they_attend_over_cp(context):
     """By lowering, with the types of a mesh checked."""

@@ -100,6 +100,7 @@ def test_plain_values_and_gradients_equal_those_of_matrices(name):
         np.testing.assert_allclose(a, b, atol=1e-6 * terms)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", full_but([jnp.float32, jnp.bfloat16], jnp.bfloat16))
 @pytest.mark.parametrize("name", full_but(CASES, "tiles"))
 def test_kernels_equal_the_plain_twins(name, dtype):

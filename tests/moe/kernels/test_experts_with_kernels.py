@@ -106,6 +106,7 @@ def test_dispatch_over_a_mesh_is_lowered_with_kernels_and_its_gradient(name, pro
     assert "stablehlo.sort" not in text
 
 
+@pytest.mark.slow
 def test_rows_are_spread_and_summed_by_the_kernels_as_without():
     draw = np.random.default_rng(0)
     ids = jnp.asarray(draw.integers(0, 6, (20, 2)), jnp.int32)

@@ -35,6 +35,7 @@ def numbers(draw, *shape):
     return jnp.asarray(draw.normal(size=shape), jnp.bfloat16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tiling", full_but(TILINGS, "small"))
 @pytest.mark.parametrize("name", full_but(PRODUCTS, QUICK))
 def test_a_product_of_gathered_rows_is_that_of_their_copy(name, tiling):
@@ -68,6 +69,7 @@ def test_sums_with_what_is_gathered_on_the_right_are_those_with_its_copy(name):
     np.testing.assert_array_equal(found, grouped.summed(hidden, rows, sizes, **options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", full_but(PRODUCTS, QUICK))
 def test_rows_of_a_product_are_written_each_to_its_place(name):
     """Every fifth nowhere, and those of no group to none of the places of others."""

@@ -118,6 +118,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", full_but(SHAPES, "small"))
 def test_the_product_and_both_gradients_are_kernels_on_cuda(name):
     rows, inner, outer, groups = SHAPES[name]
@@ -173,6 +174,7 @@ def test_kernels_are_lowered_inside_a_mesh_and_gradients_are_summed_over_it():
     assert "stablehlo.all_reduce" in text
 
 
+@pytest.mark.slow
 def test_the_kernel_is_asked_for_by_name_and_serves_hopper_alone(monkeypatch):
     of = shaped(72, 64), shaped(2, 64, 64), shaped(2, dtype=jnp.int32)
 

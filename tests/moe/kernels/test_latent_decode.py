@@ -84,6 +84,7 @@ def test_the_plain_twin_equals_float64(name):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", full_but([16, 128], 128))
 def test_it_is_one_kernel_on_cuda(heads):
     """At DeepSeek-V3's sizes, which fill a multiprocessor's shared memory."""

@@ -42,6 +42,7 @@ def test_the_layout_is_two_kernels(tokens, k, experts):
 WIDTHS = [128, 384, 2048, 7168]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", full_but([jnp.bfloat16, jnp.float32], jnp.bfloat16))
 @pytest.mark.parametrize("width", full_but(WIDTHS, 384))
 def test_permute_and_unpermute_are_kernels_forward_and_backward(width, dtype):

@@ -74,6 +74,7 @@ def test_a_gpu_that_the_kernel_is_not_written_for_is_refused(operation, found, m
     assert KERNEL not in lowered(operation, "cuda")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_tpu_has_the_plain_twin_and_no_kernel(operation):
     assert "custom_call" not in lowered(operation, "tpu").replace("custom_call @Sharding", "")

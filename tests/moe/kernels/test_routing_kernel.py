@@ -56,6 +56,7 @@ def with_gradient(implementation, rule, experts=EXPERTS):
     return jax.device_get(both(*operands(experts), pulled(experts, rule.k)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", full_but(RULES, "softmax of the chosen", "sigmoid in groups"))
 def test_the_plain_twin_is_the_router(name):
     rule = RULES[name]
@@ -97,6 +98,7 @@ def test_the_plain_twin_is_the_router(name):
     np.testing.assert_array_equal(counts, counted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", full_but([EXPERTS, MORE], EXPERTS))
 @pytest.mark.parametrize("name", full_but(RULES, "softmax", "sigmoid in groups"))
 def test_the_kernel_equals_the_plain_twin(name, experts):
@@ -134,6 +136,7 @@ NETWORK = ModelConfig(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", full_but(["none", "selective", "projections"], "selective"))
 def test_the_backward_pass_does_not_choose_again(remat):
     config = replace(NETWORK, execution=replace(NETWORK.execution, remat=remat))

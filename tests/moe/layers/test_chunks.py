@@ -72,6 +72,7 @@ def test_gated_delta_net_refuses_layouts(layers, layout, message):
     specs(alike, fold_abstract(Layout(pp=2)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout", full_but(["pp3", "pp2 vpp2", "pp4", "pp5", "pp2 dp2", "pp7"], "pp3", "pp2 vpp2")
 )

@@ -72,6 +72,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "replayed", "execution"), full_but(CASES, CASES[0]))
 def test_a_scanned_stack_equals_the_unrolled_one(layout, replayed, execution):
     ((value, stats), grads), ((expected, expected_stats), expected_grads) = (
@@ -245,6 +246,7 @@ def test_windows_lengthen_a_period_to_as_many_layers_as_are_unrolled(
     assert period_of_stack(config, layers) == period
 
 
+@pytest.mark.slow
 def test_windows_that_come_again_late_are_looked_up_in_a_body_of_one_layer():
     weights, one = random_weights(LONG, 0), mesh_of("dp1")
 

@@ -175,6 +175,7 @@ def test_recorded_choices_are_in_the_order_of_rows():
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_halved_is_refused():
     tokens, valid = map(jnp.asarray, piece())
     mesh, asked = mesh_of("tp4"), with_execution(two_batch_overlap=True)

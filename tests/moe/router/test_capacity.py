@@ -88,6 +88,7 @@ def test_drops_what_the_loops_drop(policy, layout, scope, groups):
     assert total > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["probs", "position"])
 @pytest.mark.parametrize("layout", ["tp2 cp2", pytest.param("cp2", marks=pytest.mark.slow)])
 def test_what_a_full_sequence_drops_does_not_depend_on_who_holds_it(layout, policy):
@@ -125,6 +126,7 @@ def test_no_capacity_drops_nothing():
     assert float(dropped.sum()) == 0
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(
     st.integers(0, 10_000),

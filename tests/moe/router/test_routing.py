@@ -196,6 +196,7 @@ def test_bias_moves_choices_and_has_no_gradient():
     np.testing.assert_array_equal(gradient, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ROUTERS)
 def test_replayed_choices_have_current_scores(name):
     config, draw = ROUTERS[name], np.random.default_rng(10)

@@ -99,6 +99,7 @@ KINDS = ["rows", "shared", "segments"]
 CASES = [(kind, layout) for kind in KINDS for layout in ("dp1", "tp2", "cp2", "tp4 cp2")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "layout"), full_but(CASES, *((kind, "tp4 cp2") for kind in KINDS))
 )

@@ -49,6 +49,7 @@ def one_sequence(seed=0):
     return np.random.default_rng(seed).integers(0, CONFIG.vocab_size, TIME).astype(np.int32)
 
 
+@pytest.mark.slow
 def test_values_speak_of_the_state_before_each_token():
     config = CONFIG.as_critic()
     weights = random_weights(config, 1)

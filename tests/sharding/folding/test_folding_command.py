@@ -29,6 +29,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_groups_are_printed_without_any_device():
     done = command(SIXTEEN)
     assert (done.returncode, done.stderr) == (0, "")
@@ -63,6 +64,7 @@ def test_the_reason_is_said(layout, reason, capsys):
     assert printed.err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_the_picture(tmp_path, capsys):
     path = tmp_path / "folding.png"
     assert main([SIXTEEN, "--picture", str(path)]) == 0

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[3]
 MEGATRON = ("--program", "megatron-core")
 
 
+@pytest.mark.slow
 def test_the_best_layouts_are_printed_and_drawn(capsys, tmp_path):
     picture = tmp_path / "plans.png"
     given = ["mixtral-8x7b", "--hardware", "h100x16", "--tokens", "256K", "--top", "3"]

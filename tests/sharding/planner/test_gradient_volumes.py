@@ -27,6 +27,7 @@ from sharding.planner.method import Batch, Method
 from sharding.reduction import Reduction
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layout"),
     [

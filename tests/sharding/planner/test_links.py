@@ -128,6 +128,7 @@ MODEL = ModelSizes(
 IN_PARTS = Method(context="ulysses", remat="selective", two_batch_overlap=True, expert_chunks=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [16, 24])
 @pytest.mark.parametrize(
     "method",

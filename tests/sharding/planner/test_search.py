@@ -141,6 +141,7 @@ WALKS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "devices", "rows", "method", "system", "choices"), full_but(WALKS, WALKS[0])
 )

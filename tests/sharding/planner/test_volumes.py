@@ -99,6 +99,7 @@ def senders(schedule):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layout", "dispatch", "context", "remat"), full_but(CASES, *QUICK)
 )

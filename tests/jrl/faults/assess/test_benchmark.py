@@ -118,6 +118,7 @@ def test_jobs_keep_their_order_and_their_number_is_checked():
         list(side_by_side(str, [1], 0))
 
 
+@pytest.mark.slow
 def test_the_command_writes_what_it_prints(tmp_path, capsys):
     flags = "--incidents 3 --clean 1 --machines 5 --only Minder --only Mahalanobis --processes 1"
     flags = flags.replace("--only Minder --only Mahalanobis", "--only Minder Mahalanobis")

@@ -61,6 +61,7 @@ def recorded_run(folder, slow=None, until=None):
             writer.close(fleet.end)
 
 
+@pytest.mark.slow
 def test_the_run_of_healthy_processes_raises_nothing(tmp_path, capsys):
     recorded_run(tmp_path)
     assert replay([str(tmp_path)]) == 0
@@ -104,6 +105,7 @@ def test_a_fleet_that_cannot_be_compared_is_no_all_clear(tmp_path, capsys):
     assert "nothing could be compared: nothing is known" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_an_answer_of_prometheus_is_replayed(tmp_path, capsys):
     """The recording under the names and in the form in which Prometheus gives it."""
     fleet = Fleet.load(RECORDED)

@@ -246,6 +246,7 @@ def test_grpo_ignores_a_constant_and_follows_a_permutation(seed):
         np.testing.assert_allclose(permuted, result[order], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 def test_a_group_without_variance_gets_exactly_zero(size):
     # 0.1 is not a float32: the rounding of a mean of seven of them, over 1e-6, would be visible.

@@ -77,6 +77,7 @@ def same(actual, expected):
     np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 @every
 @given(seeds)
 @few
@@ -223,6 +224,7 @@ def test_pass_at_k_exact_with_all_of_the_group_is_pass_at_k():
     assert not np.any(exact[5])
 
 
+@pytest.mark.slow
 def test_advantages_have_no_gradient():
     draw = np.random.default_rng(0)
     mask = jnp.asarray(np.arange(6)[None] < draw.integers(1, 7, (8, 1)))

@@ -83,6 +83,7 @@ def test_singletons_and_no_epsilon():
 gdpo = jitted.gdpo_advantages
 
 
+@pytest.mark.slow
 def test_gdpo_keeps_apart_what_a_sum_confuses():
     rewards = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [0.0, 0.0]])
     groups = np.zeros(4, int)

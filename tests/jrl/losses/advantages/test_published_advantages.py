@@ -66,6 +66,7 @@ ADV_1_TOKENS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("call", "expected"), ADV_1.values(), ids=ADV_1.keys())
 def test_adv_1(call, expected):
     np.testing.assert_allclose(call(), expected, atol=1.5e-6)
@@ -95,6 +96,7 @@ EGAE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("values", "cut", "settings", "expected"), EGAE.values(), ids=EGAE.keys())
 def test_egae(values, cut, settings, expected):
     rewards = np.zeros(len(values))

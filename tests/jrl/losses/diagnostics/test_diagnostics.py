@@ -105,6 +105,7 @@ def test_oracles(seed):
     close([row for row in rows if len(row)], o.bootstrap_bias(returns, mask, 0.6))
 
 
+@pytest.mark.slow
 def test_nothing_has_a_gradient():
     def numbers(b, floats, lam):
         of_lam = (

@@ -43,6 +43,7 @@ def test_vector_bias_1():
     np.testing.assert_allclose(bias - ERRORS, difference, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_identity_of_the_bias_holds_with_holes_and_any_lambda():
     b = numpy_batch(3)
     with jax.enable_x64(True):
@@ -72,6 +73,7 @@ def test_the_bound_holds_on_every_batch():
         assert found.bias <= found.bound
 
 
+@pytest.mark.slow
 def test_a_critic_that_learns_the_outcome_half_way():
     # 40 responses of 10 tokens; from the fifth on the critic knows the return, before it 1/2.
     outcomes = np.arange(40) % 2
@@ -153,6 +155,7 @@ def test_advantages_of_a_group_have_no_variance_within():
     assert float(nothing.ratio) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [100, 1000])
 def test_reach_of_a_constant_and_of_an_adaptive_lambda(length):
     mask = np.ones((1, length), bool)

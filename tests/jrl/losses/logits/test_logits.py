@@ -98,6 +98,7 @@ def test_every_chunk_size_gives_what_the_log_softmax_gives_to_second_order(chunk
             )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk_size", full_but([None, 3], 3))
 def test_a_mask_is_a_selection_of_rows(chunk_size):
     with jax.enable_x64(True):
@@ -142,6 +143,7 @@ def test_finite_differences(name):
         check_grads(call, (logits / 3,), order=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impossible", full_but([{3}, {0, 1, 2, 6}], {0, 1, 2, 6}))
 def test_impossible_tokens_are_as_if_they_were_not_there(impossible):
     logits, reference = logits_of(6)

@@ -109,6 +109,7 @@ def test_equal_policies_are_weighed_by_one_and_differ_in_nothing():
 statistics, normalized = jax.jit(jrl.mismatch_statistics), jax.jit(jrl.normalized_weights)
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**31), st.sets(st.integers(1, BATCH - 1)))
 @few
 def test_any_cut_adds_up(seed, cuts):

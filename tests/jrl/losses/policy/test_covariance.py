@@ -67,6 +67,7 @@ def _chosen(arrays, seed, **settings):
     return np.asarray((slope == 0) & (arrays[2] != 0) & arrays[3].astype(bool))
 
 
+@pytest.mark.slow
 def test_the_choice_depends_on_the_key_and_the_true_tokens_alone():
     b = batch(0)
     arrays = [b[name] for name in NAMES]
@@ -140,6 +141,7 @@ def test_random_numbers_of_tokens_are_counted_from_the_first_true_one():
     assert bits[mask == 1].tolist() == [int(x) for x in expected]
 
 
+@pytest.mark.slow
 def test_gradients_by_finite_differences():
     with jax.enable_x64(True):
         b = batch(2, dtype=jnp.float64)
@@ -172,6 +174,7 @@ def test_the_first_on_policy_step_is_reinforce_and_a_fraction_of_0_is_ppo():
     np.testing.assert_allclose(jitted.clip_cov_loss(*arrays, fraction=0)[0], ppo, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_choice_made_over_the_whole_lets_cuts_add_up():
     b = batch(4)
     statistics = jitted.covariance_statistics(b["logprobs"], b["advantages"], b["mask"])

@@ -176,6 +176,7 @@ def test_eight_devices_equal_one():
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantile", [0.0, 0.1, 0.2, 0.25, 0.5, 0.8, 0.95, 1.0])
 def test_the_pivot_is_the_nearest_order_statistic(quantile):
     # All in one shape, of which 1 to 40 are true. Python rounds a half to the even number too.

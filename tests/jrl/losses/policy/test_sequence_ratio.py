@@ -47,6 +47,7 @@ def test_gspo_clips_on_the_side_where_an_advantage_acts(gradient):
     assert "pg_clipfrac_lower" not in metrics
 
 
+@pytest.mark.slow
 def test_the_two_gradients_of_gspo_agree_for_one_advantage_per_row_and_differ_otherwise():
     b = batch(0)
     for given, equal in ((per_row(b), True), (arrays(b), False)):

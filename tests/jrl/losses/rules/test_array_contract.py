@@ -201,6 +201,7 @@ def test_a_nan_that_counts_is_not_hidden(name):
         assert any(np.isnan(leaf).any() for leaf in jax.tree.leaves(one))
 
 
+@pytest.mark.slow
 @of_each_kind(EVERYTHING)
 def test_masks_of_any_dtype(name):
     found = outcome(name)

@@ -46,6 +46,7 @@ QUICK = ("token-mean", "seq-mean-token-mean")
 SHAPES = [(4, 2), *(pytest.param(shape, marks=pytest.mark.slow) for shape in ((8, 1), (1, 2)))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", full_but(get_args(jrl.Aggregation), *QUICK))
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("loss", "argument"), [(ppo, "logprobs"), (value, "values")])

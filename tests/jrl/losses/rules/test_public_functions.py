@@ -62,6 +62,7 @@ def test_every_choice_of_a_string_is_in_a_table():
             assert f"``{choice}``" in (inspect.getdoc(function) or "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", full_but(MODULES, "jrl.losses.reduction", "jrl.losses.policy.token_ratio.ppo")
 )

@@ -19,6 +19,7 @@ REWARDS = np.array([5.0, 0.0, 0.0, 1.0, 0.25, -1.0])
 PRESENT = np.array([0, 1, 3, 4, 5])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "estimator",
     [

@@ -39,6 +39,7 @@ def collected_by(setup, sampler, prompts_seen):
     return collect(sampler, setup.recipe, setup.mesh, prompts_seen)
 
 
+@pytest.mark.slow
 def test_samples_of_the_policy():
     """One real call: what the arrays, the texts and the verdicts say is one thing."""
     setup = small_setup()

@@ -41,6 +41,7 @@ def key(completion):
     return request.prompt, request.sample
 
 
+@pytest.mark.slow
 def test_what_is_unfinished_goes_on_in_the_next_step(setup, steps):
     for before, after in itertools.pairwise(steps):
         going_on = {key(c) for c in before.completions if c.trajectory.finish == "window"}

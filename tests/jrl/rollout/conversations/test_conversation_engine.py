@@ -48,6 +48,7 @@ def collected(setup, weights):
     return talked(setup, weights)
 
 
+@pytest.mark.slow
 def test_answers_stand_in_the_context_and_not_under_the_mask(setup, collected):
     batch, begin = to_host(collected.batch), setup.prompt_length
     encode = setup.tokenizer.encode
@@ -72,6 +73,7 @@ def test_answers_stand_in_the_context_and_not_under_the_mask(setup, collected):
             assert (column[row][own] < 0).all() and not column[row][~own].any()
 
 
+@pytest.mark.slow
 def test_the_trainer_gives_the_sampled_tokens_the_same_probabilities(setup, weights, collected):
     batch = collected.batch
     objective = setup.networks.policy.objective

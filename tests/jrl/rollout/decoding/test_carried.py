@@ -83,6 +83,7 @@ def test_rows_go_on_where_they_stood(records_choices):
         np.testing.assert_array_equal(found.choices, wanted.choices)
 
 
+@pytest.mark.slow
 def test_the_weights_of_the_moment_go_on():
     """What is sampled after a push is of the new weights, over a cache of the new weights."""
     asked = ASKED
@@ -136,6 +137,7 @@ def test_a_cache_that_is_kept():
     assert max(differences) > 1e-3
 
 
+@pytest.mark.slow
 def test_a_batch_from_the_host_is_that_of_the_mesh():
     asked = ASKED
     given = answers(asked.engine(), asked.requests, SAMPLING)

@@ -123,6 +123,7 @@ def test_experts_move_while_rows_decode():
     assert two.places.placements == first
 
 
+@pytest.mark.slow
 def test_the_loads_are_the_tokens_that_experts_had():
     """All of a rollout's but for each row's last token, which is not run; rows are those of one
     side."""
@@ -142,6 +143,7 @@ def test_the_loads_are_the_tokens_that_experts_had():
     np.testing.assert_array_equal(np.asarray(two._loads), wanted)
 
 
+@pytest.mark.slow
 def test_weights_are_pushed_once_and_experts_looked_at_as_often_as_said(monkeypatch):
     """Once for each policy that is loaded, whatever is admitted and decoded; after each two tokens
     of the rows, however many the host has decoded at once."""

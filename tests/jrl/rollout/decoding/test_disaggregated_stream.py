@@ -68,6 +68,7 @@ def on_one_mesh():
     return scene(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("split", "places"),
     full_but(

@@ -96,6 +96,7 @@ def test_the_key_decides():
     assert not np.array_equal(decode(Asked()).tokens, decode(Asked(seed=0)).tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout", ["tp2 dp2 / ep4", pytest.param("dp4 / ep2", marks=pytest.mark.slow)]
 )
@@ -237,6 +238,7 @@ def test_rows_are_shelved_at_places_of_their_own(monkeypatch):
     assert seen and all(len(set(places.tolist())) == engine.slots for places in seen)
 
 
+@pytest.mark.slow
 def test_attention_reads_no_more_columns_than_the_longest_live_row_needs(monkeypatch):
     """Of a wide pool: a power of two, whatever stands after it."""
     expected, _ = drawn(LONG, LONG.requests)

@@ -31,6 +31,7 @@ def test_prompts_that_find_no_room_at_their_experts_run_again(monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, found, decode(Asked()))
 
 
+@pytest.mark.slow
 def test_admissions_that_run_again_are_counted():
     # 48 tokens, with one choice each. Even routing of the 64 places is 32 of them on each of two
     # devices, where the buffers end.

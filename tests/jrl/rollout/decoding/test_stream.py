@@ -85,6 +85,7 @@ def crowd(window: int, layout: str = "dp1"):
     return rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", full_but(["dp1", "tp2 dp2 / ep2"], "dp1"))
 def test_greedy_rows_are_those_of_the_engine_that_draws_all_alike(layout):
     rows = crowd(2, layout)
@@ -105,6 +106,7 @@ def test_greedy_rows_are_those_of_the_engine_that_draws_all_alike(layout):
         assert of_best.shape == (len(tokens), K) and np.all(np.diff(of_best) <= 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", full_but([1, 5], 5))
 def test_neither_windows_nor_what_else_runs_have_a_say(window):
     rows = crowd(2)
@@ -118,6 +120,7 @@ def test_neither_windows_nor_what_else_runs_have_a_say(window):
         assert others[77, sample][2][0] is None, "nobody asked for the likeliest"
 
 
+@pytest.mark.slow
 def test_what_is_dropped_gives_its_slots_back():
     made = engine()
     made.ask(asked(1, OwnSampling(0.7, 0.8, seed=2**40 + 5), samples=3))

@@ -42,6 +42,7 @@ def file(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_a_file_of_prompts_is_checked_by_table_and_attacks(tmp_path, capsys):
     path = tmp_path / "sums.jsonl"
     rows = [{"prompt": f"What is {n}+{n}?", "answer": 2 * n} for n in range(10, 30)]

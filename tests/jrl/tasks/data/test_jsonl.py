@@ -152,6 +152,7 @@ def test_nothing_is_executed(tmp_path, task):
     assert not trace.exists()
 
 
+@pytest.mark.slow
 def test_the_worker_does_not_load_jax():
     report = (
         "import runpy, sys; sys.argv = ['worker', 'math']\n"
@@ -266,6 +267,7 @@ def test_an_answer_that_is_no_number_to_write_out(tmp_path, written):
         one(path)
 
 
+@pytest.mark.slow
 def test_numbers_are_checked_as_answers(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "half of 5", "answer": 2.5}\n{"prompt": "b", "answer": 1e1}\n')
@@ -318,6 +320,7 @@ def test_conversations_that_are_refused(tmp_path, messages, message):
 GOOD = b'{"prompt": "a", "answer": "1"}\n'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -359,6 +362,7 @@ def test_files_that_are_refused(tmp_path):
         load_task(f"jsonl:{tmp_path}", 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "extra"), [("jsonl:a.jsonl", r"\.\[math\]"), ("gym:gcd", r"\.\[gym\]")]
 )

@@ -1,6 +1,7 @@
 """A critic on held-out prompts: its report is made of the returns that it is trained on."""
 
 import numpy as np
+import pytest
 from small_runs import small_recipe
 from talks import RESPONSE, talking_setup
 from three_updates import random_weights
@@ -19,6 +20,7 @@ from jrl.trainer.state import init_state
 PROMPTS, K = 4, 2
 
 
+@pytest.mark.slow
 def test_turns_of_a_conversation_keep_their_rewards():
     """Returns and advantages of the report equal those of a step on the same completions."""
     recipe = small_recipe("vapo", gamma=0.9, whiten_advantages=False)

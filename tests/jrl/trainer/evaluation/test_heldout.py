@@ -73,6 +73,7 @@ def test_answers_are_verified_while_the_next_are_decoded(monkeypatch):
     assert met == [True, True]
 
 
+@pytest.mark.slow
 def test_evaluations_are_paired():
     """What is drawn is of the prompt alone: another step with the same weights gives the same."""
     setup = small_setup()

@@ -186,6 +186,7 @@ def test_weights_start_as_masters_cast():
     same_bits(learner.weights, casted(weights))
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_moves_no_master():
     learner, step, batch = program_of(setup_on(), 2)
     before = jax.device_get(learner)
@@ -226,6 +227,7 @@ def test_updates_equal_those_of_one_device(layout, fsdp):
 HELD = [(*where, small) for where in [("dp1", False), *MESHES] for small in (False, True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "fsdp", "small"), full_but(HELD, HELD[1], HELD[4], HELD[6]))
 def test_bytes_on_a_device_are_those_of_a_dry_run(layout, fsdp, small):
     """`test_state.py` holds the description of a state against the state itself."""
@@ -338,6 +340,7 @@ def saved(tmp_path_factory):
     return state, checkpoints
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "fsdp"), [("dp2 / ep2", False), ("dp4", True)])
 def test_a_checkpoint_has_the_masters(saved, layout, fsdp):
     state, checkpoints = saved

@@ -84,6 +84,7 @@ def test_an_update_without_room_is_made_again_with_it(layout, factor):
     assert expected.updates == 1
 
 
+@pytest.mark.slow
 def test_what_had_no_room_moves_nothing():
     setup = setup_on("dp1", TOO_LITTLE)
     network, batch = setup.networks.policy, small_batch(setup, ROWS)

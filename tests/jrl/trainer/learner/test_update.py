@@ -48,6 +48,7 @@ def moments(learner):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("network", "layout", "num_micro"),
     full_but(
@@ -235,6 +236,7 @@ def test_warm_up():
     np.testing.assert_allclose(moved.max(), setup.recipe.learning_rate / 3, rtol=1e-2)
 
 
+@pytest.mark.slow
 def test_a_first_moment_in_bfloat16_is_rounded_and_the_second_is_not():
     """Ten steps of a constant gradient of 0.3, which the bound leaves as it is."""
     weights, gradient = jnp.zeros(5), jnp.full(5, 0.3)

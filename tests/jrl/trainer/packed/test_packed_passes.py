@@ -159,6 +159,7 @@ def one_update(network, layout, bins, packed, context=None):
     return gradient_of(learner, mesh), jax.device_get(metrics), laid
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("network", "layout", "bins", "context"),
     full_but(

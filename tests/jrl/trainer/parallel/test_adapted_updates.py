@@ -102,6 +102,7 @@ def test_updates_equal_those_of_one_device(layout, changes):
     np.testing.assert_allclose(metrics["loss"], same["loss"], rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", full_but(["dp1", "pp2 vpp2"], "dp1"))
 def test_what_samples_is_merged_in_float32_and_rounded_once(layout):
     setup = setup_on(layout, dtype="bfloat16")

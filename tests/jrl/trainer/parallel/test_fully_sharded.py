@@ -125,6 +125,7 @@ def test_the_rollout_has_whole_weights_and_draws_the_same():
     jax.tree.map(np.testing.assert_array_equal, *jax.device_get((moved, same)))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_read_with_and_without(tmp_path):
     setup, plain = setup_on("dp4"), setup_on("dp2", fsdp=False)
     state = fresh_state(setup, random_weights(setup, setup.model))

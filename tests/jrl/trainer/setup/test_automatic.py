@@ -102,6 +102,7 @@ def test_slow_links_between_devices_are_avoided(setup, monkeypatch):
     assert (layout.tp, layout.cp, layout.ep, layout.etp) == (1, 1, 1, 1)
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_it_says_what_is_missing(setup, monkeypatch):
     on_hardware(monkeypatch, memory=1e6)
     with pytest.raises(ValueError, match=r"nothing fits on 2 devices with 0.00092 GB .* --fsdp"):

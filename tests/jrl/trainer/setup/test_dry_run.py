@@ -102,6 +102,7 @@ def test_memory_of_the_state_is_what_the_state_takes(with_everything):
     assert needs["critic's optimizer moments"] + 8 == on_one_device(state.critic.opt_state)
 
 
+@pytest.mark.slow
 def test_memory_of_the_cache_is_what_decoding_carries():
     setup = build_setup(
         RunConfig(layout=LAYOUT), replace(Grpo(), prompts=6, group_size=4, mini_batch=8)
@@ -113,6 +114,7 @@ def test_memory_of_the_cache_is_what_decoding_carries():
     assert cache_of(setup) == on_one_device(pool.cache)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -250,6 +252,7 @@ def test_memory_of_adapters_is_that_of_what_learns(dtype):
     assert shown["reference"] == "the policy without adapters"
 
 
+@pytest.mark.slow
 def test_memory_of_choices_of_experts_is_that_of_their_column():
     recipe = replace(Grpo(), prompts=8, group_size=4, mini_batch=16, router_replay="R2")
     setup = build_setup(RunConfig(layout=LAYOUT), recipe)

@@ -34,6 +34,7 @@ def traded(jaxpr):
             yield from traded(inner)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "kv_heads", "copies"),
     full_but([(4, 2, 2), (4, 1, 4), (4, 6, 2), (2, 3, 2), (4, 4, 1)], (4, 1, 4), (4, 4, 1)),

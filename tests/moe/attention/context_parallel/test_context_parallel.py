@@ -135,6 +135,7 @@ def visible_pairs(kind, window=None):
     return earlier & (until <= (window or TIME))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("windows", full_but(WINDOWS, "tp2 cp2"))
 def test_one_device_reads_what_it_may(kind, windows):

@@ -120,6 +120,7 @@ def oracle(weights, x, routing):
 CASES = [(name, layout) for name in NAMES for layout in ("dp4 / ep4", "dp8 / ep4 etp2")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "layout"), full_but(CASES, ("all_to_all", CASES[0][1])))
 def test_even_routing_fits_and_overflow_is_counted(name, layout, emulated):
     """48 rows a device with even routing, and 64 of room: those of the third expert fit, and of

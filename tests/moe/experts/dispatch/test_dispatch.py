@@ -139,6 +139,7 @@ def agrees(program, routing, name):
     np.testing.assert_array_equal(out[~sent.any(axis=1)], 0)
 
 
+@pytest.mark.slow
 def test_a_token_is_at_the_peers_that_it_goes_to_in_their_order():
     goes = np.asarray([[0, 1, 0, 1, 0], [1, 1, 0, 0, 1], [0] * 5, [0, 0, 0, 0, 1]], bool)
     slot = np.where(goes, np.arange(20).reshape(5, 4).T, 20)
@@ -231,6 +232,7 @@ def test_an_expert_chosen_twice_counts_twice(name, emulated):
     agrees(pulled(on(mesh, partial(dispatch, mesh=mesh, implementation=name))), routing, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", full_but(["all_to_all", "all_gather", "ragged"], "ragged"))
 def test_more_than_the_capacity_promised_takes_nobodys_place(name, emulated):
     """What has no slot adds nothing, and rows for another device are not written over."""
@@ -250,6 +252,7 @@ def test_more_than_the_capacity_promised_takes_nobodys_place(name, emulated):
     np.testing.assert_allclose(out[::4], expected[::4], atol=3e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", full_but(["dp1", "dp8 / ep4 etp2"], "dp8 / ep4 etp2"))
 def test_ragged_equals_the_dense_oracle_on_emulated_collectives(layout, monkeypatch):
     monkeypatch.setattr(ragged_dispatcher.lax, "ragged_all_to_all", ragged_by_gathering)
@@ -259,6 +262,7 @@ def test_ragged_equals_the_dense_oracle_on_emulated_collectives(layout, monkeypa
         agrees(program, routing_of(kind), kind)
 
 
+@pytest.mark.slow
 def test_ragged_is_lowered_for_cuda_with_its_gradient():
     """As what None picks there."""
     mesh = fold_abstract(Layout.parse("dp8 / ep4 etp2"), "gpu")
@@ -369,6 +373,7 @@ def free_program(layout):
     return jit(on(mesh, lambda *given: dispatch(*given, mesh)))
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(st.permutations(range(TOKENS)), st.sampled_from(["dp1", "dp8 / ep4 etp2"]))
 def test_tokens_in_another_order_give_outputs_in_that_order(order, layout):

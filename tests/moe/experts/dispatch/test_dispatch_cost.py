@@ -120,6 +120,7 @@ def test_it_says_why():
     assert "\n" not in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [3, 40])
 @pytest.mark.parametrize(
     ("dtype", "factor", "kind"),

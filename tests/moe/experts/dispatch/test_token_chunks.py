@@ -124,6 +124,7 @@ def same(found, given):
     assert all(np.max(np.abs(g)) > 0 for g in (gradients[0].gate_up, gradients[0].down))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", full_but(["all_to_all", "all_gather"], "all_to_all"))
 def test_chunks_give_what_all_tokens_at_once_give(name):
     given = weights(), tokens(), routing()
@@ -148,6 +149,7 @@ def test_uneven_chunks_do_on_every_mesh(name, product, layout, chunks, emulated)
     same(program(*given), given)
 
 
+@pytest.mark.slow
 def test_a_capacity_holds_for_all_chunks_together():
     """The choices that an expert takes of a device may all be in one chunk, of 4 tokens or 3."""
     mesh = mesh_of("dp2 / ep2")
@@ -266,6 +268,7 @@ def test_the_gradient_of_the_weights_is_summed_over_devices_once():
     assert reduced(1) == reduced(CHUNKS) == (matrices.gate_up.size + matrices.down.size) // 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("chunks", "expected"), [(1, "all_to_all"), (2, "all_gather")])
 def test_none_picks_what_moves_less_of_a_chunk(chunks, expected):
     """Of six tokens a capacity of 2 lets a third through to a peer with one expert; of three, two

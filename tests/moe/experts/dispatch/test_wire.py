@@ -102,6 +102,7 @@ def on(layout, name, **options):
 TWINS = [("all_to_all", 2), ("all_to_all", 4), ("all_gather", 2), ("ragged", 4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "peers"), full_but(TWINS, TWINS[0]))
 def test_equals_the_twin(name, peers, emulated, monkeypatch):
     if peers == 2:  # each with ten tokens

@@ -108,6 +108,7 @@ def test_rows_of_no_group_reach_nothing(name):
     jax.tree.map(np.testing.assert_array_equal, holes, finite)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*NAMES, "plain"])
 def test_bfloat16_is_summed_in_float32(name):
     rows, weights, pull = operands(jnp.bfloat16)
@@ -123,6 +124,7 @@ def test_bfloat16_is_summed_in_float32(name):
     np.testing.assert_allclose(found[2], by_weights, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_each_device_multiplies_its_rows_by_its_matrices(name):
     """On two by two devices, the matrices shared by the pairs that hold the same ones."""
@@ -177,6 +179,7 @@ def test_columns_may_be_several_axes():
     np.testing.assert_array_equal(by_weights, expected[2].reshape(wide.shape))
 
 
+@pytest.mark.slow
 def test_fewer_rows_than_a_tile():
     rows, weights, pull = operands()
     arrays = rows[:5], weights, pull[:5]
@@ -184,6 +187,7 @@ def test_fewer_rows_than_a_tile():
         close(product(name, *arrays, [2, 0, 1, 1, 0]), looped(*arrays, [2, 0, 1, 1, 0]))
 
 
+@pytest.mark.slow
 def test_products_are_lowered_for_accelerators_without_one():
     """What runs there are the blocks, with one product in the loop of each."""
     arguments = [*operands(), np.asarray(SIZES["uneven"], np.int32)]

@@ -14,6 +14,7 @@ PAGE = (ROOT / "docs" / "serving_plan.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"(?m)^python -m sharding\.planner (.*)$", PAGE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_page_shows_the_answer(number, capsys):
     words = shlex.split(COMMANDS[number])

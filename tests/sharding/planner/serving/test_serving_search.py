@@ -66,6 +66,7 @@ def test_the_cases_end_at_each_limit():
     assert limits == {"memory", "time between tokens", "communication"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixtral-8x22b", "dbrx", "scaled-moe"])
 def test_attention_on_h20_with_experts_on_l40s_gives_most_for_its_price(name):
     pairs = [Pair(a, e, (a.price, e.price)) for a in (H20, L40S) for e in (H20, L40S)]

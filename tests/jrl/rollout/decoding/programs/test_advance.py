@@ -45,6 +45,7 @@ def equations(jaxpr):
 READ = {"a part of the cache": (40, 64), "all of it": (1100, 1152)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", full_but(READ, "all of it"))
 def test_rows_of_any_length_are_decoded_by_the_kernel(name, monkeypatch):
     """The engine's own program for rows of 128 and 1000 tokens, lowered for CUDA."""
