@@ -33,7 +33,12 @@ MARKDOWN = [
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 # Looked up by hand; a link to another repository is looked up before it is added.
 REPOSITORIES = {"open-thought/reasoning-gym", "starriver030515/HAPO", "verl-project/verl"}
-REPOSITORIES |= {"NVIDIA/dcgm-exporter", "google/cadvisor", "prometheus/node_exporter"}
+REPOSITORIES |= {
+    "NVIDIA/DCGM",
+    "NVIDIA/dcgm-exporter",
+    "google/cadvisor",
+    "prometheus/node_exporter",
+}
 REPOSITORIES |= {"deepseek-ai/FlashMLA", "meta-pytorch/OpenEnv"}
 
 

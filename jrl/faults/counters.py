@@ -1,41 +1,99 @@
-"""Counters that must not move: errors that a machine reports about itself."""
+"""Counters that must not move, and codes of errors: what a machine reports about itself."""
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
 
 import numpy as np
 
-from jrl.faults.collect.vocabulary import is_error_rate, is_fatal
+from jrl.faults.collect.error_codes import ErrorCode, Fault, error_code
+from jrl.faults.collect.vocabulary import is_code, is_error_rate, is_fatal
 from jrl.faults.fleet import Alarm, Fleet
 
+MOST_NAMED = 4
 
-def moved_counters(fleet: Fleet) -> list[Alarm]:
+
+def moved_counters(fleet: Fleet, faults: Collection[Fault] = ("machine",)) -> list[Alarm]:
     """Machines on which a counter of fatal errors moved: uncorrectable ECC, XID, a link that went.
 
     It names at once, without waiting and without a comparison. Where the counter moved on more than
-    half of the machines, one of them made the others fail, and the first is named.
+    half of the machines, one of them made the others fail, and the first is named. A code of an
+    error names a machine where it is the fault of one of `faults`; see `other_codes` for the rest.
     """
     alarms: list[Alarm] = []
     for column, metric in enumerate(fleet.metrics):
         if not is_fatal(metric):
             continue
         found = []
-        for row, machine in enumerate(fleet.machines):
-            values = fleet.values[row, column]
-            at = np.flatnonzero(np.isfinite(values))
-            steps = np.diff(values[at])
-            # A counter that falls was set back; the code of an error may be smaller than the last.
-            moves = np.flatnonzero((steps != 0) & (values[at][1:] > 0))
-            if moves.size and (steps[moves[0]] > 0 or metric.endswith("xid")):
-                first = int(at[moves[0] + 1])
-                time = fleet.start + first * fleet.period
-                evidence: dict[str, np.ndarray | float | int] = {
-                    "before": float(values[at][moves[0]]),
-                    "after": float(values[first]),
-                }
-                found.append(Alarm(machine, metric, time, fleet.end, evidence))
+        for row in range(len(fleet.machines)):
+            first = next(_alarms(fleet, row, column, faults), None)
+            found += [] if first is None else [first]
         found.sort(key=lambda alarm: alarm.start)
         alarms += found[:1] if 2 * len(found) > len(fleet.machines) else found
     return sorted(alarms, key=lambda alarm: alarm.start)
+
+
+def other_codes(fleet: Fleet, faults: Collection[Fault] = ("machine",)) -> list[str]:
+    """One line for each code of an error that came up and for which nobody is named."""
+    where: defaultdict[ErrorCode, list[str]] = defaultdict(list)
+    for column, metric in enumerate(fleet.metrics):
+        if is_code(metric):
+            for row, machine in enumerate(fleet.machines):
+                for at, _ in _moves(fleet, row, column):
+                    code = error_code(fleet.values[row, column, at])
+                    if not _names(code, faults) and machine not in where[code]:
+                        where[code].append(machine)
+    return [
+        f"{code.describe()} on {_listed(machines)}: nobody is named for it."
+        for code, machines in where.items()
+        if machines
+    ]
+
+
+def _alarms(fleet: Fleet, row: int, column: int, faults: Collection[Fault]) -> Iterator[Alarm]:
+    """One for each time that a counter of fatal errors moved on a machine."""
+    machine, metric = fleet.machines[row], fleet.metrics[column]
+    for at, last in _moves(fleet, row, column):
+        before, after = (float(fleet.values[row, column, each]) for each in (last, at))
+        time = fleet.start + at * fleet.period
+        if is_code(metric):
+            code = error_code(after)
+            if _names(code, faults):
+                numbers: dict[str, np.ndarray | float | int] = {"code before": before}
+                yield Alarm(machine, metric, time, fleet.end, numbers, cause=code.describe())
+        elif after > before:
+            yield Alarm(machine, metric, time, fleet.end, {"before": before, "after": after})
+
+
+def _moves(fleet: Fleet, row: int, column: int) -> Iterator[tuple[int, int]]:
+    """Each sample that differs from the one before it and is no zero, with that one."""
+    values = fleet.values[row, column]
+    known = np.flatnonzero(np.isfinite(values))
+    # A counter that falls was set back; the code of an error may be smaller than the last.
+    moved = np.flatnonzero((np.diff(values[known]) != 0) & (values[known][1:] > 0))
+    for place in moved.tolist():
+        yield int(known[place + 1]), int(known[place])
+
+
+def _names(code: ErrorCode, faults: Collection[Fault]) -> bool:
+    return code.fault in faults and not code.handled
+
+
+def _listed(machines: list[str]) -> str:
+    if len(machines) <= MOST_NAMED:
+        return ", ".join(machines)
+    return f"{len(machines)} machines"
+
+
+def blank_notes(fleet: Fleet) -> list[str]:
+    """One line for each metric of which exporters answered at times that they have no value."""
+    where: defaultdict[str, list[str]] = defaultdict(list)
+    for machine, metric in sorted(fleet.blank):
+        if machine in fleet.machines and metric in fleet.metrics:
+            where[metric].append(machine)
+    return [
+        f"metric {metric!r} of {_listed(machines)} has readings that are no values: left out."
+        for metric, machines in where.items()
+    ]
 
 
 def error_rates(fleet: Fleet, machine: str) -> Mapping[str, float]:

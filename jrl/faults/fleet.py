@@ -26,6 +26,8 @@ class Fleet:
       start: Unix time of column 0 of the time axis, in seconds.
       period: seconds between two samples.
       values: ``[machine, metric, time]`` in each metric's own unit; NaN is "no sample".
+      blank: (machine, metric) where an exporter answered at times that it has no value: that is a
+        gap in the values, and no silence.
 
     Raises:
       ValueError: where names repeat, shapes disagree or times cannot be.
@@ -36,6 +38,7 @@ class Fleet:
     start: float | int
     period: float | int = 1.0
     values: np.ndarray = field(default_factory=lambda: np.zeros((0, 0, 0), np.float32))
+    blank: frozenset[tuple[str, str]] = frozenset()
 
     def __post_init__(self):
         for name in ("machines", "metrics"):
@@ -102,6 +105,7 @@ class Fleet:
             start=np.float64(self.start),
             period=np.float64(self.period),
             values=self.values,
+            blank=np.array(sorted(self.blank), np.str_).reshape(-1, 2),
         )
         path = Path(path)
         partial = path.with_name(path.name + ".tmp")
@@ -122,6 +126,9 @@ class Fleet:
                 version = int(file["version"])
                 parts = {name: file[name] for name in ("machines", "metrics", "values")}
                 start, period = float(file["start"]), float(file["period"])
+                # Older files have none.
+                told = file["blank"].tolist() if "blank" in file.files else []
+                blank = frozenset((str(machine), str(metric)) for machine, metric in told)
         # All that numpy, zipfile and zlib raise for content that is damaged.
         except (
             ValueError,
@@ -143,7 +150,7 @@ class Fleet:
         machines, metrics = (
             tuple(str(name) for name in parts[key]) for key in ("machines", "metrics")
         )
-        return cls(machines, metrics, start, period, parts["values"])
+        return cls(machines, metrics, start, period, parts["values"], blank)
 
 
 @dataclass(frozen=True)
@@ -156,6 +163,7 @@ class Alarm:
       start: Unix time at which it began to stand out, in seconds.
       end: Unix time of the last sample looked at in which it did.
       evidence: numbers behind it, by name: scores over time, thresholds, counts.
+      cause: what the machine itself says that it is, in words; empty where it does not.
     """
 
     machine: str
@@ -163,6 +171,7 @@ class Alarm:
     start: float | int
     end: float | int
     evidence: dict[str, np.ndarray | float | int] = field(default_factory=dict, compare=False)
+    cause: str = field(default="", compare=False)
 
     def describe(self) -> str:
         """One line: who, in what, since when and for how long."""
@@ -172,7 +181,8 @@ class Alarm:
             for name, value in self.evidence.items()
             if isinstance(value, float | int)
         )
-        line = f"{self.machine} stands out in {self.metric} since {since}"
+        cause = f" with {self.cause}" if self.cause else ""
+        line = f"{self.machine} stands out in {self.metric}{cause} since {since}"
         line += f", for {self.end - self.start:.0f} s"
         return f"{line} ({numbers})" if numbers else line
 

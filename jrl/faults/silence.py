@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jrl.faults.collect.vocabulary import gpu_of
 from jrl.faults.fleet import Alarm, Fleet
 
 SILENCE = "silence"
@@ -16,7 +17,8 @@ class SilenceDetector:
 
     A metric that a machine gave before and gives no more, while the others do, is named as well: a
     GPU that fell off its bus leaves its exporter without a series. What a machine did not give yet
-    is no silence, unless it never gives anything.
+    is no silence, unless it never gives anything; nor is a metric of which its exporter says that
+    it has no value (`Fleet.blank`), while it has some of another metric of that GPU.
 
     Attributes:
       seconds: without a sample, in a row.
@@ -54,7 +56,7 @@ class SilenceDetector:
                 continue  # a metric that this machine does not have
             begin, end = self._longest(present[row], others)
             seconds = int(others[begin:end].sum()) * fleet.period
-            if seconds < self.seconds:
+            if seconds < self.seconds or _is_told(fleet, int(row), metric, begin, end):
                 continue
             evidence: dict[str, np.ndarray | float | int] = {"seconds": float(seconds)}
             if metric != SILENCE:
@@ -74,3 +76,11 @@ class SilenceDetector:
         lost = total[edges[1:]] - total[edges[:-1] + 1]
         longest = int(lost.argmax())
         return int(edges[longest]) + 1, int(edges[longest + 1])
+
+
+def _is_told(fleet: Fleet, row: int, metric: str, begin: int, end: int) -> bool:
+    """Whether a metric is missing because an exporter that has others of its GPU has no value."""
+    if (fleet.machines[row], metric) not in fleet.blank:
+        return False
+    beside = [gpu_of(name) == gpu_of(metric) for name in fleet.metrics]
+    return bool(np.isfinite(fleet.values[row, beside, begin:end]).any())

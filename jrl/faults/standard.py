@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from jrl.faults.collect.error_codes import FAULTS, Fault
 from jrl.faults.collect.vocabulary import STEP_TIME
-from jrl.faults.counters import error_rates, moved_counters
+from jrl.faults.counters import blank_notes, error_rates, moved_counters, other_codes
 from jrl.faults.fleet import Alarm, Fleet
 from jrl.faults.outlier import OutlierDetector
 from jrl.faults.report import Report
@@ -30,6 +31,8 @@ class StandardDetector:
       silence: seconds without a sample.
       window: seconds of a window of the third.
       metrics: what is compared, by any name of `jrl.faults.collect.vocabulary`; all by default.
+      codes: whose faults name a machine where the first sees the code of an error: some of
+        `FAULTS`. The others are said in the notes.
     """
 
     continuity: float | int = 240.0
@@ -37,9 +40,13 @@ class StandardDetector:
     silence: float | int = 240.0
     window: float | int = 8.0
     metrics: Sequence[str] = ()
+    codes: Sequence[Fault] = ("machine",)
 
     def __post_init__(self):
         self._parts()
+        unknown = [fault for fault in self.codes if fault not in FAULTS]
+        if unknown:
+            raise ValueError(f"codes={unknown[0]!r} must be some of {', '.join(FAULTS)}.")
 
     def _parts(self) -> tuple[SilenceDetector, OutlierDetector, ShiftDetector]:
         times = tuple(self.metrics) or (STEP_TIME,)
@@ -60,11 +67,13 @@ class StandardDetector:
         silent, outlier, shift = self._parts()
         report = shift.examine(fleet)
         found: dict[str, Alarm] = {}
-        for alarm in (*moved_counters(fleet), *silent(fleet), *outlier(fleet), *report.alarms):
+        moved = moved_counters(fleet, self.codes)
+        for alarm in (*moved, *silent(fleet), *outlier(fleet), *report.alarms):
             found.setdefault(alarm.machine, alarm)
         alarms = [
             replace(alarm, evidence={**alarm.evidence, **error_rates(fleet, alarm.machine)})
             for alarm in found.values()
         ]
         known = bool(alarms) or report.comparable or outlier.compares(fleet)
-        return replace(report, alarms=alarms, comparable=known)
+        notes = (*report.notes, *other_codes(fleet, self.codes), *blank_notes(fleet))
+        return replace(report, alarms=alarms, comparable=known, notes=notes)

@@ -28,8 +28,8 @@ from moe.adapters.adapted import Adapted
 from moe.adapters.settings import Lora
 from moe.adapters.trees import is_adapted, trained
 from moe.config import ModelConfig
+from moe.huggingface.adapter_options import AdapterOptions
 from moe.huggingface.configuration import family_for
-from moe.huggingface.options import Options
 from moe.huggingface.tensors import Tensors, tensors_of
 from moe.huggingface.writing import write_tensors
 from moe.placement import in_chunks, shardings
@@ -44,18 +44,6 @@ STACKED = {"gate_up": ("gate_up_proj", ".base_layer"), "down": ("down_proj", "")
 """The parameter of experts that a weight is, and what PEFT puts after the module's name."""
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 """Modules that PEFT takes for those of experts."""
-NEUTRAL = {
-    "bias": ("none",),
-    "fan_in_fan_out": (False,),
-    "lora_bias": (False,),
-    "use_dora": (False,),
-    "modules_to_save": (None, []),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "layer_replication": (None,),
-    "trainable_token_indices": (None,),
-}
-"""Options of adapter_config.json that would make other adapters of it, and what they must be."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +54,7 @@ class _Module:
       name: of the module, without what stands before and after it in the names of tensors.
       target: what adapter_config.json calls it.
       is_parameter: whether that is one of ``target_parameters``.
+      key: what the patterns of adapter_config.json are matched with.
       number: of the weight among those with adapters.
       place: in the stack of the weight.
     """
@@ -73,6 +62,7 @@ class _Module:
     name: str
     target: str
     is_parameter: bool
+    key: str
     number: int
     place: tuple[int, ...]
 
@@ -132,7 +122,7 @@ def save_adapters(
 def adapters_of(
     directory: str | Path, config: ModelConfig, architecture: str | None = None
 ) -> Lora:
-    """Rank, scale and targets of the adapters in a folder.
+    """Rank, scale and targets of the adapters in a folder; of ranks that differ the greatest.
 
     Args:
       config: the network that they are beside.
@@ -143,29 +133,25 @@ def adapters_of(
         in another way; it is named.
     """
     directory = Path(directory)
-    options = Options.read(directory / CONFIG)
-    options.demand("peft_type", "LORA")
-    for name, accepted in NEUTRAL.items():
-        options.demand(name, *accepted, default=accepted[0])
-    rank, alpha = options.take("r"), options.take("lora_alpha")
-    if type(rank) is not int or type(alpha) not in (int, float):
-        raise options.not_fitting(f"r={rank!r} and lora_alpha={alpha!r} must be numbers")
-    rank_stabilised = options.take("use_rslora", default=False) is True
+    options = AdapterOptions.read(directory / CONFIG)
     plain = config.without_adapters()
-    every = Lora(rank, float(alpha), targets_of(plain), rank_stabilised)
+    every = Lora(options.rank, options.alpha, targets_of(plain), options.rank_stabilised)
     with _open(directory) as file:
         names = set(file.keys())
-    found = [
-        target
-        for target in every.targets
-        if any(
-            f"{PREFIX}{module.name}.lora_A.weight" in names
-            for module in _modules(_with(plain, every, (target,)), architecture)
-        )
-    ]
+    found = dict[str, list[_Module]]()
+    for target in every.targets:
+        modules = _modules(_with(plain, every, (target,)), architecture)
+        there = [each for each in modules if f"{PREFIX}{each.name}.lora_A.weight" in names]
+        if there:
+            found[target] = there
     if not found:
         raise ValueError(f"{directory} has no adapter of a weight of this network: is it another?")
-    return Lora(rank, float(alpha), tuple(found), rank_stabilised)
+    widest = max(
+        (each for modules in found.values() for each in modules),
+        key=lambda each: options.rank_of(each.key),
+    )
+    rank, alpha = options.rank_of(widest.key), options.alpha_of(widest.key)
+    return Lora(rank, alpha, tuple(found), options.rank_stabilised)
 
 
 def load_adapters(
@@ -175,7 +161,8 @@ def load_adapters(
     them; None in place of the weights beside them.
 
     Matrices of a target that the folder has none for get adapters of zeros, which stay zeros: it is
-    as if there were none.
+    as if there were none. So do the ranks that a matrix has fewer than the network; where its scale
+    is another than the network's, its B makes up for it.
 
     Args:
       config: the network, with adapters as `adapters_of` describes them.
@@ -185,6 +172,7 @@ def load_adapters(
       ValueError: when tensors are unknown, lack their other half, or have another shape.
     """
     directory, statement = Path(directory), table(config)
+    options = AdapterOptions.read(directory / CONFIG)
     shapes = jax.eval_shape(lambda: initialise_trained(config, jax.random.key(0)))
     empty = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), shapes)
     leaves = [leaf for leaf in jax.tree.leaves(empty, is_leaf=is_adapted) if is_adapted(leaf)]
@@ -202,14 +190,18 @@ def load_adapters(
                 wrong.append(f"{module.name} has one of lora_A and lora_B alone")
                 continue
             theirs = [np.asarray(file.get_tensor(name)).astype(np.float32) for name in names]
-            for half, x, back in zip(
-                (leaf.a, leaf.b), theirs, (order.a_to_ours, order.b_to_ours), strict=True
-            ):
-                wanted = half[module.place].size
-                if x.ndim != 2 or x.size != wanted:
-                    wrong.append(f"{module.name} has {x.shape}, which are not {wanted} numbers")
-                else:
-                    half[module.place] = back(x)
+            rank = options.rank_of(module.key)
+            for half, x, name in zip("AB", theirs, names, strict=True):
+                shape = order.shape_of(half, rank)
+                if x.shape != shape:
+                    wrong.append(f"{name.removeprefix(PREFIX)} has {x.shape}, not {shape}")
+            if wrong:
+                continue
+            a, b = (order.padded(half, x, rank) for half, x in zip("AB", theirs, strict=True))
+            own, scale = options.scale_of(module.key), _lora_of(config).scale
+            if own != scale:
+                b = b * np.float32(own / scale)
+            leaf.a[module.place], leaf.b[module.place] = order.a_to_ours(a), order.b_to_ours(b)
     # PEFT keeps a copy of a head that has an adapter.
     known |= {f"{PREFIX}lm_head.base_layer.weight"}
     wrong += [f"unknown {name}" for name in sorted(there - known)]
@@ -236,6 +228,26 @@ class _Order:
     b: tuple[int, ...]
     experts: bool
     out: tuple[int, ...]
+
+    @property
+    def rank(self) -> int:
+        return self.a[-1]
+
+    def shape_of(self, half: str, rank: int) -> tuple[int, int]:
+        """Of PEFT's ``lora_A`` or ``lora_B`` where it has some rank."""
+        experts = self.a[0] if self.experts else 1
+        own = prod(self.a if half == "A" else self.b) // (experts * self.rank)
+        return (experts * rank, own) if half == "A" else (own, experts * rank)
+
+    def padded(self, half: str, theirs: np.ndarray, rank: int) -> np.ndarray:
+        """PEFT's tensor with zeros for the ranks that it has fewer than ours."""
+        if rank == self.rank:
+            return theirs
+        experts = self.a[0] if self.experts else 1
+        # A is of one expert after the other, B of one rank after the other.
+        split = (experts, rank, -1) if half == "A" else (-1, rank, experts)
+        wider = np.pad(theirs.reshape(split), ((0, 0), (0, self.rank - rank), (0, 0)))
+        return wider.reshape(self.shape_of(half, self.rank))
 
     def a_to_theirs(self, a: np.ndarray) -> np.ndarray:
         """``[*in, rank]`` -> ``[rank, in]``; with experts in front ``[expert rank, in]``."""
@@ -306,16 +318,25 @@ def _modules(config: ModelConfig, architecture: str | None) -> list[_Module]:
             for layer in range(plan.sizes["layer"]):
                 module = f"model.layers.{plan.layers[layer]}.{EXPERTS}{after}"
                 target = f"{EXPERTS}.{parameter}"
-                modules.append(_Module(module, target, True, number, (layer,)))
+                key = f"model.layers.{plan.layers[layer]}.{target}"
+                modules.append(_Module(module, target, True, key, number, (layer,)))
             continue
         for place, tensor in plan.names():
             module = tensor.removesuffix(".weight")
             # The same for all layers: what follows the layer's number.
             target = module.split(".", 3)[-1] if plan.stack else module
             by_weight = fused and module.endswith(PROJECTIONS)
-            target += ".weight" if by_weight else ""
-            modules.append(_Module(module, target, by_weight, number, place))
+            after = ".weight" if by_weight else ""
+            modules.append(
+                _Module(module, target + after, by_weight, module + after, number, place)
+            )
     return modules
+
+
+def _lora_of(config: ModelConfig) -> Lora:
+    if config.lora is None:
+        raise ValueError("the network has no adapters to read: take those of adapters_of.")
+    return config.lora
 
 
 def _with(plain: ModelConfig, lora: Lora, targets: tuple[str, ...]) -> ModelConfig:

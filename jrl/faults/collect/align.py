@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jrl.faults.collect.readings import possible
 from jrl.faults.collect.record import SUFFIX, Record, read
 from jrl.faults.fleet import Fleet
 
@@ -161,8 +162,8 @@ def _place(
     at, last = np.unique(ticks[inside].astype(int), return_index=True)
     columns = np.array([metrics.index(name) for name in life.columns], int)
     samples = life.values[inside[last]]
-    # Infinity is no measurement.
-    into[np.ix_(columns, at)] = np.where(np.isfinite(samples), samples, np.nan).T
+    for column, name, values in zip(columns, life.columns, samples.T, strict=True):
+        into[column, at] = np.where(possible(name, values), values, np.nan)
 
 
 def _used(values: np.ndarray) -> int:

@@ -1,7 +1,8 @@
 """The pages of DCGM's exporter, of node exporter and of cAdvisor in the sampler's names.
 
-Each metric is a level, a counter (compared as a rate), or a counter of fatal errors, which is kept
-as it stands. What several devices of a machine give is summed for counters and averaged for levels.
+Each metric is a level, a counter (compared as a rate), a counter of fatal errors, which is kept as
+it stands, or the code of the last error. What several devices of a machine give is summed for
+counters and averaged for levels; of codes the weightiest counts.
 
 https://github.com/NVIDIA/dcgm-exporter  https://github.com/prometheus/node_exporter
 https://github.com/google/cadvisor/blob/master/docs/storage/prometheus.md
@@ -9,19 +10,24 @@ https://github.com/google/cadvisor/blob/master/docs/storage/prometheus.md
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 from jaxtyping import Float64
 
+from jrl.faults.collect.error_codes import weightiest
+from jrl.faults.collect.readings import blank as blank_readings
+from jrl.faults.collect.readings import possible
+from jrl.faults.collect.series import Series, check_times, gpus_of, machines_of
 from jrl.faults.fleet import Fleet
 
-LEVEL, COUNTER, TOTAL = "level", "counter", "total"
-"""Compared as it is; as a rate; kept as it stands, for it must not move."""
-MACHINE_LABELS = ("machine", "node", "instance", "Hostname", "hostname")
-"""Labels that name a machine, the first that is there; the port of an instance is left out."""
+LEVEL, COUNTER, TOTAL, CODE = "level", "counter", "total", "code"
+"""Compared as it is; as a rate; kept as it stands, for it must not move; the code of an error."""
 IDLE = ("idle", "iowait")
+MOST_VALUES = 2**28
+"""Values of a fleet: 1 GiB."""
+MOST_NAMED = 12
 
 _DCGM = {
     "DEV_GPU_UTIL": ("gpu/duty_cycle", LEVEL),
@@ -34,10 +40,12 @@ _DCGM = {
     "DEV_FB_USED": ("gpu/memory", LEVEL),
     "DEV_NVLINK_BANDWIDTH_TOTAL": ("gpu/nvlink", COUNTER),
     "DEV_PCIE_REPLAY_COUNTER": ("gpu/pcie/replays", COUNTER),
-    "DEV_XID_ERRORS": ("gpu/xid", TOTAL),
+    "DEV_XID_ERRORS": ("gpu/xid", CODE),
     "DEV_ECC_SBE_VOL_TOTAL": ("gpu/ecc/corrected", COUNTER),
     "DEV_ECC_DBE_VOL_TOTAL": ("gpu/ecc/uncorrected", TOTAL),
     "DEV_ROW_REMAP_FAILURE": ("gpu/rows/remap_failure", TOTAL),
+    "DEV_UNCORRECTABLE_REMAPPED_ROWS": ("gpu/rows/remapped", COUNTER),
+    "DEV_CORRECTABLE_REMAPPED_ROWS": ("gpu/rows/remapped", COUNTER),
     "DEV_POWER_VIOLATION": ("gpu/throttled", COUNTER),
     "DEV_THERMAL_VIOLATION": ("gpu/throttled", COUNTER),
     "DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL": ("gpu/nvlink/errors", COUNTER),
@@ -84,90 +92,145 @@ _PATTERNS = (
     (re.compile(r"node_ethtool_[a-z0-9_]*prio[0-9]_pause(_total)?"), ("network/pfc", COUNTER)),
     (re.compile(r"node_(ethtool|infiniband)_[a-z0-9_]*cnp[a-z0-9_]*"), ("network/cnp", COUNTER)),
 )
+_EXPORTERS = re.compile(
+    r"(DCGM|dcgm|node|container|go|promhttp|scrape|machine_(cpu|dimm|memory|nvm|node|scrape|swap)"
+    r"|process_(cpu|max|network|open|resident|start|virtual))_\w+|up"
+)
+"""Names of DCGM's exporter, of node exporter, of cAdvisor, and what exporters say of themselves."""
 SELECTOR = '{__name__=~"jrl_.+|' + "|".join([*EXPORTED, *(p.pattern for p, _ in _PATTERNS)]) + '"}'
 """What a Prometheus server is asked for: all that is known by name."""
 
 
-@dataclass(frozen=True)
-class Series:
-    """What one exporter said about one thing.
-
-    Attributes:
-      labels: with the name under ``__name__``.
-      times: Unix time of each sample in seconds, in order.
-      values: NaN where it was no number.
-    """
-
-    labels: Mapping[str, str]
-    times: Float64[np.ndarray, "sample"]
-    values: Float64[np.ndarray, "sample"]
-
-
 def known_as(name: str) -> tuple[str, str] | None:
     """The sampler's name of an exported metric and its kind; None for one that nobody knows."""
-    found = next((found for pattern, found in _PATTERNS if pattern.fullmatch(name)), None)
-    return EXPORTED.get(name, found)
+    if name in EXPORTED:
+        return EXPORTED[name]
+    return next((found for pattern, found in _PATTERNS if pattern.fullmatch(name)), None)
 
 
-def machine_of(labels: Mapping[str, str], label: str | None = None) -> str:
-    """The machine that labels are about.
+def is_passed_over(name: str, wanted: Collection[str] = ()) -> bool:
+    """Whether an exporter's name is one of those that say nothing here, see `passed_over`."""
+    return name not in wanted and known_as(name) is None and _EXPORTERS.fullmatch(name) is not None
 
-    Raises:
-      ValueError: where none of them names one.
+
+def passed_over(series: Iterable[Series], wanted: Collection[str] = ()) -> list[str]:
+    """One line that names what of known exporters is not compared; none where nothing is.
+
+    Whether such a name is a level or a counter, and what its devices add up to, is not known: some
+    of DCGM's default list, such as the energy since boot, would look like a shift.
+
+    Args:
+      wanted: names that are compared all the same.
     """
-    names = MACHINE_LABELS if label is None else (label,)
-    found = next((name for name in names if name in labels), None)
-    if found is None:
-        raise ValueError(
-            f"a series of the answer has no label {' or '.join(map(repr, names))}: it has "
-            f"{', '.join(labels) or 'none'}; choose another, or keep it in the query."
-        )
-    value = labels[found]
-    return re.sub(r":\d+$", "", value) if label is None and found == "instance" else value
+    names = sorted({one.labels["__name__"] for one in series})
+    names = [name for name in names if is_passed_over(name, wanted)]
+    if not names:
+        return []
+    shown = ", ".join(names[:MOST_NAMED]) + (", ..." if len(names) > MOST_NAMED else "")
+    return [
+        f"{len(names)} metrics of exporters are not known here and not compared: {shown} "
+        "(--metrics NAME compares one)."
+    ]
 
 
 def as_fleet(
-    series: Sequence[Series], *, label: str | None = None, period: float | int | None = None
+    series: Sequence[Series],
+    *,
+    label: str | None = None,
+    period: float | int | None = None,
+    wanted: Collection[str] = (),
 ) -> Fleet:
     """Series of any exporters as one fleet, in the sampler's names.
 
+    Readings that are no values (`jrl.faults.collect.readings`) are left out; the fleet's `blank`
+    says of which metrics of which machines there were any. Names of exporters that are not known
+    are left out too, see `passed_over`.
+
     Args:
-      label: names the machine; by default the first of `MACHINE_LABELS` that a series has.
+      label: names the machine, see `machines_of`.
       period: seconds between two samples; by default what is usual in the series.
+      wanted: names that are taken although they are not known.
 
     Raises:
-      ValueError: where a series names no machine, or times span more ticks than can be.
+      ValueError: where a series names no machine, or times lie too far apart.
     """
+    kept = [one for one in _told_once(series) if _counts(one, wanted)]
+    period = usual_period(kept) if period is None else period
+    machines_of_all = machines_of(kept, label)
+    check_times(kept, machines_of_all)
     parts: defaultdict[tuple[str, str], list[tuple[str, Series]]] = defaultdict(list)
-    for one in _told_once(series):
+    for one, machine, gpu in zip(
+        kept, machines_of_all, gpus_of(kept, machines_of_all), strict=True
+    ):
         name = one.labels["__name__"]
-        if one.labels.get("mode") in IDLE or one.labels.get("device") == "lo":
-            continue
         column, kind = known_as(name) or (name, COUNTER if name.endswith("_total") else LEVEL)
-        if column.startswith("gpu/") and "gpu" in one.labels:
-            column = f"gpu{one.labels['gpu']}{column[3:]}"
-        parts[machine_of(one.labels, label), column].append((kind, one))
-    period = usual_period(series) if period is None else period
-    times = [one.times for one in series if one.times.size]
+        if column.startswith("gpu/") and gpu is not None:
+            column = f"gpu{gpu}{column[3:]}"
+        parts[machine, column].append((kind, one))
+    times = [one.times for one in kept if one.times.size]
     start = min((float(each[0]) for each in times), default=0.0)
     end = max((float(each[-1]) for each in times), default=start)
     length = int((end - start) / period + 0.5) + 1 if times else 0
     machines, metrics = (tuple(sorted({key[part] for key in parts})) for part in (0, 1))
-    if len(machines) * len(metrics) * length > 2**31:
+    if len(machines) * len(metrics) * length > MOST_VALUES:
         raise ValueError(
-            f"the answer spans {length} ticks of {period} s: one of its times is wrong, or the "
-            "period is not the query's step."
+            f"the answer spans {length} ticks of {period} s for {len(machines)} machines and "
+            f"{len(metrics)} metrics, {len(machines) * len(metrics) * length / 2**28:.0f} GiB: ask "
+            "for a shorter time or fewer metrics, or give the query's step as the period."
         )
     values = np.full((len(machines), len(metrics), length), np.nan, np.float32)
+    row_of, column_of = ({name: at for at, name in enumerate(some)} for some in (machines, metrics))
+    blank = set[tuple[str, str]]()
     for (machine, column), of in parts.items():
-        rows = np.stack([_on_ticks(kind, one, start, period, length) for kind, one in of])
-        count = np.isfinite(rows).sum(axis=0)
-        total = np.where(np.isfinite(rows), rows, 0).sum(axis=0)
-        if of[0][0] == LEVEL:
-            total = total / np.maximum(count, 1)
-        into = values[machines.index(machine), metrics.index(column)]
-        into[:] = np.where(count > 0, total, np.nan)
-    return Fleet(machines, metrics, start, float(period), values)
+        read = [_read(kind, column, one) for kind, one in of]
+        if any(none for _, none in read):
+            blank.add((machine, column))
+        kind = of[0][0]
+        rows = np.stack([_on_ticks(kind, one, start, period, length) for one, _ in read])
+        into = values[row_of[machine], column_of[column]]
+        into[:] = _together(kind, rows)
+    return Fleet(machines, metrics, start, float(period), values, frozenset(blank))
+
+
+def _counts(one: Series, wanted: Collection[str]) -> bool:
+    """Whether a series says something about how its machine does."""
+    if one.labels.get("mode") in IDLE or one.labels.get("device") == "lo":
+        return False
+    return not is_passed_over(one.labels["__name__"], wanted)
+
+
+def _read(kind: str, column: str, one: Series) -> tuple[Series, bool]:
+    """A series without what is no value, and whether an exporter said that it has none."""
+    values, absent = one.values, np.isnan(one.values)
+    # Counters are compared as rates, so that their size says nothing.
+    known = values >= 0 if kind == COUNTER else possible(column, values)
+    if one.labels["__name__"].startswith("DCGM_"):
+        known &= ~blank_readings(values)
+    blank = ~known & ~absent
+    values = np.where(known, values, np.nan)
+    if kind == CODE and known.any():
+        # Before the first error there is no code.
+        values[: int(known.argmax())][blank[: int(known.argmax())]] = 0.0
+    return replace(one, values=values), bool(blank.any())
+
+
+def _together(kind: str, rows: Float64[np.ndarray, "series tick"]) -> Float64[np.ndarray, "tick"]:
+    """What several series of one metric are together."""
+    if len(rows) == 1:
+        return rows[0]
+    if kind == CODE:
+        # Several at one tick are the codes of several errors, or of parts of one GPU.
+        highest = np.fmax.reduce(rows)
+        for tick in np.flatnonzero(np.fmin.reduce(rows) != highest):
+            some = rows[np.isfinite(rows[:, tick]), tick]
+            highest[tick] = weightiest(some.tolist()) if some.size else np.nan
+        return highest
+    known = np.isfinite(rows)
+    count = known.sum(axis=0)
+    total = np.where(known, rows, 0).sum(axis=0)
+    if kind == LEVEL:
+        total = total / np.maximum(count, 1)
+    return np.where(count > 0, total, np.nan)
 
 
 def usual_period(series: Iterable[Series]) -> float:
@@ -205,6 +268,8 @@ def _on_ticks(
     """A series at its ticks, counters as rates; a counter that fell has none."""
     times, values = one.times, one.values
     if kind == COUNTER:
+        some = np.isfinite(values)
+        times, values = times[some], values[some]
         seconds, moved = np.diff(times), np.diff(values)
         with np.errstate(divide="ignore", invalid="ignore"):
             values = np.where((moved >= 0) & (seconds > 0), moved / seconds, np.nan)

@@ -9,13 +9,14 @@ import math
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from jrl.faults.collect.exporters import Series, as_fleet, known_as, machine_of
+from jrl.faults.collect.exporters import as_fleet, is_passed_over, known_as
+from jrl.faults.collect.series import Series, machine_of
 from jrl.faults.collect.vocabulary import exported_name
 from jrl.faults.fleet import Fleet
 
@@ -29,8 +30,9 @@ def read_answers(
     machine: str | None = "machine",
     metric: str = "__name__",
     period: float | int | None = 1.0,
+    wanted: Collection[str] = (),
 ) -> Fleet:
-    """Range-query answers, one or several, as one fleet.
+    """Range-query answers, one or several, as one fleet; see `as_fleet` for what is left out.
 
     Args:
       answers: the JSON as the server sent it; several are laid side by side.
@@ -39,13 +41,27 @@ def read_answers(
       metric: the label whose value is the metric's name. A function in the query, such as ``rate``,
         removes ``__name__``: put the name under another label there (``label_replace``).
       period: the ``step`` of the query, in seconds; None takes what is usual in the answers.
+      wanted: names of exporters that are taken although they are not known.
 
     Raises:
       ValueError: where an answer is no JSON, cut short, an error or no matrix; where a series lacks
-        one of the labels, or two have the same; where a value is no number.
+        one of the labels, or two have the same; where a value is no number, or times lie days
+        apart.
     """
     if period is not None and not (math.isfinite(period) and period > 0):
         raise ValueError(f"period={period} must be a finite number of seconds above 0.")
+    series = read_series(answers, machine=machine, metric=metric, wanted=wanted)
+    return as_fleet(series, label=machine, period=period, wanted=wanted)
+
+
+def read_series(
+    answers: Sequence[str | bytes],
+    *,
+    machine: str | None,
+    metric: str = "__name__",
+    wanted: Collection[str] = (),
+) -> list[Series]:
+    """The series of range-query answers; arguments and errors are those of `read_answers`."""
     found: dict[tuple[str, str, str], Series] = {}
     for answer in answers:
         for labels, samples in matrix(answer):
@@ -55,9 +71,11 @@ def read_answers(
                     f"a series of the answer has no label {metric!r}: it has "
                     f"{', '.join(labels) or 'none'}; choose another, or keep it in the query."
                 )
-            who = machine_of(labels, machine)
-            # Of an exporter that is known, it is known which series are one.
-            apart = str(sorted(labels.items())) if known_as(name) else ""
+            # Of an exporter that is known, it is known which series are one, or that they are left
+            # out; a name that was asked for is averaged.
+            several = known_as(name) or is_passed_over(name) or name in wanted
+            apart = str(sorted(labels.items())) if several else ""
+            who = "" if is_passed_over(name, wanted) else machine_of(labels, machine)
             if (who, name, apart) in found:
                 raise ValueError(
                     f"two series are {name} of {who}: aggregate them in the query, for "
@@ -66,7 +84,7 @@ def read_answers(
             ordered = sorted(samples)
             times, values = (np.array([each[part] for each in ordered]) for part in (0, 1))
             found[who, name, apart] = Series({**labels, "__name__": name}, times, values)
-    return as_fleet(list(found.values()), label=machine, period=period)
+    return list(found.values())
 
 
 def query_range(

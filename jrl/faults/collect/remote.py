@@ -16,13 +16,16 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from jrl.faults.collect.exporters import SELECTOR, Series
+from jrl.faults.collect.exporters import SELECTOR
 from jrl.faults.collect.prometheus import matrix
+from jrl.faults.collect.series import Series, machine_of
 
 Sample = tuple[Mapping[str, str], float, float]
 """Labels, Unix time and value."""
 TIMEOUT = 10.0
 """Seconds that an answer may take."""
+AHEAD = 60.0
+"""Seconds by which a clock elsewhere may be ahead."""
 MOST_AT_ONCE = 16
 """Pages that are fetched at a time."""
 
@@ -53,6 +56,15 @@ class Store:
         """Asks for what is new and returns all series that have samples, and what went wrong."""
         since = max(self._newest, now - self._seconds)
         samples, problems = self._source.poll(since, now)
+        ahead = [labels for labels, time, _ in samples if time > now + AHEAD]
+        if ahead:
+            # They would be the newest for as long as that clock is ahead.
+            samples = [sample for sample in samples if sample[1] <= now + AHEAD]
+            first = ahead[0].get("__name__", "a metric")
+            problems.append(
+                f"{len(ahead)} samples are more than {AHEAD:.0f} s ahead of this clock, such as "
+                f"{first} of {machine_of(ahead[0])!r}: left out; set that clock right."
+            )
         for labels, time, value in sorted(samples, key=lambda sample: sample[1]):
             times, values = self._kept.setdefault(tuple(sorted(labels.items())), ([], []))
             if not times or time > times[-1]:

@@ -87,6 +87,7 @@ ERROR_RATES = frozenset(
         "gpu/ecc/corrected",
         "gpu/pcie/replays",
         "gpu/nvlink/errors",
+        "gpu/rows/remapped",
         "gpu/throttled",
         "memory/ecc/corrected",
         "rdma/errors",
@@ -102,31 +103,40 @@ def exported_name(name: str) -> str:
     return "jrl_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
 
 
+CODES = frozenset({"gpu/xid", exported_name("gpu/xid")})
+"""Fatal ones that hold the code of the last error, see `jrl.faults.collect.error_codes`."""
+
 _EXPORTED = {exported_name(name): meaning for name, meaning in MEANINGS.items()}
 _LEVELS = {*LEVELS, *map(exported_name, LEVELS)}
 
 
 def meaning(name: str) -> str:
     """The name that models and detectors know a recorded metric by."""
-    one = _of_any_gpu(name)
+    one = of_any_gpu(name)
     return MEANINGS.get(one) or _EXPORTED.get(one) or name
 
 
-def _of_any_gpu(name: str) -> str:
+def of_any_gpu(name: str) -> str:
+    """The name of a metric without the number of its GPU."""
     return re.sub(r"^(jrl_)?gpu\d+([/_])", r"\1gpu\2", name)
 
 
 def is_fatal(name: str) -> bool:
     """Whether a metric counts errors that no healthy machine has."""
-    return _of_any_gpu(name) in FATAL or _of_any_gpu(name) in map(exported_name, FATAL)
+    return of_any_gpu(name) in FATAL or of_any_gpu(name) in map(exported_name, FATAL)
+
+
+def is_code(name: str) -> bool:
+    """Whether a metric is the code of the last error, not a count of errors."""
+    return of_any_gpu(name) in CODES
 
 
 def is_error_rate(name: str) -> bool:
     """Whether a metric is a rate of errors that are corrected, or of throttling."""
-    return _of_any_gpu(name) in ERROR_RATES
+    return of_any_gpu(name) in ERROR_RATES
 
 
-def _gpu(name: str) -> str:
+def gpu_of(name: str) -> str:
     """Which GPU a metric is of; empty for the machine's only one, or none."""
     found = re.match(r"(?:jrl_)?(gpu\d+)[/_]", name)
     return found[1] if found else ""
@@ -137,7 +147,7 @@ def groups_of(metrics: Iterable[str]) -> list[tuple[str, ...]]:
     groups: dict[str, list[str]] = {}
     for name in metrics:
         if meaning(name) in GPU_ACTIVITY:
-            groups.setdefault(_gpu(name), []).append(name)
+            groups.setdefault(gpu_of(name), []).append(name)
     return [tuple(names) for names in groups.values() if len(names) > 1]
 
 
@@ -157,5 +167,5 @@ def recorded_as(wanted: Sequence[str], recorded: Iterable[str]) -> tuple[str, ..
 def searched(priority: Sequence[str], recorded: Sequence[str]) -> tuple[str, ...]:
     """The recorded metrics in the order of `priority`, then others not in `LEVELS` and `FATAL`."""
     first = recorded_as(priority, recorded)
-    others = [name for name in recorded if _of_any_gpu(name) not in _LEVELS and not is_fatal(name)]
+    others = [name for name in recorded if of_any_gpu(name) not in _LEVELS and not is_fatal(name)]
     return tuple(dict.fromkeys((*first, *others)))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 import numpy as np
 
 from jrl.faults.collect.align import Process
-from jrl.faults.collect.exporters import as_fleet, usual_period
+from jrl.faults.collect.exporters import as_fleet, passed_over
 from jrl.faults.collect.remote import Source, Store
 from jrl.faults.fleet import Detector, Fleet
 from jrl.faults.live.watcher import Look, Verdicts
@@ -21,6 +21,7 @@ class RemoteWatcher:
       seconds: how far back to look.
       silence: a machine that has given no sample for so many seconds is called silent.
       label: names the machine, see `as_fleet`.
+      wanted: names of exporters that are compared although they are not known.
       acknowledged: see `Verdicts`.
     """
 
@@ -32,25 +33,27 @@ class RemoteWatcher:
         seconds: float | int = 900.0,
         silence: float | int = 60.0,
         label: str | None = None,
+        wanted: Collection[str] = (),
         acknowledged: Callable[[], Collection[str]] | None = None,
     ):
         self._store = Store(source, seconds)
         self._verdicts = Verdicts(detector, acknowledged)
         self._seconds, self._silence, self._label = seconds, silence, label
+        self._wanted = wanted
 
     def look(self, now: float | None = None) -> Look:
         """Asks for what is new; `now` is Unix time, the present by default."""
         begun = time.monotonic()
         now = time.time() if now is None else now
         series, problems = self._store.update(now)
-        fleet = as_fleet(series, label=self._label, period=usual_period(series))
+        fleet = as_fleet(series, label=self._label, wanted=self._wanted)
         report, raised = self._verdicts.judge(fleet)
         processes = tuple(self._glance(fleet, row, now) for row in range(len(fleet.machines)))
         health = (
             f"{len(series)} series of {len(fleet.machines)} machines every {fleet.period:g} s, "
             f"asked in {time.monotonic() - begun:.2f} s"
         )
-        notes = report.notes
+        notes = (*passed_over(series, self._wanted), *report.notes)
         if not series:
             notes = (f"no sample of the last {self._seconds:g} s was received: nobody is watched",)
         return Look(

@@ -17,7 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 from jrl.faults.collect.align import align, read_folder
-from jrl.faults.collect.prometheus import read_answers
+from jrl.faults.collect.error_codes import Fault
+from jrl.faults.collect.exporters import as_fleet, passed_over
+from jrl.faults.collect.prometheus import read_series
 from jrl.faults.collect.vocabulary import PRIORITY
 from jrl.faults.fleet import Alarm, Fleet
 from jrl.faults.live.watcher import all_present
@@ -42,6 +44,9 @@ class ReplayOptions:
     """Seconds for which the same machine must stand out."""
     metrics: tuple[str, ...] = ()
     """The metrics to search, in this order; all that were recorded by default."""
+    xid: tuple[Fault, ...] = ("machine",)
+    """Whose XID errors name a machine: some of machine, program and unknown. The others are said in
+    a note."""
     machine_label: str | None = None
     """Label that names the machine in an answer of Prometheus; by default the first of machine,
     node, instance and Hostname that a series has."""
@@ -52,7 +57,7 @@ class ReplayOptions:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
     request = tyro.cli(ReplayOptions, prog="python -m jrl.faults replay", args=arguments)
-    fleet, notes = read_fleet(Path(request.record), request.machine_label)
+    fleet, notes = read_fleet(Path(request.record), request.machine_label, request.metrics)
     fleet = fleet.last(request.last)
     if request.metrics:
         fleet = fleet.select(request.metrics)
@@ -76,6 +81,7 @@ def examine(fleet: Fleet, request: ReplayOptions) -> Report:
             continuity=request.continuity,
             threshold=StandardDetector.threshold if threshold is None else threshold,
             metrics=request.metrics,
+            codes=request.xid,
         )
         return standard.examine(fleet)
     from jrl.faults.minder.detect import (
@@ -92,8 +98,14 @@ def examine(fleet: Fleet, request: ReplayOptions) -> Report:
     return replace(report, alarms=[*report.alarms, *silent]) if silent else report
 
 
-def read_fleet(path: Path, machine_label: str | None = None) -> tuple[Fleet, list[str]]:
+def read_fleet(
+    path: Path, machine_label: str | None = None, metrics: Sequence[str] = ()
+) -> tuple[Fleet, list[str]]:
     """The fleet that a file or a folder holds, and what could not be read of it.
+
+    Args:
+      machine_label: names the machine in an answer of Prometheus.
+      metrics: names of exporters that are read although they are not known.
 
     Raises:
       ValueError: where it holds none.
@@ -102,7 +114,9 @@ def read_fleet(path: Path, machine_label: str | None = None) -> tuple[Fleet, lis
     if path.is_dir():
         return _read_records(path)
     if path.suffix == ".json":
-        return read_answers([path.read_bytes()], machine=machine_label, period=None), []
+        series = read_series([path.read_bytes()], machine=machine_label, wanted=metrics)
+        fleet = as_fleet(series, label=machine_label, wanted=metrics)
+        return fleet, passed_over(series, metrics)
     return Fleet.load(path), []
 
 

@@ -20,6 +20,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from jrl.faults.collect.error_codes import Fault
 from jrl.faults.collect.exporters import SELECTOR
 from jrl.faults.collect.remote import Pages, Prometheus
 from jrl.faults.collect.vocabulary import PRIORITY, recorded_as
@@ -76,6 +77,9 @@ class WatchOptions:
     """What to compare, the most telling first; the first that names somebody ends the search. By
     default all for standard, step/time and cpu/process for outlier, those of production too for
     minder."""
+    xid: tuple[Fault, ...] = ("machine",)
+    """Whose XID errors name a machine, for standard: some of machine, program and unknown. The
+    others are said in a line below the table."""
     silence: float = 60.0
     """Seconds without a sample after which a process is named that did not say it was through."""
     interval: float | None = None
@@ -141,6 +145,7 @@ def _watcher(request: WatchOptions) -> Watcher | RemoteWatcher:
             seconds=request.seconds,
             silence=request.silence,
             label=request.machine_label,
+            wanted=request.metrics,
             acknowledged=known,
         )
     folders = {}
@@ -184,7 +189,11 @@ def _detector(request: WatchOptions) -> Detector:
     if request.detector == "standard":
         threshold = StandardDetector.threshold if threshold is None else threshold
         return StandardDetector(
-            request.continuity, threshold, window=request.window, metrics=request.metrics
+            request.continuity,
+            threshold,
+            window=request.window,
+            metrics=request.metrics,
+            codes=request.xid,
         )
     from jrl.faults.minder.detect import (
         Minder,  # with JAX and the models, which take seconds to load

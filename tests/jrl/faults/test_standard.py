@@ -65,10 +65,70 @@ def test_a_counter_of_fatal_errors_that_moves_names_at_once():
     fleet.values[3, 1, 50:] = 79
     (alarm,) = STANDARD(fleet)
     assert (alarm.machine, alarm.metric, alarm.start) == ("node-3", "gpu1/xid", 5050)
-    assert (alarm.evidence["before"], alarm.evidence["after"]) == (0, 79)
+    assert alarm.cause == "XID 79 (GPU has fallen off the bus; the machine's)"
+    assert alarm.evidence["code before"] == 0
     # Where it made all others fail, the first is the cause.
     fleet.values[:, 1, 55:] = 43
     assert [each.machine for each in STANDARD(fleet)] == ["node-3"]
+
+
+def test_a_count_of_errors_has_what_it_was_and_is():
+    fleet = host(metrics=("gpu0/ecc/uncorrected",), seconds=60)
+    fleet.values[:] = 7
+    fleet.values[3, 0, 50:] = 8
+    (alarm,) = STANDARD(fleet)
+    assert (alarm.machine, alarm.start, alarm.cause) == ("node-3", 5050, "")
+    assert (alarm.evidence["before"], alarm.evidence["after"]) == (7, 8)
+
+
+def with_codes(codes, machine=3):
+    """Sixty seconds in which one machine has had these codes, one for each ten."""
+    fleet = host(metrics=("cpu/process", "gpu1/xid"), seconds=60)
+    fleet.values[:, 1] = 0
+    for number, code in enumerate(codes):
+        fleet.values[machine, 1, 10 * (number + 1) :] = code
+    return fleet
+
+
+@pytest.mark.parametrize("code", [13, 31, 43, 45, 63, 92, 8, 39, 137, 777])
+def test_an_error_that_is_not_the_machines_is_said_and_names_nobody(code):
+    report = STANDARD.examine(with_codes([code]))
+    assert report.alarms == []
+    (note,) = (note for note in report.notes if "XID" in note)
+    assert note.startswith(f"XID {code} (") and "on node-3: nobody is named for it" in note
+
+
+@pytest.mark.parametrize("code", [32, 48, 62, 64, 74, 79, 94, 95, 109, 119, 140, 149, 154])
+def test_an_error_of_the_machine_names_it_at_once(code):
+    (alarm,) = STANDARD(with_codes([code]))
+    assert (alarm.machine, alarm.metric, alarm.start) == ("node-3", "gpu1/xid", 5010)
+    assert f"in gpu1/xid with XID {code} (" in alarm.describe()
+
+
+@pytest.mark.parametrize(
+    ("codes", "at"),
+    [([31, 79], 20), ([79, 45], 10), ([0, 13, 0, 48, 43], 40), ([63, 64], 20), ([95, 0, 95], 10)],
+)
+def test_the_first_error_of_the_machine_counts_among_others(codes, at):
+    (alarm,) = STANDARD(with_codes(codes))
+    assert (alarm.machine, alarm.start) == ("node-3", 5000 + at)
+
+
+def test_whose_errors_name_a_machine_can_be_chosen():
+    fleet = with_codes([31])
+    assert [each.machine for each in StandardDetector(codes=("program",))(fleet)] == ["node-3"]
+    assert StandardDetector(codes=("unknown",))(fleet) == []
+    with pytest.raises(ValueError, match="codes='driver' must be some of machine, program"):
+        StandardDetector(codes=("driver",))
+
+
+def test_a_program_that_fails_on_all_machines_is_one_line():
+    fleet = with_codes([31])
+    fleet.values[:, 1, 20:] = 31
+    report = STANDARD.examine(fleet)
+    assert report.alarms == []
+    assert sum("31 (memory page fault" in note for note in report.notes) == 1
+    assert any("on 8 machines" in note for note in report.notes)
 
 
 def test_errors_that_are_corrected_are_evidence_of_an_alarm():

@@ -65,6 +65,14 @@ def test_gaps_and_infinities_are_nan_and_metrics_the_union():
     np.testing.assert_array_equal(fleet.values[1], [[nan] * 4, [nan] * 4, [nan, nan, 7, nan]])
 
 
+def test_what_a_metric_cannot_be_is_nan():
+    columns = ("gpu0/temperature", "gpu0/ecc/uncorrected", "mine")
+    a = record("a", [NOW - 1, NOW], [[40, 0, -7], [4294967.0, 4e9, 9e9]], columns)
+    fleet = align([a], now=NOW, seconds=10).fleet
+    values = fleet.select(columns).values[0, :, -2:]
+    np.testing.assert_array_equal(values, np.float32([[40, np.nan], [0, np.nan], [-7, 9e9]]))
+
+
 def test_two_lives_of_a_machine_are_one_row():
     first = record("a", START + np.arange(20), ended=True)
     second = record("a", START + np.arange(30, 60), begun=START + 30)

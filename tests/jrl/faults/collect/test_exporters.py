@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from jrl.faults.collect.exporters import EXPORTED, SELECTOR, Series, as_fleet, known_as
+from jrl.faults.collect.exporters import EXPORTED, SELECTOR, as_fleet, known_as, passed_over
 from jrl.faults.collect.remote import read_page
+from jrl.faults.collect.series import Series
 from jrl.faults.collect.vocabulary import MEANINGS, is_error_rate, is_fatal, meaning
 
 PAGE = """\
@@ -79,4 +80,79 @@ def test_the_root_of_cadvisor_is_not_counted_twice():
 
 def test_a_series_without_a_machine_is_refused():
     with pytest.raises(ValueError, match="no label 'machine' or 'node'"):
-        as_fleet([series("node_load1", [1])])
+        as_fleet([series("queue_length", [1])])
+
+
+# What DCGM's exporter serves by default, in one version or another, and is not compared here.
+UNKNOWN = (
+    "DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION",
+    "DCGM_FI_DEV_PCIE_TX_THROUGHPUT",
+    "DCGM_FI_DEV_PCIE_RX_THROUGHPUT",
+    "DCGM_FI_DEV_ENC_UTIL",
+    "DCGM_FI_DEV_DEC_UTIL",
+    "DCGM_FI_DEV_FB_FREE",
+    "DCGM_FI_DEV_FB_RESERVED",
+    "DCGM_FI_DEV_VGPU_LICENSE_STATUS",
+    "DCGM_FI_DEV_RETIRED_SBE",
+    "DCGM_FI_DEV_RETIRED_DBE",
+)
+KNOWN = (
+    "DCGM_FI_DEV_SM_CLOCK",
+    "DCGM_FI_DEV_MEM_CLOCK",
+    "DCGM_FI_DEV_MEMORY_TEMP",
+    "DCGM_FI_DEV_GPU_TEMP",
+    "DCGM_FI_DEV_POWER_USAGE",
+    "DCGM_FI_DEV_PCIE_REPLAY_COUNTER",
+    "DCGM_FI_DEV_GPU_UTIL",
+    "DCGM_FI_DEV_MEM_COPY_UTIL",
+    "DCGM_FI_DEV_XID_ERRORS",
+    "DCGM_FI_DEV_FB_USED",
+    "DCGM_FI_DEV_NVLINK_BANDWIDTH_TOTAL",
+    "DCGM_FI_DEV_UNCORRECTABLE_REMAPPED_ROWS",
+    "DCGM_FI_DEV_CORRECTABLE_REMAPPED_ROWS",
+    "DCGM_FI_DEV_ROW_REMAP_FAILURE",
+    "DCGM_FI_PROF_GR_ENGINE_ACTIVE",
+    "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE",
+    "DCGM_FI_PROF_DRAM_ACTIVE",
+    "DCGM_FI_PROF_PCIE_TX_BYTES",
+    "DCGM_FI_PROF_PCIE_RX_BYTES",
+)
+
+
+def test_the_default_list_of_dcgm_is_known_or_passed_over_with_a_note():
+    of_two = [
+        series(name, [1, 1], instance="a:9400", gpu=str(gpu))
+        for name in (*KNOWN, *UNKNOWN)
+        for gpu in range(2)
+    ]
+    fleet = as_fleet(of_two)
+    assert all(known_as(name) for name in KNOWN) and not any(map(known_as, UNKNOWN))
+    assert set(fleet.metrics) == {
+        f"gpu{gpu}{known_as(name)[0][3:]}" for name in KNOWN for gpu in range(2)
+    }
+    (note,) = passed_over(of_two)
+    assert note.startswith("10 metrics of exporters are not known here and not compared: DCGM_")
+    assert all(name in note for name in UNKNOWN)
+    # One that is asked for is compared, the mean of what its devices give.
+    (note,) = passed_over(of_two, UNKNOWN[:1])
+    assert UNKNOWN[0] not in note and note.startswith("9 ")
+    assert UNKNOWN[0] in as_fleet(of_two, wanted=UNKNOWN[:1]).metrics
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("DCGM_EXP_XID_ERRORS_COUNT", "dcgm_gpu_temp", "node_load1", "node_boot_time_seconds"),
+        *("container_last_seen", "machine_cpu_cores", "go_goroutines", "process_open_fds", "up"),
+        *("promhttp_metric_handler_requests_total", "scrape_duration_seconds"),
+    ],
+)
+def test_what_exporters_say_besides_is_passed_over(name):
+    other = series(name, [1, 2], instance="a:9400")
+    assert as_fleet([other]).metrics == () and name in passed_over([other])[0]
+
+
+@pytest.mark.parametrize("name", ["jrl_step_time", "queue_length", "machine_load", "goodput"])
+def test_names_of_ones_own_are_compared(name):
+    own = series(name, [1, 2], instance="a:9400")
+    assert as_fleet([own]).metrics == (name,) and passed_over([own]) == []

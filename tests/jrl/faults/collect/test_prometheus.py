@@ -53,12 +53,27 @@ def test_several_answers_with_gaps_and_without_order_are_one_fleet():
     np.testing.assert_array_equal(fleet.values[0, 1], [nan, nan, nan, 3])
 
 
+FAR = [({"machine": "a", "__name__": f"x{each}"}, [[9, "1"]]) for each in range(599)]
 ONE = ({"machine": "a", "__name__": "x"}, [[1, "2"]])
 
 
 def test_times_between_two_ticks_have_a_place():
     fleet = read_answers([answer((ONE[0], [[-1.5, "1"], [1, "2"]]))])
     np.testing.assert_array_equal(fleet.values[0, 0], [1, np.nan, np.nan, 2])
+
+
+def test_an_answer_with_unknown_names_of_exporters_is_read_without_them():
+    one = {"machine": "a", "gpu": "0"}
+    parts = [
+        ({**one, "__name__": "DCGM_FI_DEV_GPU_UTIL"}, [[1, "90"]]),
+        ({**one, "__name__": "DCGM_FI_DEV_ENC_UTIL"}, [[1, "0"]]),
+        ({**one, "__name__": "DCGM_FI_DEV_ENC_UTIL", "gpu": "1"}, [[1, "4"]]),
+        ({"__name__": "up", "job": "dcgm"}, [[1, "1"]]),
+    ]
+    assert read_answers([answer(*parts)]).metrics == ("gpu0/duty_cycle",)
+    asked = read_answers([answer(*parts)], wanted=("DCGM_FI_DEV_ENC_UTIL",))
+    assert asked.metrics == ("DCGM_FI_DEV_ENC_UTIL", "gpu0/duty_cycle")
+    assert asked.values[0, 0, 0] == 2
 
 
 def test_an_answer_without_series_is_an_empty_fleet():
@@ -83,7 +98,11 @@ def test_an_answer_without_series_is_an_empty_fleet():
         (answer((ONE[0], [[1, "two"]])), "not as Prometheus writes it"),
         (answer((ONE[0], [[1]])), "not as Prometheus writes it"),
         (answer((ONE[0], [["NaN", "1"]])), "a time that is no number"),
-        (answer((ONE[0], [[1, "1"], [4e12, "1"]])), "spans 4000000000000 ticks of 1.0 s"),
+        (answer((ONE[0], [[1, "1"], [4e12, "1"]])), "46296296 days away from the others"),
+        (
+            answer((ONE[0], [[0, "1"], [5e5, "1"]]), *FAR),
+            "spans 500001 ticks .* 600 metrics, 1 GiB",
+        ),
     ],
 )
 def test_a_wrong_answer_is_one_clear_line(content, message):

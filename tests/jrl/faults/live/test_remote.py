@@ -13,7 +13,7 @@ import pytest
 from exporters import HOSTS, METRICS, sample
 
 from jrl.faults.__main__ import main
-from jrl.faults.collect.remote import Pages, Prometheus
+from jrl.faults.collect.remote import Pages, Prometheus, Store
 from jrl.faults.live.remote import RemoteWatcher
 from jrl.faults.standard import StandardDetector
 
@@ -123,3 +123,35 @@ def test_exporters_pages_are_fetched_and_a_dead_one_is_said(server):
     ]
     assert samples[0][0]["instance"].startswith("127.0.0.1:")
     assert "http://127.0.0.1:9/metrics cannot be reached" in problem
+
+
+def test_samples_of_a_clock_that_is_ahead_are_left_out_and_do_not_stop_the_asking():
+    asked = []
+
+    class Clocks:
+        def poll(self, since, now):
+            asked.append(since)
+            labels = {"__name__": "jrl_step_time", "instance": "n7:9400"}
+            return [(labels, now, 1.0), (labels, now + 3e7, 2.0)], []
+
+    store = Store(Clocks(), 900)
+    for now in (1000.0, 1015.0):
+        (series,), (problem,) = store.update(now)
+        assert series.times[-1] == now and series.values.max() == 1
+    assert asked == [100.0, 1000.0]
+    assert "1 samples are more than 60 s ahead" in problem and "jrl_step_time of 'n7'" in problem
+
+
+def test_a_whole_page_is_compared_in_what_is_known_of_it_alone(server):
+    class Page(Answers):
+        def do_GET(self):
+            self.answer('DCGM_FI_DEV_GPU_UTIL{gpu="0"} 95\nnode_boot_time_seconds 7\nqueue 1\n')
+
+    address = server(Page) + "/metrics"
+    look = RemoteWatcher(Pages([address]), StandardDetector()).look()
+    assert look.fleet.metrics == ("gpu0/duty_cycle", "queue")
+    assert "not compared: node_boot_time_seconds (--metrics NAME" in look.notes[0]
+    wanted = RemoteWatcher(
+        Pages([address]), StandardDetector(), wanted=("node_boot_time_seconds",)
+    ).look()
+    assert wanted.fleet.metrics == ("gpu0/duty_cycle", "node_boot_time_seconds", "queue")

@@ -1,0 +1,188 @@
+"""Series of exporters: what one of them said about one thing, of which machine and of which GPU."""
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import pairwise
+
+import numpy as np
+from jaxtyping import Float64
+
+MACHINE_LABELS = ("machine", "node", "instance", "Hostname", "hostname")
+"""Labels that name a machine, the first that is there; the port of an instance is left out."""
+HOST_LABELS = ("Hostname", "hostname")
+UUID_LABELS = ("UUID", "uuid")
+DAY = 86400.0
+LONGEST_GAP = 7 * DAY
+"""Seconds without any sample beyond which a clock is wrong, not a fleet at rest."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """What one exporter said about one thing.
+
+    Attributes:
+      labels: with the name under ``__name__``.
+      times: Unix time of each sample in seconds, in order.
+      values: NaN where it was no number.
+    """
+
+    labels: Mapping[str, str]
+    times: Float64[np.ndarray, "sample"]
+    values: Float64[np.ndarray, "sample"]
+
+
+def machine_of(labels: Mapping[str, str], label: str | None = None) -> str:
+    """The machine that labels are about.
+
+    Raises:
+      ValueError: where none of them names one.
+    """
+    names = MACHINE_LABELS if label is None else (label,)
+    found = _first(labels, names)
+    if found is None:
+        raise ValueError(
+            f"a series of the answer has no label {' or '.join(map(repr, names))}: it has "
+            f"{', '.join(labels) or 'none'}; choose another, or keep it in the query."
+        )
+    value = labels[found]
+    return re.sub(r":\d+$", "", value) if label is None and found == "instance" else value
+
+
+def machines_of(series: Sequence[Series], label: str | None = None) -> list[str]:
+    """The machine of each series, told from all of them together.
+
+    * Several hosts that are scraped through one address (one ``instance``, several ``Hostname``)
+      are several machines, unless `label` says what names one.
+    * A machine that comes back under another address with a GPU of the same UUID, after everything
+      under the old one has ended, is the same machine under its new name.
+
+    Args:
+      label: names the machine; by default the first of `MACHINE_LABELS` that a series has.
+
+    Raises:
+      ValueError: where a series names no machine.
+    """
+    names = [machine_of(one.labels, label) for one in series]
+    if label is None:
+        names = _told_apart(series, names)
+    new = _moved(series, names)
+    return [new.get(name, name) for name in names]
+
+
+def gpus_of(series: Sequence[Series], machines: Sequence[str]) -> list[str | None]:
+    """The number of the GPU that each series is about, None where it is about none.
+
+    A GPU with a UUID keeps one number, the newest, where a reset has numbered the GPUs of its
+    machine anew. Where numbers are missing the order of the UUIDs gives them.
+    """
+    newest: dict[tuple[str, str], tuple[float, str]] = {}
+    unnumbered: defaultdict[str, set[str]] = defaultdict(set)
+    for one, machine in zip(series, machines, strict=True):
+        uuid, number = _uuid(one), one.labels.get("gpu")
+        if uuid and number is None:
+            unnumbered[machine].add(uuid)
+        elif uuid and number is not None and one.times.size:
+            seen = (float(one.times[-1]), number)
+            newest[machine, uuid] = max(newest.get((machine, uuid), seen), seen)
+    numbers = {key: number for key, (_, number) in newest.items()}
+    for machine, uuids in unnumbered.items():
+        for number, uuid in enumerate(sorted(uuids)):
+            numbers.setdefault((machine, uuid), str(number))
+    return [
+        numbers.get((machine, _uuid(one) or ""), one.labels.get("gpu"))
+        for one, machine in zip(series, machines, strict=True)
+    ]
+
+
+def check_times(series: Sequence[Series], machines: Sequence[str]) -> None:
+    """Refuses series of which some are days away from the others: one of their clocks is wrong.
+
+    Raises:
+      ValueError: names a machine on the side that has fewer samples.
+    """
+    stretches = []
+    for one, machine in zip(series, machines, strict=True):
+        parts = [one.times]
+        if one.times.size and one.times[-1] - one.times[0] > LONGEST_GAP:
+            edges = np.flatnonzero(np.diff(one.times) > LONGEST_GAP) + 1
+            parts = np.split(one.times, edges)
+        for part in parts:
+            if part.size:
+                stretches.append((float(part[0]), float(part[-1]), part.size, machine))
+    stretches.sort()
+    ends = np.maximum.accumulate([last for _, last, _, _ in stretches] or [0.0])
+    for at in range(1, len(stretches)):
+        gap = stretches[at][0] - float(ends[at - 1])
+        if gap > LONGEST_GAP:
+            sides = (stretches[:at], stretches[at:])
+            few, many = sorted(sides, key=lambda side: sum(size for _, _, size, _ in side))
+            named = f"{few[0][3]!r} has samples {_at(few[0][0])}"
+            raise ValueError(
+                f"{named}, {gap / DAY:.0f} days away from the others ({_at(many[-1][0])}): set its "
+                "clock right, leave it out of the query, or ask for one time at a time."
+            )
+
+
+def _told_apart(series: Sequence[Series], names: Sequence[str]) -> list[str]:
+    """Names by host where several hosts have one instance."""
+    hosts = [
+        _value(one.labels, HOST_LABELS)
+        if _first(one.labels, MACHINE_LABELS) == "instance"
+        else None
+        for one in series
+    ]
+    behind: defaultdict[str, set[str]] = defaultdict(set)
+    for name, host in zip(names, hosts, strict=True):
+        if host:
+            behind[name].add(host)
+    return [
+        host if host and len(behind[name]) > 1 else name
+        for name, host in zip(names, hosts, strict=True)
+    ]
+
+
+def _moved(series: Sequence[Series], names: Sequence[str]) -> dict[str, str]:
+    """The newest name of each machine that had another one before."""
+    spans: dict[str, tuple[float, float]] = {}
+    with_gpu: defaultdict[str, set[str]] = defaultdict(set)
+    for one, name in zip(series, names, strict=True):
+        if one.times.size:
+            first, last = spans.get(name, (np.inf, -np.inf))
+            spans[name] = min(first, float(one.times[0])), max(last, float(one.times[-1]))
+            uuid = _uuid(one)
+            if uuid:
+                with_gpu[uuid].add(name)
+    new: dict[str, str] = {}
+    for having in with_gpu.values():
+        ordered = sorted(having, key=lambda name: spans[name])
+        for old, later in pairwise(ordered):
+            if spans[old][1] < spans[later][0]:
+                new[old] = later
+    for old in new:
+        while new[old] in new:
+            new[old] = new[new[old]]
+    return new
+
+
+def _first(labels: Mapping[str, str], names: Sequence[str]) -> str | None:
+    return next((name for name in names if name in labels), None)
+
+
+def _value(labels: Mapping[str, str], names: Sequence[str]) -> str | None:
+    found = _first(labels, names)
+    return None if found is None else labels[found]
+
+
+def _uuid(one: Series) -> str | None:
+    return _value(one.labels, UUID_LABELS)
+
+
+def _at(time: float) -> str:
+    """A Unix time as a date, or as it is where no calendar has it."""
+    try:
+        return datetime.fromtimestamp(time, UTC).strftime("of %Y-%m-%d %H:%M UTC")
+    except (ValueError, OverflowError, OSError):
+        return f"of the Unix time {time:g}"

@@ -1,0 +1,198 @@
+"""The options of adapter_config.json: what is done as PEFT does, what changes nothing, what is
+refused by name and how else it can be had.
+
+Checked against PEFT 0.21. An option that is not listed here is refused, unless it is off.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe.huggingface.options import Options
+
+WITHOUT_EFFECT = {
+    "auto_mapping",
+    "base_model_name_or_path",
+    "corda_config",
+    "ensure_weight_tying",
+    "eva_config",
+    "exclude_modules",
+    "inference_mode",
+    "layers_pattern",
+    "layers_to_transform",
+    "loftq_config",
+    "lora_dropout",
+    "lora_ga_config",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "runtime_config",
+    "target_modules",
+    "target_parameters",
+    "task_type",
+}
+"""Options that change no logit: of files, of training, of a start that is over, and those that
+say which modules have adapters, as the names of the tensors do."""
+
+STARTS = ("gaussian", "eva", "orthogonal", "mica")
+"""Values of ``init_lora_weights`` beside true and false that leave the weights as they are."""
+CHANGING_STARTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Beginnings of those that take something off the weights that the adapters are beside."""
+
+MERGE = (
+    "merge it in PEFT, PeftModel.from_pretrained(BASE, DIR).merge_and_unload()"
+    ".save_pretrained(OUT), and take OUT as the checkpoint"
+)
+CONVERT = (
+    "have PEFT write a plain LoRA where it was trained, save_pretrained(DIR, "
+    "path_initial_model_for_weight_conversion=START); or write true there where the checkpoint is "
+    "what its start had left of the weights"
+)
+PLAIN = "train a plain LoRA"
+REFUSED = {
+    "alora_invocation_tokens": ("it counts after some tokens only (aLoRA)", PLAIN),
+    "arrow_config": (
+        "it chooses among several adapters (Arrow)",
+        "give the folder of one of them",
+    ),
+    "fan_in_fan_out": ("its matrices lie the other way round", MERGE),
+    "kasa_config": ("it takes singular values off the weights (KaSA)", MERGE),
+    "layer_replication": ("it repeats layers", MERGE),
+    "lora_bias": ("its products have biases", MERGE),
+    "megatron_config": ("its layers are Megatron's", PLAIN),
+    "modules_to_save": ("it has whole modules beside adapters", MERGE),
+    "monteclora_config": ("it draws its matrices at random (MonteCLoRA)", MERGE),
+    "trainable_token_indices": ("it has embeddings of its own", MERGE),
+    "use_bdlora": ("its matrices are block-diagonal (BD-LoRA)", MERGE),
+    "use_dora": ("it scales columns of the weights (DoRA)", MERGE),
+    "use_qalora": ("it pools its inputs (QALoRA)", PLAIN),
+    "velora_config": ("it has statistics of its inputs (VeLoRA)", MERGE),
+}
+"""Options that make another adapter of it where they are on: why, and what to do."""
+
+
+@dataclass(frozen=True)
+class AdapterOptions:
+    """Ranks and scales of the adapters in a folder.
+
+    Attributes:
+      rank, alpha: of modules that no pattern names.
+      rank_stabilised: the scale is ``alpha / sqrt(rank)``, not ``alpha / rank``.
+      ranks, alphas: other ones, by a regular expression for the end of a module's name.
+      place: the file, for messages.
+    """
+
+    rank: int
+    alpha: float
+    rank_stabilised: bool
+    ranks: Mapping[str, int]
+    alphas: Mapping[str, float]
+    place: str
+
+    @classmethod
+    def read(cls, path: Path) -> "AdapterOptions":
+        """Those of an adapter_config.json.
+
+        Raises:
+          ValueError: there is none, or it describes adapters that are computed in another way; the
+            option is named, with what to do.
+        """
+        options = Options.read(path)
+        kind = options.take("peft_type", default=None)
+        if kind != "LORA":
+            raise _refused(path, "peft_type", kind, "only LORA is read", f"where PEFT can, {MERGE}")
+        _check_start(path, options.take("init_lora_weights", default=True))
+        bias = options.take("bias", default="none")
+        if bias != "none":
+            raise _refused(path, "bias", bias, "it has trained biases", MERGE)
+        for name, (why, fix) in REFUSED.items():
+            value = options.take(name, default=None)
+            if value:
+                raise _refused(path, name, value, why, fix)
+        rank, alpha = options.take("r"), options.take("lora_alpha")
+        if not _is_rank(rank) or not _is_number(alpha):
+            raise options.not_fitting(f"r={rank!r} and lora_alpha={alpha!r} must be numbers")
+        options.demand("use_rslora", True, False, default=False)
+        found = cls(
+            rank,
+            float(alpha),
+            options.take("use_rslora", default=False),
+            _patterns(options, "rank_pattern", _is_rank),
+            _patterns(options, "alpha_pattern", _is_number),
+            str(path),
+        )
+        options.take(*WITHOUT_EFFECT, default=None)
+        # What later versions have, as PEFT writes it where it is off.
+        options.take(*(name for name, value in options.values.items() if not value), default=None)
+        options.finish()
+        return found
+
+    def rank_of(self, module: str) -> int:
+        """The rank of a module's adapter."""
+        return self.ranks.get(_key(self.ranks, module), self.rank)
+
+    def alpha_of(self, module: str) -> float:
+        """The alpha of a module's adapter."""
+        return float(self.alphas.get(_key(self.alphas, module), self.alpha))
+
+    def scale_of(self, module: str) -> float:
+        """What the product of a module's two matrices is multiplied with."""
+        rank = self.rank_of(module)
+        return self.alpha_of(module) / (rank**0.5 if self.rank_stabilised else rank)
+
+
+def _check_start(path: Path, start: Any) -> None:
+    """Refuses adapters that are not beside the weights as they are in the checkpoint."""
+    if start in (None, True, False):
+        return
+    named = str(start).lower()
+    if named.startswith(CHANGING_STARTS):
+        # PEFT starts again when it reads, with the same numbers only where none is drawn.
+        fix = f"{MERGE}; or {CONVERT}" if named in ("pissa", "olora") else CONVERT
+        why = "its start took a part off the weights that the adapter is beside"
+        raise _refused(path, "init_lora_weights", start, why, fix)
+    if named not in STARTS:
+        known = ", ".join(STARTS)
+        raise _refused(
+            path,
+            "init_lora_weights",
+            start,
+            f"known are true, false, {known}",
+            "write true there where that start leaves the weights as they are",
+        )
+
+
+def _patterns(options: Options, name: str, fits: Any) -> Mapping[str, Any]:
+    """An option that maps regular expressions to numbers."""
+    patterns = options.take(name, default=None) or {}
+    if not isinstance(patterns, dict) or not all(map(fits, patterns.values())):
+        raise options.not_fitting(f"{name}={patterns!r} must map names of modules to numbers")
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise options.not_fitting(f"{name} has the pattern {pattern!r}: {error}") from None
+    return patterns
+
+
+def _key(patterns: Mapping[str, Any], module: str) -> str:
+    """The first of the patterns that a module's name ends with, as PEFT matches them."""
+    matching = (key for key in patterns if re.match(rf"(.*\.)?({key})$", module))
+    return next(matching, module)
+
+
+def _is_rank(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+def _refused(path: Path, name: str, value: Any, why: str, fix: str) -> ValueError:
+    shown = repr(value)
+    shown = shown if len(shown) <= 60 else shown[:57] + "..."
+    return ValueError(f"{path}: {name}={shown} is not supported, for {why}: {fix}.")
