@@ -1,4 +1,4 @@
-"""A published model evaluated on a file: all of it, in as many slots as fit, with its completions."""
+"""A published model evaluated on a file: all of it, in slots that fit, with its completions."""
 
 import json
 import re
@@ -42,6 +42,14 @@ def flags(given):
     sizes = ["--k=2", "--prompt-length=60", f"--response-length={LENGTH}"]
     sizes += ["--verifiers=1", "--devices=1"]
     return [f"hf:{checkpoint}", f"--task=jsonl:{path}", *fields, *sizes]
+
+
+@pytest.fixture(scope="module")
+def simple(flags, tmp_path_factory):
+    """The flags with a reward that starts faster than what compares formulas."""
+    path = tmp_path_factory.mktemp("own") / "own.py"
+    path.write_text("def by(prompt, completion, **record): return len(completion)")
+    return [*flags, f"--reward={path}:by"]
 
 
 def read(path):
@@ -92,34 +100,34 @@ def made(monkeypatch):
     return engines
 
 
-def test_slots_are_those_asked_for_and_change_no_token(flags, made, tmp_path, monkeypatch, capsys):
+def test_slots_are_those_asked_for_and_change_no_token(simple, made, tmp_path, monkeypatch, capsys):
     texts = []
     for more in ([], ["--slots=3"]):
         path = tmp_path / "samples.jsonl"
-        assert main([*flags, f"--samples={path}", "--show=0", *more]) == 0
+        assert main([*simple, f"--samples={path}", "--show=0", *more]) == 0
         texts.append([record["completion"] for record in read(path)])
     assert made == [(8, "float32"), (3, "float32")] and texts[0] == texts[1]
     assert "3 at a time" in capsys.readouterr().out
-    assert main([*flags, "--slots=3", "--layout=dp2", "--devices=2"]) == 2
+    assert main([*simple, "--slots=3", "--layout=dp2", "--devices=2"]) == 2
     assert "slots=3 does not divide over dp x tp = 2" in one_line(capsys.readouterr())
     monkeypatch.setattr(slots_of, "memory_of", lambda mesh: 1000)
-    assert main([*flags, "--slots=4"]) == 2
+    assert main([*simple, "--slots=4"]) == 2
     assert "slots=4 take a KV cache of" in one_line(capsys.readouterr())
 
 
-def test_templates_tokenizers_and_dtypes_are_as_in_training(given, flags, made, tmp_path, capsys):
+def test_templates_tokenizers_and_dtypes_are_as_in_training(given, simple, made, tmp_path, capsys):
     checkpoint, _ = given
     template, path = tmp_path / "short.jinja", tmp_path / "samples.jsonl"
     template.write_text("{{ messages[0].content }} {{ mood }}>")
     tokenizer = f"--tokenizer={checkpoint / 'tokenizer.json'}"
     named = [f"--chat-template={template}", '--chat-template-kwargs={"mood": "brief"}', tokenizer]
     few = ["--prompts=1", "--k=1", "--show=0", f"--samples={path}", ALL_SLOTS]
-    assert main([*flags, *named, "--dtype=bfloat16", *few]) == 0
+    assert main([*simple, *named, "--dtype=bfloat16", *few]) == 0
     assert made == [(8, "bfloat16")]
     first = read(path)[0]
     assert first["conversation"].startswith(f"{QUESTIONS[0][0]} brief>")
     assert "1 of 4 prompts" in capsys.readouterr().out
-    assert main([*flags, "--chat-template=none", *few]) == 0
+    assert main([*simple, "--chat-template=none", *few]) == 0
     assert "conversation" not in read(path)[0]
 
 
@@ -138,10 +146,10 @@ def test_what_an_error_names_is_a_flag(flags, more, message, capsys):
     assert message in one_line(capsys.readouterr())
 
 
-def test_a_share_may_be_held_out_all_the_same(flags, tmp_path, capsys):
+def test_a_share_may_be_held_out_all_the_same(simple, tmp_path, capsys):
     path = tmp_path / "samples.jsonl"
     few = ["--k=1", "--show=0", f"--samples={path}", ALL_SLOTS]
-    assert main([*flags, "--held-out=2", *few]) == 0
+    assert main([*simple, "--held-out=2", *few]) == 0
     assert "all 2 held-out prompts" in capsys.readouterr().out
     assert len({record["prompt"] for record in read(path)}) == 2
 
