@@ -41,17 +41,18 @@ def evaluation_slots(setup: Setup, rows: int) -> tuple[int, str]:
         needed = -(-min(rows, MOST_SLOTS) // unit) * unit
         fitting = unit * max(1, budget // takes(unit))
         slots = min(needed, fitting)
-        why = f", as many as have room in {_size(budget)}" if slots < needed else ""
+        limited = slots < needed
     else:
-        slots, why = setup.geometry.slots(wanted), ""
+        slots, limited = setup.geometry.slots(wanted), False
         if total is not None and takes(slots) > total:
             raise ValueError(
                 f"slots={slots} take a KV cache of {_size(takes(slots))} for rows of {columns:,} "
                 f"tokens, and there are {_size(total)}: lower --slots or --response-length."
             )
+    why = "as many as have room in" if limited else "with"
     return slots, (
         f"{rows:,} completions of at most {setup.response_length:,} tokens, {slots:,} at a time "
-        f"(--slots), with a KV cache of {_size(takes(slots))}{why}"
+        f"(--slots), {why} a KV cache of {_size(takes(slots))}"
     )
 
 

@@ -43,7 +43,9 @@ def test_it_ends_though_clients_neither_send_nor_read(monkeypatch):
 
     async def scene():
         serving = asyncio.create_task(
-            server.serve(house.service, house.front, listening, stop, follow=False)
+            server.serve(
+                house.service, house.front, listening, stop, follow=False, most_connections=8
+            )
         )
         begun = await connected(listening, posting(b"{", 100))
         clients = [
