@@ -29,8 +29,8 @@ from jrl.config.run import RunConfig
 from jrl.processes.agreement import FailTogether, check_same, connect, is_main_process
 from jrl.recipes import Recipe
 from jrl.report.compilation import CompilationWatch
-from jrl.report.evaluation_display import EvaluationDisplay
-from jrl.report.evaluation_results import print_completions, print_results
+from jrl.report.evaluation.display import EvaluationDisplay
+from jrl.report.evaluation.results import print_completions, print_results
 from jrl.rollout.sampling import Sampling
 from jrl.runs.folder import RunFolder
 from jrl.tasks.data.split import parse_heldout
@@ -135,6 +135,7 @@ def _made(request: Request, folder: RunFolder | None, run: RunConfig, recipe: Re
     """Task, tokenizer and network, in all processes or in none. Close its task at the end."""
     from jrl.trainer.evaluation.saved_policy import load_model
     from jrl.trainer.setup.lengths import left_out, response_origin
+    from jrl.trainer.setup.reading import turn_ends
     from jrl.trainer.setup.setup import build_setup
 
     with FailTogether():
@@ -150,6 +151,8 @@ def _made(request: Request, folder: RunFolder | None, run: RunConfig, recipe: Re
     connect(setup.rollout_mesh)
     for line in left_out(setup.task, setup.prompts_dropped, setup.prompt_length):
         _say(line)
+    if folder is None and (ends := turn_ends(setup)) is not None:
+        _say(ends)
     if folder is None and run.response_length is None:
         length = setup.response_length
         _say(f"completions of at most {length:,} tokens: {response_origin(run, length)}")

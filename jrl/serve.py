@@ -142,8 +142,8 @@ def _check(request: Request) -> None:
 
 def _serve(request: Request) -> None:
     # What listens comes first: a port that is taken is known before anything is loaded.
-    from jrl.serving import server
-    from jrl.serving.connections import most_connections
+    from jrl.serving.listening import server
+    from jrl.serving.listening.connections import most_connections
 
     listening = server.listen(request.host, request.port)
     with listening:

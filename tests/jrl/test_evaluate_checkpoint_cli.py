@@ -79,9 +79,8 @@ def test_every_row_is_evaluated_and_all_completions_are_written(flags, tmp_path,
     lines = out.splitlines()
     assert lines[0].startswith("evaluating hf:")
     assert "left out 1 records whose prompts had come before" in lines[1]
-    assert re.match(
-        r"8 completions of at most 4 tokens, 8 at a time \(--slots\), with a K", lines[2]
-    )
+    assert lines[2].startswith("turns end with <|im_end|>, as the chat template writes them")
+    assert re.match(r"8 completions of at most 4 tokens, 8 at a time \(--slots\), with", lines[3])
     assert "all 4 prompts, 2 completions each at temperature 1.0" in lines
     # Of the first two prompts one each.
     assert "Ann has 3" in out and "A box" in out and "Two cars" not in out

@@ -10,8 +10,8 @@ import pytest
 from scripted import House, asking, until
 
 from jrl.processes.stopping import Stop
-from jrl.serving import connections, server
-from jrl.serving.connections import SPARE, most_connections
+from jrl.serving.listening import connections, server
+from jrl.serving.listening.connections import SPARE, most_connections
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: m\r\n\r\n"
 HALF = b"POST /v1/completions HTTP/1.1\r\nHost: m\r\nX-"

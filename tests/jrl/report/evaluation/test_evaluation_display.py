@@ -5,7 +5,7 @@ import time
 
 from rich.console import Console
 
-from jrl.report.evaluation_display import LINES, EvaluationDisplay
+from jrl.report.evaluation.display import LINES, EvaluationDisplay
 
 
 def test_a_bar_per_phase_on_a_terminal():

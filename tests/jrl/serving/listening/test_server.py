@@ -10,7 +10,7 @@ import pytest
 from scripted import House, asking, until
 
 from jrl.processes.stopping import Stop
-from jrl.serving import server
+from jrl.serving.listening import server
 
 
 def posting(body, length=None):

@@ -11,7 +11,7 @@ import uvicorn
 
 from jrl.processes.stopping import Stop
 from jrl.serving.application import Front
-from jrl.serving.connections import Connections, settings
+from jrl.serving.listening.connections import Connections, settings
 from jrl.serving.refusal import one_line
 from jrl.serving.service import Service
 
