@@ -82,8 +82,8 @@ def _evaluate(request: Request) -> dict[str, Any]:
             "--diagnostics needs one, as ppo and vapo have it."
         )
     _say(f"evaluating {request.run} on {run.task}")
-    for task in sorted(learned_from(request, folder)):
-        _say(f"note: the run has learned from {task}; --held-out keeps to prompts that it has not")
+    for note in learned_from(request, folder):
+        _say(note)
     setup = _made(request, folder, run, recipe)
     # What builds and runs a network is imported once the flags are known to be right.
     from jrl.rollout.collection.collect import sampling_of

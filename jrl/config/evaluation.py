@@ -15,6 +15,7 @@ from jrl.processes.coordinator import ALONE, Processes
 from jrl.recipes import Recipe
 from jrl.recipes.grpo import Grpo
 from jrl.runs.folder import RunFolder
+from jrl.tasks.data.split import HELDOUT_SHARE
 from jrl.tasks.load import lists
 
 OF_TASK = (
@@ -169,6 +170,11 @@ def configuration(request: Request, folder: RunFolder | None) -> tuple[RunConfig
         run, recipe = RunConfig(model=request.run, steps=0, tokenizer=request.tokenizer), Grpo()
     else:
         run, recipe = configuration_of(folder)
+        if run.lora_rank is not None and request.dtype is not None:
+            raise ValueError(
+                f"dtype={request.dtype!r} is not that of the weights which run {folder.path} keeps "
+                "beside its adapters: leave it out."
+            )
     given = {name: getattr(request, name) for name in (*OF_TASK, *OTHERS)}
     given = {name: value for name, value in given.items() if value is not None}
     if request.task is not None:
@@ -207,9 +213,14 @@ def num_prompts(request: Request, size: int | None) -> int:
     return PROMPTS if request.task is None or size is None else size
 
 
-def learned_from(request: Request, folder: RunFolder | None) -> frozenset[str]:
-    """The lists of the task that all prompts are evaluated of, though the run has learned from
+def learned_from(request: Request, folder: RunFolder | None) -> list[str]:
+    """A line for each list that all prompts are evaluated of, though the run has learned from
     them."""
     if folder is None or request.task is None or request.held_out is not None:
-        return frozenset()
-    return lists(request.task) & lists(configuration_of(folder)[0].task)
+        return []
+    run, _ = configuration_of(folder)
+    apart = run.held_out or f"{HELDOUT_SHARE:g}"
+    return [
+        f"note: the run has learned from {task}; --held-out {apart} is the part that it has not"
+        for task in sorted(lists(request.task) & lists(run.task))
+    ]
