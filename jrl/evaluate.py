@@ -45,7 +45,8 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status."""
-    return exit_status(lambda: _main(sys.argv[1:] if arguments is None else list(arguments)))
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    return exit_status(lambda: _main(given), "lower --slots or --response-length")
 
 
 def _main(arguments: list[str]) -> int:

@@ -153,6 +153,15 @@ def test_a_share_may_be_held_out_all_the_same(simple, tmp_path, capsys):
     assert len({record["prompt"] for record in read(path)}) == 2
 
 
+def test_a_device_without_memory_names_what_evaluation_has(simple, monkeypatch, capsys):
+    def full(self):
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes.\nmore")
+
+    monkeypatch.setattr(SlotEngine, "_there", full)
+    assert main(simple) == 1
+    assert one_line(capsys.readouterr()).endswith("lower --slots or --response-length.")
+
+
 @pytest.fixture
 def setup(given):
     checkpoint, path = given
