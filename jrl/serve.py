@@ -54,11 +54,16 @@ class Request:
     window: int = 8
     """Tokens of a choice between two looks at who comes and goes: fewer stream more smoothly, more
     take less time in all."""
+    connections: int | None = None
+    """Connections of clients at a time, at most: with more, those that ask for nothing are closed,
+    the oldest first, and where there are none of these new ones get 503. None is one for each slot
+    and each choice in the queue and 128 more, or as many as the limit of open files (ulimit -n)
+    leaves."""
     max_body: int = 2**20
     """Bytes of a request's body, at most; more are refused with 413."""
     api_key: str | None = None
-    """Clients must show it as a bearer token; None takes the environment variable JRL_API_KEY, and
-    without that asks for none."""
+    """Clients must show it as a bearer token everywhere but at /health; None takes the environment
+    variable JRL_API_KEY, and without that asks for none."""
     allow_anyone: bool = False
     """Serve other machines without a key."""
     follow: bool = False
@@ -111,7 +116,7 @@ def _main(arguments: list[str]) -> int:
 
 def _check(request: Request) -> None:
     """Raises ValueError for flags that cannot be."""
-    check_least(request, ("slots", "window", "max_body", "max_tokens", "devices"))
+    check_least(request, ("slots", "window", "max_body", "max_tokens", "devices", "connections"))
     check_least(request, ("micro_batches", "expert_slots", "replan"))
     check_least(request, ("queue", "port"), 0)
     check_least(request, ("length",), 2)
@@ -137,7 +142,8 @@ def _check(request: Request) -> None:
 
 def _serve(request: Request) -> None:
     # What listens comes first: a port that is taken is known before anything is loaded.
-    from jrl.serving import server
+    from jrl.serving.listening import server
+    from jrl.serving.listening.connections import most_connections
 
     listening = server.listen(request.host, request.port)
     with listening:
@@ -148,10 +154,15 @@ def _serve(request: Request) -> None:
         if request.warm_up:
             print(f"compiling what {name} is served with, or loading what is kept", file=sys.stderr)
         service.start(request.warm_up)
+        # Now that all other files are open.
+        choices = request.slots + request.queue
+        connections, why = most_connections(request.connections, choices)
+        if why:
+            print(why, file=sys.stderr)
         host, port = listening.getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
         print(f"serving {name} (step {service.version}) on http://{host}:{port}/v1", flush=True)
-        server.run(service, front, listening, follow=request.follow)
+        server.run(service, front, listening, follow=request.follow, connections=connections)
 
 
 def _made(request: Request):

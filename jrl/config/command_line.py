@@ -12,13 +12,18 @@ import jax
 from jrl.processes.coordinator import ALONE, Processes, join, leave_at_once, look_over
 
 OUR_PACKAGES = ("jrl", "moe", "sharding")
+OF_TRAINING = "lower --micro-batch; --dry-run shows what needs the memory"
+"""What to do where a device has no memory left."""
 
 
-def exit_status(command: Callable[[], int]) -> int:
+def exit_status(command: Callable[[], int], remedy: str = OF_TRAINING) -> int:
     """Runs a command, and says in one line on standard error what the caller or the run did wrong.
 
     A ValueError that a `raise` of this project made speaks to the caller. One that comes out of a
     library or a builtin is a fault of ours and keeps its traceback, as all other exceptions do.
+
+    Args:
+      remedy: what to do where a device has no memory left.
 
     Returns:
       The exit status: the command's own, 2 for wrong input, 1 for a run that failed or that the
@@ -27,14 +32,14 @@ def exit_status(command: Callable[[], int]) -> int:
     """
     status = None
     try:
-        status = _exit_status(command)
+        status = _exit_status(command, remedy)
         return status
     finally:
         if status not in (0, 2):
             leave_at_once(1 if status is None else status)
 
 
-def _exit_status(command: Callable[[], int]) -> int:
+def _exit_status(command: Callable[[], int], remedy: str) -> int:
     try:
         return command()
     except ValueError as error:
@@ -61,7 +66,7 @@ def _exit_status(command: Callable[[], int]) -> int:
         what = str(error).splitlines()[0]
         if "RESOURCE_EXHAUSTED" not in what:
             raise
-        return _say(f"{what}: lower --micro-batch; --dry-run shows what needs the memory.", 1)
+        return _say(f"{what}: {remedy}.", 1)
 
 
 def _lost_process(error: Exception) -> str | None:

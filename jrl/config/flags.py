@@ -15,6 +15,7 @@ from jrl.processes.coordinator import ALONE, Processes
 from jrl.recipes import RECIPES, Recipe
 from jrl.recipes.base.load import LIBRARY, load_recipe
 from jrl.runs.folder import RunFolder
+from jrl.tasks.data.split import check_trains
 from sharding.folding import Layout
 
 PROGRAM = "python -m jrl.train"
@@ -95,6 +96,7 @@ def parse(arguments: list[str]) -> Request:
         check_resumable(stored, (new_run, new_recipe))
     run, recipe = RunConfig(**_values(new_run)), type(recipe)(**_values(new_recipe))
     check_idle(run, recipe)
+    check_trains(run.held_out)
     if run.layout != AUTO:
         recipe = recipe.divided(Layout.parse(run.layout).dp)
     return Request(command, run, recipe, processes)

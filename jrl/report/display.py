@@ -241,19 +241,21 @@ def print_samples(
     for heading in ("prompt", "before", "", "after", ""):
         table.add_column(heading, overflow="fold", no_wrap=heading == "")
     for old, new in zip(before, after, strict=True):
-        cells = [_shown(old["prompt"], console)]
+        cells = [printable(old["prompt"], console)]
         for sample in (old, new):
-            cells += [_shown(sample["completion"], console), _mark(sample, console)]
+            cells += [printable(sample["completion"], console), score_mark(sample, console)]
         table.add_row(*cells)
     console.print(table)
 
 
-def _shown(text: str, console: Console) -> Text:
+def printable(text: str, console: Console) -> Text:
+    """A text as a console can print it, `visible`."""
     encoding = console.encoding
     return Text(visible(text).encode(encoding, errors="backslashreplace").decode(encoding))
 
 
-def _mark(sample: Mapping[str, Any], console: Console) -> Text:
+def score_mark(sample: Mapping[str, Any], console: Console) -> Text:
+    """The score of a sample, with ``✓`` where accuracy counts it and ``✗`` where it is 0."""
     score = float(sample["score"])
     # As accuracy counts: full marks of a user's reward may be any number.
     if sample.get("reason") == "correct":

@@ -40,7 +40,7 @@ class Front:
       service: whose `flush` becomes that of this object.
       served: the model.
       metrics: of the server.
-      api_key: that clients must show at ``/v1``; None asks for none.
+      api_key: that clients must show, but at ``/health``; None asks for none.
       most_bytes: of a body.
     """
 
@@ -61,6 +61,7 @@ class Front:
         self._open: set[asyncio.Timeout] = set()
         self._end: float | None = None
         service.flush = self._flush
+        metrics.uncompiled.set_function(lambda: service.num_uncompiled)
 
     def application(self) -> Starlette:
         """All endpoints."""
@@ -73,7 +74,7 @@ class Front:
             Route("/v1/models/{name:path}", self._guarded(self._model)),
             Route("/v1/load", self._guarded(self._load), methods=["POST"]),
             Route("/health", self._health),
-            Route("/metrics", self._show_metrics),
+            Route("/metrics", self._guarded(self._show_metrics)),
         ]
         # Paths and methods that nobody serves are said in OpenAI's form too, and what goes wrong,
         # whose traceback the server logs.
@@ -279,11 +280,10 @@ class Front:
         return JSONResponse({"version": version, "system_fingerprint": fingerprint(version)})
 
     async def _health(self, call: Call) -> Response:
-        state = "failed" if self._service.failure is not None else "ok"
-        if state == "ok" and self._service.closing:
-            state = "ending"
-        content = {"status": state, "uncompiled": self._service.num_uncompiled}
-        return JSONResponse(content, 200 if state == "ok" else 503)
+        # Anyone may ask: who has the key sees more in /metrics.
+        if self._service.failure is not None or self._service.closing:
+            return JSONResponse({"status": "unavailable"}, 503)
+        return JSONResponse({"status": "ok"})
 
     async def _show_metrics(self, call: Call) -> Response:
         return Response(self._metrics.text(), media_type=CONTENT_TYPE_LATEST)

@@ -42,6 +42,11 @@ class Metrics:
         self.version = Gauge(
             "jrl_policy_version", "Of the policy that is served: steps learned.", registry=registry
         )
+        self.uncompiled = Gauge(
+            "jrl_uncompiled",
+            "Trials that are left, by which programs are compiled while nobody asks.",
+            registry=registry,
+        )
         self.loads = Counter(
             "jrl_policy_loads",
             "Later versions, by whether they could be loaded.",

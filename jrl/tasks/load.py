@@ -125,6 +125,13 @@ def own_files(
     return sources([*texts, *(text for text in rewards if text != OWN)], code_path)
 
 
+def lists(spec: str) -> frozenset[str]:
+    """The files and the tasks of a user's own that a task is made of, as they are named; those of
+    the library draw their prompts."""
+    parts = [_weighted(part.strip())[1] for part in MIXED.split(spec)]
+    return frozenset(part for part in parts if _kind(part) in (None, *KINDS))
+
+
 def _weighted(text: str) -> tuple[float, str]:
     found = WEIGHT.fullmatch(text)
     if found is None:
@@ -278,7 +285,7 @@ class _Loader:
     def _procedural(self, task: ProceduralTask) -> ProceduralTask:
         heldout = self.heldout
         heldout.check_no_file(task.name, "draws")
-        return replace(task, heldout_size=heldout.count, heldout_share=heldout.share)
+        return replace(task, heldout_size=heldout.count, heldout_share=heldout.drawn_share)
 
 
 def _options(spec: str, text: str) -> tuple[str, dict[str, Any]]:

@@ -45,7 +45,7 @@ def own_prompts(
             )
         heldout.check_no_file(name, "draws")
         definition = made if host is None else Opened(name, made, host)
-        task = ProceduralTask(name, seed, definition, heldout.count, heldout.share)
+        task = ProceduralTask(name, seed, definition, heldout.count, heldout.drawn_share)
         check_sendable(task.train(0), f"task={name}")
         return task
     apart = getattr(made, "heldout", None)
@@ -55,7 +55,7 @@ def own_prompts(
         task = PromptList(name, examples, seed, heldout)
         task.num_repeated = repeated
         return task
-    if heldout != HeldOut():
+    if heldout != HeldOut() and not heldout.everything:
         raise ValueError(
             f"task={name} has held-out prompts of its own, and --held-out asks for others: leave "
             "it out"

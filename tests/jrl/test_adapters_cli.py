@@ -52,6 +52,19 @@ def test_adapters_of_a_run_are_where_the_next_begins(checkpoint, tmp_path, capsy
     assert all(np.array_equal(again[name], x) for name, x in tensors.items())
     assert evaluate([str(second), "--prompts=4", f"--json={tmp_path / 'found.json'}"]) == 0
     assert json.loads((tmp_path / "found.json").read_text())["step"] == 0
+    # All of the file, training prompts with them, which is said.
+    task = f"--task=jsonl:{second.parent / 'prompts.jsonl'}"
+    few = ["--k=1", "--response-length=4", "--show=0"]
+    capsys.readouterr()
+    assert evaluate([str(second), task, *few]) == 0
+    out = capsys.readouterr().out
+    assert "note: the run has learned from jsonl:" in out and "\nall 12 prompts, " in out
+    assert "prompts.jsonl; --held-out 0.1 is the part that it has not" in out
+    assert evaluate([str(second), task, *few, "--held-out=0.1"]) == 0
+    out = capsys.readouterr().out
+    assert "has learned from" not in out and "12 prompts" not in out
+    assert evaluate([str(second), "--dtype=bfloat16"]) == 2
+    assert "dtype='bfloat16' is not that of the weights which run" in capsys.readouterr().err
 
 
 def test_adapters_beside_nothing_that_is_there_are_refused(checkpoint, tmp_path, capsys):

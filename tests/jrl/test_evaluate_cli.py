@@ -74,7 +74,11 @@ def test_numbers_fit_together_and_are_printed(run, tmp_path, capsys):
     assert found["verifier/correct"] == pytest.approx(16 * found["accuracy/sampled"])
     assert 1 <= found["response_length/mean"] <= 12
     out = capsys.readouterr().out
-    assert re.search(r"^sampled: 16/16 completions, .* s\ngreedy: 4/4 completions, ", out, re.M)
+    begun = rf"evaluating {run} on sort\n16 completions of at most 12 tokens, 16 at a time "
+    assert re.match(begun, out)
+    sampled = r"^sampled: 0/16 .*\n(.*\n)*sampled: 16/16 completions, \d+ tokens, .* s\ngreedy: 0/4"
+    assert re.search(sampled, out, re.M)
+    assert re.search(r"^greedy: 4/4 completions, \d+ tokens, ", out, re.M)
     assert "grpo on sort, step 2" in out and "4 held-out prompts, 4 completions each" in out
     assert re.search(rf"greedy accuracy +{found['accuracy/greedy']:.3f}", out)
     assert re.search(r"pass@4 +[01]\.\d{3}", out)
@@ -207,6 +211,13 @@ def test_a_run_without_a_checkpoint_says_so(tmp_path, monkeypatch, capsys):
     [
         ("--k 0", "k=0 must be at least 1"),
         ("--prompts 0", "prompts=0 must be at least 1"),
+        ("--slots 0", "slots=0 must be at least 1"),
+        ("--verifiers 0", "verifiers=0 must be at least 1"),
+        ("--show -1", "show=-1 must be at least 0"),
+        ("--tokenizer a.json", "tokenizer='a.json' is for hf:DIR, and "),
+        ("--held-out 2.5", "held_out=2.5 must be a share between 0 and 1"),
+        ("--prompt-field q", "prompt_field='q' needs --task jsonl:FILE, not 'sort'"),
+        ("--samples /dev/null/folder/a.jsonl", "/dev/null"),
         ("--devices 0", "devices=0 must be at least 1"),
         ("--devices -4", "devices=-4 must be at least 1"),
         ("--seed -1", "seed=-1 must lie in 0..4294967295"),

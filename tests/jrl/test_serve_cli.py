@@ -1,9 +1,12 @@
 """Servers in processes of their own, by the official client and by a crowd."""
 
 import asyncio
+import contextlib
 import json
 import random
+import resource
 import shutil
+import socket
 import threading
 import time
 
@@ -37,6 +40,7 @@ ASKED = Conversation.of([("user", "How many pens?")])
         (["--slots=0"], "slots=0 must be at least 1"),
         (["--port=70000"], "port=70000 must lie in 0..65535"),
         (["--api-key="], "api_key is empty"),
+        (["--connections=0"], "connections=0 must be at least 1"),
         (["--host=0.0.0.0", "--port=0"], "host=0.0.0.0 can be reached by other machines, and no"),
         # Allowed, it comes to the run.
         (["--host=0.0.0.0", "--port=0", "--allow-anyone"], "no-such-run"),
@@ -272,7 +276,8 @@ def test_a_crowd_leaves_nothing_behind(server):
     numbers say so, and the process holds what it held."""
 
     def measured():
-        return numbers(httpx.get(f"{server.url}/metrics").text)
+        head = {"Authorization": f"Bearer {KEY}"}
+        return numbers(httpx.get(f"{server.url}/metrics", headers=head).text)
 
     def settled(number):
         """What has been measured and counted once so many requests have ended."""
@@ -313,7 +318,44 @@ def test_a_crowd_leaves_nothing_behind(server):
     assert generated >= tokens
     # And it goes on serving.
     answer = httpx.get(f"{server.url}/health")
-    assert answer.json() == {"status": "ok", "uncompiled": 0}
+    assert answer.json() == {"status": "ok"} and after["jrl_uncompiled"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("files", [200, None])
+def test_a_thousand_connections_without_a_key_keep_nobody_out(checkpoint, tmp_path, files):
+    flags = [f"--slots={SLOTS}", f"--api-key={KEY}", "--no-warm-up"]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with (
+        serving(f"hf:{checkpoint}", tmp_path / "log", *flags, files=files) as server,
+        contextlib.ExitStack() as stack,
+    ):
+        many = 1000 if hard == resource.RLIM_INFINITY else min(1000, hard - 200)
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, many + 200), hard))
+        process = psutil.Process(server.process.pid)
+        log = len(server.log.read_text())
+        host, port = server.url.removeprefix("http://").split(":")
+        for _ in range(many):
+            half = stack.enter_context(socket.create_connection((host, int(port)), timeout=60))
+            with contextlib.suppress(ConnectionError):  # dropped by then
+                half.sendall(b"GET /v1/models HTTP/1.1\r\nHost: m\r\nX-")
+        body = {"model": "model", "prompt": PROMPT, "max_tokens": 4}
+        head = {"Authorization": f"Bearer {KEY}"}
+        for _ in range(3):
+            path = f"{server.url}/v1/completions"
+            answer = httpx.post(path, json=body, headers=head, timeout=120)
+            assert answer.status_code == 200, answer.text
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if files is None else files
+        assert process.num_fds() < limit
+        # They are held for two seconds more, which cost next to nothing.
+        used, begun = sum(process.cpu_times()[:2]), time.monotonic()
+        time.sleep(2)
+        share = (sum(process.cpu_times()[:2]) - used) / (time.monotonic() - begun)
+        assert share < 0.15
+        assert "ulimit -n" in server.log.read_text() or files is None
+        assert len(server.log.read_text()) - log < 2000, server.log.read_text()
+        assert server.end() == 0
 
 
 @pytest.mark.slow

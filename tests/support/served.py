@@ -69,12 +69,15 @@ class Server:
 
 PROGRAM = "import sys, command_runs; from jrl.serve import main; sys.exit(main(sys.argv[1:]))"
 """The command, with the presets of the tests."""
+LIMITED = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({0}, {0}))\n"
 
 
 @contextmanager
-def serving(place: str, log: Path, *flags: str) -> Iterator[Server]:
-    """A server of a run or ``hf:DIR`` on a free port, from when it serves on."""
-    command = [sys.executable, "-c", PROGRAM, place, "--port=0", "--devices=1", *flags]
+def serving(place: str, log: Path, *flags: str, files: int | None = None) -> Iterator[Server]:
+    """A server of a run or ``hf:DIR`` on a free port, from when it serves on; with `files` as the
+    limit of open files, if given."""
+    limited = "" if files is None else LIMITED.format(files)
+    command = [sys.executable, "-c", limited + PROGRAM, place, "--port=0", "--devices=1", *flags]
     found = [str(ROOT), str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")]
     given = {**os.environ, "XLA_FLAGS": " ".join(FLAGS), "PYTHONPATH": os.pathsep.join(found)}
     with log.open("w") as errors:

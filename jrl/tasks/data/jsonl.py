@@ -112,10 +112,13 @@ def _both(
         other = heldout.path
         apart, again = _distinct(kind_of(other), other, fields, answered=answered)
     placed, repeated = _distinct(kind, path, fields, answered=answered)
-    if len(placed) < (2 if apart is None else 1):
+    everything = heldout is not None and heldout.everything
+    if not placed or (len(placed) < 2 and apart is None and not everything):
+        needed = "at least 1 is" if everything else "at least 2 are"
+        both = "" if everything else ", one to train on and one held out"
         raise ValueError(
-            f"{path}: has {len(placed)} examples; at least 2 are needed, one to train on and one "
-            'held out: write one {"prompt": ..., "answer": ...} per line'
+            f"{path}: has {len(placed)} examples; {needed} needed{both}: write one "
+            '{"prompt": ..., "answer": ...} per line'
         )
     return placed, apart, repeated + again
 

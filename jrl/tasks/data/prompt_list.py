@@ -72,20 +72,22 @@ class PromptList:
             of the list that have a prompt of theirs are left out.
 
         Raises:
-          ValueError: where nothing would be left to train on.
+          ValueError: where nothing would be left to train on, unless everything is held out.
         """
+        heldout = HeldOut() if heldout is None else heldout
+        self._trains = apart is not None or not heldout.everything
         self._seed = seed
         self._order: tuple[int, list[int]] = (-1, [])
         self.name: str = name
         if apart is None:
-            chosen = _chosen(name, examples, HeldOut() if heldout is None else heldout)
+            chosen = _chosen(name, examples, heldout)
             self._heldout = [example for example in examples if example.identity in chosen]
         else:
             chosen = {example.identity for example in apart}
             self._heldout = list(apart)
         self._train = [example for example in examples if example.identity not in chosen]
         self.num_shared: int = 0 if apart is None else len(examples) - len(self._train)
-        if not self._train or not self._heldout:
+        if (self._trains and not self._train) or not self._heldout:
             raise ValueError(
                 f"task={name}: {len(self._train)} prompts to train on and {len(self._heldout)} "
                 "held out; at least 1 of each is needed: choose another --held-out"
@@ -115,6 +117,11 @@ class PromptList:
     def train(self, index: int) -> Example:
         """The index-th training example, a function of seed, index and the list alone."""
         check_index(index)
+        if not self._trains:
+            raise ValueError(
+                f"task={self.name} has nothing to train on, as all its prompts are held out: "
+                "choose another --held-out"
+            )
         number, offset = divmod(index, len(self._train))
         if self._order[0] != number:
             order = list(range(len(self._train)))
@@ -143,7 +150,7 @@ class PromptList:
             [example for example in side if id(example) in there]
             for side in (self._train, self._heldout)
         )
-        if not train or not heldout:
+        if (self._trains and not train) or not heldout:
             raise ValueError(
                 f"task={self.name}: of {before} {self._kind} {before - len(kept)} are too long, "
                 f"which leaves {len(train)} to learn from and {len(heldout)} held out: {self._fix}"
@@ -155,6 +162,8 @@ class PromptList:
 
 def _chosen(name: str, examples: Sequence[Example], heldout: HeldOut) -> set[str]:
     """The prompts that are held out of a list."""
+    if heldout.everything:
+        return {example.identity for example in examples}
     ranked = sorted(examples, key=lambda example: position(example.identity))
     if heldout.count is not None:
         if heldout.count >= len(ranked):

@@ -41,7 +41,7 @@ class HeldOut:
     """Which prompts are held out: a share of them, so many, or those of a file.
 
     Attributes:
-      share: of the prompts, in (0, 1).
+      share: of the prompts, in (0, 1]; 1 is all of a list, which leaves nothing to train on.
       count: of the prompts.
       path: of a file or folder that holds no others; those of its prompts that are among the
         training prompts are left out there.
@@ -50,6 +50,16 @@ class HeldOut:
     share: float = HELDOUT_SHARE
     count: int | None = None
     path: str | None = None
+
+    @property
+    def everything(self) -> bool:
+        """Whether all prompts of a list are held out, to evaluate on."""
+        return self.share == 1 and self.count is None and self.path is None
+
+    @property
+    def drawn_share(self) -> float:
+        """The share of prompts that are drawn: they have no end, and all of them cannot be had."""
+        return HELDOUT_SHARE if self.everything else self.share
 
     def check_no_file(self, task: str, makes: str) -> None:
         """Refuses a file for a task that `makes` its own prompts."""
@@ -61,10 +71,11 @@ class HeldOut:
 
 
 def parse_heldout(text: str | None) -> HeldOut:
-    """What was asked for as ``0.05``, ``200`` or ``test.jsonl``; None is one prompt in ten.
+    """What was asked for as ``0.05``, ``200``, ``1.0`` or ``test.jsonl``; None is one prompt in
+    ten, and 1.0 all of them.
 
     Raises:
-      ValueError: for a share that leaves one side empty, and a count below 1.
+      ValueError: for a share that holds nothing out, and a count below 1.
     """
     if text is None:
         return HeldOut()
@@ -74,9 +85,22 @@ def parse_heldout(text: str | None) -> HeldOut:
         return HeldOut(path=text)
     if text.isdecimal() and number >= 1:
         return HeldOut(count=int(text))
-    if 0 < number < 1:
+    if 0 < number <= 1:
         return HeldOut(share=number)
     raise ValueError(
         f"held_out={text} must be a share between 0 and 1, a number of prompts from 1, or the path "
         "of a file of prompts."
     )
+
+
+def check_trains(held_out: str | None) -> None:
+    """Refuses a choice of held-out prompts that leaves none to train on.
+
+    Raises:
+      ValueError: for a share of all.
+    """
+    if parse_heldout(held_out).everything:
+        raise ValueError(
+            f"held_out={held_out} leaves nothing to train on, and is for jrl.evaluate: give a "
+            "share below 1, a number of prompts, or a file of others."
+        )

@@ -173,7 +173,8 @@ class Rewarded(OfPrompts):
 
     def _tried(self, each: Named) -> list[str]:
         """The names of the parts of a reward, by asking it."""
-        example = self._prompts.train(0)
+        # There always is one, where there may be nothing to train on.
+        example = self._prompts.heldout(0)
         (answer,) = each.reward.ask([(example, example.answer)])
         if "failure" not in answer:
             return list(_parts(each, answer))

@@ -15,6 +15,8 @@ from jrl.trainer.evaluation.heldout import heldout_examples
 
 Report = Callable[[str, int, int], None]
 """What is told how far an evaluation is: the phase, how much of it is done, and of how much."""
+Found = Callable[[str, list[Completion]], None]
+"""What is given the completions of a phase when all of them have their verdicts."""
 
 
 def evaluate(
@@ -24,6 +26,7 @@ def evaluate(
     num_prompts: int,
     k: int,
     report: Report = lambda phase, done, total: None,
+    found: Found = lambda phase, completions: None,
 ) -> dict[str, float | int]:
     """Accuracies, pass@k, lengths and the verifier's reasons.
 
@@ -33,6 +36,7 @@ def evaluate(
       num_prompts: held-out prompts, or all there are if they are fewer.
       k: completions per prompt; pass@k is given for 1, 2, 4, ... and `k`.
       report: called with "sampled" or "greedy", the completions done and all there will be.
+      found: called with "sampled" or "greedy" and its completions, those of a prompt together.
 
     Returns:
       Numbers by name; those of length and of the verifier are about the sampled completions.
@@ -44,7 +48,9 @@ def evaluate(
             report(phase, done, len(examples) * number)
 
         decoded(0)
-        return sampler.sample(examples, sampling, number, report=decoded)
+        completions = sampler.sample(examples, sampling, number, report=decoded)
+        found(phase, completions)
+        return completions
 
     sampled, greedy = complete("sampled", sampling, k), complete("greedy", GREEDY, 1)
     # In float64: these are averaged and printed, and enter no loss.

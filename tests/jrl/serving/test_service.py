@@ -252,7 +252,8 @@ def test_what_few_need_is_compiled_while_nobody_asks():
         )
         assert [answer.json()["choices"][0]["text"] for answer in answers] == ["bad cab"] * 3
         await until(lambda: house.service.num_uncompiled == 0)
-        assert (await client.get("/health")).json() == {"status": "ok", "uncompiled": 0}
+        assert (await client.get("/health")).json() == {"status": "ok"}
+        assert house.number("jrl_uncompiled") == 0
 
     house.run(scene)
     # Prompts as wide as fit into each size of the cache, and two of them.
@@ -361,10 +362,17 @@ def test_the_key_is_asked_for():
         answers = [await client.post("/v1/completions", json=asking(), headers=wrong)]
         answers += [await client.get(path) for path in ("/v1/models", "/health", "/metrics")]
         right = {"Authorization": "Bearer k"}
-        answers.append(await client.get("/v1/models", headers=right))
+        answers += [await client.get(path, headers=right) for path in ("/metrics", "/v1/models")]
         return answers
 
     answers = house.run(scene)
-    assert [answer.status_code for answer in answers] == [401, 401, 200, 200, 200]
+    assert [answer.status_code for answer in answers] == [401, 401, 200, 401, 200, 200]
     assert answers[0].json()["error"]["code"] == "invalid_api_key"
+    assert answers[2].json() == {"status": "ok"}, "it says more than strangers need"
+    assert b"jrl_slots" not in answers[3].content and b"jrl_slots" in answers[4].content
     assert answers[-1].json()["data"][0]["id"] == "m"
+
+
+def test_metrics_need_no_key_where_there_is_none():
+    answer = House().run(lambda client: client.get("/metrics"))
+    assert answer.status_code == 200 and "jrl_uncompiled" in answer.text

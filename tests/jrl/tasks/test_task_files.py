@@ -4,10 +4,11 @@ import json
 
 import pytest
 
+from jrl.config import flags
 from jrl.tasks.data.files import kind_of
 from jrl.tasks.data.jsonl import prompts_of
 from jrl.tasks.data.split import HeldOut, parse_heldout
-from jrl.tasks.load import load_task
+from jrl.tasks.load import lists, load_task
 from jrl.tasks.parts import leave_out
 from jrl.tasks.rewards.settings import RewardSettings
 
@@ -76,6 +77,43 @@ def test_a_file_is_held_out_and_never_trained_on(tmp_path):
 def test_held_out_choices_that_are_refused(given):
     with pytest.raises(ValueError, match=f"held_out={given} must be a share between 0 and 1, a n"):
         parse_heldout(given)
+
+
+def test_all_of_a_list_is_held_out_to_evaluate_on(tmp_path):
+    path = written(tmp_path / "a.jsonl")
+    assert parse_heldout("1.0") == HeldOut(share=1.0) and not parse_heldout("1").everything
+    task = listed(path, "1.0")
+    # In the order of the file.
+    assert [task.heldout(n).prompt for n in range(40)] == [row["prompt"] for row in ROWS]
+    with pytest.raises(ValueError, match="has nothing to train on, as all its prompts are held o"):
+        task.train(0)
+    assert leave_out(task, lambda example: example.prompt == "7+7=") == 39
+    assert task.heldout_size == 1 and task.heldout(0).prompt == "7+7="
+    # A single row is enough, and rewards of one's own are tried on it.
+    (tmp_path / "own.py").write_text("def by(prompt, completion, answer): return answer == 0")
+    one = written(tmp_path / "one.jsonl", ROWS[:1])
+    settings = RewardSettings((f"{tmp_path}/own.py:by",))
+    task = load_task(f"jsonl:{one}", 0, held_out="1.0", rewards=settings)
+    assert task.verify([task.heldout(0)], ["?"])[0].correct
+    task.close()
+    with pytest.raises(ValueError, match="has 0 examples; at least 1 is needed: write"):
+        listed(written(tmp_path / "none.jsonl", []), "1.0")
+    # Where prompts are drawn there is no end of them.
+    usual, drawn = load_task("sort", 0), load_task("sort", 0, held_out="1.0")
+    assert drawn.train(3) == usual.train(3) and drawn.heldout(3) == usual.heldout(3)
+
+
+def test_nothing_is_trained_where_all_is_held_out():
+    with pytest.raises(ValueError, match=r"held_out=1\.0 leaves nothing to train on, and is"):
+        flags.parse(["--task=jsonl:a.jsonl", "--held-out=1.0"])
+
+
+def test_files_and_own_tasks_are_lists():
+    assert lists("2 sort + 1 jsonl:a.jsonl + own.py:make + gym:leg_counting") == {
+        "jsonl:a.jsonl",
+        "own.py:make",
+    }
+    assert not lists("guess")
 
 
 def test_held_out_choices_that_do_not_fit_the_task(tmp_path):

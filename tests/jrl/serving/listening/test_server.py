@@ -10,7 +10,7 @@ import pytest
 from scripted import House, asking, until
 
 from jrl.processes.stopping import Stop
-from jrl.serving import server
+from jrl.serving.listening import server
 
 
 def posting(body, length=None):
@@ -43,7 +43,9 @@ def test_it_ends_though_clients_neither_send_nor_read(monkeypatch):
 
     async def scene():
         serving = asyncio.create_task(
-            server.serve(house.service, house.front, listening, stop, follow=False)
+            server.serve(
+                house.service, house.front, listening, stop, follow=False, most_connections=8
+            )
         )
         begun = await connected(listening, posting(b"{", 100))
         clients = [

@@ -11,6 +11,7 @@ import uvicorn
 
 from jrl.processes.stopping import Stop
 from jrl.serving.application import Front
+from jrl.serving.listening.connections import Connections, settings
 from jrl.serving.refusal import one_line
 from jrl.serving.service import Service
 
@@ -19,6 +20,8 @@ LOOK = 0.1
 DELIVERY = 5
 """Seconds after the end of the engine that clients have to take the rest of their answers, and as
 many again for what the system still holds of these."""
+BACKLOG = 1024
+"""Connections that the system holds until they are accepted."""
 FOLLOW = 2.0
 """Seconds between two looks for a later policy."""
 
@@ -29,6 +32,12 @@ class EngineFailed(RuntimeError):
 
 class _Server(uvicorn.Server):
     """One that leaves signals to `Stop`."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        # asyncio takes the number that it accepts at a time for that which the system holds.
+        for each in sockets or []:
+            each.listen(BACKLOG)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -52,7 +61,7 @@ def listen(host: str, port: int) -> socket.socket:
             f"host={host} port={port} cannot be had ({error.strerror}): choose another --port, or "
             "an address of this machine as --host."
         ) from error
-    made.listen(1024)
+    made.listen(BACKLOG)
     return made
 
 
@@ -70,20 +79,28 @@ def check_private(host: str, listening: socket.socket) -> None:
         )
 
 
-def run(service: Service, front: Front, listening: socket.socket, *, follow: bool) -> None:
+def run(
+    service: Service,
+    front: Front,
+    listening: socket.socket,
+    *,
+    follow: bool,
+    connections: int,
+) -> None:
     """Serves until Ctrl-C or SIGTERM: then nothing more is taken, what runs is finished.
 
     Args:
       service: begun.
       listening: as `listen` made it.
       follow: whether later policies are loaded as they appear.
+      connections: of clients at a time.
 
     Raises:
       EngineFailed: when the engine has ended by an error.
     """
     with Stop() as stop:
         stop.doing = "taking no more requests and finishing those that run"
-        asyncio.run(serve(service, front, listening, stop, follow))
+        asyncio.run(serve(service, front, listening, stop, follow, connections))
     if service.failure is not None:
         raise EngineFailed(f"the engine has failed: {service.failure!r}") from service.failure
 
@@ -94,22 +111,26 @@ async def serve(
     listening: socket.socket,
     stop: Stop,
     follow: bool,
+    most_connections: int,
 ) -> None:
     """Serves until `stop` is true and what runs is finished; arguments as for `run`."""
+    connections = Connections(most_connections)
     config = uvicorn.Config(
         front.application(),
-        log_level="warning",
+        http=connections.protocol,
         access_log=False,
-        timeout_keep_alive=30,
         timeout_graceful_shutdown=DELIVERY,
+        **settings(),
     )
     server = _Server(config)
+    watching = asyncio.create_task(connections.watch())
     following = asyncio.create_task(_follow(service)) if follow else None
     ending = asyncio.create_task(_until_ended(server, service, front, stop))
     try:
         await server.serve(sockets=[listening])
     finally:
         ending.cancel()
+        watching.cancel()
         if following is not None:
             following.cancel()
 

@@ -1,0 +1,226 @@
+"""The flags of ``python -m jrl.evaluate``, and the settings of a run as they change them."""
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+from jrl.config.files import configuration_of
+from jrl.config.numbers import check_least, check_seed
+from jrl.config.rollout import ON_ONE_MESH
+from jrl.config.run import OF_DEVICES, RunConfig
+from jrl.processes.coordinator import ALONE, Processes
+from jrl.recipes import Recipe
+from jrl.recipes.grpo import Grpo
+from jrl.runs.folder import RunFolder
+from jrl.tasks.data.split import HELDOUT_SHARE
+from jrl.tasks.load import lists
+
+OF_TASK = (
+    *("held_out", "reward", "reward_weights", "prompt_length", "max_turns"),
+    *("prompt_field", "answer_field", "messages_field"),
+)
+"""Settings of a run that are chosen for its task."""
+OF_SAMPLING = ("temperature", "top_k", "top_p")
+"""Settings of a recipe by which completions are drawn."""
+OTHERS = (
+    *("answers", "reward_seconds", "failed_reward", "overlong_prompts", "response_length"),
+    *("system_prompt", "chat_template", "chat_template_kwargs"),
+    *("dtype", "verifiers", "slots", "devices"),
+)
+"""Other settings of a run that flags change."""
+PROMPTS = 256
+"""Prompts that are evaluated where nobody chose their number, of those that a run holds out and of
+a task without an end."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to evaluate, and how."""
+
+    run: tyro.conf.Positional[str]
+    """Folder of the run, whose newest checkpoint is evaluated; or hf:DIR, a public checkpoint."""
+    task: str | None = None
+    """What to evaluate on, as --task of jrl.train, a file in full; None takes the run's own task,
+    and of that what is held out."""
+    held_out: str | None = None
+    """Which prompts are evaluated, as --held-out of jrl.train; 1.0 is all of a list. None takes
+    what the run holds out, and with --task all of a file or of a list of your own."""
+    prompts: int | None = None
+    """Prompts at most, the first of them. None is all that --task has, and 256 of a task that draws
+    its prompts or of what a run holds out."""
+    k: int = 8
+    """Completions sampled per prompt; pass@k is given for 1, 2, 4, ... and k."""
+    samples: str | None = None
+    """A file that the completions are written to, a JSON line for each: prompt, completion, answer,
+    score, reason."""
+    json: str | None = None
+    """A file that the results are written to as well."""
+    show: int = 3
+    """Completions that are shown, of so many prompts; 0 shows none."""
+
+    prompt_field: str | None = None
+    """Field of a record with the prompt, as --prompt-field of jrl.train."""
+    answer_field: str | None = None
+    """Field with the gold answer: "answer", or "reward_model.ground_truth"."""
+    messages_field: str | None = None
+    """Field with the prompt as a conversation, a list of {"role": ..., "content": ...}."""
+    answers: Literal["final", "evaluated"] | None = None
+    """What answers have to be, as --answers of jrl.train; None takes the run's own."""
+    reward: tuple[str, ...] | None = None
+    """Rewards, as --reward of jrl.train; None takes the run's own, unless --task is given."""
+    reward_weights: tuple[str, ...] | None = None
+    """Their weights; None takes the run's own, unless --task is given."""
+    reward_seconds: float | None = None
+    """How long one call of a reward of your own may take."""
+    failed_reward: float | None = None
+    """The score of a completion whose reward failed."""
+    verifiers: int | None = None
+    """Processes that check answers or run rewards; None is one per processor core, up to 8."""
+    max_turns: int | None = None
+    """Turns of a conversation with an environment, at most."""
+
+    prompt_length: int | None = None
+    """Tokens of a prompt at most; longer ones of a list are left out. None takes the run's own, or
+    fits the longest prompt where --task is given."""
+    overlong_prompts: Literal["drop", "refuse"] | None = None
+    """What becomes of prompts with more tokens than that: they are left out and counted, or nothing
+    begins."""
+    response_length: int | None = None
+    """Limit of a completion in tokens; None takes the run's own."""
+    tokenizer: str | None = None
+    """Of hf:DIR, in place of the checkpoint's own: a SentencePiece .model file, or a tokenizer.json
+    with its tokenizer_config.json beside it."""
+    chat_template: str | None = None
+    """How prompts become conversations, as --chat-template of jrl.train: "checkpoint", "none", or
+    the path of a Jinja file; None takes the run's own."""
+    chat_template_kwargs: str | None = None
+    """A JSON object of names that the chat template is given, such as {"enable_thinking": false};
+    None takes the run's."""
+    system_prompt: str | None = None
+    """The first message of every conversation that has none of its own; None takes the run's."""
+
+    temperature: float | None = None
+    """Of sampling; None takes the run's own."""
+    top_k: int | None = None
+    """Sample among this many likeliest tokens; None takes the run's own setting."""
+    top_p: float | None = None
+    """Sample from the smallest set of likeliest tokens with this probability; None takes the run's
+    own setting."""
+    seed: int = 0
+    """Of sampling. The same seed gives the same completions."""
+
+    slots: int | None = None
+    """Completions that are decoded at a time, a multiple of dp x tp of the layout that decodes.
+    None is all of them, 512 at most, or as many as have room in a KV cache of 2 GiB on a processor
+    and of half of what the weights leave on an accelerator."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """In which the network computes; None is that of the run, or of the checkpoint."""
+    layout: str | None = None
+    """How the devices are laid out; None takes the run's own layouts, dp1 for a checkpoint."""
+    rollout_layout: str | None = None
+    """How they are laid out to sample completions; None derives it from --layout, if given."""
+    devices: int | None = None
+    """Number of fake CPU devices; None does as the run did."""
+    diagnostics: bool = False
+    """Measure the critic of the run as well, and draw plots/value_diagnostics.png in its folder."""
+    processes: tyro.conf.OmitArgPrefixes[Processes] = ALONE
+
+    @property
+    def is_checkpoint(self) -> bool:
+        """Whether it is a public checkpoint, and no run."""
+        return self.run.startswith("hf:")
+
+    def check(self) -> None:
+        """Makes the folders of the files that are written.
+
+        Raises:
+          ValueError: for flags that cannot be.
+          OSError: where a file cannot go.
+        """
+        check_least(self, ("k", "prompts", "devices", "slots", "verifiers"))
+        check_least(self, ("show",), 0)
+        check_seed(self.seed)
+        if self.temperature is not None and not math.isfinite(self.temperature):
+            raise ValueError(f"temperature={self.temperature} must be a number from 0.")
+        if self.tokenizer is not None and not self.is_checkpoint:
+            raise ValueError(
+                f"tokenizer={self.tokenizer!r} is for hf:DIR, and {self.run} has that which it "
+                "learned with: leave it out."
+            )
+        for path in (self.json, self.samples):
+            if path is not None:
+                Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
+
+
+def configuration(request: Request, folder: RunFolder | None) -> tuple[RunConfig, Recipe]:
+    """The settings of the run or of a checkpoint, with what the flags change of them.
+
+    Args:
+      folder: of the run, None for a checkpoint.
+
+    Raises:
+      ValueError: for a checkpoint without a task, and for settings that cannot be.
+    """
+    if folder is None:
+        if request.task is None:
+            raise ValueError(f"{request.run} is a checkpoint, which has no task: give --task.")
+        run, recipe = RunConfig(model=request.run, steps=0, tokenizer=request.tokenizer), Grpo()
+    else:
+        run, recipe = configuration_of(folder)
+        if run.lora_rank is not None and request.dtype is not None:
+            raise ValueError(
+                f"dtype={request.dtype!r} is not that of the weights which run {folder.path} keeps "
+                "beside its adapters: leave it out."
+            )
+    given = {name: getattr(request, name) for name in (*OF_TASK, *OTHERS)}
+    given = {name: value for name, value in given.items() if value is not None}
+    if request.task is not None:
+        # What was chosen for the run's own task need not fit another. Prompts have no answers to
+        # imitate here, and need none.
+        fresh = RunConfig()
+        if recipe.supervised:
+            recipe = Grpo()  # tasks have rewards, and not conversations
+        # Nothing of them is trained on.
+        given.setdefault("held_out", "1.0" if lists(request.task) else None)
+        usual = {name: getattr(fresh, name) for name in OF_TASK}
+        given = {**usual, **given, "task": request.task, "warm_start_steps": 0}
+    # Implementations were chosen for the devices that learned; here the best that applies will do.
+    # Slots were chosen for their memory, and for the run's own lengths.
+    elsewhere = {**dict.fromkeys(OF_DEVICES), **ON_ONE_MESH, "slots": None}
+    if run.rollout_devices is not None:
+        # Nothing learns here: the layout's own devices sample.
+        elsewhere |= {"rollout_devices": None, "rollout_layout": None}
+    if request.layout is not None:
+        elsewhere |= {"layout": request.layout, "rollout_layout": None}
+    if request.rollout_layout is not None:
+        elsewhere["rollout_layout"] = request.rollout_layout
+    sampling = {name: getattr(request, name) for name in OF_SAMPLING}
+    recipe = replace(recipe, **{name: v for name, v in sampling.items() if v is not None})
+    return replace(run, **{**elsewhere, **given}), recipe
+
+
+def num_prompts(request: Request, size: int | None) -> int:
+    """Prompts that are evaluated, at most.
+
+    Args:
+      size: how many there are; None is an endless supply.
+    """
+    if request.prompts is not None:
+        return request.prompts
+    return PROMPTS if request.task is None or size is None else size
+
+
+def learned_from(request: Request, folder: RunFolder | None) -> list[str]:
+    """A line for each list that all prompts are evaluated of, though the run has learned from
+    them."""
+    if folder is None or request.task is None or request.held_out is not None:
+        return []
+    run, _ = configuration_of(folder)
+    apart = run.held_out or f"{HELDOUT_SHARE:g}"
+    return [
+        f"note: the run has learned from {task}; --held-out {apart} is the part that it has not"
+        for task in sorted(lists(request.task) & lists(run.task))
+    ]

@@ -1,0 +1,1 @@
+"""What an evaluation shows while it goes on, and at its end."""

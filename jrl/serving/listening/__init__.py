@@ -1,0 +1,1 @@
+"""The port that is listened on: its server, and the connections of clients."""

@@ -1,0 +1,54 @@
+"""The completions of an evaluation: a JSON line for each, and the first ones to be shown."""
+
+import json
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import IO, Any
+
+from jrl.rollout.sampler import Completion
+from jrl.text.prompt_format import PromptFormat
+
+
+class Completions:
+    """Writes the completions of each phase when it is over.
+
+    Args:
+      path: of the file, which is made anew when this is entered; None writes none.
+      format: how prompts became tokens.
+      show: prompts of which a completion is kept to be shown.
+
+    Attributes:
+      shown: the first sampled completion of each of the first prompts, as the file has them.
+    """
+
+    def __init__(self, path: str | None, format: PromptFormat, show: int):
+        self._path, self._format, self._show = path, format, show
+        self._file: IO[str] | None = None
+        self._stack = ExitStack()
+        self.shown: list[dict[str, Any]] = []
+
+    def found(self, phase: str, completions: Sequence[Completion]) -> None:
+        """Takes the completions of a phase, "sampled" or "greedy"."""
+        for completion in completions:
+            asked = completion.trajectory.request
+            # Held-out prompts count down from -1.
+            place = {"kind": phase, "number": -1 - asked.prompt, "sample": asked.sample}
+            shows = phase == "sampled" and asked.sample == 0 and len(self.shown) < self._show
+            if self._file is None and not shows:
+                continue
+            record = {**place, **completion.record(self._format)}
+            if shows:
+                self.shown.append(record)
+            if self._file is not None:
+                self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        if self._file is not None:
+            self._file.flush()
+
+    def __enter__(self) -> "Completions":
+        if self._path is not None:
+            self._file = self._stack.enter_context(open(self._path, "w", encoding="utf-8"))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+        self._file = None

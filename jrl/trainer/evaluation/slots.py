@@ -1,0 +1,88 @@
+"""How many completions of an evaluation are decoded at a time."""
+
+import os
+from typing import Any
+
+import jax
+
+from jrl.rollout.decoding.ranks import ranks
+from jrl.trainer.setup.geometry import MOST_SLOTS
+from jrl.trainer.setup.memory import cache_bytes, weight_bytes
+from jrl.trainer.setup.setup import Setup
+from sharding.folding import FoldedMesh
+
+OF_A_PROCESSOR = 2 << 30
+"""Bytes of the KV cache of a process on a processor, whose memory other programs share."""
+
+
+def evaluation_slots(setup: Setup, rows: int) -> tuple[int, str]:
+    """Slots for so many completions, and a line about them.
+
+    Those of the run where it names a number; else as many as there are completions, `MOST_SLOTS` at
+    most, whose keys and values have room: in `OF_A_PROCESSOR`, or in half of what the weights leave
+    on an accelerator. It depends on the kind of machine, and not on what else runs there.
+
+    Args:
+      rows: completions that are decoded in all.
+
+    Raises:
+      ValueError: for a number that does not divide over the devices, or whose cache has no room.
+    """
+    mesh, wanted = setup.rollout_mesh, setup.run.slots
+    unit, total = ranks(mesh) * setup.geometry.rollout_parts, memory_of(mesh)
+    columns = setup.prompt_length + setup.response_length
+
+    def takes(slots: int) -> int:
+        return cache_bytes(setup.model.without_adapters(), mesh, slots, columns)
+
+    if wanted is None:
+        budget = _budget(setup, total)
+        # Rounded up: a few slots may stay empty, and each rank has one at least.
+        needed = -(-min(rows, MOST_SLOTS) // unit) * unit
+        fitting = unit * max(1, budget // takes(unit))
+        slots = min(needed, fitting)
+        limited = slots < needed
+    else:
+        slots, limited = setup.geometry.slots(wanted), False
+        if total is not None and takes(slots) > total:
+            raise ValueError(
+                f"slots={slots} take a KV cache of {_size(takes(slots))} for rows of {columns:,} "
+                f"tokens, and there are {_size(total)}: lower --slots or --response-length."
+            )
+    why = "as many as have room in" if limited else "with"
+    return slots, (
+        f"{rows:,} completions of at most {setup.response_length:,} tokens, {slots:,} at a time "
+        f"(--slots), {why} a KV cache of {_size(takes(slots))}"
+    )
+
+
+def memory_of(mesh: FoldedMesh) -> int | None:
+    """Bytes of an accelerator, or a processor's share of the machine's; None where nobody says."""
+    devices = _devices(mesh)
+    stats = devices[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"]
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def _budget(setup: Setup, total: int | None) -> int:
+    mesh = setup.rollout_mesh
+    devices = _devices(mesh)
+    if total is None or devices[0].platform == "cpu":
+        return OF_A_PROCESSOR // len(devices)
+    # As they are read, and once more as decoding reads each layer.
+    left = total - 2 * weight_bytes(setup.model.without_adapters(), mesh)
+    return max(left // 2, 0)
+
+
+def _devices(mesh: FoldedMesh) -> list[Any]:
+    """Those of this process."""
+    found: Any = mesh.mesh.devices
+    return [device for device in found.flat if device.process_index == jax.process_index()]
+
+
+def _size(number: int) -> str:
+    return f"{number / 2**30:.2g} GiB" if number >= 2**29 else f"{number / 2**20:.3g} MiB"
