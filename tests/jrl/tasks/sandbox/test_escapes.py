@@ -68,7 +68,7 @@ def spawning(mark):
 def test_01_what_it_started_ends_with_it(sandbox, mark):
     before = time.monotonic()
     assert sandbox.run(spawning(mark) + "print('done')") == "done\n"
-    assert time.monotonic() - before < 15
+    assert time.monotonic() - before < 8
     assert processes_with(mark) == []
 
 
@@ -82,7 +82,7 @@ def test_02_it_outlives_its_parents_without_a_parent_death_signal(sandbox, mark)
     )
     before = time.monotonic()
     assert sandbox.run(code) == ""
-    assert time.monotonic() - before < 15
+    assert time.monotonic() - before < 8
     assert processes_with(mark) == []
 
 
@@ -91,7 +91,7 @@ def test_03_the_time_is_up_while_its_output_is_open(mark):
         code = f"import os, time; print(1, flush=True); {silent}time.sleep({LONG})"
         before = time.monotonic()
         assert Sandbox(seconds=0.5).run(spawning(mark) + code) == "1\n\n(stopped after 0.5 seconds)"
-        assert time.monotonic() - before < 15
+        assert time.monotonic() - before < 8
         assert processes_with(mark) == []
 
 
@@ -206,6 +206,21 @@ def test_12_a_fork_bomb(mark):
     assert processes_with(mark) == []
 
 
+def test_12_processes_that_the_kernel_does_not_count(mark, monkeypatch):
+    """Of root, it counts none; of an old kernel's user, all on the machine."""
+    monkeypatch.setattr(cgroups, "_parents", lambda: None)
+    monkeypatch.setattr("jrl.tasks.sandbox.sandbox._linux", lambda: (4, 18))
+    code = spawning(mark) + (
+        "import os, time\n"
+        "for _ in range(32):\n"
+        f"    if not os.fork(): time.sleep({LONG})\n"
+        f"time.sleep({LONG})\n"
+    )
+    sandbox = Sandbox(seconds=20, processes=16)
+    assert sandbox.run(code) == "(stopped: more than 16 processes)"
+    assert processes_with(mark) == []
+
+
 @pytest.mark.usefixtures("grouped")
 def test_13_memory_of_many_processes(mark):
     code = spawning(mark) + (
@@ -219,7 +234,7 @@ def test_13_memory_of_many_processes(mark):
     before = time.monotonic()
     sandbox = Sandbox(seconds=20, memory_mb=192)
     assert sandbox.run(code) == "(stopped: more than 192 MB of memory)"
-    assert time.monotonic() - before < 15
+    assert time.monotonic() - before < 8
     assert processes_with(mark) == []
 
 
@@ -319,7 +334,7 @@ def test_23_output_without_end(mark):
     before = time.monotonic()
     said = sandbox.run(spawning(mark) + "while True: print('y' * 1000)")
     assert said == "y" * 50 + "\n(cut: more was printed)"
-    assert time.monotonic() - before < 15
+    assert time.monotonic() - before < 8
     assert processes_with(mark) == []
 
 
@@ -357,9 +372,16 @@ def test_25_an_interrupt_of_the_trainer(mark):
         signal.signal(signal.SIGUSR1, before)
 
 
-CALLER = """import sys
+CALLER = """import os, sys, threading, time
 from jrl.tasks.sandbox.sandbox import Sandbox
-Sandbox(seconds=600).run(sys.stdin.read())
+
+def fork():
+    if sys.stdin.readline() and not os.fork():
+        print("forked", flush=True)
+        time.sleep(600)
+
+threading.Thread(target=fork, daemon=True).start()
+Sandbox(seconds=600).run(os.environ["CODE"])
 """
 
 
@@ -368,19 +390,25 @@ Sandbox(seconds=600).run(sys.stdin.read())
 def test_26_a_trainer_that_is_killed(mark, held):
     """Nothing of the code is left after `kill -9`, even where a forked child of the trainer has
     inherited all that it had open."""
-    first = "import os, time\nif not os.fork(): time.sleep(600)\n" if held else ""
+    code = spawning(mark) + f"import time; time.sleep({LONG})"
     caller = subprocess.Popen(
-        [sys.executable, "-c", first + CALLER],
+        [sys.executable, "-W", "ignore", "-c", CALLER],
+        env={**os.environ, "CODE": code},
         stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         start_new_session=True,
     )
     try:
-        caller.stdin.write((spawning(mark) + f"import time; time.sleep({LONG})").encode())
-        caller.stdin.close()
         wait_until(lambda: processes_with(mark), "the code does not start")
+        if held:
+            caller.stdin.write(b"now\n")
+            caller.stdin.flush()
+            assert caller.stdout.readline() == b"forked\n"
         caller.kill()
         caller.wait()
         wait_until(lambda: not processes_with(mark), "the code goes on")
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(caller.pid, signal.SIGKILL)
+        caller.stdin.close()
+        caller.stdout.close()
