@@ -7,7 +7,7 @@ templates count on, and see nothing but the conversation.
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import date
 from functools import cached_property
@@ -87,7 +87,8 @@ class ChatTemplate:
     def opening(self, conversation: Conversation) -> str:
         """What it begins the assistant's next turn with; empty where that cannot be told."""
         try:
-            before, opened = self.write(conversation), self.write(conversation, opened=True)
+            asked = self.write_all([(conversation, False), (conversation, True)])
+            before, opened = map(written, asked)
         except TemplateLimit:
             raise
         except ValueError:
@@ -109,24 +110,45 @@ class ChatTemplate:
           TemplateLimit: when the template takes too much time or memory, or writes too much.
           ValueError: when it refuses the conversation, or fails.
         """
+        (found,) = self.write_all([(conversation, opened)], marked=marked)
+        return written(found)
+
+    def write_all(
+        self, asked: Sequence[tuple[Conversation, bool]], *, marked: bool = False
+    ) -> list[str | ValueError]:
+        """The texts of several conversations, which takes little longer than that of one; in place
+        of those that the template refuses, the error.
+
+        Args:
+          asked: each, and whether the assistant's next turn is begun.
+          marked: as of `write`.
+
+        Raises:
+          TemplateLimit: as for `write`.
+        """
         template = self._marking if marked else self._template
         assert template is not None
+        given = [self._given(conversation, opened) for conversation, opened in asked]
+        try:
+            texts = template.render(given)
+        except TemplateLimit as error:
+            raise self._limit(error, f"for the messages {_shown(given[0])}") from error
+        except ValueError as error:
+            texts = [error] * len(given)
+        return [
+            text if isinstance(text, str) else _refusal(text, names)
+            for text, names in zip(texts, given, strict=True)
+        ]
+
+    def _given(self, conversation: Conversation, opened: bool) -> dict[str, Any]:
+        """What the template sees."""
         turns = [dict(turn) for turn in conversation.turns]
         if not self._knows_null:
             turns = [{**turn, "content": said(turn)} for turn in turns]
         given = {**self._names, **conversation.arguments}
         if conversation.tools is not None:
             given["tools"] = conversation.tools
-        try:
-            return template.render({"messages": turns, "add_generation_prompt": opened, **given})
-        except ValueError as error:
-            shown = _short([(turn.get("role"), turn.get("content")) for turn in turns])
-            if isinstance(error, TemplateLimit):
-                raise self._limit(error, f"for the messages {shown}") from error
-            raise ValueError(
-                f"the chat template refuses the messages {shown}: {error}. Change them, "
-                "or give --chat-template a file of your own."
-            ) from error
+        return {"messages": turns, "add_generation_prompt": opened, **given}
 
     def _limit(self, error: TemplateLimit, what: str) -> TemplateLimit:
         """The error with the template that it is about."""
@@ -231,6 +253,31 @@ def _compiled(source: str, day: str, marks: tuple[str, str] | None = None) -> Re
             f"the chat template is no Jinja template (line {error.line}: {error.message}): "
             "mend it, or give --chat-template none."
         ) from error
+
+
+def written(found: str | ValueError) -> str:
+    """One of the texts of `ChatTemplate.write_all`.
+
+    Raises:
+      ValueError: where it is the error in place of one.
+    """
+    if isinstance(found, ValueError):
+        raise found
+    return found
+
+
+def _refusal(error: ValueError, given: Mapping[str, Any]) -> ValueError:
+    """An error of a template with the messages that it is about."""
+    made = ValueError(
+        f"the chat template refuses the messages {_shown(given)}: {error}. Change them, "
+        "or give --chat-template a file of your own."
+    )
+    made.__cause__ = error
+    return made
+
+
+def _shown(given: Mapping[str, Any]) -> str:
+    return _short([(turn.get("role"), turn.get("content")) for turn in given["messages"]])
 
 
 def _short(messages: Sequence[tuple[Any, Any]]) -> str:

@@ -6,9 +6,10 @@ It reads one JSON object per line and answers each with another:
 
 * ``{"key": K, "source": ..., "day": ..., "marks": ...}`` compiles a template: ``{}``, or
   ``{"syntax": [LINE, MESSAGE]}``.
-* ``{"key": K, "given": {...}, "arguments": [[PATH, TEXT], ...]}`` renders it with these names:
-  ``{"text": ...}``, ``{"error": ...}`` where it refuses them, or ``{"unknown": true}`` where no
-  such template was compiled. A path leads to the arguments of a call in the messages.
+* ``{"key": K, "given": [{...}, ...], "arguments": [[PATH, TEXT], ...]}`` renders it with each of
+  these sets of names: ``{"texts": [...]}``, in which ``{"error": ...}`` stands for one that it
+  refuses; or ``{"unknown": true}`` where no such template was compiled. A path leads to the
+  arguments of a call.
 
 Either may be answered with ``{"exceeded": PHRASE}``, the limit that the template went over.
 """
@@ -32,8 +33,6 @@ MEMORY = 2**30
 LONGEST = 2**20
 """Characters of a text beyond `FOLD` times those of the conversation."""
 FOLD = 16
-ORPHAN_SECONDS = 120
-"""The asking side ends a process that is stuck; this one ends itself where that side was killed."""
 KEPT = 64
 """Templates that stay compiled; the oldest is dropped."""
 
@@ -46,19 +45,17 @@ def main() -> None:
     """Serves questions from the standard input until it ends."""
     seconds = float(sys.argv[2])
     limit_memory()
-    if hasattr(signal, "SIGPROF"):
-        signal.signal(signal.SIGPROF, stop)
+    signal.signal(signal.SIGPROF, stop)
     templates: dict[str, Template] = {}
     write({})
     for line in sys.stdin:
+        timed(seconds)
         try:
-            timed(seconds)
-            reply = answer(templates, json.loads(line), len(line))
+            reply = answer(templates, json.loads(line), seconds)
         except TookTooLong:
             reply = {"exceeded": f"took more than {seconds:g} seconds"}
         except MemoryError:
             reply = {"exceeded": f"needed more than {MEMORY >> 20} MB of memory"}
-        timed(0)
         write(reply)
 
 
@@ -69,10 +66,11 @@ def write(reply: Message) -> None:
 
 
 def timed(seconds: float) -> None:
-    """Bounds the time of what follows; 0 bounds it no more."""
-    if hasattr(signal, "setitimer"):
-        signal.setitimer(signal.ITIMER_PROF, seconds)
-        signal.alarm(ORPHAN_SECONDS if seconds else 0)
+    """Bounds the time of the processor for what follows, until the next call."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    # Where a single call does not come back to the interpreter, which would raise, this signal
+    # ends the process, be there somebody who waits for it or not.
+    signal.setitimer(signal.ITIMER_VIRTUAL, 2 * seconds)
 
 
 def stop(number: int, frame: Any) -> NoReturn:
@@ -90,12 +88,12 @@ def limit_memory() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (most, hard))
 
 
-def answer(templates: dict[str, Template], question: Message, length: int) -> Message:
+def answer(templates: dict[str, Template], question: Message, seconds: float) -> Message:
     """The reply to a question.
 
     Args:
       templates: those that are compiled, by key.
-      length: characters of the question.
+      seconds: for each text.
     """
     key = question["key"]
     if "source" in question:
@@ -109,22 +107,25 @@ def answer(templates: dict[str, Template], question: Message, length: int) -> Me
         return {}
     if key not in templates:
         return {"unknown": True}
-    given = question["given"]
-    for path, text in question["arguments"]:
-        *before, last = path
-        value = given["messages"]
+    for (*before, last), text in question["arguments"]:
+        value = question["given"]
         for step in before:
             value = value[step]
         value[last] = arguments_type()(value[last], text)
-    try:
-        text = templates[key].render(**given)
-    except MemoryError:
-        raise
-    except Exception as error:  # a template is a program, which may fail in any way
-        return {"error": str(error)}
-    if len(text) > LONGEST + FOLD * length:
-        return {"exceeded": f"wrote {len(text)} characters, which is too many,"}
-    return {"text": text}
+    texts: list[str | Message] = []
+    for given in question["given"]:
+        timed(seconds)
+        try:
+            text = templates[key].render(**given)
+        except MemoryError:
+            raise
+        except Exception as error:  # a template is a program, which may fail in any way
+            texts.append({"error": str(error)})
+            continue
+        if len(text) > LONGEST and len(text) > LONGEST + FOLD * len(json.dumps(given)):
+            return {"exceeded": f"wrote {len(text)} characters, which is too many,"}
+        texts.append(text)
+    return {"texts": texts}
 
 
 @cache

@@ -17,7 +17,7 @@ PROGRAM = Path(__file__).with_name("program.py")
 PROCESSOR_SECONDS = 5.0
 """For one template and one conversation; the program counts them itself."""
 SECONDS = 20.0
-"""Of the clock, for single calls that do not come back to the interpreter before."""
+"""Of the clock, where the program does not end by itself."""
 
 
 class TemplateLimit(ValueError):
@@ -56,25 +56,25 @@ class Renderer:
         self._compile: Message = {**self._key, "source": source, "day": day, "marks": marks}
         self._compiled()
 
-    def render(self, given: Mapping[str, Any]) -> str:
-        """The text that it writes.
+    def render(self, given: Sequence[Mapping[str, Any]]) -> list[str | ValueError]:
+        """The texts that it writes, or its own errors in place of what it refuses.
 
         Args:
-          given: names that it sees, with what JSON holds (`jrl.tasks.data.records.plain`).
+          given: for each the names that it sees, with what JSON holds
+            (`jrl.tasks.data.records.plain`).
 
         Raises:
-          TemplateLimit: where it takes too much.
-          ValueError: where it refuses them, or fails; with its own message.
+          TemplateLimit: where it takes too much for one of them.
+          ValueError: where JSON does not hold a value.
         """
-        texts = list(_arguments(given.get("messages", ())))
+        texts = list(_arguments(given))
         question = {**self._key, "given": given, "arguments": texts}
-        reply = _asked(question)
+        reply = _asked(question, len(given))
         while "unknown" in reply:  # the process has been started again, or has dropped it
             self._compiled()
-            reply = _asked(question)
-        if "error" in reply:
-            raise ValueError(reply["error"])
-        return reply["text"]
+            reply = _asked(question, len(given))
+        found = reply["texts"]
+        return [each if isinstance(each, str) else ValueError(each["error"]) for each in found]
 
     def _compiled(self) -> None:
         reply = _asked(self._compile)
@@ -82,12 +82,13 @@ class Renderer:
             raise TemplateSyntax(*reply["syntax"])
 
 
-def _arguments(messages: Sequence[Any]) -> Iterator[tuple[list[str | int], str]]:
+def _arguments(given: Sequence[Mapping[str, Any]]) -> Iterator[tuple[list[str | int], str]]:
     """Where messages have arguments of a call, and the JSON text of each, which JSON drops."""
-    for at, message in enumerate(messages):
-        # All others have texts alone.
-        if not message.keys() <= {"role", "content"}:
-            yield from _arguments_in(message, [at])
+    for number, names in enumerate(given):
+        for at, message in enumerate(names.get("messages", ())):
+            # All others have texts alone.
+            if not message.keys() <= {"role", "content"}:
+                yield from _arguments_in(message, [number, "messages", at])
 
 
 def _arguments_in(value: Any, path: list[str | int]) -> Iterator[tuple[list[str | int], str]]:
@@ -101,21 +102,25 @@ def _arguments_in(value: Any, path: list[str | int]) -> Iterator[tuple[list[str 
             yield from _arguments_in(each, [*path, at])
 
 
-def _asked(question: Message) -> Message:
+def _asked(question: Message, texts: int = 1) -> Message:
     """The reply to a question.
+
+    Args:
+      texts: that it asks for.
 
     Raises:
       TemplateLimit: where it asks for too much.
     """
+    seconds = SECONDS * texts
     try:
         try:
-            reply = _worker().ask(question)
+            reply = _worker().ask(question, seconds=seconds)
         except TypeError:  # of what JSON does not hold; nothing was sent
-            reply = _worker().ask(_plainly(question))
+            reply = _worker().ask(_plainly(question), seconds=seconds)
     except TimeoutError:
-        raise TemplateLimit(f"took more than {SECONDS:g} seconds") from None
+        raise TemplateLimit(f"took more than {seconds:g} seconds") from None
     except WorkerEnded as error:
-        raise TemplateLimit(f"ended the process that renders it ({error})") from None
+        raise TemplateLimit(f"took too long, or ended what renders it ({error}),") from None
     if "exceeded" in reply:
         raise TemplateLimit(reply["exceeded"])
     return reply
@@ -130,10 +135,10 @@ def _plainly(question: Message) -> Message:
 
 @cache
 def _worker() -> Worker:
-    return worker(PROCESSOR_SECONDS, SECONDS)
+    return worker(PROCESSOR_SECONDS)
 
 
-def worker(processor_seconds: float, seconds: float) -> Worker:
+def worker(processor_seconds: float) -> Worker:
     """The process, which the first question starts."""
     command = [sys.executable, "-P", str(PROGRAM), arguments.__file__, str(processor_seconds)]
-    return Worker(command, seconds=seconds)
+    return Worker(command)

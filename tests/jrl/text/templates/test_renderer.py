@@ -40,7 +40,7 @@ def tokenizer(tmp_path_factory):
 @pytest.fixture
 def process(monkeypatch):
     """A process of the test's own, which waits for a fifth of a second."""
-    made = renderer.worker(0.2, 60)
+    made = renderer.worker(0.2)
     monkeypatch.setattr(renderer, "_worker", lambda: made)
     yield made
     made.close()
@@ -84,40 +84,41 @@ def test_to_be_compiled_is_limited_too(process, tokenizer):
 
 
 def test_a_call_that_does_not_come_back_is_ended(monkeypatch):
-    made = renderer.worker(1000, 0.5)
+    made = renderer.worker(1000)
     monkeypatch.setattr(renderer, "_worker", lambda: made)
     monkeypatch.setattr(renderer, "SECONDS", 0.5)
     try:
         hangs, works = Renderer(LOOPS, DAY), Renderer("{{ a }}", DAY)
         with pytest.raises(TemplateLimit, match=r"^took more than 0\.5 seconds$"):
-            hangs.render({})
-        made._seconds = 60
-        assert works.render({"a": 1}) == "1"
+            hangs.render([{}])
+        monkeypatch.undo()
+        assert works.render([{"a": 1}]) == ["1"]
     finally:
         made.close()
 
 
 def test_a_process_that_is_gone_is_started_again(process):
     made = Renderer("{{ a }}", DAY)
-    assert made.render({"a": 1}) == "1"
+    assert made.render([{"a": 1}]) == ["1"]
     ended = process._process
     ended.kill()
     ended.wait()
-    assert made.render({"a": 2}) == "2"
+    assert made.render([{"a": 2}]) == ["2"]
     assert process._process is not ended
 
 
 def test_a_template_that_was_dropped_is_compiled_again(process):
     made = [Renderer(f"{{{{ a }}}}{number}", DAY) for number in range(program.KEPT + 2)]
-    assert [each.render({"a": "n"}) for each in made] == [f"n{i}" for i in range(len(made))]
+    found = [each.render([{"a": "n"}]) for each in made]
+    assert found == [[f"n{i}"] for i in range(len(made))]
 
 
 def test_several_threads(process):
     def render(number):
-        return Renderer(f"{{{{ a }}}}{number % 3}", DAY).render({"a": number})
+        return Renderer(f"{{{{ a }}}}{number % 3}", DAY).render([{"a": number}])
 
     with ThreadPoolExecutor(4) as threads:
-        assert list(threads.map(render, range(40))) == [f"{i}{i % 3}" for i in range(40)]
+        assert list(threads.map(render, range(40))) == [[f"{i}{i % 3}"] for i in range(40)]
 
 
 def test_values_come_as_they_are(process):
@@ -128,13 +129,13 @@ def test_values_come_as_they_are(process):
     }
     source = "{{ texts | tojson(true) }} {{ numbers }} {{ mapping }} {{ other }} {{ day }}"
     assert Renderer(source, DAY).render(
-        {**given, "other": math.nan, "day": datetime.date(2026, 11, 25)}
-    ) == (
+        [{**given, "other": math.nan, "day": datetime.date(2026, 11, 25)}]
+    ) == [
         f"{json.dumps(given['texts'])} {given['numbers']} {{'b': {{'z': 1}}, 'a': []}} "
         "nan 2026-11-25"
-    )
+    ]
     with pytest.raises(ValueError, match="a object is nothing that JSON holds"):
-        Renderer("", DAY).render({"a": object()})
+        Renderer("", DAY).render([{"a": object()}])
 
 
 def test_arguments_of_calls_are_mappings_and_texts(process):
@@ -149,7 +150,10 @@ def test_arguments_of_calls_are_mappings_and_texts(process):
         {"role": "assistant", "function_call": older},
     ]
     here = program.compiled(source, datetime.datetime(2026, 11, 25), None)
-    assert Renderer(source, DAY).render({"messages": messages}) == here.render(messages=messages)
+    expected = here.render(messages=messages)
+    given = [{"messages": messages[:1], "a": 1}, {"messages": messages}]
+    refused, found = Renderer(source, DAY).render(given)
+    assert found == expected and "no element 1" in str(refused)
 
 
 def test_a_source_that_is_no_template(process):
@@ -196,7 +200,7 @@ def test_a_run_names_the_file(process, tokenizer, tmp_path):
 TRAINER = """
 import sys, time
 from jrl.text.templates.renderer import Renderer
-print(Renderer("{{ a }}", "2026-11-25").render({"a": 1}), flush=True)
+print(*Renderer("{{ a }}", "2026-11-25").render([{"a": 1}]), flush=True)
 time.sleep(600)
 """
 
