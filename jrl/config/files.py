@@ -21,7 +21,7 @@ CHANGEABLE = (
     # Where it runs, and by how much at a time.
     *("layout", "rollout_layout", "rollout_devices", "rollout_engine", "rollout_split"),
     *("rollout_micro_batches", "rollout_m2n", "rollout_expert_slots", "rollout_replan"),
-    *("devices", "slots", "micro_batch", "packing", "verifiers"),
+    *("devices", "slots", "micro_batch", "packing", "verifiers", "unsafe_tools"),
     # How the network is computed.
     *OF_DEVICES,
     *("exchange_rate", "latent", "remat", "fsdp", "overlap_grad_reduce", "buffer_factor"),
@@ -33,7 +33,7 @@ CHANGEABLE = (
 """What a resumed run may change: none of it changes what a step computes. Steps only grow; another
 layout or micro-batch adds up in another order, which shows in the last digits."""
 
-LATER = {"chat_template_kwargs": None, "answers": "evaluated"}
+LATER = {"chat_template_kwargs": None, "answers": "evaluated", "unsafe_tools": False}
 """Fields that a config.json of an earlier version lacks, with the values by which a run does what
 it did."""
 

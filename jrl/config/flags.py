@@ -48,8 +48,8 @@ class Command:
     --rollout-engine, --rollout-split, --rollout-micro-batches, --devices, --slots, --micro-batch,
     --context, --dispatch, --attention, --decode-attention, --latent, --router, --experts,
     --expert-chunks, --remat, --fsdp, --buffer-factor, --scan-layers, --vocab-chunk, --packing,
-    --verifiers), --checkpoint-every, --keep-checkpoints, --samples-every, --sample-tokens,
-    --max-nonfinite, --drift-alarm, --log-to and those of faults may change."""
+    --verifiers, --unsafe-tools), --checkpoint-every, --keep-checkpoints, --samples-every,
+    --sample-tokens, --max-nonfinite, --drift-alarm, --log-to and those of faults may change."""
     config: str | None = None
     """A YAML file of flags by name (learning_rate: 1e-6), as the run.yaml of a run is one, or
     preset:NAME for one that comes with the library; flags that are given too come first."""

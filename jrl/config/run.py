@@ -60,6 +60,9 @@ class RunConfig:
     where nothing is said."""
     reward_seconds: float = 5.0
     """How long one call of a reward of your own may take."""
+    unsafe_tools: bool = False
+    """Run code that the policy writes as your user, where it cannot be run in a sandbox: without,
+    a task with such a tool is refused on a machine that has no bubblewrap."""
     failed_reward: float = 0.0
     """The score of a completion whose reward took longer, raised an exception, or gave no finite
     number."""

@@ -9,6 +9,7 @@ import tyro
 
 from jrl.config.command_line import exit_status
 from jrl.tasks.checking.check import check, page
+from jrl.tasks.sandbox.sandbox import allow_unsafe
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class Request:
     """Of the prompts of a task that are attacked."""
     reward_seconds: float = 5.0
     """How long one call of a reward of your own may take."""
+    unsafe_tools: bool = False
+    """Run code without a sandbox where there is none, as in jrl.train."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,6 +44,8 @@ def _main(arguments: list[str]) -> int:
         description="Tries answers on a verifier or a reward that it should not be talked into.",
         args=arguments,
     )
+    if request.unsafe_tools:
+        allow_unsafe()
     findings = check(
         request.target,
         seed=request.seed,

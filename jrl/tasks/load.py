@@ -33,6 +33,7 @@ from jrl.tasks.references import Reference, looks_like_one, reference, sources
 from jrl.tasks.rewards.own import OwnReward
 from jrl.tasks.rewards.rewarded import Named, Rewarded, Weighing
 from jrl.tasks.rewards.settings import OWN, RewardSettings, parse_weights
+from jrl.tasks.sandbox.sandbox import allow_unsafe
 from jrl.tasks.task import Prompts, Task
 
 _DEFINITIONS = {
@@ -68,6 +69,7 @@ def load_task(
     rewards: RewardSettings | None = None,
     code_path: Path | None = None,
     answers: str = FINAL,
+    unsafe_tools: bool = False,
 ) -> Task:
     """Makes the task that `spec` asks for.
 
@@ -88,6 +90,8 @@ def load_task(
         lie.
       answers: what the answers of a file's prompts have to be, one of
         `jrl.tasks.answers.verdict.RULES`.
+      unsafe_tools: lets code that a policy writes run without a sandbox, where there is none to be
+        had; from here on, in this process and its workers.
 
     Returns:
       A task; close it when it is no longer needed.
@@ -95,6 +99,8 @@ def load_task(
     Raises:
       ValueError: there is no such task, or it cannot be loaded.
     """
+    if unsafe_tools:
+        allow_unsafe()
     settings = RewardSettings() if rewards is None else rewards
     loader = _Loader(seed, fields, workers, parse_heldout(held_out), settings, code_path, answers)
     specs = [_weighted(part.strip()) for part in MIXED.split(spec)]

@@ -1,14 +1,15 @@
 """A conversation as the text a network was trained on: the chat template of its checkpoint.
 
-Templates are Jinja programs that come with the checkpoint. They run in Jinja's sandbox, with the
-names that the ecosystem's templates count on, and see nothing but the conversation.
+Templates are Jinja programs that come with the checkpoint. They run in Jinja's sandbox, in a
+process with limits of time and memory (`jrl.text.templates`), with the names that the ecosystem's
+templates count on, and see nothing but the conversation.
 """
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from datetime import date, datetime
+from datetime import date
 from functools import cached_property
 from importlib.util import find_spec
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 from jrl.tasks.data.conversations import Conversation, Turn, plainly, said
 from jrl.text.located.spelled import cut_specials, marked, unused
 from jrl.text.located.tokens import special_pattern
+from jrl.text.templates.renderer import Renderer, TemplateLimit, TemplateSyntax
 from jrl.text.tokenizer import Tokenizer
 
 BEGIN, END = "\ufdd0", "\ufdd1"
@@ -36,22 +38,29 @@ class ChatTemplate:
     checkpoint says that a text has one and the template writes none.
     """
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, place: str | None = None):
         """Compiles the template of a tokenizer.
 
         Args:
           tokenizer: its `Usage.chat_template` is a Jinja source. `strftime_now` of a template gives
             `Usage.chat_date`, not the day of the call, so that a run can be repeated.
+          place: the file that the template is from, for messages; None where that is not known.
 
         Raises:
+          TemplateLimit: when to compile it takes too much time or memory.
           ValueError: when it is no Jinja template, or Jinja is not installed.
         """
         source, day = tokenizer.usage.chat_template, tokenizer.usage.chat_date
         assert source is not None
         self._tokenizer = tokenizer
-        began = datetime.fromisoformat(day or "1970-01-01")
-        self._template = _compiled(source, began)
-        self._marking = _compiled(source, began, (BEGIN, END)) if MARKED.search(source) else None
+        self._place = place
+        began = day or "1970-01-01"
+        marks = MARKED.search(source) is not None
+        try:
+            self._template = _compiled(source, began)
+            self._marking = _compiled(source, began, (BEGIN, END)) if marks else None
+        except TemplateLimit as error:
+            raise self._limit(error, "to be compiled") from error
         self._knows_null = KNOWS_NULL.search(source) is not None
         # What a template cannot do without; the rest of its names are those of the special tokens.
         self._names = {"tools": None, "documents": None, **tokenizer.named_tokens}
@@ -68,6 +77,8 @@ class ChatTemplate:
             asked = Conversation.of([*first, ("user", "?"), ("assistant", PROBE)])
             try:
                 _, found, closing = self.write(asked).partition(PROBE)
+            except TemplateLimit:
+                raise
             except ValueError:
                 continue
             return closing if found else None
@@ -76,7 +87,10 @@ class ChatTemplate:
     def opening(self, conversation: Conversation) -> str:
         """What it begins the assistant's next turn with; empty where that cannot be told."""
         try:
-            before, opened = self.write(conversation), self.write(conversation, opened=True)
+            asked = self.write_all([(conversation, False), (conversation, True)])
+            before, opened = map(written, asked)
+        except TemplateLimit:
+            raise
         except ValueError:
             return ""
         return opened[len(before) :] if opened.startswith(before) else ""
@@ -93,23 +107,56 @@ class ChatTemplate:
           marked: whether what the assistant wrote stands between `BEGIN` and `END`.
 
         Raises:
-          ValueError: when the template refuses the conversation, or fails.
+          TemplateLimit: when the template takes too much time or memory, or writes too much.
+          ValueError: when it refuses the conversation, or fails.
         """
-        template: Any = self._marking if marked else self._template
+        (found,) = self.write_all([(conversation, opened)], marked=marked)
+        return written(found)
+
+    def write_all(
+        self, asked: Sequence[tuple[Conversation, bool]], *, marked: bool = False
+    ) -> list[str | ValueError]:
+        """The texts of several conversations, which takes little longer than that of one; in place
+        of those that the template refuses, the error.
+
+        Args:
+          asked: each, and whether the assistant's next turn is begun.
+          marked: as of `write`.
+
+        Raises:
+          TemplateLimit: as for `write`.
+        """
+        template = self._marking if marked else self._template
+        assert template is not None
+        given = [self._given(conversation, opened) for conversation, opened in asked]
+        try:
+            texts = template.render(given)
+        except TemplateLimit as error:
+            raise self._limit(error, f"for the messages {_shown(given[0])}") from error
+        except ValueError as error:
+            texts = [error] * len(given)
+        return [
+            text if isinstance(text, str) else _refusal(text, names)
+            for text, names in zip(texts, given, strict=True)
+        ]
+
+    def _given(self, conversation: Conversation, opened: bool) -> dict[str, Any]:
+        """What the template sees."""
         turns = [dict(turn) for turn in conversation.turns]
         if not self._knows_null:
             turns = [{**turn, "content": said(turn)} for turn in turns]
         given = {**self._names, **conversation.arguments}
         if conversation.tools is not None:
             given["tools"] = conversation.tools
-        try:
-            return template.render(messages=turns, add_generation_prompt=opened, **given)
-        except Exception as error:  # a template is a program, which may fail in any way
-            shown = [(turn.get("role"), turn.get("content")) for turn in turns]
-            raise ValueError(
-                f"the chat template refuses the messages {_short(shown)}: {error}. Change them, "
-                "or give --chat-template a file of your own."
-            ) from error
+        return {"messages": turns, "add_generation_prompt": opened, **given}
+
+    def _limit(self, error: TemplateLimit, what: str) -> TemplateLimit:
+        """The error with the template that it is about."""
+        which = "" if self._place is None else f" {self._place}"
+        return TemplateLimit(
+            f"the chat template{which} {error} {what}: look into it, or give --chat-template a "
+            "file of your own."
+        )
 
     def render(self, conversation: Conversation) -> str:
         """The text of a conversation up to where the network takes over.
@@ -188,8 +235,8 @@ PROBE = "probe"
 """What the assistant says in a turn that is written to see what stands behind it."""
 
 
-def _compiled(source: str, day: datetime, marks: tuple[str, str] | None = None) -> Any:
-    """The template.
+def _compiled(source: str, day: str, marks: tuple[str, str] | None = None) -> Renderer:
+    """The template, as a process renders it.
 
     Args:
       marks: what it writes around its ``{% generation %}``; None writes nothing.
@@ -199,56 +246,38 @@ def _compiled(source: str, day: datetime, marks: tuple[str, str] | None = None) 
             "the checkpoint has a chat template, which needs jinja2, and that is not installed: "
             'run pip install -e ".[hf]" in the clone, or give --chat-template none.'
         )
-    from jinja2 import TemplateError, TemplateSyntaxError, nodes
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """``{% generation %}`` ... ``{% endgeneration %}`` marks what an assistant said, for
-        supervised training; the text is what lies between."""
-
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            if marks is None:
-                return body
-            begin, end = (nodes.Output([nodes.TemplateData(m)], lineno=line) for m in marks)
-            return [begin, *body, end]
-
-    def refuse(message: str) -> None:
-        raise TemplateError(message)
-
-    def tojson(
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: tuple[str, str] | None = None,
-        sort_keys: bool = False,
-    ) -> str:
-        """Jinja's own filter writes for HTML pages."""
-        return json.dumps(
-            value,
-            ensure_ascii=ensure_ascii,
-            indent=indent,
-            separators=separators,
-            sort_keys=sort_keys,
-        )
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = day.strftime
     try:
-        return environment.from_string(source)
-    except TemplateSyntaxError as error:
+        return Renderer(source, day, marks)
+    except TemplateSyntax as error:
         raise ValueError(
-            f"the chat template is no Jinja template (line {error.lineno}: {error.message}): "
+            f"the chat template is no Jinja template (line {error.line}: {error.message}): "
             "mend it, or give --chat-template none."
         ) from error
+
+
+def written(found: str | ValueError) -> str:
+    """One of the texts of `ChatTemplate.write_all`.
+
+    Raises:
+      ValueError: where it is the error in place of one.
+    """
+    if isinstance(found, ValueError):
+        raise found
+    return found
+
+
+def _refusal(error: ValueError, given: Mapping[str, Any]) -> ValueError:
+    """An error of a template with the messages that it is about."""
+    made = ValueError(
+        f"the chat template refuses the messages {_shown(given)}: {error}. Change them, "
+        "or give --chat-template a file of your own."
+    )
+    made.__cause__ = error
+    return made
+
+
+def _shown(given: Mapping[str, Any]) -> str:
+    return _short([(turn.get("role"), turn.get("content")) for turn in given["messages"]])
 
 
 def _short(messages: Sequence[tuple[Any, Any]]) -> str:

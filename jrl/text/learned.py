@@ -17,7 +17,6 @@ reinforcement has them; a longer conversation is written with the roles before w
     assistant: 4
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -26,7 +25,7 @@ import numpy as np
 from jrl.tasks import Example
 from jrl.tasks.data.chats import Chat
 from jrl.tasks.data.conversations import Conversation, said
-from jrl.text.chat import BEGIN, END, ChatTemplate
+from jrl.text.chat import BEGIN, END, ChatTemplate, written
 from jrl.text.located.spelled import marked
 from jrl.text.located.tokens import Located
 from jrl.text.prompt_format import NO_TOOLS, PromptFormat
@@ -188,8 +187,7 @@ def _written(format: PromptFormat, template: ChatTemplate, chat: Chat, last: boo
         skipped = [len(opening) if text.startswith(opening, begin) else 0 for begin, _ in spans]
         spans = [(begin + n, end) for n, (begin, end) in zip(skipped, spans, strict=True)]
     else:
-        text = template.write(own.conversation)
-        spans = list(_by_beginnings(template, own.conversation, text, last))
+        text, spans = _by_beginnings(template, own.conversation, last)
     begins = [own.place(text, begin) for begin, _ in spans]
     ends = [own.place(text, end) for _, end in spans]
     located = tokenizer.located(text, own.mark)
@@ -227,9 +225,9 @@ def _asked(conversation: Conversation) -> Conversation:
     return replace(conversation, turns=turns[:last])
 
 
-def _by_marks(written: str) -> tuple[str, list[tuple[int, int]]]:
+def _by_marks(marked_text: str) -> tuple[str, list[tuple[int, int]]]:
     """The text without the marks of a template, and the places between them."""
-    text, *others = written.split(BEGIN)
+    text, *others = marked_text.split(BEGIN)
     spans: list[tuple[int, int]] = []
     for other in others:
         own, _, after = other.partition(END)
@@ -239,20 +237,27 @@ def _by_marks(written: str) -> tuple[str, list[tuple[int, int]]]:
 
 
 def _by_beginnings(
-    template: ChatTemplate, conversation: Conversation, whole: str, last: bool
-) -> Iterator[tuple[int, int]]:
-    """The places of the assistant's text, between what the template writes before each of its turns
-    and after it.
+    template: ChatTemplate, conversation: Conversation, last: bool
+) -> tuple[str, list[tuple[int, int]]]:
+    """The text that the template writes, and the places of the assistant's in it, between what is
+    written before each of its turns and after it.
 
     Args:
-      whole: what it writes of all.
       last: whether the last turn alone is asked for.
     """
-    turns, end = conversation.turns, 0
+    turns = conversation.turns
     spoken = [at for at, turn in enumerate(turns) if turn["role"] == "assistant"]
-    for at in spoken[-1:] if last else spoken:
-        before = template.write(replace(conversation, turns=turns[:at]), opened=True)
-        after = template.write(replace(conversation, turns=turns[: at + 1]))
+    chosen = spoken[-1:] if last else spoken
+    asked = [(conversation, False)]
+    for at in chosen:
+        asked.append((replace(conversation, turns=turns[:at]), True))
+        if at + 1 < len(turns):
+            asked.append((replace(conversation, turns=turns[: at + 1]), False))
+    texts = iter(template.write_all(asked))
+    whole, spans, end = written(next(texts)), list[tuple[int, int]](), 0
+    for at in chosen:
+        before = written(next(texts))
+        after = whole if at + 1 == len(turns) else written(next(texts))
         closing = template.closing
         if not whole.startswith(after) and closing and after.endswith(closing):
             # Some templates end the last turn of all otherwise than those before it.
@@ -264,5 +269,6 @@ def _by_beginnings(
                 "wrote: give --learn last, or a template with {% generation %} marks as "
                 "--chat-template"
             )
-        yield len(before), len(after)
+        spans.append((len(before), len(after)))
         end = len(after)
+    return whole, spans

@@ -11,11 +11,13 @@ from jrl.config.run import RunConfig
 from jrl.tasks import Example
 from jrl.tasks.data.conversations import Conversation
 from jrl.text.chat import ChatTemplate, today
+from jrl.text.templates.renderer import TemplateLimit
 from jrl.text.tokenizer import Tokenizer
 from jrl.text.turn_end import with_turn_end
 
 OF_CHECKPOINT, NONE = "checkpoint", "none"
 """What `RunConfig.chat_template` is but for a file."""
+TEMPLATE_FILES = ("chat_template.jinja", "tokenizer_config.json", "chat_template.json")
 NO_TOOLS = "has tools, and the model no chat template to write them with: give --chat-template FILE"
 
 
@@ -77,6 +79,8 @@ class PromptFormat:
             return probe in self.template.render(
                 Conversation.of((("system", probe), ("user", "a question")))
             )
+        except TemplateLimit:
+            raise
         except ValueError:
             return False
 
@@ -120,7 +124,7 @@ def prompt_format(run: RunConfig, tokenizer: Tokenizer) -> PromptFormat:
     """
     template = None
     if run.chat_template != NONE and tokenizer.usage.chat_template is not None:
-        template = ChatTemplate(tokenizer)
+        template = ChatTemplate(tokenizer, template_file(run))
     if run.system_prompt is not None and template is None:
         raise ValueError(
             f"system_prompt={run.system_prompt[:60]!r} needs a chat template to be written with, "
@@ -136,8 +140,10 @@ def prompt_format(run: RunConfig, tokenizer: Tokenizer) -> PromptFormat:
 
 def with_template(run: RunConfig, tokenizer: Tokenizer) -> Tokenizer:
     """The tokenizer of a new run, with the template of the file that the run names, if it does."""
-    if run.chat_template in (OF_CHECKPOINT, NONE):
+    if run.chat_template == NONE:
         return with_turn_end(tokenizer)
+    if run.chat_template == OF_CHECKPOINT:
+        return with_turn_end(tokenizer, template_file(run))
     try:
         source = Path(run.chat_template).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -147,5 +153,22 @@ def with_template(run: RunConfig, tokenizer: Tokenizer) -> Tokenizer:
             f"Jinja template, {OF_CHECKPOINT} or {NONE}."
         ) from error
     return with_turn_end(
-        tokenizer.used(replace(tokenizer.usage, chat_template=source, chat_date=today()))
+        tokenizer.used(replace(tokenizer.usage, chat_template=source, chat_date=today())),
+        run.chat_template,
     )
+
+
+def template_file(run: RunConfig) -> str | None:
+    """The file that the chat template of a run is from; None where that is not known."""
+    if run.chat_template not in (OF_CHECKPOINT, NONE):
+        return run.chat_template
+    folder = run.checkpoint if run.tokenizer is None else str(Path(run.tokenizer).parent)
+    if folder is None:
+        return None
+    # In the order of `jrl.text.json_tokenizer.checkpoint_tokenizer`.
+    for path in (Path(folder, name) for name in TEMPLATE_FILES):
+        if path.exists() and (
+            path.suffix == ".jinja" or '"chat_template"' in path.read_text(encoding="utf-8")
+        ):
+            return str(path)
+    return folder

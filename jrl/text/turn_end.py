@@ -11,20 +11,29 @@ from importlib.util import find_spec
 from jrl.tasks.data.conversations import Conversation
 from jrl.text.chat import ChatTemplate
 from jrl.text.located.tokens import special_pattern
+from jrl.text.templates.renderer import TemplateLimit
 from jrl.text.tokenizer import Tokenizer
 
 
-def with_turn_end(tokenizer: Tokenizer) -> Tokenizer:
+def with_turn_end(tokenizer: Tokenizer, place: str | None = None) -> Tokenizer:
     """The tokenizer, knowing what its chat template ends a turn with; as it is where it has no
-    template, or one that ends turns with no token or cannot be used."""
+    template, or one that ends turns with no token or cannot be used.
+
+    Args:
+      place: the file of the template, where it is one that will be used.
+
+    Raises:
+      TemplateLimit: where it will be used, and takes too much time or memory.
+    """
     usage = tokenizer.usage
     if usage.chat_template is None or find_spec("jinja2") is None:
         return tokenizer
     try:
-        template = ChatTemplate(tokenizer)
-    except ValueError:  # said where it is used, which it need not be
+        found = _turn_end(ChatTemplate(tokenizer, place), tokenizer)
+    except ValueError as error:  # said where it is used, which it need not be
+        if isinstance(error, TemplateLimit) and place is not None:
+            raise  # now, as to find it out once more takes as long
         return tokenizer
-    found = _turn_end(template, tokenizer)
     return tokenizer if found == usage.turn_end else tokenizer.used(replace(usage, turn_end=found))
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jrl.tasks.data.arguments import Arguments as Arguments
 from jrl.tasks.data.fields import Row, checked_text, from_json, short
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -35,24 +36,6 @@ LIST = 'a list of {"role": ..., "content": ...}'
 
 Turn = Mapping[str, Any]
 """A message: "role", "content" and whatever else it has."""
-
-
-class Arguments(dict[str, Any]):
-    """The arguments of a call: a mapping for templates that write JSON themselves, and their JSON
-    text for those that put it into a text."""
-
-    def __init__(self, values: Mapping[str, Any], written: str | None = None):
-        super().__init__(values)
-        self.written: str = json.dumps(values, ensure_ascii=False) if written is None else written
-
-    def __str__(self) -> str:
-        return self.written
-
-    def __add__(self, after: str) -> str:
-        return self.written + after
-
-    def __radd__(self, before: str) -> str:
-        return before + self.written
 
 
 @dataclass(frozen=True)

@@ -352,6 +352,7 @@ def _task(run: RunConfig, recipe: Recipe, code_path: Path | None) -> Task:
         rewards=run.rewards,
         code_path=code_path,
         answers=run.answers,
+        unsafe_tools=run.unsafe_tools,
     )
 
 

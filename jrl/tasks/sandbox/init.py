@@ -1,0 +1,227 @@
+"""Init process of a sandbox: runs Python code in a child process, enforces its limits, and ends.
+
+It is started by its path: ``init.py FD NAME=NUMBER...``, where the descriptor FD has the code, and
+the names are those of `Limits`. In a sandbox it is process 1 of its PID namespace, so the kernel
+kills all other processes when it exits. It exits when the code does, at a limit, and when its
+standard input is closed, which is a pipe that whoever waits for the code holds open. The code's
+output goes to the standard output; the standard error has one line for how it ended, ``status N``
+or ``stopped REASON``.
+
+It imports little, as it starts for each piece of code: `json` or `signal` would take longer than
+most of them.
+"""
+
+import ctypes
+import os
+import resource
+import select
+import sys
+import time
+from _signal import (  # pyright: ignore[reportMissingImports]
+    SIG_DFL,
+    SIGINT,
+    SIGKILL,
+    default_int_handler,
+    signal,
+)
+
+ModuleType = type(sys)
+
+KILLED_WITH_PARENT, DUMPABLE = 1, 4
+"""Options of Linux's `prctl`: PR_SET_PDEATHSIG and PR_SET_DUMPABLE."""
+INTERVAL = 0.02
+"""Seconds between two looks at memory, processes and files."""
+WRITABLE = ("/tmp", "/dev/shm")
+MIB = 2**20
+
+
+class Limits:
+    """What the code may take.
+
+    Attributes:
+      seconds: of time, on the clock and of the processor.
+      memory: bytes, of each process and of all together.
+      file: bytes of a file.
+      files: in the folders that can be written to.
+      processes: with threads.
+      namespaced: 1 in a sandbox; 0 without one, where the others bound single processes.
+      count_processes: 1 where the kernel's own limit of processes is one of the sandbox.
+    """
+
+    def __init__(self, given: list[str]):
+        numbers = dict(each.split("=") for each in given)
+        self.seconds = float(numbers["seconds"])
+        self.memory, self.file = int(numbers["memory"]), int(numbers["file"])
+        self.files, self.processes = int(numbers["files"]), int(numbers["processes"])
+        self.namespaced = numbers["namespaced"] == "1"
+        self.count_processes = numbers["count_processes"] == "1"
+
+
+def main() -> None:
+    """Runs the code to its end or to a limit."""
+    with os.fdopen(int(sys.argv[1]), "rb") as given:
+        given.seek(0)
+        code = given.read()
+    limits = Limits(sys.argv[2:])
+    # The code runs under the same user: it must not write to this process's memory, or signal it.
+    prctl(KILLED_WITH_PARENT, SIGKILL)
+    prctl(DUMPABLE, 0)
+    signal(SIGINT, SIG_DFL)
+    child = os.fork()
+    if child == 0:
+        run(limits, code)
+        return
+    report = watch(child, limits)
+    if not limits.namespaced:
+        end_group(child)
+    os.write(2, report.encode() + b"\n")
+    os._exit(0)
+
+
+def end_group(leader: int) -> None:
+    """Ends what is left of a process group, where there is something."""
+    try:
+        os.killpg(leader, SIGKILL)
+    except OSError:
+        return
+
+
+def prctl(option: int, value: int) -> None:
+    """Linux's `prctl`; on other systems nothing."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "prctl", None)
+    if call is not None:
+        call(option, value, 0, 0, 0)
+
+
+def run(limits: Limits, code: bytes) -> None:
+    """Runs the code as the main module of this process, within resource limits."""
+    os.setsid()
+    prctl(KILLED_WITH_PARENT, SIGKILL)
+    prctl(DUMPABLE, 1)
+    signal(SIGINT, default_int_handler)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(1, 2)
+    os.closerange(3, 1024)
+    restrict(limits)
+    main_module = ModuleType("__main__")
+    sys.modules["__main__"] = main_module
+    sys.argv = ["code.py"]
+    try:
+        exec(compile(code, "code.py", "exec"), vars(main_module))
+    except Exception as error:
+        import linecache
+        import traceback
+
+        # Else a file of that name is looked for, and the standard library has one.
+        lines = [line + "\n" for line in code.decode("utf-8", "replace").splitlines()]
+        linecache.cache["code.py"] = len(code), None, lines, "code.py"
+        # Without the frames of this file.
+        trace = error.__traceback__
+        traceback.print_exception(error.with_traceback(trace and trace.tb_next))
+        sys.exit(1)
+
+
+def restrict(limits: Limits) -> None:
+    """Sets the resource limits of this process and of all that it starts.
+
+    Raises:
+      OSError, ValueError: where one cannot be set, and the code runs in a sandbox.
+    """
+    values = {
+        "RLIMIT_CPU": int(limits.seconds) + 1,
+        "RLIMIT_AS": limits.memory,
+        "RLIMIT_FSIZE": limits.file,
+        "RLIMIT_CORE": 0,
+        "RLIMIT_NOFILE": 256,
+        "RLIMIT_MEMLOCK": 64 * 1024,
+        "RLIMIT_MSGQUEUE": 0,
+    }
+    if limits.count_processes:
+        values["RLIMIT_NPROC"] = limits.processes
+    for name, value in values.items():
+        try:
+            kind = getattr(resource, name)
+            most = resource.getrlimit(kind)[1]
+            value = value if most == resource.RLIM_INFINITY else min(value, most)
+            resource.setrlimit(kind, (value, value))
+        except (AttributeError, OSError, ValueError):
+            if limits.namespaced:
+                raise
+    os.nice(5)  # this process's parent, which ends it, comes first
+
+
+def watch(child: int, limits: Limits) -> str:
+    """The report of a child, once it has ended or has reached a limit."""
+    end = time.monotonic() + limits.seconds
+    ended = select.poll()
+    ended.register(0, select.POLLIN)
+    inside = limits.namespaced and os.path.exists("/proc/self/stat")
+    interval = INTERVAL / 10
+    while True:
+        # Orphans of the code are children of process 1, and count as processes until waited for.
+        while (found := waited())[0]:
+            if found[0] == child:
+                status = os.waitstatus_to_exitcode(found[1])
+                return f"status {status if status >= 0 else 128 - status}"
+        left = end - time.monotonic()
+        if left <= 0:
+            return f"stopped after {limits.seconds:g} seconds"
+        if ended.poll(1000 * min(interval, left)):
+            return "stopped: nobody waits for it"
+        # Short programs, which are most, are not waited for longer than they take.
+        interval = min(1.3 * interval, INTERVAL)
+        if inside and (excess := exceeded(limits)):
+            return f"stopped: {excess}"
+
+
+def waited() -> tuple[int, int]:
+    """The number and status of a child that has ended; the number 0 where none has."""
+    try:
+        return os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        return 0, 0
+
+
+def exceeded(limits: Limits) -> str:
+    """The limit that all processes of the sandbox together exceed, as a phrase; empty for none."""
+    tasks, resident, page, numbers = 0, 0, resource.getpagesize(), []
+    for number in os.listdir("/proc"):
+        if number.isdigit() and number != "1":
+            try:
+                with open(f"/proc/{number}/stat", "rb") as file:
+                    fields = file.read().rpartition(b")")[2].split()
+            except OSError:
+                continue  # it has ended
+            numbers.append(number)
+            tasks += int(fields[17])
+            resident += int(fields[21]) * page
+    if tasks > limits.processes:
+        return f"more than {limits.processes} processes"
+    if resident > limits.memory and sum(map(proportional, numbers)) > limits.memory:
+        return f"more than {limits.memory // MIB} MB of memory"
+    for folder in WRITABLE:
+        found = os.statvfs(folder)
+        if found.f_files - found.f_ffree > limits.files:
+            return f"more than {limits.files} files"
+    return ""
+
+
+def proportional(number: str) -> int:
+    """The memory of a process in bytes, where what it shares with others is divided among them."""
+    try:
+        with open(f"/proc/{number}/smaps_rollup", "rb") as file:
+            for line in file:
+                if line.startswith(b"Pss:"):
+                    return 1024 * int(line.split()[1])
+    except OSError:
+        pass
+    try:  # one that has made itself unreadable, or has ended
+        with open(f"/proc/{number}/statm", "rb") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except OSError:
+        return 0
+
+
+if __name__ == "__main__":
+    main()

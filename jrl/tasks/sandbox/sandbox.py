@@ -1,0 +1,273 @@
+"""Sandbox that runs Python code, gives back what it prints, and leaves nothing of it behind."""
+
+import math
+import os
+import selectors
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from jrl.tasks.sandbox import cgroups
+from jrl.tasks.sandbox.bubblewrap import HOME, INIT, INIT_INSIDE, NoSandbox, bubblewrap
+
+MEGABYTE = 2**20
+FILE_MB = 16
+FILES = 10_000
+STARTING = 10.0
+"""Seconds that an interpreter may take to start, or to end, on a busy machine. The time of the code
+itself is kept within the sandbox."""
+COUNTS_IN_NAMESPACES = (5, 14)
+"""The first Linux whose limit of processes is one of each user namespace, not of all that a user
+runs."""
+UNSAFE = "JRL_UNSAFE_TOOLS"
+"""Environment variable that `--unsafe-tools` sets, so that worker processes know of it."""
+
+
+def allow_unsafe() -> None:
+    """Lets code run without a sandbox where none can be had, from here on in this process and in
+    those that it starts."""
+    os.environ[UNSAFE] = "1"
+
+
+@dataclass(frozen=True)
+class Sandbox:
+    """What code may take, and where it runs.
+
+    Raises:
+      ValueError: for a limit that is none, and where this machine cannot confine code
+        (`jrl.tasks.sandbox.bubblewrap.NoSandbox`) and it may not run without.
+
+    Attributes:
+      seconds: of time, on the clock and of the processor.
+      memory_mb: of all its processes together.
+      output: characters that are given back at most; what is longer is cut and says so.
+      network: whether it has the host's network.
+      processes: and threads, at a time.
+      unsafe: whether it may run as your user, with resource limits alone, on a machine that cannot
+        confine it; `--unsafe-tools` says so for all sandboxes of a run.
+    """
+
+    seconds: float | int = 3.0
+    memory_mb: int = 512
+    output: int = 2000
+    network: bool = False
+    processes: int = 64
+    unsafe: bool = False
+
+    def __post_init__(self):
+        for name in ("seconds", "memory_mb", "output", "processes"):
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise ValueError(f"{name}={value} of a sandbox must be above 0.")
+        if not self._may_be_unsafe():
+            bubblewrap()
+
+    def run(self, code: str) -> str:
+        """What the code prints, errors included, and how it ended where that was not well.
+
+        However it ends, when this returns or raises none of its processes is left.
+
+        Raises:
+          ValueError: where the sandbox cannot be made any more.
+        """
+        with self._placed() as (command, cwd, descriptors, group):
+            ended = _ended(
+                command,
+                cwd=cwd,
+                descriptors=descriptors,
+                seconds=self.seconds + 2 * STARTING,
+                # A character has four bytes at most.
+                most=4 * self.output + 4,
+                code=code.encode("utf-8", "replace"),
+                limits=self._limits(namespaced=cwd is None),
+            )
+            out_of_memory = group is not None and group.ran_out()
+        text = ended.printed.decode("utf-8", "replace")
+        text = text if cwd is None else text.replace(cwd, ".")
+        if len(text) > self.output:
+            text = text[: self.output] + "\n(cut: more was printed)"
+        if out_of_memory:
+            how = f"stopped: more than {self.memory_mb} MB of memory"
+        elif ended.complete:
+            how = self._how(ended.report)
+        else:
+            how = f"stopped after {self.seconds:g} seconds" if ended.late else ""
+        if not how:
+            return text
+        return f"{text}\n({how})" if text else f"({how})"
+
+    def _how(self, report: str) -> str:
+        """How the code ended, of what the init process reports; empty where it ended well."""
+        how = report.strip().splitlines()[-1:]
+        if how == ["status 0"]:
+            return ""
+        if how and how[0].startswith(("status ", "stopped")):
+            return how[0].replace("status", "ended with status")
+        raise NoSandbox(f"the sandbox of a policy's code has failed: {report.strip()[-300:]}")
+
+    def _may_be_unsafe(self) -> bool:
+        return self.unsafe or os.environ.get(UNSAFE) == "1"
+
+    def _limits(self, *, namespaced: bool) -> list[str]:
+        """Arguments of the init process."""
+        numbers = {
+            "seconds": self.seconds,
+            "memory": self.memory_mb * MEGABYTE,
+            "file": FILE_MB * MEGABYTE,
+            "files": FILES,
+            "processes": self.processes,
+            "namespaced": int(namespaced),
+            "count_processes": int(namespaced and _linux() >= COUNTS_IN_NAMESPACES),
+        }
+        return [f"{name}={number}" for name, number in numbers.items()]
+
+    @contextmanager
+    def _placed(self) -> Iterator[tuple[list[str], str | None, list[int], cgroups.Group | None]]:
+        """The command of the init process; its folder, where it does not have one in a sandbox; the
+        descriptors that it inherits; and the control groups that it runs in."""
+        interpreter = [sys.executable, "-P", "-s", "-B"]
+        try:
+            program = bubblewrap()
+        except NoSandbox:
+            if not self._may_be_unsafe():
+                raise
+            with tempfile.TemporaryDirectory(
+                prefix="jrl-unsafe-", ignore_cleanup_errors=True
+            ) as folder:
+                yield [*interpreter, str(INIT)], folder, [], None
+            return
+        with program.command(network=self.network) as (command, descriptors):
+            group = cgroups.new_group(self.memory_mb * MEGABYTE, self.processes)
+            try:
+                joined = [] if group is None else group.command
+                yield [*joined, *command, *interpreter, INIT_INSIDE], None, descriptors, group
+            finally:
+                if group is not None:
+                    group.remove()
+
+
+@dataclass
+class _Ended:
+    """What a sandbox has left.
+
+    Attributes:
+      printed: by the code.
+      report: what the init process wrote to its standard error.
+      complete: whether it had ended when that was read.
+      late: whether it was ended because it took too long.
+    """
+
+    printed: bytes = b""
+    report: str = ""
+    complete: bool = False
+    late: bool = False
+
+
+def _ended(
+    command: Sequence[str],
+    *,
+    cwd: str | None,
+    descriptors: Sequence[int],
+    seconds: float,
+    most: int,
+    code: bytes,
+    limits: Sequence[str],
+) -> _Ended:
+    """Starts the init process, and ends it when it is done, late, or has printed enough.
+
+    Args:
+      cwd: its folder; None where it has one of its own.
+      most: bytes that are read of what the code prints.
+      limits: its arguments.
+    """
+    environment = {
+        "PATH": os.defpath,
+        "HOME": cwd or HOME,
+        "LANG": "C.UTF-8",
+        "PYTHONHASHSEED": "0",
+        # The stack of each thread counts as memory.
+        "OPENBLAS_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    with tempfile.TemporaryFile() as file:
+        file.write(code)
+        file.flush()
+        process = subprocess.Popen(
+            [*command, str(file.fileno()), *limits],
+            # Held open, and nothing written: it ends with this process, however that ends.
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=cwd or "/",
+            env=environment,
+            pass_fds=[*descriptors, file.fileno()],
+            start_new_session=True,
+        )
+        ended = _Ended()
+        try:
+            _read(process, ended, time.monotonic() + seconds, most)
+        finally:  # where the wait was interrupted as well
+            _end(process)
+    return ended
+
+
+def _read(process: "subprocess.Popen[bytes]", ended: _Ended, end: float, most: int) -> None:
+    """Reads both outputs until the init process has closed its own, or the code printed enough."""
+    assert process.stdout is not None and process.stderr is not None
+    printed, report = bytearray(), bytearray()
+    with selectors.DefaultSelector() as selector:
+        for stream, into in ((process.stdout, printed), (process.stderr, report)):
+            os.set_blocking(stream.fileno(), False)
+            selector.register(stream, selectors.EVENT_READ, into)
+        while not ended.complete and len(printed) < most:
+            left = end - time.monotonic()
+            found = selector.select(left) if left > 0 else []
+            if not found:
+                ended.late = True
+                break
+            for key, _ in found:
+                part = os.read(key.fd, min(65536, most))
+                key.data.extend(part)
+                if not part:
+                    selector.unregister(key.fileobj)
+                    # The code's output does not tell: whatever it started may hold that open.
+                    ended.complete |= key.fileobj is process.stderr
+    if ended.complete:
+        while len(printed) < most and (part := _ready(process.stdout.fileno())):
+            printed += part
+    ended.printed = bytes(printed[:most])
+    ended.report = report.decode("utf-8", "replace")
+
+
+def _ready(descriptor: int) -> bytes:
+    """What can be read without waiting."""
+    try:
+        return os.read(descriptor, 65536)
+    except BlockingIOError:
+        return b""
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Ends the init process, and with it all that it started; waits until they are gone."""
+    assert process.stdin and process.stdout and process.stderr
+    process.stdin.close()  # upon which it exits
+    try:
+        process.wait(STARTING)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        if process.poll() is None:
+            process.kill()  # the kernel kills the init process with it
+        process.wait()
+        process.stdout.close()
+        process.stderr.close()
+
+
+def _linux() -> tuple[int, ...]:
+    """The version of the kernel; empty where it says none."""
+    numbers = os.uname().release.split("-")[0].split(".")[:2]
+    return tuple(map(int, numbers)) if all(map(str.isdigit, numbers)) else ()

@@ -1,0 +1,1 @@
+"""Chat templates, which are programs of strangers, rendered in a process with limits."""

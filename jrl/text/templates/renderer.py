@@ -1,0 +1,144 @@
+"""Chat templates rendered by a process of this one, which all templates share."""
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from jrl.tasks.data import arguments
+from jrl.tasks.data.arguments import Arguments
+from jrl.tasks.data.records import plain
+from jrl.tasks.workers.process import Message, Worker, WorkerEnded
+
+PROGRAM = Path(__file__).with_name("program.py")
+PROCESSOR_SECONDS = 5.0
+"""For one template and one conversation; the program counts them itself."""
+SECONDS = 20.0
+"""Of the clock, where the program does not end by itself."""
+
+
+class TemplateLimit(ValueError):
+    """A template that went over a limit of time, memory or length."""
+
+
+class TemplateSyntax(ValueError):
+    """A source that is no template.
+
+    Attributes:
+      line: where.
+      message: why.
+    """
+
+    def __init__(self, line: int, message: str):
+        super().__init__(f"line {line}: {message}")
+        self.line, self.message = line, message
+
+
+class Renderer:
+    """A template that is compiled and rendered in another process.
+
+    Args:
+      source: of Jinja.
+      day: what it takes for today, as "2024-07-26".
+      marks: what it writes around its ``{% generation %}``; None writes nothing.
+
+    Raises:
+      TemplateSyntax: where it is none.
+      TemplateLimit: where to compile it takes too much.
+    """
+
+    def __init__(self, source: str, day: str, marks: tuple[str, str] | None = None):
+        key = sha256(json.dumps([source, day, marks]).encode()).hexdigest()
+        self._key = {"key": key}
+        self._compile: Message = {**self._key, "source": source, "day": day, "marks": marks}
+        self._compiled()
+
+    def render(self, given: Sequence[Mapping[str, Any]]) -> list[str | ValueError]:
+        """The texts that it writes, or its own errors in place of what it refuses.
+
+        Args:
+          given: for each the names that it sees, with what JSON holds
+            (`jrl.tasks.data.records.plain`).
+
+        Raises:
+          TemplateLimit: where it takes too much for one of them.
+          ValueError: where JSON does not hold a value.
+        """
+        texts = list(_arguments(given))
+        question = {**self._key, "given": given, "arguments": texts}
+        reply = _asked(question, len(given))
+        while "unknown" in reply:  # the process has been started again, or has dropped it
+            self._compiled()
+            reply = _asked(question, len(given))
+        found = reply["texts"]
+        return [each if isinstance(each, str) else ValueError(each["error"]) for each in found]
+
+    def _compiled(self) -> None:
+        reply = _asked(self._compile)
+        if "syntax" in reply:
+            raise TemplateSyntax(*reply["syntax"])
+
+
+def _arguments(given: Sequence[Mapping[str, Any]]) -> Iterator[tuple[list[str | int], str]]:
+    """Where messages have arguments of a call, and the JSON text of each, which JSON drops."""
+    for number, names in enumerate(given):
+        for at, message in enumerate(names.get("messages", ())):
+            # All others have texts alone.
+            if not message.keys() <= {"role", "content"}:
+                yield from _arguments_in(message, [number, "messages", at])
+
+
+def _arguments_in(value: Any, path: list[str | int]) -> Iterator[tuple[list[str | int], str]]:
+    if isinstance(value, Arguments):
+        yield path, str(value)
+    elif isinstance(value, Mapping):
+        for name, each in value.items():
+            yield from _arguments_in(each, [*path, name])
+    elif isinstance(value, list | tuple):
+        for at, each in enumerate(value):
+            yield from _arguments_in(each, [*path, at])
+
+
+def _asked(question: Message, texts: int = 1) -> Message:
+    """The reply to a question.
+
+    Args:
+      texts: that it asks for.
+
+    Raises:
+      TemplateLimit: where it asks for too much.
+    """
+    seconds = SECONDS * texts
+    try:
+        try:
+            reply = _worker().ask(question, seconds=seconds)
+        except TypeError:  # of what JSON does not hold; nothing was sent
+            reply = _worker().ask(_plainly(question), seconds=seconds)
+    except TimeoutError:
+        raise TemplateLimit(f"took more than {seconds:g} seconds") from None
+    except WorkerEnded as error:
+        raise TemplateLimit(f"took too long, or ended what renders it ({error}),") from None
+    if "exceeded" in reply:
+        raise TemplateLimit(reply["exceeded"])
+    return reply
+
+
+def _plainly(question: Message) -> Message:
+    try:
+        return json.loads(json.dumps(question, default=plain))
+    except TypeError as error:
+        raise ValueError(str(error)) from error
+
+
+@cache
+def _worker() -> Worker:
+    return worker(PROCESSOR_SECONDS)
+
+
+def worker(processor_seconds: float) -> Worker:
+    """The process, which the first question starts."""
+    command = [sys.executable, "-P", str(PROGRAM), arguments.__file__, str(processor_seconds)]
+    return Worker(command)
