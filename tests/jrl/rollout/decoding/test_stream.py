@@ -136,7 +136,7 @@ def test_what_is_dropped_gives_its_slots_back():
 
 
 def test_prompts_that_find_no_room_at_their_experts_run_again(monkeypatch):
-    attempts = []
+    attempts, expected = [], crowd(2)[0, 0][0]
 
     def first_in_vain(decoder, *given):
         ran = run_packed(decoder, *given)
@@ -148,7 +148,7 @@ def test_prompts_that_find_no_room_at_their_experts_run_again(monkeypatch):
     monkeypatch.setattr(stream, "run_packed", first_in_vain)
     made = engine()
     made.ask(asked(0, GREEDILY))
-    np.testing.assert_array_equal(written(made, 2)[0, 0][0], crowd(2)[0, 0][0])
+    np.testing.assert_array_equal(written(made, 2)[0, 0][0], expected)
     assert (len(attempts), made.usage.repeated) == (2, 1)
 
 
