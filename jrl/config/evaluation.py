@@ -79,6 +79,9 @@ class Request:
     """The score of a completion whose reward failed."""
     verifiers: int | None = None
     """Processes that check answers or run rewards; None is one per processor core, up to 8."""
+    unsafe_tools: bool = False
+    """Run code that the policy writes as your user, as --unsafe-tools of jrl.train; a run that had
+    it keeps it."""
     max_turns: int | None = None
     """Turns of a conversation with an environment, at most."""
 
@@ -187,6 +190,8 @@ def configuration(request: Request, folder: RunFolder | None) -> tuple[RunConfig
         given.setdefault("held_out", "1.0" if lists(request.task) else None)
         usual = {name: getattr(fresh, name) for name in OF_TASK}
         given = {**usual, **given, "task": request.task, "warm_start_steps": 0}
+    if request.unsafe_tools:
+        given["unsafe_tools"] = True
     # Implementations were chosen for the devices that learned; here the best that applies will do.
     # Slots were chosen for their memory, and for the run's own lengths.
     elsewhere = {**dict.fromkeys(OF_DEVICES), **ON_ONE_MESH, "slots": None}
