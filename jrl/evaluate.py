@@ -148,7 +148,8 @@ def _configuration(request: Request, folder: RunFolder | None) -> tuple[RunConfi
         fresh = RunConfig()
         if recipe.supervised:
             recipe = Grpo()  # tasks have rewards, and not conversations
-        names = (*OF_TASK, "prompt_field", "answer_field", "messages_field", "max_turns")
+        fields_of_task = ("prompt_field", "answer_field", "messages_field")
+        names = (*OF_TASK, *fields_of_task, "max_turns", "turn_length")
         run = replace(
             run,
             task=request.task,

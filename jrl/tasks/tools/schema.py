@@ -54,7 +54,9 @@ def parameters_of(function: Callable[..., Any], about: Mapping[str, str]) -> dic
             schema["default"] = _json_default(parameter.default, where)
         properties[parameter.name] = schema
     if unknown := sorted(set(about) - set(properties)):
-        raise ValueError(f"the tool {name} has no argument {unknown[0]}: it has {_names(properties)}")
+        raise ValueError(
+            f"the tool {name} has no argument {unknown[0]}: it has {_names(properties)}"
+        )
     return {"type": "object", "properties": properties, "required": required}
 
 
@@ -145,7 +147,7 @@ def checked_arguments(tool: str, given: Mapping[str, Any], parameters: Schema) -
       ValueError: for one that is missing, unknown or of another type, in one line.
     """
     properties = parameters.get("properties") or {}
-    open_ended = parameters.get("additionalProperties", not properties)
+    open_ended = parameters.get("additionalProperties", "properties" not in parameters)
     for name in parameters.get("required") or ():
         if name not in given:
             raise ValueError(f"{tool} needs the argument {name}")

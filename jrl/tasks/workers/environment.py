@@ -60,13 +60,13 @@ class Conversations:
         finally:
             self._close(environment)
 
-    def answer(self, number: int, fields: Message, said: Sequence[str]) -> Message:
+    def answer(self, number: int, fields: Message, said: Sequence[Message | str]) -> Message:
         """What an environment gives for the last message of the policy.
 
         Args:
           number: of the conversation.
           fields: of its record.
-          said: all messages of the policy so far.
+          said: all messages of the policy so far; a text is one with that content.
 
         Returns:
           ``{"messages": ..., "reward": ..., "done": ...}`` or ``{"failure": ..., "message": ...}``.
@@ -79,8 +79,9 @@ class Conversations:
         try:
             if begins:
                 self._awaited(environment.reset())
-            for text in said[told:]:
-                given = self._awaited(environment.step({"role": "assistant", "content": text}))
+            for each in said[told:]:
+                message = {"role": "assistant", "content": each} if isinstance(each, str) else each
+                given = self._awaited(environment.step(message))
                 found = outcome(given)
                 if "failure" in found or found["done"]:
                     break

@@ -34,10 +34,10 @@ class Harmony(ToolFormat):
             if channel is not None and channel[1] == "analysis":
                 continue
             name, body = recipient[1].removeprefix("functions."), body.strip()
-            if body and not body.startswith("{"):
+            if not body.startswith("{"):
                 found.append(unreadable("its arguments are no JSON object", name))
             else:
-                found.append(arguments_of(name, body or "{}"))
+                found.append(arguments_of(name, body))
         return found
 
     def render(self, calls: Sequence[Call]) -> str:

@@ -18,7 +18,9 @@ def read_value(text: str, place: int) -> tuple[Any, int]:
     try:
         return _DECODER.raw_decode(text, place)
     except json.JSONDecodeError as error:
-        raise ValueError(f"it is no JSON ({error.msg}, character {error.pos - place + 1})") from None
+        raise ValueError(
+            f"it is no JSON ({error.msg}, character {error.pos - place + 1})"
+        ) from None
     except RecursionError:
         raise ValueError("its JSON is nested too deeply") from None
     except ValueError:  # of a number with thousands of digits

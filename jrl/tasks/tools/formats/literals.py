@@ -1,4 +1,4 @@
-"""Values of arguments that are no JSON: Python's literals, and those between quotes of their own."""
+"""Values of arguments that are no JSON: Python's literals, and those between other quotes."""
 
 import re
 from collections.abc import Sequence
@@ -15,7 +15,10 @@ _WORDS = {
 _WORD = re.compile("(?:" + "|".join(_WORDS) + r")(?![\w.])")
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
 _PYTHON = re.compile(
-    r"'''(?:[^\\]|\\.)*?'''" + r'|"""(?:[^\\]|\\.)*?"""' + r"|'(?:[^'\\]|\\.)*'|" + r'"(?:[^"\\]|\\.)*"',
+    r"'''(?:[^\\]|\\.)*?'''"
+    + r'|"""(?:[^\\]|\\.)*?"""'
+    + r"|'(?:[^'\\]|\\.)*'|"
+    + r'"(?:[^"\\]|\\.)*"',
     re.DOTALL,
 )
 _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)

@@ -25,7 +25,7 @@ class Llama(ToolFormat):
     """
 
     name = "llama"
-    marks = ('function name, "parameters"', r'function name, \"parameters\"', TAG)
+    marks = ('function name, "parameters"', r"function name, \"parameters\"", TAG)
     _opening = re.compile(re.escape(TAG) + r"|^[ \t]*(?=\{)", re.MULTILINE)
     _begun = re.compile(r'\{\s*"name"\s*:\s*"([^"\n]*)"\s*,\s*"(?:parameters|arguments)"\s*:')
     _builtin = re.compile(r"\s*([A-Za-z_]\w*)\.call\s*\(")

@@ -81,10 +81,9 @@ class Glm(ToolFormat):
                 given[pair[1]] = from_text(pair[2], _schema(known, name[1], pair[1]))
                 place = pair.end()
             place = skip_blanks(text, place)
+            # Of one that is not closed nobody knows whether that is all of it.
             if text.startswith(CLOSE, place):
                 return [Call(name[1], given)], place + len(CLOSE)
-            if place == len(text) and name[1] in known:
-                return [Call(name[1], given)], place
             return not_read(text, opened, CLOSE, "it is not made of arg_key and arg_value")
 
         return outside_reasoning(text, self._opening, read)
