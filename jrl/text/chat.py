@@ -210,11 +210,15 @@ class ChatTemplate:
                 return written, found
         if refused is not None:
             raise refused
+        after = _short(plainly(own.conversation.turns[place + 1 :]))
+        if count == 1:
+            raise ValueError(
+                "the chat template ends a call of a tool with no token that ends turns, so that "
+                f"{after} has no place behind it: give --chat-template a file of your own."
+            )
         raise ValueError(
-            f"the chat template writes the turn before "
-            f"{_short(plainly(own.conversation.turns[place + 1 :]))} "
-            f"{count} times, and once is needed to find what follows it: give "
-            "--chat-template a file of your own."
+            f"the chat template writes the turn before {after} {count} times, and once is needed "
+            "to find what follows it: give --chat-template a file of your own."
         )
 
 

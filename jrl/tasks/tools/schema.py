@@ -1,5 +1,6 @@
 """JSON schemas of a function's arguments: made from its types, and values checked against them."""
 
+import functools
 import inspect
 import json
 import math
@@ -32,8 +33,8 @@ def parameters_of(function: Callable[..., Any], about: Mapping[str, str]) -> dic
     Raises:
       ValueError: for an argument without a type, or with one that is no JSON value's.
     """
-    name = name_of(function)
-    hints = get_type_hints(function if hasattr(function, "__code__") else type(function).__call__)
+    name, inner = name_of(function), _unwrapped(function)
+    hints = get_type_hints(inner if inspect.isroutine(inner) else type(inner).__call__)
     described = {**described_arguments(function), **about}
     properties: dict[str, Any] = {}
     required: list[str] = []
@@ -62,18 +63,26 @@ def parameters_of(function: Callable[..., Any], about: Mapping[str, str]) -> dic
 
 def name_of(function: Callable[..., Any]) -> str:
     """The name of a function, or of the class of what is called like one."""
+    function = _unwrapped(function)
     return getattr(function, "__name__", type(function).__name__)
+
+
+def _unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function to which `functools.partial` gives some arguments."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
 
 
 def description_of(function: Callable[..., Any]) -> str:
     """The first paragraph of its docstring, on one line; empty without one."""
-    text = inspect.getdoc(function) or ""
+    text = inspect.getdoc(_unwrapped(function)) or ""
     return " ".join(re.split(r"\n\s*\n", text.strip(), maxsplit=1)[0].split())
 
 
 def described_arguments(function: Callable[..., Any]) -> dict[str, str]:
     """The descriptions of arguments in its docstring: of a section ``Args:``, or ``:param x:``."""
-    lines = (inspect.getdoc(function) or "").splitlines()
+    lines = (inspect.getdoc(_unwrapped(function)) or "").splitlines()
     found: dict[str, str] = {}
     name, indent, inside = "", 0, False
     for line in lines:

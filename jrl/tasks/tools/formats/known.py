@@ -11,11 +11,11 @@ from jrl.tasks.tools.formats.pythonic import Olmo, PythonList
 from jrl.tasks.tools.formats.sections import DeepSeek, DeepSeekNamed, Kimi
 from jrl.tasks.tools.formats.tagged import Glm, Hermes, QwenCoder
 
-PLAIN, HARMONY = Plain(), Harmony()
+PLAIN, HARMONY, HERMES = Plain(), Harmony(), Hermes()
 FORMATS: tuple[ToolFormat, ...] = (
     HARMONY,
     *(Kimi(), DeepSeekNamed(), DeepSeek(), Glm(), QwenCoder(), MistralNamed(), Mistral()),
-    *(Olmo(), FunctionGemma(), Gemma4(), Hermes(), Llama(), PythonList(), ToolCode()),
+    *(Olmo(), FunctionGemma(), Gemma4(), HERMES, Llama(), PythonList(), ToolCode()),
 )
 """Of checkpoints; what is marked more narrowly comes first."""
 
@@ -26,10 +26,16 @@ def marked_formats(template: str) -> list[ToolFormat]:
 
 
 def calls_in(text: str, known: Known) -> list[Call]:
-    """The calls in a turn of which nothing says in what format they are: of the first format that
-    reads all that it finds, else of the first that finds any."""
+    """The calls in a turn of which nothing says in what format they are: of a format that reads all
+    that it finds, else of the one that reads most of it, Hermes' before others."""
     if MESSAGE in text:
         return HARMONY.calls(text, known)
-    attempts = [found for each in (*FORMATS, PLAIN) if (found := each.calls(text, known))]
-    readable = (found for found in attempts if not any(call.error for call in found))
-    return next(readable, attempts[0] if attempts else [])
+    formats = (HERMES, *(each for each in FORMATS if each is not HERMES), PLAIN)
+    attempts = [found for each in formats if (found := each.calls(text, known))]
+    return max(attempts, key=_readable, default=[])
+
+
+def _readable(calls: list[Call]) -> tuple[bool, int]:
+    """Whether all calls can be read, and how many."""
+    number = sum(not call.error for call in calls)
+    return number == len(calls), number
