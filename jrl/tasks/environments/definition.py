@@ -52,9 +52,10 @@ class Conversing(Protocol):
     """A task of conversations, whose prompts are a list or drawn, as of `jrl.tasks.definition`.
 
     It may also have `full_marks`, the score from which on a conversation counts as correct (1);
-    `tools`, schemas of what the policy may call, which a chat template tells it of; and, of prompts
-    that are drawn, `distinct_prompts`: whether what is held out is chosen by the prompt alone. By
-    default it is by the prompt and what the record hides.
+    `tools`, what the policy may call, which a chat template tells it of: each a
+    `jrl.tasks.tools.tool.Tool` or a schema; and, of prompts that are drawn, `distinct_prompts`:
+    whether what is held out is chosen by the prompt alone. By default it is by the prompt and what
+    the record hides.
     """
 
     @property

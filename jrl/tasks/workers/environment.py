@@ -7,6 +7,7 @@ import asyncio
 import inspect
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from numbers import Real
@@ -20,6 +21,9 @@ ROLES = ("user", "tool", "system")
 KEPT = 4096
 """Conversations whose environments a process keeps; the oldest is dropped, and played again where
 it goes on after all."""
+
+
+_SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 class Conversations:
@@ -140,7 +144,8 @@ def messages_of(value: Any) -> list[list[str]]:
                 f"a message has role={role!r} and content={content!r}: the role is one of "
                 f"{', '.join(ROLES)}, the content a text"[:300]
             )
-        found.append([role, content])
+        # Half of a character, which JSON may have and no tokenizer takes.
+        found.append([role, _SURROGATES.sub("\ufffd", content)])
     return found
 
 

@@ -471,3 +471,19 @@ def test_the_score_is_given_the_answer(text, given):
     assert scored == ([] if given is None else [given])
     assert score == (0.0 if given is None else 1.0)
     assert (extract(text) is None) == (given is None)
+
+
+def test_half_a_character_reaches_no_tokenizer():
+    """JSON may escape one, and whatever repeats it would end the run."""
+
+    def echo(text: str, number: int = 0) -> str:
+        return text
+
+    environment = ToolEnvironment([Tool.of(echo)], lambda text: 0.0)
+    conversations = Conversations(lambda fields: environment, lambda x: asyncio.run(_awaited(x)))
+    calls = hermes(("echo", {"text": "a\ud800"}), ("echo", {"text": "", "number": "\udfff"}))
+    found = conversations.answer(1, {}, [calls])
+    assert [content for _, content in found["messages"]] == [
+        "a\ufffd",
+        'error: the argument number is "\ufffd", which is not an integer',
+    ]
