@@ -19,7 +19,7 @@ from jrl.tasks.data.split import HELDOUT_SHARE
 from jrl.tasks.load import lists
 
 OF_TASK = (
-    *("held_out", "reward", "reward_weights", "prompt_length", "max_turns"),
+    *("held_out", "reward", "reward_weights", "prompt_length", "max_turns", "turn_length"),
     *("prompt_field", "answer_field", "messages_field"),
 )
 """Settings of a run that are chosen for its task."""
@@ -84,6 +84,8 @@ class Request:
     it keeps it."""
     max_turns: int | None = None
     """Turns of a conversation with an environment, at most."""
+    turn_length: int | None = None
+    """Tokens of one turn of a conversation, at most, as --turn-length of jrl.train."""
 
     prompt_length: int | None = None
     """Tokens of a prompt at most; longer ones of a list are left out. None takes the run's own, or

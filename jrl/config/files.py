@@ -33,7 +33,12 @@ CHANGEABLE = (
 """What a resumed run may change: none of it changes what a step computes. Steps only grow; another
 layout or micro-batch adds up in another order, which shows in the last digits."""
 
-LATER = {"chat_template_kwargs": None, "answers": "evaluated", "unsafe_tools": False}
+LATER = {
+    "chat_template_kwargs": None,
+    "answers": "evaluated",
+    "unsafe_tools": False,
+    "turn_length": None,
+}
 """Fields that a config.json of an earlier version lacks, with the values by which a run does what
 it did."""
 

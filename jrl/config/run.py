@@ -24,7 +24,8 @@ numbers from 0."""
 OF_DEVICES = ("context", "dispatch", "attention", "decode_attention", "router", "experts")
 """Fields of `RunConfig` that name what such devices compute by; None is the best that applies."""
 FROM_ONE = (
-    *("devices", "rollout_devices", "verifiers", "max_turns", "max_nonfinite"),
+    *("devices", "rollout_devices", "verifiers", "max_turns", "turn_length"),
+    "max_nonfinite",
     *("rollout_micro_batches", "rollout_expert_slots", "rollout_replan"),
     *("warm_start_batch", "eval_every", "eval_prompts", "checkpoint_every"),
     *("keep_checkpoints", "samples_every"),
@@ -255,6 +256,11 @@ class RunConfig:
     max_turns: int | None = None
     """Turns of the policy in a conversation at most; None leaves its end to the environment, and to
     the response length."""
+
+    turn_length: int | None = None
+    """Limit of one turn of the policy in a conversation, in tokens, its end included: a turn that
+    is cut there goes to the environment, which is told so. None leaves it to the response length,
+    which a long first turn may use up."""
 
     load_balance_coef: float | None = None
     """Weight of the load-balancing loss of each sequence; None is the preset's, 0 for hf:DIR."""

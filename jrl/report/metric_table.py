@@ -153,8 +153,9 @@ answers/top_form | fraction | Share of the commonest form of an answer, its numb
 answers/shared | fraction | Share of responses with full marks that a second reader gives too, which
   takes numbers as text, over those whose gold answer is a number.
 answers/disputed | fraction | Share of those with full marks that it does not give.
-conversation/* | turns, tokens, fraction | Turns of the policy and tokens of the environment, means
-  over conversations; and the share of them that --max-turns ended.
+conversation/* | turns, tokens, fraction | Turns of the policy, those of them that --turn-length
+  cut, and tokens of the environment, means over conversations; and the share of them that
+  --max-turns ended.
 task/* | fraction, score, count | Accuracy, mean score and number of completions of one task of a
   mixture, in this step.
 data/prompts_dropped | count | Prompts left out for having more tokens than --prompt-length, in the

@@ -31,14 +31,15 @@ def answered(completions: Sequence[Completion]) -> list[Answered]:
 
 
 def of_conversations(completions: Sequence[Completion]) -> dict[str, float]:
-    """``conversation/...`` over the completions that are conversations: turns of the policy, tokens
-    of the environment, and the share that the limit of turns ended."""
+    """``conversation/...`` over the completions that are conversations: turns of the policy, those
+    that were cut, tokens of the environment, and the share that the limit of turns ended."""
     given = (completion.trajectory.request.turns for completion in completions)
     turns = [each for each in given if each is not None]
     if not turns:
         return {}
     return {
         "conversation/turns": float(np.mean([len(each.said) for each in turns])),
+        "conversation/cut_turns": float(np.mean([len(each.cut) for each in turns])),
         "conversation/answer_tokens": float(np.mean([each.num_answer_tokens for each in turns])),
         "conversation/turn_limit": float(np.mean([each.turn_limit for each in turns])),
     }

@@ -82,7 +82,7 @@ class Completion:
         if self.example.task:
             record["task"] = self.example.task
         if (turns := self.trajectory.request.turns) is not None:
-            record["messages"] = [{"role": role, "content": x} for role, x in turns.messages]
+            record["messages"] = turns.records
             record["turn_rewards"] = [reward for _, reward in turns.rewards]
         # From the tokens, as the text has no special ones: whoever looks for a fault of the
         # template must see what the network read.

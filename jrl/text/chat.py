@@ -7,15 +7,15 @@ templates count on, and see nothing but the conversation.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
 from functools import cached_property
 from importlib.util import find_spec
 from typing import Any
 
-from jrl.tasks.data.conversations import Conversation, Turn, plainly, said
-from jrl.text.located.spelled import cut_specials, marked, unused
+from jrl.tasks.data.conversations import Arguments, Conversation, Turn, plainly, said
+from jrl.text.located.spelled import Marked, cut_specials, marked, unused
 from jrl.text.located.tokens import special_pattern
 from jrl.text.templates.renderer import Renderer, TemplateLimit, TemplateSyntax
 from jrl.text.tokenizer import Tokenizer
@@ -176,54 +176,121 @@ class ChatTemplate:
         ids = self._tokenizer.located(self.render(own.conversation), own.mark).ids
         return self._tokenizer.begun_by_template(ids)
 
-    def continued(self, conversation: Conversation, content: str) -> list[int]:
+    def continued(
+        self, conversation: Conversation, content: str, *, special: bool = False
+    ) -> list[int]:
         """The tokens of what the network says after `encode`, without an end.
+
+        Args:
+          special: whether special tokens that it spells are tokens, as those of a call are.
 
         Raises:
           ValueError: as for `encode`.
         """
         tokenizer = self._tokenizer
-        special = tokenizer.special_tokens
-        own = marked(conversation, special, content)
-        before, cut = self.render(own.conversation), cut_specials(content, special, own.mark)
+        tokens = tokenizer.special_tokens
+        own = marked(conversation, tokens, content)
+        before = self.render(own.conversation)
+        cut = content if special else cut_specials(content, tokens, own.mark)
         first = tokenizer.located(before, own.mark).ids
         both = tokenizer.located(before + cut, own.mark).ids
         # A token may have characters of both: the prompt ends before it then.
         alone = both[: len(first)] != first
         return tokenizer.located(cut, own.mark).ids if alone else both[len(first) :]
 
-    def answer(self, before: Conversation, after: Sequence[Turn]) -> list[int]:
+    def answer(
+        self, before: Conversation, after: Sequence[Turn], *, ended: bool = True
+    ) -> list[int]:
         """The tokens between a turn of the network and its next, as the template lays them out
         behind the stop token that ended the turn, whatever it makes of what stands before.
 
         Args:
           before: up to that turn, which is the last.
           after: what answers it.
+          ended: whether the network wrote the stop token; else it comes first.
 
         Raises:
           ValueError: as for `encode`, and where the template does not write the turn.
         """
         tokenizer = self._tokenizer
         own = marked(replace(before, turns=(*before.turns, *after)), tokenizer.special_tokens)
-        turn = unused(own.texts + own.mark)
-        turns, place = list(own.conversation.turns), len(before.turns) - 1
-        turns[place] = {**turns[place], "content": turn}
-        rendered = self.render(replace(own.conversation, turns=tuple(turns)))
-        if rendered.count(turn) != 1:
-            raise ValueError(
-                f"the chat template writes the turn before {_short(plainly(after))} "
-                f"{rendered.count(turn)} times, and once is needed to find what follows it: give "
-                "--chat-template a file of your own."
-            )
-        written = rendered.partition(turn)[2]
+        ends = {text: i for text, i in tokenizer.special_tokens.items() if i in tokenizer.stop_ids}
+        written, found = self._behind_turn(own, len(before.turns) - 1, special_pattern(ends))
         # The network has written its end itself, where the template writes one; the rest is read
         # as what stands behind a token that ends a turn.
-        ends = {text: i for text, i in tokenizer.special_tokens.items() if i in tokenizer.stop_ids}
-        found = re.search(special_pattern(ends), written)
         rest = written if found is None else written[found.end() :]
+        if not ended:
+            # The template's own end, or what it writes in place of one before another turn.
+            own_end = found or re.match(special_pattern(tokenizer.special_tokens), written)
+            if own_end is not None:
+                return tokenizer.located(written[own_end.start() :], own.mark).ids
         end = next((text for text, i in ends.items() if i == tokenizer.turn_end_id), "")
         ids = tokenizer.located(end + rest, own.mark).ids
-        return ids[1:] if end else ids
+        ids = ids[1:] if end else ids
+        return ids if ended else [tokenizer.turn_end_id, *ids]
+
+    def _behind_turn(self, own: Marked, place: int, ends: str) -> tuple[str, re.Match[str] | None]:
+        """What the template writes behind a turn, up to the network's next, and the first token in
+        it that ends one.
+
+        A probe is looked for that stands in the turn: in the last argument of its last call, or in
+        its content. Some templates leave out the content beside calls, some write calls before it,
+        and some take one call alone.
+
+        Args:
+          place: of the turn in the conversation.
+          ends: a pattern of tokens that end turns.
+        """
+        probe, refused, count = unused(own.texts + own.mark), None, 0
+        for turns, in_content in _probed(own.conversation.turns, place, probe):
+            try:
+                rendered = self.render(replace(own.conversation, turns=turns))
+            except TemplateLimit:
+                raise
+            except ValueError as error:
+                refused = error if refused is None else refused
+                continue
+            count = rendered.count(probe)
+            written = rendered.partition(probe)[2]
+            found = re.search(ends, written)
+            calls = turns[place].get("tool_calls", ())
+            unended = any(call["function"]["name"] in written for call in calls)
+            if count == 1 and (found is not None or (in_content and not unended)):
+                return written, found
+        if refused is not None:
+            raise refused
+        after = _short(plainly(own.conversation.turns[place + 1 :]))
+        if count == 1:
+            raise ValueError(
+                "the chat template ends a call of a tool with no token that ends turns, so that "
+                f"{after} has no place behind it: give --chat-template a file of your own."
+            )
+        raise ValueError(
+            f"the chat template writes the turn before {after} {count} times, and once is needed "
+            "to find what follows it: give --chat-template a file of your own."
+        )
+
+
+def _probed(
+    turns: Sequence[Turn], place: int, probe: str
+) -> Iterator[tuple[tuple[Turn, ...], bool]]:
+    """The turns with a probe in one of them, and whether it is its content."""
+    if calls := turns[place].get("tool_calls"):
+        last = calls[-1]
+        own = {name: probe for name in list(last["function"]["arguments"])[-1:] or ["probe"]}
+        asked = {**last, "function": {**last["function"], "arguments": Arguments(own)}}
+        yield _with(turns, place, {"tool_calls": [*calls[:-1], asked]}), False
+        if any(len(turn.get("tool_calls", ())) > 1 for turn in turns):
+            single = [
+                {**turn, "tool_calls": turn["tool_calls"][-1:]} if "tool_calls" in turn else turn
+                for turn in turns
+            ]
+            yield _with(single, place, {"tool_calls": [asked]}), False
+    yield _with(turns, place, {"content": probe}), True
+
+
+def _with(turns: Sequence[Turn], place: int, changes: Turn) -> tuple[Turn, ...]:
+    return (*turns[:place], {**turns[place], **changes}, *turns[place + 1 :])
 
 
 MARKED = re.compile(r"\{%[-+]?\s*generation\b")

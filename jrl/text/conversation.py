@@ -6,45 +6,81 @@ follow each other as they are. What the policy sampled is never encoded again.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from jrl.tasks import Example
-from jrl.tasks.data.conversations import Conversation
-from jrl.text.prompt_format import PromptFormat
-from jrl.text.prompts import encode_prompt, special_text_of, text_of
+from jrl.tasks.data.conversations import Conversation, Turn
+from jrl.tasks.tools.formats.known import PLAIN
+from jrl.text.prompt_format import PromptFormat, tools_known
+from jrl.text.prompts import encode_prompt, opened_reasoning, special_text_of, text_of
+from jrl.text.tool_calls import heard, with_calls
 
 Messages = Sequence[tuple[str, str]]
 """Role and content of each."""
 
 
-def message_of(format: PromptFormat, ids: np.ndarray) -> str:
+def message_of(format: PromptFormat, ids: np.ndarray, before: Sequence[int] = ()) -> str:
     """What the policy said in a turn, its end left out.
 
-    With a template, special tokens are written out: a call of a tool may be made of them.
+    With a template, special tokens are written out: a call of a tool may be made of them. Where
+    what stands before it has opened reasoning, the text begins with the mark of that.
+
+    Args:
+      before: the tokens that it goes on from.
     """
     if format.template is None:
         return text_of(format.tokenizer, ids)
-    return special_text_of(format.tokenizer, ids)
+    opened = opened_reasoning(format.tokenizer, before)
+    return opened + special_text_of(format.tokenizer, ids)
+
+
+def heard_by_environment(
+    format: PromptFormat, example: Example, said: Sequence[str], cut: Sequence[int] = ()
+) -> list[dict[str, Any]]:
+    """The policy's messages as its environment is given them: with the calls of tools in the format
+    of the checkpoint, and "truncated" where the limit of a turn cut one.
+
+    Args:
+      said: the texts of its turns.
+      cut: numbers of those that were cut.
+    """
+    return heard(format.tool_format, tools_known(example), said, cut)
 
 
 def answer_ids(
-    format: PromptFormat, example: Example, before: Messages, after: Messages
+    format: PromptFormat,
+    example: Example,
+    before: Messages,
+    after: Messages,
+    *,
+    ended: bool = True,
 ) -> list[int]:
-    """The tokens between a turn of the policy, which a stop token ended, and its next.
+    """The tokens between a turn of the policy and its next.
 
     Args:
       before: messages after the prompt, that turn the last.
       after: what answers it.
+      ended: whether a stop token ended the turn; else one comes first.
 
     Raises:
       ValueError: for what template or tokenizer refuse.
     """
     if format.template is None:
-        return format.tokenizer.encode("".join(content for _, content in after))
+        ids = format.tokenizer.encode("".join(content for _, content in after))
+        return ids if ended else [format.tokenizer.eos_id, *ids]
     asked = format.conversation(example)
-    turns = (*asked.turns, *Conversation.of(before).turns)
-    return format.template.answer(replace(asked, turns=turns), Conversation.of(after).turns)
+    turns = _turns(format, example, (*before, *after))
+    told = replace(asked, turns=(*asked.turns, *turns[: len(before)]))
+    return format.template.answer(told, turns[len(before) :], ended=ended)
+
+
+def _turns(format: PromptFormat, example: Example, messages: Messages) -> tuple[Turn, ...]:
+    """Messages after a prompt, with the calls of tools that are in them."""
+    if format.tool_format is None or not example.tools:
+        return Conversation.of(messages).turns
+    return with_calls(format.tool_format, tools_known(example), messages)
 
 
 def gold_conversation(format: PromptFormat, example: Example) -> tuple[list[int], list[bool]]:
@@ -52,7 +88,7 @@ def gold_conversation(format: PromptFormat, example: Example) -> tuple[list[int]
     the policy's turns with their ends."""
     ids: list[int] = []
     imitated: list[bool] = []
-    turns = example.turns or (("assistant", example.answer),)
+    turns = _in_format(format, example, example.turns or (("assistant", example.answer),))
     place = 0
     while place < len(turns):
         role, content = turns[place]
@@ -79,9 +115,24 @@ def _turn_ids(format: PromptFormat, example: Example, before: Messages, content:
         text = before[-1][1] if before else example.prompt
         return [*tokenizer.continued(text, content), tokenizer.eos_id]
     asked = format.conversation(example)
-    turns = (*asked.turns, *Conversation.of(before).turns)
-    ids = format.template.continued(replace(asked, turns=turns), content)
-    return [*ids, tokenizer.turn_end_id]
+    told = replace(asked, turns=(*asked.turns, *_turns(format, example, before)))
+    calls = format.tool_format and format.tool_format.calls(content, tools_known(example))
+    ids = format.template.continued(told, content, special=bool(calls))
+    return ids if ids[-1] in tokenizer.stop_ids else [*ids, tokenizer.turn_end_id]
+
+
+def _in_format(format: PromptFormat, example: Example, turns: Messages) -> Messages:
+    """The turns of a gold conversation, whose calls are written plainly, with calls as the
+    checkpoint writes them."""
+    own, known = format.tool_format, tools_known(example)
+    if own is None or not known:
+        return turns
+    return tuple(
+        (role, own.render(calls))
+        if role == "assistant" and (calls := PLAIN.calls(content, known))
+        else (role, content)
+        for role, content in turns
+    )
 
 
 def gold_rows(

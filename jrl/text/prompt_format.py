@@ -10,9 +10,13 @@ from typing import Any
 from jrl.config.run import RunConfig
 from jrl.tasks import Example
 from jrl.tasks.data.conversations import Conversation
+from jrl.tasks.tools.calls import Call, Known, known_tools
+from jrl.tasks.tools.formats.format import ToolFormat
+from jrl.tasks.tools.formats.known import FORMATS
 from jrl.text.chat import ChatTemplate, today
 from jrl.text.templates.renderer import TemplateLimit
 from jrl.text.tokenizer import Tokenizer
+from jrl.text.tool_calls import shows_tools, tool_format_of, with_calls
 from jrl.text.turn_end import with_turn_end
 
 OF_CHECKPOINT, NONE = "checkpoint", "none"
@@ -70,6 +74,57 @@ class PromptFormat:
         return replace(conversation, turns=(told, *rest))
 
     @cached_property
+    def tool_format(self) -> ToolFormat | None:
+        """How the checkpoint calls tools; None without a template, and where it is not known."""
+        return None if self.template is None else tool_format_of(self.template, self.tokenizer)
+
+    def check_tools(self, example: Example) -> None:
+        """Refuses tools that the template does not tell the policy of, and those whose calls could
+        not be read.
+
+        Raises:
+          ValueError: saying what to give.
+        """
+        self._check_shown(example)
+        if self.template is None or not example.tools:
+            return
+        format, known = self.tool_format, tools_known(example)
+        if format is None:
+            raise ValueError(
+                f"the chat template calls tools ({_names(example)}) in a format that is not known, "
+                f"so that no call could be read; known are {', '.join(x.name for x in FORMATS)}: "
+                "give --chat-template a file that calls them in one of these."
+            )
+        # Some templates take no answers of tools, which nobody would notice before a call.
+        called = format.render([Call(name, {}) for name in list(known)[:1]])
+        turns = with_calls(format, known, (("assistant", called), ("tool", "7")))
+        asked = self.conversation(example)
+        self.template.answer(replace(asked, turns=(*asked.turns, *turns[:1])), turns[1:])
+
+    @cached_property
+    def _shown(self) -> dict[tuple[str, ...], bool]:
+        """Which tools the template writes, as far as they were asked for."""
+        return {}
+
+    def _check_shown(self, example: Example) -> None:
+        """Refuses tools that the template does not tell the policy of."""
+        tools, template = example.tools, self.template
+        if not tools or template is None:
+            return
+        if tools not in self._shown:
+            schemas = [json.loads(tool) for tool in tools]
+            try:
+                self._shown[tools] = shows_tools(template, schemas, list(tools_known(example)))
+            except ValueError:  # it refuses the question that was made up, which says nothing
+                self._shown[tools] = True
+        if not self._shown[tools]:
+            raise ValueError(
+                f"the chat template does not write tools ({_names(example)}), so that the policy "
+                "would never know of them: give --chat-template a file that does, or leave the "
+                "tools out."
+            )
+
+    @cached_property
     def _takes_system(self) -> bool:
         """Whether the template writes a system message; some refuse or pass over one."""
         if self.template is None:
@@ -88,10 +143,11 @@ class PromptFormat:
         """The tokens of a prompt.
 
         Raises:
-          ValueError: for a conversation without a template, a prompt without any token, and for
-            what template or tokenizer refuse.
+          ValueError: for a conversation without a template, tools that the template does not
+            write, a prompt without any token, and for what template or tokenizer refuse.
         """
         if self.template is not None:
+            self._check_shown(example)
             return self._some(self.template.encode(self.conversation(example)), example)
         asked = example.messages
         if len(asked) > 1 or (asked and asked[0][0] != "user"):
@@ -111,6 +167,15 @@ class PromptFormat:
                 "before it, so nothing could be predicted from it: give a prompt with content."
             )
         return ids
+
+
+def tools_known(example: Example) -> Known:
+    """The tools of an example."""
+    return known_tools([json.loads(tool) for tool in example.tools])
+
+
+def _names(example: Example) -> str:
+    return ", ".join(tools_known(example))
 
 
 def prompt_format(run: RunConfig, tokenizer: Tokenizer) -> PromptFormat:

@@ -20,7 +20,7 @@ from jrl.rollout.sampling import Sampling
 from jrl.tasks import Example, Task
 from jrl.tasks.environments.host import Host, Reply
 from jrl.tasks.parts import environments_of
-from jrl.text.conversation import answer_ids, message_of
+from jrl.text.conversation import answer_ids, heard_by_environment, message_of
 from jrl.text.prompt_format import PromptFormat
 from moe.weights import Transformer
 from sharding.folding import FoldedMesh
@@ -44,9 +44,10 @@ class _Asked:
 class ConversationEngine:
     """Responses of several turns, by an engine that knows of none.
 
-    Where a stop token ends a turn of a request with `Request.turns`, its environment is asked; the
-    row's slot is free from then on, for those that wait for one. With the answer after it the row
-    is admitted again, its log-probabilities kept, and goes on with the next turn. Whatever takes
+    Where a stop token ends a turn of a request with `Request.turns`, or the limit of a turn cuts
+    it, its environment is asked; the row's slot is free from then on, for those that wait for one.
+    With the answer after it, and the end of the turn before that where it was cut, the row is
+    admitted again, its log-probabilities kept, and goes on with the next turn. Whatever takes
     how long, a row's tokens depend on the weights, the seed, the numbers of its prompt and sample
     and the tokens so far. The limit of a response is one of both sides' tokens together.
 
@@ -55,13 +56,19 @@ class ConversationEngine:
       task: whose environments answer.
       format: how messages become tokens.
       max_turns: of the policy at most; None leaves the end to the environment.
+      turn_length: tokens of one of them at most; None leaves it to the limit of the response.
     """
 
     def __init__(
-        self, engine: RolloutEngine, task: Task, format: PromptFormat, max_turns: int | None = None
+        self,
+        engine: RolloutEngine,
+        task: Task,
+        format: PromptFormat,
+        max_turns: int | None = None,
+        turn_length: int | None = None,
     ):
         self._engine, self._task, self._format = engine, task, format
-        self._max_turns, self._sampling = max_turns, Sampling()
+        self._max_turns, self._turn_length, self._sampling = max_turns, turn_length, Sampling()
         self._asked: list[_Asked] = []
         self._numbers: dict[tuple[int, int], tuple[int, Example]] = {}
         self._next = 0
@@ -94,7 +101,16 @@ class ConversationEngine:
 
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
         self._sampling = sampling
-        self._engine.submit(requests, sampling)
+        self._engine.submit([self._bounded(request) for request in requests], sampling)
+
+    def _bounded(self, request: Request) -> Request:
+        """The request with the limit of the turn that is written next."""
+        turns = request.turns
+        if turns is None or self._turn_length is None:
+            return request
+        whole = request.max_new_tokens if turns.limit is None else turns.limit
+        own = min(whole, turns.begin + self._turn_length)
+        return request._replace(max_new_tokens=own, turns=replace(turns, limit=whole))
 
     def poll(self, alone: bool = False) -> list[Trajectory]:
         # Never `alone` further in: rows come back when environments have answered.
@@ -135,19 +151,25 @@ class ConversationEngine:
             if turns is None:
                 done.append(trajectory)
                 continue
-            message = message_of(self._format, trajectory.tokens[turns.begin :])
+            begin = turns.begin
+            before = [*trajectory.request.tokens.tolist(), *trajectory.tokens[:begin].tolist()]
+            message = message_of(self._format, trajectory.tokens[begin:], before)
+            number = len(turns.said)
             turns = replace(turns, messages=(*turns.messages, ("assistant", message)))
             if trajectory.finish != "stop":
-                # The turn is not whole, and nobody answers it.
-                done.append(self._over(trajectory, turns))
-                continue
+                if trajectory.length >= _whole(trajectory.request):
+                    # The turn is not whole, and nobody answers it.
+                    done.append(self._over(trajectory, turns))
+                    continue
+                turns = replace(turns, cut=(*turns.cut, number))
             row, reply = _row(trajectory), None
             if row not in self._numbers:
                 self._numbers[row] = self._next, turns.example
                 self._next += 1
             if is_main_process():
                 number, example = self._numbers[row]
-                reply = self._host(example).say(number, example, turns.said)
+                said = heard_by_environment(self._format, example, turns.said, turns.cut)
+                reply = self._host(example).say(number, example, said)
             self._asked.append(_Asked(trajectory, turns, reply))
         return done
 
@@ -189,15 +211,16 @@ class ConversationEngine:
             if self._max_turns is not None and len(turns.said) >= self._max_turns:
                 done.append(self._over(trajectory, replace(turns, turn_limit=True)))
                 continue
+            ended = len(turns.said) - 1 not in turns.cut
             try:
-                after = answer_ids(self._format, turns.example, before, reply.messages)
+                after = answer_ids(self._format, turns.example, before, reply.messages, ended=ended)
             except ValueError as error:
                 # Of what others write a run does not die, nor of what a template makes of it.
                 self._warn(f"{error}")
                 done.append(self._over(trajectory, turns, failure="invalid"))
                 continue
             end = length + len(after)
-            if end >= trajectory.request.max_new_tokens:
+            if end >= _whole(trajectory.request):
                 # No token would be left for the policy.
                 done.append(self._over(replace(trajectory, finish="length"), turns))
                 continue
@@ -208,7 +231,7 @@ class ConversationEngine:
             for trajectory, turns, after in going
         ]
         if requests:
-            self._engine.submit(requests, self._sampling)
+            self._engine.submit([self._bounded(each) for each in requests], self._sampling)
         return done
 
     def _over(self, trajectory: Trajectory, turns: Turns, failure: str | None = None) -> Trajectory:
@@ -217,8 +240,9 @@ class ConversationEngine:
         if known is not None and is_main_process():
             host.end(known[0])
         verdict = host.scoring.verdict([reward for _, reward in turns.rewards], failure)
-        turns = replace(turns, verdict=verdict)
-        return replace(trajectory, request=trajectory.request._replace(turns=turns))
+        whole, turns = _whole(trajectory.request), replace(turns, verdict=verdict)
+        request = trajectory.request._replace(max_new_tokens=whole, turns=turns)
+        return replace(trajectory, request=request)
 
     def _warn(self, message: str) -> None:
         self._warnings.say(
@@ -235,6 +259,12 @@ class ConversationEngine:
 
 def _row(trajectory: Trajectory) -> tuple[int, int]:
     return trajectory.request.prompt, trajectory.request.sample
+
+
+def _whole(request: Request) -> int:
+    """The limit of a response, whatever that of its turn is."""
+    turns = request.turns
+    return request.max_new_tokens if turns is None or turns.limit is None else turns.limit
 
 
 def _answered(sampled: Sampled, after: np.ndarray) -> Sampled:

@@ -1,6 +1,7 @@
 """How far a conversation is: who has said what, and which tokens of the response are whose."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +19,9 @@ class Turns:
       rewards: of each turn of the policy that was answered, with the place of its last token in the
         response.
       turn_limit: whether the limit of turns ended it.
+      cut: numbers of the policy's turns that the limit of a turn cut.
+      limit: of the response in tokens, where the request has that of the turn that is written now;
+        None where they are the same.
       verdict: of all of it; None while it goes on.
     """
 
@@ -26,6 +30,8 @@ class Turns:
     answers: tuple[tuple[int, int], ...] = ()
     rewards: tuple[tuple[int, float], ...] = ()
     turn_limit: bool = False
+    cut: tuple[int, ...] = ()
+    limit: int | None = None
     verdict: Verdict | None = None
 
     @property
@@ -58,6 +64,15 @@ class Turns:
         for begin, end in self.answers:
             own[begin:end] = False
         return own
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """The messages as samples.jsonl holds them; a turn that was cut says so."""
+        found: list[dict[str, Any]] = [{"role": r, "content": x} for r, x in self.messages]
+        own = [message for message in found if message["role"] == "assistant"]
+        for number in self.cut:
+            own[number]["truncated"] = True
+        return found
 
     @property
     def text(self) -> str:

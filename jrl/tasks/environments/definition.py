@@ -33,8 +33,12 @@ class Environment(Protocol):
         """Begins; what it says stands before the policy's first turn, after the record's prompt."""
         ...
 
-    def step(self, message: Mapping[str, str]) -> Stepped | Awaitable[Stepped]:
+    def step(self, message: Mapping[str, Any]) -> Stepped | Awaitable[Stepped]:
         """Answers a message of the policy, ``{"role": "assistant", "content": ...}``.
+
+        Where the task has `tools` and the policy a chat template, it has "tool_calls" too: OpenAI's
+        fields, with arguments that are a mapping, and an "error" in one that cannot be read. One
+        that the limit of a turn cut (``--turn-length``) has "truncated", which is true.
 
         Returns:
           Messages, the reward of the policy's turn, and whether the conversation is over. The
@@ -48,9 +52,10 @@ class Conversing(Protocol):
     """A task of conversations, whose prompts are a list or drawn, as of `jrl.tasks.definition`.
 
     It may also have `full_marks`, the score from which on a conversation counts as correct (1);
-    `tools`, schemas of what the policy may call, which a chat template tells it of; and, of prompts
-    that are drawn, `distinct_prompts`: whether what is held out is chosen by the prompt alone. By
-    default it is by the prompt and what the record hides.
+    `tools`, what the policy may call, which a chat template tells it of: each a
+    `jrl.tasks.tools.tool.Tool` or a schema; and, of prompts that are drawn, `distinct_prompts`:
+    whether what is held out is chosen by the prompt alone. By default it is by the prompt and what
+    the record hides.
     """
 
     @property

@@ -15,6 +15,8 @@ from jrl.tasks.workers.environment import Conversations, maker
 from jrl.tasks.workers.pool import default_workers
 from jrl.tasks.workers.process import Message, Worker, WorkerEnded
 
+Said = Sequence[Message | str]
+"""Messages of the policy."""
 CLOSING_SECONDS = 5.0
 """How long all environments of a process may take to be closed at the end, and what it is asked
 before that."""
@@ -73,11 +75,11 @@ class Host(Protocol):
         """
         ...
 
-    def say(self, number: int, example: Example, said: Sequence[str]) -> "Future[Reply]":
+    def say(self, number: int, example: Example, said: Said) -> "Future[Reply]":
         """What an environment gives for the last of the policy's messages.
 
         Args:
-          said: all of them.
+          said: all of them; a text is a message with that content.
         """
         ...
 
@@ -101,7 +103,7 @@ class LocalHost:
     def opened(self, fields: Message) -> list[list[str]]:
         return self._conversations.opened(fields)
 
-    def say(self, number: int, example: Example, said: Sequence[str]) -> "Future[Reply]":
+    def say(self, number: int, example: Example, said: Said) -> "Future[Reply]":
         future: Future[Reply] = Future()
         future.set_result(_read(self._conversations.answer(number, dict(example.record), said)))
         return future
@@ -151,7 +153,7 @@ class WorkerHost:
             raise ValueError(f"{self._text} cannot begin a conversation: {answer['error']}")
         return answer["messages"]
 
-    def say(self, number: int, example: Example, said: Sequence[str]) -> "Future[Reply]":
+    def say(self, number: int, example: Example, said: Said) -> "Future[Reply]":
         room = self._room_of.get(number)
         if room is None:
             room = self._room_of[number] = min(self._rooms, key=lambda room: len(room.members))

@@ -121,5 +121,6 @@ def _turns(value: Any, place: str) -> tuple[tuple[str, str], ...]:
 
 
 def tools_of(definition: Any) -> tuple[str, ...]:
-    """Schemas of what a policy may call, as JSON texts."""
-    return tuple(json.dumps(tool, sort_keys=False) for tool in getattr(definition, "tools", ()))
+    """Schemas of what a policy may call, as JSON texts; of a task's tools, or of their schemas."""
+    schemas = (getattr(tool, "schema", tool) for tool in getattr(definition, "tools", ()))
+    return tuple(json.dumps(schema, sort_keys=False) for schema in schemas)

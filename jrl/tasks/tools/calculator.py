@@ -7,14 +7,19 @@ MOST_DIGITS = 40
 """Digits of a result's numerator and denominator at most: what is longer is an error."""
 
 
-def calculate(text: str) -> str:
-    """The exact value of an expression, an integer or a fraction such as ``7/3``.
+def calculate(expression: str) -> str:
+    """Computes an arithmetic expression exactly.
+
+    The value is an integer or a fraction such as ``7/3``.
+
+    Args:
+      expression: Numbers, + - * / and parentheses, as in (3+4)*5.
 
     Raises:
       ValueError: for what is no expression, has no value, or one that is too long.
     """
     try:
-        value = parse(text.strip()).value()
+        value = parse(expression.strip()).value()
     except ZeroDivisionError:
         raise ValueError("division by zero") from None
     if max(abs(value.numerator), value.denominator) >= 10**MOST_DIGITS:
@@ -22,10 +27,4 @@ def calculate(text: str) -> str:
     return str(value)
 
 
-CALCULATOR = Tool(
-    "calc",
-    "Computes an arithmetic expression exactly.",
-    "expression",
-    "Numbers, + - * / and parentheses, as in (3+4)*5.",
-    calculate,
-)
+CALCULATOR = Tool.of(calculate, name="calc")

@@ -1,93 +1,65 @@
-"""Calls of tools, read from what a policy wrote.
+"""Calls of tools, whatever text they were written in."""
 
-Checkpoints write them as their chat templates show them:
-
-    <tool_call>{"name": ..., "arguments": {...}}</tool_call>     Hermes, Qwen and many others
-    [TOOL_CALLS][{"name": ..., "arguments": {...}}]              Mistral
-    <|python_tag|>{"name": ..., "parameters": {...}}             Llama 3, with or without the tag
-
-A policy without a template writes ``@name text`` as the whole of its turn; the text is the one
-argument.
-"""
-
-import json
-import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-_TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
-_PLAIN = re.compile(r"@([A-Za-z_]\w*)[ \t]+(.*)", re.DOTALL)
-_MISTRAL, _PYTHON_TAG = "[TOOL_CALLS]", "<|python_tag|>"
+Known = Mapping[str, Mapping[str, Any]]
+"""The tools of a task: the JSON schema of their parameters, by name."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call.
+    """A call of a tool.
 
     Attributes:
-      name: of the tool; empty where the call cannot be read.
-      arguments: by name, or the one text of a plain call.
+      name: of the tool; empty where it cannot be read.
+      arguments: by name; empty where they cannot be read.
+      id: that the policy gave the call; empty where its format has none.
+      error: why it cannot be read, for the policy to be told; empty where it can.
     """
 
     name: str
-    arguments: dict[str, Any] | str
-
-    def argument(self, name: str) -> str:
-        """An argument as a text.
-
-        Raises:
-          ValueError: where there is none.
-        """
-        if isinstance(self.arguments, str):
-            return self.arguments
-        if name not in self.arguments:
-            raise ValueError(f"the call has no argument {name}")
-        value = self.arguments[name]
-        return value if isinstance(value, str) else json.dumps(value)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    id: str = ""
+    error: str = ""
 
 
-UNREADABLE = Call("", "")
-"""Stands for a call that is no JSON of a name and arguments."""
+def unreadable(reason: str, name: str = "") -> Call:
+    """A call that was begun and cannot be read."""
+    return Call(name, error=f"the call cannot be read: {reason}")
 
 
-def calls_in(text: str) -> list[Call]:
-    """The calls in a turn, in their order; empty where it has none."""
-    if found := _TAGGED.findall(text):
-        return [_read(part) for part in found]
-    if _MISTRAL in text:
-        return _several(text.partition(_MISTRAL)[2])
-    stripped = text.strip()
-    if stripped.startswith(_PYTHON_TAG):
-        return [_read(stripped.removeprefix(_PYTHON_TAG))]
-    if stripped.startswith("{") and '"name"' in stripped:
-        return [_read(stripped)]
-    if plain := _PLAIN.fullmatch(stripped):
-        return [Call(plain[1], plain[2])]
-    return []
+def known_tools(schemas: list[Any]) -> Known:
+    """The tools of schemas as chat templates take them; what has no name is left out."""
+    functions = [schema.get("function", schema) for schema in schemas if isinstance(schema, dict)]
+    return {
+        each["name"]: each.get("parameters") or {}
+        for each in functions
+        if isinstance(each, dict) and isinstance(each.get("name"), str)
+    }
 
 
-def _several(text: str) -> list[Call]:
-    try:
-        found, _ = json.JSONDecoder().raw_decode(text.strip())
-    except (ValueError, RecursionError):
-        return [UNREADABLE]
-    return [_call(each) for each in found] if isinstance(found, list) else [_call(found)]
+def from_message(message: Mapping[str, Any]) -> list[Call]:
+    """The calls in the "tool_calls" of a message, as `in_message` wrote them."""
+    found = []
+    for each in message.get("tool_calls") or ():
+        function = each["function"]
+        found.append(
+            Call(function["name"], function["arguments"], each.get("id", ""), each.get("error", ""))
+        )
+    return found
 
 
-def _read(text: str) -> Call:
-    try:
-        return _call(json.loads(text))
-    except (ValueError, RecursionError):
-        return UNREADABLE
-
-
-def _call(found: Any) -> Call:
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
-        return UNREADABLE
-    arguments = found.get("arguments", found.get("parameters", {}))
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return UNREADABLE
-    return Call(found["name"], arguments) if isinstance(arguments, dict) else UNREADABLE
+def in_message(calls: list[Call], ids: list[str]) -> list[dict[str, Any]]:
+    """The "tool_calls" of a message, OpenAI's fields with arguments that are a mapping; a call that
+    cannot be read has its "error" too."""
+    return [
+        {
+            "id": identity,
+            "type": "function",
+            "function": {"name": call.name, "arguments": dict(call.arguments)},
+            **({"error": call.error} if call.error else {}),
+        }
+        for call, identity in zip(calls, ids, strict=True)
+    ]

@@ -15,10 +15,10 @@ def python_tool(sandbox: Sandbox | None = None) -> Tool:
     if said := sandbox.run(""):
         raise ValueError(f"{sandbox} leaves no code to run: {said.splitlines()[-1]}")
     network = "a" if sandbox.network else "no"
-    return Tool(
-        "python",
-        "Runs Python code and gives what it prints.",
-        "code",
-        f"A program; it has {sandbox.seconds:g} seconds and {network} network.",
-        sandbox.run,
-    )
+    code = f"A program; it has {sandbox.seconds:g} seconds and {network} network."
+
+    def run(code: str) -> str:
+        return sandbox.run(code)
+
+    description = "Runs Python code and gives what it prints."
+    return Tool.of(run, name="python", description=description, about={"code": code})

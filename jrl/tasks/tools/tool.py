@@ -1,55 +1,95 @@
 """Tools, and an environment that lets a policy call them before it answers."""
 
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jrl.tasks.answers import extract
-from jrl.tasks.tools.calls import Call, calls_in
+from jrl.tasks.tools.calls import Call, from_message
+from jrl.tasks.tools.formats.known import calls_in
+from jrl.tasks.tools.schema import (
+    checked_arguments,
+    description_of,
+    name_of,
+    parameters_of,
+)
 
 Stepped = tuple[list[dict[str, str]], float, bool]
+
+CUT = "the turn was cut off, it was too long: call a tool or give the answer in fewer words"
+"""What is said to a turn that its limit cut before it called or answered."""
+TOLD = (ValueError, ArithmeticError, LookupError)
+"""Exceptions of a tool that the policy is told: those that the values of a call can cause. Others
+are faults of the tool, and end the conversation as one."""
 
 
 @dataclass(frozen=True)
 class Tool:
-    """Something that a policy may call.
+    """Something that a policy may call; `of` makes one of a function.
 
     Attributes:
       name: as it is called.
       description: for the policy to read.
-      argument: the name of its one argument, a text.
-      about: what that is.
-      run: gives the answer of a call; a ValueError becomes an answer too.
+      parameters: the JSON schema of its arguments, which calls are checked against.
+      function: is given the arguments by their names, and may be ``async``. What it returns is the
+        answer, as JSON where it is no text.
     """
 
     name: str
     description: str
-    argument: str
-    about: str
-    run: Callable[[str], str]
+    parameters: Mapping[str, Any]
+    function: Callable[..., Any]
+
+    @classmethod
+    def of(
+        cls,
+        function: Callable[..., Any],
+        *,
+        name: str | None = None,
+        description: str | None = None,
+        about: Mapping[str, str] | None = None,
+    ) -> "Tool":
+        """The tool that a function is, by its name, its types and its docstring.
+
+        The first paragraph of the docstring is the description; its section ``Args:`` says what
+        arguments are. Those with a default are optional.
+
+        Args:
+          name: in place of the function's.
+          description: in place of what the docstring says.
+          about: what an argument is, by its name, in place of what the docstring says.
+
+        Raises:
+          ValueError: for an argument without a type, or with one that is no JSON value's.
+        """
+        own = name_of(function) if name is None else name
+        said = description_of(function) if description is None else description
+        return cls(own, said, parameters_of(function, about or {}), function)
 
     @property
     def schema(self) -> dict[str, Any]:
         """As chat templates expect it."""
-        parameters = {
-            "type": "object",
-            "properties": {self.argument: {"type": "string", "description": self.about}},
-            "required": [self.argument],
-        }
+        parameters = json.loads(json.dumps(self.parameters))
         about = {"name": self.name, "description": self.description, "parameters": parameters}
         return {"type": "function", "function": about}
 
-    def answer(self, call: Call) -> str:
-        """What a call gives.
+    def call(self, arguments: Mapping[str, Any]) -> Any:
+        """What the function gives, which is awaited where it is ``async``.
 
         Raises:
-          ValueError: where it fails, saying why.
+          ValueError: for arguments that the schema does not allow, in one line.
         """
-        return self.run(call.argument(self.argument))
+        return self.function(**checked_arguments(self.name, arguments, self.parameters))
 
 
 class ToolEnvironment:
     """Answers calls of tools; a turn without one is the final answer.
+
+    The calls of a message are those that are read in the format of the checkpoint, and of a policy
+    without a chat template those that can be found in any. A turn that was cut before it called
+    anything is the final answer where it marks one, and is told that it was too long otherwise.
 
     Args:
       tools: that may be called.
@@ -69,31 +109,85 @@ class ToolEnvironment:
         error: str | None = None,
     ):
         self._tools = {tool.name: tool for tool in tools}
+        if len(self._tools) < len(tools):
+            names = [tool.name for tool in tools]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"two tools are called {twice}: give one of them another name")
+        self._known = {tool.name: tool.parameters for tool in tools}
         self._score, self._end, self._left, self._error = score, end, most, error
 
     def reset(self) -> None:
         """The prompt has said it all."""
 
-    def step(self, message: Mapping[str, str]) -> Stepped:
-        """The answers of all calls, or the score of what is no call."""
+    def step(self, message: Mapping[str, Any]) -> Stepped | Awaitable[Stepped]:
+        """The answers of all calls in their order, or the score of what is no call; to be awaited
+        where a tool is ``async``."""
         text = message["content"]
-        calls = calls_in(text)
+        calls = from_message(message) if "tool_calls" in message else calls_in(text, self._known)
+        cut = bool(message.get("truncated"))
+        if cut:
+            # The last of them may be the one that was cut.
+            calls = [call for call in calls if not call.error]
         if not calls:
             answer = extract(text, bare=self._error is not None)
+            if cut and (answer is None or not answer.marked):
+                return self._said([{"role": "user", "content": self._told(CUT)}])
             return [], 0.0 if answer is None else self._score(answer.text), True
-        answers = [{"role": "tool", "content": self._answer(call) + self._end} for call in calls]
-        self._left -= 1
-        return answers, 0.0, self._left < 0
+        answers: list[str] = []
+        for place, call in enumerate(calls):
+            answer = self._answer(call)
+            if not isinstance(answer, str):
+                return self._awaited(answers, answer, calls[place + 1 :])
+            answers.append(answer)
+        return self._answered(answers)
 
-    def _answer(self, call: Call) -> str:
+    async def _awaited(
+        self, answers: list[str], answer: Awaitable[str], after: Sequence[Call]
+    ) -> Stepped:
+        # One after the other: a call may count on what those before it have done.
+        answers = [*answers, await answer]
+        for call in after:
+            given = self._answer(call)
+            answers.append(given if isinstance(given, str) else await given)
+        return self._answered(answers)
+
+    def _answered(self, answers: Sequence[str]) -> Stepped:
+        return self._said([{"role": "tool", "content": answer} for answer in answers])
+
+    def _said(self, messages: list[dict[str, str]]) -> Stepped:
+        self._left -= 1
+        return messages, 0.0, self._left < 0
+
+    def _answer(self, call: Call) -> str | Awaitable[str]:
         try:
-            return self._tool(call).answer(call)
-        except ValueError as error:
-            return f"error: {error}" if self._error is None else self._error
+            given = self._tool(call).call(call.arguments)
+        except TOLD as error:
+            return self._failed(error)
+        return self._finished(given) if inspect.isawaitable(given) else _text(given) + self._end
+
+    async def _finished(self, given: Awaitable[Any]) -> str:
+        try:
+            return _text(await given) + self._end
+        except TOLD as error:
+            return self._failed(error)
+
+    def _failed(self, error: Exception) -> str:
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        return self._told(f"{kind}{error}")
+
+    def _told(self, error: str) -> str:
+        return (f"error: {error}" if self._error is None else self._error) + self._end
 
     def _tool(self, call: Call) -> Tool:
-        if not call.name:
-            raise ValueError("the call cannot be read")
+        if call.error:
+            raise ValueError(call.error)
         if call.name not in self._tools:
-            raise ValueError(f"no tool is called {call.name[:40]}")
+            there = ", ".join(self._tools)
+            raise ValueError(f"no tool is called {call.name[:40]}; there are: {there}")
         return self._tools[call.name]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False, default=str)

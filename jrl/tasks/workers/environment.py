@@ -7,6 +7,7 @@ import asyncio
 import inspect
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from numbers import Real
@@ -20,6 +21,9 @@ ROLES = ("user", "tool", "system")
 KEPT = 4096
 """Conversations whose environments a process keeps; the oldest is dropped, and played again where
 it goes on after all."""
+
+
+_SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 class Conversations:
@@ -60,13 +64,13 @@ class Conversations:
         finally:
             self._close(environment)
 
-    def answer(self, number: int, fields: Message, said: Sequence[str]) -> Message:
+    def answer(self, number: int, fields: Message, said: Sequence[Message | str]) -> Message:
         """What an environment gives for the last message of the policy.
 
         Args:
           number: of the conversation.
           fields: of its record.
-          said: all messages of the policy so far.
+          said: all messages of the policy so far; a text is one with that content.
 
         Returns:
           ``{"messages": ..., "reward": ..., "done": ...}`` or ``{"failure": ..., "message": ...}``.
@@ -79,8 +83,9 @@ class Conversations:
         try:
             if begins:
                 self._awaited(environment.reset())
-            for text in said[told:]:
-                given = self._awaited(environment.step({"role": "assistant", "content": text}))
+            for each in said[told:]:
+                message = {"role": "assistant", "content": each} if isinstance(each, str) else each
+                given = self._awaited(environment.step(message))
                 found = outcome(given)
                 if "failure" in found or found["done"]:
                     break
@@ -139,7 +144,8 @@ def messages_of(value: Any) -> list[list[str]]:
                 f"a message has role={role!r} and content={content!r}: the role is one of "
                 f"{', '.join(ROLES)}, the content a text"[:300]
             )
-        found.append([role, content])
+        # Half of a character, which JSON may have and no tokenizer takes.
+        found.append([role, _SURROGATES.sub("\ufffd", content)])
     return found
 
 

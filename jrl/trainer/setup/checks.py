@@ -5,6 +5,10 @@ from jrl.recipes.base.batch import given
 from jrl.recipes.base.collection import Windows
 from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.decoding.disaggregated.expert_places import first_placement
+from jrl.tasks import Task
+from jrl.tasks.mixture import Mixture
+from jrl.tasks.parts import has_environments
+from jrl.text.prompt_format import PromptFormat
 from jrl.text.tokenizer import Tokenizer
 from moe.config import ModelConfig
 from moe.disaggregated.sides import check_splits
@@ -40,6 +44,13 @@ def check_may_converse(run: RunConfig, recipe: Recipe) -> None:
             f"max_staleness={run.max_staleness} saves rows that are under way, and task={run.task} "
             "has environments, which are not saved: leave out --max-staleness."
         )
+
+
+def check_tools(task: Task, format: PromptFormat) -> None:
+    """Refuses the tools of conversations that the policy would not know of, or could not call."""
+    for each in task.sources if isinstance(task, Mixture) else (task,):
+        if has_environments(each):
+            format.check_tools(each.train(0))
 
 
 def check_fits(

@@ -27,8 +27,10 @@ def longest_prompt(task: Task, format: PromptFormat) -> int:
 def _longest_prompt(task: Any, format: PromptFormat) -> int:
     if (found := listed(task)) is not None:
         return max(len(format.encode(example)) for example in found.examples)
-    encode = format.tokenizer.encode
-    around = max(len(format.encode(Example(c, ""))) - len(encode(c)) for c in task.characters)
+    encode, tools = format.tokenizer.encode, task.train(0).tools
+    around = max(
+        len(format.encode(Example(c, "", tools=tools))) - len(encode(c)) for c in task.characters
+    )
     return around + _bound(task.max_prompt_length, task, format.tokenizer)
 
 

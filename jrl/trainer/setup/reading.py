@@ -7,6 +7,8 @@ from rich.console import Console
 from rich.text import Text
 
 from jrl.tasks.data.chats import Chats
+from jrl.tasks.parts import has_environments
+from jrl.text.prompt_format import tools_known
 from jrl.text.prompts import conversation
 from jrl.trainer.setup.setup import Setup
 from jrl.trainer.supervised.step import training_chats
@@ -23,8 +25,9 @@ def print_read(setup: Setup, console: Console) -> None:
     elif setup.format.template is not None:
         ids = setup.format.encode(setup.task.train(0))
         _print(setup, console, "The first prompt as the network reads it", ids)
-    if (line := turn_ends(setup)) is not None:
-        console.print(Text(line), highlight=False, soft_wrap=True)
+    for line in (turn_ends(setup), tools_called(setup)):
+        if line is not None:
+            console.print(Text(line), highlight=False, soft_wrap=True)
 
 
 def turn_ends(setup: Setup) -> str | None:
@@ -44,6 +47,16 @@ def turn_ends(setup: Setup) -> str | None:
     closing = template.closing
     written = f"{closing!r}, which is no token," if closing else "nothing that ends a turn"
     return f"the chat template writes {written} behind a turn: turns end with {' or '.join(names)}"
+
+
+def tools_called(setup: Setup) -> str | None:
+    """In which format the tools of the first prompt are called; None without tools or a template,
+    and where nothing answers a call."""
+    format = setup.format.tool_format
+    if setup.rows is not None or format is None or not has_environments(setup.task):
+        return None
+    known = tools_known(setup.task.train(0))
+    return f"tools ({', '.join(known)}) are called in the format {format.name}" if known else None
 
 
 def _print(setup: Setup, console: Console, title: str, ids: Iterable[SupportsInt]) -> None:

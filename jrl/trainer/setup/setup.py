@@ -41,7 +41,7 @@ from jrl.text.prompt_format import (
 )
 from jrl.text.tokenizer import Tokenizer
 from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective, SupervisedObjective
-from jrl.trainer.setup.checks import check_fits, check_may_be_stale, check_may_converse
+from jrl.trainer.setup.checks import check_fits, check_may_be_stale, check_may_converse, check_tools
 from jrl.trainer.setup.geometry import Geometry
 from jrl.trainer.setup.lengths import check_answers, fitted_prompts, response_length
 from jrl.trainer.setup.network import (
@@ -112,11 +112,13 @@ class Setup:
             check_may_be_stale(self.recipe, self.run.max_staleness)
         if has_environments(self.task):
             check_may_converse(self.run, self.recipe)
-        elif self.run.max_turns is not None:
-            raise ValueError(
-                f"max_turns={self.run.max_turns} bounds the turns of conversations, and "
-                f"task={self.run.task} has none: leave it out."
-            )
+        else:
+            for name in ("max_turns", "turn_length"):
+                if getattr(self.run, name) is not None:
+                    raise ValueError(
+                        f"{name}={getattr(self.run, name)} bounds the turns of conversations, and "
+                        f"task={self.run.task} has none: leave it out."
+                    )
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -176,7 +178,8 @@ class Setup:
         randomness = self.randomness if seed is None else Randomness(seed)
         engine: RolloutEngine = self._engine(randomness)
         if has_environments(self.task):
-            engine = ConversationEngine(engine, self.task, self.format, self.run.max_turns)
+            bounds = self.run.max_turns, self.run.turn_length
+            engine = ConversationEngine(engine, self.task, self.format, *bounds)
         return Sampler(engine, self.task, self.format, self.prompt_length, self.response_length)
 
     def _engine(self, randomness: Randomness) -> SlotEngine:
@@ -301,6 +304,7 @@ def build_setup(
             prompt, response = sampled_lengths(task, rows, format, network, run.response_length)
         else:
             check_answers(run, task)
+            check_tools(task, format)
             prompt, dropped = fitted_prompts(run, task, format)
             response = response_length(run, task, tokenizer, network, prompt)
         setup = Setup(

@@ -17,7 +17,8 @@ def test_what_is_written_is_read(name):
 
 
 def test_a_field_that_came_later_has_its_default():
-    assert from_json(changed("run", chat_template_kwargs="GONE"), "config.json")[0] == RunConfig()
+    for name in ("chat_template_kwargs", "turn_length"):
+        assert from_json(changed("run", **{name: "GONE"}), "config.json")[0] == RunConfig()
     given = changed("run", chat_template_kwargs='{"enable_thinking": false}')
     run, _ = from_json(given, "config.json")
     assert run.template_arguments == {"enable_thinking": False}

@@ -60,6 +60,7 @@ def test_arguments_of_the_run_come_after_those_of_a_record(tokenizer):
 
 def test_a_null_reaches_templates_that_look_for_it(tokenizer):
     record = RECORDS["a call without content"][0]
+    tools = "{% for t in tools %}{{ t.function.name }};{% endfor %}"
     for source, written in (
         ("{% for m in messages %}{{ m.content }};{% endfor %}", "2+2?;;4;"),
         (
@@ -68,9 +69,10 @@ def test_a_null_reaches_templates_that_look_for_it(tokenizer):
             "2+2?;null;4;",
         ),
     ):
-        made = tokenizer.used(replace(tokenizer.usage, chat_template=source))
+        made = tokenizer.used(replace(tokenizer.usage, chat_template=tools + source))
         format = PromptFormat(made, ChatTemplate(made))
-        assert made.decode_special(format.encode(example_of(record, "f:1"))) == written
+        ids = format.encode(example_of(record, "f:1"))
+        assert made.decode_special(ids) == "add;" + written
 
 
 def test_arguments_of_a_call_for_templates_that_add_texts(tokenizer):

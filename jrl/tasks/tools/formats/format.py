@@ -1,0 +1,124 @@
+"""A format of tool calls, and the search for calls outside of reasoning."""
+
+import re
+from collections.abc import Callable, Sequence
+
+from jrl.tasks.answers.extraction import REASONING
+from jrl.tasks.tools.calls import Call, Known, unreadable
+
+Read = tuple[list[Call], int]
+"""Calls, and the place behind them."""
+
+_REASONING = {
+    opened.lower(): closed.lower()
+    for opened, closed in REASONING
+    # Harmony's channels are messages of their own: `jrl.tasks.tools.formats.harmony`.
+    if not opened.startswith("<|channel|>")
+}
+_MARKS = re.compile(
+    "|".join(re.escape(mark) for pair in _REASONING.items() for mark in pair), re.IGNORECASE
+)
+
+
+class ToolFormat:
+    """How a kind of checkpoint writes calls.
+
+    Attributes:
+      name: for people.
+      marks: texts of which the chat template of such a checkpoint has one.
+    """
+
+    name: str
+    marks: tuple[str, ...]
+
+    def marked(self, template: str) -> bool:
+        """Whether the source of a chat template may be one of this format."""
+        return any(mark in template for mark in self.marks)
+
+    def calls(self, text: str, known: Known) -> list[Call]:
+        """The calls in what a policy wrote, in their order; empty where there is none.
+
+        A call that is begun and cannot be read has an error. What a policy writes while it reasons
+        is none, and neither is a mention of how calls are written.
+
+        Args:
+          text: with special tokens written out.
+          known: the tools that may be called.
+        """
+        raise NotImplementedError
+
+    def render(self, calls: Sequence[Call]) -> str:
+        """The text that a policy writes to make these calls."""
+        raise NotImplementedError
+
+    def call_id(self, name: str, number: int) -> str:
+        """What a chat template calls a call by, where the policy gave it no usable name.
+
+        Args:
+          number: of the call in its conversation.
+        """
+        # Nine letters and digits, which is what some templates demand.
+        return f"call{number:05d}"
+
+    def usable_id(self, identity: str) -> bool:
+        """Whether a chat template takes an id that a policy wrote."""
+        return re.fullmatch(r"[A-Za-z0-9]{9}", identity) is not None
+
+
+def outside_reasoning(
+    text: str, opening: re.Pattern[str], read: Callable[[str, re.Match[str]], Read]
+) -> list[Call]:
+    """The calls of a text, without those in its reasoning.
+
+    Reasoning in a call, a mark in a text that is passed on for instance, is a part of the call. An
+    end of reasoning that nothing opened ends what a prompt began: calls before it are none.
+
+    Args:
+      opening: what a call begins with.
+      read: reads the calls that begin at a match of it.
+    """
+    found: list[Call] = []
+    place = 0
+    mark, call = _MARKS.search(text), opening.search(text)
+    while mark is not None or call is not None:
+        if mark is not None and (call is None or mark.start() <= call.start()):
+            closed = _REASONING.get(mark[0].lower())
+            if closed is None:
+                found, place = [], mark.end()
+            else:
+                end = re.compile(re.escape(closed), re.IGNORECASE).search(text, mark.end())
+                if end is None:
+                    break
+                place = end.end()
+        elif call is not None:
+            calls, place = read(text, call)
+            found += calls
+        if mark is not None and mark.start() < place:
+            mark = _MARKS.search(text, place)
+        if call is not None and call.start() < place:
+            call = opening.search(text, place)
+    return found
+
+
+def not_read(text: str, opened: re.Match[str], close: str, reason: str) -> Read:
+    """What becomes of an opening behind which no call can be read: a call with an error, or none,
+    where the opening is only spoken of.
+
+    Args:
+      close: what ends a call.
+    """
+    begin, behind = opened.span()
+    if text.startswith("`", behind) and begin and text[begin - 1] == "`":
+        return [], behind
+    end = text.find(close, behind)
+    inline = text[text.rfind("\n", 0, begin) + 1 : begin].strip()
+    if end < 0 and inline and not text.startswith(("{", "["), skip_blanks(text, behind)):
+        return [], behind
+    return [unreadable(reason)], len(text) if end < 0 else end + len(close)
+
+
+def skip_blanks(text: str, place: int) -> int:
+    """The place of the first character from here on that is no blank."""
+    while place < len(text) and text[place].isspace():
+        place += 1
+    return place

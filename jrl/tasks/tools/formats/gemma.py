@@ -1,0 +1,100 @@
+"""Calls of Gemma: a block of ``tool_code``, and the function calls of FunctionGemma and Gemma 4."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jrl.tasks.tools.calls import Call, Known, unreadable
+from jrl.tasks.tools.formats.format import Read, ToolFormat, not_read, outside_reasoning
+from jrl.tasks.tools.formats.json_text import written
+from jrl.tasks.tools.formats.literals import Literals
+from jrl.tasks.tools.formats.pythonic import call_in, python_call
+
+
+class ToolCode(ToolFormat):
+    """Of Gemma 2 and 3, whose prompts ask for it; ``print(...)`` around a call is none of it::
+
+    ```tool_code
+    add(a=1, b=2)
+    ```
+    """
+
+    name = "tool-code"
+    marks = ("tool_code",)
+    _opening = re.compile(r"```tool_code\b")
+    _close = "```"
+
+    def calls(self, text: str, known: Known) -> list[Call]:
+        def read(text: str, opened: re.Match[str]) -> Read:
+            literals, found = Literals(text, opened.end()), list[Call]()
+            try:
+                while not literals.next_is(self._close):
+                    if found and not text[literals.place :].strip():
+                        break
+                    printed = "print" not in known and literals.next_is("print(")
+                    literals.next_is("default_api.")
+                    found.append(call_in(literals, known))
+                    if printed:
+                        literals.needed(")")
+            except ValueError as error:
+                return not_read(text, opened, self._close, str(error))
+            return found or [unreadable("nothing stands in it")], literals.place
+
+        return outside_reasoning(text, self._opening, read)
+
+    def render(self, calls: Sequence[Call]) -> str:
+        return "\n".join(("```tool_code", *map(python_call, calls), self._close))
+
+
+class FunctionGemma(ToolFormat):
+    """Of FunctionGemma, with a mark around texts::
+
+    <start_function_call>call:add{a:1,b:<escape>two<escape>}<end_function_call>
+    """
+
+    name = "function-gemma"
+    marks = ("<start_function_call>",)
+    _open, _close, _quote = "<start_function_call>", "<end_function_call>", "<escape>"
+
+    def calls(self, text: str, known: Known) -> list[Call]:
+        def read(text: str, opened: re.Match[str]) -> Read:
+            literals = Literals(text, opened.end(), (self._quote,))
+            try:
+                literals.needed("call:")
+                name = literals.name()
+                if name is None:
+                    raise ValueError("no name of a tool stands in it")
+                literals.needed("{")
+                call = Call(name, literals.mapping())
+            except ValueError as error:
+                return not_read(text, opened, self._close, str(error))
+            literals.next_is(self._close)
+            return [call], literals.place
+
+        return outside_reasoning(text, re.compile(re.escape(self._open)), read)
+
+    def render(self, calls: Sequence[Call]) -> str:
+        return "".join(
+            f"{self._open}call:{call.name}{self._written(call.arguments)}{self._close}"
+            for call in calls
+        )
+
+    def _written(self, value: Any) -> str:
+        if isinstance(value, str):
+            return self._quote + value + self._quote
+        if isinstance(value, Mapping):
+            return "{" + ",".join(f"{n}:{self._written(v)}" for n, v in value.items()) + "}"
+        if isinstance(value, list):
+            return "[" + ",".join(map(self._written, value)) + "]"
+        return written(value)
+
+
+class Gemma4(FunctionGemma):
+    """Of Gemma 4::
+
+    <|tool_call>call:add{a:1,b:<|"|>two<|"|>}<tool_call|>
+    """
+
+    name = "gemma-4"
+    marks = ("<|tool_call>",)
+    _open, _close, _quote = "<|tool_call>", "<tool_call|>", '<|"|>'

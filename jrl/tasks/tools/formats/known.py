@@ -1,0 +1,41 @@
+"""The formats that are known, and which of them a text or a chat template has."""
+
+from jrl.tasks.tools.calls import Call, Known
+from jrl.tasks.tools.formats.format import ToolFormat
+from jrl.tasks.tools.formats.gemma import FunctionGemma, Gemma4, ToolCode
+from jrl.tasks.tools.formats.harmony import MESSAGE, Harmony
+from jrl.tasks.tools.formats.llama import Llama
+from jrl.tasks.tools.formats.mistral import Mistral, MistralNamed
+from jrl.tasks.tools.formats.plain import Plain
+from jrl.tasks.tools.formats.pythonic import Olmo, PythonList
+from jrl.tasks.tools.formats.sections import DeepSeek, DeepSeekNamed, Kimi
+from jrl.tasks.tools.formats.tagged import Glm, Hermes, QwenCoder
+
+PLAIN, HARMONY, HERMES = Plain(), Harmony(), Hermes()
+FORMATS: tuple[ToolFormat, ...] = (
+    HARMONY,
+    *(Kimi(), DeepSeekNamed(), DeepSeek(), Glm(), QwenCoder(), MistralNamed(), Mistral()),
+    *(Olmo(), FunctionGemma(), Gemma4(), HERMES, Llama(), PythonList(), ToolCode()),
+)
+"""Of checkpoints; what is marked more narrowly comes first."""
+
+
+def marked_formats(template: str) -> list[ToolFormat]:
+    """The formats whose marks are in the source of a chat template, the likeliest first."""
+    return [each for each in FORMATS if each.marked(template)]
+
+
+def calls_in(text: str, known: Known) -> list[Call]:
+    """The calls in a turn of which nothing says in what format they are: of a format that reads all
+    that it finds, else of the one that reads most of it, Hermes' before others."""
+    if MESSAGE in text:
+        return HARMONY.calls(text, known)
+    formats = (HERMES, *(each for each in FORMATS if each is not HERMES), PLAIN)
+    attempts = [found for each in formats if (found := each.calls(text, known))]
+    return max(attempts, key=_readable, default=[])
+
+
+def _readable(calls: list[Call]) -> tuple[bool, int]:
+    """Whether all calls can be read, and how many."""
+    number = sum(not call.error for call in calls)
+    return number == len(calls), number

@@ -1,0 +1,43 @@
+"""The page on tools: its examples are run, and the formats that it lists are read."""
+
+import re
+
+import pytest
+from places import ROOT
+
+from jrl.tasks.environments.task import tools_of
+from jrl.tasks.tools.formats.known import FORMATS
+
+PAGE = (ROOT / "docs" / "conversations.md").read_text(encoding="utf-8")
+TOOLS = PAGE[PAGE.index("\n## Tools\n") : PAGE.index("\n## Environments of others\n")]
+BLOCKS = re.findall(r"(?ms)^```(\w+)\n(.*?)^```", TOOLS)
+LISTED = re.split(r"\n(?=\S)", BLOCKS[-1][1].strip())
+
+
+def test_the_examples_give_what_the_page_shows(capsys):
+    names = {}
+    for (kind, code), (_, output) in zip(BLOCKS[0:4:2], BLOCKS[1:4:2], strict=True):
+        assert kind == "python"
+        exec(compile(code, "conversations.md", "exec"), names)
+        assert capsys.readouterr().out == output
+    (schema,) = tools_of(names["Distances"])
+    assert schema.startswith('{"type": "function", "function": {"name": "convert"')
+    assert names["Distances"]().environment(5).step({"content": "8.0 km"})[1] == 1.0
+
+
+def test_every_format_is_listed():
+    assert {line.split()[0] for line in LISTED} == {format.name for format in FORMATS}
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
+def test_the_calls_that_the_page_shows_are_read(format):
+    (entry,) = [line for line in LISTED if line.split()[0] == format.name]
+    known = {"f": {"type": "object", "properties": {"x": {"type": "integer"}}}}
+    shown = [re.split(r"\s{2,}", line)[-1] for line in entry.splitlines()]
+    shown = [text.removesuffix(", the whole turn or its end") for text in shown]
+    # Some are said in words.
+    calls = [text for text in shown if not text.startswith(("a block", "its", "the"))]
+    assert calls or format.name in ("deepseek", "deepseek-v3.1", "tool-code")
+    for text in calls:
+        found = format.calls(text, known)
+        assert [(call.name, call.arguments) for call in found] == [("f", {"x": 1})], text
