@@ -297,7 +297,7 @@ def test_tools_are_called_until_an_answer_comes():
     assert one.step(said("@calc 2*3")) == ([{"role": "tool", "content": "6."}], 0.0, False)
     assert one.step(said("6")) == ([], 1.0, True)
     other = environment()
-    stepped = [other.step(said(text)) for text in ("@calc 1/0", "@sum 2", "<tool_call>?")]
+    stepped = [step(other, said(text)) for text in ("@calc 1/0", "@sum 2", "<tool_call>?")]
     assert [messages[0]["content"] for messages, _, _ in stepped] == [
         "error: division by zero.",
         "error: no tool is called sum; there are: calc.",
