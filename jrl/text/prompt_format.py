@@ -85,7 +85,7 @@ class PromptFormat:
         Raises:
           ValueError: saying what to give.
         """
-        self._check_shown(example)
+        self.check_shown([json.loads(tool) for tool in example.tools])
         if self.template is None or not example.tools:
             return
         format, known = self.tool_format, tools_known(example)
@@ -106,20 +106,27 @@ class PromptFormat:
         """Which tools the template writes, as far as they were asked for."""
         return {}
 
-    def _check_shown(self, example: Example) -> None:
-        """Refuses tools that the template does not tell the policy of."""
-        tools, template = example.tools, self.template
-        if not tools or template is None:
+    def check_shown(self, schemas: list[Any]) -> None:
+        """Refuses tools that the template does not tell the policy of.
+
+        Args:
+          schemas: of the tools.
+
+        Raises:
+          ValueError: saying what to give.
+        """
+        template = self.template
+        if not schemas or template is None:
             return
+        tools, names = tuple(map(json.dumps, schemas)), list(known_tools(schemas))
         if tools not in self._shown:
-            schemas = [json.loads(tool) for tool in tools]
             try:
-                self._shown[tools] = shows_tools(template, schemas, list(tools_known(example)))
+                self._shown[tools] = shows_tools(template, schemas, names)
             except ValueError:  # it refuses the question that was made up, which says nothing
                 self._shown[tools] = True
         if not self._shown[tools]:
             raise ValueError(
-                f"the chat template does not write tools ({_names(example)}), so that the policy "
+                f"the chat template does not write tools ({', '.join(names)}), so that the policy "
                 "would never know of them: give --chat-template a file that does, or leave the "
                 "tools out."
             )
@@ -147,7 +154,7 @@ class PromptFormat:
             write, a prompt without any token, and for what template or tokenizer refuse.
         """
         if self.template is not None:
-            self._check_shown(example)
+            self.check_shown([json.loads(tool) for tool in example.tools])
             return self._some(self.template.encode(self.conversation(example)), example)
         asked = example.messages
         if len(asked) > 1 or (asked and asked[0][0] != "user"):

@@ -208,3 +208,10 @@ def test_a_token_of_the_prompt_and_the_answer_is_cut_between_them(tokenizer):
     assert_learned(encoded, tokenizer, parts)
     asked = format.template.encode(Conversation.of([("user", "2+2?")]))
     assert encoded.ids[: encoded.context].tolist() == asked
+
+
+def test_tools_that_the_template_does_not_write_are_refused_as_in_reinforcement(tokenizer):
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    chat = chat_of({"messages": TWICE, "tools": [tool]}, "f:1")
+    with pytest.raises(ValueError, match=r"^f:1: the chat template does not write tools \(add\)"):
+        encode_chat(format_of(tokenizer, FORGETFUL), chat, last=True)
