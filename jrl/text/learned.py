@@ -17,6 +17,7 @@ reinforcement has them; a longer conversation is written with the roles before w
     assistant: 4
 """
 
+import json
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
