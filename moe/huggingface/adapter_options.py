@@ -86,10 +86,10 @@ class AdapterOptions:
     """
 
     rank: int
-    alpha: float
+    alpha: float | int
     rank_stabilised: bool
     ranks: Mapping[str, int]
-    alphas: Mapping[str, float]
+    alphas: Mapping[str, float | int]
     place: str
 
     @classmethod

@@ -138,7 +138,7 @@ def _worker() -> Worker:
     return worker(PROCESSOR_SECONDS)
 
 
-def worker(processor_seconds: float) -> Worker:
+def worker(processor_seconds: float | int) -> Worker:
     """The process, which the first question starts."""
     command = [sys.executable, "-P", str(PROGRAM), arguments.__file__, str(processor_seconds)]
     return Worker(command)
