@@ -86,7 +86,7 @@ class Front:
         """Requests whose body has not been read to its end, or whose answer not been sent."""
         return len(self._open)
 
-    def end(self, seconds: float) -> None:
+    def end(self, seconds: float | int) -> None:
         """Waits no longer than so many seconds for clients to send the rest of a request, or to
         take that of an answer."""
         self._end = asyncio.get_running_loop().time() + seconds
