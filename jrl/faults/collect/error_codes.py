@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 Fault = Literal["machine", "program", "unknown"]
 FAULTS: tuple[Fault, ...] = ("machine", "program", "unknown")
 
@@ -153,12 +155,12 @@ XID = {
 """The codes of NVIDIA's catalogue that are in use, and those of older GPUs that say hardware."""
 
 
-def error_code(number: float | int) -> ErrorCode:
+def error_code(number: float | int | np.floating) -> ErrorCode:
     """What a code says; one that is not in the catalogue is nobody's fault that is known."""
     number = int(number)
     return XID.get(number, ErrorCode(number, "not in the catalogue", "unknown"))
 
 
-def weightiest(numbers: Iterable[float | int]) -> float:
+def weightiest(numbers: Iterable[float | int | np.floating]) -> float | int:
     """The one of several codes that counts: the machine's before others, then the greater."""
     return max(numbers, key=lambda number: (error_code(number).weight, number))
