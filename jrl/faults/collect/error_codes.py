@@ -161,6 +161,6 @@ def error_code(number: float | int | np.floating) -> ErrorCode:
     return XID.get(number, ErrorCode(number, "not in the catalogue", "unknown"))
 
 
-def weightiest(numbers: Iterable[float | int | np.floating]) -> float | int:
+def weightiest(numbers: Iterable[float | int | np.floating]) -> float | int | np.floating:
     """The one of several codes that counts: the machine's before others, then the greater."""
     return max(numbers, key=lambda number: (error_code(number).weight, number))
