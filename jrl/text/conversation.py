@@ -13,7 +13,7 @@ import numpy as np
 from jrl.tasks import Example
 from jrl.tasks.data.conversations import Conversation, Turn
 from jrl.tasks.tools.formats.known import PLAIN
-from jrl.text.prompt_format import PromptFormat, tools_known
+from jrl.text.prompt_format import PromptFormat, example_tools
 from jrl.text.prompts import encode_prompt, opened_reasoning, special_text_of, text_of
 from jrl.text.tool_calls import heard, with_calls
 
@@ -46,7 +46,7 @@ def heard_by_environment(
       said: the texts of its turns.
       cut: numbers of those that were cut.
     """
-    return heard(format.tool_format, tools_known(example), said, cut)
+    return heard(format.tool_format, example_tools(example), said, cut)
 
 
 def answer_ids(
@@ -80,7 +80,7 @@ def _turns(format: PromptFormat, example: Example, messages: Messages) -> tuple[
     """Messages after a prompt, with the calls of tools that are in them."""
     if format.tool_format is None or not example.tools:
         return Conversation.of(messages).turns
-    return with_calls(format.tool_format, tools_known(example), messages)
+    return with_calls(format.tool_format, example_tools(example), messages)
 
 
 def gold_conversation(format: PromptFormat, example: Example) -> tuple[list[int], list[bool]]:
@@ -116,7 +116,7 @@ def _turn_ids(format: PromptFormat, example: Example, before: Messages, content:
         return [*tokenizer.continued(text, content), tokenizer.eos_id]
     asked = format.conversation(example)
     told = replace(asked, turns=(*asked.turns, *_turns(format, example, before)))
-    calls = format.tool_format and format.tool_format.calls(content, tools_known(example))
+    calls = format.tool_format and format.tool_format.calls(content, example_tools(example))
     ids = format.template.continued(told, content, special=bool(calls))
     return ids if ids[-1] in tokenizer.stop_ids else [*ids, tokenizer.turn_end_id]
 
@@ -124,7 +124,7 @@ def _turn_ids(format: PromptFormat, example: Example, before: Messages, content:
 def _in_format(format: PromptFormat, example: Example, turns: Messages) -> Messages:
     """The turns of a gold conversation, whose calls are written plainly, with calls as the
     checkpoint writes them."""
-    own, known = format.tool_format, tools_known(example)
+    own, known = format.tool_format, example_tools(example)
     if own is None or not known:
         return turns
     return tuple(

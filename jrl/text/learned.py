@@ -17,7 +17,6 @@ reinforcement has them; a longer conversation is written with the roles before w
     assistant: 4
 """
 
-import json
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -178,7 +177,7 @@ def _written(format: PromptFormat, template: ChatTemplate, chat: Chat, last: boo
     """By a template. A special token that a message spells is text, as in prompts
     (`jrl.text.chat.ChatTemplate`)."""
     tokenizer = format.tokenizer
-    format.check_shown([json.loads(tool) for tool in chat.tools])
+    format.check_shown(chat)
     own = marked(format.completed(chat.conversation), tokenizer.special_tokens)
     if template.marks:
         if BEGIN in own.texts or END in own.texts:

@@ -85,10 +85,10 @@ class PromptFormat:
         Raises:
           ValueError: saying what to give.
         """
-        self.check_shown([json.loads(tool) for tool in example.tools])
+        self.check_shown(example)
         if self.template is None or not example.tools:
             return
-        format, known = self.tool_format, tools_known(example)
+        format, known = self.tool_format, example_tools(example)
         if format is None:
             raise ValueError(
                 f"the chat template calls tools ({_names(example)}) in a format that is not known, "
@@ -106,27 +106,24 @@ class PromptFormat:
         """Which tools the template writes, as far as they were asked for."""
         return {}
 
-    def check_shown(self, schemas: list[Any]) -> None:
+    def check_shown(self, example: Example) -> None:
         """Refuses tools that the template does not tell the policy of.
-
-        Args:
-          schemas: of the tools.
 
         Raises:
           ValueError: saying what to give.
         """
-        template = self.template
-        if not schemas or template is None:
+        tools, template = example.tools, self.template
+        if not tools or template is None:
             return
-        tools, names = tuple(map(json.dumps, schemas)), list(known_tools(schemas))
         if tools not in self._shown:
+            schemas = [json.loads(tool) for tool in tools]
             try:
-                self._shown[tools] = shows_tools(template, schemas, names)
+                self._shown[tools] = shows_tools(template, schemas, list(example_tools(example)))
             except ValueError:  # it refuses the question that was made up, which says nothing
                 self._shown[tools] = True
         if not self._shown[tools]:
             raise ValueError(
-                f"the chat template does not write tools ({', '.join(names)}), so that the policy "
+                f"the chat template does not write tools ({_names(example)}), so that the policy "
                 "would never know of them: give --chat-template a file that does, or leave the "
                 "tools out."
             )
@@ -154,7 +151,7 @@ class PromptFormat:
             write, a prompt without any token, and for what template or tokenizer refuse.
         """
         if self.template is not None:
-            self.check_shown([json.loads(tool) for tool in example.tools])
+            self.check_shown(example)
             return self._some(self.template.encode(self.conversation(example)), example)
         asked = example.messages
         if len(asked) > 1 or (asked and asked[0][0] != "user"):
@@ -176,13 +173,13 @@ class PromptFormat:
         return ids
 
 
-def tools_known(example: Example) -> Known:
+def example_tools(example: Example) -> Known:
     """The tools of an example."""
     return known_tools([json.loads(tool) for tool in example.tools])
 
 
 def _names(example: Example) -> str:
-    return ", ".join(tools_known(example))
+    return ", ".join(example_tools(example))
 
 
 def prompt_format(run: RunConfig, tokenizer: Tokenizer) -> PromptFormat:

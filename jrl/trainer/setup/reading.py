@@ -8,7 +8,7 @@ from rich.text import Text
 
 from jrl.tasks.data.chats import Chats
 from jrl.tasks.parts import has_environments
-from jrl.text.prompt_format import tools_known
+from jrl.text.prompt_format import example_tools
 from jrl.text.prompts import conversation
 from jrl.trainer.setup.setup import Setup
 from jrl.trainer.supervised.step import training_chats
@@ -55,7 +55,7 @@ def tools_called(setup: Setup) -> str | None:
     format = setup.format.tool_format
     if setup.rows is not None or format is None or not has_environments(setup.task):
         return None
-    known = tools_known(setup.task.train(0))
+    known = example_tools(setup.task.train(0))
     return f"tools ({', '.join(known)}) are called in the format {format.name}" if known else None
 
 
