@@ -12,10 +12,11 @@ import numpy as np
 
 from jrl.tasks import Example
 from jrl.tasks.data.conversations import Conversation, Turn
+from jrl.tasks.tools.calls import in_message
 from jrl.tasks.tools.formats.known import PLAIN
 from jrl.text.prompt_format import PromptFormat, example_tools
 from jrl.text.prompts import encode_prompt, opened_reasoning, special_text_of, text_of
-from jrl.text.tool_calls import heard, with_calls
+from jrl.text.tool_calls import calls_of, with_calls
 
 Messages = Sequence[tuple[str, str]]
 """Role and content of each."""
@@ -36,7 +37,7 @@ def message_of(format: PromptFormat, ids: np.ndarray, before: Sequence[int] = ()
     return opened + special_text_of(format.tokenizer, ids)
 
 
-def heard_by_environment(
+def environment_messages(
     format: PromptFormat, example: Example, said: Sequence[str], cut: Sequence[int] = ()
 ) -> list[dict[str, Any]]:
     """The policy's messages as its environment is given them: with the calls of tools in the format
@@ -46,7 +47,16 @@ def heard_by_environment(
       said: the texts of its turns.
       cut: numbers of those that were cut.
     """
-    return heard(format.tool_format, example_tools(example), said, cut)
+    messages: list[dict[str, Any]] = [{"role": "assistant", "content": text} for text in said]
+    known = example_tools(example)
+    # Without a format the environment looks for calls itself.
+    if format.tool_format is not None and known:
+        calls_of_turns = calls_of(format.tool_format, known, said)
+        for message, (calls, ids) in zip(messages, calls_of_turns, strict=True):
+            message["tool_calls"] = in_message(calls, ids)
+    for number in cut:
+        messages[number]["truncated"] = True
+    return messages
 
 
 def answer_ids(

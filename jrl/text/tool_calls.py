@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from jrl.tasks.data.conversations import Arguments, Conversation, Turn
-from jrl.tasks.tools.calls import Call, Known, in_message
+from jrl.tasks.tools.calls import Call, Known
 from jrl.tasks.tools.formats.format import ToolFormat
 from jrl.tasks.tools.formats.known import FORMATS, marked_formats
 from jrl.tasks.tools.tool import Tool
@@ -108,24 +108,6 @@ def with_calls(
         else:
             turns.append({"role": role, "content": content})
     return tuple(turns)
-
-
-def heard(
-    format: ToolFormat | None, known: Known, texts: Sequence[str], cut: Sequence[int]
-) -> list[dict[str, Any]]:
-    """The policy's messages as an environment is given them.
-
-    Args:
-      format: in which calls are read; None leaves that to the environment.
-      cut: numbers of those that their limit cut.
-    """
-    messages: list[dict[str, Any]] = [{"role": "assistant", "content": text} for text in texts]
-    if format is not None and known:
-        for message, (calls, ids) in zip(messages, calls_of(format, known, texts), strict=True):
-            message["tool_calls"] = in_message(calls, ids)
-    for number in cut:
-        messages[number]["truncated"] = True
-    return messages
 
 
 def _turn(content: str, calls: Sequence[Call], ids: Sequence[str]) -> Turn:

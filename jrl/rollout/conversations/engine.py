@@ -20,7 +20,7 @@ from jrl.rollout.sampling import Sampling
 from jrl.tasks import Example, Task
 from jrl.tasks.environments.host import Host, Reply
 from jrl.tasks.parts import environments_of
-from jrl.text.conversation import answer_ids, heard_by_environment, message_of
+from jrl.text.conversation import answer_ids, environment_messages, message_of
 from jrl.text.prompt_format import PromptFormat
 from moe.weights import Transformer
 from sharding.folding import FoldedMesh
@@ -154,21 +154,21 @@ class ConversationEngine:
             begin = turns.begin
             before = [*trajectory.request.tokens.tolist(), *trajectory.tokens[:begin].tolist()]
             message = message_of(self._format, trajectory.tokens[begin:], before)
-            number = len(turns.said)
+            turn = len(turns.said)
             turns = replace(turns, messages=(*turns.messages, ("assistant", message)))
             if trajectory.finish != "stop":
                 if trajectory.length >= _whole(trajectory.request):
                     # The turn is not whole, and nobody answers it.
                     done.append(self._over(trajectory, turns))
                     continue
-                turns = replace(turns, cut=(*turns.cut, number))
+                turns = replace(turns, cut=(*turns.cut, turn))
             row, reply = _row(trajectory), None
             if row not in self._numbers:
                 self._numbers[row] = self._next, turns.example
                 self._next += 1
             if is_main_process():
                 number, example = self._numbers[row]
-                said = heard_by_environment(self._format, example, turns.said, turns.cut)
+                said = environment_messages(self._format, example, turns.said, turns.cut)
                 reply = self._host(example).say(number, example, said)
             self._asked.append(_Asked(trajectory, turns, reply))
         return done

@@ -16,8 +16,8 @@ from jrl.tasks.tools.tool import Tool
 from jrl.text.chat import ChatTemplate
 from jrl.text.conversation import (
     answer_ids,
+    environment_messages,
     gold_conversation,
-    heard_by_environment,
     message_of,
 )
 from jrl.text.prompt_format import PromptFormat
@@ -111,19 +111,19 @@ def test_an_environment_is_given_the_calls(made, name):
     # As it was sampled: special tokens are tokens, and the last ends the turn.
     ids = [*tokenizer.encode_special(called(format)), tokenizer.turn_end_id]
     text = message_of(format, np.array(ids), format.encode(EXAMPLE))
-    first, last = heard_by_environment(format, EXAMPLE, [text, "I think that it is"], cut=[1])
+    first, last = environment_messages(format, EXAMPLE, [text, "I think that it is"], cut=[1])
     assert (first["role"], first["content"]) == ("assistant", text) and "truncated" not in first
     (call,) = first["tool_calls"]
     assert call["type"] == "function" and call["id"]
     assert call["function"] == {"name": "calc", "arguments": {"expression": "2*3"}}
     assert (last["tool_calls"], last["truncated"]) == ([], True)
-    (plain,) = heard_by_environment(format, replace(EXAMPLE, tools=()), [text])
+    (plain,) = environment_messages(format, replace(EXAMPLE, tools=()), [text])
     assert plain == {"role": "assistant", "content": text}
 
 
 def test_what_cannot_be_read_is_said_in_the_message(made):
     format = made(TEMPLATES["hermes"].source)
-    (message,) = heard_by_environment(format, EXAMPLE, ["<tool_call>{</tool_call>"])
+    (message,) = environment_messages(format, EXAMPLE, ["<tool_call>{</tool_call>"])
     (call,) = message["tool_calls"]
     assert call["function"] == {"name": "", "arguments": {}}
     assert call["error"].startswith("the call cannot be read: it is no JSON (")
@@ -153,7 +153,7 @@ def test_a_prompt_that_opens_reasoning_opens_the_message(made):
     ids = np.array(tokenizer.encode_special(f"so {called(format)}"))
     text = message_of(format, ids, prompt)
     assert text.startswith("<think>\nso ")
-    (message,) = heard_by_environment(format, EXAMPLE, [text])
+    (message,) = environment_messages(format, EXAMPLE, [text])
     assert message["tool_calls"] == []
     after = answer_ids(format, EXAMPLE, (("assistant", "x"),), (("tool", "6"),))
     assert message_of(format, ids, [*prompt, *ids, *after]) == text
@@ -223,7 +223,7 @@ def test_nothing_is_asked_of_a_policy_without_a_template(tmp_path):
     format = PromptFormat(tool_tokenizer(tmp_path / "plain", None))
     format.check_tools(EXAMPLE)
     assert format.tool_format is None and format.encode(EXAMPLE)
-    assert heard_by_environment(format, EXAMPLE, ["@calc 2*3"]) == [
+    assert environment_messages(format, EXAMPLE, ["@calc 2*3"]) == [
         {"role": "assistant", "content": "@calc 2*3"}
     ]
     assert Conversation.of((("user", "?"),)).tools is None
