@@ -1,6 +1,7 @@
 """A format of tool calls, and the search for calls outside of reasoning."""
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from jrl.tasks.answers.extraction import REASONING
@@ -20,7 +21,7 @@ _MARKS = re.compile(
 )
 
 
-class ToolFormat:
+class ToolFormat(ABC):
     """How a kind of checkpoint writes calls.
 
     Attributes:
@@ -35,6 +36,7 @@ class ToolFormat:
         """Whether the source of a chat template may be one of this format."""
         return any(mark in template for mark in self.marks)
 
+    @abstractmethod
     def calls(self, text: str, known: Known) -> list[Call]:
         """The calls in what a policy wrote, in their order; empty where there is none.
 
@@ -45,11 +47,10 @@ class ToolFormat:
           text: with special tokens written out.
           known: the tools that may be called.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def render(self, calls: Sequence[Call]) -> str:
         """The text that a policy writes to make these calls."""
-        raise NotImplementedError
 
     def call_id(self, name: str, number: int) -> str:
         """What a chat template calls a call by, where the policy gave it no usable name.
