@@ -4,11 +4,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jrl.tasks.tools.calls import Call, Known, unreadable
+from jrl.tasks.tools.calls import Call, Known
 from jrl.tasks.tools.formats.format import Read, ToolFormat, not_read, outside_reasoning
 from jrl.tasks.tools.formats.json_text import written
 from jrl.tasks.tools.formats.literals import Literals
-from jrl.tasks.tools.formats.pythonic import call_in, python_call
+from jrl.tasks.tools.formats.pythonic import call_in, calls_up_to, python_call
 
 
 class ToolCode(ToolFormat):
@@ -25,22 +25,18 @@ class ToolCode(ToolFormat):
     _close = "```"
 
     def calls(self, text: str, known: Known) -> list[Call]:
-        def read(text: str, opened: re.Match[str]) -> Read:
-            literals, found = Literals(text, opened.end()), list[Call]()
-            try:
-                while not literals.next_is(self._close):
-                    if found and not text[literals.place :].strip():
-                        break
-                    printed = "print" not in known and literals.next_is("print(")
-                    literals.next_is("default_api.")
-                    found.append(call_in(literals, known))
-                    if printed:
-                        literals.needed(")")
-            except ValueError as error:
-                return not_read(text, opened, self._close, str(error))
-            return found or [unreadable("nothing stands in it")], literals.place
+        def read(literals: Literals) -> Call:
+            printed = "print" not in known and literals.next_is("print(")
+            literals.next_is("default_api.")
+            call = call_in(literals, known)
+            if printed:
+                literals.needed(")")
+            return call
 
-        return outside_reasoning(text, self._opening, read)
+        def block(text: str, opened: re.Match[str]) -> Read:
+            return calls_up_to(text, opened, self._close, read)
+
+        return outside_reasoning(text, self._opening, block)
 
     def render(self, calls: Sequence[Call]) -> str:
         return "\n".join(("```tool_code", *map(python_call, calls), self._close))

@@ -1,7 +1,7 @@
 """Calls written as Python's: of OLMo 3, and as a list of calls that is the whole turn."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jrl.tasks.tools.calls import Call, Known, unreadable
@@ -44,6 +44,25 @@ def arguments_in(literals: Literals, name: str, known: Known) -> dict[str, Any]:
     return given
 
 
+def calls_up_to(
+    text: str, opened: re.Match[str], close: str, read: Callable[[Literals], Call]
+) -> Read:
+    """The calls between an opening and what closes it, or the end of the turn.
+
+    Args:
+      read: reads the call that comes next.
+    """
+    literals, found = Literals(text, opened.end()), list[Call]()
+    try:
+        while not literals.next_is(close):
+            if found and not text[literals.place :].strip():
+                break
+            found.append(read(literals))
+    except ValueError as error:
+        return not_read(text, opened, close, str(error))
+    return found or [unreadable("nothing stands in it")], literals.place
+
+
 def python_call(call: Call) -> str:
     """A call as Python's."""
     return f"{call.name}({', '.join(f'{n}={_literal(v)}' for n, v in call.arguments.items())})"
@@ -64,15 +83,7 @@ class Olmo(ToolFormat):
 
     def calls(self, text: str, known: Known) -> list[Call]:
         def read(text: str, opened: re.Match[str]) -> Read:
-            literals, found = Literals(text, opened.end()), list[Call]()
-            try:
-                while not literals.next_is(self._close):
-                    if found and not text[literals.place :].strip():
-                        break
-                    found.append(call_in(literals, known))
-            except ValueError as error:
-                return not_read(text, opened, self._close, str(error))
-            return found or [unreadable("nothing stands in it")], literals.place
+            return calls_up_to(text, opened, self._close, lambda literals: call_in(literals, known))
 
         return outside_reasoning(text, self._opening, read)
 

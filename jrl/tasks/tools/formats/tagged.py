@@ -76,10 +76,7 @@ class Glm(ToolFormat):
         def read(text: str, opened: re.Match[str]) -> Read:
             if (name := self._name.match(text, opened.end())) is None:
                 return not_read(text, opened, CLOSE, "no name of a tool stands in it")
-            place, given = name.end(), dict[str, Any]()
-            while pair := self._pair.match(text, place):
-                given[pair[1]] = from_text(pair[2], _schema(known, name[1], pair[1]))
-                place = pair.end()
+            given, place = _arguments(self._pair, text, name, known)
             place = skip_blanks(text, place)
             # Of one that is not closed nobody knows whether that is all of it.
             if text.startswith(CLOSE, place):
@@ -124,10 +121,7 @@ class QwenCoder(ToolFormat):
             name = self._name.match(text, opened.end()) if opened[0] != OPEN else None
             if name is None:
                 return not_read(text, opened, CLOSE, "no function=NAME stands in it")
-            place, given = name.end(), dict[str, Any]()
-            while pair := self._pair.match(text, place):
-                given[pair[1]] = from_text(pair[2], _schema(known, name[1], pair[1]))
-                place = pair.end()
+            given, place = _arguments(self._pair, text, name, known)
             if closed := self._close.match(text, place):
                 return [Call(name[1], given)], closed.end()
             return not_read(text, opened, CLOSE, "it is not made of parameters")
@@ -150,6 +144,17 @@ def _bare(value: Any) -> str:
     return value if isinstance(value, str) else written(value)
 
 
-def _schema(known: Known, tool: str, argument: str) -> Any:
-    properties = known.get(tool, {}).get("properties") or {}
-    return properties.get(argument)
+def _arguments(
+    pair: re.Pattern[str], text: str, name: re.Match[str], known: Known
+) -> tuple[dict[str, Any], int]:
+    """The arguments that follow the name of a tool, and the place behind them.
+
+    Args:
+      pair: an argument's name and its text.
+    """
+    place, given = name.end(), dict[str, Any]()
+    properties = known.get(name[1], {}).get("properties") or {}
+    while found := pair.match(text, place):
+        given[found[1]] = from_text(found[2], properties.get(found[1]))
+        place = found.end()
+    return given, place
