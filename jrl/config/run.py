@@ -24,8 +24,8 @@ numbers from 0."""
 OF_DEVICES = ("context", "dispatch", "attention", "decode_attention", "router", "experts")
 """Fields of `RunConfig` that name what such devices compute by; None is the best that applies."""
 FROM_ONE = (
-    *("devices", "rollout_devices", "verifiers", "max_turns", "turn_length"),
-    "max_nonfinite",
+    *("devices", "rollout_devices", "verifiers"),
+    *("max_turns", "turn_length", "max_nonfinite"),
     *("rollout_micro_batches", "rollout_expert_slots", "rollout_replan"),
     *("warm_start_batch", "eval_every", "eval_prompts", "checkpoint_every"),
     *("keep_checkpoints", "samples_every"),

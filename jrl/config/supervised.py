@@ -12,14 +12,8 @@ IDLE = frozenset(
         # Prompts, rewards and verifiers.
         *("overlong_prompts", "prompt_length", "answers"),
         *("reward", "reward_weights", "reward_seconds"),
-        *(
-            "failed_reward",
-            "shuffle_rewards",
-            "verifiers",
-            "unsafe_tools",
-            "reward_correct",
-            "reward_wrong",
-        ),
+        *("failed_reward", "shuffle_rewards", "verifiers", "unsafe_tools"),
+        *("reward_correct", "reward_wrong"),
         # Sampling what is learned from.
         *("slots", "max_staleness", "stale_cache", "rollout_layout", "rollout_devices"),
         *("rollout_engine", "rollout_split", "rollout_micro_batches", "sample_tokens"),

@@ -86,7 +86,7 @@ class Bubblewrap:
 def arguments_of(*, proc: bool, network: bool) -> list[str]:
     """Of bubblewrap, but for the seccomp filter."""
     megabyte = 2**20
-    arguments = [
+    return [
         *("--unshare-all", "--unshare-user", "--disable-userns", "--new-session"),
         *("--die-with-parent", "--as-pid-1", "--hostname", "sandbox"),
         *("--uid", "1000", "--gid", "1000", "--chdir", HOME),
@@ -99,7 +99,6 @@ def arguments_of(*, proc: bool, network: bool) -> list[str]:
         *("--remount-ro", "/proc") * proc,
         *("--remount-ro", "/dev", "--remount-ro", "/"),
     ]
-    return arguments
 
 
 @cache

@@ -69,8 +69,7 @@ GENERAL = [case for case in CASES if not is_reduced(case) and not is_written_out
 
 
 def is_first_or_last(case):
-    """Whether it is the first of its function, which has the defaults, or the last, which has most
-    of what can be set."""
+    """Whether it is the first of its function in the file, or the last."""
     numbers = [n for name, n in GENERAL if name == case[0]]
     return case[1] in (numbers[0], numbers[-1])
 
