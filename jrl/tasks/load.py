@@ -103,7 +103,7 @@ def load_task(
         allow_unsafe()
     settings = RewardSettings() if rewards is None else rewards
     loader = _Loader(seed, fields, workers, parse_heldout(held_out), settings, code_path, answers)
-    specs = [_weighted(part.strip()) for part in MIXED.split(spec)]
+    specs = _weighted_parts(spec)
     if len(specs) == 1:
         return loader.load(spec)
     with ExitStack() as stack:
@@ -126,16 +126,19 @@ def own_files(
       spec: as of `load_task`.
       rewards: references to functions, or `OWN`.
     """
-    parts = [_weighted(part.strip())[1] for part in MIXED.split(spec)]
-    texts = [part for part in parts if _kind(part) is None]
+    texts = [part for _, part in _weighted_parts(spec) if _kind(part) is None]
     return sources([*texts, *(text for text in rewards if text != OWN)], code_path)
 
 
 def lists(spec: str) -> frozenset[str]:
     """The files and the tasks of a user's own that a task is made of, as they are named; those of
     the library draw their prompts."""
-    parts = [_weighted(part.strip())[1] for part in MIXED.split(spec)]
-    return frozenset(part for part in parts if _kind(part) in (None, *KINDS))
+    return frozenset(part for _, part in _weighted_parts(spec) if _kind(part) in (None, *KINDS))
+
+
+def _weighted_parts(spec: str) -> list[tuple[float, str]]:
+    """The weights and names of the tasks that a spec mixes, one or several."""
+    return [_weighted(part.strip()) for part in MIXED.split(spec)]
 
 
 def _weighted(text: str) -> tuple[float, str]:
