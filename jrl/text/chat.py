@@ -14,7 +14,8 @@ from functools import cached_property
 from importlib.util import find_spec
 from typing import Any
 
-from jrl.tasks.data.conversations import Arguments, Conversation, Turn, plainly, said
+from jrl.tasks.data.arguments import Arguments
+from jrl.tasks.data.conversations import Conversation, Turn, plainly, said
 from jrl.text.located.spelled import Marked, cut_specials, marked, unused
 from jrl.text.located.tokens import special_pattern
 from jrl.text.templates.renderer import Renderer, TemplateLimit, TemplateSyntax

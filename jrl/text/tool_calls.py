@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from jrl.tasks.data.conversations import Arguments, Conversation, Turn
+from jrl.tasks.data.arguments import Arguments
+from jrl.tasks.data.conversations import Conversation, Turn
 from jrl.tasks.tools.calls import Call, Known
 from jrl.tasks.tools.formats.format import ToolFormat
 from jrl.tasks.tools.formats.known import FORMATS, marked_formats

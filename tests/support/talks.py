@@ -7,6 +7,7 @@ from threading import Timer
 
 from small_runs import small_run, small_setup
 
+from jrl.rollout.collection.collect import collect
 from jrl.tasks.environments.host import LocalHost, Scoring
 from jrl.tasks.environments.task import Conversational, Opened
 from jrl.tasks.procedural import ProceduralTask
@@ -85,3 +86,17 @@ def talking_setup(task=None, recipe=None, **changes) -> Setup:
         response_length=RESPONSE,
         mesh=small_setup(run=small_run(layout=changes.get("layout", "dp1"))).mesh,
     )
+
+
+def talked(setup, weights):
+    """A batch of conversations, collected with these weights."""
+    sampler = setup.sampler()
+    sampler.engine.load(weights, 0)
+    return collect(sampler, setup.recipe, setup.mesh, 0)
+
+
+def turns_of(completion):
+    """The turns of a completion that is a conversation."""
+    turns = completion.trajectory.request.turns
+    assert turns is not None
+    return turns

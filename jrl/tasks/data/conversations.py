@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jrl.tasks.data.arguments import Arguments as Arguments
+from jrl.tasks.data.arguments import Arguments
 from jrl.tasks.data.fields import Row, checked_text, from_json, short
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

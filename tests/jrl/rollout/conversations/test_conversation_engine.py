@@ -7,30 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from small_runs import small_recipe
-from talks import RESPONSE, LateHost, echo, talking_setup
+from talks import RESPONSE, LateHost, echo, talked, talking_setup, turns_of
 from three_updates import random_weights
 
 from jrl.processes.agreement import to_host
 from jrl.rollout.batching import over_rows
-from jrl.rollout.collection.collect import collect
 from jrl.rollout.sampler import scores_of
 from jrl.text.tokenizer import Tokenizer
 from jrl.trainer.learner.update import update
 from jrl.trainer.prepare import prepare
 from jrl.trainer.scoring import logprobs_of
 from jrl.trainer.state import init_state
-
-
-def talked(setup, weights):
-    sampler = setup.sampler()
-    sampler.engine.load(weights, 0)
-    return collect(sampler, setup.recipe, setup.mesh, 0)
-
-
-def turns_of(completion):
-    turns = completion.trajectory.request.turns
-    assert turns is not None
-    return turns
 
 
 @pytest.fixture(scope="module")

@@ -4,11 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from small_runs import small_run, small_setup
-from talks import RESPONSE, Echo, Echoing, LateHost, echo, talking_setup
+from talks import RESPONSE, Echo, Echoing, LateHost, echo, talked, talking_setup, turns_of
 from three_updates import random_weights
 
 from jrl.processes.agreement import to_host
-from jrl.rollout.collection.collect import collect
 from jrl.rollout.parts import of_conversations
 from jrl.trainer.scoring import logprobs_of
 
@@ -33,18 +32,6 @@ class Ear(Echoing):
     def step(self, message):
         self._heard.append(dict(message))
         return super().step(message)
-
-
-def talked(setup, weights):
-    sampler = setup.sampler()
-    sampler.engine.load(weights, 0)
-    return collect(sampler, setup.recipe, setup.mesh, 0)
-
-
-def turns_of(completion):
-    turns = completion.trajectory.request.turns
-    assert turns is not None
-    return turns
 
 
 def own_turns(completion):
