@@ -5,14 +5,14 @@ from collections.abc import Collection, Iterator, Mapping
 
 import numpy as np
 
-from jrl.faults.collect.error_codes import ErrorCode, Fault, error_code
+from jrl.faults.collect.error_codes import ErrorCode, error_code
 from jrl.faults.collect.vocabulary import is_code, is_error_rate, is_fatal
 from jrl.faults.fleet import Alarm, Fleet
 
 MOST_NAMED = 4
 
 
-def moved_counters(fleet: Fleet, faults: Collection[Fault] = ("machine",)) -> list[Alarm]:
+def moved_counters(fleet: Fleet, faults: Collection[str] = ("machine",)) -> list[Alarm]:
     """Machines on which a counter of fatal errors moved: uncorrectable ECC, XID, a link that went.
 
     It names at once, without waiting and without a comparison. Where the counter moved on more than
@@ -32,7 +32,7 @@ def moved_counters(fleet: Fleet, faults: Collection[Fault] = ("machine",)) -> li
     return sorted(alarms, key=lambda alarm: alarm.start)
 
 
-def other_codes(fleet: Fleet, faults: Collection[Fault] = ("machine",)) -> list[str]:
+def other_codes(fleet: Fleet, faults: Collection[str] = ("machine",)) -> list[str]:
     """One line for each code of an error that came up and for which nobody is named."""
     where: defaultdict[ErrorCode, list[str]] = defaultdict(list)
     for column, metric in enumerate(fleet.metrics):
@@ -49,7 +49,7 @@ def other_codes(fleet: Fleet, faults: Collection[Fault] = ("machine",)) -> list[
     ]
 
 
-def _alarms(fleet: Fleet, row: int, column: int, faults: Collection[Fault]) -> Iterator[Alarm]:
+def _alarms(fleet: Fleet, row: int, column: int, faults: Collection[str]) -> Iterator[Alarm]:
     """One for each time that a counter of fatal errors moved on a machine."""
     machine, metric = fleet.machines[row], fleet.metrics[column]
     for at, last in _moves(fleet, row, column):
@@ -74,7 +74,7 @@ def _moves(fleet: Fleet, row: int, column: int) -> Iterator[tuple[int, int]]:
         yield int(known[place + 1]), int(known[place])
 
 
-def _names(code: ErrorCode, faults: Collection[Fault]) -> bool:
+def _names(code: ErrorCode, faults: Collection[str]) -> bool:
     return code.fault in faults and not code.handled
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from jrl.faults.collect.error_codes import FAULTS, Fault
+from jrl.faults.collect.error_codes import FAULTS
 from jrl.faults.collect.vocabulary import STEP_TIME
 from jrl.faults.counters import blank_notes, error_rates, moved_counters, other_codes
 from jrl.faults.fleet import Alarm, Fleet
@@ -40,7 +40,7 @@ class StandardDetector:
     silence: float | int = 240.0
     window: float | int = 8.0
     metrics: Sequence[str] = ()
-    codes: Sequence[Fault] = ("machine",)
+    codes: Sequence[str] = ("machine",)
 
     def __post_init__(self):
         self._parts()

@@ -156,7 +156,7 @@ def test_a_prompt_that_opens_reasoning_opens_the_message(made):
     (message,) = environment_messages(format, EXAMPLE, [text])
     assert message["tool_calls"] == []
     after = answer_ids(format, EXAMPLE, (("assistant", "x"),), (("tool", "6"),))
-    assert message_of(format, ids, [*prompt, *ids, *after]) == text
+    assert message_of(format, ids, [*prompt, *ids.tolist(), *after]) == text
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
