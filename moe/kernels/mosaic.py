@@ -34,9 +34,13 @@ def mosaic_gpu() -> Any:
 
 
 def _stores_by_name() -> bool:
-    """Whether a store that need not be a wide one has a name, and a load takes no index beside the
-    reference: so from jax 0.12 on."""
+    """A store that need not be a wide one has a name: so from jax 0.12 on."""
     return hasattr(mosaic_gpu(), "store")
+
+
+def _references_are_whole() -> bool:
+    """A load takes no index beside the reference, which transposes itself: so from jax 0.11 on."""
+    return hasattr(mosaic_gpu(), "InterpretGPUParams")
 
 
 class Target:
@@ -61,7 +65,7 @@ class Target:
 
     def transposed(self, ref: Any) -> Any:
         """A matrix in shared memory, read along its columns."""
-        if _stores_by_name():
+        if _references_are_whole():
             return ref.transpose((1, 0))
         return mosaic_gpu().transpose_ref(ref, (1, 0))
 
@@ -98,7 +102,7 @@ class Gpu(Target):
         return mosaic_gpu().layout_cast(value, _tile(None if value.ndim == 2 else dimension))
 
     def load(self, ref: Any, dimension: int | None = None) -> jax.Array:
-        index = () if _stores_by_name() else ((),)
+        index = () if _references_are_whole() else ((),)
         return mosaic_gpu().load(ref, *index, layout=_tile(dimension), optimized=False)
 
     def store(self, ref: Any, value: jax.Array) -> None:
@@ -207,7 +211,7 @@ def launch(
 def _simulator() -> Any:
     # Copies from past the end of an array are NaN here; a GPU's copy engine fills in zeros.
     beyond = {"out_of_bounds_reads": "uninitialized"}
-    # It has a public name from jax 0.12 on.
+    # It has a public name from jax 0.11 on.
     if hasattr(mosaic_gpu(), "InterpretGPUParams"):
         return mosaic_gpu().InterpretGPUParams(**beyond)
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams

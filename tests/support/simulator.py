@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-TRANSPOSES = tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 12)
+TRANSPOSES = tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 11)
 
 simulates_transposes = pytest.mark.skipif(
     not TRANSPOSES, reason="the simulator of jax 0.10 knows no transposed reference"
