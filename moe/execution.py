@@ -22,7 +22,8 @@ class Execution:
         values come from, or "expanded", those keys and values (`moe.attention.latent`).
       decode_attention: attention of a decoding step over its cache: "plain", or "mosaic", a kernel
         for Hopper that reads no more of a row than its tokens (`moe.kernels.decode_attention`, and
-        `moe.kernels.latent_decode` of narrow vectors); None is "plain".
+        `moe.kernels.latent_decode` of narrow vectors); None is
+        "mosaic" on Hopper where it serves the network's heads, else "plain".
       dispatch: how tokens travel to the experts of other devices: "all_to_all", "all_gather" or
         "ragged"; None is what takes least time on their links (`moe.experts.dispatch.cost`).
       exchange_rate: for that choice, the rate of an all-to-all as a part of that of a ring over the
@@ -31,9 +32,11 @@ class Execution:
         forward and backward: "float8_e4m3fn" with float32 scales (`sharding.activation_wire`); None
         is their own dtype. Of all fields the one that changes values.
       router: how scores become choices and probs: "plain", or "mosaic", one kernel for Hopper
-        (`moe.kernels.routing`); None is "plain".
+        (`moe.kernels.routing`); None is "mosaic" on Hopper and later ones for up to 128
+        experts, else "plain".
       experts: how rows are multiplied, each by its own expert's matrix
-        (`moe.experts.feed_forward.routed_experts`).
+        (`moe.experts.feed_forward.routed_experts`); None is "mosaic" on Hopper in half
+        precision where widths are multiples of 64. `moe.layers.implementations` has these choices.
       remat: what the backward pass computes again instead of keeping it: "none", "selective",
         "projections" or "full" (`moe.remat`).
       fsdp: weights are kept in shards, each on one of the devices that would hold the same, and the

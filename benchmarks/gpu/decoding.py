@@ -7,23 +7,18 @@ is another entry of `FORMS`.
 
 from collections.abc import Callable, Iterator
 from functools import cache, partial
+from itertools import product
 from typing import Any, NamedTuple
 
 from benchmarks.gpu.networks import network, one_device, peak_gibibytes, weights_of
-from benchmarks.gpu.rows import Figures, Row, Settings, Work, needs_gpu
+from benchmarks.gpu.rows import Figures, Row, Settings, Work
 from benchmarks.gpu.shapes import QWEN3_06B, QWEN3_A3B_OF_32, SMALL_DENSE, SMALL_MOE
 
 FORMS: dict[str, dict[str, Any]] = {
     "as it is": {},
-    "mosaic attention": {"decode_attention": "mosaic"},
-    "mosaic": {"experts": "mosaic"},
-    "mosaic, router and attention too": {
-        "experts": "mosaic",
-        "router": "mosaic",
-        "decode_attention": "mosaic",
-    },
+    "plain": {"experts": "blocks", "router": "plain", "decode_attention": "plain"},
 }
-"""Fields of `moe.execution.Execution`."""
+"""Fields of `moe.execution.Execution`; `moe.layers.implementations` chooses what is not named."""
 NETWORKS = {"0.6b dense": (QWEN3_06B, SMALL_DENSE), "3b active": (QWEN3_A3B_OF_32, SMALL_MOE)}
 
 
@@ -57,23 +52,23 @@ SMALL_ROLLOUTS = (Rollout(4, 4, 0, 6), Rollout(2, 4, 8, 6))
 
 
 def rows(settings: Settings) -> Iterator[Row]:
-    """Prefill, then decoding, of each network."""
+    """Decoding of each network, then prefill."""
     prefill = SMALL_PREFILL if settings.small else PREFILL
     rollouts = SMALL_ROLLOUTS if settings.small else ROLLOUTS
+    weights = {
+        name: cache(partial(weights_of, network(sizes[settings.small]), settings.seed, True))
+        for name, sizes in NETWORKS.items()
+    }
+    for rollout, (form, execution), (name, sizes) in product(
+        rollouts, FORMS.items(), NETWORKS.items()
+    ):
+        given = network(sizes[settings.small], **execution)
+        run = partial(_decode, settings, given, weights[name], rollout)
+        yield Row(f"decode/{name}/{rollout.what}", form, run)
     for name, sizes in NETWORKS.items():
-        config = network(sizes[settings.small])
-        weights = cache(partial(weights_of, config, settings.seed, halved=True))
-        what = f"{prefill.rows} x {prefill.prompt}"
-        run = partial(_prefill, settings, config, weights, prefill)
+        config, what = network(sizes[settings.small]), f"{prefill.rows} x {prefill.prompt}"
+        run = partial(_prefill, settings, config, weights[name], prefill)
         yield Row(f"decode/{name}/prefill {what}", "as it is", run)
-        for rollout in rollouts:
-            for form, execution in FORMS.items():
-                if execution and ("experts" in execution) != bool(config.num_experts):
-                    continue  # it would be the same, or is a part of another form
-                given = network(sizes[settings.small], **execution)
-                run = partial(_decode, settings, given, weights, rollout)
-                needs = needs_gpu() if "mosaic" in execution.values() else None
-                yield Row(f"decode/{name}/{rollout.what}", form, run, needs)
 
 
 def _served(config: Any, weights: Any, rollout: Rollout, rounds: int, seed: int) -> Any:

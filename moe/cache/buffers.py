@@ -11,6 +11,7 @@ from jaxtyping import Array
 from moe.attention.delta.sequences import DeltaState
 from moe.config import ModelConfig
 from moe.kernels.decode_attention import UNIT
+from moe.layers.implementations import chosen
 from sharding.folding import FoldedMesh
 
 Leaf = TypeVar("Leaf")
@@ -46,8 +47,8 @@ for layers may lie in front."""
 
 def cache_columns(columns: int, config: ModelConfig, mesh: FoldedMesh) -> int:
     """How many columns a cache has that holds at least so many: tokens that run together are spread
-    over ``tp``, and a kernel that decoding is asked to run takes a multiple of its own."""
-    named = config.execution.decode_attention not in (None, "plain")
+    over ``tp``, and a kernel of a decoding step takes a multiple of its own."""
+    named = chosen(config, "decode_attention") not in (None, "plain")
     unit = math.lcm(mesh.size(mesh.tp), UNIT if named else 1)
     return -(-columns // unit) * unit
 

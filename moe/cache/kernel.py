@@ -7,6 +7,7 @@ from moe.attention.latent import keeps_narrow
 from moe.config import ModelConfig
 from moe.kernels import decode_attention, latent_decode
 from moe.kernels.choice import NAMES
+from moe.layers.implementations import chosen, unserved_by_decode_kernel
 from sharding.folding import FoldedMesh
 
 
@@ -33,28 +34,19 @@ def kernel_obstacle(config: ModelConfig) -> str | None:
         return f"is none of {', '.join(map(repr, NAMES))}"
     if name == "interpreted":
         return "cannot serve: the plain interpreter has no matrix units"
-    if config.attention_sinks:
-        return "has no attention sinks in its softmax"
-    if config.mla is not None and keeps_narrow(config):
-        rank = config.mla.kv_lora_rank
-        width = rank + config.mla.qk_rope_head_dim
-        reason = latent_decode.unserved(config.dtype, width, rank)
-    else:
-        together = config.num_heads // config.num_kv_heads
-        widths = config.head_dim, config.v_head_dim
-        reason = decode_attention.unserved(config.dtype, together, *widths)
+    reason = unserved_by_decode_kernel(config)
     return None if reason is None else f"cannot serve: {reason}"
 
 
 def kernel_bytes(config: ModelConfig, mesh: FoldedMesh, rows: int, columns: int) -> int:
-    """Bytes on one device of what the kernel that is named leaves to be merged, of a layer, as the
-    next one's come after it; 0 where none is named.
+    """Bytes on one device of what the kernel of a decoding step leaves to be merged, of a layer, as
+    the next one's come after it; 0 where none runs.
 
     Args:
       rows: that a device decodes at a time.
       columns: of the cache that are read.
     """
-    if config.execution.decode_attention in (None, "plain"):
+    if chosen(config, "decode_attention") in (None, "plain"):
         return 0
     tp = mesh.size(mesh.tp)
     heads, kv_heads = config.num_heads // tp, config.num_kv_heads // tp

@@ -8,6 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from moe.config import ModelConfig
+from moe.layers.implementations import chosen
 from moe.precision import float32_product
 from moe.remat import ROUTED
 from moe.router.balance import compares_batches, load_fractions
@@ -36,7 +37,7 @@ def route(
         logits = logits + experts.router_bias[None]
     logits = checkpoint_name(logits, ROUTED)
     routing, probabilities, load = counted_routing(
-        logits, multiplicity, config, bias=experts.bias, implementation=config.execution.router
+        logits, multiplicity, config, bias=experts.bias, implementation=chosen(config, "router")
     )
     agreed = replayed = None
     if packed.replay is not None:

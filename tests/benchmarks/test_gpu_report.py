@@ -17,6 +17,7 @@ from benchmarks.gpu.rows import Row, Settings, Work, difference, measured, resul
 from benchmarks.gpu.shapes import LLAMA_3B, MOE_4B, QWEN3_06B, QWEN3_A3B, QWEN3_A3B_OF_32
 from benchmarks.gpu.targets import TARGETS, beside_best, best_of_ours, verdict
 from benchmarks.gpu.timed_engine import Span, together
+from moe.layers.implementations import KERNELS
 from moe.weights import initialise, num_active_parameters, num_parameters
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "README.md"
@@ -90,11 +91,12 @@ def test_the_page_of_benchmarks_lists_the_parts_in_their_order():
 def test_every_kernel_of_a_network_is_in_a_form_that_is_measured():
     trained = [execution for *_, execution, _ in training.TRAINED]
     for forms, fields in (
-        (layer.FORMS.values(), {"experts", "router"}),
-        (decoding.FORMS.values(), {"experts", "router", "decode_attention"}),
+        (layer.FORMS.values(), {"experts"}),
         (trained, {"experts", "attention"}),
     ):
         assert {name for one in forms for name in one if one[name] == "mosaic"} == fields
+    # Beside what is chosen stands everything that is not.
+    assert decoding.FORMS["plain"].keys() == KERNELS.keys() and not decoding.FORMS["as it is"]
 
 
 def test_parts_run_unless_they_are_only_for_those_who_ask():

@@ -21,6 +21,7 @@ from jrl.trainer.supervised.arithmetic import chat_arithmetic
 from moe.attention.context_parallel.choice import context_of, received
 from moe.config import ModelConfig
 from moe.execution import Execution
+from moe.layers.implementations import KERNELS, explained
 from moe.weights import (
     num_active_parameters,
     num_parameters,
@@ -153,6 +154,8 @@ def execution(setup: Setup) -> dict[str, str]:
     meaning = {"buffer_factor": "room for any routing", "vocab_chunk": "all columns at once"}
     meaning |= {"capacity_factor": "any number", "scan_layers": "where there are more than eight"}
     meaning |= {"decode_attention": "plain", "router": "plain"}
+    etp = mesh.layout.etp
+    meaning |= {name: said for name in KERNELS if (said := explained(model, name, etp))}
     meaning |= {"exchange_rate": "the planner's", "activation_wire": "that of activations"}
     rows = {
         flag(name): meaning.get(name, "the best that applies") if value is None else _said(value)

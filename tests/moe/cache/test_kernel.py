@@ -61,7 +61,7 @@ def test_what_it_cannot_is_in_a_line(config, changed, message):
     [
         ("cudnn", "is none of 'mosaic', 'plain', 'interpreted'; use None"),
         ("interpreted", "cannot serve: the plain interpreter has no matrix units; use None"),
-        ("mosaic", "has no attention sinks in its softmax; use None"),
+        ("mosaic", "cannot serve: attention sinks in the softmax; use None"),
     ],
 )
 def test_names_and_sinks_that_it_does_not_know(name, message):
