@@ -21,6 +21,12 @@ def test_quick_start_is_two_blocks_of_one_line():
     assert "pytest" in blocks[1]
 
 
+def test_it_is_read_in_five_minutes():
+    text = README.read_text()
+    assert len(text.splitlines()) <= 150
+    assert len(text.split()) <= 900
+
+
 def test_files_it_names_exist():
     for path in re.findall(r"\]\(((?!http)[^)#]+)\)", README.read_text()):
         assert (README.parent / path).exists(), path

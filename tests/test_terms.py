@@ -1,0 +1,183 @@
+"""Terms: private words only get fewer, and pages have the terms that people search for.
+
+`tests/terms.json` has how often each private word occurs in the names and in the prose of the
+library and on its pages, and how many docstrings open with a question word. A count may only fall:
+
+    python -m tests.test_terms
+
+writes down what is there now, where nothing has risen.
+"""
+
+import ast
+import json
+import re
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+RECORD = Path(__file__).with_name("terms.json")
+PACKAGES = ("jrl", "moe", "sharding")
+COMMENT = re.compile(r"(?m)(?:^|\s)# .*$")
+QUESTIONS = ("What", "Whether", "How", "Which", "Where", "Who", "Whose", "When", "Why")
+
+PROSE = {
+    "seat (slot)": r"\bseat(s|ed|ing)?\b",
+    "shelf (output buffer)": r"\bshel(f|ves|ved?)\b",
+    "gone on with (continued)": r"\b(gone|go|goes|going) on with\b",
+    "luck (RNG key)": r"\bluck\b",
+    "twin (reference implementation)": r"\btwins?\b",
+    "pulls at (output gradient)": r"\bpulls? at\b",
+    "nothing orders (independent)": r"\bnothing orders\b",
+    "lies, stands (is)": r"\b(lies|stands|lie)\b",
+    "anew (again)": r"\banew\b",
+    "made again (recomputed)": r"\b(made|computed|run) again\b",
+    "under way (in flight)": r"\bunder way\b",
+    "undecided (entropy)": r"\bundecided\b",
+    "likeliest (argmax)": r"\blikeliest\b",
+    "wire (communication dtype)": r"\bwires?\b",
+    "room (capacity)": r"\broom\b",
+    "gold (reference answer)": r"\bgold\b",
+    "can be had (is available)": r"\b(can|cannot|is|are|be) had\b",
+    "asked for (requested)": r"\basked for\b",
+    "knows (supports)": r"\bknows?\b",
+    "nobody (no one)": r"\bnobody\b",
+    "some other's (another's)": r"\bothers'",
+    "rewards to come (returns)": r"\brewards to come\b",
+    "filled up (padded)": r"\bfilled up\b",
+    "given up (donated)": r"\bg(ive|iven|ives) up\b",
+    "to the bit (bitwise)": r"\bto the bit\b",
+    "what holds (invariants)": r"\bwhat holds\b",
+    "belongings (metadata)": r"\bbelongings?\b",
+    "turned by (rotated)": r"\bturned by\b",
+}
+NAMES = ("given", "found", "known", "own", "whole", "parts", "told", "met", "taken", "made", "kept")
+NAMES += ("place", "places", "turns", "halves", "sides", "marks", "drawn", "apart", "together")
+NAMES += ("alone", "several", "alike", "copies", "said", "pull", "inward", "seating", "arrivals")
+"""Names that say nothing of what they hold, or say it in a word of our own."""
+
+REQUIRED = {
+    "training.md": (
+        "asynchronous rollouts",
+        "continuous batching",
+        "dynamic sampling",
+        "gradient accumulation",
+        "gradient clipping",
+        "importance sampling",
+        "kv cache",
+        "master weights",
+        "mixed precision",
+        "off-policy",
+        "partial rollouts",
+        "prefix sharing",
+        "reference model",
+        "router replay",
+        "sampling temperature",
+        "weight decay",
+    ),
+    "layouts.md": (
+        "all-to-all",
+        "context (sequence) parallel",
+        "data parallel",
+        "expert parallel",
+        "gradient checkpointing",
+        "moe parallel folding",
+        "pipeline parallel",
+        "ring attention",
+        "tensor parallel",
+        "token dispatch",
+    ),
+    "checkpoints.md": (
+        "auxiliary loss",
+        "chat template",
+        "hugging face",
+        "load balancing",
+        "lora",
+        "rope",
+        "sliding window",
+    ),
+    "conversations.md": ("environment", "multi-turn", "tool call", "tool calling"),
+    "rewards.md": ("custom reward", "dataset", "reward model"),
+    "several_machines.md": ("multi-host", "multi-node"),
+    "serving.md": ("continuous batching", "openai"),
+    "sft.md": ("loss mask", "packing", "supervised fine-tuning"),
+    "faults.md": ("fault detection", "minder"),
+    "evaluation.md": ("evaluation", "pass@k"),
+    "glossary.md": ("replay buffer", "rotary position embedding", "importance sampling"),
+}
+"""Terms that people search for, by the page that treats them, in lower case."""
+
+
+@cache
+def sources() -> list[Path]:
+    return [path for name in PACKAGES for path in sorted((ROOT / name).rglob("*.py"))]
+
+
+def pages() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def names_of(tree: ast.AST) -> list[str]:
+    """Names that a file gives: of functions, classes, arguments and variables."""
+    names = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.append(node.name)
+        elif isinstance(node, ast.arg):
+            names.append(node.arg)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.append(node.id)
+    return [name.strip("_").lower() for name in names]
+
+
+@cache
+def counts() -> dict[str, int]:
+    """How often each of what is counted occurs now."""
+    documented = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    found = dict.fromkeys([f"prose: {word}" for word in PROSE], 0)
+    found |= dict.fromkeys([f"name: {name}" for name in NAMES], 0) | {"question openings": 0}
+    prose = [path.read_text() for path in pages()]
+    for path in sources():
+        text = path.read_text()
+        tree = ast.parse(text)
+        prose += COMMENT.findall(text)
+        for node in ast.walk(tree):
+            docstring = ast.get_docstring(node) if isinstance(node, documented) else None
+            if docstring:
+                prose.append(docstring)
+                opening = docstring.split()[0].strip(",.:")
+                found["question openings"] += opening in QUESTIONS
+        for name in names_of(tree):
+            if name in NAMES:
+                found[f"name: {name}"] += 1
+    everything = "\n".join(prose).lower()
+    for word, pattern in PROSE.items():
+        found[f"prose: {word}"] = len(re.findall(pattern, everything))
+    return found
+
+
+def test_private_words_and_question_openings_only_get_fewer():
+    recorded = json.loads(RECORD.read_text())
+    assert counts().keys() == recorded.keys(), "write it down: python -m tests.test_terms"
+    risen = {name: (recorded[name], n) for name, n in counts().items() if n > recorded[name]}
+    assert not risen, "docs/glossary.md has the field's words"
+
+
+@pytest.mark.parametrize(("page", "terms"), REQUIRED.items())
+def test_pages_have_the_terms_that_people_search_for(page, terms):
+    text = re.sub(r"\s+", " ", (ROOT / "docs" / page).read_text().lower())
+    assert [term for term in terms if term not in text] == []
+
+
+def main() -> None:
+    recorded = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    risen = {k: (recorded[k], n) for k, n in counts().items() if n > recorded.get(k, n)}
+    if risen:
+        sys.exit(f"these have risen, and are not written down: {risen}")
+    RECORD.write_text(json.dumps(counts(), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
