@@ -1,11 +1,11 @@
-"""Conversations to learn from: what a file holds for the stage before reinforcement.
+"""Datasets of conversations for supervised fine-tuning.
 
 A record has "messages", the turns of a conversation in which the assistant says something,
 
 ``{"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}``
 
-or a "prompt" and its "completion" ("answer" will do), or a "text" alone. What else a record may be
-is written in `jrl.tasks.data.records`, which reads it for reinforcement as well.
+or a "prompt" and its "completion" ("answer" will do), or a "text" alone. All forms of a record are
+described in `jrl.tasks.data.records`, which reads records for reinforcement learning as well.
 """
 
 import json
@@ -50,7 +50,7 @@ class Chat(Example):
 
     @property
     def is_pair(self) -> bool:
-        """Whether it is a question and an answer, and nothing else."""
+        """True if it is one question and one answer, and nothing else."""
         return [turn["role"] for turn in self.conversation.turns] == ["user", "assistant"]
 
 
@@ -78,11 +78,12 @@ class Chats(PromptList):
 
     @property
     def num_train(self) -> int:
-        """How many are learned from."""
+        """Number of conversations to train on."""
         return len(self._train)
 
     def verify(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Verdict]:
-        """Whether completions are what the assistant said, blanks around it aside."""
+        """Compares completions with the assistant's reference messages, apart from surrounding
+        blanks."""
         check_pairs(examples, completions)
         pairs = zip(examples, completions, strict=True)
         return [CORRECT if e.answer.strip() == text.strip() else WRONG for e, text in pairs]

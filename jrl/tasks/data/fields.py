@@ -69,7 +69,7 @@ def found(record: Mapping[str, Any], name: str) -> Any:
 
 
 def has(record: Mapping[str, Any], name: str) -> bool:
-    """Whether there is such a field, be it null or not."""
+    """True if the record has such a field, null or not."""
     if name in record:
         return True
     outer, dot, inner = name.partition(".")
