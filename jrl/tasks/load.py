@@ -1,4 +1,4 @@
-"""A task from the words a user writes for it."""
+"""Loading of a task from the name that a user gives to ``--task``."""
 
 import difflib
 import json

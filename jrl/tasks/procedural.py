@@ -1,4 +1,4 @@
-"""Tasks whose examples are drawn at random, as many as one likes."""
+"""Tasks whose examples are generated at random, in endless supply."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a task is: prompts, gold completions, and verdicts on what a policy wrote."""
+"""Interface of a task: prompts, reference completions, and verdicts on sampled completions."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -53,19 +53,19 @@ class Example:
 
     @property
     def identity(self) -> str:
-        """What no two examples share."""
+        """Text that no two examples share: the prompt, and what is hidden."""
         return f"{self.prompt}\0{self.hidden}" if self.hidden else self.prompt
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a completion is worth, and why.
+    """Score of a completion, and the reason for it.
 
     Attributes:
       score: of a verifier in [0, 1], where 1 is full marks; the weighted sum of rewards is any
         finite number.
-      reason: one of `REASONS`. Of a verifier, "correct" goes with 1, "partial" with what lies
-        between, the others with 0.
+      reason: one of `REASONS`. Of a verifier, "correct" goes with 1, "partial" with scores between
+        0 and 1, the others with 0.
       parts: name and value of each reward that was summed; None is a verifier's verdict.
     """
 
@@ -92,7 +92,7 @@ class Verdict:
 
     @property
     def correct(self) -> bool:
-        """Whether it is full marks, which accuracy counts."""
+        """True if it has full marks, which accuracy counts."""
         return self.reason == "correct"
 
 
@@ -114,7 +114,7 @@ class Prompts(Protocol):
 
     @property
     def name(self) -> str:
-        """How the task was asked for."""
+        """Name by which the task was requested."""
         ...
 
     @property
@@ -134,7 +134,7 @@ class Prompts(Protocol):
 
     @property
     def heldout_size(self) -> int | None:
-        """How many held-out prompts there are; None is an endless supply."""
+        """Number of held-out prompts; None is an endless supply."""
         ...
 
     def train(self, index: int) -> Example:

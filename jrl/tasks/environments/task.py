@@ -1,4 +1,4 @@
-"""A task of conversations: prompts that open them, and the host of their environments."""
+"""Multi-turn task: prompts that open conversations, and the host of their environments."""
 
 import json
 from collections.abc import Sequence

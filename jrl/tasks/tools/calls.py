@@ -1,4 +1,4 @@
-"""Calls of tools, whatever text they were written in."""
+"""Tool calls, independent of the format in which they were written."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

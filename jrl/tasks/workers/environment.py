@@ -1,6 +1,6 @@
-"""Environments and their conversations: made, stepped, and what they give read.
+"""Environments in a worker process: created, stepped, and their results parsed.
 
-Loaded by the worker program by its path, and therefore without anything of `jrl`.
+The worker program loads this file by its path; it therefore imports nothing of `jrl`.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from typing import Any
 Message = dict[str, Any]
 
 ROLES = ("user", "tool", "system")
-"""Who an environment may speak as."""
+"""Roles of an environment's messages."""
 KEPT = 4096
 """Conversations whose environments a process keeps; the oldest is dropped, and played again where
 it goes on after all."""
@@ -65,7 +65,7 @@ class Conversations:
             self._close(environment)
 
     def answer(self, number: int, fields: Message, said: Sequence[Message | str]) -> Message:
-        """What an environment gives for the last message of the policy.
+        """Returns the environment's reply to the last message of the policy.
 
         Args:
           number: of the conversation.
@@ -150,7 +150,7 @@ def messages_of(value: Any) -> list[list[str]]:
 
 
 def outcome(value: Any) -> Message:
-    """What a step gave, as JSON: messages, reward and done, or why it is none."""
+    """Result of a step as JSON: messages, reward and done, or the failure."""
     try:
         messages, reward, done = value
         messages = messages_of(messages)
