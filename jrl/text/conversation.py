@@ -1,7 +1,7 @@
-"""Conversations as tokens: what stands between two turns of the policy, and gold ones to imitate.
+"""Tokens of conversations: between two turns of the policy, and of reference conversations.
 
-With a chat template the messages are laid out as it lays them out; without one their contents
-follow each other as they are. What the policy sampled is never encoded again.
+With a chat template, messages are written as the template writes them; without one, their contents
+are concatenated as they are. The tokens that the policy sampled are never encoded again.
 """
 
 from collections.abc import Sequence
@@ -23,13 +23,13 @@ Messages = Sequence[tuple[str, str]]
 
 
 def message_of(format: PromptFormat, ids: np.ndarray, before: Sequence[int] = ()) -> str:
-    """What the policy said in a turn, its end left out.
+    """Text of the policy's turn, without its end.
 
-    With a template, special tokens are written out: a call of a tool may be made of them. Where
-    what stands before it has opened reasoning, the text begins with the mark of that.
+    With a template, special tokens are written out: a tool call may be made of them. If the tokens
+    before the turn have opened reasoning, the text starts with the mark of that.
 
     Args:
-      before: the tokens that it goes on from.
+      before: the tokens that the turn continues.
     """
     if format.template is None:
         return text_of(format.tokenizer, ids)

@@ -1,17 +1,18 @@
-"""A conversation as tokens, and which of them the assistant said: what a policy learns from.
+"""Tokens of a conversation, and the loss mask of the assistant's turns.
 
-With a chat template the tokens are those of the whole text that it writes. What of the text is the
-assistant's is told by the template's own ``{% generation %}`` marks where it has them, and
-otherwise by rendering the conversation up to each of its turns, opened for it, and up to the turn's
-end: the characters between the two. A token is the assistant's that has one of them. Where a token
-would have characters of the generation prompt as well, two line ends mostly, the text is cut
-between them: the policy is asked after the tokens of the prompt alone. A turn's end is the first
-token that ends a completion; what a template writes after that (a line end, mostly) no policy ever
-samples, and it is not learned. Where a template ends a turn by the beginning of the next alone, as
-GLM's does, the end of sequence comes after the last turn. Of a "text" everything is learned.
+With a chat template, the tokens are those of the whole text that it writes. The template's own
+``{% generation %}`` marks delimit the assistant's text, if it has them. Otherwise the conversation
+is rendered up to each of the assistant's turns, opened for it, and up to the turn's end; the
+characters between the two are the assistant's. A token with one of these characters is the
+assistant's. If a token would have characters of the generation prompt as well (two line ends,
+mostly), the text is split between them: the policy continues the tokens of the prompt alone. A turn
+ends with the first token that ends a completion. A policy never samples the text that a template
+writes after that (a line end, mostly), and it is not trained on. If only the start of the next turn
+ends a turn, as in GLM's template, the end of sequence comes after the last turn. A "text" is
+trained on from its second token on.
 
-Without a template a question and an answer are the tokens of both and the end of sequence, as
-reinforcement has them; a longer conversation is written with the roles before what they say:
+Without a template, a question and an answer are the tokens of both and the end of sequence, as in
+reinforcement learning. A longer conversation is written with the role before each content:
 
     user: 2 + 2?
     assistant: 4
@@ -220,7 +221,7 @@ def _are_special(tokenizer: Tokenizer, located: Located) -> np.ndarray:
 
 
 def _asked(conversation: Conversation) -> Conversation:
-    """What the assistant's last turn answers."""
+    """The conversation before the assistant's last turn."""
     turns = conversation.turns
     last = max(at for at, turn in enumerate(turns) if turn["role"] == "assistant")
     return replace(conversation, turns=turns[:last])
