@@ -14,7 +14,7 @@ from jrl.runs.folder import RunFolder
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for."""
+    """Arguments of ``python -m jrl.report``."""
 
     runs: tyro.conf.Positional[tuple[str, ...]]
     """Run folders; several are laid over each other."""

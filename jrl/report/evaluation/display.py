@@ -1,4 +1,4 @@
-"""How far an evaluation is: bars on a terminal, a few plain lines elsewhere."""
+"""Progress of an evaluation: bars on a terminal, a few plain lines elsewhere."""
 
 import threading
 import time
@@ -51,7 +51,7 @@ class _TokensColumn(ProgressColumn):
 
 
 class _Phase:
-    """What a phase has come to.
+    """Progress of a phase: completions, tokens and seconds.
 
     Args:
       tokens: sampled so far, in all phases.

@@ -1,4 +1,4 @@
-"""What report.html shows of a run, as JSON: its metrics, samples, settings and versions."""
+"""Data of report.html as JSON: a run's metrics, samples, settings and versions."""
 
 import json
 from collections.abc import Mapping, Sequence
