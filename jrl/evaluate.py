@@ -1,8 +1,8 @@
-"""``python -m jrl.evaluate RUN``: how good the policy of a run is on prompts it never learned from.
+"""``python -m jrl.evaluate RUN``: evaluation of a run's policy on held-out prompts.
 
-Or that of a public checkpoint (``hf:DIR``), or either on another task (``--task``). The run may
-still be going on; nothing is written into its folder but, with ``--diagnostics``, the picture
-``plots/value_diagnostics.png`` of what its critic is worth.
+It also evaluates a public checkpoint (``hf:DIR``), or either on another task (``--task``). The run
+may still be in progress; nothing is written into its folder but, with ``--diagnostics``, the plot
+``plots/value_diagnostics.png`` of its critic.
 """
 
 import json
@@ -68,7 +68,7 @@ def _main(arguments: list[str]) -> int:
 
 
 def _evaluate(request: Request) -> dict[str, Any]:
-    """What was evaluated and the numbers, as they are printed and written."""
+    """Runs the evaluation; returns its settings and results, as they are printed and written."""
     folder = None if request.is_checkpoint else RunFolder.read(request.run)
     run, recipe = configuration(request, folder)
     start_jax(run.devices, request.processes)

@@ -3,9 +3,9 @@
 A checkpoint is the folder ``<directory>/<step>/`` with three items: ``state`` (Orbax arrays under
 flat names such as ``policy/layers/w``), ``tree`` (shape and dtype of every leaf, as JSON) and
 ``meta`` (the caller's own JSON), and with the hashes of all their files (`jrl.runs.manifest`),
-against which every reader holds them. It is written under a temporary name and renamed, so that a
-kill at any moment leaves a whole checkpoint or none; leftovers are never read, and the next `save`
-removes them. What is found damaged later can be set aside as ``<step>.damaged``.
+which every reader verifies. It is written under a temporary name and renamed, so that a kill at any
+moment leaves a complete checkpoint or none; leftovers are never read, and the next `save` removes
+them. A checkpoint that is found damaged later can be set aside as ``<step>.damaged``.
 """
 
 import json
@@ -229,7 +229,7 @@ class Checkpoints:
         return step, {"tree": found["tree"], "meta": found["meta"]}
 
     def _damage(self, step: int) -> str | None:
-        """Why a checkpoint is not as it was written, None where it is."""
+        """Reason why a checkpoint is not as it was written; None if it is."""
         why = manifest.damage(self.directory / str(step), step)
         if why is None:
             self._whole.add(step)

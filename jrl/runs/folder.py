@@ -1,12 +1,12 @@
-"""One folder per run: where each file lies, and who may write it.
+"""Run folder: the paths of its files, and the lock of the process that writes it.
 
 ``runs/<name>/  config.json  run.yaml  tokenizer.model  metrics.jsonl  samples.jsonl  plots/
-checkpoints/``, ``report.html`` to look at, ``versions.json`` with what it was made with,
-``recipe.py`` where the recipe is of the user's own, ``code/`` with the files of
-tasks and rewards that are, and where the run began from a public checkpoint ``model.json`` and
-``origin/``.
+checkpoints/``, ``report.html`` for people, ``versions.json`` with the versions of its software,
+``recipe.py`` for a custom recipe, ``code/`` with the files of custom tasks and rewards, and for a
+run that starts from a public checkpoint ``model.json`` and ``origin/``.
+
 The process that writes a run holds a lock on it, which the kernel releases when the process ends,
-however it ends. A run begins to exist with its ``config.json``, the last thing `create` writes.
+however it ends. A run exists from its ``config.json`` on, which `create` writes last.
 """
 
 import fcntl

@@ -1,6 +1,6 @@
-"""Where metrics may go besides ``metrics.jsonl``: TensorBoard and Weights & Biases.
+"""Loggers of metrics besides ``metrics.jsonl``: TensorBoard and Weights & Biases.
 
-Both are extras, imported when one of these classes is made and not before.
+Both are extras, imported when one of these classes is created and not before.
 """
 
 import importlib
@@ -15,7 +15,7 @@ FLUSH_SECONDS = 5
 
 @runtime_checkable
 class Logger(Protocol):
-    """What the trainer asks of a destination."""
+    """Interface of a destination of metrics, for the trainer."""
 
     def log(self, step: int, metrics: Mapping[str, float | int]) -> None:
         """Record the metrics of one step."""

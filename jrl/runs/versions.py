@@ -1,4 +1,4 @@
-"""What a run was made with: ``versions.json`` in its folder."""
+"""Versions of the software that a run was made with: ``versions.json`` in its folder."""
 
 import json
 import platform
