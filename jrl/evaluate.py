@@ -172,7 +172,7 @@ def _with_slots(setup: "Setup", rows: int) -> "Setup":
 def _load(
     request: Request, folder: RunFolder | None, setup: "Setup", sampler: "Sampler"
 ) -> "tuple[Transformer[Array] | None, int]":
-    """Gives the sampler its policy; the critic, where it is asked for, and the step of both."""
+    """Loads the policy into the sampler; returns the critic, if requested, and the step of both."""
     from jrl.trainer.evaluation.saved_policy import load_both, load_checkpoint, load_policy
 
     # The characters of another task may be none of the tokenizer's.

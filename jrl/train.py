@@ -176,7 +176,7 @@ def _show(request: Request) -> int:
 
 
 def _resumed(request: Request) -> RunFolder | None:
-    """The run to go on with, to be looked at; None of a new one."""
+    """The run to resume, opened for reading; None for a new one."""
     return RunFolder.read(request.command.run_dir or "") if request.command.resume else None
 
 
@@ -294,8 +294,8 @@ def _open(make: Callable[[], RunFolder]) -> RunFolder:
 
 
 def _keep_with_run(setup: "Setup", folder: RunFolder) -> None:
-    """Saves the tokenizer, and copies what a checkpoint says of its network: the run goes on where
-    that has been moved."""
+    """Saves the tokenizer, and copies a checkpoint's description of its network: the run can resume
+    after the checkpoint was moved."""
     with FailTogether():
         if not is_main_process():
             return
@@ -346,7 +346,7 @@ def _say_dispatch(setup: "Setup") -> None:
 
 
 def _create(request: Request) -> RunFolder:
-    """The folder asked for, or the next with a number: one above the highest there is."""
+    """The requested folder, or the next with a number: one above the highest that exists."""
     config, source = to_json(request.run, request.recipe), source_of(request.recipe)
     code = own_files(request.run.task, request.run.reward)
     if request.command.run_dir is not None:

@@ -1,4 +1,4 @@
-"""``python -m jrl.report RUN [RUN ...] [--out FILE]`` draws runs as one page."""
+"""``python -m jrl.report RUN [RUN ...] [--out FILE]`` writes runs as one page."""
 
 import sys
 from collections.abc import Sequence

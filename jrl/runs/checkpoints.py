@@ -33,7 +33,7 @@ class Checkpoints:
     together. One run has one writer; other programs may restore meanwhile.
 
     Args:
-      directory: where checkpoints lie; made by the first `save`.
+      directory: of the checkpoints; created by the first `save`.
       keep: how many of the newest to keep, at least 1.
     """
 
@@ -91,7 +91,7 @@ class Checkpoints:
         return None, {}
 
     def set_aside(self, step: int) -> Path:
-        """Rename a damaged checkpoint, which is then none any more, and return where it lies.
+        """Rename a damaged checkpoint, which is not listed any more, and return its path.
 
         Only the writer of the run may call this.
         """
@@ -210,7 +210,7 @@ class Checkpoints:
         self._delete(later for later in self.steps() if later > step)
 
     def _find(self, step: int | None) -> tuple[int, dict[str, Any]]:
-        """Return the step asked for and the two JSON items of its checkpoint, which is whole."""
+        """Return the requested step and the two JSON items of its checkpoint, which is valid."""
         steps = self.steps()
         if not steps or (step is not None and step not in steps):
             wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"

@@ -24,8 +24,8 @@ LOCK = ".lock"
 class RunFolder:
     """The files of one run.
 
-    `create` begins a run and `resume` goes on with one; both hold the lock until `close`. `read`
-    looks at a run that another process may be writing.
+    `create` starts a run and `resume` continues one; both hold the lock until `close`. `read` opens
+    a run that another process may be writing.
     """
 
     def __init__(self, path: Path | str):
@@ -121,7 +121,7 @@ class RunFolder:
         records.replace(self.config_path, _config_bytes(config))
 
     def line_marks(self) -> dict[str, marks.Mark]:
-        """Return how far the lines of the run have come, for the checkpoint that goes on there."""
+        """Return the offsets of the run's lines, for the checkpoint that continues after them."""
         return {path.name: marks.mark(path) for path in (self.metrics_path, self.samples_path)}
 
     def file_marks(self) -> dict[str, marks.Mark]:

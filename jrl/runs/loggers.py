@@ -58,7 +58,7 @@ class TensorBoard:
 class Wandb:
     """Metrics as the history of a Weights & Biases run.
 
-    A resumed run continues its own history, which knows no way back: steps that a killed process
+    A resumed run continues its own history, which cannot be truncated: steps that a killed process
     logged after its last checkpoint stay as they are, and are not logged again. The same seed gives
     the same metrics, their timings apart.
 
@@ -66,7 +66,7 @@ class Wandb:
       directory: the run folder, by whose name the run is called; local files go to ``wandb/`` in
         it, and to ``wandb/run-id`` the identity of the run, so that another run of the same name is
         never continued.
-      config: shown beside the run.
+      config: shown with the run.
 
     Raises:
       ValueError: where wandb is not installed.

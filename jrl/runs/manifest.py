@@ -24,7 +24,7 @@ THREADS = min(8, os.cpu_count() or 1)
 
 
 def write(folder: Path, step: int) -> None:
-    """Writes the manifest of all files that lie in the folder.
+    """Writes the manifest of all files in the folder.
 
     Args:
       folder: what another writer of the same processes has completed.

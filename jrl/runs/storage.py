@@ -48,7 +48,7 @@ def writing(path: Path, remedy: str) -> Iterator[None]:
     """Context in which `path` is written; a refused write raises an error of one line.
 
     Args:
-      remedy: what is left, and how to go on.
+      remedy: what is left, and how to continue.
 
     Raises:
       StorageError: where the operating system refused something.

@@ -21,9 +21,9 @@ Reward = float | Mapping[str, float] | Verdict
 
 @runtime_checkable
 class Endless(Protocol):
-    """A task whose prompts are drawn at random, as many as one likes.
+    """A task whose prompts are generated at random, in endless supply.
 
-    Lengths are in characters and hold for every prompt and every answer that can be drawn;
+    Lengths are in characters and hold for every prompt and every answer that can be generated;
     `characters` has all that they can contain, sorted.
     """
 

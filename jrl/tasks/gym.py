@@ -1,7 +1,7 @@
 """Prompts from a generator of reasoning-gym, scored by that generator.
 
 It scores the answer in a completion (`jrl.tasks.answers`), without blanks around it. A chat model
-is asked for it as the library's own evaluations ask, in ``<answer>`` tags, by the system message
+is prompted as in the library's own evaluations, for ``<answer>`` tags, by the system message
 `reasoning_gym.utils.SYSTEM_PROMPTS["default"]`; a policy without a chat template reads the prompt
 alone.
 

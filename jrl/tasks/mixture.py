@@ -46,10 +46,10 @@ class Turns:
 
 
 class Mixture:
-    """Tasks whose prompts come by turns, in proportion to their weights.
+    """Tasks whose prompts are interleaved, in proportion to their weights.
 
-    Training and held-out prompts are mixed alike. Held-out lists that are used up are passed over,
-    so that every held-out prompt has a number.
+    Training and held-out prompts are mixed in the same way. Exhausted held-out lists are skipped,
+    so that every held-out prompt has an index.
 
     Attributes:
       sources: the tasks, in the order in which they were given.
@@ -61,7 +61,7 @@ class Mixture:
         """Mixes tasks.
 
         Args:
-          name: how the mixture is asked for.
+          name: by which the mixture is requested.
           weighted: at least two, with distinct names.
 
         Raises:

@@ -9,13 +9,13 @@ from jrl.tasks.task import Example
 
 
 def leaves(task: Any) -> list[Any]:
-    """The sources of a task's prompts, in their order: lists, or tasks that draw theirs."""
+    """The sources of a task's prompts, in their order: lists, or tasks that generate theirs."""
     sources = getattr(task, "sources", None)
     return [task] if sources is None else [leaf for source in sources for leaf in leaves(source)]
 
 
 def listed(leaf: Any) -> PromptList | None:
-    """A source as a list, None where it draws its prompts."""
+    """A source as a list; None if it generates its prompts."""
     return leaf if isinstance(leaf, PromptList) else None
 
 

@@ -116,8 +116,8 @@ def reference(text: str, code_path: Path | None = None) -> Reference:
     """Reads what a user wrote.
 
     Args:
-      code_path: folder of the copies of a run; None, or a file that has none there, is read where
-        it lies.
+      code_path: folder of the copies of a run; None, or a file without a copy, is read from its
+        path.
 
     Raises:
       ValueError: where it is no reference, or the file cannot be read.

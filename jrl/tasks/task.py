@@ -23,13 +23,13 @@ class Example:
     Attributes:
       prompt: what the policy is given; of a conversation its text for people. No two examples
         share one, but for those that differ in what is hidden.
-      answer: a gold completion, for a supervised warm start; others may score as much.
+      answer: a reference completion, for a supervised warm start; others may score as much.
       messages: role and content of each message of a conversation, of which a chat template makes
         the prompt; empty where the prompt is a text.
       record: every field that its source has for it but the prompt, for rewards to read.
       task: the name of its task in a mixture of several, empty elsewhere.
-      turns: role and content of what follows the prompt in a gold conversation, the policy's first
-        and last, as "assistant"; empty where the answer is all of it.
+      turns: role and content of what follows the prompt in a reference conversation, the policy's
+        first and last, as "assistant"; empty where the answer is all of it.
       hidden: what of the record the prompt does not show, where an environment answers or a chat
         template writes more than contents; tells it from others with its prompt.
       tools: that a chat template tells the policy of, as JSON texts of their schemas.
@@ -107,9 +107,9 @@ ERROR = Verdict(0.0, "error")
 class Prompts(Protocol):
     """A source of prompts: a task but for its verdicts.
 
-    Lengths are in characters and hold for every prompt and every gold completion, the end of the
-    sequence not counted. `characters` is sorted and holds whatever prompts and gold completions can
-    contain. Everything depends on the task's seed and the index alone, in every process.
+    Lengths are in characters and hold for every prompt and every reference completion, the end of
+    the sequence not counted. `characters` is sorted and has all that these can contain.
+    Everything depends on the task's seed and the index alone, in every process.
     """
 
     @property
@@ -124,12 +124,12 @@ class Prompts(Protocol):
 
     @property
     def max_response_length(self) -> int:
-        """Characters of the longest gold completion."""
+        """Characters of the longest reference completion."""
         ...
 
     @property
     def characters(self) -> str:
-        """Every character of prompts and gold completions, sorted."""
+        """Every character of prompts and reference completions, sorted."""
         ...
 
     @property

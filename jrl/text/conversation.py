@@ -94,8 +94,8 @@ def _turns(format: PromptFormat, example: Example, messages: Messages) -> tuple[
 
 
 def gold_conversation(format: PromptFormat, example: Example) -> tuple[list[int], list[bool]]:
-    """The tokens of a gold conversation after the prompt, and which of them are imitated: those of
-    the policy's turns with their ends."""
+    """The tokens of a reference conversation after the prompt, and their loss mask: true on the
+    policy's turns with their ends."""
     ids: list[int] = []
     imitated: list[bool] = []
     turns = _in_format(format, example, example.turns or (("assistant", example.answer),))
@@ -132,7 +132,7 @@ def _turn_ids(format: PromptFormat, example: Example, before: Messages, content:
 
 
 def _in_format(format: PromptFormat, example: Example, turns: Messages) -> Messages:
-    """The turns of a gold conversation, whose calls are written plainly, with calls as the
+    """The turns of a reference conversation, whose calls are written plainly, with calls as the
     checkpoint writes them."""
     own, known = format.tool_format, example_tools(example)
     if own is None or not known:
@@ -148,8 +148,8 @@ def _in_format(format: PromptFormat, example: Example, turns: Messages) -> Messa
 def gold_rows(
     format: PromptFormat, examples: Sequence[Example], prompt_length: int, response_length: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Prompts and gold conversations, padded before and behind, ``[examples, prompt_length +
-    response_length]``: ids, what is not padding, and what is imitated.
+    """Prompts and reference conversations, padded left and right, ``[examples, prompt_length +
+    response_length]``: ids, padding mask (true on tokens), and loss mask.
 
     Raises:
       ValueError: for a prompt or a conversation that is longer.

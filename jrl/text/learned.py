@@ -35,12 +35,12 @@ from jrl.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Encoded:
-    """A conversation as a policy learns from it, up to the last token that is learned.
+    """Tokens of a conversation and their loss mask, up to the last token that is trained on.
 
     Attributes:
       ids: ``[time]`` its tokens.
-      learned: ``[time]`` which of them are learned, never the first.
-      context: tokens before the first one that is learned.
+      learned: ``[time]`` loss mask, never true on the first.
+      context: tokens before the first one that is trained on.
     """
 
     ids: np.ndarray
@@ -48,7 +48,7 @@ class Encoded:
     context: int
 
     def cut(self, most: int) -> "Encoded | None":
-        """Its first tokens; None where none of these is learned."""
+        """Its first tokens; None if none of these is trained on."""
         learned = self.learned[:most]
         return Encoded(self.ids[:most], learned, self.context) if learned.any() else None
 
@@ -58,7 +58,7 @@ class ChatFormat(PromptFormat):
     """The prompts of conversations are their own tokens; all others are as `PromptFormat` has them.
 
     Attributes:
-      last: whether the last turn of the assistant alone is learned.
+      last: whether the last turn of the assistant alone is trained on.
     """
 
     last: bool = False
@@ -74,7 +74,7 @@ def encode_chat(format: PromptFormat, chat: Chat, *, last: bool = False) -> Enco
     """The tokens of a conversation.
 
     Args:
-      last: whether the last turn of the assistant alone is learned.
+      last: whether the last turn of the assistant alone is trained on.
 
     Raises:
       ValueError: naming the record, where the template refuses it, or writes the beginning of a
@@ -111,8 +111,8 @@ class Spoken:
 
 
 def _learned(spoken: Spoken, tokenizer: Tokenizer, last: bool) -> Encoded | None:
-    """Of each turn the tokens until its end, and the end of sequence after the last where nothing
-    ends it; None where nothing is learned."""
+    """Trains on the tokens of each turn until its end, and on the end of sequence after the last
+    where nothing ends it; None if no token is trained on."""
     ids, turn = list(spoken.ids), spoken.turn
     learned = np.zeros(len(ids), bool)
     numbers = np.unique(turn[turn >= 0])
@@ -137,7 +137,7 @@ def _learned(spoken: Spoken, tokenizer: Tokenizer, last: bool) -> Encoded | None
 
 
 def _of_text(tokenizer: Tokenizer, text: str) -> Encoded:
-    """A text of which everything is learned but what nothing predicts."""
+    """A text that is trained on but for its first token, which nothing predicts."""
     ids = tokenizer.begun(tokenizer.encode_special(text))
     if ids[-1] not in tokenizer.stop_ids:
         ids = [*ids, tokenizer.eos_id]
@@ -245,7 +245,7 @@ def _by_beginnings(
     written before each of its turns and after it.
 
     Args:
-      last: whether the last turn alone is asked for.
+      last: whether the last turn alone is requested.
     """
     turns = conversation.turns
     spoken = [at for at, turn in enumerate(turns) if turn["role"] == "assistant"]

@@ -283,7 +283,7 @@ class Tokenizer:
         return self.begun(ids) if self.usage.template_begins else ids
 
     def continued(self, before: str, text: str) -> list[int]:
-        """The ids of a text that goes on from another, whose own ids stand before them.
+        """The ids of a text that continues another, whose own ids come before them.
 
         Raises:
           ValueError: as for `encode`.
@@ -299,7 +299,7 @@ class Tokenizer:
           ids: each in [0, vocab_size).
 
         Raises:
-          ValueError: an id lies outside of the vocabulary.
+          ValueError: an id is outside of the vocabulary.
         """
         return self._text([token for token in self._known(ids) if token not in self.special_ids])
 
@@ -311,7 +311,7 @@ class Tokenizer:
           unknown: stands for an id that has no token.
 
         Raises:
-          ValueError: an id lies outside of the vocabulary.
+          ValueError: an id is outside of the vocabulary.
         """
         written = {identity: text for text, identity in self.special_tokens.items()}
         parts: list[str] = []

@@ -134,7 +134,7 @@ class EvaluationDisplay:
         self._said = time.monotonic()
 
     def _remind(self) -> None:
-        """Prints the line of the phase under way now and then, until the end."""
+        """Prints the line of the current phase now and then, until the end."""
         wait = self._wait
         while not self._ended.wait(wait):
             with self._lock:

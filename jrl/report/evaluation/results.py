@@ -50,7 +50,7 @@ def print_results(results: Mapping[str, Any], console: Console | None = None) ->
 
 
 def print_completions(records: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:
-    """Print completions with their prompts, gold answers and verdicts.
+    """Print completions with their prompts, reference answers and verdicts.
 
     Args:
       records: as a file of samples has them (`jrl.rollout.sampler.Completion.record`).

@@ -113,7 +113,7 @@ def _halving(steps: Sequence[int]) -> list[int]:
 
 
 def distinct(paths: Sequence[Path]) -> list[str]:
-    """The names of the folders, with as much of what lies above as tells them apart."""
+    """Names of the folders, with as many parent folders as make them distinct."""
     whole = [path.absolute().parts for path in paths]
     for depth in range(1, max(map(len, whole)) + 1):
         names = ["/".join(parts[-depth:]) for parts in whole]

@@ -28,7 +28,7 @@ class NoExpression(ValueError):
 
 
 class SideBySide(NoExpression):
-    """Numbers beside each other, with nothing that joins them."""
+    """Adjacent numbers, with nothing that joins them."""
 
 
 class TooLarge(ValueError):

@@ -30,7 +30,7 @@ class Answered:
     Attributes:
       prompt: tells its prompt from others.
       text: of the completion.
-      gold: the gold answer; empty where there is none.
+      gold: the reference answer; empty where there is none.
       correct: whether it got full marks.
     """
 
@@ -91,7 +91,7 @@ def form_of(text: str) -> str:
 
 @lru_cache(maxsize=4096)
 def _number(gold: str) -> Stated | None:
-    """A gold answer that is a number in final form, None of any other."""
+    """A reference answer that is a number in final form; None for any other."""
     if not gold:
         return None
     answer = extract(gold)

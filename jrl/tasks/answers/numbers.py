@@ -1,7 +1,7 @@
 """Parser of the number that an answer states, if it states one, and of the form of the number.
 
 In running text the stated number is the first after the last "answer is" (or "answer:"), else
-the last one. It must stand alone: "41 or 42", a list, an interval or "more than 42" states no
+the last one. It must be the only one: "41 or 42", a list, an interval or "more than 42" states no
 number. A chain of equations states its last side, and the others must not contradict it.
 """
 

@@ -30,7 +30,7 @@ RULES = (FINAL, EVALUATED)
 
 @dataclass(frozen=True)
 class Gold:
-    """A gold answer as it is read.
+    """A parsed reference answer.
 
     Attributes:
       text: its answer, without what leads to it.
@@ -48,7 +48,7 @@ class Gold:
 
 
 class Judge:
-    """Compares completions with gold answers.
+    """Compares completions with reference answers.
 
     Args:
       symbolic: the module `jrl.tasks.answers.symbolic`, as this process has loaded it.
@@ -65,7 +65,7 @@ class Judge:
         """The reason of a verdict.
 
         Raises:
-          ValueError: where the gold answer cannot be read.
+          ValueError: where the reference answer cannot be read.
         """
         known, answer = self._gold(gold), extract(completion)
         if answer is None or not answer.text:

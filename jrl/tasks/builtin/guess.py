@@ -73,7 +73,7 @@ def _hint(guess: int, number: int) -> str:
 
 
 def _found(random: Random, digits: list[int], number: int) -> list[dict[str, str]]:
-    """A conversation in which each guess is drawn from what is possible."""
+    """A conversation in which each guess is sampled from the possible numbers."""
     turns = []
     while True:
         guess = random.choice(digits)

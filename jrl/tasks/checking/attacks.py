@@ -39,7 +39,7 @@ OF_NUMBERS: dict[str, Attack] = {
 
 
 def attacks_on(examples: Sequence[Example]) -> list[tuple[Example, Case]]:
-    """Attacks on each of the examples that has a gold answer unlike those of some others."""
+    """Attacks on each of the examples whose reference answer differs from those of some others."""
     found = []
     for example in examples:
         gold = example.answer

@@ -1,6 +1,6 @@
 """Datasets of conversations for supervised fine-tuning.
 
-A record has "messages", the turns of a conversation in which the assistant says something,
+A record has "messages", the turns of a conversation with at least one of the assistant,
 
 ``{"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}``
 
@@ -31,14 +31,14 @@ from jrl.tasks.task import CORRECT, WRONG, Example, Verdict, check_pairs
 
 @dataclass(frozen=True)
 class Chat(Example):
-    """A conversation to learn from.
+    """A conversation to train on.
 
     As an example it is its beginning: `prompt` is what was said before the assistant's first turn,
-    of its last one where that alone is learned, and `answer` is that turn.
+    of its last one where that alone is trained on, and `answer` is that turn.
 
     Attributes:
       conversation: all of it, empty of a text.
-      text: learned as it is; None where there is a conversation.
+      text: trained on as it is; None where there is a conversation.
       place: where it is from, for messages.
       number: counts the conversations of a task.
     """
@@ -55,9 +55,9 @@ class Chat(Example):
 
 
 class Chats(PromptList):
-    """A list of conversations: some are held out, the others are gone through again and again.
+    """A list of conversations: some are held out, the others are trained on in repeated passes.
 
-    The side that one is on depends on its prompt: those that begin alike stay together.
+    The side that one is on depends on its prompt: those with an equal start stay together.
     """
 
     _kind, _fix = "conversations", "raise --max-length, or say --overlong truncate"
@@ -106,10 +106,10 @@ def load_chats(
       seed: picks the order of the training conversations.
       fields: names of the fields; None is `Fields()`.
       held_out: which conversations are held out; None is one in ten.
-      last: whether the last turn of the assistant alone is learned.
+      last: whether the last turn of the assistant alone is trained on.
 
     Raises:
-      ValueError: there is no such file, or a record is no conversation to learn from.
+      ValueError: there is no such file, or a record is no conversation to train on.
     """
     kind, _, path = spec.partition(":")
     if kind not in KINDS or not path:

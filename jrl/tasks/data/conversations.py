@@ -2,7 +2,7 @@
 
 A conversation is a list of messages, ``{"role": ..., "content": ...}``, or ShareGPT's ``{"from":
 ..., "value": ...}``. Roles are system, developer, user, assistant and tool, and those that a few
-templates have beside them (function, ipython, observation). A content is a text, a list of parts
+templates have in addition (function, ipython, observation). A content is a text, a list of parts
 ``{"type": "text", "text": ...}``, or null if tool calls or reasoning replace it.
 All other fields of a message are kept for the chat template.
 

@@ -32,7 +32,7 @@ class Fields:
 
     Attributes:
       prompt: of the prompt, a text or the messages of a conversation.
-      answer: of the gold answer.
+      answer: of the reference answer.
       messages: of the conversation, which every line must have; None takes "messages" in lines
         without a prompt.
     """
@@ -97,7 +97,7 @@ def needed(
 
 
 def needed_answer(record: Mapping[str, Any], name: str, place: str) -> str:
-    """The gold answer of a record as a text.
+    """The reference answer of a record as a text.
 
     Raises:
       ValueError: as for `needed` and `answer_text`.

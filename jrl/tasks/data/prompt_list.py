@@ -64,7 +64,7 @@ class PromptList:
         """Splits the examples.
 
         Args:
-          name: how the task is asked for.
+          name: by which the task is requested.
           examples: with distinct prompts; at least two, or one where others are held out.
           seed: picks the order of the training examples.
           heldout: which of them are held out; None is one in ten.
@@ -135,7 +135,7 @@ class PromptList:
         return self._heldout[index]
 
     def leave_out(self, fits: Fits) -> int:
-        """Leaves out the prompts that do not fit, on both sides, before any was asked for.
+        """Leaves out the prompts that do not fit, on both sides, before any was used.
 
         Returns:
           How many they were.

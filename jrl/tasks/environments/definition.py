@@ -50,18 +50,18 @@ class Environment(Protocol):
 
 @runtime_checkable
 class Conversing(Protocol):
-    """A task of conversations, whose prompts are a list or drawn, as of `jrl.tasks.definition`.
+    """A multi-turn task, whose prompts are a list or generated, as of `jrl.tasks.definition`.
 
     It may also have `full_marks`, the score from which on a conversation counts as correct (1);
-    `tools`, what the policy may call, which a chat template tells it of: each a
-    `jrl.tasks.tools.tool.Tool` or a schema; and, of prompts that are drawn, `distinct_prompts`:
+    `tools` that the policy may call, which a chat template tells it of: each a
+    `jrl.tasks.tools.tool.Tool` or a schema; and, of generated prompts, `distinct_prompts`:
     whether what is held out is chosen by the prompt alone. By default it is by the prompt and what
     the record hides.
     """
 
     @property
     def prompts(self) -> Any:
-        """Records, or a method that draws one."""
+        """Records, or a method that generates one."""
         ...
 
     def environment(self, **record: Any) -> Environment:

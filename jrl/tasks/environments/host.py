@@ -83,8 +83,7 @@ class Host(Protocol):
         ...
 
     def end(self, number: int) -> None:
-        """Closes the environment of a conversation that does not go on; one that is over needs
-        none."""
+        """Closes the environment of a conversation that ends early; one that is over needs none."""
         ...
 
     def close(self) -> None:

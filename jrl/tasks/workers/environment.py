@@ -27,11 +27,11 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 class Conversations:
-    """Environments of conversations that are under way.
+    """Environments of active conversations.
 
-    What an environment gives must depend on its record and on what was said alone. One that is not
-    here, for instance because its process was ended for another's time-out, is made again and told
-    everything that was said. Each that was made is closed once, where it has a `close`: when its
+    The output of an environment must depend on its record and on the messages so far alone. One
+    that is missing, for instance because its process was ended for another's time-out, is created
+    again, and the conversation replayed. Each is closed once, where it has a `close`: when its
     conversation is over, when it raises, in `end`, or in `close`.
 
     Args:
@@ -101,7 +101,7 @@ class Conversations:
         return found
 
     def end(self, number: int) -> None:
-        """Forgets a conversation that does not go on."""
+        """Forgets a conversation that ends early."""
         environment, _ = self._open.pop(number, (None, 0))
         self._close(environment)
 

@@ -78,7 +78,7 @@ class Worker:
         and none is started.
 
         Args:
-          seconds: how long the answer may take, and before it that to the question under way.
+          seconds: how long the answer may take, and before it that to the question in flight.
 
         Raises:
           TimeoutError: no answer came in time.

@@ -86,11 +86,11 @@ class RewardChecker:
     def each(
         self, questions: Sequence[Message], seconds: float, send: Callable[[Message], None]
     ) -> None:
-        """Answers questions beside each other, and sends ``{"number": ..., "answer": ...}`` when
+        """Answers questions concurrently, and sends ``{"number": ..., "answer": ...}`` when
         one is answered.
 
         Args:
-          seconds: how long one may take, from where it is begun.
+          seconds: time limit of one, from its start.
         """
 
         async def one(number: int, question: Message) -> None:

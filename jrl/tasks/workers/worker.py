@@ -5,8 +5,8 @@ math-verify (``worker.py math``), one for a generator of reasoning-gym (``worker
 SIZE OPTIONS``), or one for a reward or environments of the user's own (``worker.py reward
 DESCRIPTION``, ``worker.py environment DESCRIPTION``, see `jrl.tasks.workers.reward` and
 `jrl.tasks.workers.environment`). It reads one JSON object per line and answers each with another;
-an exception becomes ``{"error": ...}``. A reward that is `async` is asked several questions in one
-line, and answers each in a line of its own.
+an exception becomes ``{"error": ...}``. A reward that is `async` gets multiple
+questions in one line, and answers each in a line of its own.
 
 Both libraries pass texts to `eval`, completions of the policy among them. Here parsers replace it.
 
@@ -232,7 +232,7 @@ def gym_checker(
 
 
 def reward_checker(described: str) -> Callable[[Message], Message]:
-    """`jrl.tasks.workers.reward.reward_checker`, whose file lies beside this one."""
+    """`jrl.tasks.workers.reward.reward_checker`, whose file is in the same folder."""
     return _beside("reward").reward_checker(described)
 
 

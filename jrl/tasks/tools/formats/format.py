@@ -40,8 +40,8 @@ class ToolFormat(ABC):
     def calls(self, text: str, known: Known) -> list[Call]:
         """The calls in what a policy wrote, in their order; empty where there is none.
 
-        A call that is begun and cannot be read has an error. What a policy writes while it reasons
-        is none, and neither is a mention of how calls are written.
+        A call that is started and cannot be read has an error. Text within reasoning is none, and
+        neither is a mention of how calls are written.
 
         Args:
           text: with special tokens written out.
