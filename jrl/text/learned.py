@@ -111,8 +111,8 @@ class Spoken:
 
 
 def _learned(spoken: Spoken, tokenizer: Tokenizer, last: bool) -> Encoded | None:
-    """Trains on the tokens of each turn until its end, and on the end of sequence after the last
-    where nothing ends it; None if no token is trained on."""
+    """Builds the loss mask: the tokens of each turn until its end, and the end of sequence after the
+    last where nothing ends it; None if no token is trained on."""
     ids, turn = list(spoken.ids), spoken.turn
     learned = np.zeros(len(ids), bool)
     numbers = np.unique(turn[turn >= 0])

@@ -63,8 +63,8 @@ class Rewarded(OfPrompts):
           verifier: the prompts' own task, where its verdict is a part as well.
 
         Raises:
-          ValueError: where a reward fails on a reference answer, parts of two rewards have one name,
-            or a weight has the name of none.
+          ValueError: where a reward fails on a reference answer, parts of two rewards have one
+            name, or a weight has the name of none.
         """
         super().__init__(prompts)
         self._rewards = list(rewards)
