@@ -111,7 +111,7 @@ class Spoken:
 
 
 def _learned(spoken: Spoken, tokenizer: Tokenizer, last: bool) -> Encoded | None:
-    """Builds the loss mask: the tokens of each turn until its end, and the end of sequence after the
+    """Builds the loss mask: tokens of each turn until its end, and the end of sequence after the
     last where nothing ends it; None if no token is trained on."""
     ids, turn = list(spoken.ids), spoken.turn
     learned = np.zeros(len(ids), bool)
