@@ -93,7 +93,7 @@ class ToolEnvironment:
 
     Args:
       tools: that may be called.
-      score: of a final answer, the text that `jrl.tasks.answers` extracts from the turn.
+      score: scores a final answer, which `jrl.tasks.answers` extracts from the turn.
       end: written after each answer, by which a policy without a template sees that it is whole.
       most: turns with calls; one more ends the conversation.
       error: stands for every error, for a policy that knows few characters; None says what it is.
