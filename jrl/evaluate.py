@@ -1,8 +1,8 @@
-"""``python -m jrl.evaluate RUN``: how good the policy of a run is on prompts it never learned from.
+"""``python -m jrl.evaluate RUN``: evaluation of a run's policy on held-out prompts.
 
-Or that of a public checkpoint (``hf:DIR``), or either on another task (``--task``). The run may
-still be going on; nothing is written into its folder but, with ``--diagnostics``, the picture
-``plots/value_diagnostics.png`` of what its critic is worth.
+It also evaluates a public checkpoint (``hf:DIR``), or either on another task (``--task``). The run
+may still be in progress; nothing is written into its folder but, with ``--diagnostics``, the plot
+``plots/value_diagnostics.png`` of its critic.
 """
 
 import json
@@ -68,7 +68,7 @@ def _main(arguments: list[str]) -> int:
 
 
 def _evaluate(request: Request) -> dict[str, Any]:
-    """What was evaluated and the numbers, as they are printed and written."""
+    """Runs the evaluation; returns its settings and results, as they are printed and written."""
     folder = None if request.is_checkpoint else RunFolder.read(request.run)
     run, recipe = configuration(request, folder)
     start_jax(run.devices, request.processes)
@@ -172,7 +172,7 @@ def _with_slots(setup: "Setup", rows: int) -> "Setup":
 def _load(
     request: Request, folder: RunFolder | None, setup: "Setup", sampler: "Sampler"
 ) -> "tuple[Transformer[Array] | None, int]":
-    """Gives the sampler its policy; the critic, where it is asked for, and the step of both."""
+    """Loads the policy into the sampler; returns the critic, if requested, and the step of both."""
     from jrl.trainer.evaluation.saved_policy import load_both, load_checkpoint, load_policy
 
     # The characters of another task may be none of the tokenizer's.

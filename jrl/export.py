@@ -1,7 +1,8 @@
-"""``python -m jrl.export RUN --to DIR``: the policy of a run as a checkpoint that others read.
+"""``python -m jrl.export RUN --to DIR``: export of a run's policy as a Hugging Face checkpoint.
 
-DIR gets config.json and safetensors as `transformers` and vLLM have them, the tokenizer, the chat
-template and generation_config.json. The run may still be going on; nothing is written into it.
+DIR gets config.json and safetensors as `transformers` and vLLM read them, the tokenizer, the chat
+template and generation_config.json. The run may still be in progress; nothing is written into its
+folder.
 """
 
 import glob
@@ -42,7 +43,7 @@ run began from."""
 
 @dataclass(frozen=True)
 class Request:
-    """What to export, where and how."""
+    """Arguments of ``python -m jrl.export``."""
 
     run: tyro.conf.Positional[str]
     """Folder of the run."""
@@ -161,7 +162,7 @@ def _described(
 
 
 def _is_alive(process: int) -> bool:
-    """Whether another process of this number runs."""
+    """True if another process has this id."""
     if process == os.getpid():
         return False
     try:

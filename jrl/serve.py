@@ -1,7 +1,6 @@
-"""``python -m jrl.serve RUN``: the policy of a run, or a public checkpoint, behind OpenAI's
-protocol.
+"""``python -m jrl.serve RUN``: OpenAI-compatible server of a run's policy or a public checkpoint.
 
-The run may still be going on; nothing is written into its folder.
+The run may still be in progress; nothing is written into its folder.
 """
 
 import os
@@ -30,7 +29,7 @@ CACHE = 4 << 30
 
 @dataclass(frozen=True)
 class Request:
-    """What to serve, and how."""
+    """Arguments of ``python -m jrl.serve``."""
 
     run: tyro.conf.Positional[str]
     """Folder of a run, whose newest checkpoint is served, or hf:DIR for a public checkpoint."""

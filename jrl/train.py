@@ -1,4 +1,4 @@
-"""The main command: ``python -m jrl.train [RECIPE] [OPTIONS]`` trains a policy by reinforcement.
+"""``python -m jrl.train [RECIPE] [OPTIONS]``: reinforcement learning or fine-tuning of a policy.
 
 Without arguments it is the demonstration: GRPO on sorting digits, in a new folder under ``runs/``.
 """
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from moe.weights import Transformer
 
 RUNS = Path("runs")
-"""Where runs go that are given no folder, below the working directory."""
+"""Default folder of runs, below the working directory."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -144,7 +144,7 @@ def _resume(request: Request) -> int:
 
 
 def _settings(request: Request) -> dict[str, Any]:
-    """What all processes of a run must have been started with."""
+    """Settings that all processes of a run must have in common."""
     command = {"--resume": request.command.resume, "--dry-run": request.command.dry_run}
     config, source = to_json(request.run, request.recipe), source_of(request.recipe)
     fields = {**config["run"], **config["hyperparameters"]}
@@ -176,7 +176,7 @@ def _show(request: Request) -> int:
 
 
 def _resumed(request: Request) -> RunFolder | None:
-    """The run to go on with, to be looked at; None of a new one."""
+    """The run to resume, opened for reading; None for a new one."""
     return RunFolder.read(request.command.run_dir or "") if request.command.resume else None
 
 
@@ -294,8 +294,8 @@ def _open(make: Callable[[], RunFolder]) -> RunFolder:
 
 
 def _keep_with_run(setup: "Setup", folder: RunFolder) -> None:
-    """Saves the tokenizer, and copies what a checkpoint says of its network: the run goes on where
-    that has been moved."""
+    """Saves the tokenizer, and copies a checkpoint's description of its network: the run can resume
+    after the checkpoint was moved."""
     with FailTogether():
         if not is_main_process():
             return
@@ -316,8 +316,9 @@ def _keep_with_run(setup: "Setup", folder: RunFolder) -> None:
 
 
 def _say_lengths(setup: "Setup") -> None:
-    """Which prompts were left out; and the limit of completions, where nobody gave it and answers
-    do not tell how long reasoning is."""
+    """Prints the size of a fine-tuning dataset, the prompts that were left out and the tokens that
+    end a turn, where there are any; and the maximum completion length, where the user set none and
+    answers do not tell how long reasoning is."""
     from jrl.trainer.setup.lengths import left_out, response_origin
     from jrl.trainer.setup.reading import turn_ends
 
@@ -336,7 +337,7 @@ def _say_lengths(setup: "Setup") -> None:
 
 
 def _say_dispatch(setup: "Setup") -> None:
-    """How tokens reach the experts of other devices, where nobody said it."""
+    """Prints the dispatch method to experts on other devices, if the user chose none."""
     from jrl.trainer.setup.network import dispatch_explained
 
     chosen = dispatch_explained(setup.model, setup.run, setup.mesh)
@@ -345,7 +346,7 @@ def _say_dispatch(setup: "Setup") -> None:
 
 
 def _create(request: Request) -> RunFolder:
-    """The folder asked for, or the next with a number: one above the highest there is."""
+    """The requested folder, or the next with a number: one above the highest that exists."""
     config, source = to_json(request.run, request.recipe), source_of(request.recipe)
     code = own_files(request.run.task, request.run.reward)
     if request.command.run_dir is not None:

@@ -1,1 +1,1 @@
-"""What people look at: what each metric means, the terminal, plots."""
+"""Reports of runs: definitions of metrics, terminal displays, plots, the HTML page."""

@@ -1,4 +1,4 @@
-"""``python -m jrl.report RUN [RUN ...] [--out FILE]`` draws runs as one page."""
+"""``python -m jrl.report RUN [RUN ...] [--out FILE]`` writes runs as one page."""
 
 import sys
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from jrl.runs.folder import RunFolder
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for."""
+    """Arguments of ``python -m jrl.report``."""
 
     runs: tyro.conf.Positional[tuple[str, ...]]
     """Run folders; several are laid over each other."""

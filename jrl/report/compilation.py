@@ -1,6 +1,6 @@
 """Compilation on the terminal: "compiling the update, 12 s".
 
-JAX compiles a program when it is first called, for seconds to minutes in which nothing else
+JAX compiles a function when it is first called, for seconds to minutes in which nothing else
 happens.
 `CompilationWatch` listens to JAX's own events: a program is lowered, then compiled.
 """
@@ -26,7 +26,7 @@ NAMES = {
     "logprobs_and_choices_of": "the scoring pass",
     "values_of": "the critic's scoring pass",
 }
-"""What users call the long programs, by the name of the function."""
+"""Names on the terminal of functions that take long to compile, by function name."""
 
 
 @dataclass(frozen=True)

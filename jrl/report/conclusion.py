@@ -1,4 +1,4 @@
-"""What came of a run, in a few lines, and where to look next."""
+"""Summary of a run in a few lines, with the paths of its pages and the next command."""
 
 import shlex
 from collections.abc import Mapping, Sequence

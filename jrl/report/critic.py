@@ -1,4 +1,4 @@
-"""What a run's critic is worth: the diagnostics of `jrl.losses`, as one report."""
+"""Diagnostics of a run's critic: those of `jrl.losses`, as one report."""
 
 import functools
 from dataclasses import dataclass
@@ -190,7 +190,7 @@ def critic_diagnostics(rollout: CriticRollout) -> Report:
 
 
 class _Measured(NamedTuple):
-    """What `_measured` finds: fields of a `Report` as they are, and what others are made of."""
+    """Results of `_measured`: fields of a `Report`, and arrays that other fields are made of."""
 
     advantages: Array
     bias: Array

@@ -1,4 +1,4 @@
-"""One picture of all diagnostics of a critic, a panel each."""
+"""Plot of all diagnostics of a critic, one panel each."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a run shows on the terminal: two progress displays and a table of completions.
+"""Terminal displays of a run: progress of both stages, and a table of completions.
 
 On a terminal the displays are live; anywhere else (CI, a pipe, ``!python`` in a notebook) they are
 one plain line every few steps. Text that a model wrote is shown, never interpreted: no rich markup,

@@ -1,4 +1,4 @@
-"""What every metric means: one table, and nothing may be logged that is not in it.
+"""Definition of every metric: one table, and nothing may be logged that is not in it.
 
 Names are verl's where verl has one, because dashboards already parse them. Fractions and means
 state their denominator. "Token" alone means a token that the policy sampled (the mask of the

@@ -1,4 +1,4 @@
-"""Metrics by name: which are defined, and which measure time."""
+"""Lookup of metrics by name: those that are defined, and those that measure time."""
 
 import difflib
 from collections.abc import Collection, Iterable, Mapping

@@ -1,8 +1,8 @@
-"""Pictures of a run, drawn from its ``metrics.jsonl``.
+"""Plots of a run, from its ``metrics.jsonl``.
 
-`plot_run` writes one overview and one picture for each panel. Only panels whose metrics were logged
-are drawn. matplotlib is imported inside the functions: a command line should not wait for it before
-it has something to draw.
+`plot_run` writes one overview and one image for each panel. Only panels whose metrics were logged
+are plotted. matplotlib is imported inside the functions: a command line should not wait for it
+before it has something to plot.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Warnings of what goes wrong again and again in a run."""
+"""Warnings of repeated failures in a run."""
 
 import sys
 

@@ -1,1 +1,1 @@
-"""What a run leaves behind and starts from: its folder, lines, checkpoints and loggers."""
+"""Files of a run, which it writes and resumes from: folder, lines, checkpoints and loggers."""

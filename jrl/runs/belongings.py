@@ -1,8 +1,8 @@
-"""What belongs together in a run folder: a checkpoint says what lay beside it when it was saved.
+"""Provenance of a checkpoint: the settings and files of its run when it was saved.
 
-A run goes on only with the settings, the tokenizer and the lines of metrics and samples that its
-checkpoint saw, and a policy is read only with its own tokenizer. A file that was damaged, or that
-comes from another run, is noticed so.
+A run resumes only with the settings, the tokenizer and the lines of metrics and samples of its
+checkpoint, and a policy is read only with its own tokenizer. A file that was damaged, or that comes
+from another run, is detected by that.
 """
 
 import sys
@@ -16,7 +16,8 @@ from jrl.runs.folder import RunFolder
 
 
 def describe(settings: Mapping[str, Any], folder: RunFolder) -> dict[str, Any]:
-    """What a checkpoint that is saved now says of the run, as JSON values.
+    """Run metadata of a checkpoint that is saved now: settings, and hashes of files and lines, as
+    JSON values. Empty in all processes but the first, which writes it.
 
     Args:
       settings: those that a run keeps (`jrl.config.files.fixed_settings`).
@@ -31,8 +32,8 @@ def describe(settings: Mapping[str, Any], folder: RunFolder) -> dict[str, Any]:
 
 
 def newest_whole(checkpoints: Checkpoints) -> int | None:
-    """The step to go on from, None at the beginning. Newer checkpoints that are damaged are set
-    aside, each with a line that says so.
+    """Step of the latest valid checkpoint, to resume from; None without any checkpoint. Later
+    checkpoints that are damaged are set aside, each with a warning.
 
     Raises:
       ValueError: where all are damaged.
@@ -56,10 +57,10 @@ def go_back(
 
     Args:
       settings: as for `describe`, now.
-      found: what `describe` said when it was saved.
+      found: result of `describe` when it was saved.
 
     Raises:
-      ValueError: where the run beside it is not what it was then; nothing is dropped.
+      ValueError: where the run no longer matches the checkpoint; nothing is dropped.
     """
     with FailTogether():
         if is_main_process():

@@ -3,9 +3,9 @@
 A checkpoint is the folder ``<directory>/<step>/`` with three items: ``state`` (Orbax arrays under
 flat names such as ``policy/layers/w``), ``tree`` (shape and dtype of every leaf, as JSON) and
 ``meta`` (the caller's own JSON), and with the hashes of all their files (`jrl.runs.manifest`),
-against which every reader holds them. It is written under a temporary name and renamed, so that a
-kill at any moment leaves a whole checkpoint or none; leftovers are never read, and the next `save`
-removes them. What is found damaged later can be set aside as ``<step>.damaged``.
+which every reader verifies. It is written under a temporary name and renamed, so that a kill at any
+moment leaves a complete checkpoint or none; leftovers are never read, and the next `save` removes
+them. A checkpoint that is found damaged later can be set aside as ``<step>.damaged``.
 """
 
 import json
@@ -33,7 +33,7 @@ class Checkpoints:
     together. One run has one writer; other programs may restore meanwhile.
 
     Args:
-      directory: where checkpoints lie; made by the first `save`.
+      directory: of the checkpoints; created by the first `save`.
       keep: how many of the newest to keep, at least 1.
     """
 
@@ -91,7 +91,7 @@ class Checkpoints:
         return None, {}
 
     def set_aside(self, step: int) -> Path:
-        """Rename a damaged checkpoint, which is then none any more, and return where it lies.
+        """Rename a damaged checkpoint, which is not listed any more, and return its path.
 
         Only the writer of the run may call this.
         """
@@ -210,7 +210,7 @@ class Checkpoints:
         self._delete(later for later in self.steps() if later > step)
 
     def _find(self, step: int | None) -> tuple[int, dict[str, Any]]:
-        """Return the step asked for and the two JSON items of its checkpoint, which is whole."""
+        """Return the requested step and the two JSON items of its checkpoint, which is valid."""
         steps = self.steps()
         if not steps or (step is not None and step not in steps):
             wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
@@ -229,7 +229,7 @@ class Checkpoints:
         return step, {"tree": found["tree"], "meta": found["meta"]}
 
     def _damage(self, step: int) -> str | None:
-        """Why a checkpoint is not as it was written, None where it is."""
+        """Reason why a checkpoint is not as it was written; None if it is."""
         why = manifest.damage(self.directory / str(step), step)
         if why is None:
             self._whole.add(step)

@@ -1,12 +1,12 @@
-"""One folder per run: where each file lies, and who may write it.
+"""Run folder: the paths of its files, and the lock of the process that writes it.
 
 ``runs/<name>/  config.json  run.yaml  tokenizer.model  metrics.jsonl  samples.jsonl  plots/
-checkpoints/``, ``report.html`` to look at, ``versions.json`` with what it was made with,
-``recipe.py`` where the recipe is of the user's own, ``code/`` with the files of
-tasks and rewards that are, and where the run began from a public checkpoint ``model.json`` and
-``origin/``.
+checkpoints/``, ``report.html`` for people, ``versions.json`` with the versions of its software,
+``recipe.py`` for a custom recipe, ``code/`` with the files of custom tasks and rewards, and for a
+run that starts from a public checkpoint ``model.json`` and ``origin/``.
+
 The process that writes a run holds a lock on it, which the kernel releases when the process ends,
-however it ends. A run begins to exist with its ``config.json``, the last thing `create` writes.
+however it ends. A run exists from its ``config.json`` on, which `create` writes last.
 """
 
 import fcntl
@@ -24,8 +24,8 @@ LOCK = ".lock"
 class RunFolder:
     """The files of one run.
 
-    `create` begins a run and `resume` goes on with one; both hold the lock until `close`. `read`
-    looks at a run that another process may be writing.
+    `create` starts a run and `resume` continues one; both hold the lock until `close`. `read` opens
+    a run that another process may be writing.
     """
 
     def __init__(self, path: Path | str):
@@ -121,7 +121,7 @@ class RunFolder:
         records.replace(self.config_path, _config_bytes(config))
 
     def line_marks(self) -> dict[str, marks.Mark]:
-        """Return how far the lines of the run have come, for the checkpoint that goes on there."""
+        """Return the offsets of the run's lines, for the checkpoint that continues after them."""
         return {path.name: marks.mark(path) for path in (self.metrics_path, self.samples_path)}
 
     def file_marks(self) -> dict[str, marks.Mark]:

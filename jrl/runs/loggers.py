@@ -1,6 +1,6 @@
-"""Where metrics may go besides ``metrics.jsonl``: TensorBoard and Weights & Biases.
+"""Loggers of metrics besides ``metrics.jsonl``: TensorBoard and Weights & Biases.
 
-Both are extras, imported when one of these classes is made and not before.
+Both are extras, imported when one of these classes is created and not before.
 """
 
 import importlib
@@ -15,7 +15,7 @@ FLUSH_SECONDS = 5
 
 @runtime_checkable
 class Logger(Protocol):
-    """What the trainer asks of a destination."""
+    """Interface of a destination of metrics, for the trainer."""
 
     def log(self, step: int, metrics: Mapping[str, float | int]) -> None:
         """Record the metrics of one step."""
@@ -58,7 +58,7 @@ class TensorBoard:
 class Wandb:
     """Metrics as the history of a Weights & Biases run.
 
-    A resumed run continues its own history, which knows no way back: steps that a killed process
+    A resumed run continues its own history, which cannot be truncated: steps that a killed process
     logged after its last checkpoint stay as they are, and are not logged again. The same seed gives
     the same metrics, their timings apart.
 
@@ -66,7 +66,7 @@ class Wandb:
       directory: the run folder, by whose name the run is called; local files go to ``wandb/`` in
         it, and to ``wandb/run-id`` the identity of the run, so that another run of the same name is
         never continued.
-      config: shown beside the run.
+      config: shown with the run.
 
     Raises:
       ValueError: where wandb is not installed.

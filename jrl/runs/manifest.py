@@ -1,8 +1,7 @@
-"""What the files of a folder were when it was written: ``manifest.json``, their sizes and SHA-256,
-and its own.
+"""Manifest of a folder, ``manifest.json``: sizes and SHA-256 of the files written, and its own.
 
-It is written last, so that a folder without one was not finished. Of several processes each reads
-the files that it wrote, a block at a time; all functions are to be called by every process.
+It is written last, so that a folder without one is incomplete. With multiple processes, each reads
+the files that it wrote, a block at a time; every process must call all functions.
 """
 
 import hashlib
@@ -25,7 +24,7 @@ THREADS = min(8, os.cpu_count() or 1)
 
 
 def write(folder: Path, step: int) -> None:
-    """Writes the manifest of all files that lie in the folder.
+    """Writes the manifest of all files in the folder.
 
     Args:
       folder: what another writer of the same processes has completed.
@@ -42,8 +41,8 @@ def write(folder: Path, step: int) -> None:
 
 
 def damage(folder: Path, step: int) -> str | None:
-    """Why the folder is not what was written, None where every byte is. Files that the manifest
-    does not name are not looked at."""
+    """Reason why the folder is not as it was written; None if every byte is. Files that the
+    manifest does not name are not checked."""
     files = broadcast_from_main(_read(folder, step) if is_main_process() else None)
     if isinstance(files, str):
         return files

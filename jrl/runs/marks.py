@@ -1,7 +1,7 @@
-"""How far the lines of a run had come when a checkpoint was saved, and whether they still are so.
+"""File offsets of a run at a checkpoint, and the check that the files still match them.
 
-A mark is the length and the SHA-256 of a file of `jrl.runs.records` at that moment. The run goes
-on from the checkpoint with exactly these bytes; whatever came after them is written again.
+A mark is the length and the SHA-256 of a file of `jrl.runs.records` at that moment. The run resumes
+from the checkpoint with exactly these bytes; later lines are written again.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ Mark = dict[str, Any]
 
 
 def mark(path: Path) -> Mark:
-    """What the file holds, put on disk first: the checkpoint must not outlive its lines."""
+    """Length and SHA-256 of a file, synced first: the checkpoint must not outlive its lines."""
     if not path.exists():
         return _of(b"")
     with path.open("rb") as file:
@@ -60,7 +60,7 @@ def _of(content: bytes) -> Mark:
 
 
 def _fault(content: bytes, step: int, every_step: bool) -> str | None:
-    """What the lines up to a step show by themselves: the first that is wrong."""
+    """First fault of the lines up to a step, judged without the mark; None without any."""
     before = -1
     *lines, _ = content.split(b"\n")
     for number, line in enumerate(lines, start=1):

@@ -1,4 +1,4 @@
-"""Files of JSON lines that survive a kill: append and read; `jrl.runs.marks` goes back in them.
+"""Files of JSON lines that survive a kill: append and read; `jrl.runs.marks` truncates them.
 
 Every line is one JSON object with an integer ``"step"``. Floats are written as the shortest decimal
 that reads back to the same bits. JSON has no NaN and no infinity, so they become the strings

@@ -1,4 +1,4 @@
-"""Refusals of a file system, in one line."""
+"""Errors of a file system, each in one line."""
 
 import atexit
 import errno
@@ -21,7 +21,7 @@ REFUSALS = {
     errno.EFBIG: "raise the limit of a file's size (ulimit -f)",
     errno.EIO: "look at that disk",
 }
-"""What a user can do about an error of the operating system."""
+"""Remedies of a user for errors of the operating system."""
 
 
 class StorageError(RuntimeError):
@@ -45,10 +45,10 @@ def refusal_of(error: BaseException) -> int | None:
 
 @contextmanager
 def writing(path: Path, remedy: str) -> Iterator[None]:
-    """What is written to `path` inside is there, or one line says why not.
+    """Context in which `path` is written; a refused write raises an error of one line.
 
     Args:
-      remedy: what is left, and how to go on.
+      remedy: what is left, and how to continue.
 
     Raises:
       StorageError: where the operating system refused something.

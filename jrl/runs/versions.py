@@ -1,4 +1,4 @@
-"""What a run was made with: ``versions.json`` in its folder."""
+"""Versions of the software that a run was made with: ``versions.json`` in its folder."""
 
 import json
 import platform
@@ -11,7 +11,7 @@ PACKAGES = ("jrl-reasoning", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint
 
 
 def write(folder: RunFolder, device: str) -> None:
-    """Keep the versions of the process that writes the run, each time it starts or goes on.
+    """Keep the versions of the process that writes the run, each time it starts or resumes.
 
     Args:
       device: the kind of accelerator, and how many.

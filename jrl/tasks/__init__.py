@@ -1,4 +1,4 @@
-"""Where prompts come from, and how a completion is scored."""
+"""Tasks: sources of prompts, and verifiers and rewards that score completions."""
 
 from jrl.tasks.load import load_task as load_task
 from jrl.tasks.task import REASONS as REASONS

@@ -14,7 +14,7 @@ from jrl.tasks.sandbox.sandbox import allow_unsafe
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for."""
+    """Arguments of ``python -m jrl.tasks``."""
 
     command: tyro.conf.Positional[Literal["check"]]
     """check: try wrong and right answers, and say which are judged wrongly. The status is 1 where a

@@ -1,9 +1,9 @@
-"""What a task is written as: where its prompts come from, and what a completion is worth.
+"""Definition of a task: its prompts, and the reward of a completion.
 
 A record is a mapping with "prompt", a text (or "messages", the turns of a conversation, in its
-place), "answer" where there is a gold answer to imitate, and whatever else the reward reads. Every
-field but the prompt reaches the reward by its name. Tasks of the library and tasks of a user's own
-are written alike.
+place), "answer" where there is a reference answer to imitate, and whatever else the reward reads.
+Every field but the prompt is passed to the reward by its name. Tasks of the library and tasks of a
+user's own are written in the same way.
 """
 
 from collections.abc import Awaitable, Mapping, Sequence
@@ -21,9 +21,9 @@ Reward = float | Mapping[str, float] | Verdict
 
 @runtime_checkable
 class Endless(Protocol):
-    """A task whose prompts are drawn at random, as many as one likes.
+    """A task whose prompts are generated at random, in endless supply.
 
-    Lengths are in characters and hold for every prompt and every answer that can be drawn;
+    Lengths are in characters and hold for every prompt and every answer that can be generated;
     `characters` has all that they can contain, sorted.
     """
 
@@ -61,11 +61,11 @@ class Listed(Protocol):
         ...
 
     def reward(self, prompt: str, completion: str, **record: Any) -> Reward | Awaitable[Reward]:
-        """What a completion is worth.
+        """Returns the reward of a completion.
 
         Args:
           prompt: as the policy read it, of a conversation its text for people.
-          completion: what the policy wrote.
+          completion: the text that the policy wrote.
           record: the other fields of its record; a reward that does not take them all, by
             ``**record``, is given those that it names.
         """

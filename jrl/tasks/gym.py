@@ -1,15 +1,15 @@
 """Prompts from a generator of reasoning-gym, scored by that generator.
 
 It scores the answer in a completion (`jrl.tasks.answers`), without blanks around it. A chat model
-is asked for it as the library's own evaluations ask, in ``<answer>`` tags, by the system message
+is prompted as in the library's own evaluations, for ``<answer>`` tags, by the system message
 `reasoning_gym.utils.SYSTEM_PROMPTS["default"]`; a policy without a chat template reads the prompt
 alone.
 
-What its scorer gives is clipped to [0, 1] and otherwise taken as it is, with its faults: some
-generators reward garbage (`game_of_life_halting` fully, several with 0.01 or 0.05), and such credit
-shows under the reason "partial". ``python -m jrl.tasks check gym:NAME`` says what one can be talked
-into. An empty completion gets nothing. Generators whose own answers are
-missing or do not score full marks, and those that do not give the same prompts twice, are refused.
+Its scores are clipped to [0, 1] and otherwise used as they are, with their faults: some generators
+reward garbage (`game_of_life_halting` fully, others with 0.01 or 0.05), and such scores have the
+reason "partial". ``python -m jrl.tasks check gym:NAME`` lists the wrong answers that a generator
+rewards. An empty completion scores 0. Generators whose own answers are missing or do not score full
+marks, and those that do not give the same prompts twice, are rejected.
 """
 
 import difflib

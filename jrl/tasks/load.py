@@ -1,4 +1,4 @@
-"""A task from the words a user writes for it."""
+"""Loading of a task from the name that a user gives to ``--task``."""
 
 import difflib
 import json
@@ -86,8 +86,7 @@ def load_task(
         core, up to 8.
       held_out: which prompts are held out (`jrl.tasks.data.split.parse_heldout`).
       rewards: how completions are rewarded; None is by the task's own verifier or reward.
-      code_path: folder with a run's copies of files of the user's own; None reads them where they
-        lie.
+      code_path: folder with a run's copies of files of the user's own; None reads the originals.
       answers: what the answers of a file's prompts have to be, one of
         `jrl.tasks.answers.verdict.RULES`.
       unsafe_tools: lets code that a policy writes run without a sandbox, where there is none to be
@@ -131,8 +130,8 @@ def own_files(
 
 
 def lists(spec: str) -> frozenset[str]:
-    """The files and the tasks of a user's own that a task is made of, as they are named; those of
-    the library draw their prompts."""
+    """The files and custom tasks that a task is made of, as they are named; the library's tasks
+    generate their prompts."""
     return frozenset(part for _, part in _weighted_parts(spec) if _kind(part) in (None, *KINDS))
 
 

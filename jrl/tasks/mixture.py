@@ -1,4 +1,4 @@
-"""Several tasks in one, mixed by weight."""
+"""Mixture of tasks, interleaved by their weights."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,10 +16,10 @@ class Weighted:
 
 
 class Turns:
-    """Whose turn it is: each task has its share of all numbers so far, to within a turn or so.
+    """Weighted round-robin over tasks: each has its share of all indices, to within one or so.
 
-    A turn adds its weight to what each task is owed, and goes to the one that is owed most, the
-    first of equals. Tasks that have no more to give are passed over.
+    An index adds its weight to the credit of each task, and goes to the task with the highest
+    credit, the first of equals. Exhausted tasks are skipped.
     """
 
     def __init__(self, weights: Sequence[float], sizes: Sequence[int | None]):
@@ -29,7 +29,7 @@ class Turns:
         self._turns: list[tuple[int, int]] = []
 
     def __getitem__(self, index: int) -> tuple[int, int]:
-        """The task of a number, and how many numbers before it were that task's."""
+        """Task of an index, and the number of earlier indices that were that task's."""
         while len(self._turns) <= index:
             self._turns.append(self._next())
         return self._turns[index]
@@ -46,10 +46,10 @@ class Turns:
 
 
 class Mixture:
-    """Tasks whose prompts come by turns, in proportion to their weights.
+    """Tasks whose prompts are interleaved, in proportion to their weights.
 
-    Training and held-out prompts are mixed alike. Held-out lists that are used up are passed over,
-    so that every held-out prompt has a number.
+    Training and held-out prompts are mixed in the same way. Exhausted held-out lists are skipped,
+    so that every held-out prompt has an index.
 
     Attributes:
       sources: the tasks, in the order in which they were given.
@@ -61,7 +61,7 @@ class Mixture:
         """Mixes tasks.
 
         Args:
-          name: how the mixture is asked for.
+          name: by which the mixture is requested.
           weighted: at least two, with distinct names.
 
         Raises:

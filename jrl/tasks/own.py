@@ -1,4 +1,4 @@
-"""A task of a user's own, from a file or a module."""
+"""Custom task of a user, from a file or a module."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from jrl.tasks.references import Reference
 from jrl.tasks.task import Example, Prompts
 
 SIZES = ("max_prompt_length", "max_response_length", "characters")
-"""What a task that draws its prompts must say of all that it can draw."""
+"""Attributes that bound all prompts and answers that a task can generate."""
 
 
 def own_prompts(

@@ -1,4 +1,4 @@
-"""What a task is made of: where its prompts come from, whatever judges them."""
+"""Parts of a task: sources of its prompts, names of its rewards, and hosts of its environments."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,13 +9,13 @@ from jrl.tasks.task import Example
 
 
 def leaves(task: Any) -> list[Any]:
-    """The sources of a task's prompts, in their order: lists, or tasks that draw theirs."""
+    """The sources of a task's prompts, in their order: lists, or tasks that generate theirs."""
     sources = getattr(task, "sources", None)
     return [task] if sources is None else [leaf for source in sources for leaf in leaves(source)]
 
 
 def listed(leaf: Any) -> PromptList | None:
-    """A source as a list, None where it draws its prompts."""
+    """A source as a list; None if it generates its prompts."""
     return leaf if isinstance(leaf, PromptList) else None
 
 
@@ -35,14 +35,14 @@ def part_names(task: Any) -> tuple[str, ...]:
 
 
 def environments_of(task: Any, example: Example) -> Host | None:
-    """Where the environment of an example lives; None where a completion is one turn."""
+    """Host of the environment of an example; None if a completion is a single turn."""
     if names := task_names(task):
         return environments_of(task.sources[names.index(example.task)], example)
     return getattr(task, "environments", None)
 
 
 def has_environments(task: Any) -> bool:
-    """Whether any of a task's completions are conversations."""
+    """True if any of a task's completions are conversations."""
     if hasattr(task, "environments"):
         return True
     return any(has_environments(source) for source in getattr(task, "sources", ()))

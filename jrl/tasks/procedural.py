@@ -1,4 +1,4 @@
-"""Tasks whose examples are drawn at random, as many as one likes."""
+"""Tasks whose examples are generated at random, in endless supply."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,13 +11,14 @@ from jrl.tasks.task import CORRECT, UNPARSABLE, WRONG, Example, Verdict, check_i
 
 @dataclass(frozen=True)
 class ProceduralTask:
-    """An endless task: a definition draws records, and its reward judges completions right here.
+    """An endless task: a definition generates records, and its reward scores completions in this
+    process.
 
     Attributes:
-      name: how the task is asked for.
+      name: by which the task is requested.
       seed: picks the training stream and the held-out one; which prompts are held out is the same
         for all seeds.
-      definition: draws prompts and rewards completions.
+      definition: generates prompts and rewards completions.
       heldout_size: held-out prompts; None is an endless supply, though small spaces repeat
         themselves.
       heldout_share: of the prompts, in (0, 1).

@@ -1,16 +1,15 @@
-"""What every task has of the prompts that it judges, where they are those of another."""
+"""Base class of tasks that score the prompts of another source."""
 
 from jrl.tasks.task import Example, Prompts
 
 
 class OfPrompts:
-    """A task whose prompts are those of another, or of a list: it says alone what completions are
-    worth."""
+    """A task whose prompts are those of another task or of a list; it defines the scoring alone."""
 
     def __init__(self, prompts: Prompts):
         self._prompts = prompts
         self.sources: tuple[Prompts, ...] = (prompts,)
-        """Where the prompts come from."""
+        """Sources of the prompts."""
 
     @property
     def name(self) -> str:

@@ -1,6 +1,6 @@
-"""What a user's own code is named by: ``path/to/file.py:name`` or ``package.module:name``.
+"""References to a user's own code: ``path/to/file.py:name`` or ``package.module:name``.
 
-A run keeps a copy of each file, and reads that one when it goes on or is evaluated. Modules that
+A run keeps a copy of each file, and reads the copy when it is resumed or evaluated. Modules that
 are installed are not copied.
 """
 
@@ -22,7 +22,7 @@ from jrl.tasks.workers.process import Worker
 from jrl.tasks.workers.reward import made_by, module_of
 
 STARTUP_SECONDS = 300.0
-"""How long the code may take to be loaded by a worker, with the libraries that it imports."""
+"""Seconds in which a worker must load the code, with the libraries that it imports."""
 _FILE = re.compile(r"(.+\.py):([A-Za-z_]\w*)")
 _MODULE = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)")
 
@@ -73,7 +73,7 @@ class Reference:
         return self._loaded(lambda module: made_by(module, self.name))
 
     def is_reward(self) -> bool:
-        """Whether it names a function that is given a prompt and a completion.
+        """True if it names a function that takes a prompt and a completion.
 
         Raises:
           ValueError: where the code cannot be run, or has no such name.
@@ -103,7 +103,8 @@ class Reference:
 
 
 def looks_like_one(text: str) -> bool:
-    """Whether it is written as a reference, be there such a file or module or not."""
+    """True if a text is written as a reference. The file, or the module if its name has a dot, need
+    not exist."""
     if _FILE.fullmatch(text):
         return True
     found = _MODULE.fullmatch(text)
@@ -115,8 +116,8 @@ def reference(text: str, code_path: Path | None = None) -> Reference:
     """Reads what a user wrote.
 
     Args:
-      code_path: folder of the copies of a run; None, or a file that has none there, is read where
-        it lies.
+      code_path: folder of the copies of a run; None, or a file without a copy, is read from its
+        path.
 
     Raises:
       ValueError: where it is no reference, or the file cannot be read.
@@ -140,7 +141,7 @@ def reference(text: str, code_path: Path | None = None) -> Reference:
 
 
 def copy_name(file: str) -> str:
-    """What the copy of a file is called, which tells paths apart."""
+    """File name of the copy of a file, with a hash of its path that tells paths apart."""
     stem = re.sub(r"\W+", "_", Path(file).stem)
     return f"{stem}-{sha256(file.encode()).hexdigest()[:8]}.py"
 

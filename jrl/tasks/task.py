@@ -1,4 +1,4 @@
-"""What a task is: prompts, gold completions, and verdicts on what a policy wrote."""
+"""Interface of a task: prompts, reference completions, and verdicts on sampled completions."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,13 +23,13 @@ class Example:
     Attributes:
       prompt: what the policy is given; of a conversation its text for people. No two examples
         share one, but for those that differ in what is hidden.
-      answer: a gold completion, for a supervised warm start; others may score as much.
+      answer: a reference completion, for a supervised warm start; others may score as much.
       messages: role and content of each message of a conversation, of which a chat template makes
         the prompt; empty where the prompt is a text.
       record: every field that its source has for it but the prompt, for rewards to read.
       task: the name of its task in a mixture of several, empty elsewhere.
-      turns: role and content of what follows the prompt in a gold conversation, the policy's first
-        and last, as "assistant"; empty where the answer is all of it.
+      turns: role and content of what follows the prompt in a reference conversation, the policy's
+        first and last, as "assistant"; empty where the answer is all of it.
       hidden: what of the record the prompt does not show, where an environment answers or a chat
         template writes more than contents; tells it from others with its prompt.
       tools: that a chat template tells the policy of, as JSON texts of their schemas.
@@ -53,19 +53,19 @@ class Example:
 
     @property
     def identity(self) -> str:
-        """What no two examples share."""
+        """Text that no two examples share: the prompt, and what is hidden."""
         return f"{self.prompt}\0{self.hidden}" if self.hidden else self.prompt
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a completion is worth, and why.
+    """Score of a completion, and the reason for it.
 
     Attributes:
       score: of a verifier in [0, 1], where 1 is full marks; the weighted sum of rewards is any
         finite number.
-      reason: one of `REASONS`. Of a verifier, "correct" goes with 1, "partial" with what lies
-        between, the others with 0.
+      reason: one of `REASONS`. Of a verifier, "correct" goes with 1, "partial" with scores between
+        0 and 1, the others with 0.
       parts: name and value of each reward that was summed; None is a verifier's verdict.
     """
 
@@ -92,7 +92,7 @@ class Verdict:
 
     @property
     def correct(self) -> bool:
-        """Whether it is full marks, which accuracy counts."""
+        """True if it has full marks, which accuracy counts."""
         return self.reason == "correct"
 
 
@@ -107,14 +107,14 @@ ERROR = Verdict(0.0, "error")
 class Prompts(Protocol):
     """A source of prompts: a task but for its verdicts.
 
-    Lengths are in characters and hold for every prompt and every gold completion, the end of the
-    sequence not counted. `characters` is sorted and holds whatever prompts and gold completions can
-    contain. Everything depends on the task's seed and the index alone, in every process.
+    Lengths are in characters and hold for every prompt and every reference completion, the end of
+    the sequence not counted. `characters` is sorted and has all that these can contain.
+    Everything depends on the task's seed and the index alone, in every process.
     """
 
     @property
     def name(self) -> str:
-        """How the task was asked for."""
+        """Name by which the task was requested."""
         ...
 
     @property
@@ -124,17 +124,17 @@ class Prompts(Protocol):
 
     @property
     def max_response_length(self) -> int:
-        """Characters of the longest gold completion."""
+        """Characters of the longest reference completion."""
         ...
 
     @property
     def characters(self) -> str:
-        """Every character of prompts and gold completions, sorted."""
+        """Every character of prompts and reference completions, sorted."""
         ...
 
     @property
     def heldout_size(self) -> int | None:
-        """How many held-out prompts there are; None is an endless supply."""
+        """Number of held-out prompts; None is an endless supply."""
         ...
 
     def train(self, index: int) -> Example:

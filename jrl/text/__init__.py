@@ -1,1 +1,1 @@
-"""Text to tokens and back: tokenizers, chat templates, prompts as arrays."""
+"""Tokenizers, chat templates, and prompts as token arrays."""

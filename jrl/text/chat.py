@@ -1,8 +1,8 @@
-"""A conversation as the text a network was trained on: the chat template of its checkpoint.
+"""Chat template of a checkpoint: a conversation as the text that the network was trained on.
 
 Templates are Jinja programs that come with the checkpoint. They run in Jinja's sandbox, in a
-process with limits of time and memory (`jrl.text.templates`), with the names that the ecosystem's
-templates count on, and see nothing but the conversation.
+process with limits of time and memory (`jrl.text.templates`). They get the names that published
+templates rely on, and see nothing but the conversation.
 """
 
 import json
@@ -68,12 +68,12 @@ class ChatTemplate:
 
     @property
     def marks(self) -> bool:
-        """Whether it says by ``{% generation %}`` what the assistant wrote."""
+        """True if the template marks the assistant's text by ``{% generation %}``."""
         return self._marking is not None
 
     @cached_property
     def closing(self) -> str | None:
-        """What it writes after the assistant's last message; None where that cannot be found."""
+        """Text after the assistant's last message; None if it cannot be found."""
         for first in ((), (("system", "?"),)):
             asked = Conversation.of([*first, ("user", "?"), ("assistant", PROBE)])
             try:
@@ -86,7 +86,7 @@ class ChatTemplate:
         return None
 
     def opening(self, conversation: Conversation) -> str:
-        """What it begins the assistant's next turn with; empty where that cannot be told."""
+        """Text that opens the assistant's next turn; empty if it cannot be found."""
         try:
             asked = self.write_all([(conversation, False), (conversation, True)])
             before, opened = map(written, asked)
@@ -142,7 +142,7 @@ class ChatTemplate:
         ]
 
     def _given(self, conversation: Conversation, opened: bool) -> dict[str, Any]:
-        """What the template sees."""
+        """Names that the template is rendered with."""
         turns = [dict(turn) for turn in conversation.turns]
         if not self._knows_null:
             turns = [{**turn, "content": said(turn)} for turn in turns]
@@ -231,12 +231,11 @@ class ChatTemplate:
         return ids if ended else [tokenizer.turn_end_id, *ids]
 
     def _behind_turn(self, own: Marked, place: int, ends: str) -> tuple[str, re.Match[str] | None]:
-        """What the template writes behind a turn, up to the network's next, and the first token in
-        it that ends one.
+        """Text between a turn and the network's next, and the first token in it that ends a turn.
 
-        A probe is looked for that stands in the turn: in the last argument of its last call, or in
-        its content. Some templates leave out the content beside calls, some write calls before it,
-        and some take one call alone.
+        The turn is rendered with a probe: in the last argument of its last call, or in its content.
+        The text starts behind the probe. Some templates leave out the content of a turn with calls,
+        some write calls before it, and some accept one call alone.
 
         Args:
           place: of the turn in the conversation.
@@ -300,7 +299,7 @@ KNOWS_NULL = re.compile(
 )
 """Of a template that asks whether a content is null."""
 PROBE = "probe"
-"""What the assistant says in a turn that is written to see what stands behind it."""
+"""Content of an assistant's turn that is rendered to find the text behind it."""
 
 
 def _compiled(source: str, day: str, marks: tuple[str, str] | None = None) -> Renderer:

@@ -1,7 +1,7 @@
-"""Conversations as tokens: what stands between two turns of the policy, and gold ones to imitate.
+"""Tokens of conversations: between two turns of the policy, and of reference conversations.
 
-With a chat template the messages are laid out as it lays them out; without one their contents
-follow each other as they are. What the policy sampled is never encoded again.
+With a chat template, messages are written as the template writes them; without one, their contents
+are concatenated as they are. The tokens that the policy sampled are never encoded again.
 """
 
 from collections.abc import Sequence
@@ -23,13 +23,13 @@ Messages = Sequence[tuple[str, str]]
 
 
 def message_of(format: PromptFormat, ids: np.ndarray, before: Sequence[int] = ()) -> str:
-    """What the policy said in a turn, its end left out.
+    """Text of the policy's turn, without its end.
 
-    With a template, special tokens are written out: a call of a tool may be made of them. Where
-    what stands before it has opened reasoning, the text begins with the mark of that.
+    With a template, special tokens are written out: a tool call may be made of them. If the tokens
+    before the turn have opened reasoning, the text starts with the mark of that.
 
     Args:
-      before: the tokens that it goes on from.
+      before: the tokens that the turn continues.
     """
     if format.template is None:
         return text_of(format.tokenizer, ids)
@@ -94,8 +94,8 @@ def _turns(format: PromptFormat, example: Example, messages: Messages) -> tuple[
 
 
 def gold_conversation(format: PromptFormat, example: Example) -> tuple[list[int], list[bool]]:
-    """The tokens of a gold conversation after the prompt, and which of them are imitated: those of
-    the policy's turns with their ends."""
+    """The tokens of a reference conversation after the prompt, and their loss mask: true on the
+    policy's turns with their ends."""
     ids: list[int] = []
     imitated: list[bool] = []
     turns = _in_format(format, example, example.turns or (("assistant", example.answer),))
@@ -132,7 +132,7 @@ def _turn_ids(format: PromptFormat, example: Example, before: Messages, content:
 
 
 def _in_format(format: PromptFormat, example: Example, turns: Messages) -> Messages:
-    """The turns of a gold conversation, whose calls are written plainly, with calls as the
+    """The turns of a reference conversation, whose calls are written plainly, with calls as the
     checkpoint writes them."""
     own, known = format.tool_format, example_tools(example)
     if own is None or not known:
@@ -148,8 +148,8 @@ def _in_format(format: PromptFormat, example: Example, turns: Messages) -> Messa
 def gold_rows(
     format: PromptFormat, examples: Sequence[Example], prompt_length: int, response_length: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Prompts and gold conversations, padded before and behind, ``[examples, prompt_length +
-    response_length]``: ids, what is not padding, and what is imitated.
+    """Prompts and reference conversations, padded left and right, ``[examples, prompt_length +
+    response_length]``: ids, padding mask (true on tokens), and loss mask.
 
     Raises:
       ValueError: for a prompt or a conversation that is longer.

@@ -1,4 +1,4 @@
-"""Text to token ids and back as a public checkpoint does it: `tokenizer.json`, or SentencePiece."""
+"""Tokenizer of a public checkpoint: `tokenizer.json`, or SentencePiece."""
 
 import json
 import re
@@ -252,7 +252,7 @@ _BYTES = _byte_characters()
 
 
 def _byte_level(pipeline: Mapping[str, Any]) -> bool:
-    """Whether its tokens are written in the characters of `_BYTES`."""
+    """True if the tokens are written in the characters of `_BYTES`, as byte-level BPE does."""
     decoder = pipeline.get("decoder") or {}
     parts = decoder.get("decoders", [decoder])
     return any(part.get("type") == "ByteLevel" for part in parts)
@@ -288,7 +288,7 @@ def _begins(
     stated: Mapping[str, Any],
     bos: str | None,
 ) -> bool:
-    """Whether the beginning of sequence comes before a text, as `checkpoint_tokenizer` says."""
+    """True if the beginning of sequence comes before a text, as `checkpoint_tokenizer` says."""
     given = stated.get("add_bos_token")
     if bos is None or given is not None or pipeline.get("post_processor") is None:
         return bool(given is None or given)
@@ -355,7 +355,7 @@ def _optional(path: Path) -> dict[str, Any]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """What a JSON file holds.
+    """Reads the object of a JSON file.
 
     Raises:
       ValueError: where it cannot be read, or holds no object.

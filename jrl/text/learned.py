@@ -1,17 +1,18 @@
-"""A conversation as tokens, and which of them the assistant said: what a policy learns from.
+"""Tokens of a conversation, and the loss mask of the assistant's turns.
 
-With a chat template the tokens are those of the whole text that it writes. What of the text is the
-assistant's is told by the template's own ``{% generation %}`` marks where it has them, and
-otherwise by rendering the conversation up to each of its turns, opened for it, and up to the turn's
-end: the characters between the two. A token is the assistant's that has one of them. Where a token
-would have characters of the generation prompt as well, two line ends mostly, the text is cut
-between them: the policy is asked after the tokens of the prompt alone. A turn's end is the first
-token that ends a completion; what a template writes after that (a line end, mostly) no policy ever
-samples, and it is not learned. Where a template ends a turn by the beginning of the next alone, as
-GLM's does, the end of sequence comes after the last turn. Of a "text" everything is learned.
+With a chat template, the tokens are those of the whole text that it writes. The template's own
+``{% generation %}`` marks delimit the assistant's text, if it has them. Otherwise the conversation
+is rendered up to each of the assistant's turns, opened for it, and up to the turn's end; the
+characters between the two are the assistant's. A token with one of these characters is the
+assistant's. If a token would have characters of the generation prompt as well (two line ends,
+mostly), the text is split between them: the policy continues the tokens of the prompt alone. A turn
+ends with the first token that ends a completion. A policy never samples the text that a template
+writes after that (a line end, mostly), and it is not trained on. If only the start of the next turn
+ends a turn, as in GLM's template, the end of sequence comes after the last turn. A "text" is
+trained on from its second token on.
 
-Without a template a question and an answer are the tokens of both and the end of sequence, as
-reinforcement has them; a longer conversation is written with the roles before what they say:
+Without a template, a question and an answer are the tokens of both and the end of sequence, as in
+reinforcement learning. A longer conversation is written with the role before each content:
 
     user: 2 + 2?
     assistant: 4
@@ -34,12 +35,12 @@ from jrl.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Encoded:
-    """A conversation as a policy learns from it, up to the last token that is learned.
+    """Tokens of a conversation and their loss mask, up to the last token that is trained on.
 
     Attributes:
       ids: ``[time]`` its tokens.
-      learned: ``[time]`` which of them are learned, never the first.
-      context: tokens before the first one that is learned.
+      learned: ``[time]`` loss mask, never true on the first.
+      context: tokens before the first one that is trained on.
     """
 
     ids: np.ndarray
@@ -47,7 +48,7 @@ class Encoded:
     context: int
 
     def cut(self, most: int) -> "Encoded | None":
-        """Its first tokens; None where none of these is learned."""
+        """Its first tokens; None if none of these is trained on."""
         learned = self.learned[:most]
         return Encoded(self.ids[:most], learned, self.context) if learned.any() else None
 
@@ -57,7 +58,7 @@ class ChatFormat(PromptFormat):
     """The prompts of conversations are their own tokens; all others are as `PromptFormat` has them.
 
     Attributes:
-      last: whether the last turn of the assistant alone is learned.
+      last: whether the last turn of the assistant alone is trained on.
     """
 
     last: bool = False
@@ -73,7 +74,7 @@ def encode_chat(format: PromptFormat, chat: Chat, *, last: bool = False) -> Enco
     """The tokens of a conversation.
 
     Args:
-      last: whether the last turn of the assistant alone is learned.
+      last: whether the last turn of the assistant alone is trained on.
 
     Raises:
       ValueError: naming the record, where the template refuses it, or writes the beginning of a
@@ -110,8 +111,8 @@ class Spoken:
 
 
 def _learned(spoken: Spoken, tokenizer: Tokenizer, last: bool) -> Encoded | None:
-    """Of each turn the tokens until its end, and the end of sequence after the last where nothing
-    ends it; None where nothing is learned."""
+    """Builds the loss mask: tokens of each turn until its end, and the end of sequence after the
+    last where nothing ends it; None if no token is trained on."""
     ids, turn = list(spoken.ids), spoken.turn
     learned = np.zeros(len(ids), bool)
     numbers = np.unique(turn[turn >= 0])
@@ -136,7 +137,7 @@ def _learned(spoken: Spoken, tokenizer: Tokenizer, last: bool) -> Encoded | None
 
 
 def _of_text(tokenizer: Tokenizer, text: str) -> Encoded:
-    """A text of which everything is learned but what nothing predicts."""
+    """A text that is trained on but for its first token, which nothing predicts."""
     ids = tokenizer.begun(tokenizer.encode_special(text))
     if ids[-1] not in tokenizer.stop_ids:
         ids = [*ids, tokenizer.eos_id]
@@ -220,7 +221,7 @@ def _are_special(tokenizer: Tokenizer, located: Located) -> np.ndarray:
 
 
 def _asked(conversation: Conversation) -> Conversation:
-    """What the assistant's last turn answers."""
+    """The conversation before the assistant's last turn."""
     turns = conversation.turns
     last = max(at for at, turn in enumerate(turns) if turn["role"] == "assistant")
     return replace(conversation, turns=turns[:last])
@@ -244,7 +245,7 @@ def _by_beginnings(
     written before each of its turns and after it.
 
     Args:
-      last: whether the last turn alone is asked for.
+      last: whether the last turn alone is requested.
     """
     turns = conversation.turns
     spoken = [at for at, turn in enumerate(turns) if turn["role"] == "assistant"]

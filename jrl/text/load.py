@@ -1,4 +1,4 @@
-"""A tokenizer from its file: SentencePiece, ``tokenizer.json``, or what a run saved."""
+"""Loading of a tokenizer: SentencePiece, ``tokenizer.json``, or the file that a run saved."""
 
 import base64
 import binascii

@@ -1,4 +1,4 @@
-"""What each token writes of a text."""
+"""Text of each token."""
 
 from collections.abc import Sequence
 

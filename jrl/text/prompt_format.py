@@ -1,4 +1,4 @@
-"""From an example to the tokens of its prompt: as it is, or through a chat template."""
+"""Format of prompts: the tokens of an example's prompt, as it is or by a chat template."""
 
 import json
 from collections.abc import Mapping
@@ -20,14 +20,14 @@ from jrl.text.tool_calls import shows_tools, tool_format_of, with_calls
 from jrl.text.turn_end import with_turn_end
 
 OF_CHECKPOINT, NONE = "checkpoint", "none"
-"""What `RunConfig.chat_template` is but for a file."""
+"""Values of `RunConfig.chat_template` other than a file."""
 TEMPLATE_FILES = ("chat_template.jinja", "tokenizer_config.json", "chat_template.json")
 NO_TOOLS = "has tools, and the model no chat template to write them with: give --chat-template FILE"
 
 
 @dataclass(frozen=True)
 class PromptFormat:
-    """How prompts are laid out.
+    """Format of prompts: tokenizer, chat template and system prompt.
 
     Attributes:
       tokenizer: between text and tokens.
@@ -43,7 +43,8 @@ class PromptFormat:
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def conversation(self, example: Example) -> Conversation:
-        """What the policy goes on with: the example's own messages, or its prompt as the user's."""
+        """Conversation that the policy continues: the example's messages, or its prompt as a
+        user's."""
         pairs = example.messages or (("user", example.prompt),)
         turns = example.opening or Conversation.of(pairs).turns
         tools = [json.loads(tool) for tool in example.tools] or None
@@ -75,7 +76,7 @@ class PromptFormat:
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:
-        """How the checkpoint calls tools; None without a template, and where it is not known."""
+        """Tool-call format of the checkpoint; None without a template or a supported format."""
         return None if self.template is None else tool_format_of(self.template, self.tokenizer)
 
     def check_tools(self, example: Example) -> None:
@@ -103,7 +104,7 @@ class PromptFormat:
 
     @cached_property
     def _shown(self) -> dict[tuple[str, ...], bool]:
-        """Which tools the template writes, as far as they were asked for."""
+        """Cache of the tools that were checked: True if the template writes them."""
         return {}
 
     def check_shown(self, example: Example) -> None:
@@ -130,7 +131,7 @@ class PromptFormat:
 
     @cached_property
     def _takes_system(self) -> bool:
-        """Whether the template writes a system message; some refuse or pass over one."""
+        """True if the template writes a system message; some reject or ignore one."""
         if self.template is None:
             return False
         probe = "an instruction to look for"

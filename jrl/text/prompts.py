@@ -1,4 +1,4 @@
-"""Between a task's text and the token arrays of a batch."""
+"""Conversion between a task's text and the token arrays of a batch."""
 
 from collections.abc import Sequence
 
@@ -70,5 +70,5 @@ def special_text_of(tokenizer: Tokenizer, ids: np.ndarray) -> str:
 
 
 def conversation(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
-    """What the network read and wrote in one row, special tokens written out."""
+    """Text that the network read and wrote in one row, special tokens written out."""
     return tokenizer.decode_special(list(tokens), UNREADABLE)

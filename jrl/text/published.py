@@ -1,7 +1,7 @@
-"""The files that go with the weights of a public checkpoint: tokenizer, chat template, generation.
+"""Files beside the weights of a public checkpoint: tokenizer, chat template, generation settings.
 
-A run that begins from a checkpoint keeps the small ones of them (`keep`), so that what it exports
-says of tokens and of sampling what the checkpoint said, wherever that has gone.
+A run that starts from a checkpoint keeps the small ones (`keep`). Its exports then have the
+checkpoint's settings of tokens and sampling, even if the checkpoint itself was moved.
 """
 
 import json

@@ -1,8 +1,8 @@
-"""Text to token ids and back, with SentencePiece.
+"""SentencePiece tokenizer: text to token ids and back.
 
 The built-in tasks train a character model from the characters they use, in milliseconds; a user's
 `.model` file (character, BPE or unigram) is loaded as it is. Beginning and end of sequence are
-never added here: whoever lays out a batch knows where they belong.
+never added here, but by the code that assembles a batch.
 """
 
 import base64
@@ -35,7 +35,7 @@ SPOILT = SPACE_PIECE + "\u2585\x1f\0"
 
 @dataclass(frozen=True)
 class Usage:
-    """How a tokenizer is used, as far as that is not in its vocabulary.
+    """Settings of a tokenizer that are not in its vocabulary.
 
     Attributes:
       stop_ids: ids that end a completion besides the end of sequence.
@@ -113,18 +113,18 @@ class Tokenizer:
 
     @property
     def prefix(self) -> list[int]:
-        """What comes before a prompt: the beginning of sequence, or nothing."""
+        """Tokens before a prompt: the beginning of sequence, or none."""
         return [self.bos_id] if self.bos_id is not None and self.usage.begins else []
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """What ends a completion, each id once, the end of sequence first."""
+        """Ids that end a completion, each once, the end of sequence first."""
         turn = () if self.usage.turn_end is None else (self.usage.turn_end,)
         return tuple(dict.fromkeys((self.eos_id, *self.usage.stop_ids, *turn)))
 
     @property
     def turn_end_id(self) -> int:
-        """What ends the assistant's turn: the template's token, or the end of sequence."""
+        """Id that ends the assistant's turn: the template's token, or the end of sequence."""
         return self.eos_id if self.usage.turn_end is None else self.usage.turn_end
 
     @cached_property
@@ -283,7 +283,7 @@ class Tokenizer:
         return self.begun(ids) if self.usage.template_begins else ids
 
     def continued(self, before: str, text: str) -> list[int]:
-        """The ids of a text that goes on from another, whose own ids stand before them.
+        """The ids of a text that continues another, whose own ids come before them.
 
         Raises:
           ValueError: as for `encode`.
@@ -299,7 +299,7 @@ class Tokenizer:
           ids: each in [0, vocab_size).
 
         Raises:
-          ValueError: an id lies outside of the vocabulary.
+          ValueError: an id is outside of the vocabulary.
         """
         return self._text([token for token in self._known(ids) if token not in self.special_ids])
 
@@ -311,7 +311,7 @@ class Tokenizer:
           unknown: stands for an id that has no token.
 
         Raises:
-          ValueError: an id lies outside of the vocabulary.
+          ValueError: an id is outside of the vocabulary.
         """
         written = {identity: text for text, identity in self.special_tokens.items()}
         parts: list[str] = []

@@ -1,6 +1,6 @@
-"""Calls of tools in a conversation: the format of a chat template, and messages with their calls.
+"""Tool calls in a conversation: the format of a chat template, and messages with their calls.
 
-What a format is, and how calls are read in it, is said by `jrl.tasks.tools.formats`.
+The formats and their parsers are in `jrl.tasks.tools.formats`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -60,14 +60,13 @@ def tool_format_of(template: ChatTemplate, tokenizer: Tokenizer) -> ToolFormat |
 
 
 def _behind(before: str, whole: str) -> str:
-    """What follows in the whole where it is no longer the same."""
+    """Rest of `whole` from the first character that differs from `before`."""
     pairs = enumerate(zip(before, whole, strict=False))
     return whole[next((at for at, (a, b) in pairs if a != b), min(len(before), len(whole))) :]
 
 
 def shows_tools(template: ChatTemplate, tools: list[Any], names: Sequence[str]) -> bool:
-    """Whether a template writes tools: what it makes of a question differs with them, and names
-    each of them."""
+    """True if a template writes tools: its text differs with them, and has the name of each."""
     asked = Conversation.of([("user", "?")])
     given = template.render(replace(asked, tools=tools))
     return given != template.render(asked) and all(name in given for name in names)

@@ -1,7 +1,7 @@
-"""The token with which a chat template ends the assistant's turn, found by writing a turn once.
+"""Token with which a chat template ends the assistant's turn, found by rendering one turn.
 
-A checkpoint may name another token in config.json, as base models do whose template is that of the
-chat model. What the template writes is what the network is to learn, and what ends a completion.
+The config.json of a checkpoint may name another token, as base models do whose template is that of
+the chat model. The network is trained on the template's token, which ends a completion as well.
 """
 
 import re

@@ -1,1 +1,1 @@
-"""What an evaluation shows while it goes on, and at its end."""
+"""Terminal output of an evaluation: its progress and its results."""

@@ -1,4 +1,4 @@
-"""How far an evaluation is: bars on a terminal, a few plain lines elsewhere."""
+"""Progress of an evaluation: bars on a terminal, a few plain lines elsewhere."""
 
 import threading
 import time
@@ -51,7 +51,7 @@ class _TokensColumn(ProgressColumn):
 
 
 class _Phase:
-    """What a phase has come to.
+    """Progress of a phase: completions, tokens and seconds.
 
     Args:
       tokens: sampled so far, in all phases.
@@ -134,7 +134,7 @@ class EvaluationDisplay:
         self._said = time.monotonic()
 
     def _remind(self) -> None:
-        """Prints the line of the phase under way now and then, until the end."""
+        """Prints the line of the current phase now and then, until the end."""
         wait = self._wait
         while not self._ended.wait(wait):
             with self._lock:

@@ -1,4 +1,4 @@
-"""The numbers of an evaluation, and a few of its completions, on the terminal."""
+"""Results of an evaluation, and a few of its completions, on the terminal."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -50,7 +50,7 @@ def print_results(results: Mapping[str, Any], console: Console | None = None) ->
 
 
 def print_completions(records: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:
-    """Print completions with their prompts, gold answers and verdicts.
+    """Print completions with their prompts, reference answers and verdicts.
 
     Args:
       records: as a file of samples has them (`jrl.rollout.sampler.Completion.record`).
@@ -70,7 +70,7 @@ def print_completions(records: Sequence[Mapping[str, Any]], console: Console | N
 
 
 def _prompts(results: Mapping[str, Any]) -> str:
-    """How many prompts were evaluated, and of how many."""
+    """Line about the evaluated prompts: their number, of how many, and how they were sampled."""
     number, there = results["prompts"], results["prompts_there"]
     held_out = "" if results["everything"] else "held-out "
     if there is None:

@@ -1,1 +1,1 @@
-"""What a run is watched for while it goes."""
+"""Monitoring of a run for reward hacking while it trains."""

@@ -1,7 +1,7 @@
-"""Suspicion of a run whose score rises for a reason that nobody wants.
+"""Detection of reward hacking: a score that rises for an unwanted reason.
 
-It is a function of the metrics of the steps so far, and so of the lines of metrics.jsonl: a run
-that is resumed has it as one that was not.
+It is a function of the metrics of the steps so far, and so of the lines of metrics.jsonl: a resumed
+run gives the same result as an uninterrupted one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ LEAP = 0.2
 MORE_DISPUTED = 0.1
 """Share of completions by which those that are disputed must have become more."""
 COLLAPSE = 0.5
-"""What is left of lengths, or of the variety of answers."""
+"""Share of lengths, or of the variety of answers, that is left after a collapse."""
 ONE_FORM, MANY_FORMS = 0.9, 0.5
 """Share of the commonest form where one has taken over, and at most before."""
 
@@ -43,7 +43,7 @@ class Change:
 
 
 def reasons(lines: Sequence[Mapping[str, float | int]]) -> list[str]:
-    """Why the last of the steps is suspicious, a sentence each; empty where it is not.
+    """Reasons why the last step is suspicious, a sentence each; empty if it is not.
 
     Args:
       lines: metrics of the steps so far, or of the last `BEFORE + APART + NOW` of them.

@@ -1,1 +1,1 @@
-"""report.html: what runs were, as one page that needs nothing beside it."""
+"""report.html: runs as one self-contained page."""

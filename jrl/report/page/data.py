@@ -1,4 +1,4 @@
-"""What report.html shows of a run, as JSON: its metrics, samples, settings and versions."""
+"""Data of report.html as JSON: a run's metrics, samples, settings and versions."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -113,7 +113,7 @@ def _halving(steps: Sequence[int]) -> list[int]:
 
 
 def distinct(paths: Sequence[Path]) -> list[str]:
-    """The names of the folders, with as much of what lies above as tells them apart."""
+    """Names of the folders, with as many parent folders as make them distinct."""
     whole = [path.absolute().parts for path in paths]
     for depth in range(1, max(map(len, whole)) + 1):
         names = ["/".join(parts[-depth:]) for parts in whole]

@@ -1,4 +1,4 @@
-"""The file report.html: one template, its style and programs, and the data, all in one."""
+"""Writer of report.html: one template, its style and scripts, and the data in one file."""
 
 import html
 import json

@@ -1,7 +1,7 @@
-"""Answers: which part of a completion is one, what it says, and whether it is right.
+"""Answers of completions: extraction, parsing, and comparison with the reference answer.
 
-The worker program, which never loads `jrl`, loads this folder by its path: its files import each
-other relatively, and nothing else of `jrl`.
+The worker program never loads `jrl`, and loads this folder by its path. Its files therefore import
+each other relatively, and nothing else of `jrl`.
 """
 
 from .extraction import Extracted as Extracted

@@ -12,10 +12,11 @@ EXACT_DIGITS = 15
 
 
 def same_number(gold: Expression, answer: Expression) -> bool:
-    """Whether two numbers are one: exactly, or one the rounding of the other.
+    """True if two numbers are equal exactly, or if one is the rounding of the other.
 
-    A decimal stands for what it is rounded from where it shows `SIGNIFICANT` digits. A percentage
-    may be said with its sign or without.
+    A decimal may be a rounding where it shows `SIGNIFICANT` digits. Where one shows `EXACT_DIGITS`
+    digits, a difference of floating-point rounding is allowed. A percentage may be written with its
+    sign or without.
     """
     assert gold.value is not None and answer.value is not None
     if gold.percent != answer.percent:
@@ -45,7 +46,7 @@ def _close(gold: Expression, answer: Expression) -> bool:
 
 
 def significant_digits(decimal: Expression) -> int:
-    """How many digits a decimal shows, leading zeros not counted."""
+    """Number of digits that a decimal shows, without leading zeros."""
     mantissa = decimal.written.lstrip("-").partition("e")[0]
     return len(mantissa.replace(".", "").lstrip("0"))
 

@@ -1,11 +1,11 @@
-"""Arithmetic expressions as people and LaTeX write them: read, valued exactly, told from numbers.
+"""Parser of arithmetic expressions as people and LaTeX write them, with exact values.
 
     sum     := product (("+" | "-") product)*
     product := power (("*" | "/" | nothing) power)*
     power   := atom ["^" power] {"%" | "!"}
     atom    := number | "π" | "(" sum ")" | "{" sum "}" | \\frac{sum}{sum} | \\sqrt[n]{sum}
 
-Nothing is evaluated that could take long: values are bounded in their bits before they are made.
+Evaluation takes a bounded time: the bits of a value are bounded before it is computed.
 """
 
 import math
@@ -28,7 +28,7 @@ class NoExpression(ValueError):
 
 
 class SideBySide(NoExpression):
-    """Numbers beside each other, with nothing that joins them."""
+    """Adjacent numbers, with nothing that joins them."""
 
 
 class TooLarge(ValueError):
@@ -55,7 +55,7 @@ class Expression:
 
     @property
     def is_decimal(self) -> bool:
-        """Whether it is written with a point, and may stand for what it is rounded from."""
+        """True if it is written with a point or an exponent, and may be a rounded number."""
         return "." in self.written or "e" in self.written
 
 
@@ -222,7 +222,7 @@ class _Reader:
         raise NoExpression(f"{token.text!r} is no number")
 
     def _argument(self, depth: int) -> Expression:
-        """What a command is given: in braces, or a single digit."""
+        """Argument of a command: in braces, or a single digit."""
         ahead = self.ahead
         if ahead is not None and ahead.kind == "number" and len(ahead.text) > 1:
             # \frac12 is a half.

@@ -1,9 +1,9 @@
-"""Extraction of the answer: which part of a completion counts, for all tasks.
+"""Extraction of the answer from a completion, for all tasks.
 
-What follows the end of reasoning; in it the last complete ``\\boxed{...}`` or
-``<answer>...</answer>``, else the line of the last ``####``, else all of it. Reasoning that is
-never closed has no answer after it, and a box that is never closed is none. All of it takes time
-linear in the length of the text.
+Only the text after the end of reasoning counts. The answer is the last complete ``\\boxed{...}`` or
+``<answer>...</answer>`` in it, else the line of the last ``####``, else all of it. A completion
+whose reasoning is never closed has no answer, and a box that is never closed is ignored. The time
+is linear in the length of the text.
 """
 
 import re
@@ -18,7 +18,7 @@ REASONING = (
     ("<|channel|>analysis", "<|channel|>final<|message|>"),
     ("<|channel|>commentary", "<|channel|>final<|message|>"),
 )
-"""How checkpoints open and end their reasoning."""
+"""Marks that open and end the reasoning of checkpoints."""
 REASONING_TOKENS = frozenset(
     {"<|channel|>", "<|message|>", *(mark for pair in REASONING for mark in pair)}
 )
@@ -83,7 +83,7 @@ def extract(completion: str, *, bare: bool = False) -> Extracted | None:
 
 
 def after_reasoning(completion: str) -> str | None:
-    """What follows the last end of reasoning; None where reasoning is still open."""
+    """Text after the last end of reasoning; None if reasoning is still open."""
     start = 0
     for found in _ENDS.finditer(completion):
         start = found.end()
@@ -102,7 +102,7 @@ def opens_reasoning(text: str) -> str:
 
 
 def _marked(text: str, *, hashes: bool) -> str | None:
-    """What the strongest mark in a text says, None where there is none."""
+    """Text of the last box or tag, else of the last ``####`` if `hashes`; None without any."""
     box, tag = _last_boxes(text), _last_tag(text)
     if box is not None and (tag is None or box[0] > tag[0]):
         return box[1]
@@ -121,7 +121,8 @@ def _marked(text: str, *, hashes: bool) -> str | None:
 
 
 def _last_boxes(text: str) -> tuple[int, str] | None:
-    """Where the last complete box ends, and what it and those that belong to it say."""
+    """End of the last complete box, and its text with that of the boxes before it that belong to
+    it; None without a box."""
     opened: list[int] = []  # where the content of a box begins, -1 for other braces
     begins: list[int] = []
     boxes: list[tuple[int, int, str]] = []
@@ -152,7 +153,7 @@ def _last_boxes(text: str) -> tuple[int, str] | None:
 
 
 def _last_tag(text: str) -> tuple[int, str] | None:
-    """Where the last complete pair of answer tags ends, and what stands in it."""
+    """End of the last complete pair of answer tags, and its content; None without one."""
     begin, last = None, None
     for found in _TAG.finditer(text):
         if not found[1]:

@@ -1,7 +1,7 @@
-"""Habits of a policy's answers: how alike they are, and whether a second reader shares scores.
+"""Statistics of a policy's answers: their diversity, and full marks that a second reader confirms.
 
-The second reader is stricter than any verifier: of a gold answer that is a number, an answer must
-have its exact value and be in final form.
+The second reader is stricter than any verifier. It judges completions whose reference answer is a
+number: the answer must have its exact value and be in final form.
 """
 
 import re
@@ -30,7 +30,7 @@ class Answered:
     Attributes:
       prompt: tells its prompt from others.
       text: of the completion.
-      gold: the gold answer; empty where there is none.
+      gold: the reference answer; empty where there is none.
       correct: whether it got full marks.
     """
 
@@ -41,13 +41,15 @@ class Answered:
 
 
 def habits(answered: Iterable[Answered]) -> dict[str, float]:
-    """What the completions of a step have in common.
+    """Computes statistics of the answers to the prompts of a step.
 
     Returns:
-      ``answers/variety``: distinct answers that are the commonest for their prompt, over prompts;
-      ``answers/top_form``: share of the commonest form, digits and words left out of it; and where
-      gold answers are numbers, of the completions of these ``answers/shared``, the share with full
-      marks that the second reader gives too, and ``answers/disputed``, that which it does not.
+      ``answers/variety``: number of distinct answers that are the most frequent one of a prompt,
+      over the number of prompts; ``answers/top_form``: share of the most frequent form, in which
+      digits and words are left out; and where reference answers are numbers, of the completions of
+      these ``answers/shared``, the share with full marks that the second reader gives too, and
+      ``answers/disputed``, the share with full marks that it does not give. Empty without
+      completions.
     """
     rows = list(answered)
     if not rows:
@@ -74,7 +76,7 @@ def habits(answered: Iterable[Answered]) -> dict[str, float]:
 
 
 def is_disputed(row: Answered) -> bool:
-    """Whether a completion has full marks that the second reader does not give."""
+    """True if a completion has full marks that the second reader does not give."""
     gold = _number(row.gold)
     return gold is not None and row.correct and not _shares(row.text, gold)
 
@@ -89,7 +91,7 @@ def form_of(text: str) -> str:
 
 @lru_cache(maxsize=4096)
 def _number(gold: str) -> Stated | None:
-    """A gold answer that is a number in final form, None of any other."""
+    """A reference answer that is a number in final form; None for any other."""
     if not gold:
         return None
     answer = extract(gold)

@@ -1,7 +1,7 @@
-"""Numbers in answers: the one that a text states, if it states one, and in which form.
+"""Parser of the number that an answer states, if it states one, and of the form of the number.
 
-In running text the number that counts is the first after the last "answer is" (or "answer:"), else
-the last one. It must stand alone: "41 or 42", a list, an interval or "more than 42" states no
+In running text the stated number is the first after the last "answer is" (or "answer:"), else
+the last one. It must be the only one: "41 or 42", a list, an interval or "more than 42" states no
 number. A chain of equations states its last side, and the others must not contradict it.
 """
 
@@ -47,7 +47,7 @@ _NO_VARIABLE = {"a", "I", "A", "s", "m", "g", "h", "l", "L", "K", "C", "F", "N",
 
 @dataclass(frozen=True)
 class Stated:
-    """What a text states.
+    """Statement of a text: a number with its unit and variable, or the reason why it is none.
 
     Attributes:
       kind: `NUMBER`; `SEVERAL` numbers of which none counts; a `RELATION`, such as a bound;
@@ -91,7 +91,7 @@ def stated(text: str, *, marked: bool = False, exclaims: bool = True) -> Stated:
 
 
 def same_statement(gold: Stated, answer: Stated) -> bool:
-    """Whether two texts state one number, of one unit and one variable where both name theirs."""
+    """True if two texts state the same number, and their units and variables do not differ."""
     if gold.kind != NUMBER or answer.kind != NUMBER or None in (gold.value, answer.value):
         return False
     for one, other in ((gold.unit, answer.unit), (gold.label, answer.label)):
@@ -147,7 +147,7 @@ def _read(tokens: Sequence[Token], phrases: Sequence[Span], chosen: int, exclaim
 
 
 def _after_function(tokens: Sequence[Token], begin: int, end: int) -> int:
-    """Where f(2) = 42 or \\log 8 = 3 begins to say what is equal to the value of a function."""
+    """Start of the value in f(2) = 42 or \\log 8 = 3: the equals sign; else `begin`."""
     equal = [at for at in range(begin, end) if tokens[at].text == "="]
     if not equal:
         return begin
@@ -158,7 +158,7 @@ def _after_function(tokens: Sequence[Token], begin: int, end: int) -> int:
 
 
 def _is_unknown(token: Token) -> bool:
-    """Whether a token is of functions that are not read here."""
+    """True if a token belongs to a function that is not parsed here."""
     return token.text == "_" or (token.kind == "command" and token.text not in ("\\frac", "\\sqrt"))
 
 
@@ -199,7 +199,7 @@ def _is_variable(token: Token) -> bool:
 
 
 def _is_opaque(tokens: Sequence[Token], begin: int, end: int, labelled: bool) -> bool:
-    """Whether a variable, a function or an unknown command belongs to the phrase."""
+    """True if a variable, a function or an unknown command belongs to the phrase."""
     if any(map(_is_unknown, tokens[begin:end])):
         return True
     if end < len(tokens) and tokens[end].kind == "word" and tokens[end - 1].text != "=":
@@ -220,7 +220,7 @@ def _is_opaque(tokens: Sequence[Token], begin: int, end: int, labelled: bool) ->
 
 
 def _is_bound(tokens: Sequence[Token], begin: int, end: int) -> bool:
-    """Whether the number is only a bound, or is denied."""
+    """True if the number is only a bound, is negated, or is continued by a fraction in words."""
     if any(t.kind == "relation" for t in tokens[begin:end]):
         return True
     words = [t.text.lower() for t in tokens[max(0, begin - 3) : begin]]
@@ -253,14 +253,14 @@ def _parts(tokens: Sequence[Token], begin: int, end: int) -> list[Span]:
 
 
 def _is_bracketed(tokens: Sequence[Token]) -> bool:
-    """Whether the first bracket is closed by the last token."""
+    """True if the last token closes the first bracket."""
     if len(tokens) < 3 or tokens[0].text not in "([{" or tokens[-1].text not in ")]}":
         return False
     return all(_depth(tokens[:at]) > 0 for at in range(1, len(tokens)))
 
 
 def _chain(tokens: Sequence[Token], *, check: bool) -> Stated | None:
-    """What a chain of equations states, None where its last side is no number.
+    """Statement of a chain of equations; None if its last side is no number.
 
     Args:
       check: whether the other sides must have the value of the last.
@@ -301,7 +301,8 @@ def _chain(tokens: Sequence[Token], *, check: bool) -> Stated | None:
 
 
 def _contradicts(last: Expression, other: Expression) -> bool:
-    """Whether a side is another number; a sum that was worked out wrongly, or rounded, is none."""
+    """True if a side in final form differs from the last by more than 1 %: a sum that was worked
+    out wrongly is not in final form, and a rounded number is within the 1 %."""
     if not other.final or other.value is None or last.value is None:
         return False
     return abs(other.value - last.value) * 100 > abs(last.value)
@@ -314,7 +315,7 @@ def _as_text(tokens: Sequence[Token]) -> str:
 def _has_alternative(
     tokens: Sequence[Token], begin: int, end: int, others: Sequence[Span], value: Expression
 ) -> bool:
-    """Whether another number is offered beside it: "41 apples or maybe 42"."""
+    """True if another number is offered as well: "41 apples or maybe 42"."""
     before = begin - 1
     labelled = tokens[begin].text == "=" and before >= 0 and _is_variable(tokens[before])
     before -= labelled
@@ -346,7 +347,7 @@ def _has_alternative(
 
 
 def _same_label(tokens: Sequence[Token], previous: Span, begin: int) -> bool:
-    """Whether x = 41, x = 42 gives one variable two values."""
+    """True if one variable gets two values, as in x = 41, x = 42."""
     start, stop = previous
     if not start or tokens[start].text != "=" or tokens[start - 1].text != tokens[begin - 1].text:
         return False

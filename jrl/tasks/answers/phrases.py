@@ -1,4 +1,4 @@
-"""Phrases of a text that state numbers, and the one that counts."""
+"""Phrases of a text that state numbers, and the selection of the stated one."""
 
 from collections.abc import Sequence
 
@@ -55,7 +55,7 @@ def words_to_signs(tokens: list[Token]) -> list[Token]:
 
 
 def _exponent_length(tokens: Sequence[Token], at: int) -> int:
-    """How many tokens an exponent takes that begins there."""
+    """Number of tokens of the exponent that starts at `at`; 0 if none does."""
     texts = [token.text for token in tokens[at : at + 4]]
     if texts[:1] != ["^"]:
         return 0
@@ -63,7 +63,7 @@ def _exponent_length(tokens: Sequence[Token], at: int) -> int:
 
 
 Span = tuple[int, int]
-"""Where a phrase begins and ends among the tokens."""
+"""Start and end of a phrase among the tokens."""
 _MATH = ("number", "math", "command", "vulgar", "constant", "relation", "currency")
 _JOINING = {"and": ",", "or": "or", "to": DASH, "through": DASH}
 
@@ -89,7 +89,7 @@ def phrases_of(tokens: Sequence[Token]) -> list[Span]:
 
 
 def _is_aside(tokens: Sequence[Token], at: int) -> bool:
-    """Whether a bracket opens a remark on the number before it: 42 (17 + 25)."""
+    """True if a bracket opens a remark on the number before it: 42 (17 + 25)."""
     before = tokens[at - 1] if at else None
     return (
         tokens[at].text == "("
@@ -100,7 +100,7 @@ def _is_aside(tokens: Sequence[Token], at: int) -> bool:
 
 
 def _joins(tokens: Sequence[Token], at: int) -> bool:
-    """Whether a comma or a word stands between two parts of one statement."""
+    """True if a comma or a word joins two parts of one statement."""
     if tokens[at].kind != "comma" and tokens[at].text.lower() not in _JOINING:
         return False
     after = at + 1

@@ -1,7 +1,7 @@
-"""Formulas, sets, intervals and irrational numbers, read and compared by math-verify.
+"""Formulas, sets, intervals and irrational numbers, parsed and compared by math-verify.
 
-Imported by a worker process alone, which has put a parser of its own in the place of sympy's
-(`jrl.tasks.workers.worker`) before.
+Only a worker process imports it, after it has replaced sympy's parser by one of its own
+(`jrl.tasks.workers.worker`).
 """
 
 import functools
@@ -47,13 +47,14 @@ _LEFT_TO_DO = (sympy.Integral, sympy.Derivative, sympy.Limit, sympy.Sum, sympy.P
 
 
 def is_formula(text: str) -> bool:
-    """Whether a text is nothing but a formula, without words."""
+    """True if a text is a formula alone, without words."""
     return bool(text) and "\n" not in text and not _WORD.search(_COMMAND.sub(" ", text))
 
 
 @functools.lru_cache(maxsize=256)
 def read(text: str) -> tuple[Any, ...]:
-    """What math-verify finds in an answer: first as one formula, if it is one, then as it is."""
+    """Parsed values of an answer by math-verify: read as one formula, if it is one, else as it is.
+    Empty if nothing is found, or if the text is longer than `LONGEST`."""
     if len(text) > LONGEST:
         return ()
     tidy = _EXPONENT.sub(r"\1 \\cdot 10^{\2}", text.strip())
@@ -77,7 +78,7 @@ def read(text: str) -> tuple[Any, ...]:
 
 
 def same(gold: Sequence[Any], answer: Sequence[Any]) -> bool:
-    """Whether two readings are equal, irrational numbers and small ones relatively."""
+    """True if two readings are equal; irrational and small numbers by relative error."""
     golds, answers = list(gold), list(answer)
     if not verify(golds, answers, timeout_seconds=None, raise_on_error=True):
         return _same_where_real(golds[0], answers[0])
@@ -85,7 +86,7 @@ def same(gold: Sequence[Any], answer: Sequence[Any]) -> bool:
 
 
 def is_rounded(answer: Expression, gold: Sequence[Any]) -> bool:
-    """Whether a decimal is the rounding of an irrational gold answer."""
+    """True if a decimal is the rounding of an irrational reference answer."""
     value = _right_side(gold[0])
     digits = significant_digits(answer)
     if not answer.is_decimal or answer.value is None or not SIGNIFICANT <= digits <= DIGITS // 2:
@@ -97,7 +98,8 @@ def is_rounded(answer: Expression, gold: Sequence[Any]) -> bool:
 
 
 def _same_where_real(gold: Any, answer: Any) -> bool:
-    """Whether two formulas have one value wherever both are real: sqrt(1/n) and 1/sqrt(n)."""
+    """True if two formulas have the same value wherever both are real: sqrt(1/n) and 1/sqrt(n).
+    They are compared at sample points."""
     if not all(isinstance(x, sympy.Expr) for x in (gold, answer)):
         return False
     symbols = sorted(gold.free_symbols, key=str)
@@ -165,11 +167,11 @@ def _elements(value: Any) -> list[Any]:
 
 
 def is_final(text: str, reading: Sequence[Any]) -> bool:
-    """Whether nothing is left to work out in an answer.
+    """True if an answer has nothing left to work out.
 
     Args:
       text: of the answer: math-verify works out quotients of whole numbers while it reads.
-      reading: what `read` found in it.
+      reading: result of `read` for it.
     """
     return _parts_are_final(text) and all(_is_final(value) for value in reading)
 

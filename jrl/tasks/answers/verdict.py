@@ -1,8 +1,9 @@
-"""Verdict on an answer: whether it is the gold one, in its final form.
+"""Verdict on an answer: equality with the reference answer, and final form.
 
-A gold answer is a number, words, or a formula (`Kind`). Numbers are read and compared exactly
-(`jrl.tasks.answers.numbers`), words as text, and formulas by math-verify. Where the gold answer is
-in final form, an answer that has the same value and is still to be worked out is "unevaluated".
+A reference answer is a number, words, or a formula (`Kind`). Numbers are read and compared exactly
+(`jrl.tasks.answers.numbers`), words as text, and formulas by math-verify. Where the reference
+answer is in final form, an answer that has the same value and is still to be worked out is
+"unevaluated".
 """
 
 import functools
@@ -24,12 +25,12 @@ MOST_SETTING = 100
 """Characters that set an answer, besides those that belong to it."""
 FINAL, EVALUATED = "final", "evaluated"
 RULES = (FINAL, EVALUATED)
-"""What an answer has to be: a value in final form, or anything that has the value."""
+"""Requirements on an answer: a value in final form, or anything that has the value."""
 
 
 @dataclass(frozen=True)
 class Gold:
-    """A gold answer as it is read.
+    """A parsed reference answer.
 
     Attributes:
       text: its answer, without what leads to it.
@@ -47,7 +48,7 @@ class Gold:
 
 
 class Judge:
-    """Compares completions with gold answers.
+    """Compares completions with reference answers.
 
     Args:
       symbolic: the module `jrl.tasks.answers.symbolic`, as this process has loaded it.
@@ -64,7 +65,7 @@ class Judge:
         """The reason of a verdict.
 
         Raises:
-          ValueError: where the gold answer cannot be read.
+          ValueError: where the reference answer cannot be read.
         """
         known, answer = self._gold(gold), extract(completion)
         if answer is None or not answer.text:
@@ -144,7 +145,7 @@ class Judge:
 
 
 def _is_set_alike(text: str, gold: str) -> bool:
-    """Whether two texts differ in nothing but blanks and in how they are set."""
+    """True if two texts differ only in blanks and typesetting."""
     return len(text) <= MOST_SETTING + 4 * len(gold) and _squeezed(text) == _squeezed(gold)
 
 

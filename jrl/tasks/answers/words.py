@@ -26,7 +26,7 @@ _DENIED = re.compile(r"\b(?:not|isn't|never)\s*$", re.IGNORECASE)
 
 
 def is_word_answer(gold: str) -> bool:
-    """Whether a gold answer is words or a letter, where it states no number."""
+    """True if a reference answer, which states no number, is words or a letter."""
     text = normal(gold)
     if _CLOCK.fullmatch(gold.strip()):
         return True
@@ -43,7 +43,7 @@ def normal(text: str) -> str:
 
 
 def says(gold: str, text: str, *, marked: bool) -> bool | None:
-    """Whether a text states the gold answer; None where it states nothing that can be read.
+    """True if a text states the reference answer; None if it states nothing that can be read.
 
     Args:
       marked: whether it is known to be the answer, and no running text.
@@ -68,7 +68,8 @@ def says(gold: str, text: str, *, marked: bool) -> bool | None:
 
 
 def _stated(wanted: str, text: str) -> bool | None:
-    """Whether the last sentence that states something states what is wanted."""
+    """True if the last sentence that states something states the wanted answer; None if no sentence
+    states anything."""
     for sentence in reversed(re.split(r"(?<=[.!?])\s+|\n+", text.strip())):
         anchors = list(_ANCHOR.finditer(sentence))
         if not anchors:

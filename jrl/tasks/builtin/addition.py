@@ -1,6 +1,6 @@
 """Add two three-digit numbers, the sum written backwards: ``123+989=`` asks for ``2111``.
 
-Backwards, because then each digit depends only on digits and a carry that lie to its left.
+Backwards, so that each digit depends only on digits and a carry to its left.
 """
 
 from random import Random

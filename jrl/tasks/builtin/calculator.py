@@ -1,7 +1,8 @@
-"""Arithmetic that is too much for a head, with a calculator to call.
+"""Arithmetic task that needs a calculator tool.
 
-``47*83-6=`` is answered by a call, ``@calc 47*83-6``; to that comes ``3895.``, and the second turn
-``3895`` scores full marks. Whoever knows the result without the calculator may say it at once.
+The policy answers ``47*83-6=`` with a call, ``@calc 47*83-6``. The calculator returns ``3895.``,
+and the second turn ``3895`` scores full marks. A policy that knows the result may answer without a
+call.
 """
 
 from random import Random
@@ -13,7 +14,7 @@ from jrl.tasks.tools.tool import ToolEnvironment
 
 MOST_CALLS = 2
 ERROR = "error"
-"""What comes to a call that fails."""
+"""Output of a call that fails."""
 
 
 class Calculator:

@@ -1,6 +1,6 @@
 """Reach a target with three numbers: ``3,7,11=40:`` may be answered by ``3*11+7`` or by ``7+11*3``.
 
-Any expression scores that has the value asked for and uses each given number exactly once.
+Any expression scores that has the requested value and uses each given number exactly once.
 """
 
 from fractions import Fraction

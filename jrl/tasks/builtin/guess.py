@@ -1,8 +1,8 @@
-"""Guess a number from what is said of each guess.
+"""Number-guessing task with feedback on each guess.
 
-``023579:`` asks for one of these digits; to the guess ``7`` comes ``lower.``, to ``3`` ``higher.``,
-and so on. The number itself scores full marks, if it comes within `MAX_GUESSES`; half of what is
-possible each time always gets there.
+``023579:`` asks for one of these digits. The environment answers the guess ``7`` with ``lower.``,
+``3`` with ``higher.``, and so on. The number itself scores full marks within `MAX_GUESSES` guesses;
+bisection always finds it in time.
 """
 
 from collections.abc import Mapping
@@ -73,7 +73,7 @@ def _hint(guess: int, number: int) -> str:
 
 
 def _found(random: Random, digits: list[int], number: int) -> list[dict[str, str]]:
-    """A conversation in which each guess is drawn from what is possible."""
+    """A conversation in which each guess is sampled from the possible numbers."""
     turns = []
     while True:
         guess = random.choice(digits)

@@ -24,7 +24,7 @@ class Scratchpad:
 
     Args:
       least, most: digits of the shortest and the longest operand.
-      alike: whether each operand has a length of its own, all alike likely; else both have one,
+      alike: whether each operand has a length of its own, all equally likely; else both have one,
         with a heavy tail.
     """
 

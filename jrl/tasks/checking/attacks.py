@@ -1,4 +1,5 @@
-"""Completions that no verifier may reward, made of the prompts and gold answers of a task."""
+"""Adversarial completions that no verifier may reward, made from a task's prompts and reference
+answers."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,7 +9,7 @@ from jrl.tasks.task import Example
 
 MOST_OTHERS = 5
 Attack = Callable[[str, str, Sequence[str]], str]
-"""What is written for a prompt: of its text, its gold answer and those of other prompts."""
+"""Makes a completion from a prompt's text, its reference answer and those of other prompts."""
 
 ATTACKS: dict[str, Attack] = {
     "nothing": lambda prompt, gold, others: "",
@@ -34,11 +35,11 @@ OF_NUMBERS: dict[str, Attack] = {
     "a denial": lambda prompt, gold, others: f"not {gold}",
     "an interval": lambda prompt, gold, others: f"[{gold}, {gold}9]",
 }
-"""Where the gold answer is a number."""
+"""Attacks for reference answers that are numbers."""
 
 
 def attacks_on(examples: Sequence[Example]) -> list[tuple[Example, Case]]:
-    """Attacks on each of the examples that has a gold answer unlike those of some others."""
+    """Attacks on each of the examples whose reference answer differs from those of some others."""
     found = []
     for example in examples:
         gold = example.answer

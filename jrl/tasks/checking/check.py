@@ -1,4 +1,4 @@
-"""Check of a verifier: which wrong answers it rewards, and which right ones it does not."""
+"""Check of a verifier: wrong answers that it rewards, and right ones that it does not."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -20,18 +20,18 @@ from jrl.tasks.workers.process import Message
 PROMPTS = 8
 """Prompts of a task that are attacked."""
 Score = Callable[[Sequence[tuple[Example, str]]], list[float]]
-"""What completions are worth; NaN is a failure."""
+"""Scores of completions; NaN is a failure."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A case and what became of it.
+    """A case with its scores.
 
     Attributes:
       case: the answer, with the verdict that it should have.
-      score: what it was worth.
-      full: what the gold answer is worth.
-      none: what nothing is worth.
+      score: of the answer.
+      full: score of the reference answer.
+      none: score of an empty completion.
     """
 
     case: Case
@@ -41,22 +41,23 @@ class Finding:
 
     @property
     def gamed(self) -> bool:
-        """Whether it is wrong and is worth as much as the gold answer."""
+        """True if a wrong answer scores as much as the reference answer."""
         return self.case.verdict != "right" and self.score >= self.full
 
     @property
     def partly(self) -> bool:
-        """Whether it is wrong and is worth more than nothing."""
+        """True if a wrong answer scores more than an empty one, and less than the reference
+        answer."""
         return self.case.verdict != "right" and self.none < self.score < self.full
 
     @property
     def missed(self) -> bool:
-        """Whether it is right and is worth less than the gold answer."""
+        """True if a right answer scores less than the reference answer, or its scoring failed."""
         return self.case.verdict == "right" and not self.score >= self.full
 
     @property
     def faulty(self) -> bool:
-        """Whether it was judged otherwise than it should be."""
+        """True if the answer was judged otherwise than it should be."""
         return self.gamed or self.partly or self.missed
 
 
@@ -109,7 +110,7 @@ def _findings(score: Score, pairs: Sequence[tuple[Example, Case]]) -> list[Findi
 def _opened(
     target: str, seed: int, answers: str, seconds: float
 ) -> Iterator[tuple[Score, Task | None]]:
-    """What scores, and the task that it belongs to, if it does."""
+    """Opens the scoring function, and the task that it belongs to, if any."""
     with ExitStack() as stack:
         if looks_like_one(target) and (found := reference(target)).is_reward():
             reward = OwnReward(found, makes=False, seconds=seconds)
@@ -142,7 +143,8 @@ def _spec(target: str) -> str:
 
 
 def _compares_any(target: str) -> bool:
-    """Whether any gold answer may be compared with, and not those of the task's prompts alone."""
+    """True if answers may be compared with any reference answer, not with those of the task's
+    prompts alone."""
     return _spec(target).partition(":")[0] in KINDS
 
 
@@ -159,7 +161,8 @@ def _value(answer: Message) -> float:
 
 
 def page(target: str, findings: Sequence[Finding]) -> str:
-    """What was found, for people: a table of kinds, then each answer that was judged wrongly."""
+    """Report of the findings: a table of kinds, then answers that were judged wrongly, up to
+    `LISTED` of each group."""
     gamed = [each for each in findings if each.gamed]
     partly = [each for each in findings if each.partly]
     missed = [each for each in findings if each.missed]

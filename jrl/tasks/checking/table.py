@@ -11,11 +11,11 @@ UNEVALUATED = "unevaluated"
 
 @dataclass(frozen=True)
 class Case:
-    """An answer beside a gold one.
+    """An answer and a reference answer.
 
     Attributes:
       kind: what it is an example of.
-      gold: the gold answer.
+      gold: the reference answer.
       completion: the answer.
       verdict: one of `VERDICTS`.
       unevaluated: whether it is wrong as it is still to be worked out, and has the right value.

@@ -1,1 +1,1 @@
-"""Prompts that are given: files, records, lists of examples, and what is held out of them."""
+"""Datasets of prompts: files, records, lists of examples, and held-out splits."""

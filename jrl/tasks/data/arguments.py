@@ -1,7 +1,7 @@
-"""Arguments of a call of a tool, as chat templates take them.
+"""Arguments of a tool call, as chat templates take them.
 
-Loaded by the program that renders templates (`jrl.text.templates.program`) by its path, and
-therefore without anything of `jrl`.
+The program that renders templates (`jrl.text.templates.program`) loads this file by its path; it
+therefore imports nothing of `jrl`.
 """
 
 import json

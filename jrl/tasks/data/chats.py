@@ -1,11 +1,11 @@
-"""Conversations to learn from: what a file holds for the stage before reinforcement.
+"""Datasets of conversations for supervised fine-tuning.
 
-A record has "messages", the turns of a conversation in which the assistant says something,
+A record has "messages", the turns of a conversation with at least one of the assistant,
 
 ``{"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}``
 
-or a "prompt" and its "completion" ("answer" will do), or a "text" alone. What else a record may be
-is written in `jrl.tasks.data.records`, which reads it for reinforcement as well.
+or a "prompt" and its "completion" ("answer" will do), or a "text" alone. All forms of a record are
+described in `jrl.tasks.data.records`, which reads records for reinforcement learning as well.
 """
 
 import json
@@ -31,14 +31,14 @@ from jrl.tasks.task import CORRECT, WRONG, Example, Verdict, check_pairs
 
 @dataclass(frozen=True)
 class Chat(Example):
-    """A conversation to learn from.
+    """A conversation to train on.
 
     As an example it is its beginning: `prompt` is what was said before the assistant's first turn,
-    of its last one where that alone is learned, and `answer` is that turn.
+    of its last one where that alone is trained on, and `answer` is that turn.
 
     Attributes:
       conversation: all of it, empty of a text.
-      text: learned as it is; None where there is a conversation.
+      text: trained on as it is; None where there is a conversation.
       place: where it is from, for messages.
       number: counts the conversations of a task.
     """
@@ -50,14 +50,14 @@ class Chat(Example):
 
     @property
     def is_pair(self) -> bool:
-        """Whether it is a question and an answer, and nothing else."""
+        """True if it is one question and one answer, and nothing else."""
         return [turn["role"] for turn in self.conversation.turns] == ["user", "assistant"]
 
 
 class Chats(PromptList):
-    """A list of conversations: some are held out, the others are gone through again and again.
+    """A list of conversations: some are held out, the others are trained on in repeated passes.
 
-    The side that one is on depends on its prompt: those that begin alike stay together.
+    The side that one is on depends on its prompt: those with an equal start stay together.
     """
 
     _kind, _fix = "conversations", "raise --max-length, or say --overlong truncate"
@@ -78,11 +78,12 @@ class Chats(PromptList):
 
     @property
     def num_train(self) -> int:
-        """How many are learned from."""
+        """Number of conversations to train on."""
         return len(self._train)
 
     def verify(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Verdict]:
-        """Whether completions are what the assistant said, blanks around it aside."""
+        """Compares completions with the assistant's reference messages, apart from surrounding
+        blanks."""
         check_pairs(examples, completions)
         pairs = zip(examples, completions, strict=True)
         return [CORRECT if e.answer.strip() == text.strip() else WRONG for e, text in pairs]
@@ -105,10 +106,10 @@ def load_chats(
       seed: picks the order of the training conversations.
       fields: names of the fields; None is `Fields()`.
       held_out: which conversations are held out; None is one in ten.
-      last: whether the last turn of the assistant alone is learned.
+      last: whether the last turn of the assistant alone is trained on.
 
     Raises:
-      ValueError: there is no such file, or a record is no conversation to learn from.
+      ValueError: there is no such file, or a record is no conversation to train on.
     """
     kind, _, path = spec.partition(":")
     if kind not in KINDS or not path:

@@ -1,13 +1,13 @@
-"""Conversations in records: one reader for supervised fine-tuning, reinforcement and environments.
+"""Conversations in records: one parser for supervised fine-tuning, reinforcement and environments.
 
 A conversation is a list of messages, ``{"role": ..., "content": ...}``, or ShareGPT's ``{"from":
 ..., "value": ...}``. Roles are system, developer, user, assistant and tool, and those that a few
-templates have beside them (function, ipython, observation). A content is a text, a list of parts
-``{"type": "text", "text": ...}``, or null beside what stands in its place (tool calls, reasoning).
+templates have in addition (function, ipython, observation). A content is a text, a list of parts
+``{"type": "text", "text": ...}``, or null if tool calls or reasoning replace it.
 All other fields of a message are kept for the chat template.
 
-A table has every field of every record in each row: what is null there is absent. The arguments of
-a call may be JSON text, as OpenAI's clients write them, in which a null is one.
+A row of a table has the fields of all its records: a field that is null there is absent. The
+arguments of a call may be JSON text, as OpenAI's clients write them, in which a null is kept.
 """
 
 import json
@@ -20,7 +20,7 @@ from jrl.tasks.data.fields import Row, checked_text, from_json, short
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 OTHER_ROLES = ("function", "ipython", "observation")
-"""What some templates call the role of a tool."""
+"""Roles that some templates use for a tool."""
 SHAREGPT = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "model", "assistant", "function_call"), "assistant"),
@@ -40,11 +40,11 @@ Turn = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a chat template makes a text of.
+    """Messages, tools and arguments that a chat template renders.
 
     Attributes:
       turns: the messages.
-      tools: schemas of what may be called; None without.
+      tools: schemas of the tools that may be called; None without.
       arguments: other names that the template is given, such as enable_thinking.
     """
 
@@ -69,7 +69,7 @@ def plainly(turns: Iterable[Turn]) -> tuple[tuple[str, str], ...]:
 
 
 def has_more(turns: Iterable[Turn]) -> bool:
-    """Whether a message has more than a role and a content."""
+    """True if a message has fields beyond role and content, or its content is null."""
     return any(set(turn) - {"role", "content"} or turn["content"] is None for turn in turns)
 
 
@@ -210,7 +210,8 @@ def _content(turn: Mapping[str, Any], place: str) -> str | None:
 
 
 def _says(turn: Mapping[str, Any]) -> bool:
-    """Whether a message of the assistant is nothing but its content."""
+    """True if a message is the assistant's and has its content alone, without calls or
+    reasoning."""
     return turn["role"] == "assistant" and not any(map(turn.get, IN_PLACE_OF_CONTENT))
 
 

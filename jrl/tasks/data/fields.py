@@ -32,7 +32,7 @@ class Fields:
 
     Attributes:
       prompt: of the prompt, a text or the messages of a conversation.
-      answer: of the gold answer.
+      answer: of the reference answer.
       messages: of the conversation, which every line must have; None takes "messages" in lines
         without a prompt.
     """
@@ -69,7 +69,7 @@ def found(record: Mapping[str, Any], name: str) -> Any:
 
 
 def has(record: Mapping[str, Any], name: str) -> bool:
-    """Whether there is such a field, be it null or not."""
+    """True if the record has such a field, null or not."""
     if name in record:
         return True
     outer, dot, inner = name.partition(".")
@@ -97,7 +97,7 @@ def needed(
 
 
 def needed_answer(record: Mapping[str, Any], name: str, place: str) -> str:
-    """The gold answer of a record as a text.
+    """The reference answer of a record as a text.
 
     Raises:
       ValueError: as for `needed` and `answer_text`.

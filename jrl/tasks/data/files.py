@@ -1,6 +1,6 @@
 """Records from files: JSON lines, Parquet, and folders that Hugging Face's `datasets` saved.
 
-Each comes with the place it is from, for messages: lines and rows are counted from 1.
+Each record comes with its location, for error messages: lines and rows are counted from 1.
 """
 
 import json
@@ -15,7 +15,7 @@ KINDS = ("jsonl", "parquet", "dataset")
 """Kinds of files: JSON lines, a Parquet file or a folder of them, a folder of `save_to_disk`."""
 
 Placed = tuple[str, Any]
-"""Where a record is from, and the record."""
+"""Location of a record, and the record."""
 
 
 def records(kind: str, path: str | Path) -> Iterator[Placed]:

@@ -1,7 +1,7 @@
 """Prompts and answers from a file, numbers compared exactly and formulas by math-verify.
 
-Files are JSON lines, Parquet, or folders that `datasets` saved (`jrl.tasks.data.files`); what a
-line or a row holds is written in `jrl.tasks.data.records`, how answers are compared in
+Files are JSON lines, Parquet, or folders that `datasets` saved (`jrl.tasks.data.files`). The fields
+of a line or a row are described in `jrl.tasks.data.records`, the comparison of answers in
 `jrl.tasks.answers.verdict`.
 """
 

@@ -1,4 +1,4 @@
-"""Prompts that are a list of examples: which are held out, and the order of the others."""
+"""List of prompts: its held-out split, and the order of the training prompts."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from jrl.tasks.task import Example, check_index
 
 Fits = Callable[[Any], bool]
 Placed = tuple[str, Example]
-"""Where an example is from, and the example."""
+"""Location of an example, and the example."""
 
 
 def distinct(placed: Iterable[Placed]) -> tuple[list[Placed], int]:
@@ -64,7 +64,7 @@ class PromptList:
         """Splits the examples.
 
         Args:
-          name: how the task is asked for.
+          name: by which the task is requested.
           examples: with distinct prompts; at least two, or one where others are held out.
           seed: picks the order of the training examples.
           heldout: which of them are held out; None is one in ten.
@@ -106,12 +106,12 @@ class PromptList:
 
     @property
     def train_prompts(self) -> set[str]:
-        """What is trained on."""
+        """Identities of the training examples."""
         return {example.identity for example in self._train}
 
     @property
     def heldout_prompts(self) -> set[str]:
-        """What is not."""
+        """Identities of the held-out examples."""
         return {example.identity for example in self._heldout}
 
     def train(self, index: int) -> Example:
@@ -135,7 +135,7 @@ class PromptList:
         return self._heldout[index]
 
     def leave_out(self, fits: Fits) -> int:
-        """Leaves out the prompts that do not fit, on both sides, before any was asked for.
+        """Leaves out the prompts that do not fit, on both sides, before any was used.
 
         Returns:
           How many they were.

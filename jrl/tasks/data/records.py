@@ -1,11 +1,12 @@
-"""Records: what the fields of a line, of a row or of a user's own list may hold.
+"""Records: fields of a line, of a row or of a user's own list.
 
 A record has the texts "prompt" and "answer" (a number will do as an answer). In place of the prompt
-it may have "messages", the turns of a conversation that a chat template makes the prompt of, or the
-prompt is such a list itself; in place of the answer a "completion", a text or messages. ShareGPT's
-"conversations" are read, and a "text" of which everything is learned. The fields may have other
-names. All other fields are kept for rewards. Reinforcement and supervised fine-tuning read the same
-record alike: the one answers what is asked, the other learns the answer as well.
+it may have "messages", the turns of a conversation from which a chat template makes the prompt, or
+the prompt is such a list itself; in place of the answer a "completion", a text or messages.
+ShareGPT's "conversations" are read, and a "text" of which every token is trained on. The fields may
+have other names. All other fields are kept for rewards. Reinforcement and supervised fine-tuning
+read the same record in the same way: in the former the policy answers the prompt, in the latter it
+trains on the answer as well.
 """
 
 import datetime
@@ -43,13 +44,13 @@ MESSAGES = ("messages", "conversations", "conversation")
 
 @dataclass(frozen=True)
 class Read:
-    """What a record says.
+    """Contents of a record.
 
     Attributes:
-      conversation: the prompt and, where the record has it as messages, what is to be said.
-      asked: how many of the messages are the prompt.
+      conversation: the prompt and, where the record has it as messages, the completion.
+      asked: number of the messages that are the prompt.
       plain: whether the prompt is a text, and no conversation.
-      text: learned as it is, without a prompt; None of all others.
+      text: trained on as it is, without a prompt; None for all others.
     """
 
     conversation: Conversation
@@ -166,7 +167,8 @@ def check_sendable(example: Example, place: str) -> None:
 
 
 def plain(value: Any) -> Any:
-    """What JSON holds in place of what it cannot: dates as texts, arrays as lists."""
+    """Converts values that JSON cannot hold: dates to texts, decimals to floats, arrays to
+    lists."""
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
     if isinstance(value, Decimal):
@@ -203,8 +205,7 @@ def _completion(record: Mapping[str, Any], place: str) -> tuple[Turn, ...]:
 
 
 def _beside(turns: tuple[Turn, ...], conversation: Conversation) -> str:
-    """What a chat template writes of a prompt beside roles and contents, as one text; empty where
-    that is nothing."""
+    """Inputs of a chat template besides roles and contents, as one text; empty without any."""
     more: dict[str, Any] = {}
     if has_more(turns):
         more["messages"] = turns

@@ -1,4 +1,4 @@
-"""Which prompts are held out, and where randomness comes from: stable hashes in place of `hash()`.
+"""Held-out splits and random generators by stable hashes, in place of `hash()`.
 
 Python's own hash of a string differs between processes. These depend on the text alone, so that a
 prompt is on the same side of the split in every run, on every machine and for every seed.
@@ -18,12 +18,12 @@ def _digest(text: str, purpose: bytes) -> int:
 
 
 def position(prompt: str) -> float:
-    """Where the prompt falls in [0, 1); prompts are spread evenly, and apart from their content."""
+    """Position of a prompt in [0, 1): prompts are spread uniformly, whatever their content."""
     return _digest(prompt, b"jrl split") / 2**64
 
 
 def is_heldout(prompt: str, share: float = HELDOUT_SHARE) -> bool:
-    """Whether the prompt belongs to the held-out part, a share of all."""
+    """True if the prompt belongs to the held-out split, a share of all prompts."""
     return position(prompt) < share
 
 
@@ -38,7 +38,7 @@ def generator(*names: str | int) -> random.Random:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Which prompts are held out: a share of them, so many, or those of a file.
+    """Held-out prompts: a share of all, a number, or those of a file.
 
     Attributes:
       share: of the prompts, in (0, 1]; 1 is all of a list, which leaves nothing to train on.
@@ -53,12 +53,12 @@ class HeldOut:
 
     @property
     def everything(self) -> bool:
-        """Whether all prompts of a list are held out, to evaluate on."""
+        """True if all prompts of a list are held out, to evaluate on."""
         return self.share == 1 and self.count is None and self.path is None
 
     @property
     def drawn_share(self) -> float:
-        """The share of prompts that are drawn: they have no end, and all of them cannot be had."""
+        """Held-out share of generated prompts, never all of them, as their supply is endless."""
         return HELDOUT_SHARE if self.everything else self.share
 
     def check_no_file(self, task: str, makes: str) -> None:
@@ -71,7 +71,7 @@ class HeldOut:
 
 
 def parse_heldout(text: str | None) -> HeldOut:
-    """What was asked for as ``0.05``, ``200``, ``1.0`` or ``test.jsonl``; None is one prompt in
+    """Parses a choice such as ``0.05``, ``200``, ``1.0`` or ``test.jsonl``; None is one prompt in
     ten, and 1.0 all of them.
 
     Raises:

@@ -1,1 +1,1 @@
-"""Tasks whose prompts begin a conversation: an environment answers what the policy says."""
+"""Multi-turn tasks: an environment answers each turn of the policy."""

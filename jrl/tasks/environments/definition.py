@@ -1,8 +1,9 @@
-"""What a task of conversations is written as: prompts, and an environment for each of them.
+"""Definition of a multi-turn task: prompts, and an environment for each of them.
 
-A record is as of `jrl.tasks.definition`; its prompt may be left to the environment's `reset`. A
-gold conversation to imitate is its field "turns": messages after the opening, the policy's first
-and last, as "assistant". Every other field but the prompt reaches `environment` by its name.
+A record is as in `jrl.tasks.definition`; its prompt may be left to the environment's `reset`. A
+reference conversation to imitate is its field "turns": messages after the opening, the policy's
+first and last, as "assistant". Every other field but the prompt is passed to `environment` by its
+name.
 """
 
 from collections.abc import Awaitable, Mapping, Sequence
@@ -13,20 +14,20 @@ from jrl.tasks.definition import Record
 Messages = Sequence[Mapping[str, str] | str] | Mapping[str, str] | str | None
 """Messages with "role" ("user", "tool" or "system") and "content"; a text alone is the user's."""
 Stepped = tuple[Messages, float, bool]
-"""What an environment says, what the turn before is worth, and whether the conversation is over."""
+"""Messages of an environment, reward of the turn before, and whether the conversation is over."""
 
 
 @runtime_checkable
 class Environment(Protocol):
     """The other side of one conversation.
 
-    What it gives depends on its record and on what was said alone: it may be made again and told
-    everything anew. Methods may be ``async``.
+    Its output may depend on its record and on the messages so far alone: it may be created again,
+    and the conversation replayed. Methods may be ``async``.
 
-    A method `close`, where there is one, is called once for each that was made, however its
-    conversation ends: over, dropped, by an error or with the run. Where a process is killed, for a
-    call that took too long or from outside, what the environments in it have started is killed
-    with them instead.
+    A method `close`, if there is one, is called once for each environment that was created, however
+    its conversation ends: over, dropped, by an error or with the run. If a process is killed, for a
+    call that took too long or from outside, everything that its environments have started is killed
+    with it instead.
     """
 
     def reset(self) -> Messages | Awaitable[Messages]:
@@ -49,18 +50,18 @@ class Environment(Protocol):
 
 @runtime_checkable
 class Conversing(Protocol):
-    """A task of conversations, whose prompts are a list or drawn, as of `jrl.tasks.definition`.
+    """A multi-turn task, whose prompts are a list or generated, as of `jrl.tasks.definition`.
 
     It may also have `full_marks`, the score from which on a conversation counts as correct (1);
-    `tools`, what the policy may call, which a chat template tells it of: each a
-    `jrl.tasks.tools.tool.Tool` or a schema; and, of prompts that are drawn, `distinct_prompts`:
+    `tools` that the policy may call, which a chat template tells it of: each a
+    `jrl.tasks.tools.tool.Tool` or a schema; and, of generated prompts, `distinct_prompts`:
     whether what is held out is chosen by the prompt alone. By default it is by the prompt and what
     the record hides.
     """
 
     @property
     def prompts(self) -> Any:
-        """Records, or a method that draws one."""
+        """Records, or a method that generates one."""
         ...
 
     def environment(self, **record: Any) -> Environment:
@@ -69,10 +70,10 @@ class Conversing(Protocol):
 
 
 def is_conversing(made: Any) -> bool:
-    """Whether a task has environments in place of a reward."""
+    """True if a task has environments in place of a reward."""
     return callable(getattr(made, "environment", None))
 
 
 def fields_of(record: Record) -> dict[str, Any]:
-    """What an environment is made of."""
+    """Fields of a record that its environment is created from."""
     return {name: x for name, x in record.items() if name not in ("prompt", "messages", "turns")}

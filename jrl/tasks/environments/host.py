@@ -1,4 +1,4 @@
-"""Where environments live: in this process, or in worker processes with a limit of time."""
+"""Hosts of environments: this process, or worker processes with a time limit."""
 
 import json
 import tempfile
@@ -18,18 +18,17 @@ from jrl.tasks.workers.process import Message, Worker, WorkerEnded
 Said = Sequence[Message | str]
 """Messages of the policy."""
 CLOSING_SECONDS = 5.0
-"""How long all environments of a process may take to be closed at the end, and what it is asked
-before that."""
+"""Seconds for closing all environments of a process at the end, and for the calls before that."""
 
 
 class Reply(NamedTuple):
-    """What an environment gave for a turn of the policy.
+    """Reply of an environment to a turn of the policy.
 
     Attributes:
       messages: role and content of each.
       reward: of the turn.
       done: whether the conversation is over.
-      failure: why there is none of this, one of `jrl.tasks.task.FAILURES`; None where there is.
+      failure: reason why there is no reply, one of `jrl.tasks.task.FAILURES`; None if there is one.
     """
 
     messages: tuple[tuple[str, str], ...] = ()
@@ -40,7 +39,7 @@ class Reply(NamedTuple):
 
 @dataclass(frozen=True)
 class Scoring:
-    """How the rewards of turns become a verdict.
+    """Conversion of the rewards of turns to a verdict.
 
     Attributes:
       full_marks: their sum from which on a conversation is correct.
@@ -76,7 +75,7 @@ class Host(Protocol):
         ...
 
     def say(self, number: int, example: Example, said: Said) -> "Future[Reply]":
-        """What an environment gives for the last of the policy's messages.
+        """Submits the policy's messages; the future is the environment's reply to the last one.
 
         Args:
           said: all of them; a text is a message with that content.
@@ -84,8 +83,7 @@ class Host(Protocol):
         ...
 
     def end(self, number: int) -> None:
-        """Closes the environment of a conversation that does not go on; one that is over needs
-        none."""
+        """Closes the environment of a conversation that ends early; one that is over needs none."""
         ...
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""Environments of OpenEnv as environments of a task.
+"""Adapter of OpenEnv environments to environments of a task.
 
-OpenEnv's clients speak with servers that run in containers, under the names that Gymnasium made
-usual: `reset`, `step`, an observation, a reward, `done`. A client is all that is needed here; the
-package itself is that of the environment:
+OpenEnv's clients call servers that run in containers, with the interface of Gymnasium: `reset`,
+`step`, an observation, a reward, `done`. Only a client is needed here; the package is that of the
+environment:
 
     class Blackjack:
         prompts = [{"seed": seed} for seed in range(500)]

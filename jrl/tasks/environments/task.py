@@ -1,4 +1,4 @@
-"""A task of conversations: prompts that open them, and the host of their environments."""
+"""Multi-turn task: prompts that open conversations, and the host of their environments."""
 
 import json
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ class Opened:
 
     Args:
       name: of the task.
-      definition: with prompts that are drawn, and sizes.
+      definition: with generated prompts, and sizes.
       host: of its environments.
     """
 
@@ -113,7 +113,7 @@ def opened_example(
 
 
 def _turns(value: Any, place: str) -> tuple[tuple[str, str], ...]:
-    """Role and content of the messages of a gold conversation."""
+    """Role and content of the messages of a reference conversation."""
     turns = tuple((str(turn["role"]), str(turn["content"])) for turn in value)
     if turns and (turns[0][0] != "assistant" or turns[-1][0] != "assistant"):
         raise ValueError(f"{place} must begin and end with the assistant, who is imitated")

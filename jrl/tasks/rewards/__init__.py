@@ -1,1 +1,1 @@
-"""Rewards of a user's own: called in worker processes, weighed, their failures counted."""
+"""Custom reward functions: called in worker processes, weighted, their failures counted."""

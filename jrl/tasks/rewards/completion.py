@@ -1,11 +1,11 @@
-"""The text of a completion, and the same with special tokens written out."""
+"""Text of a completion, and the same text with special tokens written out."""
 
 
 class CompletionText(str):
-    """What a policy wrote, in which special tokens cannot be told apart.
+    """Text of a completion, in which special tokens cannot be told apart.
 
     Attributes:
-      special: the same with special tokens written out, the end left out.
+      special: the same with special tokens written out, without the end.
     """
 
     special: str

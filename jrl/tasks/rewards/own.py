@@ -1,4 +1,4 @@
-"""A reward of a user's own, asked in worker processes with a time limit for each answer."""
+"""Custom reward function, called in worker processes with a time limit for each completion."""
 
 import json
 import tempfile
@@ -36,7 +36,7 @@ class OwnReward:
         self._pool = Pool(make, workers, several=True)
 
     def ask(self, pairs: Sequence[tuple[Example, str]]) -> list[Message]:
-        """What it gives for each completion: ``{"value": ...}`` or ``{"parts": ...}``, or
+        """Calls the reward for each completion: ``{"value": ...}`` or ``{"parts": ...}``, or
         ``{"failure": ..., "message": ...}`` with one of `FAILURES`."""
         questions = [_question(*pair) for pair in pairs]
         return [_read(answer) for answer in self._pool.ask_all(questions)]

@@ -1,4 +1,4 @@
-"""A task whose completions are worth a weighted sum of rewards."""
+"""Task whose score of a completion is a weighted sum of rewards."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -25,12 +25,12 @@ class Named:
 
 @dataclass(frozen=True)
 class Weighing:
-    """How parts become a score.
+    """Weights by which the parts of rewards become a score.
 
     Attributes:
-      weights: by name; what is not named weighs 1.
-      full_marks: the sum from which on a completion is correct; None is what it comes to where all
-        parts of positive weight are 1.
+      weights: by name; the weight of others is 1.
+      full_marks: the sum from which on a completion is correct; None is the sum where all parts of
+        positive weight are 1.
       failed: the score where a reward failed.
     """
 
@@ -63,8 +63,8 @@ class Rewarded(OfPrompts):
           verifier: the prompts' own task, where its verdict is a part as well.
 
         Raises:
-          ValueError: where a reward fails on a gold answer, parts of two rewards have one name, or
-            a weight has the name of none.
+          ValueError: where a reward fails on a reference answer, parts of two rewards have one
+            name, or a weight has the name of none.
         """
         super().__init__(prompts)
         self._rewards = list(rewards)

@@ -1,4 +1,4 @@
-"""What people say of rewards: which there are, what each weighs, and what a failure is worth."""
+"""Settings of rewards: reward functions, their weights, and the score of a failure."""
 
 import math
 from collections.abc import Sequence
@@ -10,12 +10,12 @@ OWN = "task"
 
 @dataclass(frozen=True)
 class RewardSettings:
-    """How completions are rewarded.
+    """Settings of the rewards of completions.
 
     Attributes:
       rewards: references to functions, and `OWN`; empty is the task's own alone.
-      weights: ``NAME=NUMBER`` each; what is not named weighs 1.
-      seconds: how long one call may take.
+      weights: ``NAME=NUMBER`` each; the weight of others is 1.
+      seconds: time limit of one call.
       failed: the score of a completion whose reward failed.
     """
 

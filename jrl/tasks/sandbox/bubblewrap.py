@@ -1,4 +1,4 @@
-"""Bubblewrap command that a policy's code runs behind, and whether this machine has what it needs.
+"""Bubblewrap command that confines a policy's code, and the check that this machine can run it.
 
 The code sees a file system with the interpreter, its packages and its shared libraries, all
 read-only; folders of its own in memory; no process, socket, network or device of the host.
@@ -33,7 +33,7 @@ FOR_NETWORK = (
     *("/etc/ca-certificates", "/usr/share/ca-certificates"),
 )
 HOME = "/tmp/home"
-"""Where code starts, in an empty folder: below /tmp there may be the interpreter too."""
+"""Working directory of the code, an empty folder: the interpreter may be below /tmp too."""
 DISK_MB = 64
 """Of /tmp, and a quarter of it of /dev/shm."""
 PROBE_SECONDS = 30.0
@@ -193,7 +193,7 @@ def version_of(path: str) -> tuple[int, ...]:
 
 
 def tried(made: Bubblewrap) -> str:
-    """Why a program cannot run an interpreter in a sandbox; empty where it can."""
+    """Reason why a program cannot run an interpreter in a sandbox; empty if it can."""
     with made.command() as (command, descriptors):
         run = [sys.executable, "-P", "-s", "-c", "pass"]
         status, said = output_of([*command, *run], descriptors)

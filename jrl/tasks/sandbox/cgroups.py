@@ -1,8 +1,8 @@
 """Control groups of the sandbox: one limit of memory and processes for all that code starts.
 
-They are used where this process may make them: as root, in a container with a writable cgroup file
-system, or below a systemd user session. Version 1 and 2 are known. Without them, the sandbox has
-its resource limits, and `jrl.tasks.sandbox.init` adds up what its processes take.
+They are used where this process may create them: as root, in a container with a writable cgroup
+file system, or below a systemd user session. Versions 1 and 2 are supported. Without them, the
+sandbox has its resource limits, and `jrl.tasks.sandbox.init` adds up the usage of its processes.
 """
 
 import contextlib
@@ -37,12 +37,12 @@ class Group:
 
     @property
     def command(self) -> list[str]:
-        """What a command is put behind to run in the groups."""
+        """Command prefix that runs a command in the groups."""
         join = f'{JOIN}exec "$@"'
         return ["/bin/sh", "-c", join, "sh", *map(str, self.folders), "--"]
 
     def ran_out(self) -> bool:
-        """Whether the kernel has killed a process of the group for memory."""
+        """True if the kernel has killed a process of the group for memory."""
         for folder in self.folders:
             for name in ("memory.events", "memory.oom_control"):
                 with contextlib.suppress(OSError):
@@ -60,8 +60,7 @@ class Group:
 
 
 def _is_busy(folder: Path) -> bool:
-    """Whether the kernel has not quite done with the last process of a group; else it is removed,
-    if it is there."""
+    """True if the kernel still holds the last process of a group; else the group is removed."""
     try:
         folder.rmdir()
     except OSError as error:

@@ -3,9 +3,8 @@
 It is started by its path: ``init.py FD NAME=NUMBER...``, where the descriptor FD has the code, and
 the names are those of `Limits`. In a sandbox it is process 1 of its PID namespace, so the kernel
 kills all other processes when it exits. It exits when the code does, at a limit, and when its
-standard input is closed, which is a pipe that whoever waits for the code holds open. The code's
-output goes to the standard output; the standard error has one line for how it ended, ``status N``
-or ``stopped REASON``.
+standard input is closed, a pipe that the waiting process holds open. The code's output goes to the
+standard output; the standard error has one line about its end, ``status N`` or ``stopped REASON``.
 
 It imports little, as it starts for each piece of code: `json` or `signal` would take longer than
 most of them.
@@ -36,11 +35,11 @@ MIB = 2**20
 
 
 class Limits:
-    """What the code may take.
+    """Resource limits of the code.
 
     Attributes:
-      seconds: of time, on the clock and of the processor.
-      memory: bytes, of each process and of all together.
+      seconds: of wall-clock time, and of processor time.
+      memory: bytes, of each process and of all in total.
       file: bytes of a file.
       files: in the folders that can be written to.
       processes: with threads.

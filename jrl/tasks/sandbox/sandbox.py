@@ -1,4 +1,4 @@
-"""Sandbox that runs Python code, gives back what it prints, and leaves nothing of it behind."""
+"""Sandbox that runs Python code, returns its output, and leaves nothing of it behind."""
 
 import math
 import os
@@ -35,7 +35,7 @@ def allow_unsafe() -> None:
 
 @dataclass(frozen=True)
 class Sandbox:
-    """What code may take, and where it runs.
+    """Sandbox for Python code, with its resource limits.
 
     Raises:
       ValueError: for a limit that is none, and where this machine cannot confine code
@@ -67,7 +67,7 @@ class Sandbox:
             bubblewrap()
 
     def run(self, code: str) -> str:
-        """What the code prints, errors included, and how it ended where that was not well.
+        """Runs code; returns its output, errors included, and the reason if it did not end well.
 
         However it ends, when this returns or raises none of its processes is left.
 
@@ -101,7 +101,8 @@ class Sandbox:
         return f"{text}\n({how})" if text else f"({how})"
 
     def _how(self, report: str) -> str:
-        """How the code ended, of what the init process reports; empty where it ended well."""
+        """Reason of a bad end, from the report of the init process; empty if the code ended
+        well."""
         how = report.strip().splitlines()[-1:]
         if how == ["status 0"]:
             return ""
@@ -152,7 +153,7 @@ class Sandbox:
 
 @dataclass
 class _Ended:
-    """What a sandbox has left.
+    """Output of a sandbox, and how it ended.
 
     Attributes:
       printed: by the code.
@@ -244,7 +245,7 @@ def _read(process: "subprocess.Popen[bytes]", ended: _Ended, end: float, most: i
 
 
 def _ready(descriptor: int) -> bytes:
-    """What can be read without waiting."""
+    """Bytes that can be read without waiting."""
     try:
         return os.read(descriptor, 65536)
     except BlockingIOError:

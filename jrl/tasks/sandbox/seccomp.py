@@ -1,6 +1,6 @@
-"""Seccomp filter of the sandbox: a BPF program that refuses system calls code does not need.
+"""Seccomp filter of the sandbox: a BPF program that blocks system calls code does not need.
 
-Refused are calls that reach other processes, mounts, namespaces, keys, modules, clocks, and memory
+Blocked are calls that reach other processes, mounts, namespaces, keys, modules, clocks, and memory
 that no limit counts (System V segments, message queues, memfd); sockets of all families but one
 that cannot leave the sandbox; characters put into a terminal's input; 32-bit calls, and calls that
 are newer than this list.

@@ -1,1 +1,1 @@
-"""What a policy may call in a conversation, and how its calls are written."""
+"""Tools that a policy may call in a conversation, and the formats of tool calls."""

@@ -1,4 +1,4 @@
-"""Calls of tools, whatever text they were written in."""
+"""Tool calls, independent of the format in which they were written."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ class Call:
 
 
 def unreadable(reason: str, name: str = "") -> Call:
-    """A call that was begun and cannot be read."""
+    """A call that was started and cannot be read."""
     return Call(name, error=f"the call cannot be read: {reason}")
 
 

@@ -19,7 +19,7 @@ from jrl.tasks.tools.schema import (
 Stepped = tuple[list[dict[str, str]], float, bool]
 
 CUT = "the turn was cut off, it was too long: call a tool or give the answer in fewer words"
-"""What is said to a turn that its limit cut before it called or answered."""
+"""Message to a turn that was cut at its maximum length before it called or answered."""
 TOLD = (ValueError, ArithmeticError, LookupError)
 """Exceptions of a tool that the policy is told: those that the values of a call can cause. Others
 are faults of the tool, and end the conversation as one."""
@@ -76,7 +76,7 @@ class Tool:
         return {"type": "function", "function": about}
 
     def call(self, arguments: Mapping[str, Any]) -> Any:
-        """What the function gives, which is awaited where it is ``async``.
+        """Calls the function and returns its result, a coroutine to await where it is ``async``.
 
         Raises:
           ValueError: for arguments that the schema does not allow, in one line.
@@ -93,7 +93,7 @@ class ToolEnvironment:
 
     Args:
       tools: that may be called.
-      score: what a final answer is worth; it is given what `jrl.tasks.answers` finds in the turn.
+      score: scores a final answer, which `jrl.tasks.answers` extracts from the turn.
       end: written after each answer, by which a policy without a template sees that it is whole.
       most: turns with calls; one more ends the conversation.
       error: stands for every error, for a policy that knows few characters; None says what it is.

@@ -1,1 +1,1 @@
-"""Processes that check answers, and are killed where they take too long."""
+"""Worker processes that check answers, and are killed at their time limit."""

@@ -1,6 +1,6 @@
-"""Environments and their conversations: made, stepped, and what they give read.
+"""Environments in a worker process: created, stepped, and their results parsed.
 
-Loaded by the worker program by its path, and therefore without anything of `jrl`.
+The worker program loads this file by its path; it therefore imports nothing of `jrl`.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from typing import Any
 Message = dict[str, Any]
 
 ROLES = ("user", "tool", "system")
-"""Who an environment may speak as."""
+"""Roles of an environment's messages."""
 KEPT = 4096
 """Conversations whose environments a process keeps; the oldest is dropped, and played again where
 it goes on after all."""
@@ -27,11 +27,11 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 class Conversations:
-    """Environments of conversations that are under way.
+    """Environments of active conversations.
 
-    What an environment gives must depend on its record and on what was said alone. One that is not
-    here, for instance because its process was ended for another's time-out, is made again and told
-    everything that was said. Each that was made is closed once, where it has a `close`: when its
+    The output of an environment must depend on its record and on the messages so far alone. One
+    that is missing, for instance because its process was ended for another's time-out, is created
+    again, and the conversation replayed. Each is closed once, where it has a `close`: when its
     conversation is over, when it raises, in `end`, or in `close`.
 
     Args:
@@ -65,7 +65,7 @@ class Conversations:
             self._close(environment)
 
     def answer(self, number: int, fields: Message, said: Sequence[Message | str]) -> Message:
-        """What an environment gives for the last message of the policy.
+        """Returns the environment's reply to the last message of the policy.
 
         Args:
           number: of the conversation.
@@ -101,7 +101,7 @@ class Conversations:
         return found
 
     def end(self, number: int) -> None:
-        """Forgets a conversation that does not go on."""
+        """Forgets a conversation that ends early."""
         environment, _ = self._open.pop(number, (None, 0))
         self._close(environment)
 
@@ -150,7 +150,7 @@ def messages_of(value: Any) -> list[list[str]]:
 
 
 def outcome(value: Any) -> Message:
-    """What a step gave, as JSON: messages, reward and done, or why it is none."""
+    """Result of a step as JSON: messages, reward and done, or the failure."""
     try:
         messages, reward, done = value
         messages = messages_of(messages)

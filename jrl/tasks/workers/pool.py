@@ -28,8 +28,8 @@ def default_workers() -> int:
 class Pool:
     """Workers that all run the same program, started as they are needed.
 
-    The answers come in the order of the questions, whoever gave them. A worker that does not answer
-    in time is killed and started again while the others go on. It may be shared between threads.
+    The answers come in the order of the questions, from any worker. A worker that does not answer
+    in time is killed and restarted while the others continue. It may be shared between threads.
 
     Args:
       make: makes a worker.

@@ -1,8 +1,7 @@
 """A worker process that answers one JSON line with another, and is killed when it takes too long.
 
-The time is bounded from outside of the worker, by the thread that asks. Signals, which only a main
-thread may use, play no part, and code that never returns to the interpreter is stopped all the
-same.
+The calling thread enforces the time limit from outside of the worker. No signals are used, as only
+a main thread may use them, and code that never returns to the interpreter is stopped as well.
 """
 
 import contextlib
@@ -79,7 +78,7 @@ class Worker:
         and none is started.
 
         Args:
-          seconds: how long the answer may take, and before it that to the question under way.
+          seconds: how long the answer may take, and before it that to the question in flight.
 
         Raises:
           TimeoutError: no answer came in time.
@@ -123,7 +122,7 @@ class Worker:
         return [answers[number] for number in range(len(questions))]
 
     def takes_several(self) -> bool:
-        """Whether the program answers several questions at a time; it is started, if need be.
+        """True if the program answers multiple questions at a time; it is started, if need be.
 
         Raises:
           WorkerEnded: it could not be started.

@@ -1,6 +1,6 @@
-"""A reward of a user's own in a worker process: found, called, and its value read.
+"""Custom reward function in a worker process: loaded, called, and its value parsed.
 
-Loaded by the worker program by its path, and therefore without anything of `jrl`.
+The worker program loads this file by its path; it therefore imports nothing of `jrl`.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ def users_module(about: Message, name: str) -> ModuleType:
 
 
 def made_by(module: ModuleType, name: str) -> Any:
-    """What a module calls by the name, or what that makes where it has no prompts of its own."""
+    """Returns a module's task of that name; else calls the object and returns its result."""
     found = getattr(module, name)
     judges = hasattr(found, "reward") or hasattr(found, "environment")
     if not isinstance(found, type) and hasattr(found, "prompts") and judges:
@@ -86,11 +86,11 @@ class RewardChecker:
     def each(
         self, questions: Sequence[Message], seconds: float, send: Callable[[Message], None]
     ) -> None:
-        """Answers questions beside each other, and sends ``{"number": ..., "answer": ...}`` when
+        """Answers questions concurrently, and sends ``{"number": ..., "answer": ...}`` when
         one is answered.
 
         Args:
-          seconds: how long one may take, from where it is begun.
+          seconds: time limit of one, from its start.
         """
 
         async def one(number: int, question: Message) -> None:
@@ -136,7 +136,7 @@ def reward_checker(described: str) -> RewardChecker:
 
 
 def outcome(value: Any) -> Message:
-    """What a reward gave, as JSON: ``{"value": ...}``, ``{"parts": {...}}``, or why it is none."""
+    """Result of a reward as JSON: ``{"value": ...}``, ``{"parts": {...}}``, or the failure."""
     if hasattr(value, "score") and hasattr(value, "reason"):
         return {"value": float(value.score), "reason": str(value.reason)}
     try:

@@ -1,18 +1,17 @@
-"""The program that checks answers with third-party code, in a process of its own.
+"""Worker program that checks answers with third-party code, in a process of its own.
 
 It is started by its path, and not as a part of `jrl`, so that it never loads jax: one process for
 math-verify (``worker.py math``), one for a generator of reasoning-gym (``worker.py gym NAME SEED
 SIZE OPTIONS``), or one for a reward or environments of the user's own (``worker.py reward
 DESCRIPTION``, ``worker.py environment DESCRIPTION``, see `jrl.tasks.workers.reward` and
 `jrl.tasks.workers.environment`). It reads one JSON object per line and answers each with another;
-an exception becomes ``{"error": ...}``. A reward that is `async` is asked several questions in one
-line, and answers each in a line of its own.
+an exception becomes ``{"error": ...}``. A reward that is `async` gets multiple
+questions in one line, and answers each in a line of its own.
 
-Both libraries hand texts to `eval`, among them what a policy wrote. Here they get parsers in its
-place.
+Both libraries pass texts to `eval`, completions of the policy among them. Here parsers replace it.
 
-What is the answer in a completion, and when it is right, is written in `jrl.tasks.answers`, which
-this program loads by its path.
+Extraction and comparison of answers are in `jrl.tasks.answers`, which this program loads by its
+path.
 """
 
 import ast
@@ -173,7 +172,7 @@ def gym_checker(
         return reasoning_gym.create_dataset(name, seed=int(seed), size=int(size), **given)
 
     def check(num_rows: int) -> Message:
-        """Whether the generator can be used, tried out on its first rows."""
+        """Tests the generator on its first rows: empty if it can be used, else the error."""
         again = create()
         for index in range(num_rows):
             question, answer = row(index)
@@ -233,7 +232,7 @@ def gym_checker(
 
 
 def reward_checker(described: str) -> Callable[[Message], Message]:
-    """`jrl.tasks.workers.reward.reward_checker`, whose file lies beside this one."""
+    """`jrl.tasks.workers.reward.reward_checker`, whose file is in the same folder."""
     return _beside("reward").reward_checker(described)
 
 

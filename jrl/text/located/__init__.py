@@ -1,1 +1,1 @@
-"""Tokens and where they stand in a text; special tokens that a text spells and does not mean."""
+"""Tokens with their offsets in a text; special tokens that a text spells as data."""

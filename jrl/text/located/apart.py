@@ -1,4 +1,4 @@
-"""A `tokenizer.json` for texts in which special tokens are spelled and meant as text."""
+"""Tokenizer of a `tokenizer.json` for texts that spell special tokens as plain text."""
 
 import json
 import re

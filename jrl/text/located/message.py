@@ -1,7 +1,7 @@
-"""Where the pieces of a SentencePiece model stand in a text, from the message that it serialises.
+"""Offsets of SentencePiece's pieces in a text, from the message that it serialises.
 
 The library's own objects for it have changed their names between versions; the message has not
-(`sentencepiece.proto`: a text has pieces, a piece its id and the bytes where it begins and ends).
+(`sentencepiece.proto`: a text has pieces, a piece its id and the bytes of its start and end).
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,8 @@
 """Special tokens that the texts of a conversation spell: they are data, and stay text.
 
-A mark, a character that occurs nowhere, is put between the characters of each before a template
-writes the conversation, so that what the template writes itself can be told from it. The marks are
-no part of the text: `Tokenizer.located` takes them out again.
+A mark, a character that occurs nowhere, is inserted between the characters of each before a
+template writes the conversation. The special tokens of the template itself have no mark. The marks
+are no part of the text: `Tokenizer.located` removes them.
 """
 
 import re

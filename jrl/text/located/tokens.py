@@ -1,4 +1,4 @@
-"""Tokens of a text with their places in it."""
+"""Tokens of a text with their character offsets."""
 
 import re
 from collections.abc import Iterable, Sequence

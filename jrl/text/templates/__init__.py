@@ -1,1 +1,1 @@
-"""Chat templates, which are programs of strangers, rendered in a process with limits."""
+"""Chat templates, which are untrusted programs, rendered in a process with limits."""

@@ -1,17 +1,17 @@
 """Program that renders chat templates in a process of its own, with limits of time and memory.
 
-It is started by its path, and not as a part of `jrl`, so that it loads Jinja and little else; its
-arguments are the path of `jrl.tasks.data.arguments` and the seconds of the processor for an answer.
+It is started by its path, and not as a part of `jrl`, so that it loads Jinja and little else. Its
+arguments are the path of `jrl.tasks.data.arguments` and the processor seconds for an answer.
 It reads one JSON object per line and answers each with another:
 
 * ``{"key": K, "source": ..., "day": ..., "marks": ...}`` compiles a template: ``{}``, or
   ``{"syntax": [LINE, MESSAGE]}``.
 * ``{"key": K, "given": [{...}, ...], "arguments": [[PATH, TEXT], ...]}`` renders it with each of
-  these sets of names: ``{"texts": [...]}``, in which ``{"error": ...}`` stands for one that it
-  refuses; or ``{"unknown": true}`` where no such template was compiled. A path leads to the
+  these sets of names: ``{"texts": [...]}``, in which ``{"error": ...}`` replaces one that it
+  rejects; or ``{"unknown": true}`` if no such template was compiled. A path leads to the
   arguments of a call.
 
-Either may be answered with ``{"exceeded": PHRASE}``, the limit that the template went over.
+Either may be answered with ``{"exceeded": PHRASE}``, the limit that the template exceeded.
 """
 
 import json
@@ -173,7 +173,7 @@ def compiled(source: str, day: datetime, marks: list[str] | None) -> Template:
 
 
 def refuse(message: str) -> NoReturn:
-    """What templates call ``raise_exception``."""
+    """Raises an error; templates call it as ``raise_exception``."""
     raise TemplateError(message)
 
 

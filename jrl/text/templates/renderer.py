@@ -1,4 +1,4 @@
-"""Chat templates rendered by a process of this one, which all templates share."""
+"""Rendering of chat templates in a subprocess, which all templates share."""
 
 import json
 import sys
@@ -83,7 +83,7 @@ class Renderer:
 
 
 def _arguments(given: Sequence[Mapping[str, Any]]) -> Iterator[tuple[list[str | int], str]]:
-    """Where messages have arguments of a call, and the JSON text of each, which JSON drops."""
+    """Paths of call arguments in messages, and the JSON text of each, which JSON drops."""
     for number, names in enumerate(given):
         for at, message in enumerate(names.get("messages", ())):
             # All others have texts alone.

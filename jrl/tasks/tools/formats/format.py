@@ -1,4 +1,4 @@
-"""A format of tool calls, and the search for calls outside of reasoning."""
+"""Base class of tool-call formats, and the search for calls outside of reasoning."""
 
 import re
 from abc import ABC, abstractmethod
@@ -22,7 +22,7 @@ _MARKS = re.compile(
 
 
 class ToolFormat(ABC):
-    """How a kind of checkpoint writes calls.
+    """Format in which a kind of checkpoint writes tool calls.
 
     Attributes:
       name: for people.
@@ -33,15 +33,15 @@ class ToolFormat(ABC):
     marks: tuple[str, ...]
 
     def marked(self, template: str) -> bool:
-        """Whether the source of a chat template may be one of this format."""
+        """True if the source of a chat template may be of this format."""
         return any(mark in template for mark in self.marks)
 
     @abstractmethod
     def calls(self, text: str, known: Known) -> list[Call]:
         """The calls in what a policy wrote, in their order; empty where there is none.
 
-        A call that is begun and cannot be read has an error. What a policy writes while it reasons
-        is none, and neither is a mention of how calls are written.
+        A call that is started and cannot be read has an error. Text within reasoning is none, and
+        neither is a mention of how calls are written.
 
         Args:
           text: with special tokens written out.
@@ -53,7 +53,7 @@ class ToolFormat(ABC):
         """The text that a policy writes to make these calls."""
 
     def call_id(self, name: str, number: int) -> str:
-        """What a chat template calls a call by, where the policy gave it no usable name.
+        """Id of a call in a chat template, if the policy gave it no usable one.
 
         Args:
           number: of the call in its conversation.
@@ -62,7 +62,7 @@ class ToolFormat(ABC):
         return f"call{number:05d}"
 
     def usable_id(self, identity: str) -> bool:
-        """Whether a chat template takes an id that a policy wrote."""
+        """True if a chat template accepts an id that a policy wrote."""
         return re.fullmatch(r"[A-Za-z0-9]{9}", identity) is not None
 
 
@@ -102,11 +102,11 @@ def outside_reasoning(
 
 
 def not_read(text: str, opened: re.Match[str], close: str, reason: str) -> Read:
-    """What becomes of an opening behind which no call can be read: a call with an error, or none,
-    where the opening is only spoken of.
+    """Result for an opening behind which no call can be read: a call with an error, or none, where
+    the opening is only mentioned.
 
     Args:
-      close: what ends a call.
+      close: the end of a call.
     """
     begin, behind = opened.span()
     if text.startswith("`", behind) and begin and text[begin - 1] == "`":

@@ -1,4 +1,4 @@
-"""The formats that are known, and which of them a text or a chat template has."""
+"""Supported tool-call formats, and detection of the format of a text or a chat template."""
 
 from jrl.tasks.tools.calls import Call, Known
 from jrl.tasks.tools.formats.format import ToolFormat
@@ -36,6 +36,6 @@ def calls_in(text: str, known: Known) -> list[Call]:
 
 
 def _readable(calls: list[Call]) -> tuple[bool, int]:
-    """Whether all calls can be read, and how many."""
+    """True if all calls can be read, and the number of those that can."""
     number = sum(not call.error for call in calls)
     return number == len(calls), number

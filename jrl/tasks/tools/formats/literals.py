@@ -1,4 +1,4 @@
-"""Values of arguments that are no JSON: Python's literals, and those between other quotes."""
+"""Argument values that are not JSON: Python's literals, and strings in other quotes."""
 
 import re
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ class Literals:
         self._depth = 0
 
     def next_is(self, mark: str) -> bool:
-        """Whether the mark comes next, blanks aside; what comes is passed over then."""
+        """True if the mark comes next, apart from blanks; advances past it then."""
         place = skip_blanks(self.text, self.place)
         if not self.text.startswith(mark, place):
             return False
