@@ -43,7 +43,10 @@ def batch_of(setup: Setup, rows: int) -> Batch[np.ndarray]:
     """Random completions of prompts that the rows of a group share, with all that the recipe asks
     for: of unequal lengths, with a hole in the mask, and a row of which nothing is learned."""
     draw, recipe, model = np.random.default_rng(5), setup.recipe, setup.model
-    prompt, response, group = setup.prompt_length, setup.response_length, recipe.group_size
+    prompt, response = setup.prompt_length, setup.response_length
+    # Supervised learning shares no prompt. The same tokens in two rows would have equal scores up
+    # to rounding, and which of them an expert drops would be up to the order of sums.
+    group = recipe.group_size if setup.run.steps else 1
     time = np.arange(prompt + response)[None, :]
     shape = (rows, time.shape[1])
     tokens = draw.integers(0, model.vocab_size, shape).astype(np.int32)
@@ -121,11 +124,11 @@ def observe(
     device_batch = jax.device_put(batch, over_rows(setup.mesh))
     if setup.run.steps == 0:
         imitator = as_it_runs(setup.imitator)
-        learner = imitator.init(weights_of(imitator, 0))
+        learner = imitator.init(weights_of(imitator, setup.run.seed))
         found |= _updated("policy", imitator, learner, device_batch, None, None)
         return found
     policy = networks.policy
-    learner = policy.init(weights_of(policy, 0))
+    learner = policy.init(weights_of(policy, setup.run.seed))
     found["scores"] = _scores(networks, learner.weights, device_batch)
     rows = device_batch if setup.recipe.whole_groups else without_idle(device_batch)
     counts = counts_of(device_batch) if networks.packs else None
@@ -139,7 +142,7 @@ def observe(
         statistics = statistics_of(policy.objective, learner.weights, rows)
     found |= _updated("policy", policy, learner, rows, counted("actor"), statistics)
     if critic is not None:
-        learner = critic.init(weights_of(critic, 1))
+        learner = critic.init(weights_of(critic, setup.run.seed + 1))
         found["values"] = {"values": _values(networks, learner.weights, device_batch)}
         if rows.critic_mask is not None:
             rows = without_idle(replace(device_batch, mask=device_batch.critic_mask))
@@ -198,15 +201,16 @@ def _scores(networks: Networks, weights: Any, batch: Batch[Any]) -> dict[str, np
     policy = networks.policy.objective
     recipe = policy.recipe
     where, found = np.asarray(batch.mask), dict[str, Any]()
-    if networks.packs:
-        found["logprobs"], found["sampled"] = packed_scores(
-            policy, weights, batch, networks.policy.bins
-        )
-    elif recipe.router_replay == "R2":
+    # The pass whose choices are replayed runs rows as they are, packed or not.
+    if recipe.router_replay == "R2":
         found["logprobs"], choices = logprobs_and_choices_of(
             policy, weights, batch.tokens, batch.valid
         )
         found["choices"] = np.where(np.asarray(batch.valid)[..., None, None], choices, 0)
+    elif networks.packs:
+        found["logprobs"], found["sampled"] = packed_scores(
+            policy, weights, batch, networks.policy.bins
+        )
     else:
         given = batch.tokens, batch.valid, policy.replayed(batch)
         found["logprobs"], found["sampled"] = logprobs_of(policy, weights, *given)
@@ -229,7 +233,7 @@ def _values(networks: Networks, weights: Any, batch: Batch[Any]) -> np.ndarray:
 def decoded(setup: Setup, batch: Batch[np.ndarray]) -> Observed:
     """Completions of the batch's prompts: tokens, and their log-probabilities."""
     policy, sampler, prompt = setup.networks.policy, setup.sampler(), setup.prompt_length
-    weights = policy.init(weights_of(policy, 0)).weights
+    weights = policy.init(weights_of(policy, setup.run.seed)).weights
     engine, sampling = sampler.engine, setup.networks.policy.objective.sampling
     engine.load(weights, 0)
     group = setup.recipe.group_size

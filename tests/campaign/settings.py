@@ -27,7 +27,7 @@ WARM_START = "warm start"
 ROWS = 16
 """Completions of a step where a crossing says nothing: two for every device."""
 OF_VALUES = (
-    *("dtype", "mu_dtype", "prompt_length", "response_length"),
+    *("dtype", "mu_dtype", "prompt_length", "response_length", "seed"),
     *("lora_rank", "lora_alpha", "lora_targets", "lora_rank_stabilised"),
 )
 """Fields of the run that say what is computed; all others say how."""
