@@ -69,7 +69,7 @@ class TrainState(Generic[Leaf]):
 
 
 def init_weights(config: ModelConfig, mesh: FoldedMesh, key: Array) -> Transformer[Array]:
-    """Initialises weights, float32, sharded on the mesh as `jrl.trainer.learner.masters` defines."""
+    """Initialises weights, float32, sharded as `jrl.trainer.learner.masters` defines."""
     return _initialiser(config, mesh)(key)
 
 
