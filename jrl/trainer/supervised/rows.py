@@ -23,7 +23,8 @@ class ChatRows:
     """Encoded conversations of a run, and the shape of their rows.
 
     A row has its first token in the last of the positions `before`, so that all others, which may
-    be in the loss mask, are in those `after`: predicted tokens then divide over ``cp x tp`` devices.
+    be in the loss mask, are in those `after`: predicted tokens then divide over ``cp x tp``
+    devices.
 
     Attributes:
       encoded: by the id of the conversation.
