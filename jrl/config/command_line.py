@@ -52,7 +52,7 @@ def _exit_status(command: Callable[[], int], remedy: str) -> int:
         return _say(what, 1)
     except KeyboardInterrupt:
         return _say("interrupted", 130)
-    except BrokenPipeError:  # whoever read the output has gone, as `head` does
+    except BrokenPipeError:  # the reader of the output has exited, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:

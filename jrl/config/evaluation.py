@@ -194,11 +194,11 @@ def configuration(request: Request, folder: RunFolder | None) -> tuple[RunConfig
         given = {**usual, **given, "task": request.task, "warm_start_steps": 0}
     if request.unsafe_tools:
         given["unsafe_tools"] = True
-    # Implementations were chosen for the devices that learned; here the best that applies will do.
+    # Implementations were chosen for the training devices; here the best that applies is used.
     # Slots were chosen for their memory, and for the run's own lengths.
     elsewhere = {**dict.fromkeys(OF_DEVICES), **ON_ONE_MESH, "slots": None}
     if run.rollout_devices is not None:
-        # Nothing learns here: the layout's own devices sample.
+        # There is no training here: the layout's own devices sample.
         elsewhere |= {"rollout_devices": None, "rollout_layout": None}
     if request.layout is not None:
         elsewhere |= {"layout": request.layout, "rollout_layout": None}

@@ -14,7 +14,7 @@ IDLE = frozenset(
         *("reward", "reward_weights", "reward_seconds"),
         *("failed_reward", "shuffle_rewards", "verifiers", "unsafe_tools"),
         *("reward_correct", "reward_wrong"),
-        # Sampling what is learned from.
+        # Sampling of training completions.
         *("slots", "max_staleness", "stale_cache", "rollout_layout", "rollout_devices"),
         *("rollout_engine", "rollout_split", "rollout_micro_batches", "sample_tokens"),
         *("rollout_m2n", "rollout_expert_slots", "rollout_replan"),

@@ -106,14 +106,14 @@ class Tppo(ImitatingActorCritic):
     @property
     def num_ignored(self) -> int:
         """Tokens at the end of an unfinished window that are masked out of the policy's loss."""
-        # A window of fewer tokens than are ignored would leave nothing to learn from.
+        # A window of fewer tokens than are ignored would leave nothing to train on.
         return min(self.ignore_last, given(self.window) // 4)
 
     def policy_lambda(self, lengths: Int[Array, "batch"]) -> Float[Array, "batch 1"]:
         return self._lambda(lengths, jnp.zeros_like(lengths, bool))
 
     def targets(self, batch: Batch[Array]) -> Targets[Array]:
-        # Lengths are of whole responses so far, the mask is of this window alone.
+        # Lengths are of whole responses so far, the mask is of this window only.
         values, lengths = given(batch.old_values), given(batch.lengths)
         rewards, unfinished = given(batch.rewards), _unfinished(batch)
         # A cut is no end: the value after it is taken to be that before the last token (the paper's

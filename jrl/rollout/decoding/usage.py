@@ -25,7 +25,7 @@ class Usage:
     repeated: int = 0
 
     def copy(self) -> "Usage":
-        """Snapshot of the counters, which an engine goes on to change."""
+        """Snapshot of the counters, which an engine keeps updating."""
         return replace(self)
 
     def since(self, before: "Usage") -> "Usage":
