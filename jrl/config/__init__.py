@@ -1,1 +1,1 @@
-"""What people say of a run: its settings, flags, the file they are kept in, errors as one line."""
+"""Configuration of a run: settings, command-line flags, settings files and one-line errors."""

@@ -1,4 +1,4 @@
-"""What the command lines share: errors as one line, JAX's devices, compiled programs kept."""
+"""Setup that all command lines share: one-line errors, JAX devices, the compilation cache."""
 
 import dis
 import os
@@ -13,22 +13,23 @@ from jrl.processes.coordinator import ALONE, Processes, join, leave_at_once, loo
 
 OUR_PACKAGES = ("jrl", "moe", "sharding")
 OF_TRAINING = "lower --micro-batch; --dry-run shows what needs the memory"
-"""What to do where a device has no memory left."""
+"""Advice for a device that is out of memory."""
 
 
 def exit_status(command: Callable[[], int], remedy: str = OF_TRAINING) -> int:
-    """Runs a command, and says in one line on standard error what the caller or the run did wrong.
+    """Runs a command, and reports errors of the caller or the run in one line on standard error.
 
-    A ValueError that a `raise` of this project made speaks to the caller. One that comes out of a
-    library or a builtin is a fault of ours and keeps its traceback, as all other exceptions do.
+    A ValueError that a `raise` of this project made is an error of the caller. One that comes out
+    of a library or a builtin is a fault of ours and keeps its traceback, as all other exceptions
+    do.
 
     Args:
-      remedy: what to do where a device has no memory left.
+      remedy: advice for a device that is out of memory.
 
     Returns:
-      The exit status: the command's own, 2 for wrong input, 1 for a run that failed or that the
-      operating system refused something. Of several processes one that could not go on alone does
-      not wait for the others.
+      The exit status: the command's own, 2 for wrong input, 1 for a run that failed or whose
+      request the operating system rejected. In a run of multiple processes, one that cannot
+      continue does not wait for the others.
     """
     status = None
     try:
@@ -51,7 +52,7 @@ def _exit_status(command: Callable[[], int], remedy: str) -> int:
         return _say(what, 1)
     except KeyboardInterrupt:
         return _say("interrupted", 130)
-    except BrokenPipeError:  # whoever read the output has gone, as `head` does
+    except BrokenPipeError:  # the reader of the output has exited, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
@@ -70,7 +71,7 @@ def _exit_status(command: Callable[[], int], remedy: str) -> int:
 
 
 def _lost_process(error: Exception) -> str | None:
-    """What to say of an error of what connects the processes; None of any other."""
+    """Message for an error in the connection between processes; None for any other error."""
     what = (str(error).splitlines() or [""])[0]
     if "Gloo" not in what and "SocketServer" not in what:
         return None
@@ -78,16 +79,15 @@ def _lost_process(error: Exception) -> str | None:
 
 
 def start_jax(devices: int | None, processes: Processes = ALONE) -> None:
-    """Chooses the devices before JAX touches any, and keeps what it compiles.
+    """Chooses the devices before JAX starts, and turns on the compilation cache.
 
     Args:
-      devices: number of fake CPU devices, of all processes together; None takes the
-        real ones.
-      processes: those of the run; this one waits until all are there.
+      devices: number of fake CPU devices, the total over all processes; None takes the real ones.
+      processes: those of the run; this one waits until all have joined.
 
     Raises:
       ValueError: when JAX has started already with fewer, or cannot start, or where the processes
-        do not meet.
+        cannot connect.
     """
     processes.check()
     share = processes.share(devices)
@@ -110,10 +110,11 @@ def start_jax(devices: int | None, processes: Processes = ALONE) -> None:
 
 
 def keep_compilations() -> None:
-    """Lets the next start load what this one compiles; the results are the same to the bit.
+    """Turns on JAX's persistent compilation cache; results are bitwise identical.
 
-    JAX's own setting comes first (``JAX_COMPILATION_CACHE_DIR``; empty is off). Otherwise the
-    programs go to ``jrl/compilations`` in the user's cache folder, unless that cannot be written.
+    JAX's own setting takes precedence (``JAX_COMPILATION_CACHE_DIR``; empty is off). Otherwise
+    compiled functions are stored in ``jrl/compilations`` in the user's cache folder, unless that
+    cannot be written.
     """
     setting = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
     if setting is not None:
@@ -144,7 +145,7 @@ def _fake_devices(devices: int) -> None:
 
 
 def _raised_by_us(traceback: TracebackType | None) -> bool:
-    """Whether the exception began at a `raise` statement in one of our modules."""
+    """True if the exception was raised by a `raise` statement in one of our modules."""
     if traceback is None:
         return False
     while traceback.tb_next is not None:

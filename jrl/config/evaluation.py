@@ -1,4 +1,4 @@
-"""The flags of ``python -m jrl.evaluate``, and the settings of a run as they change them."""
+"""Flags of ``python -m jrl.evaluate``, and the settings of a run with their changes."""
 
 import math
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ OF_TASK = (
 )
 """Settings of a run that are chosen for its task."""
 OF_SAMPLING = ("temperature", "top_k", "top_p")
-"""Settings of a recipe by which completions are drawn."""
+"""Settings of a recipe that control sampling."""
 OTHERS = (
     *("answers", "reward_seconds", "failed_reward", "overlong_prompts", "response_length"),
     *("system_prompt", "chat_template", "chat_template_kwargs"),
@@ -32,13 +32,13 @@ OTHERS = (
 )
 """Other settings of a run that flags change."""
 PROMPTS = 256
-"""Prompts that are evaluated where nobody chose their number, of those that a run holds out and of
-a task without an end."""
+"""Default number of prompts to evaluate, of those that a run holds out and of a task without an
+end."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to evaluate, and how."""
+    """Settings of an evaluation: the policy, the prompts, the sampling and the devices."""
 
     run: tyro.conf.Positional[str]
     """Folder of the run, whose newest checkpoint is evaluated; or hf:DIR, a public checkpoint."""
@@ -135,15 +135,15 @@ class Request:
 
     @property
     def is_checkpoint(self) -> bool:
-        """Whether it is a public checkpoint, and no run."""
+        """True for a public checkpoint, False for a run."""
         return self.run.startswith("hf:")
 
     def check(self) -> None:
-        """Makes the folders of the files that are written.
+        """Checks the flags, and creates the folders of the output files.
 
         Raises:
-          ValueError: for flags that cannot be.
-          OSError: where a file cannot go.
+          ValueError: for invalid flags.
+          OSError: where a folder cannot be created.
         """
         check_least(self, ("k", "prompts", "devices", "slots", "verifiers"))
         check_least(self, ("show",), 0)
@@ -161,13 +161,13 @@ class Request:
 
 
 def configuration(request: Request, folder: RunFolder | None) -> tuple[RunConfig, Recipe]:
-    """The settings of the run or of a checkpoint, with what the flags change of them.
+    """Settings of the run or of a checkpoint, with the changes that the flags make.
 
     Args:
       folder: of the run, None for a checkpoint.
 
     Raises:
-      ValueError: for a checkpoint without a task, and for settings that cannot be.
+      ValueError: for a checkpoint without a task, and for invalid settings.
     """
     if folder is None:
         if request.task is None:
@@ -194,11 +194,11 @@ def configuration(request: Request, folder: RunFolder | None) -> tuple[RunConfig
         given = {**usual, **given, "task": request.task, "warm_start_steps": 0}
     if request.unsafe_tools:
         given["unsafe_tools"] = True
-    # Implementations were chosen for the devices that learned; here the best that applies will do.
+    # Implementations were chosen for the training devices; here the best that applies is used.
     # Slots were chosen for their memory, and for the run's own lengths.
     elsewhere = {**dict.fromkeys(OF_DEVICES), **ON_ONE_MESH, "slots": None}
     if run.rollout_devices is not None:
-        # Nothing learns here: the layout's own devices sample.
+        # There is no training here: the layout's own devices sample.
         elsewhere |= {"rollout_devices": None, "rollout_layout": None}
     if request.layout is not None:
         elsewhere |= {"layout": request.layout, "rollout_layout": None}
@@ -210,10 +210,10 @@ def configuration(request: Request, folder: RunFolder | None) -> tuple[RunConfig
 
 
 def num_prompts(request: Request, size: int | None) -> int:
-    """Prompts that are evaluated, at most.
+    """Maximum number of prompts to evaluate.
 
     Args:
-      size: how many there are; None is an endless supply.
+      size: number of prompts of the task; None is an endless supply.
     """
     if request.prompts is not None:
         return request.prompts
@@ -221,8 +221,8 @@ def num_prompts(request: Request, size: int | None) -> int:
 
 
 def learned_from(request: Request, folder: RunFolder | None) -> list[str]:
-    """A line for each list that all prompts are evaluated of, though the run has learned from
-    them."""
+    """Notes on evaluated training data: a line for each list that is evaluated in full although
+    the run was trained on it."""
     if folder is None or request.task is None or request.held_out is not None:
         return []
     run, _ = configuration_of(folder)

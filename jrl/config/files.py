@@ -1,7 +1,7 @@
-"""A run's configuration as its ``config.json`` holds it: the run, the recipe, all their fields.
+"""Configuration of a run as stored in its ``config.json``: the run, the recipe, all their fields.
 
-Reading is strict: what is unknown, missing or of another type is refused, so that a run is repeated
-as it was or not at all.
+Reading is strict: a field that is unknown, missing or of another type is rejected, so that a run is
+repeated as it was or not at all.
 """
 
 import json
@@ -18,20 +18,20 @@ from jrl.runs.folder import RunFolder
 
 CHANGEABLE = (
     "steps",
-    # Where it runs, and by how much at a time.
+    # Devices and batch sizes.
     *("layout", "rollout_layout", "rollout_devices", "rollout_engine", "rollout_split"),
     *("rollout_micro_batches", "rollout_m2n", "rollout_expert_slots", "rollout_replan"),
     *("devices", "slots", "micro_batch", "packing", "verifiers", "unsafe_tools"),
-    # How the network is computed.
+    # Implementations of the network.
     *OF_DEVICES,
     *("exchange_rate", "latent", "remat", "fsdp", "overlap_grad_reduce", "buffer_factor"),
     *("expert_chunks", "two_batch_overlap", "scan_layers", "vocab_chunk"),
-    # What is kept and said of it.
+    # Checkpoints and logs.
     *("checkpoint_every", "keep_checkpoints", "samples_every", "sample_tokens", "max_nonfinite"),
     *("drift_alarm", "log_to", "faults", "faults_continuity", "faults_port", "on_fault"),
 )
-"""What a resumed run may change: none of it changes what a step computes. Steps only grow; another
-layout or micro-batch adds up in another order, which shows in the last digits."""
+"""Fields that a resumed run may change: none of them changes what a step computes. Steps only grow;
+another layout or micro-batch sums in another order, which changes the rounding."""
 
 LATER = {
     "chat_template_kwargs": None,
@@ -39,23 +39,23 @@ LATER = {
     "unsafe_tools": False,
     "turn_length": None,
 }
-"""Fields that a config.json of an earlier version lacks, with the values by which a run does what
-it did."""
+"""Fields that a config.json of an earlier version lacks, with the values that keep the behaviour of
+that version."""
 
 Record = TypeVar("Record")
 
 
 def to_json(run: RunConfig, recipe: Recipe) -> dict[str, Any]:
-    """What `from_json` makes the two of again."""
+    """JSON object of a run and its recipe, from which `from_json` restores both."""
     return {"recipe": reference_of(recipe), "run": asdict(run), "hyperparameters": asdict(recipe)}
 
 
 def from_json(config: Mapping[str, Any], place: Path | str) -> tuple[RunConfig, Recipe]:
-    """The run and the recipe that `to_json` described.
+    """Restores the run and the recipe from the JSON object of `to_json`.
 
     Args:
-      place: the file that the configuration was read from; a recipe of the user's own lies beside
-        it.
+      place: the file that the configuration was read from; the path of a recipe of the user's own
+        is relative to its folder.
 
     Raises:
       ValueError: for a field that is unknown, missing or of another type, or an unknown recipe.
@@ -73,7 +73,7 @@ def from_json(config: Mapping[str, Any], place: Path | str) -> tuple[RunConfig, 
 
 
 def fixed_settings(run: RunConfig, recipe: Recipe) -> dict[str, Any]:
-    """The recipe's name and every field that a resumed run may not change, as JSON holds them."""
+    """Recipe name and every field that a resumed run may not change, as JSON values."""
     config = to_json(run, recipe)
     fields = {"recipe": config["recipe"], **config["run"], **config["hyperparameters"]}
     fixed = {name: value for name, value in fields.items() if name not in CHANGEABLE}
@@ -81,15 +81,15 @@ def fixed_settings(run: RunConfig, recipe: Recipe) -> dict[str, Any]:
 
 
 def configuration_of(folder: RunFolder) -> tuple[RunConfig, Recipe]:
-    """The run and the recipe of a run folder."""
+    """Run and recipe of a run folder."""
     return from_json(folder.config(), folder.config_path)
 
 
 def check_resumable(stored: tuple[RunConfig, Recipe], given: tuple[RunConfig, Recipe]) -> None:
-    """Refuses to go on with a run under settings that would make it another run.
+    """Rejects settings under which a resumed run would be another run.
 
     Raises:
-      ValueError: naming every flag that may not differ, what the run has and what was given.
+      ValueError: naming every flag that may not differ, its value in the run and the new one.
     """
     differences = list(_differences(stored, given))
     if differences:
@@ -100,14 +100,14 @@ def check_resumable(stored: tuple[RunConfig, Recipe], given: tuple[RunConfig, Re
 
 
 def flag(field: str) -> str:
-    """A field as it is written on the command line."""
+    """Command-line flag of a field."""
     return "--" + field.replace("_", "-")
 
 
 def _differences(
     stored: tuple[RunConfig, Recipe], given: tuple[RunConfig, Recipe]
 ) -> Iterator[str]:
-    # Checkpoints have the cache as the layers read it.
+    # Checkpoints store the KV cache in the layout that the layers read.
     kept = ("scan_layers", "latent") if stored[0].stale_cache else ()
     for before, after in zip(stored, given, strict=True):
         for field in fields(before):
@@ -151,7 +151,7 @@ def _check_names(
 
 
 def fits(value: Any, annotation: Any) -> bool:
-    """Whether a JSON value is one of this type. A whole number will do for a float."""
+    """True if a JSON value is of this type. A whole number is valid for a float."""
     origin, options = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
         return any(fits(value, option) for option in options)
@@ -160,13 +160,13 @@ def fits(value: Any, annotation: Any) -> bool:
     if origin is tuple:
         return isinstance(value, list | tuple) and all(fits(item, options[0]) for item in value)
     if annotation is float:
-        # Of whole numbers only those that a float can be.
+        # Only whole numbers within the range of a float.
         return type(value) is float or (type(value) is int and abs(value) < 2**1023)
     return type(value) is annotation
 
 
 def converted(value: Any, annotation: Any) -> Any:
-    """A fitting JSON value as the field holds it: lists are tuples, floats are floats."""
+    """Converts a valid JSON value to the type of its field: lists to tuples, numbers to floats."""
     if isinstance(value, list):
         return tuple(value)
     if type(value) is int and float in (annotation, *get_args(annotation)):
@@ -175,7 +175,7 @@ def converted(value: Any, annotation: Any) -> Any:
 
 
 def spelled(annotation: Any) -> str:
-    """A type as a message names it."""
+    """Name of a type for error messages."""
     if get_origin(annotation) is Literal:
         return " | ".join(map(repr, get_args(annotation)))
     return annotation.__name__ if isinstance(annotation, type) else str(annotation)

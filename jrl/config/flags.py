@@ -1,4 +1,4 @@
-"""The flags of ``python -m jrl.train``: what to do, the fields of the run, those of its recipe."""
+"""Flags of ``python -m jrl.train``: the command, the fields of the run, those of its recipe."""
 
 import argparse
 from dataclasses import dataclass, fields, make_dataclass
@@ -21,7 +21,7 @@ from sharding.folding import Layout
 PROGRAM = "python -m jrl.train"
 DEFAULT_RECIPE = "grpo"
 ON_COMMAND_LINE = ("config", "dry_run", "resume")
-"""Flags that no file of settings has."""
+"""Flags that a settings file may not contain."""
 
 REINFORCEMENT = (
     "Trains a policy by reinforcement. Without arguments: a small mixture of experts learns to "
@@ -38,7 +38,7 @@ Record = TypeVar("Record")
 
 @dataclass(frozen=True)
 class Command:
-    """What to do."""
+    """Run folder, settings file, resume and dry run."""
 
     run_dir: str | None = None
     """Folder of the run, new but for --resume; None takes the next runs/RECIPE-TASK-NUMBER."""
@@ -59,7 +59,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Request:
-    """What a command line asks for."""
+    """Parsed command line: the command, the run, its recipe and its processes."""
 
     command: Command
     run: RunConfig
@@ -68,12 +68,12 @@ class Request:
 
 
 def parse(arguments: list[str]) -> Request:
-    """Reads a command line. What it does not say comes from its --config, and what that does not
-    say, on --resume, from the run.
+    """Parses a command line. Settings that it lacks come from its --config; those that both lack
+    come, on --resume, from the run.
 
     Raises:
-      ValueError: on an unknown recipe, on settings that cannot be, and on --resume on settings that
-        differ from the run's.
+      ValueError: on an unknown recipe, on invalid settings, and on --resume on settings that differ
+        from the run's.
     """
     word, arguments = _recipe_word(arguments)
     settings = _settings(arguments)
@@ -84,7 +84,7 @@ def parse(arguments: list[str]) -> Request:
         run = defaults(type(recipe))
     else:
         run, recipe = stored
-        # A recipe of one's own is known by its content: another version is another class.
+        # A user's own recipe is identified by its content: another version is another class.
         if kind is not None and kind is not type(recipe):
             given = word or (settings and settings.recipe)
             raise ValueError(
@@ -103,9 +103,10 @@ def parse(arguments: list[str]) -> Request:
 
 
 def _recipe_word(arguments: list[str]) -> tuple[str | None, list[str]]:
-    """The word that names the recipe, and the other arguments.
+    """Splits the arguments into the recipe name and the others.
 
-    It is the value of ``--recipe``, the first word, or a recipe's name that is no flag's value.
+    The name is the value of ``--recipe``, the first word, or a recipe's name that is no flag's
+    value.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--recipe")
@@ -123,7 +124,7 @@ def _recipe_word(arguments: list[str]) -> tuple[str | None, list[str]]:
 
 
 def _settings(arguments: list[str]) -> Settings | None:
-    """The settings of the file that --config names, None without."""
+    """Settings of the file that --config names; None without --config."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config")
     if "--config" in arguments[-1:]:
@@ -133,7 +134,7 @@ def _settings(arguments: list[str]) -> Settings | None:
 
 
 def _recipe_of(settings: Settings | None) -> type[Recipe] | None:
-    """The recipe that a file names, None where none does."""
+    """Recipe that a settings file names; None where it names none."""
     if settings is None or settings.recipe is None:
         return None
     try:
@@ -143,7 +144,7 @@ def _recipe_of(settings: Settings | None) -> type[Recipe] | None:
 
 
 def _stored(arguments: list[str], settings: Settings | None) -> tuple[RunConfig, Recipe] | None:
-    """The configuration of the run to resume, None without --resume."""
+    """Configuration of the run to resume; None without --resume."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--run-dir", "--run_dir", nargs="?")
@@ -161,8 +162,8 @@ def _stored(arguments: list[str], settings: Settings | None) -> tuple[RunConfig,
 def _parse_flags(
     arguments: list[str], run: RunConfig, recipe: Recipe, settings: Settings | None
 ) -> tuple[Command, Processes, RunConfig, Recipe]:
-    """The flags, with `settings`, then `run` and `recipe`, for those not given; these two come back
-    unchecked."""
+    """Parses the flags. Defaults are those of `settings`, then of `run` and `recipe`; these two are
+    returned unchecked."""
     kind = type(recipe)
     command, processes, run, recipe = _with_settings(
         settings, _unchecked(run, kind), _unchecked(recipe, kind)
@@ -201,7 +202,7 @@ def _parse_flags(
 def _with_settings(
     settings: Settings | None, run: RunConfig, recipe: Recipe
 ) -> tuple[Command, Processes, RunConfig, Recipe]:
-    """All records of a command line with what a file says of them."""
+    """All records of a command line with the values of a settings file."""
     if settings is None:
         return Command(), ALONE, run, recipe
     settings.check_names(Command, Processes, type(run), type(recipe), but=ON_COMMAND_LINE)
@@ -210,8 +211,9 @@ def _with_settings(
 
 
 def _unchecked(record: Record, recipe: type[Recipe]) -> Record:
-    """The record as one that takes any values, so that all flags are read before any is judged;
-    without the flags that change nothing in a recipe, and with what the others mean there."""
+    """Copy of the record that accepts any values, so that all flags are parsed before any is
+    validated; without the flags that have no effect in a recipe, and with the recipe's help texts
+    for the others."""
     kind, named = type(record), _values(record)
     hints = get_type_hints(kind, include_extras=True)
     hidden = idle(recipe) & named.keys()

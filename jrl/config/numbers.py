@@ -1,13 +1,13 @@
-"""What numbers may be, for every command that takes them."""
+"""Range checks of numeric settings, for all commands."""
 
 import math
 from collections.abc import Iterable
 
 
 def check_seed(seed: int) -> None:
-    """Refuses a seed that is none.
+    """Rejects a seed that does not fit in 32 bits.
 
-    JAX keeps 32 bits of a seed: beyond them two seeds would be the same one.
+    JAX keeps 32 bits of a seed: beyond them two seeds would be equal.
 
     Raises:
       ValueError: unless ``0 <= seed < 2**32``.
@@ -24,8 +24,8 @@ def check_range(
     *,
     above: bool = False,
 ) -> None:
-    """Refuses settings outside of ``low <= x <= high``, or of ``low < x <= high`` where `above`,
-    and NaN; None is no number, and what the settings lack is not asked for.
+    """Rejects settings outside of ``low <= x <= high``, or of ``low < x <= high`` where `above`,
+    and NaN; None and missing settings are skipped.
 
     Raises:
       ValueError: naming the first of them.
@@ -41,7 +41,7 @@ def check_range(
 
 
 def check_least(settings: object, names: Iterable[str], least: int = 1) -> None:
-    """Refuses settings that are smaller than they may be; None is no number.
+    """Rejects settings below a minimum; None is skipped.
 
     Raises:
       ValueError: naming the first of them.

@@ -1,10 +1,10 @@
-"""What of the settings of a rollout goes together."""
+"""Compatibility checks of rollout settings."""
 
 from dataclasses import dataclass, fields
 from typing import Any, Protocol, runtime_checkable
 
 OF_TWO_SIDES = ("rollout_split", "rollout_m2n", "rollout_expert_slots", "rollout_replan")
-"""What only `rollout_engine="disaggregated"` has."""
+"""Settings that apply to `rollout_engine="disaggregated"` only."""
 
 ON_ONE_MESH: dict[str, Any] = {"rollout_engine": "slots", **dict.fromkeys(OF_TWO_SIDES)}
 """The settings of a run that samples on one mesh."""
@@ -12,8 +12,8 @@ ON_ONE_MESH: dict[str, Any] = {"rollout_engine": "slots", **dict.fromkeys(OF_TWO
 
 @dataclass(frozen=True)
 class SplitSettings:
-    """What is said of two sides where a policy is served, as of a `jrl.config.run.RunConfig` with
-    ``rollout_`` before each name; None is not said."""
+    """Attention and expert device groups for serving a policy. A `jrl.config.run.RunConfig` has the
+    same settings, with ``rollout_`` before each name; None is unset."""
 
     split: str | None = None
     micro_batches: int | None = None
@@ -21,7 +21,7 @@ class SplitSettings:
     replan: int | None = None
 
     def over(self, run: object) -> "SplitSettings":
-        """Those of a run, where nothing is said here."""
+        """These settings, with those of a run where they are unset."""
         names = [field.name for field in fields(self)]
         own = {name: getattr(self, name) for name in names}
         before = {name: getattr(run, f"rollout_{name}") for name in names}
@@ -30,7 +30,7 @@ class SplitSettings:
 
 @runtime_checkable
 class RolloutSettings(Protocol):
-    """Those of a `jrl.config.run.RunConfig`, where they are explained."""
+    """Rollout settings of a `jrl.config.run.RunConfig`, where they are explained."""
 
     @property
     def rollout_engine(self) -> str: ...
@@ -43,7 +43,7 @@ class RolloutSettings(Protocol):
 
 
 def check_rollout(run: RolloutSettings) -> None:
-    """Refuses settings that do not go together.
+    """Rejects rollout settings that are incompatible.
 
     Raises:
       ValueError: naming them.

@@ -1,4 +1,4 @@
-"""What a run is, apart from its recipe."""
+"""Settings of a run, except for those of its recipe."""
 
 import math
 from dataclasses import dataclass
@@ -22,7 +22,8 @@ NETWORK_SETTINGS = (*ROUTER_SETTINGS, "capacity_factor", "drop_policy", "drop_sc
 """Fields of `RunConfig` that replace those of the network where they are given; the first ones are
 numbers from 0."""
 OF_DEVICES = ("context", "dispatch", "attention", "decode_attention", "router", "experts")
-"""Fields of `RunConfig` that name what such devices compute by; None is the best that applies."""
+"""Fields of `RunConfig` that select an implementation for the devices; None is the best that
+applies."""
 FROM_ONE = (
     *("devices", "rollout_devices", "verifiers"),
     *("max_turns", "turn_length", "max_nonfinite"),
@@ -338,17 +339,17 @@ class RunConfig:
 
     @property
     def checkpoint(self) -> str | None:
-        """The directory of the public checkpoint that the model is, None for a preset."""
+        """Directory of the model's public checkpoint; None for a preset."""
         return self.model.removeprefix("hf:") if self.model.startswith("hf:") else None
 
     @property
     def template_arguments(self) -> dict[str, Any]:
-        """What the chat template is given beside the messages."""
+        """Arguments of the chat template in addition to the messages."""
         return template_arguments(self.chat_template_kwargs)
 
     @property
     def rewards(self) -> RewardSettings:
-        """How completions are rewarded."""
+        """Reward settings: functions, weights, time limit and the score of a failed reward."""
         return RewardSettings(
             self.reward, self.reward_weights, self.reward_seconds, self.failed_reward
         )

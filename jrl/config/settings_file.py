@@ -1,8 +1,8 @@
-"""Settings as a file: ``--config run.yaml`` names flags and their values; flags that are given too
-come first.
+"""Settings file: ``--config run.yaml`` contains flags and their values; flags on the command line
+take precedence.
 
 The file is YAML 1.2, a flag a line, its name with underscores or hyphens: ``learning_rate: 1e-6``.
-``recipe`` is the word that a command line begins with. Settings may also stand under ``run`` and
+``recipe`` is the first word of a command line. Settings may also be grouped under ``run`` and
 ``hyperparameters``, as in a run's config.json, which is such a file too.
 """
 
@@ -19,7 +19,7 @@ from jrl.config.files import converted, fits, flag, spelled
 
 RECIPE, GROUPS = "recipe", ("run", "hyperparameters")
 PREFIX = "preset:"
-"""Of the name of a file that comes with the library."""
+"""Prefix of the name of a file that comes with the library."""
 PRESETS = Path(__file__).parent / "presets"
 
 Record = TypeVar("Record")
@@ -35,8 +35,8 @@ _CORE = (
         list("-+.0123456789"),
     ),
 )
-"""Scalars of YAML 1.2 that are no text. By YAML 1.1, which is the library's own reading, 1e-6 is a
-text and `no` is not."""
+"""Scalars of YAML 1.2 that are not strings. By YAML 1.1, the default of the yaml library, 1e-6 is a
+string and `no` is not."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -64,10 +64,10 @@ for _tag, _pattern, _begins in _CORE:
 
 @dataclass(frozen=True)
 class Settings:
-    """What a file says.
+    """Parsed settings file.
 
     Attributes:
-      place: the file; a recipe of the user's own is looked for from its folder on.
+      place: the file; the path of a recipe of the user's own is relative to its folder.
       recipe: the recipe that it names, None where it names none.
       values: of all other settings, by the names of their fields.
     """
@@ -77,10 +77,10 @@ class Settings:
     values: Mapping[str, Any]
 
     def check_names(self, *kinds: type, but: tuple[str, ...] = ()) -> None:
-        """Refuses what is a field of none of the records.
+        """Rejects names that are a field of none of the records.
 
         Args:
-          but: fields that are for the command line alone.
+          but: fields for the command line only.
         """
         known = [field.name for kind in kinds for field in fields(kind)]
         for name in self.values:
@@ -96,10 +96,10 @@ class Settings:
                 raise ValueError(f"{self.place}: {name} is no setting of this recipe; {hint}.")
 
     def onto(self, record: Record) -> Record:
-        """The record with the values that are fields of it.
+        """Copy of the record with the values of its fields from the file.
 
         Raises:
-          ValueError: for one of another type.
+          ValueError: for a value of another type.
         """
         hints, found = get_type_hints(type(record)), {}
         for field in fields(record):  # pyright: ignore[reportArgumentType]
@@ -113,7 +113,7 @@ class Settings:
 
 
 def read_settings(reference: str) -> Settings:
-    """The settings of a file, or of one that comes with the library: ``preset:NAME``.
+    """Reads a settings file, or one that comes with the library: ``preset:NAME``.
 
     Raises:
       ValueError: there is no such file or preset, it is not YAML, or names a setting twice.
@@ -146,11 +146,11 @@ def read_settings(reference: str) -> Settings:
 
 
 def settings_text(config: Mapping[str, Any], about: str = "") -> str:
-    """The file that repeats a run.
+    """YAML text of the settings file that repeats a run.
 
     Args:
-      config: what its config.json holds.
-      about: a line at its beginning.
+      config: contents of its config.json.
+      about: a comment for the first line.
     """
     flat = {RECIPE: config[RECIPE]} | {
         name: value for group in GROUPS for name, value in config[group].items()
@@ -163,7 +163,7 @@ def settings_text(config: Mapping[str, Any], about: str = "") -> str:
 
 
 def _flat(content: Mapping[Any, Any]) -> list[tuple[str, Any]]:
-    """Names and values, those of groups among the others."""
+    """Flattens groups into one list of names and values."""
     found: list[tuple[str, Any]] = []
     for name, value in content.items():
         if name in GROUPS and isinstance(value, dict):
@@ -183,7 +183,7 @@ def _preset(reference: str) -> Path:
 
 
 def _said(error: Exception) -> str:
-    """One line of what YAML says."""
+    """One-line message of a YAML error."""
     if not isinstance(error, yaml.MarkedYAMLError):
         return str(error).splitlines()[0]
     mark = error.problem_mark

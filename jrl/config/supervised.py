@@ -1,4 +1,4 @@
-"""The flags of the supervised stage: which of a run's it has, and what else these mean there."""
+"""Flags of the supervised stage: those without effect there, and those with another meaning."""
 
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
@@ -14,7 +14,7 @@ IDLE = frozenset(
         *("reward", "reward_weights", "reward_seconds"),
         *("failed_reward", "shuffle_rewards", "verifiers", "unsafe_tools"),
         *("reward_correct", "reward_wrong"),
-        # Sampling what is learned from.
+        # Sampling of training completions.
         *("slots", "max_staleness", "stale_cache", "rollout_layout", "rollout_devices"),
         *("rollout_engine", "rollout_split", "rollout_micro_batches", "sample_tokens"),
         *("rollout_m2n", "rollout_expert_slots", "rollout_replan"),
@@ -29,10 +29,10 @@ IDLE = frozenset(
         "warm_start_learning_rate",
     }
 )
-"""Fields of a run and of its recipe that change nothing here: they are no flags."""
+"""Fields of a run and of its recipe that have no effect here: they are no flags."""
 
 DEFAULTS: Mapping[str, Any] = {"steps": 0, "warm_start_steps": 0}
-"""Of fields of a run, where they differ from those of reinforcement."""
+"""Defaults of a run's fields that differ from those of reinforcement learning."""
 
 HELP = {
     "task": "The conversations: jsonl:PATH, parquet:PATH or dataset:DIR (of save_to_disk), each "
@@ -63,21 +63,21 @@ HELP = {
     "capacity_factor": "Tokens that an expert takes at most while learning, as a multiple of those "
     "of even routing; None is the network's own, mostly any number.",
 }
-"""Of flags that mean something else here, or more."""
+"""Help texts of flags that mean something else here, or more."""
 
 
 def defaults(kind: type[Recipe]) -> RunConfig:
-    """The run that a command line of this recipe begins with."""
+    """Default run settings of a command line with this recipe."""
     return RunConfig(**DEFAULTS) if kind.supervised else RunConfig()
 
 
 def idle(kind: type[Recipe]) -> frozenset[str]:
-    """Fields that are no flags of this recipe."""
+    """Fields without effect in this recipe, which are no flags of it."""
     return IDLE if kind.supervised else frozenset()
 
 
 def check_idle(run: RunConfig, recipe: Recipe) -> None:
-    """Refuses what a file of settings says of fields that change nothing.
+    """Rejects values in a settings file for fields that have no effect.
 
     Raises:
       ValueError: naming the field.
@@ -96,7 +96,7 @@ def check_idle(run: RunConfig, recipe: Recipe) -> None:
 
 
 def without_idle(config: Mapping[str, Any], kind: type[Recipe]) -> dict[str, Any]:
-    """What config.json holds, without the fields that are no flags."""
+    """Contents of config.json without the fields that are no flags."""
     groups = {name: v for name, v in config.items() if isinstance(v, Mapping)}
     kept = {
         name: {key: value for key, value in group.items() if key not in idle(kind)}

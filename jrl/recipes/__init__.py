@@ -1,4 +1,4 @@
-"""One file per paper: its hyperparameter table as code, and what it does to a batch."""
+"""Recipes, one file per paper: its hyperparameter table as code, and its losses and advantages."""
 
 from jrl.recipes.base.actor_critic import ActorCritic as ActorCritic
 from jrl.recipes.base.batch import Batch as Batch
@@ -39,4 +39,4 @@ RECIPES: dict[str, type[Recipe]] = {
 """Recipes by the name they have on the command line."""
 
 SUPERVISED: dict[str, type[Sft]] = {"sft": Sft}
-"""The stage before, by the name that it has in the place of a recipe's."""
+"""Supervised fine-tuning, by its name on the command line, which takes the place of a recipe's."""

@@ -1,4 +1,4 @@
-"""CISPO: the ratio is a weight, clipped and without a gradient, so that no token is left out.
+"""CISPO: the ratio is a clipped weight without a gradient, so that every token keeps its gradient.
 
 References:
   MiniMax, "MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention", 2025,
@@ -14,7 +14,7 @@ from jrl.recipes.base.group_relative import GroupRelative
 
 @dataclass(frozen=True)
 class Cispo(GroupRelative):
-    """CISPO with an upper bound alone, as in the paper; the bound itself is verl's."""
+    """CISPO with an upper bound only, as in the paper; the value of the bound is verl's."""
 
     clip_low: float = 1.0
     """How far the weight may fall below 1; 1 is without a bound."""

@@ -33,8 +33,8 @@ class Dapo(GroupRelative):
     ) -> Float[Array, "batch"]:
         # 4,096 of 20,480 tokens in the paper.
         buffer = response_length // 5 if self.overlong_buffer is None else self.overlong_buffer
-        # Of the reward and not of the score: dynamic sampling and accuracy look at what the
-        # verifier said, whatever the length.
+        # Added to the reward, not to the score: dynamic sampling and accuracy use the verifier's
+        # score, whatever the length.
         penalty = overlong_penalty(lengths, max_length=response_length, buffer=buffer)
         return super().rewards(scores, lengths, response_length) + penalty
 

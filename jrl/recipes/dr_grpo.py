@@ -1,4 +1,4 @@
-"""Dr. GRPO: GRPO without its two divisions, by a group's deviation and by a response's length.
+"""Dr. GRPO: GRPO without dividing by a group's standard deviation or by a response's length.
 
 References:
   Liu et al., "Understanding R1-Zero-Like Training: A Critical Perspective", 2025.
@@ -16,7 +16,7 @@ from jrl.recipes.base.group_relative import GroupRelative
 
 @dataclass(frozen=True)
 class DrGrpo(GroupRelative):
-    """Dr. GRPO; what token losses are divided by is the length limit, the same in each step."""
+    """Dr. GRPO; token losses are divided by the length limit, which is the same in each step."""
 
     # Divided by its own length, a long wrong response would cost less for each token.
     aggregation: Aggregation = "seq-mean-token-sum-norm"

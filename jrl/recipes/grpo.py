@@ -1,4 +1,4 @@
-"""GRPO: no critic, each completion against the others of its prompt.
+"""GRPO: no critic; each completion is compared with the others of its prompt.
 
 References:
   Shao et al., "DeepSeekMath", 2024, eq. 3 and section 4.2. https://arxiv.org/abs/2402.03300
@@ -21,8 +21,8 @@ class Grpo(GroupRelative):
     """Divide the advantages of a group by the standard deviation of its rewards."""
 
     def row_advantages(self, batch: Batch[Array]) -> Float[Array, "batch"]:
-        # Without the scale, as in Dr. GRPO, groups that are nearly all right or all wrong weigh no
-        # more than others.
+        # Without the scale, as in Dr. GRPO, groups that are nearly all correct or all wrong have
+        # the same weight as others.
         scale = "group" if self.scale_by_std else None
         return grpo_advantages(given(batch.rewards), given(batch.groups), scale=scale)
 

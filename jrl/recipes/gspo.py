@@ -1,4 +1,4 @@
-"""GSPO: the ratio, and so the clip, is of the whole response.
+"""GSPO: the probability ratio and its clip apply to the whole response.
 
 References:
   Zheng et al., "Group Sequence Policy Optimization", 2025, eqs. 5 to 7 and section 5.1.
@@ -13,8 +13,8 @@ from jrl.recipes.base.group_relative import GroupRelative
 
 @dataclass(frozen=True)
 class Gspo(GroupRelative):
-    """GSPO with the paper's bounds, which suit responses of thousands of tokens: the geometric mean
-    of the tokens' ratios moves the less, the longer a response is."""
+    """GSPO with the paper's bounds, which suit responses of thousands of tokens: the longer a
+    response, the less the geometric mean of its tokens' ratios moves."""
 
     clip_low: float = 3e-4
     """How far the ratio of a response may fall below 1."""

@@ -1,41 +1,41 @@
-"""HAPO: DAPO in which each token is treated by how undecided the policy was there.
+"""HAPO: DAPO with temperature, advantage and clip adapted to the policy's entropy at each token.
 
-Four components, each with a switch, on top of DAPO; with all four off it is DAPO. With the
+Four components, each with a switch, on top of DAPO; with all four off it is DAPO. They use the
 log-entropy of a token, standardised over its batch and scaled to a signal from -1 to 1
-(`jrl.losses.entropy_signal`),
+(`jrl.losses.entropy_signal`):
 
 | switch | component | what it does |
 |---|---|---|
-| `adaptive_temperature` | adaptive temperature sampling | samples hotter at undecided tokens |
+| `adaptive_temperature` | adaptive temperature sampling | samples hotter at high entropy |
 | `token_level_group_average` | token-level group average | a group's mean is over its tokens |
 | `differential_redistribution` | differential advantage redistribution | amplifies or damps |
 | `asymmetric_clipping` | asymmetric adaptive clipping | widens one bound of the clip |
 
-Whose statistics: the loss's are of the whole mini-batch under the current policy, whatever the
-micro-batch; the sampler's are those of the step before, over all its sampled tokens that count,
-under the policy that sampled them. The trainer computes that policy's entropies before the first
-update, in the pass that gives old log-probabilities, and keeps four numbers
-(`Recipe.entropy_statistics`). The first step samples at the base temperature.
+Statistics: the loss uses those of the whole mini-batch under the current policy, whatever the
+micro-batch; the sampler uses those of the step before, over all its tokens in the loss mask, under
+the policy that sampled them. The trainer computes that policy's entropies before the first update,
+in the pass that gives old log-probabilities, and keeps four numbers (`Recipe.entropy_statistics`).
+The first step samples at the base temperature.
 
-What is corrected: a token is drawn from a distribution b at its own temperature (after top-k and
+Importance weights: a token is sampled from a distribution b at its own temperature (after top-k and
 top-p), while the loss is of the policy pi at the base temperature. The sampler records both
 log-probabilities, `Batch.behaviour_logprobs` of b and `Batch.old_logprobs` of pi, and the loss of a
 token is weighted by ``min(pi_old / b, 2)``, which together with its ratio ``pi / pi_old`` makes
 ``pi / b``. ``--mismatch None`` leaves the weights out, as the released code does, and
 ``--old-logprobs recompute`` takes pi_old from the trainer.
 
-Where paper and released code differ, and where neither is followed:
+Differences between the paper, the released code and this implementation:
 
 | | here | paper | code |
 |---|---|---|---|
-| signal of decided tokens | negative | so its text, not its Eq. 6 | positive: they never act |
+| signal at low entropy | negative | so its text, not its Eq. 6 | positive: no effect |
 | `clip_high` | 0.28 | 0.28 | 0.2 |
 | `tau`, with `temperature_signal` | 0.05, bounded | 0.1, standardized | 0.05, bounded |
 | statistics in the loss | of a mini-batch | | of a micro-batch |
 | weights for the temperature | on | | none |
 | `clip_dual` | None | | 10 |
 | `group_average_fallback` | None | | 5 |
-| dynamic sampling | on | on | asked for by the scripts, read by nothing |
+| dynamic sampling | on | on | set by the scripts, never read |
 
 References:
   "Heterogeneous Adaptive Policy Optimization", 2025. https://arxiv.org/abs/2509.16591
@@ -100,7 +100,7 @@ class Hapo(Dapo):
 
     def __post_init__(self):
         super().__post_init__()
-        # Made to be checked: it refuses what could reach a temperature of 0.
+        # Its constructor validates: it rejects settings under which a temperature could reach 0.
         AdaptiveTemperature(self.tau, self.entropy_quantile, self.temperature_signal)
         if not 0 <= self.redistribution_strength <= 1:
             raise ValueError(
@@ -124,8 +124,8 @@ class Hapo(Dapo):
 
     @property
     def default_denominator(self) -> Denominator:
-        # At a constant temperature too: with the sampler's anchor, weights against its whole policy
-        # would be refused, as the ratio corrects for that already.
+        # At a constant temperature too: with old_logprobs="sampler", weights over the sampler's
+        # whole policy would be rejected, as the ratio corrects for that already.
         return "drawn"
 
     @property
@@ -136,8 +136,8 @@ class Hapo(Dapo):
     def targets(self, batch: Batch[Array]) -> Targets[Array]:
         if not self.token_level_group_average:
             return super().targets(batch)
-        # So that the advantages of a group's tokens sum to 0: the token mean of the loss does not
-        # push with the sign of the longer responses.
+        # So that the advantages of a group's tokens sum to 0: otherwise the token mean of the loss
+        # would be biased towards the sign of the longer responses.
         return Targets(
             token_level_group_average(
                 given(batch.rewards),

@@ -1,4 +1,4 @@
-"""MaxRL: each completion against the mean reward of its prompt, in units of that mean.
+"""MaxRL: advantages are rewards minus the mean reward of the prompt, divided by that mean.
 
 References:
   Tajwar et al., "Maximum likelihood reinforcement learning", 2026.
@@ -16,7 +16,7 @@ from jrl.recipes.base.group_relative import GroupRelative
 
 @dataclass(frozen=True)
 class Maxrl(GroupRelative):
-    """MaxRL: a prompt that is seldom solved counts the more."""
+    """MaxRL: a prompt that is seldom solved has a larger weight."""
 
     def __post_init__(self):
         super().__post_init__()

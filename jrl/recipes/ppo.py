@@ -18,7 +18,7 @@ from jrl.recipes.base.token_rewards import penalised_rewards
 
 @dataclass(frozen=True)
 class Ppo(ActorCritic):
-    """PPO as it is run on language models; the defaults fit a laptop."""
+    """PPO as used for language models; the defaults fit a laptop."""
 
     prompts: int = 512
     group_size: int = 1

@@ -1,4 +1,4 @@
-"""REINFORCE++: no critic and no groups; rewards to come, whitened over the batch.
+"""REINFORCE++: no critic and no groups; rewards-to-go, whitened over the batch.
 
 References:
   Hu et al., "REINFORCE++: A Simple and Efficient Approach for Aligning Large Language Models",
@@ -17,7 +17,7 @@ from jrl.recipes.base.token_rewards import penalised_rewards
 
 @dataclass(frozen=True)
 class ReinforcePlusPlus(Recipe):
-    """REINFORCE++: PPO's clip on advantages that are the whitened rewards to come."""
+    """REINFORCE++: PPO's clip on advantages that are the whitened rewards-to-go."""
 
     prompts: int = 512
     group_size: int = 1

@@ -1,4 +1,4 @@
-"""RLOO: each completion against the mean reward of the others of its prompt.
+"""RLOO: leave-one-out baseline, the mean reward of the other completions of the prompt.
 
 References:
   Ahmadian et al., "Back to Basics: Revisiting REINFORCE-Style Optimization for Learning from Human
@@ -17,8 +17,8 @@ from jrl.recipes.base.group_relative import GroupRelative
 @dataclass(frozen=True)
 class Rloo(GroupRelative):
     """RLOO over tokens. In the first update of a step its gradient is that of REINFORCE; in later
-    ones the clipped ratio makes up for completions of an older policy."""
+    ones the clipped ratio corrects for completions that are off-policy."""
 
     def row_advantages(self, batch: Batch[Array]) -> Float[Array, "batch"]:
-        # A baseline that the completion itself has no part in leaves the gradient unbiased.
+        # A baseline without the completion's own reward keeps the gradient unbiased.
         return rloo_advantages(given(batch.rewards), given(batch.groups))

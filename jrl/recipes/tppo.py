@@ -1,9 +1,9 @@
-"""T-PPO: responses are written in windows, and the policy learns from each window as it comes.
+"""T-PPO: partial rollouts in windows of tokens, with an update of the policy after each window.
 
-A step writes every response on for a window of tokens; those that are not finished go on in the
-next. The policy learns from the tokens of the window alone, by an advantage that needs no end of
-the response (extended GAE), so that no step waits for the longest. The critic learns from finished
-responses alone, all their tokens, by Monte-Carlo returns.
+A step continues every response for a window of tokens; unfinished ones continue in the next. The
+policy is trained on the tokens of the window only, by an advantage that does not need the end of
+the response (extended GAE), so that no step waits for the longest. The critic is trained on
+finished responses only, on all their tokens, by Monte-Carlo returns.
 
 References:
   Fan et al., "Truncated Proximal Policy Optimization", 2025. https://arxiv.org/abs/2506.15050
@@ -105,22 +105,21 @@ class Tppo(ImitatingActorCritic):
 
     @property
     def num_ignored(self) -> int:
-        """Tokens at the end of an unfinished window that are left out."""
-        # A window of fewer tokens than are ignored would leave nothing to learn from.
+        """Tokens at the end of an unfinished window that are masked out of the policy's loss."""
+        # A window of fewer tokens than are ignored would leave nothing to train on.
         return min(self.ignore_last, given(self.window) // 4)
 
     def policy_lambda(self, lengths: Int[Array, "batch"]) -> Float[Array, "batch 1"]:
         return self._lambda(lengths, jnp.zeros_like(lengths, bool))
 
     def targets(self, batch: Batch[Array]) -> Targets[Array]:
-        # Lengths are of whole responses so far, the mask is of this window alone.
+        # Lengths are of whole responses so far, the mask is of this window only.
         values, lengths = given(batch.old_values), given(batch.lengths)
         rewards, unfinished = given(batch.rewards), _unfinished(batch)
         # A cut is no end: the value after it is taken to be that before the last token (the paper's
-        # assumption), where GAE would put 0 and punish every response that goes on.
+        # assumption), where GAE would use 0 and punish every unfinished response.
         advantages, _, kept = extended_gae(
-            # Nothing was verified of a response that goes on: its reward is 0, and so is the one
-            # here.
+            # Unfinished responses are not scored: their reward is 0, and so is the one here.
             terminal_rewards(rewards, batch.mask),
             values,
             batch.mask,
@@ -134,26 +133,26 @@ class Tppo(ImitatingActorCritic):
             advantages = whiten(advantages, kept)
         if self.advantage_clip is not None:
             advantages = jnp.clip(advantages, -self.advantage_clip, self.advantage_clip)
-        # The whole response, those of its tokens included that other steps sampled.
+        # The whole response, including tokens that other steps sampled.
         critic_mask = responses_of(batch) & ~unfinished[:, None]
         rewards = terminal_rewards(rewards, critic_mask)
         # From the end of the response back to its first token, over all windows; at lam 1 the
-        # values cancel, and the target is the reward to come.
+        # values cancel, and the target is the reward-to-go.
         _, returns = gae(rewards, values, critic_mask, gamma=self.gamma, lam=self.lam_critic)
-        # The policy learns from windows, the critic from finished responses: two masks.
+        # The policy is trained on windows, the critic on finished responses: two masks.
         return Targets(advantages, returns, mask=kept, critic_mask=critic_mask)
 
     def _lambda(
         self, lengths: Int[Array, "batch"], unfinished: Bool[Array, "batch"]
     ) -> Float[Array, "batch 1"]:
-        # While it is being written a response is taken for half a window longer: somewhere in the
-        # next one it ends.
+        # An unfinished response is assumed to be half a window longer: it ends somewhere in the
+        # next one.
         expected = effective_length(lengths, unfinished, window=given(self.window))
         return length_adaptive_lambda(expected, alpha=self.lam_alpha, floor=self.lam_floor)[:, None]
 
 
 def _unfinished(batch: Batch[Array]) -> Bool[Array, "batch"]:
-    """Which responses go on in another step."""
+    """Mask of the responses that continue in another step."""
     if batch.finished is None:
         return jnp.zeros_like(given(batch.lengths), bool)
     return ~batch.finished

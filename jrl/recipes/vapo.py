@@ -1,4 +1,4 @@
-"""VAPO: a pretrained critic, decoupled and length-adaptive GAE, and imitation of its successes.
+"""VAPO: pretrained critic, decoupled and length-adaptive GAE, imitation of correct completions.
 
 References:
   Yue et al., "VAPO: Efficient and Reliable Reinforcement Learning for Advanced Reasoning Tasks",
@@ -52,13 +52,13 @@ class Vapo(ImitatingActorCritic):
     def targets(self, batch: Batch[Array]) -> Targets[Array]:
         mask, values = batch.mask, given(batch.old_values)
         rewards = rewards_of_turns(batch)
-        # Sampled tokens alone: what an environment answers in between is no action.
+        # Sampled tokens only: an environment's answer in between is no action.
         lam = self.policy_lambda(given(batch.lengths))
         # Decoupled GAE (VC-PPO): the policy trades bias for variance, the critic must not.
         advantages, _ = gae(rewards, values, mask, gamma=self.gamma, lam=lam)
         _, returns = gae(rewards, values, mask, gamma=self.gamma, lam=self.lam_critic)
         if self.whiten_advantages:
-            # Advantages alone: returns are what the critic has to hit, in units of reward.
+            # Advantages only: returns are the critic's targets, in units of reward.
             advantages = whiten(advantages, mask)
         return Targets(advantages, returns)
 

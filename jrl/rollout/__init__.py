@@ -1,1 +1,1 @@
-"""Completions sampled from the policy, with the log-probabilities they were sampled with."""
+"""Rollouts: completions sampled from the policy, with their sampling log-probabilities."""

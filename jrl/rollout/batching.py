@@ -1,4 +1,4 @@
-"""Rows of batches on the mesh: where they live, and how some of them are taken."""
+"""Batches of trajectories on the mesh: their sharding, construction and selection of rows."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -18,20 +18,20 @@ from sharding.folding import FoldedMesh
 
 
 def over_rows(mesh: FoldedMesh) -> NamedSharding:
-    """Where arrays with a row per sequence live."""
+    """Sharding of arrays with a row per sequence, over dp."""
     return NamedSharding(mesh.mesh, PartitionSpec(mesh.dp))
 
 
 def replicated(mesh: FoldedMesh) -> NamedSharding:
-    """Where arrays live that every device holds."""
+    """Sharding of arrays that are replicated on every device."""
     return NamedSharding(mesh.mesh, PartitionSpec())
 
 
 def take_rows(batch: Batch[Array], rows: np.ndarray, mesh: FoldedMesh) -> Batch[Array]:
-    """Some rows of a batch: one program, nothing meets the host.
+    """Selects rows of a batch in one compiled function; no data moves through the host.
 
     Args:
-      rows: their numbers.
+      rows: their indices.
     """
     chosen = to_devices(rows.astype(np.int32), replicated(mesh))
     return _taking(over_rows(mesh))(batch, chosen)
@@ -52,13 +52,14 @@ def batch_of(
     prompt_length: int,
     response_length: int,
 ) -> Batch[Array]:
-    """The trajectories as rows, in their order: one program, no token of them meets the host.
+    """Batch of the trajectories as rows, in their order, made by one compiled function; no tokens
+    move through the host.
 
     Args:
-      counts: ``[trajectories]`` bool; the mask of the others is false throughout.
+      counts: ``[trajectories]`` bool, rows in the loss; the mask of the others is all false.
       mesh: of training, over the devices that decoded or more.
-      prompt_length: columns that prompts are padded to, on their left.
-      response_length: columns of the responses after them.
+      prompt_length: positions that prompts are padded to, on their left.
+      response_length: positions of the responses after them.
     """
     shelves = list({id(t.shelf): t.shelf for t in trajectories if t.shelf is not None}.values())
     offsets = dict(zip(map(id, shelves), np.cumsum([0, *map(len, shelves)]), strict=False))
@@ -71,8 +72,8 @@ def batch_of(
         "counts": np.asarray(counts, bool),
     }
     windows = any(t.request.window is not None for t in trajectories)
-    # Without a place of its own XLA would choose one for them, which JAX then looks for on the mesh
-    # that decoded, where it need not be.
+    # Without an explicit sharding XLA would choose one, which JAX then looks for on the mesh that
+    # decoded, where it need not exist.
     whole = to_devices(columns, replicated(mesh))
     decoder = shelves[0].decoder
     layout = _Layout(
@@ -83,7 +84,7 @@ def batch_of(
 
 
 def _on_devices_of(mesh: FoldedMesh, rows: Rows[Array]) -> Rows[Array]:
-    """Rows that only some of the devices of `mesh` have, on all of them."""
+    """Copies rows from a subset of the devices of `mesh` to all of them."""
     there = replicated(mesh)
     if rows.lengths.sharding.device_set == there.device_set:
         return rows
@@ -99,14 +100,14 @@ def batch_from_host(
     pad_id: int,
     no_expert: int,
 ) -> Batch[Array]:
-    """`batch_of` for trajectories that were taken off the mesh, bit for bit the same.
+    """Batch of trajectories that are stored on the host, bitwise identical to `batch_of`.
 
     Of conversations the mask is that of the policy's tokens; where turns before the last have
-    rewards, they lie on the last token of each.
+    rewards, they are on the last token of each.
 
     Args:
-      pad_id: fills what is not a token.
-      no_expert: stands where no choice of experts is recorded.
+      pad_id: id of padding.
+      no_expert: expert id of tokens without recorded experts.
     """
     shape = len(trajectories), prompt_length + response_length
     choices = trajectories[0].sampled.choices
@@ -143,7 +144,7 @@ def batch_from_host(
 
 
 class _Layout(NamedTuple):
-    """The columns of a batch, and what stands in them where no token is."""
+    """Static sizes of a batch, and the padding values of its arrays."""
 
     prompt_length: int
     response_length: int
@@ -166,9 +167,9 @@ def _making(
 
 
 def _as_batch(rows: Rows[Array], given: dict[str, Array], layout: _Layout) -> Batch[Array]:
-    """Rows that begin in their first column, with prompts that end where responses begin."""
+    """Converts left-aligned rows to a batch, in which all responses start at the same position."""
     prompts, lengths = given["prompts"][:, None], rows.lengths[:, None]
-    # The column that each token of the batch has in its row; before the prompt it is negative.
+    # Position of each token of the batch in its row; negative before the prompt.
     columns = jnp.arange(layout.prompt_length + layout.response_length)[None]
     column = columns - (layout.prompt_length - prompts)
     valid = (column >= 0) & (column < lengths)

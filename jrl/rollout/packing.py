@@ -1,12 +1,13 @@
-"""Passes over packed rows: what is not used is not computed.
+"""Scoring passes over packed rows, without computation on padding.
 
-The valid tokens of rows are laid end to end into bins of one length (`moe.tokens.packing.
+The valid tokens of rows are concatenated into bins of one length (`moe.tokens.packing.
 pack_segments`), so that padding costs next to nothing; rows that take no part in a pass are in no
-bin. The head runs on the states alone that predict a token under the mask: prompts, and responses
-that are there for attention only, never reach it. What it says goes back to ``[batch, time]``, and
-losses see no difference. The plain twin is `jrl.rollout.scoring`.
+bin. The LM head runs only on the states that predict a token under the mask: prompts, and responses
+that only provide context, never reach it. Its outputs are scattered back to ``[batch, time]``, so
+that losses do not depend on packing. The reference implementation is `jrl.rollout.scoring`.
 
-Shapes are static: who lays the rows out (`jrl.trainer.packed.plan`) counts what a device needs.
+Shapes are static: `jrl.trainer.packed.plan`, which assigns rows to bins, computes the sizes that a
+device needs.
 """
 
 from typing import NamedTuple
@@ -25,12 +26,12 @@ from sharding.folding import FoldedMesh
 
 
 class PackedSizes(NamedTuple):
-    """The static sizes of a packed micro-batch on one data-parallel rank.
+    """Static sizes of a packed micro-batch on one data-parallel rank.
 
     Attributes:
       bins: rows of the packed batch.
       length: of a bin, in tokens.
-      places: tokens that the head speaks about, at most.
+      places: maximum number of tokens that the LM head scores.
     """
 
     bins: int
@@ -39,15 +40,15 @@ class PackedSizes(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Rows, and where they lie in the bins.
+    """Rows, and their offsets in the bins.
 
     Attributes:
       tokens: ``[batch, time]`` ids.
-      valid: ``[batch, time]`` what is not padding.
-      mask: ``[batch, time]`` the tokens that the head speaks about; each is valid, its row lies in
-        a bin, and a valid token of its row comes before it.
-      starts: ``[batch]`` the place of each row's first valid token, counted through all bins; -1 is
-        in none.
+      valid: ``[batch, time]`` true where a token is not padding.
+      mask: ``[batch, time]`` the tokens that the LM head scores; each is valid, its row is in a
+        bin, and a valid token of its row comes before it.
+      starts: ``[batch]`` position of each row's first valid token in the concatenated bins; -1 for
+        rows in no bin.
     """
 
     tokens: Int[Array, "batch time"]
@@ -63,13 +64,13 @@ def pack(
     mesh: FoldedMesh,
     choices: Choices | None = None,
 ) -> PackedBatch:
-    """The rows in their bins, as the network runs them.
+    """Packs the rows into bins, the input of the network.
 
     Args:
-      choices: experts to send tokens to again, see `jrl.rollout.scoring.pack`.
+      choices: expert ids to replay, see `jrl.rollout.scoring.pack`.
     """
     places = _places(rows, sizes)
-    # Rows are numbered from 1; 0 is left to padding.
+    # Segment ids count from 1; 0 is padding.
     own = jnp.broadcast_to(1 + jnp.arange(places.shape[0])[:, None], places.shape)
 
     def laid(x: Int[Array, "batch time *_"]) -> Int[Array, "bin length *_"]:
@@ -91,7 +92,7 @@ def scores_of(
     sampling: Sampling,
     mesh: FoldedMesh,
 ) -> Scores:
-    """`jrl.rollout.scoring.scores_of` of the tokens under the mask; all others get 0.
+    """Scores of the tokens under the mask, as `jrl.rollout.scoring.scores_of`; all others get 0.
 
     Communication per device: that of `_predicting` and of the head.
     """
@@ -110,13 +111,13 @@ def values_of(
     config: ModelConfig,
     mesh: FoldedMesh,
 ) -> Float[Array, "batch time"]:
-    """The critic's estimate of the state before each token under the mask; all others get 0."""
+    """Critic values of the state before each token under the mask; all others get 0."""
     x, index = _predicting(x, rows, sizes, config, mesh)
     return _aligned(value_of(critic, x, config), rows, index, mesh)
 
 
 def _places(rows: Rows, sizes: PackedSizes) -> Int[Array, "batch time"]:
-    """Where each token lies, counted through all bins; beyond the last place if in none."""
+    """Position of each token in the concatenated bins; past the end for tokens in no bin."""
     lies = rows.valid & (rows.starts >= 0)[:, None]
     place = rows.starts[:, None] + positions_of(rows.valid)
     return jnp.where(lies, place, sizes.bins * sizes.length)
@@ -129,10 +130,10 @@ def _predicting(
     config: ModelConfig,
     mesh: FoldedMesh,
 ) -> tuple[Float[Array, "own d_model"], Int[Array, "place"]]:
-    """Of the states of a packed batch, those that tokens under the mask were predicted from, this
-    rank's shard; and which tokens these are, counted through all rows, on every rank.
+    """Selects the states of a packed batch that predict the tokens under the mask, this rank's
+    shard; and returns the flat indices of these tokens in all rows, on every rank.
 
-    The places that are left over have some state, and a token beyond the last.
+    Unused entries have an arbitrary state, and an index past the end.
 
     Communication per device over ``cp x tp``: one `gather_tokens` of the states, ``tokens x d_model
     (n - 1) / n`` elements; backward one `scatter_tokens` as large.
@@ -141,7 +142,7 @@ def _predicting(
     (index,) = jnp.nonzero(counted, size=sizes.places, fill_value=counted.size)
     before = _places(rows, sizes).reshape(-1) - 1
     source = jnp.maximum(before.at[index].get(mode="fill", fill_value=0), 0)
-    # Bins are cut over `cp`, in zig-zag or not: where in the gathered batch is a place?
+    # Bins are sharded over `cp`, in zig-zag order or not: maps a position to the gathered batch.
     zigzag = zigzag_of_rows((sizes.bins, sizes.length), mesh, config)
     (order,) = zigzag.restore(jnp.arange(zigzag.num_tokens, dtype=jnp.int32))
     source = vary(order.reshape(-1)[source], mesh.axes)
@@ -151,7 +152,7 @@ def _predicting(
 def _aligned(
     own: Float[Array, "own"], rows: Rows, index: Int[Array, "place"], mesh: FoldedMesh
 ) -> Float[Array, "batch time"]:
-    """Numbers about the tokens `index`, put where the tokens are."""
+    """Scatters values of the tokens `index` to their positions in ``[batch, time]``."""
     whole = join_shards(own, mesh.sequence)
     flat = jnp.zeros_like(whole, shape=rows.tokens.size)
     return flat.at[index].set(whole, mode="drop").reshape(rows.tokens.shape)

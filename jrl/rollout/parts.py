@@ -1,4 +1,4 @@
-"""Completions by the parts of their rewards, by their turns, and by the tasks of a mixture."""
+"""Metrics of completions by components of the reward, by turns, and by tasks of a mixture."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -10,7 +10,8 @@ from jrl.tasks.answers.habits import Answered
 
 
 def part_means(completions: Sequence[Completion]) -> dict[str, float]:
-    """``reward/NAME``: the mean of each part over the completions that have it, unweighted."""
+    """Means ``reward/NAME`` of each reward component over the completions that have it, without the
+    weights of the sum."""
     values: defaultdict[str, list[float]] = defaultdict(list)
     for completion in completions:
         verdict = completion.verdict
@@ -20,7 +21,7 @@ def part_means(completions: Sequence[Completion]) -> dict[str, float]:
 
 
 def answered(completions: Sequence[Completion]) -> list[Answered]:
-    """The completions of one turn that have a verdict, as `jrl.tasks.answers.habits` reads them."""
+    """Single-turn completions with a verdict, as `jrl.tasks.answers.habits` reads them."""
     return [
         Answered(
             each.trajectory.request.prompt, each.text, each.example.answer, each.verdict.correct
@@ -31,8 +32,8 @@ def answered(completions: Sequence[Completion]) -> list[Answered]:
 
 
 def of_conversations(completions: Sequence[Completion]) -> dict[str, float]:
-    """``conversation/...`` over the completions that are conversations: turns of the policy, those
-    that were cut, tokens of the environment, and the share that the limit of turns ended."""
+    """Means ``conversation/...`` over multi-turn completions: turns of the policy, truncated turns,
+    tokens of the environment, and the fraction that the limit of turns ended."""
     given = (completion.trajectory.request.turns for completion in completions)
     turns = [each for each in given if each is not None]
     if not turns:
@@ -46,11 +47,11 @@ def of_conversations(completions: Sequence[Completion]) -> dict[str, float]:
 
 
 def per_task(completions: Sequence[Completion], way: str | None = None) -> dict[str, float]:
-    """``task/NAME/...`` of each task of a mixture: accuracy and mean score of its completions that
-    have a verdict, and how many those are.
+    """Metrics ``task/NAME/...`` of each task of a mixture: accuracy and mean score of its
+    completions with a verdict, and their number.
 
     Args:
-      way: how they were drawn, the end of the names of an evaluation; None is as in training.
+      way: sampling method of an evaluation, appended to the names; None for training.
     """
     rows: defaultdict[str, list[Completion]] = defaultdict(list)
     for completion in completions:

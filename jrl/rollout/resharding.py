@@ -1,4 +1,5 @@
-"""The policy where it decodes: the rollout may have a layout of its own over the same devices."""
+"""Resharding of the policy from the training mesh to the rollout mesh, which may have another
+layout or other devices."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +19,7 @@ from sharding.folding import FoldedMesh, Layout, fold
 
 
 def rollout_layout(training: Layout) -> Layout:
-    """The layout that decoding takes where none is asked for.
+    """Default layout of decoding.
 
     Decoding needs all layers and whole sequences on every device, so ``pp`` and ``cp`` become part
     of ``dp``, which reads weights more often and communicates least; ``tp``, ``ep`` and ``etp``
@@ -29,10 +30,10 @@ def rollout_layout(training: Layout) -> Layout:
 
 
 def rollout_mesh(text: str | None, training: FoldedMesh) -> FoldedMesh:
-    """The mesh that completions are sampled on, over the devices of `training` in their order.
+    """Mesh of decoding over the devices of `training`, in their order.
 
     Args:
-      text: the layout asked for; None derives it.
+      text: the requested layout; None derives it.
 
     Raises:
       ValueError: for a layout that cannot decode, or one of another number of devices.
@@ -54,16 +55,15 @@ def rollout_mesh(text: str | None, training: FoldedMesh) -> FoldedMesh:
 
 
 def mesh_apart(text: str | None, number: int, training: FoldedMesh) -> FoldedMesh:
-    """The mesh that completions are sampled on, over devices of this process after those of
-    `training`.
+    """Mesh of decoding on separate devices: those of this process after the ones of `training`.
 
     Args:
-      text: the layout asked for; None decodes rows apart on each device.
+      text: the requested layout; None is data parallelism over all of them.
       number: of devices.
 
     Raises:
       ValueError: for a layout that cannot decode, or one of another number of devices, and where
-        there are not so many.
+        there are too few.
     """
     layout = Layout.parse(f"dp{number}" if text is None else text)
     if layout.pp > 1 or layout.cp > 1 or layout.num_devices != number:
@@ -88,53 +88,53 @@ def mesh_apart(text: str | None, number: int, training: FoldedMesh) -> FoldedMes
 
 
 def apart(training: FoldedMesh, rollout: FoldedMesh) -> bool:
-    """Whether the two have devices of their own."""
+    """True if the two meshes share no device."""
     return {*devices_of(training)}.isdisjoint(devices_of(rollout))
 
 
 class RolloutPolicy:
-    """The policy on the mesh that decodes, made anew when it has changed.
+    """Copy of the policy on the rollout mesh, updated when the weights have changed.
 
-    Where both meshes are the same it is the very policy that trains, unless that has adapters: they
-    are merged once per change, in the program that moves the weights. Otherwise its weights move
-    once per change, in the dtypes that they have: a device receives at most its share on the
-    rollout's mesh, ``itemsize x elements / devices a weight is split over there`` bytes, less what
-    it holds already.
+    Where both meshes are equal it is the trained policy itself, unless that has adapters: they are
+    merged once per change, in the compiled function that moves the weights. Otherwise the weights
+    are moved once per change, in their dtypes: a device receives at most its shard on the rollout
+    mesh, ``itemsize x elements / devices a weight is split over there`` bytes, less what it holds
+    already.
 
     Args:
       config: the policy network.
-      training: the mesh whose weights `of` is given.
+      training: the mesh of the weights that `of` receives.
       rollout: the mesh that decodes, over the same devices in the same order or over others.
     """
 
     def __init__(self, config: ModelConfig, training: FoldedMesh, rollout: FoldedMesh):
         self._meshes = config, training, rollout
-        # A weak one: remembering what was resharded must not keep old weights alive.
+        # A weak reference: it must not keep old weights alive.
         self._source: ref[Transformer[Array]] | None = None
         self._resharded: Transformer[Array] | None = None
 
     def of(self, weights: Transformer[Array]) -> Transformer[Array]:
-        """The policy `weights`, stored on the rollout's mesh as `moe.placement.in_chunks` says."""
+        """Policy `weights` on the rollout mesh, stored as `moe.placement.in_chunks` describes."""
         _, training, rollout = self._meshes
         if rollout == training and not has_adapters(weights):
             return weights
         known = None if self._source is None else self._source()
         if self._resharded is None or known is not weights:
-            self.release()  # old and new need not fit beside each other
+            self.release()  # old and new need not fit in memory together
             self._resharded = reshard(weights, *self._meshes)
             self._source = ref(weights)
         return self._resharded
 
     def release(self) -> None:
-        """Gives up the copy, and so its memory."""
+        """Frees the copy's memory."""
         self._source = self._resharded = None
 
 
 def reshard(
     weights: Transformer[Array], config: ModelConfig, source: FoldedMesh, target: FoldedMesh
 ) -> Transformer[Array]:
-    """Weights stored on `source` as they are stored on `target`, bit for bit; those with adapters
-    merged (`moe.adapters.trees.merged`).
+    """Reshards weights from `source` to `target`, with equal bits; adapters are merged
+    (`moe.adapters.trees.merged`).
 
     Args:
       config: the network of the weights.
@@ -147,13 +147,13 @@ def reshard(
         moved = _resharding(config, source, target)(leaves, structure)
         return jax.tree.unflatten(jax.tree.structure(without_adapters(weights)), moved)
     if config.lora is not None:
-        # Merged where they are: what moves is one copy.
+        # Merged on the source, so that only the merged weights are moved.
         plain = placement.without_chunks(config, source)
         weights = reshard(weights, config, source, plain)
         source, config = plain, config.without_adapters()
     in_order = placement.in_layer_order(weights, source, axis_sizes(config)["layer"])
     whole = placement.shardings(_whole(config), target)
-    # Waited for: updates give away the buffers that are being read.
+    # Blocks: updates donate the buffers that are being read.
     return jax.block_until_ready(jax.device_put(in_order, whole))
 
 
@@ -161,10 +161,10 @@ def reshard(
 def _resharding(
     config: ModelConfig, source: FoldedMesh, target: FoldedMesh
 ) -> Callable[[list[Array], Any], list[Array]]:
-    """One program for all weights, which XLA moves by collectives between the devices.
+    """Compiled function that reshards all weights by XLA's collectives between the devices.
 
     Args:
-      config: with adapters where they are to be merged.
+      config: with adapters if they are to be merged.
     """
     whole = _whole(config.without_adapters())
     shardings = jax.tree.leaves(placement.shardings(whole, target))
@@ -180,5 +180,5 @@ def _resharding(
 
 
 def _whole(config: ModelConfig) -> ModelConfig:
-    """Without parts where they are sampled from: every decoding step reads all weights."""
+    """Config of the rollout without FSDP: every decoding step reads all weights."""
     return replace(config, execution=replace(config.execution, fsdp=False))

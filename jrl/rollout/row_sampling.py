@@ -1,8 +1,8 @@
-"""Rows of which each is drawn as its own request asks.
+"""Sampling with per-request parameters: temperature, top-p and seed of each row.
 
-`jrl.rollout.sampling` draws all rows in one way, which the program knows; here temperature, top-p
-and seed are arrays, so that requests of any kind share one program. The policy of every row is the
-softmax of its logits at temperature 1.
+`jrl.rollout.sampling` samples all rows with one static configuration; here temperature, top-p and
+seed are arrays, so that requests of any kind share one compiled function. The policy of every row
+is the softmax of its logits at temperature 1.
 """
 
 from typing import Generic, NamedTuple, TypeVar
@@ -20,14 +20,14 @@ Leaf = TypeVar("Leaf")
 
 @struct.dataclass
 class RowSampling(Generic[Leaf]):
-    """How each row is drawn.
+    """Sampling parameters of each row.
 
     Attributes:
-      temperatures: ``[row]`` that divide the logits; 0 takes the likeliest token.
-      top_ps: ``[row]`` in (0, 1]: the smallest set of likeliest tokens with this probability is
-        kept, with what ties with the last of them.
+      temperatures: ``[row]`` that divide the logits; 0 is greedy.
+      top_ps: ``[row]`` in (0, 1]: the smallest set of most probable tokens with this total
+        probability is kept, and ties with the last of them.
       seeds: ``[row, 2]`` words, the low one first.
-      wants_likeliest: ``[row]`` whether the likeliest tokens of each place are kept.
+      wants_likeliest: ``[row]`` true if the top-k tokens of each position are recorded.
     """
 
     temperatures: Leaf
@@ -37,7 +37,7 @@ class RowSampling(Generic[Leaf]):
 
 
 class OwnSampling(NamedTuple):
-    """How the responses of one request are drawn.
+    """Sampling parameters of one request.
 
     Attributes:
       temperature, top_p: as in `RowSampling`.
@@ -54,7 +54,7 @@ class OwnSampling(NamedTuple):
 def row_keys(
     key: Array, seeds: UInt32[Array, "row 2"], samples: Int[Array, "row"], places: Int[Array, "row"]
 ) -> Array:
-    """The key of each row's next token: of its seed, the number of the sample and its place in the
+    """RNG key of each row's next token, from its seed, the sample id and its position in the
     response."""
 
     def own(seed: Array, sample: Array, place: Array) -> Array:
@@ -67,11 +67,12 @@ def row_keys(
 def draw_rows(
     logits: Float[Array, "row vocab"], rows: RowSampling[Array], keys: Array
 ) -> tuple[Int[Array, "row"], Float[Array, "row"], Float[Array, "row"]]:
-    """Draws one token per row, as `jrl.rollout.sampling.draw` does for rows that are all alike.
+    """Samples one token per row; `jrl.rollout.sampling.draw` does it with parameters that all rows
+    share.
 
     Returns:
-      The tokens, their log-probabilities in the distribution drawn from (0 where it is greedy), and
-      in the policy at temperature 1.
+      The tokens, their log-probabilities in the distribution sampled from (0 where it is greedy),
+      and in the policy at temperature 1.
     """
     greedy = rows.temperatures == 0
 
@@ -84,7 +85,7 @@ def draw_rows(
         return tokens, logprobs_of(narrowed, tokens)
 
     best = likeliest_token(logits)
-    # Where every row is greedy no noise is made.
+    # If every row is greedy, no noise is generated.
     tokens, behaviour = jax.lax.cond(
         jnp.all(greedy), lambda: (best, jnp.zeros_like(logits[:, 0])), sampled
     )
@@ -95,7 +96,8 @@ def draw_rows(
 def likeliest_of(
     logits: Float[Array, "row vocab"], wanted: Bool[Array, "row"], k: int
 ) -> Likeliest[Array]:
-    """The `k` likeliest tokens of each row at temperature 1, where any row wants them."""
+    """Top-k tokens of each row and their log-probabilities at temperature 1; zeros if no row
+    requests them."""
 
     def found() -> tuple[Array, Array]:
         best, tokens = jax.lax.top_k(logits, k)
@@ -109,13 +111,13 @@ def likeliest_of(
 def _cut(
     logits: Float[Array, "row vocab"], top_ps: Float[Array, "row"]
 ) -> Float[Array, "row vocab"]:
-    """-inf for what the top-p of each row leaves out."""
+    """Sets the logits of tokens outside of each row's top-p to -inf."""
     ordered = -jnp.sort(-logits, axis=-1)
     probabilities = jax.nn.softmax(ordered, axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
     top_p = top_ps[:, None]
-    # The token that reaches top_p stays, so the likeliest one always does; a sum that rounding
-    # leaves below 1 cuts nothing.
+    # The token that reaches top_p stays, so the most probable one always does; top_p = 1 keeps all,
+    # even if rounding leaves the sum below 1.
     within = (before < top_p) | (top_p >= 1)
     lowest = jnp.min(jnp.where(within, ordered, jnp.inf), -1, keepdims=True)
     return jnp.where(logits >= lowest, logits, -jnp.inf)

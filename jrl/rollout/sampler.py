@@ -1,4 +1,4 @@
-"""Prompts of a task in, verified completions out."""
+"""Sampler of verified completions: prompts of a task, decoding, and the task's verifier."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -29,13 +29,13 @@ from jrl.text.prompts import (
 
 @dataclass(frozen=True)
 class Completion:
-    """A trajectory as people read it, with its verdict.
+    """Trajectory with its text and its verdict.
 
     Attributes:
-      trajectory: what was sampled.
+      trajectory: the sampled tokens.
       example: the prompt and its answer.
-      text: of the response, its end left out.
-      verdict: of the task's verifier; None where the response goes on in another step.
+      text: of the response, without the end-of-sequence token.
+      verdict: of the task's verifier; None where the response continues in another step.
     """
 
     trajectory: Trajectory
@@ -45,13 +45,13 @@ class Completion:
 
     @property
     def score(self) -> float:
-        """Of the verdict; 0 without one."""
-        # No reward is made of it while the response goes on (`jrl.trainer.prepare.verified`).
+        """Score of the verdict; 0 without one."""
+        # Unfinished responses get no reward from it (`jrl.trainer.prepare.verified`).
         return 0.0 if self.verdict is None else self.verdict.score
 
     @property
     def correct(self) -> bool:
-        """Whether the verdict is full marks; false without one."""
+        """True if the verdict is full marks; false without one."""
         return self.verdict is not None and self.verdict.correct
 
     @property
@@ -61,18 +61,18 @@ class Completion:
 
     @property
     def truncated(self) -> bool:
-        """Whether the limit of its length ended it."""
+        """True if the length limit ended the response."""
         return self.trajectory.finish == "length"
 
     def record(self, format: PromptFormat) -> dict[str, Any]:
-        """As samples.jsonl holds it; where a chat template made the prompt, with the whole
-        conversation as the network read and wrote it."""
+        """Record for samples.jsonl; where a chat template made the prompt, with the whole
+        conversation including special tokens."""
         record: dict[str, Any] = {
             "prompt": self.example.prompt,
             "answer": self.example.answer,
             "completion": self.text,
             "score": self.score,
-            # No reason of a verifier: a window must not be read as a wrong answer.
+            # Not a verifier's reason: an unfinished window is no wrong answer.
             "reason": "unfinished" if self.verdict is None else self.verdict.reason,
             "length": self.length,
             "truncated": self.truncated,
@@ -84,8 +84,8 @@ class Completion:
         if (turns := self.trajectory.request.turns) is not None:
             record["messages"] = turns.records
             record["turn_rewards"] = [reward for _, reward in turns.rewards]
-        # From the tokens, as the text has no special ones: whoever looks for a fault of the
-        # template must see what the network read.
+        # Decoded from the tokens, as the text has no special ones: to debug a template, they must
+        # be visible.
         if format.template is not None:
             ids = [*map(int, self.trajectory.request.tokens), *map(int, self.trajectory.response)]
             record["conversation"] = conversation(format.tokenizer, ids)
@@ -93,41 +93,40 @@ class Completion:
 
 
 def scores_of(completions: Sequence[Completion]) -> np.ndarray:
-    """``[completions]`` of the verifier."""
-    # As rewards are on the mesh: reports and losses see the same numbers.
+    """Scores of the verifier, ``[completions]``."""
+    # float32, as rewards on the mesh: reports and losses use the same numbers.
     return np.array([completion.score for completion in completions], np.float32)
 
 
 def correct_of(completions: Sequence[Completion]) -> np.ndarray:
-    """``[completions]`` bool: which have full marks."""
+    """Mask of the completions with full marks, ``[completions]`` bool."""
     return np.array([completion.correct for completion in completions], bool)
 
 
 def lengths_of(completions: Sequence[Completion]) -> np.ndarray:
-    """``[completions]`` tokens of responses."""
+    """Tokens of each response, ``[completions]``."""
     return np.array([completion.length for completion in completions], np.int32)
 
 
 def sampled_lengths_of(completions: Sequence[Completion]) -> np.ndarray:
-    """``[completions]`` those of them that the policy sampled."""
+    """Tokens of each response that the policy sampled, ``[completions]``."""
     turns = [completion.trajectory.request.turns for completion in completions]
-    # What an environment says stands in the response too, and no policy is answerable for how long
-    # that is.
+    # The response contains the environment's tokens too, whose number is not the policy's.
     answers = [0 if each is None else each.num_answer_tokens for each in turns]
     return lengths_of(completions) - np.array(answers, np.int32)
 
 
 def accuracy(completions: Sequence[Completion]) -> float:
-    """The share of completions with full marks."""
+    """Fraction of completions with full marks."""
     return float(np.mean(correct_of(completions)))
 
 
 class Unverified:
-    """Completions whose verdicts are being made, in the background, while others are decoded.
+    """Completions that are being verified in the background, while others are decoded.
 
     Args:
-      task: whose verifier judges.
-      seconds: where the time is added that is spent in waiting for verdicts.
+      task: provides the verifier.
+      seconds: dictionary to which the time spent waiting for verdicts is added.
     """
 
     def __init__(self, task: Task, seconds: dict[str, float]):
@@ -139,49 +138,50 @@ class Unverified:
     def add(
         self, trajectories: list[Trajectory], examples: list[Example], texts: list[str]
     ) -> None:
-        """More of them; nothing is asked about those that are not finished."""
-        # A filter that `_take` repeats: verdicts come for these alone, in this order.
+        """Adds completions and starts the verification of finished ones."""
+        # `_take` applies the same filter: verdicts come for these only, in this order.
         ended = [place for place, t in enumerate(trajectories) if _to_verify(t)]
         verdicts = None
-        # By the first process: an answer that timed out there did so for all.
+        # In the first process only: an answer that timed out there did so for all.
         if is_main_process():
             asked = [examples[place] for place in ended]
             given = [texts[place] for place in ended]
             verdicts = _in_background(self._task.verify, asked, given)
-        # In the order of decoding, which all processes share; verdicts may come in any.
+        # In the order of decoding, which all processes share; verdicts may come in any order.
         self._pending.append((trajectories, examples, texts, verdicts))
 
     def ready(self) -> list[Completion]:
-        """Those whose verdicts came since the last call; with several processes a collective."""
-        # From the front alone: one that came early waits for those before it, so that the order of
-        # completions does not depend on how fast a verifier is.
+        """Completions whose verdicts came since the last call; a collective operation in a run of
+        multiple processes."""
+        # From the front only: an early one waits for those before it, so that the order of
+        # completions does not depend on the speed of a verifier.
         done = 0
         while done < len(self._pending):
             verdicts = self._pending[done][3]
             if verdicts is None or not verdicts.done():
                 break
             done += 1
-        # Only the first process can look at its verdicts. All must take as many, or they would
-        # learn from different rows.
+        # Only the first process knows its verdicts. All must take as many, or they would train on
+        # different rows.
         return self._take(int(broadcast_from_main(done)))
 
     def verified(self) -> list[Completion]:
-        """All that `ready` has not given yet; with several processes a collective."""
+        """All completions that `ready` has not returned yet; a collective operation in a run of
+        multiple processes."""
         with timed("timing_s/reward", self._seconds):
             return self._take(len(self._pending))
 
     def _take(self, number: int) -> list[Completion]:
-        """Waits for the verdicts of the first so many additions."""
+        """Waits for the verdicts of the first `number` additions."""
         taken, self._pending = self._pending[:number], self._pending[number:]
-        # None in the other processes, which wait in the broadcast. What a verifier raised comes up
-        # here, in the thread of the caller.
+        # None in the other processes, which wait in the broadcast. An exception of a verifier is
+        # raised here, in the thread of the caller.
         futures = [future for *_, future in taken if future is not None]
         given = [verdict for future in futures for verdict in future.result()]
-        # Of nothing there is no broadcast: `number` is the same in all processes, so none waits
-        # alone.
+        # No broadcast of nothing: `number` is the same in all processes, so none waits forever.
         verdicts = iter(_shared(given) if taken else [])
         return [
-            # By the predicate of `add`: by any other, verdicts would be given to other rows.
+            # The same predicate as in `add`: otherwise verdicts would go to other rows.
             Completion(*row, next(verdicts) if _to_verify(row[0]) else _given(row[0]))
             for trajectories, examples, texts, _ in taken
             for row in zip(trajectories, examples, texts, strict=True)
@@ -189,28 +189,28 @@ class Unverified:
 
 
 def _to_verify(trajectory: Trajectory) -> bool:
-    """Whether the task's verifier has a say: it has none of responses that go on, nor of
-    conversations, which environments score."""
+    """True if the task's verifier scores the trajectory. It does not score unfinished responses,
+    nor conversations, which environments score."""
     return trajectory.finish != "window" and trajectory.request.turns is None
 
 
 def _given(trajectory: Trajectory) -> Verdict | None:
-    """The verdict of a conversation; None of a response that goes on."""
+    """Verdict of a conversation; None for an unfinished response."""
     turns = trajectory.request.turns
     return None if turns is None else turns.verdict
 
 
-# By identity: two of them are never one engine, and what an engine holds cannot be compared.
+# Compared by identity: the arrays of an engine cannot be compared.
 @dataclass(eq=False)
 class Sampler:
-    """An engine with a task's prompts and verifier on either side.
+    """Rollout engine with a task's prompts and verifier.
 
     Attributes:
-      engine: what samples.
-      task: where examples and verdicts come from.
-      format: how prompts become tokens.
-      prompt_length: tokens of a prompt at most.
-      response_length: tokens of a response at most.
+      engine: samples the responses.
+      task: provides examples and verdicts.
+      format: converts prompts to tokens.
+      prompt_length: maximum tokens of a prompt.
+      response_length: maximum tokens of a response.
     """
 
     engine: RolloutEngine
@@ -228,20 +228,20 @@ class Sampler:
         seconds: dict[str, float] | None = None,
         report: Callable[[int], None] = lambda done: None,
     ) -> Unverified:
-        """Serves the requests with the weights that the engine has, and has what is finished
-        verified meanwhile: others may be decoded before the last verdict.
+        """Decodes the requests with the engine's current weights, while finished ones are verified
+        in the background; returns before the last verdict.
 
         Args:
-          examples: by the numbers of prompts.
-          seconds: the time taken is added here, if given.
-          report: called with the number of completions that are decoded.
+          examples: by prompt id.
+          seconds: dictionary to which the time taken is added, if given.
+          report: called with the number of decoded completions.
         """
         seconds, done = {} if seconds is None else seconds, 0
         drawn = Unverified(self.task, seconds)
         with timed("timing_s/gen", seconds):
             self.engine.submit(requests, sampling)
-            # Alone: which rows are computed together must not depend on when others are asked for,
-            # or the last bits would be of that too.
+            # alone=True: the rows that are computed together must not depend on when others are
+            # requested, or the rounding would depend on that too.
             while trajectories := self.engine.poll(alone=True):
                 self.judge(drawn, trajectories, examples)
                 done += len(trajectories)
@@ -260,14 +260,13 @@ class Sampler:
         """Completes each prompt `num_samples` times and waits for the verdicts.
 
         Args:
-          examples: by the number of the prompt, which with that of the sample decides what is
-            drawn.
+          examples: by prompt id, which with the sample id determines the RNG keys.
 
         Returns:
-          The samples of a prompt together, prompts in the order given.
+          The completions, grouped by prompt, prompts in the order given.
         """
-        # All at once: the slots stay full until the last prompts, and none of them waits for a
-        # group before it.
+        # In one submission: the slots stay full until the last prompts, and none of them waits for
+        # a group before it.
         requests = self.requests(examples, num_samples)
         drawn = self.decode(requests, examples, sampling, seconds=seconds, report=report)
         return in_order(drawn.verified(), examples)
@@ -275,19 +274,19 @@ class Sampler:
     def judge(
         self, drawn: Unverified, trajectories: list[Trajectory], examples: Mapping[int, Example]
     ) -> None:
-        """Begins to have trajectories verified, those that are finished."""
-        # Once, here: verifier, samples.jsonl and the page must speak of the same text.
+        """Starts the verification of finished trajectories."""
+        # Decoded once: verifier, samples.jsonl and the page must show the same text.
         texts = [self._text(t) for t in trajectories]
         drawn.add(trajectories, [examples[t.request.prompt] for t in trajectories], texts)
 
     def requests(self, examples: Mapping[int, Example], num_samples: int) -> list[Request]:
-        """What an engine is asked for, the samples of a prompt in a row."""
+        """Requests to the engine, `num_samples` consecutive ones per prompt."""
         requests = []
         for number, example in examples.items():
             ids, turns = self.encoded(example), None
             if environments_of(self.task, example) is not None:
                 turns = Turns(example)
-            # Neighbours in the queue: a prompt runs once for those that are seated together.
+            # Neighbours in the queue: prefill runs a prompt once for those admitted together.
             requests += [
                 Request(number, sample, ids, self.response_length, turns=turns)
                 for sample in range(num_samples)
@@ -295,18 +294,18 @@ class Sampler:
         return requests
 
     def encoded(self, example: Example) -> np.ndarray:
-        """The ids of its prompt."""
+        """Token ids of the example's prompt."""
         return np.array(encode_prompt(self.format, example, self.prompt_length), np.int32)
 
     def _text(self, trajectory: Trajectory) -> str:
         turns = trajectory.request.turns
-        # With what the environment said between: of tokens alone nobody could tell whose they are.
+        # With the environment's answers in between: tokens do not show who wrote them.
         if turns is not None:
             return turns.text
         tokenizer, opened = self.format.tokenizer, ""
         if self.format.template is not None:
-            # A template may open the reasoning that the policy goes on with: whoever reads the text
-            # must see where it began.
+            # A template may open the reasoning that the policy continues: the text must show its
+            # start.
             opened = opened_reasoning(tokenizer, trajectory.request.tokens.tolist())
         given = tokenizer, trajectory.response
         return CompletionText(opened + text_of(*given), opened + special_text_of(*given))
@@ -315,10 +314,10 @@ class Sampler:
 def in_order(
     completions: Sequence[Completion], examples: Mapping[int, Example] | None = None
 ) -> list[Completion]:
-    """The samples of a prompt together, in their order, and prompts in the order of `examples`, or
-    without those of their numbers."""
-    # Rows end in any order, and a group must stand together: baselines and shared prompts are cut
-    # out by place.
+    """Sorts completions by prompt and sample: prompts in the order of `examples`, or without those
+    by id."""
+    # Rows finish in any order, and a group must be contiguous: baselines and shared prompts are
+    # found by index.
     place = {number: index for index, number in enumerate(examples or ())}
 
     def rank(completion: Completion) -> tuple[int, int]:
@@ -329,23 +328,23 @@ def in_order(
 
 
 def numbered(examples: Sequence[Example], first: int = 0) -> dict[int, Example]:
-    """Training prompts by their numbers."""
+    """Training prompts by id, counting from `first`."""
     return dict(enumerate(examples, first))
 
 
 def numbered_heldout(examples: Sequence[Example]) -> dict[int, Example]:
-    """Held-out prompts by numbers that no training prompt has: below zero."""
-    # What is drawn follows from the number: with those of training prompts an evaluation would draw
-    # what training will.
+    """Held-out prompts by negative ids, which no training prompt has."""
+    # RNG keys follow from the id: with the ids of training prompts an evaluation would use the same
+    # keys as training.
     return {-1 - index: example for index, example in enumerate(examples)}
 
 
 def _shared(given: list[Verdict]) -> list[Verdict]:
-    """The first process's verdicts, in all of them."""
+    """Broadcasts the first process's verdicts to all."""
     if not is_multiprocess():
         return given
-    # As JSON has them. A second verification in another process could end otherwise, by a time
-    # limit for one.
+    # As JSON values. A second verification in another process could have another result, for
+    # example by a time limit.
     sent = broadcast_from_main(
         [[float(verdict.score), verdict.reason, verdict.parts] for verdict in given]
     )
@@ -360,14 +359,13 @@ def _in_background(
     examples: Sequence[Example],
     texts: Sequence[str],
 ) -> "Future[list[Verdict]]":
-    """`verify` in a thread that does not keep the process from ending."""
+    """Runs `verify` in a daemon thread, which does not keep the process from ending."""
     future: Future[list[Verdict]] = Future()
 
     def run() -> None:
         try:
             future.set_result(verify(examples, texts))
-        # Whatever it is belongs to who waits: a thread that dies in silence leaves them waiting for
-        # ever.
+        # Any exception is passed to the waiting thread, which would otherwise wait forever.
         except BaseException as error:
             future.set_exception(error)
 

@@ -1,10 +1,9 @@
-"""From logits to a token: temperature, top-k, top-p, greedy, and the probability it was drawn
-with.
+"""Token sampling from logits: temperature, top-k, top-p, greedy, and the log-probabilities.
 
-Two distributions are told apart throughout. That of the *policy* is the softmax of the logits over
-the base temperature, every token included: what the losses differentiate. That *drawn from* has
-the temperature of its row, which may follow the policy's entropy, and then the cuts of top-k and
-top-p. Where the temperature is constant and nothing is cut the two are one, bit for bit.
+Two distributions are distinguished throughout. The *policy* is the softmax of the logits over the
+base temperature, every token included: the losses differentiate it. The distribution *sampled from*
+has the temperature of its row, which may follow the policy's entropy, and then top-k and top-p are
+applied. Where the temperature is constant and no token is removed, the two are bitwise identical.
 """
 
 from dataclasses import dataclass
@@ -17,23 +16,24 @@ from jrl.losses import EntropyStatistics, entropy_from_logits
 from jrl.recipes.base.temperature import AdaptiveTemperature
 
 LEAST_TOP_P = 2.0**-126
-"""What is less is 0 in float32, or may be, and would leave no token."""
+"""Least top_p. Smaller values are subnormal in float32, may flush to 0 and would leave no token."""
 LEAST_TEMPERATURE = 1e-30
-"""Logits over what is less may be no number in float32."""
+"""Least temperature above 0. Dividing logits by smaller ones may overflow in float32."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn.
+    """Sampling parameters.
 
     Args:
-      temperature: divides the logits; 0 takes the likeliest token (greedy).
-      top_k: keep only this many of the likeliest tokens, and what ties with the last of them; None
+      temperature: divides the logits; 0 is greedy (argmax).
+      top_k: keeps only this many of the most probable tokens, and ties with the last of them; None
         keeps all.
-      top_p: keep the smallest set of likeliest tokens whose probability reaches this, in (0, 1];
-        None keeps all. Ties with the last one stay. Applied after `top_k`, to what it leaves.
-      adaptive: how the temperature of a row follows the policy's entropy, with `temperature` for
-        its base; None is constant. Greedy decoding has no use for it.
+      top_p: keeps the smallest set of most probable tokens whose total probability reaches this, in
+        (0, 1]; None keeps all. Ties with the last one stay. Applied after `top_k`, to the tokens
+        that it keeps.
+      adaptive: rule by which the temperature of a row follows the policy's entropy, with base
+        `temperature`; None is constant. Greedy decoding ignores it.
     """
 
     temperature: float = 1.0
@@ -64,13 +64,14 @@ class Sampling:
 
     @property
     def policy_temperature(self) -> float:
-        """What divides the logits of the policy. Greedy decoding has no temperature; its policy is
-        the one at temperature 1."""
+        """Temperature that divides the logits of the policy. Greedy decoding has no temperature;
+        its policy is the one at temperature 1."""
         return 1.0 if self.greedy else self.temperature
 
     @property
     def truncates(self) -> bool:
-        """Whether tokens with probability under the policy can have none here."""
+        """True if tokens with probability above 0 under the policy may have probability 0 in the
+        distribution sampled from."""
         return self.greedy or self.top_k is not None or self.top_p is not None
 
 
@@ -93,8 +94,8 @@ def row_temperatures(
     adaptive: AdaptiveTemperature,
     entropy: EntropyStatistics[Array],
 ) -> Float[Array, "row"]:
-    """The temperature of each row, by the entropy of the policy's distribution over its token and
-    the statistics of the step before."""
+    """Adaptive temperature of each row, from the entropy of the policy's distribution over its
+    token and the statistics of the step before."""
     of_rows = entropy_from_logits(policy_logits(logits, sampling))
     everywhere = jnp.ones_like(of_rows, bool)
     return adaptive.at(of_rows, everywhere, entropy, sampling.temperature)
@@ -105,7 +106,7 @@ def sampler_logits(
     sampling: Sampling,
     entropy: EntropyStatistics[Array] | None = None,
 ) -> Float[Array, "row vocab"]:
-    """Logits of the distribution that tokens are drawn from: -inf for what is cut away.
+    """Logits of the distribution that tokens are sampled from: -inf for removed tokens.
 
     Args:
       entropy: see `draw`.
@@ -128,7 +129,7 @@ def sampler_logits(
         ordered = -jnp.sort(-logits, axis=-1)
         probabilities = jax.nn.softmax(ordered, axis=-1)
         before = jnp.cumsum(probabilities, axis=-1) - probabilities
-        # The token that reaches top_p stays, so the likeliest one always does.
+        # The token that reaches top_p stays, so the most probable one always does.
         lowest = jnp.min(jnp.where(before < sampling.top_p, ordered, jnp.inf), -1, keepdims=True)
         logits = jnp.where(logits >= lowest, logits, -jnp.inf)
     return logits
@@ -137,7 +138,7 @@ def sampler_logits(
 def logprobs_of(
     logits: Float[Array, "row vocab"], tokens: Int[Array, "row"]
 ) -> Float[Array, "row"]:
-    """``log softmax(logits)[token]``, in nats."""
+    """Log-probabilities of tokens, ``log softmax(logits)[token]``, in nats."""
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
     return chosen - jax.nn.logsumexp(logits, axis=-1)
 
@@ -148,19 +149,20 @@ def draw(
     keys: Array,
     entropy: EntropyStatistics[Array] | None = None,
 ) -> tuple[Int[Array, "row"], Float[Array, "row"], Float[Array, "row"]]:
-    """Draws one token per row, each with its own key, so that rows may live anywhere.
+    """Samples one token per row, each with its own RNG key, so that the result does not depend on
+    the device or slot of a row.
 
     Args:
       entropy: statistics of the step before, by which a temperature that is `Sampling.adaptive`
-        follows the entropy of each row. None draws at the base temperature, and so do
-        `EntropyStatistics.neutral`, with which the program is the same as with any others.
+        follows the entropy of each row. None samples at the base temperature, and so do
+        `EntropyStatistics.neutral`, which need no other compiled function than any statistics.
 
     Returns:
-      The tokens, their log-probabilities in the distribution drawn from (at the temperature of the
-      row, after the cuts), and in the whole policy at the base temperature.
+      The tokens, their log-probabilities in the distribution sampled from (at the temperature of
+      the row, after top-k and top-p), and in the full policy at the base temperature.
     """
     narrowed = sampler_logits(logits, sampling, entropy)
-    # Gumbel-max: the argmax of logits plus this noise is a draw from their softmax.
+    # Gumbel-max: the argmax of logits plus this noise is a sample of their softmax.
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], logits.dtype))(keys)
     tokens = likeliest_token(narrowed + noise)
     return (
@@ -171,8 +173,8 @@ def draw(
 
 
 def likeliest_token(logits: Float[Array, "row vocab"]) -> Int[Array, "row"]:
-    """`jnp.argmax` of numbers: the first of the largest. Of two plain reductions, which a CPU does
-    in a third of the time of one over pairs."""
+    """Argmax over the vocabulary, the first of equal maxima, as `jnp.argmax`. Two plain reductions
+    take a CPU a third of the time of argmax's one over pairs."""
     numbers = jnp.arange(logits.shape[-1], dtype=jnp.int32)
     largest = jnp.max(logits, axis=-1, keepdims=True)
     return jnp.min(jnp.where(logits >= largest, numbers[None], numbers[-1]), axis=-1)

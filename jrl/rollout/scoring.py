@@ -1,4 +1,4 @@
-"""The training side of a rollout: the log-probabilities of tokens that are already there."""
+"""Scoring of given tokens in one forward pass: log-probabilities, entropies and values."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,11 +25,11 @@ Choices = Integer[Array, "batch time layer k"]
 
 
 class PromptLayout(NamedTuple):
-    """How prompts and responses lie in rows of tokens.
+    """Layout of prompts and responses in rows of tokens.
 
     Attributes:
-      prompt_length: columns of the padded prompt.
-      group_size: rows that share their prompt stand together in runs of this many.
+      prompt_length: positions of the padded prompt.
+      group_size: number of consecutive rows that share a prompt.
     """
 
     prompt_length: int
@@ -37,17 +37,17 @@ class PromptLayout(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What the policy says about given response tokens, aligned to them; prompts get 0.
+    """Log-probabilities and entropies of given response tokens, aligned to them; prompts get 0.
 
     Attributes:
-      logprobs: ``[batch, time]`` in the whole policy at the sampling temperature, nats.
-      behaviour_logprobs: ``[batch, time]`` in the distribution tokens are drawn from at the base
-        temperature (top-k and top-p applied), nats, without gradient: not that of a temperature
-        that adapts.
+      logprobs: ``[batch, time]`` in the full policy at the sampling temperature, nats.
+      behaviour_logprobs: ``[batch, time]`` in the distribution that is sampled from at the base
+        temperature (top-k and top-p applied), nats, without gradient: not that of an adaptive
+        temperature.
       entropy: ``[batch, time]`` of the policy's distribution over the token, nats.
       router: this device's router sums, None without experts.
-      choices: ``[batch, time, layer, k]`` the experts that each token was sent to, prompts too, as
-        `jrl.recipes.base.batch.Batch` has them; None where they were not asked for.
+      choices: ``[batch, time, layer, k]`` expert ids of each token, prompts too, as in
+        `jrl.recipes.base.batch.Batch`; None where they were not requested.
     """
 
     logprobs: Array
@@ -69,26 +69,26 @@ def score(
     *,
     record_choices: bool = False,
 ) -> Scores:
-    """One forward pass over whole sequences, inside the `jax.shard_map`.
+    """Scores whole sequences by one forward pass, inside the `jax.shard_map`.
 
-    On a pipeline, as many micro-batches as `num_micro_batches` says.
+    On a pipeline it runs `num_micro_batches` micro-batches.
 
     Args:
-      choices: experts to send tokens to again, see `pack`.
-      record_choices: whether to give those of this pass.
+      choices: expert ids to replay, see `pack`.
+      record_choices: true to return the expert ids of this pass.
     """
 
     def read(weights, x, tokens):
         return scores_of(weights, x, tokens, layout, config, sampling, mesh)
 
-    # Together: a pipeline cuts all three into micro-batches in one way.
+    # One tuple: a pipeline splits all three into micro-batches in the same way.
     given = tokens, valid, choices
     scores, router = _read_states(weights, given, layout, read, config, mesh, record_choices)
-    # None without experts, and none where nobody asked: it is the largest column of all.
+    # None without experts, and where not requested: it is the largest array of all.
     if router is None or router.choices is None:
         return scores._replace(router=router)
     chosen = _in_rows(router.choices, tokens.shape, layout, config, mesh)
-    # Out of the sums: those are added up over ranks, which choices must not be.
+    # Removed from the sums: those are summed over ranks, expert ids must not be.
     return scores._replace(router=replace(router, choices=None), choices=chosen)
 
 
@@ -100,15 +100,15 @@ def ranked(
     config: ModelConfig,
     mesh: FoldedMesh,
 ) -> tuple[Float[Array, "batch time"], Float[Array, "batch time"], RouterStatistics[Array] | None]:
-    """Log-probabilities of given response tokens, nats, and 1 for each that is the likeliest, 0 for
-    the others, by one forward pass as of `score`."""
+    """Log-probabilities of given response tokens, nats, and 1 for each that is the argmax of its
+    distribution, 0 for the others, by one forward pass as in `score`."""
 
     def read(weights, x, tokens):
         x = alignment.responses_of(
             x, tokens.shape, layout.prompt_length, layout.group_size, mesh, config
         )
         own = vary(alignment.response_tokens(tokens, layout.prompt_length, mesh, config), mesh.axes)
-        # At temperature 1: what is ranked is the policy and no way of sampling from it.
+        # At temperature 1: the argmax is that of the policy, whatever the sampling parameters.
         logprobs, _ = logprobs_and_entropy(weights, x, own, config, mesh)
         likeliest = is_likeliest(weights, x, own, config, mesh).astype(jnp.float32)
         return tuple(
@@ -123,10 +123,10 @@ def ranked(
 
 
 def mark_replicated(tree, mesh: FoldedMesh):
-    """`tree` typed as varying over ``dp`` only: a maximum over the other axes, whose ranks
-    agree."""
+    """Types `tree` as varying over ``dp`` only, by a maximum over the other axes, whose ranks have
+    equal values."""
     others = tuple(axis for axis in mesh.except_sequence if axis not in mesh.dp)
-    # A maximum of equal numbers is each of them, bit for bit, where a mean would round.
+    # The maximum of equal values is exact, where a mean would round.
     return jax.tree.map(
         lambda x: (
             jax.lax.pmax(x.astype(jnp.int8), others).astype(bool)
@@ -145,13 +145,13 @@ def pack(
     mesh: FoldedMesh,
     choices: Choices | None = None,
 ) -> PackedBatch:
-    """The tokens as the network runs them.
+    """Packs the tokens with shared prompts, the input of the network.
 
     Args:
-      choices: experts to send tokens to again; those of a prompt are taken from the first of the
-        rows that share it, and tokens without a record choose by themselves.
+      choices: expert ids to replay; those of a prompt are taken from the first of the rows that
+        share it, and tokens without a record are routed normally.
     """
-    # Layers in front, as the scan over layers takes them.
+    # Layer axis first, for the scan over layers.
     replay = None if choices is None else jnp.moveaxis(choices, 2, 0)
     return pack_shared_prompts(
         tokens, valid, layout.prompt_length, layout.group_size, mesh, config, replay
@@ -167,12 +167,11 @@ def scores_of(
     sampling: Sampling,
     mesh: FoldedMesh,
 ) -> Scores:
-    """The scores read off the last hidden states `x` of the packed `tokens`, `router` left
-    out."""
+    """Scores from the last hidden states `x` of the packed `tokens`, without `router`."""
     x = alignment.responses_of(
         x, tokens.shape, layout.prompt_length, layout.group_size, mesh, config
     )
-    # State t - 1 speaks about token t: both in the order of responses, a shard of them each.
+    # State t - 1 predicts token t: both in the order of responses, one shard each.
     responses = vary(
         alignment.response_tokens(tokens, layout.prompt_length, mesh, config), mesh.axes
     )
@@ -192,21 +191,20 @@ def token_scores(
     sampling: Sampling,
     mesh: FoldedMesh,
 ) -> tuple[Float[Array, "local"], Float[Array, "local"], Float[Array, "local"]]:
-    """`Scores.logprobs`, `Scores.behaviour_logprobs` and `Scores.entropy` of tokens.
+    """Computes `Scores.logprobs`, `Scores.behaviour_logprobs` and `Scores.entropy` of tokens.
 
     Args:
-      x: the last hidden state that each of them was predicted from, this rank's shard.
+      x: the last hidden state that predicts each of them, this rank's shard.
     """
-    # At the base temperature, even where each token has its own: what sampler and trainer must
-    # agree on is the policy, and not how a token was drawn from it.
+    # At the base temperature, even where each token has its own: sampler and trainer must agree on
+    # the policy, not on the distribution that a token was sampled from.
     logprobs, entropy = logprobs_and_entropy(
         weights, x, tokens, config, mesh, sampling.policy_temperature
     )
-    # Where nothing is cut the two distributions are one, and no second pass over the head is
-    # needed.
+    # Without top-k, top-p and greedy the two distributions are equal: no second pass over the head.
     if not sampling.truncates:
         return logprobs, jax.lax.stop_gradient(logprobs), entropy
-    # What is cut away is known from all logits; without a gradient none of them is kept.
+    # Top-k and top-p need all logits; without a gradient none of them is kept in memory.
     logits = logits_of(*jax.lax.stop_gradient((weights, x)), config, mesh)
     return logprobs, logprobs_of(sampler_logits(logits, sampling), tokens), entropy
 
@@ -219,7 +217,7 @@ def value(
     config: ModelConfig,
     mesh: FoldedMesh,
 ) -> tuple[Float[Array, "batch time"], RouterStatistics[Array] | None]:
-    """The critic's estimate of the state before each response token; prompts get 0."""
+    """Critic values of the state before each response token, and router sums; prompts get 0."""
 
     def read(critic, x, tokens):
         return values_of(critic, x, tokens, layout, config, mesh)
@@ -235,18 +233,19 @@ def values_of(
     config: ModelConfig,
     mesh: FoldedMesh,
 ) -> Float[Array, "batch time"]:
-    """The values read off the last hidden states `x` of the packed `tokens`."""
+    """Critic values from the last hidden states `x` of the packed `tokens`."""
     x = alignment.responses_of(
         x, tokens.shape, layout.prompt_length, layout.group_size, mesh, config
     )
-    # Of the state before the token, so that V does not know the action that it is compared with.
+    # Of the state before the token, so that V does not depend on the action of its advantage.
     before = value_of(critic, x, config)
     return alignment.on_responses(before, tokens.shape, layout.prompt_length, mesh, config)
 
 
 def num_micro_batches(num_rows: int, time: int, layout: PromptLayout, mesh: FoldedMesh) -> int:
-    """Micro-batches that scoring cuts its rows into on a pipeline: at most four per stage, which
-    leaves it idle a fifth of the time, if groups of `PromptLayout.group_size` and tokens divide.
+    """Number of micro-batches that scoring splits its rows into on a pipeline: at most four per
+    stage, with a bubble of a fifth of the time, if groups of `PromptLayout.group_size` and tokens
+    divide.
 
     Args:
       num_rows: on this device.
@@ -255,17 +254,17 @@ def num_micro_batches(num_rows: int, time: int, layout: PromptLayout, mesh: Fold
     cp, ranks = mesh.size(mesh.cp), mesh.size(mesh.sequence)
 
     def fits(number: int) -> bool:
-        # Whole groups: cut apart, a group would run its prompt in each micro-batch.
+        # Whole groups: a split group would run its prompt in each micro-batch.
         own = num_rows // number
         sections = (
             (own // layout.group_size, layout.prompt_length),
             (own, time - layout.prompt_length),
         )
-        # A rank's part of either section is as large as any other's: one program runs on all.
+        # Equal shards of either section on every rank: one compiled function runs on all.
         divides = (ZigzagLayout((section,), cp).num_tokens % ranks == 0 for section in sections)
         return num_rows % (number * layout.group_size) == 0 and all(divides)
 
-    # As many as fit: each micro-batch more leaves stages idle for less of the time.
+    # The largest valid number: more micro-batches mean a smaller pipeline bubble.
     return max((n for n in range(1, 4 * mesh.layout.pp + 1) if fits(n)), default=1)
 
 
@@ -278,12 +277,12 @@ def _read_states(
     mesh: FoldedMesh,
     record_choices: bool = False,
 ) -> tuple[Any, RouterStatistics[Array] | None]:
-    """What `read` makes of the last hidden states, rows in the order given, and the router's
-    sums.
+    """Runs the network, and applies `read` to the last hidden states. Returns its result, rows in
+    the order given, and the router's sums.
 
     Args:
-      given: tokens, which of them are valid, and choices to replay.
-      record_choices: whether the sums hold `choices`, ``[layer, token, k]`` or, of a pipeline's
+      given: tokens, their valid mask, and expert ids to replay.
+      record_choices: true to add `choices` to the sums, ``[layer, token, k]`` or, of a pipeline's
         micro-batches, ``[layer, micro_batch, token, k]``.
     """
 
@@ -291,13 +290,13 @@ def _read_states(
         batch = pack(tokens, valid, layout, config, mesh, choices)
         return batch._replace(record_choices=record_choices)
 
-    # No stage waits for another: rows run at once, in the largest products there are.
+    # Without pipeline stages all rows run in one batch, for the largest GEMMs.
     if mesh.layout.pp == 1:
         x, router = model.run(weights, packed(*given), config, mesh)
         return read(weights, x, given[0]), router
     rows, time = given[0].shape
     number = num_micro_batches(rows, time, layout, mesh)
-    # Runs of neighbouring rows: a group that shares its prompt stays in one.
+    # Consecutive rows: a group that shares its prompt stays in one micro-batch.
     micro_batches = jax.tree.map(lambda x: x.reshape(number, -1, *x.shape[1:]), given)
     outs, router = stages.scan_micro_batches(
         weights,
@@ -319,10 +318,11 @@ def _in_rows(
     config: ModelConfig,
     mesh: FoldedMesh,
 ) -> Choices:
-    """Choices of this device's tokens, as `_read_states` gives them, in the rows of all of them."""
-    # [token, micro_batch, layer, k]: shards of tokens lie end to end.
+    """Gathers the expert ids of this device's tokens, as `_read_states` returns them, into the
+    rows of all tokens."""
+    # [token, micro_batch, layer, k]: shards of tokens are concatenated on the first axis.
     by_token = choices.reshape(choices.shape[0], -1, *choices.shape[-2:]).transpose(2, 1, 0, 3)
-    # Whole on every rank: a row has tokens of all shards.
+    # Gathered on every rank: a row has tokens of all shards.
     by_token = join_shards(by_token, mesh.sequence)
     number = by_token.shape[1]
     own = shape[0] // number, shape[1]
@@ -332,5 +332,5 @@ def _in_rows(
         )
         for n in range(number)
     ]
-    # As what is read off the states of a pipeline: typed like that of a single stage.
+    # Typed as varying over `pp`, as the other results of a pipeline.
     return vary(jnp.concatenate(rows).astype(choices_dtype(config.num_experts)), mesh.pp)

@@ -1,5 +1,5 @@
-"""The policy where attention and experts have devices of their own: which devices, and how the
-weights come there."""
+"""Policy of attention-expert disaggregation: the meshes of both device groups, and the transfer of
+the weights to them."""
 
 from collections.abc import Sequence
 from weakref import ref
@@ -19,16 +19,16 @@ from sharding.folding import FoldedMesh
 
 
 def split_mesh(text: str, number: int | None, training: FoldedMesh) -> SplitMesh:
-    """The meshes of both sides.
+    """Meshes of the attention and expert device groups.
 
     Args:
       text: the split, as `moe.disaggregated.split.Split.parse` reads it.
-      number: of devices after those of training, in this process; None are those of training, by
-        turns.
+      number: of devices after those of training, in this process; None is those of training,
+        time-shared (colocated).
 
     Raises:
       ValueError: for a split of another number of devices, or of more than there are, and for
-        devices beside those of training in a run of several processes.
+        separate devices in a run of multiple processes.
     """
     split = Split.parse(text)
     learning = devices_of(training)
@@ -61,14 +61,14 @@ def split_mesh(text: str, number: int | None, training: FoldedMesh) -> SplitMesh
 
 
 class SplitPolicy:
-    """The policy on both sides, pushed once per change: each device receives what it needs
-    (`moe.disaggregated.sides.to_sides`), bit for bit; adapters are merged first.
+    """Copy of the policy on both device groups, updated once per change. Each device receives its
+    weights (`moe.disaggregated.sides.to_sides`) with equal bits; adapters are merged first.
 
     Args:
       config: the policy network.
-      training: the mesh whose weights `of` is given.
-      mesh: of both sides.
-      experts: where they lie, in each layer with experts.
+      training: the mesh of the weights that `of` receives.
+      mesh: of both device groups.
+      experts: expert placement of each layer with experts.
     """
 
     def __init__(
@@ -84,36 +84,36 @@ class SplitPolicy:
         self._sides: SplitWeights[Array] | None = None
 
     def of(self, weights: Transformer[Array]) -> SplitWeights[Array]:
-        """The policy `weights`, stored on the mesh of training."""
+        """Policy `weights` of the training mesh, on both device groups."""
         known = None if self._source is None else self._source()
         if self._sides is None or known is not weights:
-            self.release()  # old and new need not fit beside each other
+            self.release()  # old and new need not fit in memory together
             training, config, policy = self._training, self._config, weights
             if has_adapters(policy):
-                # Merged where they are: what moves is one copy.
+                # Merged on the training mesh, so that only the merged weights are moved.
                 training = placement.without_chunks(config, training)
                 policy = reshard(policy, config, self._training, training)
             config = config.without_adapters()
             layers = axis_sizes(config)["layer"]
             in_order = placement.in_layer_order(policy, training, layers)
             sides = to_sides(in_order, config, self._mesh, self._placement)
-            # Waited for: updates give away the buffers that are being read.
+            # Blocks: updates donate the buffers that are being read.
             jax.block_until_ready(sides)
             self._sides, self._source = sides, ref(weights)
         return self._sides
 
     @property
     def held(self) -> SplitWeights[Array]:
-        """The policy that was pushed last."""
+        """Latest policy on the device groups."""
         assert self._sides is not None, "no weights were pushed"
         return self._sides
 
     def place(self, experts: Sequence[Placement]) -> None:
-        """Has experts lie elsewhere; what was pushed moves between the devices that hold it."""
+        """Changes the expert placement; stored weights move between the devices that hold them."""
         if self._sides is not None:
             self._sides = moved(self._sides, self._mesh, self._placement, experts)
         self._placement = experts
 
     def release(self) -> None:
-        """Gives up what both sides hold, and so its memory."""
+        """Frees the memory of the weights on both device groups."""
         self._source = self._sides = None

@@ -1,6 +1,6 @@
-"""JAX's default generator of random bits, written out: the same bits, of other programs.
+"""Threefry, JAX's default random number generator, unrolled: the same bits, faster on a CPU.
 
-On a CPU JAX runs the rounds of its cipher in a loop, which XLA fuses with nothing: with a large
+On a CPU JAX runs the rounds of the cipher in a loop, which XLA does not fuse: with a large
 vocabulary the noise of a token takes several times as long. Here the twenty rounds are plain
 operations on arrays.
 """
@@ -19,12 +19,11 @@ PARITY = np.uint32(0x1BD11BDA)
 
 
 def keys_of(data: UInt32[Array, "... words"]) -> Array:
-    """The keys that `jax.random.key_data` gives the data of; what is drawn with them is the same,
-    bit for bit.
+    """Wraps key data of `jax.random.key_data` as keys that generate the same bits.
 
     Args:
-      data: of a key of any of JAX's generators. Those of the default one, which have two words,
-        are drawn from here.
+      data: of a key of any of JAX's generators. Keys of the default one, which have two words, use
+        this implementation.
     """
     if data.shape[-1] != 2 or not jax.config.jax_threefry_partitionable:  # pyright: ignore[reportAttributeAccessIssue]
         return jax.random.wrap_key_data(data)
@@ -34,7 +33,7 @@ def keys_of(data: UInt32[Array, "... words"]) -> Array:
 def threefry(
     key: tuple[Array, Array], high: Integer[Array, "..."], low: UInt32[Array, "..."]
 ) -> tuple[Array, Array]:
-    """Threefry-2x32 with twenty rounds: a word for each of the two that it is given.
+    """Threefry-2x32 with twenty rounds: two words of output for two words of input.
 
     References:
       Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011.

@@ -1,1 +1,1 @@
-"""What learns: set up, collect, update, evaluate, and the loop around them."""
+"""Trainer: setup, collection, updates, evaluation, and the training loop around them."""

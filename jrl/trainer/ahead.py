@@ -1,4 +1,4 @@
-"""Steps whose sampler is ahead: it finishes the next batch while this one is learned from."""
+"""Asynchronous training step: the sampler finishes the next batch while this one is trained on."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ from jrl.trainer.state import TrainState
 
 
 class Stored(NamedTuple):
-    """What a step leaves to those after it.
+    """Result of asynchronous sampling, stored in the state for the next step.
 
     Attributes:
       ahead, pool: of the state.
@@ -35,15 +35,15 @@ class Stored(NamedTuple):
 
 
 class AheadOfStep:
-    """A step's completions, which are there, and those of the next, which are being sampled.
+    """Completions of a step, which are available, and sampling of the next batch.
 
-    On devices of its own the sampler works at the same time as the updates, else before them, with
-    the same weights and so with the same result.
+    On separate devices the sampler runs concurrently with the updates, else before them, with the
+    same weights and so with the same result.
 
     Args:
-      sampler: whose engine gets the weights; nothing is under way in it.
-      networks: that are about to learn.
-      recipe: what a step collects.
+      sampler: its engine gets the weights; no request is in flight in it.
+      networks: that are about to be updated.
+      recipe: determines the collection of a step.
       state: before the step.
     """
 
@@ -54,18 +54,18 @@ class AheadOfStep:
         self._seconds = {"timing_s/gen": 0.0, "timing_s/reward": 0.0}
         version, bound = int(state.step), networks.max_staleness
         self._before = sampler.engine.usage.copy()
-        # As an engine that has just been made, which it is after a restart.
+        # Reset to the state of a new engine, which it is after a restart.
         sampler.engine.release()
         sampler.engine.load(state.policy.weights, version, state.entropy_statistics)
         if state.pool is not None:
             sampler.engine.give_pool(state.pool)
-        # Read back from the state even where this process sampled it: a run that goes on after a
-        # kill takes the same path.
+        # Read back from the state even where this process sampled it: a resumed run takes the same
+        # path.
         spec = networks.ahead_spec
         assert spec is not None and state.ahead is not None
         self._spec: AheadSpec = spec
         drawn = spec.unpacked(to_host(state.ahead), sampler)
-        # The first step finds nothing waiting, and samples its own batch first.
+        # In the first step nothing was sampled ahead: it samples its own batch first.
         if drawn is None:
             drawn = self._draw(int(state.prompts_seen))
         staleness = check_staleness(drawn.ready, version, bound)
@@ -76,7 +76,7 @@ class AheadOfStep:
         }
 
     def collected(self) -> Collected:
-        """What the step learns from."""
+        """Training batch of the step."""
         drawn, networks, sampler = self._drawn, self._networks, self._sampler
         batch = batch_from_host(
             [completion.trajectory for completion in drawn.ready],
@@ -88,16 +88,16 @@ class AheadOfStep:
             networks.policy.config.num_experts,
         )
         metrics = drawn.metrics | self._metrics
-        # No times: it was sampled in the step before. Those of this step are in `Stored`.
+        # No times: the batch was sampled in the step before. Those of this step are in `Stored`.
         return Collected(drawn.ready, batch, drawn.prompts_seen, None, metrics, {})
 
     @contextmanager
     def sampling(self) -> Iterator[Callable[[], Stored]]:
-        """A block in which the step learns.
+        """Context manager around the updates of the step, which samples ahead.
 
         Yields:
-          What gives what is ahead after the step; it waits for the sampler, as the end of the block
-          does.
+          A function that returns the sampled rows after the step; it waits for the sampler, as the
+          end of the block does.
         """
         drawn, engine = self._drawn, self._sampler.engine
 
@@ -105,13 +105,13 @@ class AheadOfStep:
             return self._draw(drawn.prompts_seen, drawn)
 
         if not apart(self._networks.mesh, engine.mesh):
-            # By the weights before this step's updates, as beside them: the same rows either way.
+            # Sampled with the weights before this step's updates, as in the concurrent case: the
+            # same rows either way.
             stored = self._stored(draw(), 0.0)
             engine.release()  # memory for the updates
             yield lambda: stored
             return
-        # The executor is waited for at the end of the block, so a failing step leaves no thread
-        # behind.
+        # The executor is joined at the end of the block, so a failing step leaves no thread behind.
         # One thread, as the engine's slots are changed by one call at a time.
         with ThreadPoolExecutor(1, "jrl rollout") as thread:
             future = thread.submit(draw)
@@ -140,7 +140,7 @@ class AheadOfStep:
             **self._sampler.engine.usage.since(self._before).metrics(),
         }
         ahead = to_devices(self._spec.packed(drawn), replicated(self._networks.mesh))
-        # Taken out of the engine: in the state a checkpoint has the slots, and the next step gives
-        # them back.
+        # Removed from the engine: the slots are part of the state for a checkpoint, and the next
+        # step gives them back.
         keeps_pool = self._networks.pool_spec is not None
         return Stored(ahead, self._sampler.engine.take_pool() if keeps_pool else None, seconds)

@@ -1,4 +1,4 @@
-"""A run: warm start, steps, and everything it leaves behind."""
+"""Training loop of a run: warm start, steps, evaluation, checkpoints and logs."""
 
 import os
 import socket
@@ -48,21 +48,21 @@ from moe.disaggregated.split import devices_of
 from moe.weights import Transformer
 
 OnStep = Callable[[int, Mapping[str, float]], None]
-"""What is told a step and its metrics."""
+"""Callback with a step and its metrics."""
 
 
 class NonFiniteRun(RuntimeError):
-    """Too many updates in a row had a loss or gradient that was not finite."""
+    """Raised when too many updates in a row had a loss or gradient that was not finite."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended.
+    """Result of a run.
 
     Attributes:
       step: steps done.
-      stopped: whether a signal ended it early.
-      saved: whether there is a checkpoint: not of a run that was stopped in its warm start.
+      stopped: true if a signal ended it early.
+      saved: true if there is a checkpoint; false for a run that was stopped in its warm start.
     """
 
     step: int
@@ -79,19 +79,19 @@ def train(
     on_fault: Hook | None = None,
     on_step: OnStep = lambda step, metrics: None,
 ) -> Outcome:
-    """Runs from the last checkpoint in `folder`, or from the beginning where there is none.
+    """Trains from the last checkpoint in `folder`, or from the start where there is none.
 
     Args:
-      setup: the fixed parts.
-      folder: where everything goes; locked by the caller.
+      setup: the constant parts of the run.
+      folder: run folder for all outputs; locked by the caller.
       weights: a policy to start from; None starts fresh, with the warm start.
       adapters: of a policy with adapters, to start from; None starts with fresh ones.
-      prompts_seen: training prompts that the policy in `weights` has met, after which the run's own
-        begin.
+      prompts_seen: training prompts that the policy in `weights` was trained on; the run starts
+        after them.
       on_fault: called with each alarm of a run with `faults`, in the watcher's thread, before the
         run's own command.
       on_step: called with each step and its metrics when they are written, in the first process;
-        of a run from the beginning also with step 0, the warm start and the first evaluation.
+        in a new run also with step 0, the warm start and the first evaluation.
 
     Raises:
       NonFiniteRun: when updates keep being skipped.
@@ -109,16 +109,16 @@ def train(
             state = _first_state(setup, stage, sampler, folder, checkpoints, *given, stop, on_step)
         except WarmStartStopped:
             return Outcome(0, stopped=True, saved=False)
-        # After the folder went back to the checkpoint: totals go on from the last line that counts.
+        # After the folder was reset to the checkpoint: totals continue from its last line.
         outputs = stack.enter_context(opened(run, setup.recipe, folder, int(state.step)))
-        # Who got a signal alone and left would leave the others waiting in their next collective.
+        # Processes stop together: one that left alone would block the others in a collective.
         while int(state.step) < run.steps and not any_of(bool(stop)):
-            # A signal ends the run after this step, never in the midst of an update.
+            # A signal ends the run after this step, never during an update.
             stop.doing = f"finishing step {int(state.step) + 1} and saving it"
             started = time.perf_counter()
             state, done = stage.step(state)
             step, metrics = int(state.step), done.metrics
-            # What people look at comes on top, and so does evaluation.
+            # Samples for people and evaluation are not part of the step's time.
             seconds = time.perf_counter() - started - metrics.get(TO_SHOW, 0.0)
             metrics |= _speed(setup, metrics["training/tokens"], seconds)
             if step % run.eval_every == 0 or step == run.steps:
@@ -132,21 +132,21 @@ def train(
                 outputs.write_suspicious(setup.format, step, done)
             if step % run.samples_every == 0:
                 stage.write_samples(outputs, state, done)
-            # Lines come before the checkpoint that counts them: after a kill in between, resuming
-            # drops them and writes them again, equal to the bit.
+            # Lines are written before the checkpoint that records them: after a kill in between,
+            # resuming drops them and writes them again, bitwise identical.
             outputs.log(step, metrics)
             if is_main_process():
                 on_step(step, metrics)
             for number, skipped_update in enumerate(done.nonfinite):
                 save_nonfinite(folder, f"{step}-{number}-{skipped_update.network}", skipped_update)
-            # Before the last checkpoint, like all lines: it vouches for what lies beside it.
+            # Before the last checkpoint, like all lines: it records the offsets of all files.
             if step == run.steps:
                 write_heldout_samples(setup, sampler, state, outputs.samples)
             if step % run.checkpoint_every == 0 or step == run.steps:
                 save(checkpoints, networks, state, belongings.describe(setup.settings, folder))
                 if is_main_process() and step < run.steps:
                     write_page([folder], folder.report_path)  # of a run that is still going
-            # After the checkpoint: who raises --max-nonfinite goes on from here.
+            # After the checkpoint: a run resumed with a larger --max-nonfinite continues from here.
             _check_finite(state, run.max_nonfinite, folder)
         step = int(state.step)
         # A signal may end the run between two checkpoints.
@@ -160,7 +160,7 @@ def train(
 
 
 class Reinforcement:
-    """Samples completions and learns from their rewards."""
+    """Reinforcement learning stage: samples completions and trains on their rewards."""
 
     def __init__(self, setup: Setup, sampler: Sampler):
         self._setup, self._sampler, self._networks = setup, sampler, setup.networks
@@ -180,7 +180,7 @@ class Reinforcement:
         )
 
     def evaluated(self, state: TrainState[Array]) -> dict[str, float]:
-        # Without statistics of a step: a temperature that adapts stays at its base.
+        # Without statistics of a step: an adaptive temperature stays at its base.
         self._sampler.engine.load(state.policy.weights, int(state.step))
         return heldout_metrics(self._sampler, sampling_of(self._setup.recipe), self._heldout)
 
@@ -205,24 +205,23 @@ def _first_state(
     stop: Stop,
     on_step: OnStep,
 ) -> TrainState[Array]:
-    """The state to go on from.
+    """Initial state of the training loop: that of the latest valid checkpoint, or a fresh one.
 
-    A run killed before its first checkpoint starts again from the beginning, which gives the same
-    run.
+    A run killed before its first checkpoint starts again, with the same result.
     """
     step = belongings.newest_whole(checkpoints)
     if step is not None:
         state = restore(checkpoints, setup.networks, step)
         belongings.go_back(setup.settings, folder, step, checkpoints.meta(step))
         return state
-    # The files are the first process's, and no other may go on where it found them wrong.
+    # Files are handled by the first process, and an error there must stop all others.
     with FailTogether():
         if is_main_process():
             folder.begin_again()
     metrics: dict[str, float] = {}
-    # A laptop has no pretrained checkpoint: imitation makes a policy that is sometimes right.
+    # Without a pretrained checkpoint, supervised learning makes a policy that is sometimes correct.
     if weights is None:
-        # Adapters are put beside what the warm start has learned.
+        # Adapters are added to the weights of the warm start.
         plain = setup.model.without_adapters()
         weights = init_weights(plain, setup.mesh, setup.randomness.key("weights"))
         if setup.run.warm_start_steps:
@@ -256,7 +255,7 @@ def _first_state(
 
 
 def _attachment(run: RunConfig, folder: RunFolder, on_fault: Hook | None) -> Attachment | None:
-    """How this process is watched, None in a run without `faults`."""
+    """Fault monitoring of this process; None in a run without `faults`."""
     if not run.faults:
         return None
     number = jax.process_index()
@@ -278,7 +277,7 @@ def _attachment(run: RunConfig, folder: RunFolder, on_fault: Hook | None) -> Att
 
 
 def _speed(setup: Setup, tokens: float, seconds: float) -> dict[str, float]:
-    """How fast a step was, whose `tokens` are those of all devices, in whatever process."""
+    """Throughput metrics of a step; `tokens` is the total over all devices and processes."""
     meshes = [setup.mesh, setup.rollout_mesh, *([setup.split.experts] if setup.split else [])]
     num_devices = len({device for mesh in meshes for device in devices_of(mesh)})
     return {

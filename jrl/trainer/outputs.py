@@ -1,4 +1,4 @@
-"""What a run leaves behind while it goes: lines, samples, loggers, the display, the last page."""
+"""Outputs of a run: metrics, samples, loggers, the progress display and the final report page."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -37,7 +37,7 @@ SHOWN = 4
 
 
 def appender(path: Path) -> Appender:
-    """Lines for a file of the run, which the first process writes; those of others go nowhere."""
+    """Opens a file of the run for appending lines, which only the first process writes."""
     return Appender(path if is_main_process() else os.devnull)
 
 
@@ -74,7 +74,7 @@ class Outputs:
             self.display.alarm(alarm.describe())
 
     def warn_of_drift(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows where a drift of the sampler from the trainer begins."""
+        """Shows an alarm at the first step of a drift of the sampler from the trainer."""
         if "sampling/drift_alarm" not in metrics:
             return
         before, self.drifted = self.drifted, metrics["sampling/drift_alarm"] > 0
@@ -86,8 +86,8 @@ class Outputs:
             )
 
     def warn_of_suspicion(self, step: int, metrics: dict[str, float]) -> bool:
-        """Whether the run is suspicious for the first time, which is shown; ``reward/suspicion`` is
-        put among the metrics of each step with scores."""
+        """Shows an alarm if the run is suspicious for the first time, and returns true then; adds
+        ``reward/suspicion`` to the metrics of each step with scores."""
         reasons = self.lookout.look(metrics)
         if suspicion.SCORE in metrics:
             metrics[suspicion.NAME] = float(bool(reasons))
@@ -101,7 +101,8 @@ class Outputs:
         return True
 
     def write_suspicious(self, format: PromptFormat, step: int, done: Step) -> None:
-        """Completions with full marks, those first that a second reader does not give them."""
+        """Writes completions with full marks, those first whose full marks a second check
+        disputes."""
         rows = [each for each in done.collected.completions if each.correct]
         disputed = [each for each in rows if any(map(is_disputed, answered([each])))]
         by_prompt: dict[int, Completion] = {}
@@ -122,7 +123,7 @@ class Outputs:
 def write_heldout_samples(
     setup: Setup, sampler: Sampler, state: TrainState[Array], lines: Appender
 ) -> None:
-    """Completions of a few held-out prompts, as lines of samples.jsonl."""
+    """Samples completions of a few held-out prompts, and writes them to samples.jsonl."""
     examples = numbered_heldout(heldout_examples(setup.task, SHOWN))
     sampler.engine.load(state.policy.weights, int(state.step))
     for completion in sampler.sample(examples, sampling_of(setup.recipe), 1):
@@ -132,7 +133,7 @@ def write_heldout_samples(
 
 @contextmanager
 def opened(run: RunConfig, recipe: Recipe, folder: RunFolder, step: int) -> Iterator[Outputs]:
-    """The outputs of a run that goes on after `step`, closed at the end."""
+    """Context manager of the outputs of a run that continues after `step`."""
     history = read_metrics(folder.metrics_path) if is_main_process() else []
     rewards = [line["critic/score/mean"] for line in history if "critic/score/mean" in line]
     last = history[-1] if history else {}
@@ -147,7 +148,7 @@ def opened(run: RunConfig, recipe: Recipe, folder: RunFolder, step: int) -> Iter
                 logger = loggers.Wandb(folder.path, folder.config())
             stack.callback(logger.close)
             extra.append(logger)
-        # Totals and the drift go on from the last line, as they are in no checkpoint.
+        # Totals and the drift continue from the last line, as they are in no checkpoint.
         yield Outputs(
             metrics=stack.enter_context(appender(folder.metrics_path)),
             samples=stack.enter_context(appender(folder.samples_path)),
@@ -163,9 +164,9 @@ def opened(run: RunConfig, recipe: Recipe, folder: RunFolder, step: int) -> Iter
 
 
 def save_nonfinite(folder: RunFolder, name: str, skipped: NonFinite) -> Path:
-    """The batch of an update that was skipped, as plain arrays in an .npz file."""
+    """Saves the batch of a skipped update as plain arrays in an .npz file."""
     path = folder.path / "nonfinite" / f"{name}.npz"
-    # A collective: all processes fetch, and the first one writes.
+    # A collective: all processes copy to the host, and the first one writes.
     batch = to_host(skipped.batch)
     arrays = {name: value for name, value in vars(batch).items() if value is not None}
     arrays |= {
@@ -179,12 +180,12 @@ def save_nonfinite(folder: RunFolder, name: str, skipped: NonFinite) -> Path:
 
 
 def finish(folder: RunFolder, title: str, stopped: bool) -> None:
-    """Plots under a title, the page, and the completions before and after."""
+    """Writes the final plots and the report page, and prints completions before and after."""
     plot_run(folder.metrics_path, folder.plots_path, title=title)
     write_page([folder], folder.report_path)
     if stopped:
         return
-    # Read back, as the completions before training may be of another process than this one.
+    # Read back, as the completions before training may have been sampled by an earlier process.
     shown = [line for line in read_samples(folder.samples_path) if line["kind"] == "heldout"]
     if not shown:
         raise ValueError(f"{folder.samples_path} has no samples of kind heldout: lines were lost")

@@ -1,4 +1,5 @@
-"""From completions to what the updates of a step learn from."""
+"""Preparation of a step's batch: rewards, values, reference log-probabilities, advantages and
+mismatch corrections."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -35,17 +36,17 @@ from sharding.folding import FoldedMesh
 
 @partial(jax.jit, static_argnums=0)
 def targets_of(recipe: Recipe, batch: Batch[Array]) -> Targets[Array]:
-    """The recipe's advantages and returns over the whole batch."""
+    """Recipe's advantages and returns over the whole batch."""
     return recipe.targets(batch)
 
 
 corrected = jax.jit(Correction.correct, static_argnums=0)
-"""What a step learns from, by how far the sampler is from the trainer."""
+"""Mismatch correction of a step's batch, `Correction.correct`, compiled."""
 
 
 @jax.jit
 def difference(logprobs: Array, old_logprobs: Array, mask: Array) -> dict[str, Array]:
-    """How far the trainer is from the sampler, the whole policy on both sides."""
+    """Metrics of the mismatch between sampler and trainer, in the full policy of both."""
     differences = sampling_differences(logprobs, old_logprobs, mask)
     return {name: metric.value() for name, metric in differences.items()}
 
@@ -60,26 +61,25 @@ def prepare(
     response_length: int,
     correct: np.ndarray | None = None,
 ) -> tuple[Batch[Array], dict[str, float]]:
-    """The batch with everything that is known before the first update.
+    """Adds to the batch everything that is computed before the first update.
 
-    Advantages are those of completions as they were sampled; what is rejected after that counts in
-    no loss.
+    Advantages are computed before rejection; rejected tokens are then removed from the loss masks.
 
     Args:
       completions: the rows of `batch`.
-      scores: their verdicts.
-      batch: as `collect` gives it, on the mesh of training.
+      scores: of their verdicts.
+      batch: as `collect` returns it, on the mesh of training.
       response_length: the limit of a completion, in tokens.
-      correct: which of the scores are full marks; None is those of 1.
+      correct: mask of the scores with full marks; None is those of 1.
 
     Returns:
       The batch, and metrics: the seconds of each phase and, where the trainer scores the
-      completions too, how far the sampler is from it.
+      completions too, the mismatch between sampler and trainer.
     """
     seconds, rescored = dict[str, float](), None
     full = np.asarray(scores == 1.0) if correct is None else correct
     batch = verified(recipe, completions, scores, full, batch, response_length, networks.mesh)
-    # Forward passes of networks as they are before the first update: none is repeated per epoch.
+    # Forward passes with the weights before the first update: none is repeated per epoch.
     if state.critic is not None:
         assert networks.critic is not None
         with timed("timing_s/values", seconds):
@@ -87,12 +87,12 @@ def prepare(
             batch = replace(batch, old_values=jax.block_until_ready(values))
     if (reference := reference_of(networks, state)) is not None:
         with timed("timing_s/ref", seconds):
-            # Another network, whose routers have their own say: nothing is replayed.
+            # Another network with its own routing: nothing is replayed.
             scored = _logprobs(*reference, batch, replays=False)
             batch = replace(batch, reference_logprobs=jax.block_until_ready(scored)[0])
     if recipe.router_replay == "R3":
         _check_recorded(batch, networks.policy.config)
-    # The sampler's own log-probabilities serve as old ones unless asked otherwise: a pass less.
+    # The sampler's own log-probabilities are the old ones by default, which saves a pass.
     if recipe.rescores:
         with timed("timing_s/old_log_prob", seconds):
             batch, rescored = _rescored(networks, recipe, state, batch)
@@ -109,11 +109,11 @@ def _values(
     critic: Transformer[Array],
     batch: Batch[Array],
 ) -> Array:
-    """Of the window's tokens, which advantages are made from, and of finished responses, which the
-    critic learns from."""
+    """Critic values of the window's tokens, for advantages, and of finished responses, for the
+    critic's loss."""
     if not networks.packs:
         return values_of(network.objective, critic, batch.tokens, batch.valid)
-    # A packed pass speaks of the mask alone, so the critic's tokens are put under it.
+    # A packed pass scores only tokens in the mask, so the critic's tokens are added to it.
     if batch.finished is not None:
         mask = batch.mask | (responses_of(batch) & batch.finished[:, None])
         batch = replace(batch, mask=mask)
@@ -126,7 +126,7 @@ def _logprobs(
 ) -> tuple[Array, Array]:
     objective = networks.policy.objective
     replayed = objective.replayed(batch) if replays else None
-    # A packed pass replays whatever is on record: one that must not replay runs rows as they stand.
+    # A packed pass replays all recorded expert ids: one that must not replay runs unpacked rows.
     if networks.packs and (replays or objective.recipe.router_replay is None):
         logprobs, sampled = packed_scores(objective, policy, batch, networks.policy.bins)
         return logprobs, sampled
@@ -142,18 +142,19 @@ def verified(
     response_length: int,
     mesh: FoldedMesh,
 ) -> Batch[Array]:
-    """The batch with what the verifier says: rewards, correct, groups and lengths.
+    """Adds results of the verifier to the batch: rewards, correct, groups and lengths.
 
     Args:
       completions: the rows of `batch`.
-      scores: their verdicts.
-      correct: which of the scores are full marks.
+      scores: of their verdicts.
+      correct: mask of the scores with full marks.
       response_length: the limit of a completion, in tokens.
       mesh: of training.
     """
     lengths = lengths_of(completions)
     before_end = sums_of_turns(completions, batch)
-    # What the turns before the last were worth stays as it is: the recipe rewards the end.
+    # Rewards of turns before the last are not transformed: the recipe's `rewards` applies to the
+    # end.
     final = jnp.asarray(scores if before_end is None else scores - before_end)
     rewards = recipe.rewards(final, jnp.asarray(lengths), response_length)
     columns = {
@@ -167,7 +168,7 @@ def verified(
 
 
 def sums_of_turns(completions: Sequence[Completion], batch: Batch[Array]) -> np.ndarray | None:
-    """``[completions]`` what turns before the last were worth; None where the batch knows of
+    """Sum of the rewards of turns before the last, ``[completions]``; None where the batch has
     none."""
     if batch.turn_rewards is None:
         return None
@@ -178,13 +179,13 @@ def sums_of_turns(completions: Sequence[Completion], batch: Batch[Array]) -> np.
 
 @jax.jit
 def _only_finished(batch: Batch[Array], finished: Array) -> Batch[Array]:
-    """Nothing has been verified of responses that go on."""
+    """Sets the rewards of unfinished responses to 0, as they were not verified."""
     rewards = jnp.where(finished, given(batch.rewards), 0.0)
     return replace(batch, rewards=rewards, correct=given(batch.correct) & finished)
 
 
 def _check_recorded(batch: Batch[Array], config: ModelConfig) -> None:
-    """The rollout must have recorded choices of experts, for the layers that have them."""
+    """Checks that the rollout recorded expert ids for all layers with experts."""
     expected = (*batch.tokens.shape, config.num_expert_layers, config.experts_per_token)
     found = None if batch.choices is None else batch.choices.shape
     if found != expected:
@@ -199,11 +200,11 @@ def _check_recorded(batch: Batch[Array], config: ModelConfig) -> None:
 def _rescored(
     networks: Networks, recipe: Recipe, state: TrainState[Array], batch: Batch[Array]
 ) -> tuple[Batch[Array], Array]:
-    """The batch, under R2 with the experts that the policy chose and, where the temperature
-    follows it, with the policy's entropy; and the policy's log-probabilities."""
+    """Scores the batch with the policy; returns the batch and the policy's log-probabilities. The
+    batch gets the policy's expert ids under R2, and its entropy for an adaptive temperature."""
     policy = networks.policy.objective, state.policy.weights, batch.tokens, batch.valid
-    # R2 and a temperature that adapts take two passes: the second, which gives the entropy, replays
-    # what the first has chosen, as every update will.
+    # R2 with an adaptive temperature takes two passes: the second, for the entropy, replays the
+    # expert ids of the first, as every update does.
     if recipe.router_replay == "R2":
         rescored, choices = jax.block_until_ready(logprobs_and_choices_of(*policy))
         batch = replace(batch, choices=choices)
@@ -220,29 +221,29 @@ def _rescored(
 def _with_targets(
     recipe: Recipe, batch: Batch[Array], rescored: Array | None
 ) -> tuple[Batch[Array], dict[str, Array]]:
-    """With what the recipe makes of it.
+    """Adds the recipe's targets and the mismatch correction; returns the batch and metrics.
 
     Args:
-      rescored: log-probabilities of the policy as the trainer computes them, None without.
+      rescored: log-probabilities of the policy as recomputed by the trainer, None without.
     """
-    # Both as `collect` gave them: the mask before anything is left out, and the sampler's own
-    # log-probabilities, which the correction compares with even where another anchor is taken.
+    # Both as returned by `collect`: the mask before tokens are removed, and the sampler's own
+    # log-probabilities, which the correction compares with even if the old ones are recomputed.
     sampled, as_sampled = batch.mask, given(batch.old_logprobs)
     if recipe.old_logprobs == "recompute":
         batch = replace(batch, old_logprobs=given(rescored))
     # Over the whole batch: baselines need their group, whitening needs every token.
     targets = targets_of(recipe, batch)
-    # Rejection comes after credit is given, so that what is rejected is still part of baselines.
+    # Rejection comes after the advantages, so that rejected samples are still part of baselines.
     mask = sampled if targets.mask is None else targets.mask
     critic_mask = targets.critic_mask
     if recipe.overlong_filter:
-        # Fixed before the filter: the critic learns from what the length limit cut off too.
+        # Set before the filter: the critic is trained on truncated completions too.
         critic_mask = mask if critic_mask is None and targets.returns is not None else critic_mask
         mask = overlong_filter(mask, given(batch.truncated))
     learned = Corrected(mask, None, {})
     if rescored is not None or recipe.correction.on:
-        # Compared in the whole policy: neither what top-k and top-p cut away nor a temperature that
-        # adapts is a mismatch. What weights divide by is the correction's to choose.
+        # Compared in the full policy: neither top-k and top-p nor an adaptive temperature is a
+        # mismatch. The correction chooses the denominator of the weights.
         learned = corrected(
             recipe.correction,
             rescored,
@@ -252,13 +253,13 @@ def _with_targets(
             behaviour_logprobs=given(batch.behaviour_logprobs),
         )
     if critic_mask is not None:
-        # What is rejected counts for neither network.
-        # Its tokens outside of `mask` (cut off, or of earlier windows) were never up for rejection,
-        # so they stay.
+        # Rejected tokens are removed for both networks.
+        # Tokens outside of `mask` (truncated, or of earlier windows) were not candidates for
+        # rejection, so they stay in the critic's mask.
         critic_mask = critic_mask & (learned.mask | ~mask)
     metrics = learned.metrics
     if recipe.temperature_rule is not None:
-        # An update computes no log-probabilities at a temperature that adapts (`PolicyObjective`).
+        # Updates compute no log-probabilities at an adaptive temperature (`PolicyObjective`).
         metrics = metrics | difference(given(rescored), as_sampled, sampled)
     batch = replace(
         batch,

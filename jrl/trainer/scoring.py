@@ -1,6 +1,7 @@
-"""Scoring passes: what policy, reference and critic say of completions, on global arrays.
+"""Scoring passes of policy, reference model and critic over completions, on global arrays.
 
-Each gives what it found beside what it had no room for; called, the first with room for everything
+Each function below returns its result with the overflow of the expert buffers. As decorated, it
+returns the result alone, recomputed with dropless buffers after an overflow
 (`jrl.trainer.learner.overflow.Exact`).
 """
 
@@ -25,7 +26,7 @@ from moe.weights import Transformer
 def values_of(
     objective: CriticObjective, critic: Transformer[Array], tokens: Array, valid: Array
 ) -> tuple[Array, Array | None]:
-    """The critic's values of all response tokens."""
+    """Critic values of all response tokens."""
 
     def read(critic, tokens, valid):
         return value(critic, tokens, valid, objective.layout, objective.config, objective.mesh)
@@ -41,11 +42,11 @@ def logprobs_of(
     valid: Array,
     choices: Array | None = None,
 ) -> tuple[tuple[Array, Array], Array | None]:
-    """A policy's log-probabilities of all response tokens: in the whole policy, and in the
-    distribution that tokens are drawn from.
+    """Log-probabilities of all response tokens: in the full policy, and in the distribution that
+    tokens are sampled from.
 
     Args:
-      choices: experts that its routers send the tokens to again; None lets them choose.
+      choices: expert ids to replay; None routes normally.
     """
     names = "logprobs", "behaviour_logprobs"
     return _scores(objective, policy, names, tokens, valid, choices)
@@ -55,8 +56,8 @@ def logprobs_of(
 def logprobs_and_choices_of(
     objective: PolicyObjective, policy: Transformer[Array], tokens: Array, valid: Array
 ) -> tuple[tuple[Array, Array], Array | None]:
-    """A policy's log-probabilities of all response tokens, and the experts that its routers chose
-    for them, ``[batch, time, layer, k]`` as in `Batch.choices`."""
+    """Log-probabilities of all response tokens in the policy, and the expert ids of its routers for
+    all tokens, ``[batch, time, layer, k]`` as in `Batch.choices`."""
     names = "logprobs", "choices"
     return _scores(objective, policy, names, tokens, valid, record_choices=True)
 
@@ -69,8 +70,8 @@ def logprobs_and_entropy_of(
     valid: Array,
     choices: Array | None = None,
 ) -> tuple[tuple[Array, Array], Array | None]:
-    """A policy's log-probabilities of all response tokens, and its entropy before each of them,
-    both in the whole policy at the base temperature; `choices` as for `logprobs_of`."""
+    """Log-probabilities of all response tokens, and the policy's entropy before each of them, both
+    in the full policy at the base temperature; `choices` as for `logprobs_of`."""
     return _scores(objective, policy, ("logprobs", "entropy"), tokens, valid, choices)
 
 
@@ -78,8 +79,8 @@ def logprobs_and_entropy_of(
 def ranks_of(
     objective: PolicyObjective, policy: Transformer[Array], tokens: Array, valid: Array
 ) -> tuple[tuple[Array, Array], Array | None]:
-    """A policy's log-probabilities of all response tokens, and 1 for those that are its likeliest
-    and 0 for the others."""
+    """Log-probabilities of all response tokens in the policy, and 1 for those that are its argmax,
+    0 for the others."""
 
     fixed = objective.layout, objective.config, objective.mesh
 
@@ -94,9 +95,9 @@ def ranks_of(
 def statistics_of(
     objective: PolicyObjective, policy: Transformer[Array], batch: Batch[Array]
 ) -> tuple[Any, Array | None]:
-    """What the recipe's surrogate must know of a whole mini-batch, without a gradient."""
+    """Statistics of a whole mini-batch for the recipe's surrogate, without a gradient."""
     given = batch.tokens, batch.valid, objective.replayed(batch)
-    # Over the whole mini-batch at once: a quantile of its pieces is not its quantile.
+    # Over the whole mini-batch: quantiles of micro-batches do not give its quantile.
     (logprobs, entropy), overflow = logprobs_and_entropy_of.counted(objective, policy, *given)
     statistics = objective.recipe.statistics(logprobs, entropy, batch)
     return jax.lax.stop_gradient(statistics), overflow
@@ -109,7 +110,8 @@ def _scores(
     *given: Array | None,
     record_choices: bool = False,
 ) -> tuple[tuple[Array, Array], Array | None]:
-    """Two of the policy's `Scores` of tokens, which of them are valid, and choices to replay."""
+    """Two fields of the policy's `Scores`, given tokens, their valid mask and expert ids to
+    replay."""
     fixed = objective.layout, objective.config, objective.sampling, objective.mesh
 
     def read(policy, tokens, valid, choices=None):
@@ -125,18 +127,17 @@ def _everywhere(
     weights: Transformer[Array],
     *given: Array | None,
 ) -> tuple[Any, Array | None]:
-    """What `read` finds on each device, and the router's sums, of the weights and of arrays with a
-    row per sequence: such arrays, and what there was no room for."""
+    """Runs `read` on each device, with the weights and arrays with a row per sequence. It returns
+    such arrays and the router's sums; the result is the arrays and the expert buffers' overflow."""
     config, mesh = objective.config, objective.mesh
     rows = PartitionSpec(mesh.dp)
 
     def local(weights, *given):
         found, router = read(weights, *given)
-        # Ranks of cp and tp hold the same values; `out_specs` wants that said in their type.
+        # Ranks of cp and tp have the same values; `out_specs` needs that in their type.
         return mark_replicated(found, mesh), overflow_of(router, config)
 
-    # Weights that lie in parts (`Execution.fsdp`) are gathered on their way in: a pass has whole
-    # layers.
+    # Sharded weights (`Execution.fsdp`) are gathered by `in_specs`: a pass has full layers.
     return jax.shard_map(
         local,
         mesh=mesh.mesh,

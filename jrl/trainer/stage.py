@@ -1,4 +1,4 @@
-"""What a run does in a step, and how it is measured: reinforcement, or the supervised stage."""
+"""Protocol of a training stage: the step and the evaluation of reinforcement learning or SFT."""
 
 from typing import Protocol, runtime_checkable
 
@@ -11,10 +11,10 @@ from jrl.trainer.step import Done
 
 @runtime_checkable
 class Stage(Protocol):
-    """What `jrl.trainer.loop.train` goes on with until its last step."""
+    """Training stage that `jrl.trainer.loop.train` runs until its last step."""
 
     def step(self, state: TrainState[Array]) -> tuple[TrainState[Array], Done]:
-        """Learns once."""
+        """Runs one training step."""
         ...
 
     def evaluated(self, state: TrainState[Array]) -> dict[str, float]:
@@ -26,5 +26,5 @@ class Stage(Protocol):
         ...
 
     def write_samples(self, outputs: Outputs, state: TrainState[Array], done: Done) -> None:
-        """Samples of a step, into samples.jsonl."""
+        """Writes samples of a step to samples.jsonl."""
         ...

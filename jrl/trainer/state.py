@@ -1,4 +1,4 @@
-"""Everything that changes during a run, as one pytree: what a checkpoint holds."""
+"""Train state: everything that changes during a run, as one pytree; saved in checkpoints."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -37,24 +37,24 @@ Leaf = TypeVar("Leaf")
 
 @struct.dataclass
 class TrainState(Generic[Leaf]):
-    """The state between two steps.
+    """Train state between two steps.
 
-    Randomness needs no state: every key is made from the seed, the step and what it is for.
+    RNG keys need no state: each is derived from the seed, the step and its purpose.
 
     Attributes:
       step: ``[]`` steps done.
-      prompts_seen: ``[]`` training prompts drawn so far, those of the warm start included.
+      prompts_seen: ``[]`` training prompts used so far, including those of the warm start.
       policy: the policy and its optimizer.
       critic: the critic and its optimizer, None without one.
-      reference: the policy that training started from, None unless a KL term needs it, and of a
-        policy with adapters, which has it in itself (`reference_of`).
-      unfinished: responses that the next step goes on with, None unless the recipe writes windows.
+      reference: the reference model, the policy that training started from; None without a KL term,
+        and for a policy with adapters, whose base weights it is (`reference_of`).
+      unfinished: responses that the next step continues, None unless the recipe uses windows.
       entropy_statistics: of the step before, for the sampler of the next
-        (`jrl.recipes.Recipe.entropy_statistics`): scalars, None where the temperature of
-        sampling is constant.
-      ahead: what was sampled for the steps to come, None where steps learn from their own policy.
-      pool: the slots of the engine, where rows in flight keep their keys and values; else None.
-        A step gives it up.
+        (`jrl.recipes.Recipe.entropy_statistics`): scalars, None where the sampling temperature is
+        constant.
+      ahead: rows sampled for later steps, None where steps are on-policy.
+      pool: the slots of the engine, where rows in flight keep their KV cache; else None. A step
+        donates it.
     """
 
     step: Leaf
@@ -69,13 +69,13 @@ class TrainState(Generic[Leaf]):
 
 
 def init_weights(config: ModelConfig, mesh: FoldedMesh, key: Array) -> Transformer[Array]:
-    """Fresh weights, float32, laid out on the mesh as `jrl.trainer.learner.masters` says."""
+    """Initialises weights, float32, sharded as `jrl.trainer.learner.masters` defines."""
     return _initialiser(config, mesh)(key)
 
 
 @functools.cache
 def _initialiser(config: ModelConfig, mesh: FoldedMesh) -> Callable[[Array], Transformer[Array]]:
-    """The program of `init_weights`, compiled once."""
+    """Compiled function of `init_weights`, cached."""
     return making(
         lambda key: placement.in_chunks(moe_weights.initialise(config, key), mesh),
         masters.float32_shardings(config, mesh),
@@ -83,8 +83,8 @@ def _initialiser(config: ModelConfig, mesh: FoldedMesh) -> Callable[[Array], Tra
 
 
 def init_adapters(config: ModelConfig, mesh: FoldedMesh, key: Array) -> Transformer[Array]:
-    """Fresh adapters, and the value head of a critic, laid out on the mesh; None in the place of
-    what is fixed."""
+    """Initialises adapters, and the value head of a critic, sharded on the mesh; None in the place
+    of frozen weights."""
     make = making(
         lambda key: placement.in_chunks(moe_weights.initialise_trained(config, key), mesh),
         trees.trained(placement.shardings(config, mesh), moe_weights.table(config)),
@@ -99,17 +99,17 @@ def init_state(
     prompts_seen: int = 0,
     adapters: Transformer[Array] | None = None,
 ) -> TrainState[Array]:
-    """The state before the first step.
+    """Train state before the first step.
 
     Args:
-      policy: that training starts from, float32; of a policy with adapters without them.
-      critic_key: randomness of the critic's weights, where there is a critic.
-      prompts_seen: training prompts drawn before, whose answers it imitated.
-      adapters: of a policy with adapters, as `init_adapters` gives them. The critic has adapters of
-        its own beside the same weights, and a value head that learns as a whole.
+      policy: that training starts from, float32, without adapters.
+      critic_key: RNG key of the critic's weights, where there is a critic.
+      prompts_seen: training prompts used before, on whose answers the policy was trained.
+      adapters: of a policy with adapters, as `init_adapters` returns them. The critic has adapters
+        of its own on the same base weights, and a value head that is fully trained.
     """
     config, critic = networks.policy.config, None
-    # Fixed weights have no masters: they are cast once, and policy and critic share the arrays.
+    # Frozen weights have no masters: they are cast once, and policy and critic share the arrays.
     if config.lora is not None:
         assert adapters is not None, "a policy with adapters begins with some"
         fixed = masters.weights_of(policy, config.without_adapters(), networks.mesh)
@@ -125,13 +125,13 @@ def init_state(
         head = init_weights(own.config, own.mesh, critic_key).head
         critic = own.init(replace(policy, head=head))
 
-    # `+ 0` makes a buffer of its own: `device_put` may hand back one that another field has.
+    # `+ 0` makes a new buffer: `device_put` may return one that another field has.
     def number(value: int) -> Array:
         return jax.device_put(jnp.asarray(value, jnp.int32), replicated(networks.mesh)) + 0
 
     learner, reference = networks.policy.init(policy), None
     if networks.keeps_reference and config.lora is None:
-        # The first update gives the policy's buffers away.
+        # A copy, as the first update donates the policy's buffers.
         reference = copied(learner.weights)
     return TrainState(
         step=number(0),
@@ -158,7 +158,7 @@ def _unfinished(networks: Networks) -> Unfinished[Array] | None:
 
 
 def abstract(networks: Networks) -> TrainState[Any]:
-    """Shapes, dtypes and shardings of the state, without making it: what a checkpoint is read
+    """Shapes, dtypes and shardings of the state, without allocating it, to restore a checkpoint
     into."""
     policy, critic, mesh = networks.policy, networks.critic, networks.mesh
 
@@ -191,17 +191,17 @@ def save(
     state: TrainState[Array],
     meta: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes a checkpoint, the layers in order whatever the layout of the run.
+    """Writes a checkpoint, with the layers in order whatever the layout of the run.
 
-    The weights of what learns are float32 there: masters where there are masters, of which the
-    weights are cast again when it is read. What adapters are beside all checkpoints share: it is
-    written once (`jrl.trainer.adapters.base`).
+    Trained weights are stored in float32: masters where there are any, from which the weights are
+    cast again on restoring. The base weights of adapters are shared by all checkpoints and written
+    once (`jrl.trainer.adapters.base`).
     """
     if networks.policy.config.lora is not None:
-        # First: a checkpoint without the weights that its adapters are beside could not be read.
+        # First: a checkpoint of adapters without their base weights could not be restored.
         base.save(checkpoints, networks, state.policy.weights)
-    # Stages may hold layers out of order or with padding; a reader with another layout must not
-    # care.
+    # Pipeline stages may store layers out of order or with padding, which must not affect a reader
+    # with another layout.
     like = _without_cast(networks, abstract(_in_order(networks)))
     num_layers = moe_weights.axis_sizes(networks.policy.config)["layer"]
     stored = _restacked(
@@ -214,7 +214,7 @@ def save(
 
 
 def restore(checkpoints: Checkpoints, networks: Networks, step: int) -> TrainState[Array]:
-    """The state that `save` wrote, on the mesh of `networks`, which may be another."""
+    """Restores the state that `save` wrote, on the mesh of `networks`, which may be another."""
     like = _without_cast(networks, abstract(_in_order(networks)))
     state = checkpoints.restore(step, like)[0]
     like = _without_cast(networks, abstract(networks))
@@ -224,15 +224,16 @@ def restore(checkpoints: Checkpoints, networks: Networks, step: int) -> TrainSta
     if networks.policy.config.lora is not None:
         fixed = base.restore(checkpoints, networks.policy.config, networks.mesh)
         return _over_learners(functools.partial(_with_base, fixed), networks, state)
-    # Last: the weights are cast of masters that lie where this run has them.
+    # Last: the weights are cast from masters that are sharded as in this run.
     return _over_learners(_with_cast, networks, state)
 
 
 def _without_cast(networks: Networks, state: TrainState[Leaf]) -> TrainState[Leaf]:
-    """The state with the float32 weights of what learns alone."""
+    """State with only the float32 weights that are trained."""
 
     def of(learner: Learner[Leaf], network: Network[Any]) -> Learner[Leaf]:
-        # Neither cast nor fixed weights: both can be made again, and would double what is written.
+        # Neither cast nor frozen weights: both can be restored otherwise, and would double the size
+        # of a checkpoint.
         learned = trees.trained(learner.float32_weights, moe_weights.table(network.config))
         return replace(learner, weights=learned, masters=None)
 
@@ -242,7 +243,7 @@ def _without_cast(networks: Networks, state: TrainState[Leaf]) -> TrainState[Lea
 def _with_base(
     fixed: Transformer[Array], learner: Learner[Array], network: Network[Any]
 ) -> Learner[Array]:
-    """Undoes `_without_cast` of a network with adapters."""
+    """Inverse of `_without_cast` for a network with adapters."""
     whole = trees.with_base(fixed, learner.weights, moe_weights.table(network.config))
     return replace(learner, weights=whole)
 
@@ -252,7 +253,7 @@ def _over_learners(
     networks: Networks,
     state: TrainState[Leaf],
 ) -> TrainState[Leaf]:
-    """The state with `function` of each learner and its network in the learner's place."""
+    """Applies `function` to each learner of the state and its network."""
     critic = state.critic
     if critic is not None and networks.critic is not None:
         critic = function(critic, networks.critic)
@@ -262,9 +263,9 @@ def _over_learners(
 def reference_of(
     networks: Networks, state: TrainState[Array]
 ) -> tuple[Networks, Transformer[Array]] | None:
-    """The policy that a KL term compares with, and the networks whose policy it is; None without.
+    """Reference model of a KL term, and the networks whose policy it is; None without.
 
-    Of a policy with adapters it is that without them: the same arrays.
+    For a policy with adapters it is the base weights without them: the same arrays.
     """
     if not networks.keeps_reference:
         return None
@@ -274,7 +275,7 @@ def reference_of(
 
 
 def _with_cast(learner: Learner[Array], network: Network[Any]) -> Learner[Array]:
-    """Undoes `_without_cast`."""
+    """Inverse of `_without_cast`: casts the weights from their masters."""
     if not masters.keeps_masters(network.config):
         return learner
     weights = masters.weights_of(learner.weights, network.config, network.mesh)
@@ -282,7 +283,7 @@ def _with_cast(learner: Learner[Array], network: Network[Any]) -> Learner[Array]
 
 
 def _in_order(networks: Networks) -> Networks:
-    """Where weights lie in the order of their layers."""
+    """Networks on a mesh that stores weights in the order of their layers."""
     return networks.on(placement.without_chunks(networks.policy.config, networks.mesh))
 
 
@@ -292,16 +293,15 @@ def _restacked(
     like: TrainState[Any],
     stack: Callable[[Transformer[Array]], Transformer[Array]],
 ) -> TrainState[Array]:
-    """The state in the shapes and on the shardings of `like`, all that is like weights as `stack`
-    gives it."""
-    # Only a pipeline stacks layers otherwise.
+    """Applies `stack` to all weight trees of the state, with the shapes and shardings of `like`."""
+    # Only a pipeline stacks layers differently.
     if networks.mesh == _in_order(networks).mesh:
         return state
 
     def moved(node: Any) -> Any:
         return stack(node) if isinstance(node, Transformer) else node
 
-    # The slots have no layers in one array, and may lie on other devices.
+    # The pool has no stacked layers, and may be on other devices.
     restack = making(
         lambda state: jax.tree.map(moved, state, is_leaf=_is_network),
         jax.tree.map(lambda leaf: leaf.sharding, replace(like, pool=None)),
@@ -310,9 +310,10 @@ def _restacked(
 
 
 def _learner_laid_out(learner: Learner[Any], network: Network[Any]) -> Learner[Any]:
-    """As `update.init_learner` and `update.update` lay it out."""
+    """Shapes and shardings of a learner, as of `update.init_learner` and `update.update`."""
     config, mesh = network.config, network.mesh
-    # Apart: moments are records like the weights, and lie in shards where weights may be whole.
+    # Separately: moments are trees like the weights, and are sharded where weights may be
+    # replicated.
     others = replace(learner, opt_state=None)
     whole = _laid_out(others, placement.shardings(config, mesh), mesh)
     of_state = state_shardings(learner.opt_state, config, mesh)
@@ -324,7 +325,7 @@ def _learner_laid_out(learner: Learner[Any], network: Network[Any]) -> Learner[A
 
 
 def _laid_out(tree: Any, shardings: Transformer[NamedSharding], mesh: FoldedMesh) -> Any:
-    """Weights laid out by `shardings`, everything else whole on every device."""
+    """Shapes and shardings of a tree: weights by `shardings`, everything else replicated."""
 
     def place(node: Any) -> Any:
         if isinstance(node, Transformer):

@@ -1,4 +1,4 @@
-"""A training step: completions, what is known of them, optimizer steps."""
+"""Training step: collects completions, prepares their batch and runs the optimizer steps."""
 
 import time
 from dataclasses import dataclass, replace
@@ -36,12 +36,12 @@ from jrl.trainer.temperature import statistics_of_step, temperatures
 from jrl.trainer.token_records import TokenRecord, Watched, token_records
 
 TO_SHOW = "timing_s/samples"
-"""Seconds of what is only looked at: no part of the step."""
+"""Seconds spent on samples for people, which are no part of the step."""
 
 
 @dataclass(frozen=True)
 class NonFinite:
-    """An update that was skipped, with the rows it would have learned from."""
+    """Update that was skipped because loss or gradient was not finite, with its mini-batch."""
 
     network: str
     batch: Batch[Array]
@@ -51,7 +51,7 @@ class NonFinite:
 
 @dataclass(frozen=True)
 class Done:
-    """What a step did, whatever it learned from.
+    """Result of a training step of any stage.
 
     Attributes:
       metrics: of the step.
@@ -64,11 +64,11 @@ class Done:
 
 @dataclass(frozen=True)
 class Step(Done):
-    """What a step on completions did.
+    """Result of a training step on sampled completions.
 
     Attributes:
-      collected: what it learned from.
-      tokens: what is kept of completions, by their rows; empty where nothing is to be.
+      collected: the training batch.
+      tokens: records of the tokens of some completions, by row; empty where none are requested.
     """
 
     collected: Collected
@@ -85,18 +85,18 @@ def train_step(
     shuffle_rewards: bool = False,
     watched: Watched | None = None,
 ) -> tuple[TrainState[Array], Step]:
-    """Samples, scores and learns once. Where the sampler may be ahead (`Networks.max_staleness`),
-    what is learned from is there already, and what is sampled is for the steps after this one.
+    """Runs one training step: samples, scores and updates. With asynchronous rollouts
+    (`Networks.max_staleness`), the step trains on a batch that was sampled before, and samples for
+    later steps.
 
     Args:
-      shuffle_rewards: whether scores are dealt out anew among the completions: nothing can be
-        learned then.
-      watched: how much is kept of the tokens of some completions; None keeps nothing.
+      shuffle_rewards: true to permute the scores among the completions, a control experiment.
+      watched: number of token records to make; None makes none.
     """
     fixed = networks, recipe, sampler.response_length, randomness, shuffle_rewards, watched
     if networks.max_staleness:
         ahead = AheadOfStep(sampler, networks, recipe, state)
-        # What is sampled meanwhile is drawn by the weights that this step began with.
+        # Meanwhile the sampler uses the weights from the start of this step.
         with ahead.sampling() as sampled:
             state, done = _learned(*fixed, state, ahead.collected())
             stored = sampled()
@@ -104,7 +104,7 @@ def train_step(
         return replace(state, ahead=stored.ahead, pool=stored.pool), done
     # Collect: the policy is frozen while it samples, so all completions of a step are on-policy.
     sampler.engine.load(state.policy.weights, int(state.step), state.entropy_statistics)
-    # A task gives the same example for a number: how many were drawn is all the state it has.
+    # A task returns the same example for an id: the number of prompts used is all its state.
     collected = collect(
         sampler,
         recipe,
@@ -112,7 +112,7 @@ def train_step(
         int(state.prompts_seen),
         None if state.unfinished is None else to_host(state.unfinished),
     )
-    # Where the rollout has a layout of its own, its copy of the weights makes way for the updates.
+    # A rollout with another layout has a copy of the weights, which is freed for the updates.
     sampler.engine.release()
     return _learned(*fixed, state, collected)
 
@@ -127,14 +127,14 @@ def _learned(
     state: TrainState[Array],
     collected: Collected,
 ) -> tuple[TrainState[Array], Step]:
-    """The step after its completions were collected."""
+    """Runs the rest of a step after its completions were collected."""
     number, scores = int(state.step), scores_of(collected.completions)
     correct = correct_of(collected.completions)
     if shuffle_rewards:
-        # A control: an epoch that no shuffle of rows can have, so that no randomness is used twice.
+        # With an epoch number that no shuffle of rows has, so that no RNG key is used twice.
         order = randomness.shuffler(number, -1 % 2**32).permutation(len(scores))
         scores, correct = scores[order], correct[order]
-        # Whose turns were worth what is dealt out with them.
+        # Rewards of turns are dropped: they would not match the permuted scores.
         collected = replace(collected, batch=replace(collected.batch, turn_rewards=None))
     batch, prepared = prepare(
         networks,
@@ -147,18 +147,18 @@ def _learned(
         correct,
     )
     sampled, sampling = collected.batch.mask, networks.policy.objective.sampling
-    # Over all that was sampled: `prepare` may have taken tokens out of the mask of `batch`.
+    # Over all sampled tokens: `prepare` may have removed tokens from the mask of `batch`.
     if state.entropy_statistics is not None:
         found = to_host(temperatures(sampling, batch, sampled, state.entropy_statistics))
         prepared |= {name: float(value) for name, value in found.items()}
     tokens = dict[int, TokenRecord]()
     if watched is not None:
-        # Scored before the updates, which give the buffers of these weights away.
+        # Scored before the updates, which donate the buffers of these weights.
         policy = state.policy.weights
         before = collected.completions, collected.batch
         with timed(TO_SHOW, prepared):
             tokens = token_records(networks, policy, *before, batch, watched)
-    # By the policy that sampled: before the updates, for the sampler of the next step.
+    # With the policy that sampled: before the updates, for the sampler of the next step.
     statistics = statistics_of_step(recipe, batch, sampled, state.entropy_statistics, networks.mesh)
     state, history, nonfinite, seconds = train_on_batch(networks, recipe, state, batch, randomness)
     state = replace(
@@ -207,14 +207,14 @@ def train_on_batch(
     batch: Batch[Array],
     randomness: Randomness,
 ) -> tuple[TrainState[Array], list[dict[str, dict[str, Any]]], list[NonFinite], dict[str, float]]:
-    """All optimizer steps of one training step.
+    """Runs all optimizer steps of one training step.
 
     Returns:
       The state, the metrics of each mini-batch under "actor" and "critic", the updates that were
       skipped because they were not finite, and the seconds spent.
     """
-    # VC-PPO (arXiv:2503.01491): advantages by a critic that knows nothing yet would mislead the
-    # policy, so the critic learns alone first.
+    # VC-PPO (arXiv:2503.01491): advantages by an untrained critic would mislead the policy, so only
+    # the critic is trained first.
     pretraining = int(state.step) < recipe.value_pretraining_steps
     history: list[dict[str, dict[str, Any]]] = []
     nonfinite: list[NonFinite] = []
@@ -226,10 +226,10 @@ def train_on_batch(
         name: str, learner: Learner[Array], rows: Batch[Array], chosen: np.ndarray
     ) -> Learner[Array]:
         begin = time.perf_counter()
-        # What the critic learns from may be more (T-PPO) or less than what the policy does.
+        # The critic's mask may contain more tokens (T-PPO) or fewer than the policy's.
         if name == "critic" and rows.critic_mask is not None:
             rows = replace(rows, mask=rows.critic_mask)
-        # Of a row of windows there may be nothing for this network to learn.
+        # A row of windows may have no token in this network's loss mask.
         if not recipe.whole_groups:
             rows = without_idle(rows)
         of_rows = None if counts is None else counts.of(name, chosen, recipe.whole_groups)
@@ -238,7 +238,7 @@ def train_on_batch(
         else:
             assert networks.critic is not None
             learner, metrics = update_rows(networks.critic, learner, rows, of_rows)
-        # Scalars; reading them waits for the update, which makes the timing one of work done.
+        # Scalars; reading them blocks until the update has finished, for the timing.
         history[-1][name] = metrics = to_host(metrics)
         if not metrics["finite"]:
             loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
@@ -248,10 +248,10 @@ def train_on_batch(
 
     for epoch in range(recipe.epochs):
         for chosen in mini_batches(recipe, randomness.shuffler(int(state.step), epoch)):
-            # A gather on the mesh: the batch itself never leaves it.
+            # A gather on the mesh: the batch is not copied to the host.
             rows = take_rows(batch, chosen, networks.mesh)
             history.append({})
-            # The critic comes first; neither sees in this step what the other has learned.
+            # The critic comes first; neither update uses the other's new weights in this step.
             if state.critic is not None:
                 state = replace(state, critic=learn("critic", state.critic, rows, chosen))
             if not pretraining:
@@ -268,7 +268,7 @@ def _update_policy(
 ) -> tuple[Learner[Array], dict[str, Any]]:
     policy, statistics = networks.policy, None
     if recipe.uses_statistics:
-        # By the policy as it is now: a quantile over the mini-batch moves with every update.
+        # With the current policy: a quantile over the mini-batch changes with every update.
         statistics = statistics_of(policy.objective, learner.weights, rows)
     return update_rows(policy, learner, rows, of_rows, statistics)
 
@@ -281,38 +281,38 @@ def update_rows(
     statistics: Any = None,
     rows_of_a_bin: int = ROWS_OF_A_BIN,
 ) -> tuple[Learner[Array], dict[str, Any]]:
-    """One optimizer step on a mini-batch.
+    """Runs one optimizer step on a mini-batch.
 
     Args:
-      of_rows: tokens of each row and those of them that count, by which rows are packed; None runs
-        them as they stand.
-      rows_of_a_bin: at most, where they are packed.
+      of_rows: number of tokens of each row and of those in the loss mask, by which rows are packed;
+        None runs unpacked rows.
+      rows_of_a_bin: maximum number of rows per bin, where they are packed.
     """
     if of_rows is None:
         return network.update(learner, rows, statistics)
     tokens, counted = of_rows
     if not counted.any():
-        # Known to all processes alike; the update would find it out, and move nothing.
+        # Known to all processes alike; the update would change nothing.
         return learner, {"finite": np.True_, "empty": np.True_}
     mesh = network.mesh
-    # The sizes in it are static, each set of them a program; `plan` rounds them to a few.
+    # Its sizes are static, each set of them a compiled function; `plan` rounds them to a few.
     packed = plan(tokens, counted, rows.tokens.shape[1], network.bins, mesh, rows_of_a_bin)
     network = replace(
         network,
         objective=replace(network.objective, packed=packed.sizes),
         num_micro_batches=packed.num_micro_batches,
     )
-    # How many micro-batches have rows is an argument, and compiles nothing anew.
+    # The number of micro-batches with rows is an argument, without recompilation.
     passes = to_devices(np.int32(packed.passes), replicated(mesh))
     return network.update(learner, place_rows(rows, packed, mesh), statistics, passes)
 
 
 def mini_batches(recipe: Recipe, shuffler: np.random.Generator) -> np.ndarray:
-    """The rows of each mini-batch of an epoch, ``[mini_batches, mini_batch]``.
+    """Row indices of each mini-batch of an epoch, ``[mini_batches, mini_batch]``.
 
-    Whole groups are shuffled where they fill mini-batches, so that completions can share their
-    prompt in a forward pass, and single rows where they do not. Neither the layout nor the
-    micro-batch has a say in it: a step is the same however it is cut.
+    Whole groups are shuffled where they divide mini-batches, so that completions can share their
+    prompt in a forward pass, and single rows where they do not. The order does not depend on layout
+    or micro-batch: a step is the same however it is split.
     """
     together = recipe.group_size if recipe.whole_groups else 1
     together = 1 if recipe.mini_batch_size % together else together
@@ -323,19 +323,19 @@ def mini_batches(recipe: Recipe, shuffler: np.random.Generator) -> np.ndarray:
 def sampling_difference(
     networks: Networks, state: TrainState[Array], batch: Batch[Array]
 ) -> dict[str, float]:
-    """How far sampler and trainer differ, where no update of the policy has measured it
-    already nor, for a temperature that adapts, `prepare`."""
-    # The policy has not moved in this step: these weights are those that sampled.
+    """Metrics of the mismatch between sampler and trainer for a step without an update of the
+    policy; empty for an adaptive temperature, where `prepare` has computed them."""
+    # The policy was not updated in this step: these weights are those that sampled.
     objective, rows = networks.policy.objective, (batch.tokens, batch.valid)
     if objective.sampling.adaptive is not None:
         return {}
     _, again = logprobs_of(objective, state.policy.weights, *rows, objective.replayed(batch))
-    # Reduced where they lie: what crosses to the host is a number for each name.
+    # Reduced on the devices: one number per name is copied to the host.
     found = to_host(_compared(again, given(batch.behaviour_logprobs), batch.mask))
     return {name: float(value) for name, value in found["differences"].items() if found["some"]}
 
 
 @jax.jit
 def _compared(logprobs: Array, sampled: Array, mask: Array) -> dict[str, Any]:
-    """How far two are from each other, and whether any token counts."""
+    """Mismatch metrics of two log-probabilities, and true if any token is in the mask."""
     return {"differences": difference(logprobs, sampled, mask), "some": jnp.any(mask)}

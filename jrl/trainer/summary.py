@@ -1,4 +1,4 @@
-"""The metrics of a step: of its completions, and of its mini-batches."""
+"""Metrics of a step: of its completions, and of its mini-batches."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,20 +28,20 @@ def describe(
     Args:
       batch: the completions with their rewards and advantages.
       sampled: ``[batch, time]`` the mask before anything was rejected.
-      group_size: rows in a run that share their prompt; None where they stand in no such order.
+      group_size: consecutive rows that share a prompt; None where rows have no such order.
     """
     scores, lengths = scores_of(completions), lengths_of(completions)
     rewards, advantages, mask, valid, finished = to_host(
         (batch.rewards, batch.advantages, sampled, batch.valid, batch.finished)
     )
-    # Dynamic sampling may give up with no group that counts.
+    # Dynamic sampling may end without any informative group.
     counted = advantages[mask] if mask.any() else np.zeros(1)
     truncated = np.array([completion.truncated for completion in completions])
     metrics = {
         **_spread("critic/advantages", counted),
         "training/tokens": valid.sum(),
     }
-    # Nothing has been verified of a response that goes on: its score of 0 says nothing.
+    # Unfinished responses are not verified: their score of 0 has no meaning.
     if finished is not None:
         scores, lengths, rewards, truncated = (
             x[finished] for x in (scores, lengths, rewards, truncated)
@@ -80,10 +80,10 @@ def _spread(name: str, numbers: np.ndarray) -> dict[str, Any]:
 
 
 def summarise(history: list[dict[str, dict[str, Any]]]) -> dict[str, float]:
-    """The metrics of a step from those of its mini-batches.
+    """Metrics of a step from those of its mini-batches.
 
     Means are means over all tokens of the step; losses and gradient norms are averaged over the
-    mini-batches in which a token counts, and without any there are none. The difference between
+    mini-batches with a token in the loss mask, and missing without any. The mismatch between
     sampler and trainer is that of the first mini-batch, whose policy is still the one that sampled.
     """
     summary: dict[str, float] = {}
@@ -94,11 +94,11 @@ def summarise(history: list[dict[str, dict[str, Any]]]) -> dict[str, float]:
             continue
         for name, first in updates[0].items():
             every = [entry[name] for entry in updates]
-            # Later mini-batches compare a policy that has moved: that is no mismatch any more.
+            # Later mini-batches compare an updated policy, which is no mismatch of the sampler.
             if name.startswith("sampling/"):
                 summary[name] = float(first.value())
             elif isinstance(first, Mean | ExplainedVariance):
-                # Sums that are divided last: a mini-batch weighs as much as it has tokens.
+                # Sums are divided last: a mini-batch is weighted by its number of tokens.
                 summary[name] = float(sum(every[1:], first).value())
             elif name == "load":
                 # The critic's experts are balanced too, and not plotted.
@@ -110,14 +110,15 @@ def summarise(history: list[dict[str, dict[str, Any]]]) -> dict[str, float]:
 
 
 def count_updates(history: list[dict[str, dict[str, Any]]]) -> dict[str, float]:
-    """How many updates of a step were made and skipped and, under a `buffer_factor`, repeated."""
+    """Number of updates of a step that were made and skipped and, under a `buffer_factor`,
+    recomputed."""
     everything = [metrics for entry in history for metrics in entry.values()]
     actor = [entry["actor"] for entry in history if "actor" in entry]
     overflows = [metrics["overflow"] for metrics in everything if "overflow" in metrics]
     counts = {
         "training/optimizer_steps": float(sum(m["finite"] and not m["empty"] for m in actor)),
         "training/nonfinite_skipped": float(sum(not metrics["finite"] for metrics in everything)),
-        # For want of tokens, and for nothing worse.
+        # Skipped for lack of tokens in the loss mask only.
         "training/empty_skipped": float(sum(m["finite"] and m["empty"] for m in everything)),
     }
     if overflows:
@@ -127,16 +128,16 @@ def count_updates(history: list[dict[str, dict[str, Any]]]) -> dict[str, float]:
 
 
 def drift_alarm(metrics: Mapping[str, float], bound: float | None) -> dict[str, float]:
-    """Whether the sampler has drifted from the trainer, as a metric: 1 where ``sampling/k3_kl`` is
-    above `bound` or not a number. None where it was not measured, or without a bound."""
+    """Alarm for a drift of the sampler from the trainer, as a metric: 1 where ``sampling/k3_kl`` is
+    above `bound` or NaN, else 0. Empty where it was not measured, or without a bound."""
     if bound is None or "sampling/k3_kl" not in metrics:
         return {}
-    # Written so that NaN, which is above nothing, counts as drift.
+    # Negated, so that NaN raises the alarm.
     return {"sampling/drift_alarm": float(not metrics["sampling/k3_kl"] <= bound)}
 
 
 def _load(assignments: np.ndarray) -> dict[str, float]:
-    """How uneven the experts' load is, ``[layer, expert]``: 1 is even."""
+    """Load imbalance of the experts, from counts ``[layer, expert]``: 1 is even."""
     share = assignments / np.maximum(assignments.mean(axis=1, keepdims=True), 1.0)
     return {
         "moe/max_load": float(share.max(axis=1).mean()),

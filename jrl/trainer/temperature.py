@@ -1,4 +1,5 @@
-"""What one step leaves to the sampler of the next, and the temperatures that came of it."""
+"""Adaptive sampling temperature between steps: entropy statistics for the sampler of the next step,
+and metrics of the temperatures."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,8 +20,8 @@ from sharding.folding import FoldedMesh
 
 
 def first_statistics(sampling: Sampling, mesh: FoldedMesh) -> EntropyStatistics[Array] | None:
-    """What the sampler of the first step finds: statistics by which it draws at the base
-    temperature; None where that is constant."""
+    """Neutral entropy statistics for the first step, which samples at the base temperature; None
+    for a constant temperature."""
     if sampling.adaptive is None:
         return None
     # Distinct buffers, as everywhere in the state.
@@ -35,8 +36,8 @@ def statistics_of_step(
     before: EntropyStatistics[Array] | None,
     mesh: FoldedMesh,
 ) -> EntropyStatistics[Array] | None:
-    """The recipe's statistics of a step, whole on every device; where no token of it counts, those
-    of the step `before`.
+    """Recipe's entropy statistics of a step, replicated on every device; those of the step `before`
+    where no token is in the mask.
 
     Args:
       batch: as `prepare` gives it.
@@ -50,7 +51,7 @@ def statistics_of_step(
 @cache
 def _statistics(recipe: Recipe, place: NamedSharding) -> Callable[..., Any]:
     def latest(batch: Batch[Array], before: EntropyStatistics[Array]) -> Any:
-        # Of no token there are no statistics, and the sampler must find some.
+        # Without tokens there are no statistics, but the sampler needs some.
         some = jnp.any(batch.mask)
         return jax.tree.map(
             lambda new, old: jnp.where(some, new, old), recipe.entropy_statistics(batch), before
@@ -63,7 +64,7 @@ def _statistics(recipe: Recipe, place: NamedSharding) -> Callable[..., Any]:
 def temperatures(
     sampling: Sampling, batch: Batch[Array], sampled: Array, before: EntropyStatistics[Array]
 ) -> dict[str, Array]:
-    """The temperatures that the tokens were drawn at, by the entropy that the trainer computes.
+    """Metrics of the temperatures at which the tokens were sampled, from the trainer's entropies.
 
     Args:
       batch: as `prepare` gives it.
@@ -72,9 +73,9 @@ def temperatures(
     """
     assert sampling.adaptive is not None
     entropy, base = given(batch.old_entropy), sampling.temperature
-    # The sampler's rule on the trainer's entropies: nothing need be recorded of each token.
+    # The sampler's rule applied to the trainer's entropies: no temperatures need be recorded.
     at = sampling.adaptive.at(entropy, sampled, before, base)
-    outside = jnp.asarray(base, at.dtype)  # where no token counts, that of any other
+    outside = jnp.asarray(base, at.dtype)  # reported where no token is in the mask
     low, high = jnp.min(jnp.where(sampled, at, jnp.inf)), jnp.max(jnp.where(sampled, at, -jnp.inf))
     some = jnp.any(sampled)
     spread = {"mean": Mean.of(at, sampled).value(), "min": low, "max": high}

@@ -1,5 +1,5 @@
-"""What is kept of the tokens of completions that people look at: their advantages, and what the
-policy that sampled them says of them."""
+"""Token records of the completions in samples.jsonl: advantages, log-probabilities and entropies
+under the policy that sampled them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,15 +21,15 @@ from jrl.trainer.setup.networks import Networks
 from moe.weights import Transformer
 
 DIGITS = 4
-"""Significant digits of a number in samples.jsonl: it is looked at, nothing is computed from it."""
+"""Significant digits of a number in samples.jsonl, which is for people only."""
 
 
 class Watched(NamedTuple):
-    """How much of a step is kept to look at.
+    """Size of a step's token records.
 
     Attributes:
-      completions: how many.
-      tokens: of each of them at most, the first.
+      completions: number of completions.
+      tokens: maximum number of tokens of each, the first ones.
     """
 
     completions: int
@@ -38,15 +38,15 @@ class Watched(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenRecord:
-    """Of one completion, ``[token]`` from the first of its response on.
+    """Token records of one completion, ``[token]`` from the first of its response on.
 
     Attributes:
-      ids: of the tokens that are kept.
+      ids: of the recorded tokens.
       length: of the whole response, in tokens.
-      advantage: as the policy's loss sees it; NaN where a token counts for no loss.
-      sampler_logprob: of the whole policy at the base temperature, as the sampler computed it,
-        nats; NaN where the token was sampled in an earlier step.
-      gap: the same by the trainer's code before the step's first update, less the sampler's, nats.
+      advantage: as in the policy's loss; NaN for tokens outside of the loss mask.
+      sampler_logprob: in the full policy at the base temperature, as computed by the sampler, nats;
+        NaN where the token was sampled in an earlier step.
+      gap: the trainer's log-probability before the step's first update minus the sampler's, nats.
       entropy: of that distribution before the token, nats.
     """
 
@@ -58,7 +58,7 @@ class TokenRecord:
     entropy: np.ndarray
 
     def record(self, tokenizer: Tokenizer) -> dict[str, object]:
-        """As samples.jsonl holds it, under "tokens"."""
+        """JSON object for the field "tokens" of samples.jsonl."""
         columns = "advantage", "sampler_logprob", "gap", "entropy"
         return {
             "text": pieces(tokenizer, self.ids.tolist()),
@@ -75,20 +75,20 @@ def token_records(
     batch: Batch[Array],
     watched: Watched,
 ) -> dict[int, TokenRecord]:
-    """The tokens of some rows of a step, by one forward pass over these rows alone.
+    """Makes token records of some rows of a step, by one forward pass over these rows only.
 
     Args:
       policy: before the updates.
       completions: the rows.
-      as_sampled: the batch as the sampler gave it.
-      batch: the same as `prepare` gives it, with advantages.
+      as_sampled: the batch of the sampler.
+      batch: the same after `prepare`, with advantages.
 
     Returns:
-      The rows of `shown`, by their numbers.
+      The records of the rows that `shown_rows` selects, by row index.
     """
     mesh, objective = networks.mesh, networks.policy.objective
     chosen = shown_rows(completions, watched.completions)
-    # They divide over the devices, and none shares its prompt with another.
+    # Padded to divide over the devices; rows do not share prompts here.
     num_rows = -(-len(chosen) // ranks(mesh)) * ranks(mesh)
     numbers = np.resize(np.asarray(chosen, np.int32), num_rows)
     layout = objective.layout._replace(group_size=1)
@@ -97,7 +97,7 @@ def token_records(
         tokens=batch.tokens,
         valid=batch.valid,
         mask=batch.mask,
-        # Any free column would do: the mask as it was before `prepare` travels along with the rows.
+        # An unused field, which carries the mask from before `prepare`.
         critic_mask=as_sampled.mask,
         old_logprobs=as_sampled.old_logprobs,
         advantages=batch.advantages,
@@ -107,14 +107,14 @@ def token_records(
     scored = logprobs_and_entropy_of(
         objective, policy, rows.tokens, rows.valid, objective.replayed(rows)
     )
-    # Choices of experts are the largest column, and nobody looks at them.
+    # Expert ids are the largest array, and are not needed.
     logprobs, entropy, rows = to_host((*scored, replace(rows, choices=None)))
     records = {}
     for place, row in enumerate(chosen):
         length, begin = completions[row].length, layout.prompt_length
         kept = slice(begin, begin + min(length, watched.tokens))
         counts, drawn = rows.mask[place, kept], given(rows.critic_mask)[place, kept]
-        # Of a group that does not count nothing is under the mask, and all of it was drawn.
+        # A group outside of the loss has an empty mask, but all its tokens were sampled.
         drawn = drawn | ~given(rows.critic_mask)[place].any()
         sampled = np.where(drawn, given(rows.old_logprobs)[place, kept], np.nan)
         records[row] = TokenRecord(

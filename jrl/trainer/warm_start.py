@@ -1,4 +1,4 @@
-"""A short supervised phase: there are no pretrained weights on a laptop."""
+"""Warm start: a short supervised phase before reinforcement learning, in place of pretraining."""
 
 from collections.abc import Callable, Mapping
 
@@ -19,15 +19,15 @@ from moe.weights import Transformer
 CHECK_EVERY = 10
 """Steps between measurements of the accuracy."""
 NEAR = 0.75
-"""Part of the target that is near to it: the accuracy of a batch is no more exact."""
+"""Fraction of the target that counts as reached: the accuracy of a batch is not more exact."""
 
 
 class WarmStartFailed(RuntimeError):
-    """Supervised learning stopped being finite."""
+    """Raised when a loss or gradient of supervised learning was not finite."""
 
 
 class WarmStartStopped(RuntimeError):
-    """Supervised learning was told to stop."""
+    """Raised when supervised learning was requested to stop."""
 
 
 def warm_start(
@@ -37,28 +37,28 @@ def warm_start(
     report: Callable[[int, float, float | None], None],
     stop: Callable[[], bool] = lambda: False,
 ) -> tuple[Transformer[Array], dict[str, float]]:
-    """Learns gold completions until the policy's sampled accuracy reaches the target.
+    """Trains on reference completions until the policy's sampled accuracy reaches the target.
 
-    Accuracy is measured on training prompts that were not learned from yet, so that held-out
-    prompts have no say in when to stop.
+    Accuracy is measured on training prompts that were not trained on yet, so that held-out prompts
+    do not affect when to stop.
 
     Args:
       sampler: of training prompts, to measure the accuracy.
       weights: to start from, float32.
       report: called with step, loss and, where it was measured, accuracy.
-      stop: whether to end early; with several processes a collective, asked when the accuracy is
-        due.
+      stop: returns true to end early; a collective in a run of multiple processes, called when the
+        accuracy is due.
 
     Returns:
       The weights, float32, and the metrics of the phase.
 
     Raises:
       WarmStartFailed: when a loss or gradient was not finite.
-      WarmStartStopped: when told to stop.
+      WarmStartStopped: when `stop` returned true.
     """
     run, imitator, reached = setup.run, setup.imitator, 0.0
     rows = setup.geometry.supervised_rows(run.warm_start_batch)
-    # In buffers of its own: updates give theirs away, and `weights` is the caller's.
+    # A copy: updates donate their buffers, and `weights` is the caller's.
     learner = imitator.init(weights)
     step = 0
     loss = float("nan")
@@ -66,12 +66,12 @@ def warm_start(
         examples = _training_examples(setup, step)
         learner, metrics = imitator.update(learner, supervised_batch(setup, examples, rows))
         step += 1
-        # With several processes a collective: they ask only where they wait for each other anyway.
+        # A collective in a run of multiple processes, called only where they wait anyway.
         if (step % CHECK_EVERY == 0 or not is_multiprocess()) and stop():
             raise WarmStartStopped(f"stopped after {step} supervised steps")
         if step % CHECK_EVERY and step < run.warm_start_steps:
             continue
-        # The first number that is read since the last check: until here the host only dispatches.
+        # The first value that is read since the last check: until here the host only dispatches.
         loss = float(metrics["loss"])
         if int(learner.skipped):
             raise WarmStartFailed(
@@ -80,14 +80,14 @@ def warm_start(
                 "last): lower --warm-start-learning-rate "
                 f"(now {run.warm_start_learning_rate})."
             )
-        # Those of the next step: nothing was learned from them yet, and measuring uses up none.
+        # Prompts of the next step: not trained on yet, and measuring does not use them up.
         fresh = numbered(_training_examples(setup, step), prompts_imitated(setup.run, step))
         sampler.engine.load(learner.weights, 0)
         reached = accuracy(sampler.sample(fresh, sampling_of(setup.recipe), 1))
         report(step, loss, reached)
         if reached >= run.warm_start_accuracy:
             break
-    # Training starts from what the optimizer stepped, not from what that was rounded to.
+    # Training starts from the float32 masters, not from the rounded weights.
     return learner.float32_weights, {
         "warm_start/loss": loss,
         "warm_start/accuracy": reached,
@@ -96,18 +96,19 @@ def warm_start(
 
 
 def prompts_imitated(run: RunConfig, steps: int) -> int:
-    """Training prompts that so many steps imitate the answers of; reinforcement goes on after them.
+    """Number of training prompts of `steps` warm-start steps; reinforcement learning starts after
+    them.
 
-    It meets none of them again until the task runs out of others: a task that is a list of examples
-    gives each once in a pass, and an endless one draws afresh. (Where few prompts can be drawn, as
-    in a small space, an equal one may come up by chance.) The prompts whose completions were only
-    sampled, to measure the accuracy in the last step, come first.
+    It sees none of them again until a pass is over: a task with a list of examples returns each
+    once per pass, and an endless task generates new ones (in a small space an equal one may come up
+    by chance). Its first prompts are those that were only sampled, to measure the accuracy after
+    the last step.
     """
     return steps * run.warm_start_batch
 
 
 def shortfall(run: RunConfig, metrics: Mapping[str, float]) -> str | None:
-    """What to say of a warm start that ended far below its target; None where it did not."""
+    """Warning about a warm start that ended far below its target; None where it did not."""
     accuracy, target = metrics["warm_start/accuracy"], run.warm_start_accuracy
     if accuracy >= NEAR * target:
         return None
@@ -121,21 +122,21 @@ def shortfall(run: RunConfig, metrics: Mapping[str, float]) -> str | None:
 
 
 def supervised_batch(setup: Setup, examples: list[Example], rows: int) -> Batch[Array]:
-    """Prompts with their gold completions; what is learned is the completion and its end.
+    """Batch of prompts with their reference completions; the loss mask is the completion and its
+    end.
 
     Args:
-      rows: of the batch, which divide over the devices; those that fill it up are repetitions of
-        which nothing is learned.
+      rows: of the batch, which divide over the devices; padding rows are outside of the loss mask.
     """
     count, examples = len(examples), filled_up(examples, rows)
     lengths = setup.prompt_length, setup.response_length
     tokens, valid, mask = gold_rows(setup.format, examples, *lengths)
-    # What fills the batch up has no token: none is in the loss, and no router is balanced by it.
+    # Padding rows have no valid token: they affect neither the loss nor the routers' balance.
     mask[count:] = valid[count:] = False
     return to_devices(Batch(tokens=tokens, valid=valid, mask=mask), over_rows(setup.mesh))
 
 
 def _training_examples(setup: Setup, step: int) -> list[Example]:
-    """The prompts of a supervised step."""
+    """Prompts of a supervised step."""
     begin, end = prompts_imitated(setup.run, step), prompts_imitated(setup.run, step + 1)
     return [setup.task.train(index) for index in range(begin, end)]

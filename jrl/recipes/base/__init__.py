@@ -1,1 +1,1 @@
-"""What recipes are made of: hyperparameters, hooks, batches, corrections."""
+"""Base classes of recipes: hyperparameters, hooks, batches and mismatch corrections."""

@@ -40,12 +40,13 @@ class ActorCritic(Recipe):
 
     @property
     def critic_optimizer(self) -> Optimizer:
-        """Of the critic."""
+        """Optimizer of the critic."""
         return Optimizer(self.critic_learning_rate, 0, self.weight_decay, self.max_grad_norm)
 
     @property
     def value_clip_sides(self) -> Sides | None:
-        """What bounds the move of a value: one distance, or one down and one up; None is off."""
+        """Clip range of values around the old ones: one distance for both sides, or one down and
+        one up; None is off."""
         return self.value_clip
 
     @property
@@ -67,7 +68,7 @@ class ActorCritic(Recipe):
             batch.mask,
             clip=self.value_clip_sides,
             aggregation=self.aggregation,
-            # Of the critic's own mask: the trainer counts what it gives the critic (`critic_mask`).
+            # Counts of the critic's own mask, `critic_mask`, which the trainer passes to it.
             **self.denominators(totals, response_length),
         )
         return loss, {f"critic/{name}": value for name, value in metrics.items()}
@@ -75,7 +76,7 @@ class ActorCritic(Recipe):
 
 @dataclass(frozen=True)
 class ImitatingActorCritic(ActorCritic):
-    """Hyperparameters of the recipes with a critic that imitate their successes."""
+    """Hyperparameters of the recipes with a critic that imitate their correct completions."""
 
     positive_coef: float = 0.1
     """Weight of the negative log-likelihood of correct completions, on the tokens of the step in
@@ -87,8 +88,8 @@ class ImitatingActorCritic(ActorCritic):
         batch: Batch[Array],
         totals: Totals[Array],
     ) -> tuple[Float[Array, ""], Metrics]:
-        """Of the completions with full marks, a mean over their tokens in the mask (VAPO,
-        arXiv:2504.05118, section 4.3)."""
+        """Negative log-likelihood of the completions with full marks, the mean over their tokens in
+        the mask (VAPO, arXiv:2504.05118, section 4.3)."""
         imitation, imitated = positive_example_loss(
             logprobs, given(batch.correct), batch.mask, num_tokens=totals.num_correct_tokens
         )

@@ -1,4 +1,4 @@
-"""A step's completions on the mesh, from the end of the rollout to the last update."""
+"""Batch of a step's completions on the mesh, from the end of the rollout to the last update."""
 
 from typing import Any, Generic, TypeVar
 
@@ -13,40 +13,39 @@ Leaf = TypeVar("Leaf")
 class Batch(Generic[Leaf]):
     """Completions as rows; any selection of rows is a batch too.
 
-    Every ``[batch, time]`` array is aligned to the token that it speaks about, log-probabilities
-    are in nats. What a recipe has no use for, and what is not known yet, is None.
+    Every ``[batch, time]`` array is aligned to the token that it describes, log-probabilities are
+    in nats. Arrays that a recipe does not use, or that are not computed yet, are None.
 
     Attributes:
       tokens: ``[batch, time]`` ids of prompt and response.
-      valid: ``[batch, time]`` what is not padding.
-      mask: ``[batch, time]`` sampled tokens that count; with holes where an environment answers.
-      behaviour_logprobs: ``[batch, time]`` in the distribution drawn from: at the temperature of
+      valid: ``[batch, time]`` true where a token is not padding.
+      mask: ``[batch, time]`` loss mask of the sampled tokens; false where an environment answers.
+      behaviour_logprobs: ``[batch, time]`` in the distribution sampled from: at the temperature of
         that token, which may follow its entropy, and after top-k and top-p.
-      old_logprobs: ``[batch, time]`` that ratios are taken against: of the whole policy that
-        sampled, at the base temperature, as the sampler gave them or as the trainer computes them.
+      old_logprobs: ``[batch, time]`` denominators of the probability ratios: of the full
+        distribution of the policy that sampled, at the base temperature, as recorded by the sampler
+        or as recomputed by the trainer.
       old_entropy: ``[batch, time]`` of that policy before each token, at the base temperature.
-      truncated: ``[batch]`` whether the length limit ended the response.
-      finished: ``[batch]`` whether a stop token or the length limit ended the response; false where
-        only the window did and it goes on in another step. None where all are finished.
+      truncated: ``[batch]`` true if the length limit ended the response.
+      finished: ``[batch]`` true if a stop token or the length limit ended the response; false where
+        only the window ended and it continues in another step. None where all are finished.
       groups: ``[batch]`` integers; completions of one prompt share one.
-      lengths: ``[batch]`` sampled tokens of each completion, whether or not they count.
-      rewards: ``[batch]`` one per completion, those of all turns together; 0 where it is not
-        finished.
-      turn_rewards: ``[batch, time]`` what of it belongs to turns of a conversation before the last,
-        on the last token of each; None where there are none.
-      correct: ``[batch]`` whether the completion is finished and has full marks.
+      lengths: ``[batch]`` sampled tokens of each completion, inside or outside of the loss mask.
+      rewards: ``[batch]`` one per completion, the sum over all turns; 0 where it is not finished.
+      turn_rewards: ``[batch, time]`` the part of it for turns of a conversation before the last, on
+        the last token of each; None where there are none.
+      correct: ``[batch]`` true if the completion is finished and has full marks.
       old_values: ``[batch, time]`` of the critic before the update.
-      reference_logprobs: ``[batch, time]`` of the reference policy.
+      reference_logprobs: ``[batch, time]`` of the reference model.
       advantages: ``[batch, time]``.
       returns: ``[batch, time]`` targets of the critic.
-      critic_mask: ``[batch, time]`` tokens that count for the critic; None where they are those of
-        `mask`.
+      critic_mask: ``[batch, time]`` loss mask of the critic; None where it is `mask`.
       importance_weights: ``[batch, time]`` factors on the policy's token losses.
-      choices: ``[batch, time, layer, k]`` integers: the experts that the policy's routers sent each
-        token to when it was read, while decoding or in the trainer's own pass, for the layers that
-        have experts; `num_experts` where there is no record (padding, and of a rollout the last
-        token sampled, which was never read). None where nothing is replayed.
-      starts: ``[batch]`` where rows lie in a packed pass (`jrl.rollout.packing`).
+      choices: ``[batch, time, layer, k]`` expert ids for router replay: the experts that the
+        policy's routers chose for each token when it was read, while decoding or in the trainer's
+        own pass, for the layers that have experts; `num_experts` where there is no record (padding,
+        and in a rollout the last token sampled, which was never read). None without replay.
+      starts: ``[batch]`` offsets of the rows in a packed pass (`jrl.rollout.packing`).
     """
 
     tokens: Leaf
@@ -74,13 +73,13 @@ class Batch(Generic[Leaf]):
 
 @struct.dataclass
 class Targets(Generic[Leaf]):
-    """What a step learns from, ``[batch, time]``.
+    """Training targets of a step, ``[batch, time]``.
 
     Attributes:
       advantages: of the policy's tokens.
-      returns: what the critic's values should be; None without a critic.
-      mask: tokens whose advantages count; None where all that were sampled do.
-      critic_mask: tokens whose returns count; None where they are those of the policy.
+      returns: targets of the critic's values; None without a critic.
+      mask: loss mask of the policy; None for all sampled tokens.
+      critic_mask: loss mask of the critic; None where it is that of the policy.
     """
 
     advantages: Leaf
@@ -91,14 +90,14 @@ class Targets(Generic[Leaf]):
 
 @struct.dataclass
 class Totals(Generic[Leaf]):
-    """What is known of a whole mini-batch: the denominators of its losses, scalars, and more.
+    """Totals of a whole mini-batch: the denominators of its losses, and the recipe's statistics.
 
     Attributes:
-      num_tokens: sampled tokens that count.
+      num_tokens: tokens in the loss mask, a scalar as the next three.
       num_sequences: rows with such a token.
       num_correct_tokens: such tokens of correct rows.
       num_valid: tokens that are not padding.
-      statistics: what the recipe's `statistics` gave; None without.
+      statistics: result of the recipe's `statistics`; None without.
     """
 
     num_tokens: Leaf
@@ -109,15 +108,15 @@ class Totals(Generic[Leaf]):
 
 
 def given(leaf: Leaf | None) -> Leaf:
-    """`leaf`, which a recipe that asks for it always gets."""
+    """Asserts that `leaf` is not None and returns it; the trainer provides what a recipe needs."""
     assert leaf is not None, "the trainer left out what the recipe needs"
     return leaf
 
 
 def responses_of(batch: Batch[Array]) -> Bool[Array, "batch time"]:
-    """All sampled tokens, those of earlier windows too: the last `Batch.lengths` of each row that
-    are no padding."""
-    # Counted from the end: prompts are as long as they are, responses end with the row's last
-    # token. (Conversations, which have holes, are not written in windows.)
+    """Mask of all sampled tokens, including those of earlier windows: the last `Batch.lengths`
+    tokens of each row that are no padding."""
+    # Counted from the end: prompts vary in length, responses end with the row's last token.
+    # (Conversations, whose masks have holes, are not sampled in windows.)
     remaining = jnp.flip(jnp.cumsum(jnp.flip(batch.valid, 1), 1, dtype=jnp.int32), 1)
     return batch.valid & (remaining <= given(batch.lengths)[:, None])

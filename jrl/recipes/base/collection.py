@@ -1,20 +1,20 @@
-"""What a step collects before it learns, or is given."""
+"""Data collection of a step: one round, dynamic sampling, windows, or given conversations."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class OneRound:
-    """`Recipe.prompts` prompts, each completed `Recipe.group_size` times."""
+    """Collection of `Recipe.prompts` prompts, each completed `Recipe.group_size` times."""
 
 
 @dataclass(frozen=True)
 class DynamicSampling:
-    """Prompts until enough groups have completions that do not all score alike.
+    """Dynamic sampling: prompts until enough groups have completions with unequal scores.
 
     Args:
-      max_rounds: after so many times the prompts of a step, what is missing is filled up with
-        groups that do not count.
+      max_rounds: after this multiple of the prompts of a step, the batch is padded with groups
+        outside of the loss mask.
 
     References:
       Yu et al., "DAPO: An Open-Source LLM Reinforcement Learning System at Scale", 2025, section
@@ -26,15 +26,15 @@ class DynamicSampling:
 
 @dataclass(frozen=True)
 class Windows:
-    """`Recipe.completions` responses, each written on for a window: those that the step before left
-    unfinished, and then fresh prompts, each `Recipe.group_size` times.
+    """Partial rollouts: `Recipe.completions` responses, each continued for a window. They are those
+    that the step before left unfinished, then fresh prompts, each `Recipe.group_size` times.
 
-    A response is finished when a stop token or the length limit ends it; its group may finish in
-    other steps.
+    A response is finished when a stop token or the length limit ends it; the others of its group
+    may finish in other steps.
 
     Args:
-      window: tokens that are sampled of a response in a step, at most; None where a recipe has yet
-        to be fitted to the limit of responses.
+      window: maximum number of tokens sampled per response in a step; None until the recipe is
+        fitted to the limit of responses.
 
     References:
       Fan et al., "Truncated proximal policy optimization", 2025. https://arxiv.org/abs/2506.15050
@@ -48,12 +48,13 @@ Collection = OneRound | DynamicSampling | Windows
 
 @dataclass(frozen=True)
 class Supervision:
-    """What is learned where nothing is collected, as the conversations are given.
+    """Supervised training data: given conversations, in place of collected completions.
 
     Attributes:
-      max_length: tokens of a conversation at most; None is what the policy's positions allow.
-      truncates: whether longer ones are cut off at their end, and not left out.
-      last_turn: whether the last turn of the assistant is learned, and not all of them.
+      max_length: maximum number of tokens of a conversation; None is the policy's maximum number
+        of positions.
+      truncates: true if longer ones are truncated at their end, false if they are left out.
+      last_turn: true if only the last turn of the assistant is trained on, false for all turns.
     """
 
     max_length: int | None = None

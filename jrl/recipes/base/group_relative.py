@@ -23,10 +23,10 @@ class GroupRelative(Recipe):
             )
 
     def row_advantages(self, batch: Batch[Array]) -> Float[Array, "batch"]:
-        """The advantage of each completion among those of its prompt."""
+        """Advantage of each completion relative to those of its prompt."""
         return grpo_advantages(given(batch.rewards), given(batch.groups))
 
     def targets(self, batch: Batch[Array]) -> Targets[Array]:
         advantages = self.row_advantages(batch)
-        # The same on every token: without a critic nothing tells which of them it was owed to.
+        # The same on every token: without a critic there is no credit assignment to single tokens.
         return Targets(jnp.where(batch.mask, advantages[:, None], 0.0))

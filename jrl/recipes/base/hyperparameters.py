@@ -1,4 +1,4 @@
-"""The numbers of a recipe: hyperparameters, and the sizes of batches that follow from them."""
+"""Hyperparameters of a recipe, and the batch sizes that follow from them."""
 
 import math
 from dataclasses import dataclass, replace
@@ -10,17 +10,17 @@ from jrl.recipes.base.mismatch import Denominator, OldLogprobs, Rejection, Weigh
 from jrl.recipes.base.optimizer import Optimizer
 
 MINI_BATCH, MICRO_BATCH = 128, 64
-"""What mini-batches and micro-batches are near to where nobody chose their size."""
+"""Default sizes, to which mini-batches and micro-batches are near."""
 
 RouterReplay = Literal["R2", "R3"]
-"""Whose choices of experts are replayed."""
+"""Source of the replayed expert ids: R2 the trainer, R3 the sampler."""
 
 Own = TypeVar("Own", bound="Hyperparameters")
 
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """Those that all recipes share."""
+    """Hyperparameters that all recipes share."""
 
     prompts: int = 64
     """Prompts per step."""
@@ -163,8 +163,8 @@ class Hyperparameters:
         return min(self.micro_batch, self.mini_batch_size)
 
     def divided(self: Own, ranks: int) -> Own:
-        """The recipe with a mini-batch that divides over `ranks` devices, unless it has one of its
-        own or none does: what a run keeps when it goes on with another number of them."""
+        """Copy of the recipe with a mini-batch that divides over `ranks` devices, unless it has one
+        of its own or none does. A run keeps it when it is resumed on another number of devices."""
         if self.mini_batch is not None:
             return self
         near = near_divisors(self.completions, MINI_BATCH)
@@ -178,12 +178,12 @@ class Hyperparameters:
 
     @property
     def rows_decoded(self) -> int:
-        """Completions that are sampled at a time where nobody says how many."""
+        """Default number of completions that are sampled at a time."""
         return self.completions
 
     @property
     def optimizer(self) -> Optimizer:
-        """Of the policy."""
+        """Optimizer of the policy."""
         return Optimizer(
             self.learning_rate, self.learning_rate_warmup, self.weight_decay, self.max_grad_norm
         )

@@ -11,23 +11,23 @@ from types import ModuleType
 from jrl.recipes import RECIPES, SUPERVISED, Recipe
 
 COPY = "recipe.py"
-"""What the file of a user's recipe is called in the folder of a run."""
+"""File name of a user's recipe in the folder of a run."""
 LIBRARY: dict[str, type[Recipe]] = {**RECIPES, **SUPERVISED}
-"""All that has a name of its own."""
+"""All recipes that are loaded by name."""
 
 
 def load_recipe(reference: str, folder: Path | str = ".") -> type[Recipe]:
-    """The recipe of this name, or of a file: ``path/to/file.py:Name``.
+    """Loads a recipe class by name, or from a file: ``path/to/file.py:Name``.
 
-    A file is run once for each content that it has; it may import what is installed, but no files
-    beside it, which a run would not take along.
+    A file is executed once per content. It may import installed packages, but no files of its own
+    folder, which are not copied into a run.
 
     Args:
-      reference: a name of `RECIPES`, or a file and the name of a class in it.
-      folder: that a relative path begins at.
+      reference: a name of `LIBRARY`, or a file and the name of a class in it.
+      folder: base of a relative path.
 
     Raises:
-      ValueError: where there is no such recipe, or the class is none.
+      ValueError: where there is no such recipe, or the class is not one.
     """
     file, _, name = reference.rpartition(":")
     if not file:
@@ -45,7 +45,7 @@ def load_recipe(reference: str, folder: Path | str = ".") -> type[Recipe]:
             f"recipe {reference!r}: {file} has no class {name} that derives from "
             "jrl.recipes.Recipe."
         )
-    # Of its own: what is inherited from `Recipe` says nothing of the fields that it adds.
+    # Its own decorator is required: one inherited from `Recipe` does not cover the added fields.
     if "__dataclass_params__" not in vars(kind) or not is_dataclass(kind):
         raise ValueError(
             f"recipe {reference!r}: {name} is no dataclass of its own, and its fields would be no "
@@ -55,7 +55,8 @@ def load_recipe(reference: str, folder: Path | str = ".") -> type[Recipe]:
 
 
 def reference_of(recipe: Recipe) -> str:
-    """What `load_recipe` finds the recipe by in the folder of a run, which has its file."""
+    """Reference by which `load_recipe` finds the recipe in the folder of a run, which contains its
+    file."""
     kind = type(recipe)
     if source_of(recipe) is None:
         return recipe.name
@@ -63,14 +64,14 @@ def reference_of(recipe: Recipe) -> str:
 
 
 def source_of(recipe: Recipe) -> bytes | None:
-    """The content of the file that a user's recipe is from, None for one of the library's."""
+    """Content of the file of a user's recipe; None for one of the library's."""
     if type(recipe) in LIBRARY.values():
         return None
     return getattr(sys.modules[type(recipe).__module__], "__jrl_source__", None)
 
 
 def _module(path: Path) -> ModuleType:
-    """The file as a module, under a name that tells contents apart."""
+    """Imports the file as a module, under a name that contains a hash of its content."""
     try:
         content = path.read_bytes()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What a recipe does about a sampler whose probabilities are not quite the trainer's."""
+"""Corrections of the mismatch between sampler and trainer: importance weights and rejection."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,18 +33,17 @@ RANGES: dict[Weighting, tuple[float, float]] = {
     "icepop": (0.5, 5.0),
     "sequence-masked": (0.5, 5.0),
 }
-"""Least and greatest weight where none is given: verl's for truncation, verl's and OpenRLHF's for
-the others."""
+"""Default bounds of the weights: verl's for truncation, verl's and OpenRLHF's for the others."""
 ACCEPTED: dict[Rejection, tuple[float, float]] = {
     "geometric": (0.999, 1.001),
     "k2": (0.0, 0.01),
     "k3": (0.0, 0.01),
 }
-"""What is kept where no bound is given: verl's, of the mean over a sequence."""
+"""Default range of accepted values: verl's, of the mean over a sequence."""
 
 
 class Corrected(NamedTuple):
-    """What a correction makes of a step's samples.
+    """Result of a correction of a step's samples.
 
     Attributes:
       mask: ``[batch, time]`` sampled tokens that are not rejected.
@@ -61,31 +60,31 @@ class Corrected(NamedTuple):
 class Correction:
     """Importance weights and a rejection mask, each off or on.
 
-    Everything is of ``w``, trainer over sampler (`jrl.losses.mismatch_weights`). First the samples
-    are rejected, then the weights of what is left are normalised.
+    All are computed from ``w``, the ratio of trainer to sampler (`jrl.losses.mismatch_weights`).
+    First samples are rejected, then the weights of the others are normalised.
 
-    What is rejected and reported is of the whole policy at the base temperature on both sides. The
-    weights divide by one of two:
+    Rejection and metrics compare the full distributions of trainer and sampler at the base
+    temperature. The weights have one of two denominators:
 
     | denominator | w | with the ratio of the loss |
     |---|---|---|
     | ``policy`` | trainer's policy / sampler's policy | current / sampler's policy |
-    | ``drawn`` | `old_logprobs` / distribution drawn from | current / distribution drawn from |
+    | ``drawn`` | `old_logprobs` / distribution sampled from | current / distribution sampled from |
 
-    The second corrects for a temperature that adapts, at every temperature exactly, and for top-k
-    and top-p as far as that can be: what they cut away is never seen. There `old_logprobs` may be
+    The second corrects for an adaptive temperature, at every temperature exactly, and for top-k and
+    top-p as far as possible: tokens that they remove are never sampled. There `old_logprobs` may be
     the sampler's own, and no forward pass is needed.
 
     Args:
       weighting: `truncated_weights`, `icepop_weights` or `sequence_masked_weights`; None is off.
-      denominator: which of the sampler's probabilities weights divide by; None is "policy".
-      level: over what the weights' ratio is taken.
+      denominator: the sampler's probabilities that weights divide by; None is "policy".
+      level: the unit of which the weights are a ratio: token, sequence or geometric mean.
       low: the least weight; None is that of `RANGES`, 0 no bound.
       high: the greatest weight; None is that of `RANGES`.
-      mean: what counts once in the mean that the weights are divided by; None divides by nothing.
+      mean: the unit, token or sequence, over which weights are normalised to mean 1; None is off.
       rejection: `geometric_rejection_mask`, or `divergence_rejection_mask` by this estimator; None
         is off.
-      over: what a divergence is taken over.
+      over: the unit of a divergence: token, or sum, mean or maximum over a sequence.
       reject_below: the least geometric mean that is accepted; None is that of `ACCEPTED`.
       reject_above: the greatest geometric mean or divergence that is accepted; likewise.
     """
@@ -103,13 +102,14 @@ class Correction:
 
     @property
     def on(self) -> bool:
-        """Whether anything is corrected."""
+        """True if weights or rejection are on."""
         return self.weighting is not None or self.rejection is not None
 
     @property
     def compares(self) -> bool:
-        """Whether it needs the policy's log-probabilities as the trainer computes them."""
-        # Weights over what was drawn take `old_logprobs`, which the sampler may have given.
+        """True if the correction needs the policy's log-probabilities as recomputed by the
+        trainer."""
+        # With the denominator "drawn", weights use `old_logprobs`, which the sampler may provide.
         weighs = self.weighting is not None and self.denominator != "drawn"
         return weighs or self.rejection is not None
 
@@ -122,7 +122,7 @@ class Correction:
 
     @property
     def rejection_bounds(self) -> tuple[float, float]:
-        """The least and the greatest of what is not rejected."""
+        """The least and the greatest value that is not rejected."""
         assert self.rejection is not None
         low, high = ACCEPTED[self.rejection]
         return (
@@ -139,23 +139,23 @@ class Correction:
         old_logprobs: Float[Array, "batch time"] | None = None,
         behaviour_logprobs: Float[Array, "batch time"] | None = None,
     ) -> Corrected:
-        """The corrections of a whole step, before its first update.
+        """Computes the corrections of a whole step, before its first update.
 
         Args:
-          logprobs: of the policy as the trainer computes them, in nats; None where it does not,
-            and then nothing `compares`.
-          rollout_logprobs: of the same policy as the sampler gave them.
-          mask: sampled tokens that count.
-          old_logprobs: that the ratio of the loss is taken against: one of the first two. Asked for
-            where weights divide by what was drawn from, as is the next.
-          behaviour_logprobs: in the distribution drawn from.
+          logprobs: of the policy as recomputed by the trainer, in nats; None where it does not, and
+            then `compares` is false.
+          rollout_logprobs: of the same policy as recorded by the sampler.
+          mask: loss mask of the sampled tokens.
+          old_logprobs: the denominators of the loss's ratio: one of the first two. Required, as the
+            next, where the denominator of the weights is "drawn".
+          behaviour_logprobs: in the distribution sampled from.
         """
         metrics, accepted = dict[str, Array](), mask
         if logprobs is not None:
-            # Told whether or not anything is corrected: it is how far the sampler has drifted.
+            # Reported with or without a correction: they measure the drift of the sampler.
             arrays = (logprobs, rollout_logprobs, mask)
             statistics = mismatch_statistics(*arrays)
-            # What a weighting does about the weights is said of the weights.
+            # Statistics of the weights are reported from the corrected weights, see `_weights`.
             del statistics["weight"], statistics["eff_sample_size"]
             metrics = {f"rollout_corr/{name}": value.value() for name, value in statistics.items()}
             if self.rejection is not None:
@@ -164,7 +164,7 @@ class Correction:
         if self.weighting is None:
             return Corrected(accepted, None, metrics)
         numerator, denominator = logprobs, rollout_logprobs
-        # With the loss's ratio, current / old, this makes current / drawn: the anchor cancels.
+        # Times the loss's ratio, current / old, this is current / drawn: old_logprobs cancel.
         if self.denominator == "drawn":
             numerator, denominator = old_logprobs, behaviour_logprobs
         assert numerator is not None and denominator is not None, "weights are a ratio of two"
@@ -181,9 +181,9 @@ class Correction:
     def _weights(
         self, logprobs: Array, behaviour_logprobs: Array, mask: Array, accepted: Array
     ) -> tuple[Array, dict[str, Array]]:
-        """The weights of the tokens that are `accepted`, and what there is to say about them."""
+        """Weights of the `accepted` tokens, and their metrics."""
         arrays, (low, high) = (logprobs, behaviour_logprobs, mask), self.bounds
-        # What is bounded there is a sequence's geometric mean, though its weights are of tokens.
+        # "sequence-masked" bounds a sequence's geometric mean, though its weights are per token.
         level = "geometric" if self.weighting == "sequence-masked" else self.level
         bounded = mismatch_weights(*arrays, level=level)
         if self.weighting == "sequence-masked":
@@ -192,12 +192,12 @@ class Correction:
             weights = icepop_weights(bounded, mask, low=low, high=high)
         else:
             weights = truncated_weights(bounded, mask, low=low, high=high)
-        # Before the mean, which is to be 1 over what is learned from.
+        # Before the normalisation, which makes the mean 1 over the tokens that are trained on.
         weights = jnp.where(accepted, weights, 0.0)
         if self.mean is not None:
             weights = normalized_weights(weights, accepted, over=self.mean)
         some = jnp.any(accepted)
-        # The shares are of weights before they were bounded: how often the bound was met.
+        # The fractions are of weights before clamping: how often a bound was exceeded.
         of_weights = {
             "mean": Mean.of(weights, accepted).value(),
             "min": jnp.where(some, jnp.min(weights, initial=jnp.inf, where=accepted), 0.0),
@@ -210,7 +210,7 @@ class Correction:
 
 
 def checked(correction: Correction, old_logprobs: OldLogprobs) -> Correction:
-    """The correction, if it makes sense with that anchor of the ratio.
+    """Validates the correction for these old log-probabilities, and returns it.
 
     Raises:
       ValueError: naming the setting of a recipe that contradicts another.
@@ -261,7 +261,7 @@ def _check_used(
     value: str | None,
     reason: str | None = None,
 ) -> None:
-    """Refuses what is `given` where nothing asks for it, or where it would have no effect."""
+    """Rejects settings that are `given` but would have no effect."""
     if value is not None and reason is None:
         return
     for name, setting in given.items():
@@ -279,7 +279,7 @@ def _check_range(owner: str, low: float, high: float) -> None:
 
 
 def _rejected(mask: Array, accepted: Array) -> dict[str, Array]:
-    """Shares of tokens, and of sequences that lost one."""
+    """Fraction of rejected tokens, and of sequences with a rejected token."""
     gone = mask & ~accepted
     sequences = jnp.any(mask, axis=1)
     return {

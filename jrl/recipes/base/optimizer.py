@@ -1,4 +1,4 @@
-"""How a recipe steps: AdamW behind a bound on the gradient's norm."""
+"""Optimizer settings of a recipe: AdamW with gradient clipping by global norm."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -6,27 +6,27 @@ from typing import Any, Literal
 import jax.numpy as jnp
 
 Schedule = Literal["constant", "linear", "cosine"]
-"""How a learning rate goes on after its warm-up."""
+"""Learning-rate schedule after the warm-up."""
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """AdamW behind a bound on the gradient's norm.
+    """AdamW with gradient clipping by global norm.
 
     Args:
-      learning_rate: reached after the warm-up.
+      learning_rate: the rate after the warm-up.
       warmup: steps of linear rise from 0.
       weight_decay: decoupled.
       max_grad_norm: larger gradients are scaled down to it.
       mu_dtype: of Adam's first moment, as optax names it. In bfloat16 it takes half the memory: its
-        step, a tenth of the gradient, is far above the last digit. The second moment moves by a
+        step, a tenth of the gradient, is far above the rounding error. The second moment moves by a
         thousandth of itself, which rounding to bfloat16 would lose: it is float32.
-      gradient_wire: "float32" or "bfloat16", in which devices send each other gradients across
+      gradient_wire: communication dtype of gradients, "float32" or "bfloat16", across
         sequence-parallel groups (`sharding.compression`); their sums are float32 either way.
-      schedule: how the rate goes on after the warm-up: "constant", or down in a line or along half
-        a cosine until step `steps`.
-      steps: optimizer steps in all; None where the rate stays.
-      final: the last rate, as a part of the first.
+      schedule: the rate after the warm-up: "constant", or decreasing linearly or along half a
+        cosine until step `steps`.
+      steps: total number of optimizer steps; None where the rate is constant.
+      final: the last rate, as a fraction of `learning_rate`.
     """
 
     learning_rate: float
@@ -47,16 +47,16 @@ class Optimizer:
             )
 
     def rate_at(self, count: Any) -> Any:
-        """The learning rate of step `count`, from 0. Step n of the warm-up runs at (n + 1) /
-        warmup; with p from 0 to 1 over the steps after it, a line is at ``1 - (1 - final) p`` and a
-        cosine at ``final + (1 - final) (1 + cos(pi p)) / 2``."""
-        # From the first step on above 0, at which it would learn nothing.
+        """Learning rate of step `count`, from 0. Step n of the warm-up has the factor (n + 1) /
+        warmup. With p from 0 to 1 over the steps after it, the factor of "linear" is
+        ``1 - (1 - final) p``, that of "cosine" ``final + (1 - final) (1 + cos(pi p)) / 2``."""
+        # The first step is above 0 already: a rate of 0 would train nothing.
         risen = self.learning_rate * jnp.minimum(1.0, (count + 1) / max(self.warmup, 1))
         if self.schedule == "constant":
             return risen
         assert self.steps is not None, "a rate that falls has a last step"
         left = max(self.steps - self.warmup, 1)
-        # 0 while it warms up, 1 from the last step on, should there be more.
+        # 0 during the warm-up, 1 from the last step on, if there are more.
         part = jnp.clip((count - self.warmup) / left, 0.0, 1.0)
         fallen = part if self.schedule == "linear" else (1.0 - jnp.cos(jnp.pi * part)) / 2.0
         return risen * (1.0 - (1.0 - self.final) * fallen)

@@ -1,12 +1,11 @@
-"""What every recipe has beside its hyperparameters: the hooks of an algorithm.
+"""Base class of recipes: hyperparameters and the hooks of an algorithm.
 
-A recipe is a frozen record of hyperparameters with a few hooks, each with a default. The trainer
-asks for the hooks and never for a class: what to collect (`collection`), the rewards (`rewards`),
-advantages and returns (`targets`), the loss of each token (`surrogate`), what it is divided by
-(`denominators`), what else is to be minimised (`auxiliary_loss`), how the temperature of sampling
-follows the policy (`temperature_rule`), and the statistics by which it does (`entropy_statistics`).
-Entropy and KL terms, importance weights and rejection masks are the trainer's, for every recipe
-alike.
+A recipe is a frozen dataclass of hyperparameters with a few hooks, each with a default. The trainer
+calls the hooks and never checks for a class: data collection (`collection`), rewards (`rewards`),
+advantages and returns (`targets`), the loss of each token (`surrogate`), its denominators
+(`denominators`), further loss terms (`auxiliary_loss`), an adaptive sampling temperature
+(`temperature_rule`), and the statistics that it follows (`entropy_statistics`). The trainer adds
+entropy and KL terms, importance weights and rejection masks, in the same way for every recipe.
 """
 
 import re
@@ -35,7 +34,7 @@ from jrl.recipes.base.optimizer import Optimizer
 from jrl.recipes.base.temperature import AdaptiveTemperature
 
 Metrics = Mapping[str, Mean | Array]
-"""Means, and scalars that add up over micro-batches."""
+"""Means, and scalars that are summed over micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -43,19 +42,19 @@ class Recipe(Hyperparameters):
     """Hyperparameters, and the hooks of an algorithm."""
 
     supervised: ClassVar[bool] = False
-    """Whether it learns from conversations that are given, and samples to show alone."""
+    """True if it is trained on given conversations, and samples only to show completions."""
     uses_critic: ClassVar[bool] = False
-    """Whether the recipe trains a value network: `ActorCritic` has the hooks for that."""
+    """True if the recipe trains a value network: `ActorCritic` has the hooks for that."""
     metrics: ClassVar[Mapping[str, str]] = {}
-    """What metrics of the recipe's own mean, by their names, such as "actor/gate"."""
-    # Static: bound to the recipe, it would take that for its log-probabilities.
+    """Descriptions of the recipe's own metrics by name, such as "actor/gate"."""
+    # Static: as a method it would receive the recipe in place of the log-probabilities.
     policy_loss: ClassVar[Callable[..., tuple[Any, Metrics]]] = staticmethod(ppo_loss)
     """A loss of `jrl.losses` of log-probabilities, old ones, advantages and mask."""
     uses_statistics: ClassVar[bool] = False
-    """Whether `surrogate` needs `statistics` of the whole mini-batch, which cost a forward pass."""
+    """True if `surrogate` needs `statistics` of the whole mini-batch, which cost a forward pass."""
 
     def __post_init__(self):
-        # Told now and not by the first step that asks, which comes after the whole warm start.
+        # Raised now and not in the first step, which comes after the whole warm start.
         needed = ["targets", *(["statistics"] if self.uses_statistics else [])]
         for hook in [*needed, *(["critic_loss"] if self.uses_critic else [])]:
             if getattr(type(self), hook) is getattr(Recipe, hook):
@@ -64,18 +63,18 @@ class Recipe(Hyperparameters):
                     "jrl.recipes.Recipe describes it."
                 )
         super().__post_init__()
-        # After the numbers, of which hooks make what is checked here.
+        # After the check of the hyperparameters, as hooks compute the correction from them.
         checked(self.correction, self.old_logprobs)
 
     @property
     def name(self) -> str:
-        """As it is called on the command line: the words of the class, `DrGrpo` is dr_grpo."""
+        """Name on the command line: the class name in snake case, dr_grpo for `DrGrpo`."""
         return re.sub(r"(?<!^)(?=[A-Z])", "_", type(self).__name__).lower()
 
     @property
     def correction(self) -> Correction:
-        """Of the mismatch between sampler and trainer."""
-        # Without a weighting a denominator has no effect, and would be refused.
+        """Correction of the mismatch between sampler and trainer."""
+        # Without a weighting a denominator has no effect, and would be rejected.
         own = None if self.mismatch is None else self.default_denominator
         return Correction(
             weighting=self.mismatch,
@@ -92,29 +91,28 @@ class Recipe(Hyperparameters):
 
     @property
     def default_denominator(self) -> Denominator:
-        """What weights divide by where nobody chose it, see `mismatch_denominator`."""
-        # At a temperature of its own a token comes from another distribution than that of the
-        # ratio: a weight over the whole policy would leave that uncorrected.
+        """Default denominator of the importance weights, see `mismatch_denominator`."""
+        # A token with a temperature of its own is sampled from another distribution than that of
+        # the ratio: a weight over the whole policy would leave that uncorrected.
         return "policy" if self.temperature_rule is None else "drawn"
 
     @property
     def rescores(self) -> bool:
-        """Whether the trainer scores the completions by its policy before the first update."""
-        # Each of these wants what the trainer says before the first update moves it: one pass
-        # serves them all.
+        """True if the trainer scores the completions with its policy before the first update."""
+        # Each of these needs outputs of the policy before its first update: one pass computes all.
         needed = self.correction.compares or self.temperature_rule is not None
         return needed or self.old_logprobs == "recompute" or self.router_replay == "R2"
 
     @property
     def temperature_rule(self) -> AdaptiveTemperature | None:
-        """How the temperature of sampling follows the entropy of the policy, with `temperature` for
-        its base; None leaves it there. A recipe with a rule is asked for `entropy_statistics`."""
+        """Rule by which the sampling temperature follows the entropy of the policy, with base
+        `temperature`; None keeps it constant. With a rule, `entropy_statistics` is called."""
         return None
 
     @property
     def uses_reference(self) -> bool:
-        """Whether the policy at the start of training is kept for a KL term."""
-        # Asked for before training: afterwards the policy that it started from is gone.
+        """True if the initial policy is kept as the reference model of a KL term."""
+        # Read before training: afterwards the initial policy is gone.
         return self.kl_coef is not None
 
     @property
@@ -124,12 +122,12 @@ class Recipe(Hyperparameters):
 
     @property
     def critic_optimizer(self) -> Optimizer:
-        """Of the critic, where there is one."""
+        """Optimizer of the critic, where there is one."""
         return self.optimizer
 
     @property
     def discount(self) -> float:
-        """Per token, of the returns that a critic foresees."""
+        """Discount per token of the returns that a critic predicts."""
         return 1.0
 
     @property
@@ -153,76 +151,72 @@ class Recipe(Hyperparameters):
 
     @property
     def supervision(self) -> Supervision | None:
-        """What is learned of conversations that are given; None where none are."""
+        """Settings of supervised training on given conversations; None for other recipes."""
         return None
 
     def steps_of(self, conversations: int) -> int:
         """Steps that `epochs` passes over so many conversations take."""
-        # The last batch is a whole one: rounded down, some would never be learned from.
+        # Rounded up, with a full last batch: otherwise some would never be trained on.
         return -(-self.epochs * conversations // self.completions)
 
     def fitted(self, response_length: int) -> "Recipe":
-        """The recipe with what depends on the limit of a completion, in tokens, where nobody
-        chose it."""
+        """Copy of the recipe with defaults that depend on the limit of a completion, in tokens."""
         return self
 
     @property
     def collection(self) -> Collection:
-        """What a step collects before it learns."""
+        """Data collection of a step, before its updates."""
         if self.dynamic_sampling:
             return DynamicSampling(self.max_generation_rounds)
         return OneRound()
 
     @property
     def whole_groups(self) -> bool:
-        """Whether the completions of a step are whole groups, one after the other; those written in
-        windows finish when they do."""
-        # What shares prompts in a pass, shuffles groups or reports by group asks this first.
+        """True if the completions of a step are whole groups, one after the other; partial rollouts
+        in windows finish at different steps."""
+        # Read by code that shares prompts in a pass, shuffles groups or reports by group.
         return not isinstance(self.collection, Windows)
 
     def rewards(
         self, scores: Float[Array, "batch"], lengths: Int[Array, "batch"], response_length: int
     ) -> Float[Array, "batch"]:
-        """The reward of each completion.
+        """Reward of each completion.
 
         Args:
           scores: from the verifier, in [0, 1].
           lengths: tokens of each completion, end-of-sequence included; of a conversation those of
-            both sides.
+            policy and environment.
           response_length: the limit of a completion, in tokens.
         """
-        # A straight line, so that partial marks keep their order; between 0 and 1 scores stay as
-        # they are.
+        # Linear, so that partial marks keep their order; with rewards 0 and 1 scores are unchanged.
         return self.reward_wrong + (self.reward_correct - self.reward_wrong) * scores
 
     def entropy_statistics(self, batch: Batch[Array]) -> EntropyStatistics[Array] | None:
-        """What is kept from this step to the next, in checkpoints too, for the sampler to read:
-        entropy statistics over all sampled tokens that count; None without a `temperature_rule`.
+        """Entropy statistics over all sampled tokens in the loss mask, kept for the sampler of the
+        next step, in checkpoints too; None without a `temperature_rule`.
 
         Args:
           batch: of a whole step before its updates, with `old_entropy`, nothing rejected.
         """
-        # A state of its own in checkpoints: nothing is stored that nobody will read.
+        # They are part of checkpoints: nothing is stored that would not be read.
         if self.temperature_rule is None:
             return None
-        # Of all that counts, before anything is rejected: the sampler draws what is rejected too.
+        # Over the mask before rejection: the sampler also samples tokens that are rejected later.
         return self.temperature_rule.statistics(given(batch.old_entropy), batch.mask)
 
     def targets(self, batch: Batch[Array]) -> Targets[Array]:
         """Advantages for the policy and, with a critic, returns for the critic.
 
         Args:
-          batch: the whole batch of a step, with what sampler, verifier and networks say of it.
+          batch: the whole batch of a step, with the outputs of sampler, verifier and networks.
         """
-        # There is no default to fall back on in silence; `__post_init__` has refused a recipe
-        # without.
+        # There is no silent default; `__post_init__` rejects a recipe without this method.
         raise NotImplementedError
 
     @property
     def policy_loss_settings(self) -> dict[str, Any]:
-        """Keywords of `policy_loss`."""
-        # By name, so that a recipe with another loss gives other keywords and no positions are
-        # counted.
+        """Keyword arguments of `policy_loss`."""
+        # By name, so that a recipe with another loss returns other keywords.
         names = "clip_low", "clip_high", "clip_dual"
         return {name: getattr(self, name) for name in names}
 
@@ -232,9 +226,9 @@ class Recipe(Hyperparameters):
         entropy: Float[Array, "batch time"],
         batch: Batch[Array],
     ) -> Any:
-        """What `surrogate` must know of a whole mini-batch, such as a quantile over its tokens.
+        """Statistics of a whole mini-batch for `surrogate`, such as a quantile over its tokens.
 
-        Asked for before each update where `uses_statistics`, outside of the gradient.
+        Called before each update where `uses_statistics`, outside of the gradient.
 
         Args:
           logprobs: of the current policy.
@@ -250,20 +244,20 @@ class Recipe(Hyperparameters):
         batch: Batch[Array],
         statistics: Any,
     ) -> tuple[Float[Array, "batch time"], Metrics]:
-        """The loss of each token, and metrics; by default those of `policy_loss`.
+        """Loss of each token, and metrics; by default those of `policy_loss`.
 
         Args:
           logprobs: of the current policy.
           entropy: of the current policy's distribution over each token.
           batch: any micro-batch of the mini-batch.
-          statistics: what `statistics` gave; None without.
+          statistics: result of `statistics`; None without.
         """
         # Not aggregated: the trainer reduces, with denominators of the mini-batch.
         arrays = logprobs, given(batch.old_logprobs), given(batch.advantages), batch.mask
         return self.policy_loss(*arrays, **self.policy_loss_settings, aggregation=None)
 
     def denominators(self, totals: Totals[Array], response_length: int) -> Denominators:
-        """What `jrl.losses.aggregate` divides by, for the policy's loss and the critic's.
+        """Denominators of `jrl.losses.aggregate`, for the policy's loss and the critic's.
 
         Args:
           totals: counts over the whole mini-batch.
@@ -282,7 +276,7 @@ class Recipe(Hyperparameters):
         batch: Batch[Array],
         totals: Totals[Array],
     ) -> tuple[Float[Array, ""] | None, Metrics]:
-        """What is added to the policy's loss, this micro-batch's share of it; None adds nothing."""
+        """Auxiliary term of the policy's loss, this micro-batch's share of it; None for no term."""
         return None, {}
 
     def critic_loss(
@@ -292,11 +286,11 @@ class Recipe(Hyperparameters):
         totals: Totals[Array],
         response_length: int,
     ) -> tuple[Float[Array, ""], dict[str, Mean | ExplainedVariance]]:
-        """A micro-batch's share of the critic's loss, and metrics; asked for where `uses_critic`.
+        """Micro-batch's share of the critic's loss, and metrics; called where `uses_critic`.
 
         Args:
-          values: of the critic as it is now.
-          batch: any micro-batch of the mini-batch, the critic's own mask in it.
+          values: of the current critic.
+          batch: any micro-batch of the mini-batch, with the critic's own mask.
           totals: counts over the whole mini-batch.
           response_length: the limit of a completion, in tokens.
         """

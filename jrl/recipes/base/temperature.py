@@ -1,4 +1,4 @@
-"""A temperature of sampling that follows how undecided the policy is."""
+"""Adaptive sampling temperature that follows the entropy of the policy (HAPO)."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -16,13 +16,13 @@ from jrl.losses import (
 TemperatureSignal = Literal["bounded", "standardized"]
 
 LARGEST: dict[TemperatureSignal, float] = {"bounded": 1.0, "standardized": 5.0}
-"""The size that a signal is clipped to. h has no bound of its own, and a temperature must stay
-above 0; five scales from the pivot leave what the paper's tables need as it is."""
+"""Bound to which a signal is clipped. The standardized entropy is unbounded, and a temperature must
+stay above 0; a bound of 5 does not change the settings of the paper's tables."""
 
 
 @dataclass(frozen=True)
 class AdaptiveTemperature:
-    """HAPO's temperature: hotter where the policy is more undecided than it mostly was.
+    """HAPO's temperature: hotter where the policy's entropy is above a quantile of the step before.
 
     With the entropy H of the policy before a token, at the base temperature, and the statistics of
     the step before,
@@ -67,7 +67,7 @@ class AdaptiveTemperature:
     def statistics(
         self, entropy: Float[Array, "batch time"], mask: Bool[Array, "batch time"]
     ) -> EntropyStatistics[Array]:
-        """What the sampler of the next step needs to know of this one.
+        """Entropy statistics of this step for the sampler of the next one.
 
         Args:
           entropy: of the policy before each token, in nats.
@@ -82,16 +82,16 @@ class AdaptiveTemperature:
         statistics: EntropyStatistics[Array],
         base: float,
     ) -> Float[Array, "*shape"]:
-        """The temperature of each token.
+        """Temperature of each token.
 
         Args:
           entropy: of the policy before it at temperature `base`, in nats.
-          mask: where a temperature is wanted; elsewhere it is `base`.
+          mask: true where the temperature adapts; elsewhere it is `base`.
           statistics: of the step before; the neutral ones give `base`.
-          base: where the signal is 0.
+          base: the temperature where the signal is 0.
         """
         bounded = self.temperature_signal == "bounded"
-        # With statistics of the step before a token may lie beyond their extremes, hence the clip.
+        # A token may be outside of the extremes in the statistics of the step before: hence a clip.
         signal = entropy_signal if bounded else standardized_entropy
         return adaptive_temperature(
             signal(entropy, mask, statistics=statistics),

@@ -1,4 +1,4 @@
-"""From the reward of a completion to those of its tokens."""
+"""Token rewards from the reward of a completion."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -8,8 +8,8 @@ from jrl.recipes.base.batch import Batch, given
 
 
 def penalised_rewards(batch: Batch[Array], kl_coef: float | None) -> Float[Array, "batch time"]:
-    """The reward of each token: that of the completion on its last one or, of a conversation, those
-    of turns on the last token of each; and on every token
+    """Reward of each token: that of the completion on its last one or, of a conversation, those of
+    turns on the last token of each; plus, on every token,
     ``-kl_coef (old_logprobs - reference_logprobs)``, the k1 estimate of the KL divergence."""
     rewards = rewards_of_turns(batch)
     if kl_coef is None:
@@ -23,12 +23,12 @@ def penalised_rewards(batch: Batch[Array], kl_coef: float | None) -> Float[Array
 
 
 def rewards_of_turns(batch: Batch[Array]) -> Float[Array, "batch time"]:
-    """Each row's reward on its last sampled token, but for what belongs to the turns before the
-    last, which lies on the last token of each of them."""
+    """Each row's reward on its last sampled token, except for the rewards of turns before the last,
+    which are on the last token of their turn."""
     rewards, turns = given(batch.rewards), batch.turn_rewards
     if turns is None:
         return terminal_rewards(rewards, batch.mask)
-    # What was rejected meanwhile moves to the end with the rest.
+    # Rewards on tokens that were rejected meanwhile move to the end with the rest.
     turns = jnp.where(batch.mask, turns, 0.0)
     return turns + terminal_rewards(rewards - jnp.sum(turns, axis=1), batch.mask)
 
@@ -38,6 +38,6 @@ def terminal_rewards(
 ) -> Float[Array, "batch time"]:
     """Each row's reward on its last sampled token, 0 elsewhere."""
     order = jnp.arange(mask.shape[1])
-    # Masks may have holes, so the last token is the last true column and not the length.
+    # Masks may have holes, so the last token is the last true position and not the length.
     last = jnp.max(jnp.where(mask, order[None, :], -1), axis=1)
     return jnp.where(order[None, :] == last[:, None], rewards[:, None], 0.0)

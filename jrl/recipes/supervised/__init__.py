@@ -1,1 +1,1 @@
-"""Learning from completions that are given."""
+"""Supervised learning from given completions."""

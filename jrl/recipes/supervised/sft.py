@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the stage before reinforcement, on conversations that are given."""
+"""Supervised fine-tuning (SFT) on given conversations, the stage before reinforcement learning."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -19,10 +19,10 @@ ROWS_SHOWN = 4
 
 @dataclass(frozen=True)
 class Sft(Recipe):
-    """The negative log-likelihood of what the assistant says, ``-log p(a | what came before)``.
+    """Negative log-likelihood of the assistant's tokens, ``-log p(token | tokens before it)``.
 
-    A step is one optimizer step on a batch of conversations. That is the policy gradient of tokens
-    that are given, each with the advantage 1.
+    A step is one optimizer step on a batch of conversations. This equals the policy gradient of
+    given tokens, each with the advantage 1.
     """
 
     supervised: ClassVar[bool] = True
@@ -89,7 +89,7 @@ class Sft(Recipe):
         return self.batch
 
     def divided(self, ranks: int) -> "Sft":
-        # Its batch is what one step is said to learn from, whatever the number of devices.
+        # Its batch is set by the user, whatever the number of devices.
         return self
 
     @property

@@ -1,1 +1,1 @@
-"""What a step samples: a round, informative groups, windows, or ahead of the updates."""
+"""Data collection of a step: one round, dynamic sampling, partial rollouts or asynchronous."""

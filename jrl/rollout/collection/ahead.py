@@ -1,4 +1,5 @@
-"""What was sampled ahead of training, on the host and as a part of the state of a run."""
+"""Buffer of asynchronous rollouts: completions sampled ahead of training, on the host and as arrays
+in the state of a run."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,22 +19,22 @@ from jrl.text.prompts import text_of
 from moe.config import ModelConfig
 
 Leaf = TypeVar("Leaf")
-# No "window": recipes that write windows do not sample ahead.
+# No "window": recipes with partial rollouts in windows do not sample ahead.
 FINISHES: tuple[Finish, ...] = ("stop", "length")
-"""What ends a response, by number."""
+"""Finish reasons of a response, by number."""
 
 
 @dataclass
 class Drawn:
-    """What was sampled ahead: the whole of the next batch, and rows of those after it.
+    """Rows sampled ahead of training: the complete next batch, and rows of later batches.
 
     Attributes:
-      ready: the completions that the next step learns from, none of them on the mesh.
-      counts: ``[ready]`` bool; whether their tokens count.
-      prompts_seen: training prompts drawn with them.
+      ready: the completions that the next step trains on, all on the host.
+      counts: ``[ready]`` bool; true if their tokens are in the loss mask.
+      prompts_seen: training prompts used so far, including theirs.
       metrics: of their sampling and verification.
       pending: rows of prompts after those, in the order of prompts and samples: completions, and
-        requests that are not finished.
+        unfinished requests.
     """
 
     ready: list[Completion]
@@ -45,27 +46,27 @@ class Drawn:
 
 @struct.dataclass
 class Ahead(Generic[Leaf]):
-    """`Drawn` in arrays of one size: a place for each completion of the next step, then those of
+    """`Drawn` as arrays of fixed size: an entry for each completion of the next step, then those of
     the pending rows.
 
     Attributes:
       prompts_seen: ``[]`` as in `Drawn`.
       metrics: ``[metric, 2]`` those of `jrl.rollout.collection.collect.METRICS`, NaN where there is
-        none. Numbers of the host are kept whole, as the two halves of their 64 bits.
-      prompts: ``[place]`` number of the prompt.
-      samples: ``[place]`` which of its responses it is.
-      lengths: ``[place]`` tokens so far, 0 where it was not begun; -1 where the place is empty.
-      finishes: ``[place]`` number of what ended it in `FINISHES`; -1 where nothing did.
+        none. Float64 values are stored exactly, as two int32 words.
+      prompts: ``[place]`` id of the prompt.
+      samples: ``[place]`` sample id, the index of the response to its prompt.
+      lengths: ``[place]`` tokens so far, 0 where it was not started; -1 where the entry is empty.
+      finishes: ``[place]`` index of the finish reason in `FINISHES`; -1 for unfinished rows.
       slots: ``[place]`` the slot that a row in flight keeps; -1 where it keeps none.
-      reasons: ``[place]`` number of the verdict's reason; -1 without a verdict.
-      scores: ``[place, 2]`` of the verdict, as `metrics` are kept.
-      parts: ``[place, 1 + part, 2]`` likewise: 1 where the verdict has parts, else 0, and their
-        values, NaN for those that it lacks; None where no verdict can have any.
-      counts: ``[place]`` whether its tokens count.
+      reasons: ``[place]`` index of the verdict's reason; -1 without a verdict.
+      scores: ``[place, 2]`` of the verdict, stored as `metrics` are.
+      parts: ``[place, 1 + part, 2]`` likewise: 1 where the verdict has reward components, else 0,
+        and their values, NaN for missing ones; None where no verdict can have any.
+      counts: ``[place]`` true if its tokens are in the loss mask.
       tokens, behaviour_logprobs, old_logprobs, versions: ``[place, response]`` as in
         `jrl.rollout.decoding.requests.Sampled`, 0 after its tokens.
-      choices: ``[place, column, layer, k]`` likewise, `num_experts` where there is none; None where
-        they are not recorded.
+      choices: ``[place, position, layer, k]`` expert ids, likewise, `num_experts` where there is
+        none; None where they are not recorded.
     """
 
     prompts_seen: Leaf
@@ -87,14 +88,14 @@ class Ahead(Generic[Leaf]):
 
 
 class AheadSpec(NamedTuple):
-    """The sizes of `Ahead`, and the way in and out of it.
+    """Sizes of `Ahead`, and the conversion from and to `Drawn`.
 
     Attributes:
-      recipe: rows of a batch.
-      batches: that are sampled ahead at most.
-      prompt_length, response_length: tokens of a row at most.
-      config: the policy network, where choices of experts are recorded.
-      reward_parts: names of the parts that a verdict can have.
+      recipe: determines the rows of a batch.
+      batches: maximum number of batches sampled ahead.
+      prompt_length, response_length: maximum tokens of a row.
+      config: the policy network if expert ids are recorded, else None.
+      reward_parts: names of the reward components that a verdict can have.
     """
 
     recipe: Recipe
@@ -109,7 +110,7 @@ class AheadSpec(NamedTuple):
         return self.batches * self.recipe.completions
 
     def empty(self) -> Ahead[np.ndarray]:
-        """Before anything was sampled."""
+        """Initial arrays, before anything was sampled."""
         places, response = self.places, self.response_length
 
         def filled(value: int, *shape: int) -> np.ndarray:
@@ -138,8 +139,8 @@ class AheadSpec(NamedTuple):
         )
 
     def packed(self, drawn: Drawn) -> Ahead[np.ndarray]:
-        """What was sampled, as arrays."""
-        # Of one size whatever was sampled: a checkpoint is read into arrays of known shapes.
+        """Converts sampled rows to arrays."""
+        # Of fixed size: a checkpoint is restored into arrays of known shapes.
         packed, rows = self.empty(), [*drawn.ready, *drawn.pending]
         assert len(rows) <= self.places, f"{len(rows)} rows ahead and {self.places} places"
         scores = np.zeros(self.places)
@@ -159,17 +160,17 @@ class AheadSpec(NamedTuple):
         return packed
 
     def unpacked(self, ahead: Ahead[np.ndarray], sampler: Sampler) -> Drawn | None:
-        """What `packed` was given; None where nothing was sampled yet."""
-        # The first place is the next step's, which is whole but before the first step.
+        """Restores the argument of `packed`; None where nothing was sampled yet."""
+        # The first entry is the next step's, whose batch is complete except before the first step.
         if ahead.lengths[0] < 0:
             return None
         places = np.flatnonzero(ahead.lengths >= 0).tolist()
         numbers = {int(number) for number in ahead.prompts[places]}
-        # Prompts and answers are not stored: the task gives them again by their numbers.
+        # Prompts and answers are not stored: the task returns them again by their ids.
         examples = {number: sampler.task.train(number) for number in sorted(numbers)}
         ids = {number: sampler.encoded(example) for number, example in examples.items()}
         rows = [_read(ahead, place, sampler, examples, ids, self.reward_parts) for place in places]
-        # The places of the next step come first, so that their number tells the two apart.
+        # The entries of the next step come first: their number separates them from pending rows.
         ready = [row for row in rows[: self.recipe.completions] if isinstance(row, Completion)]
         metrics = dict(zip(METRICS, _whole(ahead.metrics).tolist(), strict=True))
         return Drawn(
@@ -182,22 +183,22 @@ class AheadSpec(NamedTuple):
 
 
 def row_of(row: Completion | Request) -> Request:
-    """The request of a row, be it finished or not."""
+    """Request of a row, finished or not."""
     return row if isinstance(row, Request) else row.trajectory.request
 
 
 def check_staleness(completions: Sequence[Completion], version: int, bound: int) -> np.ndarray:
-    """How many versions of the weights behind each token is, over all of them.
+    """Staleness of each token, in versions of the weights, over all completions; checks its bound.
 
     Args:
-      completions: that the weights of `version` are about to learn from.
-      bound: how many there may be.
+      completions: the batch that updates the weights of `version`.
+      bound: the maximum staleness.
 
     Raises:
-      RuntimeError: where a token is further behind, or was sampled by weights to come.
+      RuntimeError: for a token that is staler, or whose version is later than `version`.
     """
     sampled = [completion.trajectory.versions for completion in completions]
-    # Of tokens and not of rows: one in flight has tokens of several versions.
+    # Per token, not per row: a row in flight has tokens of multiple versions.
     staleness = version - np.concatenate(sampled)
     if staleness.min() < 0 or staleness.max() > bound:
         raise RuntimeError(
@@ -209,7 +210,7 @@ def check_staleness(completions: Sequence[Completion], version: int, bound: int)
 
 
 def _parts(rows: Sequence[Completion | Request], places: int, names: tuple[str, ...]) -> np.ndarray:
-    """``[place, 1 + part]`` as `Ahead.parts`, in whole numbers of the host."""
+    """Reward components ``[place, 1 + part]`` as `Ahead.parts`, in float64."""
     found = np.full((places, 1 + len(names)), np.nan)
     found[:, 0] = 0
     for place, row in enumerate(rows):
@@ -223,7 +224,7 @@ def _parts(rows: Sequence[Completion | Request], places: int, names: tuple[str, 
 def _write(into: Ahead[np.ndarray], place: int, row: Completion | Request) -> None:
     request = row_of(row)
     into.prompts[place], into.samples[place] = request.prompt, request.sample
-    # 0 is a request that was not begun; -1 would be a place without a row.
+    # 0 is a request that was not started; -1 would be an empty entry.
     into.lengths[place], sampled = 0, request.sampled
     if isinstance(row, Completion):
         assert row.verdict is not None
@@ -250,11 +251,11 @@ def _read(
     prompts: Mapping[int, np.ndarray],
     names: tuple[str, ...],
 ) -> Completion | Request:
-    """The row of a place.
+    """Row of one entry.
 
     Args:
-      examples, prompts: by the numbers of prompts; those as ids.
-      names: of the parts of verdicts.
+      examples, prompts: by prompt id; `prompts` are token ids.
+      names: of the reward components of verdicts.
     """
     prompt, sample = int(ahead.prompts[place]), int(ahead.samples[place])
     ids, length = prompts[prompt], int(ahead.lengths[place])
@@ -268,13 +269,13 @@ def _read(
             None if ahead.choices is None else ahead.choices[place, : len(ids) + length],
         )
     request = Request(prompt, sample, ids, sampler.response_length, sampled=sampled)
-    # Still under way: asked for again, with what it has, and in its slot where that was kept.
+    # Still in flight: requested again, with its tokens so far, and its slot if that was kept.
     if ahead.finishes[place] < 0 or sampled is None:
         slot = int(ahead.slots[place])
         return request._replace(slot=None if slot < 0 else slot)
     finish = FINISHES[ahead.finishes[place]]
     trajectory = Trajectory(request, sampled.tokens, finish, shelf=None, row=0)
-    # Decoded again: the text follows from the tokens, the verdict does not and is stored.
+    # The text is decoded again from the tokens; the verdict was stored.
     text = text_of(sampler.format.tokenizer, sampled.tokens)
     score = float(_whole(ahead.scores[place]))
     parts = None
@@ -286,11 +287,11 @@ def _read(
 
 
 def _halves(numbers: np.ndarray) -> np.ndarray:
-    """64-bit numbers as pairs of integers, which no device rounds."""
+    """Float64 numbers as pairs of int32 words, which no device rounds."""
     return numbers.astype(np.float64).view(np.int32).reshape(*numbers.shape, 2)
 
 
 def _whole(halves: np.ndarray) -> np.ndarray:
-    """What `_halves` was given."""
+    """Inverse of `_halves`: float64 numbers from pairs of int32 words."""
     whole = np.ascontiguousarray(halves, np.int32).view(np.float64)
     return whole.reshape(halves.shape[:-1])

@@ -1,5 +1,5 @@
-"""What a step learns from: completions sampled, verified and, as the recipe asks, filtered or
-written on for a window."""
+"""Collection of a step's training batch: completions are sampled, verified and, depending on the
+recipe, filtered by dynamic sampling or continued for a window."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -28,18 +28,18 @@ GENERATION = (
     "dynamic_sampling/gave_up",
 )
 METRICS = (*(f"verifier/{reason}" for reason in REASONS), *GENERATION)
-"""What sampling says of itself but for times; the last ones with dynamic sampling alone."""
+"""Metrics of sampling except times; the last ones with dynamic sampling only."""
 
 
 @dataclass
 class Collected:
-    """What one step sampled, and how that went.
+    """Training batch of one step, with the metrics of its collection.
 
     Attributes:
-      completions: those to learn from, on the host; samples of one prompt stand together.
+      completions: those to train on, on the host; samples of one prompt are contiguous.
       batch: the same on the mesh of training.
-      prompts_seen: training prompts drawn so far, this step's included.
-      unfinished: responses that the next step goes on with; None where a step leaves none.
+      prompts_seen: training prompts used so far, including this step's.
+      unfinished: responses that the next step continues; None without partial rollouts.
       metrics: of sampling and verification.
       seconds: spent in decoding and in verification.
     """
@@ -59,18 +59,18 @@ def collect(
     prompts_seen: int,
     unfinished: Unfinished[np.ndarray] | None = None,
 ) -> Collected:
-    """Completions for one step, as the recipe's `collection` says.
+    """Collects the completions of one step, by the recipe's `collection`.
 
-    With dynamic sampling, groups whose scores are all equal teach nothing and are replaced by
-    groups of further prompts, as long as there are no more than `max_rounds` times those of a step.
-    What is still missing then is filled with uninformative groups whose tokens do not count, and
-    the metrics say so.
+    With dynamic sampling, groups whose scores are all equal have zero advantages and are replaced
+    by groups of further prompts, up to `max_rounds` times the prompts of a step. If groups are
+    still missing then, the batch is padded with uninformative groups outside of the loss mask, and
+    the metrics report it.
 
     Args:
       sampler: with the policy loaded.
       mesh: of training.
-      prompts_seen: training prompts drawn before.
-      unfinished: responses to go on with, where the recipe writes windows.
+      prompts_seen: training prompts used before.
+      unfinished: responses to continue, where the recipe uses windows.
     """
     collection, sampling = recipe.collection, sampling_of(recipe)
     seconds = {"timing_s/gen": 0.0, "timing_s/reward": 0.0}
@@ -86,7 +86,7 @@ def collect(
             seconds=seconds,
         )
         drawn, informative = finder.find()
-        # Only those that were needed: what was begun in advance is drawn again in the next step.
+        # Only those that were needed: prompts prefetched beyond are sampled again in the next step.
         prompts_seen += len(informative)
         completions, counts = chosen_of(recipe, drawn, informative)
         own = generation_metrics(recipe, informative, counts)
@@ -95,11 +95,10 @@ def collect(
         written, prompts_seen, unfinished = write_windows(
             sampler, recipe, given(collection.window), sampling, prompts_seen, unfinished, seconds
         )
-        # They come as they end: sorted, what is learned from does not depend on that.
+        # They arrive as they finish: sorted, so that the batch does not depend on that order.
         drawn = completions = in_order(written)
     else:
-        # Prompts have numbers in the order of the task, by which all that is drawn for them is told
-        # apart.
+        # Prompt ids count in the order of the task; they determine the RNG keys of a prompt.
         numbers = range(prompts_seen, prompts_seen + recipe.prompts)
         asked = {number: sampler.task.train(number) for number in numbers}
         drawn = completions = sampler.sample(asked, sampling, recipe.group_size, seconds=seconds)
@@ -118,11 +117,11 @@ def collect(
 def batch_of_completions(
     sampler: Sampler, completions: Sequence[Completion], counts: np.ndarray, mesh: FoldedMesh
 ) -> Batch[Array]:
-    """The completions as rows, in their order.
+    """Batch of the completions as rows, in their order.
 
     Args:
-      sampler: that drew them.
-      counts: ``[completions]`` bool; the mask of the others is false throughout.
+      sampler: that sampled them.
+      counts: ``[completions]`` bool, rows in the loss; the mask of the others is all false.
       mesh: of training.
     """
     trajectories = [completion.trajectory for completion in completions]
@@ -140,14 +139,14 @@ def batch_of_completions(
 def chosen_of(
     recipe: Recipe, drawn: list[Completion], informative: np.ndarray
 ) -> tuple[list[Completion], np.ndarray]:
-    """A step's completions, and which of them count.
+    """Selects a step's completions, informative groups first; returns them with their loss flags.
 
     Args:
       drawn: whole groups.
-      informative: ``[group]`` which of them have scores that differ.
+      informative: ``[group]`` true for groups with unequal scores.
     """
     of_row = np.repeat(informative, recipe.group_size)
-    # Stable, so groups stay together and come in the order of their prompts.
+    # Stable, so groups stay contiguous and in the order of their prompts.
     order = np.argsort(~of_row, kind="stable")[: recipe.completions]
     return [drawn[row] for row in order], of_row[order]
 
@@ -155,11 +154,11 @@ def chosen_of(
 def generation_metrics(
     recipe: Recipe, informative: np.ndarray, counts: np.ndarray
 ) -> dict[str, float]:
-    """How dynamic sampling went.
+    """Metrics of dynamic sampling.
 
     Args:
-      informative: ``[group]`` of all that were drawn.
-      counts: ``[completions]`` of those that are learned from.
+      informative: ``[group]`` of all sampled groups.
+      counts: ``[completions]`` loss flags of the batch.
     """
     generated = len(informative)
     values = (
@@ -173,24 +172,25 @@ def generation_metrics(
 
 
 def verifier_counts(drawn: Sequence[Completion]) -> dict[str, float]:
-    """Verdicts by their reasons, of everything that was verified: the verifier's work does not end
-    where groups are dropped."""
+    """Number of verdicts by reason, over all verified completions, including those of dropped
+    groups."""
     reasons = Counter(each.verdict.reason for each in drawn if each.verdict is not None)
     return {f"verifier/{reason}": float(reasons[reason]) for reason in REASONS}
 
 
 def sampling_of(recipe: Recipe) -> Sampling:
-    """How the completions that are learned from are drawn."""
+    """Sampling parameters of the training completions."""
     return Sampling(recipe.temperature, recipe.top_k, recipe.top_p, recipe.temperature_rule)
 
 
 def groups_of(completions: Sequence[Completion]) -> np.ndarray:
-    """``[completions]`` the number of each one's prompt."""
+    """Prompt id of each completion, ``[completions]``."""
     return np.array([c.trajectory.request.prompt for c in completions], np.int32)
 
 
 def shown_rows(completions: Sequence[Completion], number: int) -> list[int]:
-    """Some completions to look at, in their order: two of a prompt as long as there are others."""
+    """Indices of completions to show, in their order: at most two per prompt while other prompts
+    are left."""
     rows = np.arange(len(completions))
     begins = np.diff(groups_of(completions), prepend=-1) != 0
     place = rows - np.maximum.accumulate(np.where(begins, rows, 0))

@@ -1,4 +1,4 @@
-"""Groups until enough of them have completions that do not all score alike."""
+"""Dynamic sampling (DAPO): groups are sampled until enough of them have unequal scores."""
 
 import math
 from collections import defaultdict
@@ -16,16 +16,16 @@ from jrl.tasks import Example
 
 
 class Groups:
-    """Prompts that were asked for, and what is known of their completions.
+    """Requested prompts with their completions and verdicts.
 
     Args:
       sampler: with the policy loaded.
-      recipe: how many groups of which size.
-      sampling: how tokens are drawn.
-      seconds: where the time taken is added.
+      recipe: the number and size of groups.
+      sampling: parameters of sampling.
+      seconds: dictionary to which the time taken is added.
     """
 
-    _compares = True  # whether verdicts say which groups are informative
+    _compares = True  # true if verdicts decide which groups are informative
 
     def __init__(
         self, sampler: Sampler, recipe: Recipe, sampling: Sampling, seconds: dict[str, float]
@@ -38,7 +38,7 @@ class Groups:
         self._informative: dict[int, bool] = {}
 
     def _begin(self, numbers: range) -> None:
-        """Asks for the groups of prompts."""
+        """Submits the groups of prompts to the engine."""
         if numbers:
             fresh = {number: self._sampler.task.train(number) for number in numbers}
             self._examples |= fresh
@@ -46,8 +46,8 @@ class Groups:
             self._sampler.engine.submit(requests, self._sampling)
 
     def _polled(self) -> list[Trajectory]:
-        """What has come to its end, its time counted."""
-        # Verdicts are made in the background meanwhile.
+        """Polls the engine for finished trajectories, and adds the time taken."""
+        # Verification runs in the background meanwhile.
         with timed("timing_s/gen", self._seconds):
             return self._sampler.engine.poll()
 
@@ -56,22 +56,22 @@ class Groups:
             self._groups[completion.trajectory.request.prompt].append(completion)
         for number in {completion.trajectory.request.prompt for completion in completions}:
             group = self._groups[number]
-            # Whole groups alone: more completions may still make scores differ.
+            # Complete groups only: a further completion may still have another score.
             if self._compares and len(group) == self._recipe.group_size:
                 self._informative[number] = is_informative(group)
 
 
 class DynamicSampler(Groups):
-    """Asks for prompts one by one until enough of them are known to be informative.
+    """Requests prompts in order until enough of their groups are informative.
 
-    The prompts that count are the first ones, up to the last that is needed. Where slots would be
-    idle, prompts beyond those are begun in advance, as many as the share of informative ones lets
-    expect; what turns out to be too much is dropped, and drawn again in the next step.
+    The batch is made of the first prompts, up to the last that is needed. Idle slots prefetch
+    prompts beyond those, as many as the fraction of informative groups so far suggests; surplus
+    groups are dropped, and sampled again in the next step.
 
     Args:
       sampler, recipe, sampling, seconds: as of `Groups`.
-      first: number of the first prompt.
-      most: prompts asked for at most.
+      first: id of the first prompt.
+      most: maximum number of prompts.
     """
 
     def __init__(
@@ -88,12 +88,12 @@ class DynamicSampler(Groups):
         self._first, self._most = first, most
 
     def find(self) -> tuple[list[Completion], np.ndarray]:
-        """All that a step needs, or all there is after the most prompts, the same whatever the
-        order in which responses ended.
+        """Samples until a step has enough informative groups, or the maximum number of prompts is
+        reached. The result does not depend on the order in which responses finish.
 
         Returns:
-          The completions of all prompts that were needed, in their order, and ``[prompts]`` which
-          of those groups have scores that differ.
+          The completions of all needed prompts, in their order, and ``[prompts]`` true for groups
+          with unequal scores.
         """
         while (needed := self._needed()) is None:
             self._ask()
@@ -101,7 +101,7 @@ class DynamicSampler(Groups):
                 self._sampler.judge(self._drawn, trajectories, self._examples)
                 self._learn(self._drawn.ready())
             else:
-                # Nothing is under way: what is missing are verdicts.
+                # Nothing is in flight: only verdicts are missing.
                 self._learn(self._drawn.verified())
         self._sampler.engine.cancel([number for number in self._examples if number not in needed])
         examples = {number: self._examples[number] for number in needed}
@@ -110,11 +110,11 @@ class DynamicSampler(Groups):
         return in_order(completions, examples), informative
 
     def _needed(self) -> range | None:
-        """The prompts that count, once it is known which those are."""
+        """Prompt ids of the batch; None until they are determined."""
         found = 0
         for number in range(self._first, self._first + self._most):
-            # In the order of prompts: a later one that is known sooner must not take its place, or
-            # what is learned from would depend on when verdicts came.
+            # In the order of prompts: a later one that is verified sooner must not replace it, or
+            # the batch would depend on the timing of verdicts.
             if number not in self._informative:
                 return None
             found += self._informative[number]
@@ -123,12 +123,12 @@ class DynamicSampler(Groups):
         return range(self._first, self._first + self._most)
 
     def _ask(self) -> None:
-        """For as many prompts as are surely needed, and into idle slots for those likely to be."""
+        """Submits all prompts that are certainly needed, and into idle slots those likely to be."""
         known, asked = len(self._informative), len(self._examples)
         found, undecided = sum(self._informative.values()), asked - known
-        # Needed even if all that are undecided turn out to be informative.
+        # Needed even if all undecided groups turn out to be informative.
         missing = self._recipe.prompts - found - undecided
-        # One more on both sides, so that the share is never 0, nor undefined at the start.
+        # Plus one in numerator and denominator: the fraction is never 0, and defined at the start.
         likely = (found + 1) / (known + 1)
         expected = math.ceil((self._recipe.prompts - found - undecided * likely) / likely)
         room = self._sampler.engine.num_idle // self._recipe.group_size
@@ -138,6 +138,6 @@ class DynamicSampler(Groups):
 
 
 def is_informative(group: Sequence[Completion]) -> bool:
-    """Whether the completions of a prompt have scores that differ."""
+    """True if the completions of a prompt have unequal scores."""
     one_group = np.zeros(len(group), np.int32)
     return bool(np.asarray(informative_groups(scores_of(group), one_group))[0])

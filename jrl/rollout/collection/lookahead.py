@@ -1,7 +1,7 @@
-"""Sampling ahead of training: the next batch is finished while rows of later ones are begun.
+"""Asynchronous rollouts: the next batch is finished while rows of later batches are started.
 
-What is sampled when is decided by counts and never by the clock: a run is the same whether it
-samples and learns by turns or at the same time, and when it goes on after a kill.
+The schedule of sampling depends on counts and never on the clock: a run has the same result whether
+it samples and trains alternately or concurrently, and when it is resumed after a kill.
 """
 
 from collections import Counter
@@ -24,17 +24,17 @@ from jrl.rollout.sampler import Completion, Sampler, Unverified, in_order
 
 
 class LookAhead(Groups):
-    """Samples until the next batch is whole, and meanwhile what may be sampled of later ones.
+    """Samples until the next batch is complete, and rows of later batches in the meantime.
 
-    Prompts are begun in their order. Those of the next batch are begun for sure; beyond the first
-    that the batch can end with, so many prompts are begun as the batches have that may be under
-    way: whatever the verdicts are, none of them belongs to a later batch.
+    Prompts are started in their order: first those that the next batch needs in any case. Beyond
+    the first prompt that the batch can end with, as many prompts are started as the further batches
+    in flight have: whatever the verdicts are, none of them belongs to a later batch.
 
     Args:
       sampler, recipe, seconds: as of `Groups`.
-      batches: that may be under way, the next one included.
-      first: number of the first prompt of the next batch.
-      keep_pool: whether rows in flight keep their keys and values.
+      batches: maximum number in flight, the next one included.
+      first: id of the first prompt of the next batch.
+      keep_pool: true if rows in flight keep their KV cache.
     """
 
     def __init__(
@@ -57,15 +57,15 @@ class LookAhead(Groups):
         self._ended = Counter[int]()
 
     def draw(self, pending: list[Completion | Request]) -> Drawn:
-        """The next batch.
+        """Samples the next batch.
 
         Args:
-          pending: what an earlier call left of its prompts and those after them.
+          pending: rows of its prompts and later ones that an earlier call left over.
         """
-        # The oldest rows first: they wait in front of all that is asked for below.
+        # The oldest rows first: they are in the queue before all requests below.
         self._go_on(pending)
         self._ask()
-        # What is asked for after each poll follows from counts, and so does what weights sample it.
+        # Requests after each poll follow from counts, and so do the weights that sample them.
         while not self._whole():
             trajectories, before = self._polled(), self._drawn
             if trajectories and self._compares:
@@ -74,16 +74,16 @@ class LookAhead(Groups):
                 self._sampler.judge(self._drawn, trajectories, self._examples)
                 self._ended.update(t.request.prompt for t in trajectories)
             if self._compares:
-                # Verdicts of one poll are waited for after the next: made meanwhile, and looked at
-                # neither sooner nor later where the verifier is fast or slow.
+                # Verdicts of one poll are awaited after the next poll: computed meanwhile, and read
+                # at the same point whether the verifier is fast or slow.
                 self._learn(before.verified())
             self._ask()
         self._learn(self._drawn.verified())
-        # Rows of later batches stop where they are, and go on with the next weights.
+        # Rows of later batches are suspended, and continue with the next weights.
         return self._divided(self._sampler.engine.suspend(self._keep_pool))
 
     def _go_on(self, pending: list[Completion | Request]) -> None:
-        """Takes up what was left."""
+        """Restores the rows that an earlier call left over."""
         for row in pending:
             number = row_of(row).prompt
             self._examples[number] = self._sampler.task.train(number)
@@ -95,33 +95,33 @@ class LookAhead(Groups):
         self._sampler.engine.submit(requests, self._sampling)
 
     def _end(self) -> int:
-        """The prompt after the next batch's, if all are informative of which it is not known."""
+        """End of the next batch's prompt ids, if all undecided groups are informative."""
         found = 0
         for number in range(self._first, self._last):
-            # What is not known yet counts as informative: the batch cannot end sooner, and prompts
-            # up to there are needed whatever the verdicts are.
+            # Undecided groups are assumed to be informative: the batch cannot end sooner, and
+            # prompts up to there are needed whatever the verdicts are.
             found += self._informative.get(number, True)
             if found == self._recipe.prompts:
                 return number + 1
         return self._last
 
     def _ask(self) -> None:
-        """For the prompts that may be begun."""
+        """Submits the prompts that may be started."""
         numbers = range(self._asked, self._end() + self._beyond)
         self._begin(numbers)
         self._asked = max(self._asked, numbers.stop)
 
     def _whole(self) -> bool:
-        """Whether the next batch is: what it ends with is then known."""
+        """True if the next batch is complete; its last prompt is then determined."""
         numbers = range(self._first, self._end())
         if self._compares:
             return all(number in self._informative for number in numbers)
-        # Without dynamic sampling no verdict decides anything: they are waited for once, at the
-        # end.
+        # Without dynamic sampling the batch does not depend on verdicts: they are awaited once, at
+        # the end.
         return all(self._ended[number] == self._recipe.group_size for number in numbers)
 
     def _divided(self, suspended: list[Request]) -> Drawn:
-        """The next batch, and the rest, rows among it that are not finished."""
+        """Splits the rows into the next batch and pending rows, which include unfinished ones."""
         end = self._end()
         assert all(request.prompt >= end for request in suspended), "a batch lacks rows"
         numbers = range(self._first, end)
@@ -132,7 +132,7 @@ class LookAhead(Groups):
         if self._compares:
             metrics |= generation_metrics(self._recipe, informative, counts)
         later = [each for number in self._groups if number >= end for each in self._groups[number]]
-        # To the host: they become a part of the state, which outlives the engine's shelves.
+        # To the host: they become a part of the state, which outlives the engine's output buffers.
         kept = _off_the_mesh([*ready, *later])
         pending: list[Completion | Request] = [*kept[len(ready) :], *suspended]
         pending.sort(key=lambda row: (row_of(row).prompt, row_of(row).sample))

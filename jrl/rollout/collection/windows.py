@@ -1,4 +1,5 @@
-"""Responses that are written in windows, and those that are under way between two steps."""
+"""Partial rollouts (T-PPO): responses sampled in windows, and the unfinished ones between two
+steps."""
 
 from collections.abc import Sequence
 from typing import Generic, TypeVar
@@ -17,12 +18,12 @@ Leaf = TypeVar("Leaf")
 
 @struct.dataclass
 class Unfinished(Generic[Leaf]):
-    """Responses that a step goes on with, in their order; a part of the state of a run.
+    """Unfinished responses that a step continues, in their order; a part of the state of a run.
 
     Attributes:
-      prompts: ``[place]`` number of the prompt.
-      samples: ``[place]`` which of its responses it is.
-      lengths: ``[place]`` tokens so far, 0 where it was not begun; -1 where the place is empty.
+      prompts: ``[place]`` id of the prompt.
+      samples: ``[place]`` sample id, the index of the response to its prompt.
+      lengths: ``[place]`` tokens so far, 0 where it was not started; -1 where the entry is empty.
       tokens: ``[place, response]`` ids, 0 after those.
     """
 
@@ -33,8 +34,8 @@ class Unfinished(Generic[Leaf]):
 
 
 def none_unfinished(recipe: Recipe, response_length: int) -> Unfinished[np.ndarray]:
-    """Before the first step."""
-    # A step's responses, and those of a group of which the step had no room for all.
+    """Initial state, before the first step."""
+    # A step's responses, and the rest of a group that did not fit into the step.
     places = recipe.completions + recipe.group_size
     nothing = np.zeros(places, np.int32)
     tokens = np.zeros((places, response_length), np.int32)
@@ -50,11 +51,11 @@ def write_windows(
     unfinished: Unfinished[np.ndarray],
     seconds: dict[str, float],
 ) -> tuple[list[Completion], int, Unfinished[np.ndarray]]:
-    """Writes as many responses on as a step has: those under way, then fresh ones.
+    """Continues the responses of a step for a window: unfinished ones, then fresh ones.
 
     Returns:
-      The responses, of which the unfinished have no verdict; the training prompts drawn so far; and
-      what is under way now.
+      The responses, of which the unfinished have no verdict; the training prompts used so far; and
+      the responses that are unfinished now.
     """
     asked: list[tuple[int, int, np.ndarray]] = [
         (int(prompt), int(sample), tokens[:length])
@@ -70,12 +71,12 @@ def write_windows(
     while len(asked) < recipe.completions:
         asked += [(prompts_seen, sample, NOTHING) for sample in range(recipe.group_size)]
         prompts_seen += 1
-    # A group may be cut: the rest of its responses begin in the next step that has room for them.
+    # A group may be split: the rest of its responses start in the next step that has space.
     now, later = asked[: recipe.completions], asked[recipe.completions :]
     examples = {prompt: sampler.task.train(prompt) for prompt in sorted({row[0] for row in now})}
     ids = {prompt: sampler.encoded(example) for prompt, example in examples.items()}
-    # In the first step, where all begin at once, some are written on further than others, so that
-    # about as many come to their end in each step after it.
+    # In the first step, where all start together, windows differ in length, so that about as many
+    # responses reach the length limit in each later step.
     stages = -(-sampler.response_length // window) if np.all(unfinished.lengths < 0) else 1
     requests = [
         Request(
@@ -84,8 +85,8 @@ def write_windows(
         for n, (prompt, sample, tokens) in enumerate(now)
     ]
     written = sampler.decode(requests, examples, sampling, seconds=seconds).verified()
-    # Neither log-probabilities nor keys and values: the next step learns from its own tokens alone,
-    # and runs the rest again.
+    # Neither log-probabilities nor KV cache: the next step trains on its own tokens only, and
+    # recomputes the rest.
     going_on = [
         (completion.trajectory.request.prompt, completion.trajectory.request.sample, tokens)
         for completion in written

@@ -1,1 +1,1 @@
-"""Responses of several turns: an environment's answers stand between the policy's."""
+"""Multi-turn rollouts: an environment answers between the policy's turns."""

@@ -1,4 +1,4 @@
-"""An engine whose responses are conversations: environments answer, and rows go on."""
+"""Rollout engine of multi-turn conversations: environments answer, and rows continue."""
 
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -28,12 +28,12 @@ from sharding.folding import FoldedMesh
 
 @dataclass(frozen=True)
 class _Asked:
-    """A row whose environment has been asked.
+    """Row that waits for the answer of its environment.
 
     Attributes:
       trajectory: up to the end of the policy's turn.
       turns: with that turn's message.
-      reply: to come; None in processes other than the first.
+      reply: the pending answer; None in processes other than the first.
     """
 
     trajectory: Trajectory
@@ -42,21 +42,21 @@ class _Asked:
 
 
 class ConversationEngine:
-    """Responses of several turns, by an engine that knows of none.
+    """Multi-turn responses, on top of a single-turn engine.
 
-    Where a stop token ends a turn of a request with `Request.turns`, or the limit of a turn cuts
-    it, its environment is asked; the row's slot is free from then on, for those that wait for one.
-    With the answer after it, and the end of the turn before that where it was cut, the row is
-    admitted again, its log-probabilities kept, and goes on with the next turn. Whatever takes
-    how long, a row's tokens depend on the weights, the seed, the numbers of its prompt and sample
-    and the tokens so far. The limit of a response is one of both sides' tokens together.
+    Where a stop token ends a turn of a request with `Request.turns`, or the limit of a turn
+    truncates it, its environment is called; the row's slot is free from then on, for waiting
+    requests. With the answer appended, and the end-of-turn tokens before that if the turn was
+    truncated, the row is admitted again, its log-probabilities kept, and continues with the next
+    turn. Whatever the timing, a row's tokens depend on the weights, the seed, its prompt and sample
+    ids and the tokens so far. The limit of a response bounds the tokens of policy and environment.
 
     Args:
       engine: that decodes.
-      task: whose environments answer.
-      format: how messages become tokens.
-      max_turns: of the policy at most; None leaves the end to the environment.
-      turn_length: tokens of one of them at most; None leaves it to the limit of the response.
+      task: provides the environments.
+      format: converts messages to tokens.
+      max_turns: maximum turns of the policy; None leaves the end to the environment.
+      turn_length: maximum tokens of one turn; None leaves it to the limit of the response.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class ConversationEngine:
 
     @property
     def num_idle(self) -> int:
-        # Who waits for an answer comes back.
+        # Slots are reserved for rows that wait for an answer.
         return max(0, self._engine.num_idle - len(self._asked))
 
     @property
@@ -104,7 +104,7 @@ class ConversationEngine:
         self._engine.submit([self._bounded(request) for request in requests], sampling)
 
     def _bounded(self, request: Request) -> Request:
-        """The request with the limit of the turn that is written next."""
+        """Copy of the request with the length limit of its next turn."""
         turns = request.turns
         if turns is None or self._turn_length is None:
             return request
@@ -113,7 +113,7 @@ class ConversationEngine:
         return request._replace(max_new_tokens=own, turns=replace(turns, limit=whole))
 
     def poll(self, alone: bool = False) -> list[Trajectory]:
-        # Never `alone` further in: rows come back when environments have answered.
+        # The inner engine is never polled `alone`: rows come back when environments have answered.
         done: list[Trajectory] = []
         while not done:
             done = self._go_on(self._replies(block=False))
@@ -122,7 +122,7 @@ class ConversationEngine:
                 break
             done += self._ask(ended)
             if not ended:
-                # Nothing is decoded: what is missing are answers.
+                # Nothing is decoded: only answers are missing.
                 done += self._go_on(self._replies(block=True))
         return done
 
@@ -144,7 +144,7 @@ class ConversationEngine:
         self._engine.give_pool(pool)
 
     def _ask(self, ended: Sequence[Trajectory]) -> list[Trajectory]:
-        """Asks the environments of rows whose turn is over; gives those that end here."""
+        """Calls the environments of rows whose turn has ended; returns finished trajectories."""
         done = []
         for trajectory in ended:
             turns = trajectory.request.turns
@@ -158,7 +158,7 @@ class ConversationEngine:
             turns = replace(turns, messages=(*turns.messages, ("assistant", message)))
             if trajectory.finish != "stop":
                 if trajectory.length >= _whole(trajectory.request):
-                    # The turn is not whole, and nobody answers it.
+                    # The response limit truncated the turn: the environment does not answer it.
                     done.append(self._over(trajectory, turns))
                     continue
                 turns = replace(turns, cut=(*turns.cut, turn))
@@ -174,8 +174,8 @@ class ConversationEngine:
         return done
 
     def _replies(self, *, block: bool) -> list[tuple[_Asked, Reply]]:
-        """Answers that have come, at least one where it may `block`, of the first process in all;
-        taken from those asked for."""
+        """Removes and returns the answers that have arrived, at least one with `block`; the first
+        process broadcasts them to all."""
         if not self._asked:
             return []
         found: list[Any] = []
@@ -191,11 +191,11 @@ class ConversationEngine:
         }
         taken = [(self._asked[place], reply) for place, reply in came.items()]
         self._asked = [asked for place, asked in enumerate(self._asked) if place not in came]
-        # Seats are given in the order of prompts and samples.
+        # Slots are assigned in the order of prompts and samples.
         return sorted(taken, key=lambda each: _row(each[0].trajectory))
 
     def _go_on(self, replies: Sequence[tuple[_Asked, Reply]]) -> list[Trajectory]:
-        """Hands rows that were answered back to the engine; gives those that are over."""
+        """Submits answered rows to the engine again; returns finished trajectories."""
         done, going = list[Trajectory](), list[tuple[Trajectory, Turns, np.ndarray]]()
         for asked, reply in replies:
             trajectory, turns, length = asked.trajectory, asked.turns, asked.trajectory.length
@@ -215,7 +215,7 @@ class ConversationEngine:
             try:
                 after = answer_ids(self._format, turns.example, before, reply.messages, ended=ended)
             except ValueError as error:
-                # Of what others write a run does not die, nor of what a template makes of it.
+                # An invalid answer, or one that the template rejects, must not end the run.
                 self._warn(f"{error}")
                 done.append(self._over(trajectory, turns, failure="invalid"))
                 continue
@@ -235,7 +235,7 @@ class ConversationEngine:
         return done
 
     def _over(self, trajectory: Trajectory, turns: Turns, failure: str | None = None) -> Trajectory:
-        """The trajectory of a conversation that does not go on, with its verdict."""
+        """Finishes a conversation: ends its environment, and adds the verdict to the trajectory."""
         host, known = self._host(turns.example), self._numbers.pop(_row(trajectory), None)
         if known is not None and is_main_process():
             host.end(known[0])
@@ -262,20 +262,20 @@ def _row(trajectory: Trajectory) -> tuple[int, int]:
 
 
 def _whole(request: Request) -> int:
-    """The limit of a response, whatever that of its turn is."""
+    """Length limit of the whole response, whatever that of its turn is."""
     turns = request.turns
     return request.max_new_tokens if turns is None or turns.limit is None else turns.limit
 
 
 def _answered(sampled: Sampled, after: np.ndarray) -> Sampled:
-    """A response so far with an answer behind it, of which nothing was sampled.
+    """Appends an environment's answer to a response, with log-probabilities of 0.
 
-    Its tokens carry the version of the turn before them: they are no older than that, and no newer.
+    The tokens of the answer have the version of the turn before them.
     """
     nothing = np.zeros(len(after), np.float32)
     choices = sampled.choices
     if choices is not None:
-        # Past every expert: what is run when the row is admitted chooses for itself.
+        # No record (`num_experts`): prefill routes these tokens when the row is admitted.
         shape = (len(after), *choices.shape[1:])
         choices = np.concatenate([choices, np.broadcast_to(choices[-1], shape)])
     return Sampled(

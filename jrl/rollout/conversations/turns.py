@@ -1,4 +1,4 @@
-"""How far a conversation is: who has said what, and which tokens of the response are whose."""
+"""State of a multi-turn conversation: its messages, rewards, and the author of each token."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,19 +10,19 @@ from jrl.tasks.task import FAILURES, Example, Verdict
 
 @dataclass(frozen=True)
 class Turns:
-    """The conversation in a response.
+    """Conversation in a response.
 
     Attributes:
-      example: whose environment answers.
-      messages: role and content of all that was said after the prompt, the policy's as "assistant".
-      answers: first token and end of each answer of the environment, as places in the response.
-      rewards: of each turn of the policy that was answered, with the place of its last token in the
-        response.
-      turn_limit: whether the limit of turns ended it.
-      cut: numbers of the policy's turns that the limit of a turn cut.
-      limit: of the response in tokens, where the request has that of the turn that is written now;
-        None where they are the same.
-      verdict: of all of it; None while it goes on.
+      example: provides the prompt and the environment.
+      messages: role and content of all messages after the prompt, the policy's as "assistant".
+      answers: start and end of each answer of the environment, as positions in the response.
+      rewards: of each turn of the policy that was answered, with the position of its last token in
+        the response.
+      turn_limit: true if the limit of turns ended it.
+      cut: indices of the policy's turns that the limit of a turn truncated.
+      limit: length limit of the response in tokens, where the request has that of the current turn;
+        None where they are equal.
+      verdict: of the whole conversation; None while it is in progress.
     """
 
     example: Example
@@ -41,7 +41,7 @@ class Turns:
 
     @property
     def begin(self) -> int:
-        """The place of the first token of the turn that is written now."""
+        """Position of the first token of the current turn."""
         return self.answers[-1][1] if self.answers else 0
 
     @property
@@ -51,15 +51,15 @@ class Turns:
 
     @property
     def rewards_before_end(self) -> tuple[tuple[int, float], ...]:
-        """Those of turns after which the conversation went on: the reward of the turn that ended it
-        is a part of the score alone."""
+        """Positions and rewards of turns after which the conversation continued; the reward of the
+        turn that ended it is part of the score only."""
         if self.verdict is None or self.verdict.reason in FAILURES:
             return ()
         answered = {begin - 1 for begin, _ in self.answers}
         return tuple((place, x) for place, x in self.rewards if x and place in answered)
 
     def of_policy(self, length: int) -> np.ndarray:
-        """``[length]`` bool; which tokens of the response the policy wrote."""
+        """Mask of the response tokens that the policy sampled, ``[length]`` bool."""
         own = np.ones(length, bool)
         for begin, end in self.answers:
             own[begin:end] = False
@@ -67,7 +67,7 @@ class Turns:
 
     @property
     def records(self) -> list[dict[str, Any]]:
-        """The messages as samples.jsonl holds them; a turn that was cut says so."""
+        """Messages for samples.jsonl; truncated turns are marked."""
         found: list[dict[str, Any]] = [{"role": r, "content": x} for r, x in self.messages]
         own = [message for message in found if message["role"] == "assistant"]
         for number in self.cut:
@@ -76,7 +76,7 @@ class Turns:
 
     @property
     def text(self) -> str:
-        """The conversation for people, after the prompt."""
+        """Readable text of the conversation, after the prompt."""
         lines = (
             content if role == "assistant" else f"[{role}] {content}"
             for role, content in self.messages

@@ -1,1 +1,1 @@
-"""Decoding slots that are kept full: requests in, trajectories out."""
+"""Continuous batching: decoding slots that are refilled; requests in, trajectories out."""

@@ -1,4 +1,4 @@
-"""What rows bring into their slots: their numbers, and what samplers left that they had before."""
+"""Arrays of an admission, on the host: sources and lengths of rows, and their restored state."""
 
 import numpy as np
 
@@ -12,20 +12,20 @@ from moe.router.replay import choices_dtype
 def arrivals_of(
     arriving: Arriving, slots: int, per_rank: int, width: int, decoder: Decoder
 ) -> Arrivals[np.ndarray]:
-    """What comes into the slots, an entry for each.
+    """Arrays of the admitted requests, an entry for each slot.
 
     Args:
-      slots: in all.
+      slots: total number.
       per_rank: slots of a rank.
-      width: columns of the longest row, at least.
+      width: positions of the longest row, at least.
     """
     numbers = list[tuple[int, ...]]()
     for _, request, source in arriving.seats:
-        # `~source` counts slots of all ranks, and the program those of its own.
+        # `~source` is a global slot; the compiled function counts the slots of its own rank.
         source = source if source >= 0 else ~source % per_rank
         length, begin = request.length, len(request.tokens)
         numbers.append((source, length, request.limit, begin, request.prompt, request.sample))
-    # All at once: one by one they take longer than the program.
+    # Vectorised: entry by entry this would take longer than the compiled function.
     columns = np.zeros((6, slots), np.int32)
     columns[0] = -1
     columns[:, [slot for slot, *_ in arriving.seats]] = np.transpose(numbers)
@@ -35,12 +35,12 @@ def arrivals_of(
 def carried_by(
     arriving: Arriving, slots: int, width: int, decoder: Decoder
 ) -> Carried[np.ndarray] | None:
-    """Log-probabilities, versions and choices of what was sampled of them; None where nothing
-    was.
+    """Restored state of rows that were sampled before: log-probabilities, versions and expert ids;
+    None where none was.
 
     Args:
-      slots: in all.
-      width: columns of the longest row, at least.
+      slots: total number.
+      width: positions of the longest row, at least.
     """
     if all(request.sampled is None for _, request, _ in arriving.seats):
         return None
@@ -59,13 +59,13 @@ def carried_by(
         carried.behaviour_logprobs[slot, columns] = sampled.behaviour_logprobs
         carried.old_logprobs[slot, columns] = sampled.old_logprobs
         carried.versions[slot, columns] = sampled.versions
-        # From the first of the prompt on: a replay sends prompt tokens to their experts too.
+        # From the first prompt token on: router replay covers prompt tokens too.
         if carried.choices is not None and sampled.choices is not None:
             carried.choices[slot, : len(sampled.choices)] = sampled.choices
     return carried
 
 
 def no_choices(config: ModelConfig, rows: int, columns: int) -> np.ndarray:
-    """``[row, column, layer, k]`` without a record of any token's experts."""
+    """Expert ids ``[row, position, layer, k]`` without a record: `num_experts` everywhere."""
     shape = (rows, columns, config.num_expert_layers, config.experts_per_token)
     return np.full(shape, config.num_experts, choices_dtype(config.num_experts))

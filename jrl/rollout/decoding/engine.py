@@ -1,4 +1,4 @@
-"""The engine that keeps its slots full: where a row ends, the next begins."""
+"""Rollout engine with continuous batching: where a row ends, the next takes its slot."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,14 +31,14 @@ from moe.weights import Transformer
 from sharding.folding import FoldedMesh
 
 WINDOW = 64
-"""Tokens of a row between two looks of the host: finished rows are verified meanwhile."""
+"""Tokens of a row between two scheduler steps; finished rows are verified meanwhile."""
 
 
 class SlotEngine:
-    """A pool of decoding slots that is kept full: where a row ends, the next begins.
+    """Pool of decoding slots with continuous batching: where a row ends, the next takes its slot.
 
-    A row's tokens depend on the weights, the seed, the numbers of its prompt and sample, and the
-    tokens so far: neither on its slot nor on what else is decoded, nor on the mesh.
+    A row's tokens depend on the weights, the seed, its prompt and sample ids, and the tokens so
+    far: neither on its slot nor on other rows, nor on the mesh.
 
     Args:
       config: the policy network; adapters are merged where it decodes.
@@ -46,16 +46,16 @@ class SlotEngine:
       rollout: the mesh that decodes, over the same devices in the same order or over others.
       slots: rows that are decoded at a time; a multiple of the ranks that share them.
       columns: tokens of the longest row, prompt and response.
-      pad_id: fills what is not a token.
+      pad_id: id of padding.
       stop_ids: each of them ends a response.
-      key: from which all that is drawn comes.
-      records_choices: whether the experts of each token are kept (router replay).
-      top_logprobs: likeliest tokens that are kept of each place.
+      key: RNG key from which the keys of all tokens are derived.
+      records_choices: true to record the expert ids of each token (router replay).
+      top_logprobs: number of top tokens recorded for each position.
     """
 
     most_tokens = 2**15
-    """Prompt tokens that a rank runs at once, about; it bounds the memory of an admission."""
-    _alone = False  # whether how many rows are live depends on nothing but what they drew
+    """Approximate number of prompt tokens in one prefill of a rank; bounds its memory."""
+    _alone = False  # true if the number of live rows depends on their samples only
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class SlotEngine:
         check_slots(rollout, slots)
         check_kernel(config)
         self.mesh, self.slots, self._training = rollout, slots, training
-        # Tokens that run together are spread over ``tp``.
+        # Tokens of a forward pass are sharded over ``tp``.
         self._unit = rollout.size(rollout.tp)
         self.columns = cache_columns(columns, config, rollout)
         kept, merged = (records_choices, top_logprobs), config.without_adapters()
@@ -95,19 +95,19 @@ class SlotEngine:
         self._shelf: Shelf | None = None
 
     def _made_seating(self, slots: int, ranks: int) -> Seating:
-        # The states of Gated DeltaNet are of a row's last token alone.
+        # The states of Gated DeltaNet are those of a row's last token only.
         copies, row_widths = self.decoder.config.delta is None, self._row_widths
         return Seating(slots, ranks, self.most_tokens, row_widths=row_widths, copies=copies)
 
     @property
     def _row_widths(self) -> Sequence[int]:
-        """Of rows that prompts share; none where each has its own."""
+        """Widths of packed prefill rows; none where each prompt has a row of its own."""
         return ()
 
     @property
     def step_sizes(self) -> list[int]:
-        """Slots of each rank that a step may compute, ascending: each number is a program, in which
-        sums may round in another way."""
+        """Slots of each rank that a step may compute, ascending: each number is a compiled
+        function, in which sums may round differently."""
         return step_sizes(self._seating.per_rank, self.columns, self._unit)
 
     @property
@@ -120,15 +120,15 @@ class SlotEngine:
         version: int,
         entropy: EntropyStatistics[Array] | None = None,
     ) -> None:
-        # By identity: every update makes a record of its own.
+        # Compared by identity: every update makes a new object.
         if weights is not self._weights:
             self._seating.forget()
             self._policy = None
         self._weights, self._version = weights, version
         if apart(self._training, self.mesh):
-            # At once: training gives its buffers away while this engine samples.
+            # Immediately: training donates its buffers while this engine samples.
             self._resharding.of(weights)
-        # From its own mesh to that which decodes: four numbers, where they are asked for.
+        # Four numbers through the host, from the training mesh to the rollout mesh.
         self._entropy, self._placed_draws = to_host(entropy), None
 
     def release(self) -> None:
@@ -164,7 +164,7 @@ class SlotEngine:
         self._drop(lambda request: request.prompt in dropped)
 
     def _drop(self, is_dropped: Callable[[Request], bool]) -> None:
-        """Ends such rows where they stand; their slots are free from here on."""
+        """Aborts the selected rows and frees their slots."""
         slots = self._seating.drop(is_dropped)
         if slots and self._pool is not None:
             goes_on = np.ones(self.slots, bool)
@@ -203,7 +203,7 @@ class SlotEngine:
         return done
 
     def _admit(self, arriving: Arriving) -> None:
-        """Puts rows into slots."""
+        """Runs the prefill of an admission and writes the rows into their slots."""
         pool = self._there()
         ranks = self._seating.ranks
         width, number = self._row_size(arriving)
@@ -217,11 +217,12 @@ class SlotEngine:
         self._pool = self._admitted(pool, *given)
 
     def _row_size(self, arriving: Arriving) -> tuple[int, int]:
-        """How wide and how many the rows are that a rank runs."""
+        """Width and number of the prefill rows of a rank."""
         return own_rows(arriving, self.columns, self._unit, self._seating.per_rank)
 
     def _arrivals(self, arriving: Arriving, width: int) -> Arrivals[np.ndarray]:
-        """`arrivals_of`, and the slots are counted as taken."""
+        """Makes the arrays of an admission (`arrivals_of`), and updates usage, lengths and
+        limits."""
         self.usage.prefilled += sum(len(ids) for runs in arriving.runs for ids in runs)
         self.usage.admitted += len(arriving.seats)
         arrivals = arrivals_of(arriving, self.slots, self._seating.per_rank, width, self.decoder)
@@ -237,11 +238,11 @@ class SlotEngine:
         lengths: Array,
         arrivals: Arrivals[Array],
     ) -> Pool[Array]:
-        """The pool, given up, with rows that arrive (`programs.admission.admit`)."""
+        """Admits rows to the pool, which is donated (`programs.admission.admit`)."""
         weights = self._resharding.of(self._loaded())
         given = tokens, lengths, arrivals, self._draws()
         pool, overflow = admit(self.decoder, self._sampling, weights, pool, *given)
-        # A sum over all devices, so that all processes decide alike; reading it waits for the rows.
+        # A sum over all devices, so that all processes decide alike; reading it blocks.
         if overflow is not None and int(overflow):
             self.usage.repeated += 1
             decoder = self.decoder.for_any_routing()
@@ -256,25 +257,26 @@ class SlotEngine:
         min_live: int,
         some: np.ndarray | None,
     ) -> tuple[Pool[Array], Advanced]:
-        """The pool, given up, with `window` tokens more in every row, or until no more than so many
-        rows are live; all within `columns`, and all that are live in `some` slots."""
+        """Decodes up to `window` tokens in every live row of the pool, which is donated; stops when
+        at most `min_live` rows are live. All rows must fit into `columns` positions, and all live
+        rows must be in the slots `some`."""
         limits = self._everywhere((np.int32(window), np.int32(min_live)))
         given = self._taken_apart(), pool, self._draws(), *limits, self._over_slots(some)
         return advance(self.decoder, self._sampling, columns, *given)
 
     def _taken_apart(self) -> Policy[Array]:
-        """The weights as steps read them."""
+        """Unstacked weights for decoding steps."""
         if self._policy is None:
             self._policy = policy_of(self.decoder, self._resharding.of(self._loaded()))
         return self._policy
 
     def _advance(self) -> list[Trajectory]:
-        """Samples until the host has something to do, and gives what ended."""
+        """Decodes until the scheduler has to act, and returns the finished trajectories."""
         seating = self._seating
         sitting = sorted(seating.sitting)
         still = self._sampled(sitting, WINDOW, seating.live_to_stop(self._sizes))
         ended = [slot for slot in sitting if not still[slot]]
-        # A conversation may go on: it is handed out where its environment is, on the host.
+        # A conversation may continue: it is returned on the host, where its environment is.
         turns = [slot for slot in ended if seating.sitting[slot].turns is not None]
         alone = [slot for slot in ended if seating.sitting[slot].turns is None]
         return self._shelved(alone) + self._taken_off(turns)
@@ -284,7 +286,7 @@ class SlotEngine:
         return self.step_sizes if self._alone else self.step_sizes[-1:]
 
     def _sampled(self, sitting: Sequence[int], window: int, min_live: int) -> np.ndarray:
-        """Samples up to so many tokens of each row, and gives which of the slots are live then."""
+        """Samples up to `window` tokens of each row; returns the mask of live slots."""
         pool = self._there()
         window, end = self._reach(self._lengths[sitting], self._limits[sitting], window)
         pool, columns = self._with_columns(pool, end)
@@ -293,7 +295,7 @@ class SlotEngine:
         self._pool = pool
         lengths, still = self._to_host((pool.rows.lengths, pool.live))
         steps, row_steps = to_host(advanced)
-        # A copy, which can be written to where rows come.
+        # A writable copy, for rows that are admitted later.
         self._lengths = np.array(lengths)
         self.usage.steps += int(steps)
         self.usage.slot_steps += int(steps) * (self.slots if some is None else len(some))
@@ -301,30 +303,31 @@ class SlotEngine:
         return still
 
     def _with_columns(self, pool: Pool[Array], columns: int) -> tuple[Pool[Array], int]:
-        """The pool, given up where it changes, and how many columns are read, at least so many."""
+        """Pool with a cache of at least `columns` positions, donated if it changes, and the number
+        of positions to read."""
         return pool, columns_read(columns, self.columns)
 
     def _reach(self, lengths: np.ndarray, limits: np.ndarray, window: int) -> tuple[int, int]:
-        """How many tokens such rows go on by, and where the longest ends then at the latest."""
+        """Number of tokens to decode, and the maximum length of the longest row after them."""
         if self._seating.waiting:
-            # The host looks again after a few steps, when some have ended: a part that is copied
-            # for so few costs more than it saves.
+            # The scheduler runs again after a few steps, when some rows have ended: copying a part
+            # of the cache for so few costs more than it saves.
             return window, end_after(lengths, limits, window)
         return reach(lengths, limits, window, self.columns)
 
     def _shelved(self, slots: Sequence[int]) -> list[Trajectory]:
-        """What stands in these slots, which are free from here on."""
+        """Moves the rows of these slots to the output buffer, and frees the slots."""
         if not slots:
             return []
         assert self._pool is not None
         seating, shelf = self._seating, self._shelf
         if shelf is None or shelf.taken + len(slots) > len(shelf):
-            # Room for all that is under way: a step's batch is made of one or two shelves.
+            # Sized for all requests in flight: a step's batch is made of one or two buffers.
             under_way = len(seating.sitting) + len(seating.waiting)
             size = bucket(under_way, least=self.slots)
             shelf = Shelf(self.decoder, self._empty_shelf(size))
         self._shelf = shelf
-        # Past the end and no two alike, as `shelve` wants them.
+        # Past the end and unique, as `shelve` requires.
         places = len(shelf) + np.arange(self.slots, dtype=np.int32)
         places[slots] = shelf.taken + np.arange(len(slots))
         shelf.rows = self._on_shelf(shelf.rows, places)
@@ -337,7 +340,7 @@ class SlotEngine:
         return done
 
     def _taken_off(self, slots: Sequence[int]) -> list[Trajectory]:
-        """What stands in these slots, on the host; they are free from here on."""
+        """Copies the rows of these slots to the host, and frees the slots."""
         if not slots:
             return []
         rows, done = to_host(self._there().rows), list[Trajectory]()
@@ -352,7 +355,7 @@ class SlotEngine:
     def _finish(self, request: Request, ids: np.ndarray) -> Finish:
         if ids[-1] in self.decoder.stop_ids:
             return "stop"
-        # A window ends a row below its limit, and it goes on in another step.
+        # A window ends a row below its limit; it continues in another step.
         whole = len(request.response) + len(ids) == request.max_new_tokens
         return "length" if whole else "window"
 
@@ -360,11 +363,12 @@ class SlotEngine:
         return empty_shelf(self._there().rows, size, self._slots_place)
 
     def _on_shelf(self, shelf: Rows[Array], places: np.ndarray) -> Rows[Array]:
-        """The shelf, given up, with the row of each slot at its place; past the end is nowhere."""
+        """Writes the row of each slot to its place in the output buffer, which is donated; places
+        past the end are dropped."""
         return shelve(shelf, self._there().rows, self._over_slots(places), self._slots_place)
 
     def _to_host(self, tree: Any) -> Any:
-        """Values of arrays on the mesh, in all processes."""
+        """Copies arrays of the mesh to the host, in all processes."""
         return to_host(tree)
 
     def _over_slots(self, tree: Any) -> Any:

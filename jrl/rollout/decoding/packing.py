@@ -1,4 +1,4 @@
-"""Which rows the prompts of an admission stand in, where several share one: on the host."""
+"""Packing of prompts into shared rows for prefill, on the host."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from jrl.rollout.decoding.seating import Arriving, bucket, first_fit, one_row, s
 
 @dataclass(frozen=True)
 class RowPlan:
-    """Rows for some prompts.
+    """Plan of the packed rows of an admission.
 
     Attributes:
       width: tokens of a row.
       num_rows: on each rank.
-      starts: of each rank, where each of its prompts begins, rows counted through.
+      starts: of each rank, the offset of each of its prompts in its concatenated rows.
     """
 
     width: int
@@ -25,18 +25,18 @@ class RowPlan:
 
 
 def row_count(least: int) -> int:
-    """The next number of rows that programs have, a power of two."""
+    """Rounds a number of rows up to a power of two, for which functions are compiled."""
     return bucket(least, 2 * least, least=1)
 
 
 def row_sizes(widths: Sequence[int], per_rank: int, most_tokens: int) -> list[tuple[int, int]]:
-    """All widths and numbers of the rows that a rank runs at once, each pair of which is a program:
-    of one row, and of several where one does not hold them.
+    """All widths and numbers of rows in a packed prefill of a rank, each pair of which is a
+    compiled function: one row, and multiple rows where one is not enough.
 
     Args:
       widths: of rows (`seating.row_widths`).
-      per_rank: slots of a rank, and so prompts at most.
-      most_tokens: that are run at once, about.
+      per_rank: slots of a rank, which is the maximum number of prompts.
+      most_tokens: approximate number of tokens in one prefill.
     """
     alone = one_row(widths)
     sizes = [(width, 1) for width in alone]
@@ -47,7 +47,7 @@ def row_sizes(widths: Sequence[int], per_rank: int, most_tokens: int) -> list[tu
 
 
 def own_sizes(widths: Sequence[int], per_rank: int, most_tokens: int) -> list[tuple[int, int]]:
-    """`row_sizes` where each prompt has a row of its own.
+    """All widths and numbers of rows in a prefill where each prompt has a row of its own.
 
     Args:
       widths: of those rows, ascending.
@@ -56,34 +56,33 @@ def own_sizes(widths: Sequence[int], per_rank: int, most_tokens: int) -> list[tu
 
 
 def _numbers(width: int, per_rank: int, most_tokens: int) -> list[int]:
-    """How many rows of this width a rank may run at once, ascending."""
+    """Numbers of rows of this width that a rank may run in one prefill, ascending."""
     most = row_count(min(per_rank, max(1, most_tokens // width)))
     return [2**power for power in range(most.bit_length())]
 
 
 def plan_rows(arriving: Arriving, widths: Sequence[int]) -> RowPlan:
-    """Each prompt in the first row that has room for it, in their order; in one row, where it holds
-    them all.
+    """Plans packed rows by first fit, in the order of the prompts; one row if it holds all.
 
     Args:
       arriving: with prompts to run.
-      widths: that rows may have (`seating.row_widths`).
+      widths: allowed widths of rows (`seating.row_widths`).
     """
     lengths = [[len(ids) for ids in runs] for runs in arriving.runs]
     width, *_ = one_row(widths, max(map(sum, lengths))) or [
         shared_width(widths, max(map(max, filter(None, lengths))))
     ]
     starts = [first_fit(own, width) for own in lengths]
-    # The rank that needs most decides: the program has one shape on all.
+    # The maximum over ranks: the compiled function has one shape on all.
     needed = max(max(own) // width + 1 for own in starts if own)
     return RowPlan(width, row_count(needed), starts)
 
 
 def packing_of(plan: RowPlan, arriving: Arriving, slots: int, pad_id: int) -> Packing[np.ndarray]:
-    """The rows themselves.
+    """Arrays of the packed rows.
 
     Args:
-      slots: in all.
+      slots: total number.
     """
     ranks = len(plan.starts)
     shape = ranks, plan.num_rows * plan.width
@@ -96,7 +95,7 @@ def packing_of(plan: RowPlan, arriving: Arriving, slots: int, pad_id: int) -> Pa
             positions[rank, there] = np.arange(len(ids))
     ends = np.zeros(slots, np.int32)
     for slot, request, source in arriving.seats:
-        # Ranks have equal runs of the slots, so a slot's number says its rank.
+        # Ranks have equal ranges of slots, so a slot's index determines its rank.
         ends[slot] = plan.starts[slot * ranks // slots][source] + request.length - 1
     tokens, segments, positions = (x.reshape(-1, plan.width) for x in (tokens, segments, positions))
     return Packing(tokens, segments, positions, ends)
@@ -105,12 +104,12 @@ def packing_of(plan: RowPlan, arriving: Arriving, slots: int, pad_id: int) -> Pa
 def copies_of(
     plan: RowPlan, arriving: Arriving, slots: int, columns: int, cache_columns: int
 ) -> Copies[np.ndarray]:
-    """What is copied into the cache.
+    """Copies from packed rows into the KV cache.
 
     Args:
-      slots: in all.
+      slots: total number.
       columns: tokens of the longest row.
-      cache_columns: that the cache has, which is as wide as the longest prompt or wider.
+      cache_columns: length of the cache, at least that of the longest prompt.
     """
     ranks = len(plan.starts)
     per_rank, size = slots // ranks, min(CHUNK, cache_columns)
@@ -118,10 +117,10 @@ def copies_of(
     for slot, request, source in arriving.seats:
         rank, own = divmod(slot, per_rank)
         start = plan.starts[rank][source]
-        # The last ones of a slot overlap where it is no multiple of them.
+        # The last copies of a slot overlap if its length is no multiple of their size.
         places = (min(c, cache_columns - size) for c in range(0, request.length, size))
         planned[rank] += [(own, start + column, column) for column in places]
-    # The most there can be, as it is a shape; `number` says how many are made.
+    # A static shape for the maximum; `number` counts the actual copies.
     room = per_rank * -(-columns // min(CHUNK, columns))
     copies = np.zeros((ranks, room, 3), np.int32)
     for rank, own in enumerate(planned):

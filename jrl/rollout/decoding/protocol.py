@@ -1,4 +1,4 @@
-"""Engines answer requests with trajectories; which one does it is nobody else's concern."""
+"""Protocol of rollout engines, which answer requests with trajectories."""
 
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
@@ -16,21 +16,21 @@ from sharding.folding import FoldedMesh
 
 @runtime_checkable
 class RolloutEngine(Protocol):
-    """Weights and requests in, trajectories out."""
+    """Interface of a rollout engine: weights and requests in, trajectories out."""
 
     @property
     def mesh(self) -> FoldedMesh:
-        """Where it samples."""
+        """Mesh on which the engine decodes."""
         ...
 
     @property
     def num_idle(self) -> int:
-        """Rows that could be decoded beside those that are asked for."""
+        """Number of slots that all submitted requests leave free."""
         ...
 
     @property
     def usage(self) -> Usage:
-        """What it has done so far."""
+        """Counters of the engine's work so far."""
         ...
 
     def load(
@@ -39,59 +39,59 @@ class RolloutEngine(Protocol):
         version: int,
         entropy: EntropyStatistics[Array] | None = None,
     ) -> None:
-        """The policy to sample with from here on.
+        """Loads the policy for all further sampling.
 
         Args:
           weights: on the mesh of training.
-          version: that tokens sampled with them will carry.
-          entropy: of the step before, by which a temperature that adapts follows the policy; None
-            samples at the base temperature.
+          version: recorded with the tokens that these weights sample.
+          entropy: statistics of the step before for an adaptive temperature; None samples at the
+            base temperature.
         """
         ...
 
     def release(self) -> None:
-        """Gives up the memory that is not needed between rollouts."""
+        """Frees the memory that is not needed between rollouts."""
         ...
 
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
-        """Asks for responses.
+        """Submits requests for responses.
 
         Args:
-          sampling: how their tokens are drawn; the same for all that are under way.
+          sampling: sampling parameters; equal for all requests in flight.
 
         Raises:
-          ValueError: for requests that this engine cannot serve.
+          ValueError: for requests that this engine does not support.
         """
         ...
 
     def poll(self, alone: bool = False) -> list[Trajectory]:
-        """Responses that came to their end since the last call: at least one if any is under way.
+        """Returns responses that finished since the last call: at least one if any is in flight.
 
         Args:
-          alone: nothing is asked for, nor taken back, before all that is under way has ended. Fewer
-            rows may be computed together then, the fewer are left: when that is depends on nothing
-            but what they drew, so that all bits can be had again.
+          alone: promises that nothing is submitted or suspended before all requests in flight have
+            finished. The engine may then compute fewer rows in a step as rows finish: the number
+            depends only on the samples, so that results are reproducible bit for bit.
         """
         ...
 
     def cancel(self, prompts: Sequence[int]) -> None:
-        """Drops what is under way for these prompts."""
+        """Aborts all requests of these prompts."""
         ...
 
     def suspend(self, keep_pool: bool = False) -> list[Request]:
-        """Takes back all that is under way: requests which go on where they stood when they are
-        submitted again, whatever the weights are then. With several processes a collective.
+        """Suspends all requests in flight and returns them; submitted again, they continue where
+        they stopped, whatever the weights are then. A collective in a run of multiple processes.
 
         Args:
-          keep_pool: whether rows go on with the keys and values that they have; the engine must
-            have its pool again when they are submitted.
+          keep_pool: true if rows continue with their present KV cache; the engine must have its
+            pool again when they are submitted.
         """
         ...
 
     def take_pool(self) -> Pool[Array]:
-        """What stands in the slots, which the engine has no more."""
+        """Removes the pool of slots from the engine and returns it."""
         ...
 
     def give_pool(self, pool: Pool[Array]) -> None:
-        """Gives back what `take_pool` gave, to an engine that has nothing under way."""
+        """Returns the pool of `take_pool` to an engine without requests in flight."""
         ...

@@ -1,18 +1,18 @@
-"""Ranks that share the rows to decode, and what must divide over them."""
+"""Number of ranks that rows are sharded over in decoding, and its divisibility checks."""
 
 from sharding.folding import FoldedMesh
 
 
 def ranks(mesh: FoldedMesh) -> int:
-    """Ranks that share the rows to decode, which must divide over them."""
+    """Number of ranks, dp x tp, that must divide the rows to decode."""
     return mesh.size((*mesh.dp, *mesh.tp))
 
 
 def check_slots(mesh: FoldedMesh, slots: int) -> None:
-    """Refuses what cannot decode on a mesh.
+    """Checks that slots can decode on a mesh.
 
     Raises:
-      ValueError: on stages of a pipeline, or where the slots cannot be shared out.
+      ValueError: on pipeline stages, or where the slots do not divide over the ranks.
     """
     if mesh.layout.pp > 1:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What an engine is asked for, and what it gives back."""
+"""Requests to a rollout engine, and the trajectories that it returns."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,20 +14,20 @@ from jrl.rollout.decoding.programs.slots import Decoder, Rows
 from jrl.rollout.row_sampling import OwnSampling
 
 Finish = Literal["stop", "length", "window"]
-"""What ended a response: a stop token, the limit of its length, or for now the tokens that were
-asked for at once."""
+"""Finish reason of a response: a stop token, its length limit, or the window of a partial
+rollout."""
 NOTHING = np.zeros(0, np.int32)
 
 
 class Sampled(NamedTuple):
-    """Tokens of a response as their samplers left them, on the host.
+    """Sampled tokens of a response with their records, on the host.
 
     Attributes:
       tokens: ``[token]`` ids.
-      behaviour_logprobs: ``[token]`` in the distribution drawn from, nats.
-      old_logprobs: ``[token]`` in the whole policy that sampled, nats.
+      behaviour_logprobs: ``[token]`` in the distribution sampled from, nats.
+      old_logprobs: ``[token]`` in the full policy that sampled, nats.
       versions: ``[token]`` of the weights that sampled.
-      choices: ``[column, layer, k]`` experts of every token from the first of the prompt on,
+      choices: ``[position, layer, k]`` expert ids of every token from the first of the prompt on,
         `num_experts` where it was not run; None where they are not recorded.
     """
 
@@ -39,21 +39,21 @@ class Sampled(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A response that is wanted.
+    """Request for one response.
 
     Attributes:
-      prompt: number of the prompt.
-      sample: which of the prompt's responses it is; the two tell requests apart.
+      prompt: id of the prompt.
+      sample: index of the response among those of its prompt; the two identify a request.
       tokens: ``[prompt]`` ids.
-      max_new_tokens: the limit of the response, in tokens, end-of-sequence included.
-      response: ``[tokens]`` ids of the response that were sampled before; it is gone on with.
-      window: tokens to be sampled at most before it is handed back unfinished; None is no limit.
-      sampled: what was sampled after `response` before the request was taken back; the trajectory
-        holds it as if it had been sampled now. None where it was not begun.
-      slot: where its row still stands, keys and values too, in a pool that was kept; else None.
-      own: how it is drawn, where every request is drawn as it asks (`StreamEngine`); else None.
-      turns: the conversation in the response, of a task with environments, whose answers count as
-        tokens of the response; else None.
+      max_new_tokens: length limit of the response in tokens, end-of-sequence included.
+      response: ``[tokens]`` ids of the response from earlier steps, which is continued.
+      window: maximum tokens to sample before it is returned unfinished; None is no limit.
+      sampled: tokens sampled after `response` before the request was suspended; the trajectory
+        contains them as if they had been sampled now. None where it was not started.
+      slot: slot in which its row and KV cache were kept; else None.
+      own: sampling parameters of the request, for `StreamEngine`; else None.
+      turns: the conversation in the response, of a task with environments, whose answers are tokens
+        of the response; else None.
     """
 
     prompt: int
@@ -69,10 +69,10 @@ class Request(NamedTuple):
 
     @property
     def ids(self) -> np.ndarray:
-        """What there is already, prompt and response."""
+        """Token ids so far, prompt and response."""
         if not self.begun:
             return self.tokens
-        # In the order in which they were sampled: in earlier steps, then in this one.
+        # In the order of sampling: earlier steps, then this one.
         before = NOTHING if self.sampled is None else self.sampled.tokens
         return np.concatenate([self.tokens, self.response, before])
 
@@ -83,17 +83,17 @@ class Request(NamedTuple):
 
     @property
     def start(self) -> int:
-        """The place, in prompt and response, of the first token that the request asks for."""
+        """Position, in prompt and response, of the first token that the request samples."""
         return len(self.tokens) + len(self.response)
 
     @property
     def begun(self) -> bool:
-        """Whether it comes with tokens of a response."""
+        """True if the request contains tokens of a response already."""
         return len(self.response) > 0 or self.sampled is not None
 
     @property
     def limit(self) -> int:
-        """Tokens, prompt and response, with which it is handed back at the latest."""
+        """Maximum length, prompt and response, at which it is returned."""
         whole = len(self.tokens) + self.max_new_tokens
         if self.window is None:
             return whole
@@ -102,12 +102,12 @@ class Request(NamedTuple):
 
 @dataclass
 class Shelf:
-    """Where rows lie on the mesh that decoded them, until a batch is made of them.
+    """Output buffer of finished rows on the rollout mesh, until a batch is made of them.
 
     Attributes:
-      decoder: what they were decoded by.
-      rows: as they stood in their slots.
-      taken: rows that are in use; the others are free.
+      decoder: compile-time settings of their decoding.
+      rows: copied from their slots.
+      taken: number of rows in use; the others are free.
     """
 
     decoder: Decoder
@@ -120,16 +120,16 @@ class Shelf:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """A response, on the host; what the losses need of it stays on the mesh, and asking for it here
-    is a collective where there are several processes.
+    """Response on the host. Arrays for the losses stay on the mesh; reading them here is a
+    collective in a run of multiple processes.
 
     Attributes:
-      request: what was asked for.
-      tokens: ``[response]`` ids that were sampled now, the one that ended it included.
-      finish: what ended it.
-      shelf: where it lies on the mesh; None where it was taken off and `request.sampled` is all
-        of it.
-      row: which of the rows there it is.
+      request: the request.
+      tokens: ``[response]`` ids that were sampled now, including the one that ended it.
+      finish: the finish reason.
+      shelf: its output buffer on the mesh; None where it was copied to the host and
+        `request.sampled` contains all of it.
+      row: its row in the buffer.
     """
 
     request: Request
@@ -140,7 +140,7 @@ class Trajectory:
 
     @property
     def response(self) -> np.ndarray:
-        """``[response]`` ids, those that were there before included."""
+        """Token ids of the whole response, ``[response]``, including those of earlier steps."""
         return np.concatenate([self.request.response, self.tokens])
 
     @property
@@ -150,25 +150,25 @@ class Trajectory:
 
     @property
     def sampled(self) -> Sampled:
-        """All of it, of a trajectory that was taken off the mesh."""
+        """Sampled tokens with their records, for a trajectory that is on the host."""
         assert self.shelf is None and self.request.sampled is not None, "it lies on the mesh"
         return self.request.sampled
 
     @cached_property
     def behaviour_logprobs(self) -> np.ndarray:
-        """``[response]`` of `tokens` in the distribution drawn from, nats; fetched when asked
-        for."""
+        """Log-probabilities ``[response]`` of `tokens` in the distribution sampled from, nats;
+        fetched on first access."""
         return self._fetched("behaviour_logprobs")
 
     @cached_property
     def old_logprobs(self) -> np.ndarray:
-        """``[response]`` of `tokens` in the whole policy that sampled, nats; fetched when asked
-        for."""
+        """Log-probabilities ``[response]`` of `tokens` in the full policy that sampled, nats;
+        fetched on first access."""
         return self._fetched("old_logprobs")
 
     @cached_property
     def versions(self) -> np.ndarray:
-        """``[response]`` of the weights that sampled `tokens`; fetched when asked for."""
+        """Versions ``[response]`` of the weights that sampled `tokens`; fetched on first access."""
         return self._fetched("versions")
 
     def _fetched(self, name: str) -> np.ndarray:
@@ -179,11 +179,11 @@ class Trajectory:
 
 
 def sampled_in(rows: Rows[np.ndarray], row: int, request: Request) -> Sampled:
-    """What was sampled of a request so far.
+    """Sampled tokens of a request so far, with their records.
 
     Args:
       rows: on the host.
-      row: which of them is the request's.
+      row: index of the request's row.
     """
     end = int(rows.lengths[row])
 
@@ -201,9 +201,9 @@ def sampled_in(rows: Rows[np.ndarray], row: int, request: Request) -> Sampled:
 
 
 def taken_off(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """The same without a place on the mesh: each request holds what was sampled. With several
-    processes a collective."""
-    # Each shelf crosses once, however many of its rows are wanted.
+    """Copies trajectories from the mesh to the host, into `request.sampled` of each. A collective
+    in a run of multiple processes."""
+    # Each output buffer is copied once, however many of its rows are needed.
     rows = {id(t.shelf): to_host(t.shelf.rows) for t in trajectories if t.shelf is not None}
     return [
         t

@@ -1,4 +1,4 @@
-"""Who sits where: requests, and the slots of the ranks that decode them, on the host."""
+"""Scheduler of the decoding slots: admission of waiting requests to slots, on the host."""
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -10,31 +10,31 @@ import numpy as np
 from jrl.rollout.decoding.requests import Request
 
 SMALLEST = 16
-"""Columns of the narrowest program: below it a wider one costs nothing."""
+"""Minimum width of a prefill: narrower ones would not be faster."""
 
 OF_CONVERSATIONS = 64
-"""The same of conversations that go on."""
+"""Minimum width of a prefill with continued conversations."""
 ALONE, ONE_ROW = 64, 6
-"""One row holds all prompts, of any lengths, up to so many tokens times 1, 2 and so on up to the
-second: beyond it scores with all others of the row cost more than padding."""
+"""Unit and maximum multiple of the width of a single row for all prompts, of any lengths: in longer
+rows the attention scores between different prompts cost more than padding."""
 SHARED = 128
-"""Tokens of the narrowest of several rows that prompts share: their scores are with all others of
-the row."""
+"""Minimum width where prompts share multiple rows: attention computes scores between all tokens of
+a row."""
 
 REFILL = 8
-"""Slots are filled again when one in so many is free: each time costs two programs, and so a few
-steps of the slots that wait."""
+"""Slots are refilled when one of this many is free: each admission costs two dispatches, which take
+as long as a few steps of the waiting slots."""
 FEWER, FEWEST = 4, 8
-"""Where most rows have ended, a step computes so many times fewer of them, twice at most, and no
-fewer than `FEWEST` of a rank: below it they cost as much."""
+"""Factor by which a step computes fewer slots where most rows have ended, twice at most, and the
+minimum per rank: fewer than `FEWEST` take as long."""
 LONG = 128
-"""Columns of rows that are worth programs for fewer of them."""
+"""Minimum length of rows for which it pays to compile steps with fewer slots."""
 
 
 def bucket(size: int, most: int | None = None, least: int = SMALLEST) -> int:
-    """The size of a program for `size`: `least` times a power of two, but no more than `most`.
+    """Rounds `size` up to `least` times a power of two, but no more than `most`.
 
-    Few sizes are few programs to compile.
+    Few sizes mean few functions to compile.
     """
     while least < size:
         least *= 2
@@ -43,12 +43,12 @@ def bucket(size: int, most: int | None = None, least: int = SMALLEST) -> int:
 
 @dataclass
 class Arriving:
-    """Requests that come into slots in one program.
+    """Requests that are admitted to slots by one prefill.
 
     Attributes:
-      seats: slot, request and the source of each: a number of `runs` on the slot's rank, or
-        ``~slot`` of another slot of the rank, which begins with the same tokens.
-      runs: tokens to run on each rank.
+      seats: slot, request and the source of each: an index into `runs` of the slot's rank, or
+        ``~slot`` of another slot of the rank, which starts with the same tokens.
+      runs: token sequences to run on each rank.
     """
 
     runs: list[list[np.ndarray]]
@@ -61,26 +61,26 @@ class Arriving:
 
     @property
     def goes_on(self) -> bool:
-        """Whether some are conversations that go on: they come in groups of any size and length,
-        and have fewer sizes of programs."""
+        """True if some are continued conversations, which come in groups of any size and length:
+        fewer prefill sizes are compiled for them."""
         return any(map(_goes_on, (request for _, request, _ in self.seats)))
 
 
 def own_rows(arriving: Arriving, columns: int, unit: int, per_rank: int) -> tuple[int, int]:
-    """How wide and how many the rows of a rank are where each has a prompt of its own.
+    """Width and number of the prefill rows of a rank where each prompt has a row of its own.
 
     Args:
       columns: tokens of the longest row.
-      unit: what the width is a multiple of.
+      unit: divisor of the width.
       per_rank: slots of a rank.
     """
-    # They come at any length, and each width is a program.
+    # Conversations come at any length, and each width is a compiled function.
     least = OF_CONVERSATIONS if arriving.goes_on else SMALLEST
-    # Rounded up after the bucket: tokens that run together are spread over the ranks of `unit`.
+    # Rounded up after the bucket: tokens of a prefill are sharded over the ranks of `unit`.
     width = -(-bucket(arriving.width, columns, least) // unit) * unit
-    # The rank with most decides: the program has one shape on all.
+    # The maximum over ranks: the compiled function has one shape on all.
     most = max(map(len, arriving.runs))
-    # Few of each: every width with every number of rows is a program.
+    # Few of each: every width with every number of rows is a compiled function.
     number = bucket(most, least=1) if most else 0
     if arriving.goes_on and most:
         number = max(number, min(per_rank, _coarse(most)))
@@ -88,7 +88,7 @@ def own_rows(arriving: Arriving, columns: int, unit: int, per_rank: int) -> tupl
 
 
 def _coarse(rows: int) -> int:
-    """8, 32, 128, ...: few sizes, for programs that are asked for with any number of rows."""
+    """Rounds a number of rows up to 8, 32, 128, ...: few sizes for any number of rows."""
     size = 8
     while size < rows:
         size *= 4
@@ -96,24 +96,25 @@ def _coarse(rows: int) -> int:
 
 
 def _goes_on(request: Request) -> bool:
-    # The first turn is a prompt like any other, and its run is shared.
+    # The first turn is a prompt like any other, whose prefill is shared.
     return request.turns is not None and request.begun
 
 
 def step_sizes(per_rank: int, columns: int, unit: int) -> list[int]:
-    """`fewer_slots` of a rank whose rows are all of one rollout and have so many columns."""
-    # Short rows end before a program for fewer of them has paid for its compilation.
+    """Slots of a rank that a step may compute (`fewer_slots`), for rows of one rollout with at most
+    `columns` tokens."""
+    # Short rows end before a step with fewer slots has paid for its compilation.
     least = max(FEWEST, per_rank // FEWER**2) if columns >= LONG else per_rank
     return fewer_slots(per_rank, unit, FEWER, least)
 
 
 def fewer_slots(per_rank: int, unit: int, fewer: int, least: int) -> list[int]:
-    """How many slots of a rank a step may compute, ascending: all, and so many times fewer, again
-    and again.
+    """Numbers of slots of a rank that a step may compute, ascending: all, and repeatedly `fewer`
+    times fewer.
 
     Args:
-      unit: what each number is a multiple of.
-      least: of them but for all.
+      unit: divisor of each number except the last.
+      least: the minimum, except for the last.
     """
     sizes = [per_rank]
     while sizes[0] // fewer >= max(least, unit):
@@ -122,15 +123,15 @@ def fewer_slots(per_rank: int, unit: int, fewer: int, least: int) -> list[int]:
 
 
 def row_widths(columns: int, unit: int) -> list[int]:
-    """All widths of rows that prompts share, ascending: `ALONE`, of which `one_row` is made, then
-    `SHARED` and that times powers of two, up to the longest row.
+    """All widths of packed rows, ascending: `ALONE`, the unit of `one_row`, then `SHARED` times
+    powers of two, up to the longest row.
 
     Args:
       columns: tokens of the longest row.
-      unit: what the width of a row is a multiple of.
+      unit: divisor of the widths.
     """
-    # The first is for one row of all prompts, the others for rows that prompts share: `one_row`
-    # multiplies it and `shared_width` passes it over.
+    # The first is for a single row of all prompts, the others for multiple packed rows: `one_row`
+    # multiplies it and `shared_width` skips it.
     widths = [min(ALONE, columns), min(SHARED, columns)]
     while widths[-1] < columns:
         widths.append(min(2 * widths[-1], columns))
@@ -138,33 +139,32 @@ def row_widths(columns: int, unit: int) -> list[int]:
 
 
 def one_row(widths: Sequence[int], tokens: int | None = None) -> list[int]:
-    """The widths of one row that holds so many tokens, ascending; None is all of them.
+    """Widths of a single row that holds `tokens`, ascending; None returns all widths.
 
     Args:
       widths: `row_widths`.
     """
-    # Not the exact length, though it would pad nothing: each width is a program.
+    # Not the exact length, though it would not need padding: each width is a compiled function.
     multiples = (widths[0] * times for times in range(1, ONE_ROW + 1))
     return [width for width in multiples if tokens is None or width >= tokens]
 
 
 def shared_width(widths: Sequence[int], longest: int) -> int:
-    """The width, of `row_widths`, of rows in which prompts up to this length stand beside
-    others."""
+    """Width, of `row_widths`, of rows that pack prompts of up to `longest` tokens with others."""
     return next((w for w in widths[1:] if w >= longest), widths[-1])
 
 
 class Seating:
-    """Slots, rank after rank, the requests in them and those before the door.
+    """Slot allocation: slots, rank after rank, the requests in them and the waiting queue.
 
     Args:
-      slots: in all.
-      ranks: that have an equal part of the slots each.
-      most_tokens: to be run on a rank in one program, about.
-      row_widths: of rows in which prompts are run one behind another, ascending (`row_widths`);
-        without any, each has a row of its own.
-      copies: whether a row may begin as one that has gone on since, of which a cache with columns
-        still holds the beginning.
+      slots: total number.
+      ranks: number of ranks, each with an equal share of the slots.
+      most_tokens: approximate number of tokens in one prefill of a rank.
+      row_widths: of packed rows, ascending (`row_widths`); without any, each prompt has a row of
+        its own.
+      copies: true if a prompt may be copied from a slot whose row has continued since: a KV cache
+        still contains the prompt, a recurrent state does not.
     """
 
     def __init__(
@@ -177,13 +177,14 @@ class Seating:
         copies: bool = True,
     ):
         self.per_rank, self.ranks, self._most_tokens = slots // ranks, ranks, most_tokens
-        # Each process seats for itself: nothing below may depend on more than requests and what
-        # ended, which are the same in all.
+        # Each process schedules for itself: everything below may depend only on requests and
+        # finished rows, which are the same in all.
         self._row_widths, self._copies = row_widths, copies
         self.sitting: dict[int, Request] = {}
         self.waiting: deque[Request] = deque()
         self._free = self._all_free()
-        # Of a rank and a prompt, a slot that begins with it, as the loaded weights ran it.
+        # Prefix cache: for rank and prompt, a slot whose row starts with the prompt, as computed by
+        # the loaded weights.
         self._begins: dict[tuple[int, int], int] = {}
 
     def _all_free(self) -> list[deque[int]]:
@@ -191,17 +192,18 @@ class Seating:
         return [deque(range(r * per_rank, (r + 1) * per_rank)) for r in range(self.ranks)]
 
     def some(self, sizes: Sequence[int]) -> np.ndarray | None:
-        """``[ranks * size]`` slots of each rank, counted from its first, with all in which somebody
-        sits: as many as the smallest of ascending `sizes` that has room for them. None is all."""
+        """Slots that a step computes, ``[ranks * size]``, counted from each rank's first. They
+        include all occupied ones; their number is the smallest sufficient one of ascending `sizes`.
+        None is all."""
         taken: list[list[int]] = [[] for _ in range(self.ranks)]
-        # By their numbers and not as they came: the same slots make the same sums.
+        # Sorted by index, not by arrival: equal slots give equal sums.
         for slot in sorted(self.sitting):
             taken[slot // self.per_rank].append(slot % self.per_rank)
         size = next(size for size in sizes if size >= max(map(len, taken)))
-        # All are computed where they stand; only fewer are gathered and put back.
+        # All slots are computed in place; only a subset is gathered and scattered back.
         if size == self.per_rank:
             return None
-        # Filled up with slots in which nobody sits: all ranks compute equally many, none twice.
+        # Padded with empty slots: all ranks compute equally many, none twice.
         for own in taken:
             others = sorted({*range(self.per_rank)} - {*own})
             own.extend(others[: size - len(own)])
@@ -212,33 +214,34 @@ class Seating:
         return sum(map(len, self._free))
 
     def live_to_stop(self, sizes: Sequence[int]) -> int:
-        """How few rows must be live for the host to look again.
+        """Number of live rows at which the scheduler runs again.
 
         Args:
           sizes: slots of each rank that a step may compute, ascending.
         """
         live = len(self.sitting)
         if self.waiting:
-            # Some free slots that others can take.
+            # Enough free slots for waiting requests.
             return max(live - max(1, self.per_rank * self.ranks // REFILL), 0)
-        # A step may compute fewer then, at the latest where a rank has them all; or all have ended.
+        # A step may compute fewer slots then, at the latest where one rank has all live rows; or
+        # all have ended.
         fewer = [size * ranks for size in sizes[:-1] for ranks in {1, self.ranks}]
         return max((number for number in fewer if number < live), default=0)
 
     def stay(self, slot: int, request: Request) -> None:
-        """A request keeps the slot that it had, which must be free."""
-        # Its keys and values are there: in another slot it would go on with those of another row.
+        """Assigns a suspended request to the slot that it had, which must be free."""
+        # Its KV cache is there: in another slot it would continue with that of another row.
         self._free[slot // self.per_rank].remove(slot)
         self.sitting[slot] = request
 
     def leave(self, slot: int) -> Request:
-        """The request of a slot, which is free from here on."""
-        # Behind the others, so that what stands in it can be copied for as long as possible.
+        """Frees a slot and returns its request."""
+        # Last in the queue of free slots, so that its prompt can be copied for as long as possible.
         self._free[slot // self.per_rank].append(slot)
         return self.sitting.pop(slot)
 
     def drop(self, is_dropped: Callable[[Request], bool]) -> list[int]:
-        """Such requests wait and sit no more; the slots that are free from here on."""
+        """Drops the selected requests from queue and slots; returns the freed slots."""
         kept = [request for request in self.waiting if not is_dropped(request)]
         self.waiting.clear()
         self.waiting.extend(kept)
@@ -248,35 +251,35 @@ class Seating:
         return slots
 
     def forget(self) -> None:
-        """What stands in the slots was made by other weights than the next rows are."""
+        """Clears the prefix cache, as new weights were loaded."""
         self._begins.clear()
         if not self.sitting:
-            # Who comes next sits as in an engine that has just been made.
+            # Slots are assigned as in a new engine.
             self._free = self._all_free()
 
     def arrivals(self) -> list[Arriving]:
-        """Seats those who wait, first come first served, as far as there are free slots.
+        """Admits waiting requests to free slots, FIFO.
 
-        Samples of a prompt sit on one rank if they can, and the prompt is run once for all of them.
+        Samples of a prompt get slots of one rank if possible, and the prompt is run once for all.
 
         Returns:
-          Programs, to be run in this order.
+          Admissions, to be run in this order.
         """
-        # Copies come first: the slot that is copied may be taken by another row in this call.
+        # Copies come first: the source slot may be taken by another row in this call.
         copies = Arriving([[] for _ in range(self.ranks)])
         programs: dict[int, list[Arriving]] = {}
         begun: dict[tuple[int, int], tuple[Arriving, int]] = {}
         taken: dict[int, Request] = {}
-        # Nobody is passed over for a slot that would suit better: groups must come to their end in
-        # about the order of their prompts, or a step waits for its first.
+        # Strictly FIFO, with no wait for a better slot: groups must finish in about the order of
+        # their prompts, or a step waits for its first.
         while self.waiting and self.num_free:
             request = self.waiting.popleft()
-            # A row that was begun has tokens of its own after the prompt, so it runs alone.
+            # A resumed row has tokens of its own after the prompt, so its prefill is not shared.
             alike = None if request.begun else request.prompt
             rank = self._rank_for(alike, begun)
             slot = self._slot(rank, taken)
             taken[slot] = request
-            # A slot holds its prompt's keys and values, ended or not, until another row takes it.
+            # A slot holds its prompt's KV cache, finished or not, until another row takes it.
             if alike is not None and (rank, alike) in self._begins:
                 copies.seats.append((slot, request, ~self._begins[rank, alike]))
                 continue
@@ -290,28 +293,29 @@ class Seating:
                     begun[rank, alike] = program, number
             program.seats.append((slot, request, number))
         self.sitting |= taken
-        # Within one call samples share the run itself; later a state has moved on with its row.
+        # Within one call samples share the prefill; later a recurrent state has advanced with its
+        # row.
         if not self._copies:
             taken = {}
-        # Slots that were taken hold no more what they held; those that begin with a prompt alone
-        # can be copied from now on.
+        # Reassigned slots lose their entries; those that start with a prompt only can be copied
+        # from now on.
         self._begins = {key: slot for key, slot in self._begins.items() if slot not in taken} | {
             (slot // self.per_rank, request.prompt): slot
             for slot, request in taken.items()
             if not request.begun
         }
-        # By width and not as they came: equal requests run equal programs in equal order.
+        # Sorted by width, not by arrival: equal requests run equal functions in equal order.
         of_width = [program for _, several in sorted(programs.items()) for program in several]
-        # Without a seat there is nothing to copy, and a program all the same.
+        # Without copies that admission would be an empty dispatch.
         return [copies] * bool(copies.seats) + self._in_one_row(of_width)
 
     def _slot(self, rank: int, taken: Mapping[int, Request]) -> int:
-        """A free slot of the rank, which is free no more.
+        """Takes a free slot of the rank.
 
         Args:
-          taken: the requests that have been seated in the same call.
+          taken: the requests that were admitted in the same call.
         """
-        # The one that has been free for longest: what stands in the others may be copied yet.
+        # The one that has been free for longest: prompts in the others may still be copied.
         return self._free[rank].popleft()
 
     def _rank_for(
@@ -325,30 +329,31 @@ class Seating:
             for rank in range(self.ranks):
                 if free[rank] and ((rank, alike) in self._begins or (rank, alike) in begun):
                     return rank
-        # To where most are free, so that ranks fill evenly; the first of equals, in all processes.
+        # The rank with most free slots, so that ranks fill evenly; the first of equals.
         return int(np.argmax(free))
 
     def _with_room(
         self, programs: dict[int, list[Arriving]], rank: int, request: Request
     ) -> Arriving:
-        """The program for a row of its length: the longest decides what all rows of one cost."""
+        """Admission with space for the request, among those of its width: the longest row
+        determines the cost of all rows of a prefill."""
         if self._row_widths:
             width = shared_width(self._row_widths, request.length)
         else:
             least = OF_CONVERSATIONS if _goes_on(request) else SMALLEST
             width = bucket(request.length, least=least)
         several = programs.setdefault(width, [])
-        # The last alone is looked at: those before it were full when it was begun.
+        # Only the last is checked: those before it were full when it was started.
         if not several or self._is_full(several[-1].runs[rank], request, width):
             several.append(Arriving([[] for _ in range(self.ranks)]))
         return several[-1]
 
     def _in_one_row(self, programs: list[Arriving]) -> list[Arriving]:
-        """One program of all, where a row of each rank holds them."""
+        """Merges all admissions into one if a single row of each rank holds them."""
         of_ranks = zip(*(program.runs for program in programs), strict=True)
         tokens = max((sum(map(len, chain(*runs))) for runs in of_ranks), default=0)
-        # A program costs more than the padding of a few prompts: one row of different lengths beats
-        # a program for each width, as long as scores with the others of the row are few.
+        # A dispatch costs more than the padding of a few prompts: one row of different lengths is
+        # faster than a prefill for each width, as long as the row is short.
         if len(programs) < 2 or not self._row_widths or not one_row(self._row_widths, tokens):
             return programs
         together = Arriving([[] for _ in range(self.ranks)])
@@ -357,30 +362,30 @@ class Seating:
             for runs, own in zip(together.runs, program.runs, strict=True):
                 runs += own
             together.seats += [
-                # The runs of a rank are counted on from those of the programs before.
+                # Indices of runs are offset by the runs of the admissions before.
                 (slot, request, before[slot // self.per_rank] + source)
                 for slot, request, source in program.seats
             ]
         return [together]
 
     def _is_full(self, runs: list[np.ndarray], request: Request, width: int) -> bool:
-        """Whether a program with these rows on a rank has no room for one more."""
+        """True if a prefill with these rows on a rank has no space for one more."""
         if not self._row_widths:
-            # Padding counts: all rows of a program are as wide.
+            # With padding: all rows of a prefill have the same width.
             return (len(runs) + 1) * width > self._most_tokens
-        # One row at least: prompts wider than that share one all the same.
+        # At least one row, even if that is wider than `most_tokens`.
         most = max(1, self._most_tokens // width)
-        # Packed as `plan_rows` will: what counts is the rows that it takes.
+        # Packed as by `plan_rows`: the limit is on the rows that it needs.
         starts = first_fit([*map(len, runs), request.length], width)
         return max(starts) >= most * width
 
 
 def first_fit(lengths: Sequence[int], width: int) -> list[int]:
-    """Where each of some rows begins, which go one after another into the first of `width` tokens
-    that has room, counted through."""
+    """Offsets of sequences packed by first fit into bins of `width` tokens, in the concatenated
+    bins."""
     starts, taken = list[int](), list[int]()
-    # In the order given, though longest first would pack tighter: where a row begins may not depend
-    # on those after it, as `_is_full` asks for one more at a time.
+    # In the order given, though longest first would pack tighter: an offset may not depend on later
+    # sequences, as `_is_full` adds one at a time.
     for length in lengths:
         free = (row for row, used in enumerate(taken) if used + length <= width)
         row = next(free, len(taken))

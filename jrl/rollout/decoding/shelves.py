@@ -1,4 +1,4 @@
-"""Rows that are done, copied out of their slots to where a batch is made of them."""
+"""Output buffer of finished rows, which are copied out of their slots for a batch."""
 
 from functools import cache as remembered
 from typing import Any
@@ -12,10 +12,10 @@ from jrl.rollout.decoding.programs.slots import Rows
 
 
 def empty_shelf(rows: Rows[Array], size: int, place: NamedSharding) -> Rows[Array]:
-    """Room for `size` rows such as these.
+    """Empty output buffer for `size` rows such as these.
 
     Args:
-      place: where they will lie.
+      place: sharding of the buffer.
     """
     leaves, structure = jax.tree.flatten(rows)
     return structure.unflatten(
@@ -34,12 +34,12 @@ def _clearing(place: NamedSharding, size: int, leaves: tuple[tuple[Any, Any], ..
 def shelve(
     shelf: Rows[Array], rows: Rows[Array], places: Array, place: NamedSharding
 ) -> Rows[Array]:
-    """The shelf with some of the rows of a pool on it.
+    """Copies rows of a pool into the output buffer.
 
     Args:
-      shelf: given up.
-      places: ``[slot]`` where each slot's row goes, no two alike; past the end leaves it out.
-      place: where the shelf lies.
+      shelf: the buffer, donated.
+      places: ``[slot]`` destination of each slot's row, unique; past the end drops it.
+      place: sharding of the buffer.
     """
     return _shelving(place)(shelf, rows, places)
 

@@ -1,4 +1,5 @@
-"""An engine whose rows are looked at while they are written, each drawn as its request asks."""
+"""Streaming engine for serving: tokens are returned as they are sampled, with per-request
+sampling parameters."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -27,26 +28,26 @@ from moe.cache.buffers import KEY_COLUMN, Cache
 WORD = 2**32 - 1
 """The low word of a seed."""
 PATIENCE = 32
-"""Looks after which a cache that is wider than its rows need is made narrower."""
+"""Scheduler steps after which a cache that is longer than its rows need is shortened."""
 NARROWEST_CACHE = 128
-"""Columns of the cache at least, if rows may have so many; it has half as many again, twice as
-many, and so on where longer rows are written: a step reads all of them."""
+"""Minimum length of the cache, if rows may be so long; 1.5 times, twice that, and so on for longer
+rows: a step reads the whole cache."""
 FEWER = 8
-"""A step computes all slots, or so many times fewer: each number is a program."""
+"""Factor by which a step may compute fewer slots than all: each number is a compiled function."""
 IDLE = OwnSampling(temperature=0.0)
-"""Of a slot without a row: no noise is made for it."""
+"""Sampling parameters of an empty slot: no noise is generated for it."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """What was sampled of a row since it was looked at last.
+    """New tokens of a row since the last scheduler step.
 
     Attributes:
-      request: what was asked for.
-      tokens: ``[token]`` ids, a stop token that ended it included.
+      request: the request.
+      tokens: ``[token]`` ids, including a stop token that ended it.
       logprobs: ``[token]`` in the policy at temperature 1, nats.
-      likeliest: ``[token, k]``; None where the request did not want it.
-      finish: what ended it; None where it goes on.
+      likeliest: top-k tokens, ``[token, k]``; None where they were not requested.
+      finish: the finish reason; None where it continues.
     """
 
     request: Request
@@ -57,7 +58,7 @@ class Written:
 
 
 class _Recent(NamedTuple):
-    """``[slot, width]`` columns of rows, from those on that nobody has looked at."""
+    """Latest positions of rows, ``[slot, width]``, from the first that was not returned yet."""
 
     tokens: Array
     logprobs: Array
@@ -65,22 +66,21 @@ class _Recent(NamedTuple):
 
 
 class StreamEngine(SlotEngine):
-    """Slots that requests of any kind share, written on a few tokens at a time.
+    """Slots that requests with any sampling parameters share, decoded a few tokens at a time.
 
-    A row's tokens depend on the weights, the engine's key, the seed of its request, the number of
-    its sample and the tokens so far: neither on the number of its prompt nor on what else runs.
-    Requests come by `ask` and go by `drop`; `tick` writes them on. Arguments are those of
-    `SlotEngine`.
+    A row's tokens depend on the weights, the engine's key, the seed of its request, its sample id
+    and the tokens so far: neither on the prompt id nor on other rows. `ask` submits requests,
+    `drop` aborts them, and `tick` decodes them further. Arguments are those of `SlotEngine`.
     """
 
-    # Those whose rows are being written wait no longer than for so many.
+    # Small, as rows in flight wait for a prefill.
     most_tokens = 1024
-    _alone = True  # requests come at any time, so that no bits are promised again
-    _too_wide = 0  # looks, one after another, at a cache wider than it need be
+    _alone = True  # requests come at any time: results are not promised to be reproducible
+    _too_wide = 0  # consecutive scheduler steps with a cache longer than needed
 
     @property
     def ranks(self) -> int:
-        """Ranks of ``dp``, which have an equal part of the slots each."""
+        """Number of ``dp`` ranks, each with an equal share of the slots."""
         return self._seating.ranks
 
     @property
@@ -91,8 +91,8 @@ class StreamEngine(SlotEngine):
 
     @property
     def prefill_sizes(self) -> list[tuple[int, int]]:
-        """Widths of rows and how many of them a rank runs at once, each pair of which is a
-        program, ascending."""
+        """Widths and numbers of rows in a prefill of a rank, each pair of which is a compiled
+        function, ascending."""
         per_rank = self._seating.per_rank
         if self._row_widths:
             return row_sizes(self._row_widths, per_rank, self.most_tokens)
@@ -104,7 +104,7 @@ class StreamEngine(SlotEngine):
 
     @property
     def cache_sizes(self) -> list[int]:
-        """Columns that the cache may have, ascending: every program is there for each of them."""
+        """Lengths that the cache may have, ascending: functions are compiled for each of them."""
         sizes = [min(NARROWEST_CACHE, self.columns)]
         while sizes[-1] < self.columns:
             half_again = sizes[-1] * 3 // 2
@@ -116,20 +116,20 @@ class StreamEngine(SlotEngine):
 
     @property
     def num_live(self) -> int:
-        """Slots that have a row."""
+        """Number of occupied slots."""
         return len(self._seating.sitting)
 
     @property
     def busy(self) -> bool:
-        """Whether anything is under way."""
+        """True if any request is waiting or in flight."""
         return bool(self._seating.sitting or self._seating.waiting)
 
     def ask(self, requests: Sequence[Request]) -> None:
-        """Asks for responses, each drawn as its `own` says. Those with the same number of their
-        prompt are samples of one prompt, which runs once.
+        """Submits requests, each with its sampling parameters `own`. Those with the same prompt id
+        are samples of one prompt, which is run once.
 
         Raises:
-          ValueError: for a request that does not say how it is drawn, or has no room in a slot.
+          ValueError: for a request without sampling parameters, or one that is too long for a slot.
         """
         for request in requests:
             if request.own is None:
@@ -140,32 +140,31 @@ class StreamEngine(SlotEngine):
         self.submit(requests, Sampling())
 
     def drop(self, rows: Collection[tuple[int, int]]) -> None:
-        """Ends rows where they stand, known by the numbers of prompt and sample; their slots are
-        free from here on."""
+        """Aborts rows, given by prompt and sample ids, and frees their slots."""
         dropped = set(rows)
         if dropped:
             self._drop(lambda request: (request.prompt, request.sample) in dropped)
             self._placed_draws = None
 
     def tick(self, window: int) -> list[Written]:
-        """Seats those who wait, as far as there are free slots, and writes all rows on.
+        """Admits waiting requests to free slots, and decodes all rows further.
 
         Args:
-          window: tokens at most that a row gets beside the first of its response.
+          window: maximum new tokens of a row, in addition to the first of its response.
         """
         seating = self._seating
-        # At every look, where `SlotEngine` waits for several free slots: somebody waits for an
+        # At every scheduler step, where `SlotEngine` waits for more free slots: clients wait for an
         # answer.
         if seating.waiting and seating.num_free:
             arrivals = seating.arrivals()
             self._placed_draws = None
             for arriving in arrivals:
                 self._admit(arriving)
-        # Those who end below are among them: what was written of them is handed out too.
+        # Including rows that finish below: their new tokens are returned too.
         sitting = sorted(seating.sitting)
         if not sitting:
             return []
-        # Of rows that have just come, the first token is there already.
+        # Rows that were just admitted have their first token already.
         before = self._lengths.copy()
         still = self._sampled(sitting, window, 0)
         recent = self._recent(before, window + 1)
@@ -191,7 +190,7 @@ class StreamEngine(SlotEngine):
 
     def _recent(self, begins: np.ndarray, width: int) -> _Recent:
         rows, sitting = self._there().rows, self._seating.sitting.values()
-        # What nobody who sits has asked for does not cross to the host.
+        # Top-k tokens are copied to the host only if a row in flight requests them.
         if not any(request.own is not None and request.own.wants_likeliest for request in sitting):
             rows = replace(rows, likeliest=None)
         return to_host(_columns(rows, width, self._over_slots(begins)))
@@ -212,7 +211,7 @@ class StreamEngine(SlotEngine):
         tokens = np.full((slots, self.columns), self.decoder.pad_id, np.int32)
         for slot, request, _ in arriving.seats:
             tokens[slot, : request.length] = request.ids
-            # Its tokens, and the state of the last, come by its own number.
+            # The tokens, and the state of the last, are indexed by the slot itself.
             arrivals.sources[slot] = slot % self._seating.per_rank
         packing, copies, tokens, arrivals = self._over_slots((packing, copies, tokens, arrivals))
         weights = self._resharding.of(self._loaded())
@@ -220,8 +219,8 @@ class StreamEngine(SlotEngine):
         if ran.overflow is not None and int(ran.overflow):
             self.usage.repeated += 1
             ran = run_packed(self.decoder.for_any_routing(), weights, packing)
-        # The cache goes its own way: with it `admit_known` would be a program for each of its
-        # sizes.
+        # The cache is handled separately: with it `admit_known` would be compiled for each of its
+        # lengths.
         cache, nothing = place(self.decoder, pool.cache, ran.cache, copies), Cache[Array]((), ())
         rest = replace(pool, cache=nothing)
         known = ran._replace(cache=nothing, overflow=None)
@@ -231,14 +230,13 @@ class StreamEngine(SlotEngine):
     def _row_size(self, arriving: Arriving) -> tuple[int, int]:
         if any(arriving.runs):
             return super()._row_size(arriving)
-        # Copies of whole rows, so that their lengths are no programs.
+        # Copies of whole rows, so that no function is compiled per length.
         room = self._there().cache.keys[0].shape[KEY_COLUMN]
         return max(room, self._cache_size(arriving.width)), 0
 
     @property
     def _row_widths(self) -> Sequence[int]:
-        # The states of Gated DeltaNet are of one row, and experts are not kept of rows that are
-        # shared.
+        # Packed rows support neither the states of Gated DeltaNet nor recorded expert ids.
         if self.decoder.config.delta is not None or self.decoder.records_choices:
             return ()
         return row_widths(self.columns, self._unit)
@@ -255,10 +253,10 @@ class StreamEngine(SlotEngine):
         return super()._admitted(pool, tokens, lengths, arrivals)
 
     def _with_columns(self, pool: Pool[Array], columns: int) -> tuple[Pool[Array], int]:
-        # The cache is as wide as what is read of it, so that no part is copied there and back.
+        # The whole cache is read, so that no part of it is copied before and after.
         columns = self._cache_size(columns)
         room = pool.cache.keys[0].shape[KEY_COLUMN]
-        # Wider at once, narrower only after a while: each change copies the whole cache.
+        # Extended immediately, shortened only after a while: each change copies the whole cache.
         self._too_wide = self._too_wide + 1 if columns < room else 0
         if columns <= room and self._too_wide < PATIENCE:
             return pool, room
@@ -266,7 +264,7 @@ class StreamEngine(SlotEngine):
         return with_columns(pool, columns), columns
 
     def _reach(self, lengths: np.ndarray, limits: np.ndarray, window: int) -> tuple[int, int]:
-        # All of the window: a look follows the next at once, and the cache has other sizes.
+        # The whole window: scheduler steps follow each other directly, and cache lengths differ.
         return window, end_after(lengths, limits, window)
 
     def _there(self) -> Pool[Array]:
@@ -276,7 +274,7 @@ class StreamEngine(SlotEngine):
 
     def _draws(self) -> Draws:
         if self._placed_draws is None:
-            # An entry for each slot, so that requests of any kind share one program.
+            # An entry for each slot, so that requests of any kind share one compiled function.
             own = [IDLE] * self.slots
             for slot, request in self._seating.sitting.items():
                 assert request.own is not None
@@ -284,7 +282,7 @@ class StreamEngine(SlotEngine):
             rows = RowSampling(
                 temperatures=np.array([each.temperature for each in own], np.float32),
                 top_ps=np.array([each.top_p for each in own], np.float32),
-                # In two words: JAX has no 64-bit integers unless it is told to.
+                # In two words: JAX has no 64-bit integers by default.
                 seeds=np.array([(each.seed & WORD, each.seed >> 32) for each in own], np.uint32),
                 wants_likeliest=np.array([each.wants_likeliest for each in own]),
             )
@@ -295,7 +293,8 @@ class StreamEngine(SlotEngine):
 
 @partial(jax.jit, static_argnums=1)
 def _columns(rows: Rows[Array], width: int, begins: Int[Array, "slot"]) -> _Recent:
-    """So many columns of each row, from its own on; past the end the last one again."""
+    """Slices `width` positions of each row from its own start; the last one repeats past the
+    end."""
     places = begins[:, None] + jnp.arange(width)[None]
 
     def of(column: Array) -> Array:

@@ -1,19 +1,19 @@
-"""How much of an engine's room was used."""
+"""Counters of a rollout engine: steps, tokens and the utilisation of its slots."""
 
 from dataclasses import astuple, dataclass, replace
 
 
 @dataclass
 class Usage:
-    """What decoding did.
+    """Counters of decoding.
 
     Attributes:
       steps: of decoding; each gives every live row a token.
       slot_steps: tokens that were computed: steps times the slots in each.
       row_steps: tokens that were sampled in them.
-      admitted: rows that came into slots; each got a token then, without a step.
-      prefilled: tokens of prompts, and of responses gone on with, that were run.
-      repeated: admissions that ran once more, as there was no room for all that the routers chose
+      admitted: rows admitted to slots; each got a token then, without a step.
+      prefilled: tokens of prompts, and of resumed responses, that were run.
+      repeated: admissions that were recomputed after an overflow of the expert buffers
         (`Execution.buffer_factor`).
     """
 
@@ -25,22 +25,22 @@ class Usage:
     repeated: int = 0
 
     def copy(self) -> "Usage":
-        """It as it stands, which goes on changing in an engine."""
+        """Snapshot of the counters, which an engine keeps updating."""
         return replace(self)
 
     def since(self, before: "Usage") -> "Usage":
-        """What was done after `before`."""
+        """Differences of the counters to those of `before`."""
         return Usage(
             *(now - then for now, then in zip(astuple(self), astuple(before), strict=True))
         )
 
     @property
     def utilisation(self) -> float:
-        """The share of the room that was used; 1 where there was none."""
+        """Fraction of computed tokens that were sampled; 1 where there were none."""
         return self.row_steps / self.slot_steps if self.slot_steps else 1.0
 
     def metrics(self) -> dict[str, float]:
-        """As they are logged; tokens of groups that were dropped are among those sampled."""
+        """Metrics for the log; sampled tokens include those of dropped groups."""
         return {
             "perf/slot_utilisation": self.utilisation,
             "perf/decode_steps": float(self.steps),

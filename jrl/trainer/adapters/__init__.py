@@ -1,1 +1,1 @@
-"""Adapters of a run beside the files that they come from and go to."""
+"""LoRA adapters of a run: their base weights, and import and export of PEFT files."""

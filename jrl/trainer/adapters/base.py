@@ -1,8 +1,8 @@
-"""The weights that the adapters of a run are beside: written once, next to its checkpoints.
+"""Base weights of a run with adapters: written once, next to its checkpoints.
 
-They lie in ``checkpoints/base``, in the dtypes that the network computes with and the layers in
-order, with the hashes that every checkpoint has: a run goes on without the public checkpoint that
-it began from.
+They are stored in ``checkpoints/base``, in the dtypes of computation and with the layers in order,
+with the hashes that every checkpoint has: a run resumes without the public checkpoint that it
+started from.
 """
 
 import jax
@@ -20,7 +20,7 @@ from sharding.folding import FoldedMesh
 
 
 def save(checkpoints: Checkpoints, networks: Networks, weights: Transformer[Array]) -> None:
-    """Writes what a policy with adapters has beside them, where it is not there yet."""
+    """Writes the base weights of a policy with adapters, unless they are stored already."""
     config, mesh = networks.policy.config.without_adapters(), networks.mesh
     place = _place(checkpoints)
     if checkpoints.latest_step() is None:
@@ -35,13 +35,13 @@ def save(checkpoints: Checkpoints, networks: Networks, weights: Transformer[Arra
 
 
 def restore(checkpoints: Checkpoints, config: ModelConfig, mesh: FoldedMesh) -> Transformer[Array]:
-    """What `save` wrote, laid out on a mesh, which may be another.
+    """Restores the base weights that `save` wrote, on a mesh, which may be another.
 
     Args:
       config: of the policy.
 
     Raises:
-      ValueError: where they are not there, damaged, or those of another network.
+      ValueError: where they are missing, damaged, or those of another network.
     """
     config = config.without_adapters()
     plain = placement.without_chunks(config, mesh)
@@ -49,7 +49,7 @@ def restore(checkpoints: Checkpoints, config: ModelConfig, mesh: FoldedMesh) -> 
     in_order, _ = _place(checkpoints).restore(0, like)
     if mesh == plain:
         return in_order
-    # `reshard` gives whole weights; training may want them in shards.
+    # `reshard` returns unsharded weights (no FSDP); training may need them sharded.
     moved = reshard(in_order, config, plain, mesh)
     return jax.device_put(moved, placement.shardings(config, mesh))
 

@@ -1,4 +1,4 @@
-"""The adapters of a run between its checkpoints and PEFT's files."""
+"""Import and export of a run's adapters in PEFT's format."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +17,10 @@ from moe.weights import Transformer, axis_sizes, table
 
 
 def settled(run: RunConfig) -> RunConfig:
-    """A new run with rank, alpha and targets of the adapters that it starts from.
+    """Copies rank, alpha and targets of the adapters that a new run starts from into its settings.
 
     Raises:
-      ValueError: where there are none, they are of another network, or flags say otherwise.
+      ValueError: where there are none, they are of another network, or flags contradict them.
     """
     directory = run.lora_from
     if directory is None:
@@ -50,7 +50,7 @@ def settled(run: RunConfig) -> RunConfig:
 
 
 def given_adapters(setup: Setup) -> Transformer[Array] | None:
-    """Those that the run starts from; None starts fresh, or is a run without."""
+    """Loads the adapters that the run starts from; None for fresh adapters, or a run without."""
     run = setup.run
     if run.lora_from is None or run.checkpoint is None:
         return None
@@ -63,12 +63,12 @@ def given_adapters(setup: Setup) -> Transformer[Array] | None:
 
 
 def write_adapters(setup: Setup, model: Path, directory: Path, state: TrainState[Array]) -> None:
-    """Writes the adapters of the policy as PEFT reads them; nothing of a run without, nor of one
-    whose network is no public one.
+    """Writes the adapters of the policy in PEFT's format; writes nothing for a run without, nor for
+    one that did not start from a public checkpoint.
 
     Args:
-      model: the config.json of the checkpoint that the run began from.
-      directory: where to.
+      model: the config.json of the checkpoint that the run started from.
+      directory: output folder.
     """
     if setup.model.lora is None or setup.run.checkpoint is None:
         return
@@ -76,7 +76,7 @@ def write_adapters(setup: Setup, model: Path, directory: Path, state: TrainState
 
     learned = trained(state.policy.weights, table(setup.model))
     depth = axis_sizes(setup.model)["layer"]
-    # Fetched outside of the block below, in which no collective may be called.
+    # Copied to the host outside of the block below, in which no collective may be called.
     in_order = placement.in_layer_order(to_host(learned), setup.mesh, depth)
     with FailTogether():
         if is_main_process():

@@ -1,1 +1,1 @@
-"""A policy or a critic on held-out prompts."""
+"""Evaluation of a policy or a critic on held-out prompts."""

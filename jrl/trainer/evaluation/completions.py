@@ -1,4 +1,4 @@
-"""The completions of an evaluation: a JSON line for each, and the first ones to be shown."""
+"""Output of an evaluation's completions: a JSON line for each, and the first ones for display."""
 
 import json
 from collections.abc import Sequence
@@ -10,15 +10,15 @@ from jrl.text.prompt_format import PromptFormat
 
 
 class Completions:
-    """Writes the completions of each phase when it is over.
+    """Writer of the completions of each phase.
 
     Args:
-      path: of the file, which is made anew when this is entered; None writes none.
-      format: how prompts became tokens.
-      show: prompts of which a completion is kept to be shown.
+      path: of the file, which is overwritten when this is entered; None writes none.
+      format: encoding of the prompts.
+      show: number of prompts of which a completion is kept for display.
 
     Attributes:
-      shown: the first sampled completion of each of the first prompts, as the file has them.
+      shown: the first sampled completion of each of the first prompts, as records of the file.
     """
 
     def __init__(self, path: str | None, format: PromptFormat, show: int):

@@ -1,4 +1,4 @@
-"""A critic tried on held-out prompts: completions of the policy with the critic's values."""
+"""Evaluation of a critic on held-out prompts: completions of the policy with critic values."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,7 +25,7 @@ from moe.weights import Transformer
 from sharding.folding import FoldedMesh
 
 ROWS_AT_ONCE = 1024
-"""Completions decoded and valued in one call, about; it bounds the memory."""
+"""Approximate number of completions decoded and scored in one call; bounds the memory."""
 
 _rewards = jax.jit(rewards_of_turns)
 
@@ -40,16 +40,16 @@ def evaluate_critic(
     k: int,
     report: Callable[[str, int, int], None] = lambda phase, done, total: None,
 ) -> CriticRollout:
-    """Completions of held-out prompts, `k` of each, with the critic's values.
+    """Samples `k` completions of each held-out prompt, and scores them with the critic.
 
-    Rewards are those of training, on the last token of each turn where there are several, but for
-    a KL penalty in them, which needs the reference policy.
+    Rewards are those of training, in a multi-turn conversation on the last token of each turn,
+    without a KL penalty, which needs the reference model.
 
     Args:
       sampler: with the policy loaded.
-      network: what the critic is.
+      network: the critic's network.
       critic: its weights.
-      sampling: how completions are drawn.
+      sampling: sampling parameters.
       num_prompts: held-out prompts, or all there are if they are fewer.
       k: completions per prompt.
       report: called with "critic", the completions done and all there will be.
@@ -64,14 +64,14 @@ def evaluate_critic(
     for start in range(0, len(numbers), size):
         some = {number: examples[number] for number in numbers[start : start + size]}
         drawn = sampler.sample(some, sampling, k)
-        # What fills up the last batch, which must divide over the devices, is left out again.
+        # The last batch is padded to divide over the devices; padding is removed below.
         rows = filled_up(drawn, size * k)
         everything = np.ones(len(rows), bool)
         batch = batch_of_completions(sampler, rows, everything, network.mesh)
         judged = scores_of(rows), correct_of(rows)
         batch = verified(recipe, rows, *judged, batch, sampler.response_length, network.mesh)
         values = values_of(objective, critic, batch.tokens, batch.valid)
-        # What the critic was trained to foresee: rewards of the recipe, not scores.
+        # The critic was trained to predict rewards of the recipe, not scores.
         seen = to_host((values, _rewards(batch), batch.mask, batch.lengths))
         columns = (*seen, correct_of(rows), groups_of(rows))
         pieces.append([column[: len(drawn)] for column in columns])
@@ -83,7 +83,7 @@ def evaluate_critic(
         rewards=rewards,
         mask=np.asarray(mask, bool),
         correct=correct,
-        groups=-1 - groups,  # numbers of held-out prompts count down from -1
+        groups=-1 - groups,  # ids of held-out prompts count down from -1
         lam=np.asarray(recipe.policy_lambda(jnp.asarray(lengths))),
         gamma=recipe.discount,
         low=recipe.reward_wrong,
@@ -93,6 +93,6 @@ def evaluate_critic(
 
 
 def _batch_size(mesh: FoldedMesh, num_prompts: int, k: int) -> int:
-    """Prompts that are decoded and valued at a time: they divide over the devices."""
+    """Number of prompts that are decoded and scored at a time, divisible over the devices."""
     unit = ranks(mesh)
     return min(num_prompts, max(1, ROWS_AT_ONCE // k)) // unit * unit or unit

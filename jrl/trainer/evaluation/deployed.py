@@ -1,4 +1,4 @@
-"""A run or a public checkpoint as something to sample from, without its task."""
+"""Policy of a run or a public checkpoint for serving, without its task."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -30,12 +30,12 @@ from sharding.folding import FoldedMesh, Layout, fold
 
 @dataclass(frozen=True)
 class OfRun:
-    """The policy of a run, which may still be going on.
+    """Source of weights: a run, which may still be training.
 
     Attributes:
       folder: of the run.
       model: its network.
-      mesh: where its weights are read.
+      mesh: the mesh that its weights are loaded on.
     """
 
     folder: RunFolder
@@ -43,7 +43,7 @@ class OfRun:
     mesh: FoldedMesh
 
     def newest(self) -> int | None:
-        """The step of the newest checkpoint, whole or not."""
+        """Step of the latest checkpoint, valid or not."""
         return self._checkpoints.latest_step()
 
     @cached_property
@@ -51,18 +51,18 @@ class OfRun:
         return Checkpoints(self.folder.checkpoints_path)
 
     def load(self) -> tuple[Transformer[Array], int]:
-        """The newest whole policy and its step; raises ValueError where there is none."""
+        """Loads the latest valid policy and its step; raises ValueError where there is none."""
         return load_policy_of(self.folder, self.model, self.mesh)
 
 
 @dataclass(frozen=True)
 class OfCheckpoint:
-    """A public checkpoint, of which there is one version.
+    """Source of weights: a public checkpoint, of which there is one version.
 
     Attributes:
-      directory: where it lies.
+      directory: its folder.
       model: its network.
-      mesh: where its weights are read.
+      mesh: the mesh that its weights are loaded on.
     """
 
     directory: Path
@@ -70,11 +70,11 @@ class OfCheckpoint:
     mesh: FoldedMesh
 
     def newest(self) -> int | None:
-        """None: nothing comes later."""
+        """Returns None: there are no later versions."""
         return None
 
     def load(self) -> tuple[Transformer[Array], int]:
-        """Its weights, as version 0."""
+        """Loads its weights, as version 0."""
         from moe.huggingface import load_weights  # needs an extra
 
         places = float32_shardings(self.model, self.mesh)
@@ -84,15 +84,15 @@ class OfCheckpoint:
 
 @dataclass(frozen=True)
 class Deployed:
-    """A policy that can be sampled from.
+    """Policy for serving.
 
     Attributes:
       name: of the run, or of the folder of the checkpoint.
       model: its network.
-      mesh: that samples; of two sides all devices, where weights are read.
-      sides: attention and experts, where each has devices of its own.
-      format: how prompts become tokens.
-      versions: its weights.
+      mesh: the mesh that samples; with disaggregation all devices, on which weights are loaded.
+      sides: device groups of attention and experts; None on one mesh.
+      format: encoding of the prompts.
+      versions: source of its weights.
     """
 
     name: str
@@ -103,7 +103,7 @@ class Deployed:
     versions: OfRun | OfCheckpoint
 
     def engine(self, *, slots: int, columns: int, key: Array, top_logprobs: int) -> StreamEngine:
-        """An engine of it, without weights yet; arguments are those of `StreamEngine`.
+        """Creates its serving engine, without weights; arguments are those of `StreamEngine`.
 
         Raises:
           ValueError: for slots that do not divide over the devices.
@@ -132,24 +132,24 @@ class Deployed:
 
 
 def deployed(place: str, layout: str | None = None, split: SplitSettings | None = None) -> Deployed:
-    """The policy of a run folder, or of ``hf:DIR``.
+    """Policy of a run folder, or of ``hf:DIR``, for serving.
 
     Args:
-      layout: of the devices; None is that in which the run samples, and one device for a
+      layout: of the devices; None is the run's layout for sampling, and one device for a
         checkpoint.
-      split: of the devices into two sides; what is not said is as the run samples, unless there
-        is a layout.
+      split: of the devices into attention and expert groups; unset values are those of the run,
+        unless a layout is given.
 
     Raises:
-      ValueError: for what is no run and no checkpoint, and for a layout or a split that cannot be
-        had.
+      ValueError: where there is neither a run nor a checkpoint, and for a layout or a split that is
+        not available.
     """
     split = split or SplitSettings()
     if place.startswith("hf:"):
         return _of_checkpoint(Path(place.removeprefix("hf:")), layout, split)
     folder = RunFolder.read(place)
     run, _ = configuration_of(folder)
-    # Implementations were chosen for the devices that learned; here the best that applies will do.
+    # Implementations were chosen for the training devices; here the best that applies is used.
     run = replace(run, **dict.fromkeys(OF_DEVICES))
     tokenizer = load_tokenizer(folder.tokenizer_path)
     model = load_model(folder)
@@ -185,7 +185,7 @@ def _layout_of(run: RunConfig) -> str:
 
 
 def _mesh(model: ModelConfig, text: str, sides: Sides | None) -> FoldedMesh:
-    """The mesh of a layout that can serve the network; of two sides that of all devices."""
+    """Mesh of a layout that can serve the network; with disaggregation that of all devices."""
     if sides is not None:
         sides.check(model)
         mesh = sides.reading(model)

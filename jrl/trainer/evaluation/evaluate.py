@@ -1,4 +1,4 @@
-"""A policy evaluated on held-out prompts: several completions of each, and its likeliest one."""
+"""Evaluation of a policy on held-out prompts: k sampled completions of each, and a greedy one."""
 
 import math
 from collections import Counter
@@ -14,9 +14,9 @@ from jrl.tasks import REASONS
 from jrl.trainer.evaluation.heldout import heldout_examples
 
 Report = Callable[[str, int, int], None]
-"""What is told how far an evaluation is: the phase, how much of it is done, and of how much."""
+"""Callback for the progress of an evaluation: the phase, completions done, and their total."""
 Found = Callable[[str, list[Completion]], None]
-"""What is given the completions of a phase when all of them have their verdicts."""
+"""Callback with the completions of a phase, when all of them are verified."""
 
 
 def evaluate(
@@ -28,11 +28,11 @@ def evaluate(
     report: Report = lambda phase, done, total: None,
     found: Found = lambda phase, completions: None,
 ) -> dict[str, float | int]:
-    """Accuracies, pass@k, lengths and the verifier's reasons.
+    """Computes accuracies, pass@k, lengths and the verifier's reasons.
 
     Args:
       sampler: with the policy loaded.
-      sampling: how the `k` completions of a prompt are drawn.
+      sampling: sampling parameters of the `k` completions of a prompt.
       num_prompts: held-out prompts, or all there are if they are fewer.
       k: completions per prompt; pass@k is given for 1, 2, 4, ... and `k`.
       report: called with "sampled" or "greedy", the completions done and all there will be.
@@ -53,18 +53,18 @@ def evaluate(
         return completions
 
     sampled, greedy = complete("sampled", sampling, k), complete("greedy", GREEDY, 1)
-    # In float64: these are averaged and printed, and enter no loss.
+    # In float64: these are averaged and printed, and are part of no loss.
     scores = np.array([completion.score for completion in sampled])
     best = np.array([completion.score for completion in greedy])
     full = correct_of(sampled)
     correct = full.reshape(-1, k).sum(axis=1)
-    # The unbiased estimator of pass@k wants how many of k are right, not which.
+    # The unbiased estimator of pass@k needs the number of correct completions only.
     counts: list[int] = correct.tolist()
     reasons = Counter(c.verdict.reason for c in sampled if c.verdict is not None)
     results = {
         "prompts": len(examples),
         "accuracy/sampled": full.mean(),
-        # Prompts are what was drawn at random: completions of one prompt are not independent.
+        # Over prompts, as completions of one prompt are not independent.
         "accuracy/sampled/standard_error": (correct / k).std() / math.sqrt(len(examples)),
         "accuracy/greedy": correct_of(greedy).mean(),
         "score/sampled": scores.mean(),
@@ -80,7 +80,7 @@ def evaluate(
 
 
 def _up_to(k: int) -> Iterator[int]:
-    """1, 2, 4, ... and `k` itself."""
+    """Powers of two below `k`, and `k` itself."""
     power = 1
     while power < k:
         yield power

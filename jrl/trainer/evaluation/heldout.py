@@ -1,4 +1,4 @@
-"""Accuracy on held-out prompts during training: sampled and greedy."""
+"""Evaluation on held-out prompts during training: sampled and greedy accuracy."""
 
 import time
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from jrl.tasks import Example, Task
 
 
 def heldout_examples(task: Task, number: int) -> list[Example]:
-    """The first held-out prompts: `number` of them, or all there are if they are fewer."""
+    """First held-out prompts: `number` of them, or all there are if they are fewer."""
     size = task.heldout_size
     number = number if size is None else min(number, size)
     return [task.heldout(index) for index in range(number)]
@@ -23,18 +23,18 @@ Row = TypeVar("Row")
 
 
 def filled_up(examples: Sequence[Row], unit: int) -> list[Row]:
-    """The examples, and the first of them again up to a multiple of `unit`: what divides over
-    devices. What is added does not count."""
+    """Pads the examples to a multiple of `unit` with repetitions, so that they divide over devices.
+    The caller has to ignore the padding."""
     return [examples[index % len(examples)] for index in range(-(-len(examples) // unit) * unit)]
 
 
 def heldout_metrics(
     sampler: Sampler, sampling: Sampling, examples: Sequence[Example]
 ) -> dict[str, float]:
-    """One sampled and one greedy completion per prompt, of the policy that is loaded."""
+    """Metrics of one sampled and one greedy completion per prompt, of the loaded policy."""
     begin = time.perf_counter()
-    # Their numbers decide what is drawn: every evaluation of a run draws with the same luck, so
-    # that two of them are paired.
+    # RNG keys depend on the prompt ids: every evaluation of a run uses the same keys (common random
+    # numbers), so that two of them are paired.
     asked = numbered_heldout(examples)
     requests = sampler.requests(asked, 1)
     # The sampled completions are verified while the greedy ones are decoded.

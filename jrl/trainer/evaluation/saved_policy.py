@@ -1,4 +1,4 @@
-"""The networks of a run on disk: their newest weights."""
+"""Loading of saved networks: policy and critic of a run's checkpoints, and public checkpoints."""
 
 import sys
 from collections.abc import Mapping
@@ -30,13 +30,13 @@ from sharding.folding import FoldedMesh
 def load_policy(
     folder: RunFolder, networks: Networks, *, float32: bool = False
 ) -> tuple[Transformer[Array], int]:
-    """The policy of the newest whole checkpoint and the steps it has learned for.
+    """Loads the policy of the latest valid checkpoint, and the number of steps it was trained for.
 
     Args:
-      networks: whose policy it must be, and on whose mesh it is laid out.
-      float32: the weights that the optimizer steps, masters where the run keeps masters: what
-        training starts from, and what an export is made of; adapters are merged into them. Else
-        those that the network computes with, cast of them, and adapters beside them.
+      networks: determine the policy's network, and its mesh.
+      float32: true to load the weights that the optimizer updates, masters where the run keeps
+        masters, for training or an export; adapters are merged into them. False to load weights in
+        the dtype of computation, cast from these, with separate adapters.
 
     Raises:
       ValueError: where there is no checkpoint yet, all are damaged, or it is one of another model.
@@ -45,8 +45,8 @@ def load_policy(
 
 
 def prompts_seen_by(folder: RunFolder) -> int:
-    """Training prompts that a run had drawn by its newest whole checkpoint, those of its warm start
-    included.
+    """Number of training prompts that a run had used by its latest valid checkpoint, including
+    those of its warm start.
 
     Raises:
       ValueError: where there is no checkpoint yet, or all are damaged.
@@ -64,10 +64,10 @@ def load_policy_of(
     float32: bool = False,
     step: int | None = None,
 ) -> tuple[Transformer[Array], int]:
-    """`load_policy` where nothing else of a run is needed: its network, on any mesh.
+    """Loads the policy of a run as `load_policy`, given only its network and any mesh.
 
     Args:
-      step: of the checkpoint, None for the newest whole one.
+      step: of the checkpoint, None for the latest valid one.
 
     Raises:
       ValueError: as for `load_policy`, and where there is no checkpoint of this step.
@@ -79,8 +79,8 @@ def load_policy_of(
 def load_both(
     folder: RunFolder, networks: Networks
 ) -> tuple[Transformer[Array], Transformer[Array], int]:
-    """Policy and critic of one checkpoint, the newest whole one, as they compute, and the steps
-    they have learned for.
+    """Loads policy and critic of the latest valid checkpoint, in the dtype of computation, and the
+    number of steps they were trained for.
 
     Raises:
       ValueError: as for `load_policy`, and where the recipe trains no critic.
@@ -102,11 +102,11 @@ def _load(
     float32: bool = False,
     chosen: int | None = None,
 ) -> tuple[list[Transformer[Array]], int]:
-    """Parts of the newest whole checkpoint, or of the chosen one, all of the same one, and its
-    step.
+    """Loads parts of the latest valid checkpoint, or of the chosen one, all of the same one, and
+    its step.
 
-    The run may still be written: where its writer drops the checkpoint being read or puts another
-    in its place, everything is read again. Damaged ones are left where they lie.
+    The run may still be training: where it deletes or replaces the checkpoint while it is read,
+    everything is read again. Damaged checkpoints are not moved.
     """
     checkpoints = Checkpoints(folder.checkpoints_path)
     like = {part: _described(model, mesh) for part, model in models.items()}
@@ -117,16 +117,16 @@ def _load(
                 f"run {folder.path} has no checkpoint yet: the first comes after its warm start."
             )
         place = checkpoints.directory / str(step)
-        # Taken before anything is read: a folder that was put in this one's place is known by it.
+        # Recorded before anything is read, to detect a folder that replaced this one.
         before = _identity(place)
         try:
             read = [checkpoints.restore(step, like[part], part=part) for part in models]
         except (ValueError, OSError):
-            # Of several processes the others may have read it: they would not try again with this.
+            # Other processes may have succeeded: they would not retry together with this one.
             if is_multiprocess() or (before is not None and _identity(place) == before):
                 raise
         else:
-            # Its writer may have put another there meanwhile, and what was read be of both.
+            # The checkpoint may have been replaced meanwhile, and the parts be of both.
             if not any_of(_identity(place) != before):
                 check_files(folder, step, read[0][1])
                 _warn(checkpoints, damaged, step)
@@ -140,7 +140,7 @@ def _load(
 
 
 def _found(checkpoints: Checkpoints, chosen: int | None) -> tuple[int | None, dict[int, str]]:
-    """The step to read, and what is damaged of the newer ones."""
+    """Step to read, and the damaged checkpoints among later ones."""
     if chosen is None:
         return checkpoints.newest_whole()
     if chosen not in (steps := checkpoints.steps()):
@@ -152,9 +152,9 @@ def _found(checkpoints: Checkpoints, chosen: int | None) -> tuple[int | None, di
 
 
 def _described(model: ModelConfig, mesh: FoldedMesh) -> Any:
-    """Shapes and shardings of what learns of a network as a checkpoint holds it: float32, the
+    """Shapes and shardings of a network's trained weights as stored in a checkpoint: float32, the
     layers in order."""
-    # `save` puts layers in order, so that any layout reads what any other wrote.
+    # `save` stores layers in order, so that checkpoints do not depend on the layout.
     plain = placement.without_chunks(model, mesh)
     places = float32_shardings(model, plain)
     everything = jax.tree.map(described, moe_weights.shapes(model), places)
@@ -168,7 +168,7 @@ def _beside(
     mesh: FoldedMesh,
     float32: bool,
 ) -> Transformer[Array]:
-    """`_placed` of adapters, given the weights that they are beside."""
+    """Places adapters on the mesh of the run, as `_placed`, together with their base weights."""
     statement = moe_weights.table(model)
     learned = placement.in_chunks(learned, mesh)
     places = trees.trained(placement.shardings(model, mesh), statement)
@@ -189,7 +189,7 @@ def _placed(
     float32: bool,
     fixed: Transformer[Array] | None,
 ) -> Transformer[Array]:
-    """The weights on the mesh of the run."""
+    """Places the weights on the mesh of the run."""
     if fixed is not None:
         return _beside(fixed, weights, model, mesh, float32)
     weights = placement.in_chunks(weights, mesh)
@@ -198,7 +198,7 @@ def _placed(
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """What tells a folder from another that takes its place; None where there is none."""
+    """Identity of a folder, which differs for one that replaces it; None where there is none."""
     try:
         found = path.stat()
     except OSError:
@@ -207,7 +207,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _warn(checkpoints: Checkpoints, damaged: Mapping[int, str], step: int) -> None:
-    """Says that an older checkpoint was taken."""
+    """Prints a warning that an older checkpoint is used."""
     for later, why in damaged.items():
         if is_main_process():
             print(
@@ -220,7 +220,7 @@ def _warn(checkpoints: Checkpoints, damaged: Mapping[int, str], step: int) -> No
 def load_checkpoint(
     directory: str, networks: Networks, *, float32: bool = False
 ) -> Transformer[Array]:
-    """The policy of a public checkpoint, as of `load_policy`; adapters may be added to it."""
+    """Loads the policy of a public checkpoint, without adapters; `float32` as in `load_policy`."""
     from moe.huggingface import load_weights  # needs an extra
 
     model, mesh = networks.policy.config.without_adapters(), networks.mesh
@@ -229,7 +229,7 @@ def load_checkpoint(
 
 
 def load_model(folder: RunFolder) -> ModelConfig | None:
-    """The network of a run that began from a public checkpoint, None for one of a preset."""
+    """Network config of a run that started from a public checkpoint; None for a preset."""
     if not folder.model_path.exists():
         return None
     from moe.huggingface import config_from  # needs an extra

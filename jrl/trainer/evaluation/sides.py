@@ -1,4 +1,4 @@
-"""Which two groups of devices a policy is served on."""
+"""Device groups of attention and experts for serving a policy with disaggregation."""
 
 import math
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ from sharding.folding import FoldedMesh, Layout, fold
 
 @dataclass(frozen=True)
 class Sides:
-    """Attention and experts on devices of their own.
+    """Device groups of attention and experts, and the settings of decoding on them.
 
     Attributes:
-      mesh: of both sides.
+      mesh: of both device groups.
       micro_batches, expert_slots, replan: as of
         `jrl.rollout.decoding.disaggregated.engine.DisaggregatedEngine`.
     """
@@ -30,18 +30,18 @@ class Sides:
     replan: int | None
 
     def check(self, model: ModelConfig) -> None:
-        """Refuses a network that they cannot serve.
+        """Rejects a network that the device groups do not support.
 
         Raises:
-          ValueError: naming why.
+          ValueError: with the reason.
         """
         check_splits(model, self.mesh, first_placement(model, self.mesh, self.expert_slots))
 
     def check_slots(self, slots: int) -> None:
-        """Refuses slots that cannot be shared.
+        """Rejects a number of slots that does not divide over devices and micro-batches.
 
         Raises:
-          ValueError: for a number that does not divide.
+          ValueError: for such a number.
         """
         layout, parts = self.mesh.attention.layout, self.micro_batches
         unit = layout.num_devices * parts
@@ -53,21 +53,21 @@ class Sides:
             )
 
     def reading(self, model: ModelConfig) -> FoldedMesh:
-        """All their devices, where weights are read before each side gets its own: rows apart,
-        experts over as many as divide them."""
+        """Mesh over all devices, on which weights are loaded before they are sent to the groups:
+        data parallel, with experts over as many devices as divide them."""
         devices = [*devices_of(self.mesh.attention), *devices_of(self.mesh.experts)]
         number = len(devices)
         return fold(Layout(dp=number, ep=math.gcd(number, model.num_experts)), devices)
 
 
 def sides_of(given: SplitSettings, layout: str | None, run: RunConfig) -> Sides | None:
-    """What was asked for, or that which the run samples on; None is one mesh.
+    """Requested device groups, or those that the run samples on; None for one mesh.
 
     Args:
-      layout: of one mesh, if one is asked for.
+      layout: of one mesh, if one is requested.
 
     Raises:
-      ValueError: for what does not go together, and for more devices than there are.
+      ValueError: for incompatible settings, and for more devices than there are.
     """
     if given.split is not None and layout is not None:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""How many completions of an evaluation are decoded at a time."""
+"""Number of decoding slots of an evaluation, by the memory of the KV cache."""
 
 import os
 from typing import Any
@@ -12,21 +12,21 @@ from jrl.trainer.setup.setup import Setup
 from sharding.folding import FoldedMesh
 
 OF_A_PROCESSOR = 2 << 30
-"""Bytes of the KV cache of a process on a processor, whose memory other programs share."""
+"""Bytes of the KV cache of a process on a CPU, whose memory other programs share."""
 
 
 def evaluation_slots(setup: Setup, rows: int) -> tuple[int, str]:
-    """Slots for so many completions, and a line about them.
+    """Number of slots for the completions of an evaluation, and a line that describes it.
 
-    Those of the run where it names a number; else as many as there are completions, `MOST_SLOTS` at
-    most, whose keys and values have room: in `OF_A_PROCESSOR`, or in half of what the weights leave
-    on an accelerator. It depends on the kind of machine, and not on what else runs there.
+    The run's own number, if set; else as many as there are completions, at most `MOST_SLOTS`, whose
+    KV cache fits: into `OF_A_PROCESSOR`, or into half of the memory that the weights leave on an
+    accelerator. It depends on the kind of machine, not on other processes there.
 
     Args:
-      rows: completions that are decoded in all.
+      rows: total number of completions.
 
     Raises:
-      ValueError: for a number that does not divide over the devices, or whose cache has no room.
+      ValueError: for a number that does not divide over the devices, or whose cache does not fit.
     """
     mesh, wanted = setup.rollout_mesh, setup.run.slots
     unit, total = ranks(mesh) * setup.geometry.rollout_parts, memory_of(mesh)
@@ -37,7 +37,7 @@ def evaluation_slots(setup: Setup, rows: int) -> tuple[int, str]:
 
     if wanted is None:
         budget = _budget(setup, total)
-        # Rounded up: a few slots may stay empty, and each rank has one at least.
+        # Rounded up: a few slots may stay empty, and each rank has at least one.
         needed = -(-min(rows, MOST_SLOTS) // unit) * unit
         fitting = unit * max(1, budget // takes(unit))
         slots = min(needed, fitting)
@@ -57,7 +57,8 @@ def evaluation_slots(setup: Setup, rows: int) -> tuple[int, str]:
 
 
 def memory_of(mesh: FoldedMesh) -> int | None:
-    """Bytes of an accelerator, or a processor's share of the machine's; None where nobody says."""
+    """Memory of an accelerator in bytes, or a CPU device's share of the machine's; None if
+    unknown."""
     devices = _devices(mesh)
     stats = devices[0].memory_stats()
     if stats and "bytes_limit" in stats:
@@ -73,13 +74,13 @@ def _budget(setup: Setup, total: int | None) -> int:
     devices = _devices(mesh)
     if total is None or devices[0].platform == "cpu":
         return OF_A_PROCESSOR // len(devices)
-    # As they are read, and once more as decoding reads each layer.
+    # Twice: as loaded, and unstacked by layers for decoding.
     left = total - 2 * weight_bytes(setup.model.without_adapters(), mesh)
     return max(left // 2, 0)
 
 
 def _devices(mesh: FoldedMesh) -> list[Any]:
-    """Those of this process."""
+    """Devices of the mesh in this process."""
     found: Any = mesh.mesh.devices
     return [device for device in found.flat if device.process_index == jax.process_index()]
 

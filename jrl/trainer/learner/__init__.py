@@ -1,1 +1,1 @@
-"""What learns: weights, what an optimizer keeps of them, objectives and the update."""
+"""Learners: weights with their optimizer state, objectives and the update."""

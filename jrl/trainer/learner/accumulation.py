@@ -1,4 +1,4 @@
-"""Gradients of a mini-batch, added up micro-batch after micro-batch in float32."""
+"""Gradient accumulation: gradients of micro-batches are summed in float32."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,27 +15,28 @@ from sharding.collectives import Axes, vary
 from sharding.reduction import Reduced
 
 Mark = Callable[[Transformer[Array]], Transformer[Any]]
-"""Of all weights as they run: the same, some of them with a `Reduced` in their place."""
+"""Function of all weights before the forward pass: the same, some of them replaced by a
+`Reduced`."""
 Loss = Callable[[Transformer[Array], Any, Mark], tuple[Array, Any]]
-"""(weights that learn, micro-batch, what is done to all weights before they run) -> the loss of the
-micro-batch and its metrics."""
+"""(trained weights, micro-batch, function of all weights before the forward pass) -> the loss of
+the micro-batch and its metrics."""
 
 STACKS = ("layers", "first_layers")
-"""The fields of a network that hold layers."""
+"""Fields of a network that contain layers."""
 
 
 def accumulated(
     loss_of: Loss, own: Transformer[Array], micro_batches: Any, passes: Array | None, axes: Axes
 ) -> tuple[Array, Transformer[Array], Any]:
-    """The loss and the gradient of the weights on this device alone, sums over micro-batches, and
-    the metrics of each.
+    """Accumulates loss and gradient of this device over micro-batches; returns these sums, and the
+    metrics of each micro-batch.
 
     Args:
-      own: varying over `axes`, all those of the mesh.
+      own: trained weights, varying over `axes`, all those of the mesh.
       micro_batches: inputs ``[micro_batch, ...]``.
-      passes: how many of them run, as `scan_first` has it.
+      passes: number of micro-batches to run, as in `scan_first`.
     """
-    # In float32 whatever the weights are: in bfloat16 a sum of hundreds does not move by one more.
+    # In float32 whatever the weights are: a bfloat16 sum of hundreds would lose further addends.
     # The carry varies over every axis, as gradients do: a scan keeps the types of its carry.
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), own)
     nothing = (jnp.zeros((), jnp.float32), vary(zeros, axes))
@@ -58,33 +59,33 @@ def reduced_on_the_way(
     passes: Array | None,
     axes: Axes,
 ) -> tuple[Array, Transformer[Array], Any]:
-    """`accumulated`, and the gradient summed over devices: that of each layer as soon as the
-    backward pass of the last micro-batch has left the layer.
+    """Accumulates gradients as `accumulated`, and sums them over devices, overlapped with the
+    backward pass: each layer's as soon as the last micro-batch has computed it.
 
-    The last micro-batch is a program of its own beside that of all others, and compiled besides.
-    The same additions in the same order: the values are those of `accumulated`, but for what a
-    compiler rounds once less where it fits the last micro-batch together in another way.
+    The last micro-batch is outside of the loop over the others, and compiled in addition. Sums are
+    in the same order: the values are those of `accumulated`, except where the compiler fuses the
+    last micro-batch differently and rounds once less.
 
     Args:
       reductions: a `sharding.reduction.Reduction` for each weight of `own`.
       passes: at least 1.
     """
     number = jax.tree.leaves(micro_batches)[0].shape[0]
-    # None is nothing yet: a gradient of the only micro-batch is not added to zeros.
+    # None is an empty sum: the gradient of a single micro-batch is not added to zeros.
     loss, total, metrics = jnp.zeros((), jnp.float32), jax.tree.map(lambda _: None, own), None
     if number > 1:
         others = jax.tree.map(lambda x: x[:-1], micro_batches)
         run = None if passes is None else passes - 1
         loss, total, metrics = accumulated(loss_of, own, others, run, axes)
-    # The last that runs: gradients are summed over devices once, when they are complete.
+    # The last micro-batch that runs: gradients are summed over devices once, when complete.
     place = number - 1 if passes is None else passes - 1
     last = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, place, keepdims=False), micro_batches)
     ends = _without_stacks(own)
     places = jax.tree.map(lambda reduction, weight: reduction.place(weight), reductions, own)
     places = {name: getattr(places, name) for name in STACKS}
 
-    # Differentiated by the places, not by the layers: their gradient is the sum over devices of the
-    # layers' (`sharding.reduction`).
+    # Differentiated by the places, not by the layers: their cotangent is the sum over devices of
+    # the layers' gradient (`sharding.reduction`).
     def last_loss(given):
         ends, places = given
 
@@ -121,13 +122,13 @@ def _as_they_are(weights: Transformer[Array]) -> Transformer[Array]:
 
 
 def _without_stacks(weights: Transformer[Any]) -> Transformer[Any]:
-    """None in the place of every leaf of the layers."""
+    """Weights with None in the place of every leaf of the layers."""
     nothing = {name: jax.tree.map(lambda _: None, getattr(weights, name)) for name in STACKS}
     return replace(weights, **nothing)
 
 
 def _marked(reductions: Any, weights: Any, before: Any, places: Any) -> Any:
-    """A stack of layers with a `Reduced` for each weight that learns."""
+    """Stack of layers with a `Reduced` in the place of each trained weight."""
 
     def mark(reduction: Any, weight: Any, before: Any, place: Any) -> Any:
         return weight if reduction is None else Reduced(weight, before, place, reduction)
@@ -137,8 +138,8 @@ def _marked(reductions: Any, weights: Any, before: Any, places: Any) -> Any:
 
 
 def _put(place: int | Array, last: Array, others: Array | None = None) -> Array:
-    """The metric of the last micro-batch in its place among those of the others, which are zeros
-    from there on."""
+    """Inserts the metric of the last micro-batch at `place` among those of the others, which are
+    zeros from there on."""
     if others is None:
         return last[None]
     room = jnp.concatenate([others, jnp.zeros_like(others[:1])])

@@ -1,4 +1,4 @@
-"""A network that learns: its weights, what an optimizer keeps of them, and where that lives."""
+"""Learner: a network with its optimizer state, and their sharding."""
 
 import functools
 from collections.abc import Callable
@@ -26,16 +26,16 @@ Tree = TypeVar("Tree")
 
 @struct.dataclass
 class Learner(Generic[Leaf]):
-    """A network and its optimizer.
+    """Network and its optimizer state.
 
     Attributes:
-      weights: the network, as it computes.
+      weights: the network, in the dtype of computation.
       opt_state: of optax.
       updates: ``[]`` optimizer steps taken.
       skipped: ``[]`` optimizer steps left out because loss or gradient was not finite.
       skipped_in_a_row: ``[]`` those since the last step taken.
-      masters: what the optimizer steps, float32 in its shards, of which `weights` are cast; None
-        where it steps `weights`.
+      masters: sharded float32 master weights, which the optimizer updates and from which `weights`
+        are cast; None where it updates `weights`.
     """
 
     weights: Transformer[Leaf]
@@ -47,17 +47,17 @@ class Learner(Generic[Leaf]):
 
     @property
     def float32_weights(self) -> Transformer[Leaf]:
-        """What the optimizer steps."""
+        """Weights that the optimizer updates."""
         return self.weights if self.masters is None else self.masters
 
 
 def transformation(optimizer: Optimizer) -> optax.GradientTransformation:
-    """The steps of an optimizer, as optax takes them."""
+    """Optax transformation of an optimizer: clipping and AdamW."""
     # Clipped first: one large gradient must not stay in Adam's moments for hundreds of steps.
     # Weight decay is decoupled from them (Loshchilov and Hutter, arXiv:1711.05101).
     return optax.chain(
         optax.clip_by_global_norm(optimizer.max_grad_norm),
-        # Betas of 0.9 and 0.999, optax's own: `Optimizer.mu_dtype` counts on how far they let
+        # Betas of 0.9 and 0.999, the defaults of optax: `Optimizer.mu_dtype` depends on how far
         # moments move in a step.
         optax.adamw(
             optimizer.rate_at,
@@ -70,14 +70,14 @@ def transformation(optimizer: Optimizer) -> optax.GradientTransformation:
 def init_learner(
     optimizer: Optimizer, weights: Transformer[Array], config: ModelConfig, mesh: FoldedMesh
 ) -> Learner[Array]:
-    """A learner at its first step.
+    """Creates a learner before its first step.
 
     Args:
-      weights: float32; copied, because updates give their buffers away. Of a network with adapters
-        as it computes; those that are fixed are not copied.
+      weights: float32; copied, because updates donate their buffers. For a network with adapters in
+        the dtypes of computation; its frozen weights are not copied.
     """
     if config.lora is not None:
-        # Moments of what learns alone: those of a fixed weight would be zeros for ever.
+        # Moments of trained weights only: those of a frozen weight would be zeros for ever.
         learned, base = split(weights, config)
         own = copied(learned)
         moments = _first_moments(optimizer, own, config, mesh)
@@ -92,7 +92,7 @@ def init_learner(
 
 
 def copied(tree: Tree) -> Tree:
-    """In buffers of their own, by one program: updates give away those that they are given."""
+    """Copies all arrays in one compiled function, as updates donate their inputs."""
     leaves, structure = jax.tree.flatten(tree)
     return structure.unflatten(_copies(leaves))
 
@@ -117,14 +117,14 @@ def _moments_program(
     config: ModelConfig,
     mesh: FoldedMesh,
 ) -> Callable[[Any], Any]:
-    """The program of `_first_moments`, compiled once."""
+    """Compiled function of `_first_moments`, cached."""
     init = transformation(optimizer).init
     like = jax.eval_shape(init, structure.unflatten(sizes))
     return making(init, state_shardings(like, config, mesh))
 
 
 def _zeros(mesh: FoldedMesh) -> tuple[Array, Array, Array]:
-    """The counters of a learner, at its start."""
+    """Counters of a new learner."""
     # Distinct buffers: a donated argument may not name one twice.
     whole = NamedSharding(mesh.mesh, PartitionSpec())
     updates, skipped, in_a_row = (
@@ -136,14 +136,14 @@ def _zeros(mesh: FoldedMesh) -> tuple[Array, Array, Array]:
 def split(
     weights: Transformer[Leaf], config: ModelConfig
 ) -> tuple[Transformer[Leaf], Transformer[Leaf]]:
-    """The weights that learn, and the fixed ones."""
+    """Splits the weights into trained and frozen ones."""
     statement = table(config)
     return trees.trained(weights, statement), trees.fixed(weights, statement)
 
 
 def state_shardings(opt_state: Any, config: ModelConfig, mesh: FoldedMesh) -> Any:
-    """Where the optimizer state lives: moments in parts (`moe.placement.shard_specs`), counters
-    whole."""
+    """Shardings of the optimizer state: moments sharded (`moe.placement.shard_specs`), counters
+    replicated."""
     shards = split(placement.shard_shardings(config, mesh), config)[0]
 
     def place(node: Any) -> Any:

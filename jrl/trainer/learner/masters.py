@@ -1,10 +1,10 @@
-"""Float32 masters of weights that a network has in bfloat16 (mixed-precision training).
+"""Float32 master weights of a network that computes in bfloat16 (mixed-precision training).
 
-A step of the optimizer is often smaller than the last digit of a bfloat16 weight, which would not
-move. So the optimizer steps a float32 master of each weight, in the shards of its moments
-(`sharding.zero`), and what all devices have, compute with and sample with is the master cast: once
-a step, before it is gathered. Where the network computes in float32 its weights are their own
-masters, and there is no second copy.
+A step of the optimizer is often smaller than the rounding error of a bfloat16 weight, which would
+not change. So the optimizer updates a float32 master of each weight, sharded as its moments
+(`sharding.zero`). All devices compute and sample with the cast masters, which are cast once a step,
+before they are gathered. Where the network computes in float32 its weights are their own masters,
+and there is no second copy.
 
 References:
   Micikevicius et al., "Mixed Precision Training", 2018, section 3.1.
@@ -29,23 +29,23 @@ from sharding.zero import unshard
 
 
 def keeps_masters(config: ModelConfig) -> bool:
-    """Whether the optimizer steps masters beside the weights."""
-    # Adapters are float32 whatever the network computes in, and no other weight is stepped.
+    """True if the optimizer updates separate master weights."""
+    # Adapters are float32 whatever the network computes in, and no other weight is trained.
     return config.dtype != "float32" and config.lora is None
 
 
 def float32_shardings(config: ModelConfig, mesh: FoldedMesh) -> Transformer[NamedSharding]:
-    """Where the float32 weights of a network live: the masters in shards, those that are their own
-    masters where the network has them."""
+    """Shardings of the float32 weights of a network: of masters sharded, of weights that are their
+    own masters those of the network."""
     places = placement.shard_shardings if keeps_masters(config) else placement.shardings
     return places(config, mesh)
 
 
 @cache
 def to_masters(config: ModelConfig, mesh: FoldedMesh) -> Callable[..., Transformer[Array]]:
-    """Makes masters that begin as the weights it is given, in buffers of their own: of any dtype
-    and layout, shaped as `mesh` stores them."""
-    # A copy where it is float32 already: updates give the buffers away.
+    """Compiled function that copies weights of any dtype and sharding to new masters, shaped as
+    `mesh` stores them."""
+    # A copy where it is float32 already: updates donate the buffers.
     return making(
         lambda weights: jax.tree.map(lambda leaf: jnp.copy(leaf.astype(jnp.float32)), weights),
         placement.shard_shardings(config, mesh),
@@ -55,27 +55,27 @@ def to_masters(config: ModelConfig, mesh: FoldedMesh) -> Callable[..., Transform
 def weights_of(
     masters: Transformer[Array], config: ModelConfig, mesh: FoldedMesh
 ) -> Transformer[Array]:
-    """The weights that the network computes with, from float32 ones of any layout; these
-    themselves where they are their own masters."""
+    """Casts float32 masters of any sharding to the weights of computation; returns them unchanged
+    where they are their own masters."""
     return _to_weights(config, mesh)(masters) if keeps_masters(config) else masters
 
 
 def gathered(
     masters: Transformer[Array], config: ModelConfig, mesh: FoldedMesh
 ) -> Transformer[Array]:
-    """`weights_of` masters in their shards, inside a jitted step: cast first, so that a device
+    """Casts and all-gathers sharded masters, inside a jitted step: cast first, so that a device
     sends and receives the bytes of the weights, not those of the masters."""
     statement = table(config)
     specs = trained(placement.specs(config, mesh), statement)
     shard_specs = trained(placement.shard_specs(config, mesh), statement)
     shard_dims = trained(placement.shard_dims(config, mesh), statement)
-    # Beside adapters nothing has masters, and they themselves are as they compute.
+    # Adapters and their base weights have no masters.
     weights = masters if config.lora is not None else cast(masters, config)
     shards = laid_out(weights, shard_specs, mesh)
     # Left in shards: each layer is gathered where it runs, forward and again backward.
     if config.execution.fsdp:
         return shards
-    # That the gathered weights are equal on all devices of a cut is not in the type of a gather.
+    # The type of a gather does not say that gathered weights are equal on all devices.
     gather = jax.shard_map(
         lambda shards: unshard(shards, shard_dims),
         mesh=mesh.mesh,
@@ -89,7 +89,7 @@ def gathered(
 def laid_out(
     weights: Transformer[Array], specs: Transformer[PartitionSpec], mesh: FoldedMesh
 ) -> Transformer[Array]:
-    """Global arrays, by `specs` from here on."""
+    """Constrains the sharding of global arrays to `specs`."""
     places = jax.tree.map(lambda spec: NamedSharding(mesh.mesh, spec), specs)
     return jax.lax.with_sharding_constraint(weights, places)
 

@@ -1,4 +1,4 @@
-"""What is minimised: the policy's loss, the critic's, and the warm start's."""
+"""Objectives that are minimised: the loss of the policy, of the critic, and of the warm start."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +31,7 @@ def policy_loss(
     totals: Totals[Array],
     response_length: int,
 ) -> tuple[Float[Array, ""], Metrics]:
-    """A micro-batch's share of the policy's loss of its mini-batch.
+    """Micro-batch's share of the policy's loss of its mini-batch.
 
     ``aggregate(w surrogate) - entropy_coef aggregate(entropy) + kl_coef aggregate(k3) + auxiliary``
     with the recipe's surrogate, denominators and auxiliary loss, and importance weights w.
@@ -45,18 +45,18 @@ def policy_loss(
     """
 
     def reduced(per_token: Float[Array, "batch time"]) -> Float[Array, ""]:
-        # Of the mini-batch, known before it is cut: a mean of micro-batches' means would weigh
-        # tokens of short micro-batches more.
+        # Of the whole mini-batch: a mean of micro-batches' means would give tokens of short
+        # micro-batches a larger weight.
         denominators = recipe.denominators(totals, response_length)
         return aggregate(per_token, batch.mask, recipe.aggregation, **denominators)
 
-    # A recipe need not guard its sums against what is not to be learned from.
+    # So that a recipe need not mask its sums.
     logprobs, entropy = (jnp.where(batch.mask, x, 0.0) for x in (logprobs, entropy))
     surrogate, metrics = recipe.surrogate(logprobs, entropy, batch, totals.statistics)
     if batch.importance_weights is not None:
         surrogate = surrogate * jax.lax.stop_gradient(batch.importance_weights)
-    # Denominators are those of the mini-batch, so this is a share, and shares add up over
-    # micro-batches and rows of `dp` alike.
+    # Denominators are those of the mini-batch, so this is a share, and shares are summed over
+    # micro-batches and rows of `dp`.
     loss = reduced(surrogate)
     metrics = {f"actor/{name}": value for name, value in metrics.items()}
     metrics["actor/pg_loss"] = loss
@@ -74,10 +74,10 @@ def policy_loss(
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """The recipe's policy loss plus the router's losses.
+    """Objective of the policy: the recipe's loss, to which the router's losses are added.
 
     Attributes:
-      packed: sizes of a micro-batch whose rows lie in bins; None runs rows as they stand.
+      packed: sizes of a packed micro-batch; None runs unpacked rows.
     """
 
     config: ModelConfig
@@ -89,15 +89,14 @@ class PolicyObjective:
     packed: PackedSizes | None = None
 
     def replayed(self, batch: Batch[Array]) -> Array | None:
-        """The choices of experts that each pass over `batch` uses again, None where the routers
-        choose by themselves."""
+        """Expert ids that each pass over `batch` replays; None without router replay."""
         return None if self.recipe.router_replay is None else given(batch.choices)
 
     def pack(self, batch: Batch[Array]) -> PackedBatch:
         return _pack(self, batch, self.replayed(batch))
 
     def scores(self, weights: Transformer[Array], x: Array, batch: Batch[Array]) -> Scores:
-        """What the policy says of the tokens under the mask, from the last hidden states."""
+        """Scores of the tokens in the mask, from the last hidden states."""
         config, sampling, mesh = self.config, self.sampling, self.mesh
         if self.packed is None:
             return scores_of(weights, x, batch.tokens, self.layout, config, sampling, mesh)
@@ -110,8 +109,8 @@ class PolicyObjective:
         arrays = scores.logprobs, scores.entropy, batch, totals
         loss, metrics = policy_loss(self.recipe, *arrays, self.response_length)
         if self.sampling.adaptive is not None or batch.behaviour_logprobs is None:
-            # Of a distribution at a temperature that adapts a pass over the tokens knows nothing:
-            # `prepare` has compared the whole policy. Tokens that are given nobody has sampled.
+            # A pass over the tokens does not compute the distribution at an adaptive temperature:
+            # `prepare` has compared the full policy. Given tokens have no sampler to compare with.
             return loss, dict(metrics)
         sampled = given(batch.behaviour_logprobs)
         differences = sampling_differences(scores.behaviour_logprobs, sampled, batch.mask)
@@ -129,15 +128,15 @@ def sampling_differences(
     sampled: Float[Array, "batch time"],
     mask: Bool[Array, "batch time"],
 ) -> dict[str, Any]:
-    """How far the trainer is from what sampled, in the distribution that was drawn from.
+    """Metrics of the mismatch between trainer and sampler, in the distribution sampled from.
 
-    Zero in exact arithmetic before the first update: what is left is decoding with a cache against
-    one pass, the mismatch that corrections are for.
+    Zero in exact arithmetic before the first update: the remainder is the rounding difference
+    between decoding with a KV cache and one forward pass, which corrections are for.
 
     Args:
-      logprobs: of the tokens as the trainer computes them, nats.
-      sampled: the same as the sampler gave them.
-      mask: sampled tokens that count.
+      logprobs: of the tokens as computed by the trainer, nats.
+      sampled: the same as recorded by the sampler.
+      mask: loss mask of the sampled tokens.
     """
     difference = jnp.where(mask, jnp.abs(logprobs - sampled), 0.0)
     return {
@@ -149,7 +148,7 @@ def sampling_differences(
 
 @dataclass(frozen=True)
 class CriticObjective:
-    """The recipe's loss of the critic plus the loss of the critic's routers.
+    """Objective of the critic: the recipe's loss, to which the routers' losses are added.
 
     Attributes:
       packed: as of `PolicyObjective`.
@@ -166,7 +165,7 @@ class CriticObjective:
         return _pack(self, batch)
 
     def values(self, weights: Transformer[Array], x: Array, batch: Batch[Array]) -> Array:
-        """Of the states before the tokens under the mask, from the last hidden states."""
+        """Values of the states before the tokens in the mask, from the last hidden states."""
         if self.packed is None:
             return values_of(weights, x, batch.tokens, self.layout, self.config, self.mesh)
         return packing.values_of(weights, x, _rows(batch), self.packed, self.config, self.mesh)
@@ -174,8 +173,7 @@ class CriticObjective:
     def loss(
         self, weights: Transformer[Array], x: Array, batch: Batch[Array], totals: Totals[Array]
     ) -> tuple[Array, dict[str, Any]]:
-        # `batch.old_values` are from before the step's first update: the value clip measures from
-        # there.
+        # `batch.old_values` are from before the step's first update: the centre of the value clip.
         values = self.values(weights, x, batch)
         loss, metrics = self.recipe.critic_loss(values, batch, totals, self.response_length)
         return loss, {**metrics, "critic/vf_loss": loss}
@@ -198,8 +196,8 @@ class SupervisedObjective:
     def loss(
         self, weights: Transformer[Array], x: Array, batch: Batch[Array], totals: Totals[Array]
     ) -> tuple[Array, dict[str, Any]]:
-        # `Sampling()` is temperature 1: the plain softmax imitates, whatever completions are
-        # sampled at.
+        # `Sampling()` is temperature 1: SFT trains the plain softmax, whatever the sampling
+        # temperature.
         scores = scores_of(
             weights, x, batch.tokens, self.layout, self.config, Sampling(), self.mesh
         )
@@ -214,7 +212,7 @@ def _pack(
     batch: Batch[Array],
     replayed: Array | None = None,
 ) -> PackedBatch:
-    """The rows as they stand, or in the bins that they were dealt out to."""
+    """Input of the network: unpacked rows, or rows packed into their bins."""
     config, mesh = objective.config, objective.mesh
     if objective.packed is None:
         return pack(batch.tokens, batch.valid, objective.layout, config, mesh, replayed)
@@ -230,7 +228,7 @@ def _router_metrics(router: RouterStatistics[Array] | None, mesh: FoldedMesh) ->
     of ``cp`` and ``tp``."""
     if router is None:
         return {}
-    # Metrics alone; what the routers learn from is `router_loss`.
+    # Metrics only; the gradient comes from `router_loss`.
     router = jax.lax.stop_gradient(router)
     router = all_sum(router, mesh.sequence)
     metrics = {
@@ -239,7 +237,7 @@ def _router_metrics(router: RouterStatistics[Array] | None, mesh: FoldedMesh) ->
         "moe/router_entropy": Mean(router.entropy, router.tokens),
         "moe/dropped_fraction": Mean(router.dropped, jnp.sum(router.load)),
         "moe/padded_fraction": Mean(router.padded, router.places),
-        # Counts and no mean: the selection bias is moved by those of the whole mini-batch.
+        # Counts and no mean: the selection bias is updated by those of the whole mini-batch.
         "load": router.load,
     }
     if router.agreed is not None and router.replayed is not None:
@@ -248,5 +246,6 @@ def _router_metrics(router: RouterStatistics[Array] | None, mesh: FoldedMesh) ->
 
 
 def _router_load(router: RouterStatistics[Array] | None, mesh: FoldedMesh) -> dict[str, Any]:
-    """Choices of each expert, ``[layer, route]``, by the tokens of all ``cp`` and ``tp`` ranks."""
+    """Load of each expert, ``[layer, route]``, summed over the tokens of all ``cp`` and ``tp``
+    ranks."""
     return {} if router is None else {"load": all_sum(router.load, mesh.sequence)}

@@ -1,10 +1,10 @@
-"""Passes whose buffers overflowed, run again with buffers that cannot.
+"""Recomputation of passes whose expert buffers overflowed, with dropless buffers.
 
-Under `moe.execution.Execution.buffer_factor` the buffers of the experts of a device hold a
-multiple of what even routing sends to them. A pass counts what overflows; if that is anything, its
-result is put aside, and the same pass of a program with buffers for any routing takes its place.
-Both are compiled once, the second when it is first needed. So no result depends on how even routing
-is, and only time and memory do.
+Under `moe.execution.Execution.buffer_factor` the buffers of the experts of a device hold a multiple
+of the rows of even routing. A pass counts its overflow; if there is any, its result is discarded,
+and the same pass is run with buffers for any routing. Both functions are compiled once, the second
+when it is first needed. So only time and memory depend on the balance of the routing, and no result
+does.
 """
 
 from collections.abc import Callable
@@ -22,41 +22,41 @@ Kind = TypeVar("Kind", bound=AnyObjective)
 
 
 def for_any_routing(objective: Kind) -> Kind:
-    """The same objective with buffers for any routing."""
+    """Same objective with dropless buffers, for any routing."""
     return replace(objective, config=objective.config.for_any_routing())
 
 
 class Exact:
-    """A pass without a gradient, ``(objective, *given) -> (found, overflow)``, compiled; called, it
-    gives what was found with buffers for everything.
+    """Compiled pass without a gradient that is recomputed with dropless buffers on overflow. A call
+    returns the result without the overflow.
 
     Args:
-      program: the pass; `overflow` is what
-        `moe.router.overflow.overflow_of` says.
-      num_static: arguments in front that are no arrays, the objective first.
+      program: the pass, ``(objective, *given) -> (found, overflow)``; `overflow` is that of
+        `moe.router.overflow.overflow_of`.
+      num_static: number of leading static arguments, the objective first.
     """
 
     def __init__(self, program: Callable[..., tuple[Any, Array | None]], num_static: int = 1):
         static = tuple(range(num_static))
         self.counted = Program(program, static_argnums=static)
-        # Where buffers hold any routing nothing is counted: the second result is None.
+        # Dropless buffers count no overflow: the second result is None.
         self.unbounded = Program(lambda *given: program(*given)[0], static_argnums=static)
         self.__doc__ = program.__doc__
 
     def __call__(self, objective: AnyObjective, *given: Any) -> Any:
         if objective.config.execution.buffer_factor is None:
             return self.unbounded(objective, *given)
-        # A sum over all devices, so that all processes decide alike; reading it waits for the pass.
+        # A sum over all devices, so that all processes decide alike; reading it blocks.
         found, overflow = self.counted(objective, *given)
         if overflow is None or not int(overflow):
             return found
         return self.unbounded(for_any_routing(objective), *given)
 
     def lower(self, objective: AnyObjective, *given: Any) -> Any:
-        """The program with buffers for any routing, lowered."""
+        """Lowers the pass with dropless buffers."""
         return self.unbounded.lower(for_any_routing(objective), *given)
 
 
 def exact(num_static: int = 1) -> Callable[[Callable[..., tuple[Any, Array | None]]], Exact]:
-    """`Exact`, as a decorator."""
+    """Decorator that makes an `Exact` of a pass."""
     return partial(Exact, num_static=num_static)

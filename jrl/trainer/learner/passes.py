@@ -1,4 +1,4 @@
-"""As many micro-batches as there are: one program, however many of them it runs."""
+"""Scan over a dynamic number of micro-batches, in one compiled function."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,23 +16,23 @@ def scan_first(
     xs: Any,
     passes: Int[Array, ""] | None,
 ) -> tuple[Any, Any]:
-    """`jax.lax.scan` that runs the first `passes` of its iterations, and for the others leaves the
-    carry as it is and gives zeros; None runs all of them.
+    """Runs the first `passes` iterations of a `jax.lax.scan`; the others keep the carry and return
+    zeros. None runs all of them.
 
-    The number is one of run time: what is left out costs nothing, and nothing is compiled anew.
+    The number is dynamic: skipped iterations cost nothing, and nothing is recompiled.
 
     Args:
-      passes: the same on all devices, which meet in the collectives of `body`.
+      passes: the same on all devices, as `body` has collectives.
     """
     if passes is None:
         return jax.lax.scan(body, carry, xs)
 
     def step(carry: Any, given: tuple[Array, Any]) -> tuple[Any, Any]:
         number, x = given
-        # Traced for its types alone: what is skipped must give zeros of the same.
+        # Traced for its types only: skipped iterations must return zeros of the same types.
         _, outs = jax.eval_shape(body, carry, x)
 
-        # Both branches of a `cond` must be of one type, which says over what axes a value varies.
+        # Both branches of a `cond` must have one type, which includes the axes a value varies over.
         def zeros(out: Any) -> Array:
             return vary(jnp.zeros(out.shape, out.dtype), tuple(out.manual_axis_type.varying))
 

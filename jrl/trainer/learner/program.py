@@ -1,4 +1,4 @@
-"""`jax.jit` with the options that the compiler of a mesh is given (`sharding.compiler_options`)."""
+"""Jitted functions with the compiler options of their mesh (`sharding.compiler_options`)."""
 
 from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -13,7 +13,7 @@ Found = TypeVar("Found")
 
 
 class Program(Generic[Given, Found]):
-    """A jitted function of an objective, whose mesh says what it is compiled for.
+    """Jitted function of an objective, whose mesh determines the compiler options.
 
     Args:
       function: its first argument is static and has a `mesh`.
@@ -26,8 +26,8 @@ class Program(Generic[Given, Found]):
         self.__doc__ = function.__doc__
 
     def on(self, mesh: FoldedMesh) -> Any:
-        """The jitted function for that mesh; the same for meshes with the same options."""
-        # Options belong to a `jax.jit` and not to a call, so there is one for each set of them.
+        """Jitted function for a mesh; the same for meshes with the same options."""
+        # Options belong to `jax.jit` and not to a call, so there is one function for each set.
         asked = compiler_options(mesh)
         key = tuple(sorted(asked.items()))
         if key not in self._jitted:
@@ -40,11 +40,11 @@ class Program(Generic[Given, Found]):
         return self.on(_mesh_of(given))(*given, **named)
 
     def lower(self, *given: Given.args, **named: Given.kwargs) -> Any:
-        """As of `jax.jit`."""
+        """Lowers the function, as `jax.jit`'s `lower`."""
         return self.on(_mesh_of(given)).lower(*given, **named)
 
     def trace(self, *given: Given.args, **named: Given.kwargs) -> Any:
-        """As of `jax.jit`."""
+        """Traces the function, as `jax.jit`'s `trace`."""
         return self.on(_mesh_of(given)).trace(*given, **named)
 
 

@@ -1,5 +1,5 @@
-"""Records of arrays, some fields of which are None: programs that make them, and what these are
-without their values."""
+"""Dataclasses of arrays with None fields: compiled functions that return them, and their abstract
+shapes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,10 +9,10 @@ from jax.sharding import Sharding
 
 
 def making(make: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
-    """`make`, compiled, its result laid out by `shardings`, a record of the same structure.
+    """Compiles `make`, with its result sharded by `shardings`, a dataclass of the same structure.
 
-    What the program itself gives is a list: JAX would fill the fields that are None with a marker,
-    which no record can hold.
+    The compiled function itself returns a list: for fields that are None JAX would insert a marker,
+    which the dataclass cannot hold.
     """
     places, structure = jax.tree.flatten(shardings)
     program = jax.jit(lambda *given: jax.tree.leaves(make(*given)), out_shardings=places)
@@ -20,5 +20,5 @@ def making(make: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
 
 
 def described(leaf: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and place of an array."""
+    """Shape, dtype and sharding of an array."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

@@ -1,13 +1,13 @@
-"""The one jitted update that policy, critic and warm start share.
+"""Jitted update that policy, critic and warm start share.
 
-Gradients are taken inside the `jax.shard_map`, micro-batch after micro-batch with the denominators
-of the whole mini-batch, summed over devices once, and applied outside it on global arrays. Devices
-that hold the same weights each keep a part of the gradient and of the optimizer state
-(`sharding.zero`), step that part, and gather the new weights; under `Execution.fsdp` they keep a
-part of the weights too, and gather a layer when its turn has come. Of weights in bfloat16 the part
-that is stepped is one of float32 masters (`jrl.trainer.learner.masters`), and gradients are
-those of the bfloat16 weights, summed over micro-batches and devices in float32. Of a network with
-adapters these alone have gradients and are stepped; the weights beside them are read alone.
+Gradients are computed inside the `jax.shard_map`, micro-batch after micro-batch with the
+denominators of the whole mini-batch, summed over devices once, and applied outside it on global
+arrays. Devices with the same weights each keep a shard of the gradient and of the optimizer state
+(`sharding.zero`), update that shard, and gather the new weights; under `Execution.fsdp` they keep a
+shard of the weights too, and gather each layer when it runs. For weights in bfloat16 the updated
+shard is one of float32 masters (`jrl.trainer.learner.masters`), and gradients are those of the
+bfloat16 weights, summed over micro-batches and devices in float32. In a network with adapters only
+these have gradients and are updated; the base weights are frozen.
 """
 
 from dataclasses import replace
@@ -45,7 +45,7 @@ Leaf = TypeVar("Leaf")
 
 @struct.dataclass
 class Max(Generic[Leaf]):
-    """A metric that is a maximum over micro-batches, as `jrl.losses.Mean` is a mean."""
+    """Metric that is a maximum over micro-batches, as `jrl.losses.Mean` is a mean."""
 
     maximum: Leaf
 
@@ -55,8 +55,7 @@ class Max(Generic[Leaf]):
 
 @runtime_checkable
 class Objective(Protocol):
-    """A loss on a micro-batch, run inside the `jax.shard_map`. Hashable: compiled once
-    each."""
+    """Loss on a micro-batch, run inside the `jax.shard_map`. Hashable: compiled once each."""
 
     @property
     def config(self) -> ModelConfig: ...
@@ -65,13 +64,13 @@ class Objective(Protocol):
     def mesh(self) -> FoldedMesh: ...
 
     def pack(self, batch: Batch[Array]) -> PackedBatch:
-        """Its tokens as the network runs them."""
+        """Packs the tokens of a micro-batch, the input of the network."""
         ...
 
     def loss(
         self, weights: Transformer[Array], x: Array, batch: Batch[Array], totals: Totals[Array]
     ) -> tuple[Array, dict[str, Any]]:
-        """Its share of the loss and its metrics, equal on all ranks of ``cp`` and ``tp``,
+        """Share of the loss and metrics of a micro-batch, equal on all ranks of ``cp`` and ``tp``,
         from the last hidden states `x`. The routers' losses are added to it.
 
         Args:
@@ -82,13 +81,13 @@ class Objective(Protocol):
     def router_metrics(self, router: RouterStatistics[Array] | None) -> dict[str, Any]:
         """Metrics of the routers' sums over all layers.
 
-        A model with a selection bias needs the metric `load`, ``[layer, route]`` choices.
+        A model with a selection bias needs the metric `load`, ``[layer, route]`` tokens per expert.
         """
         ...
 
 
 def count(batch: Batch[Array], statistics: Any = None) -> Totals[Array]:
-    """What is known of a mini-batch: its denominators, and the recipe's `statistics` of it."""
+    """Totals of a mini-batch: its denominators, and the recipe's `statistics`."""
     mask = batch.mask
     correct = mask if batch.correct is None else mask & batch.correct[:, None]
     # Integers, whatever the masks are: float32 counts no further than 2^24 one by one.
@@ -101,8 +100,8 @@ def count(batch: Batch[Array], statistics: Any = None) -> Totals[Array]:
     )
 
 
-# The learner is donated: weights and moments that come out take the buffers of those that went in.
-# Fixed weights are not: every step is given the same.
+# The learner is donated: new weights and moments reuse the buffers of the old ones. Frozen weights
+# are not donated: every step gets the same arrays.
 @partial(Program, static_argnums=(0, 1, 2), donate_argnums=3)
 def update(
     objective: Objective,
@@ -114,52 +113,52 @@ def update(
     passes: Array | None = None,
     fixed: Transformer[Array] | None = None,
 ) -> tuple[Learner[Array], dict[str, Any]]:
-    """One optimizer step on a mini-batch.
+    """Runs one optimizer step on a mini-batch.
 
-    Where the loss or the gradient's norm is not finite, nothing moves and the step is counted as
-    skipped. Nothing moves either where no token of the mini-batch counts: momentum, weight decay
-    and the routers' losses would act on nothing that was learned. Nor does anything move, and
-    nothing is counted as skipped, where there was no room for all that the routers chose
-    (`Execution.buffer_factor`): who asked for less has to update again with room for any routing.
+    Where the loss or the gradient's norm is not finite, nothing changes and the step is counted as
+    skipped. Nothing changes either where the loss mask of the mini-batch is empty: momentum, weight
+    decay and the routers' losses would act without any training signal. Nor does anything change,
+    without counting as skipped, where the expert buffers overflowed (`Execution.buffer_factor`):
+    the caller has to update again with dropless buffers.
 
     Args:
       objective: the loss.
-      optimizer: how to step.
-      num_micro_batches: micro-batches the mini-batch is cut into on each device.
-      learner: given up: its buffers are reused.
+      optimizer: settings of the optimizer.
+      num_micro_batches: micro-batches the mini-batch is split into on each device.
+      learner: donated.
       batch: the mini-batch, rows over ``dp``.
-      statistics: what the loss must know of the whole mini-batch besides its counts.
-      passes: ``[]`` how many of the micro-batches are run, the first ones; the others have no
-        tokens. None runs all.
-      fixed: the weights that stay as they are, of a network with adapters; those of `learner` are
-        the others then (`moe.adapters.trees`), before and after.
+      statistics: statistics of the whole mini-batch for the loss, in addition to its counts.
+      passes: ``[]`` number of micro-batches to run, the first ones; the others have no tokens.
+        None runs all.
+      fixed: the frozen weights of a network with adapters; those of `learner` are the others then
+        (`moe.adapters.trees`), before and after.
 
     Returns:
       The learner, and metrics: `loss`, `grad_norm`, `finite`, `empty` and the objective's; and
-      under a `buffer_factor` `overflow`, the choices that there was no room for.
+      under a `buffer_factor` `overflow`, the number of routed rows that overflowed.
     """
     config, mesh = objective.config, objective.mesh
     shards, _ = split(placement.shard_specs(config, mesh), config)
-    # Denominators of the whole mini-batch, known before it is cut: micro-batches then add up.
+    # Denominators of the whole mini-batch, computed before it is split: micro-batches are summed.
     totals = count(batch, statistics)
     given = learner.weights, fixed, batch, totals, passes
     loss, grads, metrics = _gradients(objective, optimizer.gradient_wire, num_micro_batches, *given)
-    # Of global arrays, so it is the global norm, whatever the layout (clipping depends on it).
+    # Of global arrays, so it is the global norm, whatever the layout, as clipping requires.
     grad_norm = optax.tree.norm(grads)
     # A NaN or an infinity anywhere in the gradient is one in its norm.
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     empty = totals.num_tokens == 0
-    # ZeRO-1: each device steps the shard whose moments it keeps; the all-gather comes after.
-    # `Any`, as optax's types know no records.
+    # ZeRO-1: each device updates the shard whose moments it keeps; the all-gather comes after.
+    # `Any`, as optax's types do not include dataclasses.
     weights: Any = masters.laid_out(learner.float32_weights, shards, mesh)
-    # In the place of the cast ones, which are made of them again below, after the step.
+    # Masters take the place of the cast weights, which are cast from them again after the step.
     learner = replace(learner, weights=weights, masters=None)
-    # Optax counts on the standard promotions, which a caller may have forbidden.
+    # Optax relies on the standard promotions, which a caller may have disabled.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         steps, opt_state = transformation(optimizer).update(grads, learner.opt_state, weights)
-    # In float32, so that a step below the last digit of a bfloat16 weight is not lost.
+    # In float32, so that a step below the rounding error of a bfloat16 weight is not lost.
     stepped: Any = optax.apply_updates(weights, steps)
-    # DeepSeek-V3's balancing without a loss: the bias is no parameter of the optimizer.
+    # DeepSeek-V3's auxiliary-loss-free balancing: the bias is no parameter of the optimizer.
     if config.selection_bias and fixed is None:
         rate = config.bias_update_rate
         stepped = with_updated_bias(weights, stepped, metrics["load"], rate, mesh)
@@ -170,8 +169,8 @@ def update(
         updates=learner.updates + 1,
         skipped_in_a_row=jnp.zeros_like(learner.skipped_in_a_row),
     )
-    # Without room for all choices the gradient is of other routing than the routers': it is taken
-    # again (`Network.update`), and is no update that was skipped.
+    # After an overflow the gradient is that of another routing than the routers': it is recomputed
+    # (`Network.update`), and does not count as a skipped update.
     fits = metrics["overflow"] == 0 if "overflow" in metrics else jnp.ones((), bool)
     skipped = (~finite & fits).astype(learner.skipped.dtype)
     stayed = replace(
@@ -179,15 +178,15 @@ def update(
         skipped=learner.skipped + skipped,
         skipped_in_a_row=learner.skipped_in_a_row + skipped,
     )
-    # Chosen on the device: the host need not wait to know whether a step counts.
+    # Selected on the device: the host need not block on the outcome.
     moves = finite & ~empty & fits
     learner = jax.tree.map(lambda new, old: jnp.where(moves, new, old), moved, stayed)
     learner = replace(
         learner,
-        # After the choice between moved and stayed, which is then made on shards alone.
+        # After the selection between moved and stayed, which is then done on shards only.
         weights=masters.gathered(learner.weights, config, mesh),
         masters=learner.weights if masters.keeps_masters(config) else None,
-        # In shards as it came, in which it fits the buffers that were given up.
+        # Sharded as the input, so that it fits the donated buffers.
         opt_state=jax.lax.with_sharding_constraint(
             learner.opt_state, state_shardings(learner.opt_state, config, mesh)
         ),
@@ -206,7 +205,7 @@ def _gradients(
     totals: Totals[Array],
     passes: Array | None,
 ) -> tuple[Array, Any, dict[str, Any]]:
-    """The loss of a mini-batch, its gradient in parts and its metrics, on global arrays."""
+    """Loss of a mini-batch, its sharded gradient and its metrics, on global arrays."""
     config, mesh, whole = objective.config, objective.mesh, PartitionSpec()
     stored, of_fixed = split(placement.stored_specs(config, mesh), config)
     local = jax.shard_map(
@@ -238,20 +237,20 @@ def _local_gradients(
     shard_dims, fixed_dims = split(all_dims, config)
     specs, _ = split(placement.specs(config, mesh), config)
     sharded = config.execution.fsdp
-    # Copies that vary over every axis collect the gradient of this device alone; what is summed
-    # over devices, once, is the sum over micro-batches.
+    # Typed as varying over every axis, they get the gradient of this device only; the sum over
+    # micro-batches is summed over devices once.
     own, fixed = vary((weights, fixed), mesh.axes)
     if sharded:
-        # The layers stay in parts until it is their turn, and their gradients are summed there.
+        # Layers stay sharded until they run, and their gradients are reduced there.
         own = replace(zero.unshard(own, shard_dims), layers=own.layers)
         if fixed is not None:
             fixed = replace(zero.unshard(fixed, fixed_dims), layers=fixed.layers)
-    # The rows of this `dp` rank alone: to cut them sends nothing.
-    # Runs of neighbouring rows: samples of a prompt stay together where they can, and share it.
+    # Rows of this `dp` rank only: splitting them needs no communication.
+    # Consecutive rows: samples of a prompt stay in one micro-batch if possible, and share it.
     micro_batches = jax.tree.map(lambda x: x.reshape(num_micro_batches, -1, *x.shape[1:]), batch)
     given = objective, own, fixed, micro_batches, totals
     of_layers = all_dims.layers if sharded else None
-    # Under fsdp the transpose of a layer's gather has summed its gradient into shards already.
+    # Under fsdp the transpose of a layer's gather has reduce-scattered its gradient already.
     is_sharded = replace(
         jax.tree.map(lambda _: False, shard_dims),
         layers=jax.tree.map(lambda _: sharded, shard_dims.layers),
@@ -279,7 +278,8 @@ def _one_by_one(
     reductions: Transformer[Any],
     passes: Array | None,
 ) -> tuple[Array, Transformer[Array], dict[str, Any]]:
-    """The loss, the gradient in parts, and the metrics, where a device holds all layers."""
+    """Loss, sharded gradient and metrics without pipeline parallelism, micro-batch by
+    micro-batch."""
     config, mesh = objective.config, objective.mesh
 
     def micro_batch_loss(own, micro_batch, mark):
@@ -288,7 +288,7 @@ def _one_by_one(
         x, router = model.run(weights, objective.pack(micro_batch), config, mesh, shard_dims)
         loss, metrics = objective.loss(weights, x, micro_batch, totals)
         loss = loss + router_loss(router, config, mesh, totals.num_valid)
-        # Ranks of cp and tp hold the same loss, which counts once.
+        # Ranks of cp and tp have the same loss, which counts once.
         metrics = {**metrics, **_of_router(objective, router)}
         return all_sum(loss, mesh.except_sequence), metrics
 
@@ -310,7 +310,7 @@ def _through_stages(
     totals: Totals[Array],
     shard_dims: Layer[zero.ShardDim] | None,
 ) -> tuple[Array, Transformer[Array], dict[str, Any]]:
-    """The loss, this device's gradient, and the metrics, on a pipeline."""
+    """Loss, this device's gradient, and metrics, on a pipeline."""
     config, mesh = objective.config, objective.mesh
     loss, grads, metrics, router = stages.gradients(
         own,
@@ -323,9 +323,9 @@ def _through_stages(
         shard_dims,
         fixed,
     )
-    # Sums that are already over micro-batches, as a stack of one.
+    # Already summed over micro-batches: a stack of one.
     of_router = jax.tree.map(lambda x: x[None], _of_router(objective, router))
-    # The stages hold the same metrics, which count once, and each its own part of the loss.
+    # Stages have the same metrics, which count once, and each its own share of the loss.
     others = tuple(axis for axis in mesh.except_sequence if axis not in mesh.pp)
     joined = {name: _join(m, others) for name, m in {**metrics, **of_router}.items()}
     return all_sum(loss, mesh.except_sequence), grads, joined
@@ -339,7 +339,7 @@ def _of_router(objective: Objective, router: RouterStatistics[Array] | None) -> 
 
 
 def _join(metric: Any, axes: tuple[str, ...]) -> Any:
-    """A metric stacked over micro-batches, as one over all of them and the devices of `axes`."""
+    """Reduces a metric that is stacked over micro-batches, over them and the devices of `axes`."""
     if isinstance(metric, Max):
         return Max(jax.lax.pmax(jnp.max(vary(metric.maximum, axes)), axes))
     return jax.tree.map(lambda x: all_sum(jnp.sum(x, axis=0), axes), metric)

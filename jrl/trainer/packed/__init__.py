@@ -1,1 +1,1 @@
-"""Passes over packed rows: what goes where, how many passes, and scores from them."""
+"""Sequence packing: assignment of rows to bins and micro-batches, and packed scoring passes."""

@@ -1,5 +1,5 @@
-"""Scoring passes over packed rows: what `jrl.trainer.scoring` says, of the tokens under the mask
-alone."""
+"""Scoring passes over packed rows: the scores of `jrl.trainer.scoring`, of tokens in the mask
+only."""
 
 from dataclasses import replace
 
@@ -30,10 +30,11 @@ def _scored(
     rows: Batch[Array],
     passes: Array,
 ) -> tuple[tuple[Array, ...], Array | None]:
-    """Values, or log-probabilities in the whole policy and in what tokens are drawn from."""
+    """Critic values, or log-probabilities in the full policy and in the distribution sampled
+    from."""
     config, mesh = objective.config, objective.mesh
 
-    # The networks differ in what is read off the last states alone, so the pass is written once.
+    # The networks differ only in what is computed from the last states.
     def read(weights: Transformer[Array], x: Array, rows: Batch[Array]) -> tuple[Array, ...]:
         if isinstance(objective, CriticObjective):
             return (objective.values(weights, x, rows),)
@@ -41,7 +42,7 @@ def _scored(
         return scores.logprobs, scores.behaviour_logprobs
 
     def local(weights, rows, passes):
-        # No carry: without a gradient there is nothing to sum, and each gives what is its own.
+        # No carry: without a gradient there is nothing to sum over micro-batches.
         def one(_, micro_batch):
             x, router = model.run(weights, objective.pack(micro_batch), config, mesh)
             return (), (
@@ -49,12 +50,12 @@ def _scored(
                 overflow_of(router, config),
             )
 
-        # Slots stand in runs, one for each micro-batch, so that a reshape cuts them.
+        # Slots of a micro-batch are contiguous, so that a reshape splits them.
         cut = jax.tree.map(lambda x: x.reshape(num_micro_batches, -1, *x.shape[1:]), rows)
         _, (found, overflow) = scan_first(one, (), cut, passes)
-        # The micro-batches that `passes` left out come as zeros, and hold no row.
+        # Micro-batches that `passes` skipped are zeros, and have no row.
         in_rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)
-        # Of all passes together: one that overflowed has the whole of it run again.
+        # Summed over passes: an overflow in one recomputes all of them.
         return in_rows, None if overflow is None else jnp.sum(overflow)
 
     of_rows = PartitionSpec(mesh.dp)
@@ -72,23 +73,22 @@ def packed_scores(
     batch: Batch[Array],
     bins: int,
 ) -> list[Array]:
-    """Values, or log-probabilities as of `logprobs_of`, of the tokens under the mask, by passes
+    """Critic values, or log-probabilities as of `logprobs_of`, of the tokens in the mask, by passes
     over packed rows; all others get 0."""
     mesh = objective.mesh
-    # What the pass reads and nothing else: rows change devices on their way into bins.
+    # Only the arrays that the pass reads: rows move between devices on their way into bins.
     batch = Batch(batch.tokens, batch.valid, batch.mask, choices=batch.choices)
     num_rows, time = batch.tokens.shape
-    # The mask is all that this batch knows, whichever network reads it; rows without any are left
-    # out.
+    # This batch has only one mask, for either network; rows without any token in it are left out.
     tokens, counted = counts_of(batch).of("actor", np.arange(num_rows), idle=False)
     packed = plan(tokens, counted, time, bins, mesh)
     rows = place_rows(batch, packed, mesh)
-    # In the static argument, as sizes are shapes; `passes` is an array, and compiles nothing anew.
+    # In the static argument, as sizes are shapes; `passes` is an array, without recompilation.
     objective = replace(objective, packed=packed.sizes)
     passes = to_devices(np.int32(packed.passes), replicated(mesh))
     found = _scored(objective, packed.num_micro_batches, weights, rows, passes)
-    # Any column carries them back.
-    # A row that is in no bin takes an empty slot's column, in which nothing counts: zeros.
+    # `old_values` is used as a carrier, to gather them.
+    # A row that is in no bin gets the values of an empty slot: zeros.
     back = packed.slots(num_rows)
     columns = [take_rows(replace(rows, old_values=x), back, mesh).old_values for x in found]
     return [given(column) for column in columns]

@@ -1,1 +1,1 @@
-"""What is fixed in a run: made from its configuration, checked, shown."""
+"""Setup of a run: its constant parts, made from the configuration, their checks and the dry run."""

@@ -1,5 +1,5 @@
-"""``--layout auto``: the layout that the planner predicts to be the fastest of those a run can
-have."""
+"""Automatic layout (``--layout auto``): the fastest valid layout of a run as predicted by the
+planner."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -20,11 +20,11 @@ from sharding.planner.search import MEMORY_FRACTION, chunks_of_a_stage, illegal,
 
 @dataclass(frozen=True)
 class Candidate:
-    """A run on a layout that it can have.
+    """Run on a valid layout, with its predicted time.
 
     Attributes:
-      setup: of the run there.
-      seconds: of its updates, for each sequence of a mini-batch, which may depend on the layout.
+      setup: of the run on the layout.
+      seconds: of its updates per sequence of a mini-batch, whose size may depend on the layout.
     """
 
     setup: Setup
@@ -35,30 +35,29 @@ class Candidate:
         return self.setup.mesh.layout
 
     def bytes(self) -> float:
-        """What a device needs: what stays, and the larger of what an update and what a forward pass
-        alone work with."""
+        """Peak memory of a device: persistent buffers, and the largest of the temporary ones of an
+        update, a scoring pass, a gradient exchange and a decoding step."""
         own, stays = self.setup, memory(self.setup)
         update = memory_of_update(own.model, own.geometry, own.run)
-        # Among what an update's layers keep are the inputs of a stage's.
+        # The inputs of a stage's layers are part of an update's activations.
         stays.pop(STAGE_INPUTS, None)
-        # What is there for a moment takes turns: an update, a pass that scores, a gradient on its
-        # way, a step of decoding.
+        # Temporary buffers are not live at the same time: an update, a scoring pass, a gradient in
+        # flight, a decoding step.
         turns = [stays.pop(name, 0) for name in (LOGITS, GRADIENTS_SENT, DECODE_PARTS)]
         at_work = max(update.activations + update.buffers, *turns)
         return sum(stays.values()) + at_work
 
 
 def chosen_layout(setup: Setup, recipe: Recipe, num_devices: int) -> tuple[Layout, str]:
-    """The fastest layout that fits, and why in a line.
+    """Fastest layout that fits, and the reason in one line.
 
     Args:
       setup: of the run on any layout.
-      recipe: as it was asked for, before its batches were divided over devices.
-      num_devices: that the layout takes, all of them.
+      recipe: as requested, before its batches were divided over devices.
+      num_devices: of the layout.
 
     Raises:
-      ValueError: where the planner knows nothing of the device, no layout is possible, or none
-        fits.
+      ValueError: where the planner does not support the device, no layout is valid, or none fits.
     """
     hardware = hardware_at_hand()
     budget, possible, refusal = MEMORY_FRACTION * hardware.memory, [], ""
@@ -73,7 +72,7 @@ def chosen_layout(setup: Setup, recipe: Recipe, num_devices: int) -> tuple[Layou
             "another number of --devices, or batches that divide."
         )
     too_large: dict[Layout, float] = {}
-    # The fastest first: what does not fit is passed over on the way to the first that does.
+    # The fastest first: layouts that do not fit are skipped until the first that does.
     possible.sort(key=lambda one: one.seconds)
     for number, one in enumerate(possible):
         needs = one.bytes()
@@ -96,10 +95,10 @@ def chosen_layout(setup: Setup, recipe: Recipe, num_devices: int) -> tuple[Layou
 
 
 def hardware_at_hand() -> Hardware:
-    """What the planner knows of the devices; of a CPU a laptop's numbers.
+    """Planner's hardware description of the devices; for a CPU that of a laptop.
 
     Raises:
-      ValueError: for an accelerator that it does not know.
+      ValueError: for an accelerator that it does not support.
     """
     device = jax.devices()[0]
     known = HARDWARE["laptop"] if device.platform == "cpu" else of_kind(device.device_kind)
@@ -112,10 +111,10 @@ def hardware_at_hand() -> Hardware:
 
 
 def candidate(setup: Setup, recipe: Recipe, layout: Layout, hardware: Hardware) -> Candidate:
-    """A run on a layout, and its time.
+    """Run on a layout, with its predicted time.
 
     Raises:
-      ValueError: where it cannot have that layout.
+      ValueError: where the layout is not valid for the run.
     """
     there = on_layout(setup, recipe, layout)
     takes = time_of_update(there.model, there.geometry, there.run, hardware)
@@ -123,18 +122,17 @@ def candidate(setup: Setup, recipe: Recipe, layout: Layout, hardware: Hardware) 
 
 
 def on_layout(setup: Setup, recipe: Recipe, layout: Layout) -> Setup:
-    """The run on another layout, its batches divided anew.
+    """Setup of the run on another layout, with batches divided for it.
 
     Raises:
-      ValueError: where it cannot have that layout.
+      ValueError: where the layout is not valid for the run.
     """
     mesh = fold(layout, jax.devices()[: layout.num_devices])
     specs(setup.model, mesh)
     if setup.run.packing and layout.pp > 1:
         raise ValueError("packing=True cannot be had with pp.")
     run = replace(setup.run, layout=str(layout))
-    # As a run of this layout would: its mini-batch may be another, so time is compared per
-    # sequence.
+    # As in a run on this layout: its mini-batch may differ, so time is compared per sequence.
     divided = recipe.divided(layout.dp).fitted(setup.response_length)
     model = with_dispatch(setup.model, run, mesh)
     there = replace(setup, run=run, recipe=divided, mesh=mesh, model=model)
@@ -146,10 +144,10 @@ def on_layout(setup: Setup, recipe: Recipe, layout: Layout) -> Setup:
 
 
 def _legal(setup: Setup, num_devices: int, hardware: Hardware) -> Iterator[Layout]:
-    """Layouts that the network can have, with every number of chunks for each pipeline stage."""
+    """Valid layouts of the network, with every number of chunks per pipeline stage."""
     model, time = sizes_of(setup.model), setup.prompt_length + setup.response_length
     for layout in layouts(num_devices, hardware.domain):
-        # Which batches and positions divide depends on more than the planner asks for.
+        # Divisibility of batches and positions is checked by `on_layout`: these values always pass.
         if illegal(model, layout, layout.dp, time * 2 * layout.cp) is not None:
             continue
         for vpp in chunks_of_a_stage(model, layout):

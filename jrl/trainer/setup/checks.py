@@ -1,4 +1,4 @@
-"""What the parts of a run must have in common."""
+"""Compatibility checks between the parts of a run."""
 
 from jrl.config.run import RunConfig
 from jrl.recipes.base.batch import given
@@ -17,7 +17,7 @@ from sharding.folding import FoldedMesh
 
 
 def check_may_be_stale(recipe: Recipe, max_staleness: int) -> None:
-    """Refuses recipes whose steps must know what the step before has learned."""
+    """Rejects recipes that cannot run asynchronously, as a step depends on the step before."""
     if isinstance(recipe.collection, Windows):
         raise ValueError(
             f"max_staleness={max_staleness}: {recipe.name} goes on in each step with the responses "
@@ -32,8 +32,8 @@ def check_may_be_stale(recipe: Recipe, max_staleness: int) -> None:
 
 
 def check_may_converse(run: RunConfig, recipe: Recipe) -> None:
-    """Refuses what would carry a conversation over from one step to another: its environment is no
-    part of a checkpoint."""
+    """Rejects settings under which conversations continue in another step, as environments are not
+    saved in checkpoints."""
     if isinstance(recipe.collection, Windows):
         raise ValueError(
             f"task={run.task} has conversations, which {recipe.name} would go on with in another "
@@ -47,7 +47,8 @@ def check_may_converse(run: RunConfig, recipe: Recipe) -> None:
 
 
 def check_tools(task: Task, format: PromptFormat) -> None:
-    """Refuses the tools of conversations that the policy would not know of, or could not call."""
+    """Rejects tools that the prompt format does not show to the policy, or whose calls it cannot
+    parse."""
     for each in task.sources if isinstance(task, Mixture) else (task,):
         if has_environments(each):
             format.check_tools(each.train(0))
@@ -62,7 +63,8 @@ def check_fits(
     split: SplitMesh | None,
     response_length: int,
 ) -> None:
-    """The network must have every id of the tokenizer, and look back over a whole sequence."""
+    """Checks that network and tokenizer have the same vocabulary, that the network supports the
+    rollout split and packing, and that windows are shorter than responses."""
     if tokenizer.vocab_size > model.vocab_size:
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab_size} ids and the model only "

@@ -1,4 +1,4 @@
-"""What a run would do and need, without doing it: batch arithmetic, parameters, memory, layout."""
+"""Dry run: batch arithmetic, parameters, memory, predicted time and layout of a run."""
 
 from dataclasses import fields
 from typing import Any
@@ -40,11 +40,12 @@ AXES = {
     "etp": "tensor inside an expert",
     "edp": "data of the experts: ranks that hold the same ones",
 }
-"""What is spread over each axis of a layout."""
+"""Meaning of each axis of a layout."""
 
 
 def print_dry_run(setup: Setup, console: Console | None = None) -> None:
-    """Prints the five tables, and one more where sampling has a layout of its own."""
+    """Prints the tables of a dry run: batch, parameters, execution, memory and layout; also the
+    predicted update, and memory and layout of sampling, where these apply."""
     console = console or Console()
     size = setup.mesh.layout.num_devices
     described = f"{setup.recipe.name} on {setup.run.task}"
@@ -87,7 +88,7 @@ def axes(mesh: FoldedMesh) -> dict[str, str]:
 
 
 def batch_arithmetic(setup: Setup) -> dict[str, str]:
-    """From prompts to optimizer steps, one line each."""
+    """Rows of the arithmetic from prompts to optimizer steps."""
     run, recipe = setup.run, setup.recipe
     mini = recipe.mini_batch_size
     num_mini = recipe.completions // mini
@@ -133,13 +134,13 @@ def batch_arithmetic(setup: Setup) -> dict[str, str]:
 
 
 def execution(setup: Setup) -> dict[str, str]:
-    """How the network is computed, a flag each, and what its routers are held to."""
+    """Rows of the network's execution settings, by flag, and of its router settings."""
     model, mesh = setup.model, setup.mesh
     chosen = {field.name: getattr(model.execution, field.name) for field in fields(Execution)}
     if chosen["context"] is None and mesh.layout.cp > 1:
         chosen["context"] = f"{context_of(model, mesh)} (sends least)"
     chosen["dispatch"] = dispatch_explained(model, setup.run, mesh) or chosen["dispatch"]
-    # What the network has nothing of is left out.
+    # Settings that do not apply to the network are left out.
     hidden = {"latent"} if model.mla is None else set()
     if mesh.layout.cp == 1:
         hidden.add("context")
@@ -173,7 +174,7 @@ def _said(value: object) -> str:
 
 
 def parameters(model: ModelConfig, recipe: Recipe) -> dict[str, str]:
-    """Sizes of the networks."""
+    """Parameter counts of the networks."""
     critic = model.as_critic()
     rows = {
         "policy": f"{num_parameters(model):,}",
@@ -198,8 +199,8 @@ def _learning(config: ModelConfig) -> str:
 
 
 def prediction(setup: Setup) -> dict[str, str]:
-    """What comes on top of `memory` in an update and, on an accelerator that the planner knows, its
-    time: a plan, not a measurement."""
+    """Predicted activation memory of an update, in addition to `memory`, and its predicted time on
+    an accelerator that the planner supports; not a measurement."""
     given = setup.model, setup.geometry, setup.run
     needs = memory_of_update(*given)
     rows = {
@@ -232,7 +233,7 @@ def _count(number: int, one: str, several: str) -> str:
 
 
 def readable_bytes(number: int) -> str:
-    """With three digits and a binary unit."""
+    """Formats a number of bytes with three digits and a binary unit."""
     size, unit = float(number), 0
     while size >= 1000 and unit < 4:
         size, unit = size / 1024, unit + 1

@@ -1,4 +1,4 @@
-"""How the rows and tokens of a run's batches lie on its devices, and whether they divide."""
+"""Batch geometry of a run: the sharding of rows and tokens over devices, and its divisibility."""
 
 from dataclasses import dataclass, replace
 
@@ -10,21 +10,21 @@ from moe.tokens.zigzag import ZigzagLayout
 from sharding.folding import FoldedMesh
 
 MOST_SLOTS = 512
-"""Rows that are decoded at a time where nobody chose their number, at most."""
+"""Maximum number of slots by default."""
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes of batches, and the meshes that they are spread over.
+    """Sizes of batches, and the meshes that they are sharded over.
 
     Attributes:
-      recipe: rows: prompts, completions, mini-batches, micro-batches.
+      recipe: determines prompts, completions, mini-batches and micro-batches.
       prompt_length: tokens that prompts are padded to.
       response_length: limit of a completion in tokens, end-of-sequence included.
       mesh: of training.
       rollout_mesh: of sampling.
-      layout, rollout_layout: what the two are called in a message.
-      rollout_parts: equal parts of the rows that are decoded, on each device.
+      layout, rollout_layout: names of the two in messages.
+      rollout_parts: micro-batches of the decoded rows, on each device.
     """
 
     recipe: Recipe
@@ -43,24 +43,24 @@ class Geometry:
 
     @property
     def bins(self) -> int:
-        """Of a packed micro-batch on a device: as long as rows, and a quarter as many, so that the
+        """Number of bins of a packed micro-batch on a device: a quarter of its rows, so that the
         last micro-batch, which is seldom full, wastes little."""
         return max(self.recipe.micro_batch_size // self.mesh.size(self.mesh.dp) // 4, 1)
 
     @property
     def prompt_layout(self) -> PromptLayout:
-        """Completions of a prompt share it in a forward pass if every device gets whole groups."""
+        """Layout of prompts and completions; completions share their prompt in a forward pass if
+        every device gets whole groups."""
         group, dp = self.recipe.group_size, self.mesh.size(self.mesh.dp)
-        # A group that lay on two devices, or in two micro-batches, would have to run its prompt in
-        # each.
+        # A group that is split over two devices or micro-batches would run its prompt in each.
         whole = self.recipe.micro_batch_size // dp % group == 0
         return PromptLayout(self.prompt_length, group if whole and self.recipe.whole_groups else 1)
 
     def overlapping(self, packing: bool | None) -> tuple[int, tuple[int, ...]]:
-        """Parts of a micro-batch on a device that have nothing to do with each other: packed rows,
-        or prompts with the responses that share them; and the tokens of each half of them, as
-        `Execution.two_batch_overlap` cuts them, none of packed rows, which the devices of a
-        sequence can always share."""
+        """Number of independent parts of a micro-batch on a device: packed rows, or prompts with
+        their responses; and the tokens of each half of them, as `Execution.two_batch_overlap`
+        splits them. No tokens for packed rows, which always divide over the devices of a sequence.
+        """
         if packing:
             return self.bins, ()
         rows = self.recipe.micro_batch_size // self.mesh.size(self.mesh.dp)
@@ -74,17 +74,17 @@ class Geometry:
         return number, (tokens(-(-number // 2)), tokens(number // 2))
 
     def slots(self, wanted: int | None) -> int:
-        """Rows that are decoded at a time.
+        """Number of decoding slots.
 
         Args:
-          wanted: None takes those of a step, `MOST_SLOTS` at most.
+          wanted: the requested number; None takes the rows of a step, at most `MOST_SLOTS`.
 
         Raises:
           ValueError: for a number that does not divide over the devices.
         """
-        # Rows must divide over the ranks that share them, and over the parts of each.
+        # Rows must divide over the ranks, and over the micro-batches of each.
         number = ranks(self.rollout_mesh) * self.rollout_parts
-        # Rounded up, so that a few slots may stay empty: the ranks must have equally many.
+        # Rounded up, so that a few slots may stay empty: ranks must have equally many.
         if wanted is None:
             return -(-min(self.recipe.rows_decoded, MOST_SLOTS) // number) * number
         if wanted < 1 or wanted % number:
@@ -96,19 +96,18 @@ class Geometry:
         return wanted
 
     def supervised_rows(self, wanted: int) -> int:
-        """Rows of a supervised batch: those `wanted`, and as many that do not count as it takes to
-        divide over the devices."""
+        """Number of rows of a supervised batch: `wanted`, padded to divide over the devices."""
         dp, ranks = self.mesh.size(self.mesh.dp), self.mesh.size(self.mesh.sequence)
         lengths = self.prompt_length, self.response_length
         rows = -(-wanted // dp)
-        # In tokens they do at the latest where the rows of a rank do.
+        # Tokens divide at the latest when the rows of a rank do.
         while any(self._tokens((rows, time)) % ranks for time in lengths):
             rows += 1
         return rows * dp
 
     def with_micro_batch(self) -> "Geometry":
-        """With a micro-batch that divides over the devices, where the recipe leaves the choice and
-        there is one."""
+        """Copy with a micro-batch that divides over the devices, unless the recipe sets one or none
+        divides."""
         if self.recipe.micro_batch is not None:
             return self
         for size in near_divisors(self.recipe.mini_batch_size, MICRO_BATCH):
@@ -121,10 +120,10 @@ class Geometry:
         return self
 
     def check(self) -> None:
-        """Batches must divide over the devices, and micro-batches with them, in rows and in tokens.
+        """Checks that mini-batches and micro-batches divide over the devices, in rows and tokens.
 
         Raises:
-          ValueError: naming what does not.
+          ValueError: naming the size that does not.
         """
         recipe, dp = self.recipe, self.mesh.size(self.mesh.dp)
         name = "batch" if recipe.supervised else "mini_batch"
@@ -140,8 +139,8 @@ class Geometry:
         self._check_tokens("the responses of a micro_batch", (rows, self.response_length))
 
     def _check_tokens(self, name: str, section: tuple[int, int]) -> None:
-        """A section of a stream, the rows on a data-parallel rank and their length, must be cut
-        into equal parts. The padding that context parallelism adds counts."""
+        """Checks that a section, the rows on a data-parallel rank and their length, divides into
+        equal parts, with the padding of context parallelism."""
         number, ranks = self._tokens(section), self.mesh.size(self.mesh.sequence)
         if number % ranks:
             raise ValueError(
@@ -152,5 +151,5 @@ class Geometry:
             )
 
     def _tokens(self, section: tuple[int, int]) -> int:
-        """Of a section, with the padding of context parallelism."""
+        """Number of tokens of a section, with the padding of context parallelism."""
         return ZigzagLayout((section,), self.mesh.size(self.mesh.cp)).num_tokens

@@ -1,4 +1,4 @@
-"""How many tokens prompts and completions have: what a task needs, and what a run takes."""
+"""Prompt and response lengths in tokens: the needs of a task, and the settings of a run."""
 
 from typing import Any
 
@@ -11,15 +11,15 @@ from jrl.text.tokenizer import Tokenizer
 from moe.config import ModelConfig
 
 CHECKPOINT_RESPONSE = 1024
-"""Tokens of a completion of a public checkpoint by default: room to reason."""
+"""Default maximum tokens of a completion of a public checkpoint, for reasoning."""
 
 
 def longest_prompt(task: Task, format: PromptFormat) -> int:
-    """Tokens of the longest prompt, with what comes before it and around it.
+    """Tokens of the longest prompt, including special tokens and the chat template.
 
-    Counted where the task is a list of examples. The prompts of a generator have no end: theirs is
-    a bound, the tokens around a prompt of one character and those that as many characters as the
-    longest has can come to.
+    Counted where the task is a list of examples. For a generator, whose prompts are unlimited, it
+    is an upper bound: the tokens around a prompt of one character, plus the maximum tokens of as
+    many characters as the longest prompt has.
     """
     return max(_longest_prompt(leaf, format) for leaf in leaves(task))
 
@@ -35,7 +35,8 @@ def _longest_prompt(task: Any, format: PromptFormat) -> int:
 
 
 def longest_answer(task: Task, tokenizer: Tokenizer) -> int:
-    """Tokens of the longest gold completion and its end: counted, or bounded as for prompts."""
+    """Tokens of the longest reference completion and its end: counted, or bounded as for
+    prompts."""
     return max(_longest_answer(leaf, tokenizer) for leaf in leaves(task))
 
 
@@ -47,10 +48,10 @@ def _longest_answer(task: Any, tokenizer: Tokenizer) -> int:
 
 
 def _bound(length: int, task: Any, tokenizer: Tokenizer) -> int:
-    """Tokens that a text of `length` characters of the task can have.
+    """Maximum tokens of a text of `length` characters of the task.
 
-    A character is one token, or as many as it has bytes, and a model may begin every text with a
-    piece for a space: what a character adds is seen where it stands twice.
+    A character is one token, or as many as it has bytes, and a tokenizer may start every text with
+    a token for a space: the tokens that a character adds are measured by encoding it twice.
     """
     once = {c: len(tokenizer.encode(c)) for c in task.characters}
     added = {c: max(1, len(tokenizer.encode(c + c)) - once[c]) for c in once}
@@ -61,7 +62,7 @@ def prompt_length(run: RunConfig, task: Task, format: PromptFormat) -> int:
     """Tokens that prompts are padded to.
 
     Raises:
-      ValueError: when the run asks for fewer than the longest prompt has.
+      ValueError: when the run sets fewer than the longest prompt has.
     """
     needed = longest_prompt(task, format)
     if run.prompt_length is None:
@@ -74,11 +75,11 @@ def prompt_length(run: RunConfig, task: Task, format: PromptFormat) -> int:
 
 
 def fitted_prompts(run: RunConfig, task: Task, format: PromptFormat) -> tuple[int, int]:
-    """Tokens that prompts are padded to, and how many prompts of lists are left out for them.
+    """Tokens that prompts are padded to, and the number of overlong prompts of lists left out.
 
     Raises:
-      ValueError: as for `prompt_length`, for what may not be left out or cannot: prompts that are
-        drawn.
+      ValueError: as for `prompt_length`, for prompts that may not be left out, or cannot be, as
+        they are generated.
     """
     dropped = 0
     if (limit := run.prompt_length) is not None and run.overlong_prompts == "drop":
@@ -87,11 +88,11 @@ def fitted_prompts(run: RunConfig, task: Task, format: PromptFormat) -> tuple[in
 
 
 def left_out(task: Task, dropped: int, prompt_length: int) -> list[str]:
-    """Which prompts of a task's lists are left out, a line for each reason.
+    """Summary of the prompts of a task's lists that are left out, a line for each reason.
 
     Args:
-      dropped: for their length.
-      prompt_length: tokens that prompts may have.
+      dropped: number of those left out for their length.
+      prompt_length: maximum tokens of a prompt.
     """
     repeated = sum(found.num_repeated for found in lists_of(task))
     shared = sum(found.num_shared for found in lists_of(task))
@@ -104,11 +105,11 @@ def left_out(task: Task, dropped: int, prompt_length: int) -> list[str]:
 
 
 def check_answers(run: RunConfig, task: Task) -> None:
-    """Refuses a warm start where there is nothing to imitate, and a limit of completions that
-    nothing tells.
+    """Rejects a warm start without reference answers, and a run whose response length cannot be
+    derived.
 
     Raises:
-      ValueError: saying what to give.
+      ValueError: naming the settings to give.
     """
     if run.checkpoint is not None:
         return
@@ -129,11 +130,12 @@ def check_answers(run: RunConfig, task: Task) -> None:
 def response_length(
     run: RunConfig, task: Task, tokenizer: Tokenizer, model: ModelConfig, prompt: int
 ) -> int:
-    """The limit of a completion in tokens, its end included.
+    """Length limit of a completion in tokens, its end included.
 
-    What the run asks for. Otherwise a checkpoint gets `CHECKPOINT_RESPONSE`, or what its positions
-    leave after a prompt: gold answers are results, and say nothing of how long it reasons. A
-    policy that first learns the gold completions gets a quarter more than the longest of them.
+    The run's setting comes first. Otherwise a checkpoint gets `CHECKPOINT_RESPONSE`, or the
+    positions that are left after a prompt, as reference answers do not show the length of its
+    reasoning. A policy that is first trained on reference completions gets a quarter more than the
+    longest of them.
 
     Args:
       prompt: tokens that prompts are padded to.
@@ -161,7 +163,7 @@ def response_length(
 
 
 def response_origin(run: RunConfig, length: int) -> str:
-    """Why completions have the limit that they have."""
+    """Origin of the length limit of completions, in words."""
     if run.response_length is not None:
         return "--response-length"
     if run.checkpoint is None:

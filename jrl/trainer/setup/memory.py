@@ -1,5 +1,5 @@
-"""Bytes that a run needs on one of its devices, but for activations: what stays, and the buffers of
-an update and of sampling that sizes alone decide."""
+"""Memory estimate of a run per device, without activations: persistent buffers, and those of an
+update and of sampling that follow from sizes only."""
 
 import math
 from dataclasses import replace
@@ -33,70 +33,70 @@ from sharding.zero import ShardDim
 LOGITS, STAGE_INPUTS = "logits of a forward pass", "inputs kept by a stage"
 GRADIENTS_SENT = "a gradient on its way in bfloat16"
 DECODE_PARTS = "parts of decoding attention"
-"""Rows of `memory` that `jrl.trainer.setup.automatic` tells from what stays."""
+"""Rows of `memory` that are temporary buffers, for `jrl.trainer.setup.automatic`."""
 
 
 def memory(setup: Setup) -> dict[str, int]:
-    """Bytes on each device, in the order they are needed.
+    """Bytes on each device, by kind of buffer, in the order of use.
 
     With ``W`` the bytes of the policy's weights on one device, ``itemsize x elements / devices it
     is split over`` for each of them, ``F`` those of as many float32 numbers, and ``V`` and ``E``
-    the same of the critic's:
+    the same for the critic:
 
-    * weights ``W``, reference ``W``, critic ``V``, under `Execution.fsdp` their parts alone and
-      ``W`` again where they are gathered to score; while it samples, the policy layer by layer, and
-      on a layout of its own as that spreads it;
-    * float32 masters of weights in bfloat16 (`jrl.trainer.learner.masters`), those of each weight
-      cut over the devices that hold it where a dimension divides (`sharding.zero`): ``F / G`` with
-      G copies of everything, and ``E / G``; none where the weights are float32;
-    * Adam's two moments, cut in the same way: ``2 F / G`` and ``2 E / G``, a quarter less with a
-      first moment in bfloat16;
-    * gradients ``max(F, E)``, float32, and where micro-batches are summed ``max(W, V)`` for that of
-      one of them, in which the layers count by their parts under `Execution.fsdp`;
-    * cache ``layers x slots x (prompt + response) x kv_heads / tp x (head_dim + v_head_dim) x
-      itemsize``, with the slots per device; of latent attention the narrow vectors in place of
-      keys and values, and of layers with Gated DeltaNet a state for each row;
-    * under an `Execution.decode_attention` of "mosaic" the float32 parts that the kernel writes of
-      a layer before they are merged (`moe.cache.kernel.kernel_bytes`), where a step computes all
-      slots and reads all columns;
-    * logits ``4 x rows x response / cp x min(chunk, vocab / tp)`` of a chunk of columns, or
+    * weights ``W``, reference model ``W``, critic ``V``; under `Execution.fsdp` their shards, and
+      ``W`` again where they are gathered for scoring; while it samples, the policy unstacked by
+      layers, and on another rollout layout a copy sharded by that;
+    * float32 masters of weights in bfloat16 (`jrl.trainer.learner.masters`), each sharded over the
+      devices that hold the weight where a dimension divides (`sharding.zero`): ``F / G`` with G
+      replicas of everything, and ``E / G``; none where the weights are float32;
+    * Adam's two moments, sharded in the same way: ``2 F / G`` and ``2 E / G``, a quarter less with
+      a first moment in bfloat16;
+    * gradients ``max(F, E)``, float32, and with gradient accumulation ``max(W, V)`` for that of one
+      micro-batch, in which the layers count by their shards under `Execution.fsdp`;
+    * KV cache ``layers x slots x (prompt + response) x kv_heads / tp x (head_dim + v_head_dim) x
+      itemsize``, with the slots per device; for latent attention the latent vectors in place of
+      keys and values, and for layers with Gated DeltaNet a state per row;
+    * under an `Execution.decode_attention` of "mosaic" the float32 partial results that the kernel
+      writes for a layer before they are merged (`moe.cache.kernel.kernel_bytes`), where a step
+      computes all slots and reads the whole cache;
+    * logits ``4 x rows x response / cp x min(chunk, vocab / tp)`` of a vocabulary chunk, or
       ``4 x rows x response / (cp tp) x vocab`` where the sampler truncates and that is more, with
       the rows per device of the largest forward pass: a micro-batch, a warm start's batch, or all
       completions where they are scored before the first update;
-    * under `Recipe.router_replay` the experts of each token and layer, a byte or two each;
-    * under a `RunConfig.gradient_wire` of bfloat16 the largest gradient of a matrix twice in that,
-      as it goes to other sequence-parallel groups and as it comes;
-    * on a pipeline, the inputs of layers that a stage keeps until they go backward.
+    * under `Recipe.router_replay` the expert ids of each token and layer, a byte or two each;
+    * under a `RunConfig.gradient_wire` of bfloat16 two bfloat16 copies of the largest gradient of a
+      matrix, sent to and received from other sequence-parallel groups;
+    * on a pipeline, the inputs of layers that a stage keeps for the backward pass.
 
-    With adapters (`ModelConfig.lora`) ``F``, ``E`` and what is made of them are those of adapters
-    and value head alone, which are float32 without masters; the critic has these alone beside the
-    weights of the policy, and there is no reference. While it samples, the policy is there once
-    more, merged.
+    With adapters (`ModelConfig.lora`) ``F``, ``E`` and all that follows from them are those of
+    adapters and value head only, which are float32 without masters; the critic has only these in
+    addition to the policy's weights, and there is no reference model. While it samples, there is a
+    merged copy of the policy.
 
-    Per parameter, weight, gradient, master and moments are ``6 + 12 / G`` bytes in bfloat16, as
-    Megatron-Core counts them, and ``8 + 8 / G`` in float32.
+    Per parameter, weight, gradient, master and moments take ``6 + 12 / G`` bytes in bfloat16, as in
+    Megatron-Core, and ``8 + 8 / G`` in float32.
 
-    What lies between the layers (activations) and what the compiler adds come on top.
+    Activations and temporary buffers of the compiler come in addition.
     """
     run, recipe, mesh = setup.run, setup.recipe, setup.mesh
     time = setup.prompt_length + setup.response_length
-    # A 0 stands below for the critic that a recipe has none of.
+    # The 0 below is for a recipe without a critic.
     networks = [setup.model, *([setup.model.as_critic()] if recipe.uses_critic else [])]
     held = partial(weight_bytes, parts=setup.model.execution.fsdp)
     weights, critic = (*(held(network, mesh) for network in networks), 0)[:2]
     beside = setup.model.lora is not None
     if beside and critic:
-        # Its other weights are the policy's.
+        # The critic's base weights are the policy's.
         critic -= held(setup.model.as_critic(), mesh, fixed=True)
     parts, critic_parts = (*(float32_part_bytes(network, mesh) for network in networks), 0)[:2]
-    # In halves of a float32 copy: two for the second moment, and two or one for the first.
+    # In halves of a float32 copy: two for the second moment, two or one for the first.
     halves = 2 + jax.numpy.dtype(run.mu_dtype).itemsize // 2
-    # Policy and critic are updated by turns, so the larger one counts.
+    # Policy and critic are updated one after the other: the larger one counts.
     gradients = max(gradient_bytes(network, mesh, shapes(network)) for network in networks)
-    # Of a micro-batch they are in the dtypes of the weights; their sum is float32.
+    # Those of a micro-batch are in the dtypes of the weights; their sum is float32.
     summand = max(gradient_bytes(network, mesh, cast_shapes(network)) for network in networks)
     gathered = max(weight_bytes(network, mesh) for network in networks)
-    # Rows on all devices together, of the passes that take turns: the largest of them counts.
+    # Rows on all devices, of passes that do not overlap: the largest counts.
     forward = [recipe.mini_batch_size // setup.geometry.num_micro_batches]
     if run.weights is None and run.checkpoint is None and run.warm_start_steps:
         forward.append(setup.geometry.supervised_rows(run.warm_start_batch))
@@ -105,7 +105,7 @@ def memory(setup: Setup) -> dict[str, int]:
     # Tokens of a step on one device.
     tokens = recipe.completions // mesh.size(mesh.dp) * time
     replays = recipe.router_replay is not None
-    # Devices that sample by themselves have a table of their own.
+    # Separate rollout devices have a table of their own.
     rollout = rollout_memory(setup) if run.rollout_devices is None else {}
     rows = {
         "weights": weights,
@@ -117,7 +117,7 @@ def memory(setup: Setup) -> dict[str, int]:
         "critic's optimizer moments": critic_parts * halves // 2,
         "reference": weights if recipe.uses_reference and not beside else 0,
         "weights gathered to score": gathered if setup.model.execution.fsdp else 0,
-        # `policy_of`: decoding reads each layer's weights as arrays of their own.
+        # `policy_of`: decoding uses unstacked weights.
         "weights apart to sample": rollout.get("weights apart to sample", 0),
         "key/value cache": rollout.get("key/value cache", 0),
         DECODE_PARTS: rollout.get(DECODE_PARTS, 0),
@@ -131,8 +131,8 @@ def memory(setup: Setup) -> dict[str, int]:
 
 
 def rollout_memory(setup: Setup) -> dict[str, int]:
-    """Bytes that sampling needs on one of its devices, of two sides on that which needs more
-    weights."""
+    """Bytes that sampling needs on one of its devices; with disaggregation, on the group whose
+    devices have more weights."""
     model, mesh = setup.model.without_adapters(), setup.rollout_mesh
     slots = setup.geometry.slots(setup.run.slots)
     columns = setup.prompt_length + setup.response_length
@@ -157,11 +157,11 @@ def rollout_memory(setup: Setup) -> dict[str, int]:
 def weight_bytes(
     config: ModelConfig, mesh: FoldedMesh, *, parts: bool = False, fixed: bool = False
 ) -> int:
-    """Bytes of a network's weights on one device where they are used.
+    """Bytes of a network's weights on one device, as used in computation.
 
     Args:
-      parts: of the device's parts alone, as the optimizer cuts them.
-      fixed: of those alone that do not learn.
+      parts: true for the device's optimizer shards only.
+      fixed: true for frozen weights only.
     """
     places = shard_specs(config, mesh) if parts else specs(config, mesh)
     everything = _bytes_on_one(cast_shapes(config), mesh, places)
@@ -169,8 +169,8 @@ def weight_bytes(
 
 
 def float32_part_bytes(config: ModelConfig, mesh: FoldedMesh) -> int:
-    """Bytes of as many float32 numbers as learn: masters, or one of the moments."""
-    # `shapes` are float32, `cast_shapes` the dtypes that the network computes with.
+    """Bytes of the float32 shard of trained weights: masters, or one of the moments."""
+    # `shapes` are float32, `cast_shapes` have the dtypes of computation.
     everything = _bytes_on_one(shapes(config), mesh, shard_specs(config, mesh))
     return _total(trees.trained(everything, table(config)))
 
@@ -178,17 +178,17 @@ def float32_part_bytes(config: ModelConfig, mesh: FoldedMesh) -> int:
 def gradient_bytes(
     config: ModelConfig, mesh: FoldedMesh, like: Transformer[jax.ShapeDtypeStruct]
 ) -> int:
-    """Bytes of gradients on one device, in the dtypes of `like`, of what learns: those of layers
-    that are joined one by one are there in parts."""
-    # Under fsdp a layer's gradient is summed into shards as soon as it is there; those of embedding
-    # and head are whole until the end.
+    """Bytes of the gradients of trained weights on one device, in the dtypes of `like`; those of
+    layers are sharded under fsdp."""
+    # Under fsdp a layer's gradient is reduce-scattered immediately; those of embedding and LM head
+    # are unsharded until the end.
     whole = _bytes_on_one(like, mesh, specs(config, mesh))
     layers = _bytes_on_one(like, mesh, stored_specs(config, mesh)).layers
     return _total(trees.trained(replace(whole, layers=layers), table(config)))
 
 
 def sent_bytes(network: ModelConfig, mesh: FoldedMesh, wire: str) -> int:
-    """Bytes of the largest gradient that is on its way in bfloat16, to and from the devices across
+    """Bytes of the communication buffers of the largest gradient that is sent in bfloat16 across
     sequence-parallel groups (`sharding.compression`); 0 where gradients are sent in float32."""
     if wire == "float32":
         return 0
@@ -213,7 +213,7 @@ def _bytes_on_one(
     mesh: FoldedMesh,
     places: Transformer[PartitionSpec],
 ) -> Transformer[int]:
-    """Bytes of each weight."""
+    """Bytes of each weight on one device."""
 
     def on_one(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> int:
         sharding = NamedSharding(mesh.mesh, spec)
@@ -225,18 +225,18 @@ def _bytes_on_one(
 
 
 def cache_bytes(model: ModelConfig, mesh: FoldedMesh, slots: int, columns: int) -> int:
-    """Bytes on one device of what rows are gone on with, see `moe.cache.buffers.Cache`.
+    """Bytes of the KV cache on one device, see `moe.cache.buffers.Cache`.
 
     Args:
       mesh: of sampling.
-      slots: rows on all devices together.
+      slots: rows on all devices.
       columns: tokens of a row.
     """
     tp = mesh.size(mesh.tp)
     slots //= mesh.size(mesh.dp)
     columns = cache_columns(columns, model, mesh)
     if keeps_narrow(model):
-        # Whole on each rank of tp: every head is made of all of it.
+        # Replicated over tp: every head needs all of it.
         assert model.mla is not None
         widths = model.mla.kv_lora_rank + model.mla.qk_rope_head_dim
     else:
@@ -247,49 +247,49 @@ def cache_bytes(model: ModelConfig, mesh: FoldedMesh, slots: int, columns: int) 
 
 
 def _state_bytes(model: ModelConfig, tp: int, itemsize: int) -> int:
-    """Of a row's states in the layers with Gated DeltaNet, however long it is."""
+    """Bytes of a row's states in the layers with Gated DeltaNet, whatever its length."""
     if model.delta is None:
         return 0
     delta = model.delta
     state = delta.num_value_heads // tp * delta.key_head_dim * delta.value_head_dim
     tail = delta.num_key_heads // tp * delta.content_dim * (delta.conv_width - 1)
-    # The rule's own state is float32.
+    # The recurrent state is float32.
     return len(delta.layers) * (4 * state + itemsize * tail)
 
 
 def logits_bytes(model: ModelConfig, geometry: Geometry, rows: int) -> int:
-    """Bytes of the float32 logits on one device while `rows` responses are scored at once.
+    """Bytes of the float32 logits on one device while `rows` responses are scored in one pass.
 
-    They are those of a chunk of columns or, of this device's tokens, those of the whole vocabulary,
-    by which top-k and top-p know what to cut away.
+    They are those of a vocabulary chunk or, for top-k and top-p, those of the whole vocabulary for
+    this device's tokens.
     """
     mesh, vocab_size = geometry.mesh, model.vocab_size
-    # Of responses alone: states before prompt tokens never reach the head.
+    # Of responses only: states before prompt tokens never reach the LM head.
     section = -(-rows // mesh.size(mesh.dp)), geometry.response_length
     tokens = ZigzagLayout((section,), mesh.size(mesh.cp)).num_tokens // mesh.size(mesh.cp)
     width, chunk = -(-vocab_size // mesh.size(mesh.tp)), model.execution.vocab_chunk
     numbers = tokens * (width if chunk is None else min(chunk, width))
-    # Top-k and top-p want every column of a row: rows are spread over tp instead of columns.
+    # Top-k and top-p need all logits of a row: rows are sharded over tp instead of the vocabulary.
     if sampling_of(geometry.recipe).truncates:
         numbers = max(numbers, tokens // mesh.size(mesh.tp) * vocab_size)
     return 4 * numbers
 
 
 def choices_bytes(model: ModelConfig, tokens: int) -> int:
-    """Bytes of the choices of experts of so many tokens."""
+    """Bytes of the expert ids of `tokens`."""
     numbers = tokens * model.num_expert_layers * model.experts_per_token
     return numbers * choices_dtype(model.num_experts).itemsize
 
 
 def stage_input_bytes(model: ModelConfig, geometry: Geometry) -> int:
-    """Bytes of the layers' inputs that a pipeline stage keeps during an update, of all chunks that
-    are on their way at once."""
+    """Bytes of the layers' inputs that a pipeline stage keeps during an update, for all chunks in
+    flight."""
     mesh, group = geometry.mesh, geometry.prompt_layout.group_size
     rows = geometry.recipe.micro_batch_size // mesh.size(mesh.dp)
     sections = (rows // group, geometry.prompt_length), (rows, geometry.response_length)
     tokens = ZigzagLayout(sections, mesh.size(mesh.cp)).num_tokens // mesh.size(mesh.sequence)
     schedule = Schedule(mesh.layout.pp, geometry.num_micro_batches, mesh.layout.vpp)
-    # The numbers of places begin with 0.
+    # Slot indices start at 0.
     chunks = 1 + max(map(max, schedule.slots()))
     # Dense first layers run with the embedding, outside of the chunks.
     layers = stored_depth(model.num_layers - model.num_dense_layers, mesh)
@@ -298,7 +298,7 @@ def stage_input_bytes(model: ModelConfig, geometry: Geometry) -> int:
 
 
 def _num_scored(geometry: Geometry, time: int) -> int:
-    """Micro-batches that all completions are scored in.
+    """Number of micro-batches in which all completions are scored.
 
     Args:
       time: tokens of a completion with its prompt.

@@ -1,4 +1,5 @@
-"""The network of a run: routers and execution as the run says, and what of that cannot be had."""
+"""Network config of a run: router and execution settings, and the checks that they are
+supported."""
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -29,14 +30,14 @@ OF_EXPERTS = (
     "buffer_factor",
     "expert_chunks",
 )
-"""Fields of `Execution` that say something of experts alone."""
+"""Fields of `Execution` that apply to experts only."""
 
 
 def network_of(model: ModelConfig, run: RunConfig) -> ModelConfig:
-    """A network as a run trains it.
+    """Network config with the settings of a run.
 
     Raises:
-      ValueError: for a setting that changes nothing of such a network.
+      ValueError: for a setting that has no effect in such a network.
     """
     given = {name: getattr(run, name) for name in NETWORK_SETTINGS}
     given = {name: value for name, value in given.items() if value is not None}
@@ -69,7 +70,7 @@ def network_of(model: ModelConfig, run: RunConfig) -> ModelConfig:
 
 
 def lora_of(model: ModelConfig, run: RunConfig) -> Lora | None:
-    """The adapters that a run asks for."""
+    """LoRA settings of a run; None without adapters."""
     if run.lora_rank is None:
         return None
     there = targets_of(model)
@@ -93,30 +94,30 @@ def lora_of(model: ModelConfig, run: RunConfig) -> Lora | None:
 
 
 def with_dispatch(model: ModelConfig, run: RunConfig, mesh: FoldedMesh) -> ModelConfig:
-    """A network whose tokens travel as the run says or, where it leaves that open, as takes least
-    time on the mesh of training: it is named, so that scoring and sampling take the same, with room
-    for any routing and on layouts of their own."""
+    """Network config with the token dispatch method of the run or, by default, the fastest one on
+    the training mesh. It is set explicitly, so that scoring and sampling use the same, with
+    dropless buffers and on layouts of their own too."""
     name = run.dispatch
-    # Chosen once, by the mesh of training: other passes must not choose anew by theirs.
+    # Chosen once, for the training mesh: other passes must not choose another for theirs.
     if name is None and travels(model, mesh):
         name = cheapest(exchange_of(model, mesh), mesh)
     return replace(model, execution=replace(model.execution, dispatch=name))
 
 
 def dispatch_explained(model: ModelConfig, run: RunConfig, mesh: FoldedMesh) -> str | None:
-    """What `with_dispatch` chose and why, in a line; None where there was nothing to choose."""
+    """Explanation of the choice of `with_dispatch`, in a line; None without a choice."""
     if run.dispatch is not None or not travels(model, mesh):
         return None
     return explained(exchange_of(model, mesh), mesh)
 
 
 def travels(model: ModelConfig, mesh: FoldedMesh) -> bool:
-    """Whether tokens go to the experts of other devices."""
+    """True if tokens are dispatched to experts on other devices."""
     return bool(model.num_experts) and mesh.layout.ep * mesh.layout.etp > 1
 
 
 def exchange_of(model: ModelConfig, mesh: FoldedMesh) -> Exchange:
-    """What a layer sends to its experts."""
+    """Sizes of a layer's token dispatch, for the cost model."""
     execution, k = model.execution, model.experts_per_token
     factors = model.capacity_factor, execution.buffer_factor
     peer_capacity = peer_capacity_of(k, mesh.layout.ep, *factors)
@@ -126,11 +127,11 @@ def exchange_of(model: ModelConfig, mesh: FoldedMesh) -> Exchange:
 
 
 def check_served(model: ModelConfig, mesh: FoldedMesh) -> None:
-    """Refuses, before anything is compiled, implementations that such devices cannot run or that
-    do not go together; what depends on the sizes of a batch is refused where it is computed.
+    """Rejects, before compilation, implementations that the devices do not support or that are
+    incompatible; those that depend on the sizes of a batch are rejected where they run.
 
     Raises:
-      ValueError: naming the flag, and what to choose.
+      ValueError: naming the flag, and a valid choice.
     """
     execution = model.execution
     context_of(model, mesh)
@@ -177,10 +178,10 @@ def check_served(model: ModelConfig, mesh: FoldedMesh) -> None:
 
 
 def check_places(model: ModelConfig, *meshes: FoldedMesh) -> None:
-    """Refuses meshes over which the weights cannot be spread.
+    """Rejects meshes over which the weights cannot be sharded.
 
     Args:
-      meshes: of learning and of sampling.
+      meshes: of training and of sampling.
 
     Raises:
       ValueError: naming the axis and the layout.
@@ -192,11 +193,11 @@ def check_places(model: ModelConfig, *meshes: FoldedMesh) -> None:
 def check_overlaps(
     model: ModelConfig, mesh: FoldedMesh, parts: int, halves: Sequence[int] = ()
 ) -> None:
-    """Refuses communication beside products where an update has none of either.
+    """Rejects overlap of communication and computation where it has no effect or is not supported.
 
     Args:
-      parts: of a device's micro-batch, that go through a layer by themselves: bins, or prompts with
-        their responses.
+      parts: number of independent parts of a device's micro-batch: bins, or prompts with their
+        responses.
       halves: tokens of each half of them.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The networks that learn, each with what it minimises and how it steps."""
+"""Trained networks of a run, each with its objective and its optimizer."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -24,11 +24,11 @@ Kind = TypeVar("Kind", PolicyObjective, CriticObjective, SupervisedObjective)
 
 @dataclass(frozen=True)
 class Network(Generic[Kind]):
-    """What one network learns by.
+    """Trained network with its objective and its optimizer.
 
     Attributes:
-      objective: what it minimises, and with that its configuration and its mesh.
-      optimizer: how it steps.
+      objective: the loss, with the network's config and mesh.
+      optimizer: settings of the optimizer.
       num_micro_batches: of a mini-batch, on each device.
       bins: of a micro-batch, where rows are packed.
     """
@@ -47,7 +47,7 @@ class Network(Generic[Kind]):
         return self.objective.mesh
 
     def init(self, weights: Transformer[Array]) -> Learner[Array]:
-        """A learner at its first step, see `jrl.trainer.learner.learner.init_learner`."""
+        """Creates a learner, see `jrl.trainer.learner.learner.init_learner`."""
         return init_learner(self.optimizer, weights, self.config, self.mesh)
 
     def update(
@@ -57,23 +57,21 @@ class Network(Generic[Kind]):
         statistics: Any = None,
         passes: Array | None = None,
     ) -> tuple[Learner[Array], dict[str, Any]]:
-        """One optimizer step, see `jrl.trainer.learner.update.update`; where there was no room for
-        all that the routers chose it is taken again with room for any routing
-        (`jrl.trainer.learner.overflow`)."""
+        """Runs one optimizer step, see `jrl.trainer.learner.update.update`; on an overflow of the
+        expert buffers it is recomputed with dropless ones (`jrl.trainer.learner.overflow`)."""
         how, given = (self.optimizer, self.num_micro_batches), (batch, statistics, passes)
         learner, metrics = _updated(self.objective, *how, learner, *given)
         overflow = metrics.get("overflow", 0)
-        # Without a buffer factor nothing is asked, and the host need not wait for the device.
+        # Without a buffer factor nothing is read, and the host does not block on the device.
         if "overflow" in metrics and int(overflow):
-            # Nothing moved: the learner that came back is the one that was given up, in its
-            # buffers.
+            # Nothing changed: the returned learner equals the donated one, in its buffers.
             objective = for_any_routing(self.objective)
             learner, metrics = _updated(objective, *how, learner, *given)
             metrics["overflow"] = overflow
         return learner, metrics
 
     def on(self, mesh: FoldedMesh) -> "Network[Kind]":
-        """The same on another mesh."""
+        """Copy on another mesh."""
         return replace(self, objective=replace(self.objective, mesh=mesh))
 
 
@@ -84,8 +82,8 @@ def _updated(
     learner: Learner[Array],
     *given: Any,
 ) -> tuple[Learner[Array], dict[str, Any]]:
-    """`jrl.trainer.learner.update.update`, to which a network with adapters gives these away
-    alone: what is beside them may belong to others too."""
+    """Calls `jrl.trainer.learner.update.update`. A network with adapters donates only these: its
+    frozen weights may be shared with others."""
     if objective.config.lora is None:
         return update(objective, optimizer, num_micro_batches, learner, *given)
     learned, fixed = split(learner.weights, objective.config)
@@ -95,12 +93,12 @@ def _updated(
 
 
 class PoolSpec(NamedTuple):
-    """The slots of an engine, as a part of the state of a run.
+    """Sizes of an engine's slot pool that is a part of the state of a run.
 
     Attributes:
-      decoder: what they are decoded by.
-      slots: rows.
-      columns: tokens of a row.
+      decoder: static settings of decoding.
+      slots: number of rows.
+      columns: maximum tokens of a row.
     """
 
     decoder: Decoder
@@ -110,18 +108,18 @@ class PoolSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class Networks:
-    """All that a recipe trains.
+    """Networks that a recipe trains.
 
     Attributes:
-      policy: what samples.
-      critic: what values states, None without one.
-      keeps_reference: whether the policy at the start of training is kept; of a policy with
-        adapters it is there without another copy.
-      packs: whether updates run packed rows (`jrl.trainer.packed.plan`).
-      max_staleness: versions of the policy that what it learns from may be behind it.
-      pool_spec: of an engine whose rows in flight keep their keys and values, None where those
-        are computed again.
-      reward_parts: names of the parts that a verdict can have.
+      policy: the policy network.
+      critic: the value network, None without one.
+      keeps_reference: true if there is a reference model, the initial policy; for a policy with
+        adapters it needs no copy.
+      packs: true if updates run packed rows (`jrl.trainer.packed.plan`).
+      max_staleness: maximum staleness of training tokens, in versions of the policy.
+      pool_spec: of an engine whose rows in flight keep their KV cache, None where that is
+        recomputed.
+      reward_parts: names of the reward components that a verdict can have.
     """
 
     policy: Network[PolicyObjective]
@@ -138,7 +136,7 @@ class Networks:
 
     @property
     def ahead_spec(self) -> AheadSpec | None:
-        """For what is sampled ahead; None where nothing is."""
+        """Sizes of the buffer of asynchronous rollouts; None without these."""
         if not self.max_staleness:
             return None
         policy = self.policy.objective
@@ -152,12 +150,12 @@ class Networks:
         )
 
     def with_adapters(self, lora: Lora | None) -> "Networks":
-        """With a policy that has other adapters, or none."""
+        """Copy whose policy has other adapters, or none."""
         objective = self.policy.objective
         objective = replace(objective, config=replace(objective.config, lora=lora))
         return replace(self, policy=replace(self.policy, objective=objective))
 
     def on(self, mesh: FoldedMesh) -> "Networks":
-        """The same on another mesh."""
+        """Copy on another mesh."""
         critic = None if self.critic is None else self.critic.on(mesh)
         return replace(self, policy=self.policy.on(mesh), critic=critic)

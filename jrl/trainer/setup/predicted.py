@@ -1,4 +1,4 @@
-"""What the planner says of a run's updates: memory that comes and goes, and time."""
+"""Planner's prediction of a run's updates: activation memory and time."""
 
 from dataclasses import replace
 
@@ -21,9 +21,9 @@ from sharding.planner.validation.calibration import of_this_library
 
 
 def memory_of_update(model: ModelConfig, geometry: Geometry, run: RunConfig) -> Memory:
-    """Bytes on one device while the policy is updated, as `sharding.planner.memory` counts them.
+    """Predicted bytes on one device during an update of the policy (`sharding.planner.memory`).
 
-    Sequences count with their whole length; where completions share a prompt it is less.
+    Sequences count with their full length; where completions share a prompt it is less.
     """
     return memory(*_given(model, geometry, run), model.execution.vocab_chunk)
 
@@ -31,34 +31,34 @@ def memory_of_update(model: ModelConfig, geometry: Geometry, run: RunConfig) -> 
 def time_of_update(
     model: ModelConfig, geometry: Geometry, run: RunConfig, hardware: Hardware
 ) -> Cost:
-    """Seconds of one optimizer step on a mini-batch, with products as fast as those of
-    Megatron-Core and the overlap that the run asks for (`sharding.planner.overlap`)."""
+    """Predicted seconds of one optimizer step on a mini-batch, with GEMMs as fast as those of
+    Megatron-Core and the overlap that the run requests (`sharding.planner.overlap`)."""
     return cost(*_given(model, geometry, run), hardware, of_this_library(hardware))
 
 
 def _given(
     model: ModelConfig, geometry: Geometry, run: RunConfig
 ) -> tuple[ModelSizes, Layout, Batch, Method]:
-    """What the planner asks of an update."""
+    """Arguments of the planner for an update."""
     batch = batch_of(geometry)
     return sizes_of(model), geometry.mesh.layout, batch, method_of(model, geometry.mesh, batch, run)
 
 
 OVERLAPS = ("two_batch_overlap", "overlap_grad_reduce")
-"""What a run may turn on that changes no more than when it communicates."""
+"""Settings that only overlap communication with computation."""
 
 
 def times_with_overlap(
     model: ModelConfig, geometry: Geometry, run: RunConfig, hardware: Hardware
 ) -> dict[str, Cost]:
-    """The same with each of `OVERLAPS` that the run has not and could have."""
+    """Predicted time of an update with each of `OVERLAPS` that the run does not use but could."""
     found = {}
     for name in OVERLAPS:
         execution = replace(model.execution, **{name: True})
         other = replace(model, execution=execution)
         if execution == model.execution or can_drop(other):
             continue
-        # The check of a run that asks for it says whether it could have it.
+        # The same check as for a run that requests it.
         try:
             check_overlaps(other, geometry.mesh, *geometry.overlapping(run.packing))
         except ValueError:
@@ -68,18 +68,19 @@ def times_with_overlap(
 
 
 def batch_of(geometry: Geometry) -> Batch:
-    """A mini-batch and its micro-batches."""
+    """Planner's batch sizes: mini-batch, row length and micro-batch per device."""
     mini = geometry.recipe.mini_batch_size
-    # The longest that a row can be: how long responses will be nobody knows yet.
+    # The maximum length of a row, as the lengths of responses are unknown.
     time = geometry.prompt_length + geometry.response_length
     return Batch(mini, time, mini // geometry.num_micro_batches // geometry.mesh.layout.dp)
 
 
 def method_of(config: ModelConfig, mesh: FoldedMesh, batch: Batch, run: RunConfig) -> Method:
-    """How the network is computed, and what the run says of gradients and moments."""
+    """Planner's execution settings: those of the network, and the run's dtypes of gradients and
+    moments."""
     execution = config.execution
     return Method(
-        # Where no token travels there is none.
+        # None where no token is dispatched.
         dispatch=execution.dispatch or "all_gather",
         context=context_of(config, mesh),
         remat=execution.remat,
@@ -99,17 +100,17 @@ def method_of(config: ModelConfig, mesh: FoldedMesh, batch: Batch, run: RunConfi
 
 
 def attention_of(config: ModelConfig, mesh: FoldedMesh, batch: Batch) -> str | None:
-    """What holds scores in memory, as `Method.attention` names it: what `moe.attention.core` would
-    take for a micro-batch."""
+    """Attention implementation that stores scores in memory, for `Method.attention`: the one that
+    `moe.attention.core` would choose for a micro-batch; None for a kernel."""
     named = config.execution.attention
-    # What kernels compute holds no scores in memory: None.
+    # Fused kernels store no scores: None.
     if named is not None:
         return {"plain": "plain", "xla": "plain", "blocked": "blocked"}.get(named)
-    # A GPU computes it with cuDNN; devices that need not exist are taken for GPUs.
+    # GPUs use cuDNN; devices of an unknown platform are assumed to be GPUs.
     if mesh.platform in ("gpu", None) and config.dtype == "bfloat16":
         return None
     layout = mesh.layout
-    # Between layers tokens are spread over tp; in attention a rank has all of them, and some heads.
+    # Between layers tokens are sharded over tp; in attention a rank has all tokens and some heads.
     queries = batch.local_tokens(layout) * layout.tp
     scores = config.num_heads // layout.tp * queries * batch.time
     most = LARGEST_PLAIN if mesh.platform == "cpu" else LARGEST_KEPT

@@ -1,4 +1,4 @@
-"""All randomness of a run comes from its seed, and what it is for."""
+"""RNG keys of a run, derived from its seed and their purpose."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -11,16 +11,16 @@ Purpose = Literal["weights", "critic", "rollout", "adapters"]
 
 @dataclass(frozen=True)
 class Randomness:
-    """Keys made anew from the seed, so that a run has no state of randomness to save."""
+    """RNG keys derived from the seed, so that a run has no RNG state to save."""
 
     seed: int
 
     def key(self, purpose: Purpose) -> jax.Array:
-        """Randomness for one purpose; no two purposes share any. What is sampled in a rollout is
-        told apart by the numbers of prompts, samples and tokens."""
-        # By its place in `Purpose`: moved there, it would draw anew under an old seed.
+        """RNG key for one purpose; no two purposes share a key. Keys of rollout tokens are derived
+        further from prompt, sample and position."""
+        # By its index in `Purpose`: reordering that would change the keys of existing runs.
         return jax.random.fold_in(jax.random.key(self.seed), get_args(Purpose).index(purpose))
 
     def shuffler(self, step: int, epoch: int) -> np.random.Generator:
-        """Randomness of the order of rows."""
+        """Random generator for the order of rows."""
         return np.random.default_rng([self.seed, step, epoch])

@@ -1,4 +1,5 @@
-"""What the network reads: the first conversation of a run, and what ends a turn of it."""
+"""Display of the network's input: the first conversation of a run, and the tokens that end a
+turn."""
 
 from collections.abc import Iterable
 from typing import SupportsInt
@@ -15,8 +16,8 @@ from jrl.trainer.supervised.step import training_chats
 
 
 def print_read(setup: Setup, console: Console) -> None:
-    """The first conversation or prompt of training as the network reads it, and what is learned of
-    it; nothing of a prompt that no template writes."""
+    """Prints the first training conversation with special tokens, and its tokens in the loss mask;
+    or the first prompt, if a chat template formats it."""
     if setup.rows is not None:
         assert isinstance(setup.task, Chats)
         own = setup.rows.encoded[training_chats(setup.task, 0, 1)[0].number]
@@ -31,8 +32,8 @@ def print_read(setup: Setup, console: Console) -> None:
 
 
 def turn_ends(setup: Setup) -> str | None:
-    """Which tokens end a turn of the assistant, and which of them is the chat template's; None
-    without a template."""
+    """Description of the tokens that end a turn of the assistant, and of the chat template's own
+    one; None without a template."""
     template, tokenizer = setup.format.template, setup.tokenizer
     if template is None:
         return None
@@ -50,8 +51,8 @@ def turn_ends(setup: Setup) -> str | None:
 
 
 def tools_called(setup: Setup) -> str | None:
-    """In which format the tools of the first prompt are called; None without tools or a template,
-    and where nothing answers a call."""
+    """Description of the tool-call format of the first prompt; None without tools or a template,
+    and where no environment answers a call."""
     format = setup.format.tool_format
     if setup.rows is not None or format is None or not has_environments(setup.task):
         return None

@@ -1,5 +1,5 @@
-"""The fixed parts of a run, made from its configuration: task, tokeniser, network, mesh,
-decoders."""
+"""Setup of a run: its constant parts, made from its configuration, such as task, tokenizer, network
+and mesh."""
 
 import difflib
 from dataclasses import dataclass, replace
@@ -62,7 +62,7 @@ from sharding.folding import FoldedMesh, Layout, fold
 
 @dataclass(frozen=True)
 class Setup:
-    """What does not change during a run.
+    """Constant parts of a run.
 
     Attributes:
       run: its configuration.
@@ -70,16 +70,16 @@ class Setup:
       task: prompts and verifier.
       tokenizer: between text and tokens.
       model: the policy network.
-      mesh: where everything lives but what samples completions, which is on `rollout_mesh`.
+      mesh: the training mesh; completions are sampled on `rollout_mesh`.
       prompt_length: tokens that prompts are padded to.
       response_length: limit of a completion in tokens, end-of-sequence included.
       prompts_dropped: prompts that were left out for their length.
-      rows: the conversations that are learned from, where the recipe is supervised; the two lengths
-        are then those of what is sampled to be shown.
+      rows: the training conversations of a supervised recipe; the two lengths are then those of
+        completions that are sampled for display.
 
     Raises:
-      ValueError: for a network whose experts drop choices, see `moe.router.capacity`, and for one
-        without experts whose choices of them are to be replayed.
+      ValueError: for a network whose experts drop tokens, see `moe.router.capacity`, and for router
+        replay in a network without experts.
     """
 
     run: RunConfig
@@ -94,7 +94,7 @@ class Setup:
     rows: ChatRows | None = None
 
     def __post_init__(self):
-        # Without a step of reinforcement there is no ratio.
+        # Without reinforcement learning steps there is no ratio.
         if can_drop(self.model) and self.run.steps and not self.recipe.supervised:
             raise ValueError(
                 f"capacity_factor={self.model.capacity_factor} drops choices of experts where the "
@@ -122,12 +122,12 @@ class Setup:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Those that a run keeps to its end, as JSON values."""
+        """Settings that a run may not change, as JSON values."""
         return fixed_settings(self.run, self.recipe)
 
     @property
     def format(self) -> PromptFormat:
-        """How prompts become tokens."""
+        """Encoding of prompts to tokens."""
         return _format(self.run, self.recipe, self.tokenizer)
 
     @property
@@ -136,7 +136,7 @@ class Setup:
 
     @cached_property
     def split(self) -> SplitMesh | None:
-        """The devices of attention and of experts where completions are sampled on two sides."""
+        """Device groups of attention and experts for disaggregated sampling; None on one mesh."""
         run = self.run
         if run.rollout_split is None:
             return None
@@ -144,8 +144,8 @@ class Setup:
 
     @cached_property
     def rollout_mesh(self) -> FoldedMesh:
-        """Where completions are sampled: `mesh` itself unless that cannot decode or the run has a
-        rollout layout, or devices for it. Of two sides that of attention, where the rows are."""
+        """Mesh of sampling: `mesh` itself unless that cannot decode or the run has a rollout layout
+        or rollout devices. With disaggregation that of attention, where the rows are."""
         if self.split is not None:
             return self.split.attention
         if self.run.rollout_devices is not None:
@@ -154,7 +154,7 @@ class Setup:
 
     @property
     def geometry(self) -> Geometry:
-        """How batches lie on the devices."""
+        """Geometry of batches on the devices."""
         layout = rollout = f"layout {self.run.layout!r}"
         if self.rollout_mesh != self.mesh:
             own = self.run.rollout_layout or str(self.rollout_mesh.layout)
@@ -170,10 +170,10 @@ class Setup:
         return Geometry(self.recipe, *lengths, *meshes, layout, rollout, parts)
 
     def sampler(self, seed: int | None = None) -> Sampler:
-        """A sampler of the task's completions, without weights yet.
+        """Creates a sampler of the task's completions, without weights.
 
         Args:
-          seed: of what is drawn; None is that of the run.
+          seed: of sampling; None is that of the run.
         """
         randomness = self.randomness if seed is None else Randomness(seed)
         engine: RolloutEngine = self._engine(randomness)
@@ -201,7 +201,7 @@ class Setup:
 
     @property
     def networks(self) -> Networks:
-        """What learns."""
+        """Trained networks with their objectives and optimizers."""
         recipe, layout = self.recipe, self.geometry.prompt_layout
         sizes, response = (
             (self.geometry.num_micro_batches, self.geometry.bins),
@@ -217,13 +217,13 @@ class Setup:
         policy = Network(of_policy, self._stepping(recipe.optimizer), *sizes)
         packs = self.run.packing
         if packs is None:
-            # Where windows are written on, most tokens of a step are there for attention only; of
-            # conversations most are far shorter than the longest.
+            # With windows, most tokens of a step only provide context; most conversations are far
+            # shorter than the longest.
             packs = isinstance(recipe.collection, Windows) or recipe.supervised
             packs = packs and self.mesh.layout.pp == 1
         pool = None
         if self.run.stale_cache:
-            # For its sizes alone: an engine has no pool before rows come.
+            # For its sizes only: an engine allocates its pool when rows come.
             engine = self._engine(self.randomness)
             pool = PoolSpec(engine.decoder, engine.slots, engine.columns)
         staleness = self.run.max_staleness
@@ -232,8 +232,8 @@ class Setup:
 
     @property
     def imitator(self) -> Network[SupervisedObjective]:
-        """The policy in its warm start."""
-        # Adapters come beside what it has learned.
+        """Network of the policy's warm start."""
+        # Adapters are added after the warm start.
         model = self.model.without_adapters()
         # Rows of different prompts, which share nothing.
         layout = PromptLayout(self.prompt_length, group_size=1)
@@ -242,9 +242,9 @@ class Setup:
         return Network(objective, optimizer, 1)
 
     def _stepping(self, optimizer: Optimizer) -> Optimizer:
-        """An optimizer of the recipe, its moments kept and gradients sent as the run says."""
+        """Optimizer of the recipe with the run's dtypes of moments and gradient communication."""
         run = self.run
-        # A rate that falls has to know its last step, which is the run's and not the recipe's.
+        # A decreasing rate needs the last step, which is a setting of the run, not of the recipe.
         if optimizer.schedule != "constant":
             optimizer = replace(optimizer, steps=run.steps)
         return replace(optimizer, mu_dtype=run.mu_dtype, gradient_wire=run.gradient_wire)
@@ -257,15 +257,16 @@ def build_setup(
     model: ModelConfig | None = None,
     code_path: Path | None = None,
 ) -> Setup:
-    """Makes the fixed parts of a run. Starts a task's worker processes: close the task at the end.
+    """Builds the constant parts of a run. Starts a task's worker processes: close the task at the
+    end.
 
     Args:
-      tokenizer: of a run that is being resumed or evaluated; None makes it as configured.
-      model: the same, for a run that began from a public checkpoint.
-      code_path: folder with the run's copies of the user's own files; None reads those themselves.
+      tokenizer: of a run that is resumed or evaluated; None makes it as configured.
+      model: the same, for a run that started from a public checkpoint.
+      code_path: folder with the run's copies of the user's own files; None reads the originals.
 
     Raises:
-      ValueError: on anything in the configuration that cannot be had.
+      ValueError: for any invalid setting.
     """
     layout = Layout.parse(run.layout)
     devices = jax.devices()
@@ -319,7 +320,7 @@ def build_setup(
             prompts_dropped=dropped,
             rows=rows,
         )
-        # In this order: windows follow from the limit of responses, micro-batches from rows and
+        # In this order: windows depend on the limit of responses, micro-batches on rows and
         # lengths.
         setup = replace(setup, recipe=recipe.fitted(setup.response_length))
         setup = replace(setup, recipe=setup.geometry.with_micro_batch().recipe)
@@ -330,7 +331,7 @@ def build_setup(
         setup.geometry.slots(run.slots)
         given = setup.tokenizer, setup.model, setup.run, setup.recipe, setup.mesh
         check_fits(*given, setup.split, setup.response_length)
-    # Worker processes must not outlive a run that is refused or interrupted.
+    # Worker processes must not outlive a run that is rejected or interrupted.
     except BaseException:
         task.close()
         raise
@@ -338,10 +339,10 @@ def build_setup(
 
 
 def _task(run: RunConfig, recipe: Recipe, code_path: Path | None) -> Task:
-    """What is learned from.
+    """Loads the task: prompts with a verifier, or conversations for SFT.
 
     Args:
-      code_path: folder with the run's copies of the user's own files; None reads those themselves.
+      code_path: folder with the run's copies of the user's own files; None reads the originals.
     """
     fields = Fields(run.prompt_field, run.answer_field, run.messages_field)
     if recipe.supervision is not None:
@@ -361,7 +362,7 @@ def _task(run: RunConfig, recipe: Recipe, code_path: Path | None) -> Task:
 
 
 def _format(run: RunConfig, recipe: Recipe, tokenizer: Tokenizer) -> PromptFormat:
-    """How prompts become tokens."""
+    """Encoding of prompts to tokens, or of conversations for SFT."""
     made = prompt_format(run, tokenizer)
     if recipe.supervision is None:
         return made
@@ -371,7 +372,7 @@ def _format(run: RunConfig, recipe: Recipe, tokenizer: Tokenizer) -> PromptForma
 
 
 def _tokenizer(run: RunConfig, task: Task, model: ModelConfig | None) -> Tokenizer:
-    """The tokenizer of a new run.
+    """Tokenizer of a new run.
 
     Args:
       model: of a checkpoint, None for a preset.

@@ -1,1 +1,1 @@
-"""Learning from conversations that are given: rows, a step, what is held out."""
+"""Supervised fine-tuning (SFT): rows of conversations, the training step, held-out loss."""

@@ -1,4 +1,4 @@
-"""What a supervised run would do, in numbers."""
+"""Arithmetic of a supervised run for a dry run: conversations, tokens, steps, micro-batches."""
 
 from jrl.tasks.data.chats import Chats
 from jrl.trainer.setup.setup import Setup
@@ -6,7 +6,7 @@ from sharding.schedule import Schedule
 
 
 def chat_arithmetic(setup: Setup) -> dict[str, str]:
-    """From conversations to optimizer steps, one line each."""
+    """Lines of the arithmetic from conversations to optimizer steps."""
     chats, rows, recipe, run = setup.task, setup.rows, setup.recipe, setup.run
     assert isinstance(chats, Chats) and rows is not None
     found = list(rows.encoded.values())

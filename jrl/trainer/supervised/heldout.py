@@ -1,4 +1,4 @@
-"""What a policy makes of conversations that it never learned from: loss, perplexity, accuracy."""
+"""Evaluation of a policy on held-out conversations: loss, perplexity and token accuracy."""
 
 import math
 import time
@@ -23,10 +23,10 @@ def heldout_loss(
     number: int,
     pad_id: int,
 ) -> dict[str, float]:
-    """Means over all tokens that are to be said, by passes without a gradient.
+    """Means over all tokens in the loss mask, by passes without a gradient.
 
     ``val/nll`` is the negative log-likelihood in nats, ``val/perplexity`` its exponential,
-    ``val/token_accuracy`` the share of tokens that no other is likelier than.
+    ``val/token_accuracy`` the fraction of tokens that are the argmax of the policy.
 
     Args:
       number: rows of a pass, which divide over the devices.
@@ -37,7 +37,7 @@ def heldout_loss(
         batch = rows.batch(chats[first : first + number], number, pad_id, objective.mesh)
         found = ranks_of(objective, policy, batch.tokens, batch.valid)
         logprobs, likeliest, mask = to_host((*found, batch.mask))
-        # In float64: a float32 sum over all held-out tokens would lose its last digits.
+        # In float64: a float32 sum over all held-out tokens would lose precision.
         nll -= float(np.sum(logprobs, dtype=np.float64, where=mask))
         right += float(np.sum(likeliest, dtype=np.float64, where=mask))
         tokens += int(mask.sum())

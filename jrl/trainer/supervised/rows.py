@@ -1,4 +1,4 @@
-"""Conversations as rows of tokens: which fit, how long rows are, and batches of them."""
+"""Token rows of conversations: selection by length, the shape of rows, and batches."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,17 +20,18 @@ from sharding.folding import FoldedMesh
 
 @dataclass(frozen=True)
 class ChatRows:
-    """The conversations of a run, encoded, and the shape of their rows.
+    """Encoded conversations of a run, and the shape of their rows.
 
-    A row has its first token in the last of the columns `before`, so that all others, which may be
-    learned, stand in those `after`: what is predicted then divides over ``cp x tp`` devices.
+    A row has its first token in the last of the positions `before`, so that all others, which may
+    be in the loss mask, are in those `after`: predicted tokens then divide over ``cp x tp``
+    devices.
 
     Attributes:
-      encoded: by the number of the conversation.
-      before: columns up to the first token of a row.
-      after: columns of all other tokens.
+      encoded: by the id of the conversation.
+      before: positions up to the first token of a row.
+      after: positions of all other tokens.
       dropped: conversations left out for their length.
-      truncated: conversations that were cut.
+      truncated: conversations that were truncated.
     """
 
     encoded: Mapping[int, Encoded]
@@ -40,14 +41,14 @@ class ChatRows:
     truncated: int
 
     def counts(self, chats: Sequence[Chat]) -> tuple[np.ndarray, np.ndarray]:
-        """``[chats]`` tokens of each conversation, and those that are learned."""
+        """Number of tokens of each conversation, and of those in the loss mask, ``[chats]``."""
         found = [self.encoded[chat.number] for chat in chats]
         sizes = [(len(own.ids), int(own.learned.sum())) for own in found]
         tokens, learned = np.array(sizes, np.int64).reshape(-1, 2).T
         return tokens, learned
 
     def described(self, task: Task) -> list[str]:
-        """What is learned from, and what was left out, for people."""
+        """Summary lines of the training data, and of conversations left out or truncated."""
         learned = sum(int(own.learned.sum()) for own in self.encoded.values())
         tokens = sum(len(own.ids) for own in self.encoded.values())
         longest = max(len(own.ids) for own in self.encoded.values())
@@ -67,14 +68,13 @@ class ChatRows:
     def batch(
         self, chats: Sequence[Chat], rows: int, pad_id: int, mesh: FoldedMesh
     ) -> Batch[Array]:
-        """A row for each, and empty ones up to so many rows."""
+        """Batch with a row for each conversation, padded with empty rows to `rows`."""
         shape = rows, self.before + self.after
         tokens = np.full(shape, pad_id, np.int32)
         valid, mask = np.zeros(shape, bool), np.zeros(shape, bool)
         for row, chat in enumerate(chats):
             own = self.encoded[chat.number]
-            # One token stands before the columns that are learned: what is predicted has a state
-            # before it.
+            # One token is before the predicted positions: each prediction needs a state before it.
             place = slice(self.before - 1, self.before - 1 + len(own.ids))
             tokens[row, place], mask[row, place], valid[row, place] = own.ids, own.learned, True
         return to_devices(Batch(tokens=tokens, valid=valid, mask=mask), over_rows(mesh))
@@ -83,11 +83,11 @@ class ChatRows:
 def chat_rows(
     chats: Chats, format: ChatFormat, supervision: Supervision, model: ModelConfig, mesh: FoldedMesh
 ) -> ChatRows:
-    """Encodes all conversations; those that are too long are left out of `chats`, or cut.
+    """Encodes all conversations; those that are too long are left out of `chats`, or truncated.
 
     Raises:
-      ValueError: for a conversation that cannot be encoded, a length that the checkpoint's
-        positions do not reach, and where too few are left.
+      ValueError: for a conversation that cannot be encoded, a length above the checkpoint's maximum
+        positions, and where too few conversations are left.
     """
     most = [n for n in (supervision.max_length, model.max_positions) if n is not None]
     if len(most) == 2 and most[0] > most[1]:
@@ -95,7 +95,7 @@ def chat_rows(
             f"max_length={most[0]} is more than the {most[1]} positions that the network was made "
             f"for: give --max-length {most[1]} or less."
         )
-    # All at once, before the first step: the longest row is a shape of every program.
+    # All before the first step: the longest row is a static shape of every compiled function.
     encoded: dict[int, Encoded] = {}
     truncated = 0
     for chat in chats.chats:
@@ -113,11 +113,11 @@ def chat_rows(
 def sampled_lengths(
     chats: Chats, rows: ChatRows, format: ChatFormat, model: ModelConfig, wanted: int | None
 ) -> tuple[int, int]:
-    """Tokens of the prompts and of the completions that are sampled to be shown, at most.
+    """Maximum tokens of the prompts and of the completions that are sampled for display.
 
     Args:
       wanted: tokens of a completion; None is a quarter more than the longest held-out answer, or
-        what the network's positions leave.
+        the rest of the network's positions.
     """
     heldout = [chats.heldout(index) for index in range(chats.heldout_size or 0)]
     found = [rows.encoded[chat.number] for chat in heldout if isinstance(chat, Chat)]
@@ -133,8 +133,8 @@ def sampled_lengths(
 
 
 def _divided(columns: int, mesh: FoldedMesh) -> int:
-    """At least so many columns, and as many more as it takes for those of any number of rows to
-    divide over ``cp x tp``."""
+    """Rounds up a number of positions so that those of any number of rows divide over
+    ``cp x tp``."""
     cp, ranks = mesh.size(mesh.cp), mesh.size(mesh.sequence)
     columns = max(columns, 1)
     while ZigzagLayout(((1, columns),), cp).num_tokens % ranks:

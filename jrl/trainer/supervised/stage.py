@@ -1,4 +1,4 @@
-"""The supervised stage of a run (`jrl.trainer.stage`)."""
+"""Supervised stage of a run (`jrl.trainer.stage`)."""
 
 from jaxtyping import Array
 
@@ -15,11 +15,11 @@ from jrl.trainer.supervised.step import supervised_step
 
 
 class Supervised:
-    """Learns from the conversations of a run.
+    """Supervised training stage on the conversations of a run.
 
     Args:
       setup: of a run whose recipe is supervised.
-      sampler: for completions of held-out prompts, to be shown.
+      sampler: for completions of held-out prompts, for display.
     """
 
     def __init__(self, setup: Setup, sampler: Sampler):

@@ -1,4 +1,4 @@
-"""A supervised step: one optimizer step on a batch of conversations."""
+"""Supervised training step: one optimizer step on a batch of conversations."""
 
 import time
 from dataclasses import replace
@@ -17,7 +17,7 @@ from jrl.trainer.summary import count_updates, summarise
 from jrl.trainer.supervised.rows import ChatRows
 
 ROWS_OF_A_BIN = 16
-"""Conversations in a bin, at most: many are far shorter than the longest."""
+"""Maximum conversations of a bin: many are far shorter than the longest."""
 
 
 def supervised_step(
@@ -28,12 +28,12 @@ def supervised_step(
     pad_id: int,
     state: TrainState[Array],
 ) -> tuple[TrainState[Array], dict[str, float], list[NonFinite]]:
-    """Learns from the next conversations, a function of the state and the file alone.
+    """Trains on the next conversations, which depend on the state and the dataset only.
 
     Returns:
       The state, the metrics, and the update if it was skipped because it was not finite.
     """
-    # The place in the stream of conversations is all that a checkpoint need know of the data.
+    # The position in the stream of conversations is the only data state of a checkpoint.
     seen = int(state.prompts_seen)
     chosen = training_chats(chats, seen, recipe.completions)
     tokens, learned = rows.counts(chosen)
@@ -43,7 +43,7 @@ def supervised_step(
     learner, found = update_rows(
         networks.policy, state.policy, batch, of_rows, rows_of_a_bin=ROWS_OF_A_BIN
     )
-    # Reading them waits for the update, so that the time is of work done.
+    # Reading them blocks until the update has finished, for the timing.
     history = [{"actor": to_host(found)}]
     seconds = time.perf_counter() - begin
     seen += recipe.completions
@@ -69,6 +69,6 @@ def supervised_step(
 
 
 def training_chats(chats: Chats, first: int, number: int) -> list[Chat]:
-    """So many of the conversations to learn from; each pass has all of them in another order."""
+    """Training conversations `first` to `first + number`; each epoch has another order."""
     found = [chats.train(index) for index in range(first, first + number)]
     return [chat for chat in found if isinstance(chat, Chat)]

@@ -1,1 +1,1 @@
-"""Slots whose attention and experts have devices of their own: what differs from one mesh."""
+"""Decoding with attention-expert disaggregation: the differences from decoding on one mesh."""

@@ -1,4 +1,4 @@
-"""Rows in micro-batches that attention takes equally long for."""
+"""Slot allocation that balances the predicted attention time of micro-batches."""
 
 from collections.abc import Callable, Mapping
 
@@ -8,14 +8,14 @@ from moe.disaggregated.batches import Predicted, lightest
 
 
 class BatchedSeating(Seating):
-    """`Seating` in ranks whose slots are micro-batches, one after the other: a request sits in that
-    of its rank which is predicted to have least to do.
+    """`Seating` for ranks whose slots are consecutive micro-batches: a request gets a slot in the
+    micro-batch of its rank with the least predicted attention time.
 
     Args:
       slots, ranks, most_tokens: of `Seating`.
       parts: micro-batches of a rank.
-      predicted: how long attention works on a row.
-      context: the tokens that stand in a slot.
+      predicted: model of the attention time of rows.
+      context: number of tokens in a slot.
     """
 
     def __init__(
@@ -36,13 +36,13 @@ class BatchedSeating(Seating):
         free, contexts = ([list[int]() for _ in range(self._parts)] for _ in range(2))
         for slot in self._free[rank]:
             free[slot // self._size - first].append(slot)
-        # Those who have just come are not in their slots yet.
+        # Newly admitted requests are not in their slots yet.
         each = {slot: self._context(slot) for slot in self.sitting}
         each |= {slot: request.length for slot, request in taken.items()}
         for slot, length in each.items():
             if slot // self.per_rank == rank:
                 contexts[slot // self._size - first].append(length)
-        # By the tokens in the cache too: rows that stand further on keep attention longer.
+        # By the tokens in the cache too: longer rows take attention longer.
         times = [self._predicted.of_batch(lengths) for lengths in contexts]
         slot = free[lightest(times, [len(slots) for slots in free])][0]
         self._free[rank].remove(slot)

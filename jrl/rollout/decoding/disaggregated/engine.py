@@ -1,7 +1,7 @@
-"""The engine of slots whose attention and experts have devices of their own.
+"""Rollout engine with attention and experts on separate device groups.
 
-Slots, requests and draws are those of `SlotEngine`, and so are the tokens; rows live on the devices
-of attention. Only who computes the network differs: `moe.disaggregated`.
+Slots, requests and sampling are those of `SlotEngine`, and so are the tokens; rows are stored on
+the attention devices. Only the network's implementation differs: `moe.disaggregated`.
 """
 
 from collections.abc import Sequence
@@ -39,25 +39,24 @@ from moe.router.replay import choices_dtype
 from sharding.folding import FoldedMesh
 
 AHEAD = 2
-"""Tokens of all rows that the host enqueues before it looks whether rows are left that want
-them."""
+"""Decoding steps that the host enqueues before it checks that rows are left to decode."""
 
 
 class DisaggregatedEngine(SlotEngine):
     """`SlotEngine` on two groups of devices.
 
     Args:
-      config: the policy network, a mixture.
+      config: the policy network, an MoE model.
       training: the mesh that weights come from.
       split: of the devices that decode.
-      micro_batches: parts of the slots that are under way at a time: while one is with the experts,
-        attention works on another.
+      micro_batches: micro-batches of the slots in flight: while one is with the experts, attention
+        works on another.
       m2n: see `moe.disaggregated.runner.Runner`.
-      expert_slots: experts that a device of theirs has room for, hot ones more than once; None is
+      expert_slots: experts that an expert device can hold, with replicas of hot experts; None is
         its share.
-      replan: tokens of a row after which experts are placed anew by what they had to do; None
-        leaves them where they are. Begins with equal loads where no row is under way, so that what
-        is sampled depends on the requests alone, to the last bit.
+      replan: tokens of a row after which experts are re-balanced by their loads; None keeps the
+        placement. Restarts with equal loads where no row is in flight, so that samples depend on
+        the requests only, bit for bit.
 
     The other arguments are those of `SlotEngine`; `slots` divide over the devices of attention and
     `micro_batches`.
@@ -66,7 +65,7 @@ class DisaggregatedEngine(SlotEngine):
       ValueError: on sizes that do not divide.
     """
 
-    _restarts = True  # whether experts are placed for equal loads where no row is under way
+    _restarts = True  # resets the placement to equal loads where no row is in flight
 
     def __init__(
         self,
@@ -88,7 +87,7 @@ class DisaggregatedEngine(SlotEngine):
     ):
         check_micro_batches(slots, micro_batches, split)
         self._micro_batches = micro_batches
-        # Each layer's keys and values in a buffer of their own, which its program gives up.
+        # Each layer's KV cache in a buffer of its own, which its compiled function donates.
         config = replace(config, execution=replace(config.execution, scan_layers=False))
         super().__init__(
             config,
@@ -109,11 +108,11 @@ class DisaggregatedEngine(SlotEngine):
             split,
             placement=self.places.placements[0],
             m2n=m2n,
-            # Loads are counted from choices, recorded for a replay or not.
+            # Loads are counted from expert ids, recorded for a replay or not.
             records_choices=records_choices or replan is not None,
         )
         if is_multiprocess():
-            any_of(False)  # nobody waits for one that is still compiling what came before
+            any_of(False)  # a barrier: all processes have compiled what came before
             self.runner.meet()
         self._sides = SplitPolicy(config, training, split, self.places.placements)
         self._resharding = self._sides
@@ -140,7 +139,7 @@ class DisaggregatedEngine(SlotEngine):
         self._loads = self._no_loads()
         if moved:
             self._sides.place(self.places.placements)
-            # What stands in the slots was summed in the order of other places.
+            # The KV cache in the slots was computed with another placement, and rounded otherwise.
             self._seating.forget()
 
     def _no_loads(self) -> Array:
@@ -148,7 +147,7 @@ class DisaggregatedEngine(SlotEngine):
         return self._everywhere(np.zeros((config.num_expert_layers, config.num_experts), np.int32))
 
     def _look(self) -> None:
-        """Has experts lie where they are found to have equally much to do."""
+        """Re-balances the experts by the loads since the last call."""
         loads = self._to_host(self._loads)
         self._loads = self._no_loads()
         if self.places.look(loads):
@@ -197,9 +196,9 @@ class DisaggregatedEngine(SlotEngine):
         numbers = [self._everywhere(np.int32(i)) for i in range(parts)]
         cache = None
         if self._attends:
-            # The runner gives up the cache layer by layer, `sample_part` the rest.
+            # The runner donates the cache layer by layer, `sample_part` the rest.
             cache, pool = pool.cache, replace(pool, cache=Cache((), ()))
-        # Of each token and micro-batch, the rows that got it and those that go on.
+        # For each token and micro-batch, the number of rows that got it and of those still live.
         counts: list[list[Any]] = [[] for _ in range(parts)]
         totals = list[np.ndarray]()
 
@@ -219,12 +218,12 @@ class DisaggregatedEngine(SlotEngine):
             return rows[0], rows[1]
 
         def count(token: int) -> int:
-            """Rows that are left after a token, the next that was not counted."""
+            """Number of live rows after `token`, the first token that was not counted yet."""
             each = jax.device_get([own[token] for own in counts])
             totals.append(np.sum([np.reshape(own, -1) for own in each], axis=0))
             return int(totals[-1][1])
 
-        # What is enqueued already runs on; nothing is known of rows before `AHEAD` tokens.
+        # Enqueued steps run on; counts are read `AHEAD` tokens later.
         def goes_on(token: int) -> bool:
             left = count(token - AHEAD) if token >= AHEAD else min_live + 1
             return token < window and left > min_live
@@ -238,14 +237,14 @@ class DisaggregatedEngine(SlotEngine):
             end,
             goes_on,
             columns,
-            # A process without attention hears the counts, and decides as the others do.
+            # A process without attention receives the counts, and decides as the others do.
             lambda i, heard: counts[i].append(heard),
         )
-        # Those that were enqueued after the last look.
+        # Tokens that were enqueued after the last count.
         for token in range(len(totals), len(counts[0])):
             count(token)
         grew = np.array(totals)[:, 0]
-        # A token that was enqueued ahead and that no row got is no step.
+        # An enqueued token that no row got is not a step.
         steps = int((grew > 0).sum())
         if self.places.is_due(steps):
             self._look()
@@ -260,7 +259,7 @@ class DisaggregatedEngine(SlotEngine):
     def _on_shelf(self, shelf: Rows[Array], places: np.ndarray) -> Rows[Array]:
         if not is_multiprocess():
             return super()._on_shelf(shelf, places)
-        # Where all processes have them: by their hosts, and only those that go somewhere.
+        # The output buffer is on all processes: rows move through their hosts, finished ones only.
         (slots,) = np.nonzero(places < shelf.lengths.shape[0])
         number = bucket(len(slots), self.slots, least=1)
         chosen = np.zeros(number, np.int32)
@@ -277,6 +276,6 @@ class DisaggregatedEngine(SlotEngine):
 
 @partial(jax.jit, static_argnums=2)
 def _taken(rows: Rows[Array], slots: Array, mesh: FoldedMesh) -> Rows[Array]:
-    """Rows of some slots, on every device."""
+    """Rows of the given slots, replicated on every device."""
     taken = jax.tree.map(lambda column: jnp.take(column, slots, axis=0), rows)
     return lax.with_sharding_constraint(taken, replicated(mesh))

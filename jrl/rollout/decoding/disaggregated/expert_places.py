@@ -1,4 +1,4 @@
-"""Where experts lie while rows decode: planned anew from time to time, by what they had to do."""
+"""Expert placement during decoding, re-balanced periodically by the loads of the experts."""
 
 import numpy as np
 
@@ -8,23 +8,24 @@ from moe.disaggregated.replanning import Balance, Policy, Sizes, observe, start
 from moe.disaggregated.split import SplitMesh
 
 ALIKE = Policy(every=1, decay=1 - 1e-9)
-"""Each look may move experts, and all looks since the start count alike."""
+"""Policy under which each re-balancing may move experts, and all loads since the start have equal
+weight."""
 
 
 class ExpertPlaces:
-    """The placements of all layers, and the loads that they are planned by.
+    """Expert placements of all layers, and the loads that they are planned by.
 
     Args:
-      config: the network, a mixture.
-      mesh: of both sides.
-      slots: of each device along ``ep``; None are no more than its share of the experts.
-      every: tokens of a row between two looks; None never looks.
-      fades: whether loads count less the older they are (`Policy.decay` for each token of a row),
-        or alike since the start.
+      config: the network, an MoE model.
+      mesh: of both device groups.
+      slots: expert slots of each device along ``ep``; None is its share of the experts.
+      every: tokens of a row between two re-balancings; None never re-balances.
+      fades: true for an exponential decay of older loads (`Policy.decay` for each token of a row),
+        false for equal weights since the start.
 
     Attributes:
-      moves: slots that got another expert, in all.
-      has_moved: whether one has since the start.
+      moves: total number of slots that got another expert.
+      has_moved: true if one has since the start.
 
     Raises:
       ValueError: for slots that do not hold all experts.
@@ -50,32 +51,31 @@ class ExpertPlaces:
         self.restart()
 
     def restart(self) -> None:
-        """As if nothing had been seen: equal loads."""
-        # So that what a rollout samples depends on its requests alone, not on the rollouts before
-        # it.
+        """Resets to the initial placement for equal loads."""
+        # So that the samples of a rollout depend on its requests only, not on earlier rollouts.
         self._tokens, self._balance = 0, Balance(0, self._no_loads, self._first)
         self.has_moved = False
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """Of each layer with experts."""
+        """Placement of each layer with experts."""
         devices = self._sizes.num_devices
         return tuple(Placement.holding(one, devices) for one in self._balance.placed)
 
     def within(self, tokens: int) -> int:
-        """So many tokens of each row, or those that are left to the next look."""
+        """Bounds `tokens` of each row by those that are left until the next re-balancing."""
         return tokens if self.every is None else min(tokens, self.every - self._tokens)
 
     def is_due(self, tokens: int) -> bool:
-        """Whether to look, after each row got so many tokens more."""
+        """Adds `tokens` decoded by each row; returns true if a re-balancing is due."""
         self._tokens += tokens
         return self.every is not None and self._tokens >= self.every
 
     def look(self, loads: np.ndarray) -> bool:
-        """Plans anew, and says whether an expert moves.
+        """Re-balances the experts; returns true if one moves.
 
         Args:
-          loads: tokens of each expert since the last look, ``[layer, expert]``.
+          loads: tokens of each expert since the last call, ``[layer, expert]``.
         """
         self._tokens = 0
         self._balance, moves = observe(self._balance, loads, self._sizes, self._policy)
@@ -85,11 +85,10 @@ class ExpertPlaces:
 
 
 def first_placement(config: ModelConfig, mesh: SplitMesh, slots: int | None) -> Placement | None:
-    """Of experts that nothing is known of, as if all had equally much to do; None has each once, in
-    their order.
+    """Initial placement, for equal loads; None places each expert once, in their order.
 
     Args:
-      slots: of each device along ``ep``; None are no more than its share.
+      slots: of each device along ``ep``; None is its share.
 
     Raises:
       ValueError: for slots that do not hold all experts.

@@ -1,4 +1,4 @@
-"""The engine that rows of any kind share, with attention and experts on devices of their own."""
+"""Serving engine with per-request sampling, with attention and experts on separate devices."""
 
 from collections.abc import Sequence
 
@@ -12,19 +12,19 @@ from moe.weights import Transformer
 
 
 class DisaggregatedStreamEngine(StreamEngine, DisaggregatedEngine):
-    """`StreamEngine` on two groups of devices: who comes, goes and is drawn in which way is its
-    affair, and who computes the network that of `DisaggregatedEngine`, whose arguments it has.
+    """`StreamEngine` on two groups of devices: `StreamEngine` admits, cancels and samples requests,
+    `DisaggregatedEngine` computes the network. Arguments are those of the latter.
 
-    Each prompt runs in a row of its own, and a step computes all slots: their rows are the messages
-    of micro-batches, which have one size. Experts stay where they were found to have equally much
-    to do when nothing is under way, and loads fade.
+    Each prompt runs in a row of its own, and a step computes all slots, as micro-batches have a
+    fixed size. The expert placement is kept when no row is in flight, and loads decay
+    exponentially.
     """
 
-    _restarts = False  # requests come at any time: what was seen of those before says most
+    _restarts = False  # requests come at any time: earlier loads are the best prediction
 
     @property
     def _row_widths(self) -> Sequence[int]:
-        return ()  # prompts that share rows are a program of one mesh
+        return ()  # packed prefill is for one mesh only
 
     @property
     def step_sizes(self) -> list[int]:
@@ -38,7 +38,7 @@ class DisaggregatedStreamEngine(StreamEngine, DisaggregatedEngine):
     ) -> None:
         super().load(weights, version, entropy)
         self._sides.of(weights)
-        # Both sides have it, and nobody reads the whole again: its memory is given up.
+        # Both device groups have their weights: the memory of the full copy is freed.
         self._weights = None
 
     def _both_sides(self) -> SplitWeights[Array]:

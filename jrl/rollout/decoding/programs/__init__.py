@@ -1,1 +1,1 @@
-"""What the device runs for a pool of slots: rows come in, all go on, tokens are drawn."""
+"""Compiled functions of a pool of slots: admission, decoding steps and token sampling."""

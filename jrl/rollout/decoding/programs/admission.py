@@ -1,4 +1,4 @@
-"""Rows that come into slots: their tokens are run, and the first that follows is sampled."""
+"""Admission of rows to slots: prefill, and sampling of the first token."""
 
 from dataclasses import replace
 from functools import partial
@@ -33,12 +33,13 @@ Leaf = TypeVar("Leaf")
 
 @struct.dataclass
 class Carried(Generic[Leaf]):
-    """What arriving rows hold of the samplers that they had before, as in `Rows`.
+    """Restored state of admitted rows that were sampled before, as in `Rows`.
 
     Attributes:
       starts: ``[slot]``.
       behaviour_logprobs, old_logprobs, versions: ``[slot, width]``.
-      choices: ``[slot, width, layer, k]`` or None; `num_experts` takes what the row's run chooses.
+      choices: expert ids ``[slot, width, layer, k]``, or None; `num_experts` takes those of the
+        row's prefill.
     """
 
     starts: Leaf
@@ -50,15 +51,15 @@ class Carried(Generic[Leaf]):
 
 @struct.dataclass
 class Arrivals(Generic[Leaf]):
-    """Rows that come into slots, an entry per slot.
+    """Admitted rows, an entry per slot.
 
     Attributes:
-      sources: ``[slot]`` whose keys and values the row begins with: the number of one of the rows
-        that are run now on the slot's rank or, where none are run, that of another of its slots,
-        which begins with the same tokens; -1 where nothing arrives.
-      lengths: ``[slot]`` tokens of prompt and response so far, with which that row begins.
+      sources: ``[slot]`` source of the row's initial KV cache: the index of one of the prefill rows
+        of the slot's rank or, without prefill, of another of its slots, whose row starts with the
+        same tokens; -1 where no row is admitted.
+      lengths: ``[slot]`` tokens of prompt and response so far.
       limits, responses, prompts, samples: as in `Pool`.
-      carried: None where nothing was sampled of any of them.
+      carried: restored state; None where no row was sampled before.
     """
 
     sources: Leaf
@@ -81,26 +82,26 @@ def admit(
     arrivals: Arrivals[Array],
     draws: Draws,
 ) -> tuple[Pool[Array], Array | None]:
-    """Runs rows of tokens, puts them into slots and samples the next token of each: a row that
-    several slots begin with runs once.
+    """Runs the prefill of rows, writes them into slots and samples the next token of each. A row
+    that multiple slots start with is run once.
 
     Args:
-      pool: given up.
-      tokens: rows to run, as many on each ``dp`` rank; 0 where all that arrives begins as a row
-        that is there.
+      pool: donated.
+      tokens: prefill rows, as many on each ``dp`` rank; 0 rows where all admitted rows are copies
+        of other slots.
       lengths: tokens of each.
-      arrivals: which slots begin with which.
+      arrivals: source and numbers of the row of each slot.
 
     Returns:
-      The pool and `Prefilled.overflow`: unless that is 0 or None, the pool has to be given back
-      with the same arrivals and room for any routing, which makes good all that was written.
+      The pool and `Prefilled.overflow`: unless that is 0 or None, call this again with the returned
+      pool, the same arrivals and dropless buffers, which overwrites all that was written.
     """
     mesh = decoder.mesh
     rows, pools, drawn = over_slots(mesh), pool_specs(mesh, pool), draws_specs(mesh, draws)
 
     def local(weights, pool, tokens, lengths, arrivals, draws):
         weights, known, overflow = vary(weights, mesh.axes), None, None
-        # Where nothing is run, all that arrives begins as a row that is there.
+        # Without prefill, all admitted rows are copies of other slots.
         if tokens.shape[0]:
             known = prefilled_local(decoder, weights, tokens, lengths)
             overflow = known.overflow
@@ -126,13 +127,12 @@ def admit_known(
     arrivals: Arrivals[Array],
     draws: Draws,
 ) -> Pool[Array]:
-    """`admit` of rows that were run elsewhere.
+    """Admits rows whose prefill was run by another function; otherwise as `admit`.
 
     Args:
       rest: the weights without layers.
-      pool: given up.
-      known: what running the rows left behind; None where all that arrives begins as a row that is
-        there.
+      pool: donated.
+      known: result of the prefill; None where all admitted rows are copies of other slots.
     """
     mesh = decoder.mesh
     rows, pools, drawn = over_slots(mesh), pool_specs(mesh, pool), draws_specs(mesh, draws)
@@ -164,9 +164,8 @@ def _admit_known_local(
     mesh = decoder.mesh
     weights = vary(weights, mesh.axes)
     pool = _placed(decoder, pool, known, tokens, arrivals)
-    # The first token comes from the state of the last that the row came with, every other from a
-    # step of the network.
-    # The head runs for all slots: how many of them a row comes into is no shape of the program.
+    # The first token is sampled from the last prefill state, every other in a decoding step.
+    # The LM head runs for all slots, as the number of admitted rows is not static.
     states = own_shard(pool.states, mesh.sequence)
     logits = logits_of(weights, states, decoder.config, mesh)
     drawn = drawn_tokens(decoder, sampling, logits, pool, pool.rows, draws)
@@ -182,7 +181,7 @@ def _placed(
     tokens: Array,
     arrivals: Arrivals[Array],
 ) -> Pool[Array]:
-    """The pool with what arrives, not live yet."""
+    """Writes the admitted rows into the pool, not live yet."""
     rows, width = pool.rows, tokens.shape[1]
     known_tokens = tokens
     if known is None:
@@ -195,16 +194,16 @@ def _placed(
         return jnp.where(there, jnp.asarray(new, own.dtype), own)
 
     def begun(own: Array, known: Array, axis: int | None, row: int = 0) -> Array:
-        """`own` where nothing arrives, else the first columns of what the row begins with; all of
-        it where it has none."""
+        """Copies the first positions of an admitted row from its source, or all of it without a
+        position axis; `own` for other slots."""
         if axis is None:
             return where_arriving(jnp.take(known, source, axis=row), own, row)
-        # Columns after a row's own tokens hold rubbish: no step reads beyond a row's length.
+        # Positions after a row's tokens have arbitrary values: no step reads past a row's length.
         there, known = (jax.lax.slice_in_dim(x, 0, width, axis=axis) for x in (own, known))
         new = where_arriving(jnp.take(known, source, axis=row), there, row)
         return jax.lax.dynamic_update_slice_in_dim(own, new, 0, axis=axis)
 
-    # What the other row went on with is none of this one's.
+    # The source's tokens after the shared prompt do not belong to this row.
     later = arrives[:, None] & (jnp.arange(rows.tokens.shape[1])[None] >= arrivals.lengths[:, None])
     ids = jnp.where(later, decoder.pad_id, begun(rows.tokens, known_tokens, 1))
     choices = rows.choices
@@ -213,12 +212,12 @@ def _placed(
         choices = begun(choices, known.choices, 1)
         none = jnp.asarray(decoder.config.num_experts, choices.dtype)
         if arrivals.carried is not None and arrivals.carried.choices is not None:
-            # What the sampler of a token chose stays on record, whatever this run would choose: its
-            # log-probability is of those experts.
+            # The sampler's expert ids stay on record, whatever this prefill chooses: the
+            # log-probability of the token was computed with them.
             before = _widened(arrivals.carried.choices, choices.shape[1], none)
             choices = jnp.where(arrives[:, None, None, None] & (before != none), before, choices)
         choices = jnp.where(later[..., None, None], none, choices)
-    # Scalars, which spread: what was sampled elsewhere has none of these here.
+    # Scalars, which broadcast, where no row was sampled before.
     starts, columns = arrivals.lengths, (0.0, 0.0, 0)
     if arrivals.carried is not None:
         starts, own = arrivals.carried.starts, arrivals.carried
@@ -238,7 +237,7 @@ def _placed(
         ),
         cache=over_columns(partial(begun, row=ROW), pool.cache, known.cache),
         states=where_arriving(jnp.take(known.states, source, axis=0), pool.states),
-        # Not even where it was before: the same rows may arrive again, run with more room.
+        # Also where it was live before: after an overflow the same rows are admitted again.
         live=where_arriving(False, pool.live),
         limits=where_arriving(arrivals.limits, pool.limits),
         responses=where_arriving(arrivals.responses, pool.responses),
@@ -248,6 +247,6 @@ def _placed(
 
 
 def _widened(x: Array, width: int, otherwise: Array | float | int) -> Array:
-    """`x` with columns of `otherwise` after its own."""
+    """Pads `x` with `otherwise` to `width` positions."""
     room = [(0, 0), (0, width - x.shape[1]), *[(0, 0)] * (x.ndim - 2)]
     return jnp.pad(x, room, constant_values=otherwise)

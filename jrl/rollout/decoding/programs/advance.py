@@ -1,4 +1,4 @@
-"""All rows that are live go on by some tokens."""
+"""Decoding loop: samples tokens of all live rows."""
 
 from dataclasses import replace
 from functools import cache as remembered
@@ -26,11 +26,11 @@ Leaf = TypeVar("Leaf")
 
 
 class Advanced(NamedTuple):
-    """What the host reads after `advance`, the same on every device.
+    """Counters of `advance` for the host, the same on every device.
 
     Attributes:
-      steps: tokens that the longest-lived row got.
-      row_steps: tokens that all rows got.
+      steps: decoding steps, the tokens of the longest-lived row.
+      row_steps: tokens of all rows.
     """
 
     steps: Array
@@ -39,11 +39,11 @@ class Advanced(NamedTuple):
 
 @struct.dataclass
 class Policy(Generic[Leaf]):
-    """Weights as decoding reads them: every step reads all of them, so each layer's lie together.
+    """Unstacked weights for decoding: every step reads all of them, so each layer's are contiguous.
 
     Attributes:
-      layers: the parts of `moe.layers.depth.parts_of`: a record per layer, or per
-        stack that is scanned.
+      layers: the parts of `moe.layers.depth.parts_of`: a record per layer, or per stack that is
+        scanned.
       rest: everything else, without layers.
     """
 
@@ -52,7 +52,7 @@ class Policy(Generic[Leaf]):
 
 
 def policy_of(decoder: Decoder, weights: Transformer[Array]) -> Policy[Array]:
-    """The weights, taken apart once for all steps."""
+    """Unstacks the weights, once for all steps."""
     return _taking_apart(decoder)(weights)
 
 
@@ -63,7 +63,7 @@ def _taking_apart(decoder: Decoder) -> Any:
     placed = [NamedSharding(mesh.mesh, spec) for spec in leaves]
 
     def take_apart(weights: Transformer[Array]) -> list[Array]:
-        # Once for all steps: no layer is cut out of its stack while one runs.
+        # Once for all steps: no step slices a layer out of its stack.
         layers = parts_of(weights, config)
         return jax.tree.leaves(Policy(layers, _without_layers(weights)))
 
@@ -74,7 +74,7 @@ def _taking_apart(decoder: Decoder) -> Any:
 def _policy_specs(decoder: Decoder) -> Policy[PartitionSpec]:
     stacked = specs(decoder.config, decoder.mesh)
 
-    # A layer by itself has no axis of layers in front; a stack that is scanned keeps it.
+    # A single layer has no leading layer axis; a stack that is scanned keeps it.
     def of_part(spec: PartitionSpec, number: int | slice) -> PartitionSpec:
         return spec if isinstance(number, slice) else PartitionSpec(*spec[1:])
 
@@ -87,7 +87,7 @@ def _without_layers(weights: Transformer[Leaf]) -> Transformer[Leaf]:
 
 
 class _Loop(NamedTuple):
-    """The carry of the decoding loop; `steps` counts tokens of the longest-lived row."""
+    """Carry of the decoding loop; `steps` counts tokens of the longest-lived row."""
 
     steps: Array
     num_live: Array
@@ -109,19 +109,19 @@ def advance(
     min_live: Array,
     slots: Array | None = None,
 ) -> tuple[Pool[Array], Advanced]:
-    """Samples tokens for all live rows, until so many are sampled or few enough rows are left.
+    """Samples tokens of all live rows, for `max_steps` or until at most `min_live` rows are left.
 
-    A token's randomness is of the key, the numbers of prompt and sample, and its place in the
-    response: neither slot nor mesh nor what else is decoded has a say.
+    The RNG key of a token is derived from the key, the prompt and sample ids, and its position in
+    the response: neither slot nor mesh nor other rows affect it.
 
     Args:
-      sampling: how tokens are drawn.
-      columns: those of the cache that attention reads; every live row must end within them.
-      pool: given up.
-      max_steps: tokens per row at most.
-      min_live: stops when no more than so many rows are live.
-      slots: of each ``dp`` rank, counted from its first: those that are computed, among which all
-        that are live must be, and none twice. None is all.
+      sampling: sampling parameters.
+      columns: cache length that attention reads; every live row must end within it.
+      pool: donated.
+      max_steps: maximum tokens per row.
+      min_live: stops when at most this many rows are live.
+      slots: the slots to compute, of each ``dp`` rank, counted from its first; must include all
+        live ones, none twice. None is all.
     """
     mesh, whole = decoder.mesh, PartitionSpec()
     pools = pool_specs(mesh, pool)
@@ -149,7 +149,7 @@ def _advance_local(
     slots: Array | None,
 ) -> tuple[Pool[Array], Advanced]:
     if slots is not None:
-        # Taken out once for all steps: what they cost goes by the number of rows.
+        # Gathered once for all steps, whose cost is proportional to the number of rows.
         some, draws = _rows_at(slots, pool, draws)
         given = policy, some, draws, max_steps, min_live
         some, advanced = _advance_local(decoder, sampling, columns, *given, None)
@@ -164,7 +164,7 @@ def _advance_local(
 
     def step(loop: _Loop) -> _Loop:
         rows = loop.rows
-        # The last token of a live row has not been run: its keys and values go into its own column.
+        # The last token of a live row has not been run: this step writes its keys and values.
         last = jnp.maximum(rows.lengths - 1, 0)
         tokens = jnp.take_along_axis(rows.tokens, last[:, None], axis=1)[:, 0]
         logits, cache, choices = decode_step(
@@ -183,16 +183,16 @@ def _advance_local(
             rows = replace(rows, choices=written(rows.choices, loop.live, last, choices))
         drawn = drawn_tokens(decoder, sampling, logits, pool, rows, draws)
         rows, live = appended(decoder, pool, rows, loop.live, drawn, draws.version)
-        # As many as were live before the step: the token that ends a row is one of its own.
+        # The number of rows live before the step: the token that ends a row is part of it.
         row_steps = loop.row_steps + loop.num_live
         return _Loop(loop.steps + 1, count(live), row_steps, rows, live, cache)
 
-    # A part is copied once, so that no step reads what no row has reached; the whole is not copied.
+    # A shorter cache is copied once, so that no step reads unused positions; the whole is not.
     read = over_columns(partial(_first, columns), pool.cache)
-    # Made here they are looked up in a step, of which each layer would make those of its heads.
+    # RoPE tables are computed here once; otherwise each layer would compute them in each step.
     turns = vary(turns_of(columns, config), mesh.axes)
     nothing = jnp.zeros((), jnp.int32)
-    # A loop keeps the types of its carry: what will vary over devices does so from the start.
+    # A loop keeps the types of its carry: results that vary over devices must do so from the start.
     rows, live = vary((pool.rows, pool.live), mesh.except_sequence)
     loop = _Loop(nothing, count(live), nothing, rows, live, vary(read, mesh.axes))
     loop = jax.lax.while_loop(
@@ -204,12 +204,12 @@ def _advance_local(
 
 
 def _rows_at(slots: Array, pool: Pool[Array], draws: Draws) -> tuple[Pool[Array], Draws]:
-    """Some slots of a rank, and how they are drawn."""
+    """Gathers the given slots of a rank, with their sampling parameters."""
 
     def taken(x: Array, axis: int = 0) -> Array:
         return jnp.take(x, slots, axis, mode="clip", unique_indices=True)
 
-    # Rows are another axis of the cache than of all else.
+    # Rows are on another axis in the cache than in the other arrays.
     cache = jax.tree.map(lambda x: taken(x, x.ndim + ROW), pool.cache)
     some = jax.tree.map(taken, replace(pool, cache=Cache((), ())))
     return replace(some, cache=cache), draws._replace(rows=jax.tree.map(taken, draws.rows))

@@ -1,5 +1,5 @@
-"""What the device runs for a micro-batch of slots, of which the layers are run elsewhere: its last
-tokens are taken out, the next ones are drawn."""
+"""Compiled functions of a micro-batch of slots whose layers are run elsewhere: the input tokens of
+a step, and the sampling of the next ones."""
 
 from dataclasses import replace
 from functools import partial
@@ -20,12 +20,12 @@ from sharding.collectives import all_sum, vary
 def standing(
     decoder: Decoder, parts: int, pool: Pool[Array], number: Array
 ) -> tuple[Array, Array, Array]:
-    """The last token of each row of a micro-batch, which has not been run yet, its position, and
-    which rows are live.
+    """Last token of each row of a micro-batch, which has not been run yet, its position, and the
+    mask of live rows.
 
     Args:
-      pool: its cache left out.
-      number: of the micro-batch, of `parts`.
+      pool: without its cache.
+      number: index of the micro-batch, of `parts`.
     """
     mesh = decoder.mesh
 
@@ -49,19 +49,19 @@ def standing(
 def counted(
     decoder: Decoder, parts: int, loads: Array, live: Array, choices: Array, number: Array
 ) -> Array:
-    """The tokens of each expert, and those of a micro-batch that was run.
+    """Adds the tokens of a micro-batch to the load of each expert.
 
     Args:
-      loads: ``[layer, expert]`` so far; given up.
+      loads: ``[layer, expert]`` so far; donated.
       live: of all rows.
-      choices: ``[row, layer, k]`` experts of the micro-batch.
-      number: of the micro-batch, of `parts`.
+      choices: ``[row, layer, k]`` expert ids of the micro-batch.
+      number: index of the micro-batch, of `parts`.
     """
     mesh = decoder.mesh
 
     def local(loads: Array, live: Array, choices: Array, number: Array) -> Array:
         layers = jnp.arange(loads.shape[0])[None, :, None]
-        # Rows that are not live are computed too, and are nobody's load.
+        # Rows that are not live are computed too, but are not counted.
         run = jnp.broadcast_to(_part(live, parts, number)[:, None, None], choices.shape)
         own = jnp.zeros_like(loads).at[layers, choices].add(run.astype(loads.dtype))
         return loads + all_sum(vary(own, mesh.except_sequence), mesh.except_sequence)
@@ -87,13 +87,13 @@ def sample_part(
     `jrl.rollout.decoding.programs.advance` does for all rows.
 
     Args:
-      pool: its cache left out; given up.
+      pool: without its cache; donated.
       logits: ``[row, vocab]`` over all devices.
-      choices: ``[row, layer, k]`` experts of the token that was run.
-      number: of the micro-batch, of `parts`.
+      choices: ``[row, layer, k]`` expert ids of the token that was run.
+      number: index of the micro-batch, of `parts`.
 
     Returns:
-      The pool, how many rows got a token, and how many of them go on.
+      The pool, the number of rows that got a token, and the number of those still live.
     """
     mesh = decoder.mesh
 
@@ -105,7 +105,7 @@ def sample_part(
         if rows.choices is not None:
             last = jnp.maximum(rows.lengths - 1, 0)
             rows = replace(rows, choices=written(rows.choices, live, last, choices))
-        # Where each row is drawn as its own request asks, so is each of these.
+        # Per-request sampling parameters, if there are any, of this micro-batch.
         of_rows = jax.tree.map(lambda x: _part(x, parts, number), draws.rows)
         drawn = drawn_tokens(decoder, sampling, logits, own, rows, draws._replace(rows=of_rows))
         rows, going = appended(decoder, own, rows, live, drawn, draws.version)
@@ -134,6 +134,6 @@ def sample_part(
 
 
 def _part(x: Array, parts: int, number: Array) -> Array:
-    """The rows of a micro-batch."""
+    """Slice of the rows of a micro-batch."""
     size = x.shape[0] // parts
     return lax.dynamic_slice_in_dim(x, number * size, size)

@@ -1,8 +1,8 @@
-"""Prompts that are run one behind another in the same rows: short ones beside long ones take no
-padding.
+"""Packed prefill: prompts share rows, so that short and long ones together need little padding.
 
-The costly program, `run_packed`, knows nothing of the slots' cache: it is compiled for each size of
-the rows, and `place`, which is soon compiled, for each pair of that and a size of the cache.
+`run_packed`, which is expensive to compile, does not depend on the slots' cache: it is compiled for
+each size of the rows. `place`, which is cheap to compile, is compiled for each pair of a row size
+and a cache length.
 """
 
 from dataclasses import replace
@@ -31,20 +31,20 @@ from sharding.collectives import join_shards, vary
 Leaf = TypeVar("Leaf")
 
 CHUNK = 64
-"""Columns that are copied at a time."""
+"""Positions that are copied at a time."""
 
 
 @struct.dataclass
 class Packing(Generic[Leaf]):
-    """Prompts that run together.
+    """Packed rows of prompts.
 
     Attributes:
       tokens: ``[row, width]`` ids; no prompt crosses the end of a row.
-      segments: ``[row, width]`` which of the prompts of its rank each token belongs to, from 1 to
-        the slots of a rank; 0 is none.
-      positions: ``[row, width]`` the place of each in its prompt, from 0.
-      ends: ``[slot]`` the place of the last token of the prompt that a slot begins with, in the
-        rows of its rank, which are counted through; 0 of slots that begin with none.
+      segments: ``[row, width]`` segment id, the prompt of its rank that each token belongs to, from
+        1 to the slots of a rank; 0 is padding.
+      positions: ``[row, width]`` position of each token in its prompt, from 0.
+      ends: ``[slot]`` index of the last token of the slot's prompt, in the concatenated rows of its
+        rank; 0 for slots without one.
     """
 
     tokens: Leaf
@@ -55,13 +55,13 @@ class Packing(Generic[Leaf]):
 
 @struct.dataclass
 class Copies(Generic[Leaf]):
-    """Which keys and values go where: `CHUNK` columns at a time, or all if there are fewer.
+    """Copies of keys and values into slots: `CHUNK` positions at a time, or all if there are fewer.
 
     Attributes:
-      slots: ``[copy]`` of the rank, that take them.
-      begins: ``[copy]`` the first column in the rows that were run, which are counted through.
-      columns: ``[copy]`` the first column in the slot.
-      number: ``[rank]`` how many copies there are; what follows them is not looked at.
+      slots: ``[copy]`` destination, an index within the rank.
+      begins: ``[copy]`` first position in the concatenated prefill rows.
+      columns: ``[copy]`` first position in the slot.
+      number: ``[rank]`` number of copies; entries after them are ignored.
     """
 
     slots: Leaf
@@ -72,11 +72,11 @@ class Copies(Generic[Leaf]):
 
 @partial(jax.jit, static_argnums=0)
 def run_packed(decoder: Decoder, weights: Transformer[Array], packing: Packing[Array]) -> Prefilled:
-    """Runs prompts of which several share a row.
+    """Runs the prefill of packed prompts.
 
     Returns:
-      Keys and values of all rows of a rank, end to end in one, and `CHUNK` columns after them; the
-      state of the last token of the prompt that each slot begins with. No choices.
+      Keys and values of all rows of a rank, concatenated to one row, with `CHUNK` positions of
+      padding after them; the state of the last token of each slot's prompt. No expert ids.
     """
     mesh = decoder.mesh
     rows = over_slots(mesh)
@@ -95,7 +95,7 @@ def _run_packed_local(
     decoder: Decoder, weights: Transformer[Array], packing: Packing[Array]
 ) -> Prefilled:
     config, mesh = for_prefill(decoder.config), decoder.mesh
-    # One program for all layers: there are many sizes, and unrolled each takes long to compile.
+    # Scanned over layers: there are many sizes, and unrolled each takes long to compile.
     config = replace(config, execution=replace(config.execution, scan_layers=True))
     num_slots = packing.ends.shape[0]
     rows = packing.tokens, packing.segments, num_slots
@@ -104,17 +104,17 @@ def _run_packed_local(
     x, router, kept = run_keeping(keep, vary(weights, mesh.axes), packed, config, mesh)
     cache = cache_of(_in_parts(kept, decoder.config))
     (of_rows,) = packed.zigzag.restore(join_shards(x, mesh.sequence))
-    # Slots in which nothing arrives get that of the first token, which nobody looks at.
+    # Slots without a prompt get the state of the first token, which is not used.
     states = of_rows.reshape(-1, of_rows.shape[-1])[packing.ends]
     return Prefilled(vary(cache, mesh.axes), states, None, overflow_of(router, config))
 
 
 def _kept(room: int, *arrays: Array) -> tuple[Array, ...]:
-    """Keys and values of a layer, or narrow vectors, as a cache of one row holds them."""
+    """Keys and values of a layer, or latent vectors, in the layout of a cache with one row."""
 
     def kept(x: Array, column: int) -> Array:
-        # With `CHUNK` columns more: a slice that begins near the end would else be moved to before
-        # it.
+        # Padded by `CHUNK` positions: a slice that starts near the end would otherwise be clamped
+        # to an earlier start.
         in_columns = jnp.moveaxis(x.reshape(1, room, *x.shape[1:]), 1, column)
         return jnp.pad(in_columns, [(0, 0)] * (4 + column) + [(0, CHUNK)] + [(0, 0)] * ~column)
 
@@ -123,7 +123,7 @@ def _kept(room: int, *arrays: Array) -> tuple[Array, ...]:
 
 
 def _in_parts(kept: list[tuple[Array, ...]], config: ModelConfig) -> list[tuple[Array, ...]]:
-    """Of stacks that were scanned, what the parts of `moe.layers.depth.parts_of` have."""
+    """Splits the arrays of scanned stacks into the parts of `moe.layers.depth.parts_of`."""
     parts, dense = list[tuple[Array, ...]](), config.num_dense_layers
     for first, depth in ((0, dense), (dense, config.num_layers - dense)):
         if not depth:
@@ -142,10 +142,10 @@ def _in_parts(kept: list[tuple[Array, ...]], config: ModelConfig) -> list[tuple[
 def place(
     decoder: Decoder, cache: Cache[Array], ran: Cache[Array], copies: Copies[Array]
 ) -> Cache[Array]:
-    """The cache of the slots with what was run for them.
+    """Copies the results of a packed prefill into the KV cache of the slots.
 
     Args:
-      cache: given up.
+      cache: donated.
       ran: of `run_packed`.
     """
     mesh = decoder.mesh
@@ -166,8 +166,8 @@ def _place_local(
 
         def copied(own: Array, known: Array, axis: int | None) -> Array:
             assert axis is not None
-            # What a last chunk brings beyond its prompt is rubbish in columns that are written
-            # before they are read.
+            # The last chunk writes arbitrary values after its prompt, at positions that are
+            # overwritten before they are read.
             size = min(CHUNK, own.shape[axis])
             part = lax.dynamic_slice_in_dim(known, begin, size, axis=axis)
             start: list[Any] = [0] * own.ndim
@@ -178,5 +178,5 @@ def _place_local(
 
     axes = decoder.mesh.axes
     cache, ran, copies = vary(cache, axes), vary(ran, axes), vary(copies, axes)
-    # Each rank makes as many as it has: there is no collective in the body.
+    # The number of iterations may differ between ranks: there is no collective in the body.
     return lax.fori_loop(0, copies.number[0], copy, cache)

@@ -1,7 +1,7 @@
-"""Decoding slots: what stands in them, and where that lives on the mesh.
+"""Decoding slots: the pool of rows and their KV cache, and its sharding on the mesh.
 
-A row begins in column 0 of its slot, so its token at position p is in column p; rows stand at
-different positions.
+A row starts in column 0 of its slot, so its token at position p is in column p; the rows of a pool
+have different lengths.
 """
 
 from dataclasses import replace
@@ -31,15 +31,15 @@ Leaf = TypeVar("Leaf")
 
 
 class Decoder(NamedTuple):
-    """What decoding needs to know at compile time.
+    """Static settings of decoding, known at compile time.
 
     Args:
       config: the policy network.
-      mesh: where it lives.
-      pad_id: fills what is not a token.
+      mesh: the rollout mesh.
+      pad_id: id of padding.
       stop_ids: each of them ends a response, of which it is the last token.
-      records_choices: whether the experts of each token are kept.
-      top_logprobs: likeliest tokens that are kept of each place, with their log-probabilities.
+      records_choices: true to record the expert ids of each token.
+      top_logprobs: number of top tokens recorded for each position, with their log-probabilities.
     """
 
     config: ModelConfig
@@ -50,17 +50,17 @@ class Decoder(NamedTuple):
     top_logprobs: int = 0
 
     def for_any_routing(self) -> "Decoder":
-        """The same with room for any routing where prompts run (`Execution.buffer_factor`)."""
+        """Copy with dropless expert buffers in prefill (`Execution.buffer_factor`)."""
         return self._replace(config=self.config.for_any_routing())
 
 
 @struct.dataclass
 class Likeliest(Generic[Leaf]):
-    """The likeliest tokens of places, the likeliest first.
+    """Top-k tokens of each position, the most probable first.
 
     Attributes:
       tokens: ``[..., k]`` ids.
-      logprobs: ``[..., k]`` in the whole policy, nats.
+      logprobs: ``[..., k]`` in the full policy, nats.
     """
 
     tokens: Leaf
@@ -69,20 +69,20 @@ class Likeliest(Generic[Leaf]):
 
 @struct.dataclass
 class Rows(Generic[Leaf]):
-    """Prompts and responses, ``[row, column]`` but for the first two, each from column 0 on.
+    """Prompts and responses, ``[row, column]`` except for the first two, each from column 0 on.
 
     Attributes:
-      lengths: ``[row]`` tokens so far, those of the prompt included.
+      lengths: ``[row]`` tokens so far, including those of the prompt.
       starts: ``[row]`` the column of the first token sampled here.
       tokens: ids.
-      behaviour_logprobs: in the distribution drawn from (top-k, top-p, temperature), nats; 0 where
-        nothing was sampled here.
-      old_logprobs: in the whole policy that sampled, nats; likewise.
+      behaviour_logprobs: in the distribution sampled from (top-k, top-p, temperature), nats; 0
+        where nothing was sampled here.
+      old_logprobs: in the full policy that sampled, nats; likewise.
       versions: of the weights that sampled.
-      choices: ``[row, column, layer, k]`` experts that the token chose, `num_experts` where it was
-        not run; None where they are not recorded.
-      likeliest: ``[row, column, k]`` of the places whose rows asked for it, rubbish elsewhere; None
-        where `Decoder.top_logprobs` is 0.
+      choices: ``[row, column, layer, k]`` expert ids of the token, `num_experts` where it was not
+        run; None where they are not recorded.
+      likeliest: ``[row, column, k]`` top tokens of rows that requested them, arbitrary values
+        elsewhere; None where `Decoder.top_logprobs` is 0.
     """
 
     lengths: Leaf
@@ -97,17 +97,18 @@ class Rows(Generic[Leaf]):
 
 @struct.dataclass
 class Pool(Generic[Leaf]):
-    """The slots, a row of tokens in each.
+    """State of the decoding slots, a row of tokens in each.
 
     Attributes:
-      rows: what is written in them. The last token of a live row has not been run yet.
-      cache: keys and values of the tokens before it, or what Gated DeltaNet keeps of them.
-      states: ``[slot, d_model]`` the last hidden state after the tokens that the row came with.
-      live: ``[slot]`` whether a row goes on when the pool advances.
+      rows: the tokens and their records. The last token of a live row has not been run yet.
+      cache: KV cache of the tokens before it, or the states of Gated DeltaNet.
+      states: ``[slot, d_model]`` the last hidden state of the row's prefill.
+      live: ``[slot]`` true if the row is decoded further.
       limits: ``[slot]`` length at which a row stops if no stop token ends it.
-      responses: ``[slot]`` the column where the response begins: tokens are numbered from there.
-      prompts: ``[slot]`` number of the row's prompt.
-      samples: ``[slot]`` which of the prompt's responses it is.
+      responses: ``[slot]`` the column where the response starts, from which the positions of RNG
+        keys are counted.
+      prompts: ``[slot]`` id of the row's prompt.
+      samples: ``[slot]`` sample id, the index of the response to its prompt.
     """
 
     rows: Rows[Leaf]
@@ -121,21 +122,21 @@ class Pool(Generic[Leaf]):
 
 
 def over_slots(mesh: FoldedMesh) -> PartitionSpec:
-    """Where arrays with a row per slot live."""
+    """Partition spec of arrays with a row per slot."""
     return PartitionSpec(mesh.except_sequence)
 
 
 def empty_pool(decoder: Decoder, slots: int, columns: int) -> Pool[Array]:
-    """A pool in which no row is live.
+    """Creates a pool in which no row is live.
 
     Args:
-      columns: tokens that a row has room for.
+      columns: maximum tokens of a row.
     """
     return _making(decoder, slots, columns)[0]()
 
 
 def abstract_pool(decoder: Decoder, slots: int, columns: int) -> Pool[Any]:
-    """Shapes, dtypes and shardings of `empty_pool`, without making it."""
+    """Shapes, dtypes and shardings of `empty_pool`, without allocating it."""
     return _making(decoder, slots, columns)[1]
 
 
@@ -143,8 +144,8 @@ def abstract_pool(decoder: Decoder, slots: int, columns: int) -> Pool[Any]:
 def _making(decoder: Decoder, slots: int, columns: int) -> tuple[Any, Pool[Any]]:
     decoder = decoder.for_any_routing()
     config, mesh = decoder.config, decoder.mesh
-    # A prefill says what a cache of this network is made of; the smallest there is, one row for
-    # each rank of dp and a token for each of tp, and only its shapes.
+    # The structure of the cache is taken from the shapes of a minimal prefill, with one row for
+    # each rank of dp and a token for each of tp.
     like = jax.eval_shape(
         partial(prefilled, decoder),
         cast_shapes(config),
@@ -159,7 +160,7 @@ def _making(decoder: Decoder, slots: int, columns: int) -> tuple[Any, Pool[Any]]
             choices = jnp.full((slots, columns, layers, k), config.num_experts, like.choices.dtype)
 
         def empty(x: Any, column: int | None) -> Array:
-            # The same axes with other sizes: rows are slots, and columns as many as a row may have.
+            # The same axes with other sizes: one row per slot, and the maximum columns of a row.
             shape = list(x.shape)
             shape[ROW] = slots
             if column is not None:
@@ -189,8 +190,8 @@ def _making(decoder: Decoder, slots: int, columns: int) -> tuple[Any, Pool[Any]]
 
     abstract = jax.eval_shape(make)
     placed = jax.tree.map(lambda spec: NamedSharding(mesh.mesh, spec), pool_specs(mesh, abstract))
-    # Leaves and not the record: in the place of fields that are None JAX would put a marker, which
-    # no record can hold.
+    # Leaves instead of the dataclass: for fields that are None, JAX would insert a marker that the
+    # dataclass cannot hold.
     leaves, structure = jax.tree.flatten(placed)
     made = jax.jit(lambda: jax.tree.leaves(make()), out_shardings=leaves)
     described = jax.tree.map(
@@ -202,17 +203,17 @@ def _making(decoder: Decoder, slots: int, columns: int) -> tuple[Any, Pool[Any]]
 
 
 def pool_specs(mesh: FoldedMesh, pool: Pool[Any]) -> Pool[PartitionSpec]:
-    """Where a pool lives: slots over ``dp``, heads over ``tp``."""
+    """Partition specs of a pool: slots over ``dp``, heads over ``tp``."""
     rows = over_slots(mesh)
-    # A row lives on one dp rank, with its keys and values by heads on those of tp.
+    # A row is on one dp rank, its keys and values sharded by heads over tp.
     whole = jax.tree.map(lambda _: rows, pool)
     return replace(whole, cache=jax.tree.map(lambda x: _over_heads(x.ndim, mesh), pool.cache))
 
 
 def cache_specs(decoder: Decoder) -> Cache[PartitionSpec]:
-    """Where the cache of a pool lives."""
+    """Partition specs of the cache of a pool."""
     config = decoder.config
-    # Which layers have Gated DeltaNet, and which are stacks, their weights say: abstract ones do.
+    # Abstract weights determine which layers have Gated DeltaNet, and which are stacks.
     parts = jax.eval_shape(lambda: parts_of(initialise(config, jax.random.key(0)), config))
     spread = [
         (isinstance(part.attention, DeltaNet), _over_heads(is_stack(part) - ROW, decoder.mesh))
@@ -224,19 +225,19 @@ def cache_specs(decoder: Decoder) -> Cache[PartitionSpec]:
 
 
 def _over_heads(ndim: int, mesh: FoldedMesh) -> PartitionSpec:
-    """Where keys, values and states live; layers may lie in front."""
-    # Rows, then heads, whatever lies before and after them.
+    """Partition spec of keys, values and states, with or without leading layer axes."""
+    # Rows, then heads, whatever axes are before and after them.
     return PartitionSpec(*[None] * (ndim + ROW), mesh.except_sequence, mesh.sequence)
 
 
 @partial(jax.jit, donate_argnums=0)
 def halt(pool: Pool[Array], goes_on: Bool[Array, "slot"]) -> Pool[Array]:
-    """The pool in which no other rows are live than those that go on."""
+    """Pool in which only rows of the mask `goes_on` stay live."""
     return replace(pool, live=pool.live & goes_on)
 
 
 def with_columns(pool: Pool[Array], columns: int) -> Pool[Array]:
-    """The pool with so many columns in its cache: the first ones, and zeros after them."""
+    """Pool whose cache is truncated or zero-padded to `columns`."""
     return replace(pool, cache=_resized(pool.cache, columns))
 
 
@@ -256,7 +257,7 @@ def _resized(cache: Cache[Array], columns: int) -> Cache[Array]:
 def prefilled(
     decoder: Decoder, weights: Transformer[Array], tokens: Array, lengths: Array
 ) -> Prefilled:
-    """`moe.decoding.prefill` on global arrays, with room for any routing."""
+    """Runs `moe.decoding.prefill` on global arrays, with dropless expert buffers."""
     decoder = decoder.for_any_routing()
     mesh = decoder.mesh
     rows = over_slots(mesh)
@@ -281,6 +282,6 @@ def prefilled_local(
     ran = prefill(weights, tokens, lengths, config, mesh, decoder.records_choices)
     choices = ran.choices
     if choices is not None:
-        # A byte where the number of experts allows: there is one for each token, layer and choice.
+        # One byte each where the number of experts allows, as there are tokens x layers x k ids.
         choices = choices.astype(choices_dtype(config.num_experts))
     return ran._replace(cache=vary(ran.cache, mesh.axes), choices=choices)

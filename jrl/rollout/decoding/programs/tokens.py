@@ -1,4 +1,4 @@
-"""The next token of each row: drawn, and written where it stands."""
+"""Sampling of the next token of each row, and appending it to the row."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -18,13 +18,14 @@ from sharding.folding import FoldedMesh
 
 
 class Draws(NamedTuple):
-    """What the next tokens are drawn with, on every device.
+    """Sampler state of the next tokens, on every device.
 
     Attributes:
-      key: data of the key from which every token's randomness comes.
+      key: data of the RNG key from which the keys of all tokens are derived.
       version: of the weights.
-      entropy: of the step before, where a temperature adapts.
-      rows: how each row is drawn, where each is drawn as its own request asks; over the slots.
+      entropy: statistics of the step before, for an adaptive temperature.
+      rows: per-request sampling parameters, sharded over the slots; None where all rows share one
+        `Sampling`.
     """
 
     key: Array
@@ -34,12 +35,12 @@ class Draws(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """The next token of each row.
+    """Next token of each row.
 
     Attributes:
       tokens: ids.
       behaviour_logprobs, old_logprobs: of them, as in `Rows`.
-      likeliest: what else might have come; None where it is not kept.
+      likeliest: top-k tokens of the position; None where they are not recorded.
     """
 
     tokens: Array
@@ -49,7 +50,7 @@ class Drawn(NamedTuple):
 
 
 def draws_specs(mesh: FoldedMesh, draws: Draws) -> Any:
-    """Where what is drawn with lives."""
+    """Partition specs of the sampler state."""
     specs = jax.tree.map(lambda _: PartitionSpec(), draws)
     return specs._replace(rows=jax.tree.map(lambda _: over_slots(mesh), draws.rows))
 
@@ -62,13 +63,14 @@ def drawn_tokens(
     rows: Rows[Array],
     draws: Draws,
 ) -> Drawn:
-    """The next token of each row and its log-probabilities, the same on every rank of ``tp``.
+    """Samples the next token of each row with its log-probabilities, the same on every rank of
+    ``tp``.
 
     Args:
       logits: of this rank's shard of the rows.
     """
-    # Each rank of tp draws for its share of the rows, of which it has whole logits; then all of
-    # them have every row's token.
+    # Each rank of tp samples for its shard of the rows, of which it has all logits; then tokens are
+    # all-gathered.
     key, axes = keys_of(draws.key), decoder.mesh.sequence
 
     if draws.rows is not None:
@@ -81,12 +83,12 @@ def drawn_tokens(
         return jax.tree.map(lambda x: join_shards(x, axes), Drawn(*drawn, likeliest))
 
     def own_key(prompt: Array, sample: Array, place: Array) -> Array:
-        # Of numbers that a row keeps wherever it is decoded: no slot, no step, no rank.
+        # Derived from ids that do not depend on slot, step or rank.
         of_row = jax.random.fold_in(jax.random.fold_in(key, prompt), sample)
         return jax.random.fold_in(of_row, place)
 
-    # Counted from where the response begins, so that a row that goes on draws as if it had never
-    # stopped.
+    # Positions count from the start of the response, so that a resumed row uses the same RNG keys
+    # as an uninterrupted one.
     numbers = pool.prompts, pool.samples, rows.lengths - pool.responses
     keys = jax.vmap(own_key)(*(own_shard(x, axes) for x in numbers))
     entropy = vary(draws.entropy, decoder.mesh.axes)
@@ -102,11 +104,12 @@ def appended(
     drawn: Drawn,
     version: Array,
 ) -> tuple[Rows[Array], Array]:
-    """The rows, of which some grow by what was drawn, and which of those go on."""
+    """Appends the sampled tokens to the rows in the mask `grows`; returns the rows, and the mask of
+    those that continue."""
     token, behaviour, old, likeliest = drawn
-    # Where the next token stands; rows that do not grow are written nothing.
+    # Position of the next token; other rows are not written to.
     place = rows.lengths
-    # Of tokens, not of rows: one in flight goes on with other weights than it began with.
+    # Per token, not per row: a row in flight may continue with newer weights.
     versions = jnp.broadcast_to(version.astype(jnp.int32), token.shape)
     longer = replace(
         rows,
@@ -129,9 +132,9 @@ def appended(
 
 
 def written(into: Array, where: Array, column: Array, new: Array | None) -> Array:
-    """`into` with `new` in a column of its own for each row, of some rows."""
+    """Writes `new` into one column per row of `into`, for the rows in the mask `where`."""
     assert new is not None
-    # Past the end, where writing does nothing.
+    # Past the end, where writes are dropped.
     column = jnp.where(where, column, into.shape[1])
     return into.at[jnp.arange(into.shape[0]), column].set(
         new.astype(into.dtype), mode="drop", unique_indices=True, indices_are_sorted=True
