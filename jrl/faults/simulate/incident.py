@@ -1,4 +1,4 @@
-"""One recorded fleet with what is true about it: which machine failed, when, and how."""
+"""Simulated incident: a recorded fleet with its ground truth (faulty machine, time, fault)."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""The training job that a simulated fleet runs: its rhythm, its pipelines, its checkpoints."""
+"""Training job of a simulated fleet: its period, its pipelines, its checkpoints."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""The application on a port, until the process is asked to end."""
+"""HTTP server of the application on a port, until the process is asked to end."""
 
 import asyncio
 import socket
@@ -16,7 +16,7 @@ from jrl.serving.refusal import one_line
 from jrl.serving.service import Service
 
 LOOK = 0.1
-"""Seconds between two looks whether the server was asked to end."""
+"""Seconds between two checks for a request to end the server."""
 DELIVERY = 5
 """Seconds after the end of the engine that clients have to take the rest of their answers, and as
 many again for what the system still holds of these."""
