@@ -1,4 +1,4 @@
-"""The atomic mesh axes that both sides of a layout are made of."""
+"""Atomic mesh axes, of which the axes of attention and of experts consist."""
 
 import itertools
 import operator

@@ -1,4 +1,4 @@
-"""The mesh on which a layout holds, over devices that are there or not."""
+"""Folded mesh of a layout, over real devices or as an abstract mesh."""
 
 import math
 from collections.abc import Sequence

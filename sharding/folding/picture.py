@@ -1,4 +1,4 @@
-"""A picture of a folding: every device, its place in attention and its place among the experts."""
+"""Picture of a folding: every device with its coordinates in attention and among the experts."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Devices and the links between them: what a datasheet says, and how much of it a program gets."""
+"""Devices and the links between them: datasheet rates, and the share that programs reach."""
 
 import re
 from dataclasses import dataclass

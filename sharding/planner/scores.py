@@ -1,6 +1,6 @@
-"""Scores of attention that lie in memory, where no kernel holds them on the chip.
+"""Memory of attention scores, where no kernel holds them on the chip.
 
-"plain" attention has those of all queries and keys of a micro-batch at once, "blocked" those of a
+"plain" attention materialises those of all queries and keys of a micro-batch, "blocked" those of a
 row's blocks of queries, each with keys up to its own end (`moe.attention.blocking`).
 """
 
