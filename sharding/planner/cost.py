@@ -377,7 +377,7 @@ def _once(
 
 @functools.lru_cache(maxsize=1024)
 def _unsharding(model: ModelSizes, layout: Layout, method: Method, hardware: Hardware) -> float:
-    """Seconds of FSDP's communication per micro-batch: layers gathered twice, gradients scattered."""
+    """Seconds of FSDP per micro-batch: layers gathered twice, their gradients reduce-scattered."""
     joined = list(volumes.unsharding(model, layout, method))
     sent = repeated(joined, 2) + [volumes.summed_back(one, layout, method) for one in joined]
     return _seconds(sent, layout, hardware)

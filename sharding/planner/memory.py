@@ -251,7 +251,7 @@ def activation_bytes(
 
 
 def came_to_experts(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> float:
-    """Bytes of the tokens that the experts of a device receive, with expert ids and gate weights."""
+    """Bytes of tokens that the experts of a device receive, with expert ids and gate weights."""
     of_token = model.d_model * method.itemsize
     if method.activation_wire is not None:
         of_token = model.d_model + FLOAT32

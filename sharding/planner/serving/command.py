@@ -1,4 +1,4 @@
-"""``python -m sharding.planner MODEL --serve``: what was asked, as text."""
+"""``python -m sharding.planner MODEL --serve``: flags of the command, and its answer as text."""
 
 import argparse
 import re
@@ -17,7 +17,7 @@ FLAGS = (
     *("slo", "prompt", "completion", "avg_seq", "prefill", "price", "network", "profile"),
     "devices",
 )
-"""What is asked of a server alone."""
+"""Flags of serving only."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""Measured times of attention and experts, in the roofline's place: ``--profile FILE``."""
+"""Measured times of attention and experts, in place of the roofline: ``--profile FILE``."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Published measurements, and what the planner says of them after one point of each system.
+"""Published measurements, compared with the planner after calibration on one point per system.
 
 ``python -m sharding.planner.validation.calibration`` prints both side by side.
 """

@@ -1,4 +1,4 @@
-"""The collectives of a program, read off it: kind, axes or groups, dtype, bytes, how often.
+"""Collectives of a program, extracted from it: kind, axes or groups, dtype, bytes, count.
 
 `of_jaxpr` reads a traced program, for which no device need exist and nothing is compiled;
 `of_compiled` the text of a compiled one, in which the compiler may have joined collectives or left
