@@ -79,7 +79,7 @@ class Instant(Minder):
 
     Attributes:
       continuity: not used.
-      stride: windows from one that is looked at to the next.
+      stride: windows from one that is scored to the next.
     """
 
     continuity: float | int = 0

@@ -93,7 +93,7 @@ def train_models(
 
 
 def train_joint(fleets: Sequence[Fleet], training: Training) -> vae.Weights:
-    """One model for windows of all metrics at once: the paper's ablation "INT"."""
+    """One joint model for windows of all metrics: the paper's ablation "INT"."""
     random = np.random.default_rng(training.seed)
     windows = gather_windows(fleets, training.windows, random, together=True)
     data = np.concatenate(list(windows.values()), axis=1)[None]

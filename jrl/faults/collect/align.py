@@ -31,7 +31,7 @@ class Process:
         ahead, NaN without a sample.
       damaged: rows its files lost to a wrong checksum.
       torn: bytes at the end of its files that are not a full row.
-      future: samples left out because they lie ahead of the fleet's clock.
+      future: samples left out because they are ahead of the fleet's clock.
     """
 
     machine: str

@@ -152,7 +152,7 @@ def as_fleet(
       wanted: names that are included although they are unknown.
 
     Raises:
-      ValueError: where a series names no machine, or times lie too far apart.
+      ValueError: where a series names no machine, or times are too far apart.
     """
     kept = [one for one in _told_once(series) if _counts(one, wanted)]
     period = usual_period(kept) if period is None else period

@@ -24,7 +24,7 @@ class _File:
 class Follower:
     """Reads the records of a folder, and at each further call what was written since.
 
-    A file that was replaced or truncated is read anew, its last `last` rows only. A row that is
+    A file that was replaced or truncated is read again, its last `last` rows only. A row that is
     half written is left for the next call.
 
     Attributes:

@@ -127,7 +127,7 @@ def check_times(series: Sequence[Series], machines: Sequence[str]) -> None:
 
 
 def _told_apart(series: Sequence[Series], names: Sequence[str]) -> list[str]:
-    """Names by host where several hosts have one instance."""
+    """Machine names by host where multiple hosts share one instance."""
     hosts = [
         _value(one.labels, HOST_LABELS)
         if _first(one.labels, MACHINE_LABELS) == "instance"

@@ -26,7 +26,7 @@ def distance_sums(
     more than `MANY_DIMS` go through `sums_by_products`.
 
     Args:
-      points: embeddings, all windows alike.
+      points: embeddings of all windows.
       counted: which machines exist; the rest is padding. The number of machines is a multiple of
         `BLOCK`.
       norm: "euclidean", "manhattan" or "chebyshev".

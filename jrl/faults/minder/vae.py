@@ -20,7 +20,7 @@ Weights = dict[str, Array]
 def init(key: Array, num_channels: int = 1) -> Weights:
     """Weights of one model for windows of `num_channels` metrics, normal with variance 1/inputs.
 
-    A model of several metrics has the same sizes as that of one.
+    A model of multiple metrics has the same sizes as that of one.
     """
     hidden, latent = HIDDEN, LATENT
     shapes = {
