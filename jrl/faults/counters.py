@@ -13,10 +13,10 @@ MOST_NAMED = 4
 
 
 def moved_counters(fleet: Fleet, faults: Collection[str] = ("machine",)) -> list[Alarm]:
-    """Alarms for machines on which a counter of fatal errors increased.
+    """Alarms for machines on which a counter of fatal errors increased or an error code changed.
 
     Such are uncorrectable ECC errors, XIDs and links that went down. The alarms are raised
-    immediately, without a comparison of machines. If the counter increased on more than half of the
+    immediately, without a comparison of machines. If a metric changed on more than half of the
     machines, one of them made the others fail, and only the first is named. An error code names its
     machine if the fault is one of `faults`; `other_codes` lists the rest.
     """
@@ -51,7 +51,7 @@ def other_codes(fleet: Fleet, faults: Collection[str] = ("machine",)) -> list[st
 
 
 def _alarms(fleet: Fleet, row: int, column: int, faults: Collection[str]) -> Iterator[Alarm]:
-    """Alarms of one machine, one for each time its counter of fatal errors increased."""
+    """Alarms of one machine, one for each increase of a counter or change of an error code."""
     machine, metric = fleet.machines[row], fleet.metrics[column]
     for at, last in _moves(fleet, row, column):
         before, after = (float(fleet.values[row, column, each]) for each in (last, at))

@@ -30,7 +30,8 @@ NOTHING = Profile({}, {})
 def read(path: Path) -> dict[str, Profile]:
     """Reads measured times by device from a JSON file.
 
-    Its form is ``{device: {side: {devices of a node: [[batch, seconds], ...]}}}``. Each list becomes the line that `sharding.planner.serving.times.fitted` fits to it.
+    Its form is ``{device: {side: {devices of a node: [[batch, seconds], ...]}}}``. Each list
+    becomes the line that `sharding.planner.serving.times.fitted` fits to it.
 
     Raises:
       ValueError: on a file of another form, or times that give no line.
