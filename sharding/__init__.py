@@ -1,4 +1,4 @@
-"""Where arrays live: a layout of the devices, and the mesh folded from it."""
+"""Sharding of arrays: a parallel layout of the devices, and the mesh folded from it."""
 
 from sharding.folding import FoldedMesh, Layout, fold, fold_abstract
 

@@ -1,13 +1,13 @@
-"""Activations sent in FP8: a byte an element, with float32 scales beside them.
+"""FP8 communication of activations: one byte per element, and float32 scales.
 
-Forward each token has a scale of its own; backward each channel of up to `GROUP` tokens that follow
-each other has one. What collectives add up is sent as terms, by an all-to-all, and added up in
-float32 where it arrives, so that nothing is rounded twice. A number x of a group whose largest is a
-comes back within ``max(2^-4 |x|, 2^-10 a / 448)``, and a float32 rounding; a group with a number
-that is not finite comes back as NaN.
+In the forward pass each token has a scale of its own; in the backward pass each channel of up to
+`GROUP` consecutive tokens has one. Sums are sent as terms, by an all-to-all, and added up in
+float32 by the receiver, so that nothing is rounded twice. A number x of a group whose largest is a
+is received within ``max(2^-4 |x|, 2^-10 a / 448)``, and a float32 rounding; a group with a number
+that is not finite is received as NaN.
 
-Bytes travel as such (uint8): every device can send those. On devices without FP8 arithmetic the
-numbers are the same.
+Values are sent as bytes (uint8), which every device supports. On devices without FP8 arithmetic
+the numbers are the same.
 
 References:
   Jin et al., "MegaScale-MoE", 2025, on communication compression (E4M3; reduce-scatter as an
@@ -27,17 +27,17 @@ from jaxtyping import Array, Float
 from sharding.collectives import COLLECTIVE, Axes, vary
 
 WIRES = ("float8_e4m3fn",)
-"""What activations can be sent in, but as they are."""
+"""Communication dtypes of activations, besides their own."""
 GROUP = 128
 """Tokens that share a scale of each channel in the backward pass."""
 LARGEST = 448.0
-"""Of E4M3."""
+"""Largest number of E4M3."""
 Parts = tuple[Array, Array]
 """Bytes, and the scales that they are multiplied by."""
 
 
 def scale_of(largest: Array) -> Array:
-    """The scale that brings a largest magnitude to that of E4M3; not 0 where all is."""
+    """Scale that maps a largest magnitude to that of E4M3; above 0 even if all values are 0."""
     # Bounded from below so that neither it nor a quotient by it leaves float32's normal range.
     return jnp.maximum(largest / LARGEST, jnp.finfo(jnp.float32).tiny)
 
@@ -49,18 +49,18 @@ def to_bytes(x: Array, scale: Array) -> Array:
 
 
 def from_bytes(sent: Array, scale: Array) -> Array:
-    """What `to_bytes` was given, float32."""
+    """Dequantizes the result of `to_bytes`, float32."""
     return lax.bitcast_convert_type(sent, jnp.float8_e4m3fn).astype(jnp.float32) * scale
 
 
 def by_token(x: Float[Array, "*block token width"]) -> Parts:
-    """Bytes and ``[*block, token, 1]`` scales."""
+    """Quantizes with a scale per token: bytes and ``[*block, token, 1]`` scales."""
     scale = scale_of(jnp.max(jnp.abs(x.astype(jnp.float32)), axis=-1, keepdims=True))
     return to_bytes(x, scale), scale
 
 
 def by_channel(x: Float[Array, "*block token width"]) -> Parts:
-    """Bytes and ``[*block, group, width]`` scales."""
+    """Quantizes with a scale per channel and group: bytes and ``[*block, group, width]`` scales."""
     groups = -(-x.shape[-2] // GROUP)
     padding = [(0, 0)] * x.ndim
     padding[-2] = (0, groups * GROUP - x.shape[-2])
@@ -71,12 +71,12 @@ def by_channel(x: Float[Array, "*block token width"]) -> Parts:
 
 
 def of_tokens(parts: Parts) -> Array:
-    """What `by_token` was given."""
+    """Dequantizes the result of `by_token`, float32."""
     return from_bytes(*parts)
 
 
 def of_channels(parts: Parts) -> Array:
-    """What `by_channel` was given."""
+    """Dequantizes the result of `by_channel`, float32."""
     sent, scale = parts
     return from_bytes(sent, _of_tokens(scale, sent.shape[-2]))
 
@@ -94,13 +94,13 @@ def _all_to_all(parts: Parts, axes: Axes, name: str = COLLECTIVE) -> Parts:
 
 
 def _all_gather(parts: Parts, axes: Axes, name: str = COLLECTIVE) -> Parts:
-    """A block of each device, in a dimension in front."""
+    """All-gathers the blocks of all devices, in a new leading dimension."""
     sent, scale = (checkpoint_name(lax.all_gather(part, axes), name) for part in parts)
     return sent, scale
 
 
 def _summed(terms: Float[Array, "device token width"]) -> Float[Array, "token width"]:
-    """In the order of the devices."""
+    """Sums the terms in the order of the devices."""
     first = terms[0]
     return lax.fori_loop(1, terms.shape[0], lambda i, total: total + terms[i], first, unroll=8)
 
@@ -139,11 +139,11 @@ _exchange.defvjp(_exchange_forward, _exchange_backward)
 def gather_fp8(
     x: Float[Array, "local width"], axes: Axes, dtype: Any = None, name: str = COLLECTIVE
 ) -> Float[Array, "all width"]:
-    """`sharding.collectives.gather_tokens`, in `dtype` (None: that of `x`); its gradient is sent as
-    terms that are summed in float32.
+    """`sharding.collectives.gather_tokens` in FP8, returned in `dtype` (None: that of `x`).
 
-    Volume received: (n-1) shards of a byte an element and a float32 number a token; backward as
-    many bytes, and a float32 number for each group and channel.
+    Its gradient is sent as terms that are summed in float32. Volume received: (n-1) shards of a
+    byte an element and a float32 number a token; backward as many bytes, and a float32 number for
+    each group and channel.
     """
     dtype = x.dtype if dtype is None else dtype
     if lax.axis_size(axes) == 1:
@@ -172,8 +172,10 @@ _gather.defvjp(_gather_forward, _gather_backward)
 def scatter_fp8(
     x: Float[Array, "all width"], axes: Axes, dtype: Any = None
 ) -> Float[Array, "local width"]:
-    """`sharding.collectives.scatter_tokens`, summed in float32 and rounded to `dtype` (None: that
-    of `x`); the reverse of `gather_fp8`, and it sends as much."""
+    """`sharding.collectives.scatter_tokens` in FP8, summed in float32 and rounded to `dtype`.
+
+    None is the dtype of `x`. It is the reverse of `gather_fp8`, with the same volume.
+    """
     dtype = x.dtype if dtype is None else dtype
     if lax.axis_size(axes) == 1:
         return x.astype(dtype)

@@ -1,10 +1,10 @@
-"""The few collectives in use, each over a logical axis given as a tuple of atomic mesh axes.
+"""Collectives, each over a logical axis given as a tuple of atomic mesh axes.
 
 They run inside the one `jax.shard_map`. Arrays there are typed by the axes they vary over; a
 collective over axes the array does not vary over yet is preceded by `vary`.
 
-Their results have names, `COLLECTIVE` or the one that a caller gives and `SUM`: by these
-`moe.remat` keeps them for the backward pass, so that what is computed again there starts from them.
+Their results have checkpoint names, `COLLECTIVE` or the caller's, and `SUM`: by these `moe.remat`
+saves them for the backward pass, so that rematerialisation starts from them.
 """
 
 from functools import partial
@@ -20,10 +20,10 @@ Axes = tuple[str, ...]
 Tree = TypeVar("Tree")
 
 COLLECTIVE = "collective"
-"""The name of what a collective gives, for policies of `jax.checkpoint`."""
+"""Checkpoint name of a collective's result, for policies of `jax.checkpoint`."""
 
 SUM = "sum"
-"""That of sums over devices, which are small: a number per token, or per expert."""
+"""Checkpoint name of sums over devices, which are small: a number per token, or per expert."""
 
 
 def _named(x: Array, name: str = COLLECTIVE) -> Array:
@@ -46,23 +46,27 @@ def vary(tree: Tree, axes: Axes) -> Tree:
 
 
 def alike(tree: Tree, *others: object) -> Tree:
-    """`tree` typed as varying over every mesh axis that an array of it, or of `others`, varies
-    over: what loops carry, what branches give and what a rule of gradients takes must be of one
-    type. None stays None."""
+    """`tree` typed as varying over every mesh axis that an array of it or of `others` varies over.
+
+    Carries of loops, results of branches and inputs of gradient rules must be of one type. None
+    stays None.
+    """
     arrays = [x for x in jax.tree.leaves((tree, others)) if isinstance(x, jax.Array)]
     return vary(tree, tuple(sorted(frozenset[str]().union(*map(varying, arrays)))))
 
 
 def all_sum(tree: Tree, axes: Axes) -> Tree:
-    """All-reduce: the sum over `axes`, the same on every device along them. Volume: 2 (n-1)/n of
-    the array."""
+    """All-reduce: the sum over `axes`, equal on every device along them.
+
+    Volume: 2 (n-1)/n of the array.
+    """
     return jax.tree.map(lambda leaf: _named(lax.psum(vary(leaf, axes), axes), SUM), tree)
 
 
 def gather_tokens(
     x: Shaped[Array, "local *rest"], axes: Axes, name: str = COLLECTIVE
 ) -> Shaped[Array, "all *rest"]:
-    """All-gather: shards ``[tokens / n, ...]`` laid end to end.
+    """All-gather: concatenates shards ``[tokens / n, ...]``.
 
     Volume received: (n-1) shards.
     """
@@ -74,8 +78,7 @@ def gather_tokens(
 
 
 def scatter_tokens(x: Shaped[Array, "all *rest"], axes: Axes) -> Shaped[Array, "local *rest"]:
-    """Reduce-scatter: the sum over `axes`, of which each device keeps its shard of the first
-    dimension.
+    """Reduce-scatter: the sum over `axes`; each device keeps its shard of the first dimension.
 
     The reverse of `gather_tokens`, and its gradient. Volume sent: (n-1)/n of the array.
     """
@@ -88,10 +91,10 @@ def scatter_tokens(x: Shaped[Array, "all *rest"], axes: Axes) -> Shaped[Array, "
 def gather_and_widen(
     x: Shaped[Array, "local *rest"], axes: Axes, name: str = COLLECTIVE
 ) -> Shaped[Array, "all *rest"]:
-    """`gather_tokens` in the dtype of `x`, returned as float32: its gradient is summed in float32
-    and rounded once.
+    """`gather_tokens` in the dtype of `x`, returned as float32.
 
-    Volume received: (n-1) shards; by the gradient as many elements, of float32.
+    Its gradient is summed in float32 and rounded once. Volume received: (n-1) shards; by the
+    gradient as many elements, of float32.
     """
     return _gather_and_widen(vary(x, axes), axes, x.dtype, name)
 
@@ -116,7 +119,7 @@ _gather_and_widen.defvjp(_gather_forward, _gather_backward)
 def scatter_and_round(
     x: Shaped[Array, "all *rest"], axes: Axes, dtype: Any
 ) -> Shaped[Array, "local *rest"]:
-    """`scatter_tokens` of float32 terms, rounded to `dtype` when they are summed and not before.
+    """`scatter_tokens` of float32 terms, rounded to `dtype` after the sum.
 
     The reverse of `gather_and_widen`, and its gradient.
     """
@@ -140,7 +143,7 @@ _scatter_and_round.defvjp(_scatter_forward, _scatter_backward)
 
 
 def own_shard(x: Shaped[Array, "all *rest"], axes: Axes) -> Shaped[Array, "local *rest"]:
-    """This device's shard of the first dimension of an array that all devices along `axes` hold."""
+    """This device's shard of the first dimension of an array replicated along `axes`."""
     size = x.shape[0] // lax.axis_size(axes)
     return lax.dynamic_slice_in_dim(vary(x, axes), lax.axis_index(axes) * size, size)
 
@@ -148,8 +151,8 @@ def own_shard(x: Shaped[Array, "all *rest"], axes: Axes) -> Shaped[Array, "local
 def join_shards(x: Shaped[Array, "local *rest"], axes: Axes) -> Shaped[Array, "all *rest"]:
     """`gather_tokens` whose result is typed as equal on every device along `axes`.
 
-    Made of one sum, so that a loss computed from it counts once. For small arrays (a number per
-    token): volume 2 (n-1)/n of the whole.
+    It is one all-reduce, so that a loss computed from it counts once. For small arrays (a number
+    per token): volume 2 (n-1)/n of the full array.
     """
     n = lax.axis_size(axes)
     whole = vary(jnp.zeros((x.shape[0] * n, *x.shape[1:]), x.dtype), tuple(varying(x)))
@@ -183,8 +186,7 @@ def swap_shards(
 
 
 def shift(x: Shaped[Array, "*shape"], axes: Axes) -> Shaped[Array, "*shape"]:
-    """One step around a ring: what the device before this one along `axes` holds; the first gets
-    the last's.
+    """Ring shift: the array of the device before this one along `axes`; the first gets the last's.
 
     Volume sent: the array.
     """
@@ -195,11 +197,10 @@ def shift(x: Shaped[Array, "*shape"], axes: Axes) -> Shaped[Array, "*shape"]:
 def digit_neighbour(
     x: Shaped[Array, "*shape"], axes: Axes, radix: int, stride: int, back: int = 1
 ) -> Shaped[Array, "*shape"]:
-    """What the device holds whose rank along `axes` differs in one digit, which is `back` less,
-    modulo `radix`.
+    """Array of the device whose rank along `axes` has one digit `back` less, modulo `radix`.
 
-    A collective over groups of `radix` devices that are `stride` ranks apart, where `shift` is one
-    of all devices of the program. Volume received: radix - 1 times the array.
+    A collective over groups of `radix` devices that are `stride` ranks apart, where `shift` is a
+    collective of all devices of the program. Volume received: radix - 1 times the array.
     """
     groups = [
         [start + digit * stride for digit in range(radix)]

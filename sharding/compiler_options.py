@@ -1,9 +1,9 @@
-"""What XLA is asked for when a program of several devices is compiled.
+"""XLA compiler options of multi-device programs.
 
-Options go with the `jax.jit` that needs them and are part of what is compiled; the environment
-(``XLA_FLAGS``) is the user's, and an option there holds for whatever is not said here. A name that
-a compiler does not know is refused when a program is compiled: every name here is known to all
-versions of jaxlib that the package runs on (`tests/sharding/test_compiler_options.py`).
+Options are passed to the `jax.jit` that needs them and are part of the compilation key; the
+environment (``XLA_FLAGS``) is the user's, and applies to all options that are not set here. An
+unknown name is an error at compilation: every name here is known to all versions of jaxlib that
+the package supports (`tests/sharding/test_compiler_options.py`).
 """
 
 from sharding.folding import FoldedMesh
@@ -11,17 +11,18 @@ from sharding.folding import FoldedMesh
 Options = dict[str, bool | int | str]
 
 BY_PLATFORM: dict[str, Options] = {
-    # Collectives begin as early and end as late as what they wait for and what waits for them
-    # allows, beside other work. That they are asynchronous is XLA's default.
+    # Collectives start as early and end as late as their dependencies allow, overlapped with other
+    # work. That they are asynchronous is XLA's default.
     "gpu": {"xla_gpu_enable_latency_hiding_scheduler": True},
 }
 """Options for more than one device; a CPU runs its collectives one by one, and a TPU's compiler
-schedules around them by itself."""
+overlaps them by default."""
 
 
 def compiler_options(mesh: FoldedMesh) -> Options:
-    """The ``compiler_options`` of `jax.jit` for a program of that mesh; none on a single device,
-    which has no communication to hide.
+    """The ``compiler_options`` of `jax.jit` for a program of that mesh.
+
+    It is empty for a single device, which has no communication to hide, and for an abstract mesh.
 
     References:
       NVIDIA, "Tips for High-Performance LLMs with JAX and XLA".

@@ -1,8 +1,8 @@
-"""Gradients sent in bfloat16 and summed in float32: half the bytes of a float32 reduce-scatter.
+"""Gradient communication in bfloat16 with float32 sums: half the bytes of a float32 reduce-scatter.
 
 A ring that reduces in bfloat16 rounds the running sum at each of its ``n - 1`` steps, so that its
-error grows with the number of devices. Here each device rounds what it gives once, all-to-all
-brings the terms of a shard to the device that keeps it, and that one adds them up in float32.
+error grows with the number of devices. Here each device rounds its terms once, an all-to-all sends
+the terms of a shard to the device that keeps it, and that device sums them in float32.
 
 References:
   Jin et al., "MegaScale-MoE", 2025, on communication compression (gradients accumulated in float32,
@@ -20,13 +20,13 @@ from sharding.collectives import Axes
 def compressed_reduce_scatter(
     x: Float[Array, "*whole"], axes: Axes, dim: int
 ) -> Float[Array, "*shard"]:
-    """The float32 sum over `axes` of terms rounded to bfloat16, of which each device keeps its
-    shard of the dimension `dim`: ``sum_i bf16(x_i)``, added up in the order of the devices, so that
-    the same terms give the same bits.
+    """Reduce-scatter over `axes` of terms rounded to bfloat16 and summed in float32.
 
-    It is `jax.lax.psum_scatter` of terms that bfloat16 holds; of others each element is off by at
-    most ``2^-8 sum_i |x_i|``, on up to 2^8 devices the rounding of the float32 sums included, and
-    for numbers in float32's normal range. A term of bfloat16's largest number and more is infinite.
+    Each device keeps its shard of the dimension `dim` of ``sum_i bf16(x_i)``, added up in the order
+    of the devices, so that the same terms give the same bits. It equals `jax.lax.psum_scatter` for
+    terms that bfloat16 represents exactly. Of others each element is off by at most
+    ``2^-8 sum_i |x_i|``, on up to 2^8 devices the rounding of the float32 sums included, and for
+    numbers in float32's normal range. A term beyond bfloat16's largest number becomes infinite.
 
     Volume sent, of an array of G elements: ``G (n-1)/n`` of two bytes.
 
@@ -40,6 +40,6 @@ def compressed_reduce_scatter(
     def term(i):
         return lax.dynamic_index_in_dim(terms, i, dim, keepdims=False).astype(jnp.float32)
 
-    # A sum over the dimension is one that the compiler may order as it likes. Unrolled, additions
-    # share a pass over memory; all of them at once would be a long program on many devices.
+    # The compiler may reorder a sum over the dimension; a loop has a defined order. Unrolled,
+    # additions share a pass over memory; a full unroll would be a long program on many devices.
     return lax.fori_loop(1, n, lambda i, total: total + term(i), term(0), unroll=8)

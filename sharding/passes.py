@@ -1,4 +1,4 @@
-"""The two ways of a micro-batch through a stage, forward and backward, and what is kept between."""
+"""Forward and backward pass of a micro-batch through a pipeline stage, and their residuals."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,15 +24,15 @@ from sharding.stage import (
 )
 
 Residuals = tuple[list[Array], list[Array]]
-"""Of `Stages.first` and of a chunk."""
+"""Residuals of `Stages.first` and of a chunk."""
 
 
 class Sums(NamedTuple):
-    """What `gradients` adds up.
+    """Accumulators of `sharding.pipeline.gradients`.
 
     Attributes:
       loss: of this stage's chunks and, on the last stage, of `Stages.last`.
-      ends: this stage's part of the gradient of `ends`, float32.
+      ends: this stage's part of the gradient of `ends` (embedding and head), float32.
       layers: the gradient of this stage's layers, ``[chunk, ...]``, float32.
       metrics: of `Stages.last`, ``[micro_batch, ...]``, equal on all stages.
       statistics: of this stage's chunks, ``[chunk, ...]``.
@@ -47,12 +47,12 @@ class Sums(NamedTuple):
 
 @dataclass(frozen=True)
 class Passes:
-    """The two ways through `Stages.first` and a chunk, and what is kept between them.
+    """Forward and backward passes of `Stages.first` and of a chunk, and their residual buffers.
 
     Attributes:
       first, chunk: `Stages.first` and `Stages.chunk`.
-      slots: of what is kept of each, ``[micro_batch, chunk]``.
-      types: zeros of what is kept of each once.
+      slots: buffer slots of the residuals of each, ``[micro_batch, chunk]``.
+      types: zeros of the types of one slot's residuals of each.
     """
 
     run: Run
@@ -94,24 +94,24 @@ class Passes:
         )
 
     def no_residuals(self) -> Residuals:
-        """The buffers at their start."""
+        """Initial residual buffers, zeros."""
         of_first, of_chunk = map(_number, self.slots)
         return repeated(self.types[0], of_first), repeated(self.types[1], of_chunk)
 
     def forward(
         self, work: Work, x: Array, grad: Array, before: Residuals, sums: Sums
     ) -> tuple[Array, Array, Residuals, Tree, Sums]:
-        """One chunk forward, with what lies before the first or after the last.
+        """Forward pass of one chunk, with `Stages.first` before the first, `last` after the last.
 
         Args:
-          x: what arrived: the chunk's input, but for the first.
-          grad: what arrived for the next backward pass.
-          before: the residuals in the places of this chunk.
+          x: the received activations: the chunk's input, except for the first chunk.
+          grad: the received gradient for the next backward pass.
+          before: the residuals in the slots of this chunk.
           sums: without `layers` and `metrics`, which are None.
 
         Returns:
           The chunk's output; `grad`, after the last chunk that of its output; the residuals for
-          these places; the metrics of `Stages.last` or zeros; and the sums.
+          these slots; the metrics of `Stages.last` or zeros; and the sums.
         """
         run, micro_batch = self.run, self.run.micro_batch(work)
 
@@ -137,7 +137,7 @@ class Passes:
     def backward(
         self, work: Work, grad: Array, residuals: Residuals, ends: Tree, layers: Tree
     ) -> tuple[Array, Tree, Tree]:
-        """One chunk backward, with what lies before the first.
+        """Backward pass of one chunk, with that of `Stages.first` before the first.
 
         Args:
           grad: the gradient of the chunk's output.
@@ -150,8 +150,8 @@ class Passes:
         """
         run, slots = self.run, self.slots_of(work)
         given = run.layers_of(work), run.number(work)
-        # Each chunk has its own part of the loss (the router's), hence a cotangent of one beside
-        # the gradient that arrived.
+        # Each chunk has its own part of the loss (the router's), hence a cotangent of one besides
+        # the received gradient.
         one = one_like(run.no_chunk_loss)
         part, grad = self.chunk.backward(given, at(residuals[1], slots[1]), (grad, one))
 
@@ -163,7 +163,7 @@ class Passes:
         return grad, ends, added(layers, work.chunk, part)
 
     def slots_of(self, work: Work) -> tuple[Array, Array]:
-        """The places of a chunk in the buffers; without work, any."""
+        """Buffer slots of a chunk; slot 0 without work."""
         places = (jnp.asarray(slots, jnp.int32) for slots in self.slots)
         of_first, of_chunk = (
             jnp.where(work.active, places[work.micro_batch, work.chunk], 0) for places in places
@@ -191,5 +191,5 @@ class Passes:
 
 
 def _number(slots: list[list[int]]) -> int:
-    """How many places there are."""
+    """Number of slots."""
     return max(map(max, slots)) + 1

@@ -1,12 +1,12 @@
-"""Micro-batches through the stages of a pipeline, inside the one `jax.shard_map`.
+"""Pipeline parallelism: micro-batches through the stages, inside the one `jax.shard_map`.
 
-`apply` goes forward, `gradients` forward and backward, both by `sharding.schedule.Schedule`. What a
-chunk of layers is, and what comes before the first and after the last, they are told: `Stages`.
-Work that a stage does not have in a tick is left out by `lax.cond`, not computed and masked. The
-condition is the same for all devices of a stage, so that collectives over groups inside a stage are
-legal in it. A collective-permute is not: it is one operation of all devices of the program. Ring
-attention therefore goes by exchanges in groups here (`moe.attention.context_parallel.hops`), and
-what goes from stage to stage is sent outside of these conditions.
+`apply` runs the forward pass, `gradients` forward and backward, both by
+`sharding.schedule.Schedule`. The caller defines a chunk of layers, embedding and head as `Stages`.
+A tick in which a stage has no work is skipped by `lax.cond`, not computed and masked. The condition
+is equal on all devices of a stage, so collectives over groups inside a stage are legal in it. A
+collective-permute is not: it is one operation of all devices of the program. Ring attention
+therefore uses exchanges in groups here (`moe.attention.context_parallel.hops`), and activations and
+gradients are sent from stage to stage outside of these conditions.
 """
 
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ from sharding.stage import (
 def apply(
     stages: Stages, ends: Tree, layers: Tree, micro_batches: Tree, pipeline: Pipeline
 ) -> tuple[Tree, Tree]:
-    """Every micro-batch forward.
+    """Forward pass of all micro-batches.
 
     Communication per tick: one activation to the next stage.
 
@@ -41,8 +41,8 @@ def apply(
       micro_batches: inputs ``[micro_batch, ...]``, on every stage.
 
     Returns:
-      What `stages.last` gives, ``[micro_batch, ...]``, equal on all stages; and the statistics of
-      this stage's chunks, ``[chunk, ...]``.
+      The results of `stages.last`, ``[micro_batch, ...]``, equal on all stages; and the statistics
+      of this stage's chunks, ``[chunk, ...]``.
     """
     run = Run.of(stages, ends, layers, micro_batches, pipeline)
 
@@ -64,18 +64,18 @@ def apply(
 
     begin = (run.no_x, repeated(run.no_out, run.schedule.num_micro_batches), run.no_statistics)
     (_, outs, sums), _ = lax.scan(tick, begin, jnp.arange(run.schedule.forward_ticks))
-    # All stages but the last hold zeros: the sum hands its results to everybody.
+    # All stages but the last hold zeros: the sum broadcasts its results.
     return all_sum(outs, pipeline.stage), sums
 
 
 def gradients(
     stages: Stages, ends: Tree, layers: Tree, micro_batches: Tree, pipeline: Pipeline
 ) -> Sums:
-    """The loss of all micro-batches and its gradient.
+    """Loss of all micro-batches and its gradient.
 
-    Every chunk goes forward once and backward once. Between the two a stage keeps its residuals,
-    what `jax.vjp` of `Stages.chunk` asks for, of as many chunks as are on their way at once
-    (`Schedule.slots`); residuals that are made of weights alone are made again. Those of
+    Every chunk runs forward once and backward once. Between the two a stage keeps the residuals
+    that `jax.vjp` of `Stages.chunk` needs, of as many chunks as are in flight simultaneously
+    (`Schedule.slots`). Residuals that depend on weights only are recomputed. Those of
     `Stages.first` are kept likewise, on every stage, because all run one program.
 
     Communication per tick: one activation to the next stage, or one gradient to the one before.
@@ -90,7 +90,7 @@ def gradients(
         now, x, grad, kept, sums = carry
         work = schedule.forward(now, run.stage)
         slots = passes.slots_of(work)
-        # Into a condition goes what it may change and no more: the rest would be copied through.
+        # The condition's operands are what it may change, as all others would be copied through.
         after, grad, new, metrics, ahead = lax.cond(
             work.active,
             lambda x, grad, kept, sums: passes.forward(work, x, grad, each_at(kept, slots), sums),
@@ -110,10 +110,10 @@ def gradients(
         # Zeros but for the micro-batch that left.
         metrics = added(sums.metrics, work.micro_batch, metrics)
         sums = ahead._replace(ends=ends, layers=layers, metrics=metrics)
-        # Outside of all conditions but time's: a permute is a collective of all stages, whoever
-        # has work.
+        # Outside of all conditions but that on time: a permute is a collective of all stages, with
+        # or without work.
         x, arrived = run.exchange(now, after, before, x, grad)
-        # The last chunk's gradient comes from nowhere else: it waits there for its backward pass.
+        # The last chunk's gradient is not received: it waits on this stage for its backward pass.
         grad = jnp.where(work.active & run.leaves(work), grad, arrived)
         return (now + 1, x, grad, kept, sums), None
 

@@ -1,9 +1,9 @@
-"""Gradients that are summed over devices where they arise, inside the backward pass.
+"""Overlapped gradient reduction: gradients are reduced inside the backward pass.
 
-A weight that takes part in several micro-batches has a gradient in each. Summed over devices when
-all of them are done, the whole network's gradients travel with nothing beside them. Here the
-backward pass of the last micro-batch adds, weight by weight, what the others gave and sends the sum
-on its way: nothing waits for it, and it waits for no layer that comes later in that pass.
+A weight has a gradient in each micro-batch of gradient accumulation. A reduction after the last
+micro-batch would send the gradients of the whole network without overlap. Here the backward pass of
+the last micro-batch adds, weight by weight, the gradients of the others and starts the reduction:
+nothing waits for it, and it does not wait for layers that come later in that pass.
 
 References:
   Jin et al., "MegaScale-MoE", 2025 (gradients of a layer reduced beside the backward pass of the
@@ -28,8 +28,7 @@ Leaf = TypeVar("Leaf")
 
 @dataclass(frozen=True)
 class Reduction:
-    """How the gradient of a weight is summed over devices: the arguments of
-    `sharding.zero.reduce_scatter`."""
+    """Reduction of a weight's gradient over devices: the arguments of `zero.reduce_scatter`."""
 
     mesh: FoldedMesh
     spec: PartitionSpec
@@ -40,8 +39,7 @@ class Reduction:
         return zero.reduce_scatter(self.mesh, self.spec, self.cut, gradient, self.is_sharded)
 
     def place(self, weight: Array) -> Array:
-        """Zeros of the shape and type of the sum, float32, of a weight that varies over all
-        axes."""
+        """Zeros of the shape and type of the sum, float32; the weight may vary over any axes."""
         like = jax.eval_shape(
             lambda weight: self(vary(weight.astype(jnp.float32), self.mesh.axes)), weight
         )
@@ -55,11 +53,11 @@ class Reduction:
 )
 @dataclass(frozen=True)
 class Reduced(Generic[Leaf]):
-    """A weight, or a stack of one of each layer, whose gradient is summed where it arises.
+    """A weight, or a stack of one per layer, whose gradient is reduced inside the backward pass.
 
     Attributes:
       weight: varying over all mesh axes.
-      before: the gradient of earlier micro-batches on this device alone, float32; None without.
+      before: the local gradient of earlier micro-batches, not reduced, float32; None without.
       place: zeros of the type of the sum (`Reduction.place`): the sum is the gradient of these.
       reduction: of the weight.
     """
@@ -71,11 +69,11 @@ class Reduced(Generic[Leaf]):
 
 
 def weights_of(tree: Any) -> Any:
-    """A pytree with the weight in the place of each `Reduced`, all other leaves as they are.
+    """Replaces each `Reduced` of a pytree by its weight; all other leaves are unchanged.
 
-    The gradient of `Reduced.place` is the sum over devices of `Reduced.before` and the gradient
-    that comes in; the weight itself has none. Within a scan over stacked layers this runs on the
-    part of one layer, and the sum goes on its way in each iteration of the backward loop.
+    The gradient of `Reduced.place` is the sum over devices of `Reduced.before` and the weight's
+    output gradient; the weight itself has none. Within a scan over stacked layers this runs on the
+    slice of one layer, and the reduction starts in each iteration of the backward loop.
     """
 
     def own(leaf: Any) -> Any:

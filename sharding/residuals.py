@@ -1,9 +1,10 @@
-"""A function's forward pass and its backward pass as two functions, with arrays in between.
+"""Forward and backward pass of a function as two functions, with the residuals as arrays.
 
-`jax.vjp` gives back a function that holds what the backward pass needs, its residuals. A pipeline
-goes forward with other micro-batches before it comes back, so it keeps the residuals of several at
-once: as arrays, in a buffer. Not kept is what can be made of the weights alone, as their copies in
-another dtype are: the weights are there when the backward pass runs.
+`jax.vjp` returns a function that holds the residuals of the backward pass. A pipeline runs other
+micro-batches forward before it runs one backward, so it keeps the residuals of multiple
+micro-batches: as arrays, in a buffer. Residuals that depend on the weights only, such as their
+copies in another dtype, are not kept but recomputed, as the weights are available in the backward
+pass.
 """
 
 from collections.abc import Callable
@@ -24,12 +25,13 @@ class Halves:
     """The two passes of `halves`.
 
     Attributes:
-      program: the forward pass, traced: of the flat arguments, its results and then its residuals.
-      results: the structure of the results.
-      pull: the structure of the backward pass as a function.
-      stored: which residuals are stored, by their places among what the program gives.
-      places: of each residual, its place in the program's outputs.
-      num_again: flat arguments that the backward pass is given again.
+      program: jaxpr of the forward pass: from the flat arguments to its results and then its
+        residuals.
+      results: the tree structure of the results.
+      pull: the tree structure of the VJP function.
+      stored: the residuals that are stored, as indices of the program's outputs.
+      places: of each residual, its index in the program's outputs.
+      num_again: number of flat arguments that the backward pass receives too.
     """
 
     program: Any
@@ -40,13 +42,13 @@ class Halves:
     num_again: int
 
     def forward(self, again: Tree, x: Tree, *others: Tree) -> tuple[Any, list[Array]]:
-        """``((out, aux), residuals)``."""
+        """Forward pass: ``((out, aux), residuals)``."""
         outs = self._outs(jax.tree.leaves((again, x, *others)), self._wanted())
         number = self.results.num_leaves
         return self.results.unflatten(outs[:number]), outs[number:]
 
     def backward(self, again: Tree, residuals: list[Array], gradient: Tree) -> tuple[Tree, Tree]:
-        """The gradients of the weights and of `x`, from that of `out`."""
+        """Backward pass: the gradients of the weights and of `x`, from that of `out`."""
         rest = sorted(set(self.places) - set(self.stored))
         values = dict(zip(self.stored, residuals, strict=True))
         values |= zip(rest, self._outs(jax.tree.leaves(again), rest), strict=True)
@@ -56,11 +58,11 @@ class Halves:
         return [*range(self.results.num_leaves), *self.stored]
 
     def _outs(self, given: list[Array], places: list[int]) -> list[Array]:
-        """Some outputs of the program, by nothing but what they depend on.
+        """Evaluates a subset of the program's outputs, by the equations that they depend on only.
 
         Args:
-          given: the flat arguments, those in front or all.
-          places: of the outputs, ascending.
+          given: the flat arguments, the leading ones or all.
+          places: indices of the outputs, ascending.
         """
         alone, used = _part(self.program.jaxpr, places)
         used = [place for place, is_used in enumerate(used) if is_used]
@@ -68,16 +70,16 @@ class Halves:
 
 
 def halves(function: Callable[..., Any], again: Tree, x: Tree, *others: Tree) -> Halves:
-    """The forward pass of ``function((weights, ...), x, *others) -> (out, aux)`` and its backward
-    pass to the weights and to `x`.
+    """Splits ``function((weights, ...), x, *others) -> (out, aux)`` into forward and backward pass.
 
-    The arguments are examples: arrays of the types of what the passes will be given.
+    The backward pass is that to the weights and to `x`. The arguments are examples: arrays of the
+    types that the passes will receive.
 
     Args:
-      function: what goes forward.
-      again: the weights and what else there will be for the backward pass too.
-      x: what a gradient is wanted of besides the weights; may be empty.
-      others: what no gradient is wanted of.
+      function: the function to differentiate.
+      again: the weights, then other inputs that are available in the backward pass too.
+      x: input to differentiate besides the weights; may be empty.
+      others: inputs without a gradient.
     """
     structure: Any = None
 
@@ -93,7 +95,7 @@ def halves(function: Callable[..., Any], again: Tree, x: Tree, *others: Tree) ->
     program, (results, _) = jax.make_jaxpr(run, return_shape=True)(again, x, *others)
     number, num_again = len(jax.tree.leaves(results)), len(jax.tree.leaves(again))
     first_of: dict[int, int] = {}
-    # What is a residual twice is stored once.
+    # A residual that occurs twice is stored once.
     places = [
         first_of.setdefault(id(variable), number + place)
         for place, variable in enumerate(program.jaxpr.outvars[number:])
@@ -106,13 +108,13 @@ def halves(function: Callable[..., Any], again: Tree, x: Tree, *others: Tree) ->
 
 
 def _depending(jaxpr: Any, num_again: int) -> Callable[[int], bool]:
-    """Whether an output depends on more than the inputs in front."""
+    """Predicate of an output's index: true if it depends on more than the leading inputs."""
     reached = {id(variable) for variable in jaxpr.invars[num_again:]}
     mixed = set()
     for equation in jaxpr.eqns:
         if any(id(variable) in reached for variable in equation.invars):
             reached |= {id(variable) for variable in equation.outvars}
-            # A loop or a branch: each of what it gives may depend on some inputs only.
+            # A loop or a branch: each of its outputs may depend on a subset of the inputs.
             if len(equation.outvars) > 1:
                 mixed |= {id(variable) for variable in equation.outvars}
 
@@ -126,6 +128,6 @@ def _depending(jaxpr: Any, num_again: int) -> Callable[[int], bool]:
 
 
 def _part(jaxpr: Any, places: list[int]) -> tuple[Any, list[bool]]:
-    """The part of a program that makes some of its outputs, and which inputs that takes."""
+    """Dead-code elimination: the jaxpr of a subset of the outputs, and a mask of used inputs."""
     wanted = set(places)
     return dce_jaxpr(jaxpr, [place in wanted for place in range(len(jaxpr.outvars))])

@@ -1,4 +1,4 @@
-"""Named weight axes become PartitionSpecs: which mesh axes hold which axis of a weight."""
+"""Logical axis rules: from the named axes of a weight to its PartitionSpec."""
 
 from collections.abc import Mapping
 
@@ -10,9 +10,9 @@ Rules = Mapping[str, tuple[str, ...]]
 
 
 def weight_rules(mesh: FoldedMesh) -> Rules:
-    """Where each named axis of a weight lives; axes not named are whole on every device.
+    """Mesh axes over which each named axis of a weight is sharded; other axes are replicated.
 
-    Layers are split over ``pp``; heads, the hidden units of dense layers and the vocabulary, rows
+    Layers are sharded over ``pp``; heads, the hidden units of dense layers and the vocabulary, rows
     of the embedding and columns of the head, over ``tp``; experts over ``ep`` and the hidden units
     of each over ``etp``.
     """
@@ -36,7 +36,7 @@ def partition_spec(axes: str, rules: Rules) -> PartitionSpec:
     """The PartitionSpec of a weight whose axes are `axes`, for example ``"expert d_model d_ff"``.
 
     Raises:
-      ValueError: when two axes of the weight would live on the same mesh axis.
+      ValueError: when two axes of the weight would be sharded over the same mesh axis.
     """
     owner: dict[str, str] = {}
     entries = []

@@ -1,9 +1,9 @@
-"""Which stage of a pipeline runs which micro-batch when, in plain arithmetic.
+"""Pipeline schedule: the micro-batch that each stage runs at each tick, in plain arithmetic.
 
-The layers are cut into ``stages x num_chunks`` model chunks, and model chunk ``c`` lies on stage
-``c % stages``: a micro-batch goes around the stages ``num_chunks`` times. Time is cut into ticks.
-In a tick a stage runs at most one chunk, forward or backward, and what it hands on is there for
-the tick after: activations for the next stage, gradients for the one before.
+The layers are split into ``stages x num_chunks`` model chunks, and model chunk ``c`` is on stage
+``c % stages``: a micro-batch passes through the stages ``num_chunks`` times. Time is divided into
+ticks. In a tick a stage runs at most one chunk, forward or backward, and its output is available in
+the next tick: activations on the next stage, gradients on the previous one.
 """
 
 from collections.abc import Sequence
@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 Pair = tuple[int, int]
-"""Of stages: who sends, who receives."""
+"""Stages of a message: sender and receiver."""
 
 
 class Work(NamedTuple):
-    """What a stage does in a tick: numbers, or traced scalars.
+    """Work of a stage in a tick: numbers, or traced scalars.
 
     Attributes:
-      micro_batch: which micro-batch, from 0.
-      chunk: which of the model chunks of this stage, from 0.
-      active: whether there is anything to do; where not, the others mean nothing.
+      micro_batch: index of the micro-batch.
+      chunk: index of the model chunk among those of this stage.
+      active: true if there is work; else the other fields are meaningless.
     """
 
     micro_batch: Any
@@ -30,18 +30,18 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """One forward, one backward (1F1B), interleaved where a stage has several model chunks.
+    """1F1B schedule (one forward, one backward), interleaved if a stage has multiple model chunks.
 
     With ``n(m, j) = (m // stages) stages num_chunks + j stages + m % stages`` and ``h = 1`` where a
     stage has one chunk, else ``h = 2``, stage ``s`` runs micro-batch ``m`` through its chunk ``j``
     forward at tick ``2 n(m, j) + h s`` and backward at tick ``warmup + 2 n(m, num_chunks - 1 - j) +
-    h (stages - 1 - s)``: with one chunk a stage goes backward while its neighbours go forward, with
-    several all go forward in even ticks and backward in odd ones. The first ticks go forward only
-    and the last ones backward only.
+    h (stages - 1 - s)``: with one chunk a stage runs backward while its neighbours run forward,
+    with multiple chunks all run forward in even ticks and backward in odd ones. The first ticks run
+    forward only and the last ones backward only.
 
     Args:
       stages: devices along the pipeline.
-      num_micro_batches: micro-batches. With several chunks, a number that `stages` does not divide
+      num_micro_batches: micro-batches. With multiple chunks, a number that `stages` does not divide
         leaves gaps, which `bubble` counts.
       num_chunks: model chunks of each stage (virtual pipeline stages, Megatron's
         ``virtual_pipeline_model_parallel_size``).
@@ -61,31 +61,31 @@ class Schedule:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
 
     def forward_order(self, micro_batch: Any, chunk: Any) -> Any:
-        """``n(m, j)``: the order in which every stage goes forward."""
-        # Micro-batches go around in groups of as many as there are stages: when the last of a group
-        # has left the first stage, the first of it comes back from the last stage.
+        """``n(m, j)``: the position of a chunk in the forward order of every stage."""
+        # Micro-batches circulate in groups of as many as there are stages: when the last of a group
+        # has left the first stage, the first of it returns from the last stage.
         group, rest = micro_batch // self.stages, micro_batch % self.stages
         return group * self.stages * self.num_chunks + chunk * self.stages + rest
 
     def forward_alone(self, tick: Any, stage: Any) -> Work:
-        """What `stage` runs at `tick` where nothing goes backward: a chunk in every tick."""
+        """Work of `stage` at `tick` in a forward-only schedule: a chunk in every tick."""
         return self._work_at(tick - stage)
 
     def forward(self, tick: Any, stage: Any) -> Work:
-        """What `stage` runs forward at `tick`."""
+        """Forward work of `stage` at `tick`."""
         return self._every_other(tick - self._hop * stage)
 
     def backward(self, tick: Any, stage: Any) -> Work:
-        """What `stage` runs backward at `tick`."""
-        # The same walk from the last stage to the first, through the chunks from the last on.
+        """Backward work of `stage` at `tick`."""
+        # The forward order reversed: from the last stage to the first, from the last chunk on.
         work = self._every_other(tick - self.warmup - self._hop * (self.stages - 1 - stage))
         return work._replace(chunk=self.num_chunks - 1 - work.chunk)
 
     def messages(self, parity: int) -> tuple[list[Pair], list[Pair]]:
-        """Who sends to whom after the ticks of a parity: activations, and gradients.
+        """(Sender, receiver) pairs after the ticks of a parity: of activations, and of gradients.
 
-        Nobody else waits for anybody: a stage that goes forward has not to wait until the one after
-        it has come as far.
+        No other stages synchronize: a stage that runs forward does not wait until the next stage
+        has reached the same tick.
         """
         last, n = self.stages - 1, self.stages
         around = range(n) if self.num_chunks > 1 else range(last)
@@ -100,8 +100,8 @@ class Schedule:
     @property
     def _hop(self) -> int:
         """Ticks from a stage to the next."""
-        # Micro-batches that come round again come as fast as stages take new ones, one every other
-        # tick, only if they do not hurry.
+        # With multiple chunks micro-batches return to the first stage at the rate at which it takes
+        # them, one every other tick, only if each hop takes two ticks.
         return 1 if self.num_chunks == 1 else 2
 
     def _every_other(self, tick: Any) -> Work:
@@ -117,12 +117,12 @@ class Schedule:
 
     @property
     def warmup(self) -> int:
-        """Ticks before the first chunk goes backward."""
+        """Ticks before the first backward chunk."""
         return 2 * self.stages * (self.num_chunks - 1) + self._hop * (self.stages - 1) + 1
 
     @property
     def forward_ticks(self) -> int:
-        """Ticks of a way forward alone."""
+        """Ticks of a forward-only schedule."""
         return self.forward_order(self.num_micro_batches - 1, self.num_chunks - 1) + self.stages
 
     @property
@@ -133,7 +133,7 @@ class Schedule:
 
     @property
     def bubble(self) -> float:
-        """Idle time over working time of a stage that waits for what it needs and nothing else.
+        """Bubble fraction: idle time over working time of a stage that waits for its inputs only.
 
         ``(stages - 1) / (num_micro_batches num_chunks)`` when `stages` divides `num_micro_batches`
         or there is one chunk; else a bound, that of all stages in lockstep.
@@ -141,16 +141,17 @@ class Schedule:
         return self.forward_ticks / (self.num_micro_batches * self.num_chunks) - 1
 
     def slots(self, chunks: Sequence[int] | None = None) -> list[list[int]]:
-        """``[micro_batch][chunk]``: a place for what a stage keeps of a chunk from its way forward
-        to its way backward, of as few places as there are kept at once.
+        """Buffer slots ``[micro_batch][chunk]`` of the residuals between forward and backward pass.
 
-        With one chunk these are `stages`, with several ``stages num_chunks + stages - 1``, however
-        many micro-batches there are; fewer where there are few micro-batches.
+        They are as few as residuals are kept simultaneously. With one chunk these are `stages`,
+        with multiple ``stages num_chunks + stages - 1``, however many micro-batches there are;
+        fewer where there are few micro-batches.
 
         Args:
-          chunks: of which something is kept; None is all.
+          chunks: of which residuals are kept; None is all.
         """
-        # Made for the first stage. The others keep each for a shorter time, in the same order.
+        # Computed for the first stage. The others keep residuals for a shorter time, in the same
+        # order.
         slots = [[0] * self.num_chunks for _ in range(self.num_micro_batches)]
         free: list[int] = []
         number = 0

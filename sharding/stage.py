@@ -1,4 +1,4 @@
-"""What one stage of a pipeline runs: chunks of layers, the ends of the network, its messages."""
+"""One pipeline stage: chunks of layers, embedding and head, messages to its neighbours."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ Tree = Any
 
 
 class Stages(NamedTuple):
-    """What a pipeline runs.
+    """Network functions of a pipeline.
 
     Attributes:
-      first: ``(ends, micro_batch) -> x``, the input of the first chunk.
-      chunk: ``(layers, x, micro_batch, number) -> (x, loss, statistics)``, model chunk `number` of
-        them all; its own part of the loss, and sums over the micro-batch.
-      last: ``(ends, x, micro_batch) -> (loss, metrics)``, from the output of the last chunk.
+      first: ``(ends, micro_batch) -> x``, the input of the first chunk (embedding).
+      chunk: ``(layers, x, micro_batch, number) -> (x, loss, statistics)``, the model chunk of that
+        global index; its own part of the loss, and sums over the micro-batch.
+      last: ``(ends, x, micro_batch) -> (loss, metrics)``, from the output of the last chunk (head).
     """
 
     first: Callable[[Tree, Tree], Array]
@@ -32,7 +32,7 @@ class Stages(NamedTuple):
 
 
 class Pipeline(NamedTuple):
-    """Where a pipeline runs.
+    """Mesh axes of a pipeline.
 
     Attributes:
       stage: the mesh axis of the stages, as a tuple.
@@ -47,8 +47,11 @@ class Pipeline(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """A pipeline on one stage. The fields `no_...` are zeros of the types that come up: the other
-    branch of a condition, which must have the same type, `vma` included."""
+    """A pipeline on one stage.
+
+    The fields `no_...` are zeros of the types of activations, losses and results, for the other
+    branch of a condition, which must have the same type, `vma` included.
+    """
 
     stages: Stages
     ends: Tree
@@ -68,7 +71,7 @@ class Run:
         cls, stages: Stages, ends: Tree, layers: Tree, micro_batches: Tree, pipeline: Pipeline
     ) -> "Run":
         num_micro_batches = jax.tree.leaves(micro_batches)[0].shape[0]
-        # What is kept of a micro-batch differs between stages, as it lies in the buffers.
+        # Residuals of a micro-batch differ between stages, as the buffers hold different ones.
         micro_batches = vary(micro_batches, pipeline.stage)
         micro_batch = at(micro_batches, 0)
         no_x = zeros_of(
@@ -97,7 +100,7 @@ class Run:
         )
 
     def nothing_like(self, weights: Tree) -> Tree:
-        """Sums of gradients before the first, in float32 whatever the weights are."""
+        """Zero accumulators of gradients, in float32 whatever the dtype of the weights."""
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), weights)
         return vary(zeros, self.pipeline.everywhere)
 
@@ -117,7 +120,7 @@ class Run:
         )
 
     def number(self, work: Work) -> Array:
-        """Which of all model chunks."""
+        """Global index of the model chunk."""
         return work.chunk * self.schedule.stages + self.stage
 
     def first(self, ends: Tree, work: Work) -> Array:
@@ -129,7 +132,7 @@ class Run:
         return vary(x, self.pipeline.everywhere), loss, statistics
 
     def entering(self, work: Work, arrived: Array) -> Array:
-        """The input of a chunk: what arrived or, for the first, what `Stages.first` makes."""
+        """Input of a chunk: the received activations or, for the first, those of `Stages.first`."""
         return lax.cond(
             work.active & self.enters(work),
             lambda arrived: self.first(self.ends, work),
@@ -138,21 +141,22 @@ class Run:
         )
 
     def send(self, x: Array) -> Array:
-        """`x` to the next stage; around the end only where there are more chunks."""
-        # Without more chunks the last stage has nothing for the first, and nothing is sent.
+        """Sends `x` to the next stage; from the last to the first only with multiple chunks."""
+        # With one chunk per stage the last stage sends nothing to the first.
         pairs = [pair for parity in (0, 1) for pair in self.schedule.messages(parity)[0]]
         return lax.ppermute(x, self.pipeline.stage, sorted(pairs))
 
     def exchange(
         self, now: Array, after: Array, before: Array, x: Array, grad: Array
     ) -> tuple[Array, Array]:
-        """What arrives at the end of a tick: the input of the next chunk forward, and the gradient
-        for the next one backward.
+        """Exchanges messages at the end of a tick: input of the next forward chunk, and gradient.
+
+        The gradient is that for the next backward chunk.
 
         Args:
           after: the output of a chunk.
           before: the gradient of a chunk's input.
-          x: what arrived before and stays where nothing is sent; so does `grad`.
+          x: the last received input, returned where nothing is sent; so is `grad`.
         """
 
         def sent(values: Array, pairs: list[Pair], held: Array) -> Array:
@@ -165,12 +169,12 @@ class Run:
                 sent(before, backward, grad),
             )
 
-        # The same everywhere, and so a condition that collectives may be under.
+        # Equal on all devices, and so a condition that may contain collectives.
         return lax.cond(now % 2 == 0, at(0), at(1), after, before, x, grad)
 
 
 def zeros_of(pipeline: Pipeline, function: Callable[[], Tree]) -> Tree:
-    """Zeros of the types of what `function` returns, which may differ between stages."""
+    """Zeros of the types that `function` returns, typed as varying over the stages too."""
 
     def zeros(shape):
         also = sorted(shape.manual_axis_type.varying | set(pipeline.stage))

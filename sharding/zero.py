@@ -1,22 +1,22 @@
-"""ZeRO: what belongs to a weight is spread over the devices that hold the same weight.
+"""ZeRO: sharding of optimizer states, gradients and weights over replicas of a weight.
 
-Stage 1: the gradients of those devices are summed, and each of them needs its shard of the sum
-alone: one reduce-scatter, a step of the optimizer on the shards, and an all-gather of the new
-weights. Stage 3 (fully sharded data parallelism, FSDP) leaves the weights in shards too, and
-unshards them where they are used.
+Stage 1: the gradients of the replicas are summed, and each device needs only its shard of the sum:
+one reduce-scatter, a step of the optimizer on the shards, and an all-gather of the new weights.
+Stage 3 (fully sharded data parallelism, FSDP) stores the weights in shards too, and unshards them
+where they are used.
 
-Where those devices lie both inside a sequence-parallel group (``cp x tp``, whose ranks are
-neighbours) and across such groups, each collective is one inside and one across: gradients are
-scattered inside first, so that ``1 / n`` of them goes across where n devices are inside, and
-weights gathered across first. Together they send as much as one collective over all would. Across,
-gradients may be sent in half the bytes (`sharding.compression`).
+If the replicas are both inside a sequence-parallel group (``cp x tp``, whose ranks are neighbours)
+and across such groups, each collective is hierarchical, one inside and one across: gradients are
+scattered inside first, so that ``1 / n`` of them is sent across where n devices are inside, and
+weights are gathered across first. The volume is that of one collective over all. Across, gradients
+may be sent in half the bytes (`sharding.compression`).
 
 References:
   Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020,
   section 5 (stage 1 communicates as much as an all-reduce, stage 3 half as much again).
   https://arxiv.org/abs/1910.02054
-  Jin et al., "MegaScale-MoE", 2025, appendix A.1 (attention weights that are whole on every device
-  of a node: reduce-scatter inside, across, all-gather across, inside).
+  Jin et al., "MegaScale-MoE", 2025, appendix A.1 (attention weights that are replicated on every
+  device of a node: reduce-scatter inside, across, all-gather across, inside).
   https://arxiv.org/abs/2505.11432
 """
 
@@ -40,14 +40,14 @@ Tree = TypeVar("Tree")
 
 @dataclass(frozen=True)
 class ShardDim:
-    """How a weight is cut into shards.
+    """Sharded dimension of a weight, and the mesh axes that it is sharded over.
 
     Attributes:
       dim: the dimension, counted from the end, so that it is the same for one of a stack.
-      stages: the mesh axes over which, those inside a sequence-parallel group and those across; a
-        gradient is scattered over one after the other. None if it stays whole.
+      stages: the mesh axes, those inside a sequence-parallel group and those across; a gradient is
+        scattered over one after the other. Empty if the weight is not sharded.
       compressed: the stage of these over which a gradient is sent in bfloat16 and summed in float32
-        (`sharding.compression`); none where all of it is sent in float32.
+        (`sharding.compression`); empty where all of it is sent in float32.
     """
 
     dim: int
@@ -61,10 +61,10 @@ class ShardDim:
 
 
 def replica_axes(spec: PartitionSpec, mesh: FoldedMesh) -> Axes:
-    """The atoms along which devices hold the same part of a weight, slowest first.
+    """Atomic mesh axes over which a weight is replicated, slowest first.
 
-    Of a weight of attention these are ``dp x cp``, and ``tp`` too where ``tp`` does not split it;
-    of an expert they are ``edp``.
+    For a weight of attention these are ``dp x cp``, and ``tp`` too where ``tp`` does not shard it;
+    for an expert they are ``edp``.
     """
     # A dimension over one atom is written as its name alone.
     entries = ((entry,) if isinstance(entry, str) else entry or () for entry in spec)
@@ -79,21 +79,22 @@ def shard_dim(
     first: int = 0,
     wire: str = "float32",
 ) -> ShardDim:
-    """The dimension of a weight that its optimizer state is cut along, over which `replica_axes`.
+    """Dimension of a weight that its optimizer state is sharded along, and the `replica_axes` used.
 
-    It is the dimension, whole in the weight, that can be cut over the most devices, the first of
-    equals. No atoms are left over where it divides by all the replicas; those that it does not
-    divide by hold the same shards.
+    It is the dimension, not sharded in the weight, that can be sharded over the most devices, the
+    first of equals. All replica axes are used if its size is divisible by the number of replicas;
+    along axes that it is not divisible by, shards are replicated.
 
     Args:
-      spec: where the weight lives.
-      shape: of the whole weight.
-      first: dimensions in front that are not to be cut.
-      wire: "float32" or "bfloat16", in which gradients cross sequence-parallel groups. Inside a
-        group they are sent in float32, and so are those of replicas that no dimension divides by.
+      spec: sharding of the weight.
+      shape: of the full weight.
+      first: leading dimensions that are not to be sharded.
+      wire: "float32" or "bfloat16", the communication dtype of gradients across sequence-parallel
+        groups. Inside a group they are sent in float32, and so are those of replica axes that no
+        dimension is divisible by.
     """
     spec = PartitionSpec(*spec, *[None] * (len(shape) - len(spec)))
-    # A dimension that tp, ep or pp splits already could be split further only by moving elements.
+    # A dimension sharded over tp, ep or pp could be sharded further only by moving elements.
     whole = [dim for dim, entry in enumerate(spec) if entry is None and dim >= first]
     atoms = {dim: _atoms_that_divide(shape[dim], replica_axes(spec, mesh), mesh) for dim in whole}
     best = max(whole, key=lambda dim: mesh.size(atoms[dim]), default=None)
@@ -108,7 +109,7 @@ def shard_dim(
 def shard_spec(
     spec: PartitionSpec, shape: tuple[int, ...], mesh: FoldedMesh, first: int = 0
 ) -> PartitionSpec:
-    """Where the optimizer state of a weight lives: `spec`, cut along its `shard_dim` too."""
+    """PartitionSpec of a weight's optimizer state: `spec`, sharded along its `shard_dim` too."""
     cut = shard_dim(spec, shape, mesh, first)
     entries = [*spec, *[None] * (len(shape) - len(spec))]
     if cut.atoms:
@@ -119,38 +120,38 @@ def shard_spec(
 def reduce_scatter(
     mesh: FoldedMesh, spec: PartitionSpec, cut: ShardDim, gradient: Array, is_sharded: bool = False
 ) -> Array:
-    """The gradient summed over all `replica_axes`, of which each device keeps its shard.
+    """Reduce-scatter: the gradient summed over all `replica_axes`; each device keeps its shard.
 
-    Runs inside the `jax.shard_map`; the result lives where `shard_spec` says. Volume sent, of a
-    gradient of G numbers and n replicas: ``G (n-1)/n``, half of what the sum on every device takes.
-    With i of them inside a sequence-parallel group and a across, n = i a, that is ``G (i-1)/i``
-    inside and ``(G/i) (a-1)/a`` across. The numbers are float32, those across bfloat16 where the
-    cut is `compressed`: half the bytes, and each element of the sum off by at most
-    ``2^-8 sum |g_i|`` over the a terms that are sent.
+    Runs inside the `jax.shard_map`; the result is sharded as `shard_spec`. Volume sent, of a
+    gradient of G numbers and n replicas: ``G (n-1)/n``, half of that of an all-reduce. With i of
+    them inside a sequence-parallel group and a across, n = i a, that is ``G (i-1)/i`` inside and
+    ``(G/i) (a-1)/a`` across. The numbers are float32, those across bfloat16 where `cut` is
+    `compressed`: half the bytes, and each element of the sum off by at most ``2^-8 sum |g_i|`` over
+    the a terms that are sent.
 
     Args:
-      spec: where the weight lives.
-      cut: how it is cut.
-      gradient: of this device alone, varying over every axis.
+      spec: sharding of the weight.
+      cut: its `ShardDim`.
+      gradient: local gradient, not reduced, varying over every axis.
       is_sharded: the gradient is that of shards, which the transpose of `unshard` has summed over
-        the devices of the cut.
+        the devices of `cut`.
     """
     if cut.atoms and not is_sharded:
         gradient = _scattered(gradient, cut)
-    # Replicas that no dimension divides by keep the whole sum.
+    # Along replica axes that no dimension is divisible by, the sum is replicated.
     return lax.psum(gradient, tuple(a for a in replica_axes(spec, mesh) if a not in cut.atoms))
 
 
 def unshard(shards: Tree, shard_dims: Any) -> Tree:
-    """Whole weights from the shards that devices hold; `shard_dims` has a `ShardDim` for each.
+    """All-gathers full weights from their shards; `shard_dims` has a `ShardDim` for each.
 
-    Runs inside the `jax.shard_map`, on shards that vary over the devices of the cut; its gradient,
-    a reduce-scatter, sums those of the devices into shards: so FSDP needs no backward pass of its
-    own. It sums in float32, whatever dtype the shards are gathered in, and rounds to that once.
-    Volume sent, of a weight of W numbers in n shards: ``W (n-1)/n`` in the dtype of the shards, and
-    as many float32 numbers by the gradient, those across bfloat16 where the cut is `compressed`. A
-    gradient is then rounded each time that it is scattered, for every micro-batch, and not at all
-    where nothing is inside and the shards are bfloat16, whose gradient is.
+    Runs inside the `jax.shard_map`, on shards that vary over the devices they are sharded over. Its
+    gradient is a reduce-scatter into shards, so FSDP needs no backward pass of its own. It sums in
+    float32, whatever dtype the shards are gathered in, and rounds to that once. Volume sent, of a
+    weight of W numbers in n shards: ``W (n-1)/n`` in the dtype of the shards, and as many float32
+    numbers by the gradient, those across bfloat16 where the `ShardDim` is `compressed`. A gradient
+    is then rounded each time that it is scattered, for every micro-batch; it is not rounded where
+    no device is inside and the shards are bfloat16, as their gradient is bfloat16 already.
     """
 
     def whole(shard: Array, cut: ShardDim) -> Array:
@@ -188,7 +189,7 @@ def _scattered(gradient: Array, cut: ShardDim) -> Array:
 
 
 def _atoms_that_divide(size: int, atoms: Axes, mesh: FoldedMesh) -> Axes:
-    """Those of the atoms over which `size` can be cut into the most shards."""
+    """The subset of the atoms over which `size` is divisible into the most shards."""
     atoms = tuple(atom for atom in atoms if mesh.size((atom,)) > 1)
     choices = (some for n in range(len(atoms) + 1) for some in itertools.combinations(atoms, n))
     return max((some for some in choices if size % mesh.size(some) == 0), key=mesh.size)

@@ -1,1 +1,1 @@
-"""Finding the machine that fails before the run halts: Minder (NSDI 2025), attached to training."""
+"""Detection of faulty machines before the run halts: Minder (NSDI 2025), attached to training."""

@@ -1,4 +1,4 @@
-"""Counters that must not move, and codes of errors: what a machine reports about itself."""
+"""Error counters and error codes that a machine reports about itself."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
@@ -13,11 +13,12 @@ MOST_NAMED = 4
 
 
 def moved_counters(fleet: Fleet, faults: Collection[str] = ("machine",)) -> list[Alarm]:
-    """Machines on which a counter of fatal errors moved: uncorrectable ECC, XID, a link that went.
+    """Alarms for machines on which a counter of fatal errors increased or an error code changed.
 
-    It names at once, without waiting and without a comparison. Where the counter moved on more than
-    half of the machines, one of them made the others fail, and the first is named. A code of an
-    error names a machine where it is the fault of one of `faults`; see `other_codes` for the rest.
+    Such are uncorrectable ECC errors, XIDs and links that went down. The alarms are raised
+    immediately, without a comparison of machines. If a metric changed on more than half of the
+    machines, one of them made the others fail, and only the first is named. An error code names its
+    machine if the fault is one of `faults`; `other_codes` lists the rest.
     """
     alarms: list[Alarm] = []
     for column, metric in enumerate(fleet.metrics):
@@ -33,7 +34,7 @@ def moved_counters(fleet: Fleet, faults: Collection[str] = ("machine",)) -> list
 
 
 def other_codes(fleet: Fleet, faults: Collection[str] = ("machine",)) -> list[str]:
-    """One line for each code of an error that came up and for which nobody is named."""
+    """Lines of text, one for each error code that occurred and names no machine."""
     where: defaultdict[ErrorCode, list[str]] = defaultdict(list)
     for column, metric in enumerate(fleet.metrics):
         if is_code(metric):
@@ -50,7 +51,7 @@ def other_codes(fleet: Fleet, faults: Collection[str] = ("machine",)) -> list[st
 
 
 def _alarms(fleet: Fleet, row: int, column: int, faults: Collection[str]) -> Iterator[Alarm]:
-    """One for each time that a counter of fatal errors moved on a machine."""
+    """Alarms of one machine, one for each increase of a counter or change of an error code."""
     machine, metric = fleet.machines[row], fleet.metrics[column]
     for at, last in _moves(fleet, row, column):
         before, after = (float(fleet.values[row, column, each]) for each in (last, at))
@@ -65,10 +66,10 @@ def _alarms(fleet: Fleet, row: int, column: int, faults: Collection[str]) -> Ite
 
 
 def _moves(fleet: Fleet, row: int, column: int) -> Iterator[tuple[int, int]]:
-    """Each sample that differs from the one before it and is no zero, with that one."""
+    """Indices of each sample that is positive and differs from its predecessor, and of that one."""
     values = fleet.values[row, column]
     known = np.flatnonzero(np.isfinite(values))
-    # A counter that falls was set back; the code of an error may be smaller than the last.
+    # A counter that decreases was reset; an error code may be smaller than the last one.
     moved = np.flatnonzero((np.diff(values[known]) != 0) & (values[known][1:] > 0))
     for place in moved.tolist():
         yield int(known[place + 1]), int(known[place])
@@ -85,7 +86,7 @@ def _listed(machines: list[str]) -> str:
 
 
 def blank_notes(fleet: Fleet) -> list[str]:
-    """One line for each metric of which exporters answered at times that they have no value."""
+    """Lines of text, one for each metric with readings by which exporters report "no value"."""
     where: defaultdict[str, list[str]] = defaultdict(list)
     for machine, metric in sorted(fleet.blank):
         if machine in fleet.machines and metric in fleet.metrics:
@@ -97,9 +98,9 @@ def blank_notes(fleet: Fleet) -> list[str]:
 
 
 def error_rates(fleet: Fleet, machine: str) -> Mapping[str, float]:
-    """The rates of corrected errors and throttling that one machine alone or nearly alone shows.
+    """Rates of corrected errors and throttling above three times the median over all machines.
 
-    They are no alarm, for healthy machines correct errors as well, but they say where to look.
+    They raise no alarm, as healthy machines correct errors as well, but they help the diagnosis.
     """
     found = {}
     row = fleet.machines.index(machine)

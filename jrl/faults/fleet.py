@@ -1,4 +1,4 @@
-"""What the detector looks at, the metrics of all machines on one clock, and what it says."""
+"""Input and output of a detector: the metrics of all machines on one clock, and alarms."""
 
 import io
 import math
@@ -95,7 +95,7 @@ class Fleet:
         return replace(self, start=start, values=self.values[:, :, first:])
 
     def save(self, path: Path | str) -> None:
-        """Writes the fleet as one ``.npz`` file, whole or not at all."""
+        """Writes the fleet as one ``.npz`` file, atomically."""
         content = io.BytesIO()
         np.savez_compressed(
             content,
@@ -114,10 +114,10 @@ class Fleet:
 
     @classmethod
     def load(cls, path: Path | str) -> "Fleet":
-        """Reads what `save` wrote.
+        """Reads a file that `save` wrote.
 
         Raises:
-          ValueError: where the file is damaged, cut short or something else.
+          ValueError: where the file is damaged, truncated or something else.
           OSError: where it cannot be read.
         """
         content = Path(path).read_bytes()
@@ -155,15 +155,15 @@ class Fleet:
 
 @dataclass(frozen=True)
 class Alarm:
-    """One machine that stands out from the others for too long.
+    """One machine that is an outlier for too long.
 
     Attributes:
       machine: its name in the fleet.
-      metric: the metric it stands out in.
-      start: Unix time at which it began to stand out, in seconds.
-      end: Unix time of the last sample looked at in which it did.
+      metric: the metric in which it is an outlier.
+      start: Unix time at which it became an outlier, in seconds.
+      end: Unix time of the last examined sample in which it was one.
       evidence: numbers behind it, by name: scores over time, thresholds, counts.
-      cause: what the machine itself says that it is, in words; empty where it does not.
+      cause: the cause that the machine itself reports, in words; empty without one.
     """
 
     machine: str
@@ -174,7 +174,7 @@ class Alarm:
     cause: str = field(default="", compare=False)
 
     def describe(self) -> str:
-        """One line: who, in what, since when and for how long."""
+        """One line: machine, metric, start and duration."""
         since = datetime.fromtimestamp(self.start, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         numbers = ", ".join(
             f"{name} {value:.3g}"
@@ -188,4 +188,4 @@ class Alarm:
 
 
 Detector = Callable[[Fleet], list[Alarm]]
-"""Names the machines that stand out, the most certain first; an empty list where none does."""
+"""Names the outlier machines, the most certain first; an empty list where there is none."""

@@ -1,7 +1,7 @@
-"""A detector that needs no training: how many times more or less than the others, and for how long.
+"""Outlier detector without training: ratio of a machine's metric to the others', and its duration.
 
-It is what a run of any size is watched with from its first minute on. It sees what is off by a
-factor; for what is subtler there are the models.
+It watches a run of any size from its first minute on. It detects what is off by a factor; the
+models detect smaller deviations.
 """
 
 from dataclasses import dataclass
@@ -21,8 +21,9 @@ class OutlierDetector:
     With ``e = log(median of a metric over the last `window` seconds)``, the score of a machine is
     ``|e - m| / max(1.4826 median |e - m|, resolution)``, ``m`` the median of ``e`` over all
     machines. The machine with the largest score is a candidate if it reaches `threshold`; it is
-    named if it alone stays the candidate for `continuity` seconds. Metrics are asked in their
-    order, and the first that names somebody ends the search, as in Minder (NSDI 2025, section 4.4).
+    named if it alone stays the candidate for `continuity` seconds. Metrics are searched in their
+    order, and the first that names a machine ends the search, as in Minder (NSDI 2025, section
+    4.4).
 
     Attributes:
       metrics: positive quantities, by any name of `jrl.faults.collect.vocabulary`; those that
@@ -30,8 +31,8 @@ class OutlierDetector:
       window: seconds of a window. A gap that is longer leaves a machine out of the comparison.
       continuity: seconds for which a machine has to stay candidate; the paper's is 240.
       threshold: in spreads. Four times the resolution is a factor of 2.2.
-      resolution: the least spread of the logarithm that is taken to be among healthy machines, so
-        that identical machines are not told apart by next to nothing.
+      resolution: lower bound of the logarithm's spread among healthy machines, so that tiny
+        differences between identical machines do not count.
     """
 
     metrics: tuple[str, ...] = (STEP_TIME, "cpu/process")
@@ -54,7 +55,7 @@ class OutlierDetector:
         return []
 
     def compares(self, fleet: Fleet) -> bool:
-        """Whether there is a metric of three machines for long enough to name one of them."""
+        """True if a metric of at least three machines was recorded for long enough to name one."""
         long_enough = fleet.num_samples * fleet.period >= self.continuity
         columns = [fleet.metrics.index(name) for name in recorded_as(self.metrics, fleet.metrics)]
         some = np.isfinite(fleet.values[:, columns]).any(axis=2).sum(axis=0)
@@ -70,7 +71,7 @@ class OutlierDetector:
             return np.full((values.shape[0], max(0, values.shape[1] - width + 1)), np.nan)
         middle = nan_median(np.lib.stride_tricks.sliding_window_view(values, width, axis=1), 2)
         typical = nan_median(middle, 0)
-        # A thousandth of what is typical is as good as nothing; where that is 0, all is alike.
+        # Values are clipped at a thousandth of the typical one; where that is 0, all are equal.
         positive = np.where(typical > 0, typical, np.nan)
         logs = np.log(np.maximum(middle, 1e-3 * positive))
         deviation = np.abs(logs - nan_median(logs, 0))

@@ -1,4 +1,4 @@
-"""Pictures: a fleet over time with the machine that stands out, and the tables of the benchmark."""
+"""Plots: a fleet over time with the outlier machine, and the results of the benchmark."""
 
 from datetime import UTC, datetime
 from pathlib import Path
@@ -80,7 +80,7 @@ def _plot_metric(
 
 
 def _plot_scores(axes: "Axes", fleet: Fleet, report: Report) -> None:
-    """The greatest score of each window, in the metric of the alarm or the one looked at first."""
+    """Plots the greatest score of each window, in the alarm's metric or the first one searched."""
     title = "score of the machine farthest from the others"
     alarm = report.alarms[0] if report.alarms else None
     shown = list(report.traces)[:1]

@@ -1,4 +1,4 @@
-"""What a look at a fleet showed, whichever detector looked."""
+"""Result of one detection pass over a fleet, for every detector."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,13 +15,13 @@ INCOMPARABLE = 4
 
 @dataclass(frozen=True)
 class Trace:
-    """Who was farthest from the others over time, in one metric.
+    """The machine farthest from the others over time, in one metric.
 
     Attributes:
       times: Unix time of each moment, in seconds.
       scores: the greatest score of any machine; NaN where none was computed.
       leader: row of the machine that has it, or `NOBODY` where it is below the threshold.
-      threshold: from which on a machine stands out.
+      threshold: score from which a machine is an outlier.
     """
 
     times: Float[np.ndarray, "moment"]
@@ -32,12 +32,12 @@ class Trace:
 
 @dataclass(frozen=True)
 class Report:
-    """The verdict and how it came about.
+    """Alarms of a detection pass and the scores behind them.
 
     Attributes:
-      alarms: who stands out, the most certain first.
+      alarms: the outlier machines, the most certain first.
       notes: what could not be compared and why, one line each.
-      comparable: whether anything was compared: without alarms, false means "nothing is known".
+      comparable: true if anything was compared; without alarms, false means "nothing is known".
       machines: names of the rows of `traces`.
       traces: by metric, in the order of the search.
     """

@@ -1,8 +1,8 @@
-"""Which machine has shifted away from the others: robust statistics, and a deviation that is new.
+"""Shift detector: names the machine with a new deviation from the others, by robust statistics.
 
-It needs no training, no clocks that agree to the second and no order of metrics, and it says
-nothing about machines that were different all along. It is what runs are watched with by default;
-`jrl.faults.assess` measures it beside Minder.
+It needs no training, no clocks that agree to the second and no order of metrics. It does not name
+machines that were different all along. Runs are watched with it by default; `jrl.faults.assess`
+compares it with Minder.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ LONGEST_PERIOD = 60.0
 HEAVY = 3.0
 """How many times farther from the median the 95th percentile is than the 5th in a heavy tail."""
 LOG_OFFSET = 0.1
-"""Of what is typical: added before the logarithm, so that zero is nothing special."""
+"""Share of the typical value, added before the logarithm so that zero needs no special case."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ class ShiftDetector:
     Attributes:
       threshold: in spreads; chosen by ``python -m jrl.faults benchmark --calibrate``.
       continuity: seconds for which the machine has to be away.
-      share: of the windows in that time, so that single gaps and wild readings do not matter.
+      share: of the windows in that time, so that single gaps and outlier readings do not matter.
       window: seconds of a median.
       hop: seconds from one window to the next.
       recent: seconds before the onset that count as what was there just before.
-      resolution: the least spread, as a share of what is typical of the metric, so that machines
-        that agree to a thousandth are not told apart by next to nothing.
+      resolution: the least spread, as a share of the metric's typical value, so that differences
+        of a thousandth do not count.
       metrics: what is compared, by any name of `jrl.faults.collect.vocabulary`; by default all that
         were recorded but for what a process holds in memory.
     """
@@ -78,7 +78,7 @@ class ShiftDetector:
             )
 
     def __call__(self, fleet: Fleet) -> list[Alarm]:
-        """The machine that has shifted away from the others, or nobody."""
+        """The machine that has shifted away from the others; an empty list where none has."""
         return self.examine(fleet).alarms
 
     def examine(self, fleet: Fleet) -> Report:
@@ -110,7 +110,7 @@ class ShiftDetector:
         return self._verdict(fleet, grid, deviations, tuple(notes))
 
     def _refused(self, fleet: Fleet, grid: "Grid") -> str | None:
-        """Why nothing can be said about a fleet."""
+        """Reason for which a fleet cannot be compared; None if it can."""
         if len(fleet.machines) < 3:
             return (
                 f"{len(fleet.machines)} machines: between two nothing tells which one is off. "
@@ -193,7 +193,7 @@ class ShiftDetector:
 
 
 class Group(str):
-    """The name of several metrics together; `members` are theirs."""
+    """Joint name of multiple metrics; `members` are their own names."""
 
     members: tuple[str, ...]
 
@@ -242,7 +242,7 @@ class Grid:
 def deviation(
     values: Float[np.ndarray, "machine time"], grid: Grid, resolution: float | int
 ) -> Float[np.ndarray, "machine window"]:
-    """How far each machine is from the others in each window, in spreads; NaN without samples.
+    """Deviation of each machine from the others in each window, in spreads; NaN without samples.
 
     See `ShiftDetector` for what a spread is.
     """
@@ -276,9 +276,9 @@ def _typical(values: np.ndarray) -> float:
 
 
 def heavy_tailed(values: Float[np.ndarray, "machine time"]) -> bool:
-    """Whether machines are above their median far more than below it, as rates of events are.
+    """True if values are above the median far more than below it, as rates of events are.
 
-    What a whole fleet does together, such as the rhythm of a step, is taken away first.
+    The median over the fleet at each time, such as the rhythm of a step, is subtracted first.
     """
     some = values[:, :: max(1, values.shape[1] // 128)]
     if not np.isfinite(some).any() or np.nanmin(values) < 0:
@@ -289,9 +289,9 @@ def heavy_tailed(values: Float[np.ndarray, "machine time"]) -> bool:
 
 
 def _combine(parts: Sequence[np.ndarray], grid: Grid) -> np.ndarray:
-    """The mean of deviations that one cause moves together, in spreads of its own.
+    """Mean of deviations that one cause moves together, in units of the mean's own spread.
 
-    Of independent metrics it moves less than each of them, of equal ones as much.
+    The mean of independent metrics varies less than each of them, that of equal ones as much.
     """
     mean = sum(parts[1:], parts[0]) / len(parts)
     return mean / _spreads(mean, grid, 1.0 / len(parts))[:, None]
@@ -300,11 +300,11 @@ def _combine(parts: Sequence[np.ndarray], grid: Grid) -> np.ndarray:
 def onset_scores(
     away: Float[np.ndarray, "machine window"], grid: Grid, share: float | int
 ) -> tuple[Float[np.ndarray, "machine onset"], Float[np.ndarray, "machine onset"]]:
-    """The part of each machine's level that is new, and on which side, for every moment.
+    """The part of each machine's level that is new, and its sign, for every moment.
 
-    Moment k is the window ``overlap + k``: at least one window without a sample of the level lies
-    before it. Machines with samples in less than half
-    of a level's windows score 0. See `ShiftDetector`.
+    Moment k is the window ``overlap + k``: at least one window without a sample of the level
+    precedes it. Machines with samples in less than half of a level's windows score 0. See
+    `ShiftDetector`.
     """
     stretch = np.lib.stride_tricks.sliding_window_view(away, grid.length, axis=1)
     ordered = np.sort(stretch[:, grid.overlap :].astype(np.float32), axis=2)  # NaN comes last

@@ -1,4 +1,4 @@
-"""A machine that stops reporting while the others go on: the plainest sign that it is gone."""
+"""Silence detector: names a machine that stops reporting while the others continue."""
 
 from dataclasses import dataclass
 
@@ -31,7 +31,7 @@ class SilenceDetector:
             raise ValueError(f"seconds={self.seconds} must be a finite number above 0.")
 
     def __call__(self, fleet: Fleet) -> list[Alarm]:
-        """Those that are silent longest come first."""
+        """Alarms of silent machines, the longest silence first."""
         present = np.isfinite(fleet.values)
         alarms = self._alarms(fleet, np.asarray(present.any(axis=1)), SILENCE)
         silent = {alarm.machine for alarm in alarms}
@@ -79,7 +79,7 @@ class SilenceDetector:
 
 
 def _is_told(fleet: Fleet, row: int, metric: str, begin: int, end: int) -> bool:
-    """Whether a metric is missing because an exporter that has others of its GPU has no value."""
+    """True if the exporter reports "no value" for a metric while it has others of the same GPU."""
     if (fleet.machines[row], metric) not in fleet.blank:
         return False
     beside = [gpu_of(name) == gpu_of(metric) for name in fleet.metrics]

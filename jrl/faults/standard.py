@@ -1,4 +1,4 @@
-"""What machines are watched with by default, and what stands in for a comparison that is none."""
+"""Default detector: error counters, silence, outlier step times and shifts in any metric."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from jrl.faults.shift import ShiftDetector
 from jrl.faults.silence import SilenceDetector
 
 LEAST_CONTINUITY = 240.0
-"""Seconds for which subtle shifts are looked at, however short the time of the other alarms is."""
+"""Lower bound of the seconds for which a subtle shift must last; other alarms may need less."""
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,13 @@ class StandardDetector:
     4. Has a machine shifted away from the others in any metric? (`ShiftDetector`)
 
     Attributes:
-      continuity: seconds for which a machine has to stand out; at least 240 for the fourth.
+      continuity: seconds for which a machine has to be an outlier; at least 240 for the fourth.
       threshold: of the fourth, in spreads.
       silence: seconds without a sample.
       window: seconds of a window of the third.
       metrics: what is compared, by any name of `jrl.faults.collect.vocabulary`; all by default.
-      codes: whose faults name a machine where the first sees the code of an error: some of
-        `FAULTS`. The others are said in the notes.
+      codes: faults, a subset of `FAULTS`, for which an error code names its machine in the first
+        question. The others are reported in the notes.
     """
 
     continuity: float | int = 240.0
@@ -59,11 +59,11 @@ class StandardDetector:
         )
 
     def __call__(self, fleet: Fleet) -> list[Alarm]:
-        """Who stands out, the most certain first."""
+        """Alarms, the most certain first."""
         return self.examine(fleet).alarms
 
     def examine(self, fleet: Fleet) -> Report:
-        """The same with what could not be compared."""
+        """Report with the alarms, the scores and what could not be compared."""
         silent, outlier, shift = self._parts()
         report = shift.examine(fleet)
         found: dict[str, Alarm] = {}

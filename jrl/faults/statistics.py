@@ -1,4 +1,4 @@
-"""Medians that know gaps: what robust detectors are made of."""
+"""NaN-aware medians and runs of equal labels, for the robust detectors."""
 
 import numpy as np
 
@@ -17,6 +17,6 @@ def nan_median(values: np.ndarray, axis: int) -> np.ndarray:
 
 
 def stretches(labels: np.ndarray) -> list[tuple[int, int]]:
-    """Where each stretch of equal entries begins and ends."""
+    """Start and end index (exclusive) of each run of equal entries."""
     edges = np.flatnonzero(np.diff(labels)) + 1
     return list(zip([0, *edges.tolist()], [*edges.tolist(), len(labels)], strict=True))

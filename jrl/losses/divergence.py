@@ -1,4 +1,4 @@
-"""How far a policy is from another one, estimated from the tokens that were sampled."""
+"""KL divergence of a policy from another, estimated from the sampled tokens."""
 
 from typing import Literal, get_args
 

@@ -1,4 +1,4 @@
-"""What a number of sampled responses says about a policy."""
+"""pass@k: estimate of a policy's success rate from sampled responses."""
 
 from math import comb
 from typing import Any, SupportsIndex

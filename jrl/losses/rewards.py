@@ -1,4 +1,4 @@
-"""What is done to scores before they become advantages: length penalties and group selection."""
+"""Reward shaping before advantages are computed: length penalties and group selection."""
 
 import jax
 import jax.numpy as jnp

@@ -99,7 +99,7 @@ def optional_distance(name: str, x: Number | None) -> Checked | None:
 
 
 def epsilon(name: str, x: Number) -> Checked:
-    """What is added to a divisor: 0 or more.
+    """A setting that is added to a divisor: 0 or more.
 
     Raises:
       ValueError: as `number`.
@@ -143,7 +143,7 @@ def span(low: Number, high: Number, why: str, *, equal: bool = False) -> tuple[C
 
 
 def count(name: str, x: Scalar | None, of: str) -> Checked | None:
-    """How many of something the whole batch holds, or None, which counts them here.
+    """A count over the whole batch, or None, for which the caller counts the arrays it has.
 
     Raises:
       ValueError: as `number`.
@@ -193,7 +193,7 @@ def one(name: str, x: Scalar) -> None:
 
 
 def is_array(x: Any) -> bool:
-    """Whether `x` is a number or an array, of Python, numpy or jax."""
+    """True if `x` is a number or an array, of Python, numpy or jax."""
     return isinstance(x, get_args(ArrayLike))
 
 

@@ -1,1 +1,1 @@
-"""A run of several processes: how they meet, what they agree on, how they end."""
+"""Multi-process runs: start through `jax.distributed`, agreement on host values, shutdown."""

@@ -1,9 +1,9 @@
-"""A run of several processes, seen from one of them: what they agree on, and who writes.
+"""Collectives on host values that keep the processes of a multi-process run in agreement.
 
-Every process computes the same host values from the same seed and runs the same programs in the
-same order. What could differ between them (a verdict that timed out, a signal, what is on disk) is
-decided by one of them, or by all together, through the functions of this file. In a run of one
-process they hand back what they were given.
+Every process computes the same host values from the same seed and runs the same compiled functions
+in the same order. What could differ between them (a verifier that timed out, a signal, files on
+disk) is decided by one of them, or by all together, through the functions of this file. In a run of
+one process they return their argument.
 
 All of them but `is_main_process`, `is_multiprocess` and `to_devices` are collectives: every process
 has to call them, in the same order.
@@ -25,24 +25,24 @@ from sharding.folding import FoldedMesh
 
 
 def is_multiprocess() -> bool:
-    """Whether the run has more than one process."""
+    """True if the run has more than one process."""
     return jax.process_count() > 1
 
 
 def is_main_process() -> bool:
-    """Whether this process is the one that writes, and speaks to the user."""
+    """True in process 0, which writes files and prints."""
     return jax.process_index() == 0
 
 
 def connect(mesh: FoldedMesh) -> None:
-    """Opens the connections of every group of devices along axes of `mesh`, one number each.
+    """Opens the connections of every group of devices along axes of `mesh`, by a sum of one number.
 
-    Gloo gives a process that is new in a group 30 seconds to come, and the processes of a run may
-    differ by more where they compile their first programs. Here they come at the same time.
+    Gloo gives a process 30 seconds to join a new group, and the processes of a run may differ by
+    more while they compile their first functions. Here they join at the same time.
     """
     if not is_multiprocess():
         return
-    any_of(False)  # nobody waits for one that is still compiling what came before
+    any_of(False)  # a barrier: no process joins while another still compiles
     over_all = NamedSharding(mesh.mesh, PartitionSpec(mesh.axes))
     numbers = to_devices(np.ones(mesh.layout.num_devices, np.float32), over_all)
     jax.block_until_ready(_meeting(mesh)(numbers))
@@ -50,7 +50,7 @@ def connect(mesh: FoldedMesh) -> None:
 
 @cache
 def _meeting(mesh: FoldedMesh) -> Callable[[jax.Array], jax.Array]:
-    """A sum over every group of devices."""
+    """Compiled function that sums over every group of devices."""
     axes = [axis for axis in mesh.axes if mesh.size((axis,)) > 1]
     groups = [group for n in range(len(axes)) for group in combinations(axes, n + 1)]
 
@@ -67,10 +67,10 @@ def _meeting(mesh: FoldedMesh) -> Callable[[jax.Array], jax.Array]:
 
 
 def to_host(tree: Any) -> Any:
-    """`jax.device_get` of whole arrays, also of those that other processes hold parts of.
+    """`jax.device_get` of full arrays, including arrays with shards on other processes.
 
-    A process receives the parts that it does not hold: ``itemsize x elements`` bytes at most for
-    each array that is spread over processes, none for the others.
+    A process receives the shards that it does not have: ``itemsize x elements`` bytes at most for
+    each array that is sharded over processes, none for the others.
     """
 
     def whole(leaf: Any) -> Any:
@@ -82,10 +82,10 @@ def to_host(tree: Any) -> Any:
 
 
 def to_every_host(tree: Any, mesh: FoldedMesh) -> Any:
-    """`to_host` of arrays over `mesh`, also in processes that have no device of it, whose arrays
-    are without values.
+    """`to_host` of arrays over `mesh`, also in processes that have no device of it.
 
-    They receive all of it, ``itemsize x elements`` bytes each.
+    The arrays of such processes have no values; they receive all of them, ``itemsize x elements``
+    bytes each.
     """
     assert isinstance(mesh.mesh, jax.sharding.Mesh)
     having = {device.process_index for device in mesh.mesh.devices.flat}
@@ -108,7 +108,7 @@ def to_devices(tree: Any, sharding: NamedSharding) -> Any:
 
     Args:
       tree: arrays on the host or on this process's default device, equal in all processes.
-      sharding: where all of them go.
+      sharding: of all of them.
     """
     if sharding.is_fully_addressable:
         return jax.device_put(tree, sharding)
@@ -123,17 +123,17 @@ def to_devices(tree: Any, sharding: NamedSharding) -> Any:
 
 
 def any_of(flag: bool) -> bool:
-    """Whether the flag is set in one process or more."""
+    """True if the flag is set in at least one process (all-reduce OR)."""
     if not is_multiprocess():
         return flag
     return bool(np.any(multihost_utils.process_allgather(np.asarray(flag))))
 
 
 def broadcast_from_main(value: Any) -> Any:
-    """The first process's value, in all of them.
+    """Broadcasts the value of process 0 to all processes.
 
     Args:
-      value: what JSON can hold; that of the other processes does not count.
+      value: JSON-serializable; ignored in the other processes.
     """
     if not is_multiprocess():
         return value
@@ -144,10 +144,10 @@ def broadcast_from_main(value: Any) -> Any:
 
 
 def gather(value: Any) -> list[Any]:
-    """Every process's value, in the order of their numbers, in all of them.
+    """All-gathers a value: those of all processes, in the order of their ids.
 
     Args:
-      value: what JSON can hold.
+      value: JSON-serializable.
     """
     if not is_multiprocess():
         return [value]
@@ -158,13 +158,13 @@ def gather(value: Any) -> list[Any]:
 
 
 def check_same(settings: Mapping[str, Any]) -> None:
-    """Refuses processes that were started for different runs.
+    """Checks that all processes were started for the same run.
 
     Args:
-      settings: what must be the same in all processes, as JSON can hold it, by name.
+      settings: JSON-serializable values that must be equal in all processes, by name.
 
     Raises:
-      ValueError: in all processes, naming what differs from the first process.
+      ValueError: in all processes, with the differences to process 0.
     """
     every = gather(dict(settings))
     for number, theirs in enumerate(every):
@@ -183,13 +183,13 @@ def check_same(settings: Mapping[str, Any]) -> None:
 
 
 class FailTogether:
-    """A block that fails in every process where it fails in one, so that none waits for another.
+    """Context manager that raises in every process if its block raises in one, to avoid deadlocks.
 
-    No collective may be called in it: the process that failed would not take part.
+    No collective may be called in the block: the process that failed would not take part.
 
     Raises:
-      ValueError: where the block went well in this process and failed in another, with its message;
-        and for what the operating system refused here, so that all end alike.
+      ValueError: where the block succeeded in this process and failed in another, with its message;
+        and instead of an OSError of a file in this process, so that all processes end the same way.
     """
 
     def __enter__(self) -> None:
@@ -212,7 +212,7 @@ def _encoded(value: Any) -> np.ndarray:
 
 
 def _padded(content: np.ndarray, size: int) -> np.ndarray:
-    """The content with room for `size` bytes: a power of two, so that few programs are compiled."""
+    """Pads to `size` bytes rounded up to a power of two, so that few variants are compiled."""
     padded = np.zeros(1 << (size - 1).bit_length(), np.uint8)
     padded[: content.size] = content[: padded.size]
     return padded

@@ -1,4 +1,4 @@
-"""How the processes of a run find each other, through `jax.distributed`."""
+"""Start and shutdown of the processes of a run, through `jax.distributed`."""
 
 import atexit
 import contextlib
@@ -18,15 +18,15 @@ AUTO = "auto"
 RETRY = 0.2
 """Seconds between two attempts to reach the coordinator."""
 PATIENCE = 60
-"""Seconds that a process waits at its end for those that have not come to theirs."""
+"""Seconds that a process waits at its end for processes that have not ended."""
 GRACE = 10.0
-"""Seconds that the first process, without which JAX ends the others, gives them at most to say
-something too."""
+"""Most seconds for which process 0, without which JAX ends the others, lets them print their own
+errors."""
 
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes of a run. They say how it is run and not what it is: no run remembers them."""
+    """Settings of the processes of a run; they are not saved with the run."""
 
     coordinator: str | None = None
     """Where process 0 listens, HOST:PORT, for a run of several processes; auto asks the cluster
@@ -66,10 +66,10 @@ class Processes:
             )
 
     def share(self, devices: int | None) -> int | None:
-        """How many of the fake devices are this process's.
+        """Number of simulated devices of this process.
 
         Raises:
-          ValueError: where the processes cannot have as many each.
+          ValueError: where `devices` is not divisible by the number of processes.
         """
         if devices is None or self.coordinator is None:
             return devices
@@ -91,10 +91,10 @@ def join(processes: Processes) -> bool:
     """Connects this process with the others, before JAX touches any device.
 
     Returns:
-      Whether it did: not in a run of one process, and not again.
+      True if it connected: false in a run of one process, and at a second call.
 
     Raises:
-      ValueError: where the coordinator cannot be reached, or not all processes come in time.
+      ValueError: where the coordinator cannot be reached, or not all processes join in time.
     """
     coordinator = processes.coordinator
     if coordinator is None or jax.distributed.is_initialized():
@@ -102,8 +102,8 @@ def join(processes: Processes) -> bool:
     if coordinator == AUTO:
         _initialize(processes)
         return True
-    # JAX ends a process that cannot connect, with a page of its own: what can be seen to be wrong
-    # is looked at before.
+    # JAX aborts a process that cannot connect, with a long report: what can be checked is checked
+    # before.
     if processes.process_id == 0:
         _check_free(coordinator)
     else:
@@ -113,7 +113,7 @@ def join(processes: Processes) -> bool:
 
 
 def look_over() -> None:
-    """Looks over the processes that have joined, and leaves standard output to the first.
+    """Checks that all joined processes have equally many devices, and mutes stdout of all but one.
 
     Raises:
       ValueError: in all processes, where they have different numbers of devices.
@@ -126,8 +126,10 @@ def look_over() -> None:
 
 
 def leave_at_once(status: int) -> None:
-    """Lets this process end with `status` without waiting for the others, which see its connections
-    close: for what went wrong in this process alone."""
+    """Ends this process with `status` at its exit without waiting for the others.
+
+    They see its connections close. It is for errors of this process only.
+    """
     if jax.distributed.is_initialized():
         atexit.register(_exit, status)
 
@@ -142,8 +144,11 @@ def _exit(status: int) -> None:
 
 
 def _let_others_end() -> None:
-    """Closes what connects this process with the others but for the coordinator, which they notice,
-    and waits until they have left that too."""
+    """Closes this process's connections except those of the coordinator, and waits for the others.
+
+    The others notice it and end; the wait is until they have left the coordinator too, and at most
+    `GRACE` seconds.
+    """
     port = _port()
     for own in _connections():
         if port not in (own.getsockname()[1], own.getpeername()[1]):
@@ -157,7 +162,7 @@ def _let_others_end() -> None:
 
 
 def _port() -> int:
-    """Of the coordinator, which "auto" alone knows where it finds one."""
+    """Port of the coordinator, read from JAX, as "auto" does not give it."""
     from jax._src.distributed import global_state
 
     assert global_state.coordinator_address is not None
@@ -165,7 +170,7 @@ def _port() -> int:
 
 
 def _connections() -> Iterator[socket.socket]:
-    """The connections of this process."""
+    """Connected TCP sockets of this process."""
     for number in map(int, os.listdir("/dev/fd")):
         with contextlib.suppress(OSError):
             if not stat.S_ISSOCK(os.fstat(number).st_mode):
@@ -176,8 +181,11 @@ def _connections() -> Iterator[socket.socket]:
 
 
 def _leave_stdout(first: bool) -> None:
-    """Gloo announces each connection on standard output, which is the user's: what is written
-    there past Python goes to standard error, and the other processes write nothing at all."""
+    """Redirects output that libraries write to file descriptor 1, as Gloo does per connection.
+
+    In the first process it goes to standard error, and Python's standard output remains the user's.
+    In the others both are discarded.
+    """
     sys.stdout.flush()
     own = os.dup(1) if first else os.open(os.devnull, os.O_WRONLY)
     sys.stdout = os.fdopen(own, "w", 1, encoding=sys.stdout.encoding, errors=sys.stdout.errors)
@@ -197,10 +205,10 @@ def _parsed(address: str) -> tuple[str, int]:
 
 def _initialize(processes: Processes) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # Its handler of SIGTERM would take the place of the run's own.
+    # Its handler of SIGTERM would replace the run's own.
     jax.config.update("jax_enable_preemption_service", False)
     auto, seconds = processes.coordinator == AUTO, processes.coordinator_timeout
-    # JAX ends a process that waits in vain with a page of its own: this is earlier, and one line.
+    # JAX aborts a process whose wait times out with a long report: this is earlier, and one line.
     alarm = threading.Timer(seconds, _give_up, (processes,))
     alarm.daemon = True
     alarm.start()
@@ -241,7 +249,7 @@ def _give_up(processes: Processes) -> None:
 
 
 def _check_free(coordinator: str) -> None:
-    """Whether the port of the coordinator, which this process will be, is to be had."""
+    """Checks that the port of the coordinator, which this process will be, is free."""
     _, port = _parsed(coordinator)
     dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET

@@ -1,5 +1,7 @@
-"""Ctrl-C and SIGTERM: a run finishes what it is doing, saves and ends; a second Ctrl-C ends it at
-once."""
+"""Signal handling: after Ctrl-C or SIGTERM a run finishes its current work, saves and ends.
+
+A second Ctrl-C ends it immediately.
+"""
 
 import os
 import signal
@@ -17,20 +19,19 @@ _NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
 
 class Stop:
-    """True once the process has been asked to end; what is under way is finished first.
+    """Stop flag: true once the process was asked to end; the work in progress is finished first.
 
-    A thread of its own says at once what happens: the main thread may be in a call that takes
-    minutes, before whose end Python runs no handler. Outside of the main thread, where Python
-    allows no handlers, nothing is listened to.
+    A thread prints immediately what happens next: the main thread may be in a call of minutes,
+    before whose end Python runs no handler. Outside of the main thread, where Python allows no
+    handlers, no signal is handled.
 
     Args:
-      last: called before the process is ended without its main thread: what must not be left
-        behind.
+      last: cleanup that is called before the process is ended without its main thread.
     """
 
     def __init__(self, last: Callable[[], None] = lambda: None):
         self.doing = "finishing what is under way"
-        """What is said to happen next; the loop keeps it true."""
+        """Current work, as the message prints it; the loop updates it."""
         self._last = last
         self._received: list[int] = []
         self._before: dict[int, Any] = {}
@@ -70,7 +71,7 @@ class Stop:
             raise KeyboardInterrupt
 
     def _watch(self, ours: socket.socket) -> None:
-        """Speaks for the main thread, and ends the process where that does not come to it."""
+        """Prints a message for each signal, and ends the process at the second Ctrl-C."""
         interrupts = 0
         with ours:
             while content := ours.recv(64):

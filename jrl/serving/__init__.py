@@ -1,1 +1,1 @@
-"""A policy behind OpenAI's protocol."""
+"""Server of a policy with an OpenAI-compatible API."""

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's form: whole ones, and the chunks of a stream.
+"""Responses in OpenAI's format: full ones, and the chunks of a stream.
 
 https://platform.openai.com/docs/api-reference/completions and .../chat
 """
@@ -18,13 +18,13 @@ DONE = "data: [DONE]\n\n"
 
 
 class Answer:
-    """The answer to one request, while it comes.
+    """Response to one request, built up incrementally.
 
     Args:
       asked: the request.
-      pieces: how tokens are written.
+      pieces: text of single tokens.
       prompt_tokens: of all its prompts.
-      echoes: texts of the prompts, where they come before the completions.
+      echoes: texts of the prompts, if they precede the completions.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class Answer:
 
     @property
     def finished(self) -> bool:
-        """Whether all choices have come to their end."""
+        """True if all choices have finished."""
         return None not in self._finishes
 
     def take(self, piece: Piece) -> None:
-        """Some more of one of its choices."""
+        """Appends a piece to its choice."""
         index = piece.index
         self._texts[index] += piece.text
         self._places[index] += piece.places
@@ -55,7 +55,7 @@ class Answer:
         self._version = piece.version
 
     def whole(self) -> dict[str, Any]:
-        """The body of an answer that is not a stream."""
+        """Body of a response that is not a stream."""
         choices = []
         for index, text in enumerate(self._texts):
             content: dict[str, Any] = {"text": text}
@@ -73,7 +73,7 @@ class Answer:
         return {**self._head(kind), "choices": choices, "usage": self._usage()}
 
     def chunks(self, piece: Piece) -> str:
-        """The events of a stream that a piece makes; `take` it first."""
+        """Server-sent events of a piece in a stream; `take` it first."""
         index, events = piece.index, ""
         if not self._begun[index]:
             self._begun[index] = True
@@ -150,7 +150,7 @@ class Answer:
 
 
 def fingerprint(version: int) -> str:
-    """How an answer says which version of the policy wrote it."""
+    """`system_fingerprint` of a response: the policy version that generated it."""
     return f"step-{version}"
 
 

@@ -1,4 +1,4 @@
-"""The endpoints, as an ASGI application."""
+"""HTTP endpoints of the OpenAI-compatible API, as an ASGI application."""
 
 import asyncio
 import hmac
@@ -27,21 +27,21 @@ from jrl.serving.service import Service, closing
 from jrl.serving.transcript import Pieces
 
 BODY_SECONDS = 60.0
-"""Within which the body of a request comes to its end."""
+"""Timeout of a request's body."""
 PATIENCE = 8
-"""Times the largest body that are read and thrown away, so that a client gets to hear why."""
+"""Multiple of the largest body that is read and discarded, so that the client gets the error."""
 STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
 class Front:
-    """What stands between connections and the service.
+    """HTTP front end between connections and the service.
 
     Args:
-      service: whose `flush` becomes that of this object.
+      service: its `flush` is set to that of this object.
       served: the model.
       metrics: of the server.
-      api_key: that clients must show, but at ``/health``; None asks for none.
-      most_bytes: of a body.
+      api_key: required of clients, except at ``/health``; None requires none.
+      most_bytes: limit of a body.
     """
 
     def __init__(
@@ -76,19 +76,21 @@ class Front:
             Route("/health", self._health),
             Route("/metrics", self._guarded(self._show_metrics)),
         ]
-        # Paths and methods that nobody serves are said in OpenAI's form too, and what goes wrong,
+        # Unknown paths and methods are answered in OpenAI's format too, and so are internal errors,
         # whose traceback the server logs.
         handlers: dict[Any, Any] = {HTTPException: _no_such, Exception: _went_wrong}
         return Starlette(routes=routes, exception_handlers=handlers)
 
     @property
     def num_open(self) -> int:
-        """Requests whose body has not been read to its end, or whose answer not been sent."""
+        """Number of requests whose body is not fully read or whose response is not fully sent."""
         return len(self._open)
 
     def end(self, seconds: float | int) -> None:
-        """Waits no longer than so many seconds for clients to send the rest of a request, or to
-        take that of an answer."""
+        """Limits the remaining time for clients to send a request or take a response.
+
+        It applies to requests in progress and to later ones.
+        """
         self._end = asyncio.get_running_loop().time() + seconds
         for scope in self._open:
             if not scope.expired():
@@ -96,7 +98,7 @@ class Front:
 
     @asynccontextmanager
     async def _within(self, seconds: float | None) -> AsyncIterator[None]:
-        """Raises TimeoutError after so many seconds, None is any number, or at the end."""
+        """Raises TimeoutError after so many seconds (None: no timeout) or at the server's end."""
         async with asyncio.timeout(seconds) as scope:
             if self._end is not None:
                 scope.reschedule(self._end)
@@ -107,10 +109,10 @@ class Front:
                 self._open.discard(scope)
 
     def _flush(self) -> None:
-        """Hands what the thread of the service has told over to the loop, all at once."""
+        """Hands all queued events of the service's thread to the event loop in one call."""
         outbox, self._outbox = self._outbox, []
         if outbox and self._loop is not None:
-            with suppress(RuntimeError):  # the loop has ended, and with it everyone who listens
+            with suppress(RuntimeError):  # the loop has ended, and with it all listeners
                 self._loop.call_soon_threadsafe(_deliver, outbox)
 
     def _endpoint(
@@ -136,7 +138,7 @@ class Front:
         return serve
 
     def _begin(self, name: str, asked: Asked) -> ASGIApp:
-        """What sends the answer of a request while it is written."""
+        """Submits a request, and returns the ASGI app that sends its response."""
         prompts = self._served.prompts(asked)
         limits = [self._served.limit(asked, prompt) for prompt in prompts]
         events: asyncio.Queue[Event | None] = asyncio.Queue()
@@ -160,7 +162,7 @@ class Front:
         receive: Receive,
         send: Send,
     ) -> None:
-        """Sends the answer as it comes, or nothing more once its client has left."""
+        """Sends the response as it is generated, or nothing more once its client has left."""
         watch = asyncio.create_task(_until_gone(receive))
         watch.add_done_callback(lambda _: events.put_nowait(None))
         status = GONE
@@ -168,7 +170,7 @@ class Front:
             async with self._within(None):
                 streamed = _stream if job.asked.stream else _at_once
                 status = await streamed(answer, events, send)
-        except OSError:  # the connection broke while something was sent, or nobody takes it
+        except OSError:  # the connection broke during a send, or the client does not read
             pass
         except Exception:
             status = "500"
@@ -280,7 +282,7 @@ class Front:
         return JSONResponse({"version": version, "system_fingerprint": fingerprint(version)})
 
     async def _health(self, call: Call) -> Response:
-        # Anyone may ask: who has the key sees more in /metrics.
+        # It needs no API key, so it returns less than /metrics.
         if self._service.failure is not None or self._service.closing:
             return JSONResponse({"status": "unavailable"}, 503)
         return JSONResponse({"status": "ok"})
@@ -294,7 +296,7 @@ class _Gone(Exception):
 
 
 def said(refused: Refused) -> Response:
-    """The answer of a server that says no."""
+    """HTTP response of a rejected request."""
     return JSONResponse(refused.body, refused.status, refused.headers)
 
 
@@ -310,7 +312,7 @@ async def _went_wrong(call: Call, error: Exception) -> Response:
 
 
 def _check_characters(body: object) -> None:
-    """Raises Refused where a text in the body is none: JSON can escape halves of a character."""
+    """Raises Refused for a lone surrogate in a text of the body, which JSON can escape."""
     try:
         json.dumps(body, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -338,7 +340,7 @@ async def _until_gone(receive: Receive) -> None:
 
 
 async def _at_once(answer: Answer, events: "asyncio.Queue[Event | None]", send: Send) -> str:
-    """Sends the whole answer when it is there, and gives its status."""
+    """Sends the full response when it is complete, and returns its status."""
     while not answer.finished:
         piece = await events.get()
         if piece is None:
@@ -352,12 +354,12 @@ async def _at_once(answer: Answer, events: "asyncio.Queue[Event | None]", send: 
 
 
 async def _stream(answer: Answer, events: "asyncio.Queue[Event | None]", send: Send) -> str:
-    """Sends a stream of events, and gives its status."""
+    """Sends a stream of events, and returns its status."""
     await send({"type": "http.response.start", "status": 200, "headers": STREAM})
     status = "200"
     while not answer.finished:
         piece, text = await events.get(), ""
-        # What has come meanwhile goes out with it.
+        # Events that arrived meanwhile are sent together.
         while True:
             if piece is None:
                 return GONE

@@ -1,7 +1,7 @@
-"""What a client asks for: the body of a request, looked over.
+"""Parsing and validation of request bodies.
 
-What is not served is refused by its name. An argument that would change nothing, such as a
-frequency_penalty of 0, is let through; nothing else is ignored but what only names the client.
+Unsupported arguments are rejected by name. An argument with a neutral value, such as a
+frequency_penalty of 0, is accepted; otherwise only `user`, which names the client, is ignored.
 """
 
 import math
@@ -15,12 +15,12 @@ from jrl.tasks.data.conversations import checked_arguments
 from jrl.tasks.data.fields import short
 
 MOST_CHOICES = 128
-"""Of all prompts of a request together."""
+"""Limit of choices over all prompts of a request."""
 MOST_TOKENS = 2**31 - 1
-"""Of a completion, as numbers of tokens are held."""
+"""Limit of a completion's tokens, as counts are 32-bit integers."""
 MOST_STOPS = 4
 MOST_LIKELIEST = 20
-"""Tokens whose log-probabilities are given for each place, at most."""
+"""Limit of top log-probabilities per position."""
 MOST_PROMPTS = 128
 
 Message = tuple[str, str]
@@ -29,23 +29,23 @@ Message = tuple[str, str]
 
 @dataclass(frozen=True)
 class Asked:
-    """A request that can be served.
+    """A valid request.
 
     Attributes:
-      model: its name as the client knows it.
-      prompts: texts or ids that are completed, or None where there is a conversation.
+      model: its name as clients know it.
+      prompts: texts or token ids to complete; None for a conversation.
       messages: the conversation.
-      max_tokens: of a choice; None leaves it to the server.
+      max_tokens: of a choice; None takes the server's default.
       n: choices of each prompt.
-      temperature, top_p: how they are drawn.
-      seed: which makes them what they are; None draws one.
-      stops: texts before which a choice ends.
-      stream: whether it is sent piece by piece.
-      include_usage: whether a stream ends with its usage.
-      logprobs: whether log-probabilities are given.
-      likeliest: of how many other tokens, for each place.
-      echo: whether the prompt comes before the completion.
-      template_arguments: names that the chat template is given.
+      temperature, top_p: of sampling.
+      seed: of sampling; None takes a random one.
+      stops: stop strings; a choice ends before the first.
+      stream: true if the response is streamed.
+      include_usage: true if a stream ends with its usage.
+      logprobs: true if log-probabilities are returned.
+      likeliest: number of top log-probabilities per position.
+      echo: true if the prompt precedes the completion.
+      template_arguments: variables passed to the chat template.
     """
 
     model: str
@@ -66,15 +66,15 @@ class Asked:
 
     @property
     def chat(self) -> bool:
-        """Whether it is a conversation."""
+        """True if it is a chat request."""
         return self.prompts is None
 
 
 def completion_of(body: Mapping[str, Any]) -> Asked:
-    """The request in the body of ``/v1/completions``.
+    """Parses the body of ``/v1/completions``.
 
     Raises:
-      Refused: for what cannot be, or is not served.
+      Refused: for invalid or unsupported arguments.
     """
     _check_names(body, (*COMMON, "prompt", "max_tokens", "logprobs", "echo"), NEUTRAL_COMPLETION)
     likeliest = _whole(body, "logprobs", 0, MOST_LIKELIEST)
@@ -104,10 +104,10 @@ def completion_of(body: Mapping[str, Any]) -> Asked:
 
 
 def chat_of(body: Mapping[str, Any]) -> Asked:
-    """The request in the body of ``/v1/chat/completions``.
+    """Parses the body of ``/v1/chat/completions``.
 
     Raises:
-      Refused: for what cannot be, or is not served.
+      Refused: for invalid or unsupported arguments.
     """
     own = ("messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs")
     _check_names(body, (*COMMON, *own, TEMPLATE_ARGUMENTS), NEUTRAL_CHAT)
@@ -153,7 +153,7 @@ NEUTRAL: Mapping[str, Callable[[Any], bool]] = {
     "presence_penalty": _ZERO,
     "logit_bias": _is({}),
 }
-"""Arguments that are not served, and whether a value of them changes nothing."""
+"""Unsupported arguments, each with a predicate that is true for its neutral values."""
 NEUTRAL_COMPLETION = {**NEUTRAL, "best_of": _is(1), "suffix": _is("")}
 NEUTRAL_CHAT = {
     **NEUTRAL,
@@ -332,7 +332,7 @@ def _number(body: Mapping[str, Any], name: str, least: float, most: float) -> fl
 
 
 def check_model(asked: Asked, name: str) -> None:
-    """Raises Refused where another model is asked for."""
+    """Raises Refused if another model is requested."""
     if asked.model != name:
         raise Refused(
             404,

@@ -1,4 +1,4 @@
-"""What a service needs of an engine."""
+"""Interface of the decoding engine that a service drives."""
 
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -9,7 +9,7 @@ from jrl.rollout.decoding.stream import Written
 
 @runtime_checkable
 class Engine(Protocol):
-    """Rows that are written on a few tokens at a time; `StreamEngine` says what each does."""
+    """Engine that decodes rows a few tokens per call; `StreamEngine` documents the methods."""
 
     @property
     def slots(self) -> int: ...

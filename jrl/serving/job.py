@@ -1,4 +1,4 @@
-"""A request between its arrival and its end, and what its client learns meanwhile."""
+"""Request in progress, and the events that its client receives."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -13,15 +13,15 @@ from jrl.serving.transcript import Place
 
 @dataclass(frozen=True)
 class Piece:
-    """What a client learns of a choice at once.
+    """Increment of a choice that is sent to its client.
 
     Attributes:
       index: of the choice.
-      text: that can be shown.
-      places: tokens that the text begins with, where they were asked for.
+      text: text that is final.
+      places: tokens that start in the text, if log-probabilities were requested.
       num_tokens: sampled so far.
-      finish: "stop" or "length" where it has ended.
-      version: of the policy that writes it.
+      finish: "stop" or "length" where it has ended, else None.
+      version: of the policy that generates it.
     """
 
     index: int
@@ -33,21 +33,21 @@ class Piece:
 
 
 Event = Piece | Refused
-"""What comes of a request: pieces, or why no more do."""
+"""Event of a request: a piece, or the error that ends it."""
 
 
 @dataclass(eq=False)
 class Job:
-    """A request between its arrival and its end.
+    """Request between its arrival and its end.
 
     Attributes:
-      asked: what is wanted.
-      prompts: ids of each prompt.
-      limits: tokens of a completion of each.
-      tell: takes events, from the thread of the engine.
-      arrived: when, as `time.perf_counter` has it.
-      numbers: of its prompts in the engine, where it is seated.
-      num_left: choices that have not come to their end.
+      asked: the parsed request.
+      prompts: token ids of each prompt.
+      limits: most tokens of a completion, for each prompt.
+      tell: callback for events, called from the engine's thread.
+      arrived: time of arrival by `time.perf_counter`.
+      numbers: ids of its prompts in the engine, once it is scheduled.
+      num_left: choices that have not finished.
     """
 
     asked: Asked
@@ -71,8 +71,10 @@ class Job:
 
     @property
     def rows(self) -> list[tuple[int, int]]:
-        """Its choices as the engine knows them, by the number of the prompt and their index over
-        all prompts; none before it is seated."""
+        """Keys of its choices in the engine: id of the prompt, and index over all prompts.
+
+        It is empty before the request is scheduled.
+        """
         n = self.asked.n
         return [
             (number, index)

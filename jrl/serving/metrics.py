@@ -1,4 +1,4 @@
-"""What a server measures of itself, for Prometheus."""
+"""Prometheus metrics of a server."""
 
 from prometheus_client import (
     CollectorRegistry,
@@ -15,10 +15,10 @@ GONE = "gone"
 
 
 class Metrics:
-    """The numbers of one server.
+    """Metrics of one server.
 
     Args:
-      slots: choices that are written at a time.
+      slots: choices that are decoded concurrently.
     """
 
     def __init__(self, slots: int):
@@ -73,5 +73,5 @@ class Metrics:
         )
 
     def text(self) -> bytes:
-        """As Prometheus reads them."""
+        """All metrics in Prometheus's text format."""
         return generate_latest(self._registry)

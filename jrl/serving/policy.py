@@ -1,4 +1,4 @@
-"""What is served: a policy, its tokenizer, and where later versions come from."""
+"""Served model: a policy, its tokenizer, and the source of later versions."""
 
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -13,22 +13,22 @@ from jrl.text.prompt_format import PromptFormat
 from moe.weights import Transformer
 
 OF_COMPLETION = 16
-"""Tokens of a completion whose client names no limit, as OpenAI has it; chats have none."""
+"""Default `max_tokens` of a completion, as in OpenAI's API; chats have no default limit."""
 
 
 @runtime_checkable
 class Versions(Protocol):
-    """Where the weights of a policy come from."""
+    """Source of a policy's weights."""
 
     def newest(self) -> int | None:
-        """The newest version there is; None where there is none to load later."""
+        """The newest available version; None where no later one can appear."""
         ...
 
     def load(self) -> tuple[Transformer[Array], int]:
-        """The weights of the newest version that can be read, and which it is.
+        """Loads the weights of the newest readable version, and returns them with its number.
 
         Raises:
-          ValueError: where none can.
+          ValueError: where none is readable.
         """
         ...
 
@@ -38,11 +38,11 @@ class Served:
     """A model as clients know it.
 
     Attributes:
-      name: what they ask for.
-      format: how prompts and conversations become tokens.
-      length: tokens of prompt and completion together, at most.
-      max_tokens: of a completion, at most; None is what `length` leaves.
-      created: Unix time of its beginning, in seconds.
+      name: model name in requests.
+      format: encoding of prompts and conversations to tokens.
+      length: most tokens of prompt plus completion.
+      max_tokens: most tokens of a completion; None is limited by `length` only.
+      created: Unix time of its creation, in seconds.
     """
 
     name: str
@@ -52,10 +52,10 @@ class Served:
     created: int
 
     def prompts(self, asked: Asked) -> list[np.ndarray]:
-        """The ids of what is asked, a row for each prompt.
+        """Token ids of a request, a row for each prompt.
 
         Raises:
-          Refused: for what template or tokenizer refuse, and for a prompt without any token.
+          Refused: where template or tokenizer reject it, and for a prompt without any token.
         """
         try:
             rows = [self._conversation(asked)] if asked.prompts is None else self._texts(asked)
@@ -92,10 +92,10 @@ class Served:
         return rows
 
     def limit(self, asked: Asked, prompt: np.ndarray) -> int:
-        """Tokens that a completion of this prompt may have.
+        """Limit of the completion's tokens for this prompt.
 
         Raises:
-          Refused: where there is no room for them.
+          Refused: where they exceed the server's limit or the context length.
         """
         room = self.length - len(prompt)
         wanted = asked.max_tokens

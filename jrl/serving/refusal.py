@@ -1,20 +1,20 @@
-"""What a server says no with, in OpenAI's form."""
+"""Errors of the API, in OpenAI's format."""
 
 from typing import Any
 
 MOST_SAID = 300
-"""Characters of an error that others raised, as a client is told of it."""
+"""Most characters of an exception's message that a client receives."""
 
 
 class Refused(Exception):
-    """A request that is not served, for a reason that its client is told.
+    """A rejected request, with the error that its client receives.
 
     Args:
-      status: of HTTP.
-      message: which argument, its value, the rule and the usual fix.
-      param: the argument; None where it is none in particular.
-      code: for programs, such as "model_not_found"; None without one.
-      retry_after: seconds after which it may be tried again; None says nothing of it.
+      status: HTTP status.
+      message: the argument, its value, the rule and the usual fix.
+      param: the argument; None where no single one is wrong.
+      code: machine-readable code, such as "model_not_found"; None without one.
+      retry_after: seconds after which to retry; None sends no such header.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Refused(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON that OpenAI's clients make an exception of."""
+        """JSON body, from which OpenAI's clients raise an exception."""
         kind = KINDS.get(self.status, "server_error")
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
@@ -60,8 +60,11 @@ KINDS = {
 
 
 def one_line(error: BaseException) -> str:
-    """What an exception says, without line breaks and not at any length; of which kind it is,
-    unless it speaks to the caller."""
+    """Message of an exception in one line of limited length.
+
+    The exception's class precedes it, unless the message is written for the caller (ValueError,
+    OSError, Refused).
+    """
     text = " ".join(str(error).split())
     text = text if len(text) <= MOST_SAID else text[: MOST_SAID - 3] + "..."
     spoken = isinstance(error, ValueError | OSError | Refused)
@@ -69,5 +72,5 @@ def one_line(error: BaseException) -> str:
 
 
 def wrong(param: str, message: str, code: str | None = None) -> Refused:
-    """An argument that cannot be."""
+    """Error 400 for an invalid argument."""
     return Refused(400, message, param, code)

@@ -1,4 +1,4 @@
-"""The thread that owns the engine: who waits, who is seated, what was written, which policy."""
+"""Scheduler thread that owns the engine: request queue, slots, generated text, policy version."""
 
 import secrets
 import threading
@@ -28,24 +28,24 @@ class _Choice:
     index: int
     transcript: Transcript
     seen: float = 0.0
-    """When its newest token came."""
+    """Time of its newest token."""
 
 
 class Service:
-    """Requests in, pieces of their choices out, from a thread of its own.
+    """Generation service: takes requests and emits pieces of their choices, from its own thread.
 
-    The thread alone touches the engine and runs programs on the devices. Between two windows it
-    drops whose client has left, seats who waits, first come first served, and tells what was
-    written. A later policy is taken when nothing is under way: what runs is finished with the one
-    that began it, and nobody is seated meanwhile.
+    Only this thread touches the engine and runs computations on the devices. Between two windows it
+    drops requests of disconnected clients, admits queued requests first come first served, and
+    emits the generated text. A later policy is loaded when no request is in flight: running
+    requests are finished with the policy that they started with, and none is admitted meanwhile.
 
     Args:
-      engine: with room for what is served; without weights yet.
+      engine: engine of sufficient capacity; without weights yet.
       served: the model.
-      versions: where its weights come from.
-      metrics: that are kept of it.
-      queue: choices that may wait beside those that have a slot.
-      window: tokens of a choice between two looks.
+      versions: source of its weights.
+      metrics: of the server.
+      queue: choices that may be queued in addition to those with a slot.
+      window: tokens of a choice between two scheduler steps.
     """
 
     def __init__(
@@ -67,27 +67,27 @@ class Service:
         self._left: list[Job] = []
         self._loads: list[Future[int]] = []
         self.closing = False
-        """Whether it takes nothing more."""
+        """True if it accepts no more requests."""
         self._jobs: dict[int, Job] = {}
         self._choices: dict[tuple[int, int], _Choice] = {}
         self._number = 0
-        self._num_taken = 0  # choices that have not come to their end, seated or not
+        self._num_taken = 0  # choices that have not finished, running or queued
         self._num_live = 0
-        self._pace = 1.0  # seconds that a request takes, about
+        self._pace = 1.0  # moving average of a request's seconds
         self._weights: object = None
         self.version = -1
         self.failure: BaseException | None = None
-        """What ended the thread, if anything did but `close`."""
+        """Exception that ended the thread, if any."""
         token, longest = served.format.tokenizer.eos_id, served.length - 1
         self._warming = Warming(engine, self._next_number, token, longest, window)
         self._thread = threading.Thread(target=self._run, name="jrl engine", daemon=True)
 
     def start(self, warm_up: bool = True) -> None:
-        """Loads the policy and begins to serve.
+        """Loads the policy and starts to serve.
 
         Args:
-          warm_up: whether the programs that short requests need are compiled first, and the others
-            while nobody asks, or all of them as they are needed.
+          warm_up: true compiles the functions of short requests first, and the others while the
+            server is idle; false compiles each when it is needed.
 
         Raises:
           ValueError: where there is no policy to load.
@@ -101,15 +101,15 @@ class Service:
 
     @property
     def num_uncompiled(self) -> int:
-        """Sizes of programs that are compiled when nobody asks for anything."""
+        """Warm-up trials that are left; they compile functions while the server is idle."""
         return self._warming.num_left
 
     def submit(self, job: Job) -> None:
-        """Asks for the choices of a request.
+        """Queues the choices of a request.
 
         Raises:
-          Refused: for more choices than are taken at a time, where too many wait, and where nothing
-            more is taken.
+          Refused: for more choices than slots and queue hold, where the queue is full, and where no
+            more requests are accepted.
         """
         count, most = job.num_choices, self._engine.slots + self._queue
         if count > most:
@@ -146,14 +146,13 @@ class Service:
         self._metrics.queued.set(max(0, self._num_taken - self._num_live))
 
     def leave(self, job: Job) -> None:
-        """The client of a request has left; nothing happens where it has its end already."""
+        """Cancels the request of a client that has left; no effect if it has finished."""
         with self._door:
             self._left.append(job)
             self._door.notify()
 
     def load(self) -> "Future[int]":
-        """Takes the newest policy as soon as nothing is under way; the version that is served
-        then."""
+        """Loads the newest policy as soon as no request is in flight; a future of its version."""
         future: Future[int] = Future()
         with self._door:
             self._check_open()
@@ -162,19 +161,19 @@ class Service:
         return future
 
     def close(self) -> None:
-        """Takes nothing more; the thread ends when what it has is finished."""
+        """Accepts no more requests; the thread ends when those it has are finished."""
         with self._door:
             self.closing = True
             self._door.notify()
 
     @property
     def ended(self) -> bool:
-        """Whether the thread has come to its end."""
+        """True if the thread has ended."""
         return not self._thread.is_alive()
 
     @property
     def newest(self) -> int | None:
-        """The newest version that there is to load."""
+        """The newest version available to load."""
         return self._versions.newest()
 
     def _run(self) -> None:
@@ -197,7 +196,7 @@ class Service:
             self.flush()
 
     def _round(self) -> bool:
-        """One look at the door and one window; False when there is nothing left to do."""
+        """One scheduler step and one decoding window; False when there is nothing left to do."""
         engine = self._engine
         with self._door:
             while not (self._waiting or self._left or self._loads or engine.busy):
@@ -243,7 +242,7 @@ class Service:
             self._jobs[number] = job
             job.numbers = (*job.numbers, number)
             before = () if asked.chat else ids.tolist()
-            # Numbered through, so that a prompt that comes twice is completed in two ways.
+            # Indices run over all prompts, so that a repeated prompt gets different completions.
             choices = range(place * asked.n, (place + 1) * asked.n)
             for index in choices:
                 text = Transcript(tokenizer, asked.stops, asked.logprobs, before)
@@ -251,7 +250,7 @@ class Service:
             self._engine.ask([Request(number, c, ids, limit, own=own) for c in choices])
 
     def _next_number(self) -> int:
-        """One that no prompt under way has."""
+        """Next id that no prompt in flight has."""
         while self._number in self._jobs:
             self._number = (self._number + 1) % HIGHEST_NUMBER
         number, self._number = self._number, (self._number + 1) % HIGHEST_NUMBER
@@ -296,7 +295,7 @@ class Service:
         choice.seen = now
 
     def _end(self, key: tuple[int, int], finish: str) -> None:
-        """A choice has come to its end, and with the last one the request."""
+        """Removes a finished choice, and with the last one its request."""
         self._metrics.choices.labels(finish).inc()
         del self._choices[key]
         job = self._jobs[key[0]]
@@ -309,7 +308,7 @@ class Service:
             self._pace += 0.1 * (time.perf_counter() - job.arrived - self._pace)
 
     def _drop(self, job: Job) -> None:
-        """Frees what a request has whose client left."""
+        """Frees the queue entry or slots of a request whose client has left."""
         with self._door:
             if job in self._waiting:
                 self._waiting.remove(job)
@@ -326,10 +325,10 @@ class Service:
         futures = [future for future in loads if future.set_running_or_notify_cancel()]
         try:
             self._take(*self._versions.load())
-        except Exception as error:  # whatever it is, those who are served are not concerned
+        except Exception as error:  # a failed load must not affect running requests
             self._metrics.loads.labels("failed").inc()
             for future in futures:
-                # Without its frames, which may hold arrays of what could not be loaded.
+                # Without its frames, which may hold arrays of the failed load.
                 future.set_exception(error.with_traceback(None))
             return
         self._metrics.loads.labels("loaded").inc()
@@ -340,7 +339,7 @@ class Service:
         try:
             self._engine.load(weights, version)
         except Exception:
-            if self.version >= 0:  # the engine may have let go of it
+            if self.version >= 0:  # the engine may have released the old weights
                 self._engine.load(self._weights, self.version)
             raise
         self._weights, self.version = weights, version
@@ -348,5 +347,5 @@ class Service:
 
 
 def closing() -> Refused:
-    """Said of anything that comes after the server was asked to end."""
+    """Error 503 for requests that arrive after the server was asked to end."""
     return Refused(503, "the server is ending: ask another one.", code="server_ending")

@@ -1,4 +1,4 @@
-"""Tokens of a choice as text, while they come."""
+"""Incremental detokenization of a choice, with stop strings."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,41 +6,42 @@ from dataclasses import dataclass
 from jrl.text.tokenizer import Tokenizer
 
 UNREADABLE = "\ufffd"
-"""What bytes that are no whole character are read as."""
+"""Replacement character, to which incomplete UTF-8 sequences are decoded."""
 LONGEST_CHARACTER = 4
-"""Bytes of a character in UTF-8, at most: so many marks less one may become a character."""
+"""Most bytes of a UTF-8 character: one fewer replacement characters may still become one."""
 PATIENCE = 64
-"""Tokens after which bytes that no others completed are given up."""
+"""Tokens after which incomplete bytes are emitted as replacement characters."""
 CONTEXT = 5
-"""Tokens of a prompt in whose light the first of its completion is read."""
+"""Prompt tokens that are decoded as context of the completion's first tokens."""
 
 
 class Unfolding:
-    """The text of tokens that come one after another, each character when it is whole.
+    """Incremental detokenizer that emits each character once it is complete.
 
-    The pieces that it gives are, end to end, the text of all tokens together, the last by `rest`.
-    A tokenizer may read a token in the light of the one before, so a piece is what its tokens add
-    to the text of some before them.
+    The concatenated pieces, the last by `rest`, are the text of all tokens. A tokenizer may decode
+    a token depending on the one before, so a piece is what its tokens add to the text of the
+    preceding ones.
 
     Args:
       tokenizer: special tokens give no text.
-      before: tokens that the text goes on from.
+      before: tokens of the preceding text.
     """
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()):
         self._tokenizer = tokenizer
         self._ids = list(before[-CONTEXT:])
-        self._given = tokenizer.decode(self._ids)  # of the ids that are read, as far as it went out
+        self._given = tokenizer.decode(self._ids)  # text of the decoded ids, as far as emitted
         if self._given.endswith(UNREADABLE):
             self._ids, self._given = [], ""
-        # Where the ids that are read begin, and those that are not settled yet.
+        # Start of the ids that are decoded, and start of those that are not final yet.
         self._begin, self._whole = 0, len(self._ids)
 
     def add(self, ids: Sequence[int]) -> str:
-        """What becomes readable by some more tokens."""
+        """Appends tokens and returns the text that they complete."""
         self._ids += ids
         text = self._tokenizer.decode(self._ids[self._begin :])
-        # Few marks at the end may be the beginning of a character; earlier ones stay marks.
+        # A few replacement characters at the end may be the start of a character; earlier ones
+        # are final.
         sure = max(len(text.rstrip(UNREADABLE)), len(text) - LONGEST_CHARACTER + 1)
         waits = len(self._ids) - self._whole < PATIENCE
         settled = text[:sure] if waits else text
@@ -49,13 +50,13 @@ class Unfolding:
         piece = settled[len(self._given) :]
         self._given = settled
         if len(settled) == len(text):
-            # The tokens that have just come are what the next ones are read in the light of.
+            # The newest tokens are the context of the next ones.
             self._begin, self._whole = self._whole, len(self._ids)
             self._given = self._tokenizer.decode(self._ids[self._begin :])
         return piece
 
     def rest(self) -> str:
-        """What is left when no more tokens come: bytes that are no character, as marks."""
+        """Remaining text when no more tokens come: incomplete bytes as replacement characters."""
         text = self._tokenizer.decode(self._ids[self._begin :])
         piece = text[len(self._given) :]
         self._given = text
@@ -63,7 +64,7 @@ class Unfolding:
 
 
 class Stops:
-    """Where a text ends before one of some strings, which may come in pieces.
+    """Stop strings of a streamed text, which may span pieces.
 
     Args:
       stops: none of them empty.
@@ -72,10 +73,10 @@ class Stops:
     def __init__(self, stops: Sequence[str]):
         self._stops, self._held = tuple(stops), ""
         self.met = False
-        """Whether one of them has come."""
+        """True if one of them has occurred."""
 
     def add(self, piece: str) -> str:
-        """The text that certainly comes before any stop, of what has come so far."""
+        """Appends a piece and returns the text that certainly precedes any stop string."""
         if not self._stops or self.met:
             return "" if self.met else piece
         text = self._held + piece
@@ -88,23 +89,25 @@ class Stops:
         return text[: len(text) - held]
 
     def rest(self) -> str:
-        """What was held back, when no more text comes."""
+        """Text that was held back, when no more comes."""
         held, self._held = self._held, ""
         return held
 
     @staticmethod
     def _begun(text: str, stop: str) -> int:
-        """Characters at the end of the text that the stop may begin with."""
+        """Number of characters at the end of the text that may be the start of the stop string."""
         longest = min(len(stop) - 1, len(text))
         return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
 
 class Pieces:
-    """How each token is written on its own: as its text, or, where it is a part of a character, as
-    the bytes in the form ``bytes:\\xe2\\x82``.
+    """Strings of single tokens, as log-probabilities list them.
+
+    A token is written as its text, or, if it is a part of a character, as its bytes in the form
+    ``bytes:\\xe2\\x82``.
 
     Args:
-      tokenizer: whose tokens they are.
+      tokenizer: of the tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer):
@@ -122,21 +125,20 @@ class Pieces:
         )
 
     def of(self, token: int) -> str:
-        """What it is written as, a blank at its beginning included; the name of a special
-        token."""
+        """String of a token, a leading blank included; the name of a special token."""
         if token not in self._known:
             self._known[token] = self._read(token)
         return self._known[token]
 
     def bytes_of(self, token: int) -> bytes:
-        """What it adds to a text."""
+        """Bytes that a token adds to a text."""
         own = self._tokenizer.bytes_of(token)
         return self.of(token).encode() if own is None else own
 
     def _read(self, token: int) -> str:
         if token in self._tokenizer.special_ids:
             return self._special.get(token, "")
-        # Some tokenizers drop the blank that a text begins with: the token is read after another.
+        # Some tokenizers drop a leading blank of a text: the token is decoded after another.
         ids, text = self._before
         both, own = self._tokenizer.decode([*ids, token]), self._tokenizer.bytes_of(token)
         if UNREADABLE in both and own is not None:
@@ -146,12 +148,12 @@ class Pieces:
 
 @dataclass(frozen=True)
 class Place:
-    """A token of a choice, for a client that asked for log-probabilities.
+    """Token of a choice with its log-probabilities.
 
     Attributes:
       token: its id.
       logprob: in the policy at temperature 1, nats.
-      likeliest: ids and log-probabilities of the likeliest tokens there.
+      likeliest: ids and log-probabilities of the top tokens at this position.
       offset: characters of the choice before it.
     """
 
@@ -162,13 +164,13 @@ class Place:
 
 
 class Transcript:
-    """A choice while it is written.
+    """Text and tokens of a choice while it is generated.
 
     Args:
       tokenizer: of the policy.
-      stops: texts before which it ends.
-      keeps_places: whether its tokens are given one by one.
-      before: tokens of the text that it goes on with.
+      stops: stop strings; it ends before the first.
+      keeps_places: true if its tokens are returned with log-probabilities.
+      before: tokens of the text that it continues.
     """
 
     def __init__(
@@ -180,18 +182,18 @@ class Transcript:
     ):
         self._unfolding, self._stops = Unfolding(tokenizer, before), Stops(stops)
         self._ends = frozenset(tokenizer.stop_ids)
-        # Where it matters which token a character came with they are read one by one.
+        # If the token of each character matters, tokens are decoded one by one.
         self._one_by_one = keeps_places or bool(stops)
         self._keeps_places = keeps_places
         self._read = 0  # characters unfolded
         self._given = 0  # characters that went out
         self._waiting: list[Place] = []
         self.num_tokens = 0
-        """Tokens sampled so far, as they are counted: up to the one that ended it."""
+        """Tokens sampled so far, up to the one that ended it."""
 
     @property
     def stopped(self) -> bool:
-        """Whether one of the stops has come."""
+        """True if a stop string has occurred."""
         return self._stops.met
 
     def add(
@@ -201,14 +203,15 @@ class Transcript:
         likeliest: Sequence[Sequence[tuple[int, float]]] | None,
         last: bool,
     ) -> tuple[str, list[Place]]:
-        """Some more tokens.
+        """Appends tokens.
 
         Args:
-          tokens, logprobs, likeliest: of the places, in order; the likeliest where they are kept.
-          last: whether no more come.
+          tokens, logprobs, likeliest: of the positions, in order; the likeliest where they are
+            recorded.
+          last: true if no more come.
 
         Returns:
-          The text that can be given out and the tokens that it begins with.
+          The text that is final and the tokens that start in it.
         """
         text, ended = "", bool(tokens) and last and tokens[-1] in self._ends
         readable = tokens[:-1] if ended else tokens
@@ -234,8 +237,10 @@ class Transcript:
         return text, self._places(last or self.stopped)
 
     def _places(self, all_of_them: bool) -> list[Place]:
-        """Tokens whose first character went out; at the end those without one too, unless a stop
-        cut them off."""
+        """Tokens whose first character was emitted, removed from those that wait.
+
+        At the end they are joined by tokens without text, unless a stop string ended the choice.
+        """
         ready = [
             place
             for place in self._waiting

@@ -1,6 +1,7 @@
-"""What requests will need, compiled before they come: few then wait for a compiler.
+"""Warm-up: compiles the engine's functions in advance, so that few requests wait for it.
 
-What short requests need is compiled before the first of them, and all else while nobody asks.
+The functions of short requests are compiled before the first request, and all others while the
+server is idle.
 """
 
 from collections import deque
@@ -18,12 +19,12 @@ COMMON = 128
 
 
 class Trial(NamedTuple):
-    """Prompts that an engine writes one token of.
+    """Warm-up prompts, of which an engine samples one token.
 
     Attributes:
       lengths: of the prompts of each rank.
       samples: of each.
-      likeliest: whether the likeliest tokens are asked for.
+      likeliest: true if top log-probabilities are requested.
     """
 
     lengths: tuple[int, ...]
@@ -32,14 +33,14 @@ class Trial(NamedTuple):
 
 
 class Warming:
-    """The programs of an engine, compiled by trials.
+    """Compiles the functions of an engine by trial requests.
 
     Args:
       engine: idle whenever this runs it.
-      next_number: of a prompt, which none has that the engine knows.
-      token: that the prompts are made of.
-      longest: tokens of a prompt.
-      window: tokens of a row between two looks.
+      next_number: returns an id that no prompt in the engine has.
+      token: the token of which the prompts consist.
+      longest: most tokens of a prompt.
+      window: tokens of a row between two scheduler steps.
     """
 
     def __init__(
@@ -57,15 +58,15 @@ class Warming:
 
     @property
     def num_left(self) -> int:
-        """Trials that have not been made."""
+        """Trials that have not been run."""
         return len(self._common) + len(self._later)
 
     def make_common(self) -> None:
-        """Compiles what short requests need."""
+        """Compiles the functions of short requests."""
         while self._common:
             self._make(self._common[0])
             self._common.popleft()
-        # A client that leaves: of so many choices one goes on at least.
+        # Cancellation, as of a client that leaves: at least one of so many choices is running.
         number, samples = self._next_number(), range(self._engine.slots)
         ids, own = np.full(1, self._token, np.int32), OwnSampling()
         requests = [Request(number, n, ids, self._window + 2, own=own) for n in samples]
@@ -74,12 +75,12 @@ class Warming:
         self._engine.drop([(number, sample) for sample in samples])
 
     def make_one(self) -> None:
-        """Compiles a little of what is left, of which there must be something."""
+        """Runs one of the trials that are left; at least one must be."""
         self._make(self._later[0])
         self._later.popleft()
 
     def skip(self) -> None:
-        """Leaves what is not compiled to the requests that need it."""
+        """Discards all trials, so that requests compile what they need."""
         self._common.clear()
         self._later.clear()
 
@@ -94,25 +95,25 @@ class Warming:
 
 
 def trials(engine: Engine, longest: int) -> tuple[list[Trial], list[Trial]]:
-    """Those of short requests, and all others: each size of the rows, of the step and of the cache.
+    """Trials of short requests, and all others: each size of the rows, the step and the cache.
 
     Args:
-      longest: tokens of a prompt.
+      longest: most tokens of a prompt.
     """
     common, later = [Trial((1,), likeliest=True)], list[Trial]()
     narrowest, *wider = engine.cache_sizes
-    # Steps that compute all slots and fewer of them.
+    # Decode steps over all slots and over fewer of them.
     samples = [1 + fewer for fewer in (0, *engine.step_sizes[:-1])]
     for number in samples[1:]:
         common.append(Trial((1,), number))
     fitting = min(longest, narrowest - 1)
     common += _fillings(engine, min(fitting, COMMON))
     later += _fillings(engine, fitting)
-    # More choices than slots: the last begins as a copy of the others.
+    # More choices than slots: the last starts as a copy of the others.
     copied = Trial((1,), engine.slots + 1)
     later.append(copied)
     for size in wider:
-        # The widest first: the cache has this size then, and keeps it for some time.
+        # The widest first: the cache then has this size, and keeps it for some time.
         widest = min(size - 1, longest)
         later += [Trial((widest,), number) for number in samples]
         later += reversed(_fillings(engine, widest))
@@ -121,19 +122,18 @@ def trials(engine: Engine, longest: int) -> tuple[list[Trial], list[Trial]]:
 
 
 def _fillings(engine: Engine, longest: int) -> list[Trial]:
-    """Those of all sizes of rows, with prompts no longer than `longest`."""
+    """Trials of all prefill sizes, with prompts no longer than `longest`."""
     per_rank = engine.slots // engine.ranks
     found = (filling(*size, longest, per_rank) for size in engine.prefill_sizes)
     return [Trial(lengths) for lengths in dict.fromkeys(found)]
 
 
 def filling(width: int, rows: int, longest: int, most: int) -> tuple[int, ...]:
-    """Lengths of prompts that rows of this width, and so many of them, are taken for, if there are
-    such prompts.
+    """Prompt lengths for which the engine prefills rows of this width and number, if there are any.
 
     Args:
-      longest: that a prompt may be.
-      most: prompts.
+      longest: most tokens of a prompt.
+      most: prompts at most.
     """
     row = [longest] * (width // longest) + [width % longest] * (width % longest > 0)
     filled = tuple(row) * rows

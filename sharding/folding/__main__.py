@@ -1,4 +1,4 @@
-"""The command line: who is in which group of a layout, and a picture of it."""
+"""Command line: prints the process groups of a layout, and draws a picture of it."""
 
 import argparse
 import sys

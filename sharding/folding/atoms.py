@@ -1,4 +1,4 @@
-"""The atomic mesh axes that both sides of a layout are made of."""
+"""Atomic mesh axes, of which the axes of attention and of experts consist."""
 
 import itertools
 import operator
@@ -31,8 +31,8 @@ def atoms_of(layout: Layout) -> list[Atom]:
 def _refine(layout: Layout) -> list[Atom] | None:
     """The common refinement of the two factorisations in rank order, or None if there is none.
 
-    Both factorisations cut the same range of ranks at their cumulative products. The cuts of the
-    two together are a factorisation again exactly when each divides the next.
+    Both factorisations split the same range of ranks at their cumulative products. The union of
+    their split points is a factorisation again exactly when each divides the next.
     """
     cuts = {1}
     for axes in (ATTENTION, EXPERT):
@@ -60,7 +60,7 @@ def _owner(layout: Layout, axes: tuple[str, ...], stride: int) -> str:
 
 
 def _pair_primes(layout: Layout) -> list[Atom]:
-    """Atoms made by pairing the prime factors of both sides, fastest axes first."""
+    """Atoms from paired prime factors of attention's and experts' axes, fastest axes first."""
     sizes: dict[tuple[str, str], int] = {}
     for prime in sorted(set(prime_factors(layout.num_devices // layout.pp))):
         sides = [

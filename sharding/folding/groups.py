@@ -1,4 +1,4 @@
-"""Who is in which group: the ranks that each collective of a folded mesh joins."""
+"""Process groups: the ranks that each collective of a folded mesh joins."""
 
 from collections.abc import Sequence
 

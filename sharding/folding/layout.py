@@ -1,4 +1,4 @@
-"""Sizes of the parallel axes, as a user writes them and as they must agree."""
+"""Layout: sizes of the parallel axes, their notation and their consistency checks."""
 
 import re
 from dataclasses import dataclass, fields
@@ -100,12 +100,12 @@ class Layout:
 
 
 def divisors(number: int) -> list[int]:
-    """All of them, 1 and the number itself included, in rising order."""
+    """All divisors, 1 and the number itself included, in rising order."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def prime_factors(number: int) -> tuple[int, ...]:
-    """With their multiplicity, in rising order."""
+    """Prime factors with their multiplicity, in rising order."""
     factors = []
     for prime in divisors(number)[1:]:
         while number % prime == 0:

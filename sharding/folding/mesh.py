@@ -1,4 +1,4 @@
-"""The mesh on which a layout holds, over devices that are there or not."""
+"""Folded mesh of a layout, over real devices or as an abstract mesh."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from sharding.folding.layout import ATTENTION, EXPERT, Layout
 class FoldedMesh:
     """One JAX mesh of atomic axes, and each logical axis as a tuple of them.
 
-    Size-1 axes are atoms like any other, so no code asks whether an axis is there.
+    Size-1 axes are atoms like any other, so no code checks for the existence of an axis.
     """
 
     layout: Layout
@@ -29,7 +29,7 @@ class FoldedMesh:
     etp: tuple[str, ...]
     edp: tuple[str, ...]
     platform: str | None = None
-    """Of the devices ("cpu", "gpu", "tpu"); None for ones that need not exist."""
+    """Platform of the devices ("cpu", "gpu", "tpu"); may be None for an abstract mesh."""
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -38,7 +38,7 @@ class FoldedMesh:
 
     @property
     def sequence(self) -> tuple[str, ...]:
-        """The atoms of ``cp`` and ``tp``: along them devices hold parts of the same sequences."""
+        """The atoms of ``cp`` and ``tp``: along them devices hold shards of the same sequences."""
         return (*self.cp, *self.tp)
 
     @property
@@ -47,12 +47,12 @@ class FoldedMesh:
         return tuple(axis for axis in self.axes if axis not in self.sequence)
 
     def size(self, axes: Sequence[str]) -> int:
-        """Devices along `axes` together."""
+        """Number of devices along `axes`, the product of their sizes."""
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
 
 def fold(layout: Layout, devices: Sequence[Any] | None = None) -> FoldedMesh:
-    """The mesh on which `layout` holds, made of `devices` (all of them by default).
+    """Folds `devices` (all of them by default) into the mesh of `layout`.
 
     Ranks follow Megatron-Core's order: ``pp`` outermost, then ``dp``, ``cp``, ``tp`` fastest; on
     the expert side ``edp``, ``ep``, ``etp``. Where those two orders have no common refinement, the
@@ -77,7 +77,7 @@ def fold(layout: Layout, devices: Sequence[Any] | None = None) -> FoldedMesh:
 
 
 def fold_abstract(layout: Layout, platform: str | None = None) -> FoldedMesh:
-    """The mesh of `layout` over devices that need not exist, for tracing and for shardings.
+    """The abstract mesh of `layout`, without devices, for tracing and for shardings.
 
     Args:
       platform: the kind of devices to choose implementations for.

@@ -1,4 +1,4 @@
-"""A picture of a folding: every device, its place in attention and its place among the experts."""
+"""Picture of a folding: every device with its coordinates in attention and among the experts."""
 
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,13 @@ SIDES = {"attention": ("pp", "dp", "cp", "tp"), "experts": ("pp", "edp", "ep", "
 def draw(layout: Layout, path: Path, columns: int = 8) -> None:
     """Draws the devices of `layout` twice, coloured by what they hold in common.
 
-    Above, a colour is the sequences of a data-parallel rank in a stage, and the text says which
-    part of them a device has; below, a colour is the experts of an expert-parallel rank in a stage.
+    Above, a colour is the sequences of a data-parallel rank in a stage, and the text is the
+    device's rank along each axis; below, a colour is the experts of an expert-parallel rank in a
+    stage.
     Devices are in the order of their ranks, a row of `columns` at a time.
 
     Args:
-      path: where the picture goes; the suffix decides its format.
+      path: file of the picture; the suffix decides its format.
     """
     from matplotlib.figure import Figure
 

@@ -1,4 +1,5 @@
-"""Which layout for this model on this cluster, and why: memory and time in plain arithmetic.
+"""Planner: the best parallel layout of a model on a cluster, by arithmetic of memory and time.
 
-Nothing here runs on a device. ``python -m sharding.planner MODEL --hardware h100x64`` asks.
+Nothing here runs on a device. Its command is
+``python -m sharding.planner MODEL --hardware h100x64``.
 """

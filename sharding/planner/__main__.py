@@ -1,4 +1,4 @@
-"""The command line: the best layouts of a model on a cluster, and why not others."""
+"""Command line: prints the best layouts of a model on a cluster, and what rules out others."""
 
 import argparse
 import re
@@ -67,7 +67,7 @@ serving.add_flags(PARSER)
 
 
 OVERLAPS = ("expert_chunks", "two_batch_overlap", "overlap_grad_reduce")
-"""Flags of communication beside products."""
+"""Flags of communication overlapped with matrix products."""
 
 
 def number(text: str) -> int:
@@ -96,10 +96,10 @@ def model_of(text: str) -> ModelSizes:
 
 
 def program_of(given: argparse.Namespace, hardware: Hardware) -> tuple[Method, System, Choices]:
-    """How a program computes, and what is left to choose.
+    """Method and system of a program, and the choices that are left to the search.
 
     Raises:
-      ValueError: for fewer than one chunk, and for choices that another program has not.
+      ValueError: for fewer than one chunk, and for choices that the program does not support.
     """
     name = given.program
     own = {flag: getattr(given, flag) for flag in ("activation_wire", "gradient_wire")}

@@ -1,4 +1,4 @@
-"""How long an optimizer step takes: products, memory traffic, exposed communication, bubbles."""
+"""Time of an optimizer step: products, memory traffic, exposed communication, pipeline bubbles."""
 
 import functools
 from collections.abc import Iterable
@@ -24,19 +24,20 @@ from sharding.schedule import Schedule
 
 @dataclass(frozen=True)
 class System:
-    """What a program makes of a device and of its links.
+    """Efficiency of a program on a device, and the communication that it overlaps.
 
     Attributes:
       efficiency: the fraction of peak that products reach; the one number that is calibrated.
-      hidden: the fraction of communication that runs under products where these last long enough.
-      hides_hops: an interleaved pipeline hands on under the work on other chunks.
-      hides_gradients: gradients of layers are summed while the last micro-batches go backward, with
-        `Method.overlap_grad_reduce`.
+      hidden: the fraction of communication that is overlapped with products if these last long
+        enough.
+      hides_hops: an interleaved pipeline sends activations while it computes other chunks.
+      hides_gradients: gradients of layers are reduced during the backward pass of the last
+        micro-batches, with `Method.overlap_grad_reduce`.
       hides_ends: those of embedding and head too.
-      hides_chunks: a chunk of tokens travels to the experts and back under the products of another,
-        with `Method.expert_chunks`.
-      hides_halves: a half of the rows sends under the products of the other, with
-        `Method.two_batch_overlap`.
+      hides_chunks: the all-to-all of a chunk of tokens is overlapped with the expert products of
+        another, with `Method.expert_chunks`.
+      hides_halves: communication of one half of the rows is overlapped with the products of the
+        other, with `Method.two_batch_overlap`.
     """
 
     efficiency: float = 0.6
@@ -57,10 +58,10 @@ class Cost:
     """Seconds of one step on the slowest stage.
 
     Attributes:
-      products: of matrices and of attention, what is computed again included.
+      products: of matrices and of attention, recomputation included.
       traffic: norms, activations, permutations and the optimizer, at the rate of memory.
-      communication: exposed, by what is sent.
-      bubble: waiting of a pipeline.
+      communication: exposed, by kind.
+      bubble: idle time of the pipeline.
       flops: floating-point operations of the step that the model needs, on one device.
     """
 
@@ -72,7 +73,7 @@ class Cost:
 
     @property
     def exposed(self) -> float:
-        """Communication that nothing hides."""
+        """Exposed communication, not overlapped."""
         return sum(self.communication.values())
 
     @property
@@ -85,8 +86,8 @@ class Cost:
 
 
 TRAFFIC_FORWARD, TRAFFIC_BACKWARD = 2, 4
-"""How often a value that a layer makes crosses the memory bus: written and read; read again, its
-gradient written and read, and once more for the sum of two gradients."""
+"""Memory accesses per value that a layer computes: written and read; read again, its gradient
+written and read, and once more for the sum of two gradients."""
 
 
 def cost(
@@ -97,12 +98,12 @@ def cost(
     hardware: Hardware,
     system: System,
 ) -> Cost:
-    """The time of a step of `batch`.
+    """Time of a step of `batch`.
 
-    A stage works on one micro-batch after the other, the slowest of them (the deepest, with the
-    head) sets the pace. A pipeline idles as `Schedule.bubble` says, ``(pp - 1) / vpp``
-    micro-batches where ``pp`` divides their number; gradients and new weights come after all, but
-    for what `sharding.planner.overlap` hides of the gradients.
+    A stage processes the micro-batches one after the other; the slowest stage (the deepest, with
+    the head) sets the pace. The pipeline idles for `Schedule.bubble`, ``(pp - 1) / vpp``
+    micro-batches where ``pp`` divides their number. Gradients are reduced and new weights gathered
+    after all micro-batches, except for what `sharding.planner.overlap` hides of the gradients.
     """
     number = batch.num_micro_batches(layout)
     flops = batch.tokens * model.training_flops(batch.time) / layout.num_devices
@@ -114,7 +115,7 @@ def cost(
     sent = {what: number * time for what, time in sent.items()}
     of_weights = model, as_held(model, layout), for_weights(method), hardware
     if method.fsdp:
-        # Shards are fetched while the layer before is at work: what takes longer shows.
+        # Shards are fetched while the previous layer computes: only the excess is exposed.
         joined = number * _unsharding(*of_weights)
         sent["shards of layers"] = max(0.0, joined - products - traffic)
     working = products + traffic + sum(sent.values())
@@ -136,7 +137,7 @@ def cost_at_least(
     hardware: Hardware,
     system: System,
 ) -> float:
-    """Seconds that a step takes without anything that is sent but new weights."""
+    """Lower bound of a step's seconds: without any communication but that of new weights."""
     number, alike = batch.num_micro_batches(layout), as_held(model, layout)
     computed = _computed(model, alike, batch, method, hardware, system)
     working = number * sum(computed) * (1 + Schedule(layout.pp, number, layout.vpp).bubble)
@@ -145,7 +146,7 @@ def cost_at_least(
 
 @functools.lru_cache(maxsize=256)
 def _at_the_end(model: ModelSizes, layout: Layout, method: Method, hardware: Hardware) -> float:
-    """Seconds of the optimizer and of joining new weights, which nothing hides."""
+    """Seconds of the optimizer and of gathering new weights, which are not overlapped."""
     *_, joined = _once(model, layout, method, hardware)
     return joined + _optimizer(model, layout, method, hardware)
 
@@ -159,8 +160,10 @@ def _computed(
     hardware: Hardware,
     system: System,
 ) -> tuple[float, float, float]:
-    """Seconds of a micro-batch's products in layers and in the head, and of its way through memory:
-    the same for all numbers of chunks on a stage."""
+    """Seconds of a micro-batch: products of the layers, products of the head, memory traffic.
+
+    They are equal for all numbers of chunks on a stage.
+    """
     tokens = batch.local_tokens(layout)
     return (
         _products_of_layers(model, layout, batch, method, hardware, system),
@@ -192,8 +195,9 @@ def _products_of_layers(
 ) -> float:
     """Seconds of the layers' products of a micro-batch on one device of the slowest stage.
 
-    A product takes its arithmetic or, if that is longer, the way of its weights through memory:
-    read forward and for the gradient of its input, and the sum of their gradients read and written.
+    A product takes the time of its arithmetic or, if that is longer, of its weights' memory
+    traffic: read forward and for the gradient of its input, and the sum of their gradients read and
+    written.
     """
     tokens, stored, rate = batch.local_tokens(layout), method.stored, system.rate(hardware)
 
@@ -202,7 +206,7 @@ def _products_of_layers(
 
     forward = backward = 0.0
     of_all, of_experts = _matrices(model, layout, tokens)
-    # Each half of the rows meets all matrices again, each chunk of tokens those of its experts.
+    # Each half of the rows reads all matrices again, each chunk of tokens those of its experts.
     halves = len(method.streams(batch))
     parts = [(of_all, halves), (of_experts, halves * method.expert_chunks)]
     for (flops, parameters), times in parts:
@@ -223,14 +227,16 @@ def _products_of_layers(
 
 
 def _projections(model: ModelSizes, layout: Layout, tokens: int) -> tuple[float, float]:
-    """(floating-point operations, parameters) of what makes queries, keys and values."""
+    """(floating-point operations, parameters) of the query, key and value projections."""
     each = model.d_model * (model.queries + 2 * model.keys) * _layers_on_stage(model, layout)
     return 2.0 * tokens * each, each / layout.tp
 
 
 def _matrices(model: ModelSizes, layout: Layout, tokens: int) -> list[tuple[float, float]]:
-    """(floating-point operations of one pass, parameters) of a device's layers: of those that all
-    tokens meet, and of the experts."""
+    """(floating-point operations of one pass, parameters) of a device's layers.
+
+    The first pair is that of the matrices that process all tokens, the second that of the experts.
+    """
     like = model.num_layers - model.num_dense_layers
     dense = model.num_layers * model.attention_parameters + 3 * model.d_model * (
         like * model.d_ff + model.num_dense_layers * model.dense_d_ff
@@ -245,7 +251,7 @@ def _matrices(model: ModelSizes, layout: Layout, tokens: int) -> list[tuple[floa
 
 
 def _layers_on_stage(model: ModelSizes, layout: Layout) -> float:
-    """Of the deepest stage, with its share of the dense first ones."""
+    """Layers of the deepest stage, with its share of the dense first ones."""
     like = model.num_layers - model.num_dense_layers
     return model.num_layers * layers_on_device(model, layout) / like
 
@@ -257,16 +263,16 @@ def _traffic(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> 
 
 
 def times_through_memory(remat: str) -> int:
-    """How often what a layer makes crosses the memory bus, made again or not."""
+    """Memory accesses per value that a layer computes, with recomputation if there is any."""
     return TRAFFIC_FORWARD + TRAFFIC_BACKWARD + TRAFFIC_FORWARD * (remat != "none")
 
 
 def passing(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> float:
-    """Bytes of all that a layer makes of a micro-batch, on one device."""
+    """Bytes of all values that a layer computes of a micro-batch, on one device."""
     if method.context == "ring":
-        # Keys and values of the others come one after the other, and none stays.
+        # Keys and values of the others arrive one after the other, and none is kept.
         method = varied(method, context="gather")
-    # Tokens that come are made rows of, and do not stay either; their choices do.
+    # Received tokens are permuted into rows, and are not kept either; their expert ids are.
     came = arrived_tokens(model, layout, tokens, method) * model.d_model * method.itemsize
     return activation_bytes(model, layout, tokens, method, "none") + came
 
@@ -289,7 +295,7 @@ def _exposed(
     in_layers: float,
     products: float,
 ) -> dict[str, float]:
-    """Seconds of a micro-batch's communication that show, by what is sent.
+    """Seconds of a micro-batch's exposed communication, by kind.
 
     Args:
       in_layers: seconds of its products in the layers.
@@ -318,7 +324,7 @@ def _exposed(
 def _sends(
     model: ModelSizes, layout: Layout, batch: Batch, method: Method, hardware: Hardware
 ) -> dict[str, float]:
-    """Seconds of a micro-batch's communication, but for hops: layers, embedding and head."""
+    """Seconds of a micro-batch's communication without pipeline hops: layers, embedding, head."""
     of_layer, of_ends = _in_groups(model, one_chunk(layout), batch, for_tokens(method), hardware)
     layers = _layers_on_stage(model, layout)
     found = {name: layers * seconds for name, seconds in of_layer}
@@ -351,8 +357,11 @@ def _group(what: str) -> str:
 def _once(
     model: ModelSizes, layout: Layout, method: Method, hardware: Hardware
 ) -> tuple[float, float, float]:
-    """Seconds of what is sent once in a step: gradients of layers summed, and those of both ends;
-    new weights joined."""
+    """Seconds of communication once per step.
+
+    They are those of the reduction of the layers' gradients, of that of the embedding's and head's
+    gradients, and of the all-gather of new weights.
+    """
     of_ends = {f"gradients: {one.what}" for one in held(model, layout) if not one.depth}
     sent = volumes.gradients(model, layout, method)
     joined = [one for one in sent if one.kind == "all_gather"]
@@ -368,8 +377,7 @@ def _once(
 
 @functools.lru_cache(maxsize=1024)
 def _unsharding(model: ModelSizes, layout: Layout, method: Method, hardware: Hardware) -> float:
-    """Seconds of a micro-batch's share of full sharding: layers joined twice, their gradients
-    summed into shards."""
+    """Seconds of FSDP per micro-batch: layers gathered twice, their gradients reduce-scattered."""
     joined = list(volumes.unsharding(model, layout, method))
     sent = repeated(joined, 2) + [volumes.summed_back(one, layout, method) for one in joined]
     return _seconds(sent, layout, hardware)
@@ -382,7 +390,7 @@ GROUPS = (
     ("vocabulary", ("head", "embedding")),
     ("order of rows", ("halves",)),
 )
-"""What transfers are called together, by the words in their names."""
+"""Names of groups of transfers, by the words in the transfers' names."""
 
 
 def _seconds(transfers: Iterable[Transfer], layout: Layout, hardware: Hardware) -> float:

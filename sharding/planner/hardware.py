@@ -1,11 +1,11 @@
-"""Devices and the links between them: what a datasheet says, and how much of it a program gets."""
+"""Devices and the links between them: datasheet rates, and the share that programs reach."""
 
 import re
 from dataclasses import dataclass
 
 LINK_EFFICIENCY = 0.8
-"""Of a link's rate, what large messages reach: DeepEP reports 153 to 158 of 200 GB/s between H800s
-inside a server and 43 to 58 of 50 GB/s outside, where some tokens are sent once for a whole
+"""Share of a link's rate that large messages reach. DeepEP reports 153 to 158 of 200 GB/s between
+H800s inside a server and 43 to 58 of 50 GB/s outside, where some tokens are sent once for a whole
 server."""
 
 
@@ -14,7 +14,7 @@ class Hardware:
     """One device and its links, SI units; rates are of one direction.
 
     Attributes:
-      name: what `parse` knows it by.
+      name: its name in `parse`.
       peak: FLOP/s of dense products of bfloat16.
       memory: bytes; sellers' "80 GB" are GiB.
       memory_bandwidth: bytes/s.
@@ -23,9 +23,9 @@ class Hardware:
       outside: bytes/s that a device sends to others.
       latency_inside, latency_outside: seconds of one step of a collective, typical ones.
       price: of a device over that of an L20, None where no source gives one.
-      exchange: the rate of an all-to-all of tokens as a part of that of a ring over the same
-        devices, from where `benchmarks/dispatch.py` or others saw dispatchers cross; 1 where nobody
-        has measured.
+      exchange: the rate of an all-to-all of tokens as a fraction of that of a ring over the same
+        devices, from the crossover of dispatchers in `benchmarks/dispatch.py` or elsewhere; 1 if
+        not measured.
       overlaps: it computes while it communicates.
     """
 
@@ -74,7 +74,7 @@ A800, L20, and all prices: https://arxiv.org/abs/2504.02263); vendors' datasheet
 
 
 UNKNOWN = Hardware("links that are all alike", 1.0, 1.0, 1.0, 2**31, 1.0, 1.0, 0.0, 0.0)
-"""Of devices that the table has not: what takes longer is what sends more."""
+"""Stands for devices that are not in the table: times are proportional to the bytes sent."""
 
 
 def parse(text: str) -> tuple[Hardware, int]:
@@ -93,7 +93,7 @@ def parse(text: str) -> tuple[Hardware, int]:
 
 
 def of_kind(kind: str) -> Hardware | None:
-    """The accelerator that JAX calls `kind`; None for a CPU and for what is not known.
+    """The accelerator that JAX calls `kind`; None for a CPU and for an unknown device.
 
     Examples:
       >>> of_kind("NVIDIA H100 80GB HBM3").name

@@ -1,8 +1,8 @@
-"""How long a collective takes on a cluster: which links its groups use, and at what rate; and how
-long those of a layer and of the network's ends take.
+"""Time of collectives on a cluster, by the links of their groups and the links' rates.
 
-A search asks for the same layer under many layouts. What is asked before is kept, by no more than
-it depends on: attention by ``tp`` and ``cp``, experts by ``ep`` and ``etp``.
+It includes the collectives of a layer, and of embedding and head. A search needs the same layer
+under many layouts. Results are cached by what they depend on only: attention by ``tp`` and ``cp``,
+experts by ``ep`` and ``etp``.
 """
 
 import functools
@@ -18,7 +18,7 @@ from sharding.planner.models.weights import one_chunk
 from sharding.planner.transfer import Transfer, spanned
 
 Timed = tuple[tuple[str, float], ...]
-"""What collectives are called, and the seconds that each takes."""
+"""Names of collectives, and the seconds of each."""
 
 
 def in_domain(transfer: Transfer, layout: Layout, hardware: Hardware) -> int:
@@ -30,12 +30,12 @@ def in_domain(transfer: Transfer, layout: Layout, hardware: Hardware) -> int:
 
 
 def seconds(transfer: Transfer, layout: Layout, hardware: Hardware) -> float:
-    """Of all times that it happens.
+    """Seconds of a collective, over all times that it happens.
 
-    A ring over several domains leaves each through the adapters of all its members there, so that
-    its rate is the smaller of a fast link's and theirs together. An all-to-all sends to each member
-    by itself, at `Hardware.exchange` of the links' rates: what goes inside and what goes outside
-    travel at once. A permute is as slow as its slowest hop.
+    A ring over multiple domains leaves each through the adapters of all its members there, so its
+    rate is the smaller of a fast link's and the sum of theirs. An all-to-all sends to each member
+    separately, at `Hardware.exchange` of the links' rates; data inside and outside of a domain is
+    sent simultaneously. A permute is as slow as its slowest hop.
     """
     n, near = transfer.group(layout), in_domain(transfer, layout, hardware)
     if n == 1:
@@ -65,7 +65,10 @@ def seconds(transfer: Transfer, layout: Layout, hardware: Hardware) -> float:
 def of_layer(
     model: ModelSizes, layout: Layout, batch: Batch, method: Method, hardware: Hardware
 ) -> Timed:
-    """One layer with one micro-batch, forward and backward (`sharding.planner.volumes.layer`)."""
+    """Times of one layer's collectives for one micro-batch, forward and backward.
+
+    They are those of `sharding.planner.volumes.layer`.
+    """
     routed = alike(layout)[1]
     given, parts = (for_tokens(method), hardware), []
     for rows in method.streams(batch):
@@ -77,8 +80,8 @@ def of_layer(
 def beside_experts(
     model: ModelSizes, layout: Layout, batch: Batch, method: Method, hardware: Hardware
 ) -> tuple[Timed, Timed]:
-    """`sharding.planner.volumes.beside_experts`, forward and backward."""
-    # The hops of a ring are others under a pipeline.
+    """Times of `sharding.planner.volumes.beside_experts`, forward and backward."""
+    # The hops of a ring differ under a pipeline.
     own = layout if method.context == "ring" and layout.pp > 1 else alike(layout)[0]
     return _beside_experts(model, own, batch, for_tokens(method), hardware)
 
@@ -94,7 +97,7 @@ def _beside_experts(
 def experts(
     model: ModelSizes, layout: Layout, tokens: int, method: Method, hardware: Hardware
 ) -> tuple[Timed, Timed]:
-    """`sharding.planner.volumes.experts`, forward and backward."""
+    """Times of `sharding.planner.volumes.experts`, forward and backward."""
     return _experts(model, alike(layout)[1], tokens, for_tokens(method), hardware)
 
 
@@ -109,8 +112,10 @@ def _experts(
 def of_ends(
     model: ModelSizes, layout: Layout, batch: Batch, method: Method, hardware: Hardware
 ) -> Timed:
-    """Embedding and head with one micro-batch, forward and backward, and what puts the halves of
-    its rows in order between."""
+    """Times of embedding and head for one micro-batch, forward and backward.
+
+    With two-batch overlap they include the collectives that restore the order of the rows.
+    """
     return _of_ends(model, alike(layout)[0], batch, for_tokens(method), hardware)
 
 
@@ -131,8 +136,10 @@ def _timed(transfers: Iterable[Transfer], layout: Layout, hardware: Hardware) ->
 
 @functools.lru_cache(maxsize=1024)
 def alike(layout: Layout) -> tuple[Layout, Layout]:
-    """The layouts with ``tp cp`` and with ``ep etp`` alone, where groups over these lie as they do
-    in the whole one; else the whole one."""
+    """Reduced layouts with ``tp cp`` and with ``ep etp`` only, as keys of the caches.
+
+    Where the groups over these axes span other ranks than in the full layout, it is the full one.
+    """
     whole = one_chunk(layout)
     attention = Layout(tp=layout.tp, cp=layout.cp)
     experts = Layout(dp=layout.ep * layout.etp, ep=layout.ep, etp=layout.etp)

@@ -1,4 +1,4 @@
-"""What a device needs while it trains: weights, optimizer, gradients, activations, buffers."""
+"""Memory of a device in training: weights, optimizer, gradients, activations, buffers."""
 
 import functools
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ class Memory:
 
     Attributes:
       weights: as they are used, under full sharding their shards.
-      optimizer: moments and masters, in shards (ZeRO-1).
-      gradients: their sum over micro-batches, and that of the micro-batch at hand where they are
-        added up.
-      activations: what layers keep for their backward pass, of all micro-batches on their way.
-      buffers: what is there for a moment: one layer at work, logits, joined shards, and what a
-        chunk of a pipeline has just made to be kept.
+      optimizer: moments and master weights, in shards (ZeRO-1).
+      gradients: their sum over micro-batches, and that of the current micro-batch where they are
+        accumulated.
+      activations: residuals of the layers for the backward pass, of all micro-batches in flight.
+      buffers: temporary values: those of the current layer, logits, gathered shards, and the new
+        residuals of a pipeline chunk.
     """
 
     weights: float
@@ -43,13 +43,13 @@ class Memory:
 def memory(
     model: ModelSizes, layout: Layout, batch: Batch, method: Method, vocab_chunk: int | None = 8192
 ) -> Memory:
-    """The needs of one device.
+    """Memory of one device.
 
-    Scores of attention count where `Method.attention` says that they are in memory: kernels of
+    Attention scores count if `Method.attention` materialises them in memory: kernels of
     accelerators hold them on the chip.
 
     Args:
-      vocab_chunk: columns of the head whose logits are there at a time; None is all of a device.
+      vocab_chunk: vocabulary columns whose logits are computed at a time; None is all of a device.
     """
     tokens, number = batch.local_tokens(layout), batch.num_micro_batches(layout)
     depth = layers_on_device(model, layout)
@@ -63,15 +63,15 @@ def memory(
     if method.remat != "none":
         stays_of_layer = activation_bytes(model, layout, tokens, method, method.remat)
     at_work, scores = 2 * values, scores_at_work(model, layout, batch, method)
-    # Where a chunk is a layer by itself, and so no loop over layers, XLA's CPU programs need less:
-    # as if scores took the place of gradients. Fitted to them, not derived.
+    # Where a chunk is a single layer, without a loop over layers, XLA's CPU programs need less: as
+    # if scores took the place of gradients. Fitted to them, not derived.
     at_work += scores if depth > layout.vpp else max(scores - values, 0)
     if method.repeats(method.remat):
-        # Nothing stands between what was kept of it and its backward pass: no copies of that.
+        # The backward pass uses its residuals directly, without copies of them.
         at_work -= stays_of_layer
     if method.remat == "full":
-        # Its input and what came by collectives are not made again; what came to experts, of which
-        # rows are made, is not among its values.
+        # Its input and the results of collectives are not recomputed; the tokens received by the
+        # experts, which are permuted into rows, are not among its values.
         at_work -= stays_of_layer
         at_work += came_to_experts(model, layout, tokens, method)
     if layout.pp > 1 and not method.in_place:
@@ -80,7 +80,7 @@ def memory(
     of_layers = stays_of_layer + scores_kept(model, layout, batch, method)
     activations = layers_on_way(model, layout, number) * of_layers
     if method.copies_experts and method.remat == "none" and layout.pp == 1 and model.num_experts:
-        # Through a pipeline what is made of weights alone is made again.
+        # In a pipeline residuals that depend on weights only are recomputed.
         copies = model.num_layers - model.num_dense_layers
         of_layer = model.expert_parameters / (layout.ep * layout.etp)
         activations += copies * of_layer * method.stored.weight
@@ -89,17 +89,17 @@ def memory(
         optimizer=stays.optimizer,
         gradients=stays.gradients,
         activations=activations,
-        # Gradients go on their way when layers and logits are done.
+        # Gradients are sent after layers and logits are done.
         buffers=stays.joined + max(logits + at_work, stays.wire),
     )
 
 
 class States(NamedTuple):
-    """Bytes on one device that batches and what layers keep of them do not change.
+    """Bytes on one device that do not depend on batch and rematerialisation.
 
     Attributes:
       weights, optimizer, gradients: as in `Memory`.
-      joined: weights that full sharding has whole at a time.
+      joined: weights that full sharding has gathered at a time.
       wire: `wire_buffer`.
     """
 
@@ -112,10 +112,10 @@ class States(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def states(model: ModelSizes, layout: Layout, method: Method, adds_up: bool) -> States:
-    """What one device has of weights, gradients and optimizer.
+    """Memory of weights, gradients and optimizer on one device.
 
     Args:
-      adds_up: there are several micro-batches, whose gradients are summed.
+      adds_up: true with gradient accumulation over multiple micro-batches.
     """
     depth = layers_on_device(model, layout)
     weights = optimizer = gradients = joined = 0.0
@@ -127,14 +127,17 @@ def states(model: ModelSizes, layout: Layout, method: Method, adds_up: bool) -> 
         of_gradient = stored.gradient + (stored.summand if adds_up else 0)
         gradients += (part if method.fsdp and one.in_layers else whole) * of_gradient
         if method.fsdp:
-            # The layer at work and the ends, whole.
+            # The current layer, embedding and head, gathered.
             joined += whole * stored.weight_wire / (depth if one.in_layers else 1)
     return States(weights, optimizer, gradients, joined, wire_buffer(model, layout, method))
 
 
 def gradients_apart(model: ModelSizes, layout: Layout, batch: Batch, method: Method) -> float:
-    """Bytes of a layer's gradients beside one of each, until they are added up: one of all weights
-    for each half of the rows, and of the experts for each chunk of these."""
+    """Bytes of a layer's additional partial gradients, until they are added up.
+
+    There is one of all weights for each half of the rows, and one of the experts for each chunk of
+    these.
+    """
     halves, found = len(method.streams(batch)), 0.0
     if halves == method.expert_chunks == 1:
         return found
@@ -146,9 +149,12 @@ def gradients_apart(model: ModelSizes, layout: Layout, batch: Batch, method: Met
 
 
 def wire_buffer(model: ModelSizes, layout: Layout, method: Method) -> float:
-    """Bytes of the largest gradient in bfloat16, as it goes and as it comes
-    (`sharding.compression`): of a stack of matrices of all layers, the experts' gate and up, which
-    are two thirds of them, the dense layers' or half of attention's, or of the embedding."""
+    """Bytes of the largest gradient in bfloat16, as it is sent and received.
+
+    See `sharding.compression`. It is that of a stack of matrices of all layers (the experts' gate
+    and up, which are two thirds of them, the dense layers' or half of attention's) or of the
+    embedding.
+    """
     if method.gradient_wire == "float32":
         return 0.0
     parts = {"experts": 2 / 3, "dense layers": 2 / 3, "first dense layers": 2 / 3}
@@ -163,10 +169,10 @@ def wire_buffer(model: ModelSizes, layout: Layout, method: Method) -> float:
 
 
 def layers_on_way(model: ModelSizes, layout: Layout, num_micro_batches: int) -> int:
-    """Layers that keep something on a device at a time.
+    """Layers whose residuals a device keeps at a time.
 
-    A stage of a pipeline keeps what every chunk on its way needs, and the first one's dense layers
-    what those need; all stages have room for as much.
+    A pipeline stage keeps those of every chunk in flight, and the first stage those of its dense
+    layers; all stages have buffers of this size.
     """
     if layout.pp == 1:
         return model.num_layers
@@ -177,10 +183,10 @@ def layers_on_way(model: ModelSizes, layout: Layout, num_micro_batches: int) -> 
 
 
 def chunks_on_way(layout: Layout, num_micro_batches: int) -> int:
-    """Model chunks that a stage has sent forward and not yet backward, at most.
+    """Most model chunks in flight on a stage, between their forward and backward pass.
 
     ``pp`` with one chunk on a stage, else ``pp vpp + pp - 1``; fewer where there are few micro-
-    batches. `sharding.schedule.Schedule.slots` has a place for each.
+    batches. `sharding.schedule.Schedule.slots` has a slot for each.
 
     References:
       Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021,
@@ -193,24 +199,24 @@ def chunks_on_way(layout: Layout, num_micro_batches: int) -> int:
 
 
 def first_chunks_on_way(layout: Layout, num_micro_batches: int) -> int:
-    """Those of them that are the first of all chunks."""
+    """Chunks in flight that are the first of all chunks."""
     return min(num_micro_batches, layout.pp if layout.vpp == 1 else 2 * layout.pp)
 
 
 def activation_bytes(
     model: ModelSizes, layout: Layout, tokens: int, method: Method, remat: str
 ) -> float:
-    """Bytes that one layer keeps for its backward pass.
+    """Bytes of the residuals of one layer.
 
-    "full" keeps the input and what collectives over tokens gave. "selective" and "projections" keep
-    `selective_activation_bytes`; the first, where nothing is sent again (`Method.resends`), the
-    results of products beside those of collectives. "none" keeps what norms, activations and
-    permutations give as well. Attention's scores are `sharding.planner.scores`.
+    "full" keeps the input and the results of collectives over tokens. "selective" and "projections"
+    keep `selective_activation_bytes`; the first, if communication is not repeated
+    (`Method.resends`), the results of products and of collectives. "none" keeps the results of
+    norms, activations and permutations as well. Attention's scores are `sharding.planner.scores`.
     """
     if method.repeats(remat):
         return selective_activation_bytes(model, layout, tokens, method, remat)
     h, width = model.d_model, method.itemsize
-    # Parts of what the tp and etp ranks hold together.
+    # Shards of what the tp and etp ranks hold together.
     hidden, dense_width = model.d_expert / layout.etp, model.d_ff
     gathered = layout.tp if layout.tp > 1 else 0
     rows = arrived = numbers = 0
@@ -224,8 +230,8 @@ def activation_bytes(
     attends = 2 * model.keys * of_keys[method.context]
     if remat == "full":
         if layout.cp > 1:
-            # Keys and values of the others; what attention gives, with a log-sum for each query,
-            # where they come by hops; all that is traded, there and back.
+            # Keys and values of the others; with a ring, the output of attention with a log-sum for
+            # each query; with Ulysses, all that is exchanged, in both directions.
             traded = 2 * model.queries + attends
             across = {"gather": attends, "ring": model.queries, "ulysses": traded}
             elements += tokens * across[method.context]
@@ -235,8 +241,8 @@ def activation_bytes(
     elements += rows * 2 * hidden
     numbers += tokens * (model.num_heads + model.num_experts)
     if remat == "none":
-        # Two norms and their sum, attention's output, rows, and hidden units after activation. No
-        # gradient is of the tokens that came: rows are what is made of them.
+        # Two norms and their sum, attention's output, rows, and hidden units after activation. The
+        # received tokens have no gradient of their own: they are permuted into rows.
         elements += tokens * (3 * h + model.queries + dense_width) + rows * (h + hidden)
         numbers += tokens * 3 * model.num_experts
     else:
@@ -245,8 +251,7 @@ def activation_bytes(
 
 
 def came_to_experts(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> float:
-    """Bytes of the tokens that other devices send to the experts of one, as they come, with their
-    choices and what these count by."""
+    """Bytes of tokens that the experts of a device receive, with expert ids and gate weights."""
     of_token = model.d_model * method.itemsize
     if method.activation_wire is not None:
         of_token = model.d_model + FLOAT32
@@ -257,11 +262,11 @@ def came_to_experts(model: ModelSizes, layout: Layout, tokens: int, method: Meth
 def selective_activation_bytes(
     model: ModelSizes, layout: Layout, tokens: int, method: Method, remat: str
 ) -> float:
-    """Bytes that one layer keeps under "selective" or "projections", as `moe.remat` has them.
+    """Bytes of the residuals of one layer under "selective" or "projections", as in `moe.remat`.
 
     ``(2 k f + 4 + 2 / m) T h`` elements of T tokens where routing is even: the residual stream
-    twice, queries, keys, values, what attention gives, gate and up; and in float32 a log-sum for
-    each query head, the router's logits and choices. Under "projections" no queries, keys and
+    twice, queries, keys, values, the output of attention, gate and up; and in float32 a log-sum for
+    each query head, the router's logits and top-k indices. Under "projections" no queries, keys and
     values.
 
     References:
@@ -279,7 +284,7 @@ def selective_activation_bytes(
 
 
 def expert_rows(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> int:
-    """Rows that the experts of a device compute: those of even routing, or room for any."""
+    """Rows that the experts of a device compute: those of even routing, or the worst case."""
     if method.even:
         return tokens * model.experts_per_token * layout.etp
     local = model.num_experts // layout.ep
@@ -290,14 +295,16 @@ def expert_rows(model: ModelSizes, layout: Layout, tokens: int, method: Method) 
 
 
 def tokens_per_expert(model: ModelSizes, tokens: int) -> int:
-    """An expert's capacity for the tokens of one device, without a capacity all of them."""
+    """Capacity of an expert for the tokens of one device; without a capacity factor all of them."""
     one_each = tokens_per_peer(model, Layout(dp=model.num_experts, ep=model.num_experts), tokens)
     return min(tokens, one_each)
 
 
 def arrived_tokens(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> int:
-    """Tokens that come to the experts of a device from all that share them; none where it alone
-    has them all, or there are none."""
+    """Tokens that the experts of a device receive from all devices that share them.
+
+    It is 0 where a device has all experts itself, or there are none.
+    """
     shared = layout.ep * layout.etp
     if shared == 1 or not model.num_experts:
         return 0

@@ -1,4 +1,4 @@
-"""How a layout is run beside its sizes: batch, dispatch, context, rematerialisation, storage."""
+"""Settings of a run besides its layout: batch, dispatch, context, rematerialisation, storage."""
 
 import functools
 from dataclasses import dataclass, replace
@@ -15,12 +15,12 @@ KNOWN: dict[str, tuple[str | None, ...]] = {
     "mu_dtype": ("float32", "bfloat16"),
     "attention": (None, "plain", "blocked"),
 }
-"""What the fields of a `Method` may be; of `remat` what takes less time comes first."""
+"""Allowed values of the fields of a `Method`; those of `remat` from the fastest on."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What one optimizer step is taken on.
+    """Batch of one optimizer step.
 
     Attributes:
       rows: sequences on all devices.
@@ -52,8 +52,10 @@ class Batch:
         return self.rows // each
 
     def local_tokens(self, layout: Layout) -> int:
-        """Tokens of a micro-batch on one device, with what zig-zag order pads: under ``cp`` rows
-        are cut into ``2 cp`` chunks."""
+        """Tokens of a micro-batch on one device, with the padding of zig-zag order.
+
+        With ``cp`` rows are split into ``2 cp`` chunks.
+        """
         unit = 1 if layout.cp == 1 else 2 * layout.cp
         padded = -(-self.time // unit) * unit
         return self.micro_rows * padded // (layout.cp * layout.tp)
@@ -64,13 +66,14 @@ class Storage:
     """Bytes of a parameter.
 
     Attributes:
-      weight: where it is used.
+      weight: the weight as it is used.
       gradient: its sum over micro-batches.
-      master: a copy kept in shards beside the weight; 0 where the weight is one.
+      master: master weight, kept in shards; 0 where the weight is its own master.
       moments: Adam's two, in shards.
-      gradient_wire: of a gradient on its way between devices.
-      weight_wire: of a new weight on its way.
-      summand: of the gradient of one micro-batch, beside their sum; 0 where products add to it.
+      gradient_wire: communication dtype of a gradient.
+      weight_wire: communication dtype of a new weight.
+      summand: the gradient of one micro-batch, in addition to their sum; 0 where products
+        accumulate into the sum.
     """
 
     weight: int
@@ -101,33 +104,33 @@ section 5 (the wire). https://arxiv.org/abs/2505.11432"""
 
 @dataclass(frozen=True)
 class Method:
-    """What is chosen beside a layout; fields as in `moe.execution.Execution`.
+    """Choices besides the layout; fields as in `moe.execution.Execution`.
 
     Attributes:
-      dispatch: how tokens travel to experts.
-      context: how attention crosses ``cp``.
-      remat: what the backward pass computes again.
-      fsdp: weights are kept in shards and joined layer by layer.
+      dispatch: token dispatch method, how tokens are sent to experts.
+      context: context-parallel method, how attention crosses ``cp``.
+      remat: rematerialisation, what the backward pass recomputes.
+      fsdp: weights are kept in shards and gathered layer by layer.
       itemsize: bytes of an activation.
       storage: of weights, gradients and optimizer, one of `STORAGES`.
       resends: "selective" is that of `moe.remat`, which gathers tokens and sends them to experts
         again; else that of Korthikanti et al. (https://arxiv.org/abs/2205.05198), which repeats
         attention's scores, norms and activations, and no communication.
-      even: buffers of experts hold what even routing sends, as where their sizes are known at run
-        time or a capacity bounds them; else any routing.
-      activation_wire: what tokens travel to experts in, and back; None is as they are.
-      expert_chunks: parts that they travel in.
-      two_batch_overlap: rows go through the layers in two halves, see `streams`.
-      overlap_grad_reduce: gradients of a layer are summed when its last backward pass has ended.
-      gradient_wire: of gradients between sequence-parallel groups; "bfloat16" is an all-to-all of
-        terms that are summed in float32 (`sharding.compression`).
+      even: expert buffers have the size of even routing, as where their sizes are known at run time
+        or a capacity bounds them; else that of any routing.
+      activation_wire: communication dtype of tokens to the experts and back; None is their own.
+      expert_chunks: number of chunks in which they are dispatched.
+      two_batch_overlap: rows pass through the layers in two halves, see `streams`.
+      overlap_grad_reduce: gradients of a layer are reduced when its last backward pass has ended.
+      gradient_wire: communication dtype of gradients between sequence-parallel groups; "bfloat16"
+        is an all-to-all of terms that are summed in float32 (`sharding.compression`).
       mu_dtype: of Adam's first moment.
-      attention: what holds scores in memory: "plain", all of them, or "blocked", some; None is a
-        kernel that has them on the chip (`sharding.planner.scores`).
-      copies_experts: where "none" keeps what a layer computes, it keeps a copy of its experts'
-        matrices too, as XLA's programs do on a CPU.
-      in_place: a stage of a pipeline writes what a chunk keeps straight to its place among that of
-        the others; else beside it first, as `sharding.pipeline` does.
+      attention: implementation that materialises scores in memory: "plain", all of them, or
+        "blocked", a part; None is a kernel that has them on the chip (`sharding.planner.scores`).
+      copies_experts: where "none" keeps the values that a layer computes, it keeps a copy of its
+        experts' matrices too, as XLA's programs do on a CPU.
+      in_place: a pipeline stage writes the residuals of a chunk directly to their buffer slot; else
+        to a temporary buffer first, as `sharding.pipeline` does.
     """
 
     dispatch: str = "all_gather"
@@ -157,15 +160,20 @@ class Method:
                 )
 
     def streams(self, batch: Batch) -> tuple[Batch, ...]:
-        """What goes through a layer by itself: two halves of a micro-batch's rows, the first with
-        one more where their number is odd, or all at once."""
+        """Batches that pass through a layer separately.
+
+        With two-batch overlap they are two halves of a micro-batch's rows, the first with one more
+        where their number is odd; else the whole micro-batch.
+        """
         if not self.two_batch_overlap or batch.micro_rows < 2:
             return (batch,)
         return _halves(batch)
 
     def repeats(self, remat: str) -> bool:
-        """Whether under this rematerialisation a layer keeps what `moe.remat` names, and sends the
-        rest again."""
+        """True if under this rematerialisation a layer keeps only what `moe.remat` names.
+
+        It then repeats the communication of the rest in the backward pass.
+        """
         return remat == "projections" or (remat == "selective" and self.resends)
 
     @property
@@ -174,7 +182,7 @@ class Method:
 
     @property
     def stored_precise(self) -> Storage:
-        """Of norms and routers."""
+        """Storage of norms and routers."""
         return self._with_moments(STAYS_FLOAT32.get(self.storage, STORAGES[self.storage]))
 
     def _with_moments(self, storage: Storage) -> Storage:
@@ -190,22 +198,25 @@ def _halves(batch: Batch) -> tuple[Batch, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def varied(method: Method, **fields: str | int | bool | None) -> Method:
-    """The method with other fields: the same record for the same ones, as a search asks for few
-    methods many times."""
+    """The method with other fields, cached: a search needs few methods many times."""
     return replace(method, **fields)  # pyright: ignore[reportArgumentType]
 
 
 def for_tokens(method: Method) -> Method:
-    """The method as what layers send depends on it: whatever is of weights and gradients as it is
-    by default."""
+    """The method as a cache key of the layers' communication.
+
+    All fields of weights and gradients have their defaults.
+    """
     wires = {"storage": "float32", "gradient_wire": "float32", "mu_dtype": "float32"}
     return varied(method, **wires, overlap_grad_reduce=False)
 
 
 @functools.lru_cache(maxsize=4096)
 def for_weights(method: Method) -> Method:
-    """The method as what is kept and sent of weights, gradients and optimizer depends on it: all
-    else as it is by default."""
+    """The method as a cache key of memory and communication of weights, gradients and optimizer.
+
+    All other fields have their defaults.
+    """
     return Method(
         fsdp=method.fsdp,
         storage=method.storage,

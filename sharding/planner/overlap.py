@@ -1,30 +1,31 @@
-"""What shows of communication that runs beside products, with each kind of overlap and without.
+"""Exposed communication, with each kind of overlap and without.
 
-Without overlap all of it shows. With it what products do not last for shows, and what has no
-product beside it: of ``n`` pieces of communication C that may go on beside ``n`` equal pieces of
-products P, one has none,
+Without overlap all communication is exposed. With it the excess over the products is exposed, and
+the part that has no product to overlap with: of ``n`` pieces of communication C that may overlap
+with ``n`` equal pieces of products P, one has none,
 
     exposed = max(C / n, C - P (n - 1) / n).
 
-How much of this a scheduler reaches is another question: these are the best that the order of a
-program's operations allows.
+These are lower bounds, the best that the order of a program's operations allows; a scheduler may
+not reach them.
 """
 
 from collections.abc import Mapping
 
 IN_HALVES = ("context", "attention and dense layers over tp", "experts")
-"""Of what is sent, by `sharding.planner.cost.GROUPS`, that which halves send by themselves."""
+"""Groups of `sharding.planner.cost.GROUPS` that each half of the rows sends separately."""
 
 
 def beside_pieces(sent: float, products: float, pieces: int) -> float:
-    """Seconds of `sent` that show, ``max(C / n, C - P (n - 1) / n)``."""
+    """Exposed seconds of `sent`, ``max(C / n, C - P (n - 1) / n)``."""
     return max(sent / pieces, sent - products * (pieces - 1) / pieces)
 
 
 def beside_chunks(experts: float, products: float, chunks: int) -> float:
-    """Seconds of the experts' communication that show where chunks of tokens travel beside each
-    other's products (`Method.expert_chunks`): one of `chunks` is at least the first chunk's way out
-    and the last one's back.
+    """Exposed seconds of the experts' all-to-all, overlapped with products of other chunks.
+
+    See `Method.expert_chunks`. At least one of `chunks` is exposed: the dispatch of the first chunk
+    and the return of the last.
 
     Args:
       products: seconds of the experts' products.
@@ -33,23 +34,23 @@ def beside_chunks(experts: float, products: float, chunks: int) -> float:
 
 
 def beside_halves(sent: Mapping[str, float], products: float, chunks: int) -> dict[str, float]:
-    """Seconds that show of each part of a micro-batch's communication where one half of its rows
-    sends while the other is multiplied (`Method.two_batch_overlap`).
+    """Exposed seconds of each kind of a micro-batch's communication under two-batch overlap.
 
-    A pass through a layer has five phases, of which the middle ones have both: the first half's
-    attention; the other's beside the first one's way to the experts; the first one's experts beside
-    the other's way to them; the other's experts beside the first one's way back; the other's way
-    back. Of four equal pieces one is alone, and as layers run in a loop it is in each of them: n is
-    4. Of the experts' piece that is alone, in chunks, the last chunk is.
+    One half of the rows communicates while the other computes (`Method.two_batch_overlap`). A pass
+    through a layer has five phases, of which the middle three overlap both: attention of the first
+    half; attention of the second with dispatch of the first; experts of the first with dispatch of
+    the second; experts of the second with combine of the first; combine of the second. Of four
+    equal pieces of communication one is exposed, and as layers run in a loop it is in each of them:
+    n is 4. If the experts' exposed piece is in chunks, only its last chunk is exposed.
 
     Args:
       sent: seconds without overlap.
       products: seconds of the layers' products.
-      chunks: of tokens that travel to the experts by themselves.
+      chunks: number of chunks in which tokens are dispatched to the experts.
 
     References:
       DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.4.1 (attention of one micro-batch
-      beside the way to the experts and back of another). https://arxiv.org/abs/2412.19437
+      overlapped with dispatch and combine of another). https://arxiv.org/abs/2412.19437
     """
     halved = {what: sent[what] for what in IN_HALVES if what in sent}
     total = sum(halved.values())
@@ -61,21 +62,21 @@ def beside_halves(sent: Mapping[str, float], products: float, chunks: int) -> di
 
 
 def beside_backward(summed: float, micro_batch: float, pieces: int, at_once: int = 1) -> float:
-    """Seconds of the sums of the layers' gradients that are left when the backward pass has ended
-    (`Method.overlap_grad_reduce`).
+    """Exposed seconds of the layers' gradient reduction, after the backward pass has ended.
 
-    Those of a piece (a chunk of an interleaved pipeline, else a layer) start when its last micro-
-    batch has gone backward, two thirds of whose time is that: ``max(S / n, S - 2/3 t (n - 1) / n)``
-    of n pieces. The last piece's have nothing left to hide under.
+    See `Method.overlap_grad_reduce`. The reduction of a piece (a chunk of an interleaved pipeline,
+    else a layer) starts after the backward pass of its last micro-batch, which takes two thirds of
+    a micro-batch's time: ``max(S / n, S - 2/3 t (n - 1) / n)`` of n pieces. The reduction of the
+    last piece has nothing to overlap with.
 
     Args:
-      summed: seconds of all of them.
+      summed: seconds of the reduction of all pieces.
       micro_batch: seconds of a micro-batch forward and backward.
       pieces: n.
-      at_once: micro-batches that the pieces end apart, ``pp`` in an interleaved pipeline.
+      at_once: micro-batches between the ends of the pieces, ``pp`` in an interleaved pipeline.
 
     References:
-      Jin et al., "MegaScale-MoE", 2025, appendix A.1 (what is sent inside and across groups).
+      Jin et al., "MegaScale-MoE", 2025, appendix A.1 (communication inside and across groups).
       https://arxiv.org/abs/2505.11432
     """
     return beside_pieces(summed, at_once * micro_batch * 2 / 3, pieces)

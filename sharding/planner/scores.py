@@ -1,6 +1,6 @@
-"""Scores of attention that lie in memory, where no kernel holds them on the chip.
+"""Memory of attention scores, where no kernel holds them on the chip.
 
-"plain" attention has those of all queries and keys of a micro-batch at once, "blocked" those of a
+"plain" attention materialises those of all queries and keys of a micro-batch, "blocked" those of a
 row's blocks of queries, each with keys up to its own end (`moe.attention.blocking`).
 """
 
@@ -20,14 +20,14 @@ KEPT = 2
 
 
 def scores_kept(model: ModelSizes, layout: Layout, batch: Batch, method: Method) -> float:
-    """Bytes that a layer keeps for its backward pass."""
+    """Bytes of scores that a layer keeps for its backward pass."""
     if method.attention != "plain" or method.remat != "none":
         return 0.0
     return KEPT * _of_micro_batch(model, layout, batch, method)
 
 
 def scores_at_work(model: ModelSizes, layout: Layout, batch: Batch, method: Method) -> float:
-    """Bytes that are there while a layer attends."""
+    """Bytes of scores in memory during attention of a layer, in its backward pass."""
     if method.attention == "plain":
         return AT_WORK * _of_micro_batch(model, layout, batch, method)
     if method.attention is None:

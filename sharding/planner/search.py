@@ -1,4 +1,4 @@
-"""Every legal layout of a cluster, what each costs at its best, and what rules out the others."""
+"""Search over all legal layouts of a cluster: best plan of each, and what rules out the others."""
 
 import itertools
 import math
@@ -17,12 +17,12 @@ from sharding.planner.models.weights import parameters_in_parts, parameters_on_d
 from sharding.planner.sending import Case, Way, contexts_worth_a_look, wires_worth_a_look
 
 MEMORY_FRACTION = 0.92
-"""Of a device's memory, what is planned with: the rest is the compiler's and the libraries'."""
+"""Share of a device's memory that plans may use: the rest is the compiler's and the libraries'."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A layout, how it is run, and what that takes."""
+    """A layout with its batch and method, and their time and memory."""
 
     layout: Layout
     batch: Batch
@@ -33,11 +33,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Choices:
-    """What the search may choose beside the sizes of a layout.
+    """Choices of the search besides the sizes of a layout.
 
-    The last two are whether it may turn on what `method` has not, where a run can have it: halves
-    where there is more than one row and no capacity drops choices, gradients on their way where
-    there is no pipeline.
+    The last two allow it to turn on an overlap that `method` has off, where a run supports it:
+    two-batch overlap with more than one row and without a capacity that drops tokens, overlapped
+    gradient reduction without a pipeline.
     """
 
     dispatch: Sequence[str] = ("all_gather", "all_to_all")
@@ -54,12 +54,12 @@ class Choices:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found.
+    """Result of a search.
 
     Attributes:
-      plans: of each layout that fits, the best, the fastest first.
+      plans: the best plan of each layout that fits, the fastest first.
       too_large: layouts that do not fit, and the bytes that each needs at least.
-      illegal: how many layouts a rule leaves out, by the rule.
+      illegal: number of layouts that a rule excludes, by the rule.
     """
 
     plans: list[Plan]
@@ -87,7 +87,10 @@ def illegal(model: ModelSizes, layout: Layout, rows: int, time: int) -> str | No
 
 
 def chunks_of_a_stage(model: ModelSizes, layout: Layout) -> list[int]:
-    """How many chunks a legal layout's stages can have, none deeper with them than with one."""
+    """Possible numbers of chunks per stage (vpp) of a legal layout.
+
+    They divide the layers of a stage, so that no stage is deeper than with one chunk.
+    """
     like = model.num_layers - model.num_dense_layers
     if layout.pp == 1:
         return [1]
@@ -98,7 +101,7 @@ def layouts(devices: int, most_tp: int | None = None) -> Iterator[Layout]:
     """Every layout of so many devices, with one chunk on each pipeline stage.
 
     Args:
-      most_tp: the largest ``tp``, ``ep`` or ``etp`` worth a look; None is any.
+      most_tp: the largest ``tp`` or ``etp`` to consider; None is any.
     """
     most = devices if most_tp is None else most_tp
     for pp in divisors(devices):
@@ -120,13 +123,13 @@ def search(
     system: System | None = None,
     choices: Choices | None = None,
 ) -> Found:
-    """Every legal layout at its best.
+    """Finds the best plan of every legal layout.
 
     Args:
       devices: how many.
       rows: sequences of an optimizer step.
       time: tokens of each.
-      method: what `choices` leave open.
+      method: fields that `choices` do not vary.
     """
     method, system = method or Method(), system or System()
     choices = choices or Choices()
@@ -155,7 +158,7 @@ def best_plan(
     system: System,
     choices: Choices,
 ) -> Plan | float:
-    """The fastest way to run a legal layout that fits, or the bytes that it needs at least."""
+    """The fastest plan of a legal layout that fits, or the bytes that the layout needs at least."""
     budget = MEMORY_FRACTION * hardware.memory
     least = least_states(model, layout, method, choices)
     if least > budget:
@@ -163,12 +166,15 @@ def best_plan(
     needs, best = math.inf, None
 
     def tried(in_chunks: Layout, batch: Batch, way: Method) -> bool:
-        """Whether more memory would make it no better: it has what takes least time, or takes too
-        long all the same."""
+        """Tries all rematerialisations of a method; true if more memory would not improve the best.
+
+        That is the case if the fastest rematerialisation fits, or if even it is slower than the
+        best plan so far.
+        """
         nonlocal needs, best
         for remat in choices.remat:
             chosen = in_chunks, batch, varied(way, remat=remat)
-            # What keeps less takes longer.
+            # Rematerialisations that keep less take longer.
             is_first, where = remat == choices.remat[0], (hardware, system)
             if best is not None and cost_at_least(model, *chosen, *where) >= best.cost.total:
                 return is_first
@@ -181,7 +187,7 @@ def best_plan(
                 return is_first
         return False
 
-    # Those that idle least come first, so that others are seen to be slower at once.
+    # Those that idle least come first, so that others are pruned early.
     chunks = reversed(chunks_of_a_stage(model, layout))
     sizes = [replace(layout, vpp=vpp) for vpp in chunks]
     for micro_rows in (n for n in choices.micro_rows if rows % (layout.dp * n) == 0):
@@ -204,9 +210,11 @@ def ways_to_send(
     system: System,
     choices: Choices,
 ) -> tuple[list[Way], list[Way]]:
-    """The contexts, dispatches and wires that are worth a look: those that may take least time, and
-    those that can only be better by keeping less. What a context takes dispatch and wire do not
-    change, nor the other way round."""
+    """Candidate combinations of context, dispatch and communication dtype.
+
+    The first list may take the least time; those of the second can only be better by keeping less.
+    The costs of context and of dispatch with its dtype are independent of each other.
+    """
     case = Case(model, layout, method, hardware, tuple(choices.remat))
     contexts = contexts_worth_a_look(case, batch, system, choices.context)
     wires = wires_worth_a_look(case, batch, system, choices.dispatch, choices.activation_wire)
@@ -218,8 +226,8 @@ def ways_to_send(
 def ways_of(
     model: ModelSizes, layout: Layout, batch: Batch, method: Method, choices: Choices
 ) -> Iterator[Method]:
-    """The method with each storage, wire of gradients and overlap that is left to choose."""
-    # Chunks of tokens are of no use where none travels.
+    """The method with each allowed storage, communication dtype of gradients, and overlap."""
+    # Chunks of tokens are of no use without expert parallelism.
     chunks = choices.expert_chunks if layout.ep * layout.etp > 1 else (1,)
     halved, reduced = method.two_batch_overlap, method.overlap_grad_reduce
     may_halve = batch.micro_rows > 1 and model.capacity_factor is None
@@ -236,12 +244,12 @@ def ways_of(
 
 
 def either(given: bool, may_be_on: bool) -> tuple[bool, ...]:
-    """A switch as it is, and on where it may be."""
+    """Values of a switch: as it is, and on where it may be."""
     return (given,) if given or not may_be_on else (False, True)
 
 
 def least_states(model: ModelSizes, layout: Layout, method: Method, choices: Choices) -> float:
-    """Bytes of weights, gradients and optimizer, whatever else is chosen."""
+    """Lower bound of the bytes of weights, gradients and optimizer over all choices."""
     parts, whole = parameters_in_parts(model, layout), parameters_on_device(model, layout)
     found = []
     for storage in choices.storage:
@@ -285,7 +293,7 @@ def _with(layout: Layout, **sizes: int) -> Layout | None:
 def why_not(
     found: Found, model: ModelSizes, rows: int, time: int, hardware: Hardware
 ) -> dict[Layout, str]:
-    """What speaks against each neighbour of the winner."""
+    """Reason against each neighbour of the best plan's layout."""
     best = found.plans[0]
     by_layout = {replace(plan.layout, vpp=1): plan for plan in found.plans}
     reasons = {}
@@ -302,7 +310,7 @@ def why_not(
 
 
 def _slower(plan: Plan, best: Plan) -> str:
-    """By how much, and the part of the time that grew most."""
+    """Text: by how much a plan is slower, and the component of its time that grew most."""
 
     def parts(cost: Cost) -> dict[str, float]:
         return {

@@ -1,7 +1,8 @@
-"""Which contexts, dispatches and wires a search must look at, for a layout and a micro-batch.
+"""Pruning of a search's contexts, dispatches and communication dtypes, by Pareto dominance.
 
-One that sends later than another is worth a look where less of it goes through memory, or where it
-keeps less, so that it fits or computes less again. What another beats in all of these is not.
+A candidate that sends longer than another is kept if it has less memory traffic, or if it keeps
+less in memory, so that it fits or recomputes less. A candidate that another beats in all of these
+is dropped.
 """
 
 import functools
@@ -22,15 +23,15 @@ from sharding.planner.scores import scores_at_work, scores_kept
 Way = dict[str, str | None]
 """Fields of a `Method`."""
 Worth = list[tuple[Way, bool]]
-"""Ways that are worth a look, each with whether it may take least time."""
+"""Candidates, each with true if it may take the least time."""
 
 
 class Numbers(NamedTuple):
-    """What a way takes, of a layer and a micro-batch on one device.
+    """Costs of a candidate, for a layer and a micro-batch on one device.
 
     Attributes:
       sent: seconds of communication.
-      passes: seconds that all that is made takes through memory once.
+      passes: seconds of one memory access of all computed values.
       memory: bytes of activations, under each rematerialisation, and scores.
     """
 
@@ -40,14 +41,14 @@ class Numbers(NamedTuple):
 
 
 class Case(NamedTuple):
-    """What a way is looked at for.
+    """Conditions under which candidates are compared; a cache key.
 
     Attributes:
       model: the network.
-      layout: of which what a way has no say in may be left out.
-      method: how else it is run.
-      hardware: what it runs on.
-      remats: rematerialisations that are asked about.
+      layout: axes that do not affect the comparison may be left out.
+      method: all other settings.
+      hardware: of the cluster.
+      remats: rematerialisations that may be chosen.
     """
 
     model: ModelSizes
@@ -57,7 +58,7 @@ class Case(NamedTuple):
     remats: tuple[str, ...]
 
     def on(self, layout: Layout, way: Way) -> "Case":
-        """The same on another layout, run in this way."""
+        """The case with another layout and the candidate's fields in the method."""
         return self._replace(layout=layout, method=varied(self.method, **way))
 
 
@@ -95,7 +96,10 @@ def wires_worth_a_look(
 
 @functools.lru_cache(maxsize=4096)
 def _of_context(case: Case, batch: Batch) -> Numbers:
-    """Of a layout with attention's axes alone: with others all numbers are more by as much."""
+    """Costs of a context, by a layout with attention's axes only.
+
+    Further axes add the same to all candidates.
+    """
     model, layout, method = case.model, case.layout, case.method
     streams = method.streams(batch)
     sent = [links.beside_experts(model, layout, one, method, case.hardware) for one in streams]
@@ -108,7 +112,7 @@ def _of_context(case: Case, batch: Batch) -> Numbers:
 
 @functools.lru_cache(maxsize=4096)
 def _of_wire(case: Case, streams: tuple[int, ...]) -> Numbers:
-    """The same of one with the experts' axes alone."""
+    """Costs of dispatch and communication dtype, by a layout with the experts' axes only."""
     given = case.method, case.hardware
     sent = [links.experts(case.model, case.layout, tokens, *given) for tokens in streams]
     return _numbers(case, sum(streams), sent, ())
@@ -131,7 +135,7 @@ def _worth_a_look(
     ways: Sequence[tuple[Numbers, Way]], remats: Sequence[str], system: System
 ) -> Worth:
     crossings = {times_through_memory(remat) for remat in remats}
-    # Of what is sent that which shows: all, or what is left where most of it is hidden.
+    # Exposed shares of communication: all of it, or the rest where most of it is overlapped.
     shown = {1.0, 0.0 if system.hides_chunks or system.hides_halves else 1.0 - system.hidden}
     in_time, in_all = list[tuple[tuple[float, ...], Way]](), list[tuple[tuple[float, ...], Way]]()
     for own, way in ways:
@@ -143,7 +147,7 @@ def _worth_a_look(
 
 
 def _unbeaten(ways: Iterable[tuple[tuple[float, ...], Way]]) -> list[Way]:
-    """Those of which no other has all numbers, or less; the first of equals, by their numbers."""
+    """The Pareto front: candidates that no other equals or beats in all numbers; one of equals."""
     found: list[tuple[tuple[float, ...], Way]] = []
     for own, way in sorted(ways, key=lambda pair: pair[0]):
         if not any(all(map(operator.le, other, own)) for other, _ in found):

@@ -1,4 +1,4 @@
-"""One collective: what each device gives to it, and what that makes it send."""
+"""Transfer: a collective with its input size per device, and the bytes that a device sends."""
 
 import functools
 import math
@@ -11,26 +11,25 @@ from sharding.folding import Layout
 from sharding.folding.atoms import atoms_of
 
 Side = Literal["inside", "across"]
-"""Of a sequence-parallel group, ``cp x tp``: among its ranks, or among such groups."""
+"""Side of a sequence-parallel group, ``cp x tp``: among its ranks, or among such groups."""
 Kind = Literal["all_gather", "reduce_scatter", "all_to_all", "all_reduce", "permute"]
 BYTE, SCALE = 1, 4
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """A collective over logical axes, as often as it happens.
+    """A collective over logical axes, with the number of its calls.
 
     Attributes:
       what: in words.
       kind: of collective.
       axes: logical axes of the layout that its groups span.
-      side: its groups span that part of the axes alone; None is all of it.
-      elements: of the array that each device gives to it.
+      side: its groups span only that part of the axes; None is all of it.
+      elements: of the input array of each device.
       itemsize: bytes of an element.
-      times: how often.
-      gradient: bytes of an element of what its transpose sends in the backward pass; 0 is no
-        gradient.
-      repeated: the backward pass begins with it again where it repeats (`Method.repeats`).
+      times: number of calls.
+      gradient: bytes of an element that its transpose sends in the backward pass; 0 is no gradient.
+      repeated: the backward pass repeats it under rematerialisation (`Method.repeats`).
     """
 
     what: str
@@ -45,18 +44,21 @@ class Transfer:
 
     @property
     def bytes(self) -> int:
-        """Of all that a device gives."""
+        """Bytes of a device's input, over all calls."""
         return self.elements * self.itemsize * self.times
 
     def group(self, layout: Layout) -> int:
-        """Devices that take part."""
+        """Devices of a group."""
         if self.side is None:
             return math.prod(getattr(layout, axis) for axis in self.axes)
         return math.prod(size for _, size in spanned(self.axes, self.side, layout))
 
     def sent(self, layout: Layout) -> float:
-        """Bytes that a device sends, with rings: what it gives times n - 1 (all-gather), (n - 1) /
-        n (reduce-scatter, all-to-all), twice that (all-reduce), or as it is (permute)."""
+        """Bytes that a device sends, with ring algorithms.
+
+        They are its input times n - 1 (all-gather), (n - 1) / n (reduce-scatter, all-to-all), twice
+        that (all-reduce), or 1 (permute).
+        """
         n = self.group(layout)
         share = {
             "all_gather": n - 1.0,
@@ -68,8 +70,10 @@ class Transfer:
         return self.bytes * share[self.kind]
 
     def transposed(self, layout: Layout) -> "Transfer":
-        """What its gradient sends: an all-gather for a reduce-scatter and the reverse, any other
-        for itself."""
+        """Transpose, the collective of its gradient.
+
+        It is an all-gather for a reduce-scatter and the reverse; any other is its own transpose.
+        """
         kind, elements = self.kind, self.elements
         if kind == "all_gather":
             kind, elements = "reduce_scatter", elements * self.group(layout)
@@ -93,8 +97,10 @@ _atoms_of = functools.lru_cache(maxsize=64)(atoms_of)
 
 @functools.lru_cache(maxsize=8192)
 def spanned(axes: tuple[str, ...], side: Side | None, layout: Layout) -> list[tuple[int, int]]:
-    """What groups over logical axes span, as (ranks between neighbours, how many of them follow
-    each other so), neighbours that are nearest first."""
+    """Strides and sizes of groups over logical axes, as (ranks between neighbours, number of them).
+
+    The smallest stride comes first.
+    """
     found: list[tuple[int, int]] = []
     stride = 1
     for atom in reversed(_atoms_of(layout)):
@@ -113,8 +119,11 @@ def spanned(axes: tuple[str, ...], side: Side | None, layout: Layout) -> list[tu
 def staged(
     what: str, axes: tuple[str, ...], layout: Layout, part: int, itemsize: int, gradient: int = 0
 ) -> list[Transfer]:
-    """Shards of `part` elements joined in two stages, across sequence-parallel groups and then
-    inside (`sharding.zero`); a stage of one device is none. The reverse sums into shards."""
+    """Hierarchical all-gather of shards of `part` elements (`sharding.zero`).
+
+    It has two stages, across sequence-parallel groups and then inside; a stage of one device is
+    left out. The reverse is a reduce-scatter.
+    """
     across = Transfer(what, "all_gather", axes, part, itemsize, gradient=gradient, side="across")
     joined = part * across.group(layout)
     inside = replace(across, elements=joined, side="inside")
@@ -122,26 +131,27 @@ def staged(
 
 
 def present(transfers: Iterable[Transfer], layout: Layout) -> list[Transfer]:
-    """Those that cross devices: groups of one send nothing."""
+    """The transfers that send anything: groups of one device send nothing."""
     return [t for t in transfers if t.group(layout) > 1 and t.bytes]
 
 
 def repeated(transfers: Iterable[Transfer], times: int) -> list[Transfer]:
-    """Each of them so many times as often."""
+    """The transfers with `times` times as many calls."""
     return [replace(t, times=t.times * times) for t in transfers]
 
 
 def in_fp8(
     transfer: Transfer, layout: Layout, d_model: int, is_ragged: bool = False
 ) -> tuple[list[Transfer], list[Transfer]]:
-    """What `sharding.activation_wire` sends in place of a collective of tokens, forward and
-    backward: a byte an element, and float32 scales of tokens or of groups of tokens and channels.
-    What sums is an all-to-all of terms.
+    """FP8 form of a collective of tokens (`sharding.activation_wire`), forward and backward.
+
+    It sends a byte an element, and float32 scales of tokens or of groups of tokens and channels. A
+    reduction is an all-to-all of terms.
 
     Args:
-      transfer: as it would be sent without.
+      transfer: the collective without FP8.
       d_model: elements of a token.
-      is_ragged: it has slices, of which each may end in a group that is not full.
+      is_ragged: it has slices, each of which may end in a group that is not full.
     """
     n, tokens = transfer.group(layout), transfer.elements // d_model
     there, back = "all_to_all", "all_to_all"

@@ -1,7 +1,7 @@
-"""What every collective of a training step sends: the one statement of it.
+"""Communication volumes of all collectives of a training step.
 
-Of a layer, of the two ends of the network, of a pipeline and of the gradients. T are the tokens of
-a micro-batch on one device, h the model width.
+They are those of a layer, of embedding and head, of a pipeline and of the gradients. T are the
+tokens of a micro-batch on one device, h the model width.
 """
 
 import itertools
@@ -25,8 +25,9 @@ BFLOAT16 = 2
 def layer(
     model: ModelSizes, layout: Layout, batch: Batch, method: Method, has_experts: bool = True
 ) -> tuple[list[Transfer], list[Transfer]]:
-    """One block forward with one micro-batch, and what its backward pass adds; each of two halves
-    of the rows (`Method.streams`) sends for itself.
+    """Collectives of one block for one micro-batch, forward and backward.
+
+    With two-batch overlap (`Method.streams`) each half of the rows sends separately.
 
     Args:
       has_experts: it is one of the layers with experts, not of the dense ones before them.
@@ -43,8 +44,10 @@ def layer(
 def beside_experts(
     model: ModelSizes, layout: Layout, batch: Batch, method: Method, has_experts: bool = True
 ) -> tuple[list[Transfer], list[Transfer]]:
-    """`layer` but for `experts`, for the rows of a micro-batch that go through it together: of the
-    layout ``tp`` and ``cp`` alone matter."""
+    """Collectives of a block without those of `experts`, for rows that pass through it together.
+
+    They depend on ``tp`` and ``cp`` of the layout only.
+    """
     tokens = batch.local_tokens(layout)
     forward = tensor_parallel("attention", model, layout, tokens, method)
     forward += context(model, layout, tokens, method)
@@ -62,8 +65,10 @@ def beside_experts(
 def experts(
     model: ModelSizes, layout: Layout, tokens: int, method: Method
 ) -> tuple[list[Transfer], list[Transfer]]:
-    """`dispatch` in a layer, with what its backward pass sends again: of the layout ``ep`` and
-    ``etp`` alone matter."""
+    """Collectives of `dispatch` in a layer, with those that its backward pass repeats.
+
+    They depend on ``ep`` and ``etp`` of the layout only.
+    """
     sent = dispatch(model, layout, tokens, method) if model.num_experts else ([], [])
     return _with_repeated(*sent, layout, method)
 
@@ -79,8 +84,11 @@ def _with_repeated(
 def tensor_parallel(
     what: str, model: ModelSizes, layout: Layout, tokens: int, method: Method
 ) -> list[Transfer]:
-    """Tokens are gathered for heads or hidden units that are spread over ``tp``, and their parts
-    summed: ``2 T h (tp - 1)``, or ``2 b s h (tp - 1) / (tp cp)`` of the whole micro-batch."""
+    """Tensor parallelism: all-gather of tokens for a layer, reduce-scatter of its outputs.
+
+    Heads or hidden units are sharded over ``tp``. Volume: ``2 T h (tp - 1)``, or
+    ``2 b s h (tp - 1) / (tp cp)`` of the whole micro-batch.
+    """
     size, width = tokens * model.d_model, method.itemsize
     there = Transfer(f"tokens to {what}", "all_gather", ("tp",), size, width, 1, width, True)
     size *= layout.tp
@@ -88,10 +96,11 @@ def tensor_parallel(
 
 
 def context(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> list[Transfer]:
-    """Keys and values, gathered or passed round, or heads for tokens and back.
+    """Context parallelism: keys and values by all-gather or ring, or Ulysses' all-to-all of heads.
 
-    Without norms of queries and keys: with them, what came before the norms is kept, and Ulysses'
-    first trade is `repeated` too, as it is where "projections" keeps nothing of it.
+    It is that of a model without norms of queries and keys. With them the values before the norms
+    are kept, and Ulysses' first all-to-all is `repeated` too, as it is where "projections" keeps
+    nothing of it.
     """
     keys, queries, width = tokens * model.keys, tokens * model.queries, method.itemsize
 
@@ -113,13 +122,12 @@ def context(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> l
 
 
 def copies_of_keys(model: ModelSizes, layout: Layout) -> int:
-    """How often Ulysses repeats each key/value head, so that ``cp`` divides those of a ``tp``
-    rank."""
+    """Number of copies of each key/value head in Ulysses, so that ``cp`` divides a rank's heads."""
     return layout.cp // math.gcd(model.num_kv_heads // layout.tp, layout.cp)
 
 
 def ring_backward(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> list[Transfer]:
-    """Keys and values once more, and their gradients, float32, one hop behind them."""
+    """Backward pass of a ring: keys and values again, and their float32 gradients a hop behind."""
     size, (hops, of_gradients) = 2 * tokens * model.keys, ring_hops(layout)
     what = "keys and values"
     return [
@@ -129,11 +137,11 @@ def ring_backward(model: ModelSizes, layout: Layout, tokens: int, method: Method
 
 
 def ring_hops(layout: Layout) -> tuple[int, int]:
-    """How many times its own shard a device of a ring receives: of keys, and of their gradients,
-    which start a hop later and go home.
+    """Shards that a device of a ring receives, in multiples of its own: of keys, and of gradients.
 
-    ``cp - 1`` of both, but under a pipeline with a ``cp`` that is no power of two: a hop along a
-    digit of base ``p`` receives ``p - 1`` shards (`moe.attention.context_parallel.hops.Exchange`).
+    Gradients start a hop later and return to their own device. Both are ``cp - 1``, except under a
+    pipeline with a ``cp`` that is no power of two: a hop along a digit of base ``p`` receives
+    ``p - 1`` shards (`moe.attention.context_parallel.hops.Exchange`).
     """
     radices, cp = prime_factors(layout.cp), layout.cp
     if layout.pp == 1 or not radices:
@@ -146,7 +154,7 @@ def ring_hops(layout: Layout) -> tuple[int, int]:
 
 
 def router(model: ModelSizes, sequences: int) -> list[Transfer]:
-    """How many tokens of each sequence chose each expert, for the balancing loss."""
+    """All-reduce of the expert load: tokens of each sequence per expert, for the balancing loss."""
     counts = sequences * model.num_experts
     return [Transfer("load of sequences", "all_reduce", ("cp", "tp"), counts, FLOAT32)]
 
@@ -154,13 +162,15 @@ def router(model: ModelSizes, sequences: int) -> list[Transfer]:
 def dispatch(
     model: ModelSizes, layout: Layout, tokens: int, method: Method
 ) -> tuple[list[Transfer], list[Transfer]]:
-    """Tokens to the devices of their experts, and sums back, with their ids and probs: forward, and
-    backward."""
+    """Dispatch of tokens to their experts, and combine, with expert ids and gate weights.
+
+    Returns the collectives of the forward and of the backward pass.
+    """
     per_peer, k = tokens_per_peer(model, layout, tokens), model.experts_per_token
     forward, backward = [], []
     for size, number in chunks_of(tokens, method.expert_chunks):
         slots = min(size, per_peer)
-        # Where even routing is what there is room for, as much arrives.
+        # With buffers of the size of even routing, as much is received.
         buffer = None if method.even else layout.ep * slots
         given = size, slots, k, layout, model.d_model, method.itemsize, buffer
         there, back = exchange(method.dispatch, *given, method.activation_wire)
@@ -170,7 +180,7 @@ def dispatch(
 
 
 def chunks_of(tokens: int, chunks: int) -> list[tuple[int, int]]:
-    """(tokens, how many chunks have so many), as `moe.experts.dispatch.token_chunks` cuts them."""
+    """(tokens, number of chunks of this size), as `moe.experts.dispatch.token_chunks` splits."""
     each, more = divmod(tokens, max(1, min(chunks, tokens)))
     less = max(1, min(chunks, tokens)) - more
     return [(size, number) for size, number in ((each + 1, more), (each, less)) if number]
@@ -190,8 +200,8 @@ def exchange(
     """`token_exchange` and `routing_exchange`, forward and backward.
 
     Args:
-      wire: what tokens, sums and their gradients travel in (`sharding.activation_wire`); None is
-        as they are.
+      wire: communication dtype of tokens, sums and their gradients (`sharding.activation_wire`);
+        None is their own.
     """
     given, is_ragged = (implementation, tokens, per_peer, k, layout), implementation == "ragged"
     moved = token_exchange(*given, d_model, itemsize, buffer)
@@ -199,7 +209,7 @@ def exchange(
     if wire is None:
         both = [*moved, *routing]
         if is_ragged:
-            # Backward alone: where slices go in the other buffer, two vectors for each way.
+            # Only backward: offsets of slices in the other buffer, two vectors per direction.
             what = "offsets to experts"
             both.append(Transfer(what, "all_to_all", ("ep",), layout.ep, 0, 4, gradient=INT32))
         return both, [one.transposed(layout) for one in both if one.gradient]
@@ -221,7 +231,7 @@ def token_exchange(
     itemsize: int,
     buffer: int | None = None,
 ) -> list[Transfer]:
-    """Tokens to the devices of their experts, and sums back.
+    """Dispatch of tokens to the devices of their experts, and combine of the outputs.
 
     With ``n = ep etp``, in tokens: "all_gather" receives ``2 T (n - 1)``, half of it sums of
     float32; "all_to_all" ``2 R (n - 1)``; "ragged" no more than ``2 T k (ep - 1) / ep`` over ``ep``
@@ -230,9 +240,9 @@ def token_exchange(
     Args:
       implementation: "all_gather", "all_to_all" or "ragged".
       tokens: T.
-      per_peer: R, that a device sends to another where buffers are of one size.
+      per_peer: R, tokens that a device sends to another where buffers are of one size.
       itemsize: bytes of an element of a token.
-      buffer: tokens that "ragged" has room for; None is as many as arrive.
+      buffer: capacity of "ragged" in tokens; None is as many as are received.
     """
     if implementation == "all_gather":
         group, n, size = ("ep", "etp"), layout.ep * layout.etp, tokens * d_model
@@ -267,8 +277,11 @@ def routing_exchange(
     layout: Layout,
     buffer: int | None = None,
 ) -> list[Transfer]:
-    """k ids and k probs of each token of `token_exchange`. They go with it, but those of "ragged"
-    go first and to all devices, which count from them what they will be sent."""
+    """Exchange of k expert ids and k gate weights of each token of `token_exchange`.
+
+    They are sent with it, except in "ragged", where they are sent first and to all devices, which
+    count from them the tokens that they will receive.
+    """
     if implementation == "all_gather":
         return _routing("all_gather", ("ep", "etp"), tokens * k)
     sent, received = _slots(implementation, tokens, per_peer, k, layout, buffer)
@@ -282,7 +295,7 @@ def routing_exchange(
 def _slots(
     implementation: str, tokens: int, per_peer: int, k: int, layout: Layout, buffer: int | None
 ) -> tuple[int, int]:
-    """Tokens that a device sends to all of ``ep``, itself included, and those that it then has."""
+    """Tokens that a device sends over ``ep``, itself included, and those that it then holds."""
     slots = layout.ep * per_peer
     if implementation != "ragged":
         return slots, slots
@@ -298,8 +311,10 @@ def _routing(kind: Kind, axes: tuple[str, ...], numbers: int) -> list[Transfer]:
 
 
 def tokens_per_peer(model: ModelSizes, layout: Layout, tokens: int) -> int:
-    """Tokens that a device may send to another where buffers are of one size: ``min(T, C L)``, of L
-    experts on a device and a capacity C; T without one."""
+    """Most tokens that a device sends to another where buffers are of one size.
+
+    ``min(T, C L)`` with L experts on a device and a capacity C; T without one.
+    """
     if model.capacity_factor is None:
         return tokens
     average = model.capacity_factor * tokens * model.experts_per_token / model.num_experts
@@ -308,13 +323,16 @@ def tokens_per_peer(model: ModelSizes, layout: Layout, tokens: int) -> int:
 
 
 def hop(model: ModelSizes, tokens: int, method: Method) -> Transfer:
-    """A micro-batch to the next stage, or its gradient back."""
+    """Pipeline hop: a micro-batch to the next stage, or its gradient back."""
     return Transfer("micro-batch", "permute", ("pp",), tokens * model.d_model, method.itemsize)
 
 
 def embedding(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> list[Transfer]:
-    """A micro-batch through the embedding and back: each ``tp`` rank finds the tokens of its rows;
-    nothing where ``tp`` does not divide these."""
+    """Collectives of the embedding for one micro-batch, forward and backward.
+
+    Each ``tp`` rank looks up the tokens of its rows; there are none where ``tp`` does not divide
+    the vocabulary.
+    """
     if not spreads_vocabulary(model, layout):
         return []
     size, width = tokens * layout.tp * model.d_model, method.itemsize
@@ -323,8 +341,11 @@ def embedding(model: ModelSizes, layout: Layout, tokens: int, method: Method) ->
 
 
 def head(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> list[Transfer]:
-    """A micro-batch through the head and back: states and the tokens after them are gathered for
-    the columns that a ``tp`` rank computes; a maximum and three sums for each, and two backward."""
+    """Collectives of the head for one micro-batch, forward and backward.
+
+    Hidden states and next tokens are gathered for the columns that a ``tp`` rank computes; there
+    are a maximum and three sums per token, and two in the backward pass.
+    """
     size, width, all_tokens = tokens * model.d_model, method.itemsize, tokens * layout.tp
     states = Transfer("states to head", "all_gather", ("tp",), size, width, gradient=width)
     found = [
@@ -338,8 +359,11 @@ def head(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> list
 
 
 def in_rows(model: ModelSizes, layout: Layout, batch: Batch, method: Method) -> list[Transfer]:
-    """The last states of two halves back in the order of the rows, where ``tp`` ranks have other
-    tokens of these, and their gradients: ``T h (tp - 1)`` each way; nothing without halves."""
+    """Reordering of the last hidden states after two-batch overlap, forward and backward.
+
+    The ``tp`` ranks hold other tokens in the order of the rows than in the halves. Volume: ``T h
+    (tp - 1)`` in each direction; none without halves.
+    """
     streams, width = method.streams(batch), method.itemsize
     if len(streams) == 1:
         return []
@@ -350,8 +374,10 @@ def in_rows(model: ModelSizes, layout: Layout, batch: Batch, method: Method) -> 
 
 
 def unsharding(model: ModelSizes, layout: Layout, method: Method) -> tuple[Transfer, ...]:
-    """Under full sharding, the weights of all layers of a device joined, once; the reverse sums
-    their gradients."""
+    """FSDP: all-gather of the weights of all layers of a device, once.
+
+    The reverse is the reduce-scatter of their gradients.
+    """
     found = []
     for one in held(model, layout):
         if one.in_layers:
@@ -362,8 +388,10 @@ def unsharding(model: ModelSizes, layout: Layout, method: Method) -> tuple[Trans
 
 
 def summed_back(joined: Transfer, layout: Layout, method: Method) -> Transfer:
-    """The sum into shards of the gradients of weights that were joined from them: across sequence-
-    parallel groups in `Method.gradient_wire`."""
+    """Reduce-scatter of gradients, the reverse of an all-gather of weights.
+
+    Across sequence-parallel groups it is in `Method.gradient_wire`.
+    """
     summed = joined.transposed(layout)
     if method.gradient_wire == "bfloat16" and joined.side == "across":
         summed = replace(summed, kind="all_to_all", itemsize=BFLOAT16)
@@ -371,11 +399,11 @@ def summed_back(joined: Transfer, layout: Layout, method: Method) -> Transfer:
 
 
 def gradients(model: ModelSizes, layout: Layout, method: Method) -> list[Transfer]:
-    """Once in a step: gradients summed into the shards that the optimizer keeps, and new weights
-    joined (ZeRO-1): together as much as an all-reduce of numbers of one width.
+    """Collectives once per step (ZeRO-1): reduce-scatter of gradients, all-gather of new weights.
 
-    Gradients go inside a sequence-parallel group and then across, weights the other way; with
-    `Method.overlap_grad_reduce` those of each layer by themselves.
+    In total they are as much as an all-reduce, for one dtype. Gradients are reduced inside a
+    sequence-parallel group and then across, weights gathered in reverse order; with
+    `Method.overlap_grad_reduce` gradients are reduced layer by layer.
     """
     found = []
     for one in held(model, layout):
@@ -397,9 +425,9 @@ def gradients(model: ModelSizes, layout: Layout, method: Method) -> list[Transfe
 
 
 def step(model: ModelSizes, layout: Layout, batch: Batch, method: Method) -> list[Transfer]:
-    """Everything that a device gives to collectives in one optimizer step.
+    """All collectives of a device in one optimizer step.
 
-    In a pipeline these are a middle stage's, which hands on in every tick, with or without work: a
+    In a pipeline these are a middle stage's, which sends in every tick, with or without work: a
     micro-batch in one and a gradient in the next.
     """
     micro_batches, tokens = batch.num_micro_batches(layout), batch.local_tokens(layout)

@@ -1,1 +1,1 @@
-"""How often the right machine is named, at what cost, beside what others do."""
+"""Benchmark of detectors: how often each names the right machine, and at what cost."""

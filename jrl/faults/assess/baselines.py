@@ -1,4 +1,4 @@
-"""What the default is compared with: plain detectors, Minder, and Minder with a part taken away.
+"""Baselines of the default detector: simple detectors, Minder, and ablations of Minder.
 
 Each has a threshold chosen on the same simulated fleets by the same
 rule (``python -m jrl.faults benchmark --calibrate``).
@@ -30,7 +30,7 @@ from jrl.faults.shift import ShiftDetector, heavy_tailed
 from jrl.faults.statistics import MAD_TO_STD, nan_median
 
 ALL = "all metrics"
-"""What an alarm names where no single metric is compared."""
+"""Metric of an alarm where no single metric is compared."""
 MOMENTS = 60
 """Samples over which the baseline takes its moments."""
 
@@ -59,14 +59,14 @@ def concatenated(metrics: tuple[str, ...]) -> list[View]:
 def joint(metrics: tuple[str, ...]) -> list[View]:
     """INT: one model for all metrics, one distance.
 
-    That of `PRODUCTION` comes with the package; another is trained at first use, in a minute.
+    The model of `PRODUCTION` is in the package; any other is trained at first use, in a minute.
     """
     return [View(ALL, tuple(range(len(metrics))), denoised(joint_model(metrics)))]
 
 
 @cache
 def joint_model(metrics: tuple[str, ...]) -> vae.Weights:
-    """A model of these metrics together, as large as theirs and as long trained."""
+    """One model for all of these metrics, as large and as long trained as the per-metric models."""
     if metrics == PRODUCTION:
         return shipped_models()[TOGETHER]
     training = Training()
@@ -79,14 +79,14 @@ class Instant(Minder):
 
     Attributes:
       continuity: not used.
-      stride: windows from one that is looked at to the next.
+      stride: windows from one that is scored to the next.
     """
 
     continuity: float | int = 0
     stride: int = 8
 
     def judge(self, record: ScoredFleet) -> MinderReport:
-        """Looks at one metric after the other until one has a score above the threshold."""
+        """Searches the metrics in order until one has a score above the threshold."""
         prepared = record.prepared
         if record.refused:
             return refusal(record)
@@ -106,13 +106,13 @@ class Instant(Minder):
 
 @dataclass(frozen=True)
 class MinderOnset(Minder):
-    """Minder, where half of a deviation or more has to be new against the machine's own record.
+    """Minder with an onset rule: at least half of a deviation has to be new for that machine.
 
-    Machines that stand out in a metric without that are passed over, and the search goes on.
+    Outlier machines without such an onset are skipped, and the search continues.
     """
 
     def judge(self, record: ScoredFleet) -> MinderReport:
-        """Looks at one metric after the other until one has a machine that stands out anew."""
+        """Searches the metrics in order until one has a machine with a new deviation."""
         if record.refused:
             return refusal(record)
         prepared = record.prepared
@@ -133,7 +133,7 @@ class MinderOnset(Minder):
 
 
 def _is_new(away: np.ndarray, span: Span) -> bool:
-    """Whether at least half of a machine's deviation in a span was not there before it."""
+    """True if at least half of a machine's deviation in a span is new, compared with before it."""
     during = float(np.median(away[span.first + vae.WINDOW - 1 : span.last + vae.WINDOW]))
     if span.first < vae.WINDOW:
         return False
@@ -149,7 +149,7 @@ class RobustZ:
     order but that of the metrics.
 
     Attributes:
-      logs: whether heavy-tailed metrics are compared in logarithms.
+      logs: true if heavy-tailed metrics are compared in logarithms.
     """
 
     threshold: float
@@ -174,7 +174,7 @@ class RobustZ:
         return Alarm(fleet.machines[span.machine], metric, since, until + self.window)
 
     def scores(self, fleet: Fleet) -> dict[str, Float[np.ndarray, "machine window"]]:
-        """By metric, 0 where there are no samples."""
+        """Scores by metric; 0 where there are no samples."""
         width, hop = (max(1, round(s / fleet.period)) for s in (self.window, self.hop))
         found = {}
         for name in searched(PRIORITY, fleet.metrics):
@@ -205,7 +205,7 @@ def moving_median(metrics: tuple[str, ...]) -> list[View]:
 
 
 def moving_mean(metrics: tuple[str, ...]) -> list[View]:
-    """RAW, as smooth as what the LSTM-VAE gives back: the mean of eight samples."""
+    """RAW, as smooth as the reconstruction of the LSTM-VAE: the mean of eight samples."""
     return [
         View(name, (channel,), as_points, summary=partial(_smoothed, np.mean))
         for channel, name in enumerate(metrics)
@@ -255,5 +255,5 @@ DETECTORS = (
     Entry("one joint model (INT)", lambda at: Minder(threshold=at, method=joint), 1.67),
     Entry("no continuity", lambda at: Instant(threshold=at), 12.4),
 )
-"""In the order of the table; the first is what runs by default. One `Minder.ready` serves all of
-Minder's kind."""
+"""In the order of the table; the first is the default. All subclasses of `Minder` share one
+`Minder.ready`."""

@@ -1,8 +1,8 @@
-"""``python -m jrl.faults benchmark``: how often the right machine is named, at what cost.
+"""``python -m jrl.faults benchmark``: precision, recall and false alarms of each detector.
 
-The default, plain detectors, Minder, its baseline and its ablations look at the same held-out
-incidents, simulated in the published mix of faults, and at clean records. ``--scale`` measures the
-cost of a call instead.
+The default, simple detectors, Minder, its baseline and its ablations examine the same held-out
+incidents, simulated in the published mix of faults, and the same clean records. ``--scale``
+measures the cost of a call instead.
 """
 
 import json
@@ -44,7 +44,7 @@ PAPER = {"Minder": (0.904, 0.883, 0.893), "Mahalanobis": (0.788, 0.767, 0.777)}
 
 @dataclass(frozen=True)
 class BenchmarkOptions:
-    """What to measure, and on what."""
+    """Detectors to measure, and the simulated records to measure them on."""
 
     incidents: int = 300
     """Records with one fault each."""
@@ -127,8 +127,8 @@ def chosen(only: Sequence[str]) -> dict[str, AnyDetector]:
 def run(request: BenchmarkOptions) -> dict[str, Any]:
     """Measures, with a progress bar, and returns the results as they are written.
 
-    Records go to ``records.jsonl`` as they come, and a run that was cut short goes on from there,
-    also to more records than it was to have.
+    Records are appended to ``records.jsonl`` as they complete. An interrupted run is resumed from
+    there, also with more records than it was started with.
     """
     Path(request.out).mkdir(parents=True, exist_ok=True)
     detectors = chosen(request.only)
@@ -154,7 +154,7 @@ def run(request: BenchmarkOptions) -> dict[str, Any]:
 
 
 def _read_records(path: Path, made_with: dict[str, Any]) -> list[dict[str, Any]]:
-    """What a run that was cut short has seen already; a new file begins with `made_with`."""
+    """Records that an interrupted run has completed; a new file begins with `made_with`."""
     content = path.read_text() if path.exists() else ""
     first, *rows = content.splitlines() or [json.dumps(made_with)]
     if json.loads(first) != made_with:
@@ -167,7 +167,7 @@ def _read_records(path: Path, made_with: dict[str, Any]) -> list[dict[str, Any]]
 
 
 def _made_with(request: BenchmarkOptions, detectors: dict[str, AnyDetector]) -> dict[str, Any]:
-    """What the outcome of a record depends on besides its seed, as JSON keeps it."""
+    """Settings that determine the outcome of a record besides its seed, as JSON stores them."""
     settings = asdict(request)
     for name in ("processes", "out", "incidents", "clean"):
         del settings[name]
@@ -179,7 +179,7 @@ def _with_progress(
     request: BenchmarkOptions, detectors: dict[str, AnyDetector], jobs: list[tuple[int, bool]]
 ) -> Iterator[dict[str, Any]]:
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    # What is wrong with a request shows before any process starts.
+    # An invalid request is reported before any process starts.
     settings = {faulty: _settings(request, faulty) for faulty in (True, False)}
     with Progress(*columns) as progress:
         task = progress.add_task("records", total=len(jobs))

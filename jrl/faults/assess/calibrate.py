@@ -1,9 +1,9 @@
-"""Thresholds: tried on simulated fleets kept for this, whose seeds nothing else uses.
+"""Calibration of thresholds on simulated fleets whose seeds nothing else uses.
 
-Scores do not depend on the threshold, so each record is scored once (Minder's kind every eighth
-window), and all thresholds are tried on these scores. A detector's threshold is that of the best F1
-among those that alarm in at most one of a hundred clean records, or where there is none among those
-that alarm in the fewest; of those as good, the highest.
+Scores do not depend on the threshold. So each record is scored once (every eighth window for
+`Minder` and its subclasses), and all thresholds are tried on these scores. A detector's threshold
+is that of the best F1 among those that alarm in at most one of a hundred clean records, or if there
+is none, among those that alarm in the fewest. Of equally good ones it is the highest.
 """
 
 from functools import partial
@@ -73,7 +73,7 @@ def calibrate(
 
 
 def outcomes_by_threshold(names: tuple[str, ...], job: tuple[Settings, int]) -> list[list[str]]:
-    """For each detector and threshold, what it makes of one record."""
+    """Outcome of one record, for each detector and threshold."""
     settings, seed = job
     incident = simulate(settings, seed)
     record = Minder().ready(incident.fleet)
@@ -120,7 +120,7 @@ def _verdict(
     truth: int | None,
     when: tuple[float, float],
 ) -> str:
-    """As the detector itself decides, with every eighth window."""
+    """Outcome of one record by the detector's own rule, with every eighth window."""
     length = (round(float(minder.continuity)) - vae.WINDOW + 1) // STRIDE
     for machine, score in series:
         if isinstance(minder, Instant):

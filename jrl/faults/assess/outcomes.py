@@ -1,4 +1,4 @@
-"""What an alarm was worth, and how sure the figures over many incidents are.
+"""Scoring of alarms: outcome of one incident, and figures over incidents with their intervals.
 
 An incident in which the first alarm names the machine that failed, for a time that overlaps the
 fault, is found. An alarm that names another machine, or that machine at another time, is wrong, and
@@ -63,7 +63,7 @@ def _rates(shares: Float[np.ndarray, "n 2"]) -> Float[np.ndarray, "n 3"]:
 
 
 def share_of_looks(alarms: int, looks: int) -> tuple[float, float, float]:
-    """False alarms per look at a clean record, with Wilson's 95 % interval."""
+    """False alarms per detection pass over a clean record, with Wilson's 95 % interval."""
     z, share = 1.96, alarms / looks
     middle = (share + z**2 / (2 * looks)) / (1 + z**2 / looks)
     half = z * math.sqrt(share * (1 - share) / looks + z**2 / (4 * looks**2)) / (1 + z**2 / looks)
@@ -78,7 +78,7 @@ def operational_precision(
     looks: float | int,
     faults: float | int = 2,
 ) -> float:
-    """The share of alarms that an operator finds to be right.
+    """Share of the alarms an operator receives that are right.
 
     ``f r / (f (r + w) + l a)`` with f faults a day, of which r are found and w give a wrong name,
     and l looks a day at a healthy fleet, each a false alarm with probability a. Minder's fleet had

@@ -1,4 +1,4 @@
-"""What a call of the detector costs as the fleet grows: wall clock, CPU time, memory."""
+"""Cost of a detector call by fleet size: wall clock, CPU time, memory."""
 
 import json
 import resource
@@ -18,7 +18,7 @@ SEED = 3_000_000
 
 
 def measure_scale(out: Path, sizes: tuple[int, ...] = SIZES, rounds: int = 3) -> int:
-    """Prints, writes and draws the least cost of `rounds` calls, of what runs by default."""
+    """Prints, writes and plots the least cost of `rounds` calls of the default detector."""
     rows = []
     for size in sizes:
         row: dict[str, float] = {"machines": size}

@@ -1,4 +1,4 @@
-"""``python -m jrl.faults train``: the denoising models, from records in which nothing failed.
+"""``python -m jrl.faults train``: trains the denoising models on records without faults.
 
 The models that come with the package are made by this command without arguments, from simulated
 fleets; a fleet's own healthy records make better ones.
@@ -27,7 +27,7 @@ from jrl.faults.simulate import METRICS, PRODUCTION, Settings, simulate
 
 @dataclass(frozen=True)
 class Training:
-    """How the models are trained; the paper gives none of these."""
+    """Settings of the models' training; the paper gives none of these."""
 
     records: tyro.conf.Positional[tuple[str, ...]] = ()
     """Healthy records (.npz) to learn from; without any, simulated fleets."""
@@ -93,7 +93,7 @@ def train_models(
 
 
 def train_joint(fleets: Sequence[Fleet], training: Training) -> vae.Weights:
-    """One model for windows of all metrics at once: the paper's ablation "INT"."""
+    """One joint model for windows of all metrics: the paper's ablation "INT"."""
     random = np.random.default_rng(training.seed)
     windows = gather_windows(fleets, training.windows, random, together=True)
     data = np.concatenate(list(windows.values()), axis=1)[None]
@@ -104,10 +104,11 @@ def train_joint(fleets: Sequence[Fleet], training: Training) -> vae.Weights:
 def gather_windows(
     fleets: Sequence[Fleet], num_windows: int, random: np.random.Generator, together: bool = False
 ) -> dict[str, Float32[np.ndarray, "time channel n"]]:
-    """Windows of each metric from all fleets alike; the same places for all metrics if `together`.
+    """Windows of each metric, equally many per fleet.
 
-    Half of them are shrunk and moved inside [0, 1]: a fault elsewhere widens the range that a fleet
-    is scaled by, and the models should know healthy machines in such a fleet too.
+    With `together`, they are at the same positions for all metrics. Half of them are shrunk and
+    shifted inside [0, 1]. A fault of one machine widens the range that its fleet is scaled by, and
+    the models have to see healthy machines of such a fleet too.
     """
     prepared = [prepare(fleet) for fleet in fleets]
     names = prepared[0].metrics
@@ -134,7 +135,7 @@ def fit(
     training: Training,
     show: Callable[[str], None] = lambda line: None,
 ) -> tuple[vae.Weights, Float[np.ndarray, "metric"]]:
-    """Trains one model per metric, all in one program, and returns weights and errors."""
+    """Trains one model per metric, all in one compiled function; returns weights and errors."""
     num_metrics, _, num_channels, num_windows = data.shape
     key = jax.random.key(training.seed)
     weights = jax.vmap(lambda k: vae.init(k, num_channels))(jax.random.split(key, num_metrics))

@@ -1,7 +1,7 @@
-"""Records looked at side by side, in processes that each have a JAX of their own.
+"""Parallel map over processes, each with a JAX runtime of its own.
 
-Threads would share one CPU backend, and programs started from more threads than it has can wait
-for each other for ever.
+Threads would share one CPU backend, and computations started from more threads than it has can
+deadlock.
 """
 
 import multiprocessing
@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 def side_by_side(
     function: Callable[[Job], Result], jobs: Sequence[Job], processes: int | None = None
 ) -> Iterator[Result]:
-    """Results in the order of the jobs, as they come.
+    """Yields results in the order of the jobs, as they complete.
 
     Args:
       function: a function of a module, or a `partial` of one, for it goes to the processes.
@@ -38,5 +38,5 @@ def side_by_side(
 
 
 def _one_thread() -> None:
-    """Before the first use of JAX, whose backend reads it."""
+    """Sets XLA to one thread; called before the first use of JAX, whose backend reads the flag."""
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {ONE_THREAD}".strip()

@@ -1,8 +1,8 @@
-"""Records of several processes, each on its own clock, as one fleet on one.
+"""Alignment of the records of multiple processes, each with its own clock, as one fleet on one.
 
 A sample belongs to the tick nearest to its time, whatever the order they were written in; of
-several at one tick the last written counts. A tick without a sample is NaN: filling gaps is the
-detector's business. What cannot take part is left out and said.
+multiple samples at one tick the last written counts. A tick without a sample is NaN: the detector
+fills gaps. Processes that cannot be compared are left out and reported.
 """
 
 import math
@@ -20,18 +20,18 @@ from jrl.faults.fleet import Fleet
 
 @dataclass(frozen=True)
 class Process:
-    """One process at a glance.
+    """State of one process.
 
     Attributes:
       machine: its name.
-      host: where it runs.
+      host: the host it runs on.
       state: "running", "silent" (no new sample, or a clock that is behind), "ended", "no data" or
         "clock ahead"; only the running are compared.
       age: seconds from its newest sample to the end of the fleet; negative for a clock that is
         ahead, NaN without a sample.
       damaged: rows its files lost to a wrong checksum.
-      torn: bytes at the end of its files that are no whole row.
-      future: samples left out because they lie ahead of the fleet's clock.
+      torn: bytes at the end of its files that are not a full row.
+      future: samples left out because they are ahead of the fleet's clock.
     """
 
     machine: str
@@ -45,7 +45,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Aligned:
-    """Records brought together.
+    """Aligned records.
 
     Attributes:
       fleet: the processes that are running, on one clock.
@@ -76,10 +76,10 @@ def align(
     silence: float | int = 10.0,
     ahead: float | int = 5.0,
 ) -> Aligned:
-    """Brings records together on one clock.
+    """Aligns records on one clock.
 
     Args:
-      records: several of one machine are the lives of a process that was started again.
+      records: multiple records of one machine are those of a restarted process.
       now: Unix time of the end; None takes the median of the machines' newest samples, which no
         single wrong clock can move far.
       seconds: how far back to look.
@@ -156,7 +156,7 @@ def _glance(
 def _place(
     into: np.ndarray, life: Record, metrics: Sequence[str], start: float, period: float | int
 ) -> None:
-    """Writes the samples of one life at their ticks, the later written over the earlier."""
+    """Writes the samples of one record at their ticks; later written samples overwrite earlier."""
     ticks = np.floor((life.times - start) / period + 0.5)
     inside = np.flatnonzero((ticks >= 0) & (ticks < into.shape[1]))[::-1]
     at, last = np.unique(ticks[inside].astype(int), return_index=True)

@@ -1,9 +1,9 @@
-"""XID errors of NVIDIA's driver: what each code means, and whose fault it is as a rule.
+"""XID errors of NVIDIA's driver: meaning of each code, and its usual cause (machine or program).
 
-DCGM's ``DCGM_FI_DEV_XID_ERRORS`` is the code of the last error, not a count. Whose fault a code is
-follows the action that NVIDIA's catalogue recommends: where the GPU is to be reset, the machine
-started again or its support asked at once it is the machine's, its links, firmware and driver
-included; where the program is to be looked into it is the program's; else it is unknown.
+DCGM's ``DCGM_FI_DEV_XID_ERRORS`` is the code of the last error, not a count. The cause follows the
+action that NVIDIA's catalogue recommends. It is the machine, its links, firmware and driver
+included, where the GPU is to be reset, the machine restarted or its support contacted immediately.
+It is the program where the program is to be debugged. Else it is unknown.
 
 https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html
 """
@@ -20,13 +20,13 @@ FAULTS: tuple[Fault, ...] = ("machine", "program", "unknown")
 
 @dataclass(frozen=True)
 class ErrorCode:
-    """What a code says.
+    """Meaning and usual cause of an XID code.
 
     Attributes:
       number: as the driver logs it.
       meaning: in a few words.
-      fault: whose it is as a rule.
-      handled: the machine has mended it by itself, and nothing is to be done.
+      fault: usual cause, one of `FAULTS`.
+      handled: true if the machine has recovered by itself, so that no action is needed.
     """
 
     number: int
@@ -35,7 +35,7 @@ class ErrorCode:
     handled: bool = False
 
     def describe(self) -> str:
-        """One phrase: the code, its meaning and whose fault it is."""
+        """One phrase: the code, its meaning and its usual cause."""
         whose = {
             "machine": "the machine's",
             "program": "the program's as a rule",
@@ -46,12 +46,12 @@ class ErrorCode:
 
     @property
     def weight(self) -> int:
-        """Which of several codes that come together counts: the greatest."""
+        """Severity rank: of several codes at the same time the one with the greatest counts."""
         return 0 if not self.number else 1 + (self.fault != "program") + 2 * self.is_alarming
 
     @property
     def is_alarming(self) -> bool:
-        """Whether the machine has to be looked after."""
+        """True if the machine needs attention."""
         return self.fault == "machine" and not self.handled
 
 
@@ -156,11 +156,11 @@ XID = {
 
 
 def error_code(number: float | int | np.floating) -> ErrorCode:
-    """What a code says; one that is not in the catalogue is nobody's fault that is known."""
+    """Returns the entry of a code; the cause of one that is not in the catalogue is unknown."""
     number = int(number)
     return XID.get(number, ErrorCode(number, "not in the catalogue", "unknown"))
 
 
 def weightiest(numbers: Iterable[float | int | np.floating]) -> float | int | np.floating:
-    """The one of several codes that counts: the machine's before others, then the greater."""
+    """The code with the greatest `ErrorCode.weight`; of equal ones the greatest number."""
     return max(numbers, key=lambda number: (error_code(number).weight, number))

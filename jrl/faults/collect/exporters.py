@@ -1,8 +1,8 @@
-"""The pages of DCGM's exporter, of node exporter and of cAdvisor in the sampler's names.
+"""Mapping of the metrics of DCGM's exporter, node exporter and cAdvisor to the sampler's names.
 
 Each metric is a level, a counter (compared as a rate), a counter of fatal errors, which is kept as
-it stands, or the code of the last error. What several devices of a machine give is summed for
-counters and averaged for levels; of codes the weightiest counts.
+a total, or the code of the last error. Values of multiple devices of a machine are summed for
+counters and averaged for levels; of codes the most severe counts.
 
 https://github.com/NVIDIA/dcgm-exporter  https://github.com/prometheus/node_exporter
 https://github.com/google/cadvisor/blob/master/docs/storage/prometheus.md
@@ -23,7 +23,7 @@ from jrl.faults.collect.series import Series, check_times, gpus_of, machines_of
 from jrl.faults.fleet import Fleet
 
 LEVEL, COUNTER, TOTAL, CODE = "level", "counter", "total", "code"
-"""Compared as it is; as a rate; kept as it stands, for it must not move; the code of an error."""
+"""Compared as it is; as a rate; kept as a total, as it must not increase; an error code."""
 IDLE = ("idle", "iowait")
 MOST_VALUES = 2**28
 """Values of a fleet: 1 GiB."""
@@ -86,7 +86,7 @@ EXPORTED = {f"DCGM_FI_{name}": found for name, found in _DCGM.items()} | {
     "container_fs_reads_bytes_total": ("disk/read", COUNTER),
     "container_fs_writes_bytes_total": ("disk/write", COUNTER),
 }
-"""The sampler's name of an exported metric, and what it is."""
+"""The sampler's name of an exported metric, and its kind."""
 # In a string of PromQL a backslash begins an escape: these do without.
 _PATTERNS = (
     (re.compile(r"node_ethtool_[a-z0-9_]*prio[0-9]_pause(_total)?"), ("network/pfc", COUNTER)),
@@ -98,29 +98,29 @@ _EXPORTERS = re.compile(
 )
 """Names of DCGM's exporter, of node exporter, of cAdvisor, and what exporters say of themselves."""
 SELECTOR = '{__name__=~"jrl_.+|' + "|".join([*EXPORTED, *(p.pattern for p, _ in _PATTERNS)]) + '"}'
-"""What a Prometheus server is asked for: all that is known by name."""
+"""Selector that a Prometheus server is queried with: all known names."""
 
 
 def known_as(name: str) -> tuple[str, str] | None:
-    """The sampler's name of an exported metric and its kind; None for one that nobody knows."""
+    """The sampler's name of an exported metric and its kind; None for an unknown metric."""
     if name in EXPORTED:
         return EXPORTED[name]
     return next((found for pattern, found in _PATTERNS if pattern.fullmatch(name)), None)
 
 
 def is_passed_over(name: str, wanted: Collection[str] = ()) -> bool:
-    """Whether an exporter's name is one of those that say nothing here, see `passed_over`."""
+    """True if a name of a known exporter is ignored, see `passed_over`."""
     return name not in wanted and known_as(name) is None and _EXPORTERS.fullmatch(name) is not None
 
 
 def passed_over(series: Iterable[Series], wanted: Collection[str] = ()) -> list[str]:
-    """One line that names what of known exporters is not compared; none where nothing is.
+    """One line that lists the metrics of known exporters that are not compared; empty without any.
 
-    Whether such a name is a level or a counter, and what its devices add up to, is not known: some
+    It is unknown if such a metric is a level or a counter, and how its devices are aggregated. Some
     of DCGM's default list, such as the energy since boot, would look like a shift.
 
     Args:
-      wanted: names that are compared all the same.
+      wanted: names that are compared nevertheless.
     """
     names = sorted({one.labels["__name__"] for one in series})
     names = [name for name in names if is_passed_over(name, wanted)]
@@ -142,17 +142,17 @@ def as_fleet(
 ) -> Fleet:
     """Series of any exporters as one fleet, in the sampler's names.
 
-    Readings that are no values (`jrl.faults.collect.readings`) are left out; the fleet's `blank`
-    says of which metrics of which machines there were any. Names of exporters that are not known
-    are left out too, see `passed_over`.
+    Invalid readings (`jrl.faults.collect.readings`) are left out; the fleet's `blank` lists the
+    machines and metrics that had any. Unknown names of exporters are left out too, see
+    `passed_over`.
 
     Args:
       label: names the machine, see `machines_of`.
-      period: seconds between two samples; by default what is usual in the series.
-      wanted: names that are taken although they are not known.
+      period: seconds between two samples; by default the usual gap in the series.
+      wanted: names that are included although they are unknown.
 
     Raises:
-      ValueError: where a series names no machine, or times lie too far apart.
+      ValueError: where a series names no machine, or times are too far apart.
     """
     kept = [one for one in _told_once(series) if _counts(one, wanted)]
     period = usual_period(kept) if period is None else period
@@ -193,14 +193,14 @@ def as_fleet(
 
 
 def _counts(one: Series, wanted: Collection[str]) -> bool:
-    """Whether a series says something about how its machine does."""
+    """True if a series is compared: not idle CPU time, the loopback device or an ignored name."""
     if one.labels.get("mode") in IDLE or one.labels.get("device") == "lo":
         return False
     return not is_passed_over(one.labels["__name__"], wanted)
 
 
 def _read(kind: str, column: str, one: Series) -> tuple[Series, bool]:
-    """A series without what is no value, and whether an exporter said that it has none."""
+    """A series with invalid readings as NaN, and true if there were any."""
     values, absent = one.values, np.isnan(one.values)
     # Counters are compared as rates, so that their size says nothing.
     known = values >= 0 if kind == COUNTER else possible(column, values)
@@ -215,7 +215,7 @@ def _read(kind: str, column: str, one: Series) -> tuple[Series, bool]:
 
 
 def _together(kind: str, rows: Float64[np.ndarray, "series tick"]) -> Float64[np.ndarray, "tick"]:
-    """What several series of one metric are together."""
+    """Aggregates the series of one metric: most severe code, mean of levels, sum of counters."""
     if len(rows) == 1:
         return rows[0]
     if kind == CODE:
@@ -234,7 +234,7 @@ def _together(kind: str, rows: Float64[np.ndarray, "series tick"]) -> Float64[np
 
 
 def usual_period(series: Iterable[Series]) -> float:
-    """Seconds between two samples, a whole number where they are nearly that; 1 without any."""
+    """Median of the seconds between two samples, rounded if nearly whole; 1 without samples."""
     gaps = [np.diff(one.times) for one in series if one.times.size > 1]
     every = np.concatenate(gaps) if gaps else np.zeros(0)
     every = every[every > 0]
@@ -246,7 +246,7 @@ def usual_period(series: Iterable[Series]) -> float:
 
 
 def _told_once(series: Sequence[Series]) -> list[Series]:
-    """Without the parts of a whole that cAdvisor tells as well: its root holds all containers."""
+    """Removes cAdvisor's series of single containers where its root, their sum, is present."""
     roots = {
         (one.labels["__name__"], one.labels.get("instance"))
         for one in series
@@ -265,7 +265,7 @@ def _told_once(series: Sequence[Series]) -> list[Series]:
 def _on_ticks(
     kind: str, one: Series, start: float, period: float | int, length: int
 ) -> Float64[np.ndarray, "tick"]:
-    """A series at its ticks, counters as rates; a counter that fell has none."""
+    """Resamples a series to ticks, counters as rates; a counter that decreased gives no value."""
     times, values = one.times, one.values
     if kind == COUNTER:
         some = np.isfinite(values)

@@ -1,4 +1,4 @@
-"""Records that are being written, followed: a look reads what was written since the last one."""
+"""Incremental reading of records that are being written, as ``tail -f`` does."""
 
 import os
 from dataclasses import dataclass, field, replace
@@ -12,7 +12,7 @@ from jrl.faults.collect.record import SUFFIX, Header, Record, decode, read_heade
 
 @dataclass
 class _File:
-    """How far a file was read, and what of it is kept."""
+    """Read position of a file, and the rows of it that are kept."""
 
     inode: int
     header: Header
@@ -22,15 +22,15 @@ class _File:
 
 @dataclass
 class Follower:
-    """Reads the records of a folder again and again.
+    """Reads the records of a folder, and at each further call what was written since.
 
-    A file that was replaced or cut short is read from its beginning, whose last `last` rows are
-    enough; a row that is half written is left for the next look.
+    A file that was replaced or truncated is read again, its last `last` rows only. A row that is
+    half written is left for the next call.
 
     Attributes:
-      folder: where records are.
+      folder: the records' folder.
       last: rows of each file that are kept, the newest.
-      bytes_read: by the last look.
+      bytes_read: by the last call.
     """
 
     folder: Path
@@ -79,7 +79,7 @@ class Follower:
         return _File(status.st_ino, header, offset, decode(header, b"", 0))
 
     def _joined(self, old: Record, new: Record, some: bool) -> Record:
-        """The newest rows of both; it has ended if the last row there is says so."""
+        """The newest rows of both; it has ended if the last row written is the end marker."""
         return replace(
             new,
             times=np.concatenate([old.times, new.times])[-self.last :],

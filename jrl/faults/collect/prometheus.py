@@ -1,4 +1,4 @@
-"""Prometheus, the usual source of such metrics: its answers as fleets, samples for it to fetch.
+"""Prometheus client and exporter: reads query answers as fleets, serves samples to be scraped.
 
 The answer to ``GET /api/v1/query_range`` is a matrix: one series of ``[Unix time, "value"]`` for
 each set of labels. https://prometheus.io/docs/prometheus/latest/querying/api/#range-queries
@@ -35,18 +35,18 @@ def read_answers(
     """Range-query answers, one or several, as one fleet; see `as_fleet` for what is left out.
 
     Args:
-      answers: the JSON as the server sent it; several are laid side by side.
+      answers: the JSON as the server sent it; multiple answers are combined.
       machine: the label whose value is the machine's name, often "instance"; None takes the first
         of `MACHINE_LABELS` that a series has.
       metric: the label whose value is the metric's name. A function in the query, such as ``rate``,
         removes ``__name__``: put the name under another label there (``label_replace``).
-      period: the ``step`` of the query, in seconds; None takes what is usual in the answers.
-      wanted: names of exporters that are taken although they are not known.
+      period: the ``step`` of the query, in seconds; None takes the usual gap in the answers.
+      wanted: names of exporters that are included although they are unknown.
 
     Raises:
-      ValueError: where an answer is no JSON, cut short, an error or no matrix; where a series lacks
-        one of the labels, or two have the same; where a value is no number, or times lie days
-        apart.
+      ValueError: where an answer is not JSON, truncated, an error or not a matrix; where a series
+        lacks one of the labels, or two have the same; where a value is not a number, or times are
+        days apart.
     """
     if period is not None and not (math.isfinite(period) and period > 0):
         raise ValueError(f"period={period} must be a finite number of seconds above 0.")
@@ -71,8 +71,8 @@ def read_series(
                     f"a series of the answer has no label {metric!r}: it has "
                     f"{', '.join(labels) or 'none'}; choose another, or keep it in the query."
                 )
-            # Of an exporter that is known, it is known which series are one, or that they are left
-            # out; a name that was asked for is averaged.
+            # Multiple series of a known exporter's metric are aggregated or ignored; those of a
+            # requested name are averaged.
             several = known_as(name) or is_passed_over(name) or name in wanted
             apart = str(sorted(labels.items())) if several else ""
             who = "" if is_passed_over(name, wanted) else machine_of(labels, machine)
@@ -95,13 +95,13 @@ def query_range(
     period: float | int = 1.0,
     timeout: float | int = 30.0,
 ) -> bytes:
-    """Asks a Prometheus server for the values of a query between two Unix times.
+    """Queries a Prometheus server for values between two Unix times.
 
     Args:
       server: its address, such as ``http://localhost:9090``.
 
     Raises:
-      ValueError: where it cannot be reached or refuses.
+      ValueError: where it cannot be reached or rejects the query.
     """
     fields = urllib.parse.urlencode({"query": query, "start": start, "end": end, "step": period})
     if not server.startswith(("http://", "https://")):
@@ -121,19 +121,19 @@ class Exporter:
     """Serves the newest sample of a process to Prometheus, on ``http://HOST:PORT/metrics``.
 
     A metric such as ``step/time`` is called ``jrl_step_time`` there and has the label ``machine``.
-    A server that fetches once a second has what the record has.
+    A server that scrapes once a second gets all samples of the record.
 
     Args:
       latest: `Sampler.latest` as a function.
       machine: the value of the label.
-      port: 0 takes any that is free.
-      address: of the interface to listen on; this host alone by default.
+      port: 0 takes any free port.
+      address: of the interface to listen on; only this host by default.
 
     Attributes:
-      port: where it listens.
+      port: the port it listens on.
 
     Raises:
-      ValueError: where prometheus-client is not installed, or the port cannot be had.
+      ValueError: where prometheus-client is not installed, or the port is not available.
     """
 
     def __init__(self, latest: Latest, machine: str, port: int, address: str = "127.0.0.1"):
@@ -159,7 +159,7 @@ class Exporter:
 
 
 class _Collector:
-    """What prometheus-client asks at each fetch."""
+    """Collector that prometheus-client calls at each scrape."""
 
     def __init__(self, module: ModuleType, latest: Latest, machine: str):
         self._module, self._latest, self._machine = module, latest, machine

@@ -1,8 +1,8 @@
-"""Readings that are values: DCGM's blanks, and numbers that a metric cannot have, are none.
+"""Validity of readings: DCGM's blank values and values out of a metric's range are not readings.
 
 DCGM writes a number for "blank", and the next ones for "not found", "not supported" and "not
-permitted"; its own test takes whatever is not below the first for blank. Exporters pass them on as
-if they had been measured. https://github.com/NVIDIA/DCGM/blob/master/dcgmlib/dcgm_structs.h
+permitted"; its own test treats all that is not below the first as blank. Exporters pass them on as
+if they were measured. https://github.com/NVIDIA/DCGM/blob/master/dcgmlib/dcgm_structs.h
 """
 
 import numpy as np
@@ -46,7 +46,7 @@ RANGES = {
     "memory/process": (0.0, 1e18),
     "step/time": (0.0, 1e9),  # seconds
 }
-"""What each metric can be, ends included, by the sampler's name, in whatever unit it comes."""
+"""Valid range of each metric, ends included, by the sampler's name, in any unit it may have."""
 _RANGES = RANGES | {exported_name(name): limits for name, limits in RANGES.items()}
 
 
@@ -56,7 +56,7 @@ def limits(name: str) -> tuple[float, float]:
 
 
 def blank(readings: np.ndarray) -> np.ndarray:
-    """Which readings are DCGM's way to say that there is none."""
+    """Mask of the readings that are DCGM's blank values."""
     found = np.zeros(readings.shape, bool)
     for least, greatest in BLANKS:
         found |= (readings >= least) & (readings <= greatest)
@@ -64,6 +64,6 @@ def blank(readings: np.ndarray) -> np.ndarray:
 
 
 def possible(name: str, readings: np.ndarray) -> np.ndarray:
-    """Which readings a recorded metric can have; NaN and infinity it cannot."""
+    """Mask of the readings in the valid range of a recorded metric; false for NaN and infinity."""
     least, greatest = limits(name)
     return (readings >= least) & (readings <= greatest)

@@ -1,14 +1,14 @@
-"""The file one process's samples go to: append-only columns that survive ``kill -9`` mid-write.
+"""File format of one process's samples: append-only rows that survive ``kill -9`` mid-write.
 
-A header names the columns; after it come rows of one fixed size, so that every column is one stride
-through the file and no index can be lost. All numbers are little-endian:
+A header names the columns; rows of constant size follow, so that every column is one stride through
+the file and no index can be lost. All numbers are little-endian:
 
     header  magic (8 bytes), length of the JSON (uint32), its CRC-32 (uint32), JSON
     row     Unix time (float64), one float32 per column, CRC-32 of these bytes (uint32)
 
 The CRC of a row starts from that of the header. A row is one ``write``, so a kill can tear the last
-row and no other; the reader leaves out what is torn or damaged and counts it. A clean end is a row
-of NaN. Reading while it is written works: what is complete is there.
+row and no other; the reader leaves out torn and damaged rows and counts them. A clean end is a row
+of NaN. A file can be read while it is written: complete rows are returned.
 """
 
 import json
@@ -30,19 +30,19 @@ _PREFIX = struct.Struct("<8sII")
 
 @dataclass(frozen=True)
 class Record:
-    """What was read of one file.
+    """Content of one file.
 
     Attributes:
-      machine: whose samples they are.
+      machine: name of the machine that was sampled.
       host: the host's name.
-      pid: the process's number on it.
-      begun: Unix time at which the file was begun, in seconds.
+      pid: the process id on it.
+      begun: Unix time at which the file was started, in seconds.
       columns: name of each metric.
       times: Unix time of each sample in seconds, in the order they were written.
       values: one row per sample, NaN where a metric had no value.
       damaged: rows left out because their checksum is wrong.
-      torn: bytes left out at the end that are no whole row.
-      ended: whether the process said that it was through.
+      torn: bytes left out at the end that are not a full row.
+      ended: true if the file ends with the row of NaN that a clean end writes.
     """
 
     machine: str
@@ -61,8 +61,8 @@ class Writer:
     """Appends samples to a new file, each handed to the operating system before `append` returns.
 
     Args:
-      folder: where the file goes, made if missing. It is called ``MACHINE.NUMBER.samples``; a
-        process that is started again gets the next number.
+      folder: folder of the file, created if missing. The file is called ``MACHINE.NUMBER.samples``;
+        a restarted process gets the next number.
       machine: the name under which it is compared with others.
       columns: names of the metrics, all different.
       host: name of the host; this one by default.
@@ -113,7 +113,7 @@ class Writer:
         os.write(self._file, content + struct.pack("<I", zlib.crc32(content, self._seed)))
 
     def close(self, time: float | int) -> None:
-        """Says that the process is through. Calling it again does nothing."""
+        """Writes the row of NaN that marks a clean end. A second call does nothing."""
         if self._file >= 0:
             self.append(time, {})
             os.close(self._file)
@@ -127,7 +127,7 @@ def read(path: Path | str, last: int | None = None) -> Record:
       last: rows at most, the newest; None reads all.
 
     Raises:
-      ValueError: where the file is no record or its header is damaged or cut short.
+      ValueError: where the file is no record or its header is damaged or truncated.
       OSError: where it cannot be read.
     """
     path = Path(path)
@@ -143,12 +143,12 @@ def read(path: Path | str, last: int | None = None) -> Record:
 
 @dataclass(frozen=True)
 class Header:
-    """What the beginning of a file says.
+    """Header of a file.
 
     Attributes:
       content: machine, host, pid, begun and columns.
       seed: its checksum, from which those of the rows start.
-      size: bytes it takes.
+      size: its bytes.
     """
 
     content: dict[str, Any]
@@ -166,13 +166,13 @@ def read_header(path: Path, file: BinaryIO) -> Header:
     """The header of a file that was just opened.
 
     Raises:
-      ValueError: where the file is no record or its header is damaged or cut short.
+      ValueError: where the file is no record or its header is damaged or truncated.
     """
     return Header(*_header(path, file.read(_PREFIX.size), file.read))
 
 
 def decode(header: Header, content: bytes, torn: int) -> Record:
-    """The record that whole rows hold; `torn` bytes after them are no row."""
+    """Decodes full rows into a record; `torn` bytes after them are no row."""
     rows = np.frombuffer(content, header.row)
     good = _checked(content, rows, header.seed)
     ended = bool(len(rows) and good[-1] and np.isnan(rows["values"][-1]).all())
@@ -190,7 +190,7 @@ def decode(header: Header, content: bytes, torn: int) -> Record:
 
 
 def _create(folder: Path, machine: str) -> tuple[Path, int]:
-    """A file that did not exist, under the next number."""
+    """Creates a new file under the next free number."""
     folder.mkdir(parents=True, exist_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
     number = 1

@@ -1,7 +1,7 @@
-"""Metrics of machines that are asked over the network, and kept for as long as they are looked at.
+"""Polling of machines' metrics over the network, with a store of the last seconds.
 
-Either a Prometheus server is asked for the samples that it has fetched since the last look, or the
-exporters' pages are fetched themselves.
+Either a Prometheus server is queried for the samples that it has scraped since the last poll, or
+the exporters' pages are scraped directly.
 """
 
 import json
@@ -23,28 +23,28 @@ from jrl.faults.collect.series import Series, machine_of
 Sample = tuple[Mapping[str, str], float, float]
 """Labels, Unix time and value."""
 TIMEOUT = 10.0
-"""Seconds that an answer may take."""
+"""Timeout of an answer, in seconds."""
 AHEAD = 60.0
 """Seconds by which a clock elsewhere may be ahead."""
 MOST_AT_ONCE = 16
-"""Pages that are fetched at a time."""
+"""Pages that are fetched concurrently."""
 
 
 @runtime_checkable
 class Source(Protocol):
-    """Where samples come from."""
+    """Source of samples that can be polled."""
 
     def poll(self, since: float, now: float) -> tuple[list[Sample], list[str]]:
-        """The samples after `since`, and one line for each place that did not answer."""
+        """The samples after `since`, and one line for each address that did not answer."""
         ...
 
 
 class Store:
-    """The series of the last `seconds`, and what is new at each look.
+    """Store of the series of the last `seconds`, extended by polling a source.
 
     Args:
-      source: is asked for what is newer than the newest sample.
-      seconds: how far back samples are kept.
+      source: polled for samples newer than the newest one stored.
+      seconds: retention time of samples.
     """
 
     def __init__(self, source: Source, seconds: float | int):
@@ -53,12 +53,12 @@ class Store:
         self._newest = -math.inf
 
     def update(self, now: float) -> tuple[list[Series], list[str]]:
-        """Asks for what is new and returns all series that have samples, and what went wrong."""
+        """Polls for new samples; returns all series that have samples, and a line per problem."""
         since = max(self._newest, now - self._seconds)
         samples, problems = self._source.poll(since, now)
         ahead = [labels for labels, time, _ in samples if time > now + AHEAD]
         if ahead:
-            # They would be the newest for as long as that clock is ahead.
+            # They would remain the newest samples for as long as that clock is ahead.
             samples = [sample for sample in samples if sample[1] <= now + AHEAD]
             first = ahead[0].get("__name__", "a metric")
             problems.append(
@@ -81,13 +81,13 @@ class Store:
 
 
 class Prometheus:
-    """A Prometheus server, asked for raw samples with the times at which they were fetched.
+    """Prometheus server, queried for raw samples with the times at which they were scraped.
 
-    A range of a plain selector answers these; ``query_range`` would repeat each at every step.
+    A range of a plain selector returns these; ``query_range`` would repeat each at every step.
 
     Args:
       server: its address, such as ``http://localhost:9090``.
-      selector: the series, in PromQL; by default all that are known by name.
+      selector: the series, in PromQL; by default all known names.
     """
 
     def __init__(self, server: str, selector: str = SELECTOR):
@@ -95,7 +95,7 @@ class Prometheus:
         self._server, self._selector = server.rstrip("/"), selector
 
     def poll(self, since: float, now: float) -> tuple[list[Sample], list[str]]:
-        # What a server takes in late is asked for once more.
+        # The query overlaps the last one by a minute, as a server may ingest samples late.
         seconds = max(1, math.ceil(now - since) + 60)
         query = f"{self._selector}[{seconds}s]"
         fields = urllib.parse.urlencode({"query": query, "time": f"{now:.3f}"})
@@ -108,11 +108,11 @@ class Prometheus:
 
 
 class Pages:
-    """Exporters' own pages, fetched at each look.
+    """Exporters' own pages, scraped at each poll.
 
     Args:
-      addresses: of the pages, such as ``http://node7:9400/metrics``. A series that names no machine
-        is of the host in the address, of host and port where one host has several of a kind.
+      addresses: of the pages, such as ``http://node7:9400/metrics``. A series without the label
+        ``instance`` gets the address's host and port as one.
     """
 
     def __init__(self, addresses: Sequence[str]):
@@ -121,7 +121,7 @@ class Pages:
         self._addresses = tuple(addresses)
 
     def poll(self, since: float, now: float) -> tuple[list[Sample], list[str]]:
-        del since  # a page has the present alone
+        del since  # a page has current values only
         with ThreadPoolExecutor(min(MOST_AT_ONCE, len(self._addresses))) as pool:
             pages = list(pool.map(_page, self._addresses))
         samples: list[Sample] = []
@@ -144,10 +144,10 @@ def _page(address: str) -> tuple[str, str | None]:
 
 
 def fetch(address: str, timeout: float | int = TIMEOUT) -> bytes:
-    """What an address answers.
+    """Body of the response to a GET request.
 
     Raises:
-      ValueError: where it cannot be reached or refuses.
+      ValueError: where the address cannot be reached or answers with an error status.
     """
     place = "{0.scheme}://{0.netloc}{0.path}".format(urllib.parse.urlsplit(address))
     try:
@@ -161,7 +161,7 @@ def fetch(address: str, timeout: float | int = TIMEOUT) -> bytes:
 
 
 def check_address(name: str, address: str) -> None:
-    """Refuses what is no address of a server."""
+    """Raises a ValueError for an address without http:// or https://."""
     if not address.startswith(("http://", "https://")):
         raise ValueError(f"{name}={address!r} must begin with http:// or https://.")
 
@@ -171,7 +171,7 @@ _LABEL = re.compile(r'(\w+)\s*=\s*"((?:[^"\\]|\\.)*)"')
 
 
 def read_page(text: str) -> Iterator[tuple[dict[str, str], float]]:
-    """Labels and values of an exporter's page in the text format; lines that are none are left out.
+    """Labels and values of an exporter's page in the text format; other lines are left out.
 
     https://prometheus.io/docs/instrumenting/exposition_formats/
     """

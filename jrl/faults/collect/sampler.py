@@ -1,8 +1,8 @@
-"""The sampler of a training process: once a second, what it and its host are doing.
+"""Sampler of a training process: records metrics of the process and its host once a second.
 
-It is a thread of the process itself, not another process: it dies with what it watches, leaves no
-orphan, shares the step clock without messages, and a wait in XLA or in a collective, which holds no
-interpreter lock, does not keep it from its work. A process that is stopped (SIGSTOP) stops its
+It is a thread of the process itself, not another process: it ends with the process, leaves no
+orphan and shares the step clock without messages. A wait in XLA or in a collective holds no
+interpreter lock, so it does not block the sampler. A process that is stopped (SIGSTOP) stops its
 sampler too: that shows as missing samples, and in the first sample after, whose rates and step time
 cover the whole pause.
 """
@@ -18,14 +18,14 @@ from jrl.faults.collect.vocabulary import STEP_TIME
 
 
 class StepClock:
-    """What the training loop says about itself; every method costs some microseconds.
+    """Step timer that the training loop reports to; every method costs some microseconds.
 
     ``step/time`` is the mean duration of the steps that ended since the last sample, in seconds,
-    or the age of the step under way where that is longer, so that a step that hangs is seen while
-    it hangs. It has no value before the first step has ended.
+    or the age of the step in flight where that is longer, so that a step that hangs is detected
+    while it hangs. It has no value before the first step has ended.
 
-    There is no time of waiting in collectives: a step is one program, and how long its result is
-    waited for is how long the device works on it, waiting for other devices included.
+    Time spent waiting in collectives is not measured: a step is one compiled function, and the wait
+    for its result is the time of the device, waiting for other devices included.
     """
 
     columns = (STEP_TIME,)
@@ -38,10 +38,10 @@ class StepClock:
         self._steps = 0
 
     def step(self, seconds: float | None = None) -> None:
-        """Says that a step has ended and the next begins.
+        """Records the end of a step and the start of the next.
 
         Args:
-          seconds: how long the step took; None counts from the last call.
+          seconds: duration of the step; None counts from the last call.
         """
         now = time.monotonic()
         with self._lock:
@@ -66,9 +66,9 @@ class Sampler:
     """Writes a sample every `period` seconds until it is closed.
 
     Args:
-      folder: where the record goes.
+      folder: the record's folder.
       machine: the name under which this process is compared with others.
-      period: seconds between two samples. Ticks that were missed are left out, not made up for.
+      period: seconds between two samples. Missed ticks are left out, not sampled later.
       read: the sources; the host and its GPUs by default.
 
     Attributes:
@@ -115,7 +115,7 @@ class Sampler:
         self._thread.start()
 
     def close(self) -> None:
-        """Stops, and says in the record that the process is through."""
+        """Stops, and marks a clean end in the record."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()

@@ -1,4 +1,4 @@
-"""Series of exporters: what one of them said about one thing, of which machine and of which GPU."""
+"""Time series of exporters, and the machine and GPU that each belongs to."""
 
 import re
 from collections import defaultdict
@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Float64
 
 MACHINE_LABELS = ("machine", "node", "instance", "Hostname", "hostname")
-"""Labels that name a machine, the first that is there; the port of an instance is left out."""
+"""Labels that name a machine, in order of preference; the port of an instance is left out."""
 HOST_LABELS = ("Hostname", "hostname")
 UUID_LABELS = ("UUID", "uuid")
 DAY = 86400.0
@@ -21,7 +21,7 @@ LONGEST_GAP = 7 * DAY
 
 @dataclass(frozen=True)
 class Series:
-    """What one exporter said about one thing.
+    """One time series of an exporter: labels, times and values.
 
     Attributes:
       labels: with the name under ``__name__``.
@@ -52,10 +52,10 @@ def machine_of(labels: Mapping[str, str], label: str | None = None) -> str:
 
 
 def machines_of(series: Sequence[Series], label: str | None = None) -> list[str]:
-    """The machine of each series, told from all of them together.
+    """Machine of each series, determined from all series together.
 
-    * Several hosts that are scraped through one address (one ``instance``, several ``Hostname``)
-      are several machines, unless `label` says what names one.
+    * Multiple hosts that are scraped through one address (one ``instance``, multiple ``Hostname``)
+      are multiple machines, unless `label` is given.
     * A machine that comes back under another address with a GPU of the same UUID, after everything
       under the old one has ended, is the same machine under its new name.
 
@@ -73,10 +73,10 @@ def machines_of(series: Sequence[Series], label: str | None = None) -> list[str]
 
 
 def gpus_of(series: Sequence[Series], machines: Sequence[str]) -> list[str | None]:
-    """The number of the GPU that each series is about, None where it is about none.
+    """GPU index of each series; None for a series that is not about a GPU.
 
-    A GPU with a UUID keeps one number, the newest, where a reset has numbered the GPUs of its
-    machine anew. Where numbers are missing the order of the UUIDs gives them.
+    A GPU with a UUID keeps one index, the newest, if a reset has renumbered the GPUs of its
+    machine. Where indices are missing, the order of the UUIDs gives them.
     """
     newest: dict[tuple[str, str], tuple[float, str]] = {}
     unnumbered: defaultdict[str, set[str]] = defaultdict(set)
@@ -98,7 +98,7 @@ def gpus_of(series: Sequence[Series], machines: Sequence[str]) -> list[str | Non
 
 
 def check_times(series: Sequence[Series], machines: Sequence[str]) -> None:
-    """Refuses series of which some are days away from the others: one of their clocks is wrong.
+    """Raises an error for series that are days away from the others, as one of the clocks is wrong.
 
     Raises:
       ValueError: names a machine on the side that has fewer samples.
@@ -127,7 +127,7 @@ def check_times(series: Sequence[Series], machines: Sequence[str]) -> None:
 
 
 def _told_apart(series: Sequence[Series], names: Sequence[str]) -> list[str]:
-    """Names by host where several hosts have one instance."""
+    """Machine names by host where multiple hosts share one instance."""
     hosts = [
         _value(one.labels, HOST_LABELS)
         if _first(one.labels, MACHINE_LABELS) == "instance"
@@ -181,7 +181,7 @@ def _uuid(one: Series) -> str | None:
 
 
 def _at(time: float) -> str:
-    """A Unix time as a date, or as it is where no calendar has it."""
+    """A Unix time as a date, or as a number if it is out of the calendar's range."""
     try:
         return datetime.fromtimestamp(time, UTC).strftime("of %Y-%m-%d %H:%M UTC")
     except (ValueError, OverflowError, OSError):

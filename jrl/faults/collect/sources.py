@@ -1,8 +1,7 @@
-"""Where the numbers come from: the process and its host through psutil, its GPUs through NVML.
+"""Metric sources of the sampler: the process and its host through psutil, its GPUs through NVML.
 
-A source is made once, says which metrics this machine can give, and is asked for them again and
-again. Counters become rates over the time since the last reading, so a reading that comes late is
-right all the same.
+A source is created once, lists the metrics that this machine has, and is read at every sample.
+Counters become rates over the time since the last reading, so a late reading is still correct.
 """
 
 import os
@@ -20,7 +19,7 @@ SINCE_LOADED = 0
 
 @runtime_checkable
 class Source(Protocol):
-    """What the sampler asks of a place where numbers come from.
+    """Interface of a metric source, as the sampler reads it.
 
     Attributes:
       columns: names of all the metrics that `read` may give.
@@ -34,7 +33,7 @@ class Source(Protocol):
 
 
 class Rates:
-    """Counters to rates per second; the first reading gives none, nor does one that fell."""
+    """Converts counters to rates per second; the first reading and a decrease give no rate."""
 
     def __init__(self):
         self._before: tuple[float, Mapping[str, float]] | None = None
@@ -80,7 +79,7 @@ class Host:
         return {**self._rates(time, counters), **gauges}
 
     def _measured(self) -> tuple[dict[str, float], dict[str, float]]:
-        """What is a level, and what only counts up."""
+        """Gauges and cumulative counters of the process and its host."""
         psutil, process = self._psutil, self._process
         with process.oneshot():
             cpu, memory = process.cpu_times(), process.memory_info().rss
@@ -114,14 +113,14 @@ class Gpus:
     ``temperature`` in degrees Celsius, ``clock/sm`` and ``clock/memory`` in MHz, ``memory`` in MiB,
     ``pcie/in``, ``pcie/out``, ``nvlink/in`` and ``nvlink/out`` in MiB per second, these over all
     links. ``ecc/uncorrected`` is a count since the driver was loaded, ``ecc/corrected`` and
-    ``pcie/replays`` are errors per second. What a GPU cannot tell is left out.
+    ``pcie/replays`` are errors per second. Metrics that a GPU does not support are left out.
 
     Processes of one host are compared with each other, so each gives its own GPUs only, numbered
     from 0: the same column is then one GPU of each.
 
     Args:
       nvml: the module pynvml, initialised.
-      own: which GPUs are this process's, as CUDA numbers or UUIDs; None takes all of the host.
+      own: this process's GPUs, as CUDA numbers or UUIDs; None takes all of the host.
     """
 
     def __init__(self, nvml: Any, own: Sequence[str] | None = None):
@@ -160,7 +159,7 @@ class Gpus:
         return nvml.nvmlDeviceGetHandleByUUID(name)
 
     def _asked(self, reader: Callable[[Any], float], handle: Any) -> float | None:
-        """The value, or None where this GPU or its driver has none."""
+        """Reads a value; None if this GPU or its driver does not support it."""
         try:
             return float(reader(handle))
         except self._nvml.NVMLError:
@@ -224,11 +223,11 @@ class Gpus:
 
 
 def own_gpus(local: Sequence[int], environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Which GPUs of the host a process computes on, as NVML takes them.
+    """GPUs of the host that a process computes on, as NVML identifies them.
 
     Args:
-      local: CUDA's numbers of its devices: positions in what it may see.
-      environment: ``CUDA_VISIBLE_DEVICES`` in it says what that is.
+      local: CUDA's numbers of its devices: positions among the visible ones.
+      environment: the process's environment; its ``CUDA_VISIBLE_DEVICES`` lists the visible ones.
     """
     visible = [name.strip() for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",")]
     if visible == [""]:
@@ -237,7 +236,7 @@ def own_gpus(local: Sequence[int], environment: Mapping[str, str]) -> tuple[str,
 
 
 def sources(gpus: Sequence[str] | None = None) -> list[Source]:
-    """The host, and its GPUs where pynvml and an NVIDIA driver are there.
+    """The host, and its GPUs where pynvml and an NVIDIA driver are installed.
 
     Args:
       gpus: those of this process, see `own_gpus`; None takes all of the host.

@@ -1,15 +1,15 @@
-"""What metrics are called: the sampler's names, Prometheus's and those that models are known by.
+"""Names of metrics: the sampler's, Prometheus's and those of the denoising models.
 
-The sampler says ``gpu0/power``, its exporter ``jrl_gpu0_power``, and the model that denoises both
-is that of ``gpu_power_draw``, as in Minder. A name that nobody knows means itself. The names of
-other exporters become the sampler's where their pages are read, see `jrl.faults.collect.exporters`.
+The sampler writes ``gpu0/power``, its exporter ``jrl_gpu0_power``, and the model that denoises both
+is that of ``gpu_power_draw``, as in Minder. An unknown name stands for itself. The names of other
+exporters become the sampler's where their pages are read, see `jrl.faults.collect.exporters`.
 """
 
 import re
 from collections.abc import Iterable, Sequence
 
 STEP_TIME = "step/time"
-"""Duration of a training step in seconds: what every trainer has, whatever its machines tell."""
+"""Duration of a training step in seconds; available in every trainer, whatever the hardware."""
 
 PRODUCTION = (
     "pfc_tx_packet_rate",
@@ -49,7 +49,7 @@ MEANINGS = {
     "gpu/nvlink/out": "nvlink_bandwidth",
     STEP_TIME: STEP_TIME,
 }
-"""From what the sampler writes, ``gpu`` for any of them, to what models and detectors go by."""
+"""From the sampler's names, ``gpu`` for any GPU, to the names of models and detectors."""
 
 
 PRIORITY = (*PRODUCTION, STEP_TIME)
@@ -57,7 +57,7 @@ PRIORITY = (*PRODUCTION, STEP_TIME)
 
 
 LEVELS = ("memory/process", "memory/host", "gpu/memory")
-"""What processes hold for good, each as its rank needs it: compared when asked for."""
+"""Memory in use, which differs by rank: compared only on request."""
 
 GPU_ACTIVITY = frozenset(
     {
@@ -69,7 +69,7 @@ GPU_ACTIVITY = frozenset(
         "gpu_memory_bandwidth",
     }
 )
-"""What one cause moves together: how much a GPU has to do."""
+"""Metrics that one cause moves together: a GPU's load."""
 
 FATAL = frozenset(
     {
@@ -80,7 +80,7 @@ FATAL = frozenset(
         "rdma/link_downed",
     }
 )
-"""Counters, as they stand, that do not move on a healthy machine."""
+"""Counters, kept as totals, that do not increase on a healthy machine."""
 
 ERROR_RATES = frozenset(
     {
@@ -95,23 +95,23 @@ ERROR_RATES = frozenset(
         "cpu/throttled",
     }
 )
-"""Errors a second that machines correct by themselves, and what slows them down on purpose."""
+"""Errors a second that machines correct by themselves, and throttling."""
 
 
 def exported_name(name: str) -> str:
-    """The name of a metric as Prometheus allows it."""
+    """Valid Prometheus name of a metric."""
     return "jrl_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
 
 
 CODES = frozenset({"gpu/xid", exported_name("gpu/xid")})
-"""Fatal ones that hold the code of the last error, see `jrl.faults.collect.error_codes`."""
+"""Fatal metrics that hold the code of the last error, see `jrl.faults.collect.error_codes`."""
 
 _EXPORTED = {exported_name(name): meaning for name, meaning in MEANINGS.items()}
 _LEVELS = {*LEVELS, *map(exported_name, LEVELS)}
 
 
 def meaning(name: str) -> str:
-    """The name that models and detectors know a recorded metric by."""
+    """Name of a recorded metric in models and detectors."""
     one = of_any_gpu(name)
     return MEANINGS.get(one) or _EXPORTED.get(one) or name
 
@@ -122,22 +122,22 @@ def of_any_gpu(name: str) -> str:
 
 
 def is_fatal(name: str) -> bool:
-    """Whether a metric counts errors that no healthy machine has."""
+    """True if a metric counts errors that no healthy machine has."""
     return of_any_gpu(name) in FATAL or of_any_gpu(name) in map(exported_name, FATAL)
 
 
 def is_code(name: str) -> bool:
-    """Whether a metric is the code of the last error, not a count of errors."""
+    """True if a metric is the code of the last error, not a count of errors."""
     return of_any_gpu(name) in CODES
 
 
 def is_error_rate(name: str) -> bool:
-    """Whether a metric is a rate of errors that are corrected, or of throttling."""
+    """True if a metric is a rate of corrected errors or of throttling."""
     return of_any_gpu(name) in ERROR_RATES
 
 
 def gpu_of(name: str) -> str:
-    """Which GPU a metric is of; empty for the machine's only one, or none."""
+    """GPU of a metric, such as ``gpu0``; empty for a name without a GPU index."""
     found = re.match(r"(?:jrl_)?(gpu\d+)[/_]", name)
     return found[1] if found else ""
 

@@ -1,7 +1,7 @@
-"""The detector attached to a training loop: a sampler in every process, a watcher in the first.
+"""Fault detection inside a training loop: a sampler in every process, a watcher in the first.
 
-Neither touches the numbers of the training: the loop says when a step has ended and asks whether
-somebody has been named.
+Neither changes the values of the training: the loop reports the end of each step and polls for
+alarms.
 """
 
 import queue
@@ -19,7 +19,7 @@ from jrl.faults.live.hook import Hook
 from jrl.faults.live.watcher import Watcher
 
 LOOKS = 30.0
-"""Seconds between two looks of the watcher. Minder looks every 8 minutes."""
+"""Seconds between two detection passes of the watcher. Minder runs every 8 minutes."""
 
 PATIENCE = 2.0
 """Seconds that the end of a training waits for its watcher."""
@@ -27,17 +27,17 @@ PATIENCE = 2.0
 
 @dataclass(frozen=True)
 class Attachment:
-    """How a training process is watched.
+    """Settings of fault detection in one training process.
 
     Attributes:
       folder: of the run; samples go to ``faults/`` in it.
       machine: this process's name among the others.
-      watches: whether this process compares all of them; one of them should.
-      detector: names who stands out.
-      hooks: what is done about an alarm, in the watcher's thread and in this order.
-      port: where Prometheus may fetch the newest sample; None nowhere.
+      watches: true if this process compares all of them; one of them should.
+      detector: names the outlier machines.
+      hooks: called for each alarm, in the watcher's thread and in this order.
+      port: port at which Prometheus may scrape the newest sample; None serves none.
       period: seconds between two samples.
-      looks: seconds between two looks of the watcher.
+      looks: seconds between two detection passes of the watcher.
       gpus: this process's GPUs, see `own_gpus`; None takes all of the host.
     """
 
@@ -56,7 +56,7 @@ class Guard:
     """Watches a training from inside, from `__enter__` to `__exit__`.
 
     Args:
-      attachment: how; None watches nothing, and every method does nothing.
+      attachment: its settings; None watches nothing, and every method does nothing.
 
     Raises:
       ValueError: where psutil or, for a port, prometheus-client is not installed.
@@ -70,7 +70,7 @@ class Guard:
         self._stop = threading.Event()
 
     def step_ended(self, seconds: float) -> None:
-        """Says that a training step has ended, and how long it took."""
+        """Records the end of a training step and its duration."""
         if self._sampler is not None:
             self._sampler.clock.step(seconds)
 
@@ -82,7 +82,7 @@ class Guard:
         if self._attachment is None:
             return self
         how = self._attachment
-        with ExitStack() as stack:  # what has begun ends if the rest cannot begin
+        with ExitStack() as stack:  # closes what has started if the rest cannot start
             read = sources(how.gpus)
             sampler = Sampler(how.folder / "faults", how.machine, period=how.period, read=read)
             self._sampler = stack.enter_context(sampler)
@@ -92,7 +92,7 @@ class Guard:
                 thread = threading.Thread(target=self._watch, args=(how,), name="watcher")
                 thread.daemon = True
                 thread.start()
-                # A hook may wait for this process to end: nobody waits long for it.
+                # A hook may wait for this process to end, so the wait for it is bounded.
                 stack.callback(thread.join, PATIENCE)
                 stack.callback(self._stop.set)
             self._stack = stack.pop_all()
@@ -111,14 +111,14 @@ class Guard:
 
 
 def machine_name(host: str, number: int) -> str:
-    """The name of the process with this number on this host, as a file can be called."""
+    """Name of the process with this index on this host, valid as a file name."""
     return re.sub(r"[^a-zA-Z0-9_-]", "-", host).strip("-") + f"-{number}"
 
 
 def metrics_of(alarms: list[Alarm]) -> dict[str, float]:
-    """Alarms as metrics: the Unix time since which a machine stands out, machine in the name.
+    """Alarms as metrics: the Unix time since which a machine is an outlier, machine in the name.
 
-    They go into the line of the step in which they were raised. What is raised after the last step,
-    while its checkpoint is written, is shown and reaches the hooks, but has no line.
+    They go into the line of the step in which they were raised. An alarm raised after the last
+    step, while its checkpoint is written, is shown and reaches the hooks, but has no line.
     """
     return {f"faults/alarm/{alarm.machine}/{alarm.metric}": float(alarm.start) for alarm in alarms}

@@ -1,4 +1,4 @@
-"""What is done about an alarm: a shell command, or a function of the library's caller."""
+"""Hooks called for an alarm: a shell command, or a function of the library's caller."""
 
 import os
 import subprocess
@@ -14,9 +14,9 @@ Hook = Callable[[Alarm], object]
 
 
 def command_hook(command: str, timeout: float | int = TIMEOUT) -> Hook:
-    """A function that runs a shell command and says on standard error when it fails.
+    """Returns a function that runs a shell command and reports a failure on standard error.
 
-    The command finds the alarm in its environment: ``JRL_FAULT_MACHINE``, ``JRL_FAULT_METRIC``,
+    The command receives the alarm in its environment: ``JRL_FAULT_MACHINE``, ``JRL_FAULT_METRIC``,
     ``JRL_FAULT_START`` and ``JRL_FAULT_END`` (Unix times in seconds), and ``JRL_FAULT_LINE``, all
     of it in words. Put the names in double quotes there.
 

@@ -1,4 +1,4 @@
-"""Looking at machines over the network, through Prometheus or their exporters' pages."""
+"""Watcher of machines over the network, through Prometheus or their exporters' pages."""
 
 import time
 from collections.abc import Callable, Collection
@@ -13,15 +13,15 @@ from jrl.faults.live.watcher import Look, Verdicts
 
 
 class RemoteWatcher:
-    """Compares the machines that a source knows; as `Watcher`, without files.
+    """Compares the machines of a source; as `Watcher`, without files.
 
     Args:
-      source: where samples come from.
-      detector: names who stands out.
-      seconds: how far back to look.
-      silence: a machine that has given no sample for so many seconds is called silent.
+      source: source of the samples.
+      detector: names the outlier machines.
+      seconds: length of the compared record.
+      silence: a machine without a sample for so many seconds is called silent.
       label: names the machine, see `as_fleet`.
-      wanted: names of exporters that are compared although they are not known.
+      wanted: names of exporters that are compared although they are unknown.
       acknowledged: see `Verdicts`.
     """
 
@@ -42,7 +42,7 @@ class RemoteWatcher:
         self._wanted = wanted
 
     def look(self, now: float | None = None) -> Look:
-        """Asks for what is new; `now` is Unix time, the present by default."""
+        """Polls for new samples and compares; `now` is Unix time, the present by default."""
         begun = time.monotonic()
         now = time.time() if now is None else now
         series, problems = self._store.update(now)

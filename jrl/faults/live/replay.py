@@ -1,8 +1,8 @@
-"""``python -m jrl.faults replay FILE``: what the detector says about a recorded fleet.
+"""``python -m jrl.faults replay FILE``: runs the detector on a recorded fleet.
 
-A table of the metrics that were searched, the alarm or that there is none, and a picture of the
-machine that stands out over time. Give a fleet (``.npz``), the folder of a run that was
-sampled, or an answer of Prometheus (``.json``).
+It prints a table of the metrics that were searched and the alarm, if any, and plots the outlier
+machine over time. Give a fleet (``.npz``), the folder of a run that was sampled, or an answer of
+Prometheus (``.json``).
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ from jrl.faults.standard import StandardDetector
 
 @dataclass(frozen=True)
 class ReplayOptions:
-    """What to look at, and how."""
+    """Record to examine, and settings of the detector."""
 
     record: tyro.conf.Positional[str]
     """A fleet (.npz), the folder of a run that was sampled, or an answer of Prometheus (.json)."""
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def examine(fleet: Fleet, request: ReplayOptions) -> Report:
-    """What the detector that was asked for says about a fleet."""
+    """Report of the requested detector on a fleet."""
     threshold = request.threshold
     if request.detector == "standard":
         standard = StandardDetector(
@@ -101,11 +101,11 @@ def examine(fleet: Fleet, request: ReplayOptions) -> Report:
 def read_fleet(
     path: Path, machine_label: str | None = None, metrics: Sequence[str] = ()
 ) -> tuple[Fleet, list[str]]:
-    """The fleet that a file or a folder holds, and what could not be read of it.
+    """Reads the fleet of a file or a folder, and lists what could not be read.
 
     Args:
       machine_label: names the machine in an answer of Prometheus.
-      metrics: names of exporters that are read although they are not known.
+      metrics: names of exporters that are read although they are unknown.
 
     Raises:
       ValueError: where it holds none.
@@ -121,7 +121,7 @@ def read_fleet(
 
 
 def gone(path: Path) -> list[Alarm]:
-    """Processes of a run that stopped giving samples without saying that they were through."""
+    """Alarms for processes of a run whose samples stopped without a clean end."""
     inside = path / "faults"
     records, _ = read_folder(inside if inside.is_dir() else path)
     ended = {record.machine for record in records if record.ended}
@@ -140,7 +140,7 @@ def gone(path: Path) -> list[Alarm]:
 
 
 def _read_records(path: Path) -> tuple[Fleet, list[str]]:
-    """The processes of a run that were there at its end, from when all of them have samples."""
+    """Fleet of the processes that ran until the end, from when all of them have samples."""
     inside = path / "faults"
     records, notes = read_folder(inside if inside.is_dir() else path)
     if not records:
@@ -148,7 +148,7 @@ def _read_records(path: Path) -> tuple[Fleet, list[str]]:
             f"{path} holds no records of the sampler: give the folder of a run that was started "
             "with --faults."
         )
-    # Of a run that is over all processes have ended, and are compared all the same.
+    # Of a finished run all processes have ended, and are compared nevertheless.
     aligned = align([replace(record, ended=False) for record in records])
     notes += [
         f"process {each.machine!r} is not compared: {each.state}."

@@ -1,6 +1,6 @@
-"""``python -m jrl.faults watch RUN``: a live table of a run's processes, and who stands out.
+"""``python -m jrl.faults watch RUN``: a live table of a run's processes, and the outlier if any.
 
-Several runs can be watched as one fleet, when each is one process of equals. Nothing is written
+Multiple runs can be watched as one fleet, when each is one of equal processes. Nothing is written
 into their folders.
 """
 
@@ -35,7 +35,7 @@ from jrl.report.display import visible
 from jrl.runs.folder import RunFolder
 
 ALARMED = 3
-"""Exit status where somebody was named; 1 and 2 are taken by failures and wrong input."""
+"""Exit status after an alarm; 1 and 2 are taken by failures and wrong input."""
 MOST_SHOWN = 3
 """Metrics in the table, the one of an alarm first."""
 STYLES = {"running": "green", "ended": "dim", "no data": "yellow"}
@@ -43,7 +43,7 @@ STYLES = {"running": "green", "ended": "dim", "no data": "yellow"}
 
 @dataclass(frozen=True)
 class WatchOptions:
-    """What to watch, and how."""
+    """Runs or machines to watch, and settings of the detector."""
 
     run: tyro.conf.Positional[tuple[str, ...]] = ()
     """Folders of runs that were started with --faults; none with --prometheus or --scrape."""
@@ -176,7 +176,7 @@ def _acknowledged(path: str | None) -> set[str]:
 
 
 def _metrics(request: WatchOptions) -> tuple[str, ...]:
-    """What is compared, by any of its names."""
+    """Metrics to compare, by any of their names."""
     default = PRIORITY if request.detector == "minder" else OutlierDetector.metrics
     return request.metrics or default
 
@@ -209,7 +209,7 @@ def _detector(request: WatchOptions) -> Detector:
 
 @contextmanager
 def _screen(console: Console, live: bool) -> Iterator:
-    """A function that shows a look: a table that changes in place, or lines of what is new."""
+    """A function that shows a detection pass: a table updated in place, or lines of what is new."""
     if live and console.is_terminal:
         with Live(console=console, auto_refresh=False) as screen:
             yield lambda look, request: screen.update(render(look, request), refresh=True)
@@ -278,7 +278,7 @@ def _ago(seconds: float) -> str:
 
 
 def _recent(look: Look, metrics: list[str], window: float) -> dict[str, list[str]]:
-    """What each machine's metrics were over the last window, and how many times the median."""
+    """Mean of each machine's metrics over the last window, and its ratio to the median."""
     values = look.fleet.select(metrics).last(window).values
     found = {machine: ["" for _ in metrics] for machine in look.fleet.machines}
     for column in range(len(metrics)):

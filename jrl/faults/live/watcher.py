@@ -1,4 +1,4 @@
-"""Looking at the records of running processes again and again, and saying what is new."""
+"""Periodic detection on the records of running processes; reports new alarms."""
 
 import math
 import time
@@ -15,22 +15,22 @@ from jrl.faults.report import Report
 from jrl.faults.silence import SILENCE
 
 LEAST_MACHINES = 3
-"""Of two that differ, nothing tells which one is off."""
+"""Minimum for a comparison: of two machines that differ, either may be the faulty one."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """What one look at the records showed.
+    """Result of one detection pass over the records.
 
     Attributes:
-      fleet: the running machines, from when all of them have samples.
-      processes: all machines at a glance.
-      alarms: those that hold now.
-      raised: those among them that the last look did not have.
-      unreadable: one line for each file or place that cannot be read.
+      fleet: the running machines, from the time when all of them have samples.
+      processes: state of all machines.
+      alarms: the current ones.
+      raised: those of them that the last pass did not have.
+      unreadable: one line for each file or address that cannot be read.
       notes: what could not be compared and why, one line each.
-      comparable: whether anything was compared.
-      health: what the look itself took and reached, in words.
+      comparable: true if anything was compared.
+      health: cost and coverage of the pass itself, in words.
     """
 
     fleet: Fleet
@@ -44,22 +44,22 @@ class Look:
 
     @property
     def ended(self) -> bool:
-        """Whether there are processes and all have said that they are through."""
+        """True if there are processes and all of them have ended cleanly."""
         return bool(self.processes) and all(each.state == "ended" for each in self.processes)
 
     @property
     def begun(self) -> bool:
-        """Whether any process has given a sample."""
+        """True if any process has a sample."""
         return has_samples(self.processes)
 
 
 class Verdicts:
-    """From a fleet to what is new about it, look after look.
+    """Runs a detector at each pass, and tracks which of its alarms are new.
 
     Args:
-      detector: names who stands out; one with `examine` says what could not be compared as well.
-      acknowledged: machines about which somebody knows, asked at each look. They are left out of
-        the comparison, so that another can be named, and raise no alarm.
+      detector: names the outlier machines; one with `examine` also lists what it cannot compare.
+      acknowledged: known faulty machines, read at each pass. They are left out of the comparison,
+        so that another can be named, and raise no alarm.
     """
 
     def __init__(
@@ -88,12 +88,12 @@ class Watcher:
     """Compares the processes that write below some folders.
 
     Args:
-      folders: where records are, by a name that goes before the machines'; a single folder may have
-        the empty name.
-      detector: names who stands out.
-      seconds: how far back to look.
-      silence: a process that has given no sample for so many seconds is no longer compared.
-      silence_timeout: and after so many it is an alarm, if another one is running; None never.
+      folders: folders of records, by a prefix of the machines' names; a single folder may have the
+        empty prefix.
+      detector: names the outlier machines.
+      seconds: length of the compared record.
+      silence: a process without a sample for so many seconds is no longer compared.
+      silence_timeout: after so many it raises an alarm, if another one is running; None never.
       acknowledged: see `Verdicts`.
     """
 
@@ -118,7 +118,7 @@ class Watcher:
         )
 
     def look(self, now: float | None = None) -> Look:
-        """Reads what is new; `now` is Unix time, the present by default."""
+        """Reads new samples and compares; `now` is Unix time, the present by default."""
         begun = time.monotonic()
         now = time.time() if now is None else now
         records, unreadable = [], []
@@ -147,7 +147,7 @@ class Watcher:
         )
 
     def _silent(self, aligned: Aligned, records: Sequence, now: float) -> list[Alarm]:
-        """Processes that ran beside the present ones and stopped without a word."""
+        """Alarms for processes that ran together with the present ones and stopped uncleanly."""
         running = set(aligned.fleet.machines)
         begun = [record.begun for record in records if record.machine in running]
         if self._timeout is None or not begun:
@@ -160,7 +160,7 @@ class Watcher:
 
 
 def has_samples(processes: Sequence[Process]) -> bool:
-    """Whether any of them has given a sample."""
+    """True if any process has a sample."""
     return not all(math.isnan(each.age) for each in processes)
 
 

@@ -1,1 +1,1 @@
-"""Minder (NSDI 2025): denoised distances, in order of what tells most, for minutes on end."""
+"""Minder (NSDI 2025): denoised distances between machines, metrics by priority, continuity."""

@@ -1,7 +1,7 @@
-"""An alarm needs the same machine to stand out for minutes: seconds are noise and stragglers.
+"""Continuity check: an alarm needs the same outlier machine for minutes; seconds are noise.
 
 A window *names* a machine where that machine has the greatest score of all and it exceeds the
-threshold. `NOBODY` is the name in a window that names none.
+threshold. `NOBODY` stands for no machine.
 """
 
 import math
@@ -13,12 +13,12 @@ from jaxtyping import Bool, Int
 
 NOBODY = -1
 UNSEEN = -2
-"""Stands for a window that was not looked at yet."""
+"""Stands for a window that was not scored yet."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """The windows, first to last, through which a machine stands out."""
+    """The windows, first to last, in which a machine is the outlier."""
 
     machine: int
     first: int
@@ -29,13 +29,13 @@ class Span:
 def find_span(
     named: Int[np.ndarray, " window"], *, length: int, share: float | int = 1.0
 ) -> Span | None:
-    """The longest stretch in which one machine stands out long enough.
+    """The stretch with the most hits in which one machine is the outlier for long enough.
 
     Every `length` windows of the stretch in a row name the machine in at least ``share length`` of
-    them. The stretch is cut to the first and last window that name it.
+    them. The stretch is trimmed to the first and last window that name it.
 
     Args:
-      named: which machine each window names, or `NOBODY`.
+      named: the machine that each window names, or `NOBODY`.
       length: windows in a row, at least 1.
       share: of them that must name the machine, in (0, 1].
     """
@@ -50,7 +50,7 @@ def find_span(
 
 
 def _enough(hit: Bool[np.ndarray, " window"], length: int, share: float | int) -> np.ndarray:
-    """Whether the `length` windows from each one on hold enough hits."""
+    """Mask of the windows from which on `length` windows hold enough hits."""
     if hit.size < length:
         return np.zeros(0, bool)
     total = np.r_[0, np.cumsum(hit)]
@@ -76,12 +76,12 @@ def look_where_needed(
     share: float | int,
     strides: tuple[int, ...] = (8, 4, 2, 1),
 ) -> Int[np.ndarray, " window"]:
-    """Which machine each window names, looking only at windows that can still matter.
+    """Machine that each window names, scoring only windows that can affect `find_span`.
 
-    Every eighth window comes first. Where these already name other machines too often, no stretch
-    of `length` windows can hold enough hits, whatever lies between them; the windows of the
-    stretches that still can are looked at more and more densely. `find_span` answers the same as if
-    all had been looked at.
+    Every eighth window is scored first. Where these already name other machines too often, no
+    stretch of `length` windows can hold enough hits, whatever the windows between them name. The
+    windows of the other stretches are scored with decreasing stride. `find_span` returns the same
+    as if all windows were scored.
 
     Returns:
       One name per window; `UNSEEN` for those that cannot matter.
@@ -100,7 +100,7 @@ def look_where_needed(
 def _can_matter(named: np.ndarray, length: int, share: float | int) -> np.ndarray:
     """Windows inside a stretch that may hold enough hits of one machine, the unseen all hits."""
     matters = np.zeros(named.size, bool)
-    # A machine that no window names yet may still be behind those that were not looked at.
+    # Windows not scored yet may all name a machine that no window names so far.
     for machine in (*np.unique(named[named >= 0]), UNSEEN):
         possible = _enough((named == machine) | (named == UNSEEN), length, share)
         for first, last in _stretches(possible, length):

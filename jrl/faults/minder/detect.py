@@ -1,7 +1,7 @@
-"""Minder: which machine stands out from the others, in which metric, since when.
+"""Minder detector: names the outlier machine, the metric, and the time since which it is one.
 
-Every metric is denoised window by window; in each window the machine farthest from all others is a
-candidate if it is far enough; the machine that stays the candidate for minutes is the alarm.
+Every metric is denoised window by window. In each window the machine farthest from all others is a
+candidate if it is far enough. A machine that stays the candidate for minutes raises the alarm.
 """
 
 import threading
@@ -25,11 +25,11 @@ from jrl.faults.minder.prepare import Prepared, prepare
 from jrl.faults.report import Report, Trace
 
 AT_ONCE = 2**14
-"""Machines times windows that are embedded in one program: it bounds the memory of a call."""
+"""Machines times windows that are embedded in one compiled call; bounds its memory."""
 ONE_AT_A_TIME = threading.Lock()
-"""Programs started from more threads than the CPU backend has can wait for each other for ever."""
+"""Computations started from more threads than the CPU backend has can deadlock."""
 MOST_WINDOWS = 64
-"""Windows that are embedded in one program, however few the machines are."""
+"""Windows that are embedded in one compiled call, however few the machines are."""
 
 
 def per_metric(metrics: tuple[str, ...]) -> list[View]:
@@ -43,12 +43,12 @@ def per_metric(metrics: tuple[str, ...]) -> list[View]:
 
 @dataclass(frozen=True, kw_only=True)
 class MinderReport(Report):
-    """What a look at a fleet found.
+    """Result of Minder on a fleet.
 
     Attributes:
-      prepared: what was compared.
-      views: names of the views that were looked at (metrics, for Minder), in order.
-      named: by view, which row of `prepared` each window names, or `NOBODY`, or `UNSEEN`.
+      prepared: the compared fleet.
+      views: names of the views that were searched (metrics, for Minder), in order.
+      named: by view, the row of `prepared` that each window names, or `NOBODY`, or `UNSEEN`.
       scores: by view, the greatest score of each window; NaN where unseen.
     """
 
@@ -60,7 +60,7 @@ class MinderReport(Report):
 
 @dataclass(frozen=True)
 class Minder:
-    """The detector: called with a fleet it returns its alarms, `examine` tells how it came to them.
+    """The detector: called with a fleet it returns alarms; `examine` returns the scores as well.
 
     Attributes:
       threshold: score from which a machine is a candidate, above 1. The paper's is not known; this
@@ -69,7 +69,7 @@ class Minder:
       share: of the windows in that time that must name it. The paper's 1 lets one noisy window in
         233 hide a fault.
       floor: distance, in ranges of a metric, below which machines count as equal. Without it the
-        farthest of four machines that agree to a thousandth would stand out.
+        farthest of four machines that agree to a thousandth would be an outlier.
       priority: metrics in the order in which they are searched, by any name of
         `jrl.faults.collect.vocabulary`; others follow in the fleet's order,
         but for what a process holds in memory.
@@ -79,7 +79,7 @@ class Minder:
         by them, as another way to compare ranks of unequal load.
       per_token: the metrics that grow with the tokens a machine receives.
       norm: of the distance; see `distance_sums`.
-      method: what distances are measured in; see `jrl.faults.assess.baselines`.
+      method: embedding that distances are measured in; see `jrl.faults.assess.baselines`.
       least_share: see `prepare`.
       max_lag: see `prepare`.
       now: see `prepare`.
@@ -100,15 +100,15 @@ class Minder:
     now: float | None = None
 
     def __call__(self, fleet: Fleet) -> list[Alarm]:
-        """The alarms of a fleet: none, or the machine that stands out."""
+        """The alarms of a fleet: none, or the outlier machine."""
         return self.examine(fleet).alarms
 
     def examine(self, fleet: Fleet) -> MinderReport:
-        """Looks at one metric after the other until one raises an alarm."""
+        """Searches the metrics in order until one raises an alarm."""
         return self.judge(self.ready(fleet))
 
     def judge(self, record: "ScoredFleet") -> MinderReport:
-        """`examine` for a record that is ready, and may have been looked at by other detectors."""
+        """`examine` for a prepared record, which other detectors may have scored already."""
         prepared = record.prepared
         if record.refused:
             return refusal(record)
@@ -146,7 +146,7 @@ class Minder:
         return max(1, round(self.continuity / period) - vae.WINDOW + 1)
 
     def ready(self, fleet: Fleet) -> "ScoredFleet":
-        """The prepared fleet, role numbers, and reasons why nothing can be said."""
+        """The prepared fleet, role numbers, and reasons for which it cannot be compared."""
         if self.tokens is not None:
             fleet = divide_by_tokens(fleet, self.tokens, self.per_token)
         prepared = prepare(
@@ -189,7 +189,7 @@ class Minder:
 
 
 def refusal(fleet: "ScoredFleet") -> MinderReport:
-    """The report on a fleet about which nothing can be said."""
+    """Report on a fleet that cannot be compared."""
     notes = (*fleet.prepared.notes, *fleet.refused)
     return MinderReport([], notes, comparable=False, prepared=fleet.prepared)
 
@@ -209,7 +209,7 @@ def divide_by_tokens(fleet: Fleet, tokens: np.ndarray, metrics: Sequence[str]) -
     """The fleet with `metrics` per token received, times the fleet's mean number of tokens.
 
     Args:
-      tokens: ``[machine, time]`` received in each second; no token leaves no sample.
+      tokens: ``[machine, time]`` received in each sample; 0 tokens give a missing sample.
     """
     expected = (len(fleet.machines), fleet.num_samples)
     if tokens.shape != expected:
@@ -227,12 +227,12 @@ def divide_by_tokens(fleet: Fleet, tokens: np.ndarray, metrics: Sequence[str]) -
 
 @dataclass(frozen=True)
 class ScoredFleet:
-    """A prepared fleet and all that was found out about it, for several detectors to share.
+    """A prepared fleet with cached scores, shared by multiple detectors.
 
     Attributes:
-      prepared: what is compared.
+      prepared: the compared fleet.
       roles: number of the role of each machine in it.
-      refused: reasons why nothing can be said, one line each.
+      refused: reasons for which it cannot be compared, one line each.
       scorers: by method, view, floor and norm: scores do not depend on anything else.
     """
 
@@ -242,7 +242,7 @@ class ScoredFleet:
     scorers: dict[tuple, "WindowScorer"] = field(default_factory=dict)
 
     def scorer(self, view: View, minder: Minder) -> "WindowScorer":
-        """The one that remembers what was seen of a view."""
+        """The cached scorer of a view."""
         key = (minder.method, view.name, minder.floor, minder.norm)
         if key not in self.scorers:
             self.scorers[key] = WindowScorer(
@@ -252,7 +252,7 @@ class ScoredFleet:
 
 
 class WindowScorer:
-    """Finds and remembers which machine is farthest in each window of one view."""
+    """Computes and caches the farthest machine of each window of one view, and its score."""
 
     def __init__(
         self,
@@ -295,13 +295,13 @@ class WindowScorer:
     def named(
         self, starts: Int[np.ndarray, " some"], threshold: float | int
     ) -> Int[np.ndarray, " some"]:
-        """Which machine the windows at `starts` name."""
+        """The machines that the windows at `starts` name."""
         self.look(starts)
         return np.where(self.scores[starts] > threshold, self.machine[starts], NOBODY)
 
 
 def _padded(num_machines: int) -> int:
-    """Few sizes, so that few programs are compiled: 16, 32, 48, 64, 96, 128, 192, 256, ..."""
+    """Padded number of machines: 16, 32, 48, 64, 96, 128, 192, ..., to compile few variants."""
     size = BLOCK
     while size < num_machines:
         size = size * 3 // 2 if size & (size - 1) == 0 and size > BLOCK else _next_power(size)
@@ -313,7 +313,7 @@ def _next_power(size: int) -> int:
 
 
 def _parts(starts: np.ndarray, num_machines: int) -> list[np.ndarray]:
-    """The starts in pieces that keep to `AT_ONCE`."""
+    """Splits the starts into chunks that respect `AT_ONCE`."""
     size = max(1, min(MOST_WINDOWS, AT_ONCE // _padded(num_machines)))
     return [starts[i : i + size] for i in range(0, len(starts), size)]
 
@@ -329,14 +329,14 @@ def farthest(
 
     Args:
       values: scaled, without gaps; at least 3 machines.
-      starts: where the windows begin, in samples.
-      view: what distances are measured in.
+      starts: first sample of each window.
+      view: embedding that distances are measured in.
       floor: see `Minder`.
       norm: see `distance_sums`.
     """
     num_machines = values.shape[1]
     size = _padded(num_machines)
-    # The last piece is filled up with its first window, so that one program serves all pieces.
+    # The last chunk is padded with its first window, so that all chunks share one compilation.
     full = max(len(starts), len(_parts(np.arange(MOST_WINDOWS), num_machines)[0]))
     windows = gather(values, np.r_[starts, np.repeat(starts[:1], full - len(starts))], view.width)
     windows = np.pad(windows, ((0, 0), (0, 0), (0, size - num_machines), (0, 0)))

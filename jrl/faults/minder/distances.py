@@ -1,4 +1,4 @@
-"""How far each machine is from the others, and which stands out, window by window."""
+"""Distances of each machine to the others, and its outlier score, window by window."""
 
 from functools import partial
 
@@ -21,12 +21,12 @@ def distance_sums(
 ) -> Float[Array, "window machine"]:
     """Sum of the distances from each machine to all that are counted: ``d_i = sum_j |e_i - e_j|``.
 
-    The matrix of distances is never held: `BLOCK` of its columns are made at a time and added, so
-    memory is that of the points. ``window machine^2 dim`` operations. Points of more than
-    `MANY_DIMS` go through `sums_by_products`.
+    The matrix of distances is never materialized: `BLOCK` of its columns are computed and added at
+    a time, so memory is that of the points. Cost: ``window machine^2 dim`` operations. Points of
+    more than `MANY_DIMS` go through `sums_by_products`.
 
     Args:
-      points: embeddings, all windows alike.
+      points: embeddings of all windows.
       counted: which machines exist; the rest is padding. The number of machines is a multiple of
         `BLOCK`.
       norm: "euclidean", "manhattan" or "chebyshev".

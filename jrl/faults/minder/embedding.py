@@ -1,9 +1,9 @@
-"""What the distance between two machines is measured in: windows, denoised or not.
+"""Embeddings of windows, denoised or not, between which distances of machines are measured.
 
-A view takes some of the metrics and embeds their windows ``[channel, window, machine, sample]`` as
-points ``[window, dim, machine]``. Minder has one view per metric; its ablations have one of all, or
-leave the denoising out. An embedding's second argument tells machines from padding, for those that
-look at all machines together.
+A view takes a subset of the metrics and embeds their windows ``[channel, window, machine, sample]``
+as points ``[window, dim, machine]``. Minder has one view per metric; its ablations have one view of
+all, or leave the denoising out. An embedding's second argument is the mask of machines without
+padding, for embeddings that use all machines together.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,14 +26,14 @@ Embedding = Callable[[Windows, Counted], Points]
 
 @dataclass(frozen=True)
 class View:
-    """One way to look at a fleet.
+    """Metrics that are compared together, and their embedding.
 
     Attributes:
-      name: how an alarm calls it: a metric, or what stands for several.
-      channels: which metrics of the prepared fleet it takes.
+      name: its name in an alarm: a metric, or a name for multiple.
+      channels: indices of its metrics in the prepared fleet.
       embed: from their windows to points.
-      width: samples of a window; those before the detector's own 8 come on top.
-      summary: from the channels of a whole record and the width to what is seen of each window,
+      width: samples of a window; those before the detector's own 8 are extra.
+      summary: from the channels of a whole record and the width to a summary of each window,
         ``[dim, machine, window]``, which then goes through `embed` as windows of one sample; None
         embeds the windows themselves.
     """
@@ -58,7 +58,7 @@ def gather(
 
 
 def denoised(weights: vae.Weights) -> Embedding:
-    """The windows as a model gives them back; one of all channels joins them (ablation INT)."""
+    """Windows as a model reconstructs them; a model of all channels joins them (ablation INT)."""
     return partial(_denoised, weights)
 
 

@@ -1,4 +1,4 @@
-"""The denoising models that come with the package."""
+"""Denoising models that are shipped with the package."""
 
 from functools import cache
 from pathlib import Path

@@ -1,8 +1,8 @@
-"""From a recorded fleet to numbers in [0, 1] without holes, and what had to be left out.
+"""Preprocessing of a recorded fleet: alignment, filling of gaps and scaling to [0, 1].
 
 Minder aligns time stamps, fills gaps with the nearest sample and scales each metric by its least
-and greatest value. `Fleet` is on one clock already; what is left to align is machines whose
-clocks are off by whole seconds.
+and greatest value. `Fleet` is on one clock already, so only machines whose clocks are off by whole
+seconds are aligned. What had to be left out is reported.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Prepared:
     Attributes:
       machines: names of those that are compared, in the order of the fleet.
       metrics: names of those that are compared, in the order of the fleet.
-      rows: where the machines stand in the fleet.
+      rows: indices of the machines in the fleet.
       start: Unix time of column 0, in seconds.
       period: seconds between two samples.
       values: in [0, 1], without gaps.

@@ -1,8 +1,8 @@
-"""One small LSTM-VAE per metric: it gives a window of samples back without its noise.
+"""LSTM-VAE that denoises windows of one metric.
 
 The sizes are the paper's: one LSTM layer with hidden size 4, latent size 8, windows of 8 samples.
 The layout is not known in detail: here the decoder, a second LSTM, reads the latent vector at each
-step. Machines lie along the last axis, so that gates are computed for thousands at a time.
+step. The last axis is that of machines, so that gates are computed for thousands at a time.
 """
 
 import io
@@ -20,7 +20,7 @@ Weights = dict[str, Array]
 def init(key: Array, num_channels: int = 1) -> Weights:
     """Weights of one model for windows of `num_channels` metrics, normal with variance 1/inputs.
 
-    A model of several metrics has the same sizes as that of one.
+    A model of multiple metrics has the same sizes as that of one.
     """
     hidden, latent = HIDDEN, LATENT
     shapes = {
@@ -67,7 +67,7 @@ def encode(
 
 
 def decode(weights: Weights, latent: Float[Array, "latent n"]) -> Float[Array, "time channel n"]:
-    """The windows that latent vectors stand for."""
+    """Decodes latent vectors to windows."""
     zero = jnp.zeros((weights["decoder/state"].shape[1], latent.shape[-1]))
     state, samples = (zero, zero), []
     given = weights["decoder/input"] @ latent + weights["decoder/bias"]
@@ -80,7 +80,7 @@ def decode(weights: Weights, latent: Float[Array, "latent n"]) -> Float[Array, "
 def reconstruct(
     weights: Weights, windows: Float[Array, "time channel n"]
 ) -> Float[Array, "time channel n"]:
-    """The windows without what the latent vector does not hold: the embedding of the detector."""
+    """Reconstruction of the windows through the latent mean: the embedding of the detector."""
     return decode(weights, encode(weights, windows)[0])
 
 
@@ -117,7 +117,7 @@ def save(path: Path | str, models: dict[str, Weights]) -> None:
 
 
 def load(path: Path | str) -> dict[str, Weights]:
-    """Reads what `save` wrote."""
+    """Reads a file that `save` wrote."""
     models: dict[str, Weights] = {}
     with np.load(path, allow_pickle=False) as file:
         for key in file.files:

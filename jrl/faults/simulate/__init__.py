@@ -1,4 +1,4 @@
-"""Fleets made up second by second: the rhythm of training, innocent disturbances, and faults."""
+"""Simulated fleets, second by second: the period of training steps, benign disturbances, faults."""
 
 from jrl.faults.simulate.incident import Incident, simulate
 from jrl.faults.simulate.metrics import METRICS, PRODUCTION, Metric

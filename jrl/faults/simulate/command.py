@@ -13,7 +13,7 @@ from jrl.faults.simulate.settings import Settings
 
 @dataclass(frozen=True)
 class SimulateOptions:
-    """What to simulate."""
+    """Simulated fleet to write."""
 
     out: tyro.conf.Positional[str]
     """The file (.npz) to write."""

@@ -1,4 +1,4 @@
-"""A fleet in health: what each metric of each machine reads while the job runs, and is disturbed.
+"""Healthy fleet: the readings of each metric of each machine during a job, with disturbances.
 
 Values are shares of a metric's capacity until `incident.simulate` turns them into its unit.
 """

@@ -1,4 +1,4 @@
-"""One recorded fleet with what is true about it: which machine failed, when, and how."""
+"""Simulated incident: a recorded fleet with its ground truth (faulty machine, time, fault)."""
 
 from dataclasses import dataclass
 
@@ -102,7 +102,7 @@ def _fail(
 
 
 def _sizes(fault: Fault, settings: Settings, random: np.random.Generator) -> dict[str, float]:
-    """By how much each metric changes; a fault shows somewhere, be it in metrics not recorded."""
+    """Change of each metric; a fault shows in at least one, which may not be recorded."""
     shows: list[tuple[tuple[str, ...], float]] = []
     while not shows:
         shows = [(metrics, size) for metrics, share, size in fault.shows if random.random() < share]
@@ -119,7 +119,7 @@ def _envelope(seconds: int, begin: int, end: int, ramp: float) -> np.ndarray:
 
 
 def _scraped(values: np.ndarray, period: int) -> np.ndarray:
-    """Means over `period` seconds, of those that arrived."""
+    """Means over `period` seconds of the samples that are not NaN."""
     if period == 1:
         return values
     whole = values.shape[2] // period * period
@@ -131,7 +131,7 @@ def _scraped(values: np.ndarray, period: int) -> np.ndarray:
 
 
 def _lose(values: np.ndarray, settings: Settings, random: np.random.Generator) -> None:
-    """Single samples and whole stretches that never arrive; a machine loses all metrics at once."""
+    """Sets lost samples and outages to NaN, in place; a machine loses all metrics together."""
     num_machines, _, seconds = values.shape
     lost = random.random((num_machines, seconds), np.float32) < settings.missing
     for machine in np.flatnonzero(random.random(num_machines) < settings.outages):

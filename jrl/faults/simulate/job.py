@@ -1,4 +1,4 @@
-"""The training job that a simulated fleet runs: its rhythm, its pipelines, its checkpoints."""
+"""Training job of a simulated fleet: its period, its pipelines, its checkpoints."""
 
 from dataclasses import dataclass
 
@@ -31,7 +31,7 @@ class Job:
 def make_job(
     num_machines: int, seconds: int, clock_skew: float | int, random: np.random.Generator
 ) -> Job:
-    """A job whose period, layout, load shifts and checkpoints are drawn.
+    """A job with sampled period, layout, load shifts and checkpoints.
 
     Clocks are off by a normal error of `clock_skew` seconds, which shifts what a machine reports.
     """
@@ -51,7 +51,7 @@ def make_job(
 
 
 def _checkpoints(clock: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """One where training goes on, less where a checkpoint holds it up; machines end apart."""
+    """Activity: 1 while training, less during a checkpoint, whose length differs by machine."""
     num_machines, seconds = clock.shape
     every, first = random.uniform(300, 900), random.uniform(0, 600)
     busy = np.ones(clock.shape, np.float32)

@@ -1,7 +1,7 @@
-"""What a machine of a simulated fleet reports each second, and how it behaves in health.
+"""Metrics of a simulated machine, reported each second, and their statistics in health.
 
 Minder collects 21 metrics and names about 18, which are these; seven of them are used in
-production. How each behaves is not published: the numbers below are choices.
+production. Their statistics are not published: the numbers below are our choices.
 """
 
 from dataclasses import dataclass
@@ -28,9 +28,9 @@ class Metric:
       spike: mean size of these where they are not of a GPU.
       bursts: how often in an hour a machine bursts.
       burst: median size of a burst.
-      gpu: whether GPUs report it: it bursts downwards, with the others of the GPU.
-      counter: whether it is a difference of two readings of a counter.
-      events: whether it counts events, whose rate can vary by factors.
+      gpu: true if GPUs report it: it bursts downwards, with the others of the GPU.
+      counter: true if it is a difference of two readings of a counter.
+      events: true if it counts events, whose rate can vary by factors.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The faults of production, how often each comes, what it shows in and whom it drags along.
+"""Mix of faults in production: share of each, the metrics it shows in, and other machines affected.
 
 The shares are those of Minder's Table 1. Its indicator matrix (the share of cases in which a fault
 shows in a metric) is known in three cells only (ECC: CPU 0.8, GPU 0.66; PCIe: PFC 1.0); the other

@@ -1,4 +1,4 @@
-"""What disturbs the metrics of healthy machines: readings that are off, bursts, slowdowns, habits.
+"""Noise in the metrics of healthy machines: wrong readings, bursts, slowdowns, constant offsets.
 
 Noise that is normal and independent would be averaged away by anything. What is recorded once a
 second in production is not like that:
@@ -10,9 +10,9 @@ second in production is not like that:
   flows of a collective meet, CPU usage where logs are shipped or Python collects garbage, activity
   where a loader is late (`burst`). A burst is in one metric, or in one group.
 
-How often all this happens differs more between fleets than within one (`_rate`): networks are tuned
-or not, hosts shared or not. The kinds are known to anyone who has looked at such metrics; their
-rates and sizes are not published, and are choices, see `docs/faults.md`.
+The rates of all this differ more between fleets than within one (`_rate`): networks are tuned or
+not, hosts shared or not. The kinds are well known; their rates and sizes are not published and are
+our choices, see `docs/faults.md`.
 """
 
 import numpy as np
@@ -25,11 +25,11 @@ LATE = 0.004
 LONGEST_BURST = 60
 """Seconds after which a burst is over."""
 LONGEST_SLOWDOWN = 150
-"""Seconds after which an transient slowdowns has recovered."""
+"""Seconds after which a transient slowdown has recovered."""
 DRIFT = 0.25
 """Most of a metric's level that a healthy machine drifts away in 15 minutes."""
 EVENTS, EVENT_NOISE = 6.0, 0.8
-"""How steeply rates of events grow, and the deviation of their logarithm from second to second."""
+"""Growth of rates of events, and the deviation of their logarithm from second to second."""
 LASTING = 0.08
 """Median size of a difference that is there all the time: a third of what a fault changes."""
 
@@ -46,7 +46,7 @@ def disturb(values: np.ndarray, settings: Settings, random: np.random.Generator)
 
 
 def _rate(median: float, settings: Settings, random: np.random.Generator) -> float:
-    """Of this fleet: one in six has three times the median, one in six a third."""
+    """Rate of this fleet: one fleet in six has three times the median, one in six a third."""
     return settings.disturbances * median * random.lognormal(0, 1.1)
 
 
@@ -60,7 +60,7 @@ def _places(
 
 
 def read_late(values: np.ndarray, settings: Settings, random: np.random.Generator) -> None:
-    """Moves half or more of a second into the next, in all counters of a machine at once."""
+    """Moves half or more of a second into the next, in all counters of a machine simultaneously."""
     num_machines, _, seconds = values.shape
     machine, time = _places(_rate(LATE, settings, random), (num_machines, seconds - 1), random)
     late = random.uniform(0.5, 1, time.size).astype(np.float32)
@@ -125,7 +125,7 @@ def slow_transiently(values: np.ndarray, settings: Settings, random: np.random.G
 
 
 def offset(values: np.ndarray, settings: Settings, random: np.random.Generator) -> None:
-    """Machines that are a bit slower, hotter or busier than the others all the time, and sound."""
+    """Healthy machines that are slightly slower, hotter or busier than the others all the time."""
     num_machines, num_metrics, _ = values.shape
     often = settings.disturbances * settings.offsets
     for _ in range(random.poisson(often * (0.4 + num_machines / 300))):

@@ -1,4 +1,4 @@
-"""What a simulated fleet is to be like."""
+"""Settings of simulated fleets."""
 
 from dataclasses import dataclass
 
@@ -8,19 +8,19 @@ from jrl.faults.simulate.mix import MIX
 
 @dataclass(frozen=True)
 class Settings:
-    """How fleets are made; a seed then makes one of them.
+    """Distribution of simulated fleets; a seed samples one of them.
 
     Attributes:
-      machines: how many, at least 2; None draws it for each fleet, log-uniform in 4 to 1,500.
+      machines: how many, at least 2; None samples it per fleet, log-uniform in 4 to 1,500.
       seconds: length of the record, at least 60.
-      metrics: what is recorded, names of `METRICS`.
-      faulty: whether one machine fails.
-      fault: which fault it is; None draws one in the published mix.
+      metrics: recorded metrics, names of `METRICS`.
+      faulty: true if one machine fails.
+      fault: the fault; None samples one from the published mix.
       difficulty: divides how far a fault moves the metrics, above 0.
       disturbances: scales how often readings are off, metrics burst and transient slowdowns come,
         and how many healthy machines differ from the others for good, at least 0.
       offsets: scales the last of these once more, at least 0.
-      heavy_tails: whether rates of events (pause frames, notifications of congestion) vary by
+      heavy_tails: true if rates of events (pause frames, notifications of congestion) vary by
         factors from one second to the next, as those of a switch under load do.
       drifts: share of healthy machines that one metric of drifts away, by up to a quarter of its
         level over a record of 15 minutes, in [0, 1].

@@ -1,4 +1,4 @@
-"""What is wrong with a critic, and with the advantages it makes: measurements on one batch.
+"""Diagnostics of a critic and of the advantages it gives: measurements on one batch.
 
 Two position papers on the limits of VAPO name concerns about value-based reinforcement learning of
 long reasoning, without experiments: arXiv 2505.17997 (May 2025; *value approximation*, *adaptive

@@ -1,4 +1,4 @@
-"""Whether values are the probabilities of success that they should be."""
+"""Calibration of a critic: agreement of its values with the frequency of success."""
 
 from typing import NamedTuple, SupportsIndex
 

@@ -1,4 +1,4 @@
-"""Whether a critic tells the steps of a response apart."""
+"""Credit assignment: diagnostics of how a critic distinguishes the steps of a response."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""Whether the responses to one prompt still differ."""
+"""Exploration: diagnostics of the diversity of outcomes among the responses to one prompt."""
 
 from typing import NamedTuple
 

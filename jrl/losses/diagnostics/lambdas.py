@@ -1,4 +1,4 @@
-"""What a choice of lambda lets through, and what it changes."""
+"""Effect of GAE's lambda: reach of the outcome along a response, and change of the advantages."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Who speaks in a loss whose unit is the token."""
+"""Length bias of a loss averaged over tokens: share of each length, and of bad responses."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

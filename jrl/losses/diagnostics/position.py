@@ -1,4 +1,4 @@
-"""What a critic knows at each stage of a response."""
+"""Accuracy of a critic by relative position in the response."""
 
 from typing import NamedTuple, SupportsIndex
 

@@ -1,4 +1,4 @@
-"""What every diagnostic begins with: true tokens counted, sums per bin, moments."""
+"""Helpers of the diagnostics: counts of unmasked tokens, sums per bin, moments."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ def hidden(
 
 
 def count(mask: Bool[Array, "*shape"], axis: int | None = None) -> Int[Array, "..."]:
-    """How many are true."""
+    """Number of true entries."""
     return jnp.sum(mask, axis=axis, dtype=jnp.int32)
 
 
@@ -66,7 +66,7 @@ def per_bin(
 def counts(
     bins: Int[Array, "*shape"], mask: Bool[Array, "*shape"], number: int
 ) -> Int[Array, "bins"]:
-    """How many are true in each bin."""
+    """Number of true entries in each bin."""
     ones = mask.astype(jnp.int32).reshape(-1)
     return jax.ops.segment_sum(ones, zero_masked(bins, mask).reshape(-1), num_segments=number)
 

@@ -1,4 +1,4 @@
-"""What logits say exactly: of a token, how undecided they are, how far they are from others."""
+"""Exact quantities from logits: log-probability of a token, entropy, KL divergence."""
 
 from jrl.losses.logits.entropy import entropy_from_logits
 from jrl.losses.logits.kl import KLDirection, kl_from_logits

@@ -1,4 +1,4 @@
-"""How undecided logits are."""
+"""Entropy of logits."""
 
 from functools import partial
 from typing import SupportsIndex

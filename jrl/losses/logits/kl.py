@@ -1,4 +1,4 @@
-"""How far logits are from others."""
+"""KL divergence between logits."""
 
 from functools import partial
 from typing import Literal, SupportsIndex, get_args

@@ -1,4 +1,4 @@
-"""How likely logits make a given token."""
+"""Log-probabilities of given tokens from logits."""
 
 from functools import partial
 from typing import SupportsIndex

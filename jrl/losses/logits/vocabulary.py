@@ -1,4 +1,4 @@
-"""What is summed over a vocabulary, in chunks if asked to.
+"""Sums over a vocabulary, optionally in chunks.
 
 Nothing else of the size of the logits ``[..., vocab]`` is then made on the way to the result.
 Derivatives are written down in closed form: they are elementwise in the logits once the
@@ -46,7 +46,7 @@ def rows_of_logits(
 
 
 class Normaliser(NamedTuple):
-    """What turns logits into log-probabilities: ``log p = (z - shift) - log_sum``.
+    """Log-normaliser of logits in two terms: ``log p = (z - shift) - log_sum``.
 
     Kept apart because ``shift + log_sum`` would be rounded to the size of the logits. The shift,
     the greatest logit, counts as a constant, which changes no derivative of a log-probability.

@@ -1,4 +1,4 @@
-"""How far the sampler is from the trainer's policy, as means that add up."""
+"""Statistics of the mismatch between sampler and trainer, as means that add up."""
 
 import operator
 from dataclasses import dataclass

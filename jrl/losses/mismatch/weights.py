@@ -293,7 +293,7 @@ def lengths(
 def outside(
     x: Float[Array, "*shape"], low: settings.Checked | None, high: settings.Checked | None
 ) -> Bool[Array, "*shape"]:
-    """Where `x` is known to lie outside of the range: false for what is not a number."""
+    """Mask of the entries of `x` outside of the range; false for NaN."""
     below = jnp.zeros_like(x, dtype=bool) if low is None else x < low
     return below if high is None else below | (x > high)
 

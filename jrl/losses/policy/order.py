@@ -1,4 +1,4 @@
-"""Which tokens of a batch are the highest or the lowest, counted over the true ones.
+"""Order statistics of a batch: the highest or lowest tokens, counted over the unmasked ones.
 
 A share of the tokens, such as ``0.2 N``, is counted exactly: in floating point 0.2 * 15 may fall
 below 3, and one token more or less would be chosen on some machines.
@@ -32,7 +32,7 @@ def floor_fraction(
 
 
 def count(mask: Bool[Array, "*batch time"]) -> Int[Array, ""]:
-    """How many tokens are true."""
+    """Number of true tokens."""
     return jnp.sum(mask, dtype=jnp.int32)
 
 

@@ -1,4 +1,4 @@
-"""Which tokens and sequences a loss learns from: masks to hand to it."""
+"""Selection of the tokens and sequences that a loss is computed on: masks to pass to it."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What every policy loss begins and ends with: prepared arrays, the ratio, and the reduction."""
+"""Shared parts of the policy losses: prepared arrays, the ratio, and the reduction."""
 
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args

@@ -1,1 +1,1 @@
-"""The port that is listened on: its server, and the connections of clients."""
+"""HTTP listener: the server of a port, and the connections of clients."""

@@ -1,8 +1,8 @@
-"""Connections of clients: how many there may be, and how long one may take to ask for something.
+"""Connections of clients: limits of their number and of the time to send a request.
 
-uvicorn bounds neither the time of a request's head nor the number of connections: its
-`limit_concurrency` counts them too, but refuses requests, so that a limit's worth of connections
-that send nothing would turn away whoever asks.
+uvicorn bounds neither the time of a request's head nor the number of connections. Its
+`limit_concurrency` counts them too, but rejects requests, so that idle connections up to the limit
+would have every request rejected.
 """
 
 import asyncio
@@ -13,23 +13,23 @@ from typing import Any, ClassVar
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_SECONDS = 10.0
-"""Within which the head of a request comes, from the beginning of its connection."""
+"""Timeout of a request's head, from the start of its connection."""
 KEEP_ALIVE = 30
 """Seconds that a connection waits for a further request."""
 DELIVERY_SECONDS = 60.0
-"""Within which a client takes the rest of an answer that is complete."""
+"""Timeout in which a client takes the rest of a complete response."""
 LOOK = 1.0
-"""Seconds between two looks at which connections have taken too long."""
+"""Seconds between two checks for connections past their timeout."""
 BESIDE = 128
-"""Connections beside those whose choices are written or wait for it."""
+"""Connections in addition to those of running and queued choices."""
 SPARE = 64
-"""Open files that are left to all else: checkpoints that are loaded, and connections that are
+"""Open files that are reserved for all else: checkpoints that are loaded, and connections that are
 accepted before others are closed."""
 FULL = b"all connections of this server are in use: try again later.\n"
 
 
 class Connection(H11Protocol):
-    """One that counts, and that is dropped where it asks for nothing (`Connections`)."""
+    """Connection that is counted, and that may be dropped while idle (`Connections`)."""
 
     connections_of_server: ClassVar["Connections"]
 
@@ -45,26 +45,27 @@ class Connection(H11Protocol):
         self.connections_of_server.leave(self)
 
     def on_response_complete(self) -> None:
-        # Before what may begin with the next request at once.
+        # Before uvicorn's own code, which may start the next request immediately.
         self.since = self.loop.time()
         super().on_response_complete()
 
     @property
     def asks_for_nothing(self) -> bool:
-        """Whether no request has come to its end that is not answered, and no answer is on its
-        way."""
+        """True if no complete request awaits its response, and no response is being sent."""
         if self._is_between:
             return not self.transport.get_write_buffer_size()
         return self.cycle.more_body
 
     def has_expired(self, now: float) -> bool:
-        """Whether a head, a further request, or taking an answer took too long; bodies have a
-        limit of their own (`jrl.serving.application`)."""
+        """True if a head, a further request, or taking a response has timed out.
+
+        Bodies have a timeout of their own (`jrl.serving.application`).
+        """
         if not self._is_between:
             return False
         if self.transport.get_write_buffer_size():
             allowed = DELIVERY_SECONDS
-        # After the answer to a request whose body was not read the rest of it may come for ever.
+        # After the response to a request whose body was not read the rest of it may come for ever.
         elif self.cycle is None or self.cycle.more_body:
             allowed = HEAD_SECONDS
         else:
@@ -73,11 +74,11 @@ class Connection(H11Protocol):
 
     @property
     def _is_between(self) -> bool:
-        """Whether no request is under way."""
+        """True if no request is in progress."""
         return self.cycle is None or self.cycle.response_complete
 
     def drop(self) -> None:
-        """Closes it at once."""
+        """Closes it immediately."""
         self.connections_of_server.leave(self)
         self.transport.abort()
 
@@ -93,9 +94,9 @@ class Connection(H11Protocol):
 class Connections:
     """All connections of a server.
 
-    Where there are more than `most`, one that asks for nothing makes room, that which has done so
-    for the longest; where all are being served, the new one is refused. So a client that asks at
-    once is heard, however many others only hold connections.
+    If there are more than `most`, the connection that has been idle for the longest is dropped; if
+    all are being served, the new one is rejected. So a client that sends its request immediately is
+    served, however many idle connections there are.
 
     Args:
       most: connections at a time.
@@ -110,11 +111,11 @@ class Connections:
 
     @property
     def protocol(self) -> type[Connection]:
-        """What uvicorn makes for each connection."""
+        """Protocol class that uvicorn instantiates for each connection."""
         return type("CountedConnection", (Connection,), {"connections_of_server": self})
 
     def enter(self, new: Connection) -> None:
-        """Counts a connection, and makes room for it or refuses it."""
+        """Counts a connection; over the limit it drops the oldest idle one or rejects this one."""
         self._there.add(new)
         if len(self._there) <= self.most:
             return
@@ -126,11 +127,11 @@ class Connections:
             oldest.drop()
 
     def leave(self, connection: Connection) -> None:
-        """A connection that has ended; more than once does no harm."""
+        """Removes a connection that has ended; repeated calls do no harm."""
         self._there.discard(connection)
 
     async def watch(self) -> None:
-        """Drops what takes too long, until this is cancelled."""
+        """Drops connections past their timeout, until this is cancelled."""
         while True:
             await asyncio.sleep(LOOK)
             now = asyncio.get_running_loop().time()
@@ -139,15 +140,14 @@ class Connections:
 
 
 def most_connections(wanted: int | None, choices: int) -> tuple[int, str]:
-    """Connections that a server may have, and a line where open files leave fewer than it would
-    take.
+    """Limit of a server's connections, with a note if the limit of open files lowers it.
 
     Args:
-      wanted: None is one for each choice, and `BESIDE`.
-      choices: that may be written or wait, together.
+      wanted: connections; None is one for each choice, plus `BESIDE`.
+      choices: most choices that may run or be queued, in total.
 
     Raises:
-      ValueError: where the limit of open files has no room for those that are wanted, or for any.
+      ValueError: where the limit of open files is too low for `wanted` connections, or for any.
     """
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     usual = choices + BESIDE if wanted is None else wanted
@@ -170,13 +170,13 @@ def most_connections(wanted: int | None, choices: int) -> tuple[int, str]:
 
 
 def settings() -> dict[str, Any]:
-    """What uvicorn is told of connections."""
+    """Settings of uvicorn that concern connections."""
     return {
         "timeout_keep_alive": KEEP_ALIVE,
-        # Accepted at a time, before connections that they are too many for can be closed.
+        # Connections accepted at a time, before those over the limit can be closed.
         "backlog": SPARE // 4,
         "h11_max_incomplete_event_size": 2**14,
         "ws": "none",
-        # What strangers send is nothing to write a line about.
+        # Invalid requests of unknown clients are not worth a line of log.
         "log_level": "error",
     }

@@ -1,4 +1,4 @@
-"""The application on a port, until the process is asked to end."""
+"""HTTP server of the application on a port, until the process is asked to end."""
 
 import asyncio
 import socket
@@ -16,26 +16,26 @@ from jrl.serving.refusal import one_line
 from jrl.serving.service import Service
 
 LOOK = 0.1
-"""Seconds between two looks whether the server was asked to end."""
+"""Seconds between two checks for a request to end the server."""
 DELIVERY = 5
-"""Seconds after the end of the engine that clients have to take the rest of their answers, and as
-many again for what the system still holds of these."""
+"""Seconds after the end of the engine in which clients may take the rest of their responses, and as
+many again for what the operating system still buffers of these."""
 BACKLOG = 1024
-"""Connections that the system holds until they are accepted."""
+"""Connections that the operating system queues until they are accepted."""
 FOLLOW = 2.0
-"""Seconds between two looks for a later policy."""
+"""Seconds between two polls for a later policy."""
 
 
 class EngineFailed(RuntimeError):
-    """The thread of the engine has ended by an error."""
+    """Error: the engine's thread has ended by an exception."""
 
 
 class _Server(uvicorn.Server):
-    """One that leaves signals to `Stop`."""
+    """uvicorn server that leaves signals to `Stop`."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        # asyncio takes the number that it accepts at a time for that which the system holds.
+        # asyncio uses the number of connections that it accepts at a time as the listen backlog.
         for each in sockets or []:
             each.listen(BACKLOG)
 
@@ -45,10 +45,10 @@ class _Server(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket on which connections wait from here on; port 0 takes a free one.
+    """Opens a listening socket, which queues connections from now on; port 0 takes a free one.
 
     Raises:
-      ValueError: where the port cannot be had.
+      ValueError: where the port is not available.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     made = socket.socket(family, socket.SOCK_STREAM)
@@ -66,10 +66,10 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def check_private(host: str, listening: socket.socket) -> None:
-    """Refuses an address that other machines may reach.
+    """Checks that an address is reachable from this machine only.
 
     Raises:
-      ValueError: where `listening` is bound to one.
+      ValueError: where `listening` is not bound to a loopback address.
     """
     address = ip_address(listening.getsockname()[0])
     if not address.is_loopback:
@@ -87,13 +87,13 @@ def run(
     follow: bool,
     connections: int,
 ) -> None:
-    """Serves until Ctrl-C or SIGTERM: then nothing more is taken, what runs is finished.
+    """Serves until Ctrl-C or SIGTERM; then rejects new requests and finishes running ones.
 
     Args:
-      service: begun.
-      listening: as `listen` made it.
-      follow: whether later policies are loaded as they appear.
-      connections: of clients at a time.
+      service: started.
+      listening: socket from `listen`.
+      follow: true loads later policies as they appear.
+      connections: most connections of clients at a time.
 
     Raises:
       EngineFailed: when the engine has ended by an error.
@@ -113,7 +113,7 @@ async def serve(
     follow: bool,
     most_connections: int,
 ) -> None:
-    """Serves until `stop` is true and what runs is finished; arguments as for `run`."""
+    """Serves until `stop` is true and running requests are finished; arguments as for `run`."""
     connections = Connections(most_connections)
     config = uvicorn.Config(
         front.application(),

@@ -1,1 +1,1 @@
-"""Networks as the planner knows them: sizes, where they come from, and what a device holds."""
+"""Models of the planner: sizes, their sources, and the weights of a device."""

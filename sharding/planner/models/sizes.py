@@ -1,4 +1,4 @@
-"""What the planner has to know of a network: its sizes, its parameters and its arithmetic."""
+"""Model description of the planner: sizes, parameter counts and floating-point operations."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ class ModelSizes:
       num_experts: experts of a layer; 0 makes every layer dense.
       experts_per_token: experts that a token is sent to.
       d_expert: hidden width of one expert.
-      d_ff: hidden width of the dense layer, or of the shared expert beside routed ones; 0 is none.
+      d_ff: hidden width of the dense layer, or of the shared expert; 0 is none.
       num_dense_layers: the first blocks, which have a dense layer in place of experts.
       dense_d_ff: hidden width of those.
       tied: logits come from the embedding.
@@ -91,14 +91,16 @@ class ModelSizes:
 
     @property
     def layer_width(self) -> int:
-        """Hidden units that a token meets in one of the layers that are alike."""
+        """Hidden units per token in one of the layers after the dense first ones."""
         routed = self.experts_per_token * self.d_expert if self.num_experts else 0
         return routed + self.d_ff
 
     def training_flops(self, time: int) -> float:
-        """Floating-point operations of one trained token in sequences of `time`: ``6 (L (h (q + 2
-        kv) + q h) + sum_layers 3 h f + h V) + 6 L q time``, as `moe.counts.flops.training_flops`
-        counts them without windows, and Megatron-Core."""
+        """Floating-point operations of one trained token in sequences of `time`.
+
+        ``6 (L (h (q + 2 kv) + q h) + sum_layers 3 h f + h V) + 6 L q time``, as
+        `moe.counts.flops.training_flops` counts them without windows, and Megatron-Core.
+        """
         like = self.num_layers - self.num_dense_layers
         width = like * self.layer_width + self.num_dense_layers * self.dense_d_ff
         weights = self.num_layers * self.attention_parameters

@@ -1,5 +1,7 @@
-"""What one device holds of the weights, by the devices that hold the same: the groups over which
-gradients are summed and optimizer states are cut."""
+"""Weights of one device, by replica group.
+
+These are the groups over which gradients are summed and optimizer states are sharded.
+"""
 
 import functools
 from dataclasses import dataclass, replace
@@ -11,14 +13,14 @@ from sharding.planner.models.sizes import ModelSizes
 
 @dataclass(frozen=True)
 class Held:
-    """Weights of one device that the same group of devices holds.
+    """Weights of one device that share a replica group.
 
     Attributes:
       what: in words.
       parameters: on the device, of all its layers.
-      replicas: logical axes whose devices hold the same ones.
-      in_layers: they belong to the layers that are alike, which full sharding joins one by one.
-      depth: how many layers they are of; 0 of what belongs to none.
+      replicas: logical axes over which they are replicated.
+      in_layers: they belong to the equal layers, which full sharding gathers one by one.
+      depth: number of layers they belong to; 0 for those of no layer.
       is_precise: they are norms or routers, which may stay float32 (`Method.stored_precise`).
     """
 
@@ -34,14 +36,14 @@ class Held:
         return method.stored_precise if self.is_precise else method.stored
 
     def group(self, layout: Layout) -> int:
-        """Devices that hold the same."""
+        """Size of the replica group."""
         size = 1
         for axis in self.replicas:
             size *= getattr(layout, axis)
         return size
 
     def part(self, layout: Layout) -> int:
-        """How many of them each of the group keeps, where they are cut into shards (ZeRO)."""
+        """Parameters of one shard, where they are sharded over the group (ZeRO)."""
         return -(-self.parameters // self.group(layout))
 
 
@@ -52,8 +54,10 @@ def one_chunk(layout: Layout) -> Layout:
 
 
 def as_held(model: ModelSizes, layout: Layout) -> Layout:
-    """The layout with one chunk on each stage where a device has the same weights so: what is asked
-    of them is asked once for all numbers of chunks."""
+    """The layout with one chunk on each stage if a device then has the same weights.
+
+    It is a cache key: results are shared by all numbers of chunks.
+    """
     alone = one_chunk(layout)
     same = layers_on_device(model, alone) == layers_on_device(model, layout)
     return alone if same else layout
@@ -63,10 +67,10 @@ def as_held(model: ModelSizes, layout: Layout) -> Layout:
 def held(model: ModelSizes, layout: Layout) -> tuple[Held, ...]:
     """All weights of one device.
 
-    Attention and dense layers are cut over ``tp``, experts over ``ep`` and ``etp``, layers over
-    ``pp``, and rows of the embedding and columns of the head over ``tp`` where they divide; norms
-    and routers are whole. Every stage has both ends and the first dense layers, and chunks that are
-    all as deep as the deepest.
+    Attention and dense layers are sharded over ``tp``, experts over ``ep`` and ``etp``, layers over
+    ``pp``, and rows of the embedding and columns of the head over ``tp`` where it divides them;
+    norms and routers are replicated. Every stage has embedding, head and the first dense layers,
+    and chunks that are all as deep as the deepest.
     """
     h, tp = model.d_model, layout.tp
     layers = layers_on_device(model, layout)
@@ -113,22 +117,22 @@ def held(model: ModelSizes, layout: Layout) -> tuple[Held, ...]:
 
 
 def layers_on_device(model: ModelSizes, layout: Layout) -> int:
-    """Layers of a pipeline stage, after the dense first ones: of the deepest where they differ."""
+    """Layers of a pipeline stage, after the dense first ones; of the deepest if stages differ."""
     like, chunks = model.num_layers - model.num_dense_layers, layout.pp * layout.vpp
     return layout.vpp * -(-like // chunks)
 
 
 def spreads_vocabulary(model: ModelSizes, layout: Layout) -> bool:
-    """Whether ``tp`` divides the vocabulary: else each of its ranks has all rows and columns."""
+    """True if ``tp`` divides the vocabulary: else each of its ranks has all rows and columns."""
     return model.vocab_size % layout.tp == 0
 
 
 def parameters_on_device(model: ModelSizes, layout: Layout) -> int:
-    """How many numbers a device has where weights are used."""
+    """Number of parameters on a device, as they are used."""
     return sum(one.parameters for one in held(model, layout))
 
 
 @functools.lru_cache(maxsize=1024)
 def parameters_in_parts(model: ModelSizes, layout: Layout) -> int:
-    """Of how many of them a device keeps the optimizer's state (ZeRO)."""
+    """Number of parameters whose optimizer state a device keeps (ZeRO)."""
     return sum(one.part(layout) for one in held(model, layout))

@@ -1,1 +1,1 @@
-"""What a search found, in words and as a picture."""
+"""Reports of a search, as text and as a picture."""

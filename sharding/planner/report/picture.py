@@ -1,4 +1,4 @@
-"""A picture of plans: what their time and their memory are made of."""
+"""Picture of plans: their time and memory by component."""
 
 from collections.abc import Sequence
 from pathlib import Path

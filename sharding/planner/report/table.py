@@ -1,4 +1,4 @@
-"""What a search found, in words."""
+"""Report of a search as text."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -36,7 +36,7 @@ def _parts(plan: Plan) -> tuple[float, ...]:
 
 
 def _dispatch(plan: Plan) -> str:
-    """With what tokens travel in and in how many parts, where either is not the usual."""
+    """Dispatch method, with communication dtype and number of chunks where not the default."""
     method = plan.method
     if plan.layout.ep * plan.layout.etp == 1:
         return "-"
@@ -46,7 +46,7 @@ def _dispatch(plan: Plan) -> str:
 
 
 def _rows(plan: Plan) -> str:
-    """Of a micro-batch, and whether they are halved."""
+    """Rows of a micro-batch, and a note if they are halved."""
     halved = len(plan.method.streams(plan.batch)) > 1
     return f"{plan.batch.micro_rows}{' in halves' if halved else ''}"
 
@@ -58,8 +58,7 @@ def _layout(plan: Plan) -> str:
 def report(
     found: Found, model: ModelSizes, rows: int, time: int, hardware: Hardware, top: int = 8
 ) -> str:
-    """The best plans, what the winner's time and memory are made of, and what speaks against its
-    neighbours."""
+    """The best plans, time and memory of the best by component, and drawbacks of its neighbours."""
     lines = [aligned([[*COLUMNS, *PARTS], *rows_of(found.plans[:top], hardware)])]
     best = found.plans[0]
     if best.method.gradient_wire != "float32":

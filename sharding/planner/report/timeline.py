@@ -1,4 +1,4 @@
-"""A picture of a server's first layers: who works on which micro-batch when."""
+"""Timeline picture of a server's first layers: the micro-batch of each device group over time."""
 
 from pathlib import Path
 

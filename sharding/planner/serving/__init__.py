@@ -1,1 +1,1 @@
-"""How a mixture is served with attention and experts on devices of their own, in arithmetic."""
+"""Planner of disaggregated serving of MoE models: attention and experts on separate devices."""

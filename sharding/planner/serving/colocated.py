@@ -1,7 +1,7 @@
-"""The best plan that keeps attention and experts on the same devices, to compare with.
+"""Co-located baseline: the best plan with attention and experts on the same devices.
 
-Every device has its part of both. A layer's steps come one after the other: attention, sending,
-experts, sending back; with pipeline stages each holds some layers and one micro-batch at a time.
+Every device has its shard of both. A layer's steps are sequential: attention, dispatch, experts,
+combine; with pipeline stages each holds a part of the layers and one micro-batch at a time.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,12 +21,12 @@ from sharding.planner.serving.times import BYTES, Times
 
 @dataclass(frozen=True)
 class Kind:
-    """What co-located plans may do.
+    """Kind of co-located plans.
 
     Attributes:
-      wide: attention may be replicated over the groups of a stage, as today's wide expert
-        parallelism has it; without it a stage is one tensor-parallel group inside a server.
-      overlap: two halves of the batch take turns.
+      wide: attention may be replicated over the groups of a stage, as in today's wide expert
+        parallelism; without it a stage is one tensor-parallel group inside a server.
+      overlap: two-batch overlap of the halves of the batch.
     """
 
     wide: bool = True
@@ -42,12 +42,12 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Colocated:
-    """A plan on `devices` alike.
+    """A plan on `devices` of one type.
 
     Attributes:
       tp: devices of attention that share a token; there are ``devices / pp / tp`` such groups.
       pp: pipeline stages.
-      ep: groups of devices that experts are spread over, ``devices / pp / ep`` for each expert.
+      ep: groups of devices that experts are sharded over, ``devices / pp / ep`` for each expert.
       overlap: two halves of the batch, one computes while the other is sent.
       batch: tokens of a micro-batch; there are `pp` of them.
       between: seconds between two tokens of a request.
@@ -87,8 +87,11 @@ class _Stage:
         )
 
     def sending(self, batch):
-        """Seconds of an all-to-all, one way. Inside one tensor-parallel group every device has
-        every token: what the experts made is summed once, half of it counted each way."""
+        """Seconds of an all-to-all, one way.
+
+        Inside one tensor-parallel group every device has every token: the experts' outputs are
+        summed once, half of it counted each way.
+        """
         model, hardware = self.model, self.hardware
         inside = hardware.inside * LINK_EFFICIENCY
         if self.groups == 1:
@@ -103,7 +106,7 @@ class _Stage:
         return np.maximum(within, self.network.seconds(outside, hardware.outside))
 
     def layer(self, batch):
-        """Seconds."""
+        """Seconds of one layer."""
         halves = 2 if self.overlap else 1
         tokens = batch / halves
         computed = self.attention(tokens / self.groups)
@@ -112,7 +115,7 @@ class _Stage:
         return halves * (np.maximum(computed, sent) if self.overlap else computed + sent)
 
     def between(self, batch):
-        """Seconds of a token step; a stage hands on its tokens through its own adapters."""
+        """Seconds of a token step; a stage sends its tokens through its own adapters."""
         hops = 0.0
         if self.pp > 1:
             sent = BYTES * batch * self.model.d_model / self.stage
@@ -120,13 +123,13 @@ class _Stage:
         return self.model.num_layers * self.layer(batch) + hops
 
     def most_in_memory(self) -> int:
-        """Tokens of a micro-batch."""
+        """Most tokens of a micro-batch that fit in memory."""
         model = self.model
         apart = model.expert_parameters * model.num_layers
         weights = BYTES * ((model.parameters - apart) / self.tp + apart / self.stage) / self.pp
         budget = MEMORY_FRACTION * self.hardware.memory - weights
         cache = 2 * BYTES * self.load.cached * model.keys * model.num_layers
-        # Each token's cache is cut over its tp devices and the stages; pp micro-batches are held.
+        # Each token's cache is sharded over its tp devices and the stages; pp micro-batches fit.
         return max(0, int(budget * self.tp * self.groups / cache))
 
 
@@ -152,12 +155,11 @@ def best(
     devices: Sequence[int] = (8, 16, 32, 64),
     kind: Kind | None = None,
 ) -> Colocated | None:
-    """The plan with most tokens per second and device under the limit on time; None where there
-    is none.
+    """The plan with most tokens per second and device under the latency limit, or None.
 
     Args:
-      devices: how many may be taken together.
-      kind: what they may do.
+      devices: numbers of devices to try.
+      kind: of the plans.
     """
     times.check(model)
     kind, found = kind or Kind(), []

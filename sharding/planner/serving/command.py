@@ -1,4 +1,4 @@
-"""``python -m sharding.planner MODEL --serve``: what was asked, as text."""
+"""``python -m sharding.planner MODEL --serve``: flags of the command, and its answer as text."""
 
 import argparse
 import re
@@ -17,7 +17,7 @@ FLAGS = (
     *("slo", "prompt", "completion", "avg_seq", "prefill", "price", "network", "profile"),
     "devices",
 )
-"""What is asked of a server alone."""
+"""Flags of serving only."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -90,7 +90,7 @@ def devices(text: str) -> list[Hardware]:
 
 
 def prices(given: list[str] | None) -> dict[str, float]:
-    """By device, with what `given` says over what the sources say.
+    """Prices by device; those in `given` override the published ones.
 
     Raises:
       ValueError: on another spelling.
@@ -113,14 +113,15 @@ def pairs(
     network: Utilisation | None,
     measured: dict[str, Profile],
 ) -> list[Pair]:
-    """Every choice of a device for attention and one for experts. A single kind is counted, not
-    paid.
+    """All pairs of a device for attention and one for experts.
+
+    With a single type of device each counts as 1 instead of its price.
 
     Args:
       measured: times by device.
 
     Raises:
-      ValueError: where one of several has no price.
+      ValueError: where one of multiple types has no price.
     """
     missing = [one.name for one in chosen if one.name not in known]
     if missing and len(chosen) > 1:
@@ -160,7 +161,7 @@ def check_flags(parser: argparse.ArgumentParser, given: argparse.Namespace) -> N
 
 
 def answer(model: ModelSizes, given: argparse.Namespace, efficiency: float) -> str:
-    """The plans of a server in words."""
+    """The plans of a server as text."""
     chosen = devices(given.hardware)
     defaults = Load()
     load = Load(

@@ -1,4 +1,4 @@
-"""Of an adapter's rate, what messages of a size reach: ``Util`` of the plan's constraint (6)."""
+"""Utilisation of a network adapter by message size: ``Util`` of the plan's constraint (6)."""
 
 import math
 from dataclasses import dataclass
@@ -47,7 +47,10 @@ class Utilisation:
                 )
 
     def seconds(self, size, rate: float):
-        """Of messages of `size` bytes over an adapter of `rate` bytes/s; sizes may be an array."""
+        """Seconds of messages of `size` bytes over an adapter of `rate` bytes/s.
+
+        Sizes may be an array.
+        """
         times = np.array(self.sizes) / (np.array(self.fractions) * rate)
         size = np.maximum(size, self.sizes[0])
         inside = np.exp(np.interp(np.log(size), np.log(self.sizes), np.log(times)))
@@ -55,9 +58,11 @@ class Utilisation:
 
 
 def modelled(hardware: Hardware) -> Utilisation:
-    """What follows from a latency ``t`` and a rate ``W`` that large messages reach: ``Util(size) =
-    e size / (size + e W t)``, e being `LINK_EFFICIENCY`. The measured curve of MegaScale-Infer is
-    only in a picture."""
+    """Modelled utilisation from the latency ``t`` and the rate ``W`` of a device's adapter.
+
+    ``Util(size) = e size / (size + e W t)``, e being `LINK_EFFICIENCY`. MegaScale-Infer publishes
+    its measured curve as a picture only.
+    """
     sizes = tuple(2.0**power for power in range(8, 31))
     reached = hardware.outside * LINK_EFFICIENCY
     half = reached * hardware.latency_outside
@@ -65,7 +70,7 @@ def modelled(hardware: Hardware) -> Utilisation:
 
 
 def read(path: Path) -> Utilisation:
-    """Lines of ``bytes,fraction``; empty ones and those that start with ``#`` are passed over.
+    """Reads lines of ``bytes,fraction``; empty ones and those that start with ``#`` are skipped.
 
     Raises:
       ValueError: on another line.

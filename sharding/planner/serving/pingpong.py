@@ -1,18 +1,18 @@
-"""Ping-pong: micro-batches that take turns on the attention and the expert devices.
+"""Ping-pong pipeline parallelism: micro-batches alternate between attention and expert devices.
 
-A micro-batch visits four stations in each layer, every one of them working on one micro-batch at a
-time and in the order of arrival: the attention devices (``T_a`` seconds), the network towards the
-experts (``T_c``), the expert devices (``T_e``) and the network back (``T_c``). With ``m``
-micro-batches and ``L`` layers, let
+A micro-batch visits four stations in each layer, each of which processes one micro-batch at a time
+in the order of arrival: the attention devices (``T_a`` seconds), the network to the experts
+(``T_c``), the expert devices (``T_e``) and the network back (``T_c``). With ``m`` micro-batches and
+``L`` layers, let
 
     S = T_a + T_e + 2 T_c          a layer of one micro-batch that never waits,
     X = max(T_a, T_e, T_c)         the busiest station's time for one micro-batch.
 
-The micro-batches go round in one ring of ``m L`` visits. Where ``m X >= S`` the busiest station
+The micro-batches circulate in one ring of ``m L`` visits. Where ``m X >= S`` the busiest station
 never waits once the first micro-batch has reached it, and starts one visit every ``X``: ``m L - 1``
-periods lie between its first and its last start, and what comes before the first and after the last
-adds up to one ``S``. Where ``m X < S`` a micro-batch is back before it is due and finds the first
-station free: each does its layers in ``L S``, the last one ``(m - 1) X`` behind the first.
+periods are between its first and its last start, and the time before the first and after the last
+adds up to one ``S``. Where ``m X < S`` a micro-batch returns before its turn and finds the first
+station free: each completes its layers in ``L S``, the last one ``(m - 1) X`` after the first.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Float
 
 STATIONS = ("attention", "send", "experts", "return")
-"""What a micro-batch visits in a layer, in order."""
+"""Stations that a micro-batch visits in a layer, in order."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Work:
 def order(num_layers: int, num_micro_batches: int) -> Iterator[Work]:
     """The visits of one token step: layer by layer, micro-batch by micro-batch.
 
-    Each station works its own part of this list from the front to the back. The host enqueues that
-    part for each side, with attention of the next layer in front of other micro-batches' experts
+    Each station processes its own part of this list in order. The host enqueues that part for each
+    device group, with attention of the next layer before other micro-batches' experts
     (`moe.disaggregated.schedule.order`).
 
     Examples:
@@ -58,8 +58,9 @@ def _check(num_layers: int, num_micro_batches: int) -> None:
 
 
 def makespan(attention, experts, sending, num_micro_batches, num_layers):
-    """Seconds of one token step of all micro-batches, in closed form: ``S + X (m L - 1)`` where
-    ``m X >= S``, else ``L S + (m - 1) X``. Arguments broadcast.
+    """Seconds of one token step of all micro-batches, in closed form; arguments broadcast.
+
+    ``S + X (m L - 1)`` where ``m X >= S``, else ``L S + (m - 1) X``.
 
     Args:
       attention: ``T_a``, seconds of a micro-batch in a layer.
@@ -84,8 +85,10 @@ def makespan(attention, experts, sending, num_micro_batches, num_layers):
 
 
 def micro_batches_needed(attention: float, experts: float, sending: float) -> int:
-    """The fewest micro-batches with which the busier devices never wait: ``m X >= S``. The paper's
-    ``m >= 2 (1 + T_c / T_f)`` is the same where ``T_a = T_e`` and asks for more elsewhere."""
+    """The fewest micro-batches with which the busier devices never wait: ``m X >= S``.
+
+    The paper's ``m >= 2 (1 + T_c / T_f)`` is the same where ``T_a = T_e`` and larger elsewhere.
+    """
     once, pace = attention + experts + 2 * sending, max(attention, experts, sending)
     # A quotient such as 3.0000000000000004 is three.
     return max(1, int(np.ceil(once / pace * (1 - 1e-12))))
@@ -94,10 +97,10 @@ def micro_batches_needed(attention: float, experts: float, sending: float) -> in
 def simulate(
     attention, experts, sending, num_micro_batches: int, num_layers: int
 ) -> Float[np.ndarray, "layer micro_batch station *cases"]:
-    """When each visit begins, in seconds, event by event.
+    """Start of each visit in seconds, by event simulation.
 
-    A visit begins when its micro-batch has left the station before and its station has finished
-    what is before it in `order`. Nothing else is assumed, so that this holds for times of any size.
+    A visit starts when its micro-batch has left the previous station and its station has finished
+    the visits before it in `order`. There are no other assumptions, so it is valid for all times.
 
     Args:
       attention: ``T_a``; an array of cases, or one number. Times broadcast.
@@ -127,8 +130,7 @@ def end(starts: Float[np.ndarray, "layer micro_batch station *cases"], sending):
 
 
 def gain(ratio: float, num_micro_batches: int, num_layers: int) -> float:
-    """Tokens per second with m micro-batches over those with m - 1 of the same size, where
-    ``T_a = T_e = T_f``.
+    """Speedup of m micro-batches over m - 1 of the same size, where ``T_a = T_e = T_f``.
 
     Args:
       ratio: ``T_c / T_f``.

@@ -1,7 +1,7 @@
-"""One plan of a disaggregated server and what it gives: eq. (1) to (8) of MegaScale-Infer.
+"""Plan of a disaggregated server and its performance: eq. (1) to (8) of MegaScale-Infer.
 
-Attention lies on ``n_a`` nodes, each with all of it and the caches of its own sequences; a node of
-experts holds one or more, whole. Symbols of the paper stand in the docstrings.
+Attention is replicated on ``n_a`` nodes, each with the KV caches of its own sequences; a node of
+experts holds one or more full experts. Symbols of the paper are in the docstrings.
 
 References:
   Zhu et al., "MegaScale-Infer", 2025, section 4. https://arxiv.org/abs/2504.02263
@@ -20,16 +20,16 @@ from sharding.planner.serving.pingpong import makespan
 from sharding.planner.serving.times import BYTES, Times
 
 PREFILL = ("elsewhere", "group", "turns")
-"""Where prompts are read: on a cluster that the plan does not count, as in the paper; on a group of
-its own that it counts; on the two groups between token steps."""
+"""Devices of prefill: a cluster that the plan does not count, as in the paper; a separate group
+that it counts; or the two groups, between token steps."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What is asked of the server.
+    """Workload and latency limit of the server.
 
     Attributes:
-      slo: seconds between two tokens of a request, at most.
+      slo: most seconds between two tokens of a request.
       prompt: tokens of a prompt.
       completion: tokens of a completion.
       context: s, tokens that a cache holds on average; None is the prompt and half the completion.
@@ -57,7 +57,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Pair:
-    """A device for each side, and what their programs and adapters reach.
+    """Devices of attention and of experts, and the efficiency of their programs and adapters.
 
     Attributes:
       attention, experts: devices.
@@ -65,8 +65,8 @@ class Pair:
       efficiency: the fraction of peak that products reach.
       networks: utilisation of the adapters of the two sides; None follows from rate and latency.
       profiled: measured ``(T_a, T_e)`` of nodes of ``tp_a`` and ``tp_e`` devices, by those numbers;
-        what is not in it comes from the roofline. ``T_e`` is of a node with one expert.
-        `sharding.planner.serving.profile.read` has them from a file.
+        missing entries come from the roofline. ``T_e`` is of a node with one expert.
+        `sharding.planner.serving.profile.read` reads them from a file.
     """
 
     attention: Hardware
@@ -85,7 +85,7 @@ class Shape:
       tp_attention: devices of an attention node.
       attention_nodes: ``n_a``.
       tp_experts: devices of an expert node.
-      experts_of_node: how many a node holds; the paper has 1.
+      experts_of_node: number of experts on a node; 1 in the paper.
       micro_batches: m.
     """
 
@@ -137,8 +137,10 @@ class Server:
         return self.most_in_memory() >= 1 and on_node < budget
 
     def most_in_memory(self) -> int:
-        """(8): the most sequences that an attention node can hold, ``4 m b_a s h L / g + 2 P_a <
-        tp_a C_a``; C is what is planned with."""
+        """Constraint (8): the most sequences that fit on an attention node.
+
+        ``4 m b_a s h L / g + 2 P_a < tp_a C_a``; C is `MEMORY_FRACTION` of a device's memory.
+        """
         model = self.model
         rest = model.parameters - model.expert_parameters * model.num_layers
         budget = MEMORY_FRACTION * self.pair.attention.memory * self.tp_attention - BYTES * rest
@@ -146,13 +148,15 @@ class Server:
         return max(0, int(np.ceil(budget / each)) - 1)
 
     def rows_of_node(self, batch, nodes):
-        """``b_e = b_a n_a K / E`` times the experts of a node, with even routing."""
+        """Rows of an expert node with even routing: ``b_e = b_a n_a K / E`` times its experts."""
         return batch * nodes * self.model.experts_per_token / self.expert_nodes
 
     def of_layer(self, batch, nodes):
-        """``(T_a, T_e, T_c)`` of a micro-batch of `batch` on each attention node; (6) is the last:
-        ``b_a h K / tp_a`` values leave an attention device, ``b_e h / tp_e`` reach an expert
-        device, each at the utilisation of a message of that size."""
+        """``(T_a, T_e, T_c)`` of a micro-batch of `batch` on each attention node.
+
+        The last is (6): ``b_a h K / tp_a`` values leave an attention device, ``b_e h / tp_e`` reach
+        an expert device, each at the utilisation of a message of that size.
+        """
         model, pair = self.model, self.pair
         sent = BYTES * batch * model.d_model * model.experts_per_token / self.tp_attention
         rows = self.rows_of_node(batch, nodes)
@@ -164,12 +168,15 @@ class Server:
         return self.attention(batch), self.experts(rows), sending
 
     def balance(self) -> float:
-        """The paper's ``n_a = k1 E / (k3 K)``, not rounded: large batches take equally long."""
+        """The paper's balanced ``n_a = k1 E / (k3 K)``, not rounded.
+
+        Large batches then take equally long on both groups.
+        """
         share = self.model.experts_per_token / self.expert_nodes
         return self.attention.slope / (self.experts.slope * share)
 
     def devices(self, nodes):
-        """Of attention and of experts."""
+        """Numbers of devices of attention and of experts."""
         return self.tp_attention * nodes, self.tp_experts * self.expert_nodes
 
     def cost(self, nodes):
@@ -178,10 +185,10 @@ class Server:
         return of_attention * self.pair.prices[0] + of_experts * self.pair.prices[1]
 
     def prompts(self, sequences, batch, nodes):
-        """Seconds of reading the prompts that come in for one token step where the groups take
-        turns: ``B / completion`` of them, through the busier side or the network.
+        """Seconds of prefill per token step where both groups alternate prefill and decoding.
 
-        Products are at their rate; scores of a prompt's tokens with those before them are counted.
+        ``B / completion`` prompts arrive per step; the time is that of the busier group or the
+        network. Products are at their rate; causal attention scores of a prompt are counted.
         """
         tokens = sequences / self.load.completion * self.load.prompt
         pair, model = self.pair, self.model
@@ -203,10 +210,11 @@ class Server:
         return tokens * model.num_layers * pace
 
     def step(self, batch, nodes, micro_batches: int, prefill: str):
-        """``(T_iter, T_total)`` of a token step, (4) and (5): what a request waits for its next
-        token, and what the whole batch takes; with turns, prompts are in both.
+        """``(T_iter, T_total)`` of a token step, (4) and (5).
 
-        ``T_iter`` is the paper's upper end, ``L max(m X, S)``.
+        They are the time between two tokens of a request and the time of the whole batch; if
+        `prefill` is "turns", both include that of prefill. ``T_iter`` is the paper's upper end,
+        ``L max(m X, S)``.
         """
         attention, experts, sending = self.of_layer(batch, nodes)
         layers = self.model.num_layers
@@ -220,8 +228,11 @@ class Server:
         return between, total
 
     def hides(self, batch, nodes, micro_batches: int):
-        """(2) and (3): ``T_c < T_f`` and ``m T_f >= S``, the exact form of ``m >= 2 (1 + T_c /
-        T_f)``, which holds that for ``T_a = T_e``."""
+        """Constraints (2) and (3): true if communication is hidden.
+
+        They are ``T_c < T_f`` and ``m T_f >= S``, the exact form of ``m >= 2 (1 + T_c / T_f)``,
+        which is equal to it for ``T_a = T_e``.
+        """
         attention, experts, sending = self.of_layer(batch, nodes)
         busier = np.maximum(attention, experts)
         filled = micro_batches * busier >= attention + experts + 2 * sending
@@ -229,8 +240,10 @@ class Server:
 
 
 def prefill_devices(model: ModelSizes, load: Load, hardware: Hardware, efficiency: float) -> float:
-    """Devices of a group of its own that prompts take for each completed token per second: their
-    products at `efficiency`. A group serves many instances, so that this is not rounded."""
+    """Devices of a separate prefill group per generated token per second.
+
+    Their products run at `efficiency`. A group serves many instances, so that this is not rounded.
+    """
     matrices = times.attention_matrices(model) * model.num_layers
     chosen = 3 * model.d_model * model.d_expert * model.experts_per_token * model.num_layers
     scores = 2 * model.queries * load.prompt * model.num_layers

@@ -1,4 +1,4 @@
-"""Measured times of attention and experts, in the roofline's place: ``--profile FILE``."""
+"""Measured times of attention and experts, in place of the roofline: ``--profile FILE``."""
 
 import json
 import math
@@ -13,11 +13,11 @@ SIDES = ("attention", "experts")
 
 
 class Profile(NamedTuple):
-    """Of one device, the times of nodes by the number of their devices.
+    """Measured times of one type of device, by the number of devices of a node.
 
     Attributes:
       attention: ``T_a`` of a micro-batch's tokens on a node.
-      experts: ``T_e`` of the tokens that a node with one expert is sent.
+      experts: ``T_e`` of the tokens that a node with one expert receives.
     """
 
     attention: dict[int, Times]
@@ -28,8 +28,10 @@ NOTHING = Profile({}, {})
 
 
 def read(path: Path) -> dict[str, Profile]:
-    """By device, what a file of ``{device: {side: {devices of a node: [[batch, seconds], ...]}}}``
-    has, each list as the line that `sharding.planner.serving.times.fitted` puts through it.
+    """Reads measured times by device from a JSON file.
+
+    Its form is ``{device: {side: {devices of a node: [[batch, seconds], ...]}}}``. Each list
+    becomes the line that `sharding.planner.serving.times.fitted` fits to it.
 
     Raises:
       ValueError: on a file of another form, or times that give no line.
@@ -51,7 +53,7 @@ def read(path: Path) -> dict[str, Profile]:
 
 
 def _items(given: Any, where: str, names: list[str] | None) -> Iterator[tuple[str, Any]]:
-    """The entries of an object, whose names are of `names`, or any."""
+    """Entries of a JSON object, whose names must be of `names`; None allows any."""
     if not isinstance(given, dict):
         raise ValueError(f"{where}: {json.dumps(given)} must be an object with names.")
     for name, value in given.items():

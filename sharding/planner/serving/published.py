@@ -1,4 +1,4 @@
-"""What MegaScale-Infer publishes, and what the plan of a server says of it.
+"""Published figures of MegaScale-Infer, compared with the planner's.
 
 ``python -m sharding.planner.serving.published`` prints both side by side.
 """

@@ -1,4 +1,4 @@
-"""A plan of a server in words: what wins, by which constraint, and what speaks against others."""
+"""Report of a server's plan as text: the best plan, its constraints, and reasons against others."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -39,7 +39,7 @@ def row_of(plan: Plan) -> list[str]:
 
 
 def constraints(plan: Plan, model: ModelSizes, load: Load) -> list[list[str]]:
-    """The paper's eight, with the plan's numbers."""
+    """The paper's eight constraints, with the plan's numbers."""
     shape, (attention, experts, sending) = plan.shape, plan.layer
     server = _server(plan, model, load)
     busier, m = max(attention, experts), shape.micro_batches
@@ -83,7 +83,7 @@ def neighbours(shape: Shape) -> list[tuple[str, Shape]]:
 
 
 def why_not(plan: Plan, model: ModelSizes, load: Load) -> list[list[str]]:
-    """What speaks against each neighbour: a constraint, or tokens per second for the price."""
+    """Reason against each neighbour: a constraint, or its tokens per second for the price."""
     return [[title, _against(plan, shape, model, load)] for title, shape in neighbours(plan.shape)]
 
 

@@ -1,9 +1,9 @@
-"""The best plan of a disaggregated server: Algorithm 1 of MegaScale-Infer.
+"""Search for the best plan of a disaggregated server: Algorithm 1 of MegaScale-Infer.
 
 The paper takes ``n_a`` from its balance of ``k1`` and ``k3``; here every ``n_a`` is tried, which
-agrees with it where batches are large and is better where memory or the limit on time keeps the
-experts' batches small. For a pair of groups throughput grows with the batch, so that the largest
-one that (7) and (8) allow is found by halving, and the largest below it that (2) and (3) allow too.
+agrees with it for large batches and is better where memory or the latency limit keeps the experts'
+batches small. For a pair of groups throughput grows with the batch, so the largest batch that (7)
+and (8) allow is found by bisection, and then the largest below it that (2) and (3) allow too.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,16 +21,16 @@ TP = (1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class Space:
-    """What is tried.
+    """Search space.
 
     Attributes:
       tp_attention, tp_experts: devices of a node; those that do not divide the heads, the hidden
-        units or fit a server are passed over.
+        units or fit a server are skipped.
       experts_of_node: numbers of experts on a node; None is every one that divides the experts.
       micro_batches: m.
       most_nodes: the largest ``n_a``.
-      most_devices: of both groups together; None is any.
-      prefill: where prompts may be read, of `PREFILL`.
+      most_devices: of both groups in total; None is any.
+      prefill: allowed devices of prefill, of `PREFILL`.
     """
 
     tp_attention: Sequence[int] = TP
@@ -44,7 +44,7 @@ class Space:
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan and what it gives.
+    """A plan and its performance.
 
     Attributes:
       batch: ``b_a``, tokens of a micro-batch on an attention node.
@@ -54,7 +54,7 @@ class Plan:
       total: ``T_total``, seconds of a token step of the whole batch.
       devices: of attention, of experts, and of prompts where these have a group.
       cost: price of all of them.
-      balance: what the paper's formula asks for as ``n_a``.
+      balance: ``n_a`` by the paper's formula.
       limit: the constraint that a larger batch would break.
     """
 
@@ -110,7 +110,7 @@ def servers(
 
 
 def largest(server: Server, nodes, micro_batches: int, prefill: str):
-    """The largest ``b_a`` for each ``n_a`` under (7) and (8), by halving; 0 where there is none."""
+    """Largest ``b_a`` for each ``n_a`` under (7) and (8), by bisection; 0 where there is none."""
     most = server.most_in_memory() // micro_batches
     low, high = np.zeros(nodes.shape, int), np.full(nodes.shape, most)
     while np.any(low < high):
@@ -122,7 +122,7 @@ def largest(server: Server, nodes, micro_batches: int, prefill: str):
 
 
 def worth(server: Server, batch, nodes, micro_batches: int, prefill: str):
-    """Tokens per second over the price of all that is counted."""
+    """Score of a plan: tokens per second over the price of all devices that are counted."""
     _, total = server.step(batch, nodes, micro_batches, prefill)
     throughput = batch * nodes * micro_batches / total
     return throughput / (server.cost(nodes) + throughput * _of_prompts(server, prefill)[1])
@@ -141,13 +141,12 @@ def _of_prompts(server: Server, prefill: str) -> tuple[float, float]:
 
 
 def best(model: ModelSizes, load: Load, pair: Pair, space: Space | None = None) -> Plan | None:
-    """The plan with most tokens per second for its price, of two given devices; None where no
-    plan keeps every constraint."""
+    """The plan with most tokens per second for its price; None where none is feasible."""
     return max(plans(model, load, pair, space), key=lambda plan: plan.per_cost, default=None)
 
 
 def plans(model: ModelSizes, load: Load, pair: Pair, space: Space | None = None) -> Iterator[Plan]:
-    """The best ``n_a`` and batch for each kind of nodes, m and place of the prompts."""
+    """The best ``n_a`` and batch for each kind of nodes, m and `prefill`."""
     space = space or Space()
     nodes = np.arange(1, space.most_nodes + 1)
     for server, tp_attention, tp_experts, number in servers(model, load, pair, space):
@@ -163,12 +162,12 @@ def plans(model: ModelSizes, load: Load, pair: Pair, space: Space | None = None)
 
 
 def _best_nodes(server: Server, nodes, micro_batches: int, prefill: str) -> tuple[int, int] | None:
-    """``n_a`` and ``b_a``; None where no batch keeps every constraint."""
+    """Best ``n_a`` and ``b_a``; None where no batch is feasible."""
     batch = largest(server, nodes, micro_batches, prefill)
     nodes, batch = nodes[batch > 0], batch[batch > 0]
     values = worth(server, batch, nodes, micro_batches, prefill)
     found, highest = None, 0.0
-    # From the most promising on: what waits for its communication needs a smaller batch.
+    # From the highest score on: where communication is exposed, a smaller batch is needed.
     for place in np.argsort(-values, kind="stable"):
         if values[place] <= highest:
             break

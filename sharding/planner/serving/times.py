@@ -1,5 +1,7 @@
-"""How long attention and experts take for a micro-batch in one layer: ``k1 b_a + k2`` and ``k3 b_e
-+ k4``, measured or from a roofline."""
+"""Time of attention and experts for a micro-batch in one layer, measured or from a roofline.
+
+They are ``k1 b_a + k2`` and ``k3 b_e + k4``.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,9 +12,9 @@ from sharding.planner.hardware import LINK_EFFICIENCY, Hardware
 from sharding.planner.models.sizes import ModelSizes
 
 MEMORY_EFFICIENCY = 0.8
-"""Of a memory's rate, what reading weights and caches is assumed to reach."""
+"""Share of the memory bandwidth that reading weights and caches is assumed to reach."""
 BYTES = 2
-"""Of a weight, an activation, a key or a value: bfloat16."""
+"""Bytes of a weight, an activation, a key or a value: bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -21,9 +23,9 @@ class Times:
 
     Attributes:
       products: seconds of a token's products.
-      weights: seconds in which the matrices come from memory, under which products hide.
-      tokens: seconds that a token adds whatever the products do: its keys and values come from
-        memory, its sums go through the links.
+      weights: seconds of reading the matrices from memory, which overlap with products.
+      tokens: seconds that a token adds in any case: its keys and values are read from memory, its
+        sums are sent over the links.
       constant: latencies.
     """
 
@@ -62,7 +64,7 @@ def fitted(batches: Sequence[int | float], seconds: Sequence[int | float]) -> Ti
 
 
 def _summed(model: ModelSizes, hardware: Hardware, tp: int, times: int) -> tuple[float, float]:
-    """Seconds for each token and at all of all-reduces of a layer's output over `tp` devices."""
+    """Seconds per token, and constant seconds, of all-reduces of a layer's output over `tp`."""
     if tp == 1:
         return 0.0, 0.0
     sent = 2 * (tp - 1) / tp * model.d_model * BYTES
@@ -73,9 +75,11 @@ def _summed(model: ModelSizes, hardware: Hardware, tp: int, times: int) -> tuple
 def attention(
     model: ModelSizes, hardware: Hardware, tp: int, context: int | float, efficiency: float
 ) -> Times:
-    """``T_a`` of a node of `tp` devices: projections, router and shared expert as products, the
-    cached keys and values of `context` tokens from memory, one sum over the node (two with a
-    shared expert)."""
+    """``T_a`` of a node of `tp` devices.
+
+    It has projections, router and shared expert as products, the cached keys and values of
+    `context` tokens from memory, and one sum over the node (two with a shared expert).
+    """
     matrices = attention_matrices(model)
     cache = 2 * BYTES * model.keys * context / tp
     sums, latency = _summed(model, hardware, tp, 2 if model.d_ff else 1)
@@ -91,8 +95,10 @@ def attention(
 def experts(
     model: ModelSizes, hardware: Hardware, tp: int, experts_of_node: int, efficiency: float
 ) -> Times:
-    """``T_e`` of a node of `tp` devices that holds `experts_of_node`; its batch counts a token once
-    for each of them that it is sent to."""
+    """``T_e`` of a node of `tp` devices that holds `experts_of_node`.
+
+    Its batch counts a token once for each of these experts that it is sent to.
+    """
     matrices = 3 * model.d_model * model.d_expert
     sums, latency = _summed(model, hardware, tp, 1)
     memory = hardware.memory_bandwidth * MEMORY_EFFICIENCY
@@ -105,7 +111,7 @@ def experts(
 
 
 def attention_matrices(model: ModelSizes) -> int:
-    """Numbers of one layer that lie with attention: all but the routed experts."""
+    """Parameters of one layer on the attention devices: all but the routed experts."""
     shared, router = 3 * model.d_model * model.d_ff, model.d_model * model.num_experts
     return model.attention_parameters + shared + router
 

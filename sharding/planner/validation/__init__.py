@@ -1,1 +1,1 @@
-"""The planner beside what is known: published figures, papers' formulas, compiled programs."""
+"""Validation of the planner: published figures, papers' formulas, compiled programs."""

@@ -1,4 +1,4 @@
-"""Published measurements, and what the planner says of them after one point of each system.
+"""Published measurements, compared with the planner after calibration on one point per system.
 
 ``python -m sharding.planner.validation.calibration`` prints both side by side.
 """
@@ -172,7 +172,7 @@ def rate(row: Row, system: System) -> float | None:
 
 @functools.cache
 def calibrated(name: str) -> System:
-    """The system whose efficiency makes its `POINTS` come out as measured."""
+    """The system with the efficiency at which the prediction of its `POINTS` is the measurement."""
     row = POINTS[name]
     low, high = 0.05, 1.5
     for _ in range(40):
@@ -185,8 +185,11 @@ def calibrated(name: str) -> System:
 
 
 def of_this_library(hardware: Hardware) -> System:
-    """Products as fast as Megatron-Core's, and of overlap what a run is asked for: chunks of
-    tokens, halves of the rows, gradients of layers. No accelerator has measured any of it."""
+    """System of this library: products as fast as Megatron-Core's, overlap as a run requests it.
+
+    The overlaps are those of expert chunks, two-batch overlap and gradient reduction. None of this
+    is measured on an accelerator.
+    """
     beside = hardware.overlaps
     return System(
         calibrated("Megatron-Core").efficiency,
@@ -197,7 +200,7 @@ def of_this_library(hardware: Hardware) -> System:
 
 
 def compared() -> str:
-    """Every published row beside what is predicted of it, in columns."""
+    """Table of every published row with its prediction."""
     lines = [f"{name}: products reach {calibrated(name).efficiency:.1%} of peak" for name in POINTS]
     tables = {
         "Mappings (MoE Parallel Folding, tables 1 and 3)": [*chain(*MAPPINGS.values())],

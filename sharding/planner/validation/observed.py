@@ -1,4 +1,4 @@
-"""The collectives of a program, read off it: kind, axes or groups, dtype, bytes, how often.
+"""Collectives of a program, extracted from it: kind, axes or groups, dtype, bytes, count.
 
 `of_jaxpr` reads a traced program, for which no device need exist and nothing is compiled;
 `of_compiled` the text of a compiled one, in which the compiler may have joined collectives or left
@@ -37,11 +37,11 @@ class Observed:
 
     Attributes:
       kind: of collective.
-      over: the mesh axes it goes over, or in a compiled program its groups of devices.
-      dtype: of what each device gives to it.
-      shape: of that.
-      times: how often it runs: loops of known length counted, every branch taken.
-      in_branch: it may be left out at run time.
+      over: its mesh axes, or in a compiled program its groups of devices.
+      dtype: of each device's input.
+      shape: of each device's input.
+      times: number of executions, with loops of known length and all branches counted.
+      in_branch: true if it is in a branch, which may not be taken.
     """
 
     kind: Kind
@@ -53,12 +53,12 @@ class Observed:
 
     @property
     def bytes(self) -> int:
-        """Of all that a device gives."""
+        """Bytes of a device's input, over all executions."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize * self.times
 
 
 def of_jaxpr(jaxpr: core.Jaxpr, times: int = 1, in_branch: bool = False) -> Iterator[Observed]:
-    """Every collective of a traced program, an entry for each array given to it.
+    """Every collective of a traced program, an entry for each input array.
 
     Raises:
       ValueError: for a collective in a loop whose length is not known before it runs.
@@ -70,10 +70,10 @@ def of_jaxpr(jaxpr: core.Jaxpr, times: int = 1, in_branch: bool = False) -> Iter
             axes = (named,) if isinstance(named, str) else tuple(named)
             given, kind, hops = equation.invars, PRIMITIVES[name], times
             if groups := equation.params.get("axis_index_groups"):
-                # Of what the others of a group give, one is used: as many permutes.
+                # Of the arrays of the other members one is used, so it counts as so many permutes.
                 kind, hops = "permute", times * (len(groups[0]) - 1)
             if name == "ragged_all_to_all":
-                # What is sent is in the one buffer and has room in the other.
+                # The sent data fits in both buffers, the input and the output.
                 given = [min(given[:2], key=lambda buffer: buffer.aval.size)]  # pyright: ignore
             for operand in given:
                 aval: Any = operand.aval
@@ -110,7 +110,7 @@ _DTYPES = {
 
 
 def of_compiled(text: str) -> Iterator[Observed]:
-    """Every collective of a compiled program (``compiled.as_text()``), each once wherever it is.
+    """Every collective of a compiled program (``compiled.as_text()``), each once, also in loops.
 
     `Observed.over` are its groups; of a permute the (from, to) pairs.
     """
@@ -122,7 +122,7 @@ def of_compiled(text: str) -> Iterator[Observed]:
         n = len(over[0]) if kind != "permute" else 1
         for dtype, sizes in re.findall(r"(\w+)\[([\d,]*)\]", match["result"]):
             shape = tuple(int(size) for size in sizes.split(",") if size)
-            # What comes out is known from the line; what goes in follows.
+            # The line has the output's shape, from which that of the input follows.
             if kind == "all_gather":
                 shape = _scaled(shape, match["rest"], 1, n)
             elif kind == "reduce_scatter":
@@ -138,8 +138,11 @@ def _scaled(shape: tuple[int, ...], rest: str, times: int, over: int) -> tuple[i
 
 
 def _groups(rest: str) -> tuple[tuple[int, ...], ...]:
-    """Groups, written out, as ``[2,4]<=[4,2]T(1,0)`` (an iota, reshaped and transposed), or as
-    axes of a mesh, ``mesh['dp'=4,'tp'=2] {'tp'}``."""
+    """Groups of devices, parsed from one of three forms.
+
+    The forms are: written out; an iota, reshaped and transposed (``[2,4]<=[4,2]T(1,0)``); and axes
+    of a mesh (``mesh['dp'=4,'tp'=2] {'tp'}``).
+    """
     named = re.search(r"replica_groups=mesh\[([^\]]*)\](.*?)\{([^}]*)\}", rest)
     if named is not None:
         # In another order than the mesh's, or over a part of an axis, it would be another list.

@@ -1,4 +1,4 @@
-"""Formulas of the papers as they print them, in their symbols: what `volumes` is compared with.
+"""Formulas of the papers as printed, in their symbols; `volumes` is compared with them.
 
 Sizes: b sequences of a micro-batch, s tokens of each, h the model width, n devices of a group, k
 experts of a token, m query heads of a key/value head, f the hidden width of an expert over h.
@@ -13,7 +13,7 @@ References:
 def tensor_parallel(b: int, s: int, h: int, n: int) -> float:
     """MegaScale-MoE (1), attention, and (4), feed-forward: ``2 b s h (n - 1) / n``.
 
-    (4) is also what gathering tokens for the experts and scattering their sums takes, whatever k.
+    (4) is also the volume of the experts' all-gather and reduce-scatter, for any k.
     """
     return 2 * b * s * h * (n - 1) / n
 
@@ -24,8 +24,11 @@ def sequence_parallel_printed(b: int, s: int, h: int, n: int, m: int) -> float:
 
 
 def sequence_parallel_counted(b: int, s: int, h: int, n: int, m: int) -> float:
-    """What Ulysses sends, counted as (1), (3) and (4) are: queries, keys and values (``1 + 2 / m``)
-    and the output (1), each ``b s h / n`` times ``(n - 1) / n``."""
+    """Volume of Ulysses attention, counted as (1), (3) and (4) are.
+
+    It is that of queries, keys and values (``1 + 2 / m``) and the output (1), each ``b s h / n``
+    times ``(n - 1) / n``.
+    """
     return b * s * h / n * (n - 1) / n * (2 + 2 / m)
 
 
@@ -35,16 +38,19 @@ def expert_parallel(b: int, s: int, h: int, n: int, k: int) -> float:
 
 
 def attention_synchronisation(parameters: float, n: int, d: int) -> tuple[float, float]:
-    """MegaScale-MoE A.1: what one device sends outside and inside its server for the gradients and
-    the new weights of an attention that n devices of a server hold whole, d such servers:
-    ``2 (P / n) (d - 1) / d`` and ``2 P (n - 1) / n``. Cut over n devices (tensor parallelism) it is
-    the first alone."""
+    """MegaScale-MoE A.1: volume for gradients and new weights of attention, outside and inside.
+
+    Attention is replicated on n devices of each of d servers. A device sends ``2 (P / n) (d - 1) /
+    d`` outside and ``2 P (n - 1) / n`` inside its server. Sharded over n devices (tensor
+    parallelism) it sends the first only.
+    """
     return 2 * parameters / n * (d - 1) / d, 2 * parameters * (n - 1) / n
 
 
 def scale_up_ratio(d_expert: int, bandwidth: float, peak: float, n: int | None = None) -> float:
-    """MegaScale-MoE section 7: time of an expert's products over time of its communication, ``3 / 2
-    d_expert bandwidth / peak n / (n - 1)``; above 1 the second can hide under the first.
+    """MegaScale-MoE section 7: time of an expert's products over time of its communication.
+
+    ``3 / 2 d_expert bandwidth / peak n / (n - 1)``; above 1 communication can be fully overlapped.
 
     Args:
       bandwidth: bytes/s one way.
@@ -68,5 +74,5 @@ def expert_exchange(tokens: int, k: int, h: int, ep: int) -> float:
 
 
 def expert_tensor_exchange(tokens: int, k: int, h: int, etp: int) -> float:
-    """Folding: what ``etp`` adds, an all-gather and a reduce-scatter of the rows that arrived."""
+    """Folding: volume that ``etp`` adds, an all-gather and a reduce-scatter of received rows."""
     return 2.0 * tokens * k * h * (etp - 1)

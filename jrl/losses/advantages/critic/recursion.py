@@ -117,7 +117,7 @@ def _in_blocks(
 
 
 def _has_holes(mask: Bool[Array, "*batch time"]) -> Bool[Array, ""]:
-    """Whether the true tokens of a row end more than once."""
+    """True if the unmasked tokens of any row form more than one run."""
     ends = mask & ~_next(mask, jnp.zeros_like(mask[..., 0]))
     # Bytes over an axis that is not the last one: a CPU adds many at once. A byte holds 255.
     size = max(64, -(-mask.shape[-1] // 255))
@@ -128,7 +128,7 @@ def _has_holes(mask: Bool[Array, "*batch time"]) -> Bool[Array, ""]:
 def _next(
     x: Shaped[Array, "*batch time"], last: Shaped[Array, "*batch"]
 ) -> Shaped[Array, "*batch time"]:
-    """What stands one token later, and `last` for the last token."""
+    """`x` shifted by one: the entry of the next token, and `last` for the last token."""
     return jnp.concatenate([x[..., 1:], last[..., None]], axis=-1)
 
 

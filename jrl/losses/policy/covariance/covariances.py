@@ -125,7 +125,7 @@ def checked_fraction(fraction: Number) -> int | float:
 
 
 def number_chosen(mask: Bool[Array, "*batch time"], fraction: int | float) -> Array:
-    """How many tokens a fraction of the batch is: at least one, unless it is 0."""
+    """Number of tokens that a fraction of the batch is: at least one, unless it is 0."""
     whole, _, _ = floor_fraction(fraction, count(mask))
     return whole if fraction == 0 else jnp.maximum(whole, 1)
 

@@ -130,7 +130,7 @@ def dppo_loss(
 def _dropped(
     tokens: Tokens, kind: ProbabilityDistance, bounds: tuple[settings.Checked, settings.Checked]
 ) -> Bool[Array, "*batch time"]:
-    """Where a probability moved too far; false under the mask and for what is not a number."""
+    """Mask of the tokens whose probability moved too far; false for masked tokens and for NaN."""
     down, up = bounds
     p, q = jnp.exp(tokens.logprobs), jnp.exp(tokens.old_logprobs)
     rises = tokens.advantages > 0
