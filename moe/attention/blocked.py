@@ -177,8 +177,7 @@ def _row(
         total = jnp.where(found.total == 0, 1, found.total)
         return found.out / total[..., None], found.top + jnp.log(total)
 
-    # One compiled loop per span. The lambda binds this span's arrays now; a closure would see those
-    # of the last span.
+    # One compiled loop per span, as shapes differ. The lambda's defaults bind this span's arrays.
     parts = []
     for span in blocking.spans:
         own = (
