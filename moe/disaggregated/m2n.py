@@ -227,7 +227,7 @@ class _PostOffice:
         shape, places = (message.rows, message.width), map(SingleDeviceSharding, devices)
         wanted = [jax.ShapeDtypeStruct(shape, message.dtype, sharding=place) for place in places]
         came = self._connections[sender].pull(self._number(sender, jax.process_index()), wanted)
-        # The messages of a pull arrive together, so the last one is enough to watch.
+        # One message stands for the whole pull: they were offered together.
         self._watch.expect(sender, came[-1])
         return came
 
