@@ -139,7 +139,7 @@ class AdapterOptions:
         return float(self.alphas.get(_key(self.alphas, module), self.alpha))
 
     def scale_of(self, module: str) -> float:
-        """What the product of a module's two matrices is multiplied with."""
+        """LoRA scale: the factor on the product of a module's two matrices."""
         rank = self.rank_of(module)
         return self.alpha_of(module) / (rank**0.5 if self.rank_stabilised else rank)
 

@@ -216,7 +216,7 @@ def load_adapters(
 
 @dataclass(frozen=True)
 class _Order:
-    """How the elements of an adapter lie in PEFT's tensors, `a` and `b` being of one place.
+    """Element order of an adapter in PEFT's tensors, for `a` and `b` of one layer.
 
     Attributes:
       a, b: the shapes of ours.

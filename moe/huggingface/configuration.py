@@ -1,4 +1,4 @@
-"""Between config.json and `ModelConfig`."""
+"""Conversion between config.json and `ModelConfig`."""
 
 import contextlib
 import math
@@ -151,7 +151,7 @@ def _lost_by_each(config: ModelConfig) -> dict[str, list[str]]:
 
 
 def _fits(value: Any, annotation: Any) -> bool:
-    """Whether a value is of the type of a field."""
+    """True if a value has the type of a field."""
     options = get_args(annotation)
     if isinstance(annotation, types.UnionType) or get_origin(annotation) is Union:
         return any(_fits(value, option) for option in options)

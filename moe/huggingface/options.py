@@ -1,4 +1,4 @@
-"""The options of a config.json, taken one by one so that none is left unread."""
+"""Reader of the options of a config.json, which are taken one by one so that none stays unread."""
 
 import json
 from collections.abc import Mapping

@@ -1,8 +1,8 @@
-"""Tensors that a checkpoint holds in few bits, read as the float32 numbers that they stand for.
+"""Dequantisation of checkpoint tensors (FP8, MXFP4) to float32.
 
-Two forms: "fp8", e4m3 numbers with a float32 factor for each block of 128 x 128 (DeepSeek-V3,
-Qwen3-FP8), and "mxfp4", e2m1 numbers with a power of two for each 32 (experts of gpt-oss). Both are
-exact: what is multiplied has at most four digits.
+There are two formats: "fp8", e4m3 numbers with a float32 factor for each block of 128 x 128
+(DeepSeek-V3, Qwen3-FP8), and "mxfp4", e2m1 numbers with a power of two for each 32 (experts of
+gpt-oss). Both products are exact: the factors have at most four significant bits.
 
 References:
   DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.3. https://arxiv.org/abs/2412.19437
@@ -36,7 +36,7 @@ GROUP = 32
 
 @dataclass(frozen=True)
 class Quantisation:
-    """How a checkpoint says that its tensors are held.
+    """Quantisation format of a checkpoint's tensors.
 
     Args:
       method: "fp8" or "mxfp4".
@@ -48,10 +48,10 @@ class Quantisation:
 
 
 def read_quantisation(options: Options) -> Quantisation | None:
-    """What ``quantization_config`` says; None where there is none.
+    """Reads ``quantization_config``; None if there is none.
 
     Raises:
-      ValueError: for another form than those that can be read.
+      ValueError: for a format that is not supported.
     """
     given = options.take("quantization_config", default=None)
     if given is None:

@@ -1,4 +1,5 @@
-"""A checkpoint's tensors into weights laid out on a mesh, without ever holding all of them."""
+"""Loading of a checkpoint's tensors into weights sharded over a mesh, without ever having all of
+them in memory."""
 
 import json
 import re

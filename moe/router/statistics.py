@@ -1,4 +1,4 @@
-"""What the router did: sums over tokens, for its losses and its metrics."""
+"""Router statistics: sums over tokens, for auxiliary losses and metrics."""
 
 from dataclasses import replace
 from typing import Generic, NamedTuple, TypeVar
