@@ -4,13 +4,13 @@ A record has one leaf per weight and is generic in the leaf: `Weight`s in the ta
 PartitionSpecs. Each of those is a `jax.tree.map` over the table.
 
 Axes: ``layer vocab d_model head kv_head head_dim d_ff route expert d_expert``; of latent attention
-``kv_lora q_lora`` and widths made of theirs; of the dense layers that come before those with
-experts ``first_layer dense_d_ff``; of adapters ``lora_rank``. Where some layers have Gated DeltaNet
-(`moe.attention.delta.weights`) those with attention are stacked along ``attention_layer`` and these
-along ``delta_layer``. ``route`` and ``expert`` have the
-same size and different roles: the router's outputs stay whole on every device while the experts are
-spread over them. ``half`` is 0 for gate and 1 for up: the two lie side by side in one weight, so
-that one product makes both, and what splits the hidden units splits those of both alike.
+``kv_lora q_lora`` and widths derived from them; of the leading dense layers ``first_layer
+dense_d_ff``; of adapters ``lora_rank``. If some layers have Gated DeltaNet
+(`moe.attention.delta.weights`), those with attention are stacked along ``attention_layer`` and
+these along ``delta_layer``. ``route`` and ``expert`` have the same size and different roles: the
+router's outputs are replicated on every device while the experts are sharded. ``half`` is 0 for
+gate and 1 for up: both are in one weight, so that one product computes both, and a split of the
+hidden units splits both in the same way.
 """
 
 import math

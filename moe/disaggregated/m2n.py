@@ -120,6 +120,7 @@ class Collective:
     def __init__(self, source: FoldedMesh, target: FoldedMesh):
         self._sources, self._targets = devices_of(source), devices_of(target)
         devices, auto = np.array([*self._sources, *self._targets]), jax.sharding.AxisType.Auto
+        # One axis over all devices of both sides, in one program: every process runs it.
         mesh = Mesh(devices, (UNION,), axis_types=(auto,))
         self._union = NamedSharding(mesh, PartitionSpec(UNION))
         self._placed = spread_over(target)
@@ -211,6 +212,7 @@ class _PostOffice:
         )
         self._addresses = _gathered(self._server.address())
         self._connections: dict[int, Any] = {}
+        # Per pair of processes, as exchanges of different pairs may interleave.
         self._counts = Counter[tuple[int, int]]()
         self._watch = _Watch(self._addresses)
 

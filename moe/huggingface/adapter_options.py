@@ -1,7 +1,7 @@
-"""The options of adapter_config.json: what is done as PEFT does, what changes nothing, what is
-refused by name and how else it can be had.
+"""Options of adapter_config.json (PEFT): supported ones, ones without effect, and rejected ones
+with their alternatives.
 
-Checked against PEFT 0.21. An option that is not listed here is refused, unless it is off.
+Checked against PEFT 0.21. An option that is not listed here is rejected, unless it is off.
 """
 
 import re

@@ -1,15 +1,16 @@
-"""Adapters in PEFT's format: adapter_config.json and adapter_model.safetensors, out and in.
+"""LoRA adapters in PEFT's format: export and import of adapter_config.json and
+adapter_model.safetensors.
 
 A matrix of a checkpoint is ``[out, in]``, and so are its ``lora_A``, ``[rank, in]``, and its
 ``lora_B``, ``[out, rank]``. Experts are stacked parameters in `transformers`, ``gate_up_proj`` and
-``down_proj``; PEFT lays their ranks beside each other: ``lora_A`` is ``[expert rank, in]``, expert
-after expert, and ``lora_B`` ``[out, rank expert]``, rank after rank. Of the two wrappers that it
-puts around such a module the first is the ``base_layer`` of the second.
+``down_proj``; PEFT concatenates their ranks: ``lora_A`` is ``[expert rank, in]``, expert after
+expert, and ``lora_B`` ``[out, rank expert]``, rank after rank. PEFT puts two wrappers around such a
+module, of which the first is the ``base_layer`` of the second.
 
-For some mixtures (`Family.fused_in_peft`) PEFT takes any target module named ``gate_proj``,
-``up_proj`` or ``down_proj`` for those of experts as `transformers` 4 had them, and makes stacked
-parameters of twice the rank of them: there dense layers and shared experts are target parameters,
-their ``weight``, which it leaves as they are. The tensors are the same.
+For some MoE families (`Family.fused_in_peft`) PEFT takes any target module named ``gate_proj``,
+``up_proj`` or ``down_proj`` for those of experts as `transformers` 4 had them, and turns them into
+stacked parameters of twice the rank: there dense layers and shared experts are target parameters,
+their ``weight``, which it leaves unchanged. The tensors are the same.
 """
 
 import json

@@ -2,7 +2,8 @@
 
 There are two formats: "fp8", e4m3 numbers with a float32 factor for each block of 128 x 128
 (DeepSeek-V3, Qwen3-FP8), and "mxfp4", e2m1 numbers with a power of two for each 32 (experts of
-gpt-oss). Both products are exact: the factors have at most four significant bits.
+gpt-oss). "mxfp4" is exact; "fp8" is one float32 product, of an e4m3 number with four significant
+bits.
 
 References:
   DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.3. https://arxiv.org/abs/2412.19437

@@ -65,6 +65,7 @@ def decode_attention(
     Raises:
       ValueError: on another implementation, and where "mosaic" does not support the call.
     """
+    # All layers are passed with an index: the kernel reads its layer in place.
     layer = 0 if layer is None else layer
     return by_name(
         implementation,
@@ -192,6 +193,7 @@ def split_attention(
         operation="decode_attention",
         simulated=simulated,
     )
+    # Merged by XLA after the kernel: parts are few, and no program has to wait for another.
     of_parts = (rows, kv_heads, splits, -1)
     found = merged(
         out.reshape(*of_parts[:3], together, width),
@@ -249,7 +251,9 @@ def _of_columns(target: Target, given, begin, end, factor: float):
         powers = jnp.exp(scores - spread)
         sums = target.tiled(jnp.sum(powers, axis=1))
 
-        # Through shared memory, as `product` takes both operands from there.
+        # Relative to the largest score of the part, so that no exponential overflows; `merged`
+        # rescales it to that of the row. Through shared memory, as `product` takes both operands
+        # from there.
         def weighed(staged):
             staged[...] = powers.astype(staged.dtype)
             mosaic_gpu().commit_smem()

@@ -108,6 +108,7 @@ def each(
     """
     width, height = weights.shape[2 - side], tiling.rows
     num_slots = (rows if source is None else source).shape[0]
+    # `room` is the number of slots with padding: at least one tile, so that no tile is larger.
     given, room = whole_tiles(rows, source, height)
     tiles = tiles_of(sizes, room, height)
     columns = fitting(width, tiling.columns)
@@ -204,6 +205,7 @@ def product_tiles(
     num_groups, depth = weights.shape[0], given[0].shape[1]
     step, number = fitting(depth, tiling.depth), len(places)
 
+    # `totals` are references of the scope of `with_slots`: wgmma adds to them in place.
     def accumulate(slots, *totals):
         # Each slice of rows is loaded once for all tiles: gate and up share it (`swiglu`).
         def multiply(_, left, *matrices):
@@ -242,6 +244,7 @@ def store_rows(tile, first, size, start, column, out):
     """Writes `size` rows of a tile from `first` on; the others belong to other groups."""
     height, columns = tile.shape
 
+    # Through shared memory, from which the copy engine writes whole rows.
     def store(staged):
         staged[...] = tile.astype(out.dtype)
         mosaic_gpu().commit_smem()
@@ -281,6 +284,7 @@ def summed(
     """
     num_groups, (inner, outer) = sizes.shape[0], (rows.shape[1], others.shape[1])
     step = tiling.depth
+    # At most one operand is gathered: the other one is in the order of slots already.
     neighbours, anywhere = (rows, others) if gathered else (others, rows)
     (given, _), neighbours = whole_tiles(anywhere, source, step), filled_up(neighbours, step)
     stop = jnp.cumsum(sizes.astype(jnp.int32))
@@ -290,6 +294,7 @@ def summed(
 
     def body(target: Target, program, start, stop, *refs):
         *given, neighbours, out = refs
+        # Programs of a group are neighbours: they read the same rows, which stay in the L2 cache.
         group = lax.div(program, jnp.int32(down * across))
         within = lax.rem(program, jnp.int32(down * across))
         i, j = mosaic_gpu().planar_snake(within, (down, across), 1, min(tiling.wide, across))

@@ -294,6 +294,8 @@ class Shared(NamedTuple):
 
 def _attend(part: Part, out, most, total) -> None:
     """Writes the largest score, and relative to it the sums of values and of exponentials."""
+    # Memory at DeepSeek-V3's sizes: queries 72 KiB, two blocks 144 KiB, exponentials 8 KiB. That is
+    # nearly all of a multiprocessor, so exponentials have one buffer and blocks two.
     gpu, (heads, width) = mosaic_gpu(), part.query.shape
     memory = [
         gpu.SMEM((heads, width), part.query.dtype),
@@ -366,6 +368,7 @@ def _score(part: Part, shared: Shared, out, most, total) -> None:
         gpu.barrier_arrive(shared.summed)
         return sums, now, powers_so_far
 
+    # The queries are copied once, by the other warpgroup, and stay in shared memory.
     gpu.barrier_wait(shared.asked)
     start = (
         part.full((heads, part.half), 0.0),

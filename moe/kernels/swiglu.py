@@ -159,6 +159,7 @@ def hidden_gradients(
                 down,
             )
 
+            # Gate and up of these columns are half the width of the array apart.
             def half(number):
                 at = pl.ds(start, height), pl.ds((number * across + column) * columns, columns)
                 return target.load(inward.at[at]).astype(jnp.float32)

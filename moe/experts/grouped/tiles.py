@@ -1,5 +1,4 @@
-"""Grouped GEMM in a loop over groups and over tiles of their rows, with dynamic lengths ("tiles").
-"""
+"""Grouped GEMM in a loop over groups and over tiles of their rows, with dynamic lengths ("tiles")."""
 
 from collections.abc import Callable
 from itertools import pairwise

@@ -85,9 +85,11 @@ def bounds(
         found = jax.vmap(of_blocks)(query, key)
         return found if by_query else jnp.swapaxes(found, 1, 2)
 
+    # All pairs of blocks, but only their ranges: a few numbers for each pair, not each score.
     met, whole = (of_pairs(partial(test, window=window)) for test in (may_meet, all_meet))
     block, end = lax.broadcasted_iota(jnp.int32, met.shape, 2), met.shape[2]
     stop = jnp.max(jnp.where(met, block + 1, 0), axis=2)
+    # An empty range where nothing is visible: `first` is then not past `stop`, which is 0.
     first = jnp.minimum(jnp.min(jnp.where(met, block, end), axis=2), stop)
     # One range is enough: under a causal mask the blocks without a hidden score are consecutive.
     # Any further ones are masked, which is slower and gives the same.
@@ -162,6 +164,7 @@ def masked(
             visible &= oldest < position
         return jnp.where(visible, scores, full(target, scores.shape, value))
 
+    # A branch and not a select: most blocks of long rows need no mask at all.
     return lax.cond(clear, lambda scores: scores, compared, scores)
 
 

@@ -94,6 +94,7 @@ def attend(
     of_query, of_key = filled_marks(mask.query), filled_marks(mask.key)
     size = keys_of_block(width, wide)
     sources = cut(of_key, size)
+    # Computed before the kernel: a program reads four numbers instead of all marks of its row.
     table = bounds(cut(of_query, LONGEST), sources, mask.window, by_query=True)
     of_query, of_key = marked(cut(of_query, UNIT), sources, mask.window)
     num_blocks, num_sources = table.shape[1], sources.column.shape[1]
@@ -131,6 +132,7 @@ def attend(
                 # The left operand of this product stays in registers (FlashAttention-3).
                 return target.added(sums, powers.astype(values.dtype), values), total, now
 
+            # `top` is in base 2 with the scale included; it becomes a natural logarithm below.
             # Finite, as the difference of two infinities is NaN: for queries without a key so far.
             nothing, least = (full(target, (UNIT,), one) for one in (0.0, MASK_VALUE))
             sums, total, top = visit(step, (full(target, (UNIT, wide), 0.0), nothing, least))
@@ -140,6 +142,7 @@ def attend(
             target.store(out.at[first + warpgroup], found.astype(out.dtype))
             target.store(log_sum.at[first + warpgroup], top / BASE_2 + jnp.log(total))
 
+        # Two warpgroups share each block of keys, which halves its loads per query.
         own = query.at[pl.ds(first, CONSUMERS)]
         pipelined(target, [own], blocks, visits.length, [compute] * CONSUMERS)
 

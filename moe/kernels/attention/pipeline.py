@@ -109,6 +109,7 @@ def pipelined(
             gpu.barrier_wait(asked)
             compute(warpgroup, own, visit)
 
+        # Registers released here are what the consumers' increase waits for.
         def bring():
             if number > 1:
                 target.registers(FEW, "decrease")
