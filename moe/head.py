@@ -34,7 +34,7 @@ def logits_of(
     """Scores ``x W`` of the next token, float32, this rank's shard of the tokens: as many numbers
     as all tokens have in its columns.
 
-    Communication per device where the columns are spread over ``tp``: one `gather_tokens` of the
+    Communication per device if the columns are sharded over ``tp``: one `gather_tokens` of the
     states, and one `swap_shards` that sends ``(tp - 1) / tp`` of ``tokens x vocab / tp`` scores, of
     the tokens of a ``cp`` rank. Else none.
 

@@ -270,7 +270,7 @@ def hidden(
       tokens: ids.
       valid: which of them are not padding.
       replay: experts that `routing_choices` gave before, used again with the current scores; a
-        token whose ids are out of range chooses anew.
+        token whose ids are out of range is routed again.
     """
     return run(weights, pack_rows(tokens, valid, mesh, config, replay), config, mesh)
 
@@ -293,7 +293,7 @@ def routing_choices(
     _, stats = run(weights, packed._replace(record_choices=True), config, mesh)
     assert stats is not None
     assert stats.choices is not None
-    # Out of the zig-zag: tokens in front, so that shards lie end to end.
+    # Undoes the zig-zag order: tokens in front, so that shards are concatenated.
     by_token = join_shards(jnp.moveaxis(stats.choices, 0, 1), mesh.sequence)
     (choices,) = packed.zigzag.restore(by_token)
     return jnp.moveaxis(choices, 2, 0)

@@ -214,7 +214,7 @@ def _joined(
 
     def by_layer(x: Array) -> Array:
         x = join_shards(x[None], mesh.pp)  # [stage, chunk, layer, ...]
-        # Model chunk c lies on stage c % stages, so that chunks in order alternate between stages.
+        # Model chunk c is on stage c % stages, so that chunks in order alternate between stages.
         x = jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[3:])
         stacked = config.num_layers - config.num_dense_layers
         if chunks.is_even(stacked, mesh):

@@ -22,7 +22,7 @@ NOT_OF_LATENT_ATTENTION = (
 
 @dataclass(frozen=True)
 class MultiHeadLatentAttention:
-    """Multi-head latent attention (MLA): keys and values come from one narrow vector per token.
+    """Multi-head latent attention (MLA): keys and values come from one latent vector per token.
 
     Fields have the names of DeepSeek's config.json.
 

@@ -150,7 +150,7 @@ def _check_start(path: Path, start: Any) -> None:
         return
     named = str(start).lower()
     if named.startswith(CHANGING_STARTS):
-        # PEFT starts again when it reads, with the same numbers only where none is drawn.
+        # PEFT initialises again when it reads, with the same values only if none is sampled.
         fix = f"{MERGE}; or {CONVERT}" if named in ("pissa", "olora") else CONVERT
         why = "its start took a part off the weights that the adapter is beside"
         raise _refused(path, "init_lora_weights", start, why, fix)

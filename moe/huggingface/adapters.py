@@ -52,7 +52,7 @@ class _Module:
     """One pair of tensors.
 
     Attributes:
-      name: of the module, without what stands before and after it in the names of tensors.
+      name: of the module, without the prefix and suffix of the names of tensors.
       target: what adapter_config.json calls it.
       is_parameter: whether that is one of ``target_parameters``.
       key: what the patterns of adapter_config.json are matched with.
@@ -158,7 +158,7 @@ def adapters_of(
 def load_adapters(
     directory: str | Path, config: ModelConfig, mesh: FoldedMesh, architecture: str | None = None
 ) -> Transformer[Array]:
-    """The adapters in a folder, float32, laid out on `mesh` as `moe.placement.in_chunks` stores
+    """The adapters in a folder, float32, sharded over `mesh` as `moe.placement.in_chunks` stores
     them; None in place of the weights beside them.
 
     Matrices of a target that the folder has none for get adapters of zeros, which stay zeros: it is
@@ -222,7 +222,7 @@ class _Order:
     Attributes:
       a, b: the shapes of ours.
       experts: whether the first axis of both is that of experts.
-      out: the axes of `b` after the rank, counted from there, in the order in which theirs lie.
+      out: the axes of `b` after the rank, counted from there, in the order of PEFT's tensor.
     """
 
     a: tuple[int, ...]

@@ -38,8 +38,8 @@ UNBALANCED: dict[str, Any] = {
     "global_balance_coef": 0.0,
     "bias_update_rate": 0.0,
 }
-"""A network that comes from elsewhere: whoever trains it further says what its routers shall lose
-by. The `router_aux_loss_coef` of a config.json is of the training that lies behind it."""
+"""Auxiliary loss coefficients of an imported network, all off: further training sets its own. The
+`router_aux_loss_coef` of a config.json is that of its past training."""
 ROUTING = (
     "experts_per_token",
     "d_expert",

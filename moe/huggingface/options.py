@@ -44,7 +44,7 @@ _ABSENT = object()
 
 
 class Options:
-    """The options of a checkpoint. Each is taken once; `finish` refuses those that nobody took.
+    """Options of a checkpoint. Each is taken once; `finish` rejects those that were not taken.
 
     Args:
       values: what config.json holds.

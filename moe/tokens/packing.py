@@ -201,7 +201,7 @@ def pack_shared_prompts(
     def fractions(sent: Float[Array, "piece route"]) -> Float[Array, "piece route"]:
         prompts, responses = sent[:num_prompts], sent[num_prompts:]
         own = load_fraction(jnp.repeat(prompts, num_samples, axis=0) + responses)
-        # A prompt stands in `num_samples` sequences: with its multiplicity, a mean is their sum.
+        # A prompt is in `num_samples` sequences: with its multiplicity, a mean is their sum.
         mean = jnp.mean(own.reshape(num_prompts, num_samples, -1), axis=1)
         return jnp.concatenate([mean, own])
 

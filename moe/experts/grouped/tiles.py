@@ -1,4 +1,4 @@
-"""Grouped GEMM in a loop over groups and over tiles of their rows, with dynamic lengths ("tiles")."""
+"""Grouped GEMM in dynamic loops over groups and over tiles of their rows ("tiles")."""
 
 from collections.abc import Callable
 from itertools import pairwise

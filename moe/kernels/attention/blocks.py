@@ -127,8 +127,8 @@ def marked(
 
 
 def loaded(target: Target, marks: Any, dimension: int) -> list[Array]:
-    """Loads the marks of a block ``[mark, token]`` into registers, laid out along a dimension of a
-    matrix of scores."""
+    """Loads the marks of a block ``[mark, token]`` into registers, in the layout of a dimension of
+    a matrix of scores."""
     return [target.load(marks.at[number], dimension) for number in range(marks.shape[0])]
 
 
