@@ -1,4 +1,4 @@
-"""What the network is: sizes, and the few choices that make another architecture."""
+"""Model configuration: sizes, and the options of an architecture."""
 
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -16,7 +16,7 @@ Head = Literal["tied", "untied", "value"]
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of a decoder-only transformer whose feed-forward layers are mixtures of experts.
+    """Configuration of a decoder-only MoE transformer.
 
     Args:
       vocab_size: number of token ids.
@@ -26,49 +26,49 @@ class ModelConfig:
       num_kv_heads: key and value heads; a divisor of `num_heads` (grouped-query attention).
       head_dim: width of a head, even; under `mla` that of queries and keys (``qk_head_dim``).
       mla: makes attention multi-head latent attention; None is grouped-query attention.
-      delta: puts Gated DeltaNet, linear attention, in the place of attention in some layers; None
-        is attention in all.
-      attention_gate: what each head of attention gives is multiplied by the sigmoid of a gate that
-        is made beside its query.
+      delta: replaces attention by Gated DeltaNet, linear attention, in some layers; None is
+        attention in all.
+      attention_gate: the output of each attention head is multiplied by the sigmoid of a gate that
+        is projected with its query.
       qkv_bias: queries, keys and values have biases.
-      attention_out_bias: what attention adds to the residual stream has a bias.
-      attention_sinks: each head has a score of its own, a weight, beside those of the keys in every
-        softmax; it takes its part of the sum and has no value.
+      attention_out_bias: the output projection of attention has a bias.
+      attention_sinks: each head has a trained score in the denominator of every softmax, without a
+        value.
       attention_scale: factor on the scores of attention; None is ``head_dim**-0.5``.
-      norm_placement: where the RMSNorm of attention and that of the feed-forward layer stand:
-        "before" them (pre-norm), "after" them, on what is added to the residual stream (OLMo 2), or
-        "both" (Gemma 3).
+      norm_placement: position of the RMSNorms of attention and of the feed-forward layer: "before"
+        them (pre-norm), "after" them, on the term added to the residual stream (OLMo 2), or "both"
+        (Gemma 3).
       query_key_norm: RMSNorm of queries and keys before rotation: of each "head", of the whole
-        "projection" (all heads together), or None.
+        "projection" (over all heads), or None.
       num_experts: experts of a layer; 0 makes every feed-forward layer dense.
       experts_per_token: experts that each token is sent to.
       d_expert: hidden width of one expert.
       d_ff: hidden width of the dense layer (`num_experts=0`), or of the shared expert that every
-        token passes beside its routed ones; 0 is no shared expert.
-      activation: what experts and dense layers make of gate and up: "silu" (SwiGLU), "gelu_tanh"
-        (GEGLU, the tanh form of GELU) or a `moe.architecture.activation.ClampedSwiGLU`.
+        token uses in addition to its routed ones; 0 is no shared expert.
+      activation: activation of experts and dense layers: "silu" (SwiGLU), "gelu_tanh" (GEGLU, the
+        tanh form of GELU) or a `moe.architecture.activation.ClampedSwiGLU`.
       expert_bias: both products of a routed expert have biases.
-      router_bias: the logits of the router have a bias, which is learned.
-      shared_expert_gate: the shared expert's output is multiplied by the sigmoid of a number that
-        each token has for it.
-      num_dense_layers: how many of the `num_layers` blocks, the first ones, have a dense layer in
-        place of experts.
+      router_bias: the logits of the router have a trained bias.
+      shared_expert_gate: the shared expert's output is multiplied by the sigmoid of a trained
+        projection of the token.
+      num_dense_layers: number of leading blocks, of the `num_layers`, with a dense layer instead of
+        experts.
       dense_d_ff: hidden width of those dense layers.
       embedding_scale: factor on embeddings where the residual stream starts; None is
         ``sqrt(d_model)``.
       head: "tied" (logits from the embedding), "untied" (their own matrix) or "value" (one number
         per position: the critic).
-      rope_base: base of the rotary wavelengths.
-      rope_scaling: how the wavelengths are stretched for a longer context, None for not at all.
+      rope_base: base of the rotary position embedding (RoPE theta).
+      rope_scaling: scaling of the rotary frequencies for a longer context; None is none.
       rope_interleaved: rotary pairs are neighbours, not halves apart.
       rotary_dim: elements of a head that are rotated, the first ones, an even number; None is all.
-      window_rope_base: base of the rotary wavelengths in layers that have a window, which are then
-        not stretched there; None is `rope_base` and `rope_scaling` in all layers.
-      nope_layers: numbers of the layers whose queries and keys are not rotated (NoPE).
+      window_rope_base: rotary base in layers with a sliding window, without scaling; None is
+        `rope_base` and `rope_scaling` in all layers.
+      nope_layers: indices of the layers whose queries and keys are not rotated (NoPE).
       sliding_window: positions that a token may look back, itself included; None is no limit.
-      full_attention_layers: numbers of the layers that have no window.
-      max_positions: the longest sequence that the network was made for, where that is known. It
-        bounds what is generated by default and changes no value.
+      full_attention_layers: indices of the layers without a sliding window.
+      max_positions: the longest sequence that the network was trained for, if known. It limits
+        generation by default and changes no value.
       norm_epsilon: added to the mean square in RMSNorm.
       load_balance_coef: coefficient, in the training loss, of the load-balancing loss of each
         sequence.
@@ -77,35 +77,36 @@ class ModelConfig:
         sequence-parallel group.
       global_balance_coef: coefficient of the load-balancing loss of each micro-batch over all
         devices.
-      router_scores: what makes scores of logits: "softmax" over the experts, or "sigmoid" of each
-        (DeepSeek-V3).
-      softmax_after_topk: the probs are a softmax over the chosen logits alone.
-      renormalise: the probs of a token's experts are divided by their sum.
-      routed_scaling: factor on the probs, after `renormalise`.
+      router_scores: score function of the router: "softmax" over the experts, or "sigmoid" of each
+        logit (DeepSeek-V3).
+      softmax_after_topk: the gate weights are a softmax over the selected logits alone.
+      renormalise: the gate weights of a token's experts are divided by their sum.
+      routed_scaling: factor on the gate weights, after `renormalise`.
       num_expert_groups: equal groups of neighbouring experts; 1 is no grouping.
-      expert_groups_per_token: groups that a token's experts may lie in, those with the largest sums
-        of their best `experts_per_token / expert_groups_per_token` scores.
-      selection_bias: each expert has a bias that is added to its score to select it and never to
-        weigh it, moved by how loaded it is (`moe.router.bias.updated_bias`) and by nothing else.
-      bias_update_rate: how far a selection bias moves in one optimizer step.
+      expert_groups_per_token: number of groups from which a token's experts are selected: those
+        with the largest sums of their best `experts_per_token / expert_groups_per_token` scores.
+      selection_bias: each expert has a bias that is added to its score for the selection and not
+        for the gate weight. It is updated by the expert's load alone
+        (`moe.router.bias.updated_bias`): auxiliary-loss-free load balancing.
+      bias_update_rate: step size of a selection bias in one optimizer step.
       capacity_factor: experts take at most ``ceil(capacity_factor tokens k / num_experts)`` tokens
-        of `drop_scope` while learning and when scoring; None drops nothing. Generation never drops,
-        and so reinforcement learning refuses a capacity that drops
-        (`moe.router.capacity.can_drop`).
-      drop_policy: which choices stay when an expert is full: the largest probs ("probs") or the
-        earliest tokens ("position"), row after row.
-      drop_scope: the tokens over which the capacity holds: those of one device ("sub_sequence") or
-        those of all devices that hold parts of the same sequences ("full_sequence"), for which
-        the result does not depend on ``cp`` and ``tp``.
+        of `drop_scope` in training and scoring; None drops nothing. Generation never drops, so
+        reinforcement learning rejects a capacity that drops (`moe.router.capacity.can_drop`).
+      drop_policy: expert ids that are kept when an expert is full: those with the largest gate
+        weights ("probs") or of the earliest tokens ("position"), row after row.
+      drop_scope: tokens over which the capacity holds: those of one device ("sub_sequence") or
+        those of all devices with parts of the same sequences ("full_sequence"), for which the
+        result does not depend on ``cp`` and ``tp``.
       dtype: of activations and of weights where they are used; "float32" or "bfloat16". Router,
-        value head, norms, softmax and logits are float32. Weights may come as they are used
-        (`moe.weights.cast`) or in float32, and are then cast at each use. Products of "float32"
-        activations are computed at the precision that the device takes by default (TF32 on recent
-        NVIDIA GPUs; `jax_default_matmul_precision` sets it), but for those of the router and of the
-        value head, which are float32 everywhere.
-      execution: how it is computed; no value depends on it, but for its `activation_wire`.
-      lora: adapters, which learn while all other weights stay as they are (of a critic its value
-        head learns too); None learns all weights.
+        value head, norms, softmax and logits are float32. Weights may have this dtype already
+        (`moe.weights.cast`) or be float32, and are then cast at each use. Products of "float32"
+        activations have the default precision of the device (TF32 on recent NVIDIA GPUs;
+        `jax_default_matmul_precision` sets it), except those of the router and of the value head,
+        which are float32 everywhere.
+      execution: implementations and memory settings; no value depends on it, except through its
+        `activation_wire`.
+      lora: LoRA adapters, which are trained while all other weights are frozen (of a critic its
+        value head is trained too); None trains all weights.
     """
 
     vocab_size: int
@@ -197,7 +198,7 @@ class ModelConfig:
 
     @property
     def num_expert_layers(self) -> int:
-        """Blocks that have experts."""
+        """Number of blocks with experts."""
         return self.num_layers - self.num_dense_layers if self.num_experts else 0
 
     @property
@@ -210,11 +211,11 @@ class ModelConfig:
         return replace(self, head="value")
 
     def without_adapters(self) -> "ModelConfig":
-        """The network that the adapters are beside."""
+        """The base network, without adapters."""
         return self if self.lora is None else replace(self, lora=None)
 
     def for_any_routing(self) -> "ModelConfig":
-        """The same network with room for any routing, see `Execution.buffer_factor`."""
+        """The same network with expert buffers for any routing, see `Execution.buffer_factor`."""
         return replace(self, execution=replace(self.execution, buffer_factor=None))
 
 

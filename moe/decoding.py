@@ -1,9 +1,9 @@
-"""Prefill and the one-token step.
+"""Prefill and the decode step, over a KV cache.
 
-A row's token at position p has its keys and values in column p, whatever the other rows do: rows
-stand at different positions, and what a row computes does not depend on when it came. The cache is
-one buffer per layer, key and value, or one for all layers of a stack that is scanned
-(`moe.layers.depth`), written in place: a loop that carries it never copies it.
+The keys and values of a row's token at position p are in column p, for any state of the other rows:
+rows may be at different positions, and the results of a row do not depend on when it was admitted.
+The cache has one buffer per layer, key and value, or one for all layers of a scanned stack
+(`moe.layers.depth`), updated in place: a loop that carries it never copies it.
 """
 
 from dataclasses import replace
@@ -39,17 +39,17 @@ from sharding.folding import FoldedMesh
 
 
 class Prefilled(NamedTuple):
-    """What running rows of tokens leaves behind.
+    """Result of a prefill.
 
     Attributes:
-      cache: as long as the rows, with rubbish in the columns after each row's tokens.
-      states: ``[row, d_model]`` the last hidden state of each row's last token, the same on every
-        rank of ``tp``.
-      choices: ``[row, column, layer, k]`` the experts that each token chose, `num_experts` after
-        each row's tokens; None where they were not asked for.
-      overflow: ``[]`` choices on all devices that found no room at their experts: unless it is 0,
-        the rows have to run again with room for any routing (`Execution.buffer_factor`). None where
-        there is.
+      cache: as long as the rows; the columns after each row's tokens are undefined.
+      states: ``[row, d_model]`` the last hidden state of each row's last token, replicated over
+        ``tp``.
+      choices: ``[row, column, layer, k]`` expert ids of each token, `num_experts` after each row's
+        tokens; None if they were not requested.
+      overflow: ``[]`` number of expert ids on all devices that exceeded the buffers: unless it is
+        0, the rows must be recomputed with buffers for any routing (`Execution.buffer_factor`).
+        None if the buffers have that size.
     """
 
     cache: Cache[Array]
@@ -66,12 +66,12 @@ def prefill(
     mesh: FoldedMesh,
     record_choices: bool = False,
 ) -> Prefilled:
-    """Runs rows of tokens and keeps their keys and values.
+    """Prefill: runs rows of tokens and returns their keys and values.
 
     Args:
-      tokens: a row's begin in its first column; what follows them is not looked at.
-      lengths: tokens of each row.
-      record_choices: whether to give the experts that each token chose.
+      tokens: ids; those of a row start in its first column, and what follows them is not read.
+      lengths: number of tokens of each row.
+      record_choices: also return the expert ids of each token.
 
     Raises:
       ValueError: on a layout with ``cp``: a cache holds whole rows.
@@ -95,8 +95,7 @@ def prefill(
 
 
 def for_prefill(config: ModelConfig) -> ModelConfig:
-    """The network as rows of tokens run that are gone on with: no backward pass follows, and no
-    token is dropped."""
+    """Configuration of a prefill: no backward pass follows, and no token is dropped."""
     execution = replace(config.execution, remat="none", fsdp=False, two_batch_overlap=False)
     return replace(config, execution=execution, capacity_factor=None)
 
@@ -108,7 +107,7 @@ def packed_prefill(
     mesh: FoldedMesh,
     record_choices: bool,
 ) -> PackedBatch:
-    """The rows of `prefill` as its layers take them."""
+    """Packed batch of the rows of a prefill."""
     valid = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
     packed = pack_rows(tokens, valid, mesh, config)
     return packed._replace(record_choices=record_choices)
@@ -121,7 +120,7 @@ def by_row(
     lengths: Int[Array, "row"],
     mesh: FoldedMesh,
 ) -> tuple[Array, Array | None]:
-    """States and choices as in `Prefilled`, of the last hidden states and choices of all tokens."""
+    """States and expert ids by row, as in `Prefilled`, from those of all tokens."""
     (of_rows,) = packed.zigzag.restore(join_shards(x, mesh.sequence))
     last = jnp.maximum(lengths - 1, 0)[:, None, None]
     states, choices = jnp.take_along_axis(of_rows, last, axis=1)[:, 0], None
@@ -132,9 +131,9 @@ def by_row(
 
 
 def for_step(config: ModelConfig) -> ModelConfig:
-    """The network as a step of decoding runs it: its few tokens go to the experts at once."""
+    """Configuration of a decode step: its few tokens are dispatched in one chunk."""
     execution = replace(config.execution, expert_chunks=1)
-    # A step cannot be run again because its buffers were too small, and has few tokens.
+    # A step has few tokens, and cannot be recomputed after an overflow: buffers for any routing.
     config = replace(config, execution=execution, capacity_factor=None)
     return config.for_any_routing()
 
@@ -147,7 +146,7 @@ def packed_step(
     record_choices: bool = False,
     turns: Turns | None = None,
 ) -> PackedBatch:
-    """One token of each row as a layer takes them; nothing is learned of them."""
+    """Packed batch of one token of each row; nothing is trained on it."""
 
     def of_layer(index: int | Array, window: Window = None) -> CoreAttention | LatentCore:
         assert core is not None
@@ -177,33 +176,33 @@ def decode_step(
     record_choices: bool = False,
     turns: Turns | None = None,
 ) -> tuple[Float[Array, "local vocab"], Cache[Array], Int[Array, "row layer k"] | None]:
-    """Appends one token to every live row and scores the next.
+    """Decode step: appends one token to every live row and returns the logits of the next.
 
     Args:
-      layers: the layers of `weights` in the parts of `moe.layers.depth.parts_of`, taken apart once
+      layers: the layers of `weights` in the parts of `moe.layers.depth.parts_of`, unstacked once
         outside the loop.
-      cache: of live rows written at `positions`, in place when the caller gives it up; other rows
-        stay as they are.
-      tokens: the tokens to append.
-      positions: where in its row each token stands, from 0; less than the cache's columns.
-      live: rows that are going; what is computed for the others is rubbish.
-      record_choices: whether to give the experts that each token chose.
-      turns: of all places that tokens may stand at, made once outside the loop; None makes those of
-        the tokens.
+      cache: written at `positions` of live rows, in place if the caller donates it; other rows stay
+        unchanged.
+      tokens: ids of the tokens to append.
+      positions: position of each token in its row, from 0; less than the cache's columns.
+      live: rows that are being decoded; results of the others are undefined.
+      record_choices: also return the expert ids of each token.
+      turns: rotary cos/sin tables of all positions, computed once outside the loop; None computes
+        them for the tokens.
 
     Raises:
-      ValueError: where `Execution.decode_attention` names what cannot serve.
+      ValueError: if `Execution.decode_attention` names a kernel that does not support the network.
 
     Returns:
-      Logits of this ``tp`` rank's shard of the rows, the cache, and the choices, `num_experts`
-      where a row is not live; None where they were not asked for.
+      Logits of this ``tp`` rank's shard of the rows, the cache, and the expert ids, `num_experts`
+      for rows that are not live; None if they were not requested.
     """
     config = for_step(config)
     own = None if turns is None else turns.at(positions)
     packed = packed_step(tokens, positions, live, record_choices=record_choices, turns=own)
     step = _Step(packed, positions, live, config, mesh)
     x, kept, choices, first = embed(weights, tokens, config, mesh), [], [], 0
-    # Narrow vectors are keys and values.
+    # Latent vectors are keys and values at once.
     of_heads = zip(cache.keys, *[cache.values] * bool(cache.values), strict=True)
     of_deltas = zip(cache.states, cache.tails, strict=True)
     for run in runs_of(layers, config):
@@ -223,7 +222,7 @@ def decode_step(
 
 
 class _Step(NamedTuple):
-    """What all layers of a step are given."""
+    """Inputs of a decode step that all layers share."""
 
     packed: PackedBatch
     positions: Int[Array, "row"]
@@ -233,8 +232,8 @@ class _Step(NamedTuple):
 
 
 Buffers = DeltaState | tuple[Array, ...]
-"""What a part of the layers keeps: keys and, but with narrow vectors, values, or the states of
-Gated DeltaNet."""
+"""Buffers of a part of the layers: keys and, unless these are latent vectors, values; or the states
+of Gated DeltaNet."""
 
 
 def _is_delta(part: Layer[Array]) -> bool:
@@ -248,15 +247,15 @@ def _after_run(
     x: Array,
     buffers: tuple[Buffers, ...],
 ) -> tuple[Array, tuple[Buffers, ...], Array | None]:
-    """A run of `moe.layers.depth.runs_of`: a layer, or a stack that is scanned.
+    """Runs one run of `moe.layers.depth.runs_of`: a layer, or a scanned stack.
 
     Args:
-      first: the number of its first layer.
-      buffers: of each part.
+      first: index of its first layer.
+      buffers: buffers of each part.
 
     Returns:
-      The hidden states; the buffers; choices ``[layer, local, k]``, None where they were not asked
-      for or none are made.
+      The hidden states; the buffers; expert ids ``[layer, local, k]``, None if they were not
+      requested or the layers have no experts.
     """
     if not is_stack(run[0]):
         x, own, chosen = _after_layer(step, first, run[0], x, buffers[0], ())
@@ -274,8 +273,8 @@ def _after_run(
             choices.append(chosen)
         return (x, tuple(after)), choices
 
-    # The buffers are carried, and a layer writes its part of them: as what a scan takes layer by
-    # layer and gives back, all that they hold would be copied.
+    # The buffers are in the carry, and a layer writes its part of them. As inputs and outputs per
+    # iteration they would be copied completely.
     numbers = jnp.arange(run[0].norm.shape[0])
     (x, buffers), choices = lax.scan(after_period, (x, buffers), (numbers, run))
     made = [chosen for chosen in choices if chosen is not None]
@@ -290,10 +289,10 @@ def _after_layer(
     before: Buffers,
     place: tuple[Array, ...],
 ) -> tuple[Array, Buffers, Array | None]:
-    """A layer of the network, what its buffers hold then, and its choices.
+    """Runs a layer: the hidden states, its buffers after it, and its expert ids.
 
     Args:
-      place: which layer of buffers that have layers in front.
+      place: index of the layer in buffers with layers in front.
     """
     if isinstance(before, DeltaState):
         assert step.config.delta is not None

@@ -1,7 +1,8 @@
-"""The embedding: where the residual stream starts.
+"""Token embedding, the start of the residual stream.
 
-Its rows, one per token of the vocabulary, are spread over ``tp`` where they divide (vocab-parallel,
-in Megatron's words); where they do not, every rank holds them all and looks up its own tokens.
+Its rows, one per token of the vocabulary, are sharded over ``tp`` if it divides them
+(vocab-parallel, in Megatron's words); otherwise every rank has all of them and looks up its own
+tokens.
 """
 
 from functools import partial
@@ -21,14 +22,14 @@ from sharding.folding import FoldedMesh
 def embed(
     weights: Transformer[Array], tokens: Int[Array, "token"], config: ModelConfig, mesh: FoldedMesh
 ) -> Float[Array, "local d_model"]:
-    """The residual stream at its start, this rank's shard of the flattened tokens.
+    """Embeds tokens: the residual stream of this rank's shard of the flattened tokens.
 
-    Of spread rows each ``tp`` rank finds some of the tokens of its ``cp`` rank and gives zeros for
-    the others: a sum of one number and zeros, which rounds nothing.
+    With sharded rows each ``tp`` rank finds some of the tokens of its ``cp`` rank and gives zeros
+    for the others; the sum over ranks is one number and zeros, which is exact.
 
-    Communication per device where the rows are spread: one `scatter_tokens` over ``tp``, backward
-    one `gather_tokens`, of ``tokens x d_model (tp - 1) / tp`` elements each, of the tokens of a
-    ``cp`` rank. Else none.
+    Communication per device if the rows are sharded: one `scatter_tokens` over ``tp``, backward one
+    `gather_tokens`, of ``tokens x d_model (tp - 1) / tp`` elements each, for the tokens of a ``cp``
+    rank. Otherwise none.
 
     Args:
       tokens: ids, all those of the sequence-parallel group, on each of its devices.
@@ -46,8 +47,8 @@ def embed(
         return (lookup(weights.embedding, tokens) * scale).astype(config.dtype)
     tokens = vary(own_shard(tokens, mesh.cp), mesh.axes)
     row = tokens - lax.axis_index(mesh.tp).astype(tokens.dtype) * num_rows
-    # Past the end, where zeros are found and no gradient arrives; a negative index would count
-    # from there.
+    # Past the end the lookup gives zeros and no gradient; a negative index would count from the
+    # end.
     row = jnp.where(row < 0, num_rows, row)
     found = lookup(weights.embedding, row)
     return scatter_tokens((found * scale).astype(config.dtype), mesh.tp)
@@ -56,10 +57,10 @@ def embed(
 def lookup(
     table: Float[Array, "vocab d_model"], tokens: Int[Array, "token"]
 ) -> Float[Array, "token d_model"]:
-    """``table[tokens]``, float32; zeros for ids past the end, which no gradient comes from.
+    """Looks up ``table[tokens]``, float32; zeros without a gradient for ids past the end.
 
-    The gradient of a row is the sum over the tokens that have its id, summed in float32 and rounded
-    to the dtype of the table once: of a frequent token a sum in bfloat16 would stop growing.
+    The gradient of a row is the sum over the tokens with its id, in float32 and rounded to the
+    dtype of the table once: for a frequent token a sum in bfloat16 would stop growing.
     """
     table, tokens = vary((table, tokens), tuple(varying(table) | varying(tokens)))
     return _lookup(table, tokens, table.shape, table.dtype)

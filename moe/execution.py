@@ -1,5 +1,5 @@
-"""How the network is computed, apart from what it is: choices of time and memory, not of
-values but for one, `Execution.activation_wire`."""
+"""Execution options: implementations, remat, sharding and overlap. They change time and memory, not
+values, except one, `Execution.activation_wire`."""
 
 import math
 from dataclasses import dataclass
@@ -9,59 +9,60 @@ from sharding.activation_wire import WIRES
 
 @dataclass(frozen=True)
 class Execution:
-    """Which implementation computes each part; None picks the best that applies.
+    """Implementation of each part of the network, and memory and overlap settings; None picks the
+    best that applies.
 
-    A name demands that implementation and raises where it cannot serve.
+    A name requires that implementation, and raises where it is not supported.
 
     Args:
       attention: core attention on one device: "plain", "blocked", "xla", "cudnn" or "mosaic", our
         kernels for Hopper (`moe.attention.core`), which None does not choose.
-      context: how attention crosses the devices of ``cp``: "gather", "ring" or "ulysses"
+      context: context parallelism of attention over ``cp``: "gather", "ring" or "ulysses"
         (`moe.attention.context_parallel.choice`).
-      latent: what decoding keeps of latent attention: "absorbed", the narrow vectors that keys and
-        values come from, or "expanded", those keys and values (`moe.attention.latent`).
-      decode_attention: attention of a decoding step over its cache: "plain", or "mosaic", a kernel
+      latent: contents of the KV cache of multi-head latent attention (MLA): "absorbed", the latent
+        vectors, or "expanded", the keys and values (`moe.attention.latent`).
+      decode_attention: attention of a decode step over the KV cache: "plain", or "mosaic", a kernel
         for Hopper that reads no more of a row than its tokens (`moe.kernels.decode_attention`, and
-        `moe.kernels.latent_decode` of narrow vectors); None is
-        "mosaic" on Hopper where it serves the network's heads, else "plain".
-      dispatch: how tokens travel to the experts of other devices: "all_to_all", "all_gather" or
-        "ragged"; None is what takes least time on their links (`moe.experts.dispatch.cost`).
-      exchange_rate: for that choice, the rate of an all-to-all as a part of that of a ring over the
-        same devices, as `benchmarks/dispatch.py` measures it; None is the planner's number.
-      activation_wire: what tokens travel to the experts of other devices in, and their sums back,
-        forward and backward: "float8_e4m3fn" with float32 scales (`sharding.activation_wire`); None
-        is their own dtype. Of all fields the one that changes values.
-      router: how scores become choices and probs: "plain", or "mosaic", one kernel for Hopper
-        (`moe.kernels.routing`); None is "mosaic" on Hopper and later ones for up to 128
-        experts, else "plain".
-      experts: how rows are multiplied, each by its own expert's matrix
-        (`moe.experts.feed_forward.routed_experts`); None is "mosaic" on Hopper in half
-        precision where widths are multiples of 64. `moe.layers.implementations` has these choices.
-      remat: what the backward pass computes again instead of keeping it: "none", "selective",
-        "projections" or "full" (`moe.remat`).
-      fsdp: weights are kept in shards, each on one of the devices that would hold the same, and the
-        layers joined one after the other when an update runs them (`sharding.zero.unshard`),
-        forward and again backward. Needs a `remat` that does not keep them.
-      overlap_grad_reduce: the gradients of each layer are summed over devices inside the backward
-        pass of an update's last micro-batch, beside that of the layers below, in place of all when
-        it is done (`sharding.reduction`). That micro-batch is then compiled as a program beside
-        that of the others. Not through a pipeline.
-      buffer_factor: room for the tokens that come to the experts of a device, as a multiple of what
-        even routing sends (`moe.experts.dispatch.buffers`); None is room for any routing. What
-        finds none is counted in `RouterStatistics.overflow`, and a pass in which that is not 0 has
-        to be run again without this: `jrl` does so.
-      expert_chunks: parts that the tokens of a device go to the experts and back in, so that one
-        part may travel while another is multiplied (`moe.experts.dispatch.token_chunks`). A step
-        of decoding, which has few tokens, takes 1.
-      two_batch_overlap: the rows of a device go through each layer in two halves that nothing
-        orders, so that one half may communicate while the other is multiplied
-        (`moe.layers.halves`). A single row, or prompt with its responses, goes at once, and so do
-        rows in decoding. Not where a capacity drops choices.
-      scan_layers: one program for all layers of a stack, or for the few after which their kinds
-        come again (`moe.layers.depth`), whose compilation does not take longer the more they are,
-        in place of one for each; None where there are more than a few.
-      vocab_chunk: columns of the head whose logits are there at a time in training, on each ``tp``
-        rank; None is all of them (`moe.head`).
+        `moe.kernels.latent_decode` for latent vectors); None is "mosaic" on Hopper if it supports
+        the network's heads, else "plain".
+      dispatch: token dispatch to the experts of other devices: "all_to_all", "all_gather" or
+        "ragged"; None is the one with the least predicted time (`moe.experts.dispatch.cost`).
+      exchange_rate: for that prediction, the rate of an all-to-all as a fraction of that of a ring
+        over the same devices, as `benchmarks/dispatch.py` measures it; None is the planner's
+        number.
+      activation_wire: communication dtype of token dispatch and combine, forward and backward:
+        "float8_e4m3fn" with float32 scales (`sharding.activation_wire`); None is the dtype of
+        activations. It is the only field that changes values.
+      router: scores, top-k and gate weights: "plain", or "mosaic", one kernel for Hopper and later
+        GPUs (`moe.kernels.routing`); None is "mosaic" on these for up to 128 experts, else "plain".
+      experts: grouped GEMMs, each row by the matrix of its expert
+        (`moe.experts.feed_forward.routed_experts`); None is "mosaic" on Hopper in half precision if
+        widths are multiples of 64. `moe.layers.implementations` makes these choices.
+      remat: activation recomputation (gradient checkpointing) in the backward pass: "none",
+        "selective", "projections" or "full" (`moe.remat`).
+      fsdp: weights are sharded over the devices that would replicate them, and all-gathered layer
+        by layer when an update runs (`sharding.zero.unshard`), forward and again backward. Needs a
+        `remat` that does not save them.
+      overlap_grad_reduce: the gradients of each layer are reduced over devices inside the backward
+        pass of an update's last micro-batch, overlapped with that of the layers below, instead of
+        all at the end (`sharding.reduction`). That micro-batch is then a second compiled program.
+        Not with pipeline parallelism.
+      buffer_factor: size of the buffers for tokens that arrive at the experts of a device, as a
+        multiple of balanced load (`moe.experts.dispatch.buffers`); None is enough for any routing.
+        Overflow is counted in `RouterStatistics.overflow`; a pass in which that is not 0 must be
+        recomputed without this setting, as `jrl` does.
+      expert_chunks: number of chunks in which the tokens of a device are dispatched and combined,
+        so that communication of one overlaps the GEMMs of another
+        (`moe.experts.dispatch.token_chunks`). A decode step, which has few tokens, uses 1.
+      two_batch_overlap: the rows of a device go through each layer in two independent halves, so
+        that communication of one overlaps computation of the other (`moe.layers.halves`). A single
+        row, or prompt with its responses, is not split, nor are rows in decoding. Not with a
+        capacity that drops tokens.
+      scan_layers: `lax.scan` over the layers of a stack, or over one period of layer types
+        (`moe.layers.depth`), so that compile time does not grow with depth; None is true for more
+        than a few layers.
+      vocab_chunk: vocabulary columns per chunk of logits in training, on each ``tp`` rank; None is
+        all of them (`moe.head`).
     """
 
     attention: str | None = None

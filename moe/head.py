@@ -1,9 +1,9 @@
-"""The head: what the last hidden states say about the next token.
+"""LM head and value head: logits, log-probabilities and entropies from the last hidden states.
 
-Its columns, one per token of the vocabulary, are spread over ``tp`` where they divide, those of a
-head that is the embedding too; where they do not, every rank holds them all and computes its part
-of them. Training computes them a chunk at a time (a fused linear cross-entropy, in Liger's words);
-who draws tokens asks for all, of its own tokens.
+Its columns, one per token of the vocabulary, are sharded over ``tp`` if it divides them, those of a
+tied embedding too; otherwise every rank has all of them and computes its part. Training computes
+logits in chunks of columns (a fused linear cross-entropy, in Liger's words); sampling needs all
+logits of its local tokens.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def logits_of(
     """Scores ``x W`` of the next token, float32, this rank's shard of the tokens: as many numbers
     as all tokens have in its columns.
 
-    Communication per device where the columns are spread over ``tp``: one `gather_tokens` of the
+    Communication per device if the columns are sharded over ``tp``: one `gather_tokens` of the
     states, and one `swap_shards` that sends ``(tp - 1) / tp`` of ``tokens x vocab / tp`` scores, of
     the tokens of a ``cp`` rank. Else none.
 
@@ -69,8 +69,8 @@ def logprobs_and_entropy(
     Where all columns are one chunk, its logits are saved for the gradients: they are as many as the
     gradients themselves, which are made next when this is the end of a loss.
 
-    Products are summed, and all else is computed, in float32. The plain twin is `logits_of` and
-    what one makes of all logits.
+    Products are summed, and all else is computed, in float32. The reference implementation is
+    `logits_of` with a softmax over all logits.
 
     Communication per device over ``tp``: forward one `gather_tokens` of the states, ``tokens x
     d_model (tp - 1) / tp`` elements, and for each token its id, a maximum and a sum of three
@@ -108,7 +108,7 @@ def is_likeliest(
     config: ModelConfig,
     mesh: FoldedMesh,
 ) -> Bool[Array, "local"]:
-    """Whether no token of the vocabulary has a higher logit than the one that is there.
+    """True where the given token is the argmax: no token of the vocabulary has a higher logit.
 
     The columns are passed once, a chunk at a time as in `logprobs_and_entropy`, without gradients.
 
@@ -179,8 +179,8 @@ def _own_columns(
 
 
 class _Chunking(NamedTuple):
-    """How the columns are cut: over which axes they are spread, how many at a time; and what
-    divides the logits."""
+    """Chunking of the vocabulary columns: the mesh axes that shard them, the columns per chunk, and
+    the temperature."""
 
     axes: Axes
     chunk: int | None

@@ -1,8 +1,8 @@
-"""The forward pass: functions over the weight records, run inside one `jax.shard_map`.
+"""Forward pass of the network: functions over the weight records, inside one `jax.shard_map`.
 
-Sequences are spread over ``dp``; within a sequence-parallel group the flattened tokens are spread
-over ``cp`` and ``tp`` (`FoldedMesh.sequence`), in the order of a `PackedBatch`. The same block
-serves training and decoding: they differ in `core_attention`.
+Sequences are sharded over ``dp``; within a sequence-parallel group the flattened tokens are sharded
+over ``cp`` and ``tp`` (`FoldedMesh.sequence`), in the order of a `PackedBatch`. Training and
+decoding use the same block and differ in `core_attention`.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,8 +41,8 @@ Tokens = Int[Array, "batch time"]
 Valid = Bool[Array, "batch time"]
 Choices = Integer[Array, "layer batch time k"]
 Keep = Callable[..., Any]
-"""Keys and values of a layer's tokens, or the narrow vectors that a cache of latent attention holds
--> what is kept of them. Of Gated DeltaNet a `DeltaState` is kept as it is."""
+"""(keys and values of a layer's tokens, or latent vectors) -> cached arrays. For Gated DeltaNet a
+`DeltaState` is returned as it is."""
 
 
 def run(
@@ -75,7 +75,7 @@ def run_keeping(
     mesh: FoldedMesh,
     shard_dims: Layer[ShardDim] | None = None,
 ) -> tuple[Float[Array, "local d_model"], RouterStatistics[Array] | None, list[Any]]:
-    """`run`, and what is kept of the keys and values of all layers: an entry for each of
+    """`run`, which also returns the cached keys and values of all layers: an entry for each of
     `moe.layers.depth.parts_of`."""
     _check_whole(mesh)
     check_runs(packed.tokens.shape[0], mesh)
@@ -94,8 +94,8 @@ def first_blocks(
     mesh: FoldedMesh,
     keep: Keep | None = None,
 ) -> tuple[Float[Array, "local d_model"], list[Any]]:
-    """The residual stream after the dense layers that some networks begin with, and what is kept
-    of them."""
+    """Residual stream after the leading dense layers of some networks, and their cached keys and
+    values."""
     if weights.first_layers is None:
         return x, []
     x, _, kept = blocks(weights.first_layers, x, packed, config, mesh, keep=keep)
@@ -210,7 +210,8 @@ def blocks(
 
 
 def _where_present(is_present: Array, run_layer: Callable[..., Any]) -> Callable[..., Any]:
-    """`run_layer`, or what leaves the residual stream and all sums as they are."""
+    """`run_layer` if the layer is present; otherwise the unchanged residual stream and sums of
+    zero."""
 
     def skip(layer: Layer[Array], x: Streams) -> tuple[Streams, Any]:
         _, out = jax.eval_shape(run_layer, layer, x)
@@ -228,7 +229,8 @@ def _where_present(is_present: Array, run_layer: Callable[..., Any]) -> Callable
 def watched(
     core_attention: CoreAttention, keep: Keep, kept: list[Any], config: ModelConfig
 ) -> CoreAttention | LatentCore:
-    """The same attention, which puts what is kept of the layer into `kept`."""
+    """Wraps core attention to record the layer's keys and values: appends the result of `keep` to
+    `kept`."""
 
     def of_heads(
         query: Array,
@@ -268,7 +270,7 @@ def hidden(
       tokens: ids.
       valid: which of them are not padding.
       replay: experts that `routing_choices` gave before, used again with the current scores; a
-        token whose ids are out of range chooses anew.
+        token whose ids are out of range is routed again.
     """
     return run(weights, pack_rows(tokens, valid, mesh, config, replay), config, mesh)
 
@@ -291,7 +293,7 @@ def routing_choices(
     _, stats = run(weights, packed._replace(record_choices=True), config, mesh)
     assert stats is not None
     assert stats.choices is not None
-    # Out of the zig-zag: tokens in front, so that shards lie end to end.
+    # Undoes the zig-zag order: tokens in front, so that shards are concatenated.
     by_token = join_shards(jnp.moveaxis(stats.choices, 0, 1), mesh.sequence)
     (choices,) = packed.zigzag.restore(by_token)
     return jnp.moveaxis(choices, 2, 0)
@@ -310,7 +312,7 @@ def before_responses(
     """The hidden state that each response token was predicted from, this rank's shard.
 
     Prompts run once for the rows that share them, and the head sees no prompt but its last token.
-    The plain twin is `hidden`, shifted by one.
+    The reference implementation is `hidden`, shifted by one.
 
     Args:
       tokens: ids; each run of `num_samples` rows has the same prompt.
@@ -352,7 +354,11 @@ def values(
 
 
 def check_runs(num_tokens: int, mesh: FoldedMesh) -> None:
-    """Refuses a number of tokens that the devices of a sequence cannot share."""
+    """Checks that the devices of a sequence-parallel group divide the number of tokens.
+
+    Raises:
+      ValueError: if they do not.
+    """
     if num_tokens % mesh.size(mesh.sequence):
         raise ValueError(
             f"{num_tokens} tokens per data-parallel rank cannot be split over cp x tp = "

@@ -1,4 +1,4 @@
-"""Where each weight lives on a mesh: PartitionSpecs by named axes, and their shards for ZeRO."""
+"""PartitionSpecs of each weight on a mesh, by named axes, and of its ZeRO shards."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,16 +23,16 @@ CUT_INTO_CHUNKS = ("layer", "attention_layer", "delta_layer")
 
 
 def specs(config: ModelConfig, mesh: FoldedMesh) -> Transformer[PartitionSpec]:
-    """Where each weight lives on `mesh`, stored as `in_chunks` says.
+    """PartitionSpec of each weight on `mesh`, stored as by `in_chunks`.
 
-    Embedding and head stay whole where ``tp`` does not divide the vocabulary, which no layout can
-    choose.
+    Embedding and head are replicated if ``tp`` does not divide the vocabulary, whose size is given
+    and not a choice of the layout.
 
     Raises:
-      ValueError: when an axis does not divide by the devices it is spread over.
+      ValueError: if an axis is not divisible by the number of devices that it is sharded over.
     """
     rules, sizes, num_chunks = dict(weight_rules(mesh)), axis_sizes(config), mesh.layout.vpp
-    # The only axis that may stay whole: a vocabulary is given, every other size can be chosen.
+    # The only axis that may be replicated: a vocabulary is given, all other sizes can be chosen.
     if sizes["vocab"] % mesh.size(mesh.tp):
         del rules["vocab"]
     # Stored with padding where stages are uneven.
@@ -54,8 +54,8 @@ def specs(config: ModelConfig, mesh: FoldedMesh) -> Transformer[PartitionSpec]:
 
 
 def shard_specs(config: ModelConfig, mesh: FoldedMesh) -> Transformer[PartitionSpec]:
-    """Where the optimizer state of each weight lives (ZeRO-1), and under `Execution.fsdp` the
-    weight (ZeRO-3)."""
+    """PartitionSpec of the optimizer state of each weight (ZeRO-1), and under `Execution.fsdp` of
+    the weight (ZeRO-3)."""
 
     def spec_of(spec: PartitionSpec, shape: jax.ShapeDtypeStruct, first: int) -> PartitionSpec:
         return zero.shard_spec(spec, shape.shape, mesh, first)
@@ -66,7 +66,8 @@ def shard_specs(config: ModelConfig, mesh: FoldedMesh) -> Transformer[PartitionS
 def shard_dims(
     config: ModelConfig, mesh: FoldedMesh, wire: str = "float32"
 ) -> Transformer[zero.ShardDim]:
-    """How each weight is cut into the shards of `shard_specs`, gradients across sent in `wire`."""
+    """Shard dimension of each weight for `shard_specs`; gradients across nodes are sent in the
+    dtype `wire`."""
 
     def dim_of(spec: PartitionSpec, shape: jax.ShapeDtypeStruct, first: int) -> zero.ShardDim:
         return zero.shard_dim(spec, shape.shape, mesh, first, wire)
@@ -79,12 +80,13 @@ def _each_weight(
     config: ModelConfig,
     mesh: FoldedMesh,
 ) -> Transformer[Leaf]:
-    """`of` the place of each weight, its shape as it is stored, and how many dimensions in front
-    stay whole: those of the stack of layers where layers are unsharded one by one."""
-    # Before anything is cut: a layout that cannot be had is refused by what it lacks.
+    """Maps `of` over the PartitionSpec of each weight, its shape as stored, and the number of
+    leading dimensions that must not be sharded: those of the stack of layers, if layers are
+    unsharded one by one."""
+    # First, so that an unsupported layout raises with its own reason.
     whole_specs = specs(config, mesh)
     stored = jax.eval_shape(lambda weights: in_chunks(weights, mesh), shapes(config))
-    # Cut along the stack, whole layers would lie on one device each: no layer could be joined
+    # Sharded along the stack, each device would have whole layers, and no layer could be gathered
     # alone.
     whole = (1 if mesh.layout.vpp == 1 else 2) if config.execution.fsdp else 0
     first = replace(
@@ -94,18 +96,18 @@ def _each_weight(
 
 
 def in_chunks(weights: Transformer[jax.Array], mesh: FoldedMesh) -> Transformer[jax.Array]:
-    """Weights as they are stored on `mesh`: ``[layer, ...]`` or, where its pipeline stages have
-    several model chunks, ``[chunk, layer / vpp, ...]``. Chunks that are a layer shorter than the
-    others end with zeros (`moe.layers.chunks`).
+    """Reshapes weights to how they are stored on `mesh`: ``[layer, ...]`` or, if its pipeline
+    stages have multiple model chunks (interleaved schedule), ``[chunk, layer / vpp, ...]``. Chunks
+    that are a layer shorter than the others end with zeros (`moe.layers.chunks`).
 
-    The chunks of a stage are not neighbours; spread along the second axis, they lie together on it.
-    Inverted by `in_layer_order`.
+    The chunks of a stage are not neighbours in the network; sharding the second axis places them
+    together on the stage. Inverse of `in_layer_order`.
     """
     return replace(weights, layers=jax.tree.map(partial(stacked, mesh), weights.layers))
 
 
 def stacked(mesh: FoldedMesh, x: Any) -> Any:
-    """``[layer, ...]``, of NumPy or JAX, as `in_chunks` stores it."""
+    """Reshapes ``[layer, ...]``, a NumPy or JAX array, to the layout of `in_chunks`."""
     num_layers, num_chunks = x.shape[0], mesh.layout.vpp
     if not chunks.is_even(num_layers, mesh):
         depth = chunks.stored_depth(num_layers, mesh)
@@ -119,10 +121,11 @@ def stacked(mesh: FoldedMesh, x: Any) -> Any:
 def in_layer_order(
     weights: Transformer[jax.Array], mesh: FoldedMesh, num_layers: int | None = None
 ) -> Transformer[jax.Array]:
-    """Weights stored on `mesh` with all layers in one axis, as every other layout knows them.
+    """Reshapes weights stored on `mesh` to one axis of layers in order, as in every other layout.
 
     Args:
-      num_layers: of the stack, without the dense first ones; None where all stages have as many.
+      num_layers: layers of the stack, without the leading dense ones; None if all stages have
+        equally many.
     """
 
     def in_order(x: Any) -> Any:
@@ -135,9 +138,9 @@ def in_layer_order(
 
 
 def without_chunks(config: ModelConfig, mesh: FoldedMesh) -> FoldedMesh:
-    """`mesh` for weights whose layers lie in one axis, in order and without padding, as other
-    layouts know them: its stages hold consecutive layers or, where those would not be equally many,
-    each of them all."""
+    """The mesh for weights with one axis of layers, in order and without padding, as in other
+    layouts: its stages have consecutive layers or, if these would not be equally many, all
+    layers."""
     plain = replace(mesh, layout=replace(mesh.layout, vpp=1))
     if chunks.is_even(axis_sizes(config)["layer"], plain):
         return plain
@@ -145,7 +148,8 @@ def without_chunks(config: ModelConfig, mesh: FoldedMesh) -> FoldedMesh:
 
 
 def stored_specs(config: ModelConfig, mesh: FoldedMesh) -> Transformer[PartitionSpec]:
-    """Where weights are between updates: by `specs`, under `Execution.fsdp` by `shard_specs`."""
+    """PartitionSpecs of weights between updates: `specs`, or `shard_specs` under
+    `Execution.fsdp`."""
     return (shard_specs if config.execution.fsdp else specs)(config, mesh)
 
 

@@ -1,8 +1,8 @@
-"""What is computed in float32 whatever the device and the dtype of activations: norms, products on
-which a choice of experts or a value hangs, and sums of gradients.
+"""Computations in float32 for any device and any dtype of activations: norms, products that decide
+the selection of experts or a value, and sums of gradients.
 
-By default a GPU or a TPU shortens the float32 factors of a product (to TF32, to bfloat16): enough
-to change which experts a token takes, and what its value is.
+By default a GPU or a TPU rounds the float32 factors of a product (to TF32, to bfloat16): enough to
+change the experts that a token selects, and its value.
 """
 
 from functools import partial
@@ -15,15 +15,15 @@ from jaxtyping import Array, Float
 Tree = TypeVar("Tree")
 
 MASK_VALUE = -1e30
-"""Score of what is not visible or not counted. The lowest float would make rows without anything
-visible NaN after the subtraction of their maximum in lower precisions; a large finite number never
-does."""
+"""Score of hidden or uncounted positions. With the lowest float, rows without a visible position
+would become NaN in lower precisions when their maximum is subtracted; with a large finite number
+they never do."""
 
 
 def float32_product(
     a: Float[Array, "*token inner"], b: Float[Array, "inner *outer"]
 ) -> Float[Array, "..."]:
-    """``a b`` of float32 arrays, no digit of theirs left out."""
+    """``a b`` of float32 arrays at full float32 precision."""
     return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
 
 
@@ -43,8 +43,8 @@ def rms_norm(
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def shared(weights: Tree, parts: int) -> tuple[Tree, ...]:
-    """The weights for each part of what they are used on. The gradients of the parts are added up
-    in float32 and rounded once."""
+    """Returns the weights once for each part of a batch. The gradients of the parts are summed in
+    float32 and rounded once."""
     return (weights,) * parts
 
 

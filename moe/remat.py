@@ -1,28 +1,30 @@
-"""Rematerialisation: what the backward pass of a block computes again instead of keeping it.
+"""Rematerialisation (gradient checkpointing): activations that the backward pass of a block
+recomputes instead of saving them.
 
-A block keeps
+By policy, a block saves
 
 * "none": everything that a gradient needs;
-* "selective": its input and the residual stream between its halves; queries, keys and values, what
-  attention gives and the log-sum of each query's scores; gate and up, of experts and of dense
-  layers. Of a router it keeps logits and choices, those of a kernel with their probs, and of
-  collectives sums over devices. Norms, gathers of tokens, their way to the experts, permutations
-  and activations are repeated, and nothing of that waits for the gradient that comes in
-  (`moe.repeated`). Of T tokens of a device, of width h, with k experts of f h hidden units and
-  query heads of together q h, m for a key/value head, these are ``(2 k f + 2 + 2 q + 2 q / m) T h``
-  elements and a few numbers for each token beside them; of rows there is room for but that are
-  nobody's, ``2 f h`` each;
-* "projections": of that, neither queries nor keys nor values: the products that make them are
-  repeated, with the rest. These keep most for what it takes to make them again: of a token they are
-  ``(q + 2 q / m) h`` elements of ``2 h`` operations each;
+* "selective": its input and the residual stream between attention and feed-forward layer; queries,
+  keys and values, the attention output and the log-sum-exp of each query's scores; gate and up, of
+  experts and of dense layers. It saves logits and expert ids of a router, those of a kernel with
+  their gate weights, and the results of all-reduces. Norms, gathers of tokens, dispatch,
+  permutations and activations are recomputed, and none of that waits for the incoming gradient
+  (`moe.repeated`). For T tokens of a device, of width h, with k experts of f h hidden units and
+  query heads of total width q h, m for each key/value head, these are ``(2 k f + 2 + 2 q + 2 q / m)
+  T h`` elements, and in addition a few numbers for each token; and ``2 f h`` for each unused row of
+  the expert buffers;
+* "projections": the same without queries, keys and values: the products that compute them are
+  repeated, with the rest. They take most memory for what it costs to recompute them: ``(q + 2 q /
+  m) h`` elements per token, of ``2 h`` operations each;
 * "full": its input and the results of collectives over tokens. Costs one more forward pass without
   its communication.
 
-Weights that are kept in shards (`Execution.fsdp`) are joined again by a layer's backward pass.
+Sharded weights (`Execution.fsdp`) are gathered again by a layer's backward pass.
 
-In a pipeline a stage keeps this for each chunk of layers and micro-batch that is between its way
-forward and its way backward (`sharding.passes`), as many as the schedule has on their way at once
-(`sharding.schedule.Schedule.slots`), and each layer runs and communicates as often as without.
+A pipeline stage saves this for each chunk of layers and micro-batch that is between its forward and
+its backward pass (`sharding.passes`), as many as the schedule has in flight
+(`sharding.schedule.Schedule.slots`), and each layer runs and communicates as often as without a
+pipeline.
 
 References:
   Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022.
@@ -47,35 +49,35 @@ DISPATCHED = "dispatched"
 """The name of tokens that came from other devices to the experts of this one."""
 
 OPERAND = "operand"
-"""That of queries, keys and values as they come to the devices that attend with them."""
+"""The name of queries, keys and values on the devices that attend with them."""
 
 PROJECTED = "projected"
-"""That of what products with a token make of it, on the way to queries, keys and values."""
+"""The name of the results of products on the way to queries, keys and values."""
 
 ATTENDED = "attended"
-"""That of what attention gives, and of the log-sum of each query's scores."""
+"""The name of the attention output, and of the log-sum-exp of each query's scores."""
 
 RING = "ring"
-"""That of both where they were made of what other devices sent."""
+"""The name of both if they were computed from what other devices sent."""
 
 STREAM = "stream"
-"""That of the residual stream between the two halves of a block."""
+"""The name of the residual stream between the attention and feed-forward terms of a block."""
 
 ROUTED = "routed"
-"""That of a router's logits and choices, and of the probs and counts that a kernel gives with
-them."""
+"""The name of a router's logits and expert ids, and of the gate weights and counts that a kernel
+returns with them."""
 
 CUDNN = "dot_product_attention_fwd_wrapper"
-"""The primitive of cuDNN's attention, which gives both without a name."""
+"""The primitive of cuDNN's attention, which returns output and log-sum-exp without a name."""
 
 KEPT = frozenset({PRODUCT, OPERAND, ATTENDED, RING, CUDNN, STREAM, ROUTED, SUM})
-"""What "selective" keeps."""
+"""Names of the values that "selective" saves."""
 
 KEPT_BEFORE_NORMS = (KEPT - {OPERAND}) | {PROJECTED}
-"""The same where norms or further products come after the first products: these are repeated."""
+"""The same if norms or further products follow the first products: these are recomputed."""
 
 WITHOUT = {"selective": frozenset[str](), "projections": frozenset({OPERAND, PROJECTED})}
-"""What policies that keep values by their names do without."""
+"""Names that policies which save values by name do not save."""
 
 POLICIES = ("none", *WITHOUT, "full")
 
@@ -87,14 +89,14 @@ def rematerialised(
     kept: Collection[str] = KEPT,
     present: Array | None = None,
 ) -> Callable[..., Any]:
-    """`function` with the same values and gradients, keeping what the policy says.
+    """Wraps `function` in a remat policy; values and gradients stay the same.
 
     Args:
-      function: of arrays alone; those of `WITHOUT` take no gradient of what it closes over.
-      in_scan: it is the body of a scan, whose loops forward and backward keep apart by themselves
-        what the compiler would otherwise have to be stopped from computing only once.
-      kept: names of what "selective" keeps.
-      present: for those of `WITHOUT`, whether the function runs, see `moe.repeated.repeating`.
+      function: of arrays alone; policies of `WITHOUT` have no gradient for closed-over arrays.
+      in_scan: it is the body of a scan, whose separate forward and backward loops already keep the
+        compiler from merging recomputation with the forward pass.
+      kept: names of the values that "selective" saves.
+      present: for policies of `WITHOUT`, true if the function runs, see `moe.repeated.repeating`.
 
     Raises:
       ValueError: on an unknown policy.
@@ -105,7 +107,7 @@ def rematerialised(
         return function
     if policy in WITHOUT:
         return repeating(function, frozenset(kept) - WITHOUT[policy], in_scan, present)
-    # A barrier over the gradient too, which "full" is the better for: whatever is computed again
-    # early is kept from then on.
+    # `jax.checkpoint` has a barrier over the gradient too. "full" needs it: whatever is recomputed
+    # early stays in memory from then on.
     save = jax.checkpoint_policies.save_only_these_names(COLLECTIVE, SUM, RING, DISPATCHED)
     return jax.checkpoint(function, policy=save, prevent_cse=not in_scan)

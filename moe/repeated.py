@@ -1,9 +1,10 @@
-"""A function with a backward pass of its own: named values are kept, all others computed again.
+"""Selective rematerialisation by a custom backward pass: named values are saved, all others are
+recomputed.
 
-`jax.checkpoint` puts a barrier over what is kept *and* the gradient that comes in, so that nothing
-is repeated before that gradient is there. Here what is repeated depends on what is kept alone: a
-scheduler may run it, collectives above all, beside whatever the backward pass does before. The
-plain twin is the function itself, and the gradient that JAX takes of it.
+`jax.checkpoint` puts a barrier over the saved values *and* the incoming gradient, so that nothing
+is recomputed before that gradient exists. Here recomputation depends on the saved values alone: a
+scheduler may overlap it, and above all its collectives, with earlier parts of the backward pass.
+The reference implementation is the function itself, with the gradient that JAX computes.
 
 References:
   Jin et al., "MegaScale-MoE", 2025, section 3.3 (selective rematerialisation under other work).
@@ -29,19 +30,20 @@ def repeating(
     in_scan: bool = False,
     present: Array | None = None,
 ) -> Callable[..., Any]:
-    """`function`, of which the backward pass keeps the arguments and what has one of the `names`.
+    """Wraps `function` so that its backward pass saves the arguments and the values with one of the
+    `names`, and recomputes the rest.
 
-    Names are those that `jax.ad_checkpoint.checkpoint_name` gives, outside of loops and branches,
-    and those of primitives, of which all results are named. A named value is kept if a gradient
-    needs it; what it was made of is then not computed again.
+    Names are those of `jax.ad_checkpoint.checkpoint_name`, outside of loops and branches, and those
+    of primitives, of which all results are named. A named value is saved if a gradient needs it;
+    the computation that led to it is then not repeated.
 
     Args:
-      function: of pytrees of arrays. There is no gradient with respect to what it closes over.
-      names: of values.
-      in_scan: it is the body of a scan, whose loops forward and backward keep apart what a compiler
-        would otherwise compute once and keep.
-      present: ``[]`` whether it runs at all. Where it does not its result is zeros, and so are its
-        gradients; nothing of it is computed or sent, forward or backward.
+      function: of pytrees of arrays. There is no gradient for closed-over arrays.
+      names: names of values to save.
+      in_scan: it is the body of a scan, whose separate forward and backward loops already keep the
+        compiler from computing a value once and saving it.
+      present: ``[]`` true if it runs at all. If not, its result and its gradients are zeros, and
+        nothing of it is computed or communicated, forward or backward.
     """
 
     def run(*args: Any) -> Any:
@@ -68,9 +70,10 @@ def repeating(
 
         def backward(kept: Any, gradients: list[Any]) -> Any:
             if not in_scan:
-                # Over what is kept, so that no compiler finds it to be what went forward; not over
-                # the gradients, which nothing that is repeated waits for. One for each: an array
-                # keeps its type, and waits for no other.
+                # A barrier over the saved values, so that the compiler cannot merge recomputation
+                # with the forward pass; none over the gradients, for which recomputation need not
+                # wait. One barrier for each: arrays keep their types and do not wait for each
+                # other.
                 kept = jax.tree.map(lax.optimization_barrier, kept)
             inputs, named, runs = kept
             slopes = [x for x in gradients if _is_float(x)]
@@ -92,16 +95,17 @@ def repeating(
 
 @dataclass(frozen=True)
 class _Passes:
-    """A function's passes, traced.
+    """Traced forward and backward passes of a function.
 
     Attributes:
-      program: the forward pass of its gradient: of the arguments, its results and its residuals.
-      structure: of the results.
-      pull: the structure of the backward pass as a function of residuals.
-      floats: which arguments have a gradient.
-      repeat: of the constants and arguments, and of the values in `named`, the residuals.
-      used: which inputs `repeat` takes.
-      named: the values of the program that are kept.
+      program: jaxpr of the forward pass with residuals: from the arguments to results and
+        residuals.
+      structure: tree structure of the results.
+      pull: tree structure of the backward pass as a function of residuals.
+      floats: true for arguments that have a gradient.
+      repeat: jaxpr from the constants, arguments and `named` values to the residuals.
+      used: indices of the inputs that `repeat` takes.
+      named: values of the program that are saved.
     """
 
     program: Any
@@ -113,20 +117,20 @@ class _Passes:
     named: list[Any]
 
     def results(self, inputs: list[Array]) -> list[Array]:
-        """Of the arguments and the constants."""
+        """Results, from the arguments and the constants."""
         return self._evaluated(self.program.jaxpr.outvars[: self.structure.num_leaves], inputs)
 
     def forward(self, inputs: list[Array]) -> list[Array]:
-        """The results, and the values that are kept."""
+        """Results, and the values that are saved."""
         results = self.program.jaxpr.outvars[: self.structure.num_leaves]
         return self._evaluated([*results, *self.named], inputs)
 
     def inputs_of(self, inputs: list[Array]) -> list[Array]:
-        """Those that are kept."""
+        """Inputs that are saved."""
         return [inputs[place] for place in self.used]
 
     def backward(self, inputs: list[Array], named: list[Array], gradients: Any) -> list[Array]:
-        """The gradients of the arguments that have one."""
+        """Gradients of the arguments that have one."""
         residuals = core.eval_jaxpr(self.repeat, (), *inputs, *named)
         return self.pull.unflatten(residuals)(gradients)[0]
 
@@ -203,7 +207,7 @@ def _of(
     equations: list[Any] | None = None,
     **others: Any,
 ) -> Any:
-    """The same program with other ends."""
+    """The same jaxpr with other inputs and outputs."""
     equations = jaxpr.eqns if equations is None else equations
     return jaxpr.replace(
         invars=invars,
@@ -215,7 +219,7 @@ def _of(
 
 
 def _nothing_of(compute: Callable[..., list[Array]], *operands: Any) -> Callable[..., list[Array]]:
-    """Zeros of the types that `compute` gives."""
+    """Function that returns zeros of the output types of `compute`."""
     likes = jax.eval_shape(compute, *operands)
     axes = [x.manual_axis_type for x in likes]
     return lambda *_: [

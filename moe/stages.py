@@ -1,7 +1,8 @@
-"""The network as the stages of a pipeline: embedding, chunks of layers, last norm and head.
+"""Pipeline parallelism of the network: stages of embedding, chunks of layers, last norm and head.
 
-`scan_micro_batches` runs micro-batches forward and `gradients` forward and backward. What is made
-of the last hidden states is the caller's. The plain twin of both is `moe.model.run`.
+`scan_micro_batches` runs micro-batches forward and `gradients` forward and backward. The caller
+passes the function of the last hidden states. The reference implementation of both is
+`moe.model.run`.
 """
 
 from collections.abc import Callable
@@ -32,7 +33,7 @@ from sharding.zero import ShardDim
 MicroBatch = Any
 """A pytree of one micro-batch's arrays; `micro_batches` have another dimension in front."""
 ApplyHead = Callable[[Transformer[Array], Array, MicroBatch], Any]
-"""(weights, last hidden states, micro_batch) -> what a head makes of them."""
+"""(weights, last hidden states, micro_batch) -> output of a head."""
 
 
 def scan_micro_batches(
@@ -43,7 +44,7 @@ def scan_micro_batches(
     config: ModelConfig,
     mesh: FoldedMesh,
 ) -> tuple[Any, RouterStatistics[Array] | None]:
-    """The micro-batches forward through the stages.
+    """Runs micro-batches forward through the pipeline stages.
 
     Args:
       weights: of this device, as `moe.placement.in_chunks` stores them.
@@ -52,9 +53,9 @@ def scan_micro_batches(
       apply_head: called on the last stage.
 
     Returns:
-      What `apply_head` gives, ``[micro_batch, ...]``, equal on all stages; and the router's sums
-      over micro-batches and layers on this device, as `moe.model.run` gives them, with `choices`
-      that were asked for as ``[layer, micro_batch, token, k]``.
+      Outputs of `apply_head`, ``[micro_batch, ...]``, equal on all stages; and the router's sums
+      over micro-batches and layers on this device, as in `moe.model.run`, with requested `choices`
+      as ``[layer, micro_batch, token, k]``.
     """
     num_tokens = jnp.zeros((), jnp.int32)  # the losses of the routers are not asked for
     number = jax.tree.leaves(micro_batches)[0].shape[0]
@@ -77,7 +78,7 @@ def gradients(
     shard_dims: Layer[ShardDim] | None = None,
     fixed: Transformer[Array] | None = None,
 ) -> tuple[Float[Array, ""], Transformer[Array], dict[str, Any], RouterStatistics[Array] | None]:
-    """The loss of the micro-batches, the routers' included, and its gradient.
+    """Loss of the micro-batches, auxiliary losses of the routers included, and its gradient.
 
     Args:
       weights: as in `scan_micro_batches`, varying over all mesh axes.
@@ -86,8 +87,8 @@ def gradients(
       apply_head: gives a loss and metrics.
       num_tokens: valid tokens of the whole batch, for the routers' losses.
       shard_dims: of the layers, as in `moe.model.blocks`.
-      fixed: the weights that have no gradient, None in `weights` (`moe.adapters.trees.fixed`); None
-        where all have one.
+      fixed: frozen weights, which are None in `weights` (`moe.adapters.trees.fixed`); None if all
+        weights are trained.
 
     Returns:
       The loss of this device, which adds up over stages; its gradient with respect to `weights`,
@@ -144,8 +145,8 @@ def _stages(
 
 
 def _beside(stages: Stages, fixed: Transformer[Array], mesh: FoldedMesh) -> Stages:
-    """The same given the other weights alone. What is made of the fixed ones is as little kept for
-    the backward pass as what is made of weights."""
+    """The same stages as functions of the trained weights alone. Values derived from frozen weights
+    are not saved for the backward pass, as those derived from trained ones are not."""
     ends, layers = _ends(fixed), _chunks_of(fixed, mesh)
 
     def chunk(others, x, micro_batch, number):
@@ -162,8 +163,8 @@ def _beside(stages: Stages, fixed: Transformer[Array], mesh: FoldedMesh) -> Stag
 
 
 def _apart(stages: Stages, num_micro_batches: int) -> Stages:
-    """The same of micro-batches that know their number: what the routers chose in each stays apart
-    where sums are taken."""
+    """The same stages for numbered micro-batches: expert ids of each have a slot of their own in
+    the sums over micro-batches."""
 
     def chunk(layers, x, micro_batch, number):
         own, given = micro_batch
@@ -213,7 +214,7 @@ def _joined(
 
     def by_layer(x: Array) -> Array:
         x = join_shards(x[None], mesh.pp)  # [stage, chunk, layer, ...]
-        # Model chunk c lies on stage c % stages, so that chunks in order alternate between stages.
+        # Model chunk c is on stage c % stages, so that chunks in order alternate between stages.
         x = jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[3:])
         stacked = config.num_layers - config.num_dense_layers
         if chunks.is_even(stacked, mesh):

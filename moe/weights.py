@@ -1,16 +1,16 @@
-"""Every weight of the network, stated once: its named axes and how it starts.
+"""Weights of the network: the table of named axes and initial values, records and initialisation.
 
-A record holds one leaf per weight and is generic in what the leaf is: the table of `Weight`s, the
-arrays, their PartitionSpecs. Each of those is a `jax.tree.map` over the table.
+A record has one leaf per weight and is generic in the leaf: `Weight`s in the table, arrays,
+PartitionSpecs. Each of those is a `jax.tree.map` over the table.
 
 Axes: ``layer vocab d_model head kv_head head_dim d_ff route expert d_expert``; of latent attention
-``kv_lora q_lora`` and widths made of theirs; of the dense layers that come before those with
-experts ``first_layer dense_d_ff``; of adapters ``lora_rank``. Where some layers have Gated DeltaNet
-(`moe.attention.delta.weights`) those with attention are stacked along ``attention_layer`` and these
-along ``delta_layer``. ``route`` and ``expert`` have the
-same size and different roles: the router's outputs stay whole on every device while the experts are
-spread over them. ``half`` is 0 for gate and 1 for up: the two lie side by side in one weight, so
-that one product makes both, and what splits the hidden units splits those of both alike.
+``kv_lora q_lora`` and widths derived from them; of the leading dense layers ``first_layer
+dense_d_ff``; of adapters ``lora_rank``. If some layers have Gated DeltaNet
+(`moe.attention.delta.weights`), those with attention are stacked along ``attention_layer`` and
+these along ``delta_layer``. ``route`` and ``expert`` have the same size and different roles: the
+router's outputs are replicated on every device while the experts are sharded. ``half`` is 0 for
+gate and 1 for up: both are in one weight, so that one product computes both, and a split of the
+hidden units splits both in the same way.
 """
 
 import math
@@ -36,9 +36,12 @@ TRUNCATED_DEVIATION = 0.87962566103423978
 
 @struct.dataclass
 class Attention(Generic[Leaf]):
-    """`norm` is of what attention takes or, with `norm_placement` "after", of what it gives;
-    `out_norm` of what it gives where both have one. Where what attention gives has a gate, `query`
-    makes a head's query and, after it, its gate."""
+    """Weights of grouped-query attention.
+
+    `norm` normalises the input of attention or, with `norm_placement` "after", its output;
+    `out_norm` normalises the output if both have a norm. With an attention gate, `query` projects a
+    head's query followed by its gate.
+    """
 
     norm: Leaf
     query: Leaf
@@ -58,7 +61,8 @@ class Attention(Generic[Leaf]):
 
 @struct.dataclass
 class LatentAttention(Generic[Leaf]):
-    """`down` makes the narrow vector and the rotated part of the key, `up` a key and a value."""
+    """Weights of MLA: `down` projects to the latent vector and the rotary part of the key, `up`
+    expands the former to keys and values."""
 
     norm: Leaf
     query_down: Leaf | None
@@ -91,7 +95,8 @@ class Experts(Generic[Leaf]):
 
 @struct.dataclass
 class Layer(Generic[Leaf]):
-    """`norm` and `out_norm` are those of the feed-forward layer, as in `Attention`.
+    """Weights of a layer; `norm` and `out_norm` are those of the feed-forward layer, as in
+    `Attention`.
 
     A layer has attention or, in its place, Gated DeltaNet. In a stack with layers of both kinds
     `attention` is that of those which have it, and `delta` that of the others
@@ -109,7 +114,8 @@ class Layer(Generic[Leaf]):
 
 @struct.dataclass
 class Transformer(Generic[Leaf]):
-    """`first_layers` are dense ones before the `layers` with experts; None where all are alike."""
+    """Weights of the network; `first_layers` are leading dense layers before the `layers` with
+    experts, None if all layers have one type."""
 
     embedding: Leaf
     layers: Layer[Leaf]
@@ -119,8 +125,8 @@ class Transformer(Generic[Leaf]):
 
 
 def table(config: ModelConfig) -> Transformer[Weight]:
-    """The statement of every weight that `config` calls for. Where it has adapters, an
-    `moe.adapters.adapted.Adapted` of three `Weight`s stands in the place of one."""
+    """Table of every weight of a network. A weight with an adapter is an
+    `moe.adapters.adapted.Adapted` of three `Weight`s."""
     return with_adapters(_without_adapters(config), config)
 
 
@@ -278,8 +284,8 @@ def axis_sizes(config: ModelConfig) -> dict[str, int]:
 
 
 def initialise(config: ModelConfig, key: jax.Array) -> Transformer[jax.Array]:
-    """Initial weights, float32. Equal for equal keys, whatever the mesh they are laid on; what
-    adapters are beside is equal to the weights of the network without them."""
+    """Initial weights, float32. They depend on the key alone and not on the mesh; the base weights
+    of adapters are equal to the weights of the network without adapters."""
     if config.lora is None:
         return _drawn(table(config), axis_sizes(config), key)
     base = initialise(config.without_adapters(), key)
@@ -288,7 +294,7 @@ def initialise(config: ModelConfig, key: jax.Array) -> Transformer[jax.Array]:
 
 
 def initialise_trained(config: ModelConfig, key: jax.Array) -> Transformer[jax.Array]:
-    """The initial weights that learn, float32, None in place of those that are fixed."""
+    """Initial values of the trained weights, float32, with None in place of frozen ones."""
     statement = table(config)
     return _drawn(trained(statement, statement), axis_sizes(config), key)
 
@@ -329,8 +335,8 @@ def shapes(config: ModelConfig) -> Transformer[jax.ShapeDtypeStruct]:
 
 
 def cast(weights: Transformer[jax.Array], config: ModelConfig) -> Transformer[jax.Array]:
-    """The weights, each in the dtype that the network computes with: that of `config`, and float32
-    where `Weight.float32` says so. What has that dtype already is returned as it is."""
+    """Casts each weight to the dtype that the network computes with: that of `config`, or float32
+    where `Weight.float32` is set. A weight that has its dtype already is returned unchanged."""
 
     def one(leaf: jax.Array, weight: Weight) -> jax.Array:
         dtype = jnp.dtype(jnp.float32 if weight.float32 else config.dtype)
@@ -345,19 +351,20 @@ def cast_shapes(config: ModelConfig) -> Transformer[jax.ShapeDtypeStruct]:
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """How many numbers the weights hold."""
+    """Number of parameters, adapters included."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes(config)))
 
 
 def num_trained_parameters(config: ModelConfig) -> int:
-    """How many of them learn."""
+    """Number of trained parameters."""
     return sum(
         math.prod(leaf.shape) for leaf in jax.tree.leaves(trained(shapes(config), table(config)))
     )
 
 
 def num_active_parameters(config: ModelConfig) -> int:
-    """How many of them one token passes: all but adapters and the experts it is not sent to."""
+    """Number of active parameters per token: all but adapters and the experts that it does not
+    use."""
     config = config.without_adapters()
     idle = config.num_experts - config.experts_per_token if config.num_experts else 0
     expert = 3 * config.d_model * config.d_expert

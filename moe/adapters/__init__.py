@@ -1,1 +1,1 @@
-"""Low-rank adapters (LoRA): what is learned beside weights that stay as they are."""
+"""Low-rank adapters (LoRA): trained matrices added to frozen base weights."""

@@ -1,4 +1,4 @@
-"""A weight with an adapter, and the products with it."""
+"""A weight with a LoRA adapter, and matrix products with it."""
 
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
@@ -14,10 +14,10 @@ Product = Callable[[Array, Any], Array]
 
 @struct.dataclass
 class Adapted(Generic[Leaf]):
-    """The weight ``W + s A B``, which is nowhere made while it is trained.
+    """The weight ``W + s A B``, which is never materialised in training.
 
     Attributes:
-      base: ``W``, which stays as it is.
+      base: ``W``, frozen.
       a: the axes that `base` is summed over, and the rank.
       b: the rank, and the other axes of `base`. (The names are PEFT's ``lora_A``, ``lora_B``.)
       scale: ``s``.
@@ -30,7 +30,7 @@ class Adapted(Generic[Leaf]):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the weight."""
+        """Shape of the weight."""
         base: Any = self.base
         return base.shape
 
@@ -48,8 +48,8 @@ def product(
     """``x W``, of an adapted weight ``x W + s (x A) B``.
 
     A and B are cast to the dtype of `x` where they are used, as weights are; their products are
-    rounded to it. They are spread over devices as the axes of W are, so that what `dot` gives in
-    parts over ``tp`` or ``etp`` they give in parts too.
+    rounded to it. They are sharded as the axes of W are, so that where `dot` gives partial sums
+    over ``tp`` or ``etp``, they give partial sums too.
 
     Args:
       dot: the product with W.

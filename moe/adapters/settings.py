@@ -1,4 +1,4 @@
-"""What of a network has adapters, and how they count."""
+"""LoRA settings: target modules, rank and scale."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ dense layers; of the shared expert; of a head that is not the embedding."""
 
 @dataclass(frozen=True)
 class Lora:
-    """Low-rank adaptation: a product ``x W`` becomes ``x W + s (x A) B`` and only A and B learn.
+    """Low-rank adaptation: a product ``x W`` becomes ``x W + s (x A) B``; only A and B are trained.
 
     Args:
       rank: of ``A B``.

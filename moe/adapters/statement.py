@@ -1,4 +1,4 @@
-"""Which weights have adapters, and the adapters stated as all weights are."""
+"""Table of a network's weights with LoRA adapters added to the targets."""
 
 import math
 from collections.abc import Sequence
@@ -18,17 +18,17 @@ MATRICES = {
     "experts": ("gate_up", "down"),
     "dense": ("gate_up", "down"),
 }
-"""The weights of a record that its products are with."""
+"""The weights of a record that are operands of its matrix products."""
 STACKS = ("layer", "first_layer", "attention_layer", "expert")
 """Axes along which each entry has an adapter of its own."""
 
 
 def with_adapters(plain: Tree, config: ModelConfig) -> Tree:
-    """The table of weights with adapters: all fixed but for a value head, and an `Adapted` of three
-    in the place of each that is a target.
+    """The table of weights with adapters: all frozen but for a value head, and each target
+    replaced by an `Adapted` of three.
 
     A starts normal with variance ``1 / (3 fan-in)``, that of PEFT's uniform start, and B with
-    zeros: training begins at the fixed weights.
+    zeros: training starts at the frozen weights.
 
     Args:
       plain: the table without adapters, `moe.weights.Weight`s.
@@ -45,8 +45,8 @@ def with_adapters(plain: Tree, config: ModelConfig) -> Tree:
         if _target_of(names, config) not in lora.targets:
             return fixed
         axes, inward = weight.axes.split(), weight.fan_in.split()
-        # PEFT adapts gate and up of a dense layer apart, and those of stacked experts as the one
-        # parameter that they are there: so its files fit.
+        # PEFT adapts gate and up of a dense layer separately, and those of stacked experts as the
+        # one parameter that they are there: with the same shapes, its files can be loaded.
         stacks = STACKS if "expert" in axes else (*STACKS, "half")
         stack = [axis for axis in axes if axis in stacks]
         outward = [axis for axis in axes if axis not in (*stack, *inward)]
@@ -75,7 +75,7 @@ def _names(path: Any) -> list[str]:
 
 
 def _target_of(names: Sequence[str], config: ModelConfig) -> str | None:
-    """Which of `TARGETS` a weight belongs to, None for none."""
+    """The entry of `TARGETS` that a weight belongs to, None for none."""
     if list(names) == ["head"]:
         return "head" if config.head == "untied" else None
     record, name = names[-2:] if len(names) > 1 else ("", names[-1])

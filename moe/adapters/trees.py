@@ -1,7 +1,7 @@
-"""Records of weights with adapters, taken apart and put together.
+"""Split and merge of weight trees with adapters.
 
-`statement` is the table of the network (`moe.weights.table`), which says what is fixed and where
-there are adapters.
+`statement` is the table of the network (`moe.weights.table`), which says which weights are frozen
+and which have adapters.
 """
 
 from collections.abc import Iterator
@@ -19,12 +19,12 @@ Tree = TypeVar("Tree")
 
 
 def trained(tree: Tree, statement: Any) -> Tree:
-    """What there is of the weights that learn, None in place of what is of the fixed ones."""
+    """The leaves of the trained weights; None in place of those of the frozen ones."""
     return _some(tree, statement, fixed=False)
 
 
 def fixed(tree: Tree, statement: Any) -> Tree:
-    """What `trained` leaves out, None in place of the rest."""
+    """The leaves of the frozen weights; None in place of those of the trained ones."""
     return _some(tree, statement, fixed=True)
 
 
@@ -35,7 +35,7 @@ def _some(tree: Tree, statement: Any, *, fixed: bool) -> Tree:
 
 
 def joined(some: Tree, others: Tree) -> Tree:
-    """Undoes `trained` and `fixed`."""
+    """Merges the trees of `trained` and `fixed` again: leaves of `others` where `some` has None."""
     return jax.tree.map(
         lambda one, other: other if one is None else one,
         some,
@@ -45,12 +45,12 @@ def joined(some: Tree, others: Tree) -> Tree:
 
 
 def with_base(base: Any, learned: Tree, statement: Any) -> Tree:
-    """The weights of a network with adapters, made of those of the one without.
+    """The weights of a network with adapters, from base weights and trained leaves.
 
     Args:
-      base: of the network without adapters; its head does not count where that of the network
-        learns.
-      learned: the others, as `trained` gives them.
+      base: weights of the network without adapters; its head is ignored where that of the network
+        is trained.
+      learned: the trained leaves, as `trained` gives them.
     """
     head = statement.head
     if head is not None and not is_adapted(head) and not head.fixed:
@@ -63,7 +63,7 @@ def with_base(base: Any, learned: Tree, statement: Any) -> Tree:
 
 
 def without_adapters(weights: Any) -> Any:
-    """The weights that adapters are beside: the same arrays."""
+    """The base weights alone: the same arrays, without adapters."""
     return jax.tree.map(
         lambda node: node.base if is_adapted(node) else node, weights, is_leaf=is_adapted
     )
@@ -83,17 +83,17 @@ def merged(weights: Any, statement: Any) -> Any:
 
 
 def has_adapters(weights: Any) -> bool:
-    """Whether any of the weights is an adapted one."""
+    """True if any of the weights is an adapted one."""
     return any(map(is_adapted, jax.tree.leaves(weights, is_leaf=is_adapted)))
 
 
 def is_adapted(node: Any) -> bool:
-    """Whether a node of a record is an adapted weight."""
+    """True if a node of a record is an adapted weight."""
     return isinstance(node, Adapted)
 
 
 def _low_rank(leaf: Adapted[Array], stated: Adapted[Any]) -> Array:
-    """``s A B`` in the axes of W, in float32 products that no device shortens."""
+    """``s A B`` in the axes of W, multiplied in float32 at highest precision on every device."""
     letters: Iterator[str] = map(chr, count(ord("a")))
     letter_of: dict[str, str] = {}
 

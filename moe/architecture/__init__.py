@@ -1,2 +1,2 @@
-"""What makes one architecture another: the choices of `moe.config.ModelConfig`, and which of them
-can be had together."""
+"""Architecture options of `moe.config.ModelConfig`, and the checks of which of them may be
+combined."""

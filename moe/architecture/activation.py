@@ -1,4 +1,4 @@
-"""What a feed-forward layer makes of its gate and up."""
+"""Activation functions of gated feed-forward layers (SwiGLU, GeGLU, clamped SwiGLU)."""
 
 from dataclasses import dataclass
 from typing import Literal

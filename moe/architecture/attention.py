@@ -1,6 +1,6 @@
-"""Attention as networks have it, and which of its choices can be had together.
+"""Attention options (MLA, windows, rotary), and checks of which of them may be combined.
 
-Functions take a `moe.config.ModelConfig`, which is made with them.
+Functions take a `moe.config.ModelConfig`, whose constructor calls them.
 """
 
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ NOT_OF_LATENT_ATTENTION = (
     "window_rope_base",
     "nope_layers",
 )
-"""Fields of `ModelConfig` that multi-head latent attention has no place for."""
+"""Fields of `ModelConfig` that multi-head latent attention does not support."""
 
 
 @dataclass(frozen=True)
 class MultiHeadLatentAttention:
-    """Multi-head latent attention (MLA): keys and values come from one narrow vector per token.
+    """Multi-head latent attention (MLA): keys and values come from one latent vector per token.
 
     Fields have the names of DeepSeek's config.json.
 

@@ -1,6 +1,6 @@
-"""Gated DeltaNet among layers with attention, and what it can be had with.
+"""Gated DeltaNet layers among attention layers, and checks of what they may be combined with.
 
-Functions take a `moe.config.ModelConfig`, which is made with it.
+Functions take a `moe.config.ModelConfig`, whose constructor calls them.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from typing import Any
 from moe.architecture.repetition import period_of
 
 NOT_BESIDE_DELTA = ("mla", "num_dense_layers")
-"""Fields of `ModelConfig` that a network with Gated DeltaNet has no place for."""
+"""Fields of `ModelConfig` that a network with Gated DeltaNet does not support."""
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class GatedDeltaNet:
     """Linear attention by the gated delta rule (`moe.attention.delta`) in the place of attention.
 
     Args:
-      layers: numbers of the layers that have it; the others have attention.
+      layers: indices of the layers that have it; the others have attention.
       num_key_heads: heads of queries and keys.
       num_value_heads: a multiple of it: neighbouring value heads share a key head.
       key_head_dim: width of a query and of a key.
@@ -47,7 +47,7 @@ class GatedDeltaNet:
 
 
 def delta_layers(config: Any) -> tuple[int, ...]:
-    """Numbers of the layers with Gated DeltaNet; none in most networks."""
+    """Indices of the layers with Gated DeltaNet; none in most networks."""
     return () if config.delta is None else config.delta.layers
 
 

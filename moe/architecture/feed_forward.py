@@ -1,7 +1,6 @@
-"""Feed-forward layers and routers as networks have them, and which of their choices can be had
-together.
+"""Checks of feed-forward and router options: their values, and which of them may be combined.
 
-Functions take a `moe.config.ModelConfig`, which is made with them.
+Functions take a `moe.config.ModelConfig`, whose constructor calls them.
 """
 
 from typing import Any
@@ -27,7 +26,11 @@ def check_first_layers(config: Any) -> None:
 
 
 def check_routing(config: Any) -> None:
-    """What the router's fields must be, and be together."""
+    """Checks the router's fields, each and in combination.
+
+    Raises:
+      ValueError: on a value that is not valid, and on a combination that is not.
+    """
     for name in ("expert_bias", "router_bias"):
         if getattr(config, name) and not config.num_experts:
             raise ValueError(f"{name}=True needs experts, not num_experts=0: leave it out.")

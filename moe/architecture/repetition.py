@@ -1,14 +1,14 @@
-"""After how many layers their kinds come again."""
+"""Period of the layer types of a stack."""
 
 from collections.abc import Hashable, Sequence
 
 
 def period_of(kinds: Sequence[Hashable]) -> int:
-    """The least number of layers of which the stack is a whole number of repetitions; that of all
-    where it repeats nothing.
+    """The smallest number of layers whose repetition gives the stack; the depth where nothing
+    repeats.
 
     Args:
-      kinds: of the layers of a stack, in order.
+      kinds: types of the layers of a stack, in order.
     """
     depth = len(kinds)
     return next(

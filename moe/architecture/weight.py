@@ -1,4 +1,4 @@
-"""How a weight is stated."""
+"""Specification of a weight: named axes, initial values, dtype, frozen or not."""
 
 from dataclasses import dataclass
 
@@ -9,16 +9,16 @@ class Weight:
 
     Args:
       axes: names separated by blanks, for example ``"layer d_model head head_dim"``.
-      fan_in: the axes summed over where the weight is used; values start normal, cut at two
+      fan_in: the axes summed over where the weight is used; values start normal, truncated at two
         standard deviations, with variance ``scale^2 / fan-in``. Empty: all values start at `scale`.
       scale: see `fan_in`.
-      drawn_along: an axis whose entries are drawn each with a key of their own, as weights that
-        stand apart are.
+      drawn_along: an axis whose entries are sampled each with an RNG key of its own, as separate
+        weights are.
       float32: it is computed with in float32, whatever `ModelConfig.dtype` is: the scale of a norm,
-        of which a bfloat16 near 1 has no more than two digits, and what a choice of experts or a
-        value hangs on (`moe.precision`). They are few: a vector or a narrow matrix a layer, and
-        adapters, which are their own float32 masters.
-      fixed: it has no gradient and stays as it is: what adapters are beside.
+        of which a bfloat16 near 1 has no more than two digits, and weights on which the selection
+        of experts or a value depends (`moe.precision`). They are few: a vector or a narrow matrix
+        a layer, and adapters, which are their own float32 master weights.
+      fixed: it is frozen and has no gradient: a base weight of adapters.
     """
 
     axes: str

@@ -1,2 +1,2 @@
-"""Attention: the layer, its projections, core attention in several implementations, and context
+"""Attention: the layer, its projections, implementations of core attention, and context
 parallelism."""

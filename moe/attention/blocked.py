@@ -1,8 +1,8 @@
-"""Attention block by block (FlashAttention, in plain JAX): no more than a block's scores exist at a
-time, forward or backward, and blocks that a mask hides whole are left out.
+"""Blockwise attention (FlashAttention in plain JAX): no more than one block of scores exists at a
+time, forward or backward, and blocks that a mask hides completely are skipped.
 
-`attend` and `attend_gradient` speak about some of the keys: a ring (`context_parallel.ring`) merges
-what it learns from one rank after the other.
+`attend` and `attend_gradient` work on a subset of the keys: ring attention
+(`context_parallel.ring`) merges their results rank after rank.
 """
 
 from functools import partial
@@ -38,7 +38,7 @@ from moe.precision import MASK_VALUE
 from sharding.collectives import vary, varying
 
 SCORES = 2**18
-"""Scores of a block of several short rows, at most: about what a core's cache holds."""
+"""Scores of a block of multiple short rows, at most: about as many as a core's cache holds."""
 
 
 def blocked_attention(
@@ -49,12 +49,13 @@ def blocked_attention(
     scale: float | None = None,
     sinks: Float[Array, "heads"] | None = None,
 ) -> Float[Array, "batch time heads v_head_dim"]:
-    """``softmax(scale q k) v`` over the visible positions: `plain_attention` with its own gradient,
-    which keeps the result and a number per query instead of all scores (`moe.attention.flash`).
+    """``softmax(scale q k) v`` over the visible positions: `plain_attention` with a custom gradient
+    that saves the output and one number per query instead of all scores (`moe.attention.flash`).
 
     Args:
-      mask: where it is `causal`, about half of the work is left out; of rows with more than `KEYS`
-        keys, each block that the ranges of its marks tell to be hidden, by a window, say.
+      mask: where it is `causal`, about half of the work is skipped; in rows with more than `KEYS`
+        keys, also each block whose ranges of positions and segment ids show it to be hidden, for
+        example by a window.
       scale: multiplies the scores; None is ``head_dim**-0.5``.
       sinks: as for `plain_attention`.
     """
@@ -64,11 +65,12 @@ def blocked_attention(
 def attend(
     query: Query, key: Key, value: Value, mask: Mask, scale: float
 ) -> tuple[Output, PerQuery]:
-    """What the queries get of these keys, float32 and not rounded, and the log-sum of their scores'
-    exponentials: `MASK_VALUE`, or little more, where a query sees none of them.
+    """Attention output over these keys, float32 and not rounded, and the log-sum-exp of the scores:
+    `MASK_VALUE`, or little more, where a query sees none of them.
 
     Args:
-      query, key, value: with one dimension in front, all `alike`.
+      query, key, value: with one batch dimension in front, all varying over the same mesh axes
+        (`sharding.collectives.alike`).
     """
     time, blocking = query.shape[-2], blocking_of(query.shape[-2], key.shape[-2], mask.causal)
     # Padded queries see nothing, and their results are cut off.
@@ -90,11 +92,11 @@ def attend_gradient(
     out_gradient: Output,
     scale: float,
 ) -> tuple[Query, Key, Value]:
-    """The gradients of queries, keys and values that come through these keys, in float32.
+    """Gradients of queries, keys and values from the scores with these keys, in float32.
 
     Args:
-      log_sum: over all the keys that the softmax is taken of.
-      mean: `slope_mean` of the whole result.
+      log_sum: log-sum-exp over all the keys of the softmax, not these alone.
+      mean: `slope_mean` of the output over all keys.
     """
     time, blocking = query.shape[-2], blocking_of(query.shape[-2], key.shape[-2], mask.causal)
     marks = marks_in_blocks(mask.query, blocking)
@@ -111,20 +113,22 @@ BLOCKED = Flash(attend, attend_gradient)
 
 
 def _rows(query: Array, key: Array, blocking: Blocking) -> int:
-    """How many rows are worked on at a time: a divisor, so that one program serves them all."""
+    """Number of rows per loop iteration: a divisor of the batch, so that one compiled body does."""
     batch, kv_heads, group = query.shape[:3]
     most = max(SCORES // (kv_heads * group * blocking.queries * key.shape[2]), 1)
     return max(rows for rows in range(1, min(most, batch) + 1) if batch % rows == 0)
 
 
 def _over_rows(function, given, rows: int):
-    # One row at a time is no batch of one: a branch of a batch computes both sides.
+    # One row at a time is not a batch of one: under `vmap` a `cond` computes both branches.
     return lax.map(lambda x: function(*x), given, batch_size=rows if rows > 1 else None)
 
 
 class _Softmax(NamedTuple):
-    """An online softmax over some of the keys: ``out / total`` is their result, powers over ``exp
-    top``."""
+    """State of an online softmax over a subset of the keys.
+
+    The output is ``out / total``; exponentials are relative to ``exp(top)``.
+    """
 
     top: Array
     total: Array
@@ -141,7 +145,7 @@ def _row(
     marks: Marks,
     source_marks: Marks,
 ) -> tuple[Output, PerQuery]:
-    """What the queries of one row get, and the log-sum of their scores' exponentials."""
+    """Attention output of one row's queries, and the log-sum-exp of their scores."""
 
     def softmax(query: Query, key: Key, value: Value, seen: Bool[Array, "time source"]) -> _Softmax:
         scores = product("vgtd,vsd->vgts", query, key) * scale
@@ -173,7 +177,7 @@ def _row(
         total = jnp.where(found.total == 0, 1, found.total)
         return found.out / total[..., None], found.top + jnp.log(total)
 
-    # One compiled loop per span; what it knows is bound to this span, not to the last one.
+    # One compiled loop per span, as shapes differ. The lambda's defaults bind this span's arrays.
     parts = []
     for span in blocking.spans:
         own = (
@@ -187,7 +191,7 @@ def _row(
 
 
 def _merged(a: _Softmax, b: _Softmax) -> _Softmax:
-    """The softmax over the keys of both."""
+    """Combines two online softmax states into one over the keys of both."""
     top = jnp.maximum(a.top, b.top)
     of_a, of_b = jnp.exp(a.top - top), jnp.exp(b.top - top)
     return _Softmax(
@@ -210,12 +214,12 @@ def _row_gradient(
     mean: PerQuery,
     out_gradient: Output,
 ) -> tuple[Query, Key, Value]:
-    """The gradients of one row's queries, keys and values."""
+    """Gradients of one row's queries, keys and values."""
     dtype = query.dtype
 
     def slopes(own, key: Key, value: Value, sources: Marks) -> tuple[Array, Array, Array]:
         query, marks, log_sum, mean, out_gradient = own
-        # Keys before queries: no product that follows needs a transposed copy of all scores.
+        # Keys before queries: none of the following products needs a transposed copy of the scores.
         seen = jnp.swapaxes(visible(marks, sources, window), 0, 1)[None, :, None]
         scores = product("vsd,vgtd->vsgt", key, query) * scale
         probs = jnp.where(seen, jnp.exp(scores - log_sum[:, None]), 0)
@@ -255,7 +259,7 @@ def _row_gradient(
         of_query, *sums = lax.fori_loop(0, span.num_chunks, add, (of_query, *sums))
         return tuple(sums), of_query
 
-    # A query is in one block; a key is met by many, whose gradients add up.
+    # A query is in one block. A key is in the scores of many blocks, whose gradients are summed.
     queries = []
     sums = [vary(jnp.zeros(x.shape, jnp.float32), tuple(varying(x))) for x in (key, value)]
     for span in blocking.spans:

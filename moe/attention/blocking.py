@@ -1,4 +1,4 @@
-"""How rows are cut into blocks of queries and of keys."""
+"""Split of rows into blocks of queries and of keys."""
 
 from typing import NamedTuple
 
@@ -9,20 +9,20 @@ from jaxtyping import Array
 from moe.attention.mask import Marks
 
 QUERIES = 128
-"""Queries of a block, at most. Fewer leave out more of what a causal mask hides, more make better
-products."""
+"""Queries of a block, at most. Smaller blocks skip more of what a causal mask hides; larger ones
+give more efficient matrix products."""
 KEYS = 2048
 """Keys of a block, at most."""
 SPANS = 8
-"""Stretches of queries that are compiled apart, at most, each with keys up to its own end."""
+"""Ranges of queries that are compiled separately, at most, each with keys up to its own end."""
 
 
 class Span(NamedTuple):
-    """Consecutive blocks of queries that meet the same keys, the first ones of the row.
+    """Consecutive blocks of queries that attend to the same keys: the first `sources` of the row.
 
     Attributes:
-      first, stop: queries.
-      sources: how many keys.
+      first, stop: range of queries.
+      sources: number of keys.
     """
 
     first: int
@@ -31,22 +31,22 @@ class Span(NamedTuple):
 
     @property
     def num_chunks(self) -> int:
-        """Blocks of keys."""
+        """Number of blocks of keys."""
         return -(-self.sources // KEYS)
 
     @property
     def chunk(self) -> int:
-        """Keys of a block."""
+        """Number of keys of a block."""
         return -(-self.sources // self.num_chunks)
 
 
 class Blocking(NamedTuple):
-    """How a row is cut into blocks.
+    """Split of a row into blocks.
 
     Attributes:
-      queries: of a block.
-      num_blocks: of the row.
-      spans: of blocks.
+      queries: number of queries of a block.
+      num_blocks: number of blocks of queries of the row.
+      spans: ranges of these blocks, in order.
     """
 
     queries: int
@@ -54,18 +54,18 @@ class Blocking(NamedTuple):
     spans: tuple[Span, ...]
 
     def blocks(self, span: Span) -> slice:
-        """Which of the row's blocks are those of a span."""
+        """Slice of the row's blocks that a span covers."""
         return slice(span.first // self.queries, span.stop // self.queries)
 
 
 def blocking_of(time: int, source: int, causal: bool) -> Blocking:
-    """Blocks of equal size, in spans of equally many."""
+    """A split into blocks of equal size, with equally many of them in each span."""
     num_blocks = -(-time // QUERIES)
     of_span = -(-num_blocks // SPANS) if causal else num_blocks
     num_spans = -(-num_blocks // of_span)
     queries = -(-time // (num_spans * of_span))
-    # Each span is a loop of its own length in keys: shapes are static, so a causal row's blocks
-    # cannot each have their own.
+    # Each span is a loop with its own number of keys. Shapes are static in a loop, so the blocks of
+    # a causal row cannot each have their own number.
     width = of_span * queries
     ends = [(number + 1) * width for number in range(num_spans)]
     before = source - time
@@ -76,24 +76,25 @@ def blocking_of(time: int, source: int, causal: bool) -> Blocking:
 
 
 def lengthened(x: Array, blocking: Blocking, axis: int) -> Array:
-    """Queries, or what belongs to them, up to a whole number of blocks; what is added is 0."""
+    """Queries, or an array per query, padded with zeros to a whole number of blocks."""
     missing = blocking.num_blocks * blocking.queries - x.shape[axis]
     after = [(0, missing if n == axis % x.ndim else 0) for n in range(x.ndim)]
     return jnp.pad(x, after)
 
 
 def marks_in_blocks(marks: Marks, blocking: Blocking) -> Marks:
-    """``[row, time]`` of queries to ``[row, block, query]``, padding after the last.
+    """Reshapes ``[row, time]`` of queries to ``[row, block, query]``, with padding after the last.
 
-    Before a loop takes one row after the other: of a row that it cuts, and reads whole besides, as
-    the marks of keys, XLA's CPU back end works out every number's place again for each score.
+    It is done before a loop takes one row after the other. If the loop split a row that it also
+    reads whole, as the marks of keys, XLA's CPU back end would compute the index of every element
+    again for each score.
     """
     cut = (lengthened(x, blocking, -1).reshape(x.shape[0], -1, blocking.queries) for x in marks)
     return Marks(*cut)
 
 
 def keys_of(span: Span, key: Array, value: Array, marks: Marks) -> tuple[Array, Array, Marks]:
-    """Keys, values and marks of a span, up to a whole number of chunks; what is added is 0."""
+    """Keys, values and marks of a span, padded with zeros to a whole number of chunks."""
     beyond = span.num_chunks * span.chunk - span.sources
 
     def of_span(x: Array, axis: int) -> Array:
@@ -104,19 +105,19 @@ def keys_of(span: Span, key: Array, value: Array, marks: Marks) -> tuple[Array, 
 
 
 def chunk_of(x: Array, number: Array, span: Span, axis: int) -> Array:
-    """One of the blocks of keys."""
+    """Slice of one block of keys."""
     return lax.dynamic_slice_in_dim(x, number * span.chunk, span.chunk, axis)
 
 
 def blocks_of(x: Array, span: Span, blocking: Blocking, axis: int) -> Array:
-    """``[*front, time, ...]`` to ``[block, *front, query, ...]`` of a span, `axis` dimensions in
-    front."""
+    """Reshapes ``[*front, time, ...]`` to ``[block, *front, query, ...]`` for the queries of a
+    span; `front` has `axis` dimensions."""
     x = lax.slice_in_dim(x, span.first, span.stop, axis=axis)
     x = x.reshape(*x.shape[:axis], -1, blocking.queries, *x.shape[axis + 1 :])
     return jnp.moveaxis(x, axis, 0)
 
 
 def joined(x: Array) -> Array:
-    """``[block, kv_head, group, query, ...]`` to ``[kv_head, group, time, ...]``."""
+    """Reshapes ``[block, kv_head, group, query, ...]`` to ``[kv_head, group, time, ...]``."""
     x = jnp.moveaxis(x, 0, 2)
     return x.reshape(*x.shape[:2], -1, *x.shape[4:])

@@ -1,4 +1,4 @@
-"""Attention of one token per row over a cache of keys and values."""
+"""Decode attention: one query token per row over a KV cache."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -15,10 +15,11 @@ def cached_attention(
     scale: float | None = None,
     sinks: Float[Array, "heads"] | None = None,
 ) -> Float[Array, "row heads v_head_dim"]:
-    """`plain_attention` of a query per row, on keys and values as `moe.decoding.Cache` holds them.
+    """`plain_attention` of one query per row, on keys and values in the layout of
+    `moe.decoding.Cache`.
 
-    Both products run along the axis that lies together in memory, so that a step reads the cache
-    once and from end to end.
+    Both products run along the axis that is contiguous in memory, so that a step reads the cache
+    once, sequentially.
 
     Args:
       scale: multiplies the scores; None is ``head_dim**-0.5``.

@@ -1,4 +1,4 @@
-"""Core attention on one device: the plain twin, or an implementation that keeps no scores."""
+"""Core attention on one device: the reference implementation, or one that saves no scores."""
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,9 @@ from moe.kernels.attention.training import FLASH, mosaic_attention, obstacle
 
 IMPLEMENTATIONS = ("plain", "blocked", "xla", "cudnn", "mosaic")
 LARGEST_PLAIN = 2**21
-"""Scores up to which a CPU is quicker with all of them at once: about what its caches hold."""
+"""Scores up to which a CPU is faster with all of them in memory: about what its caches hold."""
 LARGEST_KEPT = 2**28
-"""Scores up to which another device has all of them at once: 1 GiB of float32, in a layer."""
+"""Scores up to which another device has all of them in memory: 1 GiB of float32, in a layer."""
 
 
 def core_attention(
@@ -36,11 +36,11 @@ def core_attention(
     """``softmax(scale q k) v`` over the visible positions, by the implementation of that name.
 
     "plain" is `plain_attention`; "blocked" is `moe.attention.blocked`, the same block by block with
-    a gradient of its own. "xla" and "cudnn" are those of `jax.nn.dot_product_attention`
+    a custom gradient. "xla" and "cudnn" are those of `jax.nn.dot_product_attention`
     (`moe.attention.fused.kernels`); the second is FlashAttention on an NVIDIA GPU: scores and their
     gradients stay on the chip. "mosaic" are kernels of our own for Hopper
     (`moe.kernels.attention`), which need no mask of queries times keys for any rows.
-    What a query gets that sees nothing differs between them; it is finite and used by nobody.
+    The output of a query that sees no key differs between them; it is finite and never used.
 
     Args:
       scale: multiplies the scores; None is ``head_dim**-0.5``.
@@ -50,7 +50,7 @@ def core_attention(
         (`moe.attention.fused.sink_keys`).
 
     Raises:
-      ValueError: on an unknown name, and where the one that is demanded cannot serve.
+      ValueError: on an unknown name, and where the named implementation does not support the call.
 
     References:
       Dao, "FlashAttention-2", 2023. https://arxiv.org/abs/2307.08691
@@ -79,13 +79,14 @@ def core_attention(
 
 
 def flash_of(implementation: str | None, query: Array, key: Array, value: Array) -> Flash:
-    """What computes some of the scores, for those who merge them: "mosaic" or, else, "blocked".
+    """Flash attention over a subset of the keys, for callers that merge the results: "mosaic", and
+    "blocked" for any other name.
 
     Args:
-      query, key, value: of any dimensions in front of the last.
+      query, key, value: with any number of dimensions before the last.
 
     Raises:
-      ValueError: where "mosaic" is demanded and cannot serve.
+      ValueError: where "mosaic" is named and does not support the arrays.
     """
     if implementation != "mosaic":
         return BLOCKED
@@ -103,7 +104,7 @@ def _check_kernel(query: Array, key: Array, value: Array) -> None:
 
 
 def _best(query: Array, key: Array, value: Array, mask: Mask, sinks: Array | None = None) -> str:
-    """The implementation for such arrays."""
+    """The implementation chosen for these arrays where none is named."""
     if _why_not_cudnn(query, value, mask, sinks) is None:
         return "cudnn"
     batch, time, heads, _ = query.shape
@@ -114,7 +115,8 @@ def _best(query: Array, key: Array, value: Array, mask: Mask, sinks: Array | Non
 def _why_not_cudnn(
     query: Array, value: Array, mask: Mask, sinks: Array | None = None
 ) -> str | None:
-    """What keeps cuDNN's kernel from such arrays and how to change it; None if nothing does."""
+    """The reason why cuDNN's kernel does not support these arrays, and the remedy; None if it
+    does."""
     if jax.default_backend() != "gpu":
         return f'it runs on NVIDIA GPUs, not on {jax.default_backend()!r}: choose "plain"'
     if query.dtype not in (jnp.bfloat16, jnp.float16):

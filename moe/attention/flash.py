@@ -1,8 +1,8 @@
-"""Attention that keeps its result and a number per query instead of all scores (FlashAttention):
-what its implementations share, whatever computes the scores of a block.
+"""FlashAttention: the custom gradient that its implementations share. It saves the output and one
+number per query (the log-sum-exp) instead of all scores.
 
-With ``p = exp(s - L)``, ``L`` the log-sum of exponentials of the scores ``s``, ``o`` the result and
-``do`` its gradient:
+With ``p = exp(s - L)``, ``L`` the log-sum-exp of the scores ``s``, ``o`` the output and ``do`` its
+gradient:
 
     dv = p^T do      ds = p (do v^T - sum(o do))      dq = scale ds k      dk = scale ds^T q
 
@@ -31,11 +31,11 @@ PerQuery = Float[Array, "*batch kv_head group time"]
 
 
 class Flash(NamedTuple):
-    """What computes the scores.
+    """An implementation of the forward and backward pass over a set of keys.
 
     Attributes:
-      attend: ``(query, key, value, mask, scale)`` to what the queries get of these keys, and the
-        log-sum of their scores' exponentials: `moe.attention.blocked.attend`.
+      attend: ``(query, key, value, mask, scale)`` to the attention output over these keys, and the
+        log-sum-exp of the scores: `moe.attention.blocked.attend`.
       attend_gradient: ``(query, key, value, mask, log_sum, mean, out_gradient, scale)`` to the
         gradients of queries, keys and values: `moe.attention.blocked.attend_gradient`.
     """
@@ -55,10 +55,10 @@ def flash_attention(
 ) -> Float[Array, "batch time heads v_head_dim"]:
     """``softmax(scale q k) v`` over the visible positions.
 
-    A query that sees nothing gets something finite, without a gradient.
+    The output of a query that sees no key is finite and has no gradient.
 
     Args:
-      flash: what computes the scores.
+      flash: the implementation that computes the scores.
       scale: multiplies the scores; None is ``head_dim**-0.5``.
       sinks: as for `moe.attention.plain.plain_attention`: keys that all queries see, of these
         scores and without value.
@@ -71,7 +71,7 @@ def flash_attention(
 def in_groups(
     x: Float[Array, "batch time heads width"], kv_heads: int
 ) -> Float[Array, "batch kv_head group time width"]:
-    """Of queries, or of what they get: those of a key/value head together."""
+    """Groups the query heads of queries, or of attention outputs, by key/value head."""
     return jnp.moveaxis(x.reshape(*x.shape[:2], kv_heads, -1, x.shape[-1]), 1, 3)
 
 
@@ -86,7 +86,7 @@ def in_heads(
 def by_head(
     x: Float[Array, "batch time kv_heads width"],
 ) -> Float[Array, "batch kv_head time width"]:
-    """Of keys and values; its own reverse on what it gives."""
+    """Moves the head axis of keys and values before time; applied twice it is the identity."""
     return jnp.swapaxes(x, 1, 2)
 
 
@@ -126,7 +126,7 @@ _attend.defvjp(_forward, _backward)
 def beside_sinks(
     out: Output, log_sum: PerQuery, sinks: Float[Array, "heads"] | None
 ) -> tuple[Output, PerQuery]:
-    """What queries get, and the log-sum of their scores' exponentials, with one more score."""
+    """Attention output and log-sum-exp with the sink of each head as one more score."""
     if sinks is None:
         return out, log_sum
     total = jnp.logaddexp(log_sum, _of_queries(sinks, log_sum))
@@ -136,10 +136,10 @@ def beside_sinks(
 def sinks_gradient(
     sinks: Float[Array, "heads"], log_sum: PerQuery, mean: PerQuery
 ) -> Float[Array, "heads"]:
-    """That of a key without a value: ``-sum p D``.
+    """Gradient of the sinks, which are keys without a value: ``-sum p D``.
 
     Args:
-      log_sum: with the sinks.
+      log_sum: log-sum-exp with the sinks included.
       mean: `slope_mean`.
     """
     through = jnp.exp(_of_queries(sinks, log_sum) - log_sum) * mean
@@ -151,8 +151,8 @@ def _of_queries(sinks: Float[Array, "heads"], log_sum: PerQuery) -> PerQuery:
 
 
 def slope_mean(out: Output, out_gradient: Output) -> PerQuery:
-    """FlashAttention-2's ``D = rowsum(do o)``: what the softmax takes off every score's
-    gradient."""
+    """FlashAttention-2's ``D = rowsum(do o)``, which the softmax subtracts from the gradient of
+    every probability."""
     return product("...td,...td->...t", out, out_gradient)
 
 

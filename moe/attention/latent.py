@@ -1,12 +1,12 @@
-"""Multi-head latent attention: keys and values come from one narrow vector per token.
+"""Multi-head latent attention (MLA): keys and values are expanded from one latent vector per token.
 
-``c = norm(h W_c)``, ``[k_h ; v_h] = c W_h``; the part of a key that knows its position,
-``r = rope(h W_r)``, is one for all heads and laid beside each ``k_h``. Queries may come from a
-narrow vector of their own. The vectors are computed on every ``tp`` rank, without communication.
+``c = norm(h W_c)``, ``[k_h ; v_h] = c W_h``; the rotary part of a key, ``r = rope(h W_r)``, is
+shared by all heads and concatenated to each ``k_h``. Queries may come from a latent vector of their
+own. The latent vectors are computed on every ``tp`` rank, without communication.
 
 Training expands them. Decoding need not: with ``W_h = [K_h V_h]`` a score is
-``q_h (c K_h)^T = (q_h K_h^T) c^T``, and what a query gets is ``sum p (c V_h) = (sum p c) V_h``. So
-the matrices are absorbed by the query and by what it gets, a cache holds ``[c ; r]`` alone, and all
+``q_h (c K_h)^T = (q_h K_h^T) c^T``, and the output of a query is ``sum p (c V_h) = (sum p c) V_h``.
+So the matrices are absorbed into the query and the output, a cache holds ``[c ; r]`` alone, and all
 heads attend to it as to one head.
 
 References:
@@ -36,17 +36,17 @@ IMPLEMENTATIONS = ("absorbed", "expanded")
 
 @dataclass(frozen=True)
 class LatentCore:
-    """Core attention that is handed narrow vectors and what expands them.
+    """Core attention that takes latent vectors and the matrix that expands them.
 
     Args:
-      attend: (queries, ``[c ; r]`` of the tokens, `up` of the weights) -> what each query gets.
+      attend: (queries, ``[c ; r]`` of the tokens, `up` of the weights) -> output of each query.
     """
 
     attend: Callable[[Heads, Narrow, Up], Heads]
 
 
 def keeps_narrow(config: ModelConfig) -> bool:
-    """Whether a cache holds narrow vectors.
+    """True if the KV cache holds latent vectors instead of expanded keys and values.
 
     Raises:
       ValueError: on an unknown name.
@@ -66,7 +66,7 @@ def queries(
     positions: Positions,
     config: ModelConfig,
 ) -> Heads:
-    """For the heads of this ``tp`` rank, their last part rotated."""
+    """Queries of the heads of this ``tp`` rank, with rotary positions on their last elements."""
     narrow = h
     if weights.query_down is not None and weights.query_norm is not None:
         narrow = checkpoint_name(product(_times, h, weights.query_down), PROJECTED)
@@ -84,17 +84,17 @@ def narrow_vectors(
     positions: Positions,
     config: ModelConfig,
 ) -> Narrow:
-    """``[c ; r]`` of each token."""
+    """Latent vector ``[c ; r]`` of each token."""
     rank = _mla(config).kv_lora_rank
     down = checkpoint_name(product(_times, h, weights.down), PROJECTED)
-    # All layers with latent attention rotate alike.
+    # All layers with latent attention have the same rotary settings.
     shared = rotated(down[:, None, rank:], positions, config, 0)[:, 0]
     content = rms_norm(down[:, :rank], weights.down_norm, config.norm_epsilon)
     return jnp.concatenate([content, shared], axis=-1)
 
 
 def expanded(narrow: Narrow, up: Up | Matrix, config: ModelConfig) -> tuple[Heads, Heads]:
-    """Keys and values."""
+    """Keys and values of each head, expanded from latent vectors."""
     rank, content = _mla(config).kv_lora_rank, _content_dim(config)
     both, shared = heads(narrow[:, :rank], up), narrow[:, None, rank:]
     shared = jnp.broadcast_to(shared, (*both.shape[:2], shared.shape[-1]))
@@ -102,7 +102,7 @@ def expanded(narrow: Narrow, up: Up | Matrix, config: ModelConfig) -> tuple[Head
 
 
 def absorbed(query: Heads, up: Up, config: ModelConfig) -> Heads:
-    """Queries whose products with narrow vectors are those of `query` with keys."""
+    """Queries whose products with latent vectors equal those of `query` with expanded keys."""
     content = _content_dim(config)
     matrix = up[..., :content].astype(query.dtype)
     own = jnp.einsum("nhk,rhk->nhr", query[..., :content], matrix)
@@ -110,7 +110,7 @@ def absorbed(query: Heads, up: Up, config: ModelConfig) -> Heads:
 
 
 def released(read: Float[Array, "token heads rank"], up: Up, config: ModelConfig) -> Heads:
-    """What queries get of values, of what they get of narrow vectors."""
+    """Attention output over values, from the weighted sum of latent vectors."""
     matrix = up[..., _content_dim(config) :].astype(read.dtype)
     return jnp.einsum("nhr,rhk->nhk", read, matrix)
 

@@ -1,9 +1,9 @@
-"""Grouped-query attention with rotary positions, heads spread over ``tp``.
+"""Grouped-query attention with rotary position embedding, heads sharded over ``tp``.
 
-The residual stream is a shard of the flattened tokens on each ``tp`` rank; the layer gathers the
-tokens, works on its own heads and scatters the sum back. What lies between keys and queries is
-passed in as `core_attention` (Megatron's word), so that training (all positions at once, spread
-over ``cp``) and decoding (a cache) are one layer.
+Each ``tp`` rank has a shard of the flattened tokens of the residual stream; the layer gathers the
+tokens, computes its local heads and reduce-scatters the sum. The product of queries, keys and
+values is passed in as `core_attention` (Megatron's word), so that training (all positions, sharded
+over ``cp``) and decoding (a KV cache) are one layer.
 """
 
 from typing import Protocol, runtime_checkable
@@ -30,11 +30,11 @@ from sharding.folding import FoldedMesh
 
 @runtime_checkable
 class CoreAttention(Protocol):
-    """(queries, keys, values) of the gathered tokens -> what each query gets of the values.
+    """(queries, keys, values) of the gathered tokens -> attention output of each query.
 
     Values may be narrower or wider than keys; `scale` multiplies the scores, None is
-    ``head_dim**-0.5``. Of `sinks` each head has a score that is no key's: it takes its part of
-    every softmax and gives nothing.
+    ``head_dim**-0.5``. `sinks` has a score for each head that belongs to no key: it is a term of
+    every softmax and has no value.
     """
 
     def __call__(
@@ -65,8 +65,8 @@ def attention(
     Args:
       x: the residual stream, sharded over ``cp`` and ``tp`` along the flattened tokens.
       positions: of each gathered token (the tokens of this ``cp`` rank).
-      core_attention: what lies between the projections; sees the heads of this rank only.
-      number: of the layer.
+      core_attention: attention between the projections; has the heads of this rank only.
+      number: index of the layer.
     """
     h = norm_before(x, weights.norm, config)
     # Norm before gather: each rank normalises its own tokens (sequence parallelism).
@@ -98,7 +98,8 @@ def attention(
 def norm_before(
     x: Float[Array, "local d_model"], norm: Float[Array, "d_model"], config: ModelConfig
 ) -> Float[Array, "local d_model"]:
-    """What attention or a feed-forward layer takes of the residual stream."""
+    """Input of attention or of a feed-forward layer: the residual stream after the pre-norm, if the
+    network has one."""
     return x if config.norm_placement == "after" else rms_norm(x, norm, config.norm_epsilon)
 
 
@@ -108,9 +109,10 @@ def norm_after(
     out_norm: Float[Array, "d_model"] | None,
     config: ModelConfig,
 ) -> Float[Array, "local d_model"]:
-    """What is added to the residual stream of what attention or a feed-forward layer gives."""
+    """Output of attention or of a feed-forward layer after the post-norm, if the network has one;
+    it is added to the residual stream."""
     if config.norm_placement == "before":
         return term
-    # Kept as the stream is: no backward pass repeats the collective that made it.
+    # Saved as the stream is, so that no backward pass repeats the collective that gave it.
     term, own = checkpoint_name(term, STREAM), norm if out_norm is None else out_norm
     return rms_norm(term, own, config.norm_epsilon)

@@ -1,7 +1,7 @@
-"""Which keys a query may attend to: earlier or equal columns of its own segment, inside a window.
+"""Attention mask: a query sees earlier or equal columns of its own segment, inside a window.
 
-A mask is made of a few numbers per token. No array of queries times keys exists before it is known
-which of them meet, and then of one block.
+A mask is a few numbers per token. An array of queries times keys is made only for a block, after
+the ranges of these numbers show that some of the block may be visible.
 """
 
 from typing import Any, NamedTuple
@@ -13,19 +13,20 @@ from jaxtyping import Array, Bool, Int
 from moe.config import ModelConfig
 
 LARGEST = 2**30
-"""More than any mark is."""
+"""Larger than any column, position or segment id."""
 
 Window = int | Int[Array, ""] | None
 """How many positions a query may look back, itself included; None is no limit."""
 
 
 class Marks(NamedTuple):
-    """What a mask needs to know of tokens; arrays ``[*batch, time]``.
+    """Column, position and segment id of tokens, from which masks are computed; arrays
+    ``[*batch, time]``.
 
     Attributes:
-      column: place in the row.
-      position: place in the own sequence.
-      segment: id of the sequence within the row; 0 for padding, which nobody attends to.
+      column: index in the row.
+      position: position in the token's own sequence.
+      segment: id of the sequence within the row; 0 for padding, which no query attends to.
     """
 
     column: Array
@@ -41,8 +42,8 @@ class Mask:
       query: ``[batch, time]`` each.
       key: ``[batch, source]`` each.
       window: see `Window`; a number that is known only at run time is an array.
-      causal: promises that the queries stand in the last places of the keys, in their order, and
-        that both are in the order of columns: most of what is not visible need not be looked at.
+      causal: promises that the queries are the last positions of the keys, in their order, and that
+        both are in the order of columns: most of the hidden scores can be skipped.
       single: promises that a row has no segments but 1 and padding.
     """
 
@@ -54,7 +55,7 @@ class Mask:
 
 
 def visible(query: Marks, key: Marks, window: Window = None) -> Bool[Array, "*batch time source"]:
-    """Which keys each query may attend to."""
+    """Boolean mask of the keys that each query may attend to."""
     q, k = (Marks(*(x[..., :, None] for x in query)), Marks(*(x[..., None, :] for x in key)))
     # Columns, not positions: padding and earlier segments of the row keep their columns.
     seen = (q.column >= k.column) & (q.segment == k.segment) & (k.segment > 0)
@@ -63,8 +64,8 @@ def visible(query: Marks, key: Marks, window: Window = None) -> Bool[Array, "*ba
 
 
 def may_meet(query: Marks, key: Marks, window: Window = None) -> Bool[Array, ""]:
-    """Whether any of the keys may be visible to any of the queries, as far as the ranges of their
-    marks tell: False is certain."""
+    """True unless the ranges of the marks show that no key is visible to any query: False is
+    certain, True is not."""
     last = jnp.max(_tokens(query, query.column, -1), axis=-1)
     first = jnp.min(_tokens(key, key.column, LARGEST), axis=-1)
     meet = last >= first
@@ -78,8 +79,8 @@ def may_meet(query: Marks, key: Marks, window: Window = None) -> Bool[Array, ""]
 
 
 def all_meet(query: Marks, key: Marks, window: Window = None) -> Bool[Array, ""]:
-    """Whether all of the keys are visible to all of the queries, as far as the ranges of their
-    marks tell: True is certain."""
+    """True if the ranges of the marks show that every key is visible to every query: True is
+    certain, False is not."""
     meet = jnp.min(query.column, axis=-1) >= jnp.max(key.column, axis=-1)
     segments = query.segment, key.segment
     low, key_low = (jnp.min(x, axis=-1) for x in segments)
@@ -91,7 +92,7 @@ def all_meet(query: Marks, key: Marks, window: Window = None) -> Bool[Array, ""]
 
 
 def window_of_layer(config: ModelConfig, number: int | Int[Array, ""]) -> Window:
-    """That of a layer, whose number a stage of a pipeline knows at run time only."""
+    """Sliding window of a layer, whose index a pipeline stage knows only at run time."""
     window, full = config.sliding_window, config.full_attention_layers
     if window is None or not full:
         return window

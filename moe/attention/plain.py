@@ -1,4 +1,5 @@
-"""Attention with all scores at once: what the faster implementations are compared with."""
+"""Reference implementation of attention, with all scores in memory; the faster ones are compared
+with it."""
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +23,8 @@ def plain_attention(
     Scores, softmax and both sums are float32 whatever the arrays are; its weights, and the result,
     are rounded to the dtype of `value`.
 
-    Query head ``h`` attends to key/value head ``h // (heads / kv_heads)``. A query that sees
-    nothing (padding) gets the plain mean: finite, and used by nobody.
+    Query head ``h`` attends to key/value head ``h // (heads / kv_heads)``. The output of a query
+    that sees no key (padding) is the mean of all values: finite, and never used.
 
     Args:
       scale: multiplies the scores; None is ``head_dim**-0.5``.
@@ -43,11 +44,11 @@ def plain_attention(
 def softmax_beside(
     scores: Float[Array, "*batch source"], sinks: Float[Array, "*_batch one"] | None
 ) -> Float[Array, "*batch source"]:
-    """The softmax over the last axis, of which a sink takes its part: ``exp(s) / (sum exp(s) +
+    """Softmax over the last axis with a sink in the denominator: ``exp(s) / (sum exp(s) +
     exp(sink))``.
 
     Args:
-      sinks: with dimensions of 1 where they are the same; None is none.
+      sinks: broadcast to `scores`, with 1 as the last dimension; None is none.
     """
     if sinks is None:
         return jax.nn.softmax(scores, axis=-1)
@@ -69,7 +70,7 @@ def scaled_scores(
 
 
 def causal_mask(valid: Bool[Array, "batch time"]) -> Bool[Array, "batch time time"]:
-    """Which earlier or equal positions each position may attend to: those that are not padding."""
+    """Causal mask without padding: each position sees itself and earlier ones that are valid."""
     time = valid.shape[1]
     order = jnp.arange(time)
     return valid[:, None, :] & (order[:, None] >= order[None, :])[None]

@@ -1,4 +1,5 @@
-"""What lies between the normalised residual stream and queries, keys and values."""
+"""Projections from the normalised residual stream to queries, keys and values, and the output
+projection."""
 
 import jax
 import jax.numpy as jnp
@@ -25,13 +26,13 @@ def queries_keys_values(
     mesh: FoldedMesh,
     number: int | Int[Array, ""],
 ) -> tuple[Heads, Heads, Heads, Heads | None]:
-    """Queries and keys, rotated, and values, for the heads of this ``tp`` rank: a matrix each, with
-    the biases and the norms that the weights have. Then the gates of what the heads give, made with
-    the queries; None where they have none.
+    """Queries and keys with rotary positions, and values, for the heads of this ``tp`` rank: one
+    matrix each, with the biases and norms that the weights have. The fourth is the gate of the
+    heads' outputs, projected with the queries; None in a network without it.
 
     Args:
       h: normalised tokens, all of this rank's sequences.
-      number: of the layer.
+      number: index of the layer.
     """
     query = heads(h, weights.query, weights.query_bias)
     key = heads(h, weights.key, weights.key_bias)
@@ -93,6 +94,6 @@ def _normalised(
 
 
 def sharpened(query: Heads, config: ModelConfig) -> Heads:
-    """Queries times what the rotary scaling asks of the scores."""
+    """Queries times the score factor of the rotary scaling (YaRN's ``mscale_all_dim``)."""
     sharpness = 1.0 if config.rope_scaling is None else config.rope_scaling.sharpness
     return query if sharpness == 1.0 else query * sharpness

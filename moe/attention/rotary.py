@@ -1,4 +1,4 @@
-"""Rotary positions: the rotation, and how its wavelengths are stretched for longer contexts."""
+"""Rotary position embedding (RoPE), and the scaling of its frequencies for longer contexts."""
 
 import math
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from sharding.collectives import alike
 
 
 class _WavelengthsAlone:
-    """Stretches wavelengths and scales nothing else."""
+    """Scaling of the frequencies only: queries, keys and scores have factor 1."""
 
     @property
     def amplitude(self) -> float:
@@ -130,7 +130,8 @@ class YarnScaling:
         return self.beta_fast, self.beta_slow
 
     def _dimension(self, turns: float, frequencies: np.ndarray, base: float) -> float:
-        """The place among the frequencies of the one that turns so often in the context."""
+        """The (fractional) index of the frequency that makes `turns` rotations in the original
+        context."""
         wavelength = self.original_context / (2 * math.pi * turns)
         return frequencies.size * math.log(wavelength) / math.log(base)
 
@@ -189,7 +190,7 @@ def rope(
 def pair_frequencies(
     head_dim: int, base: float, scaling: RopeScaling | None
 ) -> Float[Array, "pair"]:
-    """`frequencies_of` as they are computed with."""
+    """`frequencies_of` as a float32 array for the device."""
     half = head_dim // 2
     if scaling is None:
         return base ** (-jnp.arange(half, dtype=jnp.float32) / half)
@@ -203,7 +204,8 @@ def turn(
     amplitude: float | Float[Array, ""] = 1.0,
     interleaved: bool = False,
 ) -> Float[Array, "token heads head_dim"]:
-    """`rope` by its numbers: radians per position of each pair, and what the result counts by."""
+    """`rope` with given frequencies (radians per position of each pair) and a factor on the
+    result."""
     return turn_by(x, *cosines_and_sines(positions, frequencies, amplitude), interleaved)
 
 
@@ -212,7 +214,7 @@ def cosines_and_sines(
     frequencies: Float[Array, "pair"],
     amplitude: float | Float[Array, ""] = 1.0,
 ) -> tuple[Float[Array, "token pair"], Float[Array, "token pair"]]:
-    """Of the angle that each pair of a token is turned by, times the amplitude."""
+    """Cosine and sine of the rotation angle of each pair of a token, times the amplitude."""
     angles = positions.astype(jnp.float32)[:, None] * frequencies[None, :]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     if isinstance(amplitude, jax.Array) or amplitude != 1:
@@ -226,7 +228,7 @@ def turn_by(
     sin: Float[Array, "token pair"],
     interleaved: bool = False,
 ) -> Float[Array, "token heads head_dim"]:
-    """`rope` by what `cosines_and_sines` gives."""
+    """`rope` with given tables, as `cosines_and_sines` computes them."""
     if interleaved:
         x = jnp.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
     cos, sin = cos[:, None], sin[:, None]
@@ -235,8 +237,8 @@ def turn_by(
 
 @jax.custom_vjp
 def _turned(x: Array, cos: Array, sin: Array) -> Array:
-    """The first half of each head against the second. Its gradient is turned back, in one pass;
-    XLA would pad the gradients of the halves and add them."""
+    """Rotation of the first half of each head with the second. The gradient is the reverse
+    rotation, in one pass; XLA's would pad the gradients of the halves and add them."""
     low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], -1).astype(x.dtype)
 

@@ -1,4 +1,4 @@
-"""How the queries and keys of a layer are rotated, where layers differ in it."""
+"""Rotary position embedding per layer, for networks whose layers differ in it."""
 
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ Heads = Float[Array, "token heads width"]
 
 
 class Wavelengths(NamedTuple):
-    """Those of a layer that rotates; see `moe.attention.rotary.rope`."""
+    """Rotary base and scaling of a layer; see `moe.attention.rotary.rope`."""
 
     base: float
     scaling: RopeScaling | None
@@ -30,27 +30,27 @@ class Wavelengths(NamedTuple):
 
 
 class Turns(NamedTuple):
-    """What places are turned by, for each of `_kinds`: looked up where every layer and head of a
-    program would compute it again.
+    """Rotary cos/sin tables by position, for each of `_kinds`: looked up, so that not every layer
+    and head computes them again.
 
     Attributes:
-      cos, sin: ``[kind, place, pair]``, times the amplitude.
+      cos, sin: ``[kind, position, pair]``, times the amplitude.
     """
 
     cos: Float[Array, "kind place pair"]
     sin: Float[Array, "kind place pair"]
 
     def at(self, places: Int[Array, "token"]) -> "Turns":
-        """Those of tokens that stand there."""
+        """Rows of the tables at the positions of tokens."""
         return Turns(*(jnp.take(x, places, axis=1, mode="clip") for x in self))
 
 
 Positions = Int[Array, "token"] | Turns
-"""The place of each token in its own sequence, from 0, or what it is turned by there."""
+"""Position of each token in its own sequence, from 0, or its rows of the cos/sin tables."""
 
 
 def turns_of(places: int, config: ModelConfig) -> Turns:
-    """Of so many places, the first ones."""
+    """Rotary cos/sin tables of positions 0 to ``places - 1``."""
     number, width = jnp.arange(places), _width(config)
     found = [cosines_and_sines(number, *_numbers(kind, width)) for kind in _kinds(config)]
     cos, sin = zip(*found, strict=True)
@@ -60,10 +60,10 @@ def turns_of(places: int, config: ModelConfig) -> Turns:
 def rotated(
     x: Heads, positions: Positions, config: ModelConfig, number: int | Int[Array, ""]
 ) -> Heads:
-    """Queries or keys of a layer as the network rotates them.
+    """Queries or keys with the rotary positions of a layer.
 
     Args:
-      number: of the layer, which a stage of a pipeline knows at run time only.
+      number: index of the layer, which a pipeline stage knows only at run time.
     """
     width = x.shape[-1] if config.rotary_dim is None else config.rotary_dim
     if width == x.shape[-1]:
@@ -73,7 +73,7 @@ def rotated(
 
 
 def wavelengths_of_layer(config: ModelConfig, number: int) -> Wavelengths | None:
-    """None for a layer that does not rotate."""
+    """Rotary settings of a layer; None for one without rotary positions (NoPE)."""
     if number in config.nope_layers:
         return None
     has_window = config.sliding_window is not None and number not in config.full_attention_layers
@@ -87,19 +87,19 @@ def _by_layer(config: ModelConfig) -> list[Wavelengths | None]:
 
 
 def _kinds(config: ModelConfig) -> list[Wavelengths | None]:
-    """How layers rotate, in the order of the first of each."""
+    """Distinct rotary settings of the layers, in the order of their first occurrence."""
     return list(dict.fromkeys(_by_layer(config)))
 
 
 def _width(config: ModelConfig) -> int:
-    """Elements of a head that are rotated."""
+    """Number of elements of a head that are rotated."""
     if config.mla is not None:
         return config.mla.qk_rope_head_dim
     return config.head_dim if config.rotary_dim is None else config.rotary_dim
 
 
 def _numbers(kind: Wavelengths | None, width: int) -> tuple[Array, float]:
-    """Frequencies and amplitude; a layer that does not rotate turns by no angle."""
+    """Frequencies and amplitude; frequencies of 0 for a layer without rotary positions."""
     if kind is None:
         return jnp.zeros(width // 2), 1.0
     return pair_frequencies(width, *kind), kind.amplitude

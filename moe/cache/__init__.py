@@ -1,1 +1,1 @@
-"""What rows of tokens are gone on with: buffers, and what a step reads and writes of them."""
+"""KV cache: its buffers, and the reads and writes of a decode step."""

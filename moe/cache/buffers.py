@@ -1,4 +1,4 @@
-"""The cache: what rows of tokens are gone on with, written in place."""
+"""Buffers of the KV cache (and of recurrent states), updated in place."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -19,19 +19,20 @@ Leaf = TypeVar("Leaf")
 
 @struct.dataclass
 class Cache(Generic[Leaf]):
-    """Keys and values of the tokens so far, a buffer for each of `moe.layers.depth.parts_of`; of
-    those with Gated DeltaNet what `moe.attention.delta.sequences.DeltaState` holds in their place.
+    """KV cache: keys and values of the tokens so far, a buffer for each of
+    `moe.layers.depth.parts_of`; for layers with Gated DeltaNet the arrays of
+    `moe.attention.delta.sequences.DeltaState` instead.
 
     Attributes:
-      keys: per layer ``[row, kv_head, head_dim, column]``, rotated; values: ``[row, kv_head,
-        column, v_head_dim]``. So the products of a decoding step want them: in another order each
-        step would copy the buffers, or read them piece by piece. Latent attention has no values:
-        its keys are the narrow vectors of all heads together, on each rank of ``tp``, unless
-        `Execution.latent` is "expanded". A stack that is scanned has its layers in front, ``[layer,
+      keys: per layer ``[row, kv_head, head_dim, column]``, with rotary positions; values: ``[row,
+        kv_head, column, v_head_dim]``. The products of a decode step read them in this order: with
+        another one each step would copy the buffers, or read them with strides. Latent attention
+        has no values: its keys are the latent vectors shared by all heads, on each rank of ``tp``,
+        unless `Execution.latent` is "expanded". A scanned stack has its layers in front, ``[layer,
         row, ...]``.
       states: per layer with Gated DeltaNet ``[row, value_heads, key_dim, value_dim]``; tails:
-        ``[row, key_heads, channel, width - 1]``. They have no columns: they are of a row's last
-        token.
+        ``[row, key_heads, channel, width - 1]``. They have no columns: they are the state after a
+        row's last token.
     """
 
     keys: tuple[Leaf, ...]
@@ -41,21 +42,21 @@ class Cache(Generic[Leaf]):
 
 
 ROW, KEY_COLUMN, VALUE_COLUMN = -4, -1, -2
-"""Which axis of a buffer the rows are, and which of keys and of values the columns: from the end,
-for layers may lie in front."""
+"""Axis of rows in a buffer, and of columns in keys and in values, counted from the end, as layers
+may be in front."""
 
 
 def cache_columns(columns: int, config: ModelConfig, mesh: FoldedMesh) -> int:
-    """How many columns a cache has that holds at least so many: tokens that run together are spread
-    over ``tp``, and a kernel of a decoding step takes a multiple of its own."""
+    """Number of columns of a cache for at least `columns`: a multiple of ``tp``, over which the
+    tokens of a prefill are sharded, and of the unit of the decode kernel, if there is one."""
     named = chosen(config, "decode_attention") not in (None, "plain")
     unit = math.lcm(mesh.size(mesh.tp), UNIT if named else 1)
     return -(-columns // unit) * unit
 
 
 def over_columns(function: Callable[..., Leaf], *caches: Cache[Leaf]) -> Cache[Leaf]:
-    """`function` of each buffer, or of those in the same place of several caches, and of the axis
-    that its columns are, None where it has none."""
+    """Maps a function of (buffers, column axis) over one cache or over corresponding buffers of
+    more; the axis is None for a buffer without columns."""
     columns = {"keys": KEY_COLUMN, "values": VALUE_COLUMN, "states": None, "tails": None}
 
     def mapped(name: str, column: int | None) -> tuple[Leaf, ...]:
@@ -66,7 +67,8 @@ def over_columns(function: Callable[..., Leaf], *caches: Cache[Leaf]) -> Cache[L
 
 
 def cache_of(kept: Sequence[tuple[Leaf, ...]]) -> Cache[Leaf]:
-    """That of what layers keep: keys and, but with narrow vectors, values, or a `DeltaState`."""
+    """Builds a cache from what each layer returns: keys and, unless they are latent vectors,
+    values; or a `DeltaState`."""
     heads = [own for own in kept if not isinstance(own, DeltaState)]
     deltas = [own for own in kept if isinstance(own, DeltaState)]
     keys, *values = zip(*heads, strict=True)
@@ -75,7 +77,7 @@ def cache_of(kept: Sequence[tuple[Leaf, ...]]) -> Cache[Leaf]:
 
 
 def kept_columns(shape: tuple[int, ...], *arrays: Array) -> tuple[Array, ...]:
-    """Keys and values of the tokens of rows, or narrow vectors, as a cache holds them.
+    """Reshapes keys and values of the tokens of rows, or latent vectors, to the layout of a cache.
 
     Args:
       shape: rows and columns of the tokens.

@@ -1,5 +1,5 @@
-"""Whether a kernel can read a network's cache, and what it writes then: what of that the
-configuration says."""
+"""Checks of the decode attention kernel against a network's configuration, and the memory that it
+takes."""
 
 import math
 
@@ -12,11 +12,11 @@ from sharding.folding import FoldedMesh
 
 
 def check_kernel(config: ModelConfig) -> None:
-    """Refuses, before anything is traced, what `Execution.decode_attention` names where it cannot
-    serve. Which device it is lowered for, a program says.
+    """Checks, before anything is traced, that the kernel of `Execution.decode_attention` supports
+    the network. The device is checked when a program is lowered.
 
     Raises:
-      ValueError: naming what it cannot serve, the rule, and what to use.
+      ValueError: if it does not, with the rule and the fix.
     """
     obstacle = kernel_obstacle(config)
     if obstacle is not None:
@@ -25,8 +25,8 @@ def check_kernel(config: ModelConfig) -> None:
 
 
 def kernel_obstacle(config: ModelConfig) -> str | None:
-    """What keeps the kernel that is named from the network's heads, as the rest of a sentence; None
-    where it serves, or none is named."""
+    """The reason why the named kernel does not support the network's heads, as the end of a
+    sentence; None if it does, or if none is named."""
     name = config.execution.decode_attention
     if name is None or name == "plain":
         return None
@@ -39,12 +39,12 @@ def kernel_obstacle(config: ModelConfig) -> str | None:
 
 
 def kernel_bytes(config: ModelConfig, mesh: FoldedMesh, rows: int, columns: int) -> int:
-    """Bytes on one device of what the kernel of a decoding step leaves to be merged, of a layer, as
-    the next one's come after it; 0 where none runs.
+    """Bytes on one device of the decode kernel's partial results before they are merged; 0 if no
+    kernel runs. They are those of one layer, as layers run one after the other.
 
     Args:
-      rows: that a device decodes at a time.
-      columns: of the cache that are read.
+      rows: rows that a device decodes at a time.
+      columns: columns of the cache that are read.
     """
     if chosen(config, "decode_attention") in (None, "plain"):
         return 0

@@ -1,4 +1,4 @@
-"""Core attention of a step: one token per row, over the cache."""
+"""Core attention of a decode step: one token per row, over the KV cache."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -20,20 +20,20 @@ class StepCore:
     """Core attention of one token per row, which is written into the layer's cache first.
 
     Args:
-      number: of the layer.
-      keys, values: buffers of the cache that the layer's lie in; None for values with narrow
+      number: index of the layer.
+      keys, values: buffers of the cache that contain the layer's; None for values with latent
         vectors.
-      positions: of the tokens, for rows of the buffers from `first` on.
-      live: rows that are going; of the others nothing is written.
-      place: which layer of a buffer that has layers in front.
-      first: the row of the buffers that the first token belongs to.
-      columns: that are read, None for all; every live row must stand within them.
+      positions: positions of the tokens, for rows of the buffers from `first` on.
+      live: rows that are being decoded; nothing is written for the others.
+      place: index of the layer in a buffer with layers in front.
+      first: row of the buffers that the first token belongs to.
+      columns: number of columns that are read, None for all; every live row must be within them.
 
     Attributes:
       keys, values: the buffers after `attend` has run.
 
     Raises:
-      ValueError: where `Execution.decode_attention` names what cannot serve.
+      ValueError: if `Execution.decode_attention` names a kernel that does not support the network.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class StepCore:
         self._place, self._first, self._live = place, first, live
         room = keys.shape[KEY_COLUMN]
         self._columns = room if columns is None else columns
-        # Past the end, where writing does nothing: a row that waits keeps what it has.
+        # Past the end, where a write has no effect: rows that are not live stay unchanged.
         self._written = jnp.where(live, positions, room)
         self._rows = jnp.arange(positions.shape[0]) + (0 if first is None else first)
         seen = jnp.arange(self._columns)[None]
@@ -64,12 +64,12 @@ class StepCore:
             visible &= seen > positions[:, None] - window
             oldest = jnp.maximum(positions + 1 - window, 0)
         self._visible = visible
-        # Of a row that is not live one column is enough.
+        # One column is enough for a row that is not live: the kernel needs at least one.
         self._ends = jnp.where(live, oldest, 0), jnp.where(live, positions + 1, 1)
 
     @property
     def attend(self) -> CoreAttention | LatentCore:
-        """What a block takes."""
+        """Core attention to pass to a block."""
         return LatentCore(self._of_narrow) if keeps_narrow(self._config) else self._of_heads
 
     def _of_heads(
@@ -120,7 +120,7 @@ class StepCore:
         return buffer.at[there].set(new, mode="drop", unique_indices=True, indices_are_sorted=True)
 
     def _own(self, buffer: Array, column: int) -> Array:
-        """Of the layer, what is read of its rows."""
+        """Slice of a buffer that is read: the layer, its rows and columns."""
         if self._place:
             buffer = lax.dynamic_index_in_dim(buffer, *self._place, keepdims=False)
         return self._own_rows(buffer, column)

@@ -1,1 +1,1 @@
-"""The network in numbers: its arithmetic, and its sizes as a planner reads them."""
+"""Counts of a network: its FLOPs, and its sizes as the planner reads them."""

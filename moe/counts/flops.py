@@ -1,4 +1,4 @@
-"""How much arithmetic the network takes: the numerator of model FLOPs utilisation."""
+"""FLOPs of training a token: the numerator of model FLOPs utilisation (MFU)."""
 
 from moe.architecture.delta import GatedDeltaNet, delta_layers
 from moe.config import ModelConfig
@@ -8,21 +8,21 @@ def training_flops(config: ModelConfig, time: int) -> float:
     """Floating-point operations of one trained token in sequences of `time` tokens.
 
     ``6 (L (h (q + 2 kv) + q h) + sum_layers 3 h f + h V) + 6 L q time``: a multiplication and an
-    addition for each weight that the token meets, forward and twice backward, and the products of
-    queries with keys and of weights with values, of which a causal mask leaves half. In a layer
-    with a window of w tokens ``w (2 - w / time)`` stands for the last `time`. A gate of attention
-    is as many weights as queries. h is `d_model`, q and kv the widths of all query and key heads, f
-    the hidden width of all the experts that a token meets, the shared one included, or of the dense
-    layer, V the vocabulary.
+    addition for each weight that the token uses, forward and twice backward, and the products of
+    queries with keys and of probabilities with values, of which a causal mask leaves half. In a
+    layer with a window of w tokens ``w (2 - w / time)`` replaces the last `time`. An attention gate
+    has as many weights as the queries. h is `d_model`, q and kv the widths of all query and key
+    heads, f the hidden width of all the experts of a token, the shared one included, or of the
+    dense layer, V the vocabulary size.
 
-    A layer with Gated DeltaNet has ``6 (h (2 k + 3 v + 2 n) + 3 v d)`` in the place of the terms of
+    A layer with Gated DeltaNet has ``6 (h (2 k + 3 v + 2 n) + 3 v d)`` instead of the terms of
     attention: its projections, and for each value head a state that is read, corrected and read
-    again, as the rule is written, token by token. k and v are the widths of all its keys and
-    values, n its value heads, d the width of a key.
+    again, as in the token-by-token rule. k and v are the widths of all its keys and values, n its
+    number of value heads, d the width of a key.
 
-    What is computed again, padded or thrown away does not count, nor do norms, the embedding, the
-    router (less than a hundredth) and the optimizer: this is the work that the model needs, the
-    numerator of model FLOPs utilisation, ``tokens per second x this / peak``.
+    Recomputation, padding and discarded work do not count, nor do norms, the embedding, the router
+    (less than a hundredth) and the optimizer: this is the work that the model needs, the numerator
+    of model FLOPs utilisation, ``tokens per second x this / peak``.
 
     Raises:
       ValueError: for multi-head latent attention, which the formula does not describe.
@@ -65,7 +65,7 @@ def training_flops(config: ModelConfig, time: int) -> float:
 
 
 def _delta_multiplications(delta: GatedDeltaNet, d_model: int) -> int:
-    """Of a token in a layer with Gated DeltaNet."""
+    """Multiplications of a token in a layer with Gated DeltaNet."""
     keys = delta.num_key_heads * delta.key_head_dim
     values = delta.num_value_heads * delta.value_head_dim
     projected = d_model * (2 * keys + 3 * values + 2 * delta.num_value_heads)

@@ -1,4 +1,4 @@
-"""A network in the sizes that `sharding.planner` counts with."""
+"""Conversion of a network's configuration to the sizes that `sharding.planner` uses."""
 
 from dataclasses import fields
 
@@ -7,8 +7,8 @@ from sharding.planner.models.sizes import ModelSizes
 
 
 def sizes_of(config: ModelConfig) -> ModelSizes:
-    """The sizes of a network; biases, norms of heads and after layers,
-    sinks, gates and windows are left out.
+    """Sizes of a network; biases, norms of heads and after layers, sinks, gates and windows are
+    left out.
 
     Raises:
       ValueError: for multi-head latent attention and Gated DeltaNet, which the planner does not

@@ -1,1 +1,2 @@
-"""Serving a mixture with attention and experts on disjoint devices."""
+"""Attention/expert (AF) disaggregation: serving MoE with attention and experts on disjoint
+devices."""

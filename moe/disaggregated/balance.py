@@ -1,7 +1,8 @@
-"""Which devices hold which experts, and how often: replicas of hot ones, packed by measured load.
+"""Expert replication and placement by measured load (EPLB): replicas of hot experts, packed onto
+devices.
 
-Loads are numbers of tokens, or anything else that adds up. A slot holds one copy of an expert; a
-device has equally many slots. Copies of an expert take equal parts of its load.
+Loads are numbers of tokens, or any other additive quantity. A slot holds one replica of an expert;
+all devices have the same number of slots. The replicas of an expert share its load equally.
 
 References:
   DeepSeek-AI, "EPLB", 2025 (repository deepseek-ai/EPLB): `replicas`, `pack`, `placement`.
@@ -16,14 +17,16 @@ from jaxtyping import Float, Int
 def pack(
     loads: Float[np.ndarray, " item"], num_bins: int, capacity: int | None = None
 ) -> Int[np.ndarray, " item"]:
-    """The bin of each item: the heaviest item first, into the lightest bin that has room.
+    """Greedy packing: the bin of each item, heaviest item first, into the lightest bin with a free
+    place.
 
-    Without a capacity the fullest bin has at most ``4/3 - 1/(3 num_bins)`` times what it has in the
-    best packing, and with one at most ``2 - 1/num_bins`` times: every other bin has at least what
-    the fullest has beyond its first item, and that item is somewhere in the best packing, too.
+    Without a capacity the load of the fullest bin is at most ``4/3 - 1/(3 num_bins)`` times that of
+    the best packing, and with one at most ``2 - 1/num_bins`` times: every other bin has at least
+    the load of the fullest without its first item, and that item is in some bin of the best
+    packing, too.
 
     Args:
-      capacity: items of a bin; None is any.
+      capacity: items of a bin; None is any number.
 
     Raises:
       ValueError: where the items do not fit.
@@ -52,8 +55,8 @@ def pack(
 
 
 def replicas(loads: Float[np.ndarray, " expert"], num_slots: int) -> Int[np.ndarray, " slot"]:
-    """The expert of each slot: every expert once, then again and again the one whose copies have
-    most to do, the first of equals.
+    """Expert of each slot: every expert once, then repeatedly the one whose replicas have the
+    largest load, the first of equals.
 
     Raises:
       ValueError: with fewer slots than experts.
@@ -73,14 +76,14 @@ def replicas(loads: Float[np.ndarray, " expert"], num_slots: int) -> Int[np.ndar
 def of_slots(
     loads: Float[np.ndarray, " expert"], placed: Int[np.ndarray, " slot"]
 ) -> Float[np.ndarray, " slot"]:
-    """The load of each slot."""
+    """Load of each slot."""
     return (loads / np.bincount(placed, minlength=len(loads)))[placed]
 
 
 def of_devices(
     loads: Float[np.ndarray, " expert"], placed: Int[np.ndarray, " slot"], num_devices: int
 ) -> Float[np.ndarray, " device"]:
-    """The load of each device, its slots one after the other."""
+    """Load of each device, with the slots in the order of devices."""
     return of_slots(loads, placed).reshape(num_devices, -1).sum(1)
 
 
@@ -91,14 +94,14 @@ def placement(
     num_servers: int = 1,
     num_groups: int = 1,
 ) -> Int[np.ndarray, " slot"]:
-    """The expert of each slot, the slots of a device and the devices of a server side by side.
+    """Expert of each slot, in the order of servers, of their devices and of their slots.
 
-    Groups of experts that a token is limited to stay in one server, if servers divide them: groups
-    are packed onto servers, experts get copies within theirs, copies are packed onto its devices.
-    Else servers do not count.
+    If servers divide the groups of experts (node-limited routing), each group stays in one server:
+    groups are packed onto servers, experts are replicated within theirs, and replicas are packed
+    onto its devices. Otherwise servers are ignored.
 
-    With one server the fullest device has at most ``2 - 1/num_devices`` times what it has with the
-    best copies in the best places: in `pack`, no others have a lighter heaviest copy.
+    With one server the load of the fullest device is at most ``2 - 1/num_devices`` times that of
+    the best replication and placement: no other replication has a lighter heaviest replica.
 
     Raises:
       ValueError: where groups do not divide the experts, servers the devices or devices the slots.
@@ -129,7 +132,7 @@ def placement(
 
 
 def _in_order(bins, here: int, loads) -> Int[np.ndarray, " item"]:
-    """The items of a bin as they were put into it, the heaviest first."""
+    """Items of a bin in the order in which they were packed, the heaviest first."""
     (items,) = np.nonzero(bins == here)
     return items[np.argsort(-loads[items], kind="stable")]
 

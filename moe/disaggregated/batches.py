@@ -1,4 +1,4 @@
-"""Which batch of attention a sequence joins, so that all take equally long."""
+"""Assignment of sequences to micro-batches, balanced by predicted attention time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,9 +10,10 @@ from moe.config import ModelConfig
 
 @dataclass(frozen=True)
 class Predicted:
-    """How long attention is predicted to work on a sequence, in any unit.
+    """Predicted time of attention for a sequence, in any unit.
 
-    A sequence takes ``of_token + of_cached context``: its products, and its keys and values.
+    A sequence takes ``of_token + of_cached context``: its projections, and its cached keys and
+    values.
 
     Raises:
       ValueError: for a time below 0.
@@ -29,26 +30,27 @@ class Predicted:
 
     @classmethod
     def of(cls, config: ModelConfig) -> "Predicted":
-        """In products of one layer: four projections, and two with what is cached."""
+        """Predicts from the multiplications of one layer: four projections, and two products with
+        the cache."""
         heads = config.num_heads * config.head_dim
         both = heads + config.num_kv_heads * config.head_dim
         return cls(of_token=2.0 * config.d_model * both, of_cached=2.0 * heads)
 
     def of_batch(self, contexts: Sequence[int]) -> float:
-        """What a batch takes, by the cached tokens of its sequences."""
+        """Predicted time of a batch, from the cached tokens of its sequences."""
         return len(contexts) * self.of_token + self.of_cached * sum(contexts)
 
 
 def lightest(times: Sequence[float], room: Sequence[int]) -> int:
-    """The batch that the next sequence joins: the one with least to do of those with a free slot,
-    the first of equals.
+    """Index of the batch that the next sequence joins: the one with the least predicted time among
+    those with a free slot, the first of equals.
 
     The longest ends at most one sequence after the mean of the others (Graham, "Bounds for certain
     multiprocessing anomalies", 1966).
 
     Args:
-      times: predicted, of each batch.
-      room: free slots of each.
+      times: predicted time of each batch.
+      room: number of free slots of each.
 
     Raises:
       ValueError: where no batch has a free slot.

@@ -1,9 +1,10 @@
-"""The two halves of a layer, inside the `jax.shard_map` of their side.
+"""Attention half and expert half of a disaggregated layer, inside the `jax.shard_map` of their
+side.
 
-Attention's half adds up what the experts of the layer before gave, attends, routes, and lays the
-rows out for each expert device; a token goes to a device once, however many of its experts are
-there. The experts' half computes the rows it was sent, gate weights included, and gives one sum for
-each. What is rounded is what `moe.experts.dispatch.choice` says of "all_to_all".
+The attention half combines the expert outputs of the layer before, attends, routes, and writes a
+buffer of rows for each expert device; a token is sent to a device once, however many of its experts
+are there. The expert half computes the rows it receives, gate weights included, and returns one sum
+for each. Rounding is that of "all_to_all" in `moe.experts.dispatch.choice`.
 """
 
 from typing import Generic, NamedTuple, TypeVar
@@ -36,13 +37,13 @@ Leaf = TypeVar("Leaf")
 
 
 class Serving(NamedTuple):
-    """What the programs of both sides need to know at compile time.
+    """Static configuration of the programs of both sides.
 
     Args:
-      config: the network, as `moe.decoding.for_step` or `moe.decoding.for_prefill` has it.
-      mesh: of both sides.
-      num_slots: of experts on each device along ``ep``.
-      records_choices: whether the experts of each token are kept.
+      config: the network, as `moe.decoding.for_step` or `moe.decoding.for_prefill` returns it.
+      mesh: meshes of both sides.
+      num_slots: number of expert slots on each device along ``ep``.
+      records_choices: the expert ids of each token are recorded.
     """
 
     config: ModelConfig
@@ -52,7 +53,7 @@ class Serving(NamedTuple):
 
     @property
     def num_peers(self) -> int:
-        """Groups of devices that share experts."""
+        """Number of groups of devices that share experts (``ep``)."""
         return self.mesh.experts.size(self.mesh.experts.ep)
 
     @property
@@ -64,11 +65,13 @@ class Serving(NamedTuple):
         return self.mesh.experts.layout.num_devices
 
     def message_out(self, num_tokens: int) -> Message:
-        """What a device of attention sends to one of the experts: there is room for all its tokens
-        at the devices along ``etp`` together, which have an equal part of the rows each.
+        """Message from an attention device to an expert device.
+
+        The devices along ``etp`` share the rows equally; their messages together have capacity for
+        all tokens of the sender.
 
         Args:
-          num_tokens: of the device.
+          num_tokens: number of tokens of the attention device.
         """
         config = self.config
         rows = -(-num_tokens // self.mesh.experts.size(self.mesh.experts.etp))
@@ -77,21 +80,21 @@ class Serving(NamedTuple):
         return Message(rows, width, jnp.dtype(word))
 
     def message_back(self, num_tokens: int) -> Message:
-        """What comes back."""
+        """Message from an expert device back to an attention device."""
         rows = self.message_out(num_tokens).rows
         return Message(rows, self.config.d_model, jnp.dtype(self.config.dtype))
 
 
 @struct.dataclass
 class Flight(Generic[Leaf]):
-    """Tokens between two programs of attention, each device's own.
+    """State of the local tokens between two programs of the attention side.
 
     Attributes:
       x: ``[token, d_model]`` the residual stream after the attention of a layer.
-      beside: ``[token, d_model]`` what the layer's shared expert gives; None without one.
-      places: ``[token, copies]`` the rows of what comes back that are the token's, past the end for
-        none.
-      choices: ``[layer, token, k]`` experts chosen so far; None where they are not recorded.
+      beside: ``[token, d_model]`` output of the layer's shared expert; None without one.
+      places: ``[token, copies]`` indices of the token's rows in the received arrays, past the end
+        for none.
+      choices: ``[layer, token, k]`` expert ids so far; None if they are not recorded.
     """
 
     x: Leaf
@@ -101,7 +104,7 @@ class Flight(Generic[Leaf]):
 
 
 def flight_specs(serving: Serving) -> Flight[PartitionSpec]:
-    """Where a flight lives."""
+    """PartitionSpecs of a `Flight`."""
     own, config = PartitionSpec(serving.mesh.attention.axes), serving.config
     choices = PartitionSpec(None, serving.mesh.attention.axes)
     return Flight(
@@ -113,7 +116,7 @@ def flight_specs(serving: Serving) -> Flight[PartitionSpec]:
 
 
 def setting_out(serving: Serving, x: Float[Array, "token d_model"]) -> Flight[Array]:
-    """Tokens of which nothing is with the experts."""
+    """Initial state of tokens, with nothing in flight to the experts."""
     config, (number, _) = serving.config, x.shape
     k, beside, choices = config.experts_per_token, None, None
     rows = serving.num_targets * serving.message_out(number).rows
@@ -128,10 +131,10 @@ def setting_out(serving: Serving, x: Float[Array, "token d_model"]) -> Flight[Ar
 
 
 def combined(flight: Flight[Array], received: tuple[Array, ...]) -> Float[Array, "token d_model"]:
-    """The residual stream after the whole layer.
+    """Residual stream after the whole layer: adds the expert outputs.
 
     Args:
-      received: sums from each device of the experts.
+      received: sums from each expert device.
     """
     x = flight.x
     out = combine(jnp.concatenate(received), flight.places).astype(x.dtype)
@@ -149,12 +152,12 @@ def departing(
     copies: Copies,
     choices: Array | None,
 ) -> tuple[Flight[Array], tuple[Array, ...]]:
-    """Attention's half of a layer, and a message for each device of the experts.
+    """Attention half of a layer: returns the state and a message for each expert device.
 
     Args:
-      layer: its experts are a router and a selection bias.
-      number: of the layer among those with experts.
-      choices: of the layers before.
+      layer: weights; its experts are a router and a selection bias.
+      number: index of the layer among those with experts.
+      choices: expert ids of the layers before.
     """
     config, mesh = serving.config, serving.mesh.attention
     assert layer.experts is not None
@@ -187,12 +190,11 @@ def departing(
 def computed(
     serving: Serving, experts: Experts[Array], received: tuple[Array, ...]
 ) -> tuple[Array, ...]:
-    """The experts' half of a layer: a sum for each row, laid out for the device that it came
-    from."""
+    """Expert half of a layer: a sum for each row, split by the device that the row came from."""
     config, mesh = serving.config, serving.mesh.experts
     k, message = config.experts_per_token, jnp.concatenate(received)
     rows, slots, probs = read_message(message, config.d_model, k, config.dtype)
-    # Room for every choice: a row has at most min(k, slots) of them here.
+    # Capacity for any routing: a row has at most min(k, slots) experts on this device.
     num_rows = rows.shape[0] * mesh.size(mesh.etp) * min(k, serving.num_slots)
     products = chosen(config, "experts", mesh.size(mesh.etp)), None, config.activation
     done, _ = whole_experts(experts, rows, slots, probs, mesh, num_rows, *products)

@@ -1,10 +1,10 @@
-"""M-to-N: every device of one side has a message for every device of the other.
+"""M-to-N communication: every device of one side sends a message to every device of the other.
 
-One contract for all implementations. Given are N arrays over the M source devices: what the i-th
-of them holds of the j-th array goes to the j-th target device. The result are M arrays over the N
-target devices: what the j-th of them holds of the i-th array came from the i-th source device. A
-message goes out once and is nowhere added to another; nothing waits on the host. Bytes sent: ``M N
-rows width itemsize`` for messages of ``[rows, width]``, whatever is in them.
+All implementations have one contract. The inputs are N arrays over the M source devices: the shard
+of the j-th array on the i-th source goes to the j-th target device. The results are M arrays over
+the N target devices: the shard of the i-th array on the j-th target came from the i-th source. A
+message is sent once and never reduced with another; the host does not block. Bytes sent: ``M N rows
+width itemsize`` for messages of ``[rows, width]``, whatever they contain.
 """
 
 import contextlib
@@ -35,13 +35,13 @@ UNION = "union"
 LONGEST_NAME = 256
 """Bytes of a host's name or of an address, at most."""
 LONGEST_WAIT = 600.0
-"""Seconds for which a message is waited for; its programs may have to be compiled first."""
+"""Timeout of a message in seconds; the sender's programs may have to be compiled first."""
 STAGED = 2**24
-"""Bytes of a message that a transfer server reads at a time; it reserves room for some of them."""
+"""Bytes of a message that a transfer server reads at a time; it reserves buffers of this size."""
 
 
 class Message(NamedTuple):
-    """What one device sends to one other: so many rows of so many numbers."""
+    """Shape and dtype of the message from one device to another."""
 
     rows: int
     width: int
@@ -54,14 +54,14 @@ class Message(NamedTuple):
 
 @runtime_checkable
 class Exchange(Protocol):
-    """Messages from one side to the other."""
+    """Exchange of messages from one side to the other."""
 
     def __call__(self, parts: Arrays | None, message: Message) -> Arrays | None:
-        """The messages of `parts` on the other side.
+        """Sends the messages of `parts` to the other side.
 
         Args:
           parts: an array for each target device; None in a process that has no source device.
-          message: what each is.
+          message: shape and dtype of each message.
 
         Returns:
           An array for each source device; None in a process that has no target device.
@@ -69,18 +69,18 @@ class Exchange(Protocol):
 
 
 def spread_over(mesh: FoldedMesh) -> NamedSharding:
-    """Where arrays live of which every device of `mesh` has its own rows."""
+    """Sharding of arrays whose rows are split over all devices of `mesh`."""
     return NamedSharding(mesh.mesh, PartitionSpec(mesh.axes))
 
 
 class DevicePut:
-    """Copies from device to device of one process, a `jax.device_put` for all messages.
+    """Copies between devices of one process, by one `jax.device_put` for all messages.
 
     Args:
-      source, target: without a device in common.
+      source, target: meshes without a device in common.
 
     Raises:
-      ValueError: where other processes have some of the devices.
+      ValueError: if other processes have some of the devices.
     """
 
     def __init__(self, source: FoldedMesh, target: FoldedMesh):
@@ -96,6 +96,7 @@ class DevicePut:
         assert parts is not None
         held = [_shards(part) for part in parts]
         messages = [held[j][source] for source in self._sources for j in range(len(parts))]
+        # One call for all copies, so that the host dispatches them together and does not wait.
         moved = jax.device_put(messages, self._targets * len(self._sources))
         number = len(self._targets)
         return tuple(
@@ -105,18 +106,21 @@ class DevicePut:
 
 
 class Collective:
-    """Permutations on the union of both sides, one program; between processes by Gloo or NCCL.
+    """Collective-permutes over the union of both sides in one compiled program; between processes
+    by Gloo or NCCL.
 
     In round r of ``max(M, N)`` the i-th source sends to the target ``(i + r) mod max(M, N)``, if
-    there is one: nobody sends or receives two messages in a round. Arrays over the union are
-    assembled of the buffers that are there, without copies; a device of the other side gives one
-    of zeros, which nothing is sent of. Where a program failed, for an error or the end of a peer,
-    those of later exchanges fail without running: the others would wait for what it has not sent.
+    there is one: no device sends or receives two messages in a round. Arrays over the union are
+    assembled from existing buffers, without copies; each device of the other side contributes a
+    buffer of zeros, which is not sent. If a program failed, for an error or the exit of a peer,
+    those of later exchanges fail without running: the other processes would wait for messages that
+    were never sent.
     """
 
     def __init__(self, source: FoldedMesh, target: FoldedMesh):
         self._sources, self._targets = devices_of(source), devices_of(target)
         devices, auto = np.array([*self._sources, *self._targets]), jax.sharding.AxisType.Auto
+        # One axis over all devices of both sides, in one program: every process runs it.
         mesh = Mesh(devices, (UNION,), axis_types=(auto,))
         self._union = NamedSharding(mesh, PartitionSpec(UNION))
         self._placed = spread_over(target)
@@ -124,11 +128,13 @@ class Collective:
     def __call__(self, parts: Arrays | None, message: Message) -> Arrays | None:
         here, total = jax.process_index(), len(self._sources) + len(self._targets)
         own = [d for d in (*self._sources, *self._targets) if d.process_index == here]
+        # An array over the union needs a buffer on each device, also on those that send nothing.
         nothing = {d: _zeros(message, d) for d in own}
         mine = [{}] * len(self._targets) if parts is None else [_shards(part) for part in parts]
         mine, after = [nothing | held for held in mine], _last(frozenset(own))
         given = [_assembled([held[d] for d in own], total, self._union) for held in (*mine, after)]
         *sent, done = _permuting(self._union, len(self._sources), len(self._targets))(*given)
+        # In place, for the next exchange between these devices: see `permute` in `_permuting`.
         after |= _shards(done)
         there = [d for d in self._targets if d.process_index == here]
         if not there:
@@ -142,10 +148,10 @@ class Transfer:
     messages and the target pulls them, one offer for each pair of processes. Messages within a
     process are copied from device to device.
 
-    No program holds the two sides together, so that a process waits for those messages alone that
-    its own programs read. Every process must make the same exchanges, and call them in the same
-    order; an error in a peer, its end, and `LONGEST_WAIT` seconds without a message that is pulled
-    are raised where it is waited for.
+    No program spans both sides, so that a process waits only for messages that its own programs
+    read. Every process must make the same exchanges in the same order. An error in a peer, its
+    exit, and `LONGEST_WAIT` seconds without a message that is pulled are raised where the message
+    is awaited.
     """
 
     def __init__(self, source: FoldedMesh, target: FoldedMesh):
@@ -156,6 +162,7 @@ class Transfer:
         here, came = jax.process_index(), dict[tuple[int, int], Array]()
         if parts is not None:
             held = [_shards(part) for part in parts]
+            # One offer per pair of processes, not of devices: each has a fixed cost.
             for to in _processes(self._targets):
                 pairs = self._pairs(here, to)
                 messages = [held[j][self._sources[i]] for i, j in pairs]
@@ -166,6 +173,7 @@ class Transfer:
                     self._office.offer(to, messages)
         if here not in _processes(self._targets):
             return None
+        # Offers come before pulls: two processes that are both source and target never deadlock.
         for sender in _processes(self._sources):
             if sender != here:
                 pairs = self._pairs(sender, here)
@@ -179,7 +187,8 @@ class Transfer:
         )
 
     def _pairs(self, sender: int, to: int) -> list[tuple[int, int]]:
-        """Numbers of the devices of one process that send to those of another."""
+        """Index pairs (source, target) of the devices of one process that send to those of
+        another."""
         sources, targets = (
             [i for i, device in enumerate(devices) if device.process_index == process]
             for devices, process in ((self._sources, sender), (self._targets, to))
@@ -190,47 +199,53 @@ class Transfer:
 class _PostOffice:
     """The transfer server of this process, and its connections to the others.
 
-    Every process calls this together. An offer has a number that no other offer of its server has:
-    both ends count the offers between them.
+    All processes construct it at the same time, as it gathers their addresses. An offer has an id
+    that is unique on its server: both ends count the offers between them.
     """
 
     def __init__(self):
         host = host_to_reach(_gathered(socket.gethostname()), jax.process_index())
-        # Beside the address of the server one for the bytes: without it processes do not connect.
+        # Besides the server's address there must be one for the data: without it processes do not
+        # connect.
         self._server = transfer.start_transfer_server(
             jax.local_devices()[0].client, f"{host}:0", [f"{host}:0"], transfer_size=STAGED
         )
         self._addresses = _gathered(self._server.address())
         self._connections: dict[int, Any] = {}
+        # Per pair of processes, as exchanges of different pairs may interleave.
         self._counts = Counter[tuple[int, int]]()
         self._watch = _Watch(self._addresses)
 
     def offer(self, to: int, messages: list[Array]) -> None:
-        """Has these ready for a process, which pulls them once."""
+        """Offers messages to a process, which pulls them once."""
         self._server.await_pull(self._number(jax.process_index(), to), messages)
 
     def pull(self, sender: int, message: Message, devices: list[Any]) -> list[Array]:
-        """What a process offers this one, a message on each of the devices."""
+        """Pulls the messages that a process offers to this one, one for each of the devices."""
+        # Connected at the first pull: not every pair of processes exchanges messages.
         if sender not in self._connections:
             _check_listens(sender, self._addresses[sender])
             self._connections[sender] = self._server.connect(self._addresses[sender])
         shape, places = (message.rows, message.width), map(SingleDeviceSharding, devices)
         wanted = [jax.ShapeDtypeStruct(shape, message.dtype, sharding=place) for place in places]
         came = self._connections[sender].pull(self._number(sender, jax.process_index()), wanted)
+        # One message stands for the whole pull: they were offered together.
         self._watch.expect(sender, came[-1])
         return came
 
     def _number(self, sender: int, to: int) -> int:
+        # Both ends compute the same id without a message: the count of their exchanges so far, made
+        # unique on the sender's server by the receiver's index.
         self._counts[sender, to] += 1
         return self._counts[sender, to] * jax.process_count() + to
 
 
 class _Watch:
-    """Closes the connection to a process whose messages do not come: whoever waits for one then has
-    the error of a process that has ended.
+    """Watchdog that closes the connection to a process whose messages do not arrive: programs that
+    wait for one then fail as if that process had exited.
 
-    Programs wait for what was pulled without a limit and where Python has no say. Of each sender
-    the message that is waited for is held and the newest, no others.
+    A program waits for pulled messages without a timeout, in code that Python cannot interrupt. For
+    each sender only two messages are referenced: the one that is awaited, and the newest.
     """
 
     def __init__(self, addresses: Sequence[str]):
@@ -240,7 +255,7 @@ class _Watch:
         threading.Thread(target=self._run, name="moe messages", daemon=True).start()
 
     def expect(self, sender: int, message: Array) -> None:
-        """Has the message waited for, after those of this sender that are expected already."""
+        """Adds a message to watch, after those of this sender that are expected already."""
         with self._lock:
             self._newest[sender] = message
             self._awaited.setdefault(sender, (message, time.monotonic()))
@@ -257,6 +272,8 @@ class _Watch:
 
     def _is_overdue(self, sender: int) -> bool:
         message, since = self._awaited[sender]
+        # Messages of a sender arrive in order. When the awaited one is here, the newest is next:
+        # the timeout starts again, and no reference to those in between keeps their memory.
         if not _has_come(message):
             return time.monotonic() > since + LONGEST_WAIT
         del self._awaited[sender]
@@ -266,13 +283,14 @@ class _Watch:
 
 
 def _has_come(message: Any) -> bool:
-    with contextlib.suppress(RuntimeError):  # given up to a program, or an error in its place
+    # A RuntimeError means that it was donated to a program, or that an error came instead.
+    with contextlib.suppress(RuntimeError):
         return message.is_ready()
     return True
 
 
 def _check_listens(process: int, address: str) -> None:
-    """Raises RuntimeError where nobody listens, of which JAX says nothing and waits."""
+    """Raises RuntimeError if no process listens at an address; JAX would wait without an error."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), LONGEST_WAIT).close()
@@ -281,8 +299,11 @@ def _check_listens(process: int, address: str) -> None:
 
 
 def _disconnect(address: str) -> None:
-    """Closes connections to an address: JAX closes none over which something is pulled."""
+    """Shuts down this process's connections to an address; JAX has no call for it while a pull is
+    in flight."""
     host, _, port = address.rpartition(":")
+    # JAX does not expose its sockets, so they are found among the open file descriptors. A
+    # duplicate is shut down and closed: JAX's own descriptor stays valid, and reads from it fail.
     for number in map(int, os.listdir("/dev/fd")):
         with contextlib.suppress(OSError):
             if stat.S_ISSOCK(os.fstat(number).st_mode):
@@ -292,20 +313,21 @@ def _disconnect(address: str) -> None:
 
 
 def host_to_reach(names: Sequence[str], number: int) -> str:
-    """The address by which the other processes reach the host of one.
+    """Address by which the other processes reach the host of a process.
 
     Args:
-      names: of the hosts of all processes.
-      number: of the process whose host this is.
+      names: host names of all processes.
+      number: index of the process whose host this is.
 
     Raises:
-      ValueError: where the host is known by no address that others can reach.
+      ValueError: if the host's name resolves to no address that others can reach.
     """
     if len(set(names)) == 1:
         return "127.0.0.1"
     name, known = names[number], list[Any]()
     with contextlib.suppress(socket.gaierror):
         known = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
+    # Many systems resolve their own name to a loopback address, which others cannot reach.
     for *_, socket_address in known:
         if not (address := str(socket_address[0])).startswith("127."):
             return address
@@ -319,11 +341,11 @@ IMPLEMENTATIONS = {"device_put": DevicePut, "collective": Collective, "transfer"
 
 
 def exchange_of(name: str | None, source: FoldedMesh, target: FoldedMesh) -> Exchange:
-    """The implementation of that name; None is "device_put" where one process has all devices,
+    """Constructs the named implementation; None is "device_put" if one process has all devices,
     else "collective".
 
     Raises:
-      ValueError: on an unknown name, or one that cannot serve.
+      ValueError: on an unknown name, or one that is not supported on these devices.
     """
     if name is None:
         name = "device_put" if _is_alone(source, target) else "collective"
@@ -337,17 +359,21 @@ def _permuting(union: NamedSharding, sources: int, targets: int) -> Any:
     rounds = max(sources, targets)
 
     def permute(*given: Array) -> Arrays:
-        # What the last exchange left is an argument, not to begin after one that failed.
+        # The token of the last exchange is an argument, so that this one fails too if that failed.
+        # The barrier orders all permutes after it.
         *parts, after = lax.optimization_barrier(given)
         me, stacked = lax.axis_index(UNION), jnp.stack(parts)
         received = jnp.zeros((sources, *parts[0].shape), parts[0].dtype)
         received = lax.pcast(received, (UNION,), to="varying")
+        # One permute per round: pairs of a permute must have distinct sources and targets.
         for number in range(rounds):
             to = [(i + number) % rounds for i in range(sources)]
             pairs = [(i, sources + j) for i, j in enumerate(to) if j < targets]
+            # Targets and idle sources select a message too, as all devices run the same code; it is
+            # not sent.
             mine = jnp.minimum((me + number) % rounds, targets - 1)
             came = lax.ppermute(stacked[mine], UNION, pairs)
-            # Whoever receives nothing in this round writes past the end, which does nothing.
+            # A device that receives nothing in this round writes past the end, which has no effect.
             source = (me - sources - number) % rounds
             source = jnp.where((me >= sources) & (source < sources), source, sources)
             received = received.at[source].set(came, mode="drop")
@@ -359,7 +385,7 @@ def _permuting(union: NamedSharding, sources: int, targets: int) -> Any:
 
 @cache
 def _last(devices: frozenset[Any]) -> dict[Any, Array]:
-    """What the last exchange between these left on each, zero before the first."""
+    """Token of the last exchange between these devices, on each of them; zeros before the first."""
     return {device: _zeros(Message(1, 1, np.dtype(np.int32)), device) for device in devices}
 
 
@@ -369,7 +395,7 @@ def _post_office() -> _PostOffice:
 
 
 def _gathered(text: str) -> list[str]:
-    """The text of every process, in all of them."""
+    """All-gathers a text from every process."""
     padded = np.frombuffer(text.encode().ljust(LONGEST_NAME, b"\0"), np.uint8)
     rows = multihost_utils.process_allgather(padded, tiled=False)
     return [bytes(row).rstrip(b"\0").decode() for row in np.asarray(rows).reshape(-1, padded.size)]
@@ -384,13 +410,13 @@ def _is_alone(source: FoldedMesh, target: FoldedMesh) -> bool:
 
 
 def _shards(array: Array) -> dict[Any, Array]:
-    """The parts of an array on the devices of this process."""
+    """Shards of an array on the devices of this process."""
     parts = [array.addressable_data(i) for i in range(len(array.sharding.addressable_devices))]
     return {next(iter(part.devices())): part for part in parts}
 
 
 def _assembled(shards: Sequence[Array], number: int, sharding: NamedSharding) -> Array:
-    """An array of `number` equal parts, of which this process has `shards`; nothing is copied."""
+    """Assembles an array of `number` equal shards from those of this process, without a copy."""
     rows, *rest = shards[0].shape
     return jax.make_array_from_single_device_arrays((number * rows, *rest), sharding, list(shards))
 

@@ -1,7 +1,8 @@
-"""One message for each pair of devices: tokens and where they are routed, side by side.
+"""Message format between attention and expert devices: tokens, expert slots and gate weights in one
+buffer.
 
-Numbers travel as the bits that they are, in unsigned integers as wide as those of the tokens, so
-that one buffer holds tokens, ids and probs and nothing is rounded.
+All values are sent as their bits, in unsigned integers as wide as an element of the tokens, so that
+one buffer holds tokens, ids and gate weights and nothing is rounded.
 """
 
 from typing import Any
@@ -11,18 +12,20 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
 WORDS = {2: jnp.uint16, 4: jnp.uint32}
-"""By the bytes of a number of the tokens."""
+"""Unsigned dtypes by the item size of the tokens."""
 
 
 def message_width(d_model: int, k: int, dtype: Any) -> int:
-    """Words of a row that goes out: ``d_model + 2 k 4 / itemsize``, of `itemsize` bytes each."""
+    """Number of words of a row that is sent: ``d_model + 2 k 4 / itemsize``, of `itemsize` bytes
+    each."""
     return d_model + 2 * k * (4 // jnp.dtype(dtype).itemsize)
 
 
 def written_message(
     rows: Float[Array, "row d_model"], slots: Int[Array, "row k"], probs: Float[Array, "row k"]
 ) -> Shaped[Array, "row width"]:
-    """Tokens with the slots of their experts and the probs, float32, a row of words for each."""
+    """Encodes tokens, the slots of their experts and their gate weights (float32) as rows of
+    words."""
     word = WORDS[rows.dtype.itemsize]
     parts = rows, slots.astype(jnp.int32), probs.astype(jnp.float32)
     return jnp.concatenate([_words(part, word) for part in parts], axis=1)
@@ -31,7 +34,7 @@ def written_message(
 def read_message(
     message: Shaped[Array, "row width"], d_model: int, k: int, dtype: Any
 ) -> tuple[Float[Array, "row d_model"], Int[Array, "row k"], Float[Array, "row k"]]:
-    """What `written_message` was given."""
+    """Decodes a message of `written_message`: tokens, slots and gate weights."""
     rest = (message.shape[1] - d_model) // 2
     return (
         lax.bitcast_convert_type(message[:, :d_model], dtype),

@@ -1,4 +1,4 @@
-"""Which slots of the expert devices hold which expert: each once, or hot ones several times."""
+"""Placement of experts in the slots of the expert devices: each once, or hot ones replicated."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ from jaxtyping import Array, Int
 
 
 class Copies(NamedTuple):
-    """A placement as the attention side reads it.
+    """Lookup table of a placement for the attention side.
 
     Attributes:
-      slots: ``[expert + 1, copy]`` the numbers of the slots that hold the expert, device after
-        device, its last one again where others have more copies. The last row, of the expert that
-        is none, holds the number past the last slot.
-      counts: ``[expert + 1]`` how many of them there are.
+      slots: ``[expert + 1, copy]`` indices of the slots that hold the expert, device after device;
+        its last one is repeated where others have more replicas. The last row, for no expert, holds
+        the index past the last slot.
+      counts: ``[expert + 1]`` number of replicas.
     """
 
     slots: Array | np.ndarray
@@ -25,15 +25,15 @@ class Copies(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Slots of the devices along ``ep``, as many on each, and the experts in them.
+    """Placement of experts in slots of the devices along ``ep``, equally many on each.
 
     Args:
       copies: for each expert the (device, slot) pairs that hold it; one or more.
-      num_devices: along ``ep``.
-      num_slots: of a device.
+      num_devices: number of devices along ``ep``.
+      num_slots: number of slots of a device.
 
     Raises:
-      ValueError: where an expert is nowhere, a slot is not there or holds two.
+      ValueError: if an expert has no slot, or a slot does not exist or holds two experts.
     """
 
     copies: tuple[tuple[tuple[int, int], ...], ...]
@@ -60,17 +60,17 @@ class Placement:
 
     @classmethod
     def of(cls, copies: Sequence[Sequence[tuple[int, int]]], num_devices: int) -> "Placement":
-        """With as many slots as the fullest device needs."""
+        """Placement with as many slots per device as the fullest one needs."""
         given = tuple(tuple((int(d), int(s)) for d, s in places) for places in copies)
         num_slots = 1 + max((slot for places in given for _, slot in places), default=0)
         return cls(given, num_devices, num_slots)
 
     @classmethod
     def identity(cls, num_experts: int, num_devices: int) -> "Placement":
-        """Each expert once, in their order.
+        """Placement of each expert once, in order.
 
         Raises:
-          ValueError: where the devices would not have equally many.
+          ValueError: if the number of devices does not divide that of experts.
         """
         if num_experts % num_devices:
             raise ValueError(
@@ -83,7 +83,7 @@ class Placement:
 
     @classmethod
     def holding(cls, experts: Int[np.ndarray, "slot"], num_devices: int) -> "Placement":
-        """Of the expert in each slot, device after device; the inverse of `experts`."""
+        """Placement from the expert in each slot, device after device; the inverse of `experts`."""
         each = len(experts) // num_devices
         copies = [list[tuple[int, int]]() for _ in range(int(experts.max()) + 1)]
         for slot, expert in enumerate(experts.tolist()):
@@ -92,8 +92,8 @@ class Placement:
 
     @property
     def experts(self) -> Int[np.ndarray, "slot"]:
-        """The expert in each slot, device after device; expert 0 in slots that hold none, which
-        nothing is sent to."""
+        """Expert in each slot, device after device; expert 0 in empty slots, which no token is sent
+        to."""
         held = np.zeros(self.num_devices * self.num_slots, np.int32)
         for expert, places in enumerate(self.copies):
             for device, slot in places:
@@ -102,12 +102,13 @@ class Placement:
 
     @property
     def is_identity(self) -> bool:
-        """Whether the slots hold the experts in their order, each once."""
+        """True if the slots hold the experts in order, each once."""
         held = self.experts
         return len(held) == len(self.copies) and bool(np.all(held == np.arange(len(held))))
 
     def table(self) -> Copies:
-        """As the attention side reads it; of one shape, whichever experts have the copies."""
+        """Lookup table for the attention side; its shape does not depend on which experts are
+        replicated."""
         spare = self.num_devices * self.num_slots - len(self.copies)
         width = 1 + spare
         slots = np.full((len(self.copies) + 1, width), self.num_devices * self.num_slots, np.int32)
@@ -119,10 +120,10 @@ class Placement:
 
 
 def of_layers(placement: Placement | Sequence[Placement], num_layers: int) -> tuple[Placement, ...]:
-    """A placement for each layer with experts: one for all of them, or its own.
+    """Placement of each layer with experts, from one for all layers or one for each.
 
     Raises:
-      ValueError: for another number of them, or devices with other numbers of slots.
+      ValueError: for a wrong number of placements, or ones that differ in devices or slots.
     """
     each = (placement,) * num_layers if isinstance(placement, Placement) else tuple(placement)
     if len(each) != num_layers:
@@ -133,11 +134,10 @@ def of_layers(placement: Placement | Sequence[Placement], num_layers: int) -> tu
 
 
 def slots_of_choices(experts: Int[Array, "token k"], copies: Copies) -> Int[Array, "token k"]:
-    """The slot that each choice is sent to: of several copies, neighbouring tokens take different
-    ones.
+    """Slot that each expert id of a token is sent to; neighbouring tokens use different replicas.
 
     Args:
-      experts: ids, `num_experts` for none, which goes past the last slot.
+      experts: expert ids; `num_experts` for none gives the index past the last slot.
     """
     token = jnp.arange(experts.shape[0], dtype=experts.dtype)[:, None]
     slots, counts = jnp.asarray(copies.slots), jnp.asarray(copies.counts)

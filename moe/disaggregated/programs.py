@@ -1,4 +1,5 @@
-"""The programs of both sides: one of each for all layers, which differ in what they are given."""
+"""Compiled programs of both sides: each kind is compiled once for all layers, which differ in their
+arguments alone."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -37,13 +38,13 @@ Arrays = tuple[Array, ...]
 
 
 class Steps(NamedTuple):
-    """A token of each row of a micro-batch.
+    """Inputs of a decode step: one token of each row of a micro-batch.
 
     Attributes:
       tokens: ``[row]`` ids.
-      positions: ``[row]`` where in its row each stands, from 0.
-      live: ``[row]`` rows that are going; what is computed for the others is rubbish.
-      first: ``[]`` row of a device's cache that the first of its rows is.
+      positions: ``[row]`` position of the token in its row, from 0.
+      live: ``[row]`` true for rows that are being decoded; results of the others are undefined.
+      first: ``[]`` index of the micro-batch's first row in the cache of a device.
     """
 
     tokens: Array
@@ -53,11 +54,11 @@ class Steps(NamedTuple):
 
 
 class Prompts(NamedTuple):
-    """Rows of tokens that are run at once.
+    """Inputs of a prefill: whole rows of tokens.
 
     Attributes:
       tokens: ``[row, column]`` ids, each row's from its first column on.
-      lengths: ``[row]`` tokens of each.
+      lengths: ``[row]`` number of tokens of each.
     """
 
     tokens: Array
@@ -69,7 +70,7 @@ Given = Steps | Prompts
 
 class Buffers(NamedTuple):
     """Keys and values of a layer: of a cache, or of the tokens of prompts; values are None with
-    narrow vectors."""
+    latent vectors."""
 
     keys: Array | None
     values: Array | None
@@ -77,7 +78,7 @@ class Buffers(NamedTuple):
 
 @partial(jax.jit, static_argnums=0)
 def begin(serving: Serving, rest: Transformer[Array], given: Given) -> Flight[Array]:
-    """The tokens at the start of the network."""
+    """Embeds the tokens: the state at the start of the network."""
     mesh = serving.mesh.attention
 
     def local(rest: Transformer[Array], given: Given) -> Flight[Array]:
@@ -99,11 +100,12 @@ def dense_layer(
     flight: Flight[Array],
     given: Given,
 ) -> tuple[Flight[Array], Buffers]:
-    """A whole layer without experts.
+    """Runs a whole layer without experts.
 
     Args:
-      columns: of the cache that are read; None is all.
-      buffers: given up; of a layer of prompts there are none yet.
+      columns: number of columns of the cache that are read; None is all.
+      buffers: donated; empty in a prefill.
+      flight: donated.
     """
     mesh, config = serving.mesh.attention, serving.config
 
@@ -132,15 +134,15 @@ def attention_half(
     received: Arrays,
     copies: Copies,
 ) -> tuple[Flight[Array], Buffers, Arrays]:
-    """Combine of the layer before, norm, queries, keys and values, cache, core attention, output,
-    router, and the rows for each device of the experts.
+    """Runs the attention half of a layer: combine of the layer before, norm, projections, cache,
+    core attention, output projection, router, and the rows for each expert device.
 
     Args:
-      columns: of the cache that are read; None is all.
-      number: of the layer in the network.
-      buffers: given up; of a layer of prompts there are none yet.
-      flight: given up.
-      received: sums of the layer before, from each device of the experts; zeros in the first.
+      columns: number of columns of the cache that are read; None is all.
+      number: index of the layer in the network.
+      buffers: donated; empty in a prefill.
+      flight: donated.
+      received: sums of the layer before, from each expert device; zeros in the first.
     """
     mesh, config = serving.mesh.attention, serving.config
 
@@ -177,10 +179,10 @@ def attention_half(
 
 @partial(jax.jit, static_argnums=0)
 def experts_half(serving: Serving, experts: Experts[Array], received: Arrays) -> Arrays:
-    """The grouped products of a layer's experts on the rows that came, with their gate weights.
+    """Runs the expert half of a layer: its grouped GEMMs on the received rows, with gate weights.
 
     Args:
-      received: messages from each device of attention.
+      received: messages from each attention device.
     """
     mesh = serving.mesh.experts
     own = PartitionSpec(mesh.axes)
@@ -200,8 +202,8 @@ def experts_half(serving: Serving, experts: Experts[Array], received: Arrays) ->
 def end_step(
     serving: Serving, rest: Transformer[Array], flight: Flight[Array], received: Arrays
 ) -> tuple[Array, Array | None]:
-    """Logits ``[row, vocab]`` of the next token, float32, spread over all devices of attention, and
-    the choices ``[row, layer, k]`` of those that were run, None where they are not recorded."""
+    """Logits ``[row, vocab]`` of the next token, float32, sharded over all attention devices, and
+    the expert ids ``[row, layer, k]`` of the tokens that were run; None if not recorded."""
     mesh, config = serving.mesh.attention, serving.config
 
     def local(rest: Any, flight: Any, received: Arrays) -> Any:
@@ -234,7 +236,7 @@ def end_prefill(
     received: Arrays,
     given: Prompts,
 ) -> tuple[Array, Array | None]:
-    """States and choices as in `moe.decoding.Prefilled`."""
+    """States and expert ids after a prefill, as in `moe.decoding.Prefilled`."""
     mesh, config = serving.mesh.attention, serving.config
 
     def local(rest: Any, flight: Any, received: Arrays, given: Prompts) -> Any:
@@ -256,11 +258,11 @@ def end_prefill(
 
 
 class _Core:
-    """Core attention of a layer, for a token of each row or for rows of them.
+    """Core attention of a layer, for a decode step or for a prefill.
 
     Attributes:
-      packed: the tokens as a layer takes them.
-      attend: what the layer attends with.
+      packed: the tokens as a packed batch.
+      attend: core attention of the layer.
     """
 
     def __init__(
@@ -297,7 +299,7 @@ class _Core:
 
     @property
     def after(self) -> Buffers:
-        """The layer's keys and values after it has run."""
+        """Keys and values of the layer after it has run."""
         if self._step is not None:
             return Buffers(self._step.keys, self._step.values)
         keys, *values = self._kept[0]
@@ -324,7 +326,7 @@ def _buffer_specs(serving: Serving) -> Any:
 
 
 def _attention_args(serving: Serving, buffers: Buffers, given: Given) -> tuple[Any, ...]:
-    """Where number, buffers, flight and tokens live."""
+    """PartitionSpecs of number, buffers, flight and tokens."""
     places = Buffers(None, None) if buffers.keys is None else _buffer_specs(serving)
     return PartitionSpec(), places, flight_specs(serving), _given_specs(serving, given)
 

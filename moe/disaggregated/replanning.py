@@ -1,8 +1,8 @@
-"""When experts move to other devices while a server runs.
+"""Re-balancing of experts between devices while a server runs (EPLB).
 
-Published is that loads of decoding change slowly and that plans are made anew from time to time
-(Zhu et al., "MegaScale-Infer", 2025, section 6). How often, over which time loads are averaged and
-what a move must bring is not: here that is `Policy`.
+It is published that loads of decoding change slowly and that placements are recomputed from time to
+time (Zhu et al., "MegaScale-Infer", 2025, section 6). The interval, the averaging of loads and the
+gain that justifies a move are not published: here they are `Policy`.
 """
 
 from dataclasses import dataclass, replace
@@ -15,13 +15,12 @@ from moe.disaggregated.balance import of_devices, placement
 
 @dataclass(frozen=True)
 class Policy:
-    """When to look, and what is enough.
+    """Re-balancing policy: interval, averaging of loads, and least gain.
 
     Attributes:
-      every: K, steps between two looks.
-      decay: what a step leaves of the average of loads, in [0, 1).
-      threshold: the part of the time of a layer's experts that a new placement must save, in
-        [0, 1).
+      every: K, number of steps between two checks.
+      decay: decay of the exponential average of loads per step, in [0, 1).
+      threshold: fraction of the fullest device's load that a new placement must save, in [0, 1).
     """
 
     every: int = 1000
@@ -38,7 +37,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the expert devices; see `placement`."""
+    """Sizes of the expert side; see `placement`."""
 
     num_slots: int
     num_devices: int
@@ -48,12 +47,12 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Balance:
-    """What is known and what holds after some steps.
+    """State of re-balancing: average loads and the current placement.
 
     Attributes:
-      step: steps that were seen.
-      loads: exponential average of the tokens of each expert in a step.
-      placed: the expert of each slot.
+      step: number of steps observed.
+      loads: exponential average of the tokens of each expert per step.
+      placed: expert of each slot.
     """
 
     step: int
@@ -63,7 +62,7 @@ class Balance:
 
 @dataclass(frozen=True)
 class Move:
-    """A slot that gets another expert."""
+    """Replacement of the expert in a slot."""
 
     layer: int
     slot: int
@@ -71,7 +70,7 @@ class Move:
 
 
 def start(num_layers: int, num_experts: int, sizes: Sizes) -> Balance:
-    """Before the first step: no loads, experts placed as if all were equal."""
+    """State before the first step: no loads, experts placed as if all loads were equal."""
     placed = placement(
         np.ones(num_experts),
         sizes.num_slots,
@@ -85,15 +84,16 @@ def start(num_layers: int, num_experts: int, sizes: Sizes) -> Balance:
 def observe(
     balance: Balance, tokens: np.ndarray, sizes: Sizes, policy: Policy
 ) -> tuple[Balance, list[Move]]:
-    """After a step: the new state, and the slots to fill before it holds; none in most steps.
+    """Updates the loads with a step: returns the new state, and the moves that its placement needs;
+    none in most steps.
 
-    The average begins with the first step and is the mean of few of them, so that no start value
-    is in it. A layer gets a new placement where the fullest device would have less than ``1 -
-    threshold`` of its load. Devices of a server are matched with those before by the experts that
-    can stay.
+    The average starts with the first step and is a plain mean over the first few, so that it
+    contains no initial value. A layer gets a new placement if the load of the fullest device would
+    fall below ``1 - threshold`` of what it is. The new devices of a server are matched with the old
+    ones so that experts stay where they can.
 
     Args:
-      tokens: of each expert in the step, counted: ``[layer, expert]``.
+      tokens: number of tokens of each expert in the step, ``[layer, expert]``.
 
     Raises:
       ValueError: on another shape.
@@ -133,8 +133,8 @@ def _better(load, placed, sizes: Sizes, policy: Policy) -> np.ndarray | None:
 
 
 def _matched(old: np.ndarray, new: np.ndarray) -> np.ndarray:
-    """The new devices, each in the place of an old one that it shares most with, pair by pair, and
-    what stays in its slot."""
+    """Reorders new devices to match old ones: greedily the pair with most experts in common; an
+    expert that stays on a device stays in its slot."""
     shared = np.array([[_common(a, b) for b in new] for a in old])
     found = np.empty_like(old)
     for _ in range(len(old)):

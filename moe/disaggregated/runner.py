@@ -1,8 +1,9 @@
-"""Both sides at work: the host enqueues their programs and the exchanges between them.
+"""Runner of disaggregated decoding: the host enqueues the programs of both sides and the exchanges
+between them.
 
-One controller in each process, and what a program needs is on its way when it is enqueued: alone it
-waits for nothing, and with others for what was enqueued a layer ago. A process that has devices of
-one side only runs the programs of that side and takes part in the exchanges.
+There is one controller per process. The inputs of a program are in flight when it is enqueued: a
+single process never blocks, and one of many waits for exchanges of a layer ago. A process with
+devices of one side runs the programs of that side and takes part in the exchanges.
 """
 
 from collections import deque
@@ -31,18 +32,18 @@ from moe.disaggregated.split import SplitMesh, devices_of, is_here
 
 
 class Runner:
-    """Decodes on two sides.
+    """Disaggregated prefill and decoding, with attention and experts on disjoint devices.
 
     Args:
       config: the network.
-      mesh: of both sides.
-      placement: of experts on the devices along ``ep``; None has each once, in their order.
-      m2n: how messages travel, see `moe.disaggregated.m2n.exchange_of`.
-      records_choices: whether the experts of each token are kept.
+      mesh: meshes of both sides.
+      placement: placement of experts on the devices along ``ep``; None is each once, in order.
+      m2n: method of the exchanges, see `moe.disaggregated.m2n.exchange_of`.
+      records_choices: the expert ids of each token are recorded.
 
     Attributes:
-      log: what `decode` enqueued when it last ran; kept where `keeps_log` is set.
-      bytes_sent: by all exchanges so far, both ways.
+      log: entries that `decode` enqueued when it last ran, if `keeps_log` is set.
+      bytes_sent: bytes sent by all exchanges so far, both ways.
     """
 
     def __init__(
@@ -77,11 +78,12 @@ class Runner:
         tokens: Int[Array, "row column"],
         lengths: Int[Array, "row"],
     ) -> Prefilled | None:
-        """`moe.decoding.prefill` on both sides by turns, of arrays on the side of attention; a
-        layer's keys and values in a buffer each. None in a process without that side.
+        """`moe.decoding.prefill` alternately on both sides, for arrays on the attention side; the
+        keys and values of each layer are buffers of their own. None in a process without attention
+        devices.
 
         Args:
-          tokens: rows over ``dp``; elsewhere anything of that shape.
+          tokens: rows sharded over ``dp``; in a process without attention any array of that shape.
         """
         serving, given, flight, cache = self._prefill, Prompts(tokens, lengths), None, []
         ranks, rows = self.mesh.attention.layout, tokens.shape[0]
@@ -121,21 +123,23 @@ class Runner:
         columns: int | None = None,
         told: Callable[[int, Array], None] | None = None,
     ) -> Cache[Array] | None:
-        """Token after token of all rows, in the order of `moe.disaggregated.schedule.order`.
+        """Decode loop: token after token of all rows, in the order of
+        `moe.disaggregated.schedule.order`.
 
         Args:
-          cache: a buffer for each layer, given up; None in a process without attention.
-          num_rows: of all micro-batches on all devices; a multiple of ``dp x tp`` of the side of
-            attention times `micro_batches`. Micro-batch i are the i-th part of each device's rows.
-          begin: of a micro-batch, the tokens of its rows, their positions and which of them are
-            live, over ``dp``.
-          end: takes a micro-batch, the logits of its rows, over all devices of attention, and the
-            experts that they chose. Gives two counts that every device of attention has, for
-            `told`; None without.
-          goes_on: whether a token of that number is begun; the same in all processes.
-          columns: of the cache that are read, beyond all that is decoded; None is all.
+          cache: a buffer for each layer, donated; None in a process without attention.
+          num_rows: rows of all micro-batches on all devices; a multiple of ``dp x tp`` of the
+            attention side times `micro_batches`. Micro-batch i is the i-th part of each device's
+            rows.
+          begin: from a micro-batch to the tokens of its rows, their positions and which rows are
+            live, sharded over ``dp``.
+          end: takes a micro-batch, the logits of its rows, sharded over all attention devices, and
+            their expert ids. Returns two counts for `told`, replicated over the attention devices;
+            None without `told`.
+          goes_on: true if a token of that index is to be decoded; the same in all processes.
+          columns: number of columns of the cache that are read, more than are decoded; None is all.
           told: in a process without attention, takes the micro-batch and the counts of its `end`,
-            ``[1, 2]`` int32, which are sent there. Given in all processes or in none.
+            ``[1, 2]`` int32, which are sent there. Passed in all processes or in none.
 
         Returns:
           The cache.
@@ -201,7 +205,7 @@ class Runner:
 
     def meet(self) -> None:
         """Sends a message each way and waits for it, so that the processes are connected before
-        they differ in what they do; all of them call this at the same time."""
+        they run different code; all of them call this at the same time."""
         for exchange, mesh, others in (
             (self._out, self.mesh.attention, self._step.num_targets),
             (self._back, self.mesh.experts, self._step.num_sources),
@@ -213,7 +217,7 @@ class Runner:
             jax.block_until_ready(exchange(parts, message))
 
     def _tell(self, counts: tuple[Array, Array] | None) -> Arrays | None:
-        """Two counts of the side of attention, on each device of the experts."""
+        """Sends two counts from the attention side to each expert device."""
         parts, message = None, Message(1, 2, jnp.dtype(jnp.int32))
         if self._attends:
             assert counts is not None
@@ -223,12 +227,12 @@ class Runner:
         return self._out(parts, message)
 
     def _wait(self, exchanges: int) -> None:
-        """With other processes: waits until no more than so many of the last exchanges are under
-        way, each with the experts between its messages.
+        """Waits until at most `exchanges` layers' exchanges are in flight; does nothing in a single
+        process.
 
-        What became of the others is raised here. On CPU it has to be noticed with few programs
-        enqueued: beyond 32 of them JAX waits for the first to end, and goes on waiting where that
-        one, on several devices, cannot run for an error (JAX 0.10).
+        Errors of the finished ones are raised here. On CPU an error must be noticed while few
+        programs are enqueued: beyond 32 of them JAX waits for the first to end, and keeps waiting
+        if that one spans multiple devices and cannot run because of an error (JAX 0.10).
         """
         while len(self._under_way) > exchanges:
             jax.block_until_ready(self._under_way.popleft())
@@ -257,7 +261,7 @@ class Runner:
         parts: Arrays | None,
         num_tokens: int,
     ) -> Arrays | None:
-        """The exchanges of a layer, and its experts between them."""
+        """Runs the exchanges of a layer, and its experts between them."""
         out, back = serving.message_out(num_tokens), serving.message_back(num_tokens)
         came, sums = self._out(parts, out), None
         if self._computes:
@@ -273,7 +277,7 @@ class Runner:
         return received
 
     def _nothing(self, serving: Serving, num_tokens: int) -> Arrays | None:
-        """What comes back before the first layer."""
+        """Received sums before the first layer: zeros."""
         if not self._attends:
             return None
         message = serving.message_back(num_tokens)
@@ -282,7 +286,7 @@ class Runner:
         return (zeros,) * serving.num_targets
 
     def _number(self, number: int) -> Array:
-        """A number on every device of attention."""
+        """An integer replicated over the attention devices; cached."""
         if number not in self._numbers:
             place = NamedSharding(self.mesh.attention.mesh, PartitionSpec())
             value = np.asarray(number, np.int32)
@@ -304,10 +308,10 @@ def _clearing(place: NamedSharding, shape: tuple[int, int], dtype: Any) -> Calla
 
 
 def check_micro_batches(num_rows: int, micro_batches: int, mesh: SplitMesh) -> None:
-    """Refuses rows that cannot be shared.
+    """Checks that micro-batches and attention devices divide the rows.
 
     Raises:
-      ValueError: for a number of rows that does not divide.
+      ValueError: if they do not.
     """
     layout = mesh.attention.layout
     unit = layout.num_devices * micro_batches

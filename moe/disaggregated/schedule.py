@@ -1,11 +1,12 @@
-"""In which order the host enqueues: layer by layer, and in a layer micro-batch by micro-batch.
+"""Ping-pong pipeline schedule: the order in which the host enqueues programs, layer by layer, and
+within a layer micro-batch by micro-batch.
 
-While one micro-batch is with the experts, attention works on another: they play ping-pong. Devices
-run what they are given in the order in which it was enqueued, beside each other; no program waits
-on the host. What is enqueued for one side stands in the order of (token, layer, micro-batch). Of
-the two sides together, the next layer's attention follows its experts at once, so that where an
-exchange occupies both sides (`moe.disaggregated.m2n.Collective`), attention of the other
-micro-batches lies before the messages that one of them waits for.
+While one micro-batch is with the experts, attention computes another. Each device runs its programs
+in the order in which they were enqueued, concurrently with other devices; no program waits for the
+host. The programs of one side are in the order of (token, layer, micro-batch). Over both sides, the
+attention of the next layer directly follows the experts. So if an exchange occupies both sides
+(`moe.disaggregated.m2n.Collective`), attention of the other micro-batches is enqueued before the
+messages that one of them waits for.
 
 References:
   Zhu et al., "MegaScale-Infer", 2025, section 4.1, figure 4. https://arxiv.org/abs/2504.02263
@@ -18,15 +19,15 @@ Role = Literal["begin", "attention", "experts", "end"]
 
 
 class Enqueued(NamedTuple):
-    """A program, with the exchange of what it gives.
+    """Schedule entry: a program, with the exchange of its results.
 
     Attributes:
       role: "begin" embeds a token of each row and runs dense first layers; "attention" is the half
-        of a layer before its experts, whose rows go out after it; "experts" computes them, whose
-        sums come back after it; "end" makes logits and the next token.
-      token: of each row, since this decoding began.
-      layer: among those with experts; 0 in "begin", the last in "end".
-      micro_batch: its number.
+        of a layer before its experts, followed by the exchange of its rows; "experts" computes
+        these, followed by the exchange of the sums; "end" computes logits and the next token.
+      token: index of the token in each row, from the start of this decoding.
+      layer: index among the layers with experts; 0 in "begin", the last in "end".
+      micro_batch: index of the micro-batch.
     """
 
     role: Role
@@ -38,13 +39,13 @@ class Enqueued(NamedTuple):
 def order(
     num_layers: int, micro_batches: int, goes_on: Callable[[int], bool]
 ) -> Iterator[Enqueued]:
-    """What to enqueue, in turn.
+    """Yields the schedule entries in order.
 
     Args:
-      num_layers: with experts.
-      micro_batches: of which each has a part of the rows.
-      goes_on: whether a token of that number is begun; asked once for each in turn, before anything
-        of it is enqueued.
+      num_layers: number of layers with experts.
+      micro_batches: number of micro-batches, each a part of the rows.
+      goes_on: true if a token of that index is to be decoded; called once for each in order, before
+        any of its programs is enqueued.
     """
     numbers, token, last = range(micro_batches), 0, num_layers - 1
     if not goes_on(0):

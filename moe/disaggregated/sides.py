@@ -1,4 +1,5 @@
-"""The weights of a network on two sides, each where it is used and nowhere else."""
+"""Weights of a disaggregated network: each is stored only on the side that uses it, attention or
+experts."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -25,18 +26,18 @@ Leaf = TypeVar("Leaf")
 
 @struct.dataclass
 class SplitWeights(Generic[Leaf]):
-    """A record for each layer, so that one program serves all of them and copies none out of a
-    stack.
+    """Unstacked weights of both sides: a record for each layer, so that one compiled program runs
+    all layers and copies none out of a stack.
 
     Attributes:
-      rest: embedding, last norm and head, without layers; None in a process that has no device of
-        attention, as `first`, `attention` and `copies` are empty there.
-      first: the dense layers that the network begins with.
-      attention: the others, their experts a router and a selection bias only.
+      rest: embedding, last norm and head, without layers; None in a process without attention
+        devices, where `first`, `attention` and `copies` are empty.
+      first: the leading dense layers.
+      attention: the other layers; their experts are a router and a selection bias only.
       experts: the routed experts of each of those, by the slots of a `Placement`; no router. Empty
-        in a process that has no device of theirs.
-      copies: of each of those, which slots hold which expert, on every device of attention; empty
-        in a process that has none.
+        in a process without expert devices.
+      copies: for each of those, the table of slots of each expert, replicated over the attention
+        devices; empty in a process without them.
     """
 
     rest: Transformer[Leaf] | None
@@ -52,16 +53,16 @@ def to_sides(
     mesh: SplitMesh,
     placement: Placement | Sequence[Placement],
 ) -> SplitWeights[Array]:
-    """Weights with all layers in one axis, as the two sides hold them, bit for bit.
+    """Copies weights with stacked layers to the two sides, bitwise identical.
 
-    A device of attention receives its share of everything but routed experts, ``1 / tp`` of what
-    `moe.placement` spreads over ``tp`` and the rest whole; one of the experts the slots that it
-    has, their hidden units spread over ``etp``.
+    An attention device receives everything but routed experts: ``1 / tp`` of what `moe.placement`
+    shards over ``tp``, and the rest in full. An expert device receives its slots, their hidden
+    units sharded over ``etp``.
 
     Args:
-      weights: on the host, equal in all processes, or on devices of this one process, or spread
-        over all processes, each of which reads one array after the other as a whole then.
-      placement: of all layers, or one for each with experts.
+      weights: on the host, equal in all processes; or on devices of this one process; or sharded
+        over all processes, each of which then gathers one full array after the other.
+      placement: one for all layers, or one for each layer with experts.
 
     Raises:
       ValueError: for a network without experts, and for sizes that do not divide.
@@ -96,14 +97,15 @@ def moved(
     before: Sequence[Placement],
     after: Sequence[Placement],
 ) -> SplitWeights[Array]:
-    """The same weights with experts in other slots, bit for bit: what a slot gets comes from the
-    first that held it.
+    """Moves experts to other slots, bitwise identical: each slot is copied from the first one that
+    held its expert.
 
-    A layer after the other; while its experts move, each of their devices has all of the layer's.
+    Layers are moved one after the other. Meanwhile each expert device has all experts of the layer
+    in memory.
 
     Args:
-      weights: whose experts are given up.
-      before, after: a placement for each layer, of as many slots.
+      weights: their experts are donated.
+      before, after: a placement for each layer, with equally many slots.
     """
     experts, copies = list(weights.experts), list(weights.copies)
     on_all = (NamedSharding(side.mesh, PartitionSpec()) for side in (mesh.attention, mesh.experts))
@@ -122,7 +124,7 @@ def moved(
 
 @cache
 def _taking(mesh: FoldedMesh) -> Callable[[Experts[Array], Array], Experts[Array]]:
-    """Slots of the experts of a layer, by their numbers."""
+    """Compiled gather of the experts of a layer by slot index; the old ones are donated."""
     places = jax.tree.map(lambda spec: NamedSharding(mesh.mesh, spec), expert_specs(mesh))
 
     def take(experts: Experts[Array], slots: Array) -> Experts[Array]:
@@ -132,13 +134,13 @@ def _taking(mesh: FoldedMesh) -> Callable[[Experts[Array], Array], Experts[Array
 
 
 def check_splits(config: ModelConfig, mesh: SplitMesh, placement: Placement | None = None) -> None:
-    """Refuses a network that two such sides cannot serve.
+    """Checks that a network can be split over two such sides.
 
     Args:
-      placement: None has each expert once.
+      placement: None is each expert once.
 
     Raises:
-      ValueError: naming why.
+      ValueError: if it cannot, with the reason.
     """
     if not config.num_experts:
         raise ValueError(
@@ -182,8 +184,8 @@ def check_splits(config: ModelConfig, mesh: SplitMesh, placement: Placement | No
 def side_bytes(
     config: ModelConfig, mesh: SplitMesh, placement: Placement | None = None
 ) -> tuple[int, int]:
-    """Bytes of the weights on a device of attention, and on one of the experts, without the
-    placement's table."""
+    """Bytes of the weights on an attention device and on an expert device, without the placement's
+    table."""
     ep, etp = (mesh.experts.size(axes) for axes in (mesh.experts.ep, mesh.experts.etp))
     placement = placement or Placement.identity(config.num_experts, ep)
     like = cast_shapes(config)
@@ -199,24 +201,24 @@ def side_bytes(
 
 
 def attention_specs(config: ModelConfig, mesh: FoldedMesh) -> Layer[PartitionSpec]:
-    """Where the weights of a layer with experts live on the side of attention."""
+    """PartitionSpecs of a layer with experts on the attention side."""
     return _of_layer(_without_experts(specs(config, mesh)).layers)
 
 
 def first_specs(config: ModelConfig, mesh: FoldedMesh) -> Layer[PartitionSpec]:
-    """Where the weights of a dense first layer live."""
+    """PartitionSpecs of a leading dense layer."""
     first = specs(config, mesh).first_layers
     assert first is not None
     return _of_layer(first)
 
 
 def rest_specs(config: ModelConfig, mesh: FoldedMesh) -> Transformer[PartitionSpec]:
-    """Where embedding, last norm and head live."""
+    """PartitionSpecs of embedding, last norm and head."""
     return _without_layers(specs(config, mesh))
 
 
 def expert_specs(mesh: FoldedMesh, stacked: bool = False) -> Experts[PartitionSpec]:
-    """Where the experts of a layer live, or of all layers, which lie in front then."""
+    """PartitionSpecs of the experts of a layer, or of stacked layers, with the layer axis first."""
     front = (None,) * stacked
     nothing: Any = None
     return Experts(
@@ -268,7 +270,8 @@ def _put_leaf(leaf: Any, place: NamedSharding) -> Array:
 
 @cache
 def _attention_apart(config: ModelConfig, mesh: FoldedMesh) -> Callable[[Any], Any]:
-    """From stacks to records of layers: one program, a stack is there no longer than it runs."""
+    """Compiled function that unstacks the layers of the attention side, in one program, so that no
+    stack outlives it."""
     places = specs(config, mesh)
     layers = config.num_expert_layers
     first = () if places.first_layers is None else (first_specs(config, mesh),)

@@ -1,4 +1,4 @@
-"""Devices in two groups: some for attention, the others for the routed experts."""
+"""Split of devices into two disjoint groups: for attention and for the routed experts."""
 
 import re
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ EXAMPLE = "tp2 dp4 / ep8"
 
 @dataclass(frozen=True)
 class Split:
-    """How many devices each side has, and how they are laid out there.
+    """Number of devices of each side, and the parallel layout of each.
 
     Args:
       attention: axes ``tp`` and ``dp``: heads and hidden units of dense layers over ``tp``, rows
@@ -37,8 +37,8 @@ class Split:
 
     @classmethod
     def parse(cls, text: str) -> "Split":
-        """The split written as ``"tp2 dp4 / ep8"``: attention before the stroke, experts after it,
-        each on devices of its own.
+        """Parses ``"tp2 dp4 / ep8"``: attention before the slash, experts after it, on disjoint
+        devices.
 
         Raises:
           ValueError: on a text that is not two sides, or on axes that a side does not have.
@@ -62,7 +62,7 @@ class Split:
 
     @property
     def num_devices(self) -> int:
-        """Of both sides."""
+        """Number of devices of both sides."""
         return self.attention_layout.num_devices + self.experts_layout.num_devices
 
     def __str__(self) -> str:
@@ -78,10 +78,10 @@ class SplitMesh:
 
 
 def fold_split(split: Split, devices: Sequence[Any] | None = None) -> SplitMesh:
-    """The meshes of a split, attention on the first of `devices` (all of them by default).
+    """Folds the meshes of a split, attention on the first of `devices` (all of them by default).
 
     Raises:
-      ValueError: when the number of devices is not that of the split.
+      ValueError: if the number of devices is not that of the split.
     """
     devices = jax.devices() if devices is None else devices
     if len(devices) != split.num_devices:
@@ -96,13 +96,13 @@ def fold_split(split: Split, devices: Sequence[Any] | None = None) -> SplitMesh:
 
 
 def devices_of(mesh: FoldedMesh) -> list[Any]:
-    """The devices of a mesh in the order of their ranks."""
+    """Devices of a mesh in the order of their ranks."""
     assert isinstance(mesh.mesh, jax.sharding.Mesh)
     return list(mesh.mesh.devices.flat)
 
 
 def is_here(mesh: FoldedMesh) -> bool:
-    """Whether a device of `mesh` belongs to this process, which then runs its programs."""
+    """True if a device of `mesh` belongs to this process, which then runs its programs."""
     return any(device.process_index == jax.process_index() for device in devices_of(mesh))
 
 

@@ -1,1 +1,1 @@
-"""Feed-forward layers, and the products of rows with the matrix of their expert."""
+"""Feed-forward layers, dense and MoE, and grouped GEMM."""

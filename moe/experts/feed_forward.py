@@ -1,7 +1,7 @@
-"""Feed-forward layers: the dense one, and many experts each on the tokens that chose it.
+"""Feed-forward layers: the dense one, and routed experts (MoE).
 
-Choices are sorted by expert, their rows multiplied by `grouped_dot`, and the results of each token
-added up. `dense_reference` is the plain twin.
+Expert ids are sorted, their rows multiplied by `grouped_dot`, and the results of each token summed.
+`dense_reference` is the reference implementation.
 """
 
 from functools import partial
@@ -33,7 +33,7 @@ def dense(
     mesh: FoldedMesh,
     activation: Activation = "silu",
 ) -> Float[Array, "local d_model"]:
-    """``(f(x G) * x U) D``, hidden units spread over ``tp``; SwiGLU where f is "silu".
+    """Dense layer ``(f(x G) * x U) D``, hidden units sharded over ``tp``; SwiGLU if f is "silu".
 
     Communication per device: one `gather_tokens` and one `scatter_tokens` over ``tp``.
 
@@ -66,15 +66,15 @@ def dense_term(
     mesh: FoldedMesh,
     activation: Activation = "silu",
 ) -> Float[Array, "local d_model"] | None:
-    """What every token gets of the dense layer, which beside routed experts is the shared one;
-    None where there is none.
+    """Output of the dense layer, which is the shared expert in a layer with routed experts; None if
+    there is none.
 
     Args:
       h: the normalised residual stream.
     """
     if layer.dense is None:
         return None
-    # Nothing of it waits for routed experts, nor they for it.
+    # Independent of the routed experts, so the two may overlap.
     with jax.named_scope("dense_expert"):
         beside = dense(layer.dense, h, mesh, activation)
     if layer.shared_gate is not None:
@@ -94,34 +94,36 @@ def routed_experts(
     implementation: str | None = None,
     activation: Activation = "silu",
 ) -> tuple[Float[Array, "token d_model"], Int[Array, ""]]:
-    """``sum_k ((f(x G + g) * (x U + u)) p_k) D + p_k d`` over the choices of each token, float32.
+    """Routed experts: ``sum_k ((f(x G + g) * (x U + u)) p_k) D + p_k d`` over the expert ids of
+    each token, float32.
 
-    A choice is a row of the two products. The prob multiplies before the second one, whose result
-    is then nobody's residual; that is rounded to the dtype of the rows, and added up in float32.
+    Each expert id of a token is a row of the two products. The gate weight multiplies before the
+    second one, so that its result is not needed by the backward pass; it is rounded to the dtype of
+    the rows and summed in float32.
 
     Args:
       weights: the experts, with the biases g, u and d that some have.
       x: tokens.
-      experts: the experts that each chose, one past the last, or more, for none.
-      probs: what their outputs count by, float32.
-      num_rows: rows that there is room for; None is room for every choice.
+      experts: expert ids of each token; ``num_experts`` or more for none.
+      probs: gate weights, float32.
+      num_rows: capacity in rows; None is enough for every expert id.
       dtype: of the rows, in which the products are computed; None is that of `x`.
-      implementation: of the products, see `moe.experts.grouped.dot.grouped_dot`. With "mosaic" the
-        rows are laid out, spread and summed by kernels too; with "mosaic_fused" also what lies
-        between the two products is computed by theirs (`moe.experts.fused`), and with
-        "mosaic_gathered" they read tokens, and backward what pulls at these sums, where they lie,
-        so that neither is spread; with "mosaic_scattered" they write rows beside the others of
-        their token besides (`moe.experts.gathered`). Products with adapters are as narrow as their
-        rank, and computed by the best that applies.
+      implementation: of the products, see `moe.experts.grouped.dot.grouped_dot`. With "mosaic"
+        kernels also sort, permute and sum the rows; with "mosaic_fused" the activation is fused
+        into the products too (`moe.experts.fused`); with "mosaic_gathered" the products gather
+        tokens and, backward, output gradients themselves, so that neither is permuted; with
+        "mosaic_scattered" they also write their rows in the order of tokens
+        (`moe.experts.gathered`). Products with adapters are as narrow as their rank, and use the
+        best implementation that applies.
       activation: f, see `moe.experts.gated.activated`.
 
     Returns:
-      The sums, and how many choices found no room: the sums are without them.
+      The sums, and the number of expert ids beyond the capacity, which the sums do not contain.
 
     Raises:
-      ValueError: on an unknown implementation, and where the kernels cannot serve: with
-        "mosaic_fused", "mosaic_gathered" and "mosaic_scattered" of experts with adapters, with
-        biases or with another `activation`.
+      ValueError: on an unknown implementation, and where the kernels do not support the call:
+        "mosaic_fused", "mosaic_gathered" and "mosaic_scattered" with adapters, with biases or with
+        another `activation`.
     """
     in_one = implementation in IN_ONE
     if not in_one and implementation not in (None, *IMPLEMENTATIONS):
@@ -136,7 +138,7 @@ def routed_experts(
     layout = sorted_layout(
         experts, weights.down.shape[0], num_slots=num_rows, implementation=kernels
     )
-    # In the order of experts what finds no room comes last.
+    # Rows are in the order of experts, so those beyond the capacity come last.
     stop = jnp.minimum(jnp.cumsum(layout.sizes), num_rows)
     overflow = jnp.sum(layout.sizes) - stop[-1]
     sizes = jnp.diff(stop, prepend=0)
@@ -170,7 +172,7 @@ def routed_experts(
 
 
 def _refuse_between(weights: Experts[Array], activation: Activation, name: str | None) -> None:
-    """Refuses what kernels with SwiGLU in them have not got between their two products."""
+    """Raises for activations, biases and adapters that the kernels with fused SwiGLU lack."""
     if activation != "silu" or weights.gate_up_bias is not None:
         biases = "" if weights.gate_up_bias is None else " and biases"
         raise ValueError(
@@ -187,7 +189,7 @@ def _refuse_between(weights: Experts[Array], activation: Activation, name: str |
 def _of_rows(
     bias: Float[Array, "expert *width"], stop: Int[Array, "expert"], rows: Array
 ) -> Float[Array, "row columns"]:
-    """The bias of each row's expert, zeros for rows of none.
+    """Bias of each row's expert, zeros for rows of none.
 
     Args:
       stop: one past the last row of each expert.
@@ -208,8 +210,8 @@ def dense_reference(
     probs: Float[Array, "token k"],
     activation: Activation = "silu",
 ) -> Float[Array, "token d_model"]:
-    """The plain twin of `routed_experts`: every token through every expert, some of them chosen,
-    and the outputs weighted."""
+    """Reference implementation of `routed_experts`: every token through every expert, and the
+    outputs multiplied by the gate weights."""
     gate, up = (
         jnp.einsum("nd,edf->nef", x, weights.gate_up[:, :, half].astype(x.dtype))
         for half in range(2)

@@ -1,4 +1,4 @@
-"""Both products of experts as kernels that have SwiGLU between them in them ("mosaic_fused")."""
+"""Experts by kernels with SwiGLU fused into the grouped GEMMs ("mosaic_fused")."""
 
 from functools import partial
 
@@ -14,12 +14,13 @@ from moe.remat import PRODUCT
 from sharding.collectives import alike
 
 FUSED, GATHERED, SCATTERED = IN_ONE = ("mosaic_fused", "mosaic_gathered", "mosaic_scattered")
-"""The names beside those of `moe.experts.grouped.dot.IMPLEMENTATIONS`: products with SwiGLU in
-them, these that gather (`moe.experts.gathered`), and these that scatter besides."""
+"""Names in addition to `moe.experts.grouped.dot.IMPLEMENTATIONS`: products with fused SwiGLU, those
+that also gather their rows (`moe.experts.gathered`), and those that scatter them too."""
 
 
 def moves_of(product: str | None) -> str | None:
-    """What moves rows that are multiplied so (`moe.kernels.choice`): kernels beside kernels."""
+    """Implementation of the permutation (`moe.kernels.choice`) for one of the products: kernels
+    together with kernels."""
     return "mosaic" if product in ("mosaic", *IN_ONE) else None
 
 
@@ -34,14 +35,14 @@ def fused_experts(
 ) -> Float[Array, "row d_model"]:
     """``((silu(x G) * x U) p) D`` for rows sorted by expert; zeros for rows of none.
 
-    The plain twin is `gated` between two of `moe.experts.grouped.dot.grouped_dot`. Gate and up are
-    kept for the backward pass, hidden units are made of them again.
+    The reference implementation is `gated` between two `moe.experts.grouped.dot.grouped_dot`. Gate
+    and up are saved for the backward pass, which recomputes hidden units from them.
 
     Args:
       simulated: see `moe.kernels.mosaic.launch`.
 
     Raises:
-      ValueError: where the kernels cannot serve, as "mosaic" of `grouped_dot`.
+      ValueError: where the kernels do not support the call, as "mosaic" of `grouped_dot`.
     """
     for width in gate_up.shape[-1], down.shape[-1]:
         demand_service(rows, width, FUSED, "routed_experts")
@@ -49,7 +50,7 @@ def fused_experts(
 
 
 def matrices_of(weights: Array, rows: Array) -> Array:
-    """Weights in the dtype of the rows that they meet, their columns one dimension."""
+    """Weights cast to the dtype of the rows, with their columns flattened to one dimension."""
     return weights.astype(rows.dtype).reshape(*weights.shape[:2], -1)
 
 

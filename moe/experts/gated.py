@@ -1,4 +1,4 @@
-"""What lies between the two products of an expert: the gate, and the weight of each row."""
+"""Gated activation between the two products of an expert, times the gate weight of each row."""
 
 from functools import partial
 
@@ -13,7 +13,7 @@ from sharding.collectives import vary, varying
 def activated(
     gate: Float[Array, "*row width"], up: Float[Array, "*row width"], activation: Activation
 ) -> Float[Array, "*row width"]:
-    """``f(g) u``, in the dtype of both: SwiGLU, GEGLU or what a `ClampedSwiGLU` says.
+    """``f(g) u``, in the dtype of both: SwiGLU, GEGLU or a `ClampedSwiGLU`.
 
     References:
       Shazeer, "GLU Variants Improve Transformer", 2020. https://arxiv.org/abs/2002.05202
@@ -34,11 +34,11 @@ def gated(
 ) -> Float[Array, "row d_expert"]:
     """``f(g) * u * p`` for rows ``[g, u]``, in float32 and rounded to their dtype once.
 
-    Its gradients need what it is given and nothing that it computes, whatever is rematerialised.
+    Its gradients are computed from its inputs alone, under every remat policy.
 
     Args:
-      inward: the first product of each row, gate and up side by side.
-      probs: what the output of each row's expert counts by, float32.
+      inward: gate/up projection of each row, gate and up side by side.
+      probs: gate weight of each row, float32.
       activation: see `activated`.
     """
     axes = tuple(varying(inward) | varying(probs))
@@ -66,7 +66,7 @@ def _forward(inward, probs, activation):
 def _backward(activation, residuals, gradient):
     inward, probs = residuals
     if activation != "silu":
-        # The product itself is not wanted here, and not computed.
+        # The forward result is not used here, so XLA removes its computation.
         return jax.vjp(partial(_plain, activation=activation), inward, probs)[1](gradient)
     gate, up = _halves(inward)
     gradient, slope = gradient.astype(jnp.float32), jax.nn.sigmoid(gate)

@@ -1,12 +1,12 @@
-"""Experts whose products read tokens, and what pulls at their sums, where they lie.
+"""Experts whose grouped GEMMs gather tokens and output gradients themselves ("mosaic_gathered").
 
-`moe.experts.fused` between `spread_rows` and `sum_rows`, without what these write: the first
-product and the gradient of its matrices gather tokens through the layout ("mosaic_gathered"). What
-pulls at a row of the second product is what pulls at the sum of its token, as the prob has
-multiplied before; so its gradients gather that. Rows of the second product, and gradients of those
-of the first, are summed for each token. They stand in the order of experts until then or
-("mosaic_scattered") one choice of a token after the other, each in a place of its own, and are
-added in the same order with the same bits.
+It is `moe.experts.fused` between `spread_rows` and `sum_rows`, without the arrays that these write:
+the gate/up product and the gradient of its matrices gather tokens through the layout. The gradient
+of a row of the down-projection is its token's output gradient, as the gate weight was applied
+before; so the backward pass gathers that. Rows of the down-projection, and gradients of the rows of
+the gate/up product, are summed for each token. Until then they are in the order of experts or, with
+"mosaic_scattered", in the order of tokens and expert ids, each in a slot of its own. The order of
+the sum, and so every bit, is the same.
 """
 
 from functools import partial
@@ -41,22 +41,22 @@ def gathered_experts(
     simulated: bool = False,
 ) -> Float[Array, "token d_model"]:
     """``sum_k ((silu(x G) * x U) p_k) D`` over the slots of each token, float32, in the order of
-    its choices.
+    its expert ids.
 
-    The plain twin is `fused_experts` between `spread_rows` and `sum_rows`
+    The reference implementation is `fused_experts` between `spread_rows` and `sum_rows`
     (`moe.experts.permutation`).
 
     Args:
-      layout: of the tokens' choices.
-      probs: of the choice in each slot.
-      sizes: slots of each expert in the layout.
-      scattered: rows are written each to the place of its choice, ``token * k + column``, in an
-        array of as many as there are choices, however few have a slot.
-      dtype: in which the products are computed, and rows rounded; None is that of `x`.
+      layout: sorted layout of the tokens' expert ids.
+      probs: gate weight of each slot.
+      sizes: number of slots of each expert in the layout.
+      scattered: each row is written to index ``token * k + column`` of an array with ``tokens * k``
+        rows, however few of them have a slot.
+      dtype: of the products and of their rounded rows; None is that of `x`.
       simulated: see `moe.kernels.mosaic.launch`.
 
     Raises:
-      ValueError: where the kernels cannot serve, as "mosaic" of `grouped_dot`.
+      ValueError: where the kernels do not support the call, as "mosaic" of `grouped_dot`.
     """
     dtype = x.dtype if dtype is None else dtype
     name = SCATTERED if scattered else GATHERED
@@ -67,7 +67,7 @@ def gathered_experts(
 
 
 class _How(NamedTuple):
-    """`gathered_experts`' options, and the dtype that tokens are given in."""
+    """Static options of `gathered_experts`, and the dtype of the tokens."""
 
     given: DTypeLike
     dtype: DTypeLike
@@ -127,12 +127,12 @@ def _sums(
     how: _How,
     dtype: DTypeLike,
 ) -> Array:
-    """The product of the rows in the slots, and of each token the sum over its slots."""
+    """Grouped product of the rows in the slots, summed over the slots of each token."""
     places = layout.places
     to: dict[str, Any] = {}
     if how.scattered:
         to = {"destination": layout.choices, "num_results": places.size}
-        # A choice without a slot is written nowhere, and left out.
+        # Expert ids without a slot are not written, so the sum must skip them.
         choice = jnp.arange(places.size, dtype=places.dtype).reshape(places.shape)
         places = jnp.where(places < rows.shape[0], choice, places.size)
     products = grouped.each(side, rows, matrices, sizes, **to, **how.options)

@@ -1,4 +1,4 @@
-"""Products with a weight whose columns are several axes, as gate and up side by side are."""
+"""Products with a weight whose columns are multiple axes, as gate and up side by side."""
 
 import jax
 from jaxtyping import Array, Float
@@ -9,11 +9,11 @@ from sharding.collectives import vary, varying
 def joined_dot(
     x: Float[Array, "token inner"], weights: Float[Array, "inner *outer"]
 ) -> Float[Array, "token columns"]:
-    """``x @ W``, the columns of ``W`` in the order in which they lie together.
+    """``x @ W``, with the columns of ``W`` flattened in memory order.
 
-    Weights are cast to the dtype of `x` where they are used. The gradient is that of autodiff but
-    for what is kept for it: the weights as they are given. A matrix made of them would be kept
-    beside them, in a scan over layers that of every layer.
+    Weights are cast to the dtype of `x` where they are used. The gradient is that of autodiff, but
+    the residual is the weight as it is passed. Otherwise a cast and reshaped copy would be saved in
+    addition, in a scan over layers one for every layer.
     """
     axes = tuple(varying(x) | varying(weights))
     return _joined_dot(*vary((x, weights), axes))

@@ -1,4 +1,5 @@
-"""Rows in the order of their groups and back: sorts, slots and gathers without a scatter."""
+"""Permutation of rows to the order of their groups and back, by sorts and gathers without
+scatter-adds."""
 
 from functools import partial
 from typing import Any
@@ -12,9 +13,12 @@ from sharding.collectives import vary, varying
 
 
 def sort_by_group(groups: Int[Array, "row"], num_groups: int) -> tuple[Array, Array]:
-    """The rows in the order of their groups, each group's in their own order, and its sizes.
+    """Stable order of rows by group, and the size of each group.
 
-    Rows whose group is `num_groups` or more come last and are counted nowhere.
+    Rows whose group is `num_groups` or more come last and are not counted.
+
+    Raises:
+      ValueError: if the dtype of the ids cannot count all pairs of a group and a row.
     """
     num_rows = groups.shape[0]
     if (num_groups + 1) * num_rows > jnp.iinfo(groups.dtype).max:
@@ -31,9 +35,9 @@ def sort_by_group(groups: Int[Array, "row"], num_groups: int) -> tuple[Array, Ar
 
 
 def positions_within(groups: Int[Array, "row"], num_groups: int) -> tuple[Array, Array]:
-    """The position of each row among the rows of its group, in order, and the size of each group.
+    """Position of each row among the rows of its group, in order, and the size of each group.
 
-    Rows whose group is out of range have no meaningful position and are counted nowhere.
+    Rows whose group is out of range have no meaningful position and are not counted.
     """
     order, sizes = sort_by_group(groups, num_groups)
     start = take_rows(jnp.cumsum(sizes) - sizes, groups)
@@ -41,7 +45,7 @@ def positions_within(groups: Int[Array, "row"], num_groups: int) -> tuple[Array,
 
 
 def inverse_slots(slots: Int[Array, "row"], num_slots: int) -> Int[Array, "slot"]:
-    """Which row is in each slot; one past the last row where there is none."""
+    """Index of the row in each slot; one past the last row in an empty slot."""
     empty = jnp.full((num_slots,), slots.shape[0], jnp.int32)
     return empty.at[slots].set(jnp.arange(slots.shape[0], dtype=jnp.int32), mode="drop")
 
@@ -60,17 +64,18 @@ def spread_rows(
     dtype: Any = None,
     implementation: str | None = None,
 ) -> Shaped[Array, "slot *rest"]:
-    """``x[source]``, zeros where the index is past the end, in `dtype` (None: that of `x`).
+    """Permute: gathers ``x[source]``, zeros where the index is past the end, in `dtype` (None: that
+    of `x`).
 
-    The gradient of a row is the sum over its copies, in float32, by a gather: XLA would scatter and
-    add, in whatever order.
+    The gradient of a row is the sum over its copies, in float32, by a gather: XLA would use a
+    scatter-add, whose order varies.
 
     Args:
       x: the rows.
-      source: the row in each slot.
-      places: the slots of each row, past the end for none. Says the same as `source`.
+      source: index of the row of each slot.
+      places: indices of the slots of each row, past the end for none; the inverse of `source`.
       dtype: of the result.
-      implementation: of both ways, see `moe.kernels.choice`; single numbers are "plain".
+      implementation: of forward and backward, see `moe.kernels.choice`; scalars are "plain".
     """
     axes = tuple(varying(x) | varying(source) | varying(places))
     dtype = x.dtype if dtype is None else dtype
@@ -99,7 +104,7 @@ def sum_rows(
     source: Int[Array, "slot"],
     implementation: str | None = None,
 ) -> Float[Array, "row *rest"]:
-    """For each row the sum of what stands in its slots, float32, in the order of `places`.
+    """Unpermute: sums the slots of each row, float32, in the order of `places`.
 
     The reverse of `spread_rows`, and its gradient; arguments as there.
     """

@@ -1,4 +1,4 @@
-"""Public checkpoints: config.json and safetensors in, our weights laid out on a mesh; and back."""
+"""Hugging Face checkpoints: config.json and safetensors to weights on a mesh, and back."""
 
 from moe.huggingface.adapters import adapters_of, load_adapters, save_adapters
 from moe.huggingface.configuration import architecture_of, config_from, options_from

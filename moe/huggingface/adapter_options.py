@@ -1,7 +1,7 @@
-"""The options of adapter_config.json: what is done as PEFT does, what changes nothing, what is
-refused by name and how else it can be had.
+"""Options of adapter_config.json (PEFT): supported ones, ones without effect, and rejected ones
+with their alternatives.
 
-Checked against PEFT 0.21. An option that is not listed here is refused, unless it is off.
+Checked against PEFT 0.21. An option that is not listed here is rejected, unless it is off.
 """
 
 import re
@@ -139,7 +139,7 @@ class AdapterOptions:
         return float(self.alphas.get(_key(self.alphas, module), self.alpha))
 
     def scale_of(self, module: str) -> float:
-        """What the product of a module's two matrices is multiplied with."""
+        """LoRA scale: the factor on the product of a module's two matrices."""
         rank = self.rank_of(module)
         return self.alpha_of(module) / (rank**0.5 if self.rank_stabilised else rank)
 
@@ -150,7 +150,7 @@ def _check_start(path: Path, start: Any) -> None:
         return
     named = str(start).lower()
     if named.startswith(CHANGING_STARTS):
-        # PEFT starts again when it reads, with the same numbers only where none is drawn.
+        # PEFT initialises again when it reads, with the same values only if none is sampled.
         fix = f"{MERGE}; or {CONVERT}" if named in ("pissa", "olora") else CONVERT
         why = "its start took a part off the weights that the adapter is beside"
         raise _refused(path, "init_lora_weights", start, why, fix)

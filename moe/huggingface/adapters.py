@@ -1,15 +1,16 @@
-"""Adapters in PEFT's format: adapter_config.json and adapter_model.safetensors, out and in.
+"""LoRA adapters in PEFT's format: export and import of adapter_config.json and
+adapter_model.safetensors.
 
 A matrix of a checkpoint is ``[out, in]``, and so are its ``lora_A``, ``[rank, in]``, and its
 ``lora_B``, ``[out, rank]``. Experts are stacked parameters in `transformers`, ``gate_up_proj`` and
-``down_proj``; PEFT lays their ranks beside each other: ``lora_A`` is ``[expert rank, in]``, expert
-after expert, and ``lora_B`` ``[out, rank expert]``, rank after rank. Of the two wrappers that it
-puts around such a module the first is the ``base_layer`` of the second.
+``down_proj``; PEFT concatenates their ranks: ``lora_A`` is ``[expert rank, in]``, expert after
+expert, and ``lora_B`` ``[out, rank expert]``, rank after rank. PEFT puts two wrappers around such a
+module, of which the first is the ``base_layer`` of the second.
 
-For some mixtures (`Family.fused_in_peft`) PEFT takes any target module named ``gate_proj``,
-``up_proj`` or ``down_proj`` for those of experts as `transformers` 4 had them, and makes stacked
-parameters of twice the rank of them: there dense layers and shared experts are target parameters,
-their ``weight``, which it leaves as they are. The tensors are the same.
+For some MoE families (`Family.fused_in_peft`) PEFT takes any target module named ``gate_proj``,
+``up_proj`` or ``down_proj`` for those of experts as `transformers` 4 had them, and turns them into
+stacked parameters of twice the rank: there dense layers and shared experts are target parameters,
+their ``weight``, which it leaves unchanged. The tensors are the same.
 """
 
 import json
@@ -51,7 +52,7 @@ class _Module:
     """One pair of tensors.
 
     Attributes:
-      name: of the module, without what stands before and after it in the names of tensors.
+      name: of the module, without the prefix and suffix of the names of tensors.
       target: what adapter_config.json calls it.
       is_parameter: whether that is one of ``target_parameters``.
       key: what the patterns of adapter_config.json are matched with.
@@ -157,7 +158,7 @@ def adapters_of(
 def load_adapters(
     directory: str | Path, config: ModelConfig, mesh: FoldedMesh, architecture: str | None = None
 ) -> Transformer[Array]:
-    """The adapters in a folder, float32, laid out on `mesh` as `moe.placement.in_chunks` stores
+    """The adapters in a folder, float32, sharded over `mesh` as `moe.placement.in_chunks` stores
     them; None in place of the weights beside them.
 
     Matrices of a target that the folder has none for get adapters of zeros, which stay zeros: it is
@@ -216,12 +217,12 @@ def load_adapters(
 
 @dataclass(frozen=True)
 class _Order:
-    """How the elements of an adapter lie in PEFT's tensors, `a` and `b` being of one place.
+    """Element order of an adapter in PEFT's tensors, for `a` and `b` of one layer.
 
     Attributes:
       a, b: the shapes of ours.
       experts: whether the first axis of both is that of experts.
-      out: the axes of `b` after the rank, counted from there, in the order in which theirs lie.
+      out: the axes of `b` after the rank, counted from there, in the order of PEFT's tensor.
     """
 
     a: tuple[int, ...]

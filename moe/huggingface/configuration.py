@@ -1,4 +1,4 @@
-"""Between config.json and `ModelConfig`."""
+"""Conversion between config.json and `ModelConfig`."""
 
 import contextlib
 import math
@@ -38,8 +38,8 @@ UNBALANCED: dict[str, Any] = {
     "global_balance_coef": 0.0,
     "bias_update_rate": 0.0,
 }
-"""A network that comes from elsewhere: whoever trains it further says what its routers shall lose
-by. The `router_aux_loss_coef` of a config.json is of the training that lies behind it."""
+"""Auxiliary loss coefficients of an imported network, all off: further training sets its own. The
+`router_aux_loss_coef` of a config.json is that of its past training."""
 ROUTING = (
     "experts_per_token",
     "d_expert",
@@ -151,7 +151,7 @@ def _lost_by_each(config: ModelConfig) -> dict[str, list[str]]:
 
 
 def _fits(value: Any, annotation: Any) -> bool:
-    """Whether a value is of the type of a field."""
+    """True if a value has the type of a field."""
     options = get_args(annotation)
     if isinstance(annotation, types.UnionType) or get_origin(annotation) is Union:
         return any(_fits(value, option) for option in options)

@@ -1,4 +1,4 @@
-"""The options of a config.json, taken one by one so that none is left unread."""
+"""Reader of the options of a config.json, which are taken one by one so that none stays unread."""
 
 import json
 from collections.abc import Mapping
@@ -44,7 +44,7 @@ _ABSENT = object()
 
 
 class Options:
-    """The options of a checkpoint. Each is taken once; `finish` refuses those that nobody took.
+    """Options of a checkpoint. Each is taken once; `finish` rejects those that were not taken.
 
     Args:
       values: what config.json holds.

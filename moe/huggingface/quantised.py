@@ -1,8 +1,9 @@
-"""Tensors that a checkpoint holds in few bits, read as the float32 numbers that they stand for.
+"""Dequantisation of checkpoint tensors (FP8, MXFP4) to float32.
 
-Two forms: "fp8", e4m3 numbers with a float32 factor for each block of 128 x 128 (DeepSeek-V3,
-Qwen3-FP8), and "mxfp4", e2m1 numbers with a power of two for each 32 (experts of gpt-oss). Both are
-exact: what is multiplied has at most four digits.
+There are two formats: "fp8", e4m3 numbers with a float32 factor for each block of 128 x 128
+(DeepSeek-V3, Qwen3-FP8), and "mxfp4", e2m1 numbers with a power of two for each 32 (experts of
+gpt-oss). "mxfp4" is exact; "fp8" is one float32 product, of an e4m3 number with four significant
+bits.
 
 References:
   DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.3. https://arxiv.org/abs/2412.19437
@@ -25,18 +26,18 @@ Slices = tuple[slice, ...]
 
 FP8, MXFP4 = "fp8", "mxfp4"
 FP8_SCALES, MXFP4_BLOCKS, MXFP4_SCALES = "_scale_inv", "_blocks", "_scales"
-"""What the names of their tensors end with, after that of the tensor that they stand for."""
+"""Suffixes of their tensors' names, after the name of the tensor that they encode."""
 E4M3 = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 E2M1 = np.concatenate([E2M1, -E2M1])
-"""The numbers that a byte, and half a byte, stand for."""
+"""Values encoded by a byte (E4M3), and by half a byte (E2M1)."""
 GROUP = 32
 """Numbers that share a power of two in "mxfp4"."""
 
 
 @dataclass(frozen=True)
 class Quantisation:
-    """How a checkpoint says that its tensors are held.
+    """Quantisation format of a checkpoint's tensors.
 
     Args:
       method: "fp8" or "mxfp4".
@@ -48,10 +49,10 @@ class Quantisation:
 
 
 def read_quantisation(options: Options) -> Quantisation | None:
-    """What ``quantization_config`` says; None where there is none.
+    """Reads ``quantization_config``; None if there is none.
 
     Raises:
-      ValueError: for another form than those that can be read.
+      ValueError: for a format that is not supported.
     """
     given = options.take("quantization_config", default=None)
     if given is None:
@@ -60,13 +61,13 @@ def read_quantisation(options: Options) -> Quantisation | None:
     method = own.take("quant_method", default=None)
     if method not in (FP8, MXFP4):
         raise options.unsupported("quantization_config", given, f"{FP8} and {MXFP4}, or none")
-    # Which tensors are held so their names say.
+    # Not needed: the names of tensors tell which are quantised.
     own.take("modules_to_not_convert", "ignored_layers", default=None)
     if method == MXFP4:
         own.finish()
         return Quantisation(MXFP4)
     own.demand("fmt", "e4m3", default="e4m3")
-    # How others round activations when they serve it; here they are computed as they are.
+    # Rounding of activations by serving engines; here activations are not quantised.
     for name in ("activation_scheme", "scale_fmt"):
         own.take(name, default=None)
     block = own.take("weight_block_size", default=None)
@@ -189,7 +190,7 @@ class Groups:
 
 
 def sources_of(plain: Mapping[str, Plain], quantisation: Quantisation | None) -> dict[str, Source]:
-    """All tensors of a checkpoint by name, those in few bits under that of what they stand for.
+    """All tensors of a checkpoint by name, quantised ones under the name of the tensor they encode.
 
     Raises:
       ValueError: where the factors of one are of another number than its blocks.

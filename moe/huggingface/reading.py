@@ -1,4 +1,5 @@
-"""A checkpoint's tensors into weights laid out on a mesh, without ever holding all of them."""
+"""Loading of a checkpoint's tensors into weights sharded over a mesh, without ever having all of
+them in memory."""
 
 import json
 import re
@@ -30,7 +31,7 @@ DTYPES = ("F32", "BF16", "F16")
 def load(
     directory: str | Path, mesh: FoldedMesh, dtype: Dtype | None = None
 ) -> tuple[ModelConfig, Transformer[Array]]:
-    """The network of a checkpoint and its weights, float32, laid out on `mesh`.
+    """The network of a checkpoint and its weights, float32, sharded over `mesh`.
 
     Args:
       directory: holds config.json and .safetensors files, with or without an index.
@@ -49,7 +50,7 @@ def load_weights(
     mesh: FoldedMesh,
     places: Transformer[NamedSharding] | None = None,
 ) -> Transformer[Array]:
-    """The weights of a checkpoint, float32, laid out on `mesh` as `moe.placement.in_chunks` stores
+    """The weights of a checkpoint, float32, sharded over `mesh` as `moe.placement.in_chunks` stores
     them.
 
     One shard of one weight is in host memory at a time, filled tensor by tensor: at most the share

@@ -1,11 +1,11 @@
-"""Which tensors of a checkpoint each weight is made of, and how their elements are ordered.
+"""Mapping of weights to checkpoint tensors: their names, shapes and element order.
 
-A weight of ours is a stack over layers, and over experts, of what a checkpoint keeps as a tensor
-each. Such a tensor is ``[out, in]``: the axes that the weight is summed over are its second
-dimension, all others its first; one that is not summed over (a norm, a bias) has one dimension.
-So names are all that differs between most architectures: shapes and orders follow from the table
-of weights. Gate and up, one weight of ours, are tensors of their own. Where an architecture stores
-a weight in another way, `moe.huggingface.families.family.Stored` says so.
+A weight of ours is a stack over layers, and over experts, of single tensors of a checkpoint. Such a
+tensor is ``[out, in]``: the axes that the weight is summed over are its second dimension, all
+others its first; one that is not summed over (a norm, a bias) has one dimension. So most
+architectures differ in names alone: shapes and orders follow from the table of weights. Gate and
+up, one weight of ours, are separate tensors. Where an architecture stores a weight in another way,
+`moe.huggingface.families.family.Stored` describes it.
 """
 
 import math
@@ -73,15 +73,15 @@ class Tensors:
         return name.format(layer=layer, expert=index.get("expert", 0))
 
     def at(self, place: tuple[int, ...]) -> tuple[int | slice, ...]:
-        """What picks the tensor of a place out of the weight, along all our axes."""
+        """Index of one tensor in the weight, along all our axes."""
         picked: list[int | slice] = [slice(None)] * (len(self.stack) + len(self.axes))
         for dim, index in zip(self.dims, place, strict=True):
             picked[dim] = index
         return tuple(picked)
 
     def part(self, own: Slices) -> Slices:
-        """Where in a tensor the elements are that `own` selects along our axes, and as few others
-        as a slice allows: of a dimension made of several axes it cuts the first."""
+        """Slices of a tensor with the elements that `own` selects along our axes, and as few others
+        as slices allow: a dimension made of multiple axes is sliced along the first."""
         wanted = dict(zip(self.axes, own, strict=True))
         return tuple(self._range(axes, wanted) for axes in self.dimensions)
 
@@ -93,7 +93,8 @@ class Tensors:
         return slice(start * inner, stop * inner)
 
     def to_ours(self, part: np.ndarray, own: Slices) -> np.ndarray:
-        """What `own` selects along our axes, from the `part` of a tensor that holds it."""
+        """Elements that `own` selects along our axes, from the `part` of a tensor that contains
+        them."""
         wanted, theirs = dict(zip(self.axes, own, strict=True)), self._theirs
         cut = {axes[0] for axes in self.dimensions if axes}
         # Of the axes that a dimension is made of, the first is cut already.

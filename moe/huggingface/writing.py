@@ -1,4 +1,4 @@
-"""Weights into a checkpoint that `transformers` reads."""
+"""Export of weights to a checkpoint that `transformers` reads."""
 
 import json
 import stat

@@ -1,4 +1,4 @@
-"""Which implementation of an operation runs."""
+"""Selection of an implementation by name: reference implementation, kernel or interpreter."""
 
 from collections.abc import Callable
 from functools import cache
@@ -19,17 +19,17 @@ def by_name(
     obstacle: str | None = None,
     hopper_alone: bool = False,
 ) -> Any:
-    """The result of `plain`, or of ``kernel(..., interpreted=bool)``.
+    """Calls `plain`, or ``kernel(..., interpreted=bool)``, and returns its result.
 
     Args:
       name: "plain"; "mosaic", the kernel on a GPU; "interpreted", the kernel step by step on any
-        device, for tests. None is "plain": a kernel is asked for by its name.
+        device, for tests. None is "plain": a kernel runs only if it is named.
       operation: named in the error.
-      obstacle: what keeps the kernel from serving these operands, and the usual fix.
-      hopper_alone: the kernel has Hopper's matrix units in it, which later GPUs have not.
+      obstacle: the reason why the kernel does not support these operands, and the usual fix.
+      hopper_alone: the kernel uses Hopper's matrix units, which later GPUs lack.
 
     Raises:
-      ValueError: on another name, and on a kernel that is asked for and cannot serve these operands
+      ValueError: on another name, and on a kernel that is named and does not support these operands
         or this process's GPUs.
     """
     if name is not None and name not in NAMES:
@@ -48,8 +48,8 @@ def by_name(
 
 
 def foreign_gpus(*, hopper_alone: bool) -> str | None:
-    """What keeps a kernel from this process's GPUs, if it has any: without, it is lowered for one
-    that is elsewhere."""
+    """The reason why a kernel does not run on this process's GPUs; None if it does, or if there are
+    none and it is lowered for a GPU elsewhere."""
     found = capability()
     if not found or (found >= 9 and (found < 10 or not hopper_alone)):
         return None
@@ -59,9 +59,9 @@ def foreign_gpus(*, hopper_alone: bool) -> str | None:
 
 @cache
 def capability() -> float:
-    """The least compute capability of this process's NVIDIA GPUs; 0 without any."""
+    """Lowest compute capability of this process's NVIDIA GPUs; 0 without any."""
     if jax.default_backend() != "gpu":
         return 0.0
-    # Another vendor's is a name that is no number.
+    # On GPUs of another vendor it is a name, not a number.
     found = [str(getattr(device, "compute_capability", "")) for device in jax.local_devices()]
     return min(float(one) if one.replace(".", "", 1).isdigit() else 0.0 for one in found)

@@ -1,10 +1,10 @@
-"""Attention of one token per row over the columns that a cache holds for it (flash decoding).
+"""Decode attention kernel: one query token per row over a KV cache (flash decoding, split-KV).
 
-A program has the queries of one key/value head of a row and 128 columns: scores, their softmax
-among these columns and the sums of values, both products by the matrix units. How the parts of a
-row weigh follows from the largest score and the sum of powers of each, by which they are merged. A
-program whose columns nobody sees reads nothing: a step takes what the rows are long, not what the
-cache has room for.
+A program has the queries of one key/value head of a row and 128 columns of the cache: it computes
+scores, their softmax among these columns and the weighted sum of values, both products by the
+matrix units. The parts of a row are merged by the largest score and the sum of exponentials of
+each. A program whose columns are all hidden reads nothing: the time of a step follows the lengths
+of the rows, not the size of the cache.
 
 References:
   Dao et al., "Flash-Decoding for long-context inference", 2023.
@@ -28,13 +28,13 @@ from moe.kernels.mosaic import Target, launch, mosaic_gpu, product
 COLUMNS = 128
 """Columns of one program."""
 UNIT = 64
-"""What the columns of a cache are a multiple of: the matrix units take no fewer at a time."""
+"""The number of columns of a cache is a multiple of this: the least that the matrix units take."""
 QUERIES = 64
-"""Rows that the matrix units multiply at least; those past the queries of a head are filled up."""
+"""Rows that the matrix units multiply at least; the queries of a head are padded to them."""
 WIDEST = 256
-"""Elements of a head: a wider one does not fit into registers and shared memory."""
+"""Elements of a head, at most: a wider one does not fit into registers and shared memory."""
 HALVES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
-"""What the matrix units multiply."""
+"""Dtypes that the matrix units multiply."""
 
 
 def decode_attention(
@@ -48,23 +48,24 @@ def decode_attention(
     layer: int | Int[Array, ""] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "row heads v_head_dim"]:
-    """What each query gets of the values in the columns ``first <= column < stop`` of its row.
+    """Attention of each query over the columns ``first <= column < stop`` of its row.
 
-    Scores and softmax are float32, powers are rounded to the dtype of the values and the sums are
-    float32. What other columns hold reaches nothing. It has no gradient.
+    Scores and softmax are float32, exponentials are rounded to the dtype of the values and the sums
+    are float32. The contents of other columns have no effect, even NaN. It has no gradient.
 
     Args:
-      keys, values: as `moe.decoding.Cache` holds them.
-      first, stop: the columns that a row sees, at least one.
+      keys, values: in the layout of `moe.decoding.Cache`.
+      first, stop: range of columns that a row sees, at least one.
       scale: multiplies the scores; None is ``head_dim**-0.5``.
-      layer: which one, where the buffers hold several: cut out, it would be copied.
+      layer: index of the layer, where the buffers hold all layers: a slice would be a copy.
       implementation: "mosaic", the kernel, for half precision, heads of a multiple of 64 elements
         up to 256, and columns that are a multiple of 64; None and "plain" are
         `moe.attention.cached.cached_attention`.
 
     Raises:
-      ValueError: on another implementation, and where "mosaic" cannot serve.
+      ValueError: on another implementation, and where "mosaic" does not support the call.
     """
+    # All layers are passed with an index: the kernel reads its layer in place.
     layer = 0 if layer is None else layer
     return by_name(
         implementation,
@@ -82,8 +83,8 @@ def _stacked(buffer: Array) -> Array:
 
 
 def unserved(dtype: Any, together: int, *widths: int) -> str | None:
-    """What keeps the kernel from heads of such widths, of keys and of values, and as many queries
-    of each as are `together`."""
+    """The reason why the kernel does not support heads of these widths, of keys and of values, with
+    `together` query heads for each key/value head; None if it does."""
     if jnp.dtype(dtype) not in HALVES:
         return f"keys and values of {dtype}, not bfloat16 or float16"
     for width in widths:
@@ -95,7 +96,8 @@ def unserved(dtype: Any, together: int, *widths: int) -> str | None:
 
 
 def unequal(names: str, *arrays: Array) -> str | None:
-    """That arrays are not all of one half precision."""
+    """The reason why arrays are unsupported: they are not all of one half precision; None if they
+    are."""
     dtypes = {x.dtype for x in arrays}
     if len(dtypes) == 1 and dtypes <= {*HALVES}:
         return None
@@ -150,14 +152,18 @@ def split_attention(
     together, splits = heads // kv_heads, -(-room // COLUMNS)
     factor = head_dim**-0.5 if scale is None else scale
     by_kv_head = query.reshape(rows * kv_heads, together, head_dim)
+    # All query heads of a key/value head in one product: its keys are then read once.
     by_kv_head = jnp.pad(by_kv_head, ((0, 0), (0, QUERIES - together), (0, 0)))
 
     def body(target, program, layer, first, stop, query, keys, values, out, most, total):
+        # Parts of a row are neighbours, so that a long row is spread over the multiprocessors.
         part = lax.rem(program, jnp.int32(splits))
         head = lax.div(program, jnp.int32(splits))
         row, own = lax.div(head, jnp.int32(kv_heads)), lax.rem(head, jnp.int32(kv_heads))
+        # The visible range relative to this part; it may start before the part or end after it.
         begin, end = first[row] - part * COLUMNS, stop[row] - part * COLUMNS
 
+        # Hidden parts leave their outputs unwritten; `merged` does not read them.
         @pl.when((begin < COLUMNS) & (end > 0))
         def _():
             given = (
@@ -166,6 +172,7 @@ def split_attention(
                 values.at[layer[0], row, own, pl.ds(part * COLUMNS, COLUMNS)],
             )
             found, largest, sums = _of_columns(target, given, begin, end, factor)
+            # Only the rows of real queries: the padding would be most of what is written.
             store_rows(found, 0, jnp.int32(together), program * together, 0, out)
             here = pl.ds(program * QUERIES, QUERIES)
             target.store(most.at[here], largest)
@@ -186,6 +193,7 @@ def split_attention(
         operation="decode_attention",
         simulated=simulated,
     )
+    # Merged by XLA after the kernel: parts are few, and no program has to wait for another.
     of_parts = (rows, kv_heads, splits, -1)
     found = merged(
         out.reshape(*of_parts[:3], together, width),
@@ -201,11 +209,13 @@ def split_attention(
 def written(
     rows: int, heads: int, kv_heads: int, width: int, room: int
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """What the programs leave to `merged`: sums of values, largest scores and sums of powers.
+    """Shapes of the kernel's outputs, which `merged` reads: sums of values, largest scores and sums
+    of exponentials.
 
     Args:
-      heads, width: of the queries, and what each gets of the values.
-      room: columns that are read.
+      heads: query heads.
+      width: width of a value head.
+      room: columns of the cache.
     """
     programs = rows * kv_heads * -(-room // COLUMNS)
     shapes = (programs * (heads // kv_heads), width), (programs * QUERIES,), (programs * QUERIES,)
@@ -213,15 +223,18 @@ def written(
 
 
 def _of_columns(target: Target, given, begin, end, factor: float):
-    """Of the columns of a program: the sums of values that each query gets, the largest score, and
-    the sum of powers relative to it."""
+    """Attention over the columns of a program: for each query the sum of values weighted by
+    exponentials, the largest score, and the sum of exponentials relative to it."""
 
     def copied(query, keys, values, arrived):
+        # A program has one block, so there is nothing to overlap a copy with inside it; several
+        # programs on a multiprocessor overlap each other's.
         for source, place in zip(given, (query, keys, values), strict=True):
             mosaic_gpu().copy_gmem_to_smem(source, place, arrived)
         mosaic_gpu().barrier_wait(arrived)
 
-        # Zero times what a column that is not seen may hold need not be zero.
+        # Hidden columns may hold NaN or infinity, and zero times these is not zero. Keys need no
+        # such care: their scores are replaced below.
         @pl.when((begin > 0) | (end < COLUMNS))
         def _():
             keep(target, values, begin, end)
@@ -230,6 +243,7 @@ def _of_columns(target: Target, given, begin, end, factor: float):
         scores = product(query, keys) * factor
         column = target.tiled(lax.broadcasted_iota(jnp.int32, scores.shape, 1))
         visible = (column >= begin).astype(jnp.int32) * (column < end).astype(jnp.int32) > 0
+        # Minus infinity is safe: at least one column is visible, so the maximum is finite.
         nothing = target.tiled(jnp.full(scores.shape, -jnp.inf, jnp.float32))
         scores = jnp.where(visible, scores, nothing)
         largest = target.tiled(jnp.max(scores, axis=1))
@@ -237,6 +251,9 @@ def _of_columns(target: Target, given, begin, end, factor: float):
         powers = jnp.exp(scores - spread)
         sums = target.tiled(jnp.sum(powers, axis=1))
 
+        # Relative to the largest score of the part, so that no exponential overflows; `merged`
+        # rescales it to that of the row. Through shared memory, as `product` takes both operands
+        # from there.
         def weighed(staged):
             staged[...] = powers.astype(staged.dtype)
             mosaic_gpu().commit_smem()
@@ -258,18 +275,21 @@ def merged(
     stop: Int[Array, "row"],
     length: int,
 ) -> Float[Array, "row head query width"]:
-    """The sums of all parts of a row over the powers of all, each part's scaled to the largest
-    score of all. Parts of which no column is seen were not computed and hold anything.
+    """Merges the parts of a row: sums of values over sums of exponentials, each part scaled to the
+    largest score of all. Parts without a visible column were not computed; their arrays hold
+    arbitrary values.
 
     Args:
-      out, total: sums of values and of powers, relative to the largest score of the part, `most`.
-      first, stop: the columns that a row sees.
+      out, total: sums of values and of exponentials, relative to the largest score of the part,
+        `most`.
+      first, stop: range of columns that a row sees.
       length: columns of a part.
     """
     begin = length * jnp.arange(most.shape[2], dtype=jnp.int32)[None]
     seen = (first[:, None] < begin + length) & (stop[:, None] > begin)
     seen = seen[:, None, :, None]
     most = jnp.where(seen, most, -jnp.inf)
+    # Selected again below: a share of 0 times what an unwritten part holds may be NaN.
     share = jnp.exp(most - jnp.max(most, axis=2, keepdims=True))
     powers = jnp.sum(jnp.where(seen, share * total, 0.0), axis=2)
     sums = jnp.sum(jnp.where(seen[..., None], share[..., None] * out, 0.0), axis=2)

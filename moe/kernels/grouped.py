@@ -1,12 +1,16 @@
-"""Rows times the matrix of their group on Hopper's matrix units, and the sums over a group's rows.
+"""Grouped GEMM on Hopper's matrix units: rows times the matrix of their group, and its weight
+gradient, the sum over a group's rows.
 
 JAX ships reference kernels of both (`jax.experimental.pallas.ops.gpu.ragged_dot_mgpu` and
-`transposed_ragged_dot_mgpu`). These follow them and differ where a mixture of experts needs it:
-which group a tile belongs to is worked out before the kernel and not by every tile from a list of
-all groups, which is unrolled there; tiles of nothing are left out; rows of no group give zeros and
-what they hold reaches no sum, where there rows stay unwritten and are multiplied by zero; rows may
-be read through an index, where no copy of them is, and written through one; the sums are returned
-in float32; and both are lowered without a device.
+`transposed_ragged_dot_mgpu`). These follow them and differ where MoE needs it:
+
+* The group of each tile is computed before the kernel, and not by every tile from a list of all
+  groups, which is unrolled there; empty tiles are skipped.
+* Rows of no group give zeros, and their contents reach no sum; there such rows stay unwritten and
+  are multiplied by zero.
+* Rows may be read through an index (gather), without a permuted copy, and written through one
+  (scatter).
+* Sums are returned in float32, and both kernels are lowered without a device.
 """
 
 from collections.abc import Sequence
@@ -23,14 +27,14 @@ from moe.kernels.slices import Rows, multiply_slices, scatter_rows, with_slots
 
 
 class Tiling(NamedTuple):
-    """How a product is cut.
+    """Tile sizes of a product.
 
     Attributes:
-      rows, columns: of the tile of the result that a program computes.
-      depth: of the slices that it multiplies at a time.
-      stages: slices in shared memory at a time. Three of the others' defaults leave room for two
-        programs on a multiprocessor, of which one multiplies while the other writes.
-      wide: tiles side by side that are computed before the next ones below.
+      rows, columns: size of the tile of the result that a program computes.
+      depth: size of the slices along the contracted dimension, which are multiplied one by one.
+      stages: number of slices in shared memory. With three, and the other defaults, two programs
+        fit on a multiprocessor, of which one multiplies while the other writes.
+      wide: number of tiles side by side that are computed before the next ones below.
     """
 
     rows: int = 128
@@ -44,13 +48,13 @@ TILING = Tiling()
 
 
 class Tiles(NamedTuple):
-    """The tiles of rows, an entry each; more than there are, the last of no rows.
+    """Tiles of rows, an entry each; there are more entries than tiles, the last without rows.
 
     Attributes:
-      group: whose rows they are; one past the last for rows of no group.
-      block: which block of so many rows they are in.
-      first: the first of its own rows within the block.
-      size: own rows; the others of the block are another group's.
+      group: index of the group of the rows; one past the last for rows of no group.
+      block: index of the block of rows that contains them.
+      first: the first row of the tile within the block.
+      size: number of rows; the others of the block belong to other groups.
     """
 
     group: Array
@@ -60,14 +64,16 @@ class Tiles(NamedTuple):
 
 
 def tiles_of(sizes: Int[Array, "group"], num_rows: int, height: int) -> Tiles:
-    """The tiles of rows sorted by group: a block for each group that has rows in it."""
+    """Tiles of rows sorted by group: one for each pair of a block and a group with rows in it."""
     sizes = sizes.astype(jnp.int32)
+    # Rows of no group are one more group, so that their results are written as zeros.
     sizes = jnp.append(sizes, num_rows - jnp.sum(sizes))
     stop = jnp.cumsum(sizes)
     start = stop - sizes
     count = jnp.where(sizes > 0, (stop - 1) // height - start // height + 1, 0)
     last = jnp.cumsum(count)
-    # Every block starts one tile, and every group that starts within a block one more.
+    # The number of tiles is known only at run time, and a grid is static: this is the most there
+    # can be. Every block starts one tile, and every group that starts within a block one more.
     tile = jnp.arange(-(-num_rows // height) + sizes.shape[0] - 1, dtype=jnp.int32)
     group = jnp.sum(tile[:, None] >= last[None, :], axis=1, dtype=jnp.int32)
     used = group < sizes.shape[0]
@@ -93,15 +99,16 @@ def each(
     """``rows[r] @ weights[g]``, with `side` 1 its transpose; zeros for rows of no group.
 
     Args:
-      source: the row in each slot, zeros where it is past the end; None is each row in a slot of
-        its own. The product reads rows where they lie (`moe.kernels.slices`).
-      destination: the row of the result that each slot is written to, no row where it is past the
-        end; no two slots have the same. A row that no slot is written to holds anything. None is a
-        result of the slots in their order.
+      source: index of the row of each slot, zeros where it is past the end; None is one slot per
+        row. The kernel gathers the rows itself (`moe.kernels.slices`).
+      destination: index of the row of the result that each slot is written to, no row where it is
+        past the end; no two slots have the same. A row that no slot is written to is
+        uninitialised. None is a result with the slots in their order.
       num_results: rows of the result where there is a destination; None is as many as slots.
     """
     width, height = weights.shape[2 - side], tiling.rows
     num_slots = (rows if source is None else source).shape[0]
+    # `room` is the number of slots with padding: at least one tile, so that no tile is larger.
     given, room = whole_tiles(rows, source, height)
     tiles = tiles_of(sizes, room, height)
     columns = fitting(width, tiling.columns)
@@ -114,12 +121,15 @@ def each(
     def body(target: Target, program, group, block, first, size, *refs):
         *given, weights, out = refs
         into = given.pop() if destination is not None else None
+        # In panels of `wide` columns: programs in flight share rows and matrices in the L2 cache.
         tile, column = mosaic_gpu().planar_snake(
             program, (down, across), 1, min(tiling.wide, across)
         )
 
         @pl.when(size[tile] > 0)
         def _():
+            # All rows of the block are multiplied, those of other groups too; only own ones are
+            # written, so that no mask is needed.
             (found,) = product_tiles(
                 target,
                 side,
@@ -147,8 +157,10 @@ def each(
 
 
 def whole_tiles(rows: Array, source: Array | None, height: int) -> tuple[tuple[Array, ...], int]:
-    """What a kernel reads the rows of a product from, and how many these are with those that fill
-    them up. With a `source` the rows stay as they are."""
+    """Arrays that a kernel reads the rows of a product from, and the number of rows with padding.
+
+    With a `source` the rows are not copied; the index is padded instead.
+    """
     if source is None:
         padded = filled_up(rows, height)
         return (padded,), padded.shape[0]
@@ -157,20 +169,20 @@ def whole_tiles(rows: Array, source: Array | None, height: int) -> tuple[tuple[A
 
 
 def _to_whole_tiles(index: Array, room: int, height: int, past: int) -> Array:
-    """With an entry past the end for every slot that fills up a tile."""
+    """Pads an index to whole tiles, with entries past the end."""
     missing = -(-room // height) * height - index.shape[0]
     return jnp.pad(index.astype(jnp.int32), (0, missing), constant_values=past)
 
 
 def filled_up(rows: Array, height: int) -> Array:
-    """With as many rows as a tile and a multiple of 8, as they lie in shared memory: a copy of a
-    tile is no larger than the array. Nothing is copied where there are."""
+    """Pads rows to at least a tile and to a multiple of 8, the unit of the layout in shared memory:
+    a tile must not be larger than the array it is copied from. Arrays that fit are not copied."""
     missing = max(height, -(-rows.shape[0] // 8) * 8) - rows.shape[0]
     return jnp.pad(rows, ((0, missing), (0, 0))) if missing else rows
 
 
 def fitting(dimension: int, most: int) -> int:
-    """The width of tiles that divide a dimension, a multiple of 64."""
+    """Largest tile width that divides a dimension, a multiple of 64 and at most `most`."""
     return next(width for width in range(most, 0, -64) if dimension % width == 0)
 
 
@@ -182,22 +194,26 @@ def product_tiles(
     given: Sequence[Any],
     weights: Any,
 ) -> tuple[Array, ...]:
-    """Tiles of the result in registers, float32, of the same rows; zeros where the group is none.
+    """Tiles of the result in registers, float32, for the same rows; zeros for rows of no group.
 
     Args:
-      shape: of each tile, and how the product is cut.
-      at: whose group's and which block of rows it is, and which blocks of columns.
-      given: of `whole_tiles`.
+      shape: height and width of each tile, and the tiling.
+      at: the group, the block of rows, and the blocks of columns.
+      given: arrays of `whole_tiles`.
     """
     (height, columns, tiling), (group, block, places) = shape, at
     num_groups, depth = weights.shape[0], given[0].shape[1]
     step, number = fitting(depth, tiling.depth), len(places)
 
+    # `totals` are references of the scope of `with_slots`: wgmma adds to them in place.
     def accumulate(slots, *totals):
+        # Each slice of rows is loaded once for all tiles: gate and up share it (`swiglu`).
         def multiply(_, left, *matrices):
             for total, right in zip(totals, matrices, strict=True):
                 mosaic_gpu().wgmma(total, left, target.transposed(right) if side else right)
 
+        # `delay_release=1`: wgmma is asynchronous, so a slot is still being read for one step after
+        # the product has started.
         def matrices_at(column):
             if side:
                 return mosaic_gpu().BlockSpec(
@@ -205,6 +221,7 @@ def product_tiles(
                 )
             return mosaic_gpu().BlockSpec((step, columns), lambda k: (k, column), delay_release=1)
 
+        # The index is kept in bounds also in the branch that does not run.
         @pl.when(group < num_groups)
         def _():
             multiply_slices(
@@ -224,13 +241,14 @@ def product_tiles(
 
 
 def store_rows(tile, first, size, start, column, out):
-    """Writes `size` rows of a tile from `first` on, and no others: they are another group's."""
+    """Writes `size` rows of a tile from `first` on; the others belong to other groups."""
     height, columns = tile.shape
 
+    # Through shared memory, from which the copy engine writes whole rows.
     def store(staged):
         staged[...] = tile.astype(out.dtype)
         mosaic_gpu().commit_smem()
-        # How many rows a copy moves is fixed: one copy for each power of two in their number.
+        # The size of a copy is static: one copy for each power of two in the number of rows.
         at = first
         for length in (1 << bit for bit in reversed(range(height.bit_length()))):
 
@@ -257,15 +275,16 @@ def summed(
     tiling: Tiling = TILING,
     simulated: bool = False,
 ) -> Float[Array, "group inner outer"]:
-    """The sum of ``rows[r]^T others[r]`` over the rows of each group, float32.
+    """Sum of ``rows[r]^T others[r]`` over the rows of each group, float32.
 
     Args:
-      source: the row in each slot, as in `each`.
-      gathered: whose row it is: 0 is of `rows`, 1 is of `others`. What is not gathered has a row in
-        each slot.
+      source: index of the row of each slot, as in `each`.
+      gathered: the operand that `source` indexes: 0 is `rows`, 1 is `others`. The other one has a
+        row for each slot.
     """
     num_groups, (inner, outer) = sizes.shape[0], (rows.shape[1], others.shape[1])
     step = tiling.depth
+    # At most one operand is gathered: the other one is in the order of slots already.
     neighbours, anywhere = (rows, others) if gathered else (others, rows)
     (given, _), neighbours = whole_tiles(anywhere, source, step), filled_up(neighbours, step)
     stop = jnp.cumsum(sizes.astype(jnp.int32))
@@ -275,9 +294,12 @@ def summed(
 
     def body(target: Target, program, start, stop, *refs):
         *given, neighbours, out = refs
+        # Programs of a group are neighbours: they read the same rows, which stay in the L2 cache.
         group = lax.div(program, jnp.int32(down * across))
         within = lax.rem(program, jnp.int32(down * across))
         i, j = mosaic_gpu().planar_snake(within, (down, across), 1, min(tiling.wide, across))
+        # Whole blocks of `step` rows, as copies are aligned: the first and the last may contain
+        # rows of neighbouring groups.
         first, last = start[group], stop[group]
         block = lax.div(first, jnp.int32(step))
         blocks = lax.div(last + step - 1, jnp.int32(step)) - block
@@ -289,7 +311,8 @@ def summed(
                 left, right = (beside, from_anywhere) if gathered else (from_anywhere, beside)
                 at = (block + k) * step
 
-                # Rows of others are selected against: zero times what they hold need not be zero.
+                # Rows of other groups are set to zero in both operands: in one it is not enough,
+                # as zero times NaN or infinity is not zero.
                 @pl.when((at < first) | (at + step > last))
                 def _():
                     for part in (left, right):
@@ -298,6 +321,7 @@ def summed(
 
                 mosaic_gpu().wgmma(total, target.transposed(left), right)
 
+            # A group without rows has a sum of zeros, which is still written.
             @pl.when(last > first)
             def _():
                 multiply_slices(
@@ -344,7 +368,7 @@ def summed(
 
 
 def keep(target: Target, part, first, last, axis: int = 0):
-    """Zeros in the rows of a slice, or its columns, before `first` and from `last` on."""
+    """Sets the rows of a slice, or its columns, to zero before `first` and from `last` on."""
     place = target.tiled(lax.broadcasted_iota(jnp.int32, part.shape, axis))
     kept = ((place >= first).astype(jnp.int32) * (place < last).astype(jnp.int32)) > 0
     nothing = target.tiled(jnp.zeros(part.shape, part.dtype))

@@ -1,14 +1,17 @@
-"""Attention of one token per row over narrow vectors that a cache holds for it (flash decoding).
+"""Decode attention kernel for MLA: one query token per row over a cache of latent vectors (split-KV
+flash decoding, as FlashMLA).
 
-All heads of a row attend to the same vectors (`moe.attention.latent`), whose first numbers are the
-values too. So a program brings each column once, for both products and 64 heads: 121 operations a
-byte at DeepSeek-V3's sizes, where a key/value head has as many as queries share it.
+All heads of a row attend to the same vectors (`moe.attention.latent`), whose first elements are the
+values too. So a program loads each column once, for both products and 64 heads: 121 operations a
+byte at DeepSeek-V3's sizes, where a key/value head of grouped-query attention has as many as
+queries share it.
 
-What 64 heads get of 512 numbers does not fit into the registers of one warpgroup. A program has
-two, as FlashMLA's have, and each sums half of the numbers. The first multiplies queries and columns
-and leaves the powers in shared memory for both; the second brings the columns, a block ahead. A
-program goes on from block to block, by the largest score so far: what it writes in the end is about
-as large as two of them. The parts of a row are merged as in `moe.kernels.decode_attention`.
+The output of 64 heads with 512 elements does not fit into the registers of one warpgroup. A program
+has two warpgroups, as FlashMLA's have, and each sums half of the elements. The first multiplies
+queries and columns and writes the exponentials to shared memory for both; the second loads the
+columns, a block ahead. A program loops over multiple blocks with an online softmax, since its
+output is about as large as two blocks. The parts of a row are merged as in
+`moe.kernels.decode_attention`.
 
 References:
   DeepSeek-AI, "FlashMLA", 2025. https://github.com/deepseek-ai/FlashMLA
@@ -33,16 +36,16 @@ from moe.kernels.mosaic import THREAD, Target, launch, mosaic_gpu, product
 BLOCK = UNIT
 """Columns that are multiplied at a time: with more, two blocks do not fit into shared memory."""
 HEADS = 64
-"""Heads of one program; those past the last of a row are filled up."""
+"""Heads of one program; those past the last of a row are padding."""
 SLOTS = 2
-"""Blocks in shared memory: one is read, the next is on its way."""
+"""Blocks in shared memory: one is read while the other is being filled."""
 WIDEST, MOST_VALUES = 576, 512
-"""Numbers of a vector, of which two blocks and the queries fill the shared memory, and of its
-values, of which each warpgroup sums 256 in its registers."""
+"""Elements of a vector, at most: two blocks and the queries fill the shared memory. And elements of
+its values, at most: each warpgroup sums 256 in its registers."""
 PROGRAMS, SHORTEST = 4 * 132, 256
-"""Programs that there are at least, where rows have the columns for it: four for each
-multiprocessor of an H100, so that rows of different lengths keep all of them busy. And the columns
-that one has at least: with fewer, writing and merging the parts costs more than reading them."""
+"""Least number of programs, where rows have enough columns: four for each multiprocessor of an
+H100, so that rows of different lengths keep all of them busy. And least number of columns of a
+program: with fewer, writing and merging the parts costs more than reading them."""
 
 
 def latent_decode_attention(
@@ -56,24 +59,24 @@ def latent_decode_attention(
     layer: int | Int[Array, ""] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "row heads rank"]:
-    """What each query gets of the first `rank` numbers of its row's vectors in the columns ``first
-    <= column < stop``.
+    """Attention of each query over the latent vectors of its row in the columns ``first <= column <
+    stop``; the values are the first `rank` elements of a vector.
 
-    Scores and softmax are float32, powers are rounded to the dtype of the vectors and the sums are
-    float32. What other columns hold reaches nothing. It has no gradient.
+    Scores and softmax are float32, exponentials are rounded to the dtype of the vectors and the
+    sums are float32. The contents of other columns have no effect, even NaN. It has no gradient.
 
     Args:
       query: absorbed (`moe.attention.latent.absorbed`).
-      vectors: as `moe.cache.buffers.Cache` holds them.
-      first, stop: the columns that a row sees, at least one.
+      vectors: in the layout of `moe.cache.buffers.Cache`.
+      first, stop: range of columns that a row sees, at least one.
       scale: multiplies the scores.
-      layer: which one, where the buffer holds several: cut out, it would be copied.
+      layer: index of the layer, where the buffer holds all layers: a slice would be a copy.
       implementation: "mosaic", the kernel, for half precision, vectors of a multiple of 64 numbers
         up to 576, a rank of a multiple of 128 up to 512, and columns that are a multiple of 64;
         None and "plain" are `moe.attention.cached.cached_attention`.
 
     Raises:
-      ValueError: on another implementation, and where "mosaic" cannot serve.
+      ValueError: on another implementation, and where "mosaic" does not support the call.
     """
     layer = 0 if layer is None else layer
     stacked = vectors if vectors.ndim == 5 else vectors[None]
@@ -89,7 +92,8 @@ def latent_decode_attention(
 
 
 def unserved(dtype: Any, width: int, rank: int) -> str | None:
-    """What keeps the kernel from vectors of such a width and their first `rank` numbers."""
+    """The reason why the kernel does not support vectors of this width with values of their first
+    `rank` elements; None if it does."""
     if jnp.dtype(dtype) not in HALVES:
         return f"vectors of {dtype}, not bfloat16 or float16"
     if width % 64 or not 0 < width <= WIDEST:
@@ -150,9 +154,10 @@ def split_latent_attention(
     padded = jnp.pad(query, ((0, 0), (0, tiles * HEADS - heads), (0, 0)))
 
     def body(target, program, layer, first, stop, query, vectors, out, most, total):
-        # Tiles of the same columns side by side: the second finds them in the cache of the chip.
+        # Programs of the same columns are neighbours: the second finds them in the L2 cache.
         tile, of_tiles = lax.rem(program, jnp.int32(tiles)), lax.div(program, jnp.int32(tiles))
         row, part = lax.div(of_tiles, jnp.int32(parts)), lax.rem(of_tiles, jnp.int32(parts))
+        # The visible range of the part, relative to its first column.
         start = part * length
         begin = jnp.maximum(first[row] - start, 0)
         end = jnp.minimum(stop[row] - start, length)
@@ -161,6 +166,7 @@ def split_latent_attention(
             at = pl.ds(start + number * BLOCK, BLOCK)
             return vectors.at[layer[0], row, 0, :, at]
 
+        # Hidden parts leave their outputs unwritten; `merged` does not read them.
         @pl.when(begin < end)
         def _():
             here = pl.ds(program * HEADS, HEADS)
@@ -197,12 +203,13 @@ def split_latent_attention(
 def written(
     rows: int, heads: int, rank: int, room: int, length: int | None = None
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """What the programs leave to be merged: sums of values, largest scores and sums of powers.
+    """Shapes of the kernel's outputs before they are merged: sums of values, largest scores and
+    sums of exponentials.
 
     Args:
-      rank: numbers that each head gets.
-      room: columns that are read.
-      length: of a program, as for `split_latent_attention`.
+      rank: elements of the output of a head.
+      room: columns of the cache.
+      length: columns of a program, as for `split_latent_attention`.
     """
     tiles = -(-heads // HEADS)
     length = part_length(rows * tiles, room) if length is None else length
@@ -212,20 +219,21 @@ def written(
 
 
 def part_length(tiles: int, room: int) -> int:
-    """The columns of a program, where so many tiles of heads and rows have that room each."""
+    """Columns of a program, for a number of tiles of heads of all rows and a size of the cache."""
+    # As many parts as keep all multiprocessors busy, but no shorter than `SHORTEST` columns.
     parts = max(1, min(-(-PROGRAMS // tiles), room // SHORTEST))
     return -(-room // (parts * BLOCK)) * BLOCK
 
 
 class Part(NamedTuple):
-    """What a program computes.
+    """Inputs of a program: queries of a tile of heads, and a part of a row's columns.
 
     Attributes:
-      target: what it runs on.
+      target: the machine it runs on.
       query: ``[head, narrow]``.
-      block: the columns of a block by its number, ``[narrow, column]``.
-      begin, end: the columns that are seen, from the first of block 0 on; at least one.
-      rank: how many numbers of a vector are its values.
+      block: from the index of a block to its columns, ``[narrow, column]``.
+      begin, end: range of visible columns, relative to the first of block 0; at least one.
+      rank: number of elements of a vector that are its values.
       scale: multiplies the scores.
     """
 
@@ -239,7 +247,7 @@ class Part(NamedTuple):
 
     @property
     def blocks(self) -> tuple[Any, Any]:
-        """The first that has columns to be seen, and one past the last."""
+        """The first block with visible columns, and one past the last."""
         size = jnp.int32(BLOCK)
         return lax.div(self.begin, size), lax.div(self.end + BLOCK - 1, size)
 
@@ -248,13 +256,13 @@ class Part(NamedTuple):
         return self.rank // 2
 
     def added(self, total: Any, shrink: Any, powers: Any, columns: Any, half: int) -> Any:
-        """``shrink * total`` and what these columns add to a half of the values."""
+        """``shrink * total`` plus the weighted sum of these columns, for one half of the values."""
         values = columns.at[pl.ds(half * self.half, self.half)]
         total = total * self.along(shrink, total.shape)
         return self.target.added(total, powers, self.target.transposed(values))
 
     def along(self, vector: Any, shape: tuple[int, ...]) -> Any:
-        """A number for each row of a matrix."""
+        """Broadcasts a number for each row to a matrix."""
         return self.target.tiled(lax.broadcast_in_dim(vector, shape, (0,)))
 
     def full(self, shape: tuple[int, ...], value: float) -> Any:
@@ -262,14 +270,15 @@ class Part(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """What the two warpgroups of a program share.
+    """Shared memory and barriers of the two warpgroups of a program.
 
     Attributes:
-      query, slots, powers, shrink: memory: of the queries, of blocks, of the powers of one block,
-        and of what sums so far are multiplied by because of it.
-      asked, arrived: the queries are there; the block in a slot is.
-      weighed: powers of a block are there. summed: the first warpgroup has added the block.
-      taken: the second has, too, and the powers may be overwritten.
+      query, slots, powers, shrink: memory of the queries, of blocks, of the exponentials of one
+        block, and of the factor by which that block rescales the sums so far.
+      asked, arrived: barriers: the queries have been copied; the block of a slot has.
+      weighed: barrier: the exponentials of a block are written.
+      summed: barrier: the first warpgroup has added the block.
+      taken: barrier: the second has added it too, and the exponentials may be overwritten.
     """
 
     query: Any
@@ -284,7 +293,9 @@ class Shared(NamedTuple):
 
 
 def _attend(part: Part, out, most, total) -> None:
-    """Writes, relative to the largest score, the sums of values and of powers, and that score."""
+    """Writes the largest score, and relative to it the sums of values and of exponentials."""
+    # Memory at DeepSeek-V3's sizes: queries 72 KiB, two blocks 144 KiB, exponentials 8 KiB. That is
+    # nearly all of a multiprocessor, so exponentials have one buffer and blocks two.
     gpu, (heads, width) = mosaic_gpu(), part.query.shape
     memory = [
         gpu.SMEM((heads, width), part.query.dtype),
@@ -294,6 +305,13 @@ def _attend(part: Part, out, most, total) -> None:
     ]
     barriers = [gpu.Barrier(num_barriers=number) for number in (1, SLOTS, 1, 1, 1)]
 
+    # For each block, in this order:
+    #   first:  wait arrived, compute exponentials, wait taken (of the block before), write them,
+    #           arrive weighed, add the first half, arrive summed
+    #   second: wait arrived and weighed, add the second half, wait summed, refill the slot,
+    #           arrive taken
+    # A slot is refilled only after both have read it, and there is one buffer of exponentials, so
+    # the second warpgroup is at most one block behind.
     def split(*shared):
         warpgroup = lax.axis_index(THREAD)
         first, second = (out.at[:, pl.ds(at * part.half, part.half)] for at in (0, 1))
@@ -304,7 +322,7 @@ def _attend(part: Part, out, most, total) -> None:
 
 
 def _score(part: Part, shared: Shared, out, most, total) -> None:
-    """The first warpgroup: scores, powers, and the first half of the values."""
+    """First warpgroup: scores, exponentials, and the first half of the values."""
     gpu, target = mosaic_gpu(), part.target
     heads, (lowest, highest) = part.query.shape[0], part.blocks
 
@@ -315,7 +333,8 @@ def _score(part: Part, shared: Shared, out, most, total) -> None:
         begin, end = part.begin - number * BLOCK, part.end - number * BLOCK
         gpu.barrier_wait(shared.arrived.at[slot])
 
-        # Zero times what a column that is not seen may hold need not be zero.
+        # Hidden columns may hold NaN or infinity, and zero times these is not zero. Only the values
+        # are cleared, 64 at a time as registers are few; scores are replaced below.
         @pl.when((begin > 0) | (end < BLOCK))
         def _():
             def clear(tile, _):
@@ -327,24 +346,29 @@ def _score(part: Part, shared: Shared, out, most, total) -> None:
         scores = product(shared.query, columns) * part.scale
         column = target.tiled(lax.broadcasted_iota(jnp.int32, scores.shape, 1))
         visible = (column >= begin).astype(jnp.int32) * (column < end).astype(jnp.int32) > 0
+        # Minus infinity is safe: every block in the range has a visible column, so from the first
+        # one on the maximum is finite.
         scores = jnp.where(visible, scores, part.full(scores.shape, -jnp.inf))
         now = jnp.maximum(largest, target.tiled(jnp.max(scores, axis=1)))
         shrink = jnp.exp(largest - now)
         powers = jnp.exp(scores - part.along(now, scores.shape))
         powers_so_far = powers_so_far * shrink + target.tiled(jnp.sum(powers, axis=1))
 
+        # The other warpgroup may still be reading the exponentials of the block before.
         @pl.when(number > lowest)
         def _():
             gpu.barrier_wait(shared.taken)
 
         shared.powers[...] = powers.astype(shared.powers.dtype)
         target.store(shared.shrink, shrink)
+        # The matrix units read shared memory through another proxy: writes are fenced first.
         gpu.commit_smem()
         gpu.barrier_arrive(shared.weighed)
         sums = part.added(sums, shrink, shared.powers, columns, 0)
         gpu.barrier_arrive(shared.summed)
         return sums, now, powers_so_far
 
+    # The queries are copied once, by the other warpgroup, and stay in shared memory.
     gpu.barrier_wait(shared.asked)
     start = (
         part.full((heads, part.half), 0.0),
@@ -352,6 +376,7 @@ def _score(part: Part, shared: Shared, out, most, total) -> None:
         part.full((heads,), 0.0),
     )
     sums, largest, powers = lax.fori_loop(lowest, highest, step, start)
+    # The wait for the last block: arrivals and waits are then equally many.
     gpu.barrier_wait(shared.taken)
     target.store(out, sums)
     target.store(most, largest)
@@ -359,7 +384,8 @@ def _score(part: Part, shared: Shared, out, most, total) -> None:
 
 
 def _bring(part: Part, shared: Shared, out) -> None:
-    """The second warpgroup: blocks into shared memory, and the second half of their values."""
+    """Second warpgroup: copies blocks to shared memory, and adds the second half of their
+    values."""
     gpu, target = mosaic_gpu(), part.target
     lowest, highest = part.blocks
 
@@ -377,12 +403,14 @@ def _bring(part: Part, shared: Shared, out) -> None:
         gpu.barrier_wait(shared.weighed)
         shrink = target.load(shared.shrink, 0)
         sums = part.added(sums, shrink, shared.powers, shared.slots.at[slot], 1)
+        # Both warpgroups are done with this slot, so the copy may overwrite it.
         gpu.barrier_wait(shared.summed)
         bring(number + SLOTS)
         gpu.barrier_arrive(shared.taken)
         return sums
 
     gpu.copy_gmem_to_smem(part.query, shared.query, shared.asked)
+    # Both slots are filled before the loop, which then stays one block ahead.
     for ahead in range(SLOTS):
         bring(lowest + ahead)
     start = part.full((part.query.shape[0], part.half), 0.0)

@@ -1,9 +1,9 @@
-"""From the choices of tokens to rows in the order of experts, without a sort.
+"""Permutation of tokens by expert id, computed without a sort (a counting sort in blocks).
 
-A histogram of each block of choices, the sums before each block and expert, and the rank of a
-choice among those of its block: the place of a choice is the sum of the two. Comparisons of all
-pairs within a block make the histogram and the ranks; no thread waits for another, and nothing is
-added in an order that varies.
+An assignment is one of the k expert ids of a token. The slot of an assignment is the number of
+assignments of its expert in earlier blocks, with all those of earlier experts, plus its rank in its
+own block. Histograms and ranks come from comparing all pairs within a block; no thread waits for
+another, and nothing is added in an order that varies.
 """
 
 from functools import partial
@@ -20,20 +20,20 @@ from moe.kernels.choice import by_name
 from moe.kernels.mosaic import Target, launch
 
 BLOCK = 128
-"""Choices of one program."""
+"""Assignments of one program."""
 SIDE = 64
-"""Rows and columns of the comparisons that a warpgroup makes at a time."""
+"""Rows and columns of the matrix of comparisons that a warpgroup has in registers."""
 
 
 class SortedLayout(NamedTuple):
-    """Where choices stand when those of an expert stand together, each in the order of tokens.
+    """Layout of assignments sorted by expert, those of one expert in the order of tokens.
 
     Attributes:
-      choices: ``[slot]`` the choice in each slot, ``token * k + column``; one past the last where
-        there is none.
-      places: ``[token, k]`` the slot of each choice; one past the last for a choice of no expert
-        and for one that found no slot.
-      sizes: ``[expert]`` its choices, with a slot or without.
+      choices: ``[slot]`` index of the assignment in each slot, ``token * k + column``; one past the
+        last in an empty slot.
+      places: ``[token, k]`` the slot of each assignment; one past the last for one without an
+        expert and for one without a slot.
+      sizes: ``[expert]`` number of assignments, with a slot or without.
     """
 
     choices: Array
@@ -42,12 +42,13 @@ class SortedLayout(NamedTuple):
 
     @property
     def tokens(self) -> Array:
-        """``[slot]`` the token in each slot; one past the last where there is none."""
+        """``[slot]`` index of the token in each slot; one past the last in an empty slot."""
         return self.choices // self.places.shape[1]
 
 
 def slots_needed(num_choices: int, num_experts: int, tile: int = 1) -> int:
-    """Slots in which any choices find theirs: each expert may leave one tile all but empty."""
+    """Number of slots that is enough for any assignments: each expert may leave one tile all but
+    empty."""
     return -(-(num_choices + num_experts * (tile - 1)) // tile) * tile
 
 
@@ -59,16 +60,16 @@ def sorted_layout(
     num_slots: int | None = None,
     implementation: str | None = None,
 ) -> SortedLayout:
-    """The layout of choices sorted by expert, stable in the order of tokens.
+    """Computes the layout of assignments sorted by expert, stable in the order of tokens.
 
     Args:
-      experts: ids; any out of ``0..num_experts - 1`` is a choice of no expert and has no slot.
+      experts: expert ids; one that is not in ``0..num_experts - 1`` has no slot.
       tile: slots of an expert start at a multiple of this; those before the next one's are empty.
-      num_slots: slots that there are; choices beyond have none. None is `slots_needed`.
+      num_slots: number of slots; assignments beyond them have none. None is `slots_needed`.
       implementation: "mosaic", "plain" (a sort) or "interpreted", see `moe.kernels.choice`.
 
     Raises:
-      ValueError: on another implementation, and on "mosaic" away from CUDA.
+      ValueError: on another implementation, and on "mosaic" on other devices than CUDA's.
     """
     num_choices = experts.size
     if num_slots is None:
@@ -92,7 +93,7 @@ def _plain(ids: Array, *, num_experts: int, tile: int, num_slots: int) -> tuple[
     order, sizes = sort_by_group(ids, num_experts)
     rank = inverse_slots(order, num_choices)
     if tile > 1:
-        # Choices of no expert come last; what is read for them is not used.
+        # Assignments without an expert come last; the shift that they read is not used.
         shift = _starts(sizes, tile) - _starts(sizes, 1)
         places = rank + take_rows(shift, ids)
         return *_with_choices(ids, places, num_experts, num_slots), sizes
@@ -105,9 +106,10 @@ def _plain(ids: Array, *, num_experts: int, tile: int, num_slots: int) -> tuple[
 def _with_choices(
     ids: Array, places: Array, num_experts: int, num_slots: int
 ) -> tuple[Array, Array]:
-    """The choice in each slot and the places, those without a slot in the one past the last."""
+    """Assignment of each slot, and slot of each assignment; those without a slot get one past the
+    last."""
     places = jnp.where(ids < num_experts, jnp.minimum(places, num_slots), num_slots)
-    # No place is taken twice, so that this scatter needs no atomics.
+    # No slot is used twice, so this scatter needs no atomics.
     return inverse_slots(places, num_slots), places
 
 
@@ -121,18 +123,19 @@ def _kernel(
 ) -> tuple[Array, ...]:
     num_choices = ids.shape[0]
     blocks, width = -(-num_choices // BLOCK), -(-num_experts // SIDE) * SIDE
-    # What fills up a block, and choices of no expert, are equal to no column.
+    # The padding of a block, and assignments without an expert, get an id that equals no column.
     filled = jnp.where(ids < num_experts, ids, width)
     filled = jnp.pad(filled, (0, blocks * BLOCK - num_choices), constant_values=width)
     run = partial(launch, operation="sorted_layout", interpreted=interpreted)
     counted = jax.ShapeDtypeStruct((blocks * width,), jnp.int32)
     (counts,) = run(partial(_count, width), blocks, [counted], [filled])
     counts = counts.reshape(blocks, width)
+    # Exclusive sums: the first slot of each expert, plus its assignments in the blocks before.
     sizes = jnp.sum(counts, axis=0)
     before = jnp.cumsum(counts, axis=0) - counts + _starts(sizes, tile)[None]
     placed = jax.ShapeDtypeStruct(filled.shape, jnp.int32)
-    # The ids are an operand for each dimension that they are compared along: read twice from one,
-    # they would be taken for one value, which cannot lie along both.
+    # The ids are two operands, one for each dimension that they are compared along. Two loads of
+    # one operand would be merged into one value, which cannot have both register layouts.
     operands = [filled, filled, before.reshape(-1)]
     (places,) = run(partial(_place, width), blocks, [placed], operands)
     return *_with_choices(ids, places[:num_choices], num_experts, num_slots), sizes[:num_experts]
@@ -147,7 +150,9 @@ def _iota(target: Target, dimension: int) -> Array:
 
 
 def _count(width, target, block, ids, counts):
-    """The choices of each expert (row) among those of a block (column)."""
+    """Kernel of the histogram: compares experts (rows) with the assignments of a block (columns)
+    and sums along rows."""
+    # In registers, without shared counters: atomics on these would contend for popular experts.
     for first in range(0, width, SIDE):
         total = None
         for at in range(0, BLOCK, SIDE):
@@ -159,17 +164,20 @@ def _count(width, target, block, ids, counts):
 
 
 def _place(width, target, block, ids, others, before, places):
-    """For each choice (row) those before it of the same expert (columns), and what the sums say of
-    its expert (columns too)."""
+    """Kernel of the slots: for each assignment (row) it counts earlier ones of the same expert in
+    the block (columns) and adds the first slot of its expert and block, selected by a comparison
+    with all experts (columns)."""
     for at in range(0, BLOCK, SIDE):
         mine = _spread(target, target.load(ids.at[pl.ds(block * BLOCK + at, SIDE)], 0), 0)
         place = target.tiled(jnp.zeros((SIDE, SIDE), jnp.int32))
         for earlier in range(0, at + SIDE, SIDE):
             theirs = others.at[pl.ds(block * BLOCK + earlier, SIDE)]
             equal = (mine == _spread(target, target.load(theirs, 1), 1)).astype(jnp.int32)
+            # In its own tile only those below the diagonal come earlier.
             if earlier == at:
                 equal *= (_iota(target, 1) < _iota(target, 0)).astype(jnp.int32)
             place = place + equal
+        # A gather by expert id, written as compare and sum: registers cannot be indexed.
         for first in range(0, width, SIDE):
             sums = target.load(before.at[pl.ds(block * width + first, SIDE)], 1)
             equal = (mine == _iota(target, 1) + first).astype(jnp.int32)

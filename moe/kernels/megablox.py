@@ -1,7 +1,7 @@
-"""Rows times the matrix of their group on TPUs, by the kernels that come with JAX.
+"""Grouped GEMM on TPUs by Megablox, the kernels that come with JAX.
 
-`jax.experimental.pallas.ops.tpu.megablox` has both products of a grouped product. What they write
-for rows of no group is anything; here it is zeros.
+`jax.experimental.pallas.ops.tpu.megablox` has the product and its weight gradient. They leave rows
+of no group undefined; here they are zeros.
 
 References:
   Gale et al., "MegaBlocks", 2022. https://arxiv.org/abs/2211.15841
@@ -20,10 +20,10 @@ from jaxtyping import Array, Float, Int
 from sharding.collectives import vary, varying
 
 HEIGHTS = (512, 256, 128, 64, 32, 16)
-"""Rows of a tile: the first that divides their number."""
+"""Rows of a tile: the first of these that divides the number of rows."""
 WIDEST = 1024
-"""Columns of a tile. Fast memory has two of each of a program's three tiles and a sum in float32,
-12 MiB in half precision."""
+"""Columns of a tile, at most. VMEM holds two of each of a program's three tiles and a sum in
+float32, 12 MiB in half precision."""
 
 
 def each(
@@ -55,7 +55,7 @@ def summed(
     *,
     interpreted: bool = False,
 ) -> Float[Array, "group inner outer"]:
-    """The sum of ``rows[r]^T others[r]`` over the rows of each group, float32.
+    """Sum of ``rows[r]^T others[r]`` over the rows of each group, float32.
 
     Args:
       interpreted: as in `each`, with its errors.
@@ -70,7 +70,7 @@ def _alike(rows: Array, others: Array, sizes: Array) -> tuple[Array, Array, Arra
 
 
 def _filled_up(rows: Array) -> Array:
-    """With as many rows as whole tiles have that are not too low."""
+    """Pads rows to whole tiles of at least 16 rows, and of 128 where there are as many rows."""
     unit = 128 if rows.shape[0] >= 128 else 16
     return jnp.pad(rows, ((0, -rows.shape[0] % unit), (0, 0)))
 
@@ -111,8 +111,12 @@ def _tgmm(rows: Array, others: Array, sizes: Array, *, interpret: bool = False) 
 
 @contextmanager
 def _as_it_was_written() -> Iterator[None]:
-    """It mixes dtypes, and says nothing of the axes of a mesh, which Pallas asks for in a
-    `jax.shard_map` that checks them; there is no public name for not asking."""
+    """Context in which Megablox can be traced: implicit dtype promotion, and no check of varying
+    mesh axes in `jax.shard_map`.
+
+    Megablox mixes dtypes and does not state the mesh axes of its outputs. There is no public name
+    for turning that check off.
+    """
     from jax._src.config import _check_vma  # pyright: ignore
 
     with jax.numpy_dtype_promotion("standard"), _check_vma(False):
@@ -120,8 +124,8 @@ def _as_it_was_written() -> Iterator[None]:
 
 
 def _for_tpus(name: str, function: Callable[..., Array], abstract: Callable[..., object]):
-    """`function` as a primitive, which says over which axes of a mesh its result varies, and is
-    lowered for TPUs alone."""
+    """`function` as a primitive whose abstract evaluation states the mesh axes that its result
+    varies over, and which is lowered for TPUs alone."""
     primitive = Primitive(name)
     primitive.def_abstract_eval(abstract)
     primitive.def_impl(lambda *of, **about: jax.jit(partial(primitive.bind, **about))(*of))

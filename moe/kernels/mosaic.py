@@ -1,7 +1,7 @@
-"""What is written differently for Mosaic GPU in different versions of JAX, and how a kernel starts.
+"""Launch of Mosaic GPU kernels, and a layer over the differences between versions of JAX.
 
-A kernel's body is written once, in terms of a `Target`: on a GPU that places numbers in registers,
-in Pallas' plain interpreter, which runs anywhere, it does nothing.
+A kernel's body is written once, in terms of a `Target`. On a GPU it sets the register layout of
+arrays; in Pallas' plain interpreter, which runs anywhere, it does nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,72 +18,74 @@ from jax.interpreters import mlir
 from sharding.collectives import vary, varying
 
 LANES = 128
-"""Threads of a warpgroup, of which most programs are run by one."""
+"""Threads of a warpgroup. Most programs are one warpgroup."""
 THREAD = "warpgroup"
-"""The axis of a program's warpgroups, where it has several."""
+"""The axis of a program's warpgroups, where it has more than one."""
 TOGETHER = 4
-"""Parts of a row that each thread has on their way at a time."""
+"""Loads of a row that each thread has in flight."""
 
 
 @cache
 def mosaic_gpu() -> Any:
-    """The back end, imported when it is first used: that takes longer than all else on a CPU."""
+    """The Mosaic GPU module, imported at its first use: on a CPU the import would be the slowest
+    part of starting up."""
     from jax.experimental.pallas import mosaic_gpu
 
     return mosaic_gpu
 
 
 def _stores_by_name() -> bool:
-    """A store that need not be a wide one has a name: so from jax 0.12 on."""
+    """True from jax 0.12 on, where a function `store` allows stores that are not vectorised."""
     return hasattr(mosaic_gpu(), "store")
 
 
 def _references_are_whole() -> bool:
-    """A load takes no index beside the reference, which transposes itself: so from jax 0.11 on."""
+    """True from jax 0.11 on, where a load takes no index and a reference has `transpose`."""
     return hasattr(mosaic_gpu(), "InterpretGPUParams")
 
 
 class Target:
-    """What a body asks of the machine, here the interpreter, where no number has a place."""
+    """Operations of a kernel body that depend on the machine; here for interpreters, where arrays
+    have no register layout."""
 
     def strided(self, value: jax.Array) -> jax.Array:
-        """The same, neighbouring numbers spread over neighbouring threads."""
+        """The same values in the strided layout: neighbouring elements in neighbouring threads."""
         return value
 
     def tiled(self, value: jax.Array, dimension: int = 0) -> jax.Array:
-        """The same: a matrix as the matrix units hold it, ``[64 m, 8 n]``, or a vector along a
-        dimension of one."""
+        """The same values in the layout of the matrix units: a matrix ``[64 m, 8 n]``, or a vector
+        along a dimension of one."""
         return value
 
     def load(self, ref: Any, dimension: int | None = None) -> jax.Array:
-        """A matrix as in `tiled`, or a vector along that dimension of one."""
+        """Loads a matrix, or a vector along a dimension of one, in the layout of `tiled`."""
         return ref[...]
 
     def store(self, ref: Any, value: jax.Array) -> None:
-        """The reverse of `load`."""
+        """Stores an array in the layout of `tiled`."""
         ref[...] = value
 
     def transposed(self, ref: Any) -> Any:
-        """A matrix in shared memory, read along its columns."""
+        """Transposed view of a matrix in shared memory."""
         if _references_are_whole():
             return ref.transpose((1, 0))
         return mosaic_gpu().transpose_ref(ref, (1, 0))
 
     def added(self, total: jax.Array, left: Any, right: Any) -> jax.Array:
-        """``total + left @ right``, of matrices in shared memory; the left one may be in registers
-        as well."""
-        # The simulator knows no accumulator that begins with anything but zeros, and no product of
-        # registers.
+        """``total + left @ right``, of matrices in shared memory; the left one may also be in
+        registers."""
+        # The simulator supports neither an accumulator that starts from other values than zeros nor
+        # a product with an operand in registers.
         if isinstance(left, jax.Array):
             return total + jnp.dot(left, right[...], preferred_element_type=jnp.float32)
         return total + product(left, right)
 
     def registers(self, number: int, action: Literal["increase", "decrease"]) -> None:
-        """Gives each thread of this warpgroup so many, of those that others have left."""
+        """Sets the number of registers of each thread of this warpgroup (`setmaxnreg`)."""
 
 
 def product(left: Any, right: Any) -> jax.Array:
-    """Of matrices in shared memory, by the matrix units."""
+    """Product of two matrices in shared memory by the matrix units, float32 in registers."""
 
     def multiplied(total):
         mosaic_gpu().wgmma(total, left, right)
@@ -127,11 +129,12 @@ def _tile(dimension: int | None) -> Any:
 
 
 def along(width: int, bits: int, body: Callable[..., Any], carry: Any = None) -> Any:
-    """``carry = body(parts, carry)`` along a row of `width` numbers, some parts of it at a time.
+    """Runs ``carry = body(parts, carry)`` along a row of `width` elements, a few parts at a time.
 
-    A part is ``(first, length)``; it is as long as the threads of a warpgroup move with one
-    instruction of 16 bytes each, near the end `LANES` times a smaller power of two.
+    A part is ``(first, length)``. Its length is what a warpgroup moves with one 16-byte instruction
+    per thread; near the end of the row it is `LANES` times a smaller power of two.
     """
+    # Four loads in flight per thread hide the latency of memory.
     length = LANES * 128 // bits
     stride = length * TOGETHER
 
@@ -161,17 +164,18 @@ def launch(
     interpreted: bool = False,
     simulated: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Runs ``body(target, program, *operands, *outputs)`` for each of that many programs.
+    """Launches a kernel: ``body(target, program, *operands, *outputs)`` for each program.
 
     Args:
       body: reads and writes references to device memory.
-      outputs: what the programs write, every element by one of them.
+      programs: size of the grid.
+      outputs: shapes of the outputs; every element is written by one program.
       operation: named in the error.
-      threads: warpgroups that run the body of a program, each with its number along `THREAD`.
-      approximate: powers and logarithms by the GPU's instructions, to 22 bits.
+      threads: warpgroups that run the body of a program, each with its index along `THREAD`.
+      approximate: exponentials and logarithms by the GPU's instructions, to 22 bits.
       interpreted: by Pallas' plain interpreter, slow and on any device.
-      simulated: by the interpreter that knows a GPU's memories, barriers and matrix units; slower
-        still. That of jax 0.10 knows no transposed reference.
+      simulated: by the interpreter that models a GPU's memories, barriers and matrix units; slower
+        still. That of jax 0.10 does not support transposed references.
 
     Raises:
       ValueError: when it is lowered for anything but CUDA and not interpreted.
@@ -184,6 +188,7 @@ def launch(
             interpret=True,
         )
         return call(*operands)
+    # A kernel's result varies over the mesh axes of all its operands, which are typed alike here.
     axes = tuple(frozenset().union(*map(varying, operands)))
     first, *others = vary(tuple(operands), axes)
     target = Target() if simulated else Gpu()
@@ -199,7 +204,7 @@ def launch(
         compiler_params=plgpu.CompilerParams(
             approx_math=approximate,
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
-            # What is set aside for a sum over warps: several warpgroups would share it.
+            # Scratch memory for sums over warps: concurrent warpgroups would share it and race.
             **({"reduction_scratch_bytes": 0} if several else {}),
         ),
         interpret=_simulator() if simulated else None,
@@ -209,7 +214,8 @@ def launch(
 
 
 def _simulator() -> Any:
-    # Copies from past the end of an array are NaN here; a GPU's copy engine fills in zeros.
+    # Copies from past the end of an array are NaN here, so that tests notice a use of them; a GPU's
+    # copy engine gives zeros.
     beyond = {"out_of_bounds_reads": "uninitialized"}
     # It has a public name from jax 0.11 on.
     if hasattr(mosaic_gpu(), "InterpretGPUParams"):
@@ -220,7 +226,7 @@ def _simulator() -> Any:
 
 
 def needs_cuda(x: jax.Array, operation: str) -> jax.Array:
-    """`x`, which raises where it is lowered for another platform."""
+    """Returns `x`; raises when it is lowered for another platform than CUDA."""
     return _needs_cuda.bind(x, operation=operation)
 
 
@@ -240,5 +246,5 @@ mlir.register_lowering(_needs_cuda, lambda context, x, *, operation: [x], platfo
 
 
 def flag(value: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """A scalar condition for each element: a warpgroup selects by vectors alone."""
+    """Broadcasts a scalar condition to each element: a warpgroup's select takes vectors only."""
     return jnp.broadcast_to(value, shape)

@@ -1,7 +1,7 @@
-"""Tokens into the order of experts and back, with gradients ("permute" and "unpermute").
+"""Token permutation to the order of experts and back, with gradients ("permute" and "unpermute").
 
-What one does forward the other does backward: a gather into slots, and a sum over the slots of a
-token. Neither scatters and neither adds in an order that varies.
+The forward pass of one is the backward pass of the other: a gather into slots, and a sum over the
+slots of a token. Neither scatters, and neither adds in an order that varies.
 """
 
 from functools import partial
@@ -17,18 +17,18 @@ from sharding.collectives import vary, varying
 def permute(
     x: Float[Array, "token width"], layout: SortedLayout, *, implementation: str | None = None
 ) -> Float[Array, "slot width"]:
-    """The token in each slot of the layout, zeros in empty slots.
+    """Gathers tokens into the slots of a layout, with zeros in empty slots.
 
-    The gradient of a token is the sum over its slots, float32, in the order of its choices.
+    The gradient of a token is the sum over its slots, float32, in the order of its expert ids.
 
     Args:
       x: tokens.
-      layout: of their choices.
+      layout: sorted layout of their expert ids.
       implementation: "mosaic", "plain" or "interpreted", see `moe.kernels.choice`.
 
     Raises:
-      ValueError: on another implementation, and where "mosaic" cannot serve: away from CUDA, and
-        for rows that are no multiple of 128 numbers.
+      ValueError: on another implementation, and where "mosaic" does not support the call: on other
+        devices than CUDA's, and for rows whose width is not a multiple of 128.
     """
     x, layout = _together(x, layout)
     return _permute(x, layout, x.dtype, implementation)
@@ -43,13 +43,13 @@ def unpermute(
 ) -> Float[Array, "token width"]:
     """``sum_k probs_k rows[place_k]`` of each token, float32, rounded once to the rows' dtype.
 
-    The reverse of `permute`, and its gradient where there are no probs. A choice without a slot
+    The reverse of `permute`, and its gradient where there are no probs. An expert id without a slot
     adds nothing.
 
     Args:
-      rows: in the slots of the layout; what is in empty ones reaches nothing.
-      layout: of the tokens' choices.
-      probs: what each choice counts by; None is 1.
+      rows: rows in the slots of the layout; the contents of empty ones have no effect.
+      layout: sorted layout of the tokens' expert ids.
+      probs: gate weights; None is 1.
       implementation: as in `permute`, with its errors.
     """
     if probs is None:
@@ -60,8 +60,8 @@ def unpermute(
 
 
 def _together(*operands):
-    """What differs over some axis of a mesh differs over it everywhere: gradients are then added
-    where the operands are spread."""
+    """Types all operands as varying over the mesh axes that any of them varies over, so that
+    gradients are summed over these axes where an operand is replicated."""
     axes = frozenset().union(*(varying(leaf) for leaf in jax.tree.leaves(operands)))
     return vary(operands, tuple(axes))
 

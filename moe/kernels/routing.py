@@ -1,7 +1,8 @@
-"""The router after its product: scores, choice, probs and counts, read and written once.
+"""Fused router kernel after the logits: scores, top-k, gate weights and counts in one pass over
+memory.
 
-A program has 64 tokens and all experts in registers and looks for the largest k times over; XLA
-sorts every row of a choice this small.
+A program has 64 tokens and all experts in registers and takes the maximum k times; XLA would sort
+every row for a top-k this small.
 """
 
 from functools import partial
@@ -22,21 +23,21 @@ from sharding.collectives import vary, varying
 TOKENS = 64
 """Tokens of one program."""
 MOST_EXPERTS = 256
-"""More would not stay in registers."""
+"""Experts of a network, at most: more would not stay in registers."""
 
 
 class Rule(NamedTuple):
-    """How a token chooses.
+    """Routing rule: how the experts of a token are selected.
 
     Attributes:
-      k: experts that it takes.
+      k: number of experts per token.
       sigmoid: scores are ``sigmoid(logits)``; otherwise ``softmax(logits)``.
-      after_topk: logits select, and the probs are the softmax of those chosen.
-      renormalise: the chosen scores are divided by their sum.
-      scaling: what the probs are multiplied by.
-      groups: equal groups of neighbouring experts.
-      open_groups: how many of them a token may take experts of: those with the largest sums of
-        their best ``k / open_groups`` scores, among equal ones the first.
+      after_topk: logits select, and the gate weights are the softmax of the selected logits.
+      renormalise: the selected scores are divided by their sum.
+      scaling: factor on the gate weights.
+      groups: number of equal groups of neighbouring experts.
+      open_groups: number of groups that a token may select experts from: those with the largest
+        sums of their best ``k / open_groups`` scores, among equal ones the first.
     """
 
     k: int
@@ -49,14 +50,14 @@ class Rule(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """What a router decides.
+    """Output of a router.
 
     Attributes:
-      experts: ``[token, k]`` the experts with the largest scores, the largest first and among equal
-        ones the first.
-      probs: ``[token, k]`` what they count by, float32.
+      experts: ``[token, k]`` ids of the experts with the largest scores, the largest first and
+        among equal ones the first.
+      probs: ``[token, k]`` their gate weights, float32.
       probabilities: ``[token, expert]`` scores that sum to 1, float32.
-      counts: ``[expert]`` the weights of the tokens that chose it, added up; no gradient.
+      counts: ``[expert]`` sum of the weights of the tokens that selected it; no gradient.
     """
 
     experts: Array
@@ -73,20 +74,23 @@ def route(
     *,
     implementation: str | None = None,
 ) -> Chosen:
-    """Scores, the choice by ``score + bias``, the probs of the chosen, and counts, in float32.
+    """Top-k routing: scores, the selection by ``score + bias``, gate weights and counts, in
+    float32.
 
-    The plain twin for a whole router is `moe.router.routing.topk_routing`.
+    The reference implementation of a whole router is `moe.router.routing.topk_routing`.
 
     Args:
-      logits: of the router.
-      bias: of each expert's selection; it has no say in the probs, and no gradient.
-      weights: how much each token counts by; 0 for padding, which chooses as any other does.
-      rule: how they choose.
+      logits: router logits.
+      bias: added to each expert's score for the selection alone; it does not affect the gate
+        weights, and has no gradient.
+      weights: weight of each token in the counts; 0 for padding, which is routed as any other.
+      rule: the routing rule.
       implementation: "mosaic", "plain" or "interpreted", see `moe.kernels.choice`.
 
     Raises:
-      ValueError: on another implementation, and where "mosaic" cannot serve: away from CUDA, for
-        more than 256 experts, and for a number of them that is no multiple of 8.
+      ValueError: on another implementation, and where "mosaic" does not support the call: on other
+        devices than CUDA's, for more than 256 experts, and for a number of them that is not a
+        multiple of 8.
     """
     operands = [x.astype(jnp.float32) for x in (logits, bias, weights)]
     axes = tuple(frozenset().union(*map(varying, operands)))
@@ -109,14 +113,16 @@ def _route(logits, bias, weights, rule, implementation):
 def _forward(logits, bias, weights, rule, implementation):
     chosen: Any = _route(logits, bias, weights, rule, implementation)
     experts, probs, probabilities, counts = chosen
-    # Named here, for the choices are a residual too. Kept, they are not made once more to find what
-    # the tokens' way to the experts is; probabilities are as wide as the logits, and no gradient
-    # asks for them.
+    # Named here, as the expert ids are a residual too. If a remat policy saves them, the backward
+    # pass need not route again to repeat the dispatch. Probabilities are as wide as the logits, and
+    # no gradient needs them.
     experts, probs, counts = (checkpoint_name(x, ROUTED) for x in (experts, probs, counts))
     return (experts, probs, probabilities, counts), (logits, experts)
 
 
 def _backward(rule, implementation, residuals, gradients):
+    # The selection is constant, so the gradient is that of a softmax at given expert ids: XLA's is
+    # a few elementwise operations, and no kernel of its own is worth it.
     logits, experts = residuals
     _, of_probs, of_probabilities, _ = gradients
     _, back = jax.vjp(partial(_of_chosen, rule, experts), logits)
@@ -141,7 +147,7 @@ def _log_scores(rule: Rule, logits: Array) -> Array:
 
 
 def _of_chosen(rule: Rule, experts: Array, logits: Array) -> tuple[Array, Array]:
-    """The probs of choices that are made, and the probabilities of all."""
+    """Gate weights of given expert ids, and the probabilities of all experts."""
     probabilities = jax.nn.softmax(_log_scores(rule, logits), axis=-1)
     if rule.after_topk or rule.renormalise:
         among = logits if rule.after_topk else _log_scores(rule, logits)
@@ -191,7 +197,7 @@ def _kernel(
         operation="route",
         interpreted=interpreted,
     )
-    # [column, token] in the kernel, where a warpgroup writes a column at once.
+    # [column, token] in the kernel, so that a warpgroup writes neighbouring elements together.
     chosen, probs = (array.reshape(rule.k, padded).T[:tokens] for array in (chosen, probs))
     return chosen, probs, probabilities[:tokens], counts.reshape(blocks, experts).sum(axis=0)
 
@@ -221,6 +227,7 @@ def _body(
     def of_rows(reduce, matrix):
         return target.tiled(reduce(matrix, axis=1))
 
+    # One read of the logits: everything below stays in registers, [token, expert].
     here = pl.ds(block * TOKENS, TOKENS)
     given = target.load(logits.at[here])
     logs = given
@@ -232,12 +239,14 @@ def _body(
     target.store(probabilities.at[here], shares)
 
     scores = target.tiled(jnp.exp(logs)) if rule.sigmoid else shares
+    # The bias selects and does not weigh: `wanted` is compared, `read` becomes the gate weights.
     wanted = (given if rule.after_topk else scores) + spread(target.load(bias, 1), 1)
     read = given if rule.after_topk else logs if rule.renormalise else scores
     column = target.tiled(lax.broadcasted_iota(jnp.int32, shape, 1))
 
     def largest_of(wanted):
-        """The largest of each row, and where the first of these is."""
+        """The largest value of each row, the column of its first occurrence, and a mask of it."""
+        # Among equal values the first column, as `lax.top_k` selects: an argmax in two reductions.
         most = of_rows(jnp.max, wanted)
         equal = wanted == spread(most)
         first = of_rows(jnp.min, jnp.where(equal, column, filled(experts, jnp.int32)))
@@ -246,6 +255,7 @@ def _body(
     if rule.groups > 1:
         wanted = _in_open_groups(rule, experts, target, wanted, column, largest_of)
     taken, found = filled(0), []
+    # k passes over registers; each removes the expert that it found.
     for number in range(rule.k):
         _, first, hit = largest_of(wanted)
         target.store(chosen.at[pl.ds(number * padded + block * TOKENS, TOKENS)], first)
@@ -253,6 +263,7 @@ def _body(
         taken = taken + hit.astype(jnp.float32)
         wanted = jnp.where(hit, filled(-jnp.inf), wanted)
 
+    # A softmax over logarithms of scores is the scores over their sum, and does not underflow.
     if rule.after_topk or rule.renormalise:
         most = found[0]
         for one in found[1:]:
@@ -264,13 +275,14 @@ def _body(
         place = pl.ds(number * padded + block * TOKENS, TOKENS)
         target.store(probs.at[place], target.tiled(one * rule.scaling))
 
+    # Counts of this block alone; they are added up after the kernel, in order and without atomics.
     weighed = taken * spread(target.load(weights.at[here], 0))
     total = target.tiled(jnp.sum(weighed, axis=0), 1)
     target.store(counts.at[pl.ds(block * experts, experts)], total)
 
 
 def _in_open_groups(rule: Rule, experts: int, target: Target, wanted, column, largest_of):
-    """`wanted`, and -inf for the experts of groups that a token does not take."""
+    """`wanted`, with -inf for the experts of groups that a token may not select from."""
     width = experts // rule.groups
     nothing = target.tiled(jnp.full(wanted.shape, -jnp.inf, jnp.float32))
 
@@ -278,6 +290,7 @@ def _in_open_groups(rule: Rule, experts: int, target: Target, wanted, column, la
         after = (column >= group * width).astype(jnp.int32)
         return after * (column < (group + 1) * width).astype(jnp.int32)
 
+    # The score of a group is the sum of its best experts, found as the top-k itself is.
     scores = []
     for group in range(rule.groups):
         within, found = jnp.where(inside(group) > 0, wanted, nothing), []
@@ -288,7 +301,8 @@ def _in_open_groups(rule: Rule, experts: int, target: Target, wanted, column, la
         scores.append(sum(found[1:], found[0]))
     is_open = target.tiled(jnp.zeros(wanted.shape, jnp.int32))
     for group, score in enumerate(scores):
-        # Groups that go before this one: larger, or as large and earlier.
+        # The rank of a group is the number of those before it, with a larger score or the same
+        # score and a lower index. Comparing all pairs needs no sort; there are few groups.
         before = [
             (other >= score if number < group else other > score).astype(jnp.int32)
             for number, other in enumerate(scores)

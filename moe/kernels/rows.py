@@ -1,7 +1,7 @@
-"""Rows of one array into the slots of another, and sums of a row's copies: memory and no products.
+"""Gather of rows into slots, and weighted sum of a row's copies: kernels bound by memory bandwidth.
 
-A program is one warpgroup, which moves whole rows in pieces of 16 bytes a thread; many programs at
-a time keep memory busy. Every element is written once: there are no atomics.
+A program is one warpgroup, which moves whole rows in pieces of 16 bytes per thread; many programs
+in flight keep memory busy. Every element is written once: there are no atomics.
 """
 
 from functools import partial
@@ -16,7 +16,7 @@ from moe.kernels.choice import by_name
 from moe.kernels.mosaic import LANES, Target, along, flag, launch
 
 SWEPT = 64
-"""Slots that one program looks through for those that no row has."""
+"""Slots that one program searches for empty ones."""
 
 
 def take(
@@ -25,7 +25,7 @@ def take(
     *,
     implementation: str | None = None,
 ) -> Shaped[Array, "slot *rest"]:
-    """``x[source]``, zeros where the index is past the end; no gradient of its own."""
+    """Gathers ``x[source]``, zeros where the index is past the end. It defines no gradient."""
     return by_name(
         implementation,
         _take_plain,
@@ -44,10 +44,11 @@ def combine(
     dtype: DTypeLike = jnp.float32,
     implementation: str | None = None,
 ) -> Float[Array, "row *rest"]:
-    """``sum_j probs_j rows[places_j]`` in float32 and in the order of `places`, then in `dtype`.
+    """Computes ``sum_j probs_j rows[places_j]`` in float32, in the order of `places`, and rounds it
+    to `dtype`.
 
-    A place past the end adds nothing, whatever its prob is; None are probs of 1. No gradient of its
-    own.
+    A place past the end adds nothing, whatever its prob is; `probs` of None are 1. It defines no
+    gradient.
     """
     operands = (rows, places) if probs is None else (rows, places, probs)
     return by_name(
@@ -69,10 +70,10 @@ def combine_gradients(
     *,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "slot width"], Float[Array, "row copies"]]:
-    """What `combine` passes back to the rows, in their dtype, and to the probs, float32.
+    """Gradients of `combine`: of the rows, in their dtype, and of the probs, float32.
 
     Args:
-      choices: ``row * copies + copy`` of each slot, past the end for none; says the same as
+      choices: ``row * copies + copy`` of each slot, past the end for an empty one; the inverse of
         `places`.
     """
     return by_name(
@@ -107,20 +108,20 @@ def _take_plain(x: Array, source: Array) -> Array:
 
 def _take_kernel(x: Array, source: Array, *, interpreted: bool) -> Array:
     slots, (height, width) = source.shape[0], x.shape
-    # A few kilobytes for each program, whatever the width.
+    # A few kilobytes for each program, for any width: narrow rows are moved several at a time.
     together = max(1, min(8, 2048 // width))
 
     def body(target: Target, program, x, source, out):
-        # Past the last slot the last one is written again.
+        # Beyond the last slot the last one is written again, with the same values.
         slots_here = [jnp.minimum(program * together + n, slots - 1) for n in range(together)]
         rows_here = [source[slot] for slot in slots_here]
 
         def move(parts, _):
             loaded = []
-            # All loads before all stores: they are on their way together.
+            # All loads before all stores, so that they are in flight together.
             for slot, row in zip(slots_here, rows_here, strict=True):
-                # The last row stands for what is past the end until it is selected against, as a
-                # branch would wait.
+                # An index past the end reads the last row, and a select replaces it by zeros: a
+                # branch would wait for the index before it could load.
                 safe = jnp.minimum(row, height - 1)
                 for first, length in parts:
                     piece = target.strided(x[safe, pl.ds(first, length)])
@@ -142,8 +143,8 @@ def _combine_plain(
     rows: Array, places: Array, probs: Array | None = None, *, dtype: DTypeLike
 ) -> Array:
     total = jnp.zeros((places.shape[0], *rows.shape[1:]), jnp.float32)
-    # One copy of every row after the other: all of them at once would be as many rows in float32
-    # as there are places, where a compiler does not see that they are only added up.
+    # A loop over copies: gathered in one operation they would be as many float32 rows as there are
+    # places, where the compiler does not fuse the gather into the sum.
     for copy in range(places.shape[1]):
         piece = _take_plain(rows, places[:, copy]).astype(jnp.float32)
         total = total + (piece if probs is None else piece * probs[:, copy, None])
@@ -160,6 +161,8 @@ def _combine_kernel(
 ) -> Array:
     (number, copies), (height, width) = places.shape, rows.shape
 
+    # A program for each row: it reads the row's copies and writes their sum, so the order of the
+    # sum is fixed.
     def body(target: Target, row, rows, places, *refs):
         out = refs[-1]
         place = [places[row * copies + copy] for copy in range(copies)]
@@ -183,7 +186,7 @@ def _combine_kernel(
 
 
 def _piece(target: Target, rows, place, height: int, first, length: int) -> Array:
-    """Part of a row in float32, zeros where its index is past the end."""
+    """Loads a part of a row in float32, zeros where its index is past the end."""
     piece = target.strided(rows[jnp.minimum(place, height - 1), pl.ds(first, length)])
     nothing = target.strided(jnp.zeros((length,), jnp.float32))
     return jnp.where(flag(place < height, (length,)), piece.astype(jnp.float32), nothing)
@@ -213,6 +216,8 @@ def _gradients_kernel(
     (number, copies), (height, width) = places.shape, rows.shape
     bits = 8 * rows.dtype.itemsize
 
+    # The gradients of a row's copies and of its probs need the same output gradient: one program
+    # reads it once for all.
     def of_a_row(target: Target, row, refs):
         rows, gradient, places, _, probs, of_rows, of_probs = refs
         place = [places[row * copies + copy] for copy in range(copies)]
@@ -224,13 +229,15 @@ def _gradients_kernel(
             ]
             sums = list(sums)
             for copy in range(copies):
-                # Parts of a length are added up before the threads are: that takes a barrier.
+                # Parts of equal length are added elementwise first: a sum over threads takes a
+                # barrier, and there is then one for each length instead of one for each part.
                 products = {}
                 for (first, length), pull in zip(parts, pulled, strict=True):
                     product = pull * _piece(target, rows, place[copy], height, first, length)
                     products[length] = products[length] + product if length in products else product
                 sums[copy] += sum(jnp.sum(product) for product in products.values())
 
+                # A store needs a branch: there is no row that could be written in its place.
                 @pl.when(place[copy] < height)
                 def _(copy=copy):
                     for part, pull in zip(parts, pulled, strict=True):
@@ -243,6 +250,7 @@ def _gradients_kernel(
         for copy in range(copies):
             of_probs[row * copies + copy] = sums[copy]
 
+    # Outputs are uninitialised memory, and no row writes to an empty slot: these are set to zero.
     def of_empty_slots(target: Target, first, refs):
         *_, choices, _, of_rows, _ = refs
 
@@ -262,6 +270,7 @@ def _gradients_kernel(
 
         lax.fori_loop(0, SWEPT, clear, None)
 
+    # Both in one launch: programs after those of the rows sweep the slots.
     def body(target: Target, program, *refs):
         @pl.when(program < number)
         def _():

@@ -1,12 +1,13 @@
-"""The rows of a product, slice by slice into shared memory: neighbours, or rows from anywhere; and
-rows of its result to anywhere.
+"""Loads of a product's rows into shared memory, slice by slice, contiguous or gathered by an index;
+and scattered stores of its result.
 
-Neighbours are copied by Hopper's copy engine. One that gathers rows comes with Blackwell, and a
-copy of it for every row of a slice would be 128 of them, 128 bytes each. Instead each thread copies
-16 bytes at a time to where the swizzle of the matrix units' tile has them (``cp.async``, as before
-Hopper): eight threads a row, of whichever index, while slices before are multiplied. Pallas has no
-such copy, and Mosaic GPU's takes no indices: the instruction is stated here. Rows of a result are
-stored so too, 16 bytes at a time by each thread, where neighbours are left to the copy engine.
+Contiguous rows are copied by Hopper's copy engine (TMA). One that gathers rows comes with
+Blackwell, and one TMA copy per row of a slice would be 128 of them, 128 bytes each. Instead each
+thread copies 16 bytes at a time to their position in the swizzled tile of the matrix units
+(``cp.async``, as before Hopper): eight threads per row, for any index, while earlier slices are
+multiplied. Pallas has no such copy, and Mosaic GPU's takes no indices, so the instruction is
+emitted here. Scattered rows of a result are also stored 16 bytes at a time by each thread;
+contiguous ones are left to the copy engine.
 
 References:
   Guo et al., "SonicMoE", 2025 (rows are gathered by ``cp.async`` in the loads of a grouped product,
@@ -25,20 +26,20 @@ from jax.experimental import pallas as pl
 from moe.kernels.mosaic import LANES, Gpu, Target, mosaic_gpu
 
 WIDE = 64
-"""Columns of a swizzled tile, numbers of 16 bits: 128 bytes."""
+"""Columns of a swizzled tile of 16-bit elements: 128 bytes."""
 ATOM = 8
-"""Rows after which the swizzle repeats itself, and numbers that a thread copies at a time."""
+"""Rows after which the swizzle repeats, and elements that a thread copies at a time."""
 
 
 class Rows(NamedTuple):
-    """Where the rows of a product come from.
+    """Source of the rows of a product.
 
     Attributes:
-      given: an array of rows and, where these are gathered, of which of them each row is a copy;
-        past the end for rows of zeros.
-      slots: of `with_slots`.
-      shape: of a slice.
-      block: that slice k is, as of a `BlockSpec`.
+      given: an array of rows and, if they are gathered, the index of the row to copy for each row
+        of the product; past the end for rows of zeros.
+      slots: shared memory of `with_slots`.
+      shape: shape of a slice.
+      block: block index of slice k, as in a `BlockSpec`.
     """
 
     given: Sequence[Any]
@@ -54,11 +55,11 @@ def with_slots(
     body: Callable[..., Any],
     *accumulators: Any,
 ) -> Any:
-    """``body(slots, *accumulators)``, with room in shared memory for slices of rows that are
-    gathered; copies of neighbours bring their own."""
+    """Runs ``body(slots, *accumulators)`` with shared memory for gathered slices; the pipeline of
+    contiguous ones allocates its own."""
     if len(given) == 1:
         return pl.run_scoped(partial(body, []), *accumulators)
-    # One more than others have on their way: a slot is filled two slices after it was read.
+    # One more than the stages of a pipeline: a slot is refilled two slices after it was read.
     room = mosaic_gpu().SMEM((stages + 1, *shape), given[0].dtype)
     return pl.run_scoped(lambda slots: pl.run_scoped(partial(body, [slots]), *accumulators), room)
 
@@ -72,18 +73,20 @@ def multiply_slices(
     others: Sequence[Any],
     stages: int,
 ) -> None:
-    """``multiply(k, rows, *others)`` for slice k of each of `steps`.
+    """Runs ``multiply(k, rows, *others)`` for each slice k, with loads in flight.
 
     Args:
-      multiply: begins a product for each of `others`, and leaves it on its way.
+      multiply: starts an asynchronous product for each of `others`.
+      steps: number of slices.
       specs: the `BlockSpec` of each of `others`.
-      stages: slices in shared memory at a time.
+      stages: number of slices in shared memory.
     """
     products = len(others)
 
     def neighbours(indices, left, *tiles):
         multiply(indices[0], left, *tiles)
-        # What the step before reads is over: its slot is the next to be filled.
+        # The products of the step before have finished: its slot is refilled next. Those of this
+        # step are still running while the next slice is awaited.
         mosaic_gpu().wgmma_wait(products)
 
     def run(step, specs, operands):
@@ -96,6 +99,7 @@ def multiply_slices(
         spec = mosaic_gpu().BlockSpec(rows.shape, rows.block, delay_release=1)
         return run(neighbours, [spec, *specs], [*rows.given, *others])
 
+    # From block indices to element offsets, which the copies of single rows need.
     def place(k):
         return tuple(at * size for at, size in zip(rows.block(k), rows.shape, strict=True))
 
@@ -103,6 +107,8 @@ def multiply_slices(
     gathered = Gathered(target, x, source, slots, place, steps)
 
     def from_anywhere(indices, *tiles):
+        # The next copies are started after the product, so that the threads issue them while the
+        # matrix units work.
         multiply(indices[0], gathered.tile(indices[0]), *tiles)
         gathered.go_on(indices[0])
         mosaic_gpu().wgmma_wait(products)
@@ -112,15 +118,15 @@ def multiply_slices(
 
 
 class Gathered(NamedTuple):
-    """Slices of rows from anywhere, some of them on their way while one is multiplied.
+    """Pipeline of gathered slices: copies of later ones are in flight while one is multiplied.
 
     Attributes:
-      target: what the program runs on.
-      x: rows of 16-bit numbers, of a multiple of `WIDE`.
-      source: of which of them each row of the product is a copy; past the end for zeros.
+      target: the machine that the program runs on.
+      x: rows of 16-bit elements, their number a multiple of `WIDE`.
+      source: index of the row to copy for each row of the product; past the end for zeros.
       slots: tiles in shared memory, three or more.
-      place: the first entry of `source` and the first column of slice k.
-      number: of slices.
+      place: from k to the first entry of `source` and the first column of slice k.
+      number: number of slices.
     """
 
     target: Target
@@ -132,8 +138,8 @@ class Gathered(NamedTuple):
 
     @property
     def ahead(self) -> int:
-        """Slices on their way: of two more, one is read by the matrix units and the other was, by
-        some warp perhaps still."""
+        """Number of slices in flight: all slots but two. One of these is being multiplied; the
+        other was before, and a slow warp may not have seen the end of that product yet."""
         return self.slots.shape[0] - 2
 
     def begin(self) -> None:
@@ -141,15 +147,17 @@ class Gathered(NamedTuple):
             self._start(jnp.int32(k))
 
     def tile(self, k: jax.Array) -> Any:
-        """Slice k where the matrix units read it, once every warp's part of it is there."""
+        """Waits until all warps have copied their parts of slice k, and returns its tile."""
+        # A thread waits for its own copies only. The fence makes them visible to the matrix units,
+        # and its barrier makes all threads of the warpgroup wait for each other.
         if isinstance(self.target, Gpu):
             wait_for_copies(self.ahead - 1)
         mosaic_gpu().commit_smem()
         return self._slot(k)
 
     def go_on(self, k: jax.Array) -> None:
-        """Begins another slice, where k - 2 was: before `tile` of slice k every warp must have seen
-        that one multiplied."""
+        """Starts to copy slice ``k + ahead`` to the slot of slice k - 2. Every warp must have seen
+        the end of that product before `tile` of slice k."""
         self._start(k + self.ahead)
 
     def _slot(self, k: jax.Array) -> Any:
@@ -163,12 +171,12 @@ class Gathered(NamedTuple):
             copy(self.x, self.source, first, column, self._slot(k))
 
         if isinstance(self.target, Gpu):
-            # Empty where there are no more slices: which group is awaited goes by their number.
+            # Also without a copy, after the last slice: waits count groups, so every step has one.
             close_group()
 
 
 def copy_rows(x: Any, source: Any, first: Any, column: Any, tile: Any) -> None:
-    """What `start_copies` does, row by row, for an interpreter."""
+    """Equivalent of `start_copies` for interpreters, row by row."""
     height, width = tile.shape
 
     def copy(row, _):
@@ -180,15 +188,16 @@ def copy_rows(x: Any, source: Any, first: Any, column: Any, tile: Any) -> None:
 
 
 def places(thread: Any, height: int, width: int) -> list[tuple[Any, Any, Any]]:
-    """What a thread copies of a tile ``[height, width]``: the row and the first column of each 16
-    bytes, and the number in shared memory that they begin at.
+    """Pieces of a tile ``[height, width]`` that a thread copies: the row and the first column of
+    each 16 bytes, and the offset in shared memory, in elements.
 
-    The tile lies there as the matrix units want it with a swizzle of 128 bytes: blocks of 8 rows
-    and 64 columns, row by row, and in row r of a block the eighth c in place ``c xor r``.
+    The tile is stored as the matrix units read it with a swizzle of 128 bytes: blocks of 8 rows and
+    64 columns, row by row, and in row r of a block the eighth c at index ``c xor r``.
 
     Args:
-      thread: of a warpgroup; a number or anything that counts as one does.
+      thread: index in the warpgroup; an integer or anything with integer arithmetic.
     """
+    # Neighbouring threads have neighbouring eighths of a row, so that loads of it coalesce.
     across = width // ATOM
     together = LANES // across
     eighth, first = thread % across, thread // across
@@ -202,12 +211,12 @@ def places(thread: Any, height: int, width: int) -> list[tuple[Any, Any, Any]]:
 
 
 def start_copies(x: Any, source: Any, first: Any, column: Any, tile: Any) -> None:
-    """Begins to copy ``x[source[first + r], column + c]`` to ``tile[r, c]``, zeros where the index
+    """Starts to copy ``x[source[first + r], column + c]`` to ``tile[r, c]``, zeros where the index
     is past the end.
 
     Args:
-      x: rows of 16-bit numbers, of a multiple of `WIDE`.
-      tile: in shared memory, ``[8 m, 64 n]``, which the matrix units read and nothing else does.
+      x: rows of 16-bit elements, their number a multiple of `WIDE`.
+      tile: in shared memory, ``[8 m, 64 n]``, read by the matrix units only.
     """
     plgpu = mosaic_gpu()
     number = plgpu.Layout.WG_SPLAT
@@ -228,10 +237,13 @@ def start_copies(x: Any, source: Any, first: Any, column: Any, tile: Any) -> Non
         for row, beside, place in places(thread, height, width):
             index = utils.getelementptr(indices, [value(first + row)], short)
             index = llvm.load(short, index)
+            # Unsigned: a negative index counts as past the end too.
             inside = arith.cmpi(arith.CmpIPredicate.ult, index, utils.c(rows, short))
+            # In 64 bits, as a large array has more elements than 32 bits count.
             safe = arith.extui(long, arith.select(inside, index, nothing))
             start = arith.muli(safe, utils.c(stride, long))
             start = arith.addi(start, arith.extui(long, value(column + beside)))
+            # A copy of size 0 writes zeros: rows past the end need no branch and no store.
             nvvm.cp_async_shared_global(
                 utils.getelementptr(shared, [value(place)], kind.element_type),
                 utils.getelementptr(numbers, [start], kind.element_type),
@@ -252,7 +264,7 @@ def _swizzled() -> Any:
 
 
 def close_group() -> None:
-    """Those of this thread's copies that are in no group make one."""
+    """Commits this thread's copies since the last call as a group (``cp.async.commit_group``)."""
 
     @mosaic_gpu().inline_mgpu()
     def close(context):
@@ -264,7 +276,8 @@ def close_group() -> None:
 
 
 def wait_for_copies(pending: int) -> None:
-    """Until this thread's copies are there but for those of the last `pending` groups."""
+    """Waits for this thread's copies, except those of the last `pending` groups
+    (``cp.async.wait_group``)."""
 
     @mosaic_gpu().inline_mgpu()
     def wait(context):
@@ -282,10 +295,12 @@ def scatter_rows(
     index is not past the end.
 
     Args:
-      tile: in registers, of a multiple of `ATOM` rows and of 64 or 128 columns.
-      own: the first of the rows and their number; the others are another group's.
+      tile: in registers, with a multiple of `ATOM` rows, and 64 or 128 columns.
+      own: the first of the rows and their number; the others belong to other groups.
     """
 
+    # Through shared memory: in registers a thread has scattered pieces of 8 bytes or less, while 16
+    # bytes of a row are stored by one instruction.
     def store(staged):
         staged[...] = tile.astype(out.dtype)
         mosaic_gpu().commit_smem()
@@ -296,7 +311,7 @@ def scatter_rows(
 
 
 def write_rows(staged: Any, first: Any, size: Any, into: Any, start: Any, column: Any, out: Any):
-    """What `store_copies` does, row by row, for an interpreter."""
+    """Equivalent of `store_copies` for interpreters, row by row."""
 
     def write(row, _):
         index = into[start + row]
@@ -313,7 +328,7 @@ def store_copies(staged: Any, first: Any, size: Any, into: Any, start: Any, colu
     on, 16 bytes at a time; nothing where the index is past the end.
 
     Args:
-      staged: in shared memory, ``[8 m, 64 n]`` of 16-bit numbers, which every warp has written.
+      staged: in shared memory, ``[8 m, 64 n]`` of 16-bit elements, which every warp has written.
     """
     plgpu = mosaic_gpu()
     number, (height, width) = plgpu.Layout.WG_SPLAT, staged.shape
@@ -333,11 +348,12 @@ def store_copies(staged: Any, first: Any, size: Any, into: Any, start: Any, colu
         numbers = llvm.addrspacecast(llvm.PointerType.get(address_space=1), utils.memref_ptr(out))
         thread = FragmentedArray.splat(utils.thread_idx(), (), is_signed=False) % LANES
         found = []
-        # All loads before all stores: they are on their way together.
+        # All loads before all stores, so that they are in flight together.
         for row, beside, place in places(thread, height, width):
             index = utils.getelementptr(indices, [value(start + row)], short)
             index = llvm.load(short, index)
             inside = arith.cmpi(below, index, utils.c(rows, short))
+            # Unsigned again: first <= row < first + size in one comparison.
             mine = arith.cmpi(below, arith.subi(value(row), value(first)), value(size))
             at = utils.getelementptr(shared, [value(place)], kind.element_type)
             piece = llvm.load(four, at, alignment=2 * ATOM)

@@ -1,16 +1,16 @@
-"""The first product of experts with SwiGLU and the weight of each row as its end, and the way back.
+"""Grouped gate/up GEMM of experts with SwiGLU and gate weights fused into its epilogue, and the
+fused backward pass.
 
 ``hidden[r] = silu(x[r] G_e) * x[r] U_e * p_r`` for a row of expert e: a program multiplies a tile
-of rows with the same columns of gate and of up, keeps both sums in registers and writes hidden
-units, so that what comes between two products is neither written nor read for itself. The way back
-does the same with the gradient of the hidden units.
+of rows with the same columns of gate and of up, holds both sums in registers and writes hidden
+units, so that the activation needs no pass over memory of its own. The backward pass does the same
+with the gradient of the hidden units.
 
-Rows arrive in the order of experts, as everywhere in `moe.experts`, or lie anywhere and are
-gathered by the product itself (`moe.kernels.slices`), and so is what pulls at the results. That the
-second product adds its rows to those of tokens is left out: a sum by the programs that compute them
-needs atomics, in whatever order they come, or programs that wait for others. Each row has a place
-of its own, and `moe.kernels.rows.combine` adds them in the order of the choices: the same bits each
-time.
+Rows are in the order of experts, as everywhere in `moe.experts`, or in any order and gathered by
+the product itself (`moe.kernels.slices`); so is the output gradient. The down-projection does not
+add its rows to those of tokens: a sum by the programs that compute them would need atomics, in an
+order that varies, or programs that wait for others. Each row has a slot of its own, and
+`moe.kernels.rows.combine` adds them in the order of the expert ids: bitwise identical each time.
 """
 
 import jax
@@ -31,7 +31,7 @@ from moe.kernels.grouped import (
 from moe.kernels.mosaic import Target, launch, mosaic_gpu
 
 FORWARD = Tiling(columns=64)
-"""Two tiles of sums, as many numbers in registers as one product with 128 columns has."""
+"""64 columns: two tiles of sums take as many registers as one product with 128 columns."""
 BACKWARD = Tiling(columns=64)
 
 
@@ -45,16 +45,16 @@ def hidden_units(
     tiling: Tiling = FORWARD,
     simulated: bool = False,
 ) -> tuple[Float[Array, "slot hidden"], Float[Array, "slot twice"]]:
-    """The hidden units of each row and, for the way back, its first product, gate and up side by
-    side; zeros for rows of no group.
+    """Hidden units of each row and, for the backward pass, its gate/up projection, gate and up side
+    by side; zeros for rows of no group.
 
-    Gate and up are rounded to the dtype of the rows before they are used, as they are kept: the way
-    back starts from the same numbers. The rest is computed in float32 and rounded once.
+    Gate and up are rounded to the dtype of the rows before they are used, as they are saved: the
+    backward pass starts from the same numbers. The rest is computed in float32 and rounded once.
 
     Args:
-      gate_up: of each group, all columns of gate first.
-      probs: what the output of each row counts by, float32.
-      source: the row in each slot, as in `moe.kernels.grouped.each`.
+      gate_up: matrix of each group, all columns of gate first.
+      probs: gate weight of each row's output, float32.
+      source: index of the row of each slot, as in `moe.kernels.grouped.each`.
     """
     num_slots, width = probs.shape[0], gate_up.shape[2] // 2
     height, columns = tiling.rows, fitting(width, tiling.columns)
@@ -63,6 +63,7 @@ def hidden_units(
     down, across = tiles.group.shape[0], width // columns
     probs = _of_groups(probs, sizes, room, height)
 
+    # Ordering and padding of tiles are those of `moe.kernels.grouped.each`.
     def body(target, program, group, block, first, size, *refs):
         *given, weights, probs, hidden, inward = refs
         tile, column = mosaic_gpu().planar_snake(
@@ -80,6 +81,7 @@ def hidden_units(
                 given,
                 weights,
             )
+            # Rounded and widened again: the activation must see what the backward pass will read.
             kept = [one.astype(rows.dtype) for one in found]
             gate, up = (target.tiled(one.astype(jnp.float32)) for one in kept)
             prob = _spread(target, target.load(probs.at[pl.ds(start, height)], 0), gate.shape)
@@ -87,6 +89,7 @@ def hidden_units(
             def store(part, column, out):
                 store_rows(part, first[tile], size[tile], start, column, out)
 
+            # silu(gate) = gate sigmoid(gate) = gate / (1 + e^-gate)
             store(gate / (1 + jnp.exp(-gate)) * up * prob, column, hidden)
             store(kept[0], column, inward)
             store(kept[1], across + column, inward)
@@ -116,17 +119,17 @@ def hidden_gradients(
     tiling: Tiling = BACKWARD,
     simulated: bool = False,
 ) -> tuple[Float[Array, "slot twice"], Float[Array, "slot"]]:
-    """What the second product's gradient passes on: to gate and up, side by side in their dtype,
-    and to the probs, float32; zeros for rows of no group.
+    """Gradients of gate and up, side by side in their dtype, and of the gate weights, float32, from
+    the output gradient; zeros for rows of no group.
 
-    The gradient of the hidden units, ``pull[r] D_e^T``, is rounded nowhere. That of a prob is a sum
-    over all hidden units: each program writes that of its own, and these are added up in order.
+    The gradient of the hidden units, ``pull[r] D_e^T``, is not rounded. That of a gate weight is a
+    sum over all hidden units: each program writes its part, and the parts are added in order.
 
     Args:
-      pull: gradient of the second product.
-      down: the second product's matrices.
+      pull: gradient of the down-projection's output.
+      down: matrices of the down-projection.
       inward: gate and up, as `hidden_units` gave them.
-      source: the row of `pull` in each slot, as in `moe.kernels.grouped.each`.
+      source: index of the row of `pull` for each slot, as in `moe.kernels.grouped.each`.
     """
     num_slots, width = inward.shape[0], down.shape[1]
     height, columns = tiling.rows, fitting(width, tiling.columns)
@@ -134,7 +137,8 @@ def hidden_gradients(
     tiles = tiles_of(sizes, room, height)
     below, across = tiles.group.shape[0], width // columns
     probs = _of_groups(probs, sizes, room, height)
-    # A tile is read whole, and what it holds of other groups' rows is not written.
+    # Whole tiles are read, so the array must not end before them; rows of other groups are computed
+    # and not written.
     inward = jnp.pad(inward, ((0, probs.shape[0] - num_slots), (0, 0)))
 
     def body(target, program, group, block, first, size, *refs):
@@ -155,6 +159,7 @@ def hidden_gradients(
                 down,
             )
 
+            # Gate and up of these columns are half the width of the array apart.
             def half(number):
                 at = pl.ds(start, height), pl.ds((number * across + column) * columns, columns)
                 return target.load(inward.at[at]).astype(jnp.float32)
@@ -163,6 +168,8 @@ def hidden_gradients(
             prob = _spread(target, target.load(probs.at[pl.ds(start, height)], 0), gate.shape)
             slope = 1 / (1 + jnp.exp(-gate))
             silu = gate * slope
+            # Before the gate weight multiplies: the gradient of that weight does not contain it.
+            # One sum per program and row, in a place of its own: no atomics.
             total = target.tiled(jnp.sum(of_hidden * silu * up, axis=1))
             target.store(of_probs.at[pl.ds((tile * across + column) * height, height)], total)
             of_hidden = of_hidden * prob
@@ -170,6 +177,7 @@ def hidden_gradients(
             def store(part, column, out):
                 store_rows(part, first[tile], size[tile], start, column, out)
 
+            # d silu(g) / dg = s + silu(g) (1 - s), with s = sigmoid(g)
             store(of_hidden * up * (slope + silu * (1 - slope)), column, out)
             store(of_hidden * silu, across + column, out)
 
@@ -188,7 +196,8 @@ def hidden_gradients(
 
 
 def _of_groups(probs: Array, sizes: Array, num_rows: int, height: int) -> Array:
-    """Probs for whole tiles, 0 for rows of no group: what theirs hold reaches nothing."""
+    """Gate weights padded to whole tiles, 0 for rows of no group, so that their contents have no
+    effect."""
     known = jnp.arange(probs.shape[0]) < jnp.sum(sizes)
     probs = jnp.where(known, probs.astype(jnp.float32), 0.0)
     return jnp.pad(probs, (0, -(-num_rows // height) * height - probs.shape[0]))
@@ -199,8 +208,10 @@ def _spread(target: Target, vector: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _of_rows(of_tiles: Array, tiles: Tiles, num_rows: int) -> Array:
-    """Each row's sum, from those of the parts that the tiles have of it: the parts in order, and of
-    each tile its own rows."""
+    """Sum of each row, from the partial sums that the programs of its tile wrote, added in order.
+
+    A tile has sums for all rows of its block; those of other groups are dropped.
+    """
     within = jnp.arange(of_tiles.shape[2])[None]
     first, stop = tiles.first[:, None], (tiles.first + tiles.size)[:, None]
     row = tiles.block[:, None] * of_tiles.shape[2] + within

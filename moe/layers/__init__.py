@@ -1,1 +1,1 @@
-"""Layers one after the other: of a stage, and of the chunks of a pipeline."""
+"""Blocks, stacks of layers (scanned or unrolled), and pipeline chunks."""

@@ -1,4 +1,4 @@
-"""A block: the attention term and the feed-forward term, each with its norms."""
+"""Transformer block: the attention term and the feed-forward term, each with its norms."""
 
 from dataclasses import replace
 
@@ -74,7 +74,7 @@ def block(
     mesh: FoldedMesh,
     number: int | Int[Array, ""],
 ) -> tuple[Float[Array, "local d_model"], RouterStatistics[Array] | None]:
-    """One block, of that number in the network."""
+    """Runs one block, the layer of index `number` in the network."""
     positions = packed.turns or own_shard(packed.positions, mesh.cp)
     x = x + attention(layer.attention, x, positions, core_attention, config, mesh, number)
     x = checkpoint_name(x, STREAM)

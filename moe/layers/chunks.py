@@ -1,7 +1,7 @@
-"""How many layers each model chunk of a pipeline has, and where they lie.
+"""Split of layers into the model chunks of a pipeline, and their positions in storage.
 
-The layers, those after the dense first ones, are cut into ``pp x vpp`` chunks that differ by one
-layer at most. Arrays over devices have equal parts: all chunks are stored as deep as the deepest,
+The layers after the leading dense ones are split into ``pp x vpp`` chunks that differ by one layer
+at most. Shards of an array have equal size: all chunks are stored with the depth of the deepest,
 and the others end with a layer of zeros that never runs.
 """
 
@@ -11,12 +11,12 @@ from sharding.folding import FoldedMesh
 
 
 def layers_of_chunks(num_layers: int, mesh: FoldedMesh) -> tuple[int, ...]:
-    """Layers of each model chunk, from the first to the last.
+    """Number of layers of each model chunk, from the first to the last.
 
-    The shallower chunks lie at both ends, half of them at each: there embedding and head are.
+    The shallower chunks are at both ends, half of them at each, as embedding and head are there.
 
     Raises:
-      ValueError: where a chunk would have no layer.
+      ValueError: if a chunk would have no layer.
     """
     chunks = mesh.layout.pp * mesh.layout.vpp
     if num_layers < chunks:
@@ -32,21 +32,21 @@ def layers_of_chunks(num_layers: int, mesh: FoldedMesh) -> tuple[int, ...]:
 
 
 def stored_depth(num_layers: int, mesh: FoldedMesh) -> int:
-    """Layers that each model chunk is stored with."""
+    """Number of layers that each model chunk is stored with, padding included."""
     return -(-num_layers // (mesh.layout.pp * mesh.layout.vpp))
 
 
 def is_even(num_layers: int, mesh: FoldedMesh) -> bool:
-    """Whether all chunks have the same number of layers."""
+    """True if all chunks have the same number of layers."""
     return num_layers % (mesh.layout.pp * mesh.layout.vpp) == 0
 
 
 def check_delta_layers(num_layers: int, delta_layers: Sequence[int], mesh: FoldedMesh) -> None:
-    """Refuses layouts that layers with Gated DeltaNet cannot have: it goes through whole sequences,
-    and all stages of a pipeline run one program.
+    """Checks that a layout supports layers with Gated DeltaNet, which needs whole sequences and,
+    as all pipeline stages run one program, chunks with the same layer types.
 
     Raises:
-      ValueError: where ``cp`` cuts sequences, or chunks differ in which of their layers have it.
+      ValueError: if ``cp`` splits sequences, or chunks differ in which of their layers have it.
     """
     number = mesh.layout.pp * mesh.layout.vpp
     if delta_layers and mesh.layout.cp > 1:
@@ -68,13 +68,13 @@ def check_delta_layers(num_layers: int, delta_layers: Sequence[int], mesh: Folde
 
 
 def first_layers_of_chunks(num_layers: int, mesh: FoldedMesh) -> tuple[int, ...]:
-    """The number of the first layer of each model chunk."""
+    """Index of the first layer of each model chunk."""
     numbers = layers_of_chunks(num_layers, mesh)
     return tuple(sum(numbers[:chunk]) for chunk in range(len(numbers)))
 
 
 def places(num_layers: int, mesh: FoldedMesh) -> Sequence[int]:
-    """Where each layer is stored, among ``pp x vpp x stored_depth`` places."""
+    """Storage index of each layer, among ``pp x vpp x stored_depth``."""
     depth = stored_depth(num_layers, mesh)
     return [
         chunk * depth + layer

@@ -1,12 +1,11 @@
-"""Depth: the layers of a stack one after the other, as one program for all of them or unrolled.
+"""Stacks of layers: `lax.scan` over layers or over a period of layer types, or an unrolled loop.
 
-The layers of a stack differ in their weights alone, or in kind too: some have Gated DeltaNet in the
-place of attention, or a window. Kinds come in an order that repeats, and so many layers are a
-period, one if all are alike. Scanned, a period is one program that runs over and over, so that what
-is traced and compiled does not grow with depth. Unrolled, each layer is a program of its own, which
-the compiler fits to what comes before and after it; no layer is cut out of its stack while the
-program runs. The values are the same, but for the last digits of sums that are fused in another
-way.
+The layers of a stack differ in their weights alone, or in type too: some have Gated DeltaNet
+instead of attention, or a sliding window. If the order of types repeats, its period is a number of
+layers, 1 if all have one type. Scanned, one period is compiled and runs repeatedly, so that compile
+time does not grow with depth. Unrolled, each layer is compiled separately, which lets the compiler
+optimise across layers, and no layer is sliced out of its stack at run time. The values are the same
+up to rounding, as sums may be fused differently.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,19 +28,19 @@ Leaf = TypeVar("Leaf")
 Carry = TypeVar("Carry")
 
 MOST_UNROLLED = 8
-"""Layers of a stack up to which it is unrolled where `Execution.scan_layers` does not say, and of a
-period up to which windows are known where it is compiled."""
+"""Largest number of layers that is unrolled if `Execution.scan_layers` is None, and longest period
+for which windows are static."""
 
 
 def period_of_stack(config: ModelConfig, depth: int, first: int | None = 0) -> int:
-    """How many layers of a stack are its period; all of them where their order does not repeat.
+    """Period of the layer types of a stack; its depth if their order does not repeat.
 
-    Windows make no kind of layer where they are looked up while the program runs: where their order
-    does not repeat, where it does so only after more than `MOST_UNROLLED` layers, for the body of
-    the loop would take as long to compile as they unrolled, and in a stage of a pipeline.
+    Windows do not distinguish types if they are looked up at run time. That is so if their order
+    does not repeat, if its period is longer than `MOST_UNROLLED` layers, as the loop body would
+    take as long to compile as the unrolled layers, and in a pipeline stage.
 
     Args:
-      first: the number of its first layer in the network; None where it is known at run time only.
+      first: index of its first layer in the network; None if it is known only at run time.
     """
     deltas = [index in delta_layers_of(config) for index in range(depth)]
     of_deltas = period_of(deltas)
@@ -49,13 +48,13 @@ def period_of_stack(config: ModelConfig, depth: int, first: int | None = 0) -> i
         return of_deltas
     windows = [window_of_layer(config, first + index) for index in range(depth)]
     period = period_of(list(zip(deltas, windows, strict=True)))
-    # Where Gated DeltaNet comes again no sooner, windows cost no layers.
+    # If the period of Gated DeltaNet is as long, static windows cost nothing.
     repeats = period <= max(MOST_UNROLLED, of_deltas) and 2 * period <= depth
     return period if repeats else of_deltas
 
 
 def is_scanned(depth: int, execution: Execution, period: int = 1) -> bool:
-    """Whether a stack of so many layers is run as one program for all.
+    """True if a stack of `depth` layers is scanned.
 
     Args:
       period: `period_of_stack`.
@@ -75,18 +74,18 @@ def over_layers(
     period: int = 1,
     delta_layers: Sequence[int] = (),
 ) -> tuple[Carry, list[Any]]:
-    """`run_layer` on each layer of a stack in turn.
+    """Runs `run_layer` on each layer of a stack in order.
 
     Args:
-      run_layer: (number in the stack, number of a layer of its kind, layer, carry) -> (carry, what
-        comes out of the layer).
+      run_layer: (index in the stack, index of a layer of its type, layer, carry) -> (carry, output
+        of the layer).
       carry: of the same shapes and types before and after each layer.
       period: `period_of_stack`.
-      delta_layers: numbers of the layers with Gated DeltaNet.
+      delta_layers: indices of the layers with Gated DeltaNet.
 
     Returns:
-      The last carry, and what came out: an entry per layer or, where the stack is scanned, per
-      layer of a period, with a dimension of periods in front.
+      The last carry, and the outputs: an entry per layer or, if the stack is scanned, per layer of
+      a period, with a dimension of periods in front.
     """
     depth = jax.tree.leaves(layers.norm)[0].shape[0]
     if not is_scanned(depth, execution, period):
@@ -116,13 +115,13 @@ def over_layers(
         return carry, outs
 
     firsts = jnp.arange(0, depth, period, dtype=jnp.int32)
-    # Of a kind there are equally many in all periods: each leaf is cut into as many parts.
+    # All periods have equally many layers of each type, so each leaf splits into equal parts.
     periods = jax.tree.map(lambda x: x.reshape(number, -1, *x.shape[1:]), layers)
     return lax.scan(run_period, carry, (firsts, periods))
 
 
 def _each(layers: Layer[Array], delta_layers: Sequence[int]) -> list[Layer[Array]]:
-    """Each layer of a stack by itself."""
+    """Unstacks the layers of a stack."""
     if not delta_layers:
         return _apart(layers)
     # Gated DeltaNet is `attention` of those that have it.
@@ -135,8 +134,8 @@ def _each(layers: Layer[Array], delta_layers: Sequence[int]) -> list[Layer[Array
 
 
 def _apart(layers: Any) -> list[Any]:
-    # Cut at once: the gradient of the stack is then that of its layers put together, and not the
-    # sum over layers of stacks that are zero in all others.
+    # One split: the gradient of the stack is then a concatenation of those of its layers, and not a
+    # sum over layers of stacks that are zero elsewhere.
     leaves, structure = jax.tree.flatten(layers)
     cut = [lax.split(leaf, [1] * leaf.shape[0]) for leaf in leaves]
     return [
@@ -146,7 +145,7 @@ def _apart(layers: Any) -> list[Any]:
 
 
 def of_kind(stack: Layer[Leaf], has_delta: bool) -> Layer[Leaf]:
-    """What a stack of layers of both kinds says of those of one kind."""
+    """Stack with the attention, or the Gated DeltaNet, of a stack with layers of both types."""
     if stack.delta is None:
         return stack
     return replace(stack, attention=stack.delta if has_delta else stack.attention, delta=None)
@@ -159,13 +158,12 @@ def layer_at(
     delta_layers: Sequence[int] = (),
     period: int | None = None,
 ) -> Layer[Leaf]:
-    """One layer of a stack, or a stack of all that stand in its place in their periods.
+    """One layer of a stack, or the stack of all layers at one index in their periods.
 
     Args:
-      number: of the layer; where there are periods, in its own.
-      layer_of: (leaf of a stack, number or those from one on in steps) -> that of the layer or
-        the layers.
-      delta_layers: numbers of the layers with Gated DeltaNet, of which `delta` of the stack is.
+      number: index of the layer; with a period, its index in that.
+      layer_of: (leaf of a stack, index or slice of indices) -> leaf of the layer or the layers.
+      delta_layers: indices of the layers with Gated DeltaNet, which `delta` of the stack has.
       period: layers of a period; None is the layer alone.
     """
     has_delta, before = number in delta_layers, sum(layer < number for layer in delta_layers)
@@ -185,8 +183,8 @@ def layer_at(
 
 
 def parts_of(weights: Transformer[Array], config: ModelConfig) -> tuple[Layer[Array], ...]:
-    """All layers in the parts that `over_layers` has an entry for: each layer by itself or, of a
-    stack that is scanned, a stack of those in each place of its period."""
+    """Unstacks all layers into the parts that `over_layers` has an entry for: each layer by itself
+    or, for a scanned stack, one stack for each index in its period."""
     return mapped_parts(weights, config, lambda stacked, number: stacked[number])
 
 
@@ -195,7 +193,7 @@ def mapped_parts(
     config: ModelConfig,
     layer_of: Callable[[Leaf, int | slice], Leaf],
 ) -> tuple[Layer[Leaf], ...]:
-    """`parts_of` records of other leaves than arrays.
+    """`parts_of` for records of other leaves than arrays.
 
     Args:
       layer_of: as for `layer_at`.
@@ -219,8 +217,8 @@ def mapped_parts(
 
 
 def runs_of(parts: Sequence[Layer[Leaf]], config: ModelConfig) -> list[tuple[Layer[Leaf], ...]]:
-    """`parts_of` in the runs that they are computed in: layers by themselves, one by one, and the
-    parts of a stack that is scanned together."""
+    """Groups `parts_of` into runs as they are computed: single layers, and all parts of a scanned
+    stack."""
     runs, dense = list[tuple[Layer[Leaf], ...]](), config.num_dense_layers
     taken = first = 0
     while taken < len(parts):
@@ -236,10 +234,10 @@ def runs_of(parts: Sequence[Layer[Leaf]], config: ModelConfig) -> list[tuple[Lay
 
 
 def depth_of(run: Sequence[Layer[Any]]) -> int:
-    """How many layers a run of parts has."""
+    """Number of layers in a run of parts."""
     return sum(part.norm.shape[0] if is_stack(part) else 1 for part in run)
 
 
 def is_stack(part: Layer[Any]) -> bool:
-    """Whether a part is several layers, of a stack that is scanned."""
+    """True if a part is a stack of layers, of a scanned stack."""
     return part.norm.ndim > 1

@@ -1,12 +1,11 @@
-"""The rows of a device through each layer in two halves (two-batch overlap).
+"""Two-batch overlap: the rows of a device go through each layer in two independent halves.
 
-Rows meet in no product: what one half computes and sends waits for nothing of the other, so that a
-scheduler may send for one while it multiplies for the other, forward and backward. Each collective
-of a layer becomes two. A loop over layers, and `jax.checkpoint` around one, begin a layer when both
-halves have left the one before.
+The halves share no operation, so a scheduler may overlap communication of one with computation of
+the other, forward and backward. Each collective of a layer becomes two. A loop over layers, and
+`jax.checkpoint` around one, start a layer when both halves have finished the one before.
 
-What rows share is the weights, whose gradient is the sum of both halves', and what losses compare
-with: the load of a micro-batch is that of both halves (`moe.router.balance.over_halves`), and
+Rows share the weights, whose gradient is the sum over both halves, and the load in auxiliary
+losses: the load of a micro-batch is that of both halves (`moe.router.balance.over_halves`), and
 nothing but these losses waits for it.
 
 References:
@@ -33,19 +32,20 @@ from sharding.collectives import gather_tokens, own_shard
 from sharding.folding import FoldedMesh
 
 Streams = tuple[Array, ...]
-"""The residual stream of each half, or of all rows at once."""
+"""The residual stream of each half, or of all rows."""
 RunHalf = Callable[[int, Layer[Array], Array], tuple[Array, RouterStatistics[Array] | None]]
-"""(which, layer, its residual stream) -> the stream after the layer, and the router's sums."""
+"""(index of the half, layer, residual stream) -> the stream after the layer, and the router's
+sums."""
 
 
 def in_streams(x: Shaped[Array, "local *rest"], packed: PackedBatch, mesh: FoldedMesh) -> Streams:
-    """This rank's shard of the residual stream, cut."""
+    """Splits this rank's shard of the residual stream into those of the halves."""
     starts = list(accumulate(_sizes(packed, mesh)))[:-1]
     return tuple(jnp.split(x, starts)) if starts else (x,)
 
 
 def joined(streams: Streams) -> Array:
-    """Undoes `in_streams`."""
+    """Concatenates the streams again: the inverse of `in_streams`."""
     return streams[0] if len(streams) == 1 else jnp.concatenate(streams)
 
 
@@ -56,7 +56,7 @@ def through(
     config: ModelConfig,
     mesh: FoldedMesh,
 ) -> tuple[Streams, RouterStatistics[Array] | None]:
-    """A layer on each of the streams.
+    """Runs a layer on each of the streams.
 
     The halves have scopes of their own in the names of a compiled program, ``half_0`` and
     ``half_1``.
@@ -77,8 +77,8 @@ def through(
 def in_rows(
     x: Shaped[Array, "local *rest"], packed: PackedBatch, mesh: FoldedMesh
 ) -> Shaped[Array, "local *rest"]:
-    """This rank's shard of what belongs to tokens in the order of the rows
-    (`PackedBatch.zigzag`), from that of the halves.
+    """Reorders an array per token from the order of the halves to that of the rows
+    (`PackedBatch.zigzag`); input and output are this rank's shards.
 
     Communication per device: none, or over ``tp``, whose ranks have other tokens of the rows then,
     one `gather_tokens` of those of the ``cp`` rank; backward a `scatter_tokens`.
@@ -96,7 +96,7 @@ def in_rows(
 def choices_in_rows(
     stats: RouterStatistics[Array] | None, packed: PackedBatch, mesh: FoldedMesh
 ) -> RouterStatistics[Array] | None:
-    """The router's sums with the recorded choices ``[layer, local, k]`` in the order of the
+    """Router statistics with the recorded expert ids ``[layer, local, k]`` in the order of the
     rows."""
     if stats is None or stats.choices is None or not packed.halves:
         return stats
@@ -105,5 +105,5 @@ def choices_in_rows(
 
 
 def _sizes(packed: PackedBatch, mesh: FoldedMesh) -> list[int]:
-    """Tokens of each stream on a rank."""
+    """Number of tokens of each stream on a rank."""
     return [half.tokens.shape[0] // mesh.size(mesh.sequence) for half in packed.streams]

@@ -1,7 +1,8 @@
-"""The implementations that None of `moe.execution.Execution` stands for on this process's devices.
+"""Default implementations: the kernels that None in `moe.execution.Execution` selects on this
+process's devices.
 
-A kernel is chosen where it was measured to be the fastest and can serve the network; elsewhere None
-is what the operation itself says. `benchmarks/results` has the measurements.
+A kernel is selected if it was measured to be the fastest and supports the network; otherwise the
+default of the operation applies. `benchmarks/results` has the measurements.
 """
 
 from collections.abc import Callable
@@ -15,13 +16,14 @@ from moe.kernels.mosaic import LANES
 
 
 class Kernel(NamedTuple):
-    """What None stands for where it can serve.
+    """Kernel that is the default for networks that it supports.
 
     Attributes:
-      name: of the implementation.
-      unserved: what keeps it from a network whose experts are cut over that many devices.
-      reason: it is chosen, with what was measured.
-      hopper_alone: it multiplies with Hopper's matrix units, which later GPUs have not.
+      name: name of the implementation.
+      unserved: from a network and the number of devices that its experts are split over (``etp``)
+        to the reason why the kernel does not support it, or None.
+      reason: reason for the choice, with the measurement.
+      hopper_alone: it uses Hopper's matrix units, which later GPUs lack.
     """
 
     name: str
@@ -31,13 +33,13 @@ class Kernel(NamedTuple):
 
 
 def chosen(config: ModelConfig, field: str, etp: int = 1) -> str | None:
-    """The implementation of a field of `Execution`: what is named there, or what None stands for.
+    """Implementation for a field of `Execution`: the name there, or the kernel that None selects.
 
     Args:
-      etp: devices that one expert is cut over.
+      etp: number of devices that one expert is split over.
 
     Returns:
-      None where the operation itself chooses.
+      A name, or None for the default of the operation.
     """
     name = getattr(config.execution, field)
     if name is not None or why_not(config, field, etp) is not None:
@@ -46,7 +48,7 @@ def chosen(config: ModelConfig, field: str, etp: int = 1) -> str | None:
 
 
 def why_not(config: ModelConfig, field: str, etp: int = 1) -> str | None:
-    """What keeps None of a field from standing for its kernel; None where nothing does."""
+    """The reason why None in a field does not select its kernel; None if it does."""
     if not capability():
         return "no NVIDIA GPU"
     kernel = KERNELS[field]
@@ -55,8 +57,8 @@ def why_not(config: ModelConfig, field: str, etp: int = 1) -> str | None:
 
 
 def explained(config: ModelConfig, field: str, etp: int = 1) -> str | None:
-    """What None of a field stands for and why, in a line; None where it is no choice: a name is
-    given, or there is no GPU."""
+    """Explanation in a line of what None in a field selects; None if there is nothing to select: a
+    name is given, or there is no GPU."""
     if getattr(config.execution, field) is not None or not capability():
         return None
     obstacle, kernel = why_not(config, field, etp), KERNELS[field]
@@ -66,7 +68,7 @@ def explained(config: ModelConfig, field: str, etp: int = 1) -> str | None:
 
 
 def unserved_by_decode_kernel(config: ModelConfig) -> str | None:
-    """What keeps the kernels of a decoding step from the network's heads."""
+    """The reason why the decode kernels do not support the network's heads; None if they do."""
     if config.attention_sinks:
         return "attention sinks in the softmax"
     if config.mla is not None and keeps_narrow(config):

@@ -1,1 +1,1 @@
-"""The router: which experts a token is sent to, how even that is made, what is dropped."""
+"""Router: top-k expert selection, load balancing, and token dropping by capacity."""

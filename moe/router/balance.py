@@ -1,4 +1,4 @@
-"""The load-balancing losses: the fractions of load that they compare with, and their sum."""
+"""Load-balancing (auxiliary) losses: the load fractions that they use, and their sum."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -49,7 +49,7 @@ def load_fractions(
 
 
 def compares_batches(config: ModelConfig) -> bool:
-    """Whether a loss compares with the load of a whole micro-batch."""
+    """True if a loss uses the load of a whole micro-batch."""
     return bool(config.batch_balance_coef or config.global_balance_coef)
 
 

@@ -1,4 +1,4 @@
-"""Balance without a loss: a bias that selects idle experts more often."""
+"""Auxiliary-loss-free load balancing: a selection bias that favours idle experts."""
 
 from dataclasses import replace
 
@@ -40,7 +40,7 @@ def with_updated_bias(
     """The weights after an optimizer step, their selection bias as `updated_bias` moves it.
 
     Args:
-      before: the weights before the step, whose bias counts: the optimizer has no say in it.
+      before: the weights before the step, whose bias is used: the optimizer does not change it.
       after: the weights after the step.
       load: as for `updated_bias`, in the order of the layers.
       rate: of the step.

@@ -1,13 +1,12 @@
-"""Experts that are full: which of a token's choices are dropped.
+"""Expert capacity: token dropping when an expert is full.
 
-A token that is generated is alone with those of other rows at its step; scored again, it shares its
-experts' room with all tokens of the batch. No capacity could drop the same choices in both, and so
-generation drops none. Where drops do happen, a policy scores its own samples with another
-probability than it drew them with, and importance ratios differ from 1 before any update:
-`can_drop` tells, and `jrl.trainer.setup.setup.Setup` refuses such a network. Supervised training
-has no such ratio.
+A generated token shares its experts only with the other rows of its step; when it is scored again,
+with all tokens of the batch. No capacity could drop the same expert ids in both, so generation
+drops none. Where tokens are dropped, a policy scores its samples with another probability than it
+sampled them with, and importance ratios differ from 1 before any update: `can_drop` detects it, and
+`jrl.trainer.setup.setup.Setup` rejects such a network. Supervised training has no such ratio.
 
-The plain twin is a loop over experts (`tests/moe/router/test_capacity.py`).
+The reference implementation is a loop over experts (`tests/moe/router/test_capacity.py`).
 """
 
 import math
@@ -27,14 +26,15 @@ from sharding.folding import FoldedMesh
 
 
 def capacity_of(zigzag: ZigzagLayout, config: ModelConfig, mesh: FoldedMesh) -> int | None:
-    """``C = min(T, ceil(capacity_factor T k / E))``: choices that one expert takes; None: any.
+    """``C = min(T, ceil(capacity_factor T k / E))``: largest number of tokens of one expert; None
+    is any number.
 
-    ``T`` are the places of `drop_scope`, padding included: those of one device, or those of the
-    rows that the devices of ``cp x tp`` hold together. What packing adds to rows that ``cp`` does
-    not divide counts in the first and not in the second, which is the same for every ``cp``.
+    ``T`` is the number of positions of `drop_scope`, padding included: those of one device, or
+    those of the rows of all devices of ``cp x tp``. Padding that packing adds to rows that ``cp``
+    does not divide counts in the first and not in the second, which is the same for every ``cp``.
 
     Args:
-      zigzag: where the tokens of one sequence-parallel group stand.
+      zigzag: layout of the tokens of one sequence-parallel group.
 
     References:
       Liu et al., "MoE Parallel Folding", 2025, section 3.3 (sub-sequence and full-sequence
@@ -46,15 +46,15 @@ def capacity_of(zigzag: ZigzagLayout, config: ModelConfig, mesh: FoldedMesh) -> 
         scope = sum(rows * length for rows, length in zigzag.sections)
     else:
         scope = zigzag.num_tokens // mesh.size(mesh.sequence)
-    # A product that is whole but for its rounding is taken as whole.
+    # A product that is an integer up to rounding counts as that integer.
     average = config.capacity_factor * scope * config.experts_per_token / config.num_experts
     return min(scope, math.ceil(round(average, 9)))
 
 
 def can_drop(config: ModelConfig) -> bool:
-    """Whether some routing overflows an expert: ``capacity_factor k / E < 1``.
+    """True if some routing can overflow an expert: ``capacity_factor k / E < 1``.
 
-    From 1 on an expert has room for every token, as each chooses it at most once.
+    From 1 on the capacity is enough for every token, as each selects an expert at most once.
     """
     factor = config.capacity_factor
     if not config.num_experts or factor is None:
@@ -65,7 +65,7 @@ def can_drop(config: ModelConfig) -> bool:
 def drop(
     routing: Routing, zigzag: ZigzagLayout, config: ModelConfig, mesh: FoldedMesh
 ) -> tuple[Routing, Array]:
-    """Leaves out the choices beyond an expert's capacity; the probs of the others stay.
+    """Drops the expert ids beyond an expert's capacity; the gate weights of the others stay.
 
     With ``drop_policy="probs"`` an expert keeps its largest probs, equal ones by position; with
     "position" those of the tokens that come first. With ``drop_scope="full_sequence"`` that is row
@@ -79,10 +79,10 @@ def drop(
 
     Args:
       routing: of the tokens of this device.
-      zigzag: where the tokens of the batch stand.
+      zigzag: layout of the tokens of the batch.
 
     Returns:
-      The routing that is left, and ``[token]`` how many choices of each token were dropped.
+      The routing that is left, and ``[token]`` the number of dropped expert ids of each token.
     """
     capacity = capacity_of(zigzag, config, mesh)
     if capacity is None:
@@ -100,7 +100,7 @@ def drop(
 
 
 def _gathered(routing: Routing, config: ModelConfig, mesh: FoldedMesh) -> Routing:
-    """The routing of all tokens of the sequence-parallel group, for comparing only."""
+    """All-gathers the routing of the sequence-parallel group, for comparisons only."""
     experts = gather_tokens(routing.experts, mesh.sequence)
     if config.drop_policy == "position":
         return Routing(experts, jnp.zeros(experts.shape))
@@ -128,7 +128,7 @@ def _kept(routing: Routing, capacity: int, config: ModelConfig) -> Bool[Array, "
 def _rank_by_prob(
     experts: Int[Array, "choice"], probs: Float[Array, "choice"], num_experts: int
 ) -> Int[Array, "choice"]:
-    """The place of each choice among those of its expert, the largest prob first."""
+    """Rank of each expert id among those of its expert, the largest gate weight first."""
     order = jnp.argsort(-lax.stop_gradient(probs), stable=True)
     position, _ = positions_within(experts[order], num_experts)
     return jnp.zeros_like(position).at[order].set(position)

@@ -1,4 +1,4 @@
-"""The router of a layer: where its tokens go, what is dropped, and the statistics of both."""
+"""Router of a layer: routing of its tokens, dropping, and statistics."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ def route(
     config: ModelConfig,
     mesh: FoldedMesh,
 ) -> tuple[Routing, RouterStatistics[Array]]:
-    """Where each token goes, full experts left out, and what the router did."""
+    """Routing of each token after dropping, and the router's statistics."""
     multiplicity = vary(own_shard(packed.multiplicity, mesh.sequence), mesh.axes)
     logits = float32_product(h.astype(jnp.float32), experts.router)
     if experts.router_bias is not None:
@@ -55,7 +55,7 @@ def route(
         if packed.sequences is not None:
             fractions = sequence_load_fractions(counts, packed.sequences, mesh)
     if packed.is_half:
-        # What is compared with the load of all tokens waits for it, and nothing else does.
+        # Only the losses that use the load of all tokens wait for the other half.
         given = LoadFractions(fractions), multiplicity, config, compares_batches(config)
         stats = statistics(logits, probabilities, load, *given)
     else:

@@ -1,4 +1,4 @@
-"""Whether buffers that hold a multiple of what even routing sends held everything."""
+"""Overflow count of expert buffers that are sized by a buffer factor."""
 
 from jaxtyping import Array
 
@@ -8,9 +8,10 @@ from sharding.collectives import all_sum, varying
 
 
 def overflow_of(router: RouterStatistics[Array] | None, config: ModelConfig) -> Array | None:
-    """Choices that overflowed a pass, on all devices together, inside the `jax.shard_map`.
+    """Number of expert ids that overflowed in a pass, summed over all devices, inside the
+    `jax.shard_map`.
 
-    None where buffers hold any: programs are then what they would be without asking.
+    None if the buffers are large enough for any routing: compiled programs then contain no count.
     """
     if router is None or router.overflow is None or config.execution.buffer_factor is None:
         return None

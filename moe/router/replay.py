@@ -1,4 +1,4 @@
-"""Replayed routing: which tokens have choices on record, and how far a router agrees with them."""
+"""Routing replay: recorded expert ids of tokens, and their agreement with the router's own."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,12 +8,12 @@ from moe.precision import float32_product
 
 
 def choices_dtype(num_experts: int) -> np.dtype:
-    """The smallest dtype of recorded choices: ids of experts, and `num_experts` for none."""
+    """Smallest dtype of recorded expert ids, with `num_experts` for none."""
     return np.min_scalar_type(num_experts)
 
 
 def is_recorded(replay: Integer[Array, "token k"], num_experts: int) -> Bool[Array, "token"]:
-    """Whether there are choices of a token: all its ids are those of experts."""
+    """True for tokens with recorded expert ids: all of them are ids of experts."""
     return jnp.all((replay >= 0) & (replay < num_experts), axis=-1)
 
 
@@ -23,15 +23,15 @@ def agreement(
     multiplicity: Float[Array, "token"],
     num_experts: int,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """How far the choices on record are those that the router makes by its own scores.
+    """Agreement between recorded expert ids and those that the router selects by its own scores.
 
-    A token's share is that of the ``k`` experts of its own that are on record, in whatever order:
+    A token's share is the fraction of the router's ``k`` experts that are recorded, in any order:
     ``|own & recorded| / k``.
 
     Args:
-      own: what the router chooses by itself.
-      replay: what is on record.
-      multiplicity: how often each token counts; 0 for padding.
+      own: expert ids that the router selects.
+      replay: recorded expert ids.
+      multiplicity: weight of each token; 0 for padding.
 
     Returns:
       The sum of these shares over the tokens that have a record, and the number of these tokens.

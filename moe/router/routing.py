@@ -1,4 +1,4 @@
-"""Scores and choice: which experts each token is sent to, and with which probs."""
+"""Top-k routing: router scores, selected experts and gate weights of each token."""
 
 from typing import NamedTuple
 
@@ -14,13 +14,13 @@ from moe.router.replay import is_recorded
 
 
 class Routing(NamedTuple):
-    """Where each token goes.
+    """Expert ids and gate weights of each token.
 
     Attributes:
-      experts: ``[token, k]`` expert ids; `num_experts` (one past the last) for a token that is
-        padding, and for a choice that was dropped.
-      probs: ``[token, k]`` what the experts' outputs are multiplied by (Megatron's probs, DeepEP's
-        ``topk_weights``), float32; 0 for padding and for what was dropped.
+      experts: ``[token, k]`` expert ids; `num_experts` (one past the last) for padding and for
+        dropped ones.
+      probs: ``[token, k]`` gate weights, which multiply the experts' outputs (Megatron's probs,
+        DeepEP's ``topk_weights``), float32; 0 for padding and for dropped ids.
     """
 
     experts: Array
@@ -36,22 +36,22 @@ def topk_routing(
     replay: Integer[Array, "token k"] | None = None,
     implementation: str | None = None,
 ) -> tuple[Routing, Float[Array, "token route"]]:
-    """Sends each token to `experts_per_token` experts.
+    """Selects `experts_per_token` experts for each token.
 
-    Scores, in float32, are ``softmax(logits)`` or ``sigmoid(logits)``. The experts chosen are those
-    with the largest ``score + bias`` (of the groups chosen first, where experts are grouped); their
-    probs are the scores without the bias, divided by their sum over the chosen if `renormalise`,
-    times `routed_scaling`. Padding is sent nowhere.
+    Scores, in float32, are ``softmax(logits)`` or ``sigmoid(logits)``. The selected experts are
+    those with the largest ``score + bias`` (in the groups that are selected first, if experts are
+    grouped). Their gate weights are the scores without the bias, divided by their sum over the
+    selected ones if `renormalise`, times `routed_scaling`. Padding has no experts.
 
     Args:
-      logits: of the router.
-      valid: what is not padding.
-      bias: of each expert's selection; no gradient.
-      replay: choices made before, used in place of the router's own while scores stay the current
-        ones. A token with an id out of ``0..num_experts - 1`` (it was padding then) chooses anew;
-        an expert that it names twice is chosen twice, and counts, weighs and fills up as such.
-      implementation: of the scores and the router's own choice, see `moe.kernels.choice`; with
-        `replay` the scores of others are wanted, which "plain" alone gives.
+      logits: router logits.
+      valid: true for tokens, false for padding.
+      bias: added to each expert's score for the selection; no gradient.
+      replay: recorded expert ids, used instead of the router's selection, with the current scores.
+        A token with an id out of ``0..num_experts - 1`` (it was padding then) is routed again; an
+        expert id that occurs twice is used twice, in counts, weights and capacity.
+      implementation: of scores and selection, see `moe.kernels.choice`; `replay` needs the scores
+        of other experts than the selected ones, which only "plain" has.
 
     Returns:
       The routing, and the probabilities of all experts: scores that sum to 1.
@@ -68,7 +68,7 @@ def topk_routing(
     probabilities = jax.nn.softmax(log_scores(logits, config), axis=-1)
     scores = probabilities if config.router_scores == "softmax" else jax.nn.sigmoid(logits)
     wanted = jax.lax.stop_gradient(logits if config.softmax_after_topk else scores)
-    # The bias selects and has no say in the probs: it balances without a gradient of its own.
+    # The bias affects the selection and not the gate weights: it balances without a gradient.
     if bias is not None:
         wanted = wanted + jax.lax.stop_gradient(bias)[None, :]
     if config.num_expert_groups > 1:
@@ -77,7 +77,7 @@ def topk_routing(
     if replay is not None:
         known = is_recorded(replay, config.num_experts)[:, None]
         experts = jnp.where(known, replay.astype(experts.dtype), experts)
-    # Chosen once: of two nearly equal scores a second choice might take the other.
+    # Selected once: recomputation might select the other of two nearly equal scores.
     experts = checkpoint_name(experts, ROUTED)
     probs = _probs_of(experts, scores, logits, config)
     return _of_valid(experts, probs, valid, config), probabilities
@@ -91,11 +91,11 @@ def counted_routing(
     bias: Float[Array, "route"] | None = None,
     implementation: str | None = None,
 ) -> tuple[Routing, Float[Array, "token route"], Float[Array, "route"] | None]:
-    """`topk_routing` of the tokens that count, and the choices of each expert where it is a kernel
-    that chooses, which has them at hand; else None.
+    """`topk_routing` of the tokens that count, and the load of each expert if a kernel routes,
+    which computes it anyway; else None.
 
     Args:
-      multiplicity: how often a token counts; 0 for padding.
+      multiplicity: weight of each token; 0 for padding.
     """
     if implementation in (None, "plain"):
         return *topk_routing(logits, multiplicity > 0, config, bias=bias), None
@@ -123,7 +123,7 @@ def _of_valid(
     valid: Bool[Array, "token"],
     config: ModelConfig,
 ) -> Routing:
-    """The routing, of padding nowhere."""
+    """Routing with no experts for padding."""
     experts = jnp.where(valid[:, None], experts, config.num_experts)
     return Routing(experts, jnp.where(valid[:, None], probs, 0.0))
 
@@ -150,7 +150,7 @@ def log_scores(
 def _open_groups(
     wanted: Float[Array, "token route"], config: ModelConfig
 ) -> Bool[Array, "token route"]:
-    """Which experts lie in the groups that a token may use."""
+    """Mask of the experts in the groups that a token may select from."""
     groups, topk_groups = config.num_expert_groups, config.expert_groups_per_token
     within = wanted.reshape(wanted.shape[0], groups, -1)
     best, _ = jax.lax.top_k(within, config.experts_per_token // topk_groups)
@@ -179,9 +179,9 @@ def _probs_of(
 
 
 def without_repeats(routing: Routing, num_experts: int) -> Routing:
-    """The same routing with each expert of a token once, its prob what its repeats have together.
+    """The same routing with each expert id of a token once; the gate weights of repeats are summed.
 
-    A router never repeats an expert; choices that were recorded elsewhere and are replayed may.
+    A router never repeats an expert; ids that were recorded elsewhere and are replayed may.
     """
     same = routing.experts[:, :, None] == routing.experts[:, None, :]
     first = jnp.argmax(same, axis=2)

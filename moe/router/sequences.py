@@ -1,7 +1,7 @@
-"""The load within each sequence: what the load-balancing loss of a sequence compares with.
+"""Load fractions within each sequence, for the sequence-wise load-balancing loss.
 
-Devices of ``cp`` and ``tp`` hold parts of a sequence. What they tell each other of it are sums, one
-for each expert, never what a token chose.
+Devices of ``cp`` and ``tp`` hold parts of a sequence. They exchange sums over tokens, one number
+for each expert, never the expert ids of tokens.
 """
 
 from collections.abc import Callable
@@ -16,14 +16,14 @@ from sharding.folding import FoldedMesh
 
 
 class Sequences(NamedTuple):
-    """Which tokens make a sequence.
+    """Grouping of tokens into sequences.
 
     Attributes:
-      pieces: ``[token]`` the piece of a sequence that each token stands in, from 0; padding stands
-        in any.
-      num_pieces: how many there are.
+      pieces: ``[token]`` index of the segment of a sequence that contains each token, from 0;
+        arbitrary for padding.
+      num_pieces: number of segments.
       fractions: from assignments ``[piece, route]`` to each expert's fraction of those in the
-        sequence of the piece (the mean over sequences where it stands in several).
+        sequence of the segment (the mean over sequences if more than one contains it).
     """
 
     pieces: Array
@@ -52,6 +52,6 @@ def sequence_load_fractions(
       sequences: of all tokens of the sequence-parallel group.
     """
     own = own_shard(sequences.pieces, mesh.sequence)
-    # Whole numbers: no order of the sum changes a bit.
+    # Integers: the order of the sum does not change the result.
     sent = jax.ops.segment_sum(counts, own, sequences.num_pieces)
     return sequences.fractions(all_sum(sent, mesh.sequence))[own]

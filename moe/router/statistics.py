@@ -1,4 +1,4 @@
-"""What the router did: sums over tokens, for its losses and its metrics."""
+"""Router statistics: sums over tokens, for auxiliary losses and metrics."""
 
 from dataclasses import replace
 from typing import Generic, NamedTuple, TypeVar
@@ -97,7 +97,7 @@ def statistics(
     assignments that expert ``e`` got (`fractions`, without gradient) and ``P_e`` the mean
     probability of ``e`` over its tokens: 1 when even, at most ``E``. Weighted by the tokens of the
     set it is a sum over tokens. Taken per sequence, it does not depend on how a batch is cut into
-    micro-batches or spread over devices; taken over a micro-batch, it does.
+    micro-batches or sharded over devices; taken over a micro-batch, it does.
 
     Args:
       load: of the result.

@@ -1,1 +1,2 @@
-"""A batch as the network runs it: packed, in zig-zag order, and aligned to the tokens again."""
+"""Batches in the form that the network runs: packing, zig-zag order, and alignment of outputs to
+tokens."""

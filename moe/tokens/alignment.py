@@ -1,4 +1,4 @@
-"""From the position that computed a number to the token that it speaks about.
+"""Alignment of outputs: from the position that computes a value to the token that it is about.
 
 The `config` is that of the network which ran the tokens: the order of a packed batch depends on it.
 """
@@ -67,9 +67,9 @@ def _shifted(
 def align_to_tokens(
     after: Float[Array, "local"], shape: tuple[int, ...], mesh: FoldedMesh, config: ModelConfig
 ) -> Float[Array, "batch time"]:
-    """Numbers computed *after* each position, moved to the token they speak about.
+    """Moves values computed *after* each position to the token that they are about.
 
-    What is computed at position ``t - 1`` speaks about token ``t``; the first token gets 0.
+    The value computed at position ``t - 1`` is about token ``t``; the first token gets 0.
     """
     (whole,) = zigzag_of_rows(shape, mesh, config).restore(join_shards(after, mesh.sequence))
     return jnp.concatenate([jnp.zeros_like(whole[:, :1]), whole[:, :-1]], axis=1)
@@ -114,8 +114,8 @@ def in_rows(
     mesh: FoldedMesh,
     config: ModelConfig,
 ) -> Shaped[Array, "batch time *rest"]:
-    """What belongs to the tokens of a `pack_shared_prompts` batch, all of its shards, in the rows
-    of the tokens; what belongs to a prompt stands in each of its rows.
+    """Unpacks an array per token of a `pack_shared_prompts` batch, all of its shards, to the rows
+    of the tokens; the values of a prompt are repeated in each of its rows.
 
     Args:
       shape: ``[batch, time]`` of the rows.

@@ -1,11 +1,11 @@
-"""Tokens as the network runs them: one flat packed batch, whatever rows they came from.
+"""Sequence packing: one flat packed batch of tokens from rows, shared prompts or segments.
 
-Only two parts of the network know about sequences: core attention, which sees earlier tokens, and
-the load-balancing loss, which is taken per sequence. Both are functions of the packed batch.
-`pack_rows` is the plain one; `pack_shared_prompts` runs a prompt once for all the completions that
-share it; `pack_segments` has several sequences in a row. Each has a `ZigzagLayout`, so that it can
-be cut over ``cp`` and ``tp``, in the order that attention over ``cp`` wants
-(`moe.attention.context_parallel.choice.wants_contiguous`).
+Only two parts of the network depend on sequences: core attention, which sees earlier tokens, and
+the load-balancing loss, which is computed per sequence. Both are functions of the packed batch.
+`pack_rows` has one sequence per row; `pack_shared_prompts` runs a prompt once for all completions
+that share it (prefix sharing); `pack_segments` has multiple sequences per row. Each has a
+`ZigzagLayout`, so that it can be sharded over ``cp`` and ``tp``, in the order that context-parallel
+attention needs (`moe.attention.context_parallel.choice.wants_contiguous`).
 """
 
 from collections.abc import Callable, Sequence
@@ -42,24 +42,24 @@ class CoreAttentionOfLayer(Protocol):
 
 
 class PackedBatch(NamedTuple):
-    """A batch of tokens, flattened.
+    """A flat batch of tokens.
 
     Attributes:
       tokens: ``[token]`` ids.
-      positions: ``[token]`` place of each in its own sequence, from 0.
-      multiplicity: ``[token]`` in how many sequences it stands, float32; 0 for padding.
-      core_attention_of_layer: from the number of a layer, and from how many positions it may look
-        back, to its core attention; a stage of a pipeline knows both at run time only.
-      sequences: which tokens make one, for the load-balancing loss; None where nothing is learned.
-      zigzag: where the tokens of rows stand in it.
-      mask: which tokens follow each other in a sequence; None of a step of decoding.
-      replay: ``[layer, token, k]`` experts chosen before, to be used again; None chooses.
-      record_choices: whether the router's statistics hold the choices.
-      halves: of its rows (`Execution.two_batch_overlap`), where they go through the layers by
-        themselves. `tokens` are then in their order: each device has its part of the first and then
-        that of the second, and `moe.layers.halves.in_rows` undoes it.
-      is_half: this is one of them.
-      turns: what the tokens are turned by; None follows from `positions`.
+      positions: ``[token]`` position of each in its own sequence, from 0.
+      multiplicity: ``[token]`` number of sequences that contain it, float32; 0 for padding.
+      core_attention_of_layer: from the index of a layer and its sliding window to its core
+        attention; a pipeline stage knows both only at run time.
+      sequences: grouping of tokens for the load-balancing loss; None if nothing is trained.
+      zigzag: layout of the rows in the batch.
+      mask: segments of the tokens; None in a decode step.
+      replay: ``[layer, token, k]`` recorded expert ids to be used again; None routes.
+      record_choices: the router's statistics contain the expert ids.
+      halves: the two halves of its rows, if they go through the layers separately
+        (`Execution.two_batch_overlap`). `tokens` are then in their order: each device has its shard
+        of the first and then that of the second; `moe.layers.halves.in_rows` reverses it.
+      is_half: this batch is one of the halves.
+      turns: rotary cos/sin tables of the tokens; None computes them from `positions`.
     """
 
     tokens: Array
@@ -77,7 +77,7 @@ class PackedBatch(NamedTuple):
 
     @property
     def streams(self) -> tuple["PackedBatch", ...]:
-        """What goes through a layer by itself: the halves, or all at once."""
+        """Batches that go through a layer separately: the halves, or this batch alone."""
         if not self.halves:
             return (self,)
         return tuple(half._replace(record_choices=self.record_choices) for half in self.halves)
@@ -201,7 +201,7 @@ def pack_shared_prompts(
     def fractions(sent: Float[Array, "piece route"]) -> Float[Array, "piece route"]:
         prompts, responses = sent[:num_prompts], sent[num_prompts:]
         own = load_fraction(jnp.repeat(prompts, num_samples, axis=0) + responses)
-        # A prompt stands in `num_samples` sequences: with its multiplicity, a mean is their sum.
+        # A prompt is in `num_samples` sequences: with its multiplicity, a mean is their sum.
         mean = jnp.mean(own.reshape(num_prompts, num_samples, -1), axis=1)
         return jnp.concatenate([mean, own])
 
@@ -321,9 +321,9 @@ def _numbered(shape: tuple[int, ...]) -> Int[Array, "row column"]:
 
 
 def _places(segments: Int[Array, "batch time"]) -> Int[Array, "batch time"]:
-    """How many tokens of its own segment stand before each in its row."""
+    """Position of each token in its segment: the number of earlier tokens of it in the row."""
     time = segments.shape[1]
-    # In the order of segments, and of columns within them: a place is what lies behind the first.
+    # In the order of segments, and of columns within them: a position is the distance to the first.
     order = jnp.argsort(segments, axis=1, stable=True)
     ids = jnp.take_along_axis(segments, order, axis=1)
     place = jnp.broadcast_to(jnp.arange(time, dtype=jnp.int32)[None], ids.shape)

@@ -1,11 +1,12 @@
-"""Where the tokens of rows stand in the flat batch, so that its shards are fair shares of work.
+"""Zig-zag layout of the tokens of rows in the flat batch, which balances causal attention over
+``cp``.
 
-Under the causal mask late tokens attend to more than early ones. Where a rank of ``cp`` computes
-what its own tokens read it therefore gets an early and a late chunk of every row (zig-zag,
-Megatron's order for context parallelism): rows are cut into ``2 cp`` chunks and rank ``r`` has the
-chunks ``r`` and ``2 cp - 1 - r``. Where ranks have whole sequences to attend in, and so equal work
-in any order, rank ``r`` has the chunks ``2 r`` and ``2 r + 1``: contiguous parts. The batch is laid
-out rank after rank. On one rank that is row after row, and nothing moves.
+Under the causal mask late tokens attend to more than early ones. If a ``cp`` rank computes the
+attention of its local tokens, it therefore gets an early and a late chunk of every row (zig-zag,
+Megatron's order for context parallelism): rows are split into ``2 cp`` chunks, and rank ``r`` has
+the chunks ``r`` and ``2 cp - 1 - r``. If ranks attend in whole sequences (Ulysses), and so have
+equal work in any order, rank ``r`` has the chunks ``2 r`` and ``2 r + 1``: contiguous parts. The
+batch is in the order of ranks. On one rank that is row after row, and nothing moves.
 """
 
 from dataclasses import dataclass

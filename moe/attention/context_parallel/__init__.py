@@ -1,1 +1,2 @@
-"""Attention across ``cp``: gather, ring or Ulysses, and the choice between them."""
+"""Context parallelism over ``cp``: all-gather, ring attention or Ulysses, and the choice between
+them."""

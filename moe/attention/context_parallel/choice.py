@@ -1,10 +1,12 @@
-"""Attention across ``cp``: queries of this device's tokens attend to keys of all devices' tokens.
+"""Context-parallel attention over ``cp``, by one of three methods: queries of this device's tokens
+attend to keys of all devices' tokens.
 
-Three ways, with the same values: gather all keys and values; pass them around a ring; or trade
-tokens for heads (Ulysses), so that each device has whole sequences and some of the heads. Written
-below with T tokens of all ``cp`` ranks together, H query heads and K key/value heads of head_dim D
-on a ``tp`` rank. On one rank all three are core attention, and communicate nothing. "Backward as
-much" is what the gradient sends. The plain twin of all three is "gather" with plain attention.
+The methods give the same values: all-gather keys and values; pass them around a ring; or exchange
+tokens for heads (Ulysses), so that each device has whole sequences and a part of the heads. The
+formulas below have T tokens of all ``cp`` ranks together, H query heads and K key/value heads of
+head_dim D on a ``tp`` rank. On one rank all three are core attention without communication.
+"Backward as much" is the volume that the gradient sends. The reference implementation of all three
+is "gather" with plain attention.
 """
 
 from moe.attention.context_parallel.gather import gather
@@ -31,17 +33,17 @@ def context_parallel_attention(
     window: Window = None,
     sinks: Sinks = None,
 ) -> Output:
-    """Core attention for the tokens of this ``cp`` rank, by the way that `execution` names.
+    """Core attention for the tokens of this ``cp`` rank, by the method that `execution` names.
 
     Args:
       query, key, value: of this rank's tokens, for the heads of this ``tp`` rank.
       execution: its `context` is as `chosen` takes it.
       scale: multiplies the scores; None is ``head_dim**-0.5``.
-      window: how many positions a query may look back, itself included.
-      sinks: a score of each head of this ``tp`` rank that no key has.
+      window: number of positions that a query may look back, itself included.
+      sinks: a score of each head of this ``tp`` rank that belongs to no key.
 
     Raises:
-      ValueError: on an unknown name and where the one demanded cannot serve.
+      ValueError: on an unknown name, and where the named method is not supported.
     """
     ranks = mesh.size(mesh.cp)
     name = _served(execution, query.shape[1], key.shape[1], ranks)
@@ -55,27 +57,30 @@ def context_parallel_attention(
 
 
 def context_of(config: ModelConfig, mesh: FoldedMesh) -> str:
-    """The way that a network's attention goes on such a mesh, see `chosen`.
+    """Context-parallel method of a network's attention on a mesh, see `chosen`.
 
     Raises:
-      ValueError: on an unknown name, and where the way that is demanded cannot serve.
+      ValueError: on an unknown name, and where the named method is not supported.
     """
     return _served(config.execution, *_heads(config, mesh), mesh.size(mesh.cp))
 
 
 def wants_contiguous(config: ModelConfig, mesh: FoldedMesh) -> bool:
-    """Whether a rank of ``cp`` is to have contiguous parts of rows: where it has whole sequences to
-    attend in. Where it computes what its own tokens read ("gather" and "ring") parts are in
-    zig-zag: of contiguous ones the last rank would have ``2 - 1 / cp`` times an equal share of the
-    causal scores."""
+    """True if a rank of ``cp`` should have contiguous parts of rows instead of zig-zag ones.
+
+    It should with "ulysses", where every rank attends in whole sequences. With "gather" and "ring"
+    a rank computes the scores of its own queries, and the parts are in zig-zag order: with
+    contiguous parts the last rank would have ``2 - 1 / cp`` times an equal share of the causal
+    scores.
+    """
     ranks = mesh.size(mesh.cp)
     return ranks > 1 and chosen(config.execution, *_heads(config, mesh), ranks) == "ulysses"
 
 
 def chosen(execution: Execution, heads: int, kv_heads: int, ranks: int) -> str:
-    """The way that `execution.context` names; for None "ulysses" where it can serve and sends less
-    than "gather", which is else the choice: fewer elements, and whole causal sequences for the
-    kernel.
+    """The method that `execution.context` names. For None it is "ulysses" where the ranks divide
+    the query heads and it sends less than "gather": fewer elements, and whole causal sequences for
+    the kernel; otherwise "gather".
 
     Args:
       heads, kv_heads: of a ``tp`` rank.
@@ -98,8 +103,8 @@ def chosen(execution: Execution, heads: int, kv_heads: int, ranks: int) -> str:
 
 
 def heads_sent(name: str, heads: int, kv_heads: int, ranks: int) -> float:
-    """What a device receives over ``cp`` in the forward pass of a layer for each of its own tokens,
-    as heads: of each the width of a key and that of a value.
+    """Volume that a device receives over ``cp`` in the forward pass of a layer, in heads per local
+    token; a head counts as the width of a key and that of a value.
 
     "gather" and "ring": the keys and values of every other rank, ``K (cp - 1)``; "ulysses":
     ``(H + K c) (cp - 1) / cp``, with c copies of each (`ulysses.copies_of`).
@@ -110,7 +115,7 @@ def heads_sent(name: str, heads: int, kv_heads: int, ranks: int) -> float:
 
 
 def received(config: ModelConfig, mesh: FoldedMesh) -> int:
-    """Numbers that `heads_sent` are, of a network on a mesh."""
+    """`heads_sent` in elements, for a network on a mesh."""
     sizes = *_heads(config, mesh), mesh.size(mesh.cp)
     heads = heads_sent(context_of(config, mesh), *sizes)
     return round(heads * (config.head_dim + config.v_head_dim))
@@ -123,7 +128,11 @@ def _heads(config: ModelConfig, mesh: FoldedMesh) -> tuple[int, int]:
 
 
 def _served(execution: Execution, heads: int, kv_heads: int, ranks: int) -> str:
-    """`chosen`, where it can serve."""
+    """`chosen`, after a check that the method is supported.
+
+    Raises:
+      ValueError: where it is not, with the fix.
+    """
     name = chosen(execution, heads, kv_heads, ranks)
     # One rank has whole sequences, and nothing to trade.
     if ranks == 1:

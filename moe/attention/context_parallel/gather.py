@@ -21,10 +21,10 @@ def gather(
     window: Window = None,
     sinks: Sinks = None,
 ) -> Output:
-    """All keys and values on every device, for the queries of its own tokens.
+    """All-gathers keys and values to every device, for the queries of its own tokens.
 
     Communication per device and layer, forward: two all-gathers that receive ``2 T K D (cp - 1) /
-    cp`` elements together; backward as much, by reduce-scatter.
+    cp`` elements in total; backward as much, by reduce-scatter.
 
     References:
       Meta, "The Llama 3 Herd of Models", 2024, section 3.3.2. https://arxiv.org/abs/2407.21783

@@ -1,13 +1,14 @@
-"""Orders in which the keys and values of every rank of ``cp`` visit each of its devices.
+"""Orders in which the keys and values of every ``cp`` rank visit each device: a ring, or a Gray
+code.
 
-A hop moves what a device holds to another one; after ``cp - 1`` hops every device has seen all
+A hop moves the shard of a device to another one; after ``cp - 1`` hops every device has seen all
 shards once. `Ring` hops by collective-permutes and `Exchange` by collectives over groups:
 
-* A collective-permute is one operation of *all* devices of the program, those outside its pairs
-  included. It may stand only where they all come by.
-* A stage of a pipeline leaves work out that it does not have (`sharding.pipeline`), so that inside
-  a chunk of layers only the devices of that stage come by. A collective over groups waits for the
-  devices of its group alone, and a group never spans stages.
+* A collective-permute is one operation of *all* devices of the compiled program, those outside its
+  pairs included. All of them must execute it.
+* A pipeline stage skips layers that it does not have (`sharding.pipeline`), so that inside a chunk
+  of layers only the devices of that stage execute an operation. A collective over groups waits for
+  the devices of its group alone, and a group never spans stages.
 """
 
 from collections.abc import Callable
@@ -43,14 +44,16 @@ class Ring:
         return (rank - hop) % self.ranks
 
     def send(self, x: Array, hop: Any) -> Array:
-        """The hop after the first `hop` hops; after all of them every shard is at home again.
+        """Sends `x` along the hop that follows the first `hop` hops. After ``cp`` hops every shard
+        is back on its own device.
 
         Volume sent: the array.
         """
         return shift(x, self.axes)
 
     def loop(self, visit: Callable[[Carry, Any], Carry], carry: Carry) -> Carry:
-        """`visit` after each hop but the last, which is left to the caller."""
+        """Calls `visit` after each hop but the last, which is left to the caller."""
+        # A scan, as all hops are the same permute: the program holds one body for any `cp`.
         if self.ranks > 2:
             carry, _ = lax.scan(
                 lambda carry, hop: (visit(carry, hop), None), carry, jnp.arange(1, self.ranks - 1)
@@ -60,12 +63,12 @@ class Ring:
 
 @dataclass(frozen=True)
 class Exchange:
-    """The order of a modular Gray code: each hop moves shards along one digit of the rank.
+    """Hops in the order of a modular Gray code: each moves shards along one digit of the rank.
 
-    The digits are those of the prime factors of ``cp``. Where they are twos, which is the usual
+    The bases of the digits are the prime factors of ``cp``. Where they are twos, which is the usual
     case, a hop swaps the shards of two devices and sends as much as a ring's hop. A digit of base
-    ``p`` is an all-gather of ``p`` devices, of which one shard is used: ``p - 1`` times as much.
-    The hops differ, so that a program has the code of each of them.
+    ``p`` is an all-gather over ``p`` devices, of which one shard is used: ``p - 1`` times as much.
+    The hops differ, so that a compiled program contains each of them.
     """
 
     axes: Axes
@@ -79,6 +82,8 @@ class Exchange:
 
     def code(self, hop: int) -> list[int]:
         """Word number `hop` of the modular Gray code, lowest digit first."""
+        # A digit minus the number above it: counting up by one then changes a single digit of the
+        # word. Where a digit wraps, the number above it rises too, and the difference is the same.
         digits, rest = [], hop
         for radix in self.radices:
             rest, digit = divmod(rest, radix)
@@ -86,6 +91,7 @@ class Exchange:
         return digits
 
     def source(self, rank: Int[Array, ""], hop: int) -> Int[Array, ""]:
+        # Digit by digit the shard has moved up by the code word, so its rank is that much lower.
         found, stride = jnp.zeros_like(rank), 1
         for radix, moved in zip(self.radices, self.code(hop), strict=True):
             found += (rank // stride - moved) % radix * stride
@@ -93,8 +99,11 @@ class Exchange:
         return found
 
     def send(self, x: Array, hop: int) -> Array:
-        """As `Ring.send`. Volume received: ``p - 1`` times the array for each digit that moves: one
-        in a hop, and on the way home those in which the last word is not zero."""
+        """Sends `x` along a hop, as `Ring.send`.
+
+        Volume received: ``p - 1`` times the array for each digit that moves: one digit in a hop,
+        and in the hop back to the shard's own device those in which the last word is not zero.
+        """
         before, after = self.code(hop), self.code((hop + 1) % self.ranks)
         stride = 1
         for radix, old, new in zip(self.radices, before, after, strict=True):
@@ -104,13 +113,14 @@ class Exchange:
         return x
 
     def loop(self, visit: Callable[[Carry, int], Carry], carry: Carry) -> Carry:
+        # Unrolled: the groups of a collective are static, and each hop has other ones.
         for hop in range(1, self.ranks - 1):
             carry = visit(carry, hop)
         return carry
 
 
 def hops_of(mesh: FoldedMesh) -> Ring | Exchange:
-    """The order of hops along ``cp``: permutes where all devices run the same layers at the same
-    time, exchanges under a pipeline."""
+    """Order of hops along ``cp``: permutes where all devices run the same layers at the same time,
+    exchanges under pipeline parallelism."""
     order = Ring if mesh.layout.pp == 1 else Exchange
     return order(mesh.cp, mesh.size(mesh.cp))

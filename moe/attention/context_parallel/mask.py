@@ -1,4 +1,4 @@
-"""The mask of a packed batch, whose tokens lie on the devices of ``cp``."""
+"""Attention mask of a packed batch whose tokens are sharded over ``cp``."""
 
 from typing import NamedTuple
 
@@ -20,30 +20,31 @@ class Source(NamedTuple):
     """A section whose keys the queries of a section may attend to.
 
     Attributes:
-      section: its number.
-      copies: how many rows of queries in a row share one of its rows.
+      section: its index.
+      copies: number of consecutive rows of queries that share one of its rows.
     """
 
     section: int
     copies: int
 
     def rows(self, x: Shaped[Array, "row *rest"]) -> Shaped[Array, "_row *rest"]:
-        """The row of each row of queries."""
+        """Repeats each row for the rows of queries that share it."""
         return x if self.copies == 1 else jnp.repeat(x, self.copies, axis=0)
 
     def sums(self, x: Shaped[Array, "_row *rest"]) -> Shaped[Array, "row *rest"]:
-        """The gradient of `rows`."""
+        """Gradient of `rows`: the sum over the rows of queries that share a row."""
         return jnp.sum(x.reshape(-1, self.copies, *x.shape[1:]), axis=1)
 
 
 class SegmentMask(NamedTuple):
-    """The mask of a packed batch, causal within segments, as marks of its tokens (segment ids, in
-    MaxText's words): no array of queries times keys is made before it is known which of them meet.
+    """Causal mask within segments for a packed batch, as numbers per token (segment ids, in
+    MaxText's words): no array of queries times keys is made before the ranges of these numbers show
+    that some of it may be visible.
 
     Attributes:
-      zigzag: where the batch's tokens stand.
-      marks: ``[token]`` each.
-      sources: by section, those that its queries may attend to, the last of them itself: the
+      zigzag: layout of the batch's tokens.
+      marks: ``[token]`` each, of all tokens of the batch.
+      sources: by section, the sections that its queries may attend to, the last of them itself: the
         columns of a section follow those of the sections before it.
       single: a row has no segments but 1 and padding.
     """
@@ -54,7 +55,8 @@ class SegmentMask(NamedTuple):
     single: bool
 
     def key_sections(self, sections: Sections) -> Sections:
-        """From something per token, by section, to that of the keys of each section's queries."""
+        """Keys for the queries of each section, from an array per token by section: the rows of all
+        its sources, concatenated along time."""
 
         def joined(parts: list[Array]) -> Array:
             return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
@@ -65,11 +67,11 @@ class SegmentMask(NamedTuple):
         )
 
     def marks_of(self, by_token: Marks) -> tuple[Marks, ...]:
-        """By section, of one rank's part of the tokens."""
+        """Marks by section, from those of one rank's part of the tokens."""
         return _marks(self.zigzag.split(x) for x in by_token)
 
     def whole_marks(self) -> tuple[Marks, ...]:
-        """By section, of all ranks, in the order of columns."""
+        """Marks by section, of all ranks, in the order of columns."""
         return _marks(self.zigzag.restore(x) for x in self.marks)
 
     def key_marks(self, sections: tuple[Marks, ...]) -> tuple[Marks, ...]:
@@ -78,5 +80,5 @@ class SegmentMask(NamedTuple):
 
 
 def _marks(by_kind) -> tuple[Marks, ...]:
-    """By kind and section to by section and kind."""
+    """Transposes arrays by mark and section to `Marks` by section."""
     return tuple(Marks(*own) for own in zip(*by_kind, strict=True))

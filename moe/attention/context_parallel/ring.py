@@ -1,7 +1,7 @@
 """Ring attention: keys and values visit the devices of ``cp``, forward and once more backward.
 
-A device merges what its queries get of one rank's keys after the other, and keeps the result and a
-number per query, as `moe.attention.flash` does on one device.
+A device merges the attention outputs of its queries over one rank's keys after the other, and saves
+the result and the log-sum-exp per query, as `moe.attention.flash` does on one device.
 """
 
 from collections.abc import Callable
@@ -55,23 +55,25 @@ def ring(
     window: Window = None,
     sinks: Sinks = None,
 ) -> Output:
-    """Ring attention: keys and values go on to another device at each of ``cp - 1`` hops; the
+    """Ring attention: keys and values move to another device at each of ``cp - 1`` hops; the
     softmax is online, block by block.
 
-    No device needs the keys and values of more than two ranks at a time. In training it keeps its
-    own queries, keys, values, result and a float32 number per query and head, whatever the number
-    of ranks; by policies of `moe.remat`, which repeat no communication, the result and that number.
+    No device needs the keys and values of more than two ranks at a time. In training it saves its
+    local queries, keys, values, output and a float32 number per query and head, for any number of
+    ranks; under the policies of `moe.remat`, which repeat no communication, the output and that
+    number.
 
-    A hop computes the half of the scores that the order of tokens leaves (`pairs`), the same amount
-    on every device, and nothing where marks tell that nothing is visible, as beyond a window.
+    A hop computes the half of the scores that the zig-zag order leaves (`pairs`), the same amount
+    on every device, and nothing where the marks show that nothing is visible, as beyond a window.
 
     Communication per device and layer, forward: ``2 (cp - 1)`` hops that send ``2 T K D (cp - 1) /
-    cp`` elements together, none of which waits for what is computed; backward as many hops that
-    send twice as much: keys and values once more, and with them their gradients, in float32. A hop
-    is a permute to the neighbour or, under a pipeline, an exchange of two devices (`hops`).
+    cp`` elements in total, none of which waits for computation; backward as many hops that send
+    twice as much: keys and values once more, and with them their gradients, in float32. A hop is a
+    permute to the neighbour or, under pipeline parallelism, an exchange between two devices
+    (`hops`).
 
     Args:
-      flash: what computes the scores of a hop.
+      flash: the implementation that computes the scores of a hop.
 
     References:
       Liu et al., "Ring Attention with Blockwise Transformers", 2023. https://arxiv.org/abs/2310.01889
@@ -88,12 +90,12 @@ def ring(
 
 
 class _Plan(NamedTuple):
-    """What is known of a ring before it runs.
+    """Static arguments of a ring.
 
     Attributes:
       zigzag, sources: of the mask.
       hops: the order in which keys and values visit the ranks.
-      flash: what computes scores.
+      flash: the implementation that computes scores.
       scale: multiplies the scores.
     """
 
@@ -107,7 +109,7 @@ class _Plan(NamedTuple):
         return SegmentMask(self.zigzag, marks, self.sources, single=False)
 
     def split(self, x: Array) -> tuple[Array, ...]:
-        """Keys or values of a rank by section."""
+        """Splits keys or values of a rank by section."""
         return tuple(by_head(part) for part in self.zigzag.split(x))
 
     def join(self, parts: list[Array]) -> Array:
@@ -116,15 +118,14 @@ class _Plan(NamedTuple):
 
 
 class _Softmax(NamedTuple):
-    """What queries get of some of the keys, float32, and the log-sum of their scores'
-    exponentials."""
+    """Attention output over a subset of the keys, float32, and the log-sum-exp of the scores."""
 
     out: Array
     log_sum: Array
 
 
 class _Gradients(NamedTuple):
-    """Of queries, keys and values, in float32."""
+    """Gradients of queries, keys and values, in float32."""
 
     query: Array
     key: Array
@@ -149,7 +150,8 @@ def _forward(query, key, value, sinks, marks, window, plan):
     queries = [in_groups(x, key.shape[1]) for x in plan.zigzag.split(query)]
 
     def visit(found: list[_Softmax], key: Array, value: Array, source: Array, own: bool):
-        """What is `found` so far, and what the keys of a rank add."""
+        """Merges the attention over a rank's keys into the result so far, `found`."""
+        # A copy, so that the caller's list stays unchanged.
         keys, values, found = plan.split(key), plan.split(value), list(found)
         for pair in pairs_of(mask, window, rank, source, own):
             key, value = (pair.source.rows(x[pair.source.section]) for x in (keys, values))
@@ -163,16 +165,18 @@ def _forward(query, key, value, sinks, marks, window, plan):
 
         def visit_and_send(carry, hop):
             found, key, value = carry
-            # XLA may start the next hop while this one's keys are used: nothing orders the two.
+            # The next hop does not depend on this one's scores, so XLA may overlap the two.
             following = hops.send(key, hop), hops.send(value, hop)
             return (visit(found, key, value, hops.source(rank, hop), False), *following)
 
         carry = found, hops.send(key, 0), hops.send(value, 0)
         found, key_here, value_here = hops.loop(visit_and_send, carry)
+        # The last keys are outside the loop: they are not sent on.
         found = visit(found, key_here, value_here, hops.source(rank, hops.ranks - 1), own=False)
+    # Sinks enter once, after all keys: in a hop, every rank's keys would add them again.
     found = [_Softmax(*beside_sinks(*x, sinks)) for x in found]
     out = plan.zigzag.join(*(in_heads(x.out.astype(value.dtype)) for x in found))
-    # Made of what others sent, and kept like it by every policy.
+    # Recomputing the output would repeat the hops, so every remat policy saves it.
     out = checkpoint_name(out, RING)
     log_sums = [checkpoint_name(x.log_sum, RING) for x in found]
     return out, (query, key, value, sinks, marks, window, out, log_sums)
@@ -185,13 +189,15 @@ def _backward(plan, residuals, out_gradient):
         [in_groups(part, key.shape[1]) for part in plan.zigzag.split(x)]
         for x in (query, out, out_gradient)
     )
+    # Row sums of output times its gradient are over all keys: computed once, not per hop.
     means = [slope_mean(*pair) for pair in zip(outs, slopes, strict=True)]
 
     def visit(key, value, source, own: bool):
-        """The gradients that come through the keys of a rank: of all queries, and of the keys and
-        values."""
+        """Gradients from the scores with the keys of a rank: of all local queries, and of these
+        keys and values."""
         keys, values = plan.split(key), plan.split(value)
         grads = [[jnp.zeros(x.shape, jnp.float32) for x in xs] for xs in (queries, keys, values)]
+        # Sums are float32 over sections and hops; they are rounded once, at the end.
         for pair in pairs_of(mask, window, rank, source, own):
             section, theirs = pair.section, pair.source.section
             found = _gradients(
@@ -212,6 +218,8 @@ def _backward(plan, residuals, out_gradient):
     def apart(both: Array) -> tuple[Array, Array]:
         return both[..., : key.shape[-1]], both[..., key.shape[-1] :]
 
+    # Gradients of the local keys stay here; those of other ranks' keys travel with the keys, and
+    # the two are added when the latter come back.
     of_queries, *of_own = visit(key, value, rank, own=True)
     of_own = jnp.concatenate(of_own, axis=-1)
     if hops.ranks > 1:
@@ -221,15 +229,16 @@ def _backward(plan, residuals, out_gradient):
             key, value = apart(theirs)
             added, *more = visit(key, value, hops.source(rank, hop), own=False)
             added = [a + b for a, b in zip(of_queries, added, strict=True)]
-            # They go with the keys that they are of, one hop behind them, and at last home.
+            # The gradients follow their keys one hop behind, and the last hop brings them back to
+            # the rank of the keys.
             return added, hops.send(of_theirs + jnp.concatenate(more, axis=-1), hop)
 
         def visit_and_send(carry, hop):
             of_queries, of_theirs, theirs = carry
             return *gradients_at(of_queries, of_theirs, theirs, hop), hops.send(theirs, hop)
 
-        # Keys and values in one: a compiler that finds the hops of the forward pass here would not
-        # send them again but keep what came.
+        # Keys and values in one array. If these hops were equal to those of the forward pass, XLA's
+        # common-subexpression elimination would merge them, and keep all ranks' keys in memory.
         theirs = hops.send(jnp.concatenate([key, value], axis=-1), 0)
         carry = of_queries, jnp.zeros_like(of_own), theirs
         of_queries, of_theirs, theirs = hops.loop(visit_and_send, carry)
@@ -255,7 +264,7 @@ _ring.defvjp(_forward, _backward)
 
 
 def _softmax(pair: Pair, query: Array, key: Array, value: Array, plan: _Plan) -> _Softmax:
-    """What the queries of a pair get of its keys."""
+    """Attention of a pair's queries over its keys, for all local queries of the section."""
     query = pair.query_pieces(query, -2)
     key, value = (pair.key_pieces(x, -2) for x in (key, value))
 
@@ -265,10 +274,11 @@ def _softmax(pair: Pair, query: Array, key: Array, value: Array, plan: _Plan) ->
     found = _if_met(pair, met, _nothing(query, value.shape[-1]))
     if pair.before is None:
         return found
-    # Where the keys come before, each piece is one of the chunks of queries; else both are of the
-    # late one, which sees the keys of both.
+    # If the keys come before, the two pieces are the early and the late chunk of queries. Else both
+    # are the late chunk, over different keys, and are merged.
     (one, other), (log_sum, other_log_sum) = (jnp.split(x, 2) for x in found)
     one, other = _Softmax(one, log_sum), _Softmax(other, other_log_sum)
+    # A selection by `before`, not a branch: which rank is earlier differs between devices.
     none = _nothing(one.out, one.out.shape[-1])
     late = _merged(_chosen(pair.before, none, one), other)
     early = _chosen(pair.before, one, none)
@@ -292,7 +302,7 @@ def _gradients(
     out_gradient: Array,
     plan: _Plan,
 ) -> _Gradients:
-    """The gradients of the queries and keys of a pair that come through each other."""
+    """Gradients of a pair's queries, keys and values from their scores with each other."""
     query, out_gradient = (pair.query_pieces(x, -2) for x in (query, out_gradient))
     log_sum, mean = (pair.query_pieces(x, -1) for x in (log_sum, mean))
     key, value = (pair.key_pieces(x, -2) for x in (key, value))
@@ -301,6 +311,7 @@ def _gradients(
         given = query, key, value, pair.mask, log_sum, mean, out_gradient
         return _Gradients(*plan.flash.attend_gradient(*given, plan.scale))
 
+    # Both branches of the `cond` must vary over the same mesh axes.
     nothing = (jnp.zeros(x.shape, jnp.float32) for x in (query, key, value))
     found = _if_met(pair, met, _Gradients(*vary(tuple(nothing), tuple(varying(query)))))
     return _Gradients(
@@ -311,18 +322,19 @@ def _gradients(
 
 
 def _if_met(pair: Pair, met: Callable[[], Result], nothing: Result) -> Result:
-    # No collective is in a branch: every device goes its own way.
+    # Devices may take different branches, as neither contains a collective.
     return met() if pair.meets is None else lax.cond(pair.meets, met, lambda: nothing)
 
 
 def _nothing(query: Array, width: int) -> _Softmax:
-    """What queries get of no keys."""
+    """Attention over no keys: the neutral element of `_merged`."""
     out = vary(jnp.zeros((*query.shape[:-1], width), jnp.float32), tuple(varying(query)))
     return _Softmax(out, out[..., 0] + MASK_VALUE)
 
 
 def _merged(a: _Softmax, b: _Softmax) -> _Softmax:
-    """What queries get of the keys of both."""
+    """Attention over the keys of both."""
+    # `MASK_VALUE` is finite: where neither has a visible key, the weights are 1/2 and not NaN.
     log_sum = jnp.logaddexp(a.log_sum, b.log_sum)
     of_a, of_b = (jnp.exp(x.log_sum - log_sum)[..., None] for x in (a, b))
     return _Softmax(a.out * of_a + b.out * of_b, log_sum)

@@ -1,4 +1,4 @@
-"""DeepSpeed Ulysses: an all-to-all trades tokens for heads, and one trades them back."""
+"""DeepSpeed Ulysses: one all-to-all exchanges tokens for heads, and a second one reverses it."""
 
 import math
 
@@ -25,18 +25,19 @@ def ulysses(
     window: Window = None,
     sinks: Sinks = None,
 ) -> Output:
-    """Heads for tokens and back: each device has whole sequences, for its part of the query heads,
-    which ``cp`` must divide.
+    """Exchanges tokens for heads and back: each device has whole sequences, for its part of the
+    query heads, which ``cp`` must divide.
 
-    Where ``cp`` does not divide the key/value heads each of them is repeated, as often as it takes
-    and no more (`copies_of`): the gradients of its copies are summed, in float32.
+    Where ``cp`` does not divide the key/value heads, each of them is repeated the least number of
+    times that helps (`copies_of`); the gradients of its copies are summed in float32.
 
-    Communication per device and layer, forward: one all-to-all of queries, keys and values
-    together, ``T (H + 2 K c) D (cp - 1) / cp^2`` elements sent, and one back of ``T H D (cp - 1) /
-    cp^2``; backward as much. T are the tokens of all ``cp`` ranks, H and K the query and key/value
-    heads of a ``tp`` rank, of width D, and c the copies of each of the latter. With ``c = 1`` and m
-    = H / K that is ``T H D (2 + 2 / m) (cp - 1) / cp^2``: what tensor parallelism sends, ``2 T H D
-    (cp - 1) / cp``, times ``(1 + 1 / m) / cp``. MegaScale-MoE prints twice that as equation (2).
+    Communication per device and layer, forward: one all-to-all of queries, keys and values in one
+    array, ``T (H + 2 K c) D (cp - 1) / cp^2`` elements sent, and one back of ``T H D (cp - 1) /
+    cp^2``; backward as much. T is the number of tokens of all ``cp`` ranks, H and K are the query
+    and key/value heads of a ``tp`` rank, D is their width, and c is the number of copies of each
+    key/value head. With ``c = 1`` and m = H / K that is ``T H D (2 + 2 / m) (cp - 1) / cp^2``: the
+    volume of tensor parallelism, ``2 T H D (cp - 1) / cp``, times ``(1 + 1 / m) / cp``.
+    MegaScale-MoE prints twice that as equation (2).
 
     References:
       Jacobs et al., "DeepSpeed Ulysses", 2023. https://arxiv.org/abs/2309.14509
@@ -51,7 +52,8 @@ def ulysses(
     queries, keys, values = (zigzag.restore(checkpoint_name(x, OPERAND)) for x in traded)
     sinks = None if sinks is None else own_shard(sinks, mesh.cp)
     marks = mask.whole_marks()
-    # Whole rows, and a section's own come last among its keys: what kernels call causal.
+    # Rows are whole and in order, and a section's own keys come last: the masks are causal, and a
+    # kernel can skip the hidden half.
     masks = (
         Mask(*own, window, causal=True, single=mask.single)
         for own in zip(marks, mask.key_marks(marks), strict=True)
@@ -62,25 +64,27 @@ def ulysses(
 
 
 def copies_of(kv_heads: int, ranks: int) -> int:
-    """How often each key/value head is repeated, so that `ranks` divide the copies: least."""
+    """Copies of each key/value head: the least number for which `ranks` divides all copies."""
     return ranks // math.gcd(kv_heads, ranks)
 
 
 def _repeated(x: Shaped[Array, "token heads width"], copies: int) -> Array:
     if copies == 1:
         return x
-    # Widened for the gradient: that of bfloat16 copies is summed in float32 and rounded once.
+    # Cast to float32 for the gradient alone: the sum over bfloat16 copies is then in float32 and
+    # rounded once.
     return jnp.repeat(x.astype(jnp.float32), copies, axis=1).astype(x.dtype)
 
 
 def _whole_sequences(
     parts: tuple[Array, ...], axes: Axes, ranks: int
 ) -> tuple[Shaped[Array, "whole _heads _width"], ...]:
-    """Arrays ``[token, heads, width]`` of this rank's tokens and all heads, as those of all tokens
-    and this rank's part of the heads of each."""
+    """All-to-all of arrays ``[token, heads, width]``: from this rank's tokens and all heads to all
+    tokens and this rank's part of the heads."""
     if ranks == 1:
         return parts
-    # Side by side for each rank that they go to, whatever their heads and widths.
+    # One array, with the parts for each receiving rank side by side: one collective for all three,
+    # whatever their heads and widths.
     rows = [x.reshape(x.shape[0], ranks, -1) for x in parts]
     ends = [sum(x.shape[2] for x in rows[:number]) for number in range(1, len(rows))]
     moved = swap_shards(jnp.concatenate(rows, axis=2), axes, split=1, join=0)

@@ -1,1 +1,1 @@
-"""Gated DeltaNet: linear attention with a state of a fixed size in the place of keys and values."""
+"""Gated DeltaNet: linear attention whose state has a fixed size, instead of a KV cache."""

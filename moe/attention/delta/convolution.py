@@ -12,11 +12,11 @@ Filters = Float[Array, "key_heads channel width"]
 def short_convolution(
     x: Channels, filters: Filters, tail: Tail, reach: Int[Array, "row time"]
 ) -> Channels:
-    """``silu(sum_i w_{width - 1 - i} x_{t - i})`` over the own token and those before it, float32.
+    """``silu(sum_i w_{width - 1 - i} x_{t - i})`` over each token and those before it, float32.
 
     Args:
-      tail: what stands before the first token, the last of ``width - 1`` beside it.
-      reach: how many tokens back a token may look, further ones count as 0.
+      tail: the ``width - 1`` inputs before the first token, in order.
+      reach: number of tokens that a token may look back; earlier ones count as 0.
     """
     time, width = x.shape[1], filters.shape[-1]
     lengthened = extended(x, tail)
@@ -30,12 +30,12 @@ def short_convolution(
 
 
 def tail_after(x: Channels, tail: Tail, lengths: Int[Array, "row"]) -> Tail:
-    """The tail after so many tokens of each row."""
+    """Convolution state (the last ``width - 1`` inputs) after `lengths` tokens of each row."""
     places = lengths[:, None] + jnp.arange(tail.shape[-1])[None]
     last = jax.vmap(lambda row, place: row[place])(extended(x, tail), places)
     return jnp.moveaxis(last, 1, -1)
 
 
 def extended(x: Channels, tail: Tail) -> Float[Array, "row extended key_heads channel"]:
-    """The tokens behind those of the tail."""
+    """Concatenates the tail and the tokens along time."""
     return jnp.concatenate([jnp.moveaxis(tail, -1, 1), x], axis=1)

@@ -1,11 +1,11 @@
-"""Gated DeltaNet between the normalised residual stream and what its heads give.
+"""Gated DeltaNet layer, from the normalised residual stream to the outputs of the heads.
 
-A convolution and the gated delta rule (`moe.attention.delta.rule`) stand in the place of attention;
-what a value head reads is normalised and multiplied by a gate of its own.
+A convolution and the gated delta rule (`moe.attention.delta.rule`) replace attention; the output of
+each value head is normalised and multiplied by a gate of its own.
 
 References:
   Yang et al., "Gated Delta Networks", 2024, section 3.4. https://arxiv.org/abs/2412.06464
-  The order of the weights and what is normalised are those of Qwen3-Next.
+  The order of the weights and the normalisation are those of Qwen3-Next.
 """
 
 import jax
@@ -31,7 +31,7 @@ def delta_heads(
     config: ModelConfig,
     mesh: FoldedMesh,
 ) -> Float[Array, "token value_heads value_dim"]:
-    """What the value heads of this ``tp`` rank give.
+    """Outputs of the value heads of this ``tp`` rank, before the output projection.
 
     Args:
       h: normalised tokens, all of this rank's sequences.
@@ -61,8 +61,8 @@ def _normalised(read: Array, scale: Array, config: ModelConfig) -> Array:
 def _filters(
     filters: Float[Array, "channel width"], delta: GatedDeltaNet, mesh: FoldedMesh
 ) -> Float[Array, "key_heads own_channel width"]:
-    """Those of the key heads of this ``tp`` rank, float32: all queries come first, then all keys,
-    then all values."""
+    """Convolution filters of the key heads of this ``tp`` rank, float32. In `filters` all channels
+    of queries come first, then all of keys, then all of values."""
     wide = filters.astype(jnp.float32)
     keys = delta.num_key_heads * delta.key_head_dim
     by_head = [

@@ -1,16 +1,18 @@
-"""The gated delta rule: a state per head that forgets, and that each token corrects.
+"""The gated delta rule: a recurrent state per head that decays and that each token corrects.
 
 With query q, key k and value v of a token, decay ``0 < a <= 1`` and strength ``0 <= b <= 1``, the
-state S (keys times values) and what the token reads are
+state S (keys times values) and the output o of the token are
 
     S <- a S;  S <- S + b k (v - S^T k)^T;  o = S^T q
 
-A product over a sequence of matrices ``a (1 - b k k^T)``. `recurrent` does it token by token, the
-plain twin. `chunked` writes what a chunk of tokens adds as ``sum_i k_i u_i^T`` (the WY
-representation): the u solve a triangular system, ``(1 + L) u = b v - ...`` with ``L_ij = b_i (k_i
-k_j) a_{j+1} ... a_i``, so that all but one step per chunk are products of matrices.
+That is a product over a sequence of matrices ``a (1 - b k k^T)``. `recurrent`, the reference
+implementation, computes it token by token. `chunked` writes the sum that a chunk of tokens adds as
+``sum_i k_i u_i^T`` (the WY representation): the u solve a triangular system, ``(1 + L) u = b v -
+...`` with ``L_ij = b_i (k_i k_j) a_{j+1} ... a_i``, so that all but one step per chunk are matrix
+products.
 
-Everything is float32, in products that no device shortens: errors of a state stay in it.
+Everything is float32, in products of highest precision on every device: an error in a state
+persists.
 
 References:
   Yang et al., "Gated Delta Networks", 2024, sections 3.1 to 3.3. https://arxiv.org/abs/2412.06464
@@ -37,16 +39,16 @@ _product = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
 class Tokens(NamedTuple):
-    """What the rule is given of tokens, ``[row, time, ...]``, float32.
+    """Inputs of the rule per token, ``[row, time, ...]``, float32.
 
     Attributes:
       query, key: ``[..., key_heads, key_dim]``.
-      value: ``[..., key_heads, group, value_dim]``: value heads, those of a key head together.
+      value: ``[..., key_heads, group, value_dim]``: value heads, grouped by key head.
       log_decay: ``[..., key_heads, group]`` the logarithm of a, at most 0.
       strength: ``[..., key_heads, group]`` b; a token of 0 whose `log_decay` is 0 leaves the state
-        as it is.
-      starts: ``[...]`` whether a token is the first of its sequence, before which the state is 0;
-        whatever a row begins with, its first token need not be.
+        unchanged.
+      starts: ``[...]`` true for the first token of a sequence, before which the state is 0. The
+        first token of a row need not be one: it may continue from an initial state.
     """
 
     query: Array
@@ -60,11 +62,11 @@ class Tokens(NamedTuple):
 def gated_delta_rule(
     tokens: Tokens, initial: State, implementation: str | None = None
 ) -> tuple[Float[Array, "row time value_heads value_dim"], State]:
-    """What each token reads, and the state after the last.
+    """Output of each token, and the state after the last.
 
     Args:
       initial: the state before the first token of each row.
-      implementation: "chunked" or its plain twin "recurrent"; None is "chunked".
+      implementation: "chunked" or the reference implementation "recurrent"; None is "chunked".
 
     Raises:
       ValueError: on an unknown name.
@@ -83,7 +85,7 @@ def gated_delta_rule(
 
 
 def one_token(state: Array, token: Tokens) -> tuple[Array, Array]:
-    """The state after a token of each row, and what it reads.
+    """One step of the recurrence: the state after a token of each row, and the token's output.
 
     Args:
       state: ``[row, key_heads, group, key_dim, value_dim]``.
@@ -98,21 +100,21 @@ def one_token(state: Array, token: Tokens) -> tuple[Array, Array]:
 
 
 def recurrent(tokens: Tokens, state: Array) -> tuple[Array, Array]:
-    """The rule as it is written: one token after the other."""
+    """Reference implementation: the recurrence token by token."""
     by_token = Tokens(*(jnp.moveaxis(x, 1, 0) for x in tokens))
     state, read = lax.scan(one_token, state, by_token)
     return jnp.moveaxis(read, 0, 1), state
 
 
 def chunked(tokens: Tokens, state: Array) -> tuple[Array, Array]:
-    """The rule chunk by chunk. For a token and value head these are at most ``CHUNK (5 key_dim + 3
-    value_dim) / 2 + 3 key_dim value_dim`` multiplications, token by token the last term alone."""
+    """The rule chunk by chunk. It takes at most ``CHUNK (5 key_dim + 3 value_dim) / 2 + 3 key_dim
+    value_dim`` multiplications per token and value head; `recurrent` takes the last term alone."""
     time = tokens.key.shape[1]
     if time == 0:
         return tokens.value, state
     size = min(CHUNK, time)
     chunks = Tokens(*(_in_chunks(x, size) for x in tokens))
-    # Logarithms of the decay from the chunk's begin, and how many sequences have begun since.
+    # Log-decay from the start of the chunk, and the number of sequences that started since.
     decayed = jnp.cumsum(jnp.moveaxis(chunks.log_decay, 2, -1), axis=-1)
     begun = jnp.cumsum(chunks.starts.astype(jnp.int32), axis=-1)[:, :, None, None]
     decay = _decay_between(decayed, begun)
@@ -122,7 +124,7 @@ def chunked(tokens: Tokens, state: Array) -> tuple[Array, Array]:
     carried = jnp.where(begun == 0, jnp.exp(decayed), 0.0)
     keys = jnp.moveaxis(chunks.key, 2, 3)[:, :, :, None]
     values = jnp.moveaxis(chunks.value, 2, 4)
-    # The triangle above the diagonal, and the diagonal, of which ones are taken, are not read.
+    # `triangular_solve` reads neither the upper triangle nor the diagonal, which counts as ones.
     sides = jnp.concatenate(
         [strength[..., None] * values, (strength * carried)[..., None] * keys], axis=-1
     )
@@ -149,7 +151,7 @@ def chunked(tokens: Tokens, state: Array) -> tuple[Array, Array]:
 
 
 def _in_chunks(x: Array, size: int) -> Array:
-    """``[row, time, ...]`` to ``[chunk, row, size, ...]``, lengthened by zeros."""
+    """Reshapes ``[row, time, ...]`` to ``[chunk, row, size, ...]``, padded with zeros."""
     missing = -x.shape[1] % size
     x = jnp.pad(x, ((0, 0), (0, missing), *((0, 0) for _ in x.shape[2:])))
     return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
@@ -158,8 +160,8 @@ def _in_chunks(x: Array, size: int) -> Array:
 def _decay_between(
     decayed: Float[Array, "*batch token"], begun: Int[Array, "*_batch token"]
 ) -> Float[Array, "*batch token token"]:
-    """The decay from each earlier token j of a chunk to each token i, ``a_{j+1} ... a_i``; 0 where
-    they are of two sequences, and above the diagonal."""
+    """Decay from each earlier token j of a chunk to each token i, ``a_{j+1} ... a_i``; 0 where they
+    belong to different sequences, and above the diagonal."""
     meet = jnp.tril(begun[..., :, None] == begun[..., None, :])
     between = decayed[..., :, None] - decayed[..., None, :]
     # Above the diagonal the difference is positive and could overflow, in the gradient too.

@@ -1,7 +1,7 @@
-"""Convolution and gated delta rule between the projections: of whole sequences, or of one token.
+"""Convolution and gated delta rule between the projections: for whole sequences, or for one token.
 
-Padding and other sequences of a row are no part of a sequence wherever they stand: the tokens of a
-row are brought together sequence by sequence first, and put back after.
+Padding and other sequences of a row do not affect a sequence, wherever they are: the tokens of a
+row are sorted by sequence first, and moved back afterwards.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ Outputs = Float[Array, "token value_heads value_dim"]
 
 
 class Mixed(NamedTuple):
-    """What projections make of tokens, for the heads of a ``tp`` rank.
+    """Projections of tokens, for the heads of a ``tp`` rank.
 
     Attributes:
       content: ``[token, key_heads, channel]`` query, key and values of each key head, before the
@@ -44,11 +44,12 @@ class Mixed(NamedTuple):
 
 
 class DeltaState(NamedTuple):
-    """All that a row is gone on with.
+    """Recurrent state from which a row is continued.
 
     Attributes:
-      state: ``[row, value_heads, key_dim, value_dim]`` of the rule, float32.
-      tail: ``[row, key_heads, channel, width - 1]`` of the convolution, in the dtype of `content`.
+      state: ``[row, value_heads, key_dim, value_dim]`` state of the rule, float32.
+      tail: ``[row, key_heads, channel, width - 1]`` last inputs of the convolution, in the dtype of
+        `content`.
     """
 
     state: Array
@@ -57,17 +58,17 @@ class DeltaState(NamedTuple):
 
 @dataclass(frozen=True)
 class DeltaCore:
-    """What lies between the projections of Gated DeltaNet.
+    """Core of Gated DeltaNet, between its projections.
 
     Args:
-      run: (what was made of the tokens, ``[key_heads, channel, width]`` filters) -> what each token
-        reads, float32, and what its row is gone on with.
+      run: (projections of the tokens, ``[key_heads, channel, width]`` filters) -> output of each
+        token, float32, and the state of its row after it.
     """
 
     run: Callable[[Mixed, Array], tuple[Outputs, DeltaState]]
 
     def watched(self, see: Callable[[DeltaState], None]) -> "DeltaCore":
-        """The same, which shows what rows are gone on with."""
+        """The same core, which calls `see` with the state of the rows after the tokens."""
 
         def run(mixed: Mixed, filters: Array) -> tuple[Outputs, DeltaState]:
             read, after = self.run(mixed, filters)
@@ -78,7 +79,7 @@ class DeltaCore:
 
 
 def delta_core(mask: SegmentMask | None, config: ModelConfig) -> DeltaCore:
-    """That of the sequences of a packed batch."""
+    """Core for the sequences of a packed batch."""
     assert mask is not None and config.delta is not None
     return DeltaCore(partial(over_sections, mask, config.delta))
 
@@ -86,12 +87,12 @@ def delta_core(mask: SegmentMask | None, config: ModelConfig) -> DeltaCore:
 def over_sections(
     mask: SegmentMask, delta: GatedDeltaNet, mixed: Mixed, filters: Array
 ) -> tuple[Outputs, DeltaState]:
-    """The sequences of a packed batch, section after section: rows that follow those of another
-    section (responses of prompts) go on with what these leave behind.
+    """Runs the sequences of a packed batch, section after section: rows that follow those of
+    another section (responses after prompts) start from the states that these end with.
 
     Returns:
-      What each token reads, and what the rows of the last section are gone on with. It is of the
-      last sequence of each row.
+      The output of each token, and the states after the rows of the last section: after the last
+      sequence of each row.
     """
     assert mask.zigzag.ranks == 1  # `moe.placement.specs` refuses the others
     sections = zip(*map(mask.zigzag.split, mixed), strict=True)
@@ -114,8 +115,8 @@ def one_step(
     mixed: Mixed,
     filters: Array,
 ) -> tuple[Outputs, DeltaState]:
-    """The same of one token for each row, which is the next of its sequence; rows that are not live
-    stay as they are."""
+    """Decode step: one token for each row, the next of its sequence; the state of rows that are not
+    live stays unchanged."""
     row = Mixed(*(x[:, None] for x in mixed))
     content = row.content.astype(jnp.float32)
     reach = jnp.full(content.shape[:2], LARGEST)
@@ -139,11 +140,11 @@ def _over_rows(
     single: bool,
     delta: GatedDeltaNet,
 ) -> tuple[Float[Array, "row time value_heads value_dim"], DeltaState]:
-    """Of rows of one length.
+    """Convolution and rule over rows of equal length.
 
     Args:
       segments: the sequence of each token within its row, 0 for padding.
-      single: the one sequence of a row goes on from `before`; else each begins with nothing.
+      single: the one sequence of a row continues from `before`; otherwise each starts from zeros.
     """
     order = jnp.argsort(jnp.where(segments > 0, segments, LARGEST), axis=1, stable=True)
     segments = _in_order(segments, order)
@@ -155,7 +156,7 @@ def _over_rows(
         new = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
         starts = new & valid
         reach = place - lax.cummax(jnp.where(starts, place, 0), axis=1)
-    # Padding leaves the state as it is.
+    # Padding leaves the state unchanged: no decay, no correction.
     counted = valid[:, :, None, None]
     own = own._replace(
         log_decay=jnp.where(counted, own.log_decay, 0.0),
@@ -174,7 +175,7 @@ def _tokens(
     starts: Bool[Array, "row time"],
     delta: GatedDeltaNet,
 ) -> Tokens:
-    """What the rule takes of what the convolution gives."""
+    """Inputs of the rule from the output of the convolution; queries and keys are normalised."""
     width = delta.key_head_dim
     query, key, value = jnp.split(content, [width, 2 * width], axis=-1)
     value = value.reshape(*value.shape[:-1], delta.values_per_key, delta.value_head_dim)
@@ -187,12 +188,12 @@ def _of_length_one(x: Array) -> Array:
 
 
 def _in_order(x: Shaped[Array, "row time *rest"], order: Int[Array, "row time"]) -> Array:
-    """The tokens of each row in another order."""
+    """Gathers the tokens of each row in another order."""
     return jax.vmap(lambda row, own: row.at[own].get(unique_indices=True))(x, order)
 
 
 def _nothing(mixed: Mixed, filters: Array, delta: GatedDeltaNet) -> DeltaState:
-    """What stands before a sequence."""
+    """State before the first token of a sequence: zeros."""
     rows, _, keys, channel = mixed.content.shape
     heads = keys * delta.values_per_key
     state = jnp.zeros((rows, heads, delta.key_head_dim, delta.value_head_dim))

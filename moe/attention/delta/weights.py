@@ -1,10 +1,10 @@
-"""The weights of Gated DeltaNet.
+"""Weights of Gated DeltaNet.
 
-Axes: ``delta_layer d_model``; ``delta_key_head`` and ``delta_value_head``, spread over ``tp``, and
-the width of the latter, ``delta_value_dim``; ``delta_in``, what a key head is made of the stream:
-query, key, the values and the gates of its value heads; ``delta_pair``, their strengths and then
-their decays; ``delta_channel``, all queries, then all keys, then all values; ``delta_width``, the
-tokens that a filter reads.
+Axes: ``delta_layer d_model``; ``delta_key_head`` and ``delta_value_head``, sharded over ``tp``, and
+the width of the latter, ``delta_value_dim``; ``delta_in``, the projections of a key head: query,
+key, the values and the gates of its value heads; ``delta_pair``, their strengths and then their
+decays; ``delta_channel``, all queries, then all keys, then all values; ``delta_width``, the tokens
+that a filter reads.
 """
 
 from typing import Generic, TypeVar
@@ -19,11 +19,11 @@ Leaf = TypeVar("Leaf")
 
 @struct.dataclass
 class DeltaNet(Generic[Leaf]):
-    """`norm` and `out_norm` are as those of attention.
+    """Weights of a Gated DeltaNet layer; `norm` and `out_norm` are as those of attention.
 
     The decay of a value head is ``exp(-exp(log_rate) softplus(x + rate_bias))`` (`A_log` and
-    `dt_bias` in Mamba's words); `read_norm` is of what each value head reads, which its gate then
-    multiplies.
+    `dt_bias` in Mamba's words); `read_norm` normalises the output of each value head, which its
+    gate then multiplies.
     """
 
     norm: Leaf
@@ -38,10 +38,10 @@ class DeltaNet(Generic[Leaf]):
 
 
 def delta_weights(config: ModelConfig, out_scale: float) -> DeltaNet[Weight]:
-    """Their statement.
+    """Table of these weights.
 
     Args:
-      out_scale: of the start of what is added to the residual stream.
+      out_scale: scale of the initial values of the output projection.
     """
     norm, inward = norm_weight("delta_layer d_model"), "d_model"
     return DeltaNet(

@@ -1,1 +1,2 @@
-"""Core attention by fused kernels, and what they lack made of what they have."""
+"""Core attention by JAX's fused kernels (cuDNN, XLA), with sinks and padding rewritten to fit
+them."""

@@ -1,10 +1,10 @@
-"""The fused kernels of `jax.nn.dot_product_attention`, which know rows by their lengths.
+"""Attention by the fused kernels of `jax.nn.dot_product_attention`, with row lengths as the mask.
 
-A row of one sequence is moved to the front of its columns, in order: then its length is all of its
-mask that a causal kernel needs, and no array of queries times keys exists. Rows of several
-sequences need a mask, one number for all heads: cuDNN takes such rows by the offsets of their
-sequences too, but the public function does not pass these on, and JAX's private one reads the keys
-of other tokens before 0.12 where query heads share a key/value head.
+The tokens of a row with one sequence are moved to the front, in order: then a causal kernel needs
+only the row's length, and no array of queries times keys exists. Rows of multiple sequences need a
+mask array, one number for all heads: cuDNN also takes such rows by the offsets of their sequences,
+but the public function does not pass these on, and JAX's private one reads the keys of other tokens
+before 0.12 where query heads share a key/value head.
 """
 
 from typing import Literal
@@ -20,8 +20,8 @@ from sharding.collectives import alike
 Kernel = Literal["xla", "cudnn"]
 
 LARGEST_MASK = 2**27
-"""Numbers of a mask: 256 MiB of half precision, and as much again for the gradient that the kernel
-gives them."""
+"""Elements of a mask, at most: 256 MiB of half precision, and as much again for the gradient of the
+mask that the kernel computes."""
 
 
 def fused_attention(
@@ -33,11 +33,11 @@ def fused_attention(
     implementation: Kernel,
     sinks: Float[Array, "heads"] | None = None,
 ) -> Float[Array, "batch time heads v_head_dim"]:
-    """``softmax(scale q k) v`` over the visible positions, by a kernel of that name.
+    """``softmax(scale q k) v`` over the visible positions, by the named kernel.
 
-    By lengths where the rows are of one sequence each and queries stand in the last places of the
-    keys. Queries are then computed for all places of the keys, those before the first one of zeros;
-    where that would be most of them, a mask that is small enough is taken instead. Sinks are keys
+    Row lengths are the mask where each row is one sequence and the queries are its last positions.
+    Queries are then computed for all positions of the keys, with zeros before the first one; where
+    these would be the majority and a mask array is small enough, it is used instead. Sinks are keys
     (`moe.attention.fused.sink_keys`).
     """
     size, width = head_size(query, value, sinks), value.shape[-1]
@@ -54,7 +54,7 @@ def fused_attention(
 
 
 def takes_lengths(mask: Mask) -> bool:
-    """Whether lengths stand for the mask."""
+    """True if row lengths can replace the mask array."""
     time, source = mask.query.column.shape[1], mask.key.column.shape[1]
     static = mask.window is None or isinstance(mask.window, int)
     few = 2 * time < source and mask_size(mask) <= LARGEST_MASK
@@ -62,12 +62,13 @@ def takes_lengths(mask: Mask) -> bool:
 
 
 def mask_size(mask: Mask) -> int:
-    """Numbers of a mask of queries times keys."""
+    """Number of elements of a mask of queries times keys."""
     return mask.query.column.size * mask.key.column.shape[1]
 
 
 def head_size(query: Array, value: Array, sinks: Array | None = None) -> int:
-    """The kernels take heads of one size, a multiple of 8: the zeros added change no score."""
+    """Head size for the kernels, which take one size for queries, keys and values, a multiple of 8;
+    the zeros that pad them change no score."""
     wide = query.shape[-1] + (0 if sinks is None else WIDTH)
     return -(-max(wide, value.shape[-1]) // 8) * 8
 
@@ -105,10 +106,10 @@ def _by_lengths(
 ) -> Array:
     time, source = query.shape[1], key.shape[1]
     tokens, window = mask.key.segment > 0, mask.window
-    # Tokens to the front, padding behind them, both in the order of columns.
+    # Tokens first, padding after them, both in the order of columns.
     order = jnp.argsort(~tokens, axis=1, stable=True)
     lengths = jnp.sum(tokens, axis=1, dtype=jnp.int32)
-    # Places that a query sees: its own, and those before it.
+    # Number of positions that a query sees: its own, and those before it.
     reach = window
     if sinks:
         order = between_sinks(order, window)
@@ -117,7 +118,7 @@ def _by_lengths(
     back = jnp.argsort(order, axis=1)
     within = (jnp.arange(source)[None] < lengths[:, None])[..., None, None]
     query = jnp.pad(query, ((0, 0), (source - time, 0), (0, 0), (0, 0)))
-    # Zeros behind them: whatever a kernel writes there, forward or backward, is not looked at.
+    # Zeros after them: whatever a kernel writes there, forward or backward, is not read.
     moved = (jnp.where(within, _moved(x, order, back), 0) for x in (query, key, value))
     out = jax.nn.dot_product_attention(
         *(_even(x, 1) for x in moved),
@@ -137,7 +138,8 @@ def _moved(
     order: Int[Array, "batch time"],
     back: Int[Array, "batch time"],
 ) -> Shaped[Array, "batch time *rest"]:
-    """Rows in another order. Its gradient is moved `back`: a gather too, which adds nothing."""
+    """Gathers the tokens of rows in another order. The gradient is gathered in the order `back`,
+    without a scatter-add."""
     rest = (1,) * (x.ndim - 2)
     return jnp.take_along_axis(x, order.reshape(*order.shape, *rest), axis=1)
 
@@ -159,5 +161,5 @@ def _widened(x: Array, size: int) -> Array:
 
 
 def _even(x: Array, axis: int) -> Array:
-    """`x` with a zero after an odd number of places, which the gradient's kernel does not take."""
+    """`x` padded to an even length: the gradient's kernel does not take an odd one."""
     return jnp.pad(x, [(0, x.shape[axis] % 2 if n == axis else 0) for n in range(x.ndim)])

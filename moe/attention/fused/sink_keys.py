@@ -1,10 +1,11 @@
-"""Attention sinks as keys, for kernels whose softmax knows keys alone.
+"""Attention sinks as extra keys, for kernels whose softmax has no sink term.
 
-A sink is a key that every query sees, without a value: its score is the head's sink whatever the
-query is, as queries get two more elements, ``sink / scale`` and what rounding takes off it, that
-meet ones in this key and zeros in all others. A window passes over a key that stands in front of a
-row: there one stands before every `window` tokens, so that any ``window + 1`` neighbours, and any
-fewer from the first on, are one sink and the tokens that the window lets a query see.
+A sink is a key that every query sees, with a zero value. Its score is the head's sink for any
+query: queries get two more elements, ``sink / scale`` and the rounding error of it, which multiply
+ones in this key and zeros in all others. A sliding window would leave a key at the front of a row
+behind. So with a window there is one sink before every `window` tokens: any ``window + 1``
+neighbours, and any fewer from the first on, are exactly one sink and the tokens that the window
+lets a query see.
 """
 
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ WIDTH = 2
 
 
 def sinks_among(source: int, window: int | None) -> int:
-    """How many stand among that many tokens, of which a window shows so many; None is all."""
+    """Number of sinks among `source` tokens with a window; None is no window, and one sink."""
     return 1 if window is None else -(-source // window)
 
 
@@ -32,12 +33,12 @@ def with_sinks(
     Float[Array, "batch more kv_heads wider"],
     Float[Array, "batch more kv_heads v_head_dim"],
 ]:
-    """All three with so many sinks in front, as queries zeros."""
+    """Queries, keys and values with `number` sinks in front; the queries there are zeros."""
     scores = sinks.astype(jnp.float32) / scale
     kind = jnp.finfo(query.dtype)
-    # A cast there and back may be left out by the compiler.
+    # Not two casts: the compiler may remove a cast to a narrow dtype and back.
     rounded = lax.reduce_precision(scores, kind.nexp, kind.nmant)
-    # Gradients by the first alone: both are of one number.
+    # The gradient goes through the first element alone: both are parts of one number.
     rest = lax.stop_gradient(scores - rounded)
     both = jnp.broadcast_to(jnp.stack([scores, rest], -1), (*query.shape[:3], WIDTH))
     query = jnp.concatenate([query, both.astype(query.dtype)], axis=-1)
@@ -49,7 +50,10 @@ def with_sinks(
 def between_sinks(
     order: Int[Array, "batch source"], window: int | None
 ) -> Int[Array, "batch more"]:
-    """An order of tokens, as one of tokens behind their sinks in which these are among them."""
+    """Order of tokens and sinks together, from an order of the tokens alone.
+
+    It indexes arrays in which the sinks come before all tokens (`with_sinks`).
+    """
     source = order.shape[1]
     number = sinks_among(source, window)
     stride = 1 + (source if window is None else window)

@@ -1,1 +1,1 @@
-"""Tokens to the devices of their experts and back, one file for each way."""
+"""Token dispatch and combine across devices (expert parallelism), one file for each method."""

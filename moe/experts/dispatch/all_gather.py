@@ -1,5 +1,5 @@
-"""The all-gather dispatcher: all tokens go to every device that shares experts; each computes its
-own experts' part.
+"""All-gather token dispatcher: all tokens are sent to every device of the expert-parallel group;
+each computes its local experts.
 """
 
 import jax.numpy as jnp
@@ -28,11 +28,12 @@ def all_gather_dispatch(
     wire: str | None = None,
     activation: Activation = "silu",
 ) -> tuple[Float[Array, "local d_model"], Int[Array, ""]]:
-    """Gather tokens and routing over ``ep x etp``, sum what the own experts give, reduce-scatter.
+    """All-gathers tokens and routing over ``ep x etp``, sums the outputs of the local experts, and
+    reduce-scatters the sums.
 
     Communication per device and layer, forward, with ``n = ep etp`` and T local tokens: ``T d_model
-    (n - 1)`` elements out and as many back in float32, whatever k is, and ``2 T k (n - 1)`` numbers
-    of routing out; backward the same. It wins where k is large.
+    (n - 1)`` elements out and as many back in float32, for any k, and ``2 T k (n - 1)`` numbers of
+    routing out; backward the same. It is the fastest for large k.
 
     References:
       Jin et al., "MegaScale-MoE", 2025, section 3.2. https://arxiv.org/abs/2505.11432

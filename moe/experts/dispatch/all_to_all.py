@@ -1,4 +1,5 @@
-"""The all-to-all dispatcher: tokens go to the devices of their experts, as many to each peer.
+"""All-to-all token dispatcher: tokens are sent to the devices of their experts, in buffers of equal
+size for each peer.
 
 DeepEP and Megatron's ``MoEAlltoAllTokenDispatcher`` split a send buffer by counts known at run
 time; XLA's all-to-all has equal splits, so each peer has `peer_tokens` slots of the buffer, some
@@ -33,10 +34,11 @@ def all_to_all_dispatch(
     wire: str | None = None,
     activation: Activation = "silu",
 ) -> tuple[Float[Array, "local d_model"], Int[Array, ""]]:
-    """Permute, all-to-all over ``ep``, all-gather over ``etp``, experts, and the way back.
+    """Permutes tokens, sends them by an all-to-all over ``ep`` and an all-gather over ``etp``, runs
+    the experts, and reverses it.
 
-    A token goes once to each device that has experts of its choice, with all its choices and probs,
-    and one sum of what they give comes back.
+    A token is sent once to each device that has some of its experts, with all its expert ids and
+    gate weights, and one sum of their outputs comes back.
 
     Communication per device and layer, forward, with R from `peer_tokens`: an all-to-all of ``R
     ep`` tokens out and one back, an all-gather of them over ``etp`` and a reduce-scatter back; ``2
@@ -53,7 +55,7 @@ def all_to_all_dispatch(
 
     goes = has_experts_at(routing.experts, num_local, num_peers)
     position = jnp.cumsum(goes, axis=0) - 1
-    # What is more than there is room for must not take the slot of another peer.
+    # Overflow must not take the slots of another peer.
     fits = goes & (position < per_peer)
     slot = jnp.where(fits, jnp.arange(num_peers)[None] * per_peer + position, num_slots)
     token, places = slots_of(slot, num_slots, k)
@@ -69,7 +71,7 @@ def all_to_all_dispatch(
         rows = exchange_fp8(rows.reshape(num_peers, per_peer, -1), mesh.ep, *name)
         return rows.reshape(num_slots, -1)
 
-    # In an empty slot every id is past the last expert: the token is nobody's.
+    # In an empty slot every id is past the last expert, so no expert computes it.
     nobodys = num_peers * num_local
     ids = jnp.where(token[:, None] < num_tokens, take_rows(routing.experts, token), nobodys)
     rows = exchange_wide(spread_rows(x, token, places, None, kernels), DISPATCHED)
@@ -95,10 +97,10 @@ def whole_experts(
     wire: str | None = None,
     activation: Activation = "silu",
 ) -> tuple[Float[Array, "row d_model"], Int[Array, ""]]:
-    """`routed_experts` whose hidden units are spread over ``etp``, and which are those of ``ep``.
+    """`routed_experts` with experts sharded over ``ep`` and their hidden units over ``etp``.
 
-    Each device computes its hidden units' part for the tokens of all ``etp`` ranks; the parts add
-    up.
+    Each device computes its hidden units for the tokens of all ``etp`` ranks; the partial sums are
+    reduce-scattered.
 
     Args:
       experts: ids over the experts of all devices.

@@ -1,4 +1,4 @@
-"""How large the buffers are that tokens travel in, and that their rows are computed in."""
+"""Sizes of the buffers of token dispatch: tokens per peer, and rows per device."""
 
 import math
 
@@ -9,10 +9,10 @@ ROW_TILE = 32
 
 
 def peer_choices(num_tokens: int, k: int, num_local: int, capacity: int | None) -> int:
-    """Choices that one device may send to another: ``min(T min(k, L), C L)``.
+    """Largest number of expert ids that one device can send to another: ``min(T min(k, L), C L)``.
 
-    A token has an expert once (`without_repeats` sees to it), so that it has at most ``min(k, L)``
-    choices among L experts.
+    A token has an expert once (`without_repeats` ensures it), so that it has at most ``min(k, L)``
+    of the L experts of a device.
     """
     most = num_tokens * min(k, num_local)
     return most if capacity is None else min(most, capacity * num_local)
@@ -26,7 +26,7 @@ def buffer_rows(
     capacity: int | None = None,
     buffer_factor: float | None = None,
 ) -> int:
-    """Rows that the experts of one device compute at most, whatever the routing.
+    """Largest number of rows that the experts of one device compute, for any routing.
 
     With ``n = ep etp`` devices that share experts these are the `peer_choices` of each, or with a
     `buffer_factor` F and if that is less ``F T k etp``, as even routing gives with F = 1, rounded
@@ -37,7 +37,7 @@ def buffer_rows(
     if buffer_factor is None:
         return most
     unit = math.lcm(ROW_TILE, devices)
-    # A product that is whole but for its rounding is taken as whole.
+    # A product that is an integer up to rounding counts as that integer.
     even = round(buffer_factor * num_tokens * k * mesh.size(mesh.etp), 9)
     return min(most, math.ceil(even / unit) * unit)
 
@@ -50,10 +50,10 @@ def peer_tokens(
     capacity: int | None = None,
     buffer_factor: float | None = None,
 ) -> int:
-    """Tokens that one device may send to another where all get buffers of one size.
+    """Largest number of tokens that one device can send to another, with buffers of equal size.
 
-    A token goes to a device once, however many of its experts are there: these are ``min(T, C L)``,
-    and no more than a device's share of `buffer_rows`.
+    A token is sent to a device once, however many of its experts are there: these are ``min(T, C
+    L)``, and no more than a device's share of `buffer_rows`.
     """
     devices = mesh.size(mesh.ep) * mesh.size(mesh.etp)
     most = num_tokens if capacity is None else min(num_tokens, capacity * num_local)

@@ -1,22 +1,22 @@
-"""Tokens travel to the devices that hold their experts, and back.
+"""Token dispatch to the devices of the experts and combine of their outputs, by a chosen method.
 
-Experts are spread over ``ep`` and the hidden units of each over ``etp``; a device's tokens are its
-own whatever attention made of them. Three dispatchers, one file each: `all_to_all` (tokens go where
-their experts are), `all_gather` (all tokens go everywhere) and `ragged` (tokens go in slices as
-long as they are; no CPU). A token goes to a device once, however many of its experts are there, and
-one sum comes back.
+Experts are sharded over ``ep`` and the hidden units of each over ``etp``; tokens keep the sharding
+of the residual stream. There are three dispatchers, one file each: `all_to_all` (tokens are sent to
+the devices of their experts), `all_gather` (all tokens are sent everywhere) and `ragged` (slices of
+dynamic length; not on CPU). A token is sent to a device once, however many of its experts are
+there, and one sum comes back.
 
-Buffers have static shapes: by default they hold any routing, so that the result never depends on
-how even it is (Megatron's dropless); with a capacity they shrink to what it lets through. With a
-`buffer_factor` they hold that many times what even routing sends. What finds no room adds nothing
-and is counted: the sum over devices and layers tells whether a result is that of the routing, and
-who asks for smaller buffers must look at it and compute again where it is not 0.
+Buffers have static shapes. By default they are large enough for any routing, so that the result
+never depends on load balance (Megatron's dropless); with a capacity they shrink to what it admits.
+With a `buffer_factor` they have that multiple of balanced load. Overflow contributes nothing and is
+counted: if the sum over devices and layers is not 0, the result is not that of the routing, and the
+caller must recompute it with larger buffers.
 
-What is rounded to the dtype of the tokens: a row after each of its two products, its hidden units
-after they were multiplied by the prob in float32. The rows of a token on one device are added up in
-float32. Between devices "all_gather" adds up these float32 sums; the others round them once for the
-way back and add them up in float32 again. The whole is rounded once. What ``etp`` adds up on the
-way are parts of one product, of the dtype of the tokens as over ``tp``.
+Rounded to the dtype of the tokens are: a row after each of its two products, and its hidden units
+after the multiplication by the gate weight in float32. The rows of a token on one device are summed
+in float32. Across devices "all_gather" sums these float32 sums; the others round them once for the
+way back and sum them in float32 again. The total is rounded once. Sums over ``etp`` are partial
+sums of one product, in the dtype of the tokens, as over ``tp``.
 """
 
 from dataclasses import replace
@@ -66,27 +66,29 @@ def dispatch(
     Args:
       weights: the experts of this device.
       x: normalised tokens of this device.
-      routing: where they go, over the experts of all devices. Any will do: an expert that a token
-        has twice is sent one row, with the sum of the probs.
-      capacity: choices that `routing` sends from one device to one expert at most; None when
-        nothing was dropped. What it sends beyond that adds nothing to the result.
-      implementation: "all_to_all", "all_gather" or "ragged"; None takes the one whose collectives
-        take least time (`moe.experts.dispatch.cost`).
-      product: how the rows are multiplied, see `moe.experts.feed_forward.routed_experts`; where by
-        kernels, kernels lay out and sum what travels too.
-      buffer_factor: rows that a device computes at most, as a multiple of those of even routing
-        (`moe.experts.dispatch.buffers.buffer_rows`); None is room for any routing.
-      chunks: parts that the tokens go in, one beside the other
-        (`moe.experts.dispatch.token_chunks`). Each has buffers of its own size.
-      exchange_rate: of an all-to-all as a part of a ring's (`moe.experts.dispatch.cost.Exchange`).
-      wire: "float8_e4m3fn" sends tokens, sums and their gradients in a byte an element
-        (`sharding.activation_wire`); None as they are. The routing is sent as it is.
+      routing: expert ids over the experts of all devices, and gate weights. Ids may repeat: an
+        expert that a token has twice is sent one row, with the sum of the gate weights.
+      capacity: largest number of expert ids that `routing` sends from one device to one expert;
+        None if nothing was dropped. Any beyond that contribute nothing to the result.
+      implementation: "all_to_all", "all_gather" or "ragged"; None is the one whose collectives take
+        the least time (`moe.experts.dispatch.cost`).
+      product: implementation of the grouped GEMMs, see
+        `moe.experts.feed_forward.routed_experts`; with kernels, kernels also permute and sum the
+        tokens that are sent.
+      buffer_factor: largest number of rows that a device computes, as a multiple of balanced load
+        (`moe.experts.dispatch.buffers.buffer_rows`); None is enough for any routing.
+      chunks: number of independent chunks of tokens (`moe.experts.dispatch.token_chunks`). Each has
+        buffers of its own size.
+      exchange_rate: rate of an all-to-all relative to a ring's
+        (`moe.experts.dispatch.cost.Exchange`).
+      wire: communication dtype: "float8_e4m3fn" sends tokens, sums and their gradients in one byte
+        per element (`sharding.activation_wire`); None is their own. The routing is sent unchanged.
       activation: of the experts, see `moe.experts.gated.activated`.
 
     Returns:
-      The sums, and how many choices found no room at this device, as sender or as receiver; 0
-      without a `buffer_factor`, as long as `capacity` tells the truth. With any at some device the
-      sums are not those of the routing.
+      The sums, and the number of expert ids that overflowed at this device, as sender or receiver;
+      0 without a `buffer_factor`, if `capacity` is correct. If any device has an overflow, the sums
+      are not those of the routing.
 
     Raises:
       ValueError: on an unknown name, and for "ragged" on CPU devices.
@@ -125,7 +127,8 @@ def rows_received(
     capacity: int | None = None,
     buffer_factor: float | None = None,
 ) -> int:
-    """Rows of ``d_model`` numbers that one device receives per layer in the forward pass.
+    """Number of rows of ``d_model`` elements that one device receives per layer in the forward
+    pass.
 
     With ``n = ep etp`` devices that share experts, T local tokens and `peer_tokens` R from one
     device to another:
@@ -149,7 +152,7 @@ def rows_received(
 
 
 def check_dispatch(name: str, mesh: FoldedMesh) -> None:
-    """Refuses a dispatcher that is none, or that such devices do not have.
+    """Checks that a dispatcher exists, and that the devices of a mesh support it.
 
     Raises:
       ValueError: on an unknown name, and for "ragged" on CPU devices.

@@ -1,10 +1,10 @@
-"""What each way to the experts costs: the time of its collectives on the links that they take.
+"""Cost model of token dispatchers: predicted time of their collectives, and the cheapest one.
 
-Bytes are those of `sharding.planner.volumes`, links those of `sharding.planner.hardware`. What is
-counted is what is sent: of "ragged" the tokens that even routing sends, of the others their whole
-buffers. The time is that of many tokens, in which latencies are nothing, so that the answer depends
-on the network, its mesh and its devices and not on a batch: training, scoring and sampling ask
-alike and take the same.
+Bytes are those of `sharding.planner.volumes`, links those of `sharding.planner.hardware`. Sent
+bytes are counted: for "ragged" those of balanced routing, for the others those of their full
+buffers. The time is for many tokens, for which latencies are negligible, so that the result depends
+on the network, its mesh and its devices and not on a batch: training, scoring and sampling choose
+the same dispatcher.
 """
 
 import math
@@ -17,24 +17,24 @@ from sharding.planner import links, volumes
 from sharding.planner.hardware import HARDWARE, UNKNOWN, Hardware, of_kind
 
 MANY = 2**20
-"""Tokens of a device, so many that what they share is rounded to nothing."""
+"""Tokens of a device, so many that fixed costs and rounding are negligible."""
 NAMES = ("all_gather", "all_to_all", "ragged")
 """The first of equals is taken: "all_gather" needs no permutation."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """What a layer sends to its experts.
+    """Token exchange of a layer: the sizes that its time depends on.
 
     Attributes:
-      num_experts: on all devices.
-      k: experts of a token.
+      num_experts: number of experts on all devices.
+      k: experts per token.
       d_model: elements of a token.
-      itemsize: bytes of one.
-      peer_capacity: of a device's tokens, the part that buffers of one size let it send to one
-        other: 1 for any routing, less with a capacity or a buffer factor.
-      rate: of an all-to-all as a part of a ring's, as `benchmarks/dispatch.py` measures it; None is
-        `Hardware.exchange`.
+      itemsize: bytes of an element.
+      peer_capacity: fraction of a device's tokens that its buffers let it send to one peer: 1 for
+        any routing, less with a capacity or a buffer factor.
+      rate: rate of an all-to-all relative to a ring's, as `benchmarks/dispatch.py` measures it;
+        None is `Hardware.exchange`.
       wire: as in `moe.experts.dispatch.choice.dispatch`.
     """
 
@@ -50,13 +50,14 @@ class Exchange:
 def peer_capacity_of(
     k: int, ep: int, capacity_factor: float | None, buffer_factor: float | None
 ) -> float:
-    """`Exchange.peer_capacity`, `moe.experts.dispatch.buffers.peer_tokens` of many tokens."""
+    """`Exchange.peer_capacity`: the limit of `moe.experts.dispatch.buffers.peer_tokens` per token
+    for many tokens."""
     factors = [factor for factor in (capacity_factor, buffer_factor) if factor is not None]
     return min([1.0, *(factor * k / ep for factor in factors)])
 
 
 def seconds(exchange: Exchange, layout: Layout, hardware: Hardware) -> dict[str, float]:
-    """Of `MANY` tokens of each device, forward and backward, by each dispatcher."""
+    """Seconds for `MANY` tokens of each device, forward and backward, by dispatcher."""
     rate = hardware.exchange if exchange.rate is None else exchange.rate
     prompt = replace(hardware, latency_inside=0.0, latency_outside=0.0, exchange=rate)
     k, found = exchange.k, {}
@@ -72,22 +73,23 @@ def seconds(exchange: Exchange, layout: Layout, hardware: Hardware) -> dict[str,
 
 
 def part_with(exchange: Exchange, layout: Layout) -> float:
-    """Of all tokens, those that choose an expert of a given device, where each set of k experts is
-    as likely as any other: ``1 - C(E - L, k) / C(E, k)``."""
+    """Fraction of tokens with an expert on a given device, if all sets of k experts are equally
+    likely: ``1 - C(E - L, k) / C(E, k)``."""
     local = exchange.num_experts // layout.ep
     absent = math.comb(exchange.num_experts - local, exchange.k)
     return 1 - absent / math.comb(exchange.num_experts, exchange.k)
 
 
 def served(mesh: FoldedMesh) -> tuple[str, ...]:
-    """The dispatchers that the devices of a mesh have."""
+    """Dispatchers that the devices of a mesh support."""
     if mesh.platform in ("gpu", "tpu") and mesh.size(mesh.ep) > 1:
         return NAMES
     return NAMES[:2]
 
 
 def hardware_of(mesh: FoldedMesh) -> Hardware:
-    """What is known of a mesh's devices and their links; `UNKNOWN` where nothing is."""
+    """Hardware model of a mesh's devices and their links; `UNKNOWN` for devices that are not
+    listed."""
     if mesh.platform == "cpu":
         return HARDWARE["laptop"]
     if not isinstance(mesh.mesh, jax.sharding.Mesh):
@@ -97,20 +99,20 @@ def hardware_of(mesh: FoldedMesh) -> Hardware:
 
 
 def cheapest(exchange: Exchange, mesh: FoldedMesh) -> str:
-    """The dispatcher that takes least time on a mesh.
+    """Dispatcher with the least predicted time on a mesh.
 
     References:
       Jin et al., "MegaScale-MoE", 2025, section 3.2 (large k gathers, measured from 6 on where
       bytes say 8). https://arxiv.org/abs/2505.11432
     """
     takes = seconds(exchange, mesh.layout, hardware_of(mesh))
-    # What sends as much must not be told apart by the rounding of a sum.
+    # Equal volumes must not be distinguished by the rounding of a sum.
     least = min(takes[name] for name in served(mesh)) * (1 + 1e-6)
     return next(name for name in served(mesh) if takes[name] <= least)
 
 
 def explained(exchange: Exchange, mesh: FoldedMesh) -> str:
-    """The answer of `cheapest` and why, in a line."""
+    """Result of `cheapest` with its reason, in a line."""
     hardware, name = hardware_of(mesh), cheapest(exchange, mesh)
     takes = seconds(exchange, mesh.layout, hardware)
     others = [

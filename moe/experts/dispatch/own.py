@@ -1,4 +1,4 @@
-"""Which choices of a token lie with which device."""
+"""Assignment of a token's expert ids to devices and to slots of the send buffer."""
 
 from dataclasses import replace
 
@@ -17,10 +17,9 @@ def own_choices(
     num_local: int,
     mesh: FoldedMesh,
 ) -> tuple[Int[Array, "token columns"], Float[Array, "token columns"]]:
-    """The choices among the experts of this device, numbered from 0, and their probs.
+    """Local expert ids of each token on this device, from 0, and their gate weights.
 
-    A token has at most ``min(k, L)`` of them, which are the columns; `num_local` where it has
-    fewer.
+    A token has at most ``min(k, L)`` of them, which are the columns; the rest are `num_local`.
     """
     local = experts - lax.axis_index(mesh.ep) * num_local
     own = (local >= 0) & (local < num_local)
@@ -32,8 +31,8 @@ def own_choices(
 
 
 def with_one_bias(weights: Experts[Array], mesh: FoldedMesh) -> Experts[Array]:
-    """Experts of which the first rank of ``etp`` alone adds the bias of what they give: what the
-    ranks give for their parts of the hidden units adds up."""
+    """Experts whose output bias is zero on all ``etp`` ranks but the first: the outputs of the
+    ranks are partial sums, so the bias must be added once."""
     if weights.down_bias is None:
         return weights
     is_first = lax.axis_index(mesh.etp) == 0
@@ -43,7 +42,7 @@ def with_one_bias(weights: Experts[Array], mesh: FoldedMesh) -> Experts[Array]:
 def has_experts_at(
     experts: Int[Array, "token k"], num_local: int, num_peers: int
 ) -> Bool[Array, "token peer"]:
-    """Whether a token has chosen an expert of each device along ``ep``."""
+    """True where a token has an expert on the device along ``ep``."""
     # Padding has an expert id past the last and so a peer past the last.
     peer = experts // num_local
     return jnp.any(peer[:, :, None] == jnp.arange(num_peers)[None, None, :], axis=1)
@@ -52,12 +51,12 @@ def has_experts_at(
 def slots_of(
     slot: Int[Array, "token peer"], num_slots: int, k: int
 ) -> tuple[Int[Array, "slot"], Int[Array, "token copies"]]:
-    """The token in each slot, one past the last for none, and the slots of each token.
+    """Token of each slot, one past the last for an empty one, and the slots of each token.
 
     Args:
-      slot: where a token stands for each peer, `num_slots` for nowhere.
-      num_slots: of all peers.
-      k: choices of a token, and so peers that it goes to at most.
+      slot: slot of a token in the buffer for each peer, `num_slots` for none.
+      num_slots: slots of all peers.
+      k: experts per token, and so the largest number of peers that it is sent to.
     """
     num_peers = slot.shape[1]
     token = inverse_slots(slot.reshape(-1), num_slots) // num_peers
@@ -67,8 +66,8 @@ def slots_of(
 
 
 def _first(which: Bool[Array, "token column"], columns: int) -> Int[Array, "token columns"]:
-    """For each token the `columns` columns of which all that are true come first, in order."""
-    # By counting: few columns are compared with each other, and nothing is sorted.
+    """Indices of `columns` columns for each token, the true ones first, in order."""
+    # By counting: few columns are compared with each other, without a sort.
     so_far, others = jnp.cumsum(which, axis=1), jnp.cumsum(~which, axis=1)
     place = jnp.where(which, so_far, so_far[:, -1:] + others) - 1
     return jnp.argmax(place[:, None, :] == jnp.arange(columns)[None, :, None], axis=2)

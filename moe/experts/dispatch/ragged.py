@@ -1,6 +1,7 @@
-"""The ragged dispatcher: tokens go to the devices of their experts in slices as long as they are.
+"""Ragged all-to-all token dispatcher: tokens are sent to the devices of their experts in slices of
+dynamic length, without padding.
 
-It is built on `jax.lax.ragged_all_to_all`, whose words it uses; CPU devices do not have it.
+It uses `jax.lax.ragged_all_to_all` and its terms; CPU devices do not support it.
 """
 
 import jax.numpy as jnp
@@ -32,20 +33,20 @@ def ragged_dispatch(
     wire: str | None = None,
     activation: Activation = "silu",
 ) -> tuple[Float[Array, "local d_model"], Int[Array, ""]]:
-    """As `moe.experts.dispatch.all_to_all.all_to_all_dispatch`, with nothing but tokens that are
-    there on the wire.
+    """Dispatches as `moe.experts.dispatch.all_to_all.all_to_all_dispatch`, but sends no empty
+    slots.
 
-    The routing goes first, from which each device knows what it will be sent.
+    The routing is gathered first; from it each device computes what it will receive.
 
     Communication per device and layer, forward: an all-gather of the routing over ``ep``, ``2 T k
-    (ep - 1)`` numbers; each token once to each other device with experts of its choice and back,
-    with even routing at most ``2 T k (ep - 1) / ep`` of them. Over ``etp`` whole buffers travel,
+    (ep - 1)`` numbers; each token once to each other device with some of its experts and back, with
+    balanced routing at most ``2 T k (ep - 1) / ep`` of them. Over ``etp`` full buffers are sent,
     ``2 B (etp - 1)`` tokens with ``B = ep`` times `peer_tokens`.
     """
     num_local, num_peers = weights.down.shape[0], mesh.size(mesh.ep)
     num_tokens, k = routing.experts.shape
     sizes = num_tokens, k, num_local, mesh, capacity, buffer_factor
-    # One buffer for all senders: what one leaves free another may use.
+    # One buffer for all senders: space that one leaves free another may use.
     num_slots = num_peers * peer_tokens(*sizes)
 
     experts, probs = (gather_tokens(array, mesh.ep) for array in routing)

@@ -1,6 +1,6 @@
-"""Rows that go to peers in slices as long as they are, as they are or in FP8.
+"""Ragged all-to-all of rows in slices of dynamic length, in their own dtype or in FP8.
 
-Words are those of `jax.lax.ragged_all_to_all`.
+Terms are those of `jax.lax.ragged_all_to_all`.
 """
 
 from functools import partial
@@ -22,9 +22,9 @@ class PeerSlices(NamedTuple):
     """One side of a ragged all-to-all, an entry per peer along ``ep``.
 
     Attributes:
-      input_offsets: first row of the slice for each peer in the own buffer.
-      sizes: its rows.
-      output_offsets: where it goes in the peer's buffer.
+      input_offsets: first row of the slice for each peer in the local buffer.
+      sizes: number of rows of the slice.
+      output_offsets: first row of the slice in the peer's buffer.
     """
 
     input_offsets: Array
@@ -33,12 +33,12 @@ class PeerSlices(NamedTuple):
 
 
 class Way(NamedTuple):
-    """Slices from one buffer to another.
+    """Slices of an exchange from one buffer to another, and of its reverse.
 
     Attributes:
-      sent: as the own buffer has them.
-      received: those that come back the same way, as the other has them.
-      groups_sent, groups_received: the same of the groups of rows that share a scale backward.
+      sent: slices that are sent, by offsets in the local buffer.
+      received: slices of the reverse exchange, by offsets in the other buffer.
+      groups_sent, groups_received: the same for the groups of rows that share a scale backward.
     """
 
     sent: PeerSlices
@@ -52,7 +52,7 @@ class Way(NamedTuple):
 
 
 def way_out(counts: Int[Array, "peer peer"], num_slots: int, mesh: FoldedMesh) -> Way:
-    """The slices of `peer_slices`, and those of their groups."""
+    """Slices of `peer_slices`, and those of their scale groups."""
     at_receiver = jnp.minimum(jnp.cumsum(counts, axis=0) - counts, num_slots)
     groups = -(-jnp.minimum(counts, num_slots - at_receiver) // activation_wire.GROUP)
     room = num_groups(num_slots, mesh.size(mesh.ep))
@@ -60,23 +60,24 @@ def way_out(counts: Int[Array, "peer peer"], num_slots: int, mesh: FoldedMesh) -
 
 
 def num_groups(rows: int, peers: int) -> int:
-    """Groups that slices of so many rows have at most: one of each peer may be short."""
+    """Largest number of scale groups in slices of `rows` rows: one group of each peer may be
+    short."""
     return rows // activation_wire.GROUP + peers
 
 
 def peer_slices(
     counts: Int[Array, "peer peer"], num_slots: int, mesh: FoldedMesh
 ) -> tuple[PeerSlices, PeerSlices]:
-    """What is sent to each peer, and what is sent back.
+    """Slices that are sent to each peer, and slices that are sent back.
 
     Args:
-      counts: rows from each device (first axis) to each (second axis), which stand one receiver
-        after the other in the sender's buffer.
-      num_slots: rows that a receiver has room for; the senders come one after the other.
+      counts: number of rows from each device (first axis) to each (second axis); the sender's
+        buffer is in the order of receivers.
+      num_slots: capacity of a receiver in rows; its buffer is in the order of senders.
     """
     at_sender = jnp.cumsum(counts, axis=1) - counts
     at_receiver = jnp.minimum(jnp.cumsum(counts, axis=0) - counts, num_slots)
-    # What there is no room for stays where it is: the slices in the sender's buffer do not move.
+    # Overflow is not sent; the offsets in the sender's buffer stay the same.
     counts = jnp.minimum(counts, num_slots - at_receiver)
     own = lax.axis_index(mesh.ep)
     return (
@@ -93,12 +94,13 @@ def send(
     mesh: FoldedMesh,
     wire: str | None = None,
 ) -> Float[Array, "slot width"]:
-    """The rows that peers sent here, in a buffer of `num_slots` rows filled up with zeros.
+    """Sends rows to peers, and returns the received ones in a buffer of `num_slots` rows, padded
+    with zeros.
 
     Args:
-      name: of the result, for `moe.remat`.
-      wire: None sends the rows as they are; else their bytes and a scale of each, and backward a
-        scale for each channel of a group of rows (`sharding.activation_wire`).
+      name: checkpoint name of the result, for `moe.remat`.
+      wire: communication dtype. None is that of the rows; FP8 sends bytes and a scale for each row,
+        and backward a scale for each channel of a group of rows (`sharding.activation_wire`).
     """
     rows = vary(rows, mesh.ep)
     if wire is None:
@@ -147,7 +149,7 @@ def _backward(num_slots, num_rows, dtype, axes, name, way, gradient):
     group = _group_of_rows(num_slots, home.sent, home.groups_sent, room)
     magnitude = jnp.abs(gradient.astype(jnp.float32))
     largest = jax.ops.segment_max(magnitude, group, room + 1, indices_are_sorted=False)
-    # A group without rows has the smallest number for its largest.
+    # `segment_max` gives the lowest number for a group without rows.
     scales = scale_of(jnp.maximum(largest, 0))
     content = to_bytes(gradient, scales[group])
     returned = _moved(content, home.sent, home.received, num_rows, axes)
@@ -164,9 +166,9 @@ _sent_fp8.defvjp(_forward, _backward)
 def _group_of_rows(
     num_rows: int, slices: PeerSlices, groups: PeerSlices, none: int
 ) -> Int[Array, "row"]:
-    """The group of each row of a buffer, `none` for rows in no slice."""
+    """Scale group of each row of a buffer, `none` for rows in no slice."""
     row = jnp.arange(num_rows)
-    # Of slices that begin at the same row all but the last are empty.
+    # Of slices that start at the same row, all but the last are empty.
     peer = jnp.searchsorted(slices.input_offsets, row, side="right") - 1
     within = row - slices.input_offsets[peer]
     found = groups.input_offsets[peer] + within // activation_wire.GROUP

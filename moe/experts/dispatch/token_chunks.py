@@ -1,18 +1,18 @@
-"""Tokens go to the experts and back in parts, so that one travels while another is multiplied.
+"""Chunked token dispatch: communication of one chunk overlaps the expert GEMMs of another.
 
-A device's tokens are cut into chunks of consecutive ones, and each chunk goes out, through the
-products and back by itself. Nothing orders two chunks: a scheduler may run the dispatch of one
-beside the products of the one before and the combine of the one before that, forward and backward.
-With c chunks each collective of the layer becomes c of a c-th of the bytes.
+A device's tokens are split into chunks of consecutive ones, and each chunk is dispatched, computed
+and combined by itself. Chunks are independent: a scheduler may overlap the dispatch of one with the
+GEMMs of the one before and the combine of the one before that, forward and backward. With c chunks
+each collective of the layer becomes c collectives of a c-th of the bytes.
 
-What a token gets does not depend on the other tokens, so that chunks change no output; gradients of
-weights are sums over chunks and differ in the last digits. Which choices are dropped is decided
-before (`moe.router.capacity`), for all chunks together. Buffers are those of the tokens of a chunk:
-a capacity C bounds what all chunks send an expert and so what one of them may, ``min(t / c, C L)``
-tokens to a peer with L experts, and shrinks nothing where ``t / c <= C L``; a `buffer_factor` is a
-multiple of what even routing sends of a chunk, which a chunk exceeds more easily than the whole.
+The output of a token does not depend on other tokens, so chunks change no output; gradients of
+weights are sums over chunks and differ in rounding. Dropping is decided before
+(`moe.router.capacity`), for all chunks together. Buffers are sized for the tokens of a chunk: a
+capacity C limits what all chunks send to an expert and so what one of them may send, ``min(t / c, C
+L)`` tokens to a peer with L experts, and shrinks nothing if ``t / c <= C L``; a `buffer_factor` is
+a multiple of the balanced load of a chunk, which a chunk exceeds more easily than all tokens do.
 
-Memory: the gradient of a layer's experts is there once for each chunk until it is added up.
+Memory: the gradient of a layer's experts exists once for each chunk until it is summed.
 
 References:
   Jin et al., "MegaScale-MoE", 2025 (communication beside products). MaxText has such chunks too
@@ -34,7 +34,7 @@ from sharding.collectives import vary, varying
 from sharding.folding import FoldedMesh
 
 Send = Callable[[Experts[Array], Array, Routing], tuple[Array, Array]]
-"""(experts, tokens, routing) -> their sums, and how many choices found no room."""
+"""(experts, tokens, routing) -> their sums, and the number of expert ids that overflowed."""
 
 
 def chunk_sizes(num_tokens: int, chunks: int) -> list[int]:
@@ -53,14 +53,14 @@ def in_token_chunks(
     routing: Routing,
     mesh: FoldedMesh,
 ) -> tuple[Float[Array, "local d_model"], Int[Array, ""]]:
-    """``send(weights, x, routing)``, chunk by chunk of the tokens.
+    """Calls ``send(weights, x, routing)`` for each chunk of tokens and joins the results.
 
     Each chunk has a scope of its own in the names of a compiled program, ``expert_chunk_0`` and so
     on, by which a profile tells them apart.
 
     Args:
       send: a dispatcher.
-      chunks: how many.
+      chunks: number of chunks.
     """
     sizes = chunk_sizes(x.shape[0], chunks)
     if len(sizes) == 1:

@@ -1,1 +1,1 @@
-"""Products of rows with the matrix of their expert: grouped GEMM, one file for each way."""
+"""Grouped GEMM, rows times the matrix of their expert: one file for each implementation."""

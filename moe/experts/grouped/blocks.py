@@ -1,7 +1,8 @@
-"""Groups padded to whole blocks, as in MegaBlocks, and one product after the other ("blocks").
+"""Grouped GEMM in a loop over blocks, with groups padded to whole blocks as in MegaBlocks
+("blocks").
 
-The number of blocks is known when compiling, so that a GPU runs the loop without asking its host
-after each.
+The number of blocks is static, so that a GPU runs the loop without a host synchronisation after
+each.
 """
 
 from typing import NamedTuple
@@ -25,12 +26,13 @@ def block_size(num_rows: int, num_groups: int) -> int:
 
 
 class Blocks(NamedTuple):
-    """Where rows stand when each group starts at a block.
+    """Layout of rows in which each group starts at a new block.
 
     Attributes:
-      row: ``[block, position]`` the row in each slot; one past the last where there is none.
-      slot: ``[row]`` the slot of each row over all blocks; one past the last for a row of none.
-      group: ``[block]`` the group of each block.
+      row: ``[block, position]`` index of the row in each slot; one past the last in an empty slot.
+      slot: ``[row]`` index of the slot of each row over all blocks; one past the last for a row of
+        no group.
+      group: ``[block]`` group of each block.
     """
 
     row: Array
@@ -39,7 +41,7 @@ class Blocks(NamedTuple):
 
 
 def blocks_of(sizes: Int[Array, "group"], num_rows: int) -> Blocks:
-    """The blocks of rows sorted by group."""
+    """Block layout of rows that are sorted by group."""
     num_groups = sizes.shape[0]
     size = block_size(num_rows, num_groups)
     # Each group may leave one block unfilled: enough for any sizes, known when compiling.

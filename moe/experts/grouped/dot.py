@@ -1,10 +1,9 @@
-"""Products of rows with the matrix of their group (grouped GEMM), at the cost of the rows there
-are.
+"""Grouped GEMM: rows times the matrix of their group, at a cost proportional to the number of rows.
 
-Rows arrive sorted by group. `jax.lax.ragged_dot` means the same, but where XLA has no kernel for
-it every row meets every matrix. Each implementation is a forward product, the same with the
-matrices transposed, and the product that sums over the rows of a group; `grouped_dot` makes one
-differentiable function of them.
+Rows are sorted by group. `jax.lax.ragged_dot` is the same operation, but where XLA has no kernel
+for it every row is multiplied by every matrix. Each implementation consists of a forward product,
+the same with the matrices transposed, and the sum of products over the rows of a group;
+`grouped_dot` combines them to one differentiable function.
 """
 
 from functools import partial
@@ -39,19 +38,17 @@ def grouped_dot(
 
     Args:
       rows: sorted by group.
-      weights: one matrix per group. What follows the inner dimension are its columns, in the order
-        in which they lie together; they are made one dimension where they are used, and kept for
-        the gradient as they are given.
-      sizes: rows of each group; none negative, together at most the number of rows.
-      implementation: "tiles" loops over the rows there are, in tiles that each meet one matrix;
-        "blocks" loops over whole blocks, of a number known when compiling, which suits
-        accelerators; "mosaic" are kernels for NVIDIA's Hopper, rows in half precision and
-        dimensions that are multiples of 64; "megablox" are JAX's kernels for TPUs; "ragged_dot" is
-        XLA's; "plain" is the plain twin, each row times each matrix. None is "tiles" on a CPU and
-        "blocks" elsewhere.
+      weights: one matrix per group. The axes after the inner dimension are its columns in memory
+        order; they are flattened where they are used, and saved for the gradient as they are.
+      sizes: number of rows of each group; none negative, in total at most the number of rows.
+      implementation: "tiles" loops over the existing rows, in tiles that each use one matrix;
+        "blocks" loops over a static number of whole blocks, which suits accelerators; "mosaic" are
+        kernels for NVIDIA's Hopper, for rows in half precision and dimensions that are multiples of
+        64; "megablox" are JAX's kernels for TPUs; "ragged_dot" is XLA's; "plain" is the reference
+        implementation, each row times each matrix. None is "tiles" on a CPU and "blocks" elsewhere.
 
     Raises:
-      ValueError: `implementation` is none of these, or a kernel that cannot serve.
+      ValueError: `implementation` is none of these, or a kernel that does not support the call.
 
     References:
       Gale et al., "MegaBlocks", 2022 (rows in blocks of one expert). https://arxiv.org/abs/2211.15841
@@ -61,7 +58,7 @@ def grouped_dot(
             f"implementation={implementation!r} is no grouped product: use one of "
             f"{', '.join(map(repr, IMPLEMENTATIONS))}, or None for the best that applies."
         )
-    # The loops carry sums of products, which differ over every axis that an operand differs over.
+    # The loops carry sums of products, which vary over every mesh axis that an operand varies over.
     operands = rows, weights, sizes
     axes = tuple(frozenset.union(*map(varying, operands)))
     return _grouped_dot(*vary(operands, axes), implementation)
@@ -103,7 +100,11 @@ IMPLEMENTATIONS = {
 
 
 def _best_each(side, *operands):
-    """A loop whose length is known at run time makes a GPU wait for its host at every turn."""
+    """Forward product by the best implementation of each platform.
+
+    A loop of dynamic length makes a GPU wait for its host in every iteration, so "tiles" is for
+    CPUs only.
+    """
     return lax.platform_dependent(
         *operands, cpu=partial(tiles_each, side), default=partial(blocks_each, side)
     )
@@ -114,5 +115,5 @@ def _best_summed(*operands):
 
 
 def _named(name: str | None) -> Implementation:
-    """The implementation of that name; for None, the best of each platform."""
+    """The named implementation; for None, the best of each platform."""
     return Implementation(_best_each, _best_summed) if name is None else IMPLEMENTATIONS[name]

@@ -1,4 +1,4 @@
-"""What an implementation of the grouped product is, and which group a row belongs to."""
+"""Interface of grouped GEMM implementations, and the group of each row."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,8 +11,8 @@ class Implementation(NamedTuple):
     """The two products that a grouped product and its gradient are made of.
 
     Attributes:
-      each: ``(side, rows, weights, sizes)``, each row times the matrix of its group, of which it
-        meets dimension `side`: 0 is the product, 1 the one with the matrices transposed.
+      each: ``(side, rows, weights, sizes)``, each row times the matrix of its group, contracted
+        over dimension `side` of it: 0 is the product, 1 the one with the matrices transposed.
       summed: ``(rows [row inner], others [row outer], sizes) -> [group inner outer]``, the sum of
         ``rows[r]^T others[r]`` over the rows of a group, float32.
     """
@@ -22,5 +22,5 @@ class Implementation(NamedTuple):
 
 
 def group_of_rows(sizes: Array, num_rows: int) -> Array:
-    """The group of each row, one past the last for a row of none."""
+    """Group of each row, one past the last for a row of none."""
     return jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(num_rows, dtype=sizes.dtype), "right")

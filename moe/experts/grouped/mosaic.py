@@ -1,4 +1,4 @@
-"""Kernels for NVIDIA's Hopper ("mosaic")."""
+"""Grouped GEMM by kernels for NVIDIA's Hopper ("mosaic")."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,8 @@ from moe.kernels.choice import foreign_gpus
 
 
 def obstacle(rows: Array | jax.ShapeDtypeStruct, width: int) -> str | None:
-    """What keeps the kernels from serving rows that become so wide, on this process's GPUs."""
+    """The reason why the kernels do not support these rows, this width of the result, or this
+    process's GPUs; None if they do."""
     foreign = foreign_gpus(hopper_alone=True)
     if foreign is not None:
         return foreign
@@ -36,7 +37,11 @@ def demand_service(
     name: str = "mosaic",
     operation: str = "grouped_dot",
 ) -> None:
-    """Refuses rows that the kernels cannot make so wide."""
+    """Raises if the kernels do not support these rows and this width of the result.
+
+    Raises:
+      ValueError: with the reason and the fix.
+    """
     reason = obstacle(rows, width)
     if reason is not None:
         raise ValueError(

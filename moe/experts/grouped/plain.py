@@ -1,4 +1,4 @@
-"""Every row times every matrix: the twin that the others are compared with ("plain")."""
+"""Reference implementation of grouped GEMM: every row times every matrix ("plain")."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,8 @@ from moe.experts.grouped.groups import group_of_rows
 
 def plain_each(side, rows, weights, sizes):
     mine = jax.nn.one_hot(group_of_rows(sizes, rows.shape[0]), weights.shape[0], dtype=bool)
-    # Cut off before multiplying: zero times what a row of no group may hold need not be zero.
+    # Set to zero before multiplying: rows of no group may hold NaN or infinity, and zero times
+    # these is not zero.
     rows = jnp.where(mine.any(axis=1)[:, None], rows, 0)
     formula = ("ri,gio->rgo", "ro,gio->rgi")[side]
     products = jnp.einsum(formula, rows, weights, preferred_element_type=jnp.float32)

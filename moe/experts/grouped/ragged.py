@@ -1,4 +1,4 @@
-"""XLA's own grouped product, in its two forms ("ragged_dot")."""
+"""Grouped GEMM by XLA's `ragged_dot_general`, in its two forms ("ragged_dot")."""
 
 import jax.numpy as jnp
 from jax import lax

@@ -1,4 +1,4 @@
-"""A loop over groups and, within, over tiles of the rows there are ("tiles")."""
+"""Grouped GEMM in dynamic loops over groups and over tiles of their rows ("tiles")."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -76,7 +76,8 @@ def tiles_summed(rows, others, sizes):
 
     def of_group(group):
         def tile(first, own, height, out):
-            # Both sides are cut: a zero times what a foreign row may hold need not be zero.
+            # Both operands are masked: rows of other groups may hold NaN or infinity, and zero
+            # times these is not zero.
             x, y = (
                 jnp.where(own[:, None], lax.dynamic_slice_in_dim(side, first, height), 0)
                 for side in (rows, others)

@@ -1,4 +1,4 @@
-"""What it takes to describe one architecture, in both directions."""
+"""Description of one `transformers` architecture, for reading and writing."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Options of Gemma 3, its text networks: norms before and after, two bases of rotation, GEGLU."""
+"""Options of Gemma 3, its text networks: norms before and after, two RoPE bases, GEGLU."""
 
 from typing import Any
 

@@ -14,7 +14,7 @@ GPT_OSS_NAMES = {
     "attention.out_bias": "self_attn.o_proj.bias",
     "experts.router": "mlp.router.weight",
     "experts.router_bias": "mlp.router.bias",
-    # Gate and up of a hidden unit lie side by side there.
+    # Gate and up of a hidden unit are interleaved there.
     "experts.gate_up": Stored("mlp.experts.gate_up_proj", "expert, d_model, d_expert half"),
     "experts.gate_up_bias": Stored("mlp.experts.gate_up_proj_bias", "expert, d_expert half"),
     "experts.down": Stored("mlp.experts.down_proj", "expert, d_expert, d_model"),

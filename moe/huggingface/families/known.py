@@ -1,7 +1,7 @@
-"""What each architecture of `transformers` is in our terms: its options and its tensors' names.
+"""Table of the supported `transformers` architectures: their options and tensor names in our terms.
 
-An architecture is described in both directions. What a configuration cannot say in one of them is
-found by writing it and reading it back.
+An architecture is described in both directions. A configuration that cannot be expressed is
+detected by writing it and reading it back.
 """
 
 from moe.huggingface.families.deepseek import read_deepseek, written_deepseek

@@ -1,4 +1,4 @@
-"""Options of architectures with experts: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE."""
+"""Options of MoE architectures: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Options that several architectures have under the same names."""
+"""Options that multiple architectures share under the same names."""
 
 from typing import Any
 
@@ -51,7 +51,7 @@ def common_options(config: ModelConfig) -> dict[str, Any]:
 
 
 def read_activation(options: Options, name: str, default: str) -> Activation:
-    """What is made of gate and up, by the name of it in `transformers`."""
+    """Activation of gate and up, from its name in `transformers`."""
     given = options.take(name, default=default)
     if given not in ACTIVATIONS:
         raise options.unsupported(name, given, " or ".join(map(repr, ACTIVATIONS)))

@@ -1,4 +1,4 @@
-"""Names of a layer's tensors, by the path of the weight in `Layer`, its gate and up apart."""
+"""Names of a layer's tensors by the path of the weight in `Layer`, with gate and up separate."""
 
 
 def expert_names(prefix: str, gate: str, up: str, down: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Options of architectures whose layers differ: OLMo 3, SmolLM3, Qwen3-Next."""
+"""Options of architectures with heterogeneous layers: OLMo 3, SmolLM3, Qwen3-Next."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Qwen's sliding windows, which only some layers have."""
+"""Options of Qwen's sliding windows, which only some layers have."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,1 +1,2 @@
-"""FlashAttention for training on Hopper, forward and backward, of rows with any mask of marks."""
+"""FlashAttention kernels for training on Hopper, forward and backward, for packed rows with causal,
+segment and sliding-window masks."""

@@ -1,8 +1,8 @@
-"""Attention on Hopper's matrix units (FlashAttention-3), and what it cannot serve.
+"""Forward pass of attention on Hopper's matrix units (FlashAttention-3).
 
-A program has 128 queries of a head, 64 to each of two warpgroups, and goes through the blocks of
-keys that any of them may see, with an online softmax; a third warpgroup brings keys and values a
-block ahead. Scores and powers stay in registers.
+A program has 128 queries of a head, 64 for each of two warpgroups, and loops over the blocks of
+keys that any of them may see, with an online softmax; a third warpgroup loads keys and values a
+block ahead. Scores and exponentials stay in registers.
 
 References:
   Shah et al., "FlashAttention-3", 2024. https://arxiv.org/abs/2407.08608
@@ -42,11 +42,12 @@ CONSUMERS = LONGEST // UNIT
 
 
 class Place(NamedTuple):
-    """What a program computes for.
+    """Indices of the block of queries that a program computes.
 
     Attributes:
-      row, source, head: of all rows, of their key/value heads and of their query heads.
-      block: of queries.
+      row: index of the row.
+      source, head: indices of the key/value head and of the query head, counted over all rows.
+      block: index of the block of queries in its row.
     """
 
     row: Any
@@ -56,8 +57,12 @@ class Place(NamedTuple):
 
 
 def place_of(program: Any, group: int, num_blocks: int, kv_heads: int) -> Place:
-    """Heads that share keys and values are side by side, and the last queries, which see most, come
-    before the others."""
+    """Block of queries of a program.
+
+    Query heads that share a key/value head come one after the other, so that programs in flight
+    read the same keys from the L2 cache. The last queries of a row, which see most keys, come
+    first: the short ones then fill the end of the launch.
+    """
     rest, one = parts(program, group)
     source, back = parts(rest, num_blocks)
     row, _ = parts(source, kv_heads)
@@ -76,12 +81,12 @@ def attend(
 ) -> tuple[Output, PerQuery]:
     """`moe.attention.blocked.attend` by the kernel.
 
-    Powers are rounded to the dtype of the values; all else is float32.
+    Exponentials are rounded to the dtype of the values; all else is float32.
 
     Args:
-      query, key, value: that `moe.kernels.attention.training.obstacle` lets pass, with one
-        dimension in front.
-      dtype: of what queries get, rounded once.
+      query, key, value: arrays that `moe.kernels.attention.training.obstacle` accepts, with one
+        batch dimension in front.
+      dtype: dtype of the output, rounded once.
       simulated: see `moe.kernels.mosaic.launch`.
     """
     (rows, kv_heads, group, time, width), wide = query.shape, value.shape[-1]
@@ -89,14 +94,16 @@ def attend(
     of_query, of_key = filled_marks(mask.query), filled_marks(mask.key)
     size = keys_of_block(width, wide)
     sources = cut(of_key, size)
+    # Computed before the kernel: a program reads four numbers instead of all marks of its row.
     table = bounds(cut(of_query, LONGEST), sources, mask.window, by_query=True)
     of_query, of_key = marked(cut(of_query, UNIT), sources, mask.window)
     num_blocks, num_sources = table.shape[1], sources.column.shape[1]
 
     def body(target, program, table, of_query, of_key, query, key, value, out, log_sum):
         place = place_of(program, group, num_blocks, kv_heads)
+        # All heads of a row have the same marks, so the table is per row.
         visits = visited(table, place.row * num_blocks + place.block)
-        # Units of the program's queries: in its head, and in its row.
+        # First unit of the program's queries among those of all heads, and of all rows.
         first = (place.head * num_blocks + place.block) * CONSUMERS
         in_row = (place.row * num_blocks + place.block) * CONSUMERS
 
@@ -111,25 +118,31 @@ def attend(
             def step(number, block, carry):
                 (keys, values, of_keys), (sums, total, top) = block, carry
                 scores = product(held[0].at[warpgroup], target.transposed(keys))
+                # The factor of base 2 is part of the scale: exp2 then needs no multiplication.
                 scores *= scale * BASE_2
                 clear = visits.is_clear(visits.first + number)
                 scores = masked(target, scores, marks, of_keys, clear, MASK_VALUE, by_query=True)
                 now = jnp.maximum(top, target.tiled(jnp.max(scores, axis=1)))
+                # While a query has seen only hidden keys, its exponentials are 1 and its sums are
+                # meaningless. The first visible score multiplies them by exp2(MASK_VALUE - top), 0.
                 shrink = jnp.exp2(top - now)
                 powers = jnp.exp2(scores - spread(target, now, scores.shape, 0))
                 total = total * shrink + target.tiled(jnp.sum(powers, axis=1))
                 sums *= spread(target, shrink, sums.shape, 0)
+                # The left operand of this product stays in registers (FlashAttention-3).
                 return target.added(sums, powers.astype(values.dtype), values), total, now
 
-            # No infinities: their difference is NaN, for queries that see nothing yet.
+            # `top` is in base 2 with the scale included; it becomes a natural logarithm below.
+            # Finite, as the difference of two infinities is NaN: for queries without a key so far.
             nothing, least = (full(target, (UNIT,), one) for one in (0.0, MASK_VALUE))
             sums, total, top = visit(step, (full(target, (UNIT, wide), 0.0), nothing, least))
-            # The largest power is 1, but where there was no block.
+            # The largest exponential is 1, so the total is at least 1 unless no block was visited.
             total = jnp.maximum(total, full(target, (UNIT,), 1.0))
             found = sums / spread(target, total, sums.shape, 0)
             target.store(out.at[first + warpgroup], found.astype(out.dtype))
             target.store(log_sum.at[first + warpgroup], top / BASE_2 + jnp.log(total))
 
+        # Two warpgroups share each block of keys, which halves its loads per query.
         own = query.at[pl.ds(first, CONSUMERS)]
         pipelined(target, [own], blocks, visits.length, [compute] * CONSUMERS)
 
@@ -160,8 +173,8 @@ def attend(
 
 
 def keys_of_block(width: int, wide: int) -> int:
-    """How many are multiplied at a time: the more, the less is waited for, but two blocks of them
-    have to fit into shared memory, and their powers beside sums of values into registers."""
+    """Number of keys of a block. Larger blocks wait less often; but two of them must fit in shared
+    memory, and the exponentials of one in registers together with the output sums."""
     return LONGEST if width + wide <= 320 and wide <= 128 else UNIT
 
 

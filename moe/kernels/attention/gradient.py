@@ -1,9 +1,10 @@
-"""The gradients of attention on Hopper's matrix units: of queries by a kernel that goes through
-keys, of keys and values by one that goes through queries.
+"""Backward pass of attention on Hopper's matrix units: one kernel for the gradients of queries,
+which loops over keys, and one for those of keys and values, which loops over queries.
 
-Each element is summed by one program, in registers and in one order: sums in memory would take
-atomics and have other digits each time. The price is that scores are computed by both. Of keys and
-values a program sums over all query heads that share them.
+Each element is summed by one program, in registers and in a fixed order, so results are
+deterministic: sums in memory would need atomics, whose order and rounding vary. The price is that
+both kernels compute the scores. For keys and values a program sums over all query heads that share
+them.
 
 References:
   Dao, "FlashAttention-2", 2023, algorithm 2. https://arxiv.org/abs/2307.08691
@@ -42,13 +43,13 @@ from moe.kernels.mosaic import launch, product
 
 
 class Operands(NamedTuple):
-    """What both kernels read: blocks of `UNIT`, of all rows and heads.
+    """Inputs of both kernels, in blocks of `UNIT` tokens of all rows and heads.
 
     Attributes:
       query, out_gradient, key, value: ``[block, token, width]``.
-      slopes: ``[block, 2, query]``: the log-sum of each query's scores, to powers of two, and
+      slopes: ``[block, 2, query]``: the log-sum-exp of each query's scores, in base 2, and
         `moe.attention.flash.slope_mean`.
-      of_query, of_key: of `marked`.
+      of_query, of_key: marks, as `marked` gives them.
     """
 
     query: Any
@@ -61,12 +62,13 @@ class Operands(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What is known of them.
+    """Static sizes of the operands.
 
     Attributes:
-      rows, kv_heads, group: how many, and query heads of each key/value head.
-      queries, keys: blocks of a row.
-      width, wide: of keys and of values.
+      rows, kv_heads: number of rows and of key/value heads.
+      group: number of query heads of each key/value head.
+      queries, keys: number of blocks of queries and of keys of a row.
+      width, wide: width of keys and of values.
       scale: multiplies the scores.
     """
 
@@ -95,12 +97,12 @@ def attend_gradient(
 ) -> tuple[Query, Key, Value]:
     """`moe.attention.blocked.attend_gradient` by the kernels.
 
-    Powers and the scores' gradients are rounded to the dtype of the queries; all else is float32.
+    Probabilities and score gradients are rounded to the dtype of the queries; all else is float32.
 
     Args:
       query, key, value: as for `moe.kernels.attention.forward.attend`; `out_gradient` is as they
         are.
-      dtype: of the gradients, rounded once.
+      dtype: dtype of the gradients, rounded once.
       simulated: see `moe.kernels.mosaic.launch`.
     """
     (rows, kv_heads, group, time, width), wide = query.shape, value.shape[-1]
@@ -109,6 +111,8 @@ def attend_gradient(
     of_query, of_key = filled_marks(mask.query), filled_marks(mask.key)
     units = cut(of_query, UNIT), cut(of_key, UNIT)
     marks = marked(*units, mask.window)
+    # In base 2, so that probabilities are exp2(score - log_sum): one instruction per score. One
+    # array for both numbers: a block of it is a single copy to shared memory.
     per_query = [filled_up(x, -1).reshape(-1, UNIT) for x in (log_sum * BASE_2, mean)]
     operands = Operands(
         in_blocks(query),
@@ -121,6 +125,7 @@ def attend_gradient(
     queries, keys = (of_row.column.shape[1] for of_row in units)
     sizes = Sizes(rows, kv_heads, group, queries, keys, width, wide, scale)
 
+    # Two tables, as the blocks that a program holds and those that it visits differ in size.
     together = UNIT * queries_of_program(width, wide)
     table = bounds(cut(of_query, together), units[1], mask.window, by_query=True)
     of_queries = _of_queries(operands, table, sizes, dtype, simulated)
@@ -135,27 +140,29 @@ def attend_gradient(
 
 
 def queries_of_program(width: int, wide: int) -> int:
-    """Blocks, one for each warpgroup: with two and very wide heads, shared memory does not hold two
-    blocks of keys beside them."""
+    """Blocks of queries of a program, one for each warpgroup. With two of them and very wide heads,
+    shared memory has no space left for two blocks of keys and values."""
     return 2 if width + wide <= 448 else 1
 
 
 def keys_of_program(width: int, wide: int) -> int:
-    """Blocks: with one for each of two warpgroups, the registers of a warpgroup do not hold both
-    gradients of wide heads. Two then have one block, and one gradient each."""
+    """Blocks of keys of a program. With one block for each of two warpgroups, the registers of a
+    warpgroup cannot hold both gradients of wide heads. The two then share one block, and each
+    computes one of its gradients."""
     return 2 if width + wide <= 256 else 1
 
 
 def _of_queries(
     operands: Operands, table: Array, sizes: Sizes, dtype: Any, simulated: bool
 ) -> Array:
-    """The gradient of all queries, ``[block, query, head_dim]``."""
+    """Gradients of all queries, ``[block, query, head_dim]``."""
     consumers = queries_of_program(sizes.width, sizes.wide)
     num_blocks = sizes.queries // consumers
 
     def body(target, program, table, *refs):
         *refs, found = refs
         given = Operands(*refs)
+        # The order of programs is that of the forward pass, for the same reasons.
         place = place_of(program, sizes.group, num_blocks, sizes.kv_heads)
         visits = visited(table, place.row * num_blocks + place.block)
         first = (place.head * num_blocks + place.block) * consumers
@@ -169,6 +176,7 @@ def _of_queries(
 
         def compute(warpgroup, held, visit):
             query, out_gradient = (x.at[warpgroup] for x in held)
+            # Marks and both numbers per query are loaded once: they stay in registers all along.
             marks = loaded(target, given.of_query.at[in_row + warpgroup], 0)
             log_sum, mean = loaded(target, given.slopes.at[first + warpgroup], 0)
 
@@ -176,12 +184,17 @@ def _of_queries(
                 keys, values, of_keys = block
                 scores = product(query, target.transposed(keys)) * (sizes.scale * BASE_2)
                 clear = visits.is_clear(visits.first + number)
+                # Minus infinity is safe here: log_sum is finite, so a hidden score gives exactly 0,
+                # also for queries that see no key, whose log_sum is about MASK_VALUE.
                 scores = masked(target, scores, marks, of_keys, clear, -jnp.inf, by_query=True)
                 powers = jnp.exp2(scores - spread(target, log_sum, scores.shape, 0))
+                # p (do v^T - D), the gradient of the scores (`moe.attention.flash`).
                 through = product(out_gradient, target.transposed(values))
                 slopes = powers * (through - spread(target, mean, scores.shape, 0))
+                # As the left operand it stays in registers: no trip through shared memory.
                 return target.added(total, slopes.astype(keys.dtype), keys)
 
+            # The scale once per sum, not once per score.
             total = visit(step, full(target, (UNIT, sizes.width), 0.0)) * sizes.scale
             target.store(found.at[first + warpgroup], total.astype(found.dtype))
 
@@ -198,7 +211,7 @@ def _of_queries(
 def _of_keys(
     operands: Operands, table: Array, sizes: Sizes, dtype: Any, simulated: bool
 ) -> tuple[Array, ...]:
-    """The gradients of all keys and values, ``[block, key, width]``."""
+    """Gradients of all keys and values, ``[block, key, width]``."""
     units = keys_of_program(sizes.width, sizes.wide)
     num_blocks = sizes.keys // units
 
@@ -209,7 +222,8 @@ def _of_keys(
         row, _ = parts(source, sizes.kv_heads)
         visits = visited(table, row * num_blocks + block)
         first, in_row = program * units, (row * num_blocks + block) * units
-        # The queries of one head after those of the other.
+        # Blocks are numbered head after head, over all query heads of this key/value head. At least
+        # 1, as numbers are divided by it even where no query sees these keys.
         of_head = jnp.maximum(visits.length, 1)
 
         def block_of(number):
@@ -222,6 +236,7 @@ def _of_keys(
             return given.query.at[at], given.out_gradient.at[at], given.slopes.at[at], marks
 
         def compute(warpgroup, held, visit, gradients=(True, True)):
+            # With one unit, both warpgroups work on it, and each computes one gradient.
             unit = warpgroup if units > 1 else 0
             keys, values = (x.at[unit] for x in held)
             marks = loaded(target, given.of_key.at[in_row + unit], 0)
@@ -229,15 +244,19 @@ def _of_keys(
             def step(number, block, totals):
                 query, out_gradient, slopes, of_query = block
 
-                # Loaded where it is used: both of them would fill registers that sums need.
+                # Loaded where it is used: held from the start, both numbers per query would take
+                # registers that the sums need.
                 def slope(number):
                     return spread(target, target.load(slopes.at[number], 1), (UNIT, UNIT), 1)
 
+                # Keys are the rows: the transposed probabilities are then the left operand of the
+                # products below, straight from registers.
                 scores = product(keys, target.transposed(query)) * (sizes.scale * BASE_2)
                 clear = visits.is_clear(block_of(number))
                 scores = masked(target, scores, marks, of_query, clear, -jnp.inf, by_query=False)
                 powers = jnp.exp2(scores - slope(0))
                 added = []
+                # dv = p^T do needs no product with values; dk = scale ds^T q does.
                 if gradients[1]:
                     added.append((powers, out_gradient))
                 if gradients[0]:
@@ -248,6 +267,7 @@ def _of_keys(
                     for total, (left, right) in zip(totals, added, strict=True)
                 )
 
+            # Values before keys, in the order in which `step` adds them.
             ends = (of_values, sizes.wide, 1.0), (of_keys, sizes.width, sizes.scale)
             ends = [one for one, wanted in zip(ends, reversed(gradients), strict=True) if wanted]
             totals = visit(step, tuple(full(target, (UNIT, width), 0.0) for _, width, _ in ends))
@@ -256,6 +276,7 @@ def _of_keys(
 
         consumers = [compute] * 2
         if units == 1:
+            # (keys, values): the first warpgroup takes values, the second keys.
             each = (False, True), (True, False)
             consumers = [partial(compute, gradients=one) for one in each]
         own = pl.ds(first, units)

@@ -1,7 +1,8 @@
-"""Blocks that one warpgroup of a program brings to shared memory, and others compute with.
+"""Producer/consumer pipeline: one warpgroup of a program copies blocks to shared memory, the others
+compute with them (warp specialisation, as in FlashAttention-3).
 
-There is room for two of a kind: one is read, the next is on its way. The warpgroup that brings them
-needs few registers and leaves its own to the others (FlashAttention-3's producer and consumers).
+Shared memory has two slots for each kind of block: one is read while the other is being filled. The
+producer needs few registers and releases the rest to the consumers.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,19 +18,19 @@ from moe.kernels.mosaic import THREAD, Target, mosaic_gpu
 SLOTS = 2
 """Blocks of a kind in shared memory."""
 FEW, MANY = 40, 232
-"""Registers of a thread that brings blocks, and of one of two warpgroups that compute: together as
-many as a multiprocessor has."""
+"""Registers of a thread of the producer, and of a thread of each of two consumers: in total no more
+than a multiprocessor has."""
 
 Refs = Sequence[Any]
 
 
 class Visit(NamedTuple):
-    """The blocks as they arrive.
+    """Loop over the blocks of a pipeline, for consumers (`__call__`) and the producer (`bring`).
 
     Attributes:
-      count: how many.
-      slots: memory of each kind.
-      arrived, free: barriers, one a slot: the block is there; all have computed with it.
+      count: number of blocks.
+      slots: shared memory of each kind.
+      arrived, free: barriers, one per slot: the block has been copied; all consumers have read it.
     """
 
     count: Any
@@ -38,14 +39,14 @@ class Visit(NamedTuple):
     free: Any
 
     def __call__(self, step: Callable[[Any, Refs, Any], Any], carry: Any) -> Any:
-        """``carry = step(number, block of each kind, carry)``, one number after the other."""
+        """Runs ``carry = step(number, block of each kind, carry)`` for each block, in order."""
 
         def one(number, carry):
             slot = _slot(number)
             mosaic_gpu().barrier_wait(self.arrived.at[slot])
             carry = step(number, [x.at[slot] for x in self.slots], carry)
 
-            # Nobody waits for the last ones.
+            # The producer does not wait for the last blocks: without a waiter, nothing arrives.
             @pl.when(number + SLOTS < self.count)
             def _():
                 mosaic_gpu().barrier_arrive(self.free.at[slot])
@@ -55,11 +56,12 @@ class Visit(NamedTuple):
         return lax.fori_loop(0, self.count, one, carry)
 
     def bring(self, blocks: Callable[[Any], Refs]) -> None:
-        """Begins to copy each as soon as there is room."""
+        """Starts to copy each block as soon as its slot is free."""
 
         def one(number, _):
             slot = _slot(number)
 
+            # The first blocks find their slots empty.
             @pl.when(number >= SLOTS)
             def _():
                 mosaic_gpu().barrier_wait(self.free.at[slot])
@@ -77,19 +79,21 @@ def pipelined(
     consumers: Sequence[Callable[[Any, Refs, Visit], None]],
 ) -> None:
     """Runs ``consumer(warpgroup, held, visit)`` in each of the first warpgroups of a program, and
-    brings what they need in the one after them.
+    the producer, which copies their blocks, in the warpgroup after them.
 
     Args:
-      held: in device memory, what is in shared memory all the time.
-      blocks: by its number, those of each kind that are visited.
-      count: how many.
-      consumers: one for each warpgroup; where it is the same, one body serves them.
+      held: references to device memory whose contents are in shared memory all the time.
+      blocks: from the number of a visit to the blocks of each kind, in device memory.
+      count: number of visits.
+      consumers: one for each warpgroup; if all are the same object, they share one compiled body.
     """
     gpu, number = mosaic_gpu(), len(consumers)
+    # The first blocks, for shapes and dtypes alone.
     kinds = blocks(jnp.int32(0))
     memory = [
         [gpu.SMEM(x.shape, x.dtype) for x in held],
         [gpu.SMEM((SLOTS, *x.shape), x.dtype) for x in kinds],
+        # Each copy arrives once at its barrier; each consumer arrives once when it has read a slot.
         gpu.Barrier(num_arrivals=len(held)),
         gpu.Barrier(num_arrivals=len(kinds), num_barriers=SLOTS),
         gpu.Barrier(num_arrivals=number, num_barriers=SLOTS),
@@ -99,17 +103,20 @@ def pipelined(
         warpgroup, visit = lax.axis_index(THREAD), Visit(count, slots, arrived, free)
 
         def consume(compute):
+            # With a single consumer, two warpgroups have 255 registers a thread anyway.
             if number > 1:
                 target.registers(MANY, "increase")
             gpu.barrier_wait(asked)
             compute(warpgroup, own, visit)
 
+        # Registers released here are what the consumers' increase waits for.
         def bring():
             if number > 1:
                 target.registers(FEW, "decrease")
             _copy(held, own, asked)
             visit.bring(blocks)
 
+        # One branch for all: code that is there twice would be compiled twice.
         if len({*consumers}) == 1:
             pl.when(warpgroup < number)(partial(consume, consumers[0]))
         else:

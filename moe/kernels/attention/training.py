@@ -1,4 +1,4 @@
-"""The kernels of attention as a pair, forward and backward, and what they serve."""
+"""Differentiable attention by the Hopper kernels, and the check of what they support."""
 
 from functools import cache, partial
 from typing import Any
@@ -14,7 +14,7 @@ from moe.kernels.choice import foreign_gpus
 from moe.kernels.decode_attention import unequal, unserved
 
 FLASH = Flash(attend, attend_gradient)
-"""What some of the keys give, in float32, for those who add up more."""
+"""Attention over a subset of the keys, in float32, for callers that merge the results."""
 
 
 def mosaic_attention(
@@ -25,28 +25,32 @@ def mosaic_attention(
     scale: float | None = None,
     sinks: Float[Array, "heads"] | None = None,
 ) -> Float[Array, "batch time heads v_head_dim"]:
-    """`moe.attention.flash.flash_attention` by kernels for Hopper, which read no block of keys that
-    the ranges of its marks tell to be hidden.
+    """`moe.attention.flash.flash_attention` by kernels for Hopper, which skip each block of keys
+    that the ranges of its marks show to be hidden.
 
-    Scores, softmax and sums are float32; its powers are rounded to the dtype of the values and the
-    scores' gradients to that of the queries, as the results are.
+    Scores, softmax and sums are float32; exponentials are rounded to the dtype of the values and
+    score gradients to that of the queries, as the results are.
 
     Args:
-      query, key, value: without an `obstacle`.
+      query, key, value: arrays without an `obstacle`.
     """
-    # Sinks take their part of what is not rounded yet.
+    # Sinks rescale the output, so it must not be rounded before.
     flash = _rounding(jnp.dtype(value.dtype if sinks is None else jnp.float32), value.dtype)
     return flash_attention(flash, query, key, value, mask, scale, sinks)
 
 
 @cache
 def _rounding(out: Any, gradients: Any) -> Flash:
-    """The pair that writes such dtypes: as float32, all would be read once more to be rounded."""
+    """The kernels with these dtypes of results: float32 ones would be read once more to be rounded.
+
+    Cached, as JAX compares static arguments: a new object would be traced again.
+    """
     return Flash(partial(attend, dtype=out), partial(attend_gradient, dtype=gradients))
 
 
 def obstacle(query: Array, key: Array, value: Array) -> str | None:
-    """What keeps the kernels from such arrays and this process's GPUs; None if nothing does."""
+    """The reason why the kernels do not support these arrays or this process's GPUs; None if they
+    do."""
     reason = unequal("query, key and value", query, key, value)
     reason = reason or unserved(query.dtype, 1, query.shape[-1], value.shape[-1])
     return reason or foreign_gpus(hopper_alone=True)
