@@ -151,6 +151,7 @@ def each(
         [jax.ShapeDtypeStruct((num_rows, width), rows.dtype)],
         [*tiles, *given, *indices, weights],
         operation="grouped_dot",
+        name="grouped_product",
         simulated=simulated,
     )
     return out[:num_slots] if destination is None else out
@@ -363,6 +364,7 @@ def summed(
         [jax.ShapeDtypeStruct((num_groups, inner, outer), jnp.float32)],
         [start, stop, *given, neighbours],
         operation="grouped_dot",
+        name="grouped_sum",
         simulated=simulated,
     )[0]
 

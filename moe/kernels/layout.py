@@ -128,7 +128,7 @@ def _kernel(
     filled = jnp.pad(filled, (0, blocks * BLOCK - num_choices), constant_values=width)
     run = partial(launch, operation="sorted_layout", interpreted=interpreted)
     counted = jax.ShapeDtypeStruct((blocks * width,), jnp.int32)
-    (counts,) = run(partial(_count, width), blocks, [counted], [filled])
+    (counts,) = run(partial(_count, width), blocks, [counted], [filled], name="count_assignments")
     counts = counts.reshape(blocks, width)
     # Exclusive sums: the first slot of each expert, plus its assignments in the blocks before.
     sizes = jnp.sum(counts, axis=0)
@@ -137,7 +137,7 @@ def _kernel(
     # The ids are two operands, one for each dimension that they are compared along. Two loads of
     # one operand would be merged into one value, which cannot have both register layouts.
     operands = [filled, filled, before.reshape(-1)]
-    (places,) = run(partial(_place, width), blocks, [placed], operands)
+    (places,) = run(partial(_place, width), blocks, [placed], operands, name="place_assignments")
     return *_with_choices(ids, places[:num_choices], num_experts, num_slots), sizes[:num_experts]
 
 

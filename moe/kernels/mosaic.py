@@ -159,6 +159,7 @@ def launch(
     operands: Sequence[jax.Array],
     *,
     operation: str,
+    name: str | None = None,
     threads: int = 1,
     approximate: bool = False,
     interpreted: bool = False,
@@ -171,6 +172,7 @@ def launch(
       programs: size of the grid.
       outputs: shapes of the outputs; every element is written by one program.
       operation: named in the error.
+      name: of the kernel in profiles and compiler reports; None is the operation.
       threads: warpgroups that run the body of a program, each with its index along `THREAD`.
       approximate: exponentials and logarithms by the GPU's instructions, to 22 bits.
       interpreted: by Pallas' plain interpreter, slow and on any device.
@@ -195,8 +197,14 @@ def launch(
     plgpu, several = mosaic_gpu(), {}
     if threads > 1:
         several = {"num_threads": threads, "thread_name": THREAD}
+
+    def named(*refs: Any) -> None:
+        body(target, lax.axis_index("program"), *refs)
+
+    # The compiler names a kernel after its function.
+    named.__name__ = operation if name is None else name
     kernel = plgpu.kernel(
-        lambda *refs: body(target, lax.axis_index("program"), *refs),
+        named,
         out_type=tuple(outputs),
         grid=(programs,),
         grid_names=("program",),

@@ -136,7 +136,15 @@ def _take_kernel(x: Array, source: Array, *, interpreted: bool) -> Array:
     outputs = [jax.ShapeDtypeStruct((slots, width), x.dtype)]
     operands = [x, source.astype(jnp.int32)]
     programs = -(-slots // together)
-    return launch(body, programs, outputs, operands, operation="take", interpreted=interpreted)[0]
+    return launch(
+        body,
+        programs,
+        outputs,
+        operands,
+        operation="take",
+        name="take_rows",
+        interpreted=interpreted,
+    )[0]
 
 
 def _combine_plain(
@@ -182,7 +190,15 @@ def _combine_kernel(
     operands = [rows, places.astype(jnp.int32).reshape(-1)]
     if probs is not None:
         operands.append(probs.astype(jnp.float32).reshape(-1))
-    return launch(body, number, outputs, operands, operation="combine", interpreted=interpreted)[0]
+    return launch(
+        body,
+        number,
+        outputs,
+        operands,
+        operation="combine",
+        name="combine_rows",
+        interpreted=interpreted,
+    )[0]
 
 
 def _piece(target: Target, rows, place, height: int, first, length: int) -> Array:

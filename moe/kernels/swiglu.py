@@ -103,6 +103,7 @@ def hidden_units(
         ],
         [*tiles, *given, gate_up, probs],
         operation="hidden_units",
+        name="swiglu_forward",
         simulated=simulated,
     )
     return hidden[:num_slots], inward[:num_slots]
@@ -190,6 +191,7 @@ def hidden_gradients(
         ],
         [*tiles, *given, down, inward, probs],
         operation="hidden_gradients",
+        name="swiglu_backward",
         simulated=simulated,
     )
     return found[:num_slots], _of_rows(of_tiles.reshape(below, across, height), tiles, num_slots)

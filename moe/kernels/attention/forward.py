@@ -164,6 +164,7 @@ def attend(
             in_blocks(value, size),
         ],
         operation="attention",
+        name="attention_forward",
         threads=CONSUMERS + 1,
         approximate=True,
         simulated=simulated,

@@ -204,7 +204,16 @@ def _of_queries(
 
     heads = sizes.rows * sizes.kv_heads * sizes.group
     shape = jax.ShapeDtypeStruct(operands.query.shape, dtype)
-    launched = _launch(body, heads * num_blocks, [shape], table, operands, consumers, simulated)
+    launched = _launch(
+        "attention_grad_query",
+        body,
+        heads * num_blocks,
+        [shape],
+        table,
+        operands,
+        consumers,
+        simulated,
+    )
     return launched[0]
 
 
@@ -285,10 +294,13 @@ def _of_keys(
 
     shapes = [jax.ShapeDtypeStruct(x.shape, dtype) for x in (operands.key, operands.value)]
     programs = sizes.rows * sizes.kv_heads * num_blocks
-    return _launch(body, programs, shapes, table, operands, 2, simulated)
+    return _launch(
+        "attention_grad_key_value", body, programs, shapes, table, operands, 2, simulated
+    )
 
 
 def _launch(
+    name: str,
     body: Callable[..., None],
     programs: int,
     shapes: list[jax.ShapeDtypeStruct],
@@ -303,6 +315,7 @@ def _launch(
         shapes,
         [table.reshape(-1), *operands],
         operation="the gradient of attention",
+        name=name,
         threads=consumers + 1,
         approximate=True,
         simulated=simulated,
