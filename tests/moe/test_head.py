@@ -264,6 +264,7 @@ def test_there_are_never_all_logits(head):
     assert small < large / 2
 
 
+@pytest.mark.slow
 def test_collectives_are_those_claimed():
     """Forward a maximum and sums, backward the gradients of what each rank has kept."""
     counts = {"all-gather": 2, "all-reduce": 3, "reduce-scatter": 1}

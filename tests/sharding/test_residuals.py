@@ -44,7 +44,7 @@ WEIGHTS, X, OTHER = draw(DEPTH, WIDTH, WIDTH), draw(TOKENS, WIDTH), 1 + draw(TOK
 
 
 @pytest.mark.parametrize("remat", full_but([False, True], False))
-@pytest.mark.parametrize("how", RUNS)
+@pytest.mark.parametrize("how", full_but(RUNS, "scanned", "branched"))
 def test_the_gradient_is_that_of_both_at_once(how, remat):
     run = partial(RUNS[how], jax.checkpoint(layer) if remat else layer)
 

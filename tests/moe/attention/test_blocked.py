@@ -100,8 +100,8 @@ READINGS = [
 
 @pytest.mark.parametrize(
     ("time", "source", "causal", "window", "keys"),
-    # All in one block, and blocks of a cache with a window.
-    full_but(READINGS, READINGS[1], READINGS[7]),
+    # Blocks of a cache with a window.
+    full_but(READINGS, READINGS[7]),
 )
 def test_values_and_gradients_are_those_of_all_scores_at_once(
     time, source, causal, window, keys, monkeypatch

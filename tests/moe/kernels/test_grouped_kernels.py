@@ -154,6 +154,7 @@ def test_every_tiling_that_is_compared_is_lowered(changed):
     assert exported(run, x, shaped(groups, inner, outer), pull, sizes).count(KERNEL) == 3
 
 
+@pytest.mark.slow
 def test_kernels_are_lowered_inside_a_mesh_and_gradients_are_summed_over_it():
     mesh = mesh_of("dp4 / ep2")
 

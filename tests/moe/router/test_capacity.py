@@ -57,11 +57,15 @@ def dropping(config, layout, zigzag=None):
 @pytest.mark.parametrize("policy", ["probs", "position"])
 @pytest.mark.parametrize(
     ("layout", "scope", "groups"),
-    [
+    full_but(
+        [
+            ("dp1", "sub_sequence", 1),
+            ("tp2 dp4", "sub_sequence", 8),
+            ("tp2 dp4 / ep4 etp2", "full_sequence", 4),
+        ],
         ("dp1", "sub_sequence", 1),
-        ("tp2 dp4", "sub_sequence", 8),
         ("tp2 dp4 / ep4 etp2", "full_sequence", 4),
-    ],
+    ),
 )
 def test_drops_what_the_loops_drop(policy, layout, scope, groups):
     config = replace(CONFIG, capacity_factor=1.25, drop_policy=policy, drop_scope=scope)

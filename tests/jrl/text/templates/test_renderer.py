@@ -175,6 +175,7 @@ def test_a_limit_is_no_answer_to_what_is_asked_of_a_template(process, tokenizer)
             ask()
 
 
+@pytest.mark.slow
 def test_a_run_names_the_file(process, tokenizer, tmp_path):
     """The template of a checkpoint too; and one that the run does not use keeps nobody waiting."""
     path = tmp_path / "own.jinja"

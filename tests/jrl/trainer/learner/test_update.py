@@ -169,7 +169,7 @@ def test_what_is_not_finite_moves_nothing(bad):
     assert tuple(int(counter) for counter in counters) == (2, 2, 0)
 
 
-@pytest.mark.parametrize("network", ["policy", "critic"])
+@pytest.mark.parametrize("network", full_but(["policy", "critic"], "policy"))
 def test_a_mini_batch_without_tokens_moves_nothing(network):
     """Though there are momentum, a warm-up and the routers' losses."""
     setup = setup_on("dp1")

@@ -155,6 +155,7 @@ def test_memory_counts_what_a_decoding_kernel_writes_before_it_is_merged():
     assert memory(setup)["parts of decoding attention"] == 4 * 4 * numbers
 
 
+@pytest.mark.slow
 def test_memory_of_all_logits_is_what_a_sampler_that_truncates_asks_for():
     setup = build_setup(RunConfig(layout=LAYOUT), replace(Grpo(), top_k=5))
     execution = replace(setup.model.execution, vocab_chunk=7)

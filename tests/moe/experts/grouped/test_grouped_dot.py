@@ -203,6 +203,7 @@ def test_products_are_lowered_for_accelerators_without_one():
     assert on_cpu.count("stablehlo.dot_general") > 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_no_product_copies_a_matrix_for_each_block_of_rows(platform):
     """At the shape of Qwen3-235B-A22B on eight devices with a half more than even routing: nothing
