@@ -157,6 +157,7 @@ def test_equals_the_plain_twin(layout, vocab_size, chunk, head, temperature):
     assert np.min(np.max(np.abs(matrix), axis=int(head == "tied"))) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "vocab_size"), full_but([("tp2", 36), ("tp2 cp2", 37)], ("tp2 cp2", 37))
 )

@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from programs import mesh_of, on_mesh
+from tiers import full_but
 
 from sharding.collectives import vary
 from sharding.reduction import Reduced, Reduction, weights_of

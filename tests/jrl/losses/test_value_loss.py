@@ -96,6 +96,7 @@ def test_one_distance_means_both_directions_and_zero_is_not_off():
         jrl.value_loss(*arrays, clip=(0.1, -0.2))
 
 
+@pytest.mark.slow
 def test_gradients_by_finite_differences():
     b = numpy_batch(2)
 

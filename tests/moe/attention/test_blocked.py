@@ -126,6 +126,7 @@ def test_values_and_gradients_are_those_of_all_scores_at_once(
         np.testing.assert_allclose(own, other, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_window_known_at_run_time_is_the_same():
     *given, _ = arrays(19, 19)
     mask = mask_of(19, 19, True, 4)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from programs import jit, mesh_of, on_mesh
+from tiers import full_but
 
 from moe.config import ModelConfig
 from moe.router.capacity import can_drop, capacity_of, drop

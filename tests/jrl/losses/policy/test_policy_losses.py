@@ -114,6 +114,7 @@ def test_oracle(mode, clip_dual):
         np.testing.assert_allclose(metrics[name][0], value, rtol=1e-11, err_msg=name)
 
 
+@pytest.mark.slow
 def test_gradients_by_finite_differences():
     b = numpy_batch(1)
 

@@ -53,8 +53,8 @@ CONSTANTS = ("old_logprobs", "reference_logprobs", "advantages", "importance_wei
 CONSTANTS += ("returns", "rewards", "gamma", "lam")
 # Every call with one other dtype of mask, every dtype with a fourth of the calls.
 MASK_DTYPES = (jnp.int32, jnp.uint8, jnp.float32, jnp.bfloat16)
-# By token, of rows of logits, of whole responses, and a loss.
-ONE_OF_EACH = ("gae", "entropy_from_logits in chunks", "grpo_advantages", "ppo_loss")
+# By token, and a loss.
+ONE_OF_EACH = ("gae", "ppo_loss")
 
 
 def of_each_kind(calls):

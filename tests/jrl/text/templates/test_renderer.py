@@ -162,6 +162,7 @@ def test_a_source_that_is_no_template(process):
     assert raised.value.line == 2 and "Expected" in raised.value.message
 
 
+@pytest.mark.slow
 def test_a_limit_is_no_answer_to_what_is_asked_of_a_template(process, tokenizer):
     """Of a template that refuses a system message it is told that it writes none: not of one that
     took too long this time."""

@@ -90,6 +90,7 @@ def with_everything():
     return setup, init_state(setup.networks, weights, setup.randomness.key("critic"))
 
 
+@pytest.mark.slow
 def test_memory_of_the_state_is_what_the_state_takes(with_everything):
     setup, state = with_everything
     needs = memory(setup)

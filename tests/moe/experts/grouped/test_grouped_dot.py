@@ -158,6 +158,7 @@ def test_each_device_multiplies_its_rows_by_its_matrices(name):
     np.testing.assert_allclose(by_weights, expected, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_columns_may_be_several_axes():
     """Bit for bit the product with them made one, which is not what is kept; the gradient is in the
     shape and the dtype of what is given."""
