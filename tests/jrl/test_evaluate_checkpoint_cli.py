@@ -159,6 +159,7 @@ def test_answers_that_are_not_there_name_the_flag(flags, capsys):
     assert "--answer-field" in one_line(capsys.readouterr())
 
 
+@pytest.mark.slow
 def test_a_share_may_be_held_out_all_the_same(simple, tmp_path, capsys):
     path = tmp_path / "samples.jsonl"
     few = ["--k=1", "--show=0", f"--samples={path}", ALL_SLOTS]

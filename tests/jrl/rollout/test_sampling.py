@@ -300,6 +300,7 @@ def test_frequencies_at_a_temperature_that_adapts(narrow):
         np.testing.assert_allclose(whole[tokens == v], math.log(policy[v]), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_first_step_draws_at_the_base_temperature_in_the_same_program():
     logits, statistics = undecided_rows()
     keys = jax.random.split(jax.random.key(4), len(ENTROPIES))

@@ -175,6 +175,7 @@ def test_half_precision_sums_in_float32():
         np.testing.assert_allclose(own.astype(np.float32), other, atol=0.1)
 
 
+@pytest.mark.slow
 def test_extreme_scores_stay_finite():
     query, key, value, weight = arrays(19, 19)
     mask = mask_of(19, 19, True)
