@@ -1,6 +1,7 @@
 """Sixteen fake CPU devices, strict promotion and a compilation cache, before anything touches a
 device."""
 
+import atexit
 import os
 import signal
 import tempfile
@@ -26,6 +27,10 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 trace_quickly()
 
+
+# Thousands of programs go with their process; to take them apart first takes seconds.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    atexit.register(os._exit, 0)
 
 # A shell's background job ignores Ctrl-C, and so would the processes that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -4,6 +4,7 @@
 """
 
 import ast
+import functools
 import json
 import re
 import typing
@@ -92,7 +93,7 @@ def test_errors_that_are_explained_are_errors_of_the_library():
     phrases = {
         phrase.strip()
         for path in SOURCES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(path)
         for piece in (node.values if isinstance(node, ast.JoinedStr) else [node])
         if isinstance(piece, ast.Constant) and isinstance(piece.value, str)
         for phrase in (piece.value, *re.split(r"[:;,.(]", piece.value))
@@ -110,9 +111,15 @@ def test_errors_that_are_explained_are_errors_of_the_library():
         assert known or message in foreign, message
 
 
+@functools.cache
+def nodes(path):
+    """Whatever is written in a module."""
+    return [*ast.walk(ast.parse(path.read_text()))]
+
+
 def docstring_lines(path):
     """Each line of a docstring with the section it is in and the line before it."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
             section = before = ""
             for line in (ast.get_docstring(node) or "").splitlines():

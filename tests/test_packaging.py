@@ -1,5 +1,6 @@
 """What one is told to install is this project: its name, its extras, its licence."""
 
+import functools
 import re
 import tomllib
 from pathlib import Path
@@ -17,7 +18,12 @@ TEXTS = sorted(
 )
 
 
+@functools.cache
 def lines():
+    return [*_lines()]
+
+
+def _lines():
     for path in TEXTS:
         for number, line in enumerate(path.read_text().splitlines(), 1):
             yield f"{path.relative_to(ROOT)}:{number}", line.replace('\\"', '"')

@@ -123,6 +123,7 @@ def test_a_failure_shrinks_to_what_makes_it():
     assert tried < 25
 
 
+@pytest.mark.slow
 def test_a_process_that_hangs_or_dies_takes_its_crossing_alone():
     worker = Worker(seconds=0.01)
     try:

@@ -8,6 +8,7 @@ import pytest
 from chat_checkpoint import QUESTIONS
 from command_runs import one_line
 from served import write_checkpoint
+from tiers import full_but
 
 from jrl.config.run import RunConfig
 from jrl.evaluate import main
@@ -99,7 +100,8 @@ def made(monkeypatch):
     return engines
 
 
-def test_slots_are_those_asked_for_and_change_no_token(simple, made, tmp_path, monkeypatch, capsys):
+@pytest.mark.slow
+def test_slots_are_those_asked_for_and_change_no_token(simple, made, tmp_path, capsys):
     texts = []
     for more in ([], ["--slots=3"]):
         path = tmp_path / "samples.jsonl"
@@ -107,6 +109,9 @@ def test_slots_are_those_asked_for_and_change_no_token(simple, made, tmp_path, m
         texts.append([record["completion"] for record in read(path)])
     assert made == [(8, "float32"), (3, "float32")] and texts[0] == texts[1]
     assert "3 at a time" in capsys.readouterr().out
+
+
+def test_slots_that_cannot_be_are_refused(simple, monkeypatch, capsys):
     assert main([*simple, "--slots=3", "--layout=dp2", "--devices=2"]) == 2
     assert "slots=3 does not divide over dp x tp = 2" in one_line(capsys.readouterr())
     monkeypatch.setattr(slots_of, "memory_of", lambda mesh: 1000)
@@ -114,15 +119,19 @@ def test_slots_are_those_asked_for_and_change_no_token(simple, made, tmp_path, m
     assert "slots=4 take a KV cache of" in one_line(capsys.readouterr())
 
 
-def test_templates_tokenizers_and_dtypes_are_as_in_training(given, simple, made, tmp_path, capsys):
+# Another dtype is other programs.
+@pytest.mark.parametrize("dtype", full_but(["float32", "bfloat16"], "float32"))
+def test_templates_tokenizers_and_dtypes_are_as_in_training(
+    dtype, given, simple, made, tmp_path, capsys
+):
     checkpoint, _ = given
     template, path = tmp_path / "short.jinja", tmp_path / "samples.jsonl"
     template.write_text("{{ messages[0].content }} {{ mood }}>")
     tokenizer = f"--tokenizer={checkpoint / 'tokenizer.json'}"
     named = [f"--chat-template={template}", '--chat-template-kwargs={"mood": "brief"}', tokenizer]
     few = ["--prompts=1", "--k=1", "--show=0", f"--samples={path}", ALL_SLOTS]
-    assert main([*simple, *named, "--dtype=bfloat16", *few]) == 0
-    assert made == [(8, "bfloat16")]
+    assert main([*simple, *named, f"--dtype={dtype}", *few]) == 0
+    assert made == [(8, dtype)]
     first = read(path)[0]
     assert first["conversation"].startswith(f"{QUESTIONS[0][0]} brief>")
     assert "1 of 4 prompts" in capsys.readouterr().out
@@ -135,16 +144,22 @@ def test_templates_tokenizers_and_dtypes_are_as_in_training(given, simple, made,
     [
         (["--prompt-field=problem"], 'has no field "problem"'),
         (["--prompt-field=problem"], "--prompt-field question"),
-        (["--answer-field=gold"], "--answer-field"),
         (["--tokenizer=none.json"], "none.json: cannot be read"),
         (["--chat-template=none.jinja"], "none.jinja"),
     ],
 )
-def test_what_an_error_names_is_a_flag(flags, more, message, capsys):
-    assert main([*flags, *more]) == 2
+def test_what_an_error_names_is_a_flag(simple, more, message, capsys):
+    assert main([*simple, *more]) == 2
     assert message in one_line(capsys.readouterr())
 
 
+def test_answers_that_are_not_there_name_the_flag(flags, capsys):
+    """Of a task that compares with them: a reward of one's own needs none."""
+    assert main([*flags, "--answer-field=gold"]) == 2
+    assert "--answer-field" in one_line(capsys.readouterr())
+
+
+@pytest.mark.slow
 def test_a_share_may_be_held_out_all_the_same(simple, tmp_path, capsys):
     path = tmp_path / "samples.jsonl"
     few = ["--k=1", "--show=0", f"--samples={path}", ALL_SLOTS]

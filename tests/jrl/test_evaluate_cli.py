@@ -17,6 +17,7 @@ from jrl.trainer.evaluation import evaluate as evaluating
 
 # Shapes that training has compiled already: one completion of each of its held-out prompts.
 AS_TRAINED = ["--k", "1", "--prompts", "4"]
+# One size for all tests that ask for no other.
 FOUR = ["--k", "4", "--prompts", "4"]
 
 
@@ -166,13 +167,13 @@ def test_pass_at_k_counts_by_prompt(run, tmp_path, monkeypatch):
 
 def test_nothing_is_written_into_the_run(run):
     before = sorted(path for path in run.rglob("*"))
-    assert evaluate.main([str(run), *AS_TRAINED]) == 0
+    assert evaluate.main([str(run), *FOUR]) == 0
     assert sorted(path for path in run.rglob("*")) == before
 
 
 def test_a_run_that_is_being_written_can_be_evaluated(run, tmp_path):
     with RunFolder.resume(run):
-        assert results(run, tmp_path, *AS_TRAINED)["step"] == 2
+        assert results(run, tmp_path, *FOUR)["step"] == 2
 
 
 def test_a_checkpoint_that_goes_while_it_is_read_gives_way_to_the_next(run, tmp_path, monkeypatch):
@@ -192,7 +193,7 @@ def test_a_checkpoint_that_goes_while_it_is_read_gives_way_to_the_next(run, tmp_
         return restore(self, step, *arguments, **options)
 
     monkeypatch.setattr(Checkpoints, "restore", late)
-    assert results(copy, tmp_path, *AS_TRAINED)["step"] == 5
+    assert results(copy, tmp_path, *FOUR)["step"] == 5
 
 
 def test_a_run_without_a_checkpoint_says_so(tmp_path, monkeypatch, capsys):

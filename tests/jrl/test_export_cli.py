@@ -213,6 +213,7 @@ def test_the_tokenizer_comes_back_with_template_and_every_end(exported, chat_run
     assert generation["eos_token_id"] == [own.special_tokens[TURN], own.special_tokens[END], 3]
 
 
+@pytest.mark.slow
 def test_greedy_tokens_are_those_of_transformers(exported):
     """Each token of its completion is the likeliest after those before it."""
     tokenizer = checkpoint_tokenizer(exported, VOCAB_SIZE)

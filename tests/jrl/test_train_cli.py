@@ -12,6 +12,7 @@ import jax
 import pytest
 from command_runs import FLAGS, IN_A_FRESH_PROCESS, SETTINGS, metrics, one_line
 from places import ROOT, SUPPORT
+from tiers import full_but
 
 from jrl.config.files import configuration_of
 from jrl.config.run import RunConfig
@@ -50,7 +51,7 @@ def run_alone(*arguments):
     )
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", full_but(RECIPES, "grpo", "vapo", "hapo"))
 def test_help_has_a_flag_and_a_sentence_for_every_field(recipe, capsys):
     with pytest.raises(SystemExit, match="0"):
         main([recipe, "--help"])
@@ -218,16 +219,19 @@ def test_weights_of_another_run_take_the_place_of_the_warm_start(finished, tmp_p
     assert "held-out accuracy, start -> step 1" in capsys.readouterr().out
 
 
+SIZES = [
+    ("--prompts 10", ("80 / 80 = 1", "80 / 80 = 1")),
+    ("--group-size 5", ("320 / 160 = 2", "160 / 80 = 2")),
+    ("--prompts 9 --layout dp3", ("72 / 72 = 1", "72 / 72 = 1")),
+    ("--prompts 66 --layout dp3", ("528 / 132 = 4", "132 / 66 = 2")),
+    ("--prompts 10 --group-size 2 --layout tp2 --prompt-length 13", ("20 / 20 = 1", "= 1")),
+    ("", ("512 / 128 = 4", "128 / 64 = 2")),
+]
+
+
 @pytest.mark.parametrize(
     ("flags", "sizes"),
-    [
-        ("--prompts 10", ("80 / 80 = 1", "80 / 80 = 1")),
-        ("--group-size 5", ("320 / 160 = 2", "160 / 80 = 2")),
-        ("--prompts 9 --layout dp3", ("72 / 72 = 1", "72 / 72 = 1")),
-        ("--prompts 66 --layout dp3", ("528 / 132 = 4", "132 / 66 = 2")),
-        ("--prompts 10 --group-size 2 --layout tp2 --prompt-length 13", ("20 / 20 = 1", "= 1")),
-        ("", ("512 / 128 = 4", "128 / 64 = 2")),
-    ],
+    full_but(SIZES, SIZES[1], SIZES[4]),
 )
 def test_one_size_alone_works(flags, sizes, capsys):
     assert main(["--model", "micro", *flags.split(), "--dry-run"]) == 0

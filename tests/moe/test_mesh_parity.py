@@ -140,6 +140,7 @@ CLAIMS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "dispatch", "layout", "expected"), full_but(CLAIMS, CLAIMS[5]))
 def test_collectives_of_one_layer_are_those_claimed(name, dispatch, layout, expected):
     config = replace(CONFIGS[name], num_layers=1, execution=Execution(dispatch=dispatch))

@@ -70,7 +70,7 @@ def small_run(**changes) -> RunConfig:
         "eval_prompts": 4,
         "checkpoint_every": 2,
         "samples_every": 2,
-        "sample_tokens": 0,
+        "sample_tokens": 3,
     }
     return RunConfig(**{**settings, **changes})
 

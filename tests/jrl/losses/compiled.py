@@ -1,4 +1,5 @@
-"""Calls as one program each: outside `jax.jit` every operation of a call is compiled by itself."""
+"""Calls as one program each: outside `jax.jit` every operation of a call is compiled by itself,
+and so is what a test does with a result that is no array of NumPy."""
 
 import functools
 import inspect
@@ -7,7 +8,14 @@ import jax
 
 import jrl
 
-KNOWN = str | bool | int | float | tuple | None
+KNOWN = str | bool | int | tuple | None
+DECIDING = ("fraction", "quantile")
+"""Numbers with a point whose value decides what is compiled."""
+
+
+def is_known(name, value):
+    """Whether a setting is known while its program is compiled."""
+    return isinstance(value, KNOWN) or (name in DECIDING and isinstance(value, float))
 
 
 @functools.lru_cache(maxsize=None, typed=True)
@@ -17,12 +25,13 @@ def program(function, **settings):
 
 
 def compiled(function):
-    """`function` as one program for each choice of the settings that are no arrays."""
+    """`function` as one program for each choice of the settings that are no numbers with a point,
+    with results on the host."""
 
     def call(*arrays, **settings):
-        known = {name: x for name, x in settings.items() if isinstance(x, KNOWN)}
+        known = {name: x for name, x in settings.items() if is_known(name, x)}
         given = {name: x for name, x in settings.items() if name not in known}
-        return program(function, **known)(*arrays, **given)
+        return jax.device_get(program(function, **known)(*arrays, **given))
 
     return call
 

@@ -47,8 +47,13 @@ def test_arrays_lose_no_digits():
 
 def test_one_number_of_samples_serves_all_prompts():
     correct = jnp.array([[0, 1], [2, 4]])
-    found = jrl.pass_at_k(4, correct, 2)
-    np.testing.assert_array_equal(found, jrl.pass_at_k(jnp.full((2, 2), 4), correct, 2))
+
+    @jax.jit
+    def both(correct):
+        return jrl.pass_at_k(4, correct, 2), jrl.pass_at_k(jnp.full((2, 2), 4), correct, 2)
+
+    found, given_each = both(correct)
+    np.testing.assert_array_equal(found, given_each)
     np.testing.assert_allclose(found, [[0, 1 / 2], [5 / 6, 1]], rtol=1e-6)
 
 

@@ -61,6 +61,7 @@ def test_oracle(mode, seed):
         np.testing.assert_allclose(slope, weights, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_gradients_by_finite_differences():
     b = numpy_batch(3)
 

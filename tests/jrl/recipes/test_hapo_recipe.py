@@ -137,6 +137,7 @@ def test_each_component_of_the_loss_has_its_switch(switch):
     assert (changed > 0) == (switch == "differential_redistribution")
 
 
+@pytest.mark.slow
 def test_token_level_group_average_has_its_switch():
     """The example of the reference: rewards 1 and 0, tokens of a group sum to 0."""
     recipe = Hapo(**{**OFF, "token_level_group_average": True})

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import oracles
 import pytest
+from tiers import full_but
 
 from jrl.recipes import (
     Batch,
@@ -92,7 +93,7 @@ def test_group_advantages_of_the_reference_table(recipe):
     np.testing.assert_array_equal(advantages != 0, given.mask)
 
 
-@pytest.mark.parametrize("gamma", [1.0, 0.9])
+@pytest.mark.parametrize("gamma", full_but([1.0, 0.9], 0.9))
 @pytest.mark.parametrize("whitened", [True, False])
 def test_vapo(gamma, whitened):
     given = completions()
@@ -147,8 +148,8 @@ def test_vapo_by_hand():
     np.testing.assert_allclose(returns[1, PROMPT : PROMPT + 3], -1.0, atol=1e-6)
 
 
-@pytest.mark.parametrize("kl", [None, 0.0, 0.5])
-@pytest.mark.parametrize("whitened", [True, False])
+@pytest.mark.parametrize("kl", full_but([None, 0.0, 0.5], None, 0.5))
+@pytest.mark.parametrize("whitened", full_but([True, False], True))
 def test_ppo(kl, whitened):
     given = completions()
     recipe = Ppo(gamma=0.9, lam=0.8, kl_reward_coef=kl, whiten_advantages=whitened)

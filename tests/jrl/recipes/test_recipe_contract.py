@@ -203,7 +203,7 @@ def test_what_is_under_the_mask_changes_nothing(name):
     assert not np.any(clean[2][~MASK])
 
 
-@every_recipe
+@pytest.mark.parametrize("name", full_but(KINDS, "vapo", "toy"))
 def test_a_loss_is_the_sum_over_its_pieces(name):
     """With denominators and statistics of the whole mini-batch, however it is cut."""
     found = outcome(name)

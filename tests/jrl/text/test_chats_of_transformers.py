@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from chat_kinds import BEGIN, DAY, KINDS, SPECIAL, TEMPLATES, kinds_of, write
+from tiers import full_but
 
 from jrl.tasks.data.chats import chat_of
 from jrl.tasks.data.conversations import Conversation
@@ -19,6 +20,8 @@ RECORDED = json.loads(Path(__file__).with_name("chats.json").read_text(encoding=
 TALKS, FOUND, SPELLED = (RECORDED[name] for name in ("talks", "found", "spelled"))
 VOCAB_SIZE = 600
 CASES = [(template, kind) for template in TEMPLATES for kind in kinds_of(template)]
+# Each template with one kind of tokenizer, and one template with each kind.
+QUICK = [(template, "bytes") for template in TEMPLATES] + [("chatml", kind) for kind in KINDS]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +47,7 @@ def talk(name):
     return [{"role": role, "content": content} for role, content in TALKS[name]]
 
 
-@pytest.mark.parametrize(("template", "kind"), CASES)
+@pytest.mark.parametrize(("template", "kind"), full_but(CASES, *QUICK))
 def test_tokens_and_turns(made, template, kind):
     format = made(template, kind)
     tokenizer = format.tokenizer
@@ -73,7 +76,7 @@ def test_tokens_and_turns(made, template, kind):
         assert found.context == begin, name
 
 
-@pytest.mark.parametrize(("template", "kind"), CASES)
+@pytest.mark.parametrize(("template", "kind"), full_but(CASES, *QUICK))
 def test_the_token_that_ends_a_turn(made, template, kind):
     tokenizer = made(template, kind).tokenizer
     end = FOUND[f"{template} {kind}"]["one"]["end"]
@@ -82,7 +85,7 @@ def test_the_token_that_ends_a_turn(made, template, kind):
     assert tokenizer.turn_end_id == (tokenizer.eos_id if end is None else end)
 
 
-@pytest.mark.parametrize(("template", "kind"), CASES)
+@pytest.mark.parametrize(("template", "kind"), full_but(CASES, *QUICK))
 def test_all_turns_end_and_the_last_is_as_alone(made, template, kind):
     """The first turn of two, where the template writes the beginning as at the beginning of all."""
     format = made(template, kind)
@@ -154,7 +157,7 @@ def test_a_beginning_of_sequence_comes_once(made, kind):
         assert encode_chat(format, chat).ids.tolist() == [*ids, tokenizer.eos_id]
 
 
-@pytest.mark.parametrize(("template", "kind"), CASES)
+@pytest.mark.parametrize(("template", "kind"), full_but(CASES, *QUICK))
 def test_what_answers_a_turn_follows_its_end(made, template, kind):
     """The prompt, a turn as it was sampled with its end, and the answer are the whole."""
     format = made(template, kind)

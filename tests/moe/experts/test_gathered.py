@@ -1,5 +1,7 @@
 """Experts that read tokens and what pulls at them where they lie, against those of copies."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -117,4 +119,7 @@ def test_what_the_kernels_cannot_serve_is_refused():
     operands, layout, sizes, _ = given()
     for scattered, name in ((False, "mosaic_gathered"), (True, "mosaic_scattered")):
         with pytest.raises(ValueError, match=rf"\"{name}\" of routed_experts .* rows of float32"):
-            gathered_experts(operands[0], layout, *operands[1:], sizes, scattered=scattered)
+            jax.eval_shape(
+                partial(gathered_experts, scattered=scattered),
+                *(operands[0], layout, *operands[1:], sizes),
+            )

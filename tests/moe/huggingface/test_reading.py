@@ -77,6 +77,7 @@ def test_a_shard_is_read_without_the_rest_of_its_tensor(monkeypatch):
     assert queries == [weights.layers.attention.query.size // 2] * 2
 
 
+@pytest.mark.slow
 def test_a_vocabulary_that_tp_divides_is_read_in_parts(tmp_path):
     """Files have all of its rows, as from one device."""
     config = replace(tiny(14), num_layers=1, d_model=12, num_experts=4, d_expert=6)

@@ -72,6 +72,7 @@ def test_the_plain_twin_equals_float64(name):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("room", full_but([192, 4096], 192))
 @pytest.mark.parametrize(("heads", "kv_heads"), full_but([(6, 2), (64, 4)], (6, 2)))
 def test_it_is_one_kernel_on_cuda(room, heads, kv_heads):

@@ -205,6 +205,7 @@ def interpreted(monkeypatch, *modules, **how):
         monkeypatch.setattr(module, "launch", lambda *of, **options: launch(*of, **options | how))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("room", full_but([None, 9], 9))
 @pytest.mark.parametrize("implementation", full_but(IMPLEMENTATIONS, "mosaic_scattered"))
 def test_values_and_gradients_are_those_of_the_dense_reference(implementation, room, monkeypatch):

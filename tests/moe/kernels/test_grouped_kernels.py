@@ -154,6 +154,7 @@ def test_every_tiling_that_is_compared_is_lowered(changed):
     assert exported(run, x, shaped(groups, inner, outer), pull, sizes).count(KERNEL) == 3
 
 
+@pytest.mark.slow
 def test_kernels_are_lowered_inside_a_mesh_and_gradients_are_summed_over_it():
     mesh = mesh_of("dp4 / ep2")
 
@@ -194,15 +195,19 @@ def test_what_the_kernels_cannot_serve_is_refused():
     def product(rows, weights):
         return grouped_dot(rows, weights, jnp.ones(2, jnp.int32), implementation="mosaic")
 
-    half = partial(jnp.ones, dtype=jnp.bfloat16)
+    half = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
     for rows, weights, message in (
-        (jnp.ones((8, 64)), half((2, 64, 64)), r"rows of float32, .* bfloat16 or float16 alone"),
+        (
+            jax.ShapeDtypeStruct((8, 64), jnp.float32),
+            half((2, 64, 64)),
+            r"rows of float32, .* bfloat16 or float16 alone",
+        ),
         (half((8, 96)), half((2, 96, 64)), r"matrices of 96 x 64, and each must be a multiple of"),
         (half((8, 64)), half((2, 64, 100)), r"matrices of 64 x 100"),
         (half((8, 64)), half((2, 64, 64)), r"runs on NVIDIA GPUs .* lowered for cpu"),
     ):
         with pytest.raises(ValueError, match=message):
-            product(rows, weights)
+            jax.jit(product).lower(rows, weights)
 
 
 def test_other_gpus_are_refused(monkeypatch):

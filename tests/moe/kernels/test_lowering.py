@@ -29,6 +29,7 @@ def layout_of(tokens, k, slots, experts=4):
 SIZES = [(70, 3, 5), (512, 8, 256)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tokens", "k", "experts"), full_but(SIZES, SIZES[0]))
 def test_the_layout_is_two_kernels(tokens, k, experts):
     def run(ids):

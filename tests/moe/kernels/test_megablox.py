@@ -100,6 +100,7 @@ def test_the_product_and_both_gradients_are_kernels_on_a_tpu_alone(name):
             lowered(platform, *shapes)
 
 
+@pytest.mark.slow
 def test_kernels_are_lowered_inside_a_mesh_and_gradients_are_summed_over_it():
     mesh = mesh_of("dp4 / ep2")
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from programs import jit, mesh_of, on_mesh
+from tiers import full_but
 
 from moe.config import ModelConfig
 from moe.router.capacity import can_drop, capacity_of, drop
@@ -57,11 +58,15 @@ def dropping(config, layout, zigzag=None):
 @pytest.mark.parametrize("policy", ["probs", "position"])
 @pytest.mark.parametrize(
     ("layout", "scope", "groups"),
-    [
+    full_but(
+        [
+            ("dp1", "sub_sequence", 1),
+            ("tp2 dp4", "sub_sequence", 8),
+            ("tp2 dp4 / ep4 etp2", "full_sequence", 4),
+        ],
         ("dp1", "sub_sequence", 1),
-        ("tp2 dp4", "sub_sequence", 8),
         ("tp2 dp4 / ep4 etp2", "full_sequence", 4),
-    ],
+    ),
 )
 def test_drops_what_the_loops_drop(policy, layout, scope, groups):
     config = replace(CONFIG, capacity_factor=1.25, drop_policy=policy, drop_scope=scope)

@@ -183,6 +183,7 @@ def check_layer(name, layout, execution):
     assert found or sizes.tp * sizes.cp * sizes.ep * sizes.etp == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layout"),
     full_but(

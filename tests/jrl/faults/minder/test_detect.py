@@ -277,6 +277,7 @@ def test_every_metric_has_a_model_and_strangers_share_one():
     assert [alarm.machine for alarm in Minder(continuity=60)(strange)] == ["host-4"]
 
 
+@pytest.mark.slow
 def test_the_models_denoise():
     """Closer to the level behind the noise than the noisy window is."""
     random = np.random.default_rng(0)

@@ -41,6 +41,7 @@ def test_an_unknown_norm_is_refused():
         distance_sums(jnp.zeros((1, 2, 16)), jnp.ones(16, bool), norm="taxi")
 
 
+@pytest.mark.slow
 def test_score_against_a_loop():
     points = np.random.default_rng(1).normal(size=(1, 4, 16)).astype(np.float32)
     counted = np.arange(16) < 7

@@ -61,7 +61,7 @@ def run(implementation, given, decay):
 
 @pytest.mark.parametrize("time", full_but(LENGTHS, 33))
 @pytest.mark.parametrize("holes", full_but([False, True], True))
-@pytest.mark.parametrize("kind", decays(1))
+@pytest.mark.parametrize("kind", full_but(decays(1), "per row", "both per token"))
 def test_equal_to_the_scan_and_to_the_oracle(time, holes, kind):
     with jax.enable_x64(True):
         given, decay = numbers(time, holes), decays(time)[kind]
@@ -81,6 +81,7 @@ def test_equal_to_the_scan_and_to_the_oracle(time, holes, kind):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", full_but(decays(1), "both per token"))
 def test_no_less_accurate_than_the_scan(kind):
     given, decay = numbers(2000, holes=False, seed=3), decays(2000)[kind]
@@ -102,6 +103,7 @@ def test_a_batch_in_which_only_one_row_has_a_hole():
     jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=2e-5, atol=2e-5), blocked, scan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("apart", full_but([64, 65, 66], 64))
 def test_a_long_row_with_as_many_holes_as_a_byte_cannot_count(apart):
     given = numbers(256 * apart, holes=False)
@@ -131,6 +133,7 @@ def test_under_vmap_and_on_single_rows():
     jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=2e-5, atol=2e-5), rows, whole)
 
 
+@pytest.mark.slow
 def test_on_devices_of_which_only_some_have_holes():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     given = numbers(40, holes=False)

@@ -51,7 +51,9 @@ ORACLES = {
     "token_level_group_average": lambda r, g, m: oracles.token_level_group_average(r, g, m),
     "reinforce_plus_plus_baseline": lambda r, g, m: oracles.reinforce_plus_plus_baseline(r, g, m),
 }
-every = pytest.mark.parametrize("name", CALLS)
+# One that scales, one that does not, and one of tokens; all have vectors.
+QUICK = ("grpo", "rloo", "token_level_group_average")
+every = pytest.mark.parametrize("name", full_but(CALLS, *QUICK))
 SHIFTED = [name for name in CALLS if name not in ("maxrl", "gdpo")]
 # Their statistics are of the whole batch, which must be on one device.
 WHOLE_BATCH = ("grpo, batch", "gdpo", "gpg", "reinforce_plus_plus_baseline")
@@ -105,7 +107,7 @@ def test_the_order_of_rows_and_the_names_of_groups_do_not_matter(name, seed):
         same(run(name, rewards, (7 - 3 * renamed).astype(groups.dtype), mask), expected)
 
 
-@pytest.mark.parametrize("name", SHIFTED)
+@pytest.mark.parametrize("name", full_but(SHIFTED, *QUICK))
 @given(seeds)
 @few
 def test_a_constant_added_to_the_rewards_of_a_group_does_not_matter(name, seed):
@@ -130,7 +132,7 @@ def test_the_scale_of_the_rewards(name, seed):
             np.testing.assert_allclose(twice, once, rtol=1e-2, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", full_but(CALLS, "grpo", "maxrl"))
+@pytest.mark.parametrize("name", full_but(CALLS, *QUICK))
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 def test_groups_without_variance_get_exactly_zero(name, size):
     # 0.1 is not a float32: the rounding of a mean of seven of them, over 1e-6, would be visible.
@@ -140,6 +142,7 @@ def test_groups_without_variance_get_exactly_zero(name, size):
     assert advantages.dtype == np.float32 and not np.any(advantages)
 
 
+@pytest.mark.slow
 @given(seeds)
 @few
 def test_sums_that_are_zero(seed):
@@ -165,6 +168,7 @@ def others(rewards, groups):
     )
 
 
+@pytest.mark.slow
 @given(seeds)
 @few
 def test_estimators_that_are_one_another(seed):
@@ -183,6 +187,7 @@ def test_estimators_that_are_one_another(seed):
         same(tokens[:, 0], run("grpo, population", rewards, groups, mask))
 
 
+@pytest.mark.slow
 def test_pass_at_k_exact_is_the_gradient_of_the_best_of_k():
     # A policy over three answers with rewards of their own; all groups of four, each with its
     # probability: the expectation of A grad log p is the gradient of E max of k.
@@ -210,6 +215,7 @@ def test_pass_at_k_exact_is_the_gradient_of_the_best_of_k():
         same(chances @ estimate, (chances_of_k * best) @ scores_of_k.sum(1))
 
 
+@pytest.mark.slow
 def test_pass_at_k_exact_with_all_of_the_group_is_pass_at_k():
     rewards = jnp.array([1.0, 4.0, 2.5, 0.0, 3.0, 3.0, 1.0, 0.0])
     groups = jnp.array([0, 0, 0, 0, 1, 1, 1, 1])

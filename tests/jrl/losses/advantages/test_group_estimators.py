@@ -28,6 +28,7 @@ average = jax.jit(jrl.token_level_group_average)
 grpo = jitted.grpo_advantages
 
 
+@pytest.mark.slow
 def test_the_fallback_is_of_whole_groups_and_at_the_bound():
     mask = np.arange(9)[None] < np.array([1, 9, 9, 9, 9, 1, 1])[:, None]
     rewards, groups = np.array([1.0, 0, 0, 0, 0, 1, 0]), np.array([0, 0, 0, 0, 0, 1, 1])

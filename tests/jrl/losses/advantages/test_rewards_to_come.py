@@ -106,6 +106,7 @@ def test_least_variance_and_its_absence():
     assert np.isnan(jitted.whiten(np.array([[np.nan, 1.0, 4.0]]), ones, epsilon=0.0)).all()
 
 
+@pytest.mark.slow
 def test_rows_on_eight_devices():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     random = np.random.default_rng(0)

@@ -134,6 +134,7 @@ def test_any_cut_adds_up(seed, cuts):
     np.testing.assert_allclose(float(joined.sum()) / MASK.sum(), 1, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_statistics_on_eight_devices_equal_those_of_one():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     mask = np.arange(6) < np.random.default_rng(0).integers(0, 7, (16, 1))

@@ -109,6 +109,7 @@ def test_ratios_of_zero_and_infinity_are_finite_and_counted(loss, advantage):
     assert not np.any(np.where(LOGPROBS < -400, slope, 0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     full_but(

@@ -84,7 +84,7 @@ def test_bad_sequences_that_are_far_go_and_no_others():
     mask = np.array([[1, 1, 0], [1, 1, 1], [1, 1, 1]])
 
     def kept(advantages, bound=0.5):
-        result = jrl.off_policy_sequence_mask(
+        result = jitted.off_policy_sequence_mask(
             logprobs, behaviour, advantages, mask, max_divergence=bound
         )
         assert not np.any(np.asarray(result) & (np.asarray(mask) == 0))

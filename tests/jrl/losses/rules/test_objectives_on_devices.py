@@ -117,6 +117,7 @@ def test_aggregate_inside_and_outside_the_gradient(mode):
         jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-12), actual, expected)
 
 
+@pytest.mark.slow
 def test_estimators_of_rows_work_on_a_part_of_the_rows():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     b = {name: x for name, x in batch().items() if x.ndim > 1}

@@ -68,6 +68,14 @@ NAMES = [name for name in functions() if settings_of(name)]
 QUICK = ("gae", "clip_cov_loss", "ppo_loss", "value_loss")
 
 
+def refused(name, **changes):
+    """A call that is to fail. Losses and advantages of groups compute something before they look at
+    some settings: traced, that is no program. All others look first, and tracing takes longer."""
+    if name.endswith(("_advantages", "_loss")):
+        return jax.eval_shape(lambda: call(name, **changes))
+    return call(name, **changes)
+
+
 def program(name, arrays, settings):
     """What is computed, as text: equal programs have equal results, to the last bit."""
 
@@ -113,7 +121,7 @@ def test_what_is_no_number_is_refused_in_one_line(name):
             ("much", f"{setting}='much' "),
         ):
             with pytest.raises(ValueError, match=message) as error:
-                call(name, **{setting: wrong})
+                refused(name, **{setting: wrong})
             assert "\n" not in str(error.value)
 
 

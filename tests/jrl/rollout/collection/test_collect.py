@@ -16,6 +16,7 @@ from small_runs import (
     small_recipe,
     small_setup,
 )
+from tiers import full_but
 
 from jrl.recipes import RECIPES
 from jrl.rollout.batching import over_rows
@@ -171,7 +172,7 @@ def test_what_is_begun_in_advance_has_no_say(idle):
     assert bool(engine.cancelled) == bool(idle)
 
 
-@pytest.mark.parametrize("name", WHOLE_GROUPS)
+@pytest.mark.parametrize("name", full_but(WHOLE_GROUPS, "dapo", "vapo"))
 def test_dynamic_sampling_refills(name):
     scores = [NONE, GOOD, ALL, PARTIAL, NONE, NONE, GOOD, ALL, GOOD, GOOD, GOOD, NONE]
     recipe = small_recipe(name, dynamic_sampling=True)

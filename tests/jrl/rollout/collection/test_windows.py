@@ -84,6 +84,7 @@ def test_every_response_is_written_once_from_its_first_token_to_its_last(setup, 
             assert c.trajectory.tokens.tolist() == parts[key(c)]
 
 
+@pytest.mark.slow
 def test_the_batch_is_of_the_window(setup, steps):
     for step in steps[1:]:
         batch = jax.device_get(step.batch)

@@ -106,6 +106,7 @@ def test_what_is_drawn_is_what_is_drawn_without_a_limit_up_to_the_cut(weights, c
         assert first.tolist() == own_turns(other)[0][:TURN].tolist()
 
 
+@pytest.mark.slow
 def test_the_trainer_gives_the_sampled_tokens_the_same_probabilities(setup, weights, collected):
     batch = collected.batch
     found = logprobs_of(setup.networks.policy.objective, weights, batch.tokens, batch.valid)[0]

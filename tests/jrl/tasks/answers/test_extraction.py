@@ -71,5 +71,5 @@ def test_bare_completions_count_to_the_letter():
 )
 def test_time_is_linear(part):
     begin = time.process_time()
-    extract(part * 100_000)
-    assert time.process_time() - begin < 5.0  # quadratic, it would be an hour
+    extract(part * 20_000)
+    assert time.process_time() - begin < 1.0  # quadratic, it would be minutes

@@ -112,6 +112,7 @@ def by_math_verify(gold, completion):
     return bool(golds and found) and verify(golds, found, timeout_seconds=None)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(NUMBERS, DECORATIONS, NUMBERS)
 def test_never_below_math_verify(gold, decoration, other):

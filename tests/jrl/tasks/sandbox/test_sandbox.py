@@ -150,6 +150,7 @@ def test_without_bubblewrap_a_task_that_runs_code_is_refused(tmp_path, monkeypat
     assert "--unsafe-tools" in str(said.value)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_installed")
 def test_unsafe_tools_run_code_without_it(tmp_path, monkeypatch):
     """Also in the worker processes, which inherit what was said."""

@@ -162,6 +162,7 @@ def test_a_source_that_is_no_template(process):
     assert raised.value.line == 2 and "Expected" in raised.value.message
 
 
+@pytest.mark.slow
 def test_a_limit_is_no_answer_to_what_is_asked_of_a_template(process, tokenizer):
     """Of a template that refuses a system message it is told that it writes none: not of one that
     took too long this time."""
@@ -175,6 +176,7 @@ def test_a_limit_is_no_answer_to_what_is_asked_of_a_template(process, tokenizer)
             ask()
 
 
+@pytest.mark.slow
 def test_a_run_names_the_file(process, tokenizer, tmp_path):
     """The template of a checkpoint too; and one that the run does not use keeps nobody waiting."""
     path = tmp_path / "own.jinja"

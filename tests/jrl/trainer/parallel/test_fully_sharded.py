@@ -138,6 +138,7 @@ def test_a_checkpoint_is_read_with_and_without(tmp_path):
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(back), jax.device_get(state))
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_dry_run():
     sharded, plain = (memory(setup_on("dp4", fsdp=fsdp, recipe="vapo")) for fsdp in (True, False))
     assert plain["weights"] / 4 <= sharded["weights"] < 1.05 * plain["weights"] / 4

@@ -18,7 +18,7 @@ from jrl.trainer.scoring import logprobs_and_choices_of
 from jrl.trainer.setup.dry_run import batch_arithmetic, parameters, print_dry_run, readable_bytes
 from jrl.trainer.setup.memory import cache_bytes, logits_bytes, memory, weight_bytes
 from jrl.trainer.setup.setup import build_setup
-from jrl.trainer.state import init_adapters, init_state, init_weights
+from jrl.trainer.state import abstract, init_adapters, init_state, init_weights
 from moe import model, placement, weights
 from moe.adapters import trees
 from moe.architecture.attention import MultiHeadLatentAttention
@@ -82,16 +82,15 @@ def logits_of_pass(setup, rows):
     return logits_bytes(setup.model, setup.geometry, rows)
 
 
-@pytest.fixture(scope="module")
-def with_everything():
-    """A run that has a critic and a reference, with its first state."""
-    setup = build_setup(RunConfig(layout=LAYOUT), replace(Ppo(), kl_coef=0.1))
+def with_critic_and_reference():
+    return build_setup(RunConfig(layout=LAYOUT), replace(Ppo(), kl_coef=0.1))
+
+
+@pytest.mark.slow
+def test_memory_of_the_state_is_what_the_state_takes():
+    setup = with_critic_and_reference()
     weights = init_weights(setup.model, setup.mesh, setup.randomness.key("weights"))
-    return setup, init_state(setup.networks, weights, setup.randomness.key("critic"))
-
-
-def test_memory_of_the_state_is_what_the_state_takes(with_everything):
-    setup, state = with_everything
+    state = init_state(setup.networks, weights, setup.randomness.key("critic"))
     needs = memory(setup)
     assert state.critic is not None
     assert needs["weights"] == on_one_device(state.policy.weights)
@@ -155,6 +154,7 @@ def test_memory_counts_what_a_decoding_kernel_writes_before_it_is_merged():
     assert memory(setup)["parts of decoding attention"] == 4 * 4 * numbers
 
 
+@pytest.mark.slow
 def test_memory_of_all_logits_is_what_a_sampler_that_truncates_asks_for():
     setup = build_setup(RunConfig(layout=LAYOUT), replace(Grpo(), top_k=5))
     execution = replace(setup.model.execution, vocab_chunk=7)
@@ -290,10 +290,11 @@ def test_batch_arithmetic_of_dynamic_sampling_has_its_bound():
     assert rows["sampled per step at most"] == "10 rounds x 512 = 5,120"
 
 
-def test_parameters_are_those_of_the_networks_in_use(with_everything):
+def test_parameters_are_those_of_the_networks_in_use():
     plain = build_setup(RunConfig(), Grpo())
     assert list(parameters(plain.model, plain.recipe)) == ["policy", "of which a token passes"]
-    setup, state = with_everything
+    setup = with_critic_and_reference()
+    state = abstract(setup.networks)
     rows = parameters(setup.model, setup.recipe)
 
     def numbers(tree):

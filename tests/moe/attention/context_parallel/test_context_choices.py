@@ -130,6 +130,7 @@ def test_a_ring_leaves_out_what_is_hidden():
 KEPT = [("none", 2), ("none", 8), ("full", 8)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("remat", "ranks"), full_but(KEPT, KEPT[0]))
 def test_what_a_ring_keeps_is_linear_in_tokens(remat, ranks):
     """Its own part of everything, whatever the number of ranks, and no score."""

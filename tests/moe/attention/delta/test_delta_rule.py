@@ -81,6 +81,7 @@ def test_chunks_equal_tokens_and_both_a_loop(time, monkeypatch):
     assert all(np.max(np.abs(x)) > 0.01 for x in jax.tree.leaves(expected))
 
 
+@pytest.mark.slow
 def test_decay_that_leaves_nothing_gives_no_nan():
     """Its exponential is 0, and that of the differences above the diagonal would be infinite."""
     tokens, state = inputs(7)

@@ -337,6 +337,7 @@ def test_volume_of_all_to_all_is_that_of_its_formula(capacity):
     assert rows == rows_received("all_to_all", local, CHOSEN, num_local, mesh, capacity)
 
 
+@pytest.mark.slow
 def test_volume_of_all_gather_is_that_of_its_formula():
     mesh = mesh_of("dp8 / ep4 etp2")
     text = _compiled("all_gather", None, mesh)

@@ -158,6 +158,7 @@ def test_each_device_multiplies_its_rows_by_its_matrices(name):
     np.testing.assert_allclose(by_weights, expected, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_columns_may_be_several_axes():
     """Bit for bit the product with them made one, which is not what is kept; the gradient is in the
     shape and the dtype of what is given."""
@@ -203,6 +204,7 @@ def test_products_are_lowered_for_accelerators_without_one():
     assert on_cpu.count("stablehlo.dot_general") > 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_no_product_copies_a_matrix_for_each_block_of_rows(platform):
     """At the shape of Qwen3-235B-A22B on eight devices with a half more than even routing: nothing

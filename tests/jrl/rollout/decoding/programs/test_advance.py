@@ -76,6 +76,7 @@ def test_the_program_does_not_grow_with_depth():
     assert few == many < unrolled
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scanned", full_but([True, False], True))
 def test_the_cache_is_written_in_place(scanned):
     program, cache = traced(6, scanned)
