@@ -9,8 +9,9 @@ is written in `jrl.tasks.data.records`, which reads it for reinforcement as well
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from jrl.tasks.data.conversations import ROLES, Conversation, said
@@ -26,6 +27,7 @@ from jrl.tasks.data.files import KINDS, kind_of, records
 from jrl.tasks.data.prompt_list import PromptList
 from jrl.tasks.data.records import plain, read_record, readable
 from jrl.tasks.data.split import HeldOut
+from jrl.tasks.rewards.completion import special_of
 from jrl.tasks.task import CORRECT, WRONG, Example, Verdict, check_pairs
 
 
@@ -61,6 +63,9 @@ class Chats(PromptList):
     """
 
     _kind, _fix = "conversations", "raise --max-length, or say --overlong truncate"
+    said: Mapping[int, str] = MappingProxyType({})
+    """What the assistant says as the network writes it (reasoning and calls of tools included), by
+    the number of the conversation; of those that are not here it is the answer."""
 
     def _measure(self, examples: Sequence[Example]) -> None:
         super()._measure(examples)
@@ -85,7 +90,13 @@ class Chats(PromptList):
         """Whether completions are what the assistant said, blanks around it aside."""
         check_pairs(examples, completions)
         pairs = zip(examples, completions, strict=True)
-        return [CORRECT if e.answer.strip() == text.strip() else WRONG for e, text in pairs]
+        return [
+            CORRECT if self._gold(e) == special_of(text).strip() else WRONG for e, text in pairs
+        ]
+
+    def _gold(self, example: Example) -> str:
+        number = example.number if isinstance(example, Chat) else -1
+        return self.said.get(number, example.answer).strip()
 
     def close(self) -> None:
         """There is nothing to end."""
