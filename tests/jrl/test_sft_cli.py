@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,7 @@ from moe import huggingface, model
 from moe.placement import specs
 
 SMALL = ["--model=micro", "--batch=3", "--learning-rate=1e-2", "--eval-every=2", "--held-out=4"]
+PAGE = (Path(__file__).parents[2] / "docs" / "sft.md").read_text(encoding="utf-8")
 ANSWER = "4.5 litres"
 REWARD = 'def reward(prompt, completion, **record):\n    return float("litres" in completion)\n'
 
@@ -116,6 +118,9 @@ def test_both_stages_show_the_same_conversation(name, tmp_path, monkeypatch, cap
         .split("What is learned of it\n")
     )
     assert conversation == f"{prompt}{said}\n"
+    if name == "texts":  # as the page has it
+        (block,) = re.findall(r"(?s)```\n(The first conversation as .*?)```", PAGE)
+        assert block in shown["sft"]
     # Of several turns those before are learned too.
     assert learned.split("\nturns end")[0].endswith(said)
     assert "left out 1 records whose prompts had come before" in shown["grpo"]

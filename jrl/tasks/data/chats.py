@@ -9,9 +9,8 @@ is written in `jrl.tasks.data.records`, which reads it for reinforcement as well
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any
 
 from jrl.tasks.data.conversations import ROLES, Conversation, said
@@ -63,9 +62,6 @@ class Chats(PromptList):
     """
 
     _kind, _fix = "conversations", "raise --max-length, or say --overlong truncate"
-    said: Mapping[int, str] = MappingProxyType({})
-    """What the assistant says as the network writes it (reasoning and calls of tools included), by
-    the number of the conversation; of those that are not here it is the answer."""
 
     def _measure(self, examples: Sequence[Example]) -> None:
         super()._measure(examples)
@@ -90,13 +86,20 @@ class Chats(PromptList):
         """Whether completions are what the assistant said, blanks around it aside."""
         check_pairs(examples, completions)
         pairs = zip(examples, completions, strict=True)
-        return [
-            CORRECT if self._gold(e) == special_of(text).strip() else WRONG for e, text in pairs
-        ]
+        return [CORRECT if e.answer.strip() == special_of(t).strip() else WRONG for e, t in pairs]
 
-    def _gold(self, example: Example) -> str:
-        number = example.number if isinstance(example, Chat) else -1
-        return self.said.get(number, example.answer).strip()
+    def answer_with(self, turns: Mapping[int, str]) -> None:
+        """Gives conversations, by their numbers, what the assistant says as the network writes it:
+        with reasoning and calls of tools, which the content of its message has not."""
+
+        def changed(examples: Iterable[Example]) -> list[Example]:
+            return [
+                replace(each, answer=turns[each.number]) if isinstance(each, Chat) else each
+                for each in examples
+            ]
+
+        self._train, self._heldout = changed(self._train), changed(self._heldout)
+        self.examples = tuple(changed(self.examples))
 
     def close(self) -> None:
         """There is nothing to end."""

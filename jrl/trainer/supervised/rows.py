@@ -108,7 +108,7 @@ def chat_rows(
         if own is not None:
             encoded[chat.number] = own
     dropped = chats.leave_out(lambda chat: chat.number in encoded)
-    chats.said = {number: _said(format, own) for number, own in encoded.items()}
+    chats.answer_with({number: _said(format, own) for number, own in encoded.items()})
     longest = max(len(own.ids) for own in encoded.values())
     return ChatRows(encoded, _divided(1, mesh), _divided(longest - 1, mesh), dropped, truncated)
 

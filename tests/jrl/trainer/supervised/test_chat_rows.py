@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from chat_checkpoint import chat_tokenizer
+from chat_checkpoint import TURN, chat_tokenizer
 from chat_records import ANSWERS, RECORDS, TEMPLATE
 from command_runs import MICRO
 from programs import mesh_of
@@ -130,7 +130,11 @@ def test_a_turn_is_sampled_and_compared_as_it_is_learned(name, tmp_path):
     assert sampled_lengths(task, rows, MICRO, None) == (own.context, said + max(-(-said // 4), 16))
     given = tokenizer, own.ids[own.context :]
     text = CompletionText(text_of(*given), special_text_of(*given))
-    assert [v.score for v in task.verify([chats[0]] * 2, [text, f"{text}4"])] == [1.0, 0.0]
+    held = task.heldout(0)
+    assert [v.score for v in task.verify([held] * 2, [text, f"{text}4"])] == [1.0, 0.0]
+    # As samples show it.
+    assert f"{held.answer}{TURN}" == RECORDS[name][2]
+    assert task.examples[-1].answer == held.answer
 
 
 def test_of_several_turns_the_first_is_sampled():
@@ -143,5 +147,5 @@ def test_of_several_turns_the_first_is_sampled():
     format = ChatFormat(Tokenizer.train_characters("ab\n: usertian"))
     rows = chat_rows(chats, format, Sft().supervision, MICRO, mesh_of("dp1"))
     assert rows.encoded[90].said == rows.encoded[91].said == len("bb") + 1
-    assert chats.said[90] == "bb"
+    assert [chats.heldout(n).answer for n in range(2)] == ["bb", "bb"]
     assert sampled_lengths(chats, rows, MICRO, None)[1] < 90
