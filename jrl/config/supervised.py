@@ -52,7 +52,7 @@ HELP = {
     "packing": "Whether conversations are laid end to end, so that no padding is computed and the "
     "head sees only what is learned. Not on a pipeline. None packs where that can be.",
     "response_length": "Limit in tokens of the completions that are sampled to be shown; None is a "
-    "quarter above the longest held-out answer.",
+    "quarter above the longest held-out answer, and at least 16 tokens.",
     "eval_every": "Steps between measurements on held-out conversations.",
     "eval_prompts": "Held-out conversations that are measured, or all there are if they are fewer.",
     "checkpoint_every": "Steps between checkpoints. The first is taken before the first step, the "

@@ -47,6 +47,12 @@ class Encoded:
     learned: np.ndarray
     context: int
 
+    @property
+    def said(self) -> int:
+        """Tokens of the first turn that is learned, its end included."""
+        others = np.flatnonzero(~self.learned[self.context :])
+        return int(others[0]) if len(others) else len(self.ids) - self.context
+
     def cut(self, most: int) -> "Encoded | None":
         """Its first tokens; None if none of these is trained on."""
         learned = self.learned[:most]

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +10,13 @@ import numpy as np
 import pytest
 import yaml
 from chat_checkpoint import END, TURN, VOCAB_SIZE, write_tokenizer
-from chat_records import RECORDS
+from chat_records import ANSWERS, RECORDS
 from chat_records import TEMPLATE as RECORDS_TEMPLATE
 from command_runs import metrics, one_line
 from jax.sharding import PartitionSpec as P
 from programs import mesh_of, on_mesh
 from test_export_cli import QUESTION, checkpoint_in
+from tiers import full_but
 
 from jrl import export
 from jrl.config.supervised import IDLE
@@ -29,6 +31,7 @@ from moe import huggingface, model
 from moe.placement import specs
 
 SMALL = ["--model=micro", "--batch=3", "--learning-rate=1e-2", "--eval-every=2", "--held-out=4"]
+PAGE = (Path(__file__).parents[2] / "docs" / "sft.md").read_text(encoding="utf-8")
 ANSWER = "4.5 litres"
 REWARD = 'def reward(prompt, completion, **record):\n    return float("litres" in completion)\n'
 
@@ -84,27 +87,42 @@ def test_a_dry_run_shows_what_is_learned(tmp_path, capsys):
     assert learned.strip() == read_by.strip()[-5:]
 
 
-def test_both_stages_show_the_same_conversation(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("name", full_but(RECORDS, "a call as JSON"))
+def test_both_stages_show_the_same_conversation(name, tmp_path, monkeypatch, capsys):
     """And what they leave out, and what ends a turn."""
     monkeypatch.chdir(tmp_path)
     write_tokenizer(tmp_path / "tokens", eos_token=END, chat_template=RECORDS_TEMPLATE)
     (tmp_path / "tokens" / "generation_config.json").unlink()
-    record, prompt, said = RECORDS["a call as JSON"]
-    lines = [record, {"messages": [{"role": "user", "content": "1+1?"}], "answer": "2"}, record]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "b.jsonl").write_text(json.dumps(lines[1]) + "\n")
+    record, prompt, said = RECORDS[name]
+    field = ANSWERS.get(name, "answer")
+    asked = {"messages": [{"role": "user", "content": "1+1?"}]}
+    asked |= {"answer": "2", "reward_model": {"answer": "2"}}
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps(x) + "\n" for x in (record, asked, record))
+    )
+    (tmp_path / "b.jsonl").write_text(json.dumps(asked) + "\n")
     given = ["--task=jsonl:a.jsonl", "--held-out=b.jsonl", "--model=micro", "--dry-run"]
-    given += ["--tokenizer=tokens/tokenizer.json"]
+    given += ["--tokenizer=tokens/tokenizer.json", f"--answer-field={field}"]
     shown = {}
     for recipe in ("sft", "grpo"):
-        assert main([recipe, *given, f"--run-dir={recipe}"]) == 0
+        verifiers = ["--verifiers=1"] if recipe == "grpo" else []
+        assert main([recipe, *given, *verifiers, f"--run-dir={recipe}"]) == 0
         shown[recipe] = capsys.readouterr().out
         ends = f"turns end with {TURN}, as the chat template writes them; {END} end them too"
         assert ends in shown[recipe]
     read_by = shown["grpo"].split("The first prompt as the network reads it\n")[1]
-    assert read_by.startswith(prompt)
-    conversation = shown["sft"].split("The first conversation as the network reads it\n")[1]
-    assert conversation.startswith(prompt + said)
+    assert read_by.startswith(f"{prompt}\nturns end with")
+    conversation, learned = (
+        shown["sft"]
+        .split("The first conversation as the network reads it\n")[1]
+        .split("What is learned of it\n")
+    )
+    assert conversation == f"{prompt}{said}\n"
+    if name == "texts":  # as the page has it
+        (block,) = re.findall(r"(?s)```\n(The first conversation as .*?)```", PAGE)
+        assert block in shown["sft"]
+    # Of several turns those before are learned too.
+    assert learned.split("\nturns end")[0].endswith(said)
     assert "left out 1 records whose prompts had come before" in shown["grpo"]
     assert "left out 1 training prompts that are held out" in shown["grpo"]
 

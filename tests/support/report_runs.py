@@ -12,8 +12,12 @@ HOSTILE = (
 NUM_STEPS = 24
 
 
-def report_run(path, *, seed=0, steps=NUM_STEPS):
-    """A run of some steps: an evaluation every ten, two samples a step."""
+def report_run(path, *, seed=0, steps=NUM_STEPS, more=()):
+    """A run of some steps: an evaluation every ten, two samples a step.
+
+    Args:
+      more: metrics of all steps but the first; None leaves one out.
+    """
     config = {
         "recipe": "grpo",
         "run": {"task": "sort", "model": "tiny", "seed": seed},
@@ -22,7 +26,8 @@ def report_run(path, *, seed=0, steps=NUM_STEPS):
     with RunFolder.create(path, config) as folder:
         with records.Appender(folder.metrics_path) as file:
             for step in range(steps + 1):
-                file.append(step, _metrics(step, seed))
+                line = _metrics(step, seed) | (dict(more) if step else {})
+                file.append(step, {name: x for name, x in line.items() if x is not None})
         with records.Appender(folder.samples_path) as file:
             for step in range(1, steps + 1):
                 for number in range(2):

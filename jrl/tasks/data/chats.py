@@ -9,7 +9,7 @@ described in `jrl.tasks.data.records`, which reads records for reinforcement lea
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from jrl.tasks.data.files import KINDS, kind_of, records
 from jrl.tasks.data.prompt_list import PromptList
 from jrl.tasks.data.records import plain, read_record, readable
 from jrl.tasks.data.split import HeldOut
+from jrl.tasks.rewards.completion import special_of
 from jrl.tasks.task import CORRECT, WRONG, Example, Verdict, check_pairs
 
 
@@ -86,7 +87,20 @@ class Chats(PromptList):
         blanks."""
         check_pairs(examples, completions)
         pairs = zip(examples, completions, strict=True)
-        return [CORRECT if e.answer.strip() == text.strip() else WRONG for e, text in pairs]
+        return [CORRECT if e.answer.strip() == special_of(t).strip() else WRONG for e, t in pairs]
+
+    def answer_with(self, turns: Mapping[int, str]) -> None:
+        """Gives conversations, by their numbers, what the assistant says as the network writes it:
+        with reasoning and calls of tools, which the content of its message has not."""
+
+        def changed(examples: Iterable[Example]) -> list[Example]:
+            return [
+                replace(each, answer=turns[each.number]) if isinstance(each, Chat) else each
+                for each in examples
+            ]
+
+        self._train, self._heldout = changed(self._train), changed(self._heldout)
+        self.examples = tuple(changed(self.examples))
 
     def close(self) -> None:
         """There is nothing to end."""

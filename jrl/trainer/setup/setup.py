@@ -302,7 +302,7 @@ def build_setup(
             # No number was given: as many as the recipe's epochs take.
             if not run.steps:
                 run = replace(run, steps=recipe.steps_of(task.num_train))
-            prompt, response = sampled_lengths(task, rows, format, network, run.response_length)
+            prompt, response = sampled_lengths(task, rows, network, run.response_length)
         else:
             check_answers(run, task)
             check_tools(task, format)

@@ -13,6 +13,7 @@ from jrl.rollout.batching import over_rows
 from jrl.tasks import Task
 from jrl.tasks.data.chats import Chat, Chats
 from jrl.text.learned import ChatFormat, Encoded, encode_chat
+from jrl.text.prompts import opened_reasoning, special_text_of
 from moe.config import ModelConfig
 from moe.tokens.zigzag import ZigzagLayout
 from sharding.folding import FoldedMesh
@@ -84,6 +85,7 @@ def chat_rows(
     chats: Chats, format: ChatFormat, supervision: Supervision, model: ModelConfig, mesh: FoldedMesh
 ) -> ChatRows:
     """Encodes all conversations; those that are too long are left out of `chats`, or truncated.
+    `chats` gets the text of the assistant's turns.
 
     Raises:
       ValueError: for a conversation that cannot be encoded, a length above the checkpoint's maximum
@@ -106,27 +108,42 @@ def chat_rows(
         if own is not None:
             encoded[chat.number] = own
     dropped = chats.leave_out(lambda chat: chat.number in encoded)
+    chats.answer_with({number: _said(format, own) for number, own in encoded.items()})
     longest = max(len(own.ids) for own in encoded.values())
     return ChatRows(encoded, _divided(1, mesh), _divided(longest - 1, mesh), dropped, truncated)
 
 
+def _said(format: ChatFormat, own: Encoded) -> str:
+    """First turn under the loss mask, as the text of a completion with special tokens."""
+    before, turn = np.split(own.ids[: own.context + own.said], [own.context])
+    opened = "" if format.template is None else opened_reasoning(format.tokenizer, before.tolist())
+    return opened + special_text_of(format.tokenizer, turn)
+
+
+ROOM = 16
+"""Minimum number of tokens that a sampled completion may have beyond the longest answer, so that
+text after an answer shows."""
+
+
 def sampled_lengths(
-    chats: Chats, rows: ChatRows, format: ChatFormat, model: ModelConfig, wanted: int | None
+    chats: Chats, rows: ChatRows, model: ModelConfig, wanted: int | None
 ) -> tuple[int, int]:
     """Maximum tokens of the prompts and of the completions that are sampled for display.
 
     Args:
-      wanted: tokens of a completion; None is a quarter more than the longest held-out answer, or
-        the rest of the network's positions.
+      wanted: tokens of a completion; None is a quarter more than the longest held-out turn
+        (reasoning, calls and end included), and `ROOM` more at least, within the network's
+        positions but never less than that turn.
     """
     heldout = [chats.heldout(index) for index in range(chats.heldout_size or 0)]
     found = [rows.encoded[chat.number] for chat in heldout if isinstance(chat, Chat)]
     prompt = max(own.context for own in found)
     if wanted is None:
-        answers = (len(format.tokenizer.encode(chat.answer)) + 1 for chat in heldout)
-        wanted = -(-5 * max(answers) // 4)
+        longest = max(own.said for own in found)
+        wanted = longest + max(-(-longest // 4), ROOM)
         if model.max_positions is not None:
-            wanted = max(min(wanted, model.max_positions - prompt), 1)
+            # The longest prompt is mostly another's than the longest turn, which has its place.
+            wanted = max(min(wanted, model.max_positions - prompt), longest)
     if wanted < 1:
         raise ValueError(f"response_length={wanted} must be at least 1.")
     return prompt, wanted

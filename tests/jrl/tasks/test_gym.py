@@ -55,6 +55,23 @@ ANSWERED += [
 
 
 def test_the_answer_is_scored_and_not_the_completion(task):
+    assert_scores_the_answer(task)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["number_sorting", "time_intervals", "family_relationships", "countdown"]
+)
+def test_the_answer_is_scored_whatever_the_scorer_makes_of_a_text(name):
+    """Some of the library's give nothing, others a share, for a text around the answer."""
+    made = gym(name, 3, size=20)
+    try:
+        assert_scores_the_answer(made)
+    finally:
+        made.close()
+
+
+def assert_scores_the_answer(task):
     example = task.train(0)
     verdicts = scores(task, example, *(form.format(example.answer) for form in ANSWERED))
     assert verdicts == [Verdict(1.0, "correct")] * len(ANSWERED)

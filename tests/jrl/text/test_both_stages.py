@@ -4,12 +4,14 @@ from dataclasses import replace
 
 import pytest
 from chat_checkpoint import TURN, chat_tokenizer
+from chat_kinds import TEMPLATES, write
 from chat_records import ANSWERS, RECORDS, TEMPLATE
 
 from jrl.tasks.data.chats import chat_of
 from jrl.tasks.data.fields import Fields
 from jrl.tasks.data.records import example_of
 from jrl.text.chat import ChatTemplate
+from jrl.text.json_tokenizer import checkpoint_tokenizer
 from jrl.text.learned import ChatFormat, encode_chat
 from jrl.text.prompt_format import PromptFormat
 
@@ -36,6 +38,41 @@ def test_one_record(tokenizer, name):
     assert found.ids[-1] == tokenizer.special_tokens[TURN]
     whole = encode_chat(ChatFormat(tokenizer, template), chat_of(record, "f:1", fields))
     assert whole.ids.tolist() == found.ids.tolist()
+
+
+WRITES_OTHERWISE = {
+    ("mistral", name)
+    for name in ("TRL's", "messages and an answer", "ShareGPT's", "ShareGPT's with a system field")
+}
+"""Templates that write a prompt otherwise where an answer follows: Mistral's has the system message
+before a user's turn that is the last, and nowhere else."""
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_records_in_templates_of_many_families(name, tmp_path):
+    """A prompt is what sft has before the turn that it learns; or both refuse the record."""
+    tokenizer = checkpoint_tokenizer(write(tmp_path, "bytes", name), 600)
+    template = ChatTemplate(tokenizer)
+    both = PromptFormat(tokenizer, template), ChatFormat(tokenizer, template, last=True)
+    same = 0
+    for of, (record, _, _) in RECORDS.items():
+        fields = Fields(answer=ANSWERS.get(of, "answer"))
+        example, chat = example_of(record, "f:1", fields), chat_of(record, "f:1", fields, last=True)
+        try:
+            reinforced = both[0].encode(example)
+        except ValueError:
+            reinforced = None
+        try:
+            found = encode_chat(both[1], chat, last=True)
+            learned = found.ids[: found.context].tolist()
+        except ValueError as error:
+            learned = None
+            if (name, of) in WRITES_OTHERWISE:
+                assert "otherwise than at the beginning of the whole" in str(error)
+                continue
+        assert learned == reinforced, of
+        same += learned is not None
+    assert same >= 10
 
 
 def test_arguments_of_the_run_come_after_those_of_a_record(tokenizer):

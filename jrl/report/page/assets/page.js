@@ -92,10 +92,11 @@
 
   function axes(spec) {
     const font = "12px system-ui, sans-serif";
+    const wide = (u, words) => Math.max(54, 18 + 7 * Math.max(0, ...(words ?? []).map((word) => word.length)));
     const common = { stroke: css("--muted"), font, grid: { stroke: css("--line"), width: 1 }, ticks: { show: false } };
     return [
       { ...common, label: AXES[state.axis].word, labelFont: font, labelSize: 18, size: 28, values: (u, ticks) => ticks.map((x) => (x === null ? "" : brief(x))) },
-      { ...common, size: 54, values: (u, ticks) => ticks.map((x) => (x === null ? "" : spec.percent ? +(100 * x).toPrecision(4) + "%" : brief(x, 6))) },
+      { ...common, size: wide, values: (u, ticks) => ticks.map((x) => (x === null ? "" : spec.percent ? +(100 * x).toPrecision(4) + "%" : brief(x, 6))) },
     ];
   }
 
@@ -161,7 +162,7 @@
     for (const spec of MORE) chart($("charts"), spec);
     for (const name of state.added) chart($("charts"), stated(name), () => { state.added = state.added.filter((other) => other !== name); drawCharts(); });
     for (const spec of ROUTER) chart($("router-charts"), spec);
-    $("router").hidden = !$("router-charts").children.length;
+    for (const part of [$("router"), document.querySelector("nav [href='#router']")]) part.hidden = !$("router-charts").children.length;
     drawTime();
     $("legend").replaceChildren(...(several ? runs.map((run, r) => el("span", {}, el("i", { class: "swatch", style: `background:${colour(r)}` }), run.name)) : []));
   }

@@ -16,7 +16,8 @@ GAMED = [json.loads(line) for line in (HERE / "gamed_run.jsonl").read_text().spl
 """A small chat model whose verifier works answers out: it learns to repeat the sum that it is asked
 for. Written out by hand after a run of SmolLM2-135M-Instruct."""
 HONEST = json.loads((HERE / "honest_runs.json").read_text())
-"""Metrics of real runs of the recipes on built-in tasks, step by step."""
+"""Metrics of real runs of the recipes on built-in tasks, step by step; the preset tiny-dense, 16
+prompts of 8 completions, 150 steps of warm start and a learning rate of 1e-3 on all but sort."""
 
 
 def line_of(step, samples):
@@ -87,6 +88,7 @@ def test_honest_runs_are_of_all_recipes():
     from jrl.recipes import RECIPES
 
     assert {name.partition(" ")[0] for name in HONEST} == set(RECIPES)
+    assert len({name.partition(" ")[2] for name in HONEST}) >= 5
 
 
 @pytest.mark.parametrize("cut", [3, 9, 10, 14, 19])

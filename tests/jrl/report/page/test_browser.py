@@ -98,6 +98,25 @@ def test_runs_are_compared(browser, pages):
     assert browser.evaluate(names) == ["seed"]
 
 
+def test_a_network_without_experts_has_no_router(browser, pages, tmp_path):
+    """Nor a link to its part of the page; and the smallest numbers have room beside the curve."""
+    shown = "[...document.querySelectorAll('nav a')].filter((x) => !x.hidden).map((x) => x.hash)"
+    parts = "[...document.querySelectorAll('main section')].filter((x) => !x.hidden)"
+    browser.open(pages["one"], 1280, 900)
+    assert "#router" in browser.evaluate(shown)
+    more = {"moe/max_load": None, "moe/min_load": None, "sampling/k3_kl": 3.25e-14}
+    run = report_run(tmp_path / "dense", more=more)
+    browser.open(write_page([run], tmp_path / "dense.html"), 1280, 900)
+    links = browser.evaluate(shown)
+    assert links == browser.evaluate(f"{parts}.map((x) => '#' + x.id)") and "#router" not in links
+    left = """(() => {
+      const chart = [...document.querySelectorAll(".chart")]
+        .find((x) => x.dataset.title === "Sampler against trainer");
+      return chart.querySelector(".u-over").offsetLeft;
+    })()"""
+    assert browser.evaluate(left) >= 7 * len("3.25e-14")
+
+
 def test_samples_are_searched_and_filtered(browser, pages):
     browser.open(pages["one"], 1280, 900)
     assert listed(browser) == 2 * NUM_STEPS

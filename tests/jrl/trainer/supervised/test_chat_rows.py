@@ -1,16 +1,24 @@
 """Conversations as rows: their columns, what is too long, and what is sampled to be shown."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from chat_checkpoint import TURN, chat_tokenizer
+from chat_records import ANSWERS, RECORDS, TEMPLATE
 from command_runs import MICRO
 from programs import mesh_of
 
 from jrl.recipes import Sft
 from jrl.tasks.data.chats import Chats, chat_of
+from jrl.tasks.data.fields import Fields
 from jrl.tasks.data.split import HeldOut
+from jrl.tasks.rewards.completion import CompletionText
+from jrl.text.chat import ChatTemplate
 from jrl.text.learned import ChatFormat
+from jrl.text.prompts import special_text_of, text_of
 from jrl.text.tokenizer import Tokenizer
-from jrl.trainer.supervised.rows import chat_rows, sampled_lengths
+from jrl.trainer.supervised.rows import ROOM, chat_rows, sampled_lengths
 from moe.tokens.zigzag import ZigzagLayout
 
 PAIRS = [("a", "b"), ("aa", "b"), ("aaa", "bb"), ("aaaaaa", "b"), ("ab", "bbb")]
@@ -18,12 +26,15 @@ PAIRS = [("a", "b"), ("aa", "b"), ("aaa", "bb"), ("aaaaaa", "b"), ("ab", "bbb")]
 LENGTHS = [4, 5, 7, 9, 7]
 
 
-def chats_of(pairs=PAIRS):
-    chats = [
+def chat_list(pairs=PAIRS):
+    return [
         chat_of({"prompt": prompt, "completion": said}, f"f:{n}", number=n)
         for n, (prompt, said) in enumerate(pairs)
     ]
-    return Chats("f", chats, 0, HeldOut(count=2))
+
+
+def chats_of(pairs=PAIRS):
+    return Chats("f", chat_list(pairs), 0, HeldOut(count=2))
 
 
 FORMAT = ChatFormat(Tokenizer.train_characters("ab"))
@@ -85,8 +96,56 @@ def test_lengths_of_what_is_sampled_are_those_of_the_held_out_ones():
     held = [chats.heldout(n) for n in range(2)]
     prompt = max(1 + len(chat.prompt) for chat in held)
     answer = max(len(chat.answer) + 1 for chat in held)
-    given = chats, rows, FORMAT, MICRO
-    assert sampled_lengths(*given, None) == (prompt, -(-5 * answer // 4))
+    given = chats, rows, MICRO
+    assert sampled_lengths(*given, None) == (prompt, answer + ROOM)
     assert sampled_lengths(*given, 3) == (prompt, 3)
     with pytest.raises(ValueError, match="response_length=0 must be at least 1"):
         sampled_lengths(*given, 0)
+    # A long prompt of one takes nothing of the turn of another.
+    pairs = [("a" * 30, "b"), ("a", "b" * 100), ("aa", "ba"), ("ab", "b")]
+    for positions, room in ((None, 26), (140, 8), (110, 0)):
+        config = replace(MICRO, max_positions=positions)
+        apart = chat_list(pairs)
+        chats = Chats("f", apart[2:], 0, None, apart[:2])
+        rows = rows_of(chats, positions=positions)
+        assert sampled_lengths(chats, rows, config, None) == (31, 101 + room)
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_turn_is_sampled_and_compared_as_it_is_learned(name, tmp_path):
+    """With its reasoning, its calls and its end, which are no part of the answer's content."""
+    tokenizer = chat_tokenizer(tmp_path, chat_template=TEMPLATE)
+    format = ChatFormat(tokenizer, ChatTemplate(tokenizer), last=True)
+    record, fields = RECORDS[name][0], Fields(answer=ANSWERS.get(name, "answer"))
+    others = [{"prompt": f"{n}?", "completion": "1"} for n in range(2)]
+    chats = [
+        chat_of(each, f"f:{n}", fields, last=True, number=n)
+        for n, each in enumerate([record, *others])
+    ]
+    task = Chats("f", chats[1:], 0, None, chats[:1])
+    rows = chat_rows(task, format, Sft().supervision, MICRO, mesh_of("dp1"))
+    own = rows.encoded[0]
+    said = len(own.ids) - own.context
+    assert own.learned[own.context :].all() and own.said == said
+    assert sampled_lengths(task, rows, MICRO, None) == (own.context, said + max(-(-said // 4), 16))
+    given = tokenizer, own.ids[own.context :]
+    text = CompletionText(text_of(*given), special_text_of(*given))
+    held = task.heldout(0)
+    assert [v.score for v in task.verify([held] * 2, [text, f"{text}4"])] == [1.0, 0.0]
+    # As samples show it.
+    assert f"{held.answer}{TURN}" == RECORDS[name][2]
+    assert task.examples[-1].answer == held.answer
+
+
+def test_of_several_turns_the_first_is_sampled():
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bb"}]
+    chats = [
+        chat_of({"messages": [*turns, turns[0], {**turns[1], "content": "b" * n}]}, "f:1", number=n)
+        for n in (90, 91)
+    ]
+    chats = Chats("f", chats_of().chats, 0, None, chats)
+    format = ChatFormat(Tokenizer.train_characters("ab\n: usertian"))
+    rows = chat_rows(chats, format, Sft().supervision, MICRO, mesh_of("dp1"))
+    assert rows.encoded[90].said == rows.encoded[91].said == len("bb") + 1
+    assert [chats.heldout(n).answer for n in range(2)] == ["bb", "bb"]
+    assert sampled_lengths(chats, rows, MICRO, None)[1] < 90
