@@ -79,7 +79,7 @@ def rates(model):
 def test_what_is_not_explained_is_what_the_table_says():
     text = " ".join(PAGE.split())
     fine, qwen2 = (rates(model)[-1] for model in ("mixtral-8x22b-g8t8", "qwen2-57b-a14b"))
-    words = "G8T8 is said to reach {1} and reached {0}, Qwen2 {3} and {2}."
+    words = "G8T8 is predicted at {1} and measured at {0}, Qwen2 {3} and {2}."
     assert words.format(*fine, *qwen2) in text
     in_shards = {model: rates(model)[0] for model in MAPPINGS}
     slower = {model: 1 - is_so / said for model, (is_so, said) in in_shards.items()}
