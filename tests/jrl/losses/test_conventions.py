@@ -66,7 +66,7 @@ def settings_of_the_page(like):
     reduction = {
         "aggregation": cells["default aggregation"],
         "empty_rows": {"is not counted": "skip", "counts as a sequence": "count"}[
-            cells["a row without a true token"]
+            cells["a row without an unmasked token"]
         ],
     }
     clip_low, clip_high = map(number, cells["clip"].split(" / "))
@@ -80,7 +80,7 @@ def settings_of_the_page(like):
             "unbiased": {"n - 1": True, "n": False}[
                 cells["standard deviation of a group: degrees of freedom"]
             ],
-            "epsilon": number(cells["added to it"]),
+            "epsilon": number(cells["epsilon added to it"]),
             "singleton": {"its raw reward": "reward", "0": "zero"}[cells["a group of one"]],
         },
         "ppo_loss": {
@@ -107,8 +107,8 @@ def settings_of_the_page(like):
         }
     if cells["value clip"] != "no critic":
         settings["value_loss"] = {"clip": number(cells["value clip"]), **reduction}
-    if cells["overlong penalty past the limit"] != "not offered":
-        linear = cells["overlong penalty past the limit"] == "falls on linearly"
+    if cells["overlong penalty past the limit"] != "unsupported":
+        linear = cells["overlong penalty past the limit"] == "continues linearly"
         floor = None if linear else number(cells["overlong penalty past the limit"])
         settings["overlong_penalty"] = {"floor": floor}
     return settings
