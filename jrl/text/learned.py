@@ -48,7 +48,7 @@ class Encoded:
     context: int
 
     @property
-    def said(self) -> int:
+    def turn_length(self) -> int:
         """Tokens of the first turn that is learned, its end included."""
         others = np.flatnonzero(~self.learned[self.context :])
         return int(others[0]) if len(others) else len(self.ids) - self.context

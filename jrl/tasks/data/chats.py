@@ -89,13 +89,13 @@ class Chats(PromptList):
         pairs = zip(examples, completions, strict=True)
         return [CORRECT if e.answer.strip() == special_of(t).strip() else WRONG for e, t in pairs]
 
-    def answer_with(self, turns: Mapping[int, str]) -> None:
+    def answer_with(self, answers: Mapping[int, str]) -> None:
         """Gives conversations, by their numbers, what the assistant says as the network writes it:
         with reasoning and calls of tools, which the content of its message has not."""
 
         def changed(examples: Iterable[Example]) -> list[Example]:
             return [
-                replace(each, answer=turns[each.number]) if isinstance(each, Chat) else each
+                replace(each, answer=answers[each.number]) if isinstance(each, Chat) else each
                 for each in examples
             ]
 

@@ -156,7 +156,7 @@ def execution(setup: Setup) -> dict[str, str]:
     meaning |= {"capacity_factor": "any number", "scan_layers": "where there are more than eight"}
     meaning |= {"decode_attention": "plain", "router": "plain"}
     etp = mesh.layout.etp
-    meaning |= {name: said for name in KERNELS if (said := explained(model, name, etp))}
+    meaning |= {name: choice for name in KERNELS if (choice := explained(model, name, etp))}
     meaning |= {"exchange_rate": "the planner's", "activation_wire": "that of activations"}
     rows = {
         flag(name): meaning.get(name, "the best that applies") if value is None else _said(value)

@@ -44,15 +44,15 @@ class ChatRows:
     def counts(self, chats: Sequence[Chat]) -> tuple[np.ndarray, np.ndarray]:
         """Number of tokens of each conversation, and of those in the loss mask, ``[chats]``."""
         found = [self.encoded[chat.number] for chat in chats]
-        sizes = [(len(own.ids), int(own.learned.sum())) for own in found]
+        sizes = [(len(encoded_chat.ids), int(encoded_chat.learned.sum())) for encoded_chat in found]
         tokens, learned = np.array(sizes, np.int64).reshape(-1, 2).T
         return tokens, learned
 
     def described(self, task: Task) -> list[str]:
         """Summary lines of the training data, and of conversations left out or truncated."""
-        learned = sum(int(own.learned.sum()) for own in self.encoded.values())
-        tokens = sum(len(own.ids) for own in self.encoded.values())
-        longest = max(len(own.ids) for own in self.encoded.values())
+        learned = sum(int(encoded_chat.learned.sum()) for encoded_chat in self.encoded.values())
+        tokens = sum(len(encoded_chat.ids) for encoded_chat in self.encoded.values())
+        longest = max(len(encoded_chat.ids) for encoded_chat in self.encoded.values())
         held = task.heldout_size or 0
         lines = [
             f"{len(self.encoded) - held:,} conversations to learn from and {held:,} held out, "
@@ -74,10 +74,14 @@ class ChatRows:
         tokens = np.full(shape, pad_id, np.int32)
         valid, mask = np.zeros(shape, bool), np.zeros(shape, bool)
         for row, chat in enumerate(chats):
-            own = self.encoded[chat.number]
+            encoded_chat = self.encoded[chat.number]
             # One token is before the predicted positions: each prediction needs a state before it.
-            place = slice(self.before - 1, self.before - 1 + len(own.ids))
-            tokens[row, place], mask[row, place], valid[row, place] = own.ids, own.learned, True
+            place = slice(self.before - 1, self.before - 1 + len(encoded_chat.ids))
+            tokens[row, place], mask[row, place], valid[row, place] = (
+                encoded_chat.ids,
+                encoded_chat.learned,
+                True,
+            )
         return to_devices(Batch(tokens=tokens, valid=valid, mask=mask), over_rows(mesh))
 
 
@@ -101,21 +105,25 @@ def chat_rows(
     encoded: dict[int, Encoded] = {}
     truncated = 0
     for chat in chats.chats:
-        own: Encoded | None = encode_chat(format, chat, last=format.last)
-        if most and len(own.ids) > most[0]:
-            own = own.cut(most[0]) if supervision.truncates else None
-            truncated += own is not None
-        if own is not None:
-            encoded[chat.number] = own
+        encoded_chat: Encoded | None = encode_chat(format, chat, last=format.last)
+        if most and len(encoded_chat.ids) > most[0]:
+            encoded_chat = encoded_chat.cut(most[0]) if supervision.truncates else None
+            truncated += encoded_chat is not None
+        if encoded_chat is not None:
+            encoded[chat.number] = encoded_chat
     dropped = chats.leave_out(lambda chat: chat.number in encoded)
-    chats.answer_with({number: _said(format, own) for number, own in encoded.items()})
-    longest = max(len(own.ids) for own in encoded.values())
+    chats.answer_with(
+        {number: _turn_text(format, encoded_chat) for number, encoded_chat in encoded.items()}
+    )
+    longest = max(len(encoded_chat.ids) for encoded_chat in encoded.values())
     return ChatRows(encoded, _divided(1, mesh), _divided(longest - 1, mesh), dropped, truncated)
 
 
-def _said(format: ChatFormat, own: Encoded) -> str:
+def _turn_text(format: ChatFormat, encoded_chat: Encoded) -> str:
     """First turn under the loss mask, as the text of a completion with special tokens."""
-    before, turn = np.split(own.ids[: own.context + own.said], [own.context])
+    before, turn = np.split(
+        encoded_chat.ids[: encoded_chat.context + encoded_chat.turn_length], [encoded_chat.context]
+    )
     opened = "" if format.template is None else opened_reasoning(format.tokenizer, before.tolist())
     return opened + special_text_of(format.tokenizer, turn)
 
@@ -137,9 +145,9 @@ def sampled_lengths(
     """
     heldout = [chats.heldout(index) for index in range(chats.heldout_size or 0)]
     found = [rows.encoded[chat.number] for chat in heldout if isinstance(chat, Chat)]
-    prompt = max(own.context for own in found)
+    prompt = max(encoded_chat.context for encoded_chat in found)
     if wanted is None:
-        longest = max(own.said for own in found)
+        longest = max(encoded_chat.turn_length for encoded_chat in found)
         wanted = longest + max(-(-longest // 4), ROOM)
         if model.max_positions is not None:
             # The longest prompt is mostly another's than the longest turn, which has its place.

@@ -78,8 +78,8 @@ def test_the_picture(tmp_path, capsys):
     assert "nowhere" in refused[1]
 
 
-def test_the_readme_shows_what_it_prints():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    found = re.search(r'\$ python -m sharding.folding "(.+?)".*\n((?:.+\n)+?)```', readme)
+def test_the_page_shows_what_it_prints():
+    page = (ROOT / "docs" / "layouts.md").read_text(encoding="utf-8")
+    found = re.search(r'\$ python -m sharding.folding "(.+?)".*\n((?:.+\n)+?)```', page)
     assert found is not None
     assert found[2] == describe(Layout.parse(found[1])) + "\n"

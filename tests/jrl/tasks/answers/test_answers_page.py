@@ -9,7 +9,11 @@ from jrl.tasks.checking.table import cases
 from jrl.tasks.workers import pool
 
 PAGE = (Path(__file__).parents[4] / "docs" / "answers.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r'(?ms)^```(?:python)?(?: title="(.*?)")?\n(.*?)^```', PAGE)
+BLOCKS = [
+    (title, block)
+    for language, title, block in re.findall(r'(?ms)^```(\w*)(?: title="(.*?)")?\n(.*?)^```', PAGE)
+    if language != "bash"
+]
 
 
 def test_twenty_examples_give_what_the_page_shows(capsys):

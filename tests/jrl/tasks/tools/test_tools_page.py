@@ -9,7 +9,9 @@ from jrl.tasks.environments.task import tools_of
 from jrl.tasks.tools.formats.known import FORMATS
 
 PAGE = (ROOT / "docs" / "conversations.md").read_text(encoding="utf-8")
-TOOLS = PAGE[PAGE.index("\n## Tools\n") : PAGE.index("\n## Environments of others\n")]
+TOOLS = PAGE[
+    PAGE.index("\n## Tool calling\n") : PAGE.index("\n## Environments of other libraries\n")
+]
 BLOCKS = re.findall(r"(?ms)^```(\w+)\n(.*?)^```", TOOLS)
 LISTED = re.split(r"\n(?=\S)", BLOCKS[-1][1].strip())
 

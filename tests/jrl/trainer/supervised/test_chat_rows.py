@@ -126,7 +126,7 @@ def test_a_turn_is_sampled_and_compared_as_it_is_learned(name, tmp_path):
     rows = chat_rows(task, format, Sft().supervision, MICRO, mesh_of("dp1"))
     own = rows.encoded[0]
     said = len(own.ids) - own.context
-    assert own.learned[own.context :].all() and own.said == said
+    assert own.learned[own.context :].all() and own.turn_length == said
     assert sampled_lengths(task, rows, MICRO, None) == (own.context, said + max(-(-said // 4), 16))
     given = tokenizer, own.ids[own.context :]
     text = CompletionText(text_of(*given), special_text_of(*given))
@@ -146,6 +146,6 @@ def test_of_several_turns_the_first_is_sampled():
     chats = Chats("f", chats_of().chats, 0, None, chats)
     format = ChatFormat(Tokenizer.train_characters("ab\n: usertian"))
     rows = chat_rows(chats, format, Sft().supervision, MICRO, mesh_of("dp1"))
-    assert rows.encoded[90].said == rows.encoded[91].said == len("bb") + 1
+    assert rows.encoded[90].turn_length == rows.encoded[91].turn_length == len("bb") + 1
     assert [chats.heldout(n).answer for n in range(2)] == ["bb", "bb"]
     assert sampled_lengths(chats, rows, MICRO, None)[1] < 90
