@@ -20,6 +20,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 RECORD = Path(__file__).with_name("terms.json")
 PACKAGES = ("jrl", "moe", "sharding")
+DOCUMENTED = (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 COMMENT = re.compile(r"(?m)(?:^|\s)# .*$")
 QUESTIONS = ("What", "Whether", "How", "Which", "Where", "Who", "Whose", "When", "Why")
 
@@ -119,23 +120,22 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def names_of(tree: ast.AST) -> list[str]:
-    """Names that a file gives: of functions, classes, arguments and variables."""
-    names = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names.append(node.name)
-        elif isinstance(node, ast.arg):
-            names.append(node.arg)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.append(node.id)
-    return [name.strip("_").lower() for name in names]
+def name_of(node: ast.AST) -> str | None:
+    """The name that a node gives to a function, class, argument or variable."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        name = node.name
+    elif isinstance(node, ast.arg):
+        name = node.arg
+    elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        name = node.id
+    else:
+        return None
+    return name.strip("_").lower()
 
 
 @cache
 def counts() -> dict[str, int]:
     """How often each of what is counted occurs now."""
-    documented = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     found = dict.fromkeys([f"prose: {word}" for word in PROSE], 0)
     found |= dict.fromkeys([f"name: {name}" for name in NAMES], 0) | {"question openings": 0}
     prose = [path.read_text() for path in pages()]
@@ -144,12 +144,12 @@ def counts() -> dict[str, int]:
         tree = ast.parse(text)
         prose += COMMENT.findall(text)
         for node in ast.walk(tree):
-            docstring = ast.get_docstring(node) if isinstance(node, documented) else None
-            if docstring:
-                prose.append(docstring)
-                opening = docstring.split()[0].strip(",.:")
-                found["question openings"] += opening in QUESTIONS
-        for name in names_of(tree):
+            if isinstance(node, DOCUMENTED):
+                docstring = ast.get_docstring(node, clean=False)
+                if docstring:
+                    prose.append(docstring)
+                    found["question openings"] += docstring.split()[0].strip(",.:") in QUESTIONS
+            name = name_of(node)
             if name in NAMES:
                 found[f"name: {name}"] += 1
     everything = "\n".join(prose).lower()

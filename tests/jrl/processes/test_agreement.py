@@ -53,6 +53,7 @@ def agreed(tmp_path_factory):
     return [json.loads((folder / number).read_text()) for number in "01"]
 
 
+@pytest.mark.slow
 def test_each_holds_its_part_and_both_see_the_whole(agreed):
     for each in agreed:
         assert each["held"] == 6  # of 12
@@ -62,6 +63,7 @@ def test_each_holds_its_part_and_both_see_the_whole(agreed):
     assert [each["first"] for each in agreed] == [True, False]
 
 
+@pytest.mark.slow
 def test_what_differs_is_agreed_on(agreed):
     for each in agreed:
         assert each["from first"] == {"number": 0, "text": "ééé"}
@@ -69,6 +71,7 @@ def test_what_differs_is_agreed_on(agreed):
         assert each["any"] == [False, True, True, True]
 
 
+@pytest.mark.slow
 def test_processes_of_different_runs_are_refused(agreed):
     for each in agreed:
         assert each["same"] == "nothing"
@@ -78,6 +81,7 @@ def test_processes_of_different_runs_are_refused(agreed):
         )
 
 
+@pytest.mark.slow
 def test_what_fails_in_one_fails_in_both(agreed):
     wrong = [f"it went wrong in {number}" for number in range(2)]
     other = [f"process {number}: {line}" for number, line in enumerate(wrong)]

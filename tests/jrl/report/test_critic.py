@@ -44,6 +44,7 @@ def test_a_critic_that_knows_and_one_that_does_not():
     assert knows["groups/all_wrong"] == blind["groups/all_wrong"] == pytest.approx(0.2)
 
 
+@pytest.mark.slow
 def test_parts_of_a_response_average_to_the_whole():
     report = critic_diagnostics(rollout_of(0.5))
     tokens = np.asarray(report.position.tokens)

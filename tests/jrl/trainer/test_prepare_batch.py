@@ -209,6 +209,7 @@ def test_r2_records_in_the_pass_before_the_first_update(sampled, scoring, monkey
     assert batch.importance_weights is None and "timing_s/old_log_prob" in metrics
 
 
+@pytest.mark.slow
 def test_r3_replays_what_the_sampler_chose(sampled, scoring, monkeypatch):
     recipe = small_recipe(router_replay="R3", old_logprobs="recompute", kl_coef=0.1)
     setup = small_setup(recipe)

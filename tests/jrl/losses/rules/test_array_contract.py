@@ -222,6 +222,7 @@ def test_one_token_per_row_is_finite(name):
 
 
 @of_each_kind(EVERYTHING)
+@pytest.mark.slow
 def test_padding_adds_nothing(name):
     def cut(full):
         if full.ndim < 2:

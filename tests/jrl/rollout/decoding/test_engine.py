@@ -43,6 +43,7 @@ def lengths(rollout):
     return rollout.mask.sum(axis=1)
 
 
+@pytest.mark.slow
 def test_rows_of_a_group_share_their_prompt():
     rollout = decode(Asked())
     tokens, valid = (np.repeat(np.asarray(x), COPIES, axis=0) for x in prompts())

@@ -135,6 +135,7 @@ def test_what_is_dropped_gives_its_slots_back():
     np.testing.assert_array_equal(tokens, crowd(2)[0, 0][0])
 
 
+@pytest.mark.slow
 def test_prompts_that_find_no_room_at_their_experts_run_again(monkeypatch):
     attempts, expected = [], crowd(2)[0, 0][0]
 

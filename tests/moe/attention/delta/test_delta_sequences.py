@@ -95,6 +95,7 @@ def alone(mixed, places):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", full_but([by_rows, by_segments, by_prompts], by_segments))
 def test_a_sequence_reads_what_it_reads_alone(case):
     mask, number, sequences = case()
