@@ -32,6 +32,9 @@ Leaf = TypeVar("Leaf")
 
 TRUNCATED_DEVIATION = 0.87962566103423978
 """Standard deviation of a standard normal cut at two."""
+FLAT = 2**22
+"""Numbers of a weight that are drawn along one axis, at most: a CPU's compiler takes a fifth of the
+time for these, and a large weight is drawn in the parts that devices have of it."""
 
 
 @struct.dataclass
@@ -320,7 +323,10 @@ def _initial(weight: Weight, sizes: dict[str, int], keys: Sequence[jax.Array]) -
     fan_in = math.prod(sizes[axis] for axis in weight.fan_in.split())
     # The cut takes away part of the variance of the normal that is cut.
     deviation = weight.scale / math.sqrt(fan_in) / TRUNCATED_DEVIATION
-    return deviation * jax.random.truncated_normal(keys[0], -2, 2, shape, jnp.float32)
+    drawn_as = (math.prod(shape),) if math.prod(shape) <= FLAT else shape
+    # The bits of an element are those of its number, whatever the axes.
+    drawn = jax.random.truncated_normal(keys[0], -2, 2, drawn_as, jnp.float32)
+    return deviation * drawn.reshape(shape)
 
 
 def shapes(config: ModelConfig) -> Transformer[jax.ShapeDtypeStruct]:

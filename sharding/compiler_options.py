@@ -19,14 +19,23 @@ BY_PLATFORM: dict[str, Options] = {
 schedules around them by itself."""
 
 
-def compiler_options(mesh: FoldedMesh) -> Options:
-    """The ``compiler_options`` of `jax.jit` for a program of that mesh; none on a single device,
-    which has no communication to hide.
+LEAST_EFFORT: dict[str, Options] = {
+    "cpu": {"xla_backend_optimization_level": 0},
+}
+"""Options for a program that runs so seldom and on so little that compiling it is most of its cost:
+a CPU's compiler takes half of the time, and what it makes two or three times as long."""
+
+
+def compiler_options(mesh: FoldedMesh, *, least_effort: bool = False) -> Options:
+    """The ``compiler_options`` of `jax.jit` for a program of that mesh; on a single device, which
+    has no communication to hide, none but for a `LEAST_EFFORT`.
 
     References:
       NVIDIA, "Tips for High-Performance LLMs with JAX and XLA".
       https://docs.nvidia.com/jax-toolbox/performance-profiling/gpu-performance
     """
-    if mesh.platform is None or mesh.layout.num_devices == 1:
+    if mesh.platform is None:
         return {}
-    return dict(BY_PLATFORM.get(mesh.platform, {}))
+    least = LEAST_EFFORT.get(mesh.platform, {}) if least_effort else {}
+    hides = {} if mesh.layout.num_devices == 1 else BY_PLATFORM.get(mesh.platform, {})
+    return {**hides, **least}

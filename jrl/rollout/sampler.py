@@ -277,7 +277,8 @@ class Sampler:
     ) -> None:
         """Begins to have trajectories verified, those that are finished."""
         # Once, here: verifier, samples.jsonl and the page must speak of the same text.
-        texts = [self._text(t) for t in trajectories]
+        known = dict[tuple[str, bytes], CompletionText]()
+        texts = [self._text(t, known) for t in trajectories]
         drawn.add(trajectories, [examples[t.request.prompt] for t in trajectories], texts)
 
     def requests(self, examples: Mapping[int, Example], num_samples: int) -> list[Request]:
@@ -298,7 +299,12 @@ class Sampler:
         """The ids of its prompt."""
         return np.array(encode_prompt(self.format, example, self.prompt_length), np.int32)
 
-    def _text(self, trajectory: Trajectory) -> str:
+    def _text(self, trajectory: Trajectory, known: dict[tuple[str, bytes], CompletionText]) -> str:
+        """What a trajectory says.
+
+        Args:
+          known: the texts of others, by their ids: samples of a prompt are often alike.
+        """
         turns = trajectory.request.turns
         # With what the environment said between: of tokens alone nobody could tell whose they are.
         if turns is not None:
@@ -309,7 +315,11 @@ class Sampler:
             # must see where it began.
             opened = opened_reasoning(tokenizer, trajectory.request.tokens.tolist())
         given = tokenizer, trajectory.response
-        return CompletionText(opened + text_of(*given), opened + special_text_of(*given))
+        key = opened, np.asarray(trajectory.response, np.int32).tobytes()
+        if key not in known:
+            text = opened + text_of(*given)
+            known[key] = CompletionText(text, opened + special_text_of(*given))
+        return known[key]
 
 
 def in_order(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jrl.losses import EntropyStatistics, entropy_from_logits
 from jrl.recipes.base.temperature import AdaptiveTemperature
@@ -147,6 +147,7 @@ def draw(
     sampling: Sampling,
     keys: Array,
     entropy: EntropyStatistics[Array] | None = None,
+    greedy: Bool[Array, ""] | None = None,
 ) -> tuple[Int[Array, "row"], Float[Array, "row"], Float[Array, "row"]]:
     """Draws one token per row, each with its own key, so that rows may live anywhere.
 
@@ -154,6 +155,8 @@ def draw(
       entropy: statistics of the step before, by which a temperature that is `Sampling.adaptive`
         follows the entropy of each row. None draws at the base temperature, and so do
         `EntropyStatistics.neutral`, with which the program is the same as with any others.
+      greedy: whether to draw as `GREEDY` does, in the program of `Sampling()`; None is as
+        `sampling` says.
 
     Returns:
       The tokens, their log-probabilities in the distribution drawn from (at the temperature of the
@@ -162,12 +165,13 @@ def draw(
     narrowed = sampler_logits(logits, sampling, entropy)
     # Gumbel-max: the argmax of logits plus this noise is a draw from their softmax.
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], logits.dtype))(keys)
+    if greedy is not None:
+        noise = jnp.where(greedy, 0.0, noise)
     tokens = likeliest_token(narrowed + noise)
-    return (
-        tokens,
-        logprobs_of(narrowed, tokens),
-        logprobs_of(policy_logits(logits, sampling), tokens),
-    )
+    behaviour = logprobs_of(narrowed, tokens)
+    if greedy is not None:
+        behaviour = jnp.where(greedy, 0.0, behaviour)
+    return tokens, behaviour, logprobs_of(policy_logits(logits, sampling), tokens)
 
 
 def likeliest_token(logits: Float[Array, "row vocab"]) -> Int[Array, "row"]:

@@ -51,6 +51,8 @@ class SlotEngine:
       key: from which all that is drawn comes.
       records_choices: whether the experts of each token are kept (router replay).
       top_logprobs: likeliest tokens that are kept of each place.
+      prompts: that are asked for at a time, mostly: more of them run in programs for so many, and
+        not in one of their own. None runs as many at once as there is memory for.
     """
 
     most_tokens = 2**15
@@ -70,6 +72,7 @@ class SlotEngine:
         key: Array,
         records_choices: bool = False,
         top_logprobs: int = 0,
+        prompts: int | None = None,
     ):
         check_slots(rollout, slots)
         check_kernel(config)
@@ -83,21 +86,28 @@ class SlotEngine:
         self.usage = Usage()
         self._resharding = RolloutPolicy(config, training, rollout)
         self._key = to_devices(jax.random.key_data(key), replicated(rollout))
+        self._prompts = prompts
         self._seating = self._made_seating(slots, rollout.size(rollout.dp))
         self._weights: Transformer[Array] | None = None
         self._policy: Policy[Array] | None = None
         self._version, self._entropy = 0, None
         self._placed_draws: Draws | None = None
-        self._sampling = Sampling()
+        self._sampling = self._placed_for = Sampling()
         self._pool: Pool[Array] | None = None
         self._lengths = np.zeros(slots, np.int32)
         self._limits = np.zeros(slots, np.int32)
         self._shelf: Shelf | None = None
 
     def _made_seating(self, slots: int, ranks: int) -> Seating:
-        # The states of Gated DeltaNet are of a row's last token alone.
-        copies, row_widths = self.decoder.config.delta is None, self._row_widths
-        return Seating(slots, ranks, self.most_tokens, row_widths=row_widths, copies=copies)
+        return Seating(
+            slots,
+            ranks,
+            self.most_tokens,
+            row_widths=self._row_widths,
+            # The states of Gated DeltaNet are of a row's last token alone.
+            copies=self.decoder.config.delta is None,
+            most_prompts=None if self._prompts is None else -(-self._prompts // ranks),
+        )
 
     @property
     def _row_widths(self) -> Sequence[int]:
@@ -240,12 +250,12 @@ class SlotEngine:
         """The pool, given up, with rows that arrive (`programs.admission.admit`)."""
         weights = self._resharding.of(self._loaded())
         given = tokens, lengths, arrivals, self._draws()
-        pool, overflow = admit(self.decoder, self._sampling, weights, pool, *given)
+        pool, overflow = admit(self.decoder, self._compiled_sampling, weights, pool, *given)
         # A sum over all devices, so that all processes decide alike; reading it waits for the rows.
         if overflow is not None and int(overflow):
             self.usage.repeated += 1
             decoder = self.decoder.for_any_routing()
-            pool, _ = admit(decoder, self._sampling, weights, pool, *given)
+            pool, _ = admit(decoder, self._compiled_sampling, weights, pool, *given)
         return pool
 
     def _advanced(
@@ -260,7 +270,7 @@ class SlotEngine:
         rows are live; all within `columns`, and all that are live in `some` slots."""
         limits = self._everywhere((np.int32(window), np.int32(min_live)))
         given = self._taken_apart(), pool, self._draws(), *limits, self._over_slots(some)
-        return advance(self.decoder, self._sampling, columns, *given)
+        return advance(self.decoder, self._compiled_sampling, columns, *given)
 
     def _taken_apart(self) -> Policy[Array]:
         """The weights as steps read them."""
@@ -379,14 +389,24 @@ class SlotEngine:
         assert self._weights is not None, "no weights were loaded"
         return self._weights
 
+    @property
+    def _compiled_sampling(self) -> Sampling:
+        """What programs are compiled for. Greedy decoding has those of `Sampling()`: all that it
+        differs in is an argument (`Draws.greedy`)."""
+        return Sampling() if self._sampling.greedy else self._sampling
+
     def _draws(self) -> Draws:
-        adapts, placed = self._sampling.adaptive is not None, self._placed_draws
-        if placed is None or (placed.entropy is not None) != adapts:
-            entropy = None
-            if adapts:
+        sampling, placed = self._sampling, self._placed_draws
+        if placed is None or sampling != self._placed_for:
+            entropy = greedy = None
+            if self._compiled_sampling == Sampling():
+                greedy = np.bool_(sampling.greedy)
+            elif sampling.adaptive is not None:
                 entropy = EntropyStatistics.neutral() if self._entropy is None else self._entropy
-            version, entropy = self._everywhere((np.int32(self._version), to_host(entropy)))
-            placed = self._placed_draws = Draws(self._key, version, entropy)
+            given = np.int32(self._version), to_host(entropy), greedy
+            version, entropy, greedy = self._everywhere(given)
+            placed = self._placed_draws = Draws(self._key, version, entropy, greedy=greedy)
+            self._placed_for = sampling
         return placed
 
     def _everywhere(self, tree: Any) -> Any:

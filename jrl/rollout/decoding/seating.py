@@ -165,6 +165,8 @@ class Seating:
         without any, each has a row of its own.
       copies: whether a row may begin as one that has gone on since, of which a cache with columns
         still holds the beginning.
+      most_prompts: rows that a rank runs in one program, where they are prompts alone and each has
+        a row of its own; None is as many as `most_tokens` hold. Each number is a program.
     """
 
     def __init__(
@@ -175,8 +177,10 @@ class Seating:
         *,
         row_widths: Sequence[int] = (),
         copies: bool = True,
+        most_prompts: int | None = None,
     ):
         self.per_rank, self.ranks, self._most_tokens = slots // ranks, ranks, most_tokens
+        self._most_prompts = most_prompts
         # Each process seats for itself: nothing below may depend on more than requests and what
         # ended, which are the same in all.
         self._row_widths, self._copies = row_widths, copies
@@ -366,6 +370,9 @@ class Seating:
     def _is_full(self, runs: list[np.ndarray], request: Request, width: int) -> bool:
         """Whether a program with these rows on a rank has no room for one more."""
         if not self._row_widths:
+            most = self._most_prompts
+            if most is not None and not request.begun and len(runs) >= most:
+                return True
             # Padding counts: all rows of a program are as wide.
             return (len(runs) + 1) * width > self._most_tokens
         # One row at least: prompts wider than that share one all the same.

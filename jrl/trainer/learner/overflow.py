@@ -34,13 +34,19 @@ class Exact:
       program: the pass; `overflow` is what
         `moe.router.overflow.overflow_of` says.
       num_static: arguments in front that are no arrays, the objective first.
+      least_effort: of the compiler, for what runs seldom and on a few rows.
     """
 
-    def __init__(self, program: Callable[..., tuple[Any, Array | None]], num_static: int = 1):
-        static = tuple(range(num_static))
-        self.counted = Program(program, static_argnums=static)
+    def __init__(
+        self,
+        program: Callable[..., tuple[Any, Array | None]],
+        num_static: int = 1,
+        least_effort: bool = False,
+    ):
+        how: Any = {"static_argnums": tuple(range(num_static)), "least_effort": least_effort}
+        self.counted = Program(program, **how)
         # Where buffers hold any routing nothing is counted: the second result is None.
-        self.unbounded = Program(lambda *given: program(*given)[0], static_argnums=static)
+        self.unbounded = Program(lambda *given: program(*given)[0], **how)
         self.__doc__ = program.__doc__
 
     def __call__(self, objective: AnyObjective, *given: Any) -> Any:

@@ -59,6 +59,10 @@ from moe.disaggregated.split import SplitMesh
 from moe.router.capacity import can_drop
 from sharding.folding import FoldedMesh, Layout, fold
 
+FEW_PROMPTS = 64
+"""Prompts that run at once, at least, where that many are asked for: with fewer, each program does
+so little that calling it takes longer."""
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -192,6 +196,8 @@ class Setup:
             "records_choices": self.recipe.router_replay == "R3",
         }
         if self.split is None:
+            # Evaluations and the warm start's checks ask for more: they share a step's program.
+            given["prompts"] = max(self.recipe.prompts, FEW_PROMPTS)
             return SlotEngine(self.model, self.mesh, self.rollout_mesh, **given)
         given["micro_batches"] = self.run.rollout_micro_batches
         given["m2n"] = self.run.rollout_m2n

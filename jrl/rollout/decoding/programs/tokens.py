@@ -25,12 +25,14 @@ class Draws(NamedTuple):
       version: of the weights.
       entropy: of the step before, where a temperature adapts.
       rows: how each row is drawn, where each is drawn as its own request asks; over the slots.
+      greedy: ``[]`` whether the likeliest tokens are taken, as of `jrl.rollout.sampling.draw`.
     """
 
     key: Array
     version: Array
     entropy: EntropyStatistics[Array] | None = None
     rows: RowSampling[Array] | None = None
+    greedy: Array | None = None
 
 
 class Drawn(NamedTuple):
@@ -89,8 +91,8 @@ def drawn_tokens(
     # stopped.
     numbers = pool.prompts, pool.samples, rows.lengths - pool.responses
     keys = jax.vmap(own_key)(*(own_shard(x, axes) for x in numbers))
-    entropy = vary(draws.entropy, decoder.mesh.axes)
-    token, behaviour, old = draw(logits, sampling, keys, entropy)
+    entropy, greedy = vary((draws.entropy, draws.greedy), decoder.mesh.axes)
+    token, behaviour, old = draw(logits, sampling, keys, entropy, greedy)
     return Drawn(join_shards(token, axes), join_shards(behaviour, axes), join_shards(old, axes))
 
 
