@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jaxtyping import Array
 
-from jrl.config.command_line import collect_garbage_seldom, exit_status, start_jax
+from jrl.config.command_line import exit_status, start_jax
 from jrl.config.files import configuration_of, flag, to_json
 from jrl.config.flags import PROGRAM, Request, parse
 from jrl.config.rollout import ON_ONE_MESH
@@ -371,7 +371,6 @@ def _train(
     resume = f"{PROGRAM} --resume --run-dir {shlex.quote(str(folder.path))}"
     _say_dispatch(setup)
     print(f"run folder: {folder.path}", flush=True)
-    collect_garbage_seldom()
     try:
         with CompilationWatch() if is_main_process() else nullcontext():
             outcome = train(setup, folder, weights, adapters, prompts_seen)

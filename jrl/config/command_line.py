@@ -1,7 +1,6 @@
 """What the command lines share: errors as one line, JAX's devices, compiled programs kept."""
 
 import dis
-import gc
 import os
 import sys
 from collections.abc import Callable
@@ -128,14 +127,6 @@ def keep_compilations() -> None:
     if os.access(path, os.W_OK):
         jax.config.update("jax_compilation_cache_dir", str(path))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-
-
-def collect_garbage_seldom() -> None:
-    """Spares a long run what Python's collector takes: what imports and settings have made lives as
-    long as the process, and a step makes many objects of which hardly any is garbage."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(20_000, 10, 10)
 
 
 def _fake_devices(devices: int) -> None:
