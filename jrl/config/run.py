@@ -68,7 +68,7 @@ class RunConfig:
     failed_reward: float = 0.0
     """The score of a completion whose reward took longer, raised an exception, or gave no finite
     number."""
-    steps: int = 200
+    steps: int = 80
     """Training steps; each samples completions once and learns from them. 0 ends after the warm
     start, from whose weights other runs can begin."""
     seed: int = 0

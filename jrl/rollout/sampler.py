@@ -276,7 +276,8 @@ class Sampler:
     ) -> None:
         """Starts the verification of finished trajectories."""
         # Decoded once: verifier, samples.jsonl and the page must show the same text.
-        texts = [self._text(t) for t in trajectories]
+        decoded = dict[tuple[str, bytes], CompletionText]()
+        texts = [self._text(t, decoded) for t in trajectories]
         drawn.add(trajectories, [examples[t.request.prompt] for t in trajectories], texts)
 
     def requests(self, examples: Mapping[int, Example], num_samples: int) -> list[Request]:
@@ -297,7 +298,14 @@ class Sampler:
         """Token ids of the example's prompt."""
         return np.array(encode_prompt(self.format, example, self.prompt_length), np.int32)
 
-    def _text(self, trajectory: Trajectory) -> str:
+    def _text(
+        self, trajectory: Trajectory, decoded: dict[tuple[str, bytes], CompletionText]
+    ) -> str:
+        """Text of a trajectory.
+
+        Args:
+          decoded: texts by their ids, extended by this one: samples of a prompt are often equal.
+        """
         turns = trajectory.request.turns
         # With the environment's answers in between: tokens do not show who wrote them.
         if turns is not None:
@@ -308,7 +316,11 @@ class Sampler:
             # start.
             opened = opened_reasoning(tokenizer, trajectory.request.tokens.tolist())
         given = tokenizer, trajectory.response
-        return CompletionText(opened + text_of(*given), opened + special_text_of(*given))
+        key = opened, np.asarray(trajectory.response, np.int32).tobytes()
+        if key not in decoded:
+            text = opened + text_of(*given)
+            decoded[key] = CompletionText(text, opened + special_text_of(*given))
+        return decoded[key]
 
 
 def in_order(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jrl.losses import EntropyStatistics, entropy_from_logits
 from jrl.recipes.base.temperature import AdaptiveTemperature
@@ -148,6 +148,7 @@ def draw(
     sampling: Sampling,
     keys: Array,
     entropy: EntropyStatistics[Array] | None = None,
+    greedy: Bool[Array, ""] | None = None,
 ) -> tuple[Int[Array, "row"], Float[Array, "row"], Float[Array, "row"]]:
     """Samples one token per row, each with its own RNG key, so that the result does not depend on
     the device or slot of a row.
@@ -156,6 +157,8 @@ def draw(
       entropy: statistics of the step before, by which a temperature that is `Sampling.adaptive`
         follows the entropy of each row. None samples at the base temperature, and so do
         `EntropyStatistics.neutral`, which need no other compiled function than any statistics.
+      greedy: true to sample as `GREEDY` does, in the compiled function of `Sampling()`; None is as
+        `sampling` says.
 
     Returns:
       The tokens, their log-probabilities in the distribution sampled from (at the temperature of
@@ -164,12 +167,13 @@ def draw(
     narrowed = sampler_logits(logits, sampling, entropy)
     # Gumbel-max: the argmax of logits plus this noise is a sample of their softmax.
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], logits.dtype))(keys)
+    if greedy is not None:
+        noise = jnp.where(greedy, 0.0, noise)
     tokens = likeliest_token(narrowed + noise)
-    return (
-        tokens,
-        logprobs_of(narrowed, tokens),
-        logprobs_of(policy_logits(logits, sampling), tokens),
-    )
+    behaviour = logprobs_of(narrowed, tokens)
+    if greedy is not None:
+        behaviour = jnp.where(greedy, 0.0, behaviour)
+    return tokens, behaviour, logprobs_of(policy_logits(logits, sampling), tokens)
 
 
 def likeliest_token(logits: Float[Array, "row vocab"]) -> Int[Array, "row"]:

@@ -15,7 +15,7 @@ from jaxtyping import Array
 from jrl.recipes.base.batch import Batch
 from jrl.rollout.scoring import mark_replicated, ranked, score, value
 from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective
-from jrl.trainer.learner.overflow import exact
+from jrl.trainer.learner.overflow import Exact, exact
 from moe import placement
 from moe.router.overflow import overflow_of
 from moe.router.statistics import RouterStatistics
@@ -62,8 +62,7 @@ def logprobs_and_choices_of(
     return _scores(objective, policy, names, tokens, valid, record_choices=True)
 
 
-@exact()
-def logprobs_and_entropy_of(
+def _logprobs_and_entropy(
     objective: PolicyObjective,
     policy: Transformer[Array],
     tokens: Array,
@@ -73,6 +72,11 @@ def logprobs_and_entropy_of(
     """Log-probabilities of all response tokens, and the policy's entropy before each of them, both
     in the full policy at the base temperature; `choices` as for `logprobs_of`."""
     return _scores(objective, policy, ("logprobs", "entropy"), tokens, valid, choices)
+
+
+logprobs_and_entropy_of = Exact(_logprobs_and_entropy)
+logprobs_and_entropy_of_few = Exact(_logprobs_and_entropy, least_effort=True)
+"""The same pass, for rare calls with a few rows."""
 
 
 @exact()

@@ -16,7 +16,7 @@ from jrl.rollout.decoding.ranks import ranks
 from jrl.rollout.sampler import Completion
 from jrl.text.pieces import pieces
 from jrl.text.tokenizer import Tokenizer
-from jrl.trainer.scoring import logprobs_and_entropy_of
+from jrl.trainer.scoring import logprobs_and_entropy_of_few
 from jrl.trainer.setup.networks import Networks
 from moe.weights import Transformer
 
@@ -104,7 +104,7 @@ def token_records(
         choices=batch.choices,
     )
     rows = take_rows(columns, numbers, mesh)
-    scored = logprobs_and_entropy_of(
+    scored = logprobs_and_entropy_of_few(
         objective, policy, rows.tokens, rows.valid, objective.replayed(rows)
     )
     # Expert ids are the largest array, and are not needed.

@@ -5,11 +5,13 @@ import jax.numpy as jnp
 import pytest
 from programs import mesh_of
 
-from sharding.compiler_options import BY_PLATFORM, compiler_options
+from sharding.compiler_options import BY_PLATFORM, LEAST_EFFORT, compiler_options
 from sharding.folding import Layout, fold_abstract
 
+NAMED = [o for table in (BY_PLATFORM, LEAST_EFFORT) for p in table.values() for o in p.items()]
 
-@pytest.mark.parametrize(("name", "value"), [o for p in BY_PLATFORM.values() for o in p.items()])
+
+@pytest.mark.parametrize(("name", "value"), NAMED)
 def test_the_compiler_knows_every_name(name, value):
     """Options of all platforms are fields of one record, whatever the compiler compiles for."""
     jax.jit(jnp.sin, compiler_options={name: value}).lower(1.0).compile()
@@ -23,3 +25,12 @@ def test_devices_that_communicate_hide_it_and_others_are_left_alone():
     assert compiler_options(fold_abstract(Layout.parse("dp1"), "gpu")) == {}
     assert compiler_options(mesh_of("dp2 / ep2")) == {}
     assert compiler_options(fold_abstract(Layout.parse("dp2"))) == {}
+
+
+def test_the_least_effort_is_asked_for_beside_what_devices_have_anyway():
+    one, two = Layout.parse("dp1"), Layout.parse("dp2 / ep2")
+    least = {"xla_backend_optimization_level": 0}
+    assert compiler_options(mesh_of("dp1"), least_effort=True) == least
+    hidden = compiler_options(fold_abstract(two, "gpu"))
+    assert compiler_options(fold_abstract(two, "gpu"), least_effort=True) == hidden
+    assert compiler_options(fold_abstract(one), least_effort=True) == {}

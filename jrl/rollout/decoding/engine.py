@@ -51,6 +51,8 @@ class SlotEngine:
       key: RNG key from which the keys of all tokens are derived.
       records_choices: true to record the expert ids of each token (router replay).
       top_logprobs: number of top tokens recorded for each position.
+      prompts: usual number of prompts at a time: larger requests run in prefills of this many, not
+        in one of their own size. None runs as many at once as memory allows.
     """
 
     most_tokens = 2**15
@@ -70,6 +72,7 @@ class SlotEngine:
         key: Array,
         records_choices: bool = False,
         top_logprobs: int = 0,
+        prompts: int | None = None,
     ):
         check_slots(rollout, slots)
         check_kernel(config)
@@ -83,21 +86,28 @@ class SlotEngine:
         self.usage = Usage()
         self._resharding = RolloutPolicy(config, training, rollout)
         self._key = to_devices(jax.random.key_data(key), replicated(rollout))
+        self._prompts = prompts
         self._seating = self._made_seating(slots, rollout.size(rollout.dp))
         self._weights: Transformer[Array] | None = None
         self._policy: Policy[Array] | None = None
         self._version, self._entropy = 0, None
         self._placed_draws: Draws | None = None
-        self._sampling = Sampling()
+        self._sampling = self._placed_for = Sampling()
         self._pool: Pool[Array] | None = None
         self._lengths = np.zeros(slots, np.int32)
         self._limits = np.zeros(slots, np.int32)
         self._shelf: Shelf | None = None
 
     def _made_seating(self, slots: int, ranks: int) -> Seating:
-        # The states of Gated DeltaNet are those of a row's last token only.
-        copies, row_widths = self.decoder.config.delta is None, self._row_widths
-        return Seating(slots, ranks, self.most_tokens, row_widths=row_widths, copies=copies)
+        return Seating(
+            slots,
+            ranks,
+            self.most_tokens,
+            row_widths=self._row_widths,
+            # The states of Gated DeltaNet are those of a row's last token only.
+            copies=self.decoder.config.delta is None,
+            most_prompts=None if self._prompts is None else -(-self._prompts // ranks),
+        )
 
     @property
     def _row_widths(self) -> Sequence[int]:
@@ -241,12 +251,12 @@ class SlotEngine:
         """Admits rows to the pool, which is donated (`programs.admission.admit`)."""
         weights = self._resharding.of(self._loaded())
         given = tokens, lengths, arrivals, self._draws()
-        pool, overflow = admit(self.decoder, self._sampling, weights, pool, *given)
+        pool, overflow = admit(self.decoder, self._compiled_sampling, weights, pool, *given)
         # A sum over all devices, so that all processes decide alike; reading it blocks.
         if overflow is not None and int(overflow):
             self.usage.repeated += 1
             decoder = self.decoder.for_any_routing()
-            pool, _ = admit(decoder, self._sampling, weights, pool, *given)
+            pool, _ = admit(decoder, self._compiled_sampling, weights, pool, *given)
         return pool
 
     def _advanced(
@@ -262,7 +272,7 @@ class SlotEngine:
         rows must be in the slots `some`."""
         limits = self._everywhere((np.int32(window), np.int32(min_live)))
         given = self._taken_apart(), pool, self._draws(), *limits, self._over_slots(some)
-        return advance(self.decoder, self._sampling, columns, *given)
+        return advance(self.decoder, self._compiled_sampling, columns, *given)
 
     def _taken_apart(self) -> Policy[Array]:
         """Unstacked weights for decoding steps."""
@@ -383,14 +393,25 @@ class SlotEngine:
         assert self._weights is not None, "no weights were loaded"
         return self._weights
 
+    @property
+    def _compiled_sampling(self) -> Sampling:
+        """Static sampling parameters of the compiled functions. Greedy decoding shares those of
+        `Sampling()`: it differs in an argument only (`Draws.greedy`)."""
+        return Sampling() if self._sampling.greedy else self._sampling
+
     def _draws(self) -> Draws:
-        adapts, placed = self._sampling.adaptive is not None, self._placed_draws
-        if placed is None or (placed.entropy is not None) != adapts:
-            entropy = None
-            if adapts:
+        sampling, placed = self._sampling, self._placed_draws
+        if placed is None or sampling != self._placed_for:
+            entropy = greedy = None
+            if self._compiled_sampling == Sampling():
+                greedy = np.bool_(sampling.greedy)
+            elif sampling.adaptive is not None:
                 entropy = EntropyStatistics.neutral() if self._entropy is None else self._entropy
-            version, entropy = self._everywhere((np.int32(self._version), to_host(entropy)))
-            placed = self._placed_draws = Draws(self._key, version, entropy)
+            version, entropy, greedy = self._everywhere(
+                (np.int32(self._version), to_host(entropy), greedy)
+            )
+            placed = self._placed_draws = Draws(self._key, version, entropy, greedy=greedy)
+            self._placed_for = sampling
         return placed
 
     def _everywhere(self, tree: Any) -> Any:

@@ -165,6 +165,8 @@ class Seating:
         its own.
       copies: true if a prompt may be copied from a slot whose row has continued since: a KV cache
         still contains the prompt, a recurrent state does not.
+      most_prompts: maximum number of rows in one prefill of a rank, where each is a prompt in a row
+        of its own; None is as many as `most_tokens` allow. Each number is a compiled function.
     """
 
     def __init__(
@@ -175,10 +177,12 @@ class Seating:
         *,
         row_widths: Sequence[int] = (),
         copies: bool = True,
+        most_prompts: int | None = None,
     ):
         self.per_rank, self.ranks, self._most_tokens = slots // ranks, ranks, most_tokens
         # Each process schedules for itself: everything below may depend only on requests and
         # finished rows, which are the same in all.
+        self._most_prompts = most_prompts
         self._row_widths, self._copies = row_widths, copies
         self.sitting: dict[int, Request] = {}
         self.waiting: deque[Request] = deque()
@@ -371,6 +375,9 @@ class Seating:
     def _is_full(self, runs: list[np.ndarray], request: Request, width: int) -> bool:
         """True if a prefill with these rows on a rank has no space for one more."""
         if not self._row_widths:
+            most = self._most_prompts
+            if most is not None and not request.begun and len(runs) >= most:
+                return True
             # With padding: all rows of a prefill have the same width.
             return (len(runs) + 1) * width > self._most_tokens
         # At least one row, even if that is wider than `most_tokens`.

@@ -225,7 +225,8 @@ class StreamEngine(SlotEngine):
         rest = replace(pool, cache=nothing)
         known = ran._replace(cache=nothing, overflow=None)
         given = self._taken_apart().rest, rest, known, tokens, arrivals, self._draws()
-        self._pool = replace(admit_known(self.decoder, self._sampling, *given), cache=cache)
+        rest = admit_known(self.decoder, self._compiled_sampling, *given)
+        self._pool = replace(rest, cache=cache)
 
     def _row_size(self, arriving: Arriving) -> tuple[int, int]:
         if any(arriving.runs):

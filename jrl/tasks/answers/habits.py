@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from .extraction import extract
+from .extraction import Extracted, extract
 from .numbers import NUMBER, Stated, stated
 
 LONGEST = 500
@@ -66,10 +66,14 @@ def habits(answered: Iterable[Answered]) -> dict[str, float]:
         "answers/variety": len(commonest) / len(by_prompt),
         "answers/top_form": max(forms.values()) / len(rows),
     }
-    numbers = [(row, gold) for row in rows if (gold := _number(row.gold)) is not None]
+    numbers = [
+        (row.correct, answer, gold)
+        for row, answer in zip(rows, answers, strict=True)
+        if (gold := _number(row.gold)) is not None
+    ]
     if numbers:
-        shares = [row.correct and _shares(row.text, gold) for row, gold in numbers]
-        correct = sum(row.correct for row, _ in numbers)
+        shares = [correct and _shares(answer, gold) for correct, answer, gold in numbers]
+        correct = sum(correct for correct, _, _ in numbers)
         found["answers/shared"] = sum(shares) / len(numbers)
         found["answers/disputed"] = (correct - sum(shares)) / len(numbers)
     return found
@@ -78,12 +82,16 @@ def habits(answered: Iterable[Answered]) -> dict[str, float]:
 def is_disputed(row: Answered) -> bool:
     """True if a completion has full marks that the second reader does not give."""
     gold = _number(row.gold)
-    return gold is not None and row.correct and not _shares(row.text, gold)
+    return gold is not None and row.correct and not _shares(extract(row.text), gold)
 
 
 def form_of(text: str) -> str:
     """The form of an answer: 0 for its numbers, and a for its words."""
-    text = text[:LONGEST]
+    return _form(text[:LONGEST])
+
+
+@lru_cache(maxsize=4096)
+def _form(text: str) -> str:
     for pattern, instead in _FORMS:
         text = pattern.sub(instead, text)
     return text.strip()
@@ -102,11 +110,16 @@ def _number(gold: str) -> Stated | None:
     return found if found.expression.final else None
 
 
-def _shares(text: str, gold: Stated) -> bool:
-    answer = extract(text)
+def _shares(answer: Extracted | None, gold: Stated) -> bool:
     if answer is None:
         return False
-    found = stated(answer.text, marked=answer.marked)
+    found = _read(answer.text, answer.marked)
     if found.kind != NUMBER or found.expression is None or not found.expression.final:
         return False
     return found.digits == gold.digits or found.value == gold.value
+
+
+# The completions of a prompt are mostly of a few answers.
+@lru_cache(maxsize=1024)
+def _read(text: str, marked: bool) -> Stated:
+    return stated(text, marked=marked)

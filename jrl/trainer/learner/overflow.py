@@ -34,13 +34,20 @@ class Exact:
       program: the pass, ``(objective, *given) -> (found, overflow)``; `overflow` is that of
         `moe.router.overflow.overflow_of`.
       num_static: number of leading static arguments, the objective first.
+      least_effort: true for a pass that runs rarely on a few rows, see
+        `sharding.compiler_options.LEAST_EFFORT`.
     """
 
-    def __init__(self, program: Callable[..., tuple[Any, Array | None]], num_static: int = 1):
-        static = tuple(range(num_static))
-        self.counted = Program(program, static_argnums=static)
+    def __init__(
+        self,
+        program: Callable[..., tuple[Any, Array | None]],
+        num_static: int = 1,
+        least_effort: bool = False,
+    ):
+        options: Any = {"static_argnums": tuple(range(num_static)), "least_effort": least_effort}
+        self.counted = Program(program, **options)
         # Dropless buffers count no overflow: the second result is None.
-        self.unbounded = Program(lambda *given: program(*given)[0], static_argnums=static)
+        self.unbounded = Program(lambda *given: program(*given)[0], **options)
         self.__doc__ = program.__doc__
 
     def __call__(self, objective: AnyObjective, *given: Any) -> Any:

@@ -17,18 +17,21 @@ class Program(Generic[Given, Found]):
 
     Args:
       function: its first argument is static and has a `mesh`.
+      least_effort: of the compiler, see `sharding.compiler_options.LEAST_EFFORT`.
       options: of `jax.jit`.
     """
 
-    def __init__(self, function: Callable[Given, Found], **options: Any):
-        self._function, self._options = function, options
+    def __init__(
+        self, function: Callable[Given, Found], *, least_effort: bool = False, **options: Any
+    ):
+        self._function, self._least_effort, self._options = function, least_effort, options
         self._jitted: dict[tuple[tuple[str, Any], ...], Any] = {}
         self.__doc__ = function.__doc__
 
     def on(self, mesh: FoldedMesh) -> Any:
         """Jitted function for a mesh; the same for meshes with the same options."""
         # Options belong to `jax.jit` and not to a call, so there is one function for each set.
-        asked = compiler_options(mesh)
+        asked = compiler_options(mesh, least_effort=self._least_effort)
         key = tuple(sorted(asked.items()))
         if key not in self._jitted:
             self._jitted[key] = jax.jit(

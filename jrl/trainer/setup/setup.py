@@ -59,6 +59,10 @@ from moe.disaggregated.split import SplitMesh
 from moe.router.capacity import can_drop
 from sharding.folding import FoldedMesh, Layout, fold
 
+FEW_PROMPTS = 64
+"""Minimum number of prompts of a prefill where that many are requested: with fewer, dispatching a
+prefill takes longer than running it."""
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -192,6 +196,8 @@ class Setup:
             "records_choices": self.recipe.router_replay == "R3",
         }
         if self.split is None:
+            # Evaluations and the checks of the warm start share the compiled prefill of a step.
+            given["prompts"] = max(self.recipe.prompts, FEW_PROMPTS)
             return SlotEngine(self.model, self.mesh, self.rollout_mesh, **given)
         given["micro_batches"] = self.run.rollout_micro_batches
         given["m2n"] = self.run.rollout_m2n

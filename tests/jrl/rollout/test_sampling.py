@@ -128,6 +128,16 @@ def test_greedy_takes_the_first_likeliest():
     np.testing.assert_allclose(policy, expected, rtol=1e-5)
 
 
+def test_one_program_is_greedy_or_not():
+    logits = 3 * jax.random.normal(jax.random.key(2), (16, VOCAB))
+    logits = logits.at[3].set(1.0)  # all are likeliest: the first is taken
+    keys = jax.random.split(jax.random.key(0), len(logits))
+    for greedy, sampling in ((False, Sampling()), (True, GREEDY)):
+        either = draw(logits, Sampling(), keys, greedy=jnp.asarray(greedy))
+        for found, wanted in zip(either, draw(logits, sampling, keys), strict=True):
+            np.testing.assert_array_equal(found, wanted)
+
+
 @pytest.mark.parametrize(
     "sampling",
     [

@@ -177,7 +177,7 @@ class DisaggregatedEngine(SlotEngine):
             kept = known.choices.astype(dtype) if self.decoder.records_choices else None
             known = known._replace(choices=kept)
         given = pool, known, tokens, arrivals, self._draws()
-        return admit_known(self.decoder, self._sampling, weights.rest, *given)
+        return admit_known(self.decoder, self._compiled_sampling, weights.rest, *given)
 
     @property
     def step_sizes(self) -> list[int]:
@@ -213,7 +213,7 @@ class DisaggregatedEngine(SlotEngine):
             if not self.decoder.records_choices:
                 choices = None
             given = pool, logits, choices, draws, numbers[i]
-            pool, *rows = sample_part(self.decoder, self._sampling, parts, *given)
+            pool, *rows = sample_part(self.decoder, self._compiled_sampling, parts, *given)
             counts[i].append((rows[0], rows[1]))
             return rows[0], rows[1]
 

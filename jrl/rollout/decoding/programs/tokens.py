@@ -26,12 +26,14 @@ class Draws(NamedTuple):
       entropy: statistics of the step before, for an adaptive temperature.
       rows: per-request sampling parameters, sharded over the slots; None where all rows share one
         `Sampling`.
+      greedy: ``[]`` true to take the argmax, see `jrl.rollout.sampling.draw`.
     """
 
     key: Array
     version: Array
     entropy: EntropyStatistics[Array] | None = None
     rows: RowSampling[Array] | None = None
+    greedy: Array | None = None
 
 
 class Drawn(NamedTuple):
@@ -91,8 +93,8 @@ def drawn_tokens(
     # as an uninterrupted one.
     numbers = pool.prompts, pool.samples, rows.lengths - pool.responses
     keys = jax.vmap(own_key)(*(own_shard(x, axes) for x in numbers))
-    entropy = vary(draws.entropy, decoder.mesh.axes)
-    token, behaviour, old = draw(logits, sampling, keys, entropy)
+    entropy, greedy = vary((draws.entropy, draws.greedy), decoder.mesh.axes)
+    token, behaviour, old = draw(logits, sampling, keys, entropy, greedy)
     return Drawn(join_shards(token, axes), join_shards(behaviour, axes), join_shards(old, axes))
 
 

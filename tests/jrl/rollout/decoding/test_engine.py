@@ -25,8 +25,10 @@ from policies import (
 from jrl.rollout.decoding import columns as cache_columns
 from jrl.rollout.decoding import engine as slot_engine
 from jrl.rollout.decoding import seating
+from jrl.rollout.decoding.programs.admission import admit
+from jrl.rollout.decoding.programs.advance import advance
 from jrl.rollout.decoding.requests import Request
-from jrl.rollout.sampling import GREEDY
+from jrl.rollout.sampling import GREEDY, Sampling
 from moe.cache.buffers import over_columns
 from moe.config import GatedDeltaNet
 from moe.model import routing_choices
@@ -116,6 +118,23 @@ def test_greedy_rows_of_a_group_are_equal():
     np.testing.assert_array_equal(groups, np.repeat(groups[:, :1], COPIES, axis=1))
     np.testing.assert_array_equal(rollout.behaviour_logprobs, 0)
     assert np.all(rollout.old_logprobs[rollout.mask] < 0)
+
+
+def test_greedy_rows_are_decoded_by_the_programs_of_sampled_ones():
+    plain = Asked(Sampling())
+    engine, programs = plain.engine(), (admit, advance)
+
+    def tokens_of(sampling):
+        engine._seating.forget()  # prompts run again, and are not copied
+        return [t.tokens.tolist() for t in answers(engine, plain.requests, sampling)]
+
+    groups = [tokens_of(Sampling())]
+    known = [tokens_of(Sampling()), *(program._cache_size() for program in programs)]
+    groups += [tokens_of(GREEDY), tokens_of(Sampling())]
+    assert [groups[0], *(program._cache_size() for program in programs)] == known
+    assert groups[0] == groups[2] != groups[1]
+    of_prompts = [groups[1][i : i + COPIES] for i in range(0, ROWS, COPIES)]
+    assert all(row == group[0] for group in of_prompts for row in group)
 
 
 # Among limits of their own, rows have one of one token below.

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from policies import CONFIG, Asked, answers
 
-from jrl.rollout.decoding.requests import Request
+from jrl.rollout.decoding.requests import Request, Sampled
 from jrl.rollout.decoding.seating import Seating, fewer_slots, own_rows
 
 LENGTHS = 17, 20, 32, 9
@@ -44,6 +44,21 @@ def test_a_size_of_programs_is_one_program():
     seating = Seating(len(LENGTHS), 1, most_tokens=64)
     seating.waiting.extend(requests())
     assert [len(program.runs[0]) for program in seating.arrivals()] == [1, 2, 1]
+
+
+def test_more_prompts_run_in_programs_for_a_few():
+    seating = Seating(len(LENGTHS), 1, most_tokens=256, most_prompts=2)
+    seating.waiting.extend(requests())
+    programs = [[len(ids) for ids in program.runs[0]] for program in seating.arrivals()]
+    assert programs == [[9], [17, 20], [32]]
+    # Rows that were begun differ in number from step to step, whatever the prompts are.
+    seating = Seating(len(LENGTHS), 1, most_tokens=256, most_prompts=2)
+    tokens, numbers = np.zeros(1, np.int32), np.zeros(1, np.float32)
+    sampled = Sampled(tokens, numbers, numbers, tokens, None)
+    seating.waiting.extend(
+        each._replace(tokens=each.tokens[:-1], sampled=sampled) for each in requests()
+    )
+    assert [len(program.runs[0]) for program in seating.arrivals()] == [1, 3]
 
 
 @pytest.mark.slow
