@@ -90,6 +90,7 @@ def test_a_chat_model_is_asked_as_the_library_asks(task):
         assert example.messages == ()  # and a policy without a template reads the prompt alone
 
 
+@pytest.mark.slow
 def test_split_lengths_and_characters(task):
     heldout = [task.heldout(index) for index in range(task.heldout_size)]
     train = [task.train(index) for index in range(200 - task.heldout_size)]

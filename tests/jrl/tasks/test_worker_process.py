@@ -63,6 +63,7 @@ def test_one_process_answers_all(worker):
     assert worker.ask({})["pid"] == first["pid"] != os.getpid()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("question", full_but([{"sleep": 600}, {"power": 10**9}], {"power": 10**9}))
 def test_a_timeout_off_the_main_thread(worker, question):
     def ask():

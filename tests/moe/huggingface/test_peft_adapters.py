@@ -94,6 +94,7 @@ def test_adapters_go_back_as_they_came(name, tmp_path):
     assert set(ours["target_parameters"]) == set(theirs["target_parameters"] or ())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", full_but(KINDS, "patterns"))
 def test_ranks_scales_and_modules_of_their_own_give_the_logits_of_peft(kind, tmp_path):
     folder = OF_KINDS / kind

@@ -112,7 +112,7 @@ def test_traced_settings_pass_where_nothing_is_decided_by_them(name):
     assert [x.shape for x in jax.tree.leaves(given)] == [x.shape for x in jax.tree.leaves(known)]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", full_but(NAMES, *QUICK))
 def test_what_is_no_number_is_refused_in_one_line(name):
     for setting in settings_of(name).keys() - SPREAD - UNREAD.get(name, set()):
         for wrong, message in (
@@ -125,7 +125,7 @@ def test_what_is_no_number_is_refused_in_one_line(name):
             assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", full_but(NAMES, *QUICK))
 def test_what_cannot_be_negative_is_refused_in_one_line(name):
     free = SIGNED.get(name, set()) | UNREAD.get(name, set()) | DISCOUNTS
     for setting in settings_of(name).keys() - free:

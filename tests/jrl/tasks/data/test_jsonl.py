@@ -355,6 +355,7 @@ def test_lines_that_are_refused(tmp_path, content, message):
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.slow
 def test_files_that_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"absent: cannot be read \(No such file or directory\)"):
         load_task(f"jsonl:{tmp_path / 'absent'}", 0)
