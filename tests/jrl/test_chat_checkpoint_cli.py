@@ -68,6 +68,19 @@ def test_a_dry_run_shows_the_prompt_and_why_completions_are_as_long_as_they_are(
     assert "the default of a checkpoint" in out
 
 
+def test_a_dry_run_counts_the_prompts_that_are_too_long(given, tmp_path, monkeypatch, capsys):
+    folder, flags = given
+    monkeypatch.chdir(folder)
+    rows = [{"question": "1" * 90 + f"{n}+1?", "gold": "2"} for n in range(3)]
+    asked = (folder / "problems.jsonl").read_text()
+    data = tmp_path / "longer.jsonl"
+    data.write_text(asked + "".join(json.dumps(row) + "\n" for row in rows))
+    # Only the three questions of ninety digits exceed the limit.
+    flags = [f"--task=jsonl:{data}" if x.startswith("--task") else x for x in flags]
+    assert main([*flags, "--prompt-length=100", "--run-dir=dry", "--dry-run"]) == 0
+    assert "left out 3 prompts of more than 100 tokens" in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.slow
 def test_ten_steps_on_word_problems(given, tmp_path, monkeypatch, capsys):
     folder, flags = given
