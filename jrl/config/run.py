@@ -190,14 +190,14 @@ class RunConfig:
     bfloat16, NVIDIA's (cudnn) or ours for Hopper (mosaic). None is the best of the others that
     applies."""
     decode_attention: Literal["plain", "mosaic"] | None = None
-    """Attention of a decoding step over its cache; mosaic is a kernel for NVIDIA's Hopper. None is
-    plain."""
+    """Attention of a decode step over its KV cache; mosaic is a kernel for NVIDIA's Hopper. None is
+    mosaic there where it supports the heads, else plain."""
     latent: Literal["absorbed", "expanded"] | None = None
-    """What decoding keeps of latent attention: narrow vectors, or the keys and values made of them.
-    None is absorbed."""
+    """KV cache of multi-head latent attention: latent vectors (absorbed), or the keys and values
+    computed from them (expanded). None is absorbed."""
     router: Literal["plain", "mosaic"] | None = None
-    """How scores become choices of experts; mosaic is a kernel for NVIDIA's Hopper. None is
-    plain."""
+    """Top-k routing of tokens to experts; mosaic is a kernel for NVIDIA's Hopper and later GPUs. None
+    is mosaic there for up to 128 experts, else plain."""
     experts: (
         Literal[
             "tiles",
@@ -212,9 +212,9 @@ class RunConfig:
         ]
         | None
     ) = None
-    """How rows are multiplied, each by its own expert's matrix: mosaic, mosaic_fused,
-    mosaic_gathered and mosaic_scattered are kernels for NVIDIA's Hopper, megablox are JAX's for
-    TPUs. None is tiles on a CPU and blocks elsewhere."""
+    """Grouped GEMM of the experts: mosaic, mosaic_fused, mosaic_gathered and mosaic_scattered are
+    kernels for NVIDIA's Hopper, megablox are JAX's for TPUs. None is mosaic on Hopper in half
+    precision where widths are multiples of 64, tiles on a CPU, else blocks."""
     remat: Literal["none", "selective", "projections", "full"] = "none"
     """What the backward pass of a layer computes again instead of keeping it in memory: each keeps
     less than the one before."""
