@@ -196,8 +196,8 @@ class RunConfig:
     """KV cache of multi-head latent attention: latent vectors (absorbed), or the keys and values
     computed from them (expanded). None is absorbed."""
     router: Literal["plain", "mosaic"] | None = None
-    """Top-k routing of tokens to experts; mosaic is a kernel for NVIDIA's Hopper and later GPUs. None
-    is mosaic there for up to 128 experts, else plain."""
+    """Top-k routing of tokens to experts; mosaic is a kernel for NVIDIA's Hopper and later GPUs.
+    None is mosaic there for up to 128 experts, else plain."""
     experts: (
         Literal[
             "tiles",
