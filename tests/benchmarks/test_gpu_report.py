@@ -95,7 +95,7 @@ def test_every_kernel_of_a_network_is_in_a_form_that_is_measured():
         (trained, {"experts", "attention"}),
     ):
         assert {name for one in forms for name in one if one[name] == "mosaic"} == fields
-    # Beside what is chosen stands everything that is not.
+    # Default kernels are compared with the plain path of every field that has one.
     assert decoding.FORMS["plain"].keys() == KERNELS.keys() and not decoding.FORMS["as it is"]
 
 

@@ -128,7 +128,7 @@ def _turn_text(format: ChatFormat, encoded_chat: Encoded) -> str:
     return opened + special_text_of(format.tokenizer, turn)
 
 
-ROOM = 16
+EXTRA_TOKENS = 16
 """Minimum number of tokens that a sampled completion may have beyond the longest answer, so that
 text after an answer shows."""
 
@@ -140,7 +140,7 @@ def sampled_lengths(
 
     Args:
       wanted: tokens of a completion; None is a quarter more than the longest held-out turn
-        (reasoning, calls and end included), and `ROOM` more at least, within the network's
+        (reasoning, calls and end included), and `EXTRA_TOKENS` more at least, within the network's
         positions but never less than that turn.
     """
     heldout = [chats.heldout(index) for index in range(chats.heldout_size or 0)]
@@ -148,9 +148,9 @@ def sampled_lengths(
     prompt = max(encoded_chat.context for encoded_chat in found)
     if wanted is None:
         longest = max(encoded_chat.turn_length for encoded_chat in found)
-        wanted = longest + max(-(-longest // 4), ROOM)
+        wanted = longest + max(-(-longest // 4), EXTRA_TOKENS)
         if model.max_positions is not None:
-            # The longest prompt is mostly another's than the longest turn, which has its place.
+            # The longest turn fits behind its own prompt, which is mostly not the longest one.
             wanted = max(min(wanted, model.max_positions - prompt), longest)
     if wanted < 1:
         raise ValueError(f"response_length={wanted} must be at least 1.")

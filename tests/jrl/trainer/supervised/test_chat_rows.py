@@ -18,7 +18,7 @@ from jrl.text.chat import ChatTemplate
 from jrl.text.learned import ChatFormat
 from jrl.text.prompts import special_text_of, text_of
 from jrl.text.tokenizer import Tokenizer
-from jrl.trainer.supervised.rows import ROOM, chat_rows, sampled_lengths
+from jrl.trainer.supervised.rows import EXTRA_TOKENS, chat_rows, sampled_lengths
 from moe.tokens.zigzag import ZigzagLayout
 
 PAIRS = [("a", "b"), ("aa", "b"), ("aaa", "bb"), ("aaaaaa", "b"), ("ab", "bbb")]
@@ -97,7 +97,7 @@ def test_lengths_of_what_is_sampled_are_those_of_the_held_out_ones():
     prompt = max(1 + len(chat.prompt) for chat in held)
     answer = max(len(chat.answer) + 1 for chat in held)
     given = chats, rows, MICRO
-    assert sampled_lengths(*given, None) == (prompt, answer + ROOM)
+    assert sampled_lengths(*given, None) == (prompt, answer + EXTRA_TOKENS)
     assert sampled_lengths(*given, 3) == (prompt, 3)
     with pytest.raises(ValueError, match="response_length=0 must be at least 1"):
         sampled_lengths(*given, 0)
