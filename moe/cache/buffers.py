@@ -11,7 +11,7 @@ from jaxtyping import Array
 from moe.attention.delta.sequences import DeltaState
 from moe.config import ModelConfig
 from moe.kernels.decode_attention import UNIT
-from moe.layers.implementations import chosen
+from moe.layers.implementations import selected_implementation
 from sharding.folding import FoldedMesh
 
 Leaf = TypeVar("Leaf")
@@ -49,7 +49,7 @@ may be in front."""
 def cache_columns(columns: int, config: ModelConfig, mesh: FoldedMesh) -> int:
     """Number of columns of a cache for at least `columns`: a multiple of ``tp``, over which the
     tokens of a prefill are sharded, and of the unit of the decode kernel, if there is one."""
-    named = chosen(config, "decode_attention") not in (None, "plain")
+    named = selected_implementation(config, "decode_attention") not in (None, "plain")
     unit = math.lcm(mesh.size(mesh.tp), UNIT if named else 1)
     return -(-columns // unit) * unit
 

@@ -7,7 +7,7 @@ from moe.attention.latent import keeps_narrow
 from moe.config import ModelConfig
 from moe.kernels import decode_attention, latent_decode
 from moe.kernels.choice import NAMES
-from moe.layers.implementations import chosen, unserved_by_decode_kernel
+from moe.layers.implementations import selected_implementation, unserved_by_decode_kernel
 from sharding.folding import FoldedMesh
 
 
@@ -46,7 +46,7 @@ def kernel_bytes(config: ModelConfig, mesh: FoldedMesh, rows: int, columns: int)
       rows: rows that a device decodes at a time.
       columns: columns of the cache that are read.
     """
-    if chosen(config, "decode_attention") in (None, "plain"):
+    if selected_implementation(config, "decode_attention") in (None, "plain"):
         return 0
     tp = mesh.size(mesh.tp)
     heads, kv_heads = config.num_heads // tp, config.num_kv_heads // tp

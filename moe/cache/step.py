@@ -13,7 +13,7 @@ from moe.cache.kernel import check_kernel
 from moe.config import ModelConfig
 from moe.kernels.decode_attention import decode_attention
 from moe.kernels.latent_decode import latent_decode_attention
-from moe.layers.implementations import chosen
+from moe.layers.implementations import selected_implementation
 
 
 class StepCore:
@@ -48,7 +48,7 @@ class StepCore:
         first: Array | None = None,
         columns: int | None = None,
     ):
-        self._config, self._name = config, chosen(config, "decode_attention")
+        self._config, self._name = config, selected_implementation(config, "decode_attention")
         check_kernel(config)
         self.keys, self.values = keys, values
         self._place, self._first, self._live = place, first, live

@@ -26,7 +26,7 @@ from moe.experts.dispatch.own import has_experts_at, slots_of
 from moe.experts.feed_forward import dense_term
 from moe.experts.permutation import spread_rows, take_rows
 from moe.kernels.rows import combine
-from moe.layers.implementations import chosen
+from moe.layers.implementations import selected_implementation
 from moe.precision import rms_norm
 from moe.router.layer import route
 from moe.tokens.packing import PackedBatch
@@ -196,6 +196,10 @@ def computed(
     rows, slots, probs = read_message(message, config.d_model, k, config.dtype)
     # Capacity for any routing: a row has at most min(k, slots) experts on this device.
     num_rows = rows.shape[0] * mesh.size(mesh.etp) * min(k, serving.num_slots)
-    products = chosen(config, "experts", mesh.size(mesh.etp)), None, config.activation
+    products = (
+        selected_implementation(config, "experts", mesh.size(mesh.etp)),
+        None,
+        config.activation,
+    )
     done, _ = whole_experts(experts, rows, slots, probs, mesh, num_rows, *products)
     return tuple(jnp.split(vary(done.astype(rows.dtype), mesh.axes), serving.num_sources))

@@ -12,7 +12,7 @@ from moe.attention.layer import CoreAttention, attention, norm_after, norm_befor
 from moe.config import ModelConfig
 from moe.experts.dispatch.choice import dispatch
 from moe.experts.feed_forward import dense_term
-from moe.layers.implementations import chosen
+from moe.layers.implementations import selected_implementation
 from moe.remat import STREAM
 from moe.router.capacity import capacity_of
 from moe.router.layer import route
@@ -50,7 +50,7 @@ def feed_forward(
             mesh,
             capacity=capacity_of(packed.zigzag, config, mesh),
             implementation=config.execution.dispatch,
-            product=chosen(config, "experts", mesh.size(mesh.etp)),
+            product=selected_implementation(config, "experts", mesh.size(mesh.etp)),
             buffer_factor=buffer_factor,
             chunks=config.execution.expert_chunks,
             exchange_rate=config.execution.exchange_rate,

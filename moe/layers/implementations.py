@@ -32,7 +32,7 @@ class Kernel(NamedTuple):
     hopper_alone: bool
 
 
-def chosen(config: ModelConfig, field: str, etp: int = 1) -> str | None:
+def selected_implementation(config: ModelConfig, field: str, etp: int = 1) -> str | None:
     """Implementation for a field of `Execution`: the name there, or the kernel that None selects.
 
     Args:

@@ -8,7 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from moe.config import ModelConfig
-from moe.layers.implementations import chosen
+from moe.layers.implementations import selected_implementation
 from moe.precision import float32_product
 from moe.remat import ROUTED
 from moe.router.balance import compares_batches, load_fractions
@@ -37,7 +37,11 @@ def route(
         logits = logits + experts.router_bias[None]
     logits = checkpoint_name(logits, ROUTED)
     routing, probabilities, load = counted_routing(
-        logits, multiplicity, config, bias=experts.bias, implementation=chosen(config, "router")
+        logits,
+        multiplicity,
+        config,
+        bias=experts.bias,
+        implementation=selected_implementation(config, "router"),
     )
     agreed = replayed = None
     if packed.replay is not None:

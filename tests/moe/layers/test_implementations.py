@@ -12,7 +12,7 @@ from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.kernels import choice
 from moe.layers import implementations
-from moe.layers.implementations import KERNELS, chosen, explained, why_not
+from moe.layers.implementations import KERNELS, explained, selected_implementation, why_not
 from moe.weights import shapes
 from sharding.folding import Layout, fold_abstract
 
@@ -41,7 +41,7 @@ def on(monkeypatch):
 
 
 def names(config, etp=1):
-    return {field: chosen(config, field, etp) for field in KERNELS}
+    return {field: selected_implementation(config, field, etp) for field in KERNELS}
 
 
 def test_hopper_has_kernels_and_others_have_what_they_can_run(on):
@@ -78,7 +78,7 @@ def test_what_a_kernel_cannot_serve_is_left_to_others_and_said(on, field, change
     assert explained(config, field, etp) is None
     on(9.0)
     assert (why_not(config, field, etp) or "").startswith(obstacle)
-    assert chosen(config, field, etp) is None
+    assert selected_implementation(config, field, etp) is None
     assert (explained(config, field, etp) or "").startswith(f"not mosaic: {obstacle}")
     assert "H200" in (explained(SERVED, "experts") or "")
 
