@@ -112,11 +112,19 @@ def by_math_verify(gold, completion):
     return bool(golds and found) and verify(golds, found, timeout_seconds=None)
 
 
+@pytest.fixture(scope="module")
+def quiet():
+    """Nothing is logged: the library warns of each text that it cannot read."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("quiet")
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(NUMBERS, DECORATIONS, NUMBERS)
 def test_never_below_math_verify(gold, decoration, other):
-    logging.disable(logging.CRITICAL)
     judge = Judge(import_module("jrl.tasks.answers.symbolic"))
     completion = decoration.format(gold)
     assert judge(gold, completion) == "correct"
