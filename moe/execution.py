@@ -4,7 +4,7 @@ values, except one, `Execution.activation_wire`."""
 import math
 from dataclasses import dataclass
 
-from sharding.activation_wire import WIRES
+from sharding.compression import ACTIVATION_DTYPES
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Execution:
         over the same devices, as `benchmarks/dispatch.py` measures it; None is the planner's
         number.
       activation_wire: communication dtype of token dispatch and combine, forward and backward:
-        "float8_e4m3fn" with float32 scales (`sharding.activation_wire`); None is the dtype of
+        "float8_e4m3fn" with float32 scales (`sharding.compression`); None is the dtype of
         activations. It is the only field that changes values.
       router: scores, top-k and gate weights: "plain", or "mosaic", one kernel for Hopper and later
         GPUs (`moe.kernels.routing`); None is "mosaic" on these for up to 128 experts, else "plain".
@@ -94,10 +94,10 @@ class Execution:
                 f"buffer_factor={self.buffer_factor} must be above 0: 1 is room for even routing, "
                 "1.5 is usual, and None is room for any."
             )
-        if self.activation_wire not in (None, *WIRES):
+        if self.activation_wire not in (None, *ACTIVATION_DTYPES):
             raise ValueError(
                 f"activation_wire={self.activation_wire!r} is nothing that tokens are sent in: use "
-                f"{', '.join(WIRES)}, or None for their own dtype."
+                f"{', '.join(ACTIVATION_DTYPES)}, or None for their own dtype."
             )
         if self.exchange_rate is not None and not 0 < self.exchange_rate < math.inf:
             raise ValueError(

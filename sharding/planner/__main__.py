@@ -5,7 +5,7 @@ import re
 import sys
 from pathlib import Path
 
-from sharding.activation_wire import WIRES
+from sharding.compression import ACTIVATION_DTYPES
 from sharding.planner.cost import System
 from sharding.planner.hardware import HARDWARE, Hardware, parse
 from sharding.planner.method import Method
@@ -38,7 +38,7 @@ PARSER.add_argument(
 PARSER.add_argument(
     "--activation-wire",
     nargs="+",
-    choices=("none", *WIRES),
+    choices=("none", *ACTIVATION_DTYPES),
     default=["none"],
     help="what tokens may travel to experts in, of --program jrl",
 )

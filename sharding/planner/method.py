@@ -3,14 +3,14 @@
 import functools
 from dataclasses import dataclass, replace
 
-from sharding.activation_wire import WIRES
+from sharding.compression import ACTIVATION_DTYPES
 from sharding.folding import Layout
 
 KNOWN: dict[str, tuple[str | None, ...]] = {
     "dispatch": ("all_gather", "all_to_all", "ragged"),
     "context": ("gather", "ring", "ulysses"),
     "remat": ("none", "selective", "projections", "full"),
-    "activation_wire": (None, *WIRES),
+    "activation_wire": (None, *ACTIVATION_DTYPES),
     "gradient_wire": ("float32", "bfloat16"),
     "mu_dtype": ("float32", "bfloat16"),
     "attention": (None, "plain", "blocked"),

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from sharding.activation_wire import GROUP
+from sharding.compression import GROUP
 from sharding.folding import Layout
 from sharding.folding.atoms import atoms_of
 
@@ -143,7 +143,7 @@ def repeated(transfers: Iterable[Transfer], times: int) -> list[Transfer]:
 def in_fp8(
     transfer: Transfer, layout: Layout, d_model: int, is_ragged: bool = False
 ) -> tuple[list[Transfer], list[Transfer]]:
-    """FP8 form of a collective of tokens (`sharding.activation_wire`), forward and backward.
+    """FP8 form of a collective of tokens (`sharding.compression`), forward and backward.
 
     It sends a byte an element, and float32 scales of tokens or of groups of tokens and channels. A
     reduction is an all-to-all of terms.

@@ -200,7 +200,7 @@ def exchange(
     """`token_exchange` and `routing_exchange`, forward and backward.
 
     Args:
-      wire: communication dtype of tokens, sums and their gradients (`sharding.activation_wire`);
+      wire: communication dtype of tokens, sums and their gradients (`sharding.compression`);
         None is their own.
     """
     given, is_ragged = (implementation, tokens, per_peer, k, layout), implementation == "ragged"

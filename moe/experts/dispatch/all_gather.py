@@ -12,8 +12,8 @@ from moe.experts.feed_forward import routed_experts
 from moe.remat import DISPATCHED
 from moe.router.routing import Routing
 from moe.weights import Experts
-from sharding.activation_wire import gather_fp8, scatter_fp8
 from sharding.collectives import gather_and_widen, gather_tokens, scatter_and_round
+from sharding.compression import gather_fp8, scatter_fp8
 from sharding.folding import FoldedMesh
 
 

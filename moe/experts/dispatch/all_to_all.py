@@ -18,8 +18,8 @@ from moe.experts.permutation import spread_rows, sum_rows, take_rows
 from moe.remat import DISPATCHED
 from moe.router.routing import Routing
 from moe.weights import Experts
-from sharding.activation_wire import exchange_fp8, gather_fp8, scatter_fp8
 from sharding.collectives import all_to_all, gather_tokens, scatter_tokens
+from sharding.compression import exchange_fp8, gather_fp8, scatter_fp8
 from sharding.folding import FoldedMesh
 
 

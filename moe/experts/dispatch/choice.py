@@ -82,7 +82,7 @@ def dispatch(
       exchange_rate: rate of an all-to-all relative to a ring's
         (`moe.experts.dispatch.cost.Exchange`).
       wire: communication dtype: "float8_e4m3fn" sends tokens, sums and their gradients in one byte
-        per element (`sharding.activation_wire`); None is their own. The routing is sent unchanged.
+        per element (`sharding.compression`); None is their own. The routing is sent unchanged.
       activation: of the experts, see `moe.experts.gated.activated`.
 
     Returns:

@@ -12,9 +12,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from sharding import activation_wire
-from sharding.activation_wire import by_token, from_bytes, of_tokens, scale_of, to_bytes
+from sharding import compression
 from sharding.collectives import COLLECTIVE, vary, varying
+from sharding.compression import decode, decode_tokens, e4m3_scale, encode, encode_tokens
 from sharding.folding import FoldedMesh
 
 
@@ -54,7 +54,7 @@ class Way(NamedTuple):
 def way_out(counts: Int[Array, "peer peer"], num_slots: int, mesh: FoldedMesh) -> Way:
     """Slices of `peer_slices`, and those of their scale groups."""
     at_receiver = jnp.minimum(jnp.cumsum(counts, axis=0) - counts, num_slots)
-    groups = -(-jnp.minimum(counts, num_slots - at_receiver) // activation_wire.GROUP)
+    groups = -(-jnp.minimum(counts, num_slots - at_receiver) // compression.GROUP)
     room = num_groups(num_slots, mesh.size(mesh.ep))
     return Way(*peer_slices(counts, num_slots, mesh), *peer_slices(groups, room, mesh))
 
@@ -62,7 +62,7 @@ def way_out(counts: Int[Array, "peer peer"], num_slots: int, mesh: FoldedMesh) -
 def num_groups(rows: int, peers: int) -> int:
     """Largest number of scale groups in slices of `rows` rows: one group of each peer may be
     short."""
-    return rows // activation_wire.GROUP + peers
+    return rows // compression.GROUP + peers
 
 
 def peer_slices(
@@ -100,7 +100,7 @@ def send(
     Args:
       name: checkpoint name of the result, for `moe.remat`.
       wire: communication dtype. None is that of the rows; FP8 sends bytes and a scale for each row,
-        and backward a scale for each channel of a group of rows (`sharding.activation_wire`).
+        and backward a scale for each channel of a group of rows (`sharding.compression`).
     """
     rows = vary(rows, mesh.ep)
     if wire is None:
@@ -138,9 +138,9 @@ def _sent_fp8(
 
 def _forward(rows, way, num_slots, num_rows, dtype, axes, name):
     content, scales = (
-        _moved(part, way.sent, way.received, num_slots, axes, name) for part in by_token(rows)
+        _moved(part, way.sent, way.received, num_slots, axes, name) for part in encode_tokens(rows)
     )
-    return of_tokens((content, scales)).astype(dtype), way
+    return decode_tokens((content, scales)).astype(dtype), way
 
 
 def _backward(num_slots, num_rows, dtype, axes, name, way, gradient):
@@ -150,14 +150,14 @@ def _backward(num_slots, num_rows, dtype, axes, name, way, gradient):
     magnitude = jnp.abs(gradient.astype(jnp.float32))
     largest = jax.ops.segment_max(magnitude, group, room + 1, indices_are_sorted=False)
     # `segment_max` gives the lowest number for a group without rows.
-    scales = scale_of(jnp.maximum(largest, 0))
-    content = to_bytes(gradient, scales[group])
+    scales = e4m3_scale(jnp.maximum(largest, 0))
+    content = encode(gradient, scales[group])
     returned = _moved(content, home.sent, home.received, num_rows, axes)
     room = num_groups(num_rows, peers)
     scales = _moved(scales[:-1], home.groups_sent, home.groups_received, room, axes)
     group = _group_of_rows(num_rows, home.received, home.groups_received, room)
     of_rows = jnp.take(scales, group, axis=0, mode="fill", fill_value=0)
-    return from_bytes(returned, of_rows).astype(dtype), None
+    return decode(returned, of_rows).astype(dtype), None
 
 
 _sent_fp8.defvjp(_forward, _backward)
@@ -171,5 +171,5 @@ def _group_of_rows(
     # Of slices that start at the same row, all but the last are empty.
     peer = jnp.searchsorted(slices.input_offsets, row, side="right") - 1
     within = row - slices.input_offsets[peer]
-    found = groups.input_offsets[peer] + within // activation_wire.GROUP
+    found = groups.input_offsets[peer] + within // compression.GROUP
     return jnp.where(within < slices.sizes[peer], found, none)

@@ -14,7 +14,7 @@ from moe.experts.dispatch.choice import dispatch
 from moe.experts.feed_forward import dense_reference
 from moe.router.routing import Routing
 from moe.weights import Experts
-from sharding import activation_wire
+from sharding import compression
 
 TOKENS, ROUTE, CHOSEN, D_MODEL, D_EXPERT = 20, 8, 3, 6, 10
 FP8 = "float8_e4m3fn"
@@ -23,7 +23,7 @@ FP8 = "float8_e4m3fn"
 @pytest.fixture(autouse=True)
 def small_groups(monkeypatch):
     """Of the five tokens of a device two whole groups and a part."""
-    monkeypatch.setattr(activation_wire, "GROUP", 2)
+    monkeypatch.setattr(compression, "GROUP", 2)
 
 
 def drawn():
@@ -45,11 +45,11 @@ def drawn():
 @jax.custom_vjp
 def there(x):
     """What arrives of rows that one device sends another, and of their gradient on its way back."""
-    return activation_wire.of_tokens(activation_wire.by_token(x))
+    return compression.decode_tokens(compression.encode_tokens(x))
 
 
 def back(_, gradient):
-    return (activation_wire.of_channels(activation_wire.by_channel(gradient)),)
+    return (compression.decode_channels(compression.encode_channels(gradient)),)
 
 
 there.defvjp(lambda x: (there(x), None), back)
@@ -106,7 +106,7 @@ TWINS = [("all_to_all", 2), ("all_to_all", 4), ("all_gather", 2), ("ragged", 4)]
 @pytest.mark.parametrize(("name", "peers"), full_but(TWINS, TWINS[0]))
 def test_equals_the_twin(name, peers, emulated, monkeypatch):
     if peers == 2:  # each with ten tokens
-        monkeypatch.setattr(activation_wire, "GROUP", 4)
+        monkeypatch.setattr(compression, "GROUP", 4)
     weights, x, routing = drawn()
     given = weights, x, routing.probs, routing
     gradients, out = jax.device_get(jit(pulled(on(f"dp{peers} / ep{peers}", name)))(*given))

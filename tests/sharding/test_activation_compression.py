@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from programs import jit, mesh_of
 
-from sharding import activation_wire as wire
+from sharding import compression
 
 # Tokens of very different sizes, and channels too.
 DRAW = np.random.default_rng(0)
@@ -16,13 +16,13 @@ X = np.float32(DRAW.normal(size=(2, 5, 7)) * 10.0 ** DRAW.integers(-12, 12, (2, 
 
 def by_token(x):
     """Numbers, scales, and what comes back."""
-    sent = wire.by_token(x)
-    return *sent, wire.of_tokens(sent)
+    sent = compression.encode_tokens(x)
+    return *sent, compression.decode_tokens(sent)
 
 
 def by_channel(x):
-    sent = wire.by_channel(x)
-    return *sent, wire.of_channels(sent)
+    sent = compression.encode_channels(x)
+    return *sent, compression.decode_channels(sent)
 
 
 def of_both(x):
@@ -50,7 +50,7 @@ def test_a_token_is_off_by_half_a_unit():
 
 
 def test_a_channel_of_a_group_has_a_scale_of_its_own(monkeypatch):
-    monkeypatch.setattr(wire, "GROUP", 2)
+    monkeypatch.setattr(compression, "GROUP", 2)
     x = X.swapaxes(0, 1).reshape(1, 5, 14)
     # Traced by itself: the size of a group is no argument.
     _, scale, found = jax.device_get(jit(lambda x: by_channel(x))(x))
@@ -89,11 +89,11 @@ def test_sums_are_of_terms_rounded_once():
     back = jax.device_get(jit(of_both)(pull.reshape(4, 4, 3, 5)))
 
     def gathered(x, pull):
-        out, back = jax.vjp(lambda x: wire.gather_fp8(x[0], mesh.dp)[None], x)
+        out, back = jax.vjp(lambda x: compression.gather_fp8(x[0], mesh.dp)[None], x)
         return out, back(pull)[0]
 
     def scattered(x, pull):
-        out, back = jax.vjp(lambda x: wire.scatter_fp8(x[0], mesh.dp)[None], x)
+        out, back = jax.vjp(lambda x: compression.scatter_fp8(x[0], mesh.dp)[None], x)
         return out, back(pull)[0]
 
     def run(function, *given):
