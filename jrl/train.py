@@ -302,12 +302,12 @@ def _keep_with_run(setup: "Setup", folder: RunFolder) -> None:
         checkpoint = setup.run.checkpoint
         if checkpoint is not None and not folder.model_path.exists():
             if setup.run.tokenizer is None:
-                from jrl.text.published import keep  # needs an extra
+                from jrl.text.published import copy_checkpoint_files  # needs an extra
 
                 # The tokenizer is that of the weights.
                 given = setup.run.weights
                 origin = Path(checkpoint) if given is None else RunFolder(given).origin_path
-                keep(origin, folder.origin_path)
+                copy_checkpoint_files(origin, folder.origin_path)
             records.replace(folder.model_path, (Path(checkpoint) / "config.json").read_bytes())
         setup.tokenizer.save(folder.tokenizer_path)
         again = f"repeats this run: {PROGRAM} --config {shlex.quote(str(folder.settings_path))}"

@@ -26,9 +26,9 @@ import numpy as np
 from jrl.tasks import Example
 from jrl.tasks.data.chats import Chat
 from jrl.tasks.data.conversations import Conversation, said
-from jrl.text.chat import BEGIN, END, ChatTemplate, written
-from jrl.text.located.spelled import marked
-from jrl.text.located.tokens import Located
+from jrl.text.chat import SPAN_BEGIN, SPAN_END, ChatTemplate, text_or_raise
+from jrl.text.located.escape import escape_special_tokens
+from jrl.text.located.tokens import TokenSpans
 from jrl.text.prompt_format import NO_TOOLS, PromptFormat
 from jrl.text.tokenizer import Tokenizer
 
@@ -39,24 +39,24 @@ class Encoded:
 
     Attributes:
       ids: ``[time]`` its tokens.
-      learned: ``[time]`` loss mask, never true on the first.
+      loss_mask: ``[time]`` true on tokens that are trained on, never true on the first.
       context: tokens before the first one that is trained on.
     """
 
     ids: np.ndarray
-    learned: np.ndarray
+    loss_mask: np.ndarray
     context: int
 
     @property
     def turn_length(self) -> int:
-        """Tokens of the first turn that is learned, its end included."""
-        others = np.flatnonzero(~self.learned[self.context :])
+        """Tokens of the first turn that is trained on, its end included."""
+        others = np.flatnonzero(~self.loss_mask[self.context :])
         return int(others[0]) if len(others) else len(self.ids) - self.context
 
-    def cut(self, most: int) -> "Encoded | None":
+    def truncate(self, most: int) -> "Encoded | None":
         """Its first tokens; None if none of these is trained on."""
-        learned = self.learned[:most]
-        return Encoded(self.ids[:most], learned, self.context) if learned.any() else None
+        loss_mask = self.loss_mask[:most]
+        return Encoded(self.ids[:most], loss_mask, self.context) if loss_mask.any() else None
 
 
 @dataclass(frozen=True)
@@ -88,14 +88,14 @@ def encode_chat(format: PromptFormat, chat: Chat, *, last: bool = False) -> Enco
     """
     try:
         if chat.text is not None:
-            return _of_text(format.tokenizer, chat.text)
+            return _encode_text(format.tokenizer, chat.text)
         if format.template is None:
-            spoken = _plain(format, chat)
+            tokens = _encode_without_template(format, chat)
         else:
-            spoken = _written(format, format.template, chat, last)
+            tokens = _encode_with_template(format, format.template, chat, last)
     except ValueError as error:
         raise ValueError(f"{chat.place}: {error}") from error
-    encoded = _learned(spoken, format.tokenizer, last)
+    encoded = _build_loss_mask(tokens, format.tokenizer, last)
     if encoded is None:
         raise ValueError(
             f"{chat.place}: the assistant's turns have no token to learn: leave the record out"
@@ -104,7 +104,7 @@ def encode_chat(format: PromptFormat, chat: Chat, *, last: bool = False) -> Enco
 
 
 @dataclass(frozen=True)
-class Spoken:
+class ConversationTokens:
     """The tokens of a whole conversation, and who said them.
 
     Attributes:
@@ -116,167 +116,175 @@ class Spoken:
     turn: np.ndarray
 
 
-def _learned(spoken: Spoken, tokenizer: Tokenizer, last: bool) -> Encoded | None:
+def _build_loss_mask(
+    tokens: ConversationTokens, tokenizer: Tokenizer, last: bool
+) -> Encoded | None:
     """Builds the loss mask: tokens of each turn until its end, and the end of sequence after the
     last where nothing ends it; None if no token is trained on."""
-    ids, turn = list(spoken.ids), spoken.turn
-    learned = np.zeros(len(ids), bool)
-    numbers = np.unique(turn[turn >= 0])
-    for number in numbers[-1:] if last else numbers:
-        places = np.flatnonzero(turn == number)
-        ends = [place for place in places if ids[place] in tokenizer.stop_ids]
-        behind = places[-1] + 1
-        if not ends and behind < len(ids) and ids[behind] in tokenizer.stop_ids:
-            # The end of a turn may stand behind the template's mark.
-            places, ends = np.append(places, behind), [behind]
-        learned[places[places <= ends[0]] if ends else places] = True
+    ids, turn = list(tokens.ids), tokens.turn
+    loss_mask = np.zeros(len(ids), bool)
+    turn_numbers = np.unique(turn[turn >= 0])
+    for number in turn_numbers[-1:] if last else turn_numbers:
+        positions = np.flatnonzero(turn == number)
+        ends = [position for position in positions if ids[position] in tokenizer.stop_ids]
+        next_position = positions[-1] + 1
+        if not ends and next_position < len(ids) and ids[next_position] in tokenizer.stop_ids:
+            # The end of a turn may come after the template's tag.
+            positions, ends = np.append(positions, next_position), [next_position]
+        loss_mask[positions[positions <= ends[0]] if ends else positions] = True
     # Nothing predicts the first token.
-    learned[:1] = False
-    if not learned.any():
+    loss_mask[:1] = False
+    if not loss_mask.any():
         return None
-    found = np.flatnonzero(learned)
-    end, context = found[-1] + 1, int(found[0])
+    trained = np.flatnonzero(loss_mask)
+    end, context = trained[-1] + 1, int(trained[0])
     if ids[end - 1] not in tokenizer.stop_ids:
-        ids, learned = [*ids[:end], tokenizer.turn_end_id], np.append(learned[:end], True)
+        ids, loss_mask = [*ids[:end], tokenizer.turn_end_id], np.append(loss_mask[:end], True)
         end += 1
-    return Encoded(np.array(ids[:end], np.int32), learned[:end], context)
+    return Encoded(np.array(ids[:end], np.int32), loss_mask[:end], context)
 
 
-def _of_text(tokenizer: Tokenizer, text: str) -> Encoded:
+def _encode_text(tokenizer: Tokenizer, text: str) -> Encoded:
     """A text that is trained on but for its first token, which nothing predicts."""
-    ids = tokenizer.begun(tokenizer.encode_special(text))
+    ids = tokenizer.with_prefix(tokenizer.encode_special(text))
     if ids[-1] not in tokenizer.stop_ids:
         ids = [*ids, tokenizer.eos_id]
     if len(ids) < 2:
         raise ValueError("its text has one token, which nothing predicts: leave the record out")
-    learned = np.ones(len(ids), bool)
-    learned[0] = False
-    return Encoded(np.array(ids, np.int32), learned, 1)
+    loss_mask = np.ones(len(ids), bool)
+    loss_mask[0] = False
+    return Encoded(np.array(ids, np.int32), loss_mask, 1)
 
 
-def _plain(format: PromptFormat, chat: Chat) -> Spoken:
+def _encode_without_template(format: PromptFormat, chat: Chat) -> ConversationTokens:
     """Without a template."""
-    tokenizer, turns = format.tokenizer, chat.conversation.turns
-    if any(turn.get("tool_calls") for turn in turns) or chat.conversation.tools is not None:
+    tokenizer, messages = format.tokenizer, chat.conversation.turns
+    if any(turn.get("tool_calls") for turn in messages) or chat.conversation.tools is not None:
         raise ValueError(f"it {NO_TOOLS}")
     if chat.is_pair:
-        question, answer = map(said, turns)
-        before = tokenizer.begun(tokenizer.encode(question))
-        own = [*tokenizer.continued(question, answer), tokenizer.eos_id]
-        return Spoken([*before, *own], np.repeat([-1, 0], [len(before), len(own)]))
+        question, answer = map(said, messages)
+        before = tokenizer.with_prefix(tokenizer.encode(question))
+        after = [*tokenizer.encode_continuation(question, answer), tokenizer.eos_id]
+        return ConversationTokens([*before, *after], np.repeat([-1, 0], [len(before), len(after)]))
     ids, turn = list(tokenizer.prefix), [np.full(len(tokenizer.prefix), -1)]
-    waiting, number = "", 0
-    for at, each in enumerate(turns):
-        waiting += ("\n" if at else "") + each["role"] + ": "
+    unencoded, number = "", 0
+    for at, each in enumerate(messages):
+        unencoded += ("\n" if at else "") + each["role"] + ": "
         if each["role"] != "assistant":
-            waiting += said(each)
+            unencoded += said(each)
             continue
         # What stands between two ends is one text.
-        own = tokenizer.placed(waiting + said(each))
-        ids += [*own.ids, tokenizer.eos_id]
-        spoken = own.within(len(waiting), len(waiting) + len(said(each)))
-        turn += [np.where(spoken, number, -1), np.array([number])]
-        waiting, number = "", number + 1
-    return Spoken(ids, np.concatenate(turn))
+        encoding = tokenizer.encode_spans(unencoded + said(each))
+        ids += [*encoding.ids, tokenizer.eos_id]
+        in_turn = encoding.within(len(unencoded), len(unencoded) + len(said(each)))
+        turn += [np.where(in_turn, number, -1), np.array([number])]
+        unencoded, number = "", number + 1
+    return ConversationTokens(ids, np.concatenate(turn))
 
 
-def _written(format: PromptFormat, template: ChatTemplate, chat: Chat, last: bool) -> Spoken:
+def _encode_with_template(
+    format: PromptFormat, template: ChatTemplate, chat: Chat, last: bool
+) -> ConversationTokens:
     """By a template. A special token that a message spells is text, as in prompts
     (`jrl.text.chat.ChatTemplate`)."""
     tokenizer = format.tokenizer
     format.check_shown(chat)
-    own = marked(format.completed(chat.conversation), tokenizer.special_tokens)
-    if template.marks:
-        if BEGIN in own.texts or END in own.texts:
+    escaped = escape_special_tokens(
+        format.add_defaults(chat.conversation), tokenizer.special_tokens
+    )
+    if template.has_generation_tags:
+        if SPAN_BEGIN in escaped.texts or SPAN_END in escaped.texts:
             raise ValueError("it has U+FDD0 or U+FDD1, which are no characters: leave them out")
-        text, spans = _by_marks(template.write(own.conversation, marked=True))
-        opening = template.opening(_asked(own.conversation))
-        # A mark may enclose what the template itself begins the turn with.
+        text, spans = _split_tagged(template.write(escaped.conversation, tagged=True))
+        opening = template.opening(_before_last_turn(escaped.conversation))
+        # A tag may enclose what the template itself begins the turn with.
         skipped = [len(opening) if text.startswith(opening, begin) else 0 for begin, _ in spans]
         spans = [(begin + n, end) for n, (begin, end) in zip(skipped, spans, strict=True)]
     else:
-        text, spans = _by_beginnings(template, own.conversation, last)
-    begins = [own.place(text, begin) for begin, _ in spans]
-    ends = [own.place(text, end) for _, end in spans]
-    located = tokenizer.located(text, own.mark)
-    special = _are_special(tokenizer, located)
-    joined = [
+        text, spans = _locate_assistant_text(template, escaped.conversation, last)
+    begins = [escaped.unescaped_offset(text, begin) for begin, _ in spans]
+    ends = [escaped.unescaped_offset(text, end) for _, end in spans]
+    encoding = tokenizer.encode_special_spans(text, escaped.escape)
+    special = _mask_special_tokens(tokenizer, encoding)
+    straddled = [
         begin
-        for (begin, _), place in zip(spans, begins, strict=True)
-        if np.any((located.begins < place) & (place < located.ends) & ~special)
+        for (begin, _), begin_offset in zip(spans, begins, strict=True)
+        if np.any((encoding.begins < begin_offset) & (begin_offset < encoding.ends) & ~special)
     ]
-    if joined:
+    if straddled:
         # The policy is asked after the tokens of the prompt alone.
-        pieces = [text[a:b] for a, b in pairwise([0, *joined, len(text)])]
-        located = Located.one_after_another(
-            [tokenizer.located(piece, own.mark) for piece in pieces],
-            [len(piece) - piece.count(own.mark) for piece in pieces],
+        segments = [text[a:b] for a, b in pairwise([0, *straddled, len(text)])]
+        encoding = TokenSpans.concatenate(
+            [tokenizer.encode_special_spans(segment, escaped.escape) for segment in segments],
+            [len(segment) - segment.count(escaped.escape) for segment in segments],
         )
-        special = _are_special(tokenizer, located)
-    turn = np.full(len(located.ids), -1)
+        special = _mask_special_tokens(tokenizer, encoding)
+    turn = np.full(len(encoding.ids), -1)
     for number, (begin, end) in enumerate(zip(begins, ends, strict=True)):
         # Some special tokens take the blanks behind them along; nobody says those.
-        turn[located.within(begin, end) & ~(special & (located.begins < begin))] = number
-    ids = tokenizer.begun_by_template(located.ids)
-    return Spoken(ids, np.concatenate([np.full(len(ids) - len(turn), -1), turn]))
+        turn[encoding.within(begin, end) & ~(special & (encoding.begins < begin))] = number
+    ids = tokenizer.with_template_prefix(encoding.ids)
+    return ConversationTokens(ids, np.concatenate([np.full(len(ids) - len(turn), -1), turn]))
 
 
-def _are_special(tokenizer: Tokenizer, located: Located) -> np.ndarray:
+def _mask_special_tokens(tokenizer: Tokenizer, encoding: TokenSpans) -> np.ndarray:
     """``[tokens]`` bool."""
-    return np.isin(located.ids, list(tokenizer.special_ids))
+    return np.isin(encoding.ids, list(tokenizer.special_ids))
 
 
-def _asked(conversation: Conversation) -> Conversation:
+def _before_last_turn(conversation: Conversation) -> Conversation:
     """The conversation before the assistant's last turn."""
-    turns = conversation.turns
-    last = max(at for at, turn in enumerate(turns) if turn["role"] == "assistant")
-    return replace(conversation, turns=turns[:last])
+    messages = conversation.turns
+    last = max(index for index, turn in enumerate(messages) if turn["role"] == "assistant")
+    return replace(conversation, turns=messages[:last])
 
 
-def _by_marks(marked_text: str) -> tuple[str, list[tuple[int, int]]]:
-    """The text without the marks of a template, and the places between them."""
-    text, *others = marked_text.split(BEGIN)
+def _split_tagged(tagged_text: str) -> tuple[str, list[tuple[int, int]]]:
+    """The text without the tags of a template, and the spans between them."""
+    text, *others = tagged_text.split(SPAN_BEGIN)
     spans: list[tuple[int, int]] = []
     for other in others:
-        own, _, after = other.partition(END)
-        spans.append((len(text), len(text) + len(own)))
-        text += own + after
+        span_text, _, after = other.partition(SPAN_END)
+        spans.append((len(text), len(text) + len(span_text)))
+        text += span_text + after
     return text, spans
 
 
-def _by_beginnings(
+def _locate_assistant_text(
     template: ChatTemplate, conversation: Conversation, last: bool
 ) -> tuple[str, list[tuple[int, int]]]:
-    """The text that the template writes, and the places of the assistant's in it, between what is
+    """The text that the template writes, and the spans of the assistant's in it, between what is
     written before each of its turns and after it.
 
     Args:
       last: whether the last turn alone is requested.
     """
-    turns = conversation.turns
-    spoken = [at for at, turn in enumerate(turns) if turn["role"] == "assistant"]
-    chosen = spoken[-1:] if last else spoken
-    asked = [(conversation, False)]
-    for at in chosen:
-        asked.append((replace(conversation, turns=turns[:at]), True))
-        if at + 1 < len(turns):
-            asked.append((replace(conversation, turns=turns[: at + 1]), False))
-    texts = iter(template.write_all(asked))
-    whole, spans, end = written(next(texts)), list[tuple[int, int]](), 0
-    for at in chosen:
-        before = written(next(texts))
-        after = whole if at + 1 == len(turns) else written(next(texts))
+    messages = conversation.turns
+    assistant_indices = [
+        index for index, turn in enumerate(messages) if turn["role"] == "assistant"
+    ]
+    selected = assistant_indices[-1:] if last else assistant_indices
+    requests = [(conversation, False)]
+    for index in selected:
+        requests.append((replace(conversation, turns=messages[:index]), True))
+        if index + 1 < len(messages):
+            requests.append((replace(conversation, turns=messages[: index + 1]), False))
+    texts = iter(template.write_all(requests))
+    full_text, spans, end = text_or_raise(next(texts)), list[tuple[int, int]](), 0
+    for index in selected:
+        before = text_or_raise(next(texts))
+        after = full_text if index + 1 == len(messages) else text_or_raise(next(texts))
         closing = template.closing
-        if not whole.startswith(after) and closing and after.endswith(closing):
+        if not full_text.startswith(after) and closing and after.endswith(closing):
             # Some templates end the last turn of all otherwise than those before it.
             after = after.removesuffix(closing)
-        if not (whole.startswith(after) and after.startswith(before) and len(before) >= end):
+        if not (full_text.startswith(after) and after.startswith(before) and len(before) >= end):
             raise ValueError(
-                f"the chat template writes the first {at + 1} messages otherwise than at the "
+                f"the chat template writes the first {index + 1} messages otherwise than at the "
                 "beginning of the whole conversation, so that it does not say what the assistant "
                 "wrote: give --learn last, or a template with {% generation %} marks as "
                 "--chat-template"
             )
         spans.append((len(before), len(after)))
         end = len(after)
-    return whole, spans
+    return full_text, spans

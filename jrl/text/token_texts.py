@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from jrl.text.tokenizer import Tokenizer
 
 
-def pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
     """The text of each token, special tokens written out; together they are the whole text.
 
     A token that ends within a character has none: the one that completes it has the character.
     """
-    found: list[str] = []
+    texts: list[str] = []
     # A token is read with the one before it: a space that a tokenizer drops in front of a text
     # belongs to the token wherever else that stands.
     begin = shown = 0
@@ -18,8 +18,8 @@ def pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
         before = tokenizer.decode_special(ids[begin:shown])
         now = tokenizer.decode_special(ids[begin:end])
         if now.endswith("\ufffd") and end < len(ids):
-            found.append("")
+            texts.append("")
             continue
-        found.append(now[len(before) :])
+        texts.append(now[len(before) :])
         begin, shown = shown, end
-    return found
+    return texts
