@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from jrl.faults.collect.exporters import as_fleet, is_passed_over, known_as
+from jrl.faults.collect.exporters import build_fleet, find_metric, is_ignored
 from jrl.faults.collect.series import Series, machine_of
 from jrl.faults.collect.vocabulary import exported_name
 from jrl.faults.fleet import Fleet
@@ -32,7 +32,7 @@ def read_answers(
     period: float | int | None = 1.0,
     wanted: Collection[str] = (),
 ) -> Fleet:
-    """Range-query answers, one or several, as one fleet; see `as_fleet` for what is left out.
+    """Range-query answers, one or several, as one fleet; see `build_fleet` for what is left out.
 
     Args:
       answers: the JSON as the server sent it; multiple answers are combined.
@@ -51,7 +51,7 @@ def read_answers(
     if period is not None and not (math.isfinite(period) and period > 0):
         raise ValueError(f"period={period} must be a finite number of seconds above 0.")
     series = read_series(answers, machine=machine, metric=metric, wanted=wanted)
-    return as_fleet(series, label=machine, period=period, wanted=wanted)
+    return build_fleet(series, label=machine, period=period, wanted=wanted)
 
 
 def read_series(
@@ -62,9 +62,9 @@ def read_series(
     wanted: Collection[str] = (),
 ) -> list[Series]:
     """The series of range-query answers; arguments and errors are those of `read_answers`."""
-    found: dict[tuple[str, str, str], Series] = {}
+    series_by_key: dict[tuple[str, str, str], Series] = {}
     for answer in answers:
-        for labels, samples in matrix(answer):
+        for labels, samples in read_matrix(answer):
             name = labels.get(metric)
             if name is None:
                 raise ValueError(
@@ -73,18 +73,20 @@ def read_series(
                 )
             # Multiple series of a known exporter's metric are aggregated or ignored; those of a
             # requested name are averaged.
-            several = known_as(name) or is_passed_over(name) or name in wanted
-            apart = str(sorted(labels.items())) if several else ""
-            who = "" if is_passed_over(name, wanted) else machine_of(labels, machine)
-            if (who, name, apart) in found:
+            may_repeat = find_metric(name) or is_ignored(name) or name in wanted
+            distinct = str(sorted(labels.items())) if may_repeat else ""
+            owner = "" if is_ignored(name, wanted) else machine_of(labels, machine)
+            if (owner, name, distinct) in series_by_key:
                 raise ValueError(
-                    f"two series are {name} of {who}: aggregate them in the query, for "
+                    f"two series are {name} of {owner}: aggregate them in the query, for "
                     f"example sum by ({machine or 'instance'}) (...)."
                 )
             ordered = sorted(samples)
-            times, values = (np.array([each[part] for each in ordered]) for part in (0, 1))
-            found[who, name, apart] = Series({**labels, "__name__": name}, times, values)
-    return list(found.values())
+            times, values = (np.array([each[field] for each in ordered]) for field in (0, 1))
+            series_by_key[owner, name, distinct] = Series(
+                {**labels, "__name__": name}, times, values
+            )
+    return list(series_by_key.values())
 
 
 def query_range(
@@ -191,7 +193,7 @@ def import_client() -> ModuleType:
     return prometheus_client
 
 
-def matrix(answer: str | bytes) -> Iterator[tuple[dict[str, str], list[tuple[float, float]]]]:
+def read_matrix(answer: str | bytes) -> Iterator[tuple[dict[str, str], list[tuple[float, float]]]]:
     """Labels and samples of each series."""
     try:
         content = json.loads(answer)

@@ -174,15 +174,15 @@ def read_header(path: Path, file: BinaryIO) -> Header:
 def decode(header: Header, content: bytes, torn: int) -> Record:
     """Decodes full rows into a record; `torn` bytes after them are no row."""
     rows = np.frombuffer(content, header.row)
-    good = _checked(content, rows, header.seed)
+    good = _checksums_match(content, rows, header.seed)
     ended = bool(len(rows) and good[-1] and np.isnan(rows["values"][-1]).all())
-    kept = rows[good][:-1] if ended else rows[good]
-    kept = kept[np.isfinite(kept["time"])]
+    samples = rows[good][:-1] if ended else rows[good]
+    samples = samples[np.isfinite(samples["time"])]
     return Record(
         **{name: header.content[name] for name in ("machine", "host", "pid", "begun")},
         columns=tuple(header.content["columns"]),
-        times=kept["time"].astype(np.float64),
-        values=kept["values"].astype(np.float32),
+        times=samples["time"].astype(np.float64),
+        values=samples["values"].astype(np.float32),
         damaged=len(rows) - int(good.sum()),
         torn=torn,
         ended=ended,
@@ -231,8 +231,8 @@ def _is_header(header: Any) -> TypeGuard[dict[str, Any]]:
     )
 
 
-def _checked(content: bytes, rows: np.ndarray, seed: int) -> np.ndarray:
+def _checksums_match(content: bytes, rows: np.ndarray, seed: int) -> np.ndarray:
     size = rows.dtype.itemsize
     view = memoryview(content)
-    found = [zlib.crc32(view[i * size : (i + 1) * size - 4], seed) for i in range(len(rows))]
-    return np.array(found, np.uint32) == rows["crc"]
+    checksums = [zlib.crc32(view[i * size : (i + 1) * size - 4], seed) for i in range(len(rows))]
+    return np.array(checksums, np.uint32) == rows["crc"]

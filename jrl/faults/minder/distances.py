@@ -62,7 +62,7 @@ def sums_by_products(
     weight = counted.astype(points.dtype)
     itself = jnp.eye(points.shape[2], dtype=bool)
 
-    def one(window: Float[Array, "dim machine"]) -> Float[Array, " machine"]:
+    def sum_window(window: Float[Array, "dim machine"]) -> Float[Array, " machine"]:
         centred = window - (window * weight[None]).sum(1, keepdims=True) / weight.sum()
         square = jnp.square(centred).sum(0, keepdims=True)
         ones = jnp.ones_like(square)
@@ -71,7 +71,7 @@ def sums_by_products(
         squared = left @ jnp.concatenate([centred, ones, square])
         return jnp.sqrt(jnp.where(itself, 0, jnp.maximum(squared, 0))) @ weight
 
-    return jax.lax.map(one, points)
+    return jax.lax.map(sum_window, points)
 
 
 def _length(differences: list[Array], norm: str) -> Array:

@@ -152,6 +152,6 @@ def whitening(
     usual, size = usual / spread, size * spread
     power, axes = np.linalg.eigh(usual.T @ usual / len(usual))
     larger = np.cumsum(power[::-1])[::-1] - power
-    kept = (larger < share * power.sum()) & (power > 1e-6 * power.sum())
-    inverse = np.where(kept, 1 / np.sqrt(np.where(kept, power, 1)), 0)
+    retained = (larger < share * power.sum()) & (power > 1e-6 * power.sum())
+    inverse = np.where(retained, 1 / np.sqrt(np.where(retained, power, 1)), 0)
     return ((axes * inverse).T / size).astype(np.float32)

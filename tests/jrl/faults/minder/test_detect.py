@@ -14,7 +14,7 @@ from jrl.faults.fleet import Fleet
 from jrl.faults.minder import detect, vae
 from jrl.faults.minder.detect import Minder, WindowScorer, divide_by_tokens
 from jrl.faults.minder.embedding import View, four_moments, gather, raw, whitening
-from jrl.faults.minder.models import ANY, TOGETHER, shipped_models
+from jrl.faults.minder.models import ANY, JOINT, shipped_models
 from jrl.faults.minder.prepare import prepare
 from jrl.faults.simulate import METRICS, PRODUCTION, Settings, simulate
 
@@ -113,7 +113,7 @@ def test_detectors_share_what_was_seen_of_a_record(monkeypatch):
     fleet = noisy(shifted=4, by=20)
     strict, lax = replace(QUICK, threshold=1000.0), QUICK
     alone = strict.examine(fleet), lax.examine(fleet)
-    record = QUICK.ready(fleet)
+    record = QUICK.prepare_fleet(fleet)
     seen = []
     count = detect.farthest
     monkeypatch.setattr(detect, "farthest", lambda *a: seen.extend(a[1]) or count(*a))
@@ -271,7 +271,7 @@ def test_the_order_of_machines_changes_nothing(order):
 
 def test_every_metric_has_a_model_and_strangers_share_one():
     models = shipped_models()
-    assert set(models) == {*METRICS, ANY, TOGETHER}
+    assert set(models) == {*METRICS, ANY, JOINT}
     fleet = noisy(shifted=4, by=20)
     strange = Fleet(fleet.machines, ("queue/length",), fleet.start, 1.0, fleet.values)
     assert [alarm.machine for alarm in Minder(continuity=60)(strange)] == ["host-4"]
