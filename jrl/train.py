@@ -32,7 +32,7 @@ from jrl.processes.agreement import (
     is_multiprocess,
 )
 from jrl.recipes.base.load import source_of
-from jrl.report.conclusion import conclusion
+from jrl.report.conclusion import summarize_run
 from jrl.runs import records
 from jrl.runs.folder import RunFolder
 from jrl.tasks.load import own_files
@@ -383,7 +383,7 @@ def _train(
     elif outcome.stopped:
         print(f"stopped after step {outcome.step} of {setup.run.steps}; go on with: {resume}")
     elif is_main_process():
-        print(conclusion(folder))
+        print(summarize_run(folder))
     return 0
 
 

@@ -18,7 +18,7 @@ from jrl.faults.standard import StandardDetector
 from jrl.processes.agreement import FailTogether, any_of, is_main_process
 from jrl.processes.stopping import Stop
 from jrl.report.display import WarmStartDisplay
-from jrl.report.metrics import check_known
+from jrl.report.metrics import check_defined
 from jrl.report.page.write import write_page
 from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.sampler import Sampler
@@ -243,7 +243,7 @@ def _first_state(
     state = init_state(setup.networks, weights, critic_key, prompts_seen, adapters)
     metrics |= stage.evaluated(state) | stage.left_out()
     with appender(folder.metrics_path) as lines:
-        check_known(metrics)
+        check_defined(metrics)
         lines.append(0, metrics)
     if is_main_process():
         on_step(0, metrics)
