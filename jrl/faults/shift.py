@@ -83,7 +83,7 @@ class ShiftDetector:
 
     def examine(self, fleet: Fleet) -> Report:
         """The same with what could not be compared, and the greatest score of each moment."""
-        grid = Grid.of(self, fleet.period)
+        grid = Grid.from_detector(self, fleet.period)
         names = find_recorded(self.metrics, fleet.metrics)
         if not self.metrics:
             names = search_order(PRIORITY, fleet.metrics)
@@ -232,7 +232,7 @@ class Grid:
     minute: int
 
     @classmethod
-    def of(cls, detector: ShiftDetector, period: float | int) -> "Grid":
+    def from_detector(cls, detector: ShiftDetector, period: float | int) -> "Grid":
         hop = max(1, round(detector.hop / period))
         width = max(1, round(detector.window / period))
         step = hop * period

@@ -120,7 +120,7 @@ class MinderOnset(Minder):
         length = self._continuity_windows(prepared.period)
         for view in self.method(prepared.metrics):
             scorer = record.scorer(view, self)
-            score_windows = partial(scorer.named, threshold=self.threshold)
+            score_windows = partial(scorer.name_machines, threshold=self.threshold)
             named = score_where_needed(score_windows, num_windows, length=length, share=self.share)
             values = prepared.values[view.channels[0]]
             away = values - np.median(values, axis=0)
@@ -199,7 +199,7 @@ class RobustZ:
 def moving_median(metrics: tuple[str, ...]) -> list[View]:
     """A median of eight samples in place of the LSTM-VAE."""
     return [
-        View(name, (channel,), as_points, summary=partial(_smoothed, np.median))
+        View(name, (channel,), as_points, summary=partial(_smooth, np.median))
         for channel, name in enumerate(metrics)
     ]
 
@@ -207,12 +207,12 @@ def moving_median(metrics: tuple[str, ...]) -> list[View]:
 def moving_mean(metrics: tuple[str, ...]) -> list[View]:
     """RAW, as smooth as the reconstruction of the LSTM-VAE: the mean of eight samples."""
     return [
-        View(name, (channel,), as_points, summary=partial(_smoothed, np.mean))
+        View(name, (channel,), as_points, summary=partial(_smooth, np.mean))
         for channel, name in enumerate(metrics)
     ]
 
 
-def _smoothed(middle: Callable[..., np.ndarray], values: np.ndarray, width: int) -> np.ndarray:
+def _smooth(middle: Callable[..., np.ndarray], values: np.ndarray, width: int) -> np.ndarray:
     windows = np.lib.stride_tricks.sliding_window_view(values, width, axis=2)
     # The size of eight equal samples, in which `Minder.floor` is measured.
     return (middle(windows, axis=3) * vae.WINDOW**0.5).astype(np.float32)

@@ -16,7 +16,7 @@ from dataclasses import replace
 import numpy as np
 from jaxtyping import Float64
 
-from jrl.faults.collect.error_codes import weightiest
+from jrl.faults.collect.error_codes import most_severe
 from jrl.faults.collect.readings import mask_blanks, mask_valid
 from jrl.faults.collect.series import Series, check_times, gpus_of, machines_of
 from jrl.faults.fleet import Fleet
@@ -226,7 +226,7 @@ def _aggregate(kind: str, rows: Float64[np.ndarray, "series tick"]) -> Float64[n
         highest = np.fmax.reduce(rows)
         for tick in np.flatnonzero(np.fmin.reduce(rows) != highest):
             codes = rows[np.isfinite(rows[:, tick]), tick]
-            highest[tick] = weightiest(codes.tolist()) if codes.size else np.nan
+            highest[tick] = most_severe(codes.tolist()) if codes.size else np.nan
         return highest
     finite = np.isfinite(rows)
     count = finite.sum(axis=0)

@@ -168,7 +168,7 @@ def read_header(path: Path, file: BinaryIO) -> Header:
     Raises:
       ValueError: where the file is no record or its header is damaged or truncated.
     """
-    return Header(*_header(path, file.read(_PREFIX.size), file.read))
+    return _parse_header(path, file.read(_PREFIX.size), file.read)
 
 
 def decode(header: Header, content: bytes, torn: int) -> Record:
@@ -202,8 +202,8 @@ def _create(folder: Path, machine: str) -> tuple[Path, int]:
             number += 1
 
 
-def _header(path: Path, prefix: bytes, read_more: Callable[[int], bytes]) -> tuple[dict, int, int]:
-    """The header's content, its checksum and the bytes it takes."""
+def _parse_header(path: Path, prefix: bytes, read_more: Callable[[int], bytes]) -> Header:
+    """The header that begins with `prefix`, whose text `read_more` returns."""
     if len(prefix) < _PREFIX.size:
         raise ValueError(f"{path} is cut short in its header: delete it, it holds no sample.")
     magic, length, seed = _PREFIX.unpack(prefix)
@@ -213,12 +213,12 @@ def _header(path: Path, prefix: bytes, read_more: Callable[[int], bytes]) -> tup
     if len(text) < length or zlib.crc32(text) != seed:
         raise ValueError(f"{path} has a damaged header: its columns are lost; delete it.")
     try:
-        header = json.loads(text)
+        content = json.loads(text)
     except (ValueError, RecursionError):
-        header = None
-    if not _is_header(header):
+        content = None
+    if not _is_header(content):
         raise ValueError(f"{path} has a header that no sampler wrote: delete it.")
-    return header, seed, _PREFIX.size + length
+    return Header(content=content, seed=seed, size=_PREFIX.size + length)
 
 
 def _is_header(header: Any) -> TypeGuard[dict[str, Any]]:

@@ -31,7 +31,7 @@ MAX_CONCURRENT = 16
 
 
 @runtime_checkable
-class Source(Protocol):
+class SampleSource(Protocol):
     """Source of samples that can be polled."""
 
     def poll(self, since: float, now: float) -> tuple[list[Sample], list[str]]:
@@ -47,7 +47,7 @@ class Store:
       seconds: retention time of samples.
     """
 
-    def __init__(self, source: Source, seconds: float | int):
+    def __init__(self, source: SampleSource, seconds: float | int):
         self._source, self._seconds = source, float(seconds)
         self._series: dict[tuple[tuple[str, str], ...], tuple[list[float], list[float]]] = {}
         self._newest = -math.inf

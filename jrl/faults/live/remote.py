@@ -7,7 +7,7 @@ import numpy as np
 
 from jrl.faults.collect.align import Process
 from jrl.faults.collect.exporters import build_fleet, describe_ignored
-from jrl.faults.collect.remote import Source, Store
+from jrl.faults.collect.remote import SampleSource, Store
 from jrl.faults.fleet import Detector, Fleet
 from jrl.faults.live.watcher import DetectionPass, Verdicts
 
@@ -27,7 +27,7 @@ class RemoteWatcher:
 
     def __init__(
         self,
-        source: Source,
+        source: SampleSource,
         detector: Detector,
         *,
         seconds: float | int = 900.0,

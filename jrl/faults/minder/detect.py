@@ -117,7 +117,7 @@ class Minder:
         views, named_by, scores_by, alarms = [], [], [], []
         for view in self.method(prepared.metrics):
             scorer = record.scorer(view, self)
-            score_windows = partial(scorer.named, threshold=self.threshold)
+            score_windows = partial(scorer.name_machines, threshold=self.threshold)
             named = score_where_needed(score_windows, num_windows, length=length, share=self.share)
             views.append(view.name)
             named_by.append(named)
@@ -294,7 +294,7 @@ class WindowScorer:
                 self.machine[chunk] = np.where(better, rows[machine], self.machine[chunk])
                 self.scores[chunk] = np.where(better, score, self.scores[chunk])
 
-    def named(
+    def name_machines(
         self, starts: Int[np.ndarray, " subset"], threshold: float | int
     ) -> Int[np.ndarray, " subset"]:
         """The machines that the windows at `starts` name."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jrl.faults.fleet import Fleet
-from jrl.faults.simulate.healthy import healthy
+from jrl.faults.simulate.healthy import simulate_healthy
 from jrl.faults.simulate.job import Job, make_job
 from jrl.faults.simulate.metrics import METRICS
 from jrl.faults.simulate.mix import FAULTS, Fault
@@ -51,7 +51,7 @@ def simulate(settings: Settings, seed: int) -> Incident:
     sampled = np.exp(random.uniform(np.log(MIN_MACHINES), np.log(MAX_MACHINES + 1)))
     num_machines = int(sampled) if settings.machines is None else settings.machines
     job = make_job(num_machines, settings.seconds, settings.clock_skew, random)
-    values = healthy(job, settings, random)
+    values = simulate_healthy(job, settings, random)
     names = tuple(f"machine-{i:04d}" for i in range(num_machines))
     truth = _fail(values, job, names, settings, random) if settings.faulty else {}
     capacity = np.array([METRICS[name].capacity for name in settings.metrics], np.float32)

@@ -53,7 +53,7 @@ def test_a_window_against_a_loop():
     prepared = prepare(noisy(seed=3), max_lag=0)
     scorer = WindowScorer(prepared, np.zeros(6, int), View("cpu_usage", (0,), raw))
     starts = np.array([0, 5, 141, 142])
-    named = scorer.named(starts, threshold=1.0)
+    named = scorer.name_machines(starts, threshold=1.0)
     for start, machine in zip(starts, named, strict=True):
         window = prepared.values[0, :, start : start + 8]
         distance = np.linalg.norm(window[:, None] - window[None], axis=-1)
