@@ -68,7 +68,7 @@ class ChatTemplate:
                 _start_renderer(source, template_day, (SPAN_BEGIN, SPAN_END)) if has_tags else None
             )
         except TemplateLimit as error:
-            raise self._limit(error, "to be compiled") from error
+            raise self._limit_error(error, "to be compiled") from error
         self._checks_null = NULL_CONTENT_CHECK.search(source) is not None
         # What a template cannot do without; the rest of its names are those of the special tokens.
         self._names = {"tools": None, "documents": None, **tokenizer.named_tokens}
@@ -79,20 +79,20 @@ class ChatTemplate:
         return self._tagging_template is not None
 
     @cached_property
-    def closing(self) -> str | None:
+    def turn_suffix(self) -> str | None:
         """Text after the assistant's last message; None if it cannot be found."""
         for first in ((), (("system", "?"),)):
             conversation = Conversation.of([*first, ("user", "?"), ("assistant", PROBE)])
             try:
-                _, separator, closing = self.write(conversation).partition(PROBE)
+                _, separator, suffix = self.write(conversation).partition(PROBE)
             except TemplateLimit:
                 raise
             except ValueError:
                 continue
-            return closing if separator else None
+            return suffix if separator else None
         return None
 
-    def opening(self, conversation: Conversation) -> str:
+    def generation_prompt(self, conversation: Conversation) -> str:
         """Text that opens the assistant's next turn; empty if it cannot be found."""
         try:
             texts = self.write_all([(conversation, False), (conversation, True)])
@@ -142,11 +142,13 @@ class ChatTemplate:
         try:
             texts = template.render(variables)
         except TemplateLimit as error:
-            raise self._limit(error, f"for the messages {_shown(variables[0])}") from error
+            raise self._limit_error(
+                error, f"for the messages {_format_messages(variables[0])}"
+            ) from error
         except ValueError as error:
             texts = [error] * len(variables)
         return [
-            text if isinstance(text, str) else _refusal(text, names)
+            text if isinstance(text, str) else _rejection_error(text, names)
             for text, names in zip(texts, variables, strict=True)
         ]
 
@@ -160,7 +162,7 @@ class ChatTemplate:
             variables["tools"] = conversation.tools
         return {"messages": messages, "add_generation_prompt": opened, **variables}
 
-    def _limit(self, error: TemplateLimit, what: str) -> TemplateLimit:
+    def _limit_error(self, error: TemplateLimit, what: str) -> TemplateLimit:
         """The error with the template that it is about."""
         which = "" if self._path is None else f" {self._path}"
         return TemplateLimit(
@@ -284,7 +286,7 @@ class ChatTemplate:
                 return text_after, end_match
         if rejection is not None:
             raise rejection
-        after = _short(plainly(escaped.conversation.turns[index + 1 :]))
+        after = _shorten(plainly(escaped.conversation.turns[index + 1 :]))
         if count == 1:
             raise ValueError(
                 "the chat template ends a call of a tool with no token that ends turns, so that "
@@ -304,17 +306,17 @@ def _with_probes(
         last = calls[-1]
         arguments = {name: probe for name in list(last["function"]["arguments"])[-1:] or ["probe"]}
         call = {**last, "function": {**last["function"], "arguments": Arguments(arguments)}}
-        yield _with(messages, index, {"tool_calls": [*calls[:-1], call]}), False
+        yield _replace_turn(messages, index, {"tool_calls": [*calls[:-1], call]}), False
         if any(len(turn.get("tool_calls", ())) > 1 for turn in messages):
             single = [
                 {**turn, "tool_calls": turn["tool_calls"][-1:]} if "tool_calls" in turn else turn
                 for turn in messages
             ]
-            yield _with(single, index, {"tool_calls": [call]}), False
-    yield _with(messages, index, {"content": probe}), True
+            yield _replace_turn(single, index, {"tool_calls": [call]}), False
+    yield _replace_turn(messages, index, {"content": probe}), True
 
 
-def _with(messages: Sequence[Turn], index: int, changes: Turn) -> tuple[Turn, ...]:
+def _replace_turn(messages: Sequence[Turn], index: int, changes: Turn) -> tuple[Turn, ...]:
     return (*messages[:index], {**messages[index], **changes}, *messages[index + 1 :])
 
 
@@ -358,20 +360,20 @@ def text_or_raise(text: str | ValueError) -> str:
     return text
 
 
-def _refusal(error: ValueError, variables: Mapping[str, Any]) -> ValueError:
+def _rejection_error(error: ValueError, variables: Mapping[str, Any]) -> ValueError:
     """An error of a template with the messages that it is about."""
     rejection = ValueError(
-        f"the chat template refuses the messages {_shown(variables)}: {error}. Change them, "
-        "or give --chat-template a file of your own."
+        f"the chat template refuses the messages {_format_messages(variables)}: {error}. Change "
+        "them, or give --chat-template a file of your own."
     )
     rejection.__cause__ = error
     return rejection
 
 
-def _shown(variables: Mapping[str, Any]) -> str:
-    return _short([(turn.get("role"), turn.get("content")) for turn in variables["messages"]])
+def _format_messages(variables: Mapping[str, Any]) -> str:
+    return _shorten([(turn.get("role"), turn.get("content")) for turn in variables["messages"]])
 
 
-def _short(messages: Sequence[tuple[Any, Any]]) -> str:
+def _shorten(messages: Sequence[tuple[Any, Any]]) -> str:
     text = json.dumps(messages, ensure_ascii=False)
     return text if len(text) <= 90 else text[:87] + "..."

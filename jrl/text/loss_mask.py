@@ -196,9 +196,12 @@ def _encode_with_template(
         if SPAN_BEGIN in escaped.texts or SPAN_END in escaped.texts:
             raise ValueError("it has U+FDD0 or U+FDD1, which are no characters: leave them out")
         text, spans = _split_tagged(template.write(escaped.conversation, tagged=True))
-        opening = template.opening(_before_last_turn(escaped.conversation))
+        generation_prompt = template.generation_prompt(_before_last_turn(escaped.conversation))
         # A tag may enclose what the template itself begins the turn with.
-        skipped = [len(opening) if text.startswith(opening, begin) else 0 for begin, _ in spans]
+        skipped = [
+            len(generation_prompt) if text.startswith(generation_prompt, begin) else 0
+            for begin, _ in spans
+        ]
         spans = [(begin + n, end) for n, (begin, end) in zip(skipped, spans, strict=True)]
     else:
         text, spans = _locate_assistant_text(template, escaped.conversation, last)
@@ -274,10 +277,10 @@ def _locate_assistant_text(
     for index in selected:
         before = text_or_raise(next(texts))
         after = full_text if index + 1 == len(messages) else text_or_raise(next(texts))
-        closing = template.closing
-        if not full_text.startswith(after) and closing and after.endswith(closing):
+        turn_suffix = template.turn_suffix
+        if not full_text.startswith(after) and turn_suffix and after.endswith(turn_suffix):
             # Some templates end the last turn of all otherwise than those before it.
-            after = after.removesuffix(closing)
+            after = after.removesuffix(turn_suffix)
         if not (full_text.startswith(after) and after.startswith(before) and len(before) >= end):
             raise ValueError(
                 f"the chat template writes the first {index + 1} messages otherwise than at the "

@@ -92,8 +92,9 @@ class PromptFormat:
         format, tools = self.tool_format, example_tools(example)
         if format is None:
             raise ValueError(
-                f"the chat template calls tools ({_names(example)}) in a format that is not known, "
-                f"so that no call could be read; known are {', '.join(x.name for x in FORMATS)}: "
+                f"the chat template calls tools ({_tool_names(example)}) in a format that is not "
+                "known, so that no call could be read; known are "
+                f"{', '.join(x.name for x in FORMATS)}: "
                 "give --chat-template a file that calls them in one of these."
             )
         # Some templates take no answers of tools, which nobody would notice before a call.
@@ -128,9 +129,9 @@ class PromptFormat:
                 self._shows_tools_cache[tools] = True
         if not self._shows_tools_cache[tools]:
             raise ValueError(
-                f"the chat template does not write tools ({_names(example)}), so that the policy "
-                "would never know of them: give --chat-template a file that does, or leave the "
-                "tools out."
+                f"the chat template does not write tools ({_tool_names(example)}), so that the "
+                "policy would never know of them: give --chat-template a file that does, or leave "
+                "the tools out."
             )
 
     @cached_property
@@ -183,7 +184,7 @@ def example_tools(example: Example) -> Known:
     return known_tools([json.loads(tool) for tool in example.tools])
 
 
-def _names(example: Example) -> str:
+def _tool_names(example: Example) -> str:
     return ", ".join(example_tools(example))
 
 

@@ -42,12 +42,12 @@ def with_turn_end(tokenizer: Tokenizer, path: str | None = None) -> Tokenizer:
 
 
 def _find_turn_end(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
-    closing = template.closing
-    if closing is None:
+    turn_suffix = template.turn_suffix
+    if turn_suffix is None:
         return None
     tokens = tokenizer.spelled_tokens
-    match = re.search(special_pattern(tokens), closing)
+    match = re.search(special_pattern(tokens), turn_suffix)
     # Some templates go on to the next turn whether they are asked to or not.
-    if match is None or match[0] in template.opening(Conversation.of([("user", "?")])):
+    if match is None or match[0] in template.generation_prompt(Conversation.of([("user", "?")])):
         return None
     return tokens[match[0]]

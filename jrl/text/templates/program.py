@@ -169,12 +169,12 @@ def compile_template(source: str, day: datetime, markers: list[str] | None) -> T
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
     environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = refuse
+    environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = day.strftime
     return environment.from_string(source)
 
 
-def refuse(message: str) -> NoReturn:
+def raise_exception(message: str) -> NoReturn:
     """Raises an error; templates call it as ``raise_exception``."""
     raise TemplateError(message)
 

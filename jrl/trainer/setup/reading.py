@@ -45,7 +45,7 @@ def turn_ends(setup: Setup) -> str | None:
         others = [name for name in names if name != own]
         also = f"; {' and '.join(others)} end them too" if others else ""
         return f"turns end with {own}, as the chat template writes them{also}"
-    closing = template.closing
+    closing = template.turn_suffix
     written = f"{closing!r}, which is no token," if closing else "nothing that ends a turn"
     return f"the chat template writes {written} behind a turn: turns end with {' or '.join(names)}"
 

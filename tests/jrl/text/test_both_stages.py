@@ -12,7 +12,7 @@ from jrl.tasks.data.fields import Fields
 from jrl.tasks.data.records import example_of
 from jrl.text.chat import ChatTemplate
 from jrl.text.json_tokenizer import checkpoint_tokenizer
-from jrl.text.learned import ChatFormat, encode_chat
+from jrl.text.loss_mask import ChatFormat, encode_chat
 from jrl.text.prompt_format import PromptFormat
 
 THINKS = {"enable_thinking": True}

@@ -12,8 +12,8 @@ from jrl.tasks.data.chats import chat_of
 from jrl.tasks.data.conversations import Conversation
 from jrl.text.chat import ChatTemplate
 from jrl.text.json_tokenizer import checkpoint_tokenizer
-from jrl.text.learned import ChatFormat, encode_chat
 from jrl.text.located.escape import escape_text
+from jrl.text.loss_mask import ChatFormat, encode_chat
 from jrl.text.prompt_format import PromptFormat
 
 RECORDED = json.loads(Path(__file__).with_name("chats.json").read_text(encoding="utf-8"))

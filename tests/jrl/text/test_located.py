@@ -11,9 +11,9 @@ from jrl.tasks.data.chats import chat_of
 from jrl.tasks.data.conversations import Conversation
 from jrl.text.chat import ChatTemplate
 from jrl.text.json_tokenizer import checkpoint_tokenizer
-from jrl.text.learned import ChatFormat, encode_chat
 from jrl.text.located.escape import escape_text
 from jrl.text.located.tokens import special_pattern
+from jrl.text.loss_mask import ChatFormat, encode_chat
 from jrl.text.tokenizer import Tokenizer, Usage
 
 TEXT = "How many pens has she? The answer is 7. How many are there? She has 18 pens."

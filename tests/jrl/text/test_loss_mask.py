@@ -11,8 +11,8 @@ from jrl.tasks.data.chats import chat_of
 from jrl.tasks.data.conversations import Conversation
 from jrl.text.chat import ChatTemplate
 from jrl.text.json_tokenizer import checkpoint_tokenizer
-from jrl.text.learned import ChatFormat, encode_chat
 from jrl.text.load import load_tokenizer
+from jrl.text.loss_mask import ChatFormat, encode_chat
 from jrl.text.prompt_format import PromptFormat, with_template
 from jrl.text.prompts import text_of
 from jrl.text.published import checkpoint_files

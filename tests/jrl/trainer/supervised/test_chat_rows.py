@@ -15,7 +15,7 @@ from jrl.tasks.data.fields import Fields
 from jrl.tasks.data.split import HeldOut
 from jrl.tasks.rewards.completion import CompletionText
 from jrl.text.chat import ChatTemplate
-from jrl.text.learned import ChatFormat
+from jrl.text.loss_mask import ChatFormat
 from jrl.text.prompts import special_text_of, text_of
 from jrl.text.tokenizer import Tokenizer
 from jrl.trainer.supervised.rows import EXTRA_TOKENS, chat_rows, sampled_lengths
