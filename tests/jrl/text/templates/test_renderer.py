@@ -168,8 +168,8 @@ def test_a_limit_is_no_answer_to_what_is_asked_of_a_template(process, tokenizer)
     took too long this time."""
     slow = of(tokenizer, LOOPS)
     for ask in (
-        lambda: slow.closing,
-        lambda: slow.opening(ASKED),
+        lambda: slow.turn_suffix,
+        lambda: slow.generation_prompt(ASKED),
         lambda: PromptFormat(tokenizer, slow)._takes_system,
     ):
         with pytest.raises(TemplateLimit):
