@@ -176,7 +176,7 @@ class Alarm:
     def describe(self) -> str:
         """One line: machine, metric, start and duration."""
         since = datetime.fromtimestamp(self.start, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-        numbers = ", ".join(
+        figures = ", ".join(
             f"{name} {value:.3g}"
             for name, value in self.evidence.items()
             if isinstance(value, float | int)
@@ -184,7 +184,7 @@ class Alarm:
         cause = f" with {self.cause}" if self.cause else ""
         line = f"{self.machine} stands out in {self.metric}{cause} since {since}"
         line += f", for {self.end - self.start:.0f} s"
-        return f"{line} ({numbers})" if numbers else line
+        return f"{line} ({figures})" if figures else line
 
 
 Detector = Callable[[Fleet], list[Alarm]]

@@ -103,7 +103,7 @@ class CriticReport:
 
     def summary(self) -> dict[str, float]:
         """One number or two per diagnostic, by name; what is infinite is left out."""
-        numbers = {
+        statistics = {
             "explained_variance": self.explained_variance,
             "explained_variance/first_decile": self.position.explained_variance[0],
             "explained_variance/last_decile": self.position.explained_variance[-1],
@@ -136,8 +136,8 @@ class CriticReport:
             "groups/pass_at_k_gap": self.groups.gap,
         }
         if self.guard_rate is not None:
-            numbers["lambda/guard_rate"] = self.guard_rate
-        return {name: float(x) for name, x in numbers.items() if np.isfinite(x)}
+            statistics["lambda/guard_rate"] = self.guard_rate
+        return {name: float(x) for name, x in statistics.items() if np.isfinite(x)}
 
 
 def critic_diagnostics(rollout: CriticRollout) -> CriticReport:

@@ -123,9 +123,9 @@ def _build_loss_mask(
     last where nothing ends it; None if no token is trained on."""
     ids, turn = list(tokens.ids), tokens.turn
     loss_mask = np.zeros(len(ids), bool)
-    turn_numbers = np.unique(turn[turn >= 0])
-    for number in turn_numbers[-1:] if last else turn_numbers:
-        positions = np.flatnonzero(turn == number)
+    turn_indices = np.unique(turn[turn >= 0])
+    for turn_index in turn_indices[-1:] if last else turn_indices:
+        positions = np.flatnonzero(turn == turn_index)
         ends = [position for position in positions if ids[position] in tokenizer.stop_ids]
         next_position = positions[-1] + 1
         if not ends and next_position < len(ids) and ids[next_position] in tokenizer.stop_ids:
@@ -167,9 +167,9 @@ def _encode_without_template(format: PromptFormat, chat: Chat) -> ConversationTo
         after = [*tokenizer.encode_continuation(question, answer), tokenizer.eos_id]
         return ConversationTokens([*before, *after], np.repeat([-1, 0], [len(before), len(after)]))
     ids, turn = list(tokenizer.prefix), [np.full(len(tokenizer.prefix), -1)]
-    unencoded, number = "", 0
-    for at, each in enumerate(messages):
-        unencoded += ("\n" if at else "") + each["role"] + ": "
+    unencoded, turn_index = "", 0
+    for index, each in enumerate(messages):
+        unencoded += ("\n" if index else "") + each["role"] + ": "
         if each["role"] != "assistant":
             unencoded += said(each)
             continue
@@ -177,8 +177,8 @@ def _encode_without_template(format: PromptFormat, chat: Chat) -> ConversationTo
         encoding = tokenizer.encode_spans(unencoded + said(each))
         ids += [*encoding.ids, tokenizer.eos_id]
         in_turn = encoding.within(len(unencoded), len(unencoded) + len(said(each)))
-        turn += [np.where(in_turn, number, -1), np.array([number])]
-        unencoded, number = "", number + 1
+        turn += [np.where(in_turn, turn_index, -1), np.array([turn_index])]
+        unencoded, turn_index = "", turn_index + 1
     return ConversationTokens(ids, np.concatenate(turn))
 
 
@@ -205,13 +205,13 @@ def _encode_with_template(
         spans = [(begin + n, end) for n, (begin, end) in zip(skipped, spans, strict=True)]
     else:
         text, spans = _locate_assistant_text(template, escaped.conversation, last)
-    begins = [escaped.unescaped_offset(text, begin) for begin, _ in spans]
-    ends = [escaped.unescaped_offset(text, end) for _, end in spans]
+    begin_offsets = [escaped.unescaped_offset(text, begin) for begin, _ in spans]
+    end_offsets = [escaped.unescaped_offset(text, end) for _, end in spans]
     encoding = tokenizer.encode_special_spans(text, escaped.escape)
     special = _mask_special_tokens(tokenizer, encoding)
     straddled = [
         begin
-        for (begin, _), begin_offset in zip(spans, begins, strict=True)
+        for (begin, _), begin_offset in zip(spans, begin_offsets, strict=True)
         if np.any((encoding.begins < begin_offset) & (begin_offset < encoding.ends) & ~special)
     ]
     if straddled:
@@ -223,9 +223,9 @@ def _encode_with_template(
         )
         special = _mask_special_tokens(tokenizer, encoding)
     turn = np.full(len(encoding.ids), -1)
-    for number, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+    for turn_index, (begin, end) in enumerate(zip(begin_offsets, end_offsets, strict=True)):
         # Some special tokens take the blanks behind them along; nobody says those.
-        turn[encoding.within(begin, end) & ~(special & (encoding.begins < begin))] = number
+        turn[encoding.within(begin, end) & ~(special & (encoding.begins < begin))] = turn_index
     ids = tokenizer.with_template_prefix(encoding.ids)
     return ConversationTokens(ids, np.concatenate([np.full(len(ids) - len(turn), -1), turn]))
 

@@ -13,13 +13,13 @@ def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
     texts: list[str] = []
     # A token is read with the one before it: a space that a tokenizer drops in front of a text
     # belongs to the token wherever else that stands.
-    begin = shown = 0
+    begin = end_of_last = 0
     for end in range(1, len(ids) + 1):
-        before = tokenizer.decode_special(ids[begin:shown])
+        before = tokenizer.decode_special(ids[begin:end_of_last])
         now = tokenizer.decode_special(ids[begin:end])
         if now.endswith("\ufffd") and end < len(ids):
             texts.append("")
             continue
         texts.append(now[len(before) :])
-        begin, shown = shown, end
+        begin, end_of_last = end_of_last, end
     return texts

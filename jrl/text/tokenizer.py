@@ -150,8 +150,8 @@ class Tokenizer:
     def named_tokens(self) -> dict[str, str]:
         """The special tokens as a chat template calls them, "bos_token" for instance."""
         ids = {"bos": self.bos_id, "eos": self.eos_id, "pad": self.pad_id, "unk": self.unk_id}
-        written = {identity: text for text, identity in self.special_tokens.items()}
-        return {f"{name}_token": written[i] for name, i in ids.items() if i in written}
+        text_by_id = {identity: text for text, identity in self.special_tokens.items()}
+        return {f"{name}_token": text_by_id[i] for name, i in ids.items() if i in text_by_id}
 
     @classmethod
     def train_characters(cls, characters: str) -> "Tokenizer":
@@ -315,14 +315,14 @@ class Tokenizer:
         Raises:
           ValueError: an id is outside of the vocabulary.
         """
-        written = {identity: text for text, identity in self.special_tokens.items()}
+        text_by_id = {identity: text for text, identity in self.special_tokens.items()}
         segments: list[str] = []
         run: list[int] = []
         for token in self._check_ids(ids):
             if token not in self.special_ids:
                 run.append(token)
                 continue
-            segments += [self._text(run), written.get(token, unknown)]
+            segments += [self._text(run), text_by_id.get(token, unknown)]
             run = []
         return "".join([*segments, self._text(run)])
 

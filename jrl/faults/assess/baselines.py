@@ -243,19 +243,37 @@ class BenchmarkEntry:
 
 DETECTORS = (
     BenchmarkEntry(
-        "shift (default)", lambda at: ShiftDetector(threshold=at), ShiftDetector.threshold
+        "shift (default)",
+        lambda threshold: ShiftDetector(threshold=threshold),
+        ShiftDetector.threshold,
     ),
-    BenchmarkEntry("robust z", lambda at: RobustZ(at), 9.12),
-    BenchmarkEntry("robust z, logs", lambda at: RobustZ(at, logs=True), 9.12),
-    BenchmarkEntry("moving median", lambda at: Minder(threshold=at, method=moving_median), 5.11),
-    BenchmarkEntry("Minder", lambda at: Minder(threshold=at), Minder.threshold),
-    BenchmarkEntry("Minder, onset rule", lambda at: MinderOnset(threshold=at), Minder.threshold),
-    BenchmarkEntry("Mahalanobis", lambda at: Minder(threshold=at, method=mahalanobis), 1.19),
-    BenchmarkEntry("no VAE (RAW)", lambda at: Minder(threshold=at, method=without_vae), 1.43),
-    BenchmarkEntry("no VAE, smoothed", lambda at: Minder(threshold=at, method=moving_mean), 6.78),
-    BenchmarkEntry("concatenated (CON)", lambda at: Minder(threshold=at, method=concatenated), 1.3),
-    BenchmarkEntry("one joint model (INT)", lambda at: Minder(threshold=at, method=joint), 1.67),
-    BenchmarkEntry("no continuity", lambda at: Instant(threshold=at), 12.4),
+    BenchmarkEntry("robust z", lambda threshold: RobustZ(threshold), 9.12),
+    BenchmarkEntry("robust z, logs", lambda threshold: RobustZ(threshold, logs=True), 9.12),
+    BenchmarkEntry(
+        "moving median", lambda threshold: Minder(threshold=threshold, method=moving_median), 5.11
+    ),
+    BenchmarkEntry("Minder", lambda threshold: Minder(threshold=threshold), Minder.threshold),
+    BenchmarkEntry(
+        "Minder, onset rule", lambda threshold: MinderOnset(threshold=threshold), Minder.threshold
+    ),
+    BenchmarkEntry(
+        "Mahalanobis", lambda threshold: Minder(threshold=threshold, method=mahalanobis), 1.19
+    ),
+    BenchmarkEntry(
+        "no VAE (RAW)", lambda threshold: Minder(threshold=threshold, method=without_vae), 1.43
+    ),
+    BenchmarkEntry(
+        "no VAE, smoothed", lambda threshold: Minder(threshold=threshold, method=moving_mean), 6.78
+    ),
+    BenchmarkEntry(
+        "concatenated (CON)",
+        lambda threshold: Minder(threshold=threshold, method=concatenated),
+        1.3,
+    ),
+    BenchmarkEntry(
+        "one joint model (INT)", lambda threshold: Minder(threshold=threshold, method=joint), 1.67
+    ),
+    BenchmarkEntry("no continuity", lambda threshold: Instant(threshold=threshold), 12.4),
 )
 """In the order of the table; the first is the default. All subclasses of `Minder` share one
 `Minder.prepare_fleet`."""

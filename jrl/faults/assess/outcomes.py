@@ -24,9 +24,9 @@ def outcome(incident: Incident, alarms: Sequence[Alarm]) -> str:
     if not alarms:
         return SILENT
     alarm = alarms[0]
-    named = alarm.machine == incident.machine
+    is_right_machine = alarm.machine == incident.machine
     overlap = alarm.start < incident.end and alarm.end > incident.start
-    return DETECTED if named and overlap else WRONG
+    return DETECTED if is_right_machine and overlap else WRONG
 
 
 @dataclass(frozen=True)

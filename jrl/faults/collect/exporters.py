@@ -107,24 +107,26 @@ def find_metric(name: str) -> tuple[str, str] | None:
     return next((entry for pattern, entry in _PATTERNS if pattern.fullmatch(name)), None)
 
 
-def is_ignored(name: str, wanted: Collection[str] = ()) -> bool:
+def is_ignored(name: str, requested: Collection[str] = ()) -> bool:
     """True if a name of a known exporter is ignored, see `describe_ignored`."""
     return (
-        name not in wanted and find_metric(name) is None and _EXPORTERS.fullmatch(name) is not None
+        name not in requested
+        and find_metric(name) is None
+        and _EXPORTERS.fullmatch(name) is not None
     )
 
 
-def describe_ignored(series: Iterable[Series], wanted: Collection[str] = ()) -> list[str]:
+def describe_ignored(series: Iterable[Series], requested: Collection[str] = ()) -> list[str]:
     """One line that lists the metrics of known exporters that are not compared; empty without any.
 
     It is unknown if such a metric is a level or a counter, and how its devices are aggregated. Some
     of DCGM's default list, such as the energy since boot, would look like a shift.
 
     Args:
-      wanted: names that are compared nevertheless.
+      requested: names that are compared nevertheless.
     """
     names = sorted({each.labels["__name__"] for each in series})
-    names = [name for name in names if is_ignored(name, wanted)]
+    names = [name for name in names if is_ignored(name, requested)]
     if not names:
         return []
     shown = ", ".join(names[:MAX_NAMED]) + (", ..." if len(names) > MAX_NAMED else "")
@@ -139,7 +141,7 @@ def build_fleet(
     *,
     label: str | None = None,
     period: float | int | None = None,
-    wanted: Collection[str] = (),
+    requested: Collection[str] = (),
 ) -> Fleet:
     """Series of any exporters as one fleet, in the sampler's names.
 
@@ -150,12 +152,12 @@ def build_fleet(
     Args:
       label: names the machine, see `machines_of`.
       period: seconds between two samples; by default the usual gap in the series.
-      wanted: names that are included although they are unknown.
+      requested: names that are included although they are unknown.
 
     Raises:
       ValueError: where a series names no machine, or times are too far apart.
     """
-    compared = [each for each in _drop_container_series(series) if _is_compared(each, wanted)]
+    compared = [each for each in _drop_container_series(series) if _is_compared(each, requested)]
     period = usual_period(compared) if period is None else period
     machines_of_all = machines_of(compared, label)
     check_times(compared, machines_of_all)
@@ -195,11 +197,11 @@ def build_fleet(
     return Fleet(machines, metrics, start, float(period), values, frozenset(blank))
 
 
-def _is_compared(series: Series, wanted: Collection[str]) -> bool:
+def _is_compared(series: Series, requested: Collection[str]) -> bool:
     """True if a series is compared: not idle CPU time, the loopback device or an ignored name."""
     if series.labels.get("mode") in IDLE_MODES or series.labels.get("device") == "lo":
         return False
-    return not is_ignored(series.labels["__name__"], wanted)
+    return not is_ignored(series.labels["__name__"], requested)
 
 
 def _mask_invalid(kind: str, column: str, series: Series) -> tuple[Series, bool]:

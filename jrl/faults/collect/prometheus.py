@@ -30,7 +30,7 @@ def read_answers(
     machine: str | None = "machine",
     metric: str = "__name__",
     period: float | int | None = 1.0,
-    wanted: Collection[str] = (),
+    requested: Collection[str] = (),
 ) -> Fleet:
     """Range-query answers, one or several, as one fleet; see `build_fleet` for what is left out.
 
@@ -41,7 +41,7 @@ def read_answers(
       metric: the label whose value is the metric's name. A function in the query, such as ``rate``,
         removes ``__name__``: put the name under another label there (``label_replace``).
       period: the ``step`` of the query, in seconds; None takes the usual gap in the answers.
-      wanted: names of exporters that are included although they are unknown.
+      requested: names of exporters that are included although they are unknown.
 
     Raises:
       ValueError: where an answer is not JSON, truncated, an error or not a matrix; where a series
@@ -50,8 +50,8 @@ def read_answers(
     """
     if period is not None and not (math.isfinite(period) and period > 0):
         raise ValueError(f"period={period} must be a finite number of seconds above 0.")
-    series = read_series(answers, machine=machine, metric=metric, wanted=wanted)
-    return build_fleet(series, label=machine, period=period, wanted=wanted)
+    series = read_series(answers, machine=machine, metric=metric, requested=requested)
+    return build_fleet(series, label=machine, period=period, requested=requested)
 
 
 def read_series(
@@ -59,7 +59,7 @@ def read_series(
     *,
     machine: str | None,
     metric: str = "__name__",
-    wanted: Collection[str] = (),
+    requested: Collection[str] = (),
 ) -> list[Series]:
     """The series of range-query answers; arguments and errors are those of `read_answers`."""
     series_by_key: dict[tuple[str, str, str], Series] = {}
@@ -73,9 +73,9 @@ def read_series(
                 )
             # Multiple series of a known exporter's metric are aggregated or ignored; those of a
             # requested name are averaged.
-            may_repeat = find_metric(name) or is_ignored(name) or name in wanted
+            may_repeat = find_metric(name) or is_ignored(name) or name in requested
             distinct = str(sorted(labels.items())) if may_repeat else ""
-            owner = "" if is_ignored(name, wanted) else machine_of(labels, machine)
+            owner = "" if is_ignored(name, requested) else machine_of(labels, machine)
             if (owner, name, distinct) in series_by_key:
                 raise ValueError(
                     f"two series are {name} of {owner}: aggregate them in the query, for "

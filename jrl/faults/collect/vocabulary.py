@@ -151,13 +151,13 @@ def groups_of(metrics: Iterable[str]) -> list[tuple[str, ...]]:
     return [tuple(names) for names in groups.values() if len(names) > 1]
 
 
-def find_recorded(wanted: Sequence[str], recorded: Iterable[str]) -> tuple[str, ...]:
-    """The recorded metrics that mean one of the wanted, in the order of the wanted."""
+def find_recorded(requested: Sequence[str], recorded: Iterable[str]) -> tuple[str, ...]:
+    """The recorded metrics that mean one of the requested, in their order."""
     by_meaning: dict[str, list[str]] = {}
     for name in recorded:
         by_meaning.setdefault(meaning(name), []).append(name)
     selected: dict[str, None] = {}
-    for name in wanted:
+    for name in requested:
         same = by_meaning.get(meaning(name), [])
         # A name that was recorded as it stands asks for itself alone.
         selected |= dict.fromkeys([name] if name in same else same)

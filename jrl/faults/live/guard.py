@@ -114,9 +114,9 @@ class Guard:
                     hook(alarm)
 
 
-def machine_name(host: str, number: int) -> str:
+def machine_name(host: str, index: int) -> str:
     """Name of the process with this index on this host, valid as a file name."""
-    return re.sub(r"[^a-zA-Z0-9_-]", "-", host).strip("-") + f"-{number}"
+    return re.sub(r"[^a-zA-Z0-9_-]", "-", host).strip("-") + f"-{index}"
 
 
 def metrics_of(alarms: list[Alarm]) -> dict[str, float]:

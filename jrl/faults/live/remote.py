@@ -21,7 +21,7 @@ class RemoteWatcher:
       seconds: length of the compared record.
       silence: a machine without a sample for so many seconds is called silent.
       label: names the machine, see `build_fleet`.
-      wanted: names of exporters that are compared although they are unknown.
+      requested: names of exporters that are compared although they are unknown.
       acknowledged: see `Verdicts`.
     """
 
@@ -33,20 +33,20 @@ class RemoteWatcher:
         seconds: float | int = 900.0,
         silence: float | int = 60.0,
         label: str | None = None,
-        wanted: Collection[str] = (),
+        requested: Collection[str] = (),
         acknowledged: Callable[[], Collection[str]] | None = None,
     ):
         self._store = Store(source, seconds)
         self._verdicts = Verdicts(detector, acknowledged)
         self._seconds, self._silence, self._label = seconds, silence, label
-        self._wanted = wanted
+        self._requested = requested
 
     def detect(self, now: float | None = None) -> DetectionPass:
         """Polls for new samples and compares; `now` is Unix time, the present by default."""
         started = time.monotonic()
         now = time.time() if now is None else now
         series, problems = self._store.update(now)
-        fleet = build_fleet(series, label=self._label, wanted=self._wanted)
+        fleet = build_fleet(series, label=self._label, requested=self._requested)
         report, raised = self._verdicts.judge(fleet)
         processes = tuple(
             self._process_state(fleet, row, now) for row in range(len(fleet.machines))
@@ -55,7 +55,7 @@ class RemoteWatcher:
             f"{len(series)} series of {len(fleet.machines)} machines every {fleet.period:g} s, "
             f"asked in {time.monotonic() - started:.2f} s"
         )
-        notes = (*describe_ignored(series, self._wanted), *report.notes)
+        notes = (*describe_ignored(series, self._requested), *report.notes)
         if not series:
             notes = (f"no sample of the last {self._seconds:g} s was received: nobody is watched",)
         return DetectionPass(

@@ -114,8 +114,8 @@ def read_fleet(
     if path.is_dir():
         return _read_records(path)
     if path.suffix == ".json":
-        series = read_series([path.read_bytes()], machine=machine_label, wanted=metrics)
-        fleet = build_fleet(series, label=machine_label, wanted=metrics)
+        series = read_series([path.read_bytes()], machine=machine_label, requested=metrics)
+        fleet = build_fleet(series, label=machine_label, requested=metrics)
         return fleet, describe_ignored(series, metrics)
     return Fleet.load(path), []
 

@@ -145,7 +145,7 @@ def _watcher(request: WatchOptions) -> Watcher | RemoteWatcher:
             seconds=request.seconds,
             silence=request.silence,
             label=request.machine_label,
-            wanted=request.metrics,
+            requested=request.metrics,
             acknowledged=acknowledged,
         )
     folders = {}

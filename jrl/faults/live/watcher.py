@@ -178,5 +178,5 @@ def drop_machines(fleet: Fleet, machines: Collection[str]) -> Fleet:
 def trim_to_common_start(fleet: Fleet) -> Fleet:
     """The fleet from the moment on at which its last machine has its first sample."""
     has_sample = np.isfinite(fleet.values).sum(axis=1) > 0
-    begins = [int(np.flatnonzero(row)[0]) for row in has_sample if row.any()]
-    return fleet.last((fleet.num_samples - max(begins, default=0)) * fleet.period)
+    first_samples = [int(np.flatnonzero(row)[0]) for row in has_sample if row.any()]
+    return fleet.last((fleet.num_samples - max(first_samples, default=0)) * fleet.period)

@@ -342,19 +342,19 @@ def farthest(
     full = max(len(starts), len(_chunks(np.arange(MAX_WINDOWS), num_machines)[0]))
     windows = gather(values, np.r_[starts, np.repeat(starts[:1], full - len(starts))], view.width)
     windows = np.pad(windows, ((0, 0), (0, 0), (0, size - num_machines), (0, 0)))
-    counted = jnp.asarray(np.arange(size) < num_machines)
+    machine_mask = jnp.asarray(np.arange(size) < num_machines)
     with COMPUTE_LOCK:
-        points = view.embed(jnp.asarray(windows), counted)
-        machine, score = _farthest(points, counted, float(floor) * vae.WINDOW**0.5, norm)
+        points = view.embed(jnp.asarray(windows), machine_mask)
+        machine, score = _farthest(points, machine_mask, float(floor) * vae.WINDOW**0.5, norm)
         return np.asarray(machine)[: len(starts)], np.asarray(score)[: len(starts)]
 
 
 @partial(jax.jit, static_argnames="norm")
 def _farthest(
     points: Float[jax.Array, "window dim machine"],
-    counted: Bool[jax.Array, " machine"],
+    machine_mask: Bool[jax.Array, " machine"],
     floor: float | jax.Array,
     norm: str,
 ) -> tuple[jax.Array, jax.Array]:
-    scores = normal_score(distance_sums(points, counted, norm=norm), counted, floor=floor)
+    scores = normal_score(distance_sums(points, machine_mask, norm=norm), machine_mask, floor=floor)
     return scores.argmax(-1), scores.max(-1)

@@ -115,17 +115,17 @@ class EvaluationDisplay:
     def update(self, phase: str, done: int, total: int) -> None:
         """Show that so many of the completions of a phase are decoded and verified."""
         with self._lock:
-            begins = phase not in self._phases
-            if begins:
+            is_new = phase not in self._phases
+            if is_new:
                 self._phases[phase] = _Phase(self._tokens)
                 if self._progress is not None:
                     self._bars[phase] = self._progress.add_task(phase, total=total)
-            now = self._phases[phase]
-            now.update(done, total)
+            current = self._phases[phase]
+            current.update(done, total)
             if self._progress is not None:
                 self._progress.update(self._bars[phase], completed=done)
-            elif begins or done == total or done - now.printed >= total / MAX_LINES:
-                now.printed = done
+            elif is_new or done == total or done - current.printed >= total / MAX_LINES:
+                current.printed = done
                 self._print(phase)
 
     def _print(self, phase: str) -> None:

@@ -119,9 +119,9 @@ def _select_metrics(metrics: Mapping[str, float | int]) -> dict[str, float | int
 
 def first_suspicion(lines: Sequence[Mapping[str, float | int]]) -> tuple[int, list[str]] | None:
     """The first step of a run that was suspicious, and why; None where there is none."""
-    for number, line in enumerate(lines):
+    for index, line in enumerate(lines):
         if line.get(NAME):
             return int(line["step"]), suspicion_reasons(
-                [_select_metrics(each) for each in lines[: number + 1]]
+                [_select_metrics(each) for each in lines[: index + 1]]
             )
     return None

@@ -79,9 +79,9 @@ def thin(lines: Sequence[Mapping[str, Any]], most: int) -> list[Mapping[str, Any
     last = len(lines) - 1
     return [
         line
-        for number, line in enumerate(lines)
-        if number % every == 0
-        or number == last
+        for index, line in enumerate(lines)
+        if index % every == 0
+        or index == last
         or "val/accuracy/sampled" in line
         or "val/nll" in line
     ]

@@ -38,7 +38,7 @@ class EscapedTextTokenizer:
         self._pipeline.no_padding()
         self._pipeline.encode_special_tokens = True
         self._special = special
-        self._names = {text: f"{OPEN}{number}{CLOSE}" for number, text in enumerate(special)}
+        self._names = {text: f"{OPEN}{index}{CLOSE}" for index, text in enumerate(special)}
         added_by_text = {token["content"]: token for token in added}
         options = ("single_word", "lstrip", "rstrip", "normalized")
         self._pipeline.add_tokens(

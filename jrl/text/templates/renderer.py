@@ -89,11 +89,11 @@ class Renderer:
 
 def _arguments(variables: Sequence[Mapping[str, Any]]) -> Iterator[tuple[list[str | int], str]]:
     """Paths of call arguments in messages, and the JSON text of each, which JSON drops."""
-    for number, names in enumerate(variables):
+    for conversation_index, names in enumerate(variables):
         for index, message in enumerate(names.get("messages", ())):
             # All others have texts alone.
             if not message.keys() <= {"role", "content"}:
-                yield from _arguments_in(message, [number, "messages", index])
+                yield from _arguments_in(message, [conversation_index, "messages", index])
 
 
 def _arguments_in(value: Any, path: list[str | int]) -> Iterator[tuple[list[str | int], str]]:

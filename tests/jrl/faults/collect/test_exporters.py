@@ -142,7 +142,7 @@ def test_the_default_list_of_dcgm_is_known_or_passed_over_with_a_note():
     # One that is asked for is compared, the mean of what its devices give.
     (note,) = describe_ignored(of_two, UNKNOWN[:1])
     assert UNKNOWN[0] not in note and note.startswith("9 ")
-    assert UNKNOWN[0] in build_fleet(of_two, wanted=UNKNOWN[:1]).metrics
+    assert UNKNOWN[0] in build_fleet(of_two, requested=UNKNOWN[:1]).metrics
 
 
 @pytest.mark.parametrize(

@@ -152,6 +152,6 @@ def test_a_whole_page_is_compared_in_what_is_known_of_it_alone(server):
     assert look.fleet.metrics == ("gpu0/duty_cycle", "queue")
     assert "not compared: node_boot_time_seconds (--metrics NAME" in look.notes[0]
     wanted = RemoteWatcher(
-        Pages([address]), StandardDetector(), wanted=("node_boot_time_seconds",)
+        Pages([address]), StandardDetector(), requested=("node_boot_time_seconds",)
     ).detect()
     assert wanted.fleet.metrics == ("gpu0/duty_cycle", "node_boot_time_seconds", "queue")
