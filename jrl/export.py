@@ -109,7 +109,7 @@ def _check(request: Request, folder: RunFolder) -> None:
 def _export(request: Request, folder: RunFolder, run: RunConfig) -> None:
     import jax  # its devices are chosen by now
 
-    from jrl.text.published import published
+    from jrl.text.published import checkpoint_files
     from jrl.trainer.evaluation.saved_policy import load_policy_of
     from jrl.trainer.setup.network import network_of
     from moe.huggingface import fold_embedding_scale, save
@@ -127,7 +127,7 @@ def _export(request: Request, folder: RunFolder, run: RunConfig) -> None:
     if came_as is None and model.embedding_scale != 1.0:
         model, weights = fold_embedding_scale(model, weights)
     dtype = request.dtype or network.dtype
-    files = published(tokenizer, folder.origin_path)
+    files = checkpoint_files(tokenizer, folder.origin_path)
     architecture = family_for(model, architecture).architecture
     with _whole(Path(request.to)) as place:
         for name, content in files.items():

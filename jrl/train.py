@@ -32,7 +32,7 @@ from jrl.processes.agreement import (
     is_multiprocess,
 )
 from jrl.recipes.base.load import source_of
-from jrl.report.conclusion import conclusion
+from jrl.report.conclusion import summarize_run
 from jrl.runs import records
 from jrl.runs.folder import RunFolder
 from jrl.tasks.load import own_files
@@ -302,12 +302,12 @@ def _keep_with_run(setup: "Setup", folder: RunFolder) -> None:
         checkpoint = setup.run.checkpoint
         if checkpoint is not None and not folder.model_path.exists():
             if setup.run.tokenizer is None:
-                from jrl.text.published import keep  # needs an extra
+                from jrl.text.published import copy_checkpoint_files  # needs an extra
 
                 # The tokenizer is that of the weights.
                 given = setup.run.weights
                 origin = Path(checkpoint) if given is None else RunFolder(given).origin_path
-                keep(origin, folder.origin_path)
+                copy_checkpoint_files(origin, folder.origin_path)
             records.replace(folder.model_path, (Path(checkpoint) / "config.json").read_bytes())
         setup.tokenizer.save(folder.tokenizer_path)
         again = f"repeats this run: {PROGRAM} --config {shlex.quote(str(folder.settings_path))}"
@@ -383,7 +383,7 @@ def _train(
     elif outcome.stopped:
         print(f"stopped after step {outcome.step} of {setup.run.steps}; go on with: {resume}")
     elif is_main_process():
-        print(conclusion(folder))
+        print(summarize_run(folder))
     return 0
 
 

@@ -9,7 +9,7 @@ from jrl.faults.collect.error_codes import ErrorCode, error_code
 from jrl.faults.collect.vocabulary import is_code, is_error_rate, is_fatal
 from jrl.faults.fleet import Alarm, Fleet
 
-MOST_NAMED = 4
+MAX_NAMED = 4
 
 
 def moved_counters(fleet: Fleet, faults: Collection[str] = ("machine",)) -> list[Alarm]:
@@ -24,28 +24,28 @@ def moved_counters(fleet: Fleet, faults: Collection[str] = ("machine",)) -> list
     for column, metric in enumerate(fleet.metrics):
         if not is_fatal(metric):
             continue
-        found = []
+        increased = []
         for row in range(len(fleet.machines)):
             first = next(_alarms(fleet, row, column, faults), None)
-            found += [] if first is None else [first]
-        found.sort(key=lambda alarm: alarm.start)
-        alarms += found[:1] if 2 * len(found) > len(fleet.machines) else found
+            increased += [] if first is None else [first]
+        increased.sort(key=lambda alarm: alarm.start)
+        alarms += increased[:1] if 2 * len(increased) > len(fleet.machines) else increased
     return sorted(alarms, key=lambda alarm: alarm.start)
 
 
 def other_codes(fleet: Fleet, faults: Collection[str] = ("machine",)) -> list[str]:
     """Lines of text, one for each error code that occurred and names no machine."""
-    where: defaultdict[ErrorCode, list[str]] = defaultdict(list)
+    machines_by_code: defaultdict[ErrorCode, list[str]] = defaultdict(list)
     for column, metric in enumerate(fleet.metrics):
         if is_code(metric):
             for row, machine in enumerate(fleet.machines):
-                for at, _ in _moves(fleet, row, column):
-                    code = error_code(fleet.values[row, column, at])
-                    if not _names(code, faults) and machine not in where[code]:
-                        where[code].append(machine)
+                for index, _ in _moves(fleet, row, column):
+                    code = error_code(fleet.values[row, column, index])
+                    if not _names_machine(code, faults) and machine not in machines_by_code[code]:
+                        machines_by_code[code].append(machine)
     return [
-        f"{code.describe()} on {_listed(machines)}: nobody is named for it."
-        for code, machines in where.items()
+        f"{code.describe()} on {_list_machines(machines)}: nobody is named for it."
+        for code, machines in machines_by_code.items()
         if machines
     ]
 
@@ -53,14 +53,14 @@ def other_codes(fleet: Fleet, faults: Collection[str] = ("machine",)) -> list[st
 def _alarms(fleet: Fleet, row: int, column: int, faults: Collection[str]) -> Iterator[Alarm]:
     """Alarms of one machine, one for each increase of a counter or change of an error code."""
     machine, metric = fleet.machines[row], fleet.metrics[column]
-    for at, last in _moves(fleet, row, column):
-        before, after = (float(fleet.values[row, column, each]) for each in (last, at))
-        time = fleet.start + at * fleet.period
+    for index, last in _moves(fleet, row, column):
+        before, after = (float(fleet.values[row, column, each]) for each in (last, index))
+        time = fleet.start + index * fleet.period
         if is_code(metric):
             code = error_code(after)
-            if _names(code, faults):
-                numbers: dict[str, np.ndarray | float | int] = {"code before": before}
-                yield Alarm(machine, metric, time, fleet.end, numbers, cause=code.describe())
+            if _names_machine(code, faults):
+                evidence: dict[str, np.ndarray | float | int] = {"code before": before}
+                yield Alarm(machine, metric, time, fleet.end, evidence, cause=code.describe())
         elif after > before:
             yield Alarm(machine, metric, time, fleet.end, {"before": before, "after": after})
 
@@ -68,32 +68,33 @@ def _alarms(fleet: Fleet, row: int, column: int, faults: Collection[str]) -> Ite
 def _moves(fleet: Fleet, row: int, column: int) -> Iterator[tuple[int, int]]:
     """Indices of each sample that is positive and differs from its predecessor, and of that one."""
     values = fleet.values[row, column]
-    known = np.flatnonzero(np.isfinite(values))
+    finite = np.flatnonzero(np.isfinite(values))
     # A counter that decreases was reset; an error code may be smaller than the last one.
-    moved = np.flatnonzero((np.diff(values[known]) != 0) & (values[known][1:] > 0))
-    for place in moved.tolist():
-        yield int(known[place + 1]), int(known[place])
+    moved = np.flatnonzero((np.diff(values[finite]) != 0) & (values[finite][1:] > 0))
+    for index in moved.tolist():
+        yield int(finite[index + 1]), int(finite[index])
 
 
-def _names(code: ErrorCode, faults: Collection[str]) -> bool:
+def _names_machine(code: ErrorCode, faults: Collection[str]) -> bool:
     return code.fault in faults and not code.handled
 
 
-def _listed(machines: list[str]) -> str:
-    if len(machines) <= MOST_NAMED:
+def _list_machines(machines: list[str]) -> str:
+    if len(machines) <= MAX_NAMED:
         return ", ".join(machines)
     return f"{len(machines)} machines"
 
 
 def blank_notes(fleet: Fleet) -> list[str]:
     """Lines of text, one for each metric with readings by which exporters report "no value"."""
-    where: defaultdict[str, list[str]] = defaultdict(list)
+    machines_by_metric: defaultdict[str, list[str]] = defaultdict(list)
     for machine, metric in sorted(fleet.blank):
         if machine in fleet.machines and metric in fleet.metrics:
-            where[metric].append(machine)
+            machines_by_metric[metric].append(machine)
     return [
-        f"metric {metric!r} of {_listed(machines)} has readings that are no values: left out."
-        for metric, machines in where.items()
+        f"metric {metric!r} of {_list_machines(machines)} has readings that are no values: "
+        "left out."
+        for metric, machines in machines_by_metric.items()
     ]
 
 
@@ -102,13 +103,13 @@ def error_rates(fleet: Fleet, machine: str) -> Mapping[str, float]:
 
     They raise no alarm, as healthy machines correct errors as well, but they help the diagnosis.
     """
-    found = {}
+    rates = {}
     row = fleet.machines.index(machine)
     for column, metric in enumerate(fleet.metrics):
         if is_error_rate(metric):
-            known = np.isfinite(fleet.values[:, column])
-            count = np.maximum(known.sum(axis=1), 1)
-            means = np.where(known, fleet.values[:, column], 0).sum(axis=1) / count
+            finite = np.isfinite(fleet.values[:, column])
+            count = np.maximum(finite.sum(axis=1), 1)
+            means = np.where(finite, fleet.values[:, column], 0).sum(axis=1) / count
             if means[row] > 0 and means[row] > 3 * np.median(means):
-                found[metric] = float(means[row])
-    return found
+                rates[metric] = float(means[row])
+    return rates

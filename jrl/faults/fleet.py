@@ -124,11 +124,11 @@ class Fleet:
         try:
             with np.load(io.BytesIO(content), allow_pickle=False) as file:
                 version = int(file["version"])
-                parts = {name: file[name] for name in ("machines", "metrics", "values")}
+                arrays = {name: file[name] for name in ("machines", "metrics", "values")}
                 start, period = float(file["start"]), float(file["period"])
                 # Older files have none.
-                told = file["blank"].tolist() if "blank" in file.files else []
-                blank = frozenset((str(machine), str(metric)) for machine, metric in told)
+                blank_pairs = file["blank"].tolist() if "blank" in file.files else []
+                blank = frozenset((str(machine), str(metric)) for machine, metric in blank_pairs)
         # All that numpy, zipfile and zlib raise for content that is damaged.
         except (
             ValueError,
@@ -148,9 +148,9 @@ class Fleet:
         if version != FLEET_VERSION:
             raise ValueError(f"{path} has version {version}; this program reads {FLEET_VERSION}.")
         machines, metrics = (
-            tuple(str(name) for name in parts[key]) for key in ("machines", "metrics")
+            tuple(str(name) for name in arrays[key]) for key in ("machines", "metrics")
         )
-        return cls(machines, metrics, start, period, parts["values"], blank)
+        return cls(machines, metrics, start, period, arrays["values"], blank)
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class Alarm:
     def describe(self) -> str:
         """One line: machine, metric, start and duration."""
         since = datetime.fromtimestamp(self.start, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-        numbers = ", ".join(
+        figures = ", ".join(
             f"{name} {value:.3g}"
             for name, value in self.evidence.items()
             if isinstance(value, float | int)
@@ -184,7 +184,7 @@ class Alarm:
         cause = f" with {self.cause}" if self.cause else ""
         line = f"{self.machine} stands out in {self.metric}{cause} since {since}"
         line += f", for {self.end - self.start:.0f} s"
-        return f"{line} ({numbers})" if numbers else line
+        return f"{line} ({figures})" if figures else line
 
 
 Detector = Callable[[Fleet], list[Alarm]]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
-from jrl.faults.collect.vocabulary import STEP_TIME, recorded_as
+from jrl.faults.collect.vocabulary import STEP_TIME, find_recorded
 from jrl.faults.fleet import Alarm, Fleet
 from jrl.faults.statistics import MAD_TO_STD, nan_median, stretches
 
@@ -48,7 +48,7 @@ class OutlierDetector:
                 raise ValueError(f"{name}={value} must be a finite number above 0.")
 
     def __call__(self, fleet: Fleet) -> list[Alarm]:
-        for metric in recorded_as(self.metrics, fleet.metrics):
+        for metric in find_recorded(self.metrics, fleet.metrics):
             alarms = self._alarms(fleet, metric)
             if alarms:
                 return alarms
@@ -57,9 +57,9 @@ class OutlierDetector:
     def compares(self, fleet: Fleet) -> bool:
         """True if a metric of at least three machines was recorded for long enough to name one."""
         long_enough = fleet.num_samples * fleet.period >= self.continuity
-        columns = [fleet.metrics.index(name) for name in recorded_as(self.metrics, fleet.metrics)]
-        some = np.isfinite(fleet.values[:, columns]).any(axis=2).sum(axis=0)
-        return long_enough and bool((some >= 3).any())
+        columns = [fleet.metrics.index(name) for name in find_recorded(self.metrics, fleet.metrics)]
+        num_machines = np.isfinite(fleet.values[:, columns]).any(axis=2).sum(axis=0)
+        return long_enough and bool((num_machines >= 3).any())
 
     def scores(self, values: Float[np.ndarray, "machine time"], period: float | int) -> np.ndarray:
         """``[machine, window]`` scores of one metric; NaN where a machine cannot be compared.
@@ -82,11 +82,11 @@ class OutlierDetector:
     def _alarms(self, fleet: Fleet, metric: str) -> list[Alarm]:
         values = fleet.values[:, fleet.metrics.index(metric)].astype(np.float64)
         scores = self.scores(values, fleet.period)
-        known = np.where(np.isfinite(scores), scores, 0.0)
-        if known.size == 0:
+        finite_scores = np.where(np.isfinite(scores), scores, 0.0)
+        if finite_scores.size == 0:
             return []
-        first = known.argmax(axis=0)
-        candidate = np.where(known.max(axis=0) >= self.threshold, first, -1)
+        first = finite_scores.argmax(axis=0)
+        candidate = np.where(finite_scores.max(axis=0) >= self.threshold, first, -1)
         alarms: dict[int, Alarm] = {}  # of a machine that stood out twice, the later one
         width = max(1, round(self.window / fleet.period))
         for begin, end in stretches(candidate):
@@ -94,10 +94,12 @@ class OutlierDetector:
             if machine < 0 or seconds < self.continuity:
                 continue
             evidence = {
-                "score": float(np.median(known[machine, begin:end])),
+                "score": float(np.median(finite_scores[machine, begin:end])),
                 "threshold": float(self.threshold),
                 "scores": scores[machine],
             }
-            since, until = (fleet.start + (at + width - 1) * fleet.period for at in (begin, end))
+            since, until = (
+                fleet.start + (index + width - 1) * fleet.period for index in (begin, end)
+            )
             alarms[machine] = Alarm(fleet.machines[machine], metric, since, until, evidence)
         return list(alarms.values())

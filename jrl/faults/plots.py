@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 INK, MUTED, GRID, BLUE, RED = "#1f2933", "#7b8794", "#e4e7eb", "#2563eb", "#c81e4a"
-MOST_PANELS = 5
+MAX_PANELS = 5
 
 
-def _clean(axes: "Axes", title: str, unit: str = "") -> None:
+def _style_axes(axes: "Axes", title: str, unit: str = "") -> None:
     axes.set_title(title, loc="left", fontsize=9, color=INK)
     axes.set_ylabel(unit, fontsize=8, color=MUTED)
     axes.grid(color=GRID, linewidth=0.6)
@@ -28,7 +28,7 @@ def _clean(axes: "Axes", title: str, unit: str = "") -> None:
 def plot_fleet(fleet: Fleet, report: Report, path: Path | str) -> None:
     """Draws each metric over time, the fleet as a band, the named machine as a line, and scores.
 
-    Metrics beyond `MOST_PANELS` are left out, the one of the alarm never.
+    Metrics beyond `MAX_PANELS` are left out, the one of the alarm never.
     """
     from matplotlib.figure import Figure
 
@@ -37,7 +37,7 @@ def plot_fleet(fleet: Fleet, report: Report, path: Path | str) -> None:
     names = [name for name in names if name in fleet.metrics]
     if alarm is not None and alarm.metric in names:
         names.insert(0, names.pop(names.index(alarm.metric)))
-    names = names[:MOST_PANELS]
+    names = names[:MAX_PANELS]
     figure = Figure(figsize=(9, 1.3 * len(names) + 2.2), layout="constrained")
     panels = figure.subplots(len(names) + 1, 1, sharex=True, squeeze=False)[:, 0]
     minutes = np.arange(fleet.num_samples) * fleet.period / 60
@@ -74,7 +74,7 @@ def _plot_metric(
         row = values[fleet.machines.index(machine)]
         axes.plot(minutes, row, color=RED, linewidth=0.8, label=machine)
     axes.margins(x=0)
-    _clean(axes, name)
+    _style_axes(axes, name)
     if axes.get_subplotspec().is_first_row():  # pyright: ignore[reportOptionalMemberAccess]
         axes.legend(fontsize=7, frameon=False, loc="lower right", bbox_to_anchor=(1, 0.98), ncols=2)
 
@@ -93,7 +93,7 @@ def _plot_scores(axes: "Axes", fleet: Fleet, report: Report) -> None:
         axes.plot(minutes, trace.scores[seen], color=INK, linewidth=0.8)
         axes.axhline(trace.threshold, color=MUTED, linewidth=0.8, linestyle="--")
         title += f", {name}"
-    _clean(axes, title)
+    _style_axes(axes, title)
 
 
 def plot_benchmark(results: dict[str, Any], path: Path | str) -> None:
@@ -111,7 +111,7 @@ def plot_benchmark(results: dict[str, Any], path: Path | str) -> None:
             axes.plot(value, row, "o", color=BLUE, markersize=6)
             if result["paper"]:
                 axes.plot(result["paper"][i], row, "D", color=RED, markersize=5, fillstyle="none")
-        _clean(axes, "F1" if name == "f1" else name)
+        _style_axes(axes, "F1" if name == "f1" else name)
     panels[0].set_yticks(rows, list(detectors))
     panels[2].plot([], [], "o", color=BLUE, label="here, with 95 % interval")
     panels[2].plot([], [], "D", color=RED, fillstyle="none", label="paper, 150 real faults")
@@ -135,5 +135,5 @@ def plot_scale(rows: list[dict[str, float]], path: Path | str) -> None:
     axes.axhline(3.6, color=MUTED, linestyle="--", linewidth=0.8)
     axes.set(xscale="log", yscale="log", xlabel="machines")
     axes.legend(fontsize=7, frameon=False)
-    _clean(axes, "One call on 15 minutes of 7 metrics; dashed: the paper's 3.6 s", "seconds")
+    _style_axes(axes, "One call on 15 minutes of 7 metrics; dashed: the paper's 3.6 s", "seconds")
     figure.savefig(path, dpi=150)

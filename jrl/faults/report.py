@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 
 from jrl.faults.fleet import Alarm
 
-NOBODY = -1
+NO_MACHINE = -1
 INCOMPARABLE = 4
 """Exit status where nothing could be compared: no alarm says nothing then."""
 
@@ -20,7 +20,7 @@ class Trace:
     Attributes:
       times: Unix time of each moment, in seconds.
       scores: the greatest score of any machine; NaN where none was computed.
-      leader: row of the machine that has it, or `NOBODY` where it is below the threshold.
+      leader: row of the machine that has it, or `NO_MACHINE` where it is below the threshold.
       threshold: score from which a machine is an outlier.
     """
 

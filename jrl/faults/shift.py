@@ -11,14 +11,14 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
-from jrl.faults.collect.vocabulary import PRIORITY, groups_of, recorded_as, searched
+from jrl.faults.collect.vocabulary import PRIORITY, find_recorded, groups_of, search_order
 from jrl.faults.fleet import Alarm, Fleet
-from jrl.faults.report import NOBODY, Report, Trace
+from jrl.faults.report import NO_MACHINE, Report, Trace
 from jrl.faults.statistics import MAD_TO_STD, nan_median
 
 LONGEST_PERIOD = 60.0
 """Seconds between two samples beyond which four minutes hold too few of them."""
-HEAVY = 3.0
+HEAVY_TAIL_RATIO = 3.0
 """How many times farther from the median the 95th percentile is than the 5th in a heavy tail."""
 LOG_OFFSET = 0.1
 """Share of the typical value, added before the logarithm so that zero needs no special case."""
@@ -83,33 +83,35 @@ class ShiftDetector:
 
     def examine(self, fleet: Fleet) -> Report:
         """The same with what could not be compared, and the greatest score of each moment."""
-        grid = Grid.of(self, fleet.period)
-        names = recorded_as(self.metrics, fleet.metrics)
+        grid = Grid.from_detector(self, fleet.period)
+        names = find_recorded(self.metrics, fleet.metrics)
         if not self.metrics:
-            names = searched(PRIORITY, fleet.metrics)
-        refused = self._refused(fleet, grid)
-        if refused:
-            return Report([], (refused,), comparable=False)
+            names = search_order(PRIORITY, fleet.metrics)
+        reason = self._incomparable_reason(fleet, grid)
+        if reason:
+            return Report([], (reason,), comparable=False)
         notes: list[str] = []
         deviations: dict[str, np.ndarray] = {}
         for name in names:
             values = fleet.values[:, fleet.metrics.index(name)]
-            known = np.isfinite(values)
-            if known.any(axis=1).sum() < 3:
+            finite = np.isfinite(values)
+            if finite.any(axis=1).sum() < 3:
                 notes.append(f"metric {name!r} has samples of fewer than 3 machines: not compared.")
-            elif np.ptp(values[known]) == 0:
-                notes.append(f"metric {name!r} is {values[known][0]:g} everywhere: not compared.")
+            elif np.ptp(values[finite]) == 0:
+                notes.append(f"metric {name!r} is {values[finite][0]:g} everywhere: not compared.")
             else:
                 deviations[name] = deviation(values, grid, self.resolution)
         if not deviations:
             notes.append("no metric can be compared: nothing is said.")
             return Report([], tuple(notes), comparable=False)
         notes += _silent_rows(fleet)
-        for together in groups_of(deviations):
-            deviations[Group(together)] = _combine([deviations[name] for name in together], grid)
+        for group in groups_of(deviations):
+            deviations[Group(group)] = _combine_deviations(
+                [deviations[name] for name in group], grid
+            )
         return self._verdict(fleet, grid, deviations, tuple(notes))
 
-    def _refused(self, fleet: Fleet, grid: "Grid") -> str | None:
+    def _incomparable_reason(self, fleet: Fleet, grid: "Grid") -> str | None:
         """Reason for which a fleet cannot be compared; None if it can."""
         if len(fleet.machines) < 3:
             return (
@@ -134,14 +136,20 @@ class ShiftDetector:
     ) -> Report:
         traces, best = {}, None
         for name, away in deviations.items():
-            scores, sides = onset_scores(away, grid, self.share)
+            scores, signs = onset_scores(away, grid, self.share)
             leader, top = scores.argmax(axis=0), scores.max(axis=0)
-            at = int(top.argmax())
+            moment = int(top.argmax())
             times = fleet.start + grid.hop * fleet.period * (grid.overlap + np.arange(len(top)))
-            named = np.where(top >= self.threshold, leader, NOBODY)
-            traces[name] = Trace(times, top, named, float(self.threshold))
-            if best is None or top[at] > best[0]:
-                best = (float(top[at]), name, int(leader[at]), at, int(sides[leader[at], at]))
+            leader_or_none = np.where(top >= self.threshold, leader, NO_MACHINE)
+            traces[name] = Trace(times, top, leader_or_none, float(self.threshold))
+            if best is None or top[moment] > best[0]:
+                best = (
+                    float(top[moment]),
+                    name,
+                    int(leader[moment]),
+                    moment,
+                    int(signs[leader[moment], moment]),
+                )
         alarms = []
         if best is not None and best[0] >= self.threshold:
             alarms.append(self._alarm(fleet, grid, deviations, traces, best))
@@ -155,13 +163,13 @@ class ShiftDetector:
         traces: dict[str, Trace],
         best: tuple[float, str, int, int, int],
     ) -> Alarm:
-        score, name, row, at, side = best
-        begin = at + grid.overlap
-        away = side * deviations[name][row]
+        score, name, row, moment, sign = best
+        begin = moment + grid.overlap
+        away = sign * deviations[name][row]
         level = float(np.median(away[begin : begin + grid.length]))
         # From the first window that is nearer to the level than to what was before, while it lasts.
-        gone = away[begin:] >= level - score / 2
-        first = int(gone.argmax()) if gone.any() else 0
+        shifted = away[begin:] >= level - score / 2
+        first = int(shifted.argmax()) if shifted.any() else 0
         back = np.flatnonzero(~(away[begin + grid.length - 1 :] >= level - score / 2))
         last = begin + grid.length - 2 + int(back[0]) if back.size else len(away) - 1
         middle = grid.width * fleet.period / 2
@@ -169,7 +177,7 @@ class ShiftDetector:
         evidence = {
             "score": score,
             "threshold": float(self.threshold),
-            "level": side * level,
+            "level": sign * level,
             "machines": len(fleet.machines),
             "scores": traces[name].scores,
         }
@@ -179,7 +187,7 @@ class ShiftDetector:
             metric = max(
                 name.members,
                 key=lambda each: float(
-                    np.nanmedian(side * deviations[each][row, begin : begin + grid.length])
+                    np.nanmedian(sign * deviations[each][row, begin : begin + grid.length])
                 ),
             )
             evidence["metrics together"] = len(name.members)
@@ -224,7 +232,7 @@ class Grid:
     minute: int
 
     @classmethod
-    def of(cls, detector: ShiftDetector, period: float | int) -> "Grid":
+    def from_detector(cls, detector: ShiftDetector, period: float | int) -> "Grid":
         hop = max(1, round(detector.hop / period))
         width = max(1, round(detector.window / period))
         step = hop * period
@@ -254,18 +262,21 @@ def deviation(
     windows = np.lib.stride_tricks.sliding_window_view(values, grid.width, axis=1)
     middle = nan_median(windows[:, :: grid.hop], 2)
     enough = np.isfinite(middle).sum(axis=0) >= 3
-    away = np.where(enough, middle - nan_median(middle, 0), np.nan)
-    return away / _spreads(away, grid, resolution * typical)[:, None]
+    deviations = np.where(enough, middle - nan_median(middle, 0), np.nan)
+    return deviations / _spreads(deviations, grid, resolution * typical)[:, None]
 
 
 def _spreads(
     away: Float[np.ndarray, "machine window"], grid: Grid, least: float
 ) -> Float[np.ndarray, "machine"]:
-    """The spread of each machine: its own or that of all, at least `least`."""
+    """The spread of each machine: the larger of its own and the fleet's, at least `least`."""
     moves = np.abs(away[:, grid.minute :] - away[:, : -grid.minute])
     scale = MAD_TO_STD / 2**0.5
-    own, all_of_them = scale * nan_median(moves, 1), scale * nan_median(moves.ravel(), 0)
-    return np.fmax(np.fmax(own, all_of_them), least)
+    machine_spread, fleet_spread = (
+        scale * nan_median(moves, 1),
+        scale * nan_median(moves.ravel(), 0),
+    )
+    return np.fmax(np.fmax(machine_spread, fleet_spread), least)
 
 
 def _typical(values: np.ndarray) -> float:
@@ -280,21 +291,21 @@ def heavy_tailed(values: Float[np.ndarray, "machine time"]) -> bool:
 
     The median over the fleet at each time, such as the rhythm of a step, is subtracted first.
     """
-    some = values[:, :: max(1, values.shape[1] // 128)]
-    if not np.isfinite(some).any() or np.nanmin(values) < 0:
+    sampled = values[:, :: max(1, values.shape[1] // 128)]
+    if not np.isfinite(sampled).any() or np.nanmin(values) < 0:
         return False
-    rest = some - nan_median(some, 0)
+    rest = sampled - nan_median(sampled, 0)
     low, middle, high = np.nanquantile(rest[np.isfinite(rest)], [0.05, 0.5, 0.95])
-    return bool(high - middle > HEAVY * (middle - low))
+    return bool(high - middle > HEAVY_TAIL_RATIO * (middle - low))
 
 
-def _combine(parts: Sequence[np.ndarray], grid: Grid) -> np.ndarray:
+def _combine_deviations(deviations: Sequence[np.ndarray], grid: Grid) -> np.ndarray:
     """Mean of deviations that one cause moves together, in units of the mean's own spread.
 
     The mean of independent metrics varies less than each of them, that of equal ones as much.
     """
-    mean = sum(parts[1:], parts[0]) / len(parts)
-    return mean / _spreads(mean, grid, 1.0 / len(parts))[:, None]
+    mean = sum(deviations[1:], deviations[0]) / len(deviations)
+    return mean / _spreads(mean, grid, 1.0 / len(deviations))[:, None]
 
 
 def onset_scores(
@@ -310,20 +321,20 @@ def onset_scores(
     ordered = np.sort(stretch[:, grid.overlap :].astype(np.float32), axis=2)  # NaN comes last
     count = np.isfinite(ordered).sum(axis=2)
     spare = ((1 - share) * count + 1e-9).astype(int)
-    known = 2 * count >= grid.length
-    scores, sides = np.zeros(known.shape, np.float32), np.ones(known.shape, np.float32)
-    before = [_before(away, grid, moment) for moment in range(ordered.shape[1])]
-    long, short = (np.stack(part, axis=1) for part in zip(*before, strict=True))
-    for side, place in ((1, spare), (-1, np.maximum(count - 1, 0) - spare)):
-        level = side * np.take_along_axis(ordered, place[:, :, None], 2)[:, :, 0]
-        new = level - np.maximum(0, np.fmax(side * long, side * short))
-        new = np.where(known & (new >= level / 2), new, 0)
+    enough = 2 * count >= grid.length
+    scores, signs = np.zeros(enough.shape, np.float32), np.ones(enough.shape, np.float32)
+    before = [_levels_before(away, grid, moment) for moment in range(ordered.shape[1])]
+    long, short = (np.stack(medians, axis=1) for medians in zip(*before, strict=True))
+    for sign, index in ((1, spare), (-1, np.maximum(count - 1, 0) - spare)):
+        level = sign * np.take_along_axis(ordered, index[:, :, None], 2)[:, :, 0]
+        new = level - np.maximum(0, np.fmax(sign * long, sign * short))
+        new = np.where(enough & (new >= level / 2), new, 0)
         better = new > scores
-        scores, sides = np.where(better, new, scores), np.where(better, side, sides)
-    return scores, sides
+        scores, signs = np.where(better, new, scores), np.where(better, sign, signs)
+    return scores, signs
 
 
-def _before(away: np.ndarray, grid: Grid, moment: int) -> tuple[np.ndarray, np.ndarray]:
+def _levels_before(away: np.ndarray, grid: Grid, moment: int) -> tuple[np.ndarray, np.ndarray]:
     """Each machine's median until a moment, and just before it."""
     until = away[:, : moment + 1]
     # Windows that overlap say little that is new.
@@ -331,8 +342,8 @@ def _before(away: np.ndarray, grid: Grid, moment: int) -> tuple[np.ndarray, np.n
 
 
 def _silent_rows(fleet: Fleet) -> list[str]:
-    some = np.isfinite(fleet.values).any(axis=(1, 2))
+    has_samples = np.isfinite(fleet.values).any(axis=(1, 2))
     return [
         f"machine {fleet.machines[row]!r} has no data: not compared. Look whether it still reports."
-        for row in np.flatnonzero(~some)
+        for row in np.flatnonzero(~has_samples)
     ]

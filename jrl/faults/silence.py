@@ -56,12 +56,12 @@ class SilenceDetector:
                 continue  # a metric that this machine does not have
             begin, end = self._longest(present[row], others)
             seconds = int(others[begin:end].sum()) * fleet.period
-            if seconds < self.seconds or _is_told(fleet, int(row), metric, begin, end):
+            if seconds < self.seconds or _reports_no_value(fleet, int(row), metric, begin, end):
                 continue
             evidence: dict[str, np.ndarray | float | int] = {"seconds": float(seconds)}
             if metric != SILENCE:
                 evidence[SILENCE] = 1
-            since, until = (fleet.start + at * fleet.period for at in (begin, end))
+            since, until = (fleet.start + index * fleet.period for index in (begin, end))
             alarms.append(Alarm(fleet.machines[row], metric, since, until, evidence))
         return alarms
 
@@ -78,9 +78,9 @@ class SilenceDetector:
         return int(edges[longest]) + 1, int(edges[longest + 1])
 
 
-def _is_told(fleet: Fleet, row: int, metric: str, begin: int, end: int) -> bool:
+def _reports_no_value(fleet: Fleet, row: int, metric: str, begin: int, end: int) -> bool:
     """True if the exporter reports "no value" for a metric while it has others of the same GPU."""
     if (fleet.machines[row], metric) not in fleet.blank:
         return False
-    beside = [gpu_of(name) == gpu_of(metric) for name in fleet.metrics]
-    return bool(np.isfinite(fleet.values[row, beside, begin:end]).any())
+    same_gpu = [gpu_of(name) == gpu_of(metric) for name in fleet.metrics]
+    return bool(np.isfinite(fleet.values[row, same_gpu, begin:end]).any())

@@ -12,7 +12,7 @@ from jrl.faults.report import Report
 from jrl.faults.shift import ShiftDetector
 from jrl.faults.silence import SilenceDetector
 
-LEAST_CONTINUITY = 240.0
+MIN_SHIFT_CONTINUITY = 240.0
 """Lower bound of the seconds for which a subtle shift must last; other alarms may need less."""
 
 
@@ -43,18 +43,18 @@ class StandardDetector:
     codes: Sequence[str] = ("machine",)
 
     def __post_init__(self):
-        self._parts()
+        self._detectors()
         unknown = [fault for fault in self.codes if fault not in FAULTS]
         if unknown:
             raise ValueError(f"codes={unknown[0]!r} must be some of {', '.join(FAULTS)}.")
 
-    def _parts(self) -> tuple[SilenceDetector, OutlierDetector, ShiftDetector]:
+    def _detectors(self) -> tuple[SilenceDetector, OutlierDetector, ShiftDetector]:
         times = tuple(self.metrics) or (STEP_TIME,)
         return (
             SilenceDetector(self.silence),
             OutlierDetector(times, self.window, self.continuity),
             ShiftDetector(
-                self.threshold, max(self.continuity, LEAST_CONTINUITY), metrics=self.metrics
+                self.threshold, max(self.continuity, MIN_SHIFT_CONTINUITY), metrics=self.metrics
             ),
         )
 
@@ -64,16 +64,16 @@ class StandardDetector:
 
     def examine(self, fleet: Fleet) -> Report:
         """Report with the alarms, the scores and what could not be compared."""
-        silent, outlier, shift = self._parts()
+        silent, outlier, shift = self._detectors()
         report = shift.examine(fleet)
-        found: dict[str, Alarm] = {}
+        alarm_by_machine: dict[str, Alarm] = {}
         moved = moved_counters(fleet, self.codes)
         for alarm in (*moved, *silent(fleet), *outlier(fleet), *report.alarms):
-            found.setdefault(alarm.machine, alarm)
+            alarm_by_machine.setdefault(alarm.machine, alarm)
         alarms = [
             replace(alarm, evidence={**alarm.evidence, **error_rates(fleet, alarm.machine)})
-            for alarm in found.values()
+            for alarm in alarm_by_machine.values()
         ]
-        known = bool(alarms) or report.comparable or outlier.compares(fleet)
+        comparable = bool(alarms) or report.comparable or outlier.compares(fleet)
         notes = (*report.notes, *other_codes(fleet, self.codes), *blank_notes(fleet))
-        return replace(report, alarms=alarms, comparable=known, notes=notes)
+        return replace(report, alarms=alarms, comparable=comparable, notes=notes)

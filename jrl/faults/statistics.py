@@ -11,8 +11,8 @@ def nan_median(values: np.ndarray, axis: int) -> np.ndarray:
     ordered = np.sort(values, axis=axis)  # NaN comes last
     count = np.isfinite(ordered).sum(axis=axis, keepdims=True)
     last = ordered.shape[axis] - 1
-    below, above = (np.clip(at, 0, last) for at in ((count - 1) // 2, count // 2))
-    low, high = (np.take_along_axis(ordered, at, axis) for at in (below, above))
+    below, above = (np.clip(index, 0, last) for index in ((count - 1) // 2, count // 2))
+    low, high = (np.take_along_axis(ordered, index, axis) for index in (below, above))
     return np.where(count > 0, (low + high) / 2, np.nan).squeeze(axis)
 
 

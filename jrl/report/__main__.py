@@ -13,7 +13,7 @@ from jrl.runs.folder import RunFolder
 
 
 @dataclass(frozen=True)
-class Request:
+class ReportOptions:
     """Arguments of ``python -m jrl.report``."""
 
     runs: tyro.conf.Positional[tuple[str, ...]]
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(arguments: list[str]) -> int:
     request = tyro.cli(
-        Request,
+        ReportOptions,
         prog="python -m jrl.report",
         description="Draws runs as one page: curves, samples, time, settings. It needs no network.",
         args=arguments,
@@ -38,8 +38,8 @@ def _main(arguments: list[str]) -> int:
     if not request.runs:
         raise ValueError("runs=() names no run: give at least one run folder")
     folders = [RunFolder.read(path) for path in request.runs]
-    alone = folders[0].report_path if len(folders) == 1 else Path("report.html")
-    path = write_page(folders, alone if request.out is None else request.out)
+    default_path = folders[0].report_path if len(folders) == 1 else Path("report.html")
+    path = write_page(folders, default_path if request.out is None else request.out)
     print(f"report: {path}")
     return 0
 

@@ -15,7 +15,7 @@ from rich.console import Console
 
 LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 COMPILED = "/jax/core/compile/backend_compile_duration"
-SHORT = 1.0
+MIN_SECONDS = 1.0
 """Seconds of a compilation that nobody needs to be told of."""
 NAMES = {
     "update": "the update",
@@ -34,25 +34,25 @@ class Compilation:
     """A program on its way through the compiler."""
 
     name: str
-    begun: float
+    started: float
 
     def line(self) -> str:
-        seconds = time.monotonic() - self.begun
+        seconds = time.monotonic() - self.started
         return f"compiling {self.name}, {seconds:.0f} s"
 
 
 class CompilationWatch:
     """Tells of compilations that take more than a second, for as long as it is entered.
 
-    A progress display draws `line` where one is on the terminal (`drawing`); elsewhere each long
-    compilation is one printed line.
+    A progress display draws `line` where one is on the terminal (`set_drawing`); elsewhere each
+    long compilation is one printed line.
 
     Args:
       console: where to print; standard output by default.
       short: seconds after which a compilation is told of.
     """
 
-    def __init__(self, console: Console | None = None, short: float = SHORT):
+    def __init__(self, console: Console | None = None, short: float = MIN_SECONDS):
         self._console = console or Console()
         self._short = short
         self._current: Compilation | None = None
@@ -60,28 +60,28 @@ class CompilationWatch:
         self._main = threading.get_ident()
 
     def __enter__(self) -> "CompilationWatch":
-        jax.monitoring.register_event_duration_secs_listener(self._heard)
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
         _ENTERED.append(self)
         return self
 
     def __exit__(self, *error: object) -> None:
         _ENTERED.remove(self)
-        jax.monitoring.unregister_event_duration_listener(self._heard)
+        jax.monitoring.unregister_event_duration_listener(self._on_event)
         self._end()
 
     def line(self) -> str | None:
         """The compilation that has been under way for a while; None where there is none."""
         current = self._current
-        if current is None or time.monotonic() - current.begun < self._short:
+        if current is None or time.monotonic() - current.started < self._short:
             return None
         return current.line()
 
-    def _heard(self, event: str, duration_secs: float, **known: Any) -> None:
+    def _on_event(self, event: str, duration_secs: float, **event_fields: Any) -> None:
         # Other threads compile beside the one that waits: only that one is told of.
         if threading.get_ident() != self._main:
             return
         if event == LOWERED:
-            self._begin(str(known.get("fun_name", "")))
+            self._begin(str(event_fields.get("fun_name", "")))
         elif event == COMPILED:
             self._end()
 
@@ -110,9 +110,9 @@ _ENTERED: list[CompilationWatch] = []
 _DRAWING: list[object] = []
 
 
-def drawing(display: object, is_drawn: bool) -> None:
+def set_drawing(display: object, is_drawing: bool) -> None:
     """Says whether a display is on the terminal that draws `current_line` itself."""
-    if is_drawn:
+    if is_drawing:
         _DRAWING.append(display)
     elif display in _DRAWING:
         _DRAWING.remove(display)

@@ -60,7 +60,7 @@ class CriticRollout:
 
 
 @dataclass(frozen=True)
-class Report:
+class CriticReport:
     """All diagnostics of one rollout. Those along a response have `BINS` entries.
 
     Attributes:
@@ -103,7 +103,7 @@ class Report:
 
     def summary(self) -> dict[str, float]:
         """One number or two per diagnostic, by name; what is infinite is left out."""
-        numbers = {
+        statistics = {
             "explained_variance": self.explained_variance,
             "explained_variance/first_decile": self.position.explained_variance[0],
             "explained_variance/last_decile": self.position.explained_variance[-1],
@@ -136,11 +136,11 @@ class Report:
             "groups/pass_at_k_gap": self.groups.gap,
         }
         if self.guard_rate is not None:
-            numbers["lambda/guard_rate"] = self.guard_rate
-        return {name: float(x) for name, x in numbers.items() if np.isfinite(x)}
+            statistics["lambda/guard_rate"] = self.guard_rate
+        return {name: float(x) for name, x in statistics.items() if np.isfinite(x)}
 
 
-def critic_diagnostics(rollout: CriticRollout) -> Report:
+def critic_diagnostics(rollout: CriticRollout) -> CriticReport:
     """All diagnostics of one rollout.
 
     Raises:
@@ -148,7 +148,7 @@ def critic_diagnostics(rollout: CriticRollout) -> Report:
     """
     if not rollout.mask.any():
         raise ValueError("the rollout has no sampled token, so there is nothing to diagnose.")
-    found = _measured(
+    computed = _compute_diagnostics(
         rollout.values,
         rollout.rewards,
         rollout.mask,
@@ -162,48 +162,48 @@ def critic_diagnostics(rollout: CriticRollout) -> Report:
         alpha=rollout.alpha,
         edges=rollout.edges,
     )
-    advantages, bias, steps, parts = map(
-        np.asarray, (found.advantages, found.bias, found.steps, found.parts)
+    advantages, bias, steps, bins = map(
+        np.asarray, (computed.advantages, computed.bias, computed.steps, computed.bins)
     )
 
-    def along(x: np.ndarray) -> np.ndarray:
+    def bin_means(x: np.ndarray) -> np.ndarray:
         """The mean over the tokens of each part of a response."""
-        inside = rollout.mask
-        total = np.bincount(parts[inside], x[inside], BINS)
-        return total / np.maximum(np.bincount(parts[inside], minlength=BINS), 1)
+        mask = rollout.mask
+        total = np.bincount(bins[mask], x[mask], BINS)
+        return total / np.maximum(np.bincount(bins[mask], minlength=BINS), 1)
 
     first = rollout.mask & (np.cumsum(rollout.mask, axis=1) == 1)
     discounts = rollout.gamma ** (np.cumsum(rollout.mask, axis=1) - 1.0)
-    promised = np.where(first, rollout.values, 0).sum(1)
-    surprise = np.where(rollout.mask, rollout.rewards * discounts, 0).sum(1) - promised
-    against = np.sign(advantages) != np.sign(surprise)[:, None]
-    return Report(
-        **found.of_report,
-        explained_variance=float(found.explained_variance),
-        bias=np.abs(along(bias)),
+    predicted = np.where(first, rollout.values, 0).sum(1)
+    surprise = np.where(rollout.mask, rollout.rewards * discounts, 0).sum(1) - predicted
+    contradicts = np.sign(advantages) != np.sign(surprise)[:, None]
+    return CriticReport(
+        **computed.report_fields,
+        explained_variance=float(computed.explained_variance),
+        bias=np.abs(bin_means(bias)),
         deviation=float(np.std(advantages[rollout.mask])),
-        guard_rate=None if found.guard_rate is None else float(found.guard_rate),
-        errors=along(np.abs(steps)),
-        contradiction=float(found.contradiction),
-        contradictions=along(against.astype(advantages.dtype)),
+        guard_rate=None if computed.guard_rate is None else float(computed.guard_rate),
+        errors=bin_means(np.abs(steps)),
+        contradiction=float(computed.contradiction),
+        contradictions=bin_means(contradicts.astype(advantages.dtype)),
     )
 
 
-class _Measured(NamedTuple):
-    """Results of `_measured`: fields of a `Report`, and arrays that other fields are made of."""
+class _DiagnosticArrays(NamedTuple):
+    """Results of `_compute_diagnostics`: fields of a `CriticReport`, arrays for the others."""
 
     advantages: Array
     bias: Array
     steps: Array
-    parts: Array
+    bins: Array
     explained_variance: Array
     guard_rate: Array | None
     contradiction: Array
-    of_report: dict[str, Any]
+    report_fields: dict[str, Any]
 
 
 @functools.partial(jax.jit, static_argnames=("low", "high", "alpha", "edges"))
-def _measured(
+def _compute_diagnostics(
     values: Array,
     rewards: Array,
     mask: Array,
@@ -217,23 +217,22 @@ def _measured(
     high: float,
     alpha: float | None,
     edges: tuple[int, ...],
-) -> _Measured:
+) -> _DiagnosticArrays:
     """The part of the report that is made of arrays, as one program."""
     advantages, _ = gae(rewards, values, mask, gamma=gamma, lam=lam)
     _, returns = gae(rewards, values, mask, gamma=gamma, lam=1.0)
     errors, solved = values - returns, correct.astype(values.dtype)
-    arrays = (rewards, values, mask)
-    return _Measured(
+    return _DiagnosticArrays(
         advantages=advantages,
         bias=diagnostics.bootstrap_bias(errors, mask, lam, gamma=gamma),
-        steps=gae(*arrays, gamma=gamma, lam=0.0)[0],
-        parts=diagnostics.relative_position(mask, num_bins=BINS),
+        steps=gae(rewards, values, mask, gamma=gamma, lam=0.0)[0],
+        bins=diagnostics.relative_position(mask, num_bins=BINS),
         explained_variance=explained_variance(values, returns, mask),
         guard_rate=None if alpha is None else diagnostics.guard_rate(lengths, alpha=alpha),
         contradiction=diagnostics.outcome_contradiction(
             rewards, values, advantages, mask, gamma=gamma
         ),
-        of_report={
+        report_fields={
             "position": diagnostics.by_position(values, returns, mask, num_bins=BINS),
             "calibration": diagnostics.calibration(
                 values, solved[:, None], mask, low=low, high=high, num_bins=BINS
@@ -243,10 +242,10 @@ def _measured(
             ),
             "reach": diagnostics.terminal_reach(mask, lam=lam, gamma=gamma),
             "sensitivity": diagnostics.lambda_sensitivity(
-                *arrays, lam=lam, gamma=gamma, edges=edges
+                rewards, values, mask, lam=lam, gamma=gamma, edges=edges
             ),
             "variance": diagnostics.within_between_variance(advantages, mask),
-            "concentration": diagnostics.td_concentration(*arrays, gamma=gamma),
+            "concentration": diagnostics.td_concentration(rewards, values, mask, gamma=gamma),
             "length": diagnostics.length_share(mask, edges=edges),
             "negative": diagnostics.negative_share(advantages, mask),
             "groups": diagnostics.group_degeneracy(solved, groups),

@@ -6,8 +6,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jrl.report.critic import BINS, CriticRollout, Report, critic_diagnostics
-from jrl.report.plots import BLUE, GREEN, GRID, INK, MUTED, ORANGE, PURPLE, grid_of, plain, save
+from jrl.report.critic import BINS, CriticReport, CriticRollout, critic_diagnostics
+from jrl.report.plots import (
+    BLUE,
+    GREEN,
+    GRID,
+    INK,
+    MUTED,
+    ORANGE,
+    PURPLE,
+    create_grid,
+    save,
+    style_axes,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,7 +27,10 @@ ALONG = "position in the response"
 
 
 def plot_diagnostics(
-    rollout: CriticRollout, path: Path | str, title: str | None = None, report: Report | None = None
+    rollout: CriticRollout,
+    path: Path | str,
+    title: str | None = None,
+    report: CriticReport | None = None,
 ) -> Path:
     """Draw the diagnostics of one rollout.
 
@@ -33,7 +47,7 @@ def plot_diagnostics(
       ValueError: if the rollout has no token.
     """
     report = critic_diagnostics(rollout) if report is None else report
-    figure, grid = grid_of(12, title)
+    figure, grid = create_grid(12, title)
     figure.set_size_inches(20.0, 14.0)
     panels = (
         _explained_variance,
@@ -50,24 +64,24 @@ def plot_diagnostics(
         _groups,
     )
     for axes, draw in zip(grid, panels, strict=True):
-        plain(axes, "y")
+        style_axes(axes, "y")
         axes.tick_params(pad=7)
         draw(axes, rollout, report)
     return save(figure, path)
 
 
-def _name(axes: "Axes", title: str, note: str, x: str, y: str) -> None:
+def _label_panel(axes: "Axes", title: str, note: str, x: str, y: str) -> None:
     """Title, one line of numbers under it, and the axes' names."""
     axes.set_title(f"{title}\n", fontsize=14, fontweight="bold", color=INK, loc="left", pad=8)
-    written = axes.text(0, 1.03, note, transform=axes.transAxes, fontsize=11, color=MUTED)
+    note_text = axes.text(0, 1.03, note, transform=axes.transAxes, fontsize=11, color=MUTED)
     # Neither may push the panels apart: both lie above their own.
-    for text in (written, *axes.texts, axes.title):
+    for text in (note_text, *axes.texts, axes.title):
         text.set_in_layout(False)
     axes.set_xlabel(x, fontsize=12, color=MUTED)
     axes.set_ylabel(y, fontsize=12, color=MUTED)
 
 
-def _along(axes: "Axes") -> np.ndarray:
+def _bin_centers(axes: "Axes") -> np.ndarray:
     """The middles of the parts of a response, with the axis that shows them."""
     axes.set_xlim(0, 1)
     axes.set_xticks([0, 0.5, 1], ["start", "middle", "end"])
@@ -99,16 +113,20 @@ def _bars(
 
 
 def _pairs(
-    axes: "Axes", names: Sequence[str], one: np.ndarray, other: np.ndarray, labels: tuple[str, str]
+    axes: "Axes",
+    names: Sequence[str],
+    first: np.ndarray,
+    second: np.ndarray,
+    labels: tuple[str, str],
 ) -> None:
     """Two bars for each name."""
-    places = np.arange(len(names))
-    axes.bar(places - 0.19, one, width=0.36, color=BLUE, label=labels[0])
-    axes.bar(places + 0.19, other, width=0.36, color=ORANGE, label=labels[1])
-    axes.set_xticks(places, names, fontsize=10)
+    positions = np.arange(len(names))
+    axes.bar(positions - 0.19, first, width=0.36, color=BLUE, label=labels[0])
+    axes.bar(positions + 0.19, second, width=0.36, color=ORANGE, label=labels[1])
+    axes.set_xticks(positions, names, fontsize=10)
 
 
-def _buckets(rollout: CriticRollout) -> list[str]:
+def _length_buckets(rollout: CriticRollout) -> list[str]:
     """The buckets of length as they are written on an axis."""
     shortest, longest = rollout.lengths[rollout.lengths > 0].min(), rollout.lengths.max()
     lows = [int(shortest), *(edge + 1 for edge in rollout.edges)]
@@ -116,54 +134,59 @@ def _buckets(rollout: CriticRollout) -> list[str]:
     return [str(a) if a == b else f"{a}–{b}" for a, b in zip(lows, highs, strict=True)]  # noqa: RUF001 - a range
 
 
-def _explained_variance(axes: "Axes", rollout: CriticRollout, report: Report) -> None:
+def _explained_variance(axes: "Axes", rollout: CriticRollout, report: CriticReport) -> None:
     explained = np.asarray(report.position.explained_variance)
-    axes.plot(_along(axes), np.maximum(explained, -1), color=GREEN, linewidth=2.6, marker="o")
+    axes.plot(_bin_centers(axes), np.maximum(explained, -1), color=GREEN, linewidth=2.6, marker="o")
     axes.axhline(0, color=MUTED, linewidth=1.2, linestyle=(0, (4, 3)))
     axes.set_ylim(min(-0.1, float(np.maximum(explained, -1).min()) - 0.05), 1.05)
     note = f"overall {report.explained_variance:.2f}; 0 is a constant, 1 is perfect"
-    _name(axes, "Explained variance", note, ALONG, "1 − Var(G − V) / Var(G)")  # noqa: RUF001 - minus
+    _label_panel(axes, "Explained variance", note, ALONG, "1 − Var(G − V) / Var(G)")  # noqa: RUF001 - minus
 
 
-def _bias(axes: "Axes", rollout: CriticRollout, report: Report) -> None:
-    middles, bias = _along(axes), np.asarray(report.position.bias)
+def _bias(axes: "Axes", rollout: CriticRollout, report: CriticReport) -> None:
+    middles, bias = _bin_centers(axes), np.asarray(report.position.bias)
     axes.plot(middles, bias, color=BLUE, linewidth=2.6, marker="o", label="mean error")
     axes.plot(middles, report.position.error, color=MUTED, linewidth=1.8, label="typical error")
     axes.axhline(0, color=MUTED, linewidth=1.2, linestyle=(0, (4, 3)))
     _legend(axes)
     note = f"start {bias[0]:+.3f}, end {bias[-1]:+.3f}"
-    _name(axes, "Value bias", note, ALONG, "V − G, in reward")  # noqa: RUF001 - minus
+    _label_panel(axes, "Value bias", note, ALONG, "V − G, in reward")  # noqa: RUF001 - minus
 
 
-def _calibration(axes: "Axes", rollout: CriticRollout, report: Report) -> None:
-    found = report.calibration
-    count = np.asarray(found.tokens)
-    some = count > 0
+def _calibration(axes: "Axes", rollout: CriticRollout, report: CriticReport) -> None:
+    calibration = report.calibration
+    count = np.asarray(calibration.tokens)
+    has_tokens = count > 0
     share = count / count.sum()
     middles = (np.arange(BINS) + 0.5) / BINS
     axes.bar(middles, share, width=0.09, color=GRID, label="share of tokens")
     axes.plot([0, 1], [0, 1], color=MUTED, linewidth=1.2, linestyle=(0, (4, 3)))
-    predicted, observed = np.asarray(found.predicted)[some], np.asarray(found.observed)[some]
+    predicted, observed = (
+        np.asarray(calibration.predicted)[has_tokens],
+        np.asarray(calibration.observed)[has_tokens],
+    )
     axes.plot(predicted, observed, color=PURPLE, linewidth=2.2)
-    axes.scatter(predicted, observed, s=20 + 220 * share[some], color=PURPLE, zorder=3)
+    axes.scatter(predicted, observed, s=20 + 220 * share[has_tokens], color=PURPLE, zorder=3)
     axes.set_xlim(0, 1)
     axes.set_ylim(0, 1.04)
     axes.legend(frameon=False, labelcolor=INK, fontsize=11, loc="upper left")
-    note = f"Brier {float(found.brier):.3f}, calibration error {float(found.ece):.3f}"
-    _name(axes, "Calibration", note, "predicted success", "observed success")
+    note = f"Brier {float(calibration.brier):.3f}, calibration error {float(calibration.ece):.3f}"
+    _label_panel(axes, "Calibration", note, "predicted success", "observed success")
 
 
-def _bootstrap(axes: "Axes", rollout: CriticRollout, report: Report) -> None:
-    axes.plot(_along(axes), report.bias, color=ORANGE, linewidth=2.6, marker="o", label="bias")
+def _bootstrap(axes: "Axes", rollout: CriticRollout, report: CriticReport) -> None:
+    axes.plot(
+        _bin_centers(axes), report.bias, color=ORANGE, linewidth=2.6, marker="o", label="bias"
+    )
     axes.axhline(report.deviation, color=BLUE, linewidth=2, label="spread of advantages")
     axes.set_ylim(0, None)
     _legend(axes)
     ratio = report.bias.mean() / report.deviation if report.deviation else 0.0
     note = f"mean {ratio:.1%} of the spread; bound {float(report.bootstrap.bound):.3f}"
-    _name(axes, "Bootstrap bias of advantages", note, ALONG, "in reward")
+    _label_panel(axes, "Bootstrap bias of advantages", note, ALONG, "in reward")
 
 
-def _reach(axes: "Axes", rollout: CriticRollout, report: Report) -> None:
+def _reach(axes: "Axes", rollout: CriticRollout, report: CriticReport) -> None:
     longest = int(rollout.lengths.max())
     decay = np.ravel(np.broadcast_to(rollout.lam, (len(rollout.lengths), 1)))[rollout.lengths > 0]
     back = np.arange(longest)
@@ -185,71 +208,75 @@ def _reach(axes: "Axes", rollout: CriticRollout, report: Report) -> None:
     )
     if report.guard_rate is not None:
         note += f"; floor in {report.guard_rate:.0%}"
-    _name(axes, "Terminal reach", note, "tokens before the end", "weight of the outcome")
+    _label_panel(axes, "Terminal reach", note, "tokens before the end", "weight of the outcome")
 
 
-def _sensitivity(axes: "Axes", rollout: CriticRollout, report: Report) -> None:
-    found = report.sensitivity
-    correlation, agreement = np.asarray(found.correlation), np.asarray(found.sign_agreement)
-    _pairs(axes, _buckets(rollout), correlation, agreement, ("correlation", "equal sign"))
+def _sensitivity(axes: "Axes", rollout: CriticRollout, report: CriticReport) -> None:
+    sensitivity = report.sensitivity
+    correlation, agreement = (
+        np.asarray(sensitivity.correlation),
+        np.asarray(sensitivity.sign_agreement),
+    )
+    _pairs(axes, _length_buckets(rollout), correlation, agreement, ("correlation", "equal sign"))
     axes.set_ylim(min(0.0, float(correlation.min()) - 0.05), 1.25)
     axes.set_yticks([0, 0.5, 1])
     axes.axhline(0, color=MUTED, linewidth=1.0)
     axes.legend(frameon=False, labelcolor=INK, fontsize=11, loc="upper center", ncols=2)
     note = "A(λ) against A(1), by length of the response"
-    _name(axes, "Sensitivity to lambda", note, "tokens", "")
+    _label_panel(axes, "Sensitivity to lambda", note, "tokens", "")
 
 
-def _variance(axes: "Axes", rollout: CriticRollout, report: Report) -> None:
-    parts = [float(report.variance.within), float(report.variance.between)]
-    _bars(axes, ["within\nresponses", "between\nresponses"], parts, (GREEN, BLUE), "{:.3g}")
-    axes.set_ylim(0, 1.15 * max(*parts, 1e-9))
+def _variance(axes: "Axes", rollout: CriticRollout, report: CriticReport) -> None:
+    variances = [float(report.variance.within), float(report.variance.between)]
+    _bars(axes, ["within\nresponses", "between\nresponses"], variances, (GREEN, BLUE), "{:.3g}")
+    axes.set_ylim(0, 1.15 * max(*variances, 1e-9))
     note = f"ratio {float(report.variance.ratio):.2f}; 0 adds nothing to a baseline"
-    _name(axes, "Variance of advantages", note, "", "in reward squared")
+    _label_panel(axes, "Variance of advantages", note, "", "in reward squared")
 
 
-def _concentration(axes: "Axes", rollout: CriticRollout, report: Report) -> None:
-    found = report.concentration
-    axes.bar(_along(axes), report.errors, width=0.085, color=PURPLE)
+def _concentration(axes: "Axes", rollout: CriticRollout, report: CriticReport) -> None:
+    concentration = report.concentration
+    axes.bar(_bin_centers(axes), report.errors, width=0.085, color=PURPLE)
     axes.set_ylim(0, None)
-    note = f"Gini {float(found.gini):.2f}; top 5% of tokens hold {float(found.top_mass):.0%}"
-    _name(axes, "Temporal-difference errors", note, ALONG, "mean |δ|, in reward")
+    gini, top_mass = float(concentration.gini), float(concentration.top_mass)
+    note = f"Gini {gini:.2f}; top 5% of tokens hold {top_mass:.0%}"
+    _label_panel(axes, "Temporal-difference errors", note, ALONG, "mean |δ|, in reward")
 
 
-def _contradiction(axes: "Axes", rollout: CriticRollout, report: Report) -> None:
-    axes.plot(_along(axes), report.contradictions, color=ORANGE, linewidth=2.6, marker="o")
+def _contradiction(axes: "Axes", rollout: CriticRollout, report: CriticReport) -> None:
+    axes.plot(_bin_centers(axes), report.contradictions, color=ORANGE, linewidth=2.6, marker="o")
     axes.axhline(0.5, color=MUTED, linewidth=1.2, linestyle=(0, (4, 3)))
     _percent(axes, max(0.6, 1.1 * float(report.contradictions.max())))
     note = f"{report.contradiction:.0%} of tokens; half is chance"
-    _name(axes, "Sign against the outcome", note, ALONG, "share of tokens")
+    _label_panel(axes, "Sign against the outcome", note, ALONG, "share of tokens")
 
 
-def _lengths(axes: "Axes", rollout: CriticRollout, report: Report) -> None:
+def _lengths(axes: "Axes", rollout: CriticRollout, report: CriticReport) -> None:
     responses, tokens = np.asarray(report.length.responses), np.asarray(report.length.tokens)
-    _pairs(axes, _buckets(rollout), responses, tokens, ("responses", "tokens"))
+    _pairs(axes, _length_buckets(rollout), responses, tokens, ("responses", "tokens"))
     _percent(axes, 1.3 * float(max(responses.max(), tokens.max())))
     axes.legend(frameon=False, labelcolor=INK, fontsize=11, loc="upper center", ncols=2)
     note = "in a loss per response, and per token"
-    _name(axes, "Weight by length", note, "tokens", "share")
+    _label_panel(axes, "Weight by length", note, "tokens", "share")
 
 
-def _negative(axes: "Axes", rollout: CriticRollout, report: Report) -> None:
-    found = report.negative
-    shares = [float(found.responses), float(found.tokens)]
+def _negative(axes: "Axes", rollout: CriticRollout, report: CriticReport) -> None:
+    negative = report.negative
+    shares = [float(negative.responses), float(negative.tokens)]
     _bars(axes, ["of responses", "of tokens"], shares, (BLUE, ORANGE))
     _percent(axes, 1.15 * max(*shares, 0.05))
     note = (
-        f"mean length {float(found.length):.1f} against {float(found.other_length):.1f}; "
-        f"drift {float(found.drift):+.3f}"
+        f"mean length {float(negative.length):.1f} against {float(negative.other_length):.1f}; "
+        f"drift {float(negative.drift):+.3f}"
     )
-    _name(axes, "Negative advantage", note, "", "share")
+    _label_panel(axes, "Negative advantage", note, "", "share")
 
 
-def _groups(axes: "Axes", rollout: CriticRollout, report: Report) -> None:
-    found = report.groups
-    right, wrong = float(found.all_right), float(found.all_wrong)
+def _groups(axes: "Axes", rollout: CriticRollout, report: CriticReport) -> None:
+    groups = report.groups
+    right, wrong = float(groups.all_right), float(groups.all_wrong)
     shares = [right, max(0.0, 1 - right - wrong), wrong]
     _bars(axes, ["all right", "mixed", "all wrong"], shares, (GREEN, BLUE, ORANGE))
     _percent(axes, 1.15 * max(shares))
-    note = f"pass@1 {float(found.pass_at_1):.0%}, pass@k {float(found.pass_at_k):.0%}"
-    _name(axes, "Groups", note, "responses to one prompt", "share of prompts")
+    note = f"pass@1 {float(groups.pass_at_1):.0%}, pass@k {float(groups.pass_at_k):.0%}"
+    _label_panel(axes, "Groups", note, "responses to one prompt", "share of prompts")

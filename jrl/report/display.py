@@ -67,7 +67,9 @@ def sparkline(values: Sequence[float | int], width: int = 40, blocks: str = BLOC
     if len(finite) > width:
         edges = [len(finite) * i // width for i in range(width + 1)]
         bins = [finite[start:end] for start, end in pairwise(edges)]
-        finite = [_mean([value for value in part if value is not None]) for part in bins]
+        finite = [
+            _mean([value for value in values_of_bin if value is not None]) for values_of_bin in bins
+        ]
     present = [value for value in finite if value is not None]
     if not present:
         return ""
@@ -212,11 +214,11 @@ class TrainingDisplay:
 
 def training_line(step: int, num_steps: int, metrics: Mapping[str, float | int]) -> str:
     """Return one step as a line: step, seconds, tokens/s, loss and the rest that exists."""
-    parts = [f"completed step: {step}/{num_steps}"]
-    parts += [
+    fields = [f"completed step: {step}/{num_steps}"]
+    fields += [
         f"{label}: {shape.format(metrics[name])}" for label, name, shape in LINE if name in metrics
     ]
-    return ", ".join(parts)
+    return ", ".join(fields)
 
 
 def print_samples(
@@ -240,9 +242,9 @@ def print_samples(
     table = Table(box=box.ROUNDED, title="Completions of held-out prompts", show_lines=True)
     for heading in ("prompt", "before", "", "after", ""):
         table.add_column(heading, overflow="fold", no_wrap=heading == "")
-    for old, new in zip(before, after, strict=True):
-        cells = [printable(old["prompt"], console)]
-        for sample in (old, new):
+    for sample_before, sample_after in zip(before, after, strict=True):
+        cells = [printable(sample_before["prompt"], console)]
+        for sample in (sample_before, sample_after):
             cells += [printable(sample["completion"], console), score_mark(sample, console)]
         table.add_row(*cells)
     console.print(table)
@@ -316,7 +318,7 @@ class _Progress:
                 get_renderable=self._render, console=self.console, refresh_per_second=4
             )
             self._live.start()
-            compilation.drawing(self, True)
+            compilation.set_drawing(self, True)
 
     def update(
         self, step: int, side: str, body: RenderableType, line: str, always: bool = False
@@ -339,7 +341,7 @@ class _Progress:
     def stop(self) -> None:
         self._stopped = True
         if self._live is not None:
-            compilation.drawing(self, False)
+            compilation.set_drawing(self, False)
             self._live.stop()  # draws once more
             self._live = None
         elif self._last_line is not None:
@@ -357,10 +359,10 @@ class _Progress:
     def _remaining(self) -> str:
         if len(self._ticks) < 2:
             return "?"
-        (first, begun), (last, now) = self._ticks[0], self._ticks[-1]
+        (first, first_time), (last, last_time) = self._ticks[0], self._ticks[-1]
         if last <= first:
             return "?"
-        return _clock((self.num_steps - last) * (now - begun) / (last - first))
+        return _clock((self.num_steps - last) * (last_time - first_time) / (last - first))
 
     def _render(self) -> RenderableType:
         elapsed = _clock(time.monotonic() - self._started)

@@ -6,7 +6,7 @@ SPREAD = {"mean": "Mean", "min": "Smallest", "max": "Largest"}
 
 
 @dataclass(frozen=True)
-class Metric:
+class MetricDefinition:
     """One row of the table.
 
     Attributes:
@@ -20,19 +20,22 @@ class Metric:
     definition: str
 
 
-def read_table(text: str) -> tuple[Metric, ...]:
+def read_table(text: str) -> tuple[MetricDefinition, ...]:
     """The metrics of a table with a row for each: ``name | unit | definition``.
 
     A row goes on in lines that begin with two spaces; lines that begin with ``#`` are comments. A
     name that ends in ``{mean,min,max}`` is three metrics of a quantity, which its definition names.
     """
-    rows = text.replace("\n  ", " ").splitlines()
-    given = (row.split(" | ", 2) for row in rows if row and not row.startswith("#"))
-    return tuple(metric for row in given for metric in _of_row(*row))
+    lines = text.replace("\n  ", " ").splitlines()
+    rows = (row.split(" | ", 2) for row in lines if row and not row.startswith("#"))
+    return tuple(metric for row in rows for metric in _expand_row(*row))
 
 
-def _of_row(name: str, unit: str, definition: str) -> list[Metric]:
+def _expand_row(name: str, unit: str, definition: str) -> list[MetricDefinition]:
     start, spread, _ = name.partition("{mean,min,max}")
     if not spread:
-        return [Metric(name, unit, definition)]
-    return [Metric(start + part, unit, f"{word} {definition}") for part, word in SPREAD.items()]
+        return [MetricDefinition(name, unit, definition)]
+    return [
+        MetricDefinition(start + suffix, unit, f"{word} {definition}")
+        for suffix, word in SPREAD.items()
+    ]

@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Collection, Iterable, Mapping
 
-from jrl.report.metric import Metric
+from jrl.report.metric import MetricDefinition
 from jrl.report.metric_table import TABLE
 
 EXACT = {metric.name: metric for metric in TABLE if not metric.name.endswith("/*")}
@@ -11,7 +11,7 @@ FAMILIES = {metric.name.removesuffix("*"): metric for metric in TABLE if metric.
 TIMINGS = ("timing_s/", "perf/", "timing_per_token_ms/", "faults/")
 
 
-def describe(name: str) -> Metric | None:
+def describe(name: str) -> MetricDefinition | None:
     """Return the row of the table that defines `name`, that of a family included, or None."""
     if name in EXACT:
         return EXACT[name]
@@ -20,17 +20,17 @@ def describe(name: str) -> Metric | None:
     )
 
 
-def check_known(names: Iterable[str], own: Collection[str] = ()) -> None:
+def check_defined(names: Iterable[str], recipe_metrics: Collection[str] = ()) -> None:
     """Refuse metrics that neither the table nor the recipe defines.
 
     Args:
       names: the names to be logged; a dict of metrics serves.
-      own: those that the recipe defines (`jrl.recipes.Recipe.metrics`).
+      recipe_metrics: those that the recipe defines (`jrl.recipes.Recipe.metrics`).
 
     Raises:
       ValueError: for every undefined name, with the nearest defined one.
     """
-    unknown = [name for name in names if describe(name) is None and name not in own]
+    unknown = [name for name in names if describe(name) is None and name not in recipe_metrics]
     if not unknown:
         return
     hints = []

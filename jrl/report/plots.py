@@ -163,12 +163,12 @@ def plot_run(
     if not panels:
         return []
 
-    figure, grid = grid_of(len(panels), title)
+    figure, grid = create_grid(len(panels), title)
     for axes, panel in zip(grid, panels, strict=True):
         _draw_panel(axes, panel, history)
     paths = [save(figure, Path(directory) / "overview.png")]
     for panel in panels:
-        figure, (axes,) = grid_of(1, None)
+        figure, (axes,) = create_grid(1, None)
         _draw_panel(axes, panel, history)
         paths.append(save(figure, Path(directory) / f"{panel.file}.png"))
     return paths
@@ -200,7 +200,7 @@ def smooth(values: Sequence[float | int], width: int) -> list[float]:
     return list(total / weight)
 
 
-def grid_of(num_panels: int, title: str | None) -> tuple["Figure", list["Axes"]]:
+def create_grid(num_panels: int, title: str | None) -> tuple["Figure", list["Axes"]]:
     """A figure of 1600 x 900 pixels at 2x, or smaller for few panels, and its axes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -222,18 +222,18 @@ def grid_of(num_panels: int, title: str | None) -> tuple["Figure", list["Axes"]]
 
 def _draw_panel(axes: "Axes", panel: Panel, history: Sequence[Mapping[str, float | int]]) -> None:
     _decorate(axes, panel)
-    drawn = 0
+    num_lines = 0
     for line in panel.lines:
         points = series(history, line.metric)
         if points is not None:
             _draw_line(axes, points, line.label, line.colour, panel.measured)
-            drawn += 1
+            num_lines += 1
     start = None if panel.reference is None else series(history, panel.reference)
     if start is not None:
         level = start[1][0]
         axes.axhline(level, color=MUTED, linewidth=1.4, linestyle=(0, (4, 3)), label="warm start")
     _frame(axes, panel)
-    if drawn > 1 or start is not None:
+    if num_lines > 1 or start is not None:
         axes.legend(frameon=False, labelcolor=INK)
 
 
@@ -251,10 +251,10 @@ def _decorate(axes: "Axes", panel: Panel) -> None:
     axes.set_title(panel.title, fontsize=14, fontweight="bold", color=INK, loc="left", pad=10)
     axes.set_xlabel("step", fontsize=12, color=MUTED)
     axes.set_ylabel(panel.unit, fontsize=12, color=MUTED)
-    plain(axes)
+    style_axes(axes)
 
 
-def plain(axes: "Axes", lines: Literal["both", "y"] = "both") -> None:
+def style_axes(axes: "Axes", lines: Literal["both", "y"] = "both") -> None:
     """Nothing but the data, with a grid of these lines behind it and an axis below."""
     axes.grid(color=GRID, linewidth=1.0, axis=lines)
     axes.set_axisbelow(True)

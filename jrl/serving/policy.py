@@ -82,7 +82,7 @@ class Served:
         tokenizer, rows = self.format.tokenizer, list[list[int]]()
         for prompt in asked.prompts:
             if isinstance(prompt, str):
-                ids = tokenizer.begun(tokenizer.encode(prompt))
+                ids = tokenizer.with_prefix(tokenizer.encode(prompt))
             else:
                 ids = list(prompt)
                 tokenizer.decode(ids)  # refuses ids outside of the vocabulary

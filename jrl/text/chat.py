@@ -16,12 +16,17 @@ from typing import Any
 
 from jrl.tasks.data.arguments import Arguments
 from jrl.tasks.data.conversations import Conversation, Turn, plainly, said
-from jrl.text.located.spelled import Marked, cut_specials, marked, unused
+from jrl.text.located.escape import (
+    EscapedConversation,
+    escape_special_tokens,
+    escape_text,
+    unused_character,
+)
 from jrl.text.located.tokens import special_pattern
 from jrl.text.templates.renderer import Renderer, TemplateLimit, TemplateSyntax
 from jrl.text.tokenizer import Tokenizer
 
-BEGIN, END = "\ufdd0", "\ufdd1"
+SPAN_BEGIN, SPAN_END = "\ufdd0", "\ufdd1"
 """Around what a template marks as the assistant's; no text has them, they are no characters."""
 
 
@@ -39,13 +44,13 @@ class ChatTemplate:
     checkpoint says that a text has one and the template writes none.
     """
 
-    def __init__(self, tokenizer: Tokenizer, place: str | None = None):
+    def __init__(self, tokenizer: Tokenizer, path: str | None = None):
         """Compiles the template of a tokenizer.
 
         Args:
           tokenizer: its `Usage.chat_template` is a Jinja source. `strftime_now` of a template gives
             `Usage.chat_date`, not the day of the call, so that a run can be repeated.
-          place: the file that the template is from, for messages; None where that is not known.
+          path: the file that the template is from, for messages; None where that is not known.
 
         Raises:
           TemplateLimit: when to compile it takes too much time or memory.
@@ -54,42 +59,44 @@ class ChatTemplate:
         source, day = tokenizer.usage.chat_template, tokenizer.usage.chat_date
         assert source is not None
         self._tokenizer = tokenizer
-        self._place = place
-        began = day or "1970-01-01"
-        marks = MARKED.search(source) is not None
+        self._path = path
+        template_day = day or "1970-01-01"
+        has_tags = GENERATION_TAG.search(source) is not None
         try:
-            self._template = _compiled(source, began)
-            self._marking = _compiled(source, began, (BEGIN, END)) if marks else None
+            self._template = _start_renderer(source, template_day)
+            self._tagging_template = (
+                _start_renderer(source, template_day, (SPAN_BEGIN, SPAN_END)) if has_tags else None
+            )
         except TemplateLimit as error:
-            raise self._limit(error, "to be compiled") from error
-        self._knows_null = KNOWS_NULL.search(source) is not None
+            raise self._limit_error(error, "to be compiled") from error
+        self._checks_null = NULL_CONTENT_CHECK.search(source) is not None
         # What a template cannot do without; the rest of its names are those of the special tokens.
         self._names = {"tools": None, "documents": None, **tokenizer.named_tokens}
 
     @property
-    def marks(self) -> bool:
-        """True if the template marks the assistant's text by ``{% generation %}``."""
-        return self._marking is not None
+    def has_generation_tags(self) -> bool:
+        """True if the template tags the assistant's text by ``{% generation %}``."""
+        return self._tagging_template is not None
 
     @cached_property
-    def closing(self) -> str | None:
+    def turn_suffix(self) -> str | None:
         """Text after the assistant's last message; None if it cannot be found."""
         for first in ((), (("system", "?"),)):
-            asked = Conversation.of([*first, ("user", "?"), ("assistant", PROBE)])
+            conversation = Conversation.of([*first, ("user", "?"), ("assistant", PROBE)])
             try:
-                _, found, closing = self.write(asked).partition(PROBE)
+                _, separator, suffix = self.write(conversation).partition(PROBE)
             except TemplateLimit:
                 raise
             except ValueError:
                 continue
-            return closing if found else None
+            return suffix if separator else None
         return None
 
-    def opening(self, conversation: Conversation) -> str:
+    def generation_prompt(self, conversation: Conversation) -> str:
         """Text that opens the assistant's next turn; empty if it cannot be found."""
         try:
-            asked = self.write_all([(conversation, False), (conversation, True)])
-            before, opened = map(written, asked)
+            texts = self.write_all([(conversation, False), (conversation, True)])
+            before, opened = map(text_or_raise, texts)
         except TemplateLimit:
             raise
         except ValueError:
@@ -97,7 +104,7 @@ class ChatTemplate:
         return opened[len(before) :] if opened.startswith(before) else ""
 
     def write(
-        self, conversation: Conversation, *, opened: bool = False, marked: bool = False
+        self, conversation: Conversation, *, opened: bool = False, tagged: bool = False
     ) -> str:
         """The text of a conversation with all the fields of its messages.
 
@@ -105,55 +112,59 @@ class ChatTemplate:
 
         Args:
           opened: whether the assistant's next turn is begun.
-          marked: whether what the assistant wrote stands between `BEGIN` and `END`.
+          tagged: whether what the assistant wrote is between `SPAN_BEGIN` and `SPAN_END`.
 
         Raises:
           TemplateLimit: when the template takes too much time or memory, or writes too much.
           ValueError: when it refuses the conversation, or fails.
         """
-        (found,) = self.write_all([(conversation, opened)], marked=marked)
-        return written(found)
+        (text,) = self.write_all([(conversation, opened)], tagged=tagged)
+        return text_or_raise(text)
 
     def write_all(
-        self, asked: Sequence[tuple[Conversation, bool]], *, marked: bool = False
+        self, requests: Sequence[tuple[Conversation, bool]], *, tagged: bool = False
     ) -> list[str | ValueError]:
         """The texts of several conversations, which takes little longer than that of one; in place
         of those that the template refuses, the error.
 
         Args:
-          asked: each, and whether the assistant's next turn is begun.
-          marked: as of `write`.
+          requests: each, and whether the assistant's next turn is begun.
+          tagged: as of `write`.
 
         Raises:
           TemplateLimit: as for `write`.
         """
-        template = self._marking if marked else self._template
+        template = self._tagging_template if tagged else self._template
         assert template is not None
-        given = [self._given(conversation, opened) for conversation, opened in asked]
+        variables = [
+            self._template_variables(conversation, opened) for conversation, opened in requests
+        ]
         try:
-            texts = template.render(given)
+            texts = template.render(variables)
         except TemplateLimit as error:
-            raise self._limit(error, f"for the messages {_shown(given[0])}") from error
+            raise self._limit_error(
+                error, f"for the messages {_format_messages(variables[0])}"
+            ) from error
         except ValueError as error:
-            texts = [error] * len(given)
+            texts = [error] * len(variables)
         return [
-            text if isinstance(text, str) else _refusal(text, names)
-            for text, names in zip(texts, given, strict=True)
+            text if isinstance(text, str) else _rejection_error(text, names)
+            for text, names in zip(texts, variables, strict=True)
         ]
 
-    def _given(self, conversation: Conversation, opened: bool) -> dict[str, Any]:
+    def _template_variables(self, conversation: Conversation, opened: bool) -> dict[str, Any]:
         """Names that the template is rendered with."""
-        turns = [dict(turn) for turn in conversation.turns]
-        if not self._knows_null:
-            turns = [{**turn, "content": said(turn)} for turn in turns]
-        given = {**self._names, **conversation.arguments}
+        messages = [dict(turn) for turn in conversation.turns]
+        if not self._checks_null:
+            messages = [{**turn, "content": said(turn)} for turn in messages]
+        variables = {**self._names, **conversation.arguments}
         if conversation.tools is not None:
-            given["tools"] = conversation.tools
-        return {"messages": turns, "add_generation_prompt": opened, **given}
+            variables["tools"] = conversation.tools
+        return {"messages": messages, "add_generation_prompt": opened, **variables}
 
-    def _limit(self, error: TemplateLimit, what: str) -> TemplateLimit:
+    def _limit_error(self, error: TemplateLimit, what: str) -> TemplateLimit:
         """The error with the template that it is about."""
-        which = "" if self._place is None else f" {self._place}"
+        which = "" if self._path is None else f" {self._path}"
         return TemplateLimit(
             f"the chat template{which} {error} {what}: look into it, or give --chat-template a "
             "file of your own."
@@ -173,11 +184,13 @@ class ChatTemplate:
         Raises:
           ValueError: as for `write`, and for what the tokenizer does not know.
         """
-        own = marked(conversation, self._tokenizer.special_tokens)
-        ids = self._tokenizer.located(self.render(own.conversation), own.mark).ids
-        return self._tokenizer.begun_by_template(ids)
+        escaped = escape_special_tokens(conversation, self._tokenizer.special_tokens)
+        ids = self._tokenizer.encode_special_spans(
+            self.render(escaped.conversation), escaped.escape
+        ).ids
+        return self._tokenizer.with_template_prefix(ids)
 
-    def continued(
+    def encode_continuation(
         self, conversation: Conversation, content: str, *, special: bool = False
     ) -> list[int]:
         """The tokens of what the network says after `encode`, without an end.
@@ -190,14 +203,18 @@ class ChatTemplate:
         """
         tokenizer = self._tokenizer
         tokens = tokenizer.special_tokens
-        own = marked(conversation, tokens, content)
-        before = self.render(own.conversation)
-        cut = content if special else cut_specials(content, tokens, own.mark)
-        first = tokenizer.located(before, own.mark).ids
-        both = tokenizer.located(before + cut, own.mark).ids
+        escaped = escape_special_tokens(conversation, tokens, content)
+        before = self.render(escaped.conversation)
+        escaped_content = content if special else escape_text(content, tokens, escaped.escape)
+        first = tokenizer.encode_special_spans(before, escaped.escape).ids
+        both = tokenizer.encode_special_spans(before + escaped_content, escaped.escape).ids
         # A token may have characters of both: the prompt ends before it then.
-        alone = both[: len(first)] != first
-        return tokenizer.located(cut, own.mark).ids if alone else both[len(first) :]
+        separate = both[: len(first)] != first
+        return (
+            tokenizer.encode_special_spans(escaped_content, escaped.escape).ids
+            if separate
+            else both[len(first) :]
+        )
 
     def answer(
         self, before: Conversation, after: Sequence[Turn], *, ended: bool = True
@@ -214,23 +231,33 @@ class ChatTemplate:
           ValueError: as for `encode`, and where the template does not write the turn.
         """
         tokenizer = self._tokenizer
-        own = marked(replace(before, turns=(*before.turns, *after)), tokenizer.special_tokens)
+        escaped = escape_special_tokens(
+            replace(before, turns=(*before.turns, *after)), tokenizer.special_tokens
+        )
         ends = {text: i for text, i in tokenizer.special_tokens.items() if i in tokenizer.stop_ids}
-        written, found = self._behind_turn(own, len(before.turns) - 1, special_pattern(ends))
+        text_after, end_match = self._text_after_turn(
+            escaped, len(before.turns) - 1, special_pattern(ends)
+        )
         # The network has written its end itself, where the template writes one; the rest is read
         # as what stands behind a token that ends a turn.
-        rest = written if found is None else written[found.end() :]
+        remainder = text_after if end_match is None else text_after[end_match.end() :]
         if not ended:
             # The template's own end, or what it writes in place of one before another turn.
-            own_end = found or re.match(special_pattern(tokenizer.special_tokens), written)
-            if own_end is not None:
-                return tokenizer.located(written[own_end.start() :], own.mark).ids
+            first_special = end_match or re.match(
+                special_pattern(tokenizer.special_tokens), text_after
+            )
+            if first_special is not None:
+                return tokenizer.encode_special_spans(
+                    text_after[first_special.start() :], escaped.escape
+                ).ids
         end = next((text for text, i in ends.items() if i == tokenizer.turn_end_id), "")
-        ids = tokenizer.located(end + rest, own.mark).ids
+        ids = tokenizer.encode_special_spans(end + remainder, escaped.escape).ids
         ids = ids[1:] if end else ids
         return ids if ended else [tokenizer.turn_end_id, *ids]
 
-    def _behind_turn(self, own: Marked, place: int, ends: str) -> tuple[str, re.Match[str] | None]:
+    def _text_after_turn(
+        self, escaped: EscapedConversation, index: int, ends: str
+    ) -> tuple[str, re.Match[str] | None]:
         """Text between a turn and the network's next, and the first token in it that ends a turn.
 
         The turn is rendered with a probe: in the last argument of its last call, or in its content.
@@ -238,28 +265,28 @@ class ChatTemplate:
         some write calls before it, and some accept one call alone.
 
         Args:
-          place: of the turn in the conversation.
+          index: of the turn in the conversation.
           ends: a pattern of tokens that end turns.
         """
-        probe, refused, count = unused(own.texts + own.mark), None, 0
-        for turns, in_content in _probed(own.conversation.turns, place, probe):
+        probe, rejection, count = unused_character(escaped.texts + escaped.escape), None, 0
+        for messages, in_content in _with_probes(escaped.conversation.turns, index, probe):
             try:
-                rendered = self.render(replace(own.conversation, turns=turns))
+                rendered = self.render(replace(escaped.conversation, turns=messages))
             except TemplateLimit:
                 raise
             except ValueError as error:
-                refused = error if refused is None else refused
+                rejection = error if rejection is None else rejection
                 continue
             count = rendered.count(probe)
-            written = rendered.partition(probe)[2]
-            found = re.search(ends, written)
-            calls = turns[place].get("tool_calls", ())
-            unended = any(call["function"]["name"] in written for call in calls)
-            if count == 1 and (found is not None or (in_content and not unended)):
-                return written, found
-        if refused is not None:
-            raise refused
-        after = _short(plainly(own.conversation.turns[place + 1 :]))
+            text_after = rendered.partition(probe)[2]
+            end_match = re.search(ends, text_after)
+            calls = messages[index].get("tool_calls", ())
+            unended = any(call["function"]["name"] in text_after for call in calls)
+            if count == 1 and (end_match is not None or (in_content and not unended)):
+                return text_after, end_match
+        if rejection is not None:
+            raise rejection
+        after = _shorten(plainly(escaped.conversation.turns[index + 1 :]))
         if count == 1:
             raise ValueError(
                 "the chat template ends a call of a tool with no token that ends turns, so that "
@@ -271,30 +298,30 @@ class ChatTemplate:
         )
 
 
-def _probed(
-    turns: Sequence[Turn], place: int, probe: str
+def _with_probes(
+    messages: Sequence[Turn], index: int, probe: str
 ) -> Iterator[tuple[tuple[Turn, ...], bool]]:
     """The turns with a probe in one of them, and whether it is its content."""
-    if calls := turns[place].get("tool_calls"):
+    if calls := messages[index].get("tool_calls"):
         last = calls[-1]
-        own = {name: probe for name in list(last["function"]["arguments"])[-1:] or ["probe"]}
-        asked = {**last, "function": {**last["function"], "arguments": Arguments(own)}}
-        yield _with(turns, place, {"tool_calls": [*calls[:-1], asked]}), False
-        if any(len(turn.get("tool_calls", ())) > 1 for turn in turns):
+        arguments = {name: probe for name in list(last["function"]["arguments"])[-1:] or ["probe"]}
+        call = {**last, "function": {**last["function"], "arguments": Arguments(arguments)}}
+        yield _replace_turn(messages, index, {"tool_calls": [*calls[:-1], call]}), False
+        if any(len(turn.get("tool_calls", ())) > 1 for turn in messages):
             single = [
                 {**turn, "tool_calls": turn["tool_calls"][-1:]} if "tool_calls" in turn else turn
-                for turn in turns
+                for turn in messages
             ]
-            yield _with(single, place, {"tool_calls": [asked]}), False
-    yield _with(turns, place, {"content": probe}), True
+            yield _replace_turn(single, index, {"tool_calls": [call]}), False
+    yield _replace_turn(messages, index, {"content": probe}), True
 
 
-def _with(turns: Sequence[Turn], place: int, changes: Turn) -> tuple[Turn, ...]:
-    return (*turns[:place], {**turns[place], **changes}, *turns[place + 1 :])
+def _replace_turn(messages: Sequence[Turn], index: int, changes: Turn) -> tuple[Turn, ...]:
+    return (*messages[:index], {**messages[index], **changes}, *messages[index + 1 :])
 
 
-MARKED = re.compile(r"\{%[-+]?\s*generation\b")
-KNOWS_NULL = re.compile(
+GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\b")
+NULL_CONTENT_CHECK = re.compile(
     r"content['\"]?\]?\s*(?:is\s+(?:not\s+)?none|[=!]=\s*none)\b", re.IGNORECASE
 )
 """Of a template that asks whether a content is null."""
@@ -302,11 +329,11 @@ PROBE = "probe"
 """Content of an assistant's turn that is rendered to find the text behind it."""
 
 
-def _compiled(source: str, day: str, marks: tuple[str, str] | None = None) -> Renderer:
+def _start_renderer(source: str, day: str, markers: tuple[str, str] | None = None) -> Renderer:
     """The template, as a process renders it.
 
     Args:
-      marks: what it writes around its ``{% generation %}``; None writes nothing.
+      markers: what it writes around its ``{% generation %}``; None writes nothing.
     """
     if find_spec("jinja2") is None:
         raise ValueError(
@@ -314,7 +341,7 @@ def _compiled(source: str, day: str, marks: tuple[str, str] | None = None) -> Re
             'run pip install -e ".[hf]" in the clone, or give --chat-template none.'
         )
     try:
-        return Renderer(source, day, marks)
+        return Renderer(source, day, markers)
     except TemplateSyntax as error:
         raise ValueError(
             f"the chat template is no Jinja template (line {error.line}: {error.message}): "
@@ -322,31 +349,31 @@ def _compiled(source: str, day: str, marks: tuple[str, str] | None = None) -> Re
         ) from error
 
 
-def written(found: str | ValueError) -> str:
+def text_or_raise(text: str | ValueError) -> str:
     """One of the texts of `ChatTemplate.write_all`.
 
     Raises:
       ValueError: where it is the error in place of one.
     """
-    if isinstance(found, ValueError):
-        raise found
-    return found
+    if isinstance(text, ValueError):
+        raise text
+    return text
 
 
-def _refusal(error: ValueError, given: Mapping[str, Any]) -> ValueError:
+def _rejection_error(error: ValueError, variables: Mapping[str, Any]) -> ValueError:
     """An error of a template with the messages that it is about."""
-    made = ValueError(
-        f"the chat template refuses the messages {_shown(given)}: {error}. Change them, "
-        "or give --chat-template a file of your own."
+    rejection = ValueError(
+        f"the chat template refuses the messages {_format_messages(variables)}: {error}. Change "
+        "them, or give --chat-template a file of your own."
     )
-    made.__cause__ = error
-    return made
+    rejection.__cause__ = error
+    return rejection
 
 
-def _shown(given: Mapping[str, Any]) -> str:
-    return _short([(turn.get("role"), turn.get("content")) for turn in given["messages"]])
+def _format_messages(variables: Mapping[str, Any]) -> str:
+    return _shorten([(turn.get("role"), turn.get("content")) for turn in variables["messages"]])
 
 
-def _short(messages: Sequence[tuple[Any, Any]]) -> str:
+def _shorten(messages: Sequence[tuple[Any, Any]]) -> str:
     text = json.dumps(messages, ensure_ascii=False)
     return text if len(text) <= 90 else text[:87] + "..."

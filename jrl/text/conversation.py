@@ -16,7 +16,7 @@ from jrl.tasks.tools.calls import in_message
 from jrl.tasks.tools.formats.known import PLAIN
 from jrl.text.prompt_format import PromptFormat, example_tools
 from jrl.text.prompts import encode_prompt, opened_reasoning, special_text_of, text_of
-from jrl.text.tool_calls import calls_of, with_calls
+from jrl.text.tool_calls import attach_calls, parse_calls
 
 Messages = Sequence[tuple[str, str]]
 """Role and content of each."""
@@ -38,24 +38,24 @@ def message_of(format: PromptFormat, ids: np.ndarray, before: Sequence[int] = ()
 
 
 def environment_messages(
-    format: PromptFormat, example: Example, said: Sequence[str], cut: Sequence[int] = ()
+    format: PromptFormat, example: Example, texts: Sequence[str], truncated: Sequence[int] = ()
 ) -> list[dict[str, Any]]:
     """The policy's messages as its environment is given them: with the calls of tools in the format
     of the checkpoint, and "truncated" where the limit of a turn cut one.
 
     Args:
-      said: the texts of its turns.
-      cut: numbers of those that were cut.
+      texts: those of its turns.
+      truncated: indices of those that were cut.
     """
-    messages: list[dict[str, Any]] = [{"role": "assistant", "content": text} for text in said]
-    known = example_tools(example)
+    messages: list[dict[str, Any]] = [{"role": "assistant", "content": text} for text in texts]
+    tools = example_tools(example)
     # Without a format the environment looks for calls itself.
-    if format.tool_format is not None and known:
-        calls_of_turns = calls_of(format.tool_format, known, said)
-        for message, (calls, ids) in zip(messages, calls_of_turns, strict=True):
+    if format.tool_format is not None and tools:
+        calls_by_message = parse_calls(format.tool_format, tools, texts)
+        for message, (calls, ids) in zip(messages, calls_by_message, strict=True):
             message["tool_calls"] = in_message(calls, ids)
-    for number in cut:
-        messages[number]["truncated"] = True
+    for index in truncated:
+        messages[index]["truncated"] = True
     return messages
 
 
@@ -80,41 +80,45 @@ def answer_ids(
     if format.template is None:
         ids = format.tokenizer.encode("".join(content for _, content in after))
         return ids if ended else [format.tokenizer.eos_id, *ids]
-    asked = format.conversation(example)
-    turns = _turns(format, example, (*before, *after))
-    told = replace(asked, turns=(*asked.turns, *turns[: len(before)]))
-    return format.template.answer(told, turns[len(before) :], ended=ended)
+    conversation = format.conversation(example)
+    messages = _with_tool_calls(format, example, (*before, *after))
+    history = replace(conversation, turns=(*conversation.turns, *messages[: len(before)]))
+    return format.template.answer(history, messages[len(before) :], ended=ended)
 
 
-def _turns(format: PromptFormat, example: Example, messages: Messages) -> tuple[Turn, ...]:
+def _with_tool_calls(
+    format: PromptFormat, example: Example, messages: Messages
+) -> tuple[Turn, ...]:
     """Messages after a prompt, with the calls of tools that are in them."""
     if format.tool_format is None or not example.tools:
         return Conversation.of(messages).turns
-    return with_calls(format.tool_format, example_tools(example), messages)
+    return attach_calls(format.tool_format, example_tools(example), messages)
 
 
-def gold_conversation(format: PromptFormat, example: Example) -> tuple[list[int], list[bool]]:
+def reference_conversation(format: PromptFormat, example: Example) -> tuple[list[int], list[bool]]:
     """The tokens of a reference conversation after the prompt, and their loss mask: true on the
     policy's turns with their ends."""
     ids: list[int] = []
-    imitated: list[bool] = []
-    turns = _in_format(format, example, example.turns or (("assistant", example.answer),))
-    place = 0
-    while place < len(turns):
-        role, content = turns[place]
+    loss_mask: list[bool] = []
+    messages = _render_calls(format, example, example.turns or (("assistant", example.answer),))
+    index = 0
+    while index < len(messages):
+        role, content = messages[index]
         if role == "assistant":
-            new = _turn_ids(format, example, turns[:place], content)
-            place += 1
+            new = _encode_turn(format, example, messages[:index], content)
+            index += 1
         else:
-            end = next(n for n in range(place, len(turns)) if turns[n][0] == "assistant")
-            new = answer_ids(format, example, turns[:place], turns[place:end])
-            place = end
+            end = next(n for n in range(index, len(messages)) if messages[n][0] == "assistant")
+            new = answer_ids(format, example, messages[:index], messages[index:end])
+            index = end
         ids += new
-        imitated += [role == "assistant"] * len(new)
-    return ids, imitated
+        loss_mask += [role == "assistant"] * len(new)
+    return ids, loss_mask
 
 
-def _turn_ids(format: PromptFormat, example: Example, before: Messages, content: str) -> list[int]:
+def _encode_turn(
+    format: PromptFormat, example: Example, before: Messages, content: str
+) -> list[int]:
     """The tokens of a turn of the policy with its end.
 
     Args:
@@ -123,29 +127,31 @@ def _turn_ids(format: PromptFormat, example: Example, before: Messages, content:
     tokenizer = format.tokenizer
     if format.template is None:
         text = before[-1][1] if before else example.prompt
-        return [*tokenizer.continued(text, content), tokenizer.eos_id]
-    asked = format.conversation(example)
-    told = replace(asked, turns=(*asked.turns, *_turns(format, example, before)))
+        return [*tokenizer.encode_continuation(text, content), tokenizer.eos_id]
+    conversation = format.conversation(example)
+    history = replace(
+        conversation, turns=(*conversation.turns, *_with_tool_calls(format, example, before))
+    )
     calls = format.tool_format and format.tool_format.calls(content, example_tools(example))
-    ids = format.template.continued(told, content, special=bool(calls))
+    ids = format.template.encode_continuation(history, content, special=bool(calls))
     return ids if ids[-1] in tokenizer.stop_ids else [*ids, tokenizer.turn_end_id]
 
 
-def _in_format(format: PromptFormat, example: Example, turns: Messages) -> Messages:
+def _render_calls(format: PromptFormat, example: Example, messages: Messages) -> Messages:
     """The turns of a reference conversation, whose calls are written plainly, with calls as the
     checkpoint writes them."""
-    own, known = format.tool_format, example_tools(example)
-    if own is None or not known:
-        return turns
+    tool_format, tools = format.tool_format, example_tools(example)
+    if tool_format is None or not tools:
+        return messages
     return tuple(
-        (role, own.render(calls))
-        if role == "assistant" and (calls := PLAIN.calls(content, known))
+        (role, tool_format.render(calls))
+        if role == "assistant" and (calls := PLAIN.calls(content, tools))
         else (role, content)
-        for role, content in turns
+        for role, content in messages
     )
 
 
-def gold_rows(
+def reference_rows(
     format: PromptFormat, examples: Sequence[Example], prompt_length: int, response_length: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Prompts and reference conversations, padded left and right, ``[examples, prompt_length +
@@ -159,7 +165,7 @@ def gold_rows(
     valid, mask = np.zeros(shape, bool), np.zeros(shape, bool)
     for row, example in enumerate(examples):
         prompt = encode_prompt(format, example, prompt_length)
-        ids, imitated = gold_conversation(format, example)
+        ids, in_loss = reference_conversation(format, example)
         if len(ids) > response_length:
             what = f"the answer {example.answer[:60]!r}"
             if example.turns:
@@ -170,5 +176,5 @@ def gold_rows(
             )
         begin, end = prompt_length - len(prompt), prompt_length + len(ids)
         tokens[row, begin:end], valid[row, begin:end] = [*prompt, *ids], True
-        mask[row, prompt_length:end] = imitated
+        mask[row, prompt_length:end] = in_loss
     return tokens, valid, mask

@@ -13,9 +13,9 @@ import tokenizers
 
 from jrl.runs import records
 from jrl.text.chat import today
-from jrl.text.located.apart import SpelledApart
-from jrl.text.located.tokens import Located
-from jrl.text.tokenizer import Tokenizer, Usage, checked_usage, usage_from
+from jrl.text.located.escaped_tokenizer import EscapedTextTokenizer
+from jrl.text.located.tokens import TokenSpans
+from jrl.text.tokenizer import Tokenizer, Usage, check_usage, usage_from
 from jrl.text.turn_end import with_turn_end
 
 BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
@@ -47,8 +47,8 @@ class JsonTokenizer(Tokenizer):
         """
         self.usage = usage_from(content) if usage is None else usage
         self._content = {**content, **asdict(self.usage)}
-        # What it would put around a text is none of it; it also moves the places of blanks.
-        self._pipeline = _pipeline({**content["pipeline"], "post_processor": None})
+        # What it would put around a text is none of it; it also moves the offsets of blanks.
+        self._pipeline = _load_pipeline({**content["pipeline"], "post_processor": None})
         self.vocab_size = content["vocab_size"]
         size = max(self._pipeline.get_vocab().values(), default=-1) + 1
         if size > self.vocab_size:
@@ -56,7 +56,7 @@ class JsonTokenizer(Tokenizer):
                 f"tokenizer.json has ids up to {size - 1} and the network {self.vocab_size} ids: "
                 "they are not of one checkpoint."
             )
-        checked_usage(self.usage, self.vocab_size)
+        check_usage(self.usage, self.vocab_size)
         added = {each.content for each in self._pipeline.get_added_tokens_decoder().values()}
         for name in TOKENS[:-1]:
             # A template spells them, whether they were added to the vocabulary or are of it.
@@ -89,35 +89,35 @@ class JsonTokenizer(Tokenizer):
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        known = set(self._pipeline.get_vocab(with_added_tokens=True).values())
-        return super().special_ids | (set(range(self.vocab_size)) - known)
+        used_ids = set(self._pipeline.get_vocab(with_added_tokens=True).values())
+        return super().special_ids | (set(range(self.vocab_size)) - used_ids)
 
     @property
     def named_tokens(self) -> dict[str, str]:
         return {name: self._content[name] for name in TOKENS if self._content.get(name)}
 
     def encode(self, text: str) -> list[int]:
-        return self._known_text(self._pipeline.encode(text, add_special_tokens=False).ids, text)
+        return self._reject_unknown(self._pipeline.encode(text, add_special_tokens=False).ids, text)
 
     def encode_special(self, text: str) -> list[int]:
         return self.encode(text)
 
-    def located(self, text: str, mark: str | None = None) -> Located:
-        if mark is None or mark not in text:
-            return self.placed(text)
-        return self._apart.located(text, mark)
+    def encode_special_spans(self, text: str, escape: str | None = None) -> TokenSpans:
+        if escape is None or escape not in text:
+            return self.encode_spans(text)
+        return self._escaped_tokenizer.encode_spans(text, escape)
 
-    def _placed(self, text: str) -> list[tuple[int, int, int]]:
-        found = self._pipeline.encode(text, add_special_tokens=False)
-        ids = self._known_text(found.ids, text)
-        return [(token, *place) for token, place in zip(ids, found.offsets, strict=True)]
+    def _spans(self, text: str) -> list[tuple[int, int, int]]:
+        encoding = self._pipeline.encode(text, add_special_tokens=False)
+        ids = self._reject_unknown(encoding.ids, text)
+        return [(token, *span) for token, span in zip(ids, encoding.offsets, strict=True)]
 
     @cached_property
-    def _apart(self) -> SpelledApart:
+    def _escaped_tokenizer(self) -> EscapedTextTokenizer:
         """Reads texts that spell special tokens as text."""
-        return SpelledApart(self._content["pipeline"], self.special_tokens)
+        return EscapedTextTokenizer(self._content["pipeline"], self.special_tokens)
 
-    def _known_text(self, ids: list[int], text: str) -> list[int]:
+    def _reject_unknown(self, ids: list[int], text: str) -> list[int]:
         if self.unk_id in ids:
             raise ValueError(
                 f"text {text!r} has a part that is not among the tokens of the checkpoint's "
@@ -131,7 +131,7 @@ class JsonTokenizer(Tokenizer):
             return None
         if BYTE_PIECE.fullmatch(piece):
             return bytes.fromhex(piece[3:5])
-        if _byte_level(self._content["pipeline"]) and set(piece) <= set(_BYTES):
+        if _is_byte_level(self._content["pipeline"]) and set(piece) <= set(_BYTES):
             return bytes(_BYTES[character] for character in piece)
         return None
 
@@ -143,13 +143,13 @@ class JsonTokenizer(Tokenizer):
         pipeline = json.dumps(self._content["pipeline"], ensure_ascii=False, indent=2)
         return {"tokenizer.json": pipeline.encode()}
 
-    def used(self, usage: Usage) -> "JsonTokenizer":
-        made = copy(self)  # of its pipeline, which takes a second to make
-        made.usage = checked_usage(usage, self.vocab_size)
-        made._content = {**self._content, **asdict(usage)}
-        for name in ("special_tokens", "special_ids", "spelled_tokens", "_apart"):
-            vars(made).pop(name, None)
-        return made
+    def with_usage(self, usage: Usage) -> "JsonTokenizer":
+        tokenizer = copy(self)  # of its pipeline, which takes a second to make
+        tokenizer.usage = check_usage(usage, self.vocab_size)
+        tokenizer._content = {**self._content, **asdict(usage)}
+        for name in ("special_tokens", "special_ids", "spelled_tokens", "_escaped_tokenizer"):
+            vars(tokenizer).pop(name, None)
+        return tokenizer
 
     def _text(self, ids: list[int]) -> str:
         return self._pipeline.decode(ids, skip_special_tokens=True)
@@ -158,10 +158,10 @@ class JsonTokenizer(Tokenizer):
         token = self._content.get(name)
         if token is None:
             return None
-        number = self._pipeline.token_to_id(token)
-        if number is None:
+        token_id = self._pipeline.token_to_id(token)
+        if token_id is None:
             raise ValueError(f"{name}={token!r} is not in the vocabulary of tokenizer.json.")
-        return number
+        return token_id
 
 
 def checkpoint_tokenizer(directory: str | Path, vocab_size: int) -> Tokenizer:
@@ -207,10 +207,14 @@ def checkpoint_tokenizer(directory: str | Path, vocab_size: int) -> Tokenizer:
             f"{directory}/tokenizer.model has {tokenizer.vocab_size} ids and the network "
             f"{vocab_size}: give the checkpoint's tokenizer.json, which may have fewer."
         )
-    stated = _optional(directory / "tokenizer_config.json")
-    given = stated.get("add_bos_token")
-    begins = bool(stated.get("bos_token", True) if given is None else given)
-    return with_turn_end(tokenizer.used(_usage(directory, stated, begins, bool(given))))
+    config = _read_optional(directory / "tokenizer_config.json")
+    add_bos = config.get("add_bos_token")
+    starts_with_bos = bool(config.get("bos_token", True) if add_bos is None else add_bos)
+    return with_turn_end(
+        tokenizer.with_usage(
+            _usage_of_checkpoint(directory, config, starts_with_bos, bool(add_bos))
+        )
+    )
 
 
 def tokenizer_of(
@@ -226,17 +230,19 @@ def tokenizer_of(
     Raises:
       ValueError: when it is no tokenizer.json, or no file says what ends a sequence.
     """
-    made = _pipeline(pipeline)
-    stated = _optional(path.parent / "tokenizer_config.json")
-    tokens = {name: _written(stated.get(name)) for name in TOKENS}
-    begins = _begins(made, pipeline, stated, tokens["bos_token"])
+    backend = _load_pipeline(pipeline)
+    config = _read_optional(path.parent / "tokenizer_config.json")
+    tokens = {name: _token_text(config.get(name)) for name in TOKENS}
+    starts_with_bos = _starts_with_bos(backend, pipeline, config, tokens["bos_token"])
     # Where no file says a word of it, a plain text begins with it, and a template knows better.
-    silent = stated.get("add_bos_token") is None and pipeline.get("post_processor") is None
-    usage = _usage(path.parent, stated, begins, begins and not silent)
-    size = max(made.get_vocab().values(), default=-1) + 1 if vocab_size is None else vocab_size
-    checked_usage(usage, size)
+    unspecified = config.get("add_bos_token") is None and pipeline.get("post_processor") is None
+    usage = _usage_of_checkpoint(
+        path.parent, config, starts_with_bos, starts_with_bos and not unspecified
+    )
+    size = max(backend.get_vocab().values(), default=-1) + 1 if vocab_size is None else vocab_size
+    check_usage(usage, size)
     if tokens["eos_token"] is None and usage.stop_ids:
-        tokens["eos_token"] = made.id_to_token(usage.stop_ids[0])
+        tokens["eos_token"] = backend.id_to_token(usage.stop_ids[0])
     return with_turn_end(JsonTokenizer({"pipeline": pipeline, "vocab_size": size, **tokens}, usage))
 
 
@@ -251,82 +257,87 @@ def _byte_characters() -> dict[str, int]:
 _BYTES = _byte_characters()
 
 
-def _byte_level(pipeline: Mapping[str, Any]) -> bool:
+def _is_byte_level(pipeline: Mapping[str, Any]) -> bool:
     """True if the tokens are written in the characters of `_BYTES`, as byte-level BPE does."""
     decoder = pipeline.get("decoder") or {}
-    parts = decoder.get("decoders", [decoder])
-    return any(part.get("type") == "ByteLevel" for part in parts)
+    decoders = decoder.get("decoders", [decoder])
+    return any(each.get("type") == "ByteLevel" for each in decoders)
 
 
-def _usage(
-    directory: Path, stated: Mapping[str, Any], begins: bool, template_begins: bool
+def _usage_of_checkpoint(
+    directory: Path,
+    config: Mapping[str, Any],
+    starts_with_bos: bool,
+    template_starts_with_bos: bool,
 ) -> Usage:
-    template = chat_template_in(directory, stated)
+    template = chat_template_in(directory, config)
     day = None if template is None else today()
     ends = _stop_ids(directory)
-    return Usage(ends, begins, template, day, template_begins=template_begins)
+    return Usage(ends, starts_with_bos, template, day, template_begins=template_starts_with_bos)
 
 
 def _stop_ids(directory: Path) -> tuple[int, ...]:
     ids: list[int] = []
     for name in ("generation_config.json", "config.json"):
-        given = _optional(directory / name).get("eos_token_id")
-        several = given if isinstance(given, list) else [] if given is None else [given]
-        for token in several:
+        eos = _read_optional(directory / name).get("eos_token_id")
+        eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        for token in eos_ids:
             if type(token) is not int:
                 raise ValueError(
                     f"{directory / name}: eos_token_id has {token!r}, not a number: take the file "
                     "of the checkpoint."
                 )
-        ids += several
+        ids += eos_ids
     return tuple(dict.fromkeys(ids))
 
 
-def _begins(
-    made: tokenizers.Tokenizer,
+def _starts_with_bos(
+    backend: tokenizers.Tokenizer,
     pipeline: Mapping[str, Any],
-    stated: Mapping[str, Any],
+    config: Mapping[str, Any],
     bos: str | None,
 ) -> bool:
     """True if the beginning of sequence comes before a text, as `checkpoint_tokenizer` says."""
-    given = stated.get("add_bos_token")
-    if bos is None or given is not None or pipeline.get("post_processor") is None:
-        return bool(given is None or given)
-    return made.encode("", add_special_tokens=True).tokens[:1] == [bos]
+    add_bos = config.get("add_bos_token")
+    if bos is None or add_bos is not None or pipeline.get("post_processor") is None:
+        return bool(add_bos is None or add_bos)
+    return backend.encode("", add_special_tokens=True).tokens[:1] == [bos]
 
 
-def chat_template_in(directory: Path, stated: Mapping[str, Any]) -> str | None:
+def chat_template_in(directory: Path, config: Mapping[str, Any]) -> str | None:
     """The chat template of a checkpoint, as `checkpoint_tokenizer` looks for it.
 
     Args:
-      stated: its tokenizer_config.json.
+      config: its tokenizer_config.json.
     """
-    own = directory / "chat_template.jinja"
-    if own.exists():
-        return _read_text(own)
-    named = stated.get("chat_template") is not None
-    place = directory / ("tokenizer_config.json" if named else "chat_template.json")
-    given = stated["chat_template"] if named else _optional(place).get("chat_template")
-    if isinstance(given, list):
-        by_name = {entry.get("name"): entry.get("template") for entry in given}
+    jinja_path = directory / "chat_template.jinja"
+    if jinja_path.exists():
+        return _read_text(jinja_path)
+    in_config = config.get("chat_template") is not None
+    json_path = directory / ("tokenizer_config.json" if in_config else "chat_template.json")
+    template = (
+        config["chat_template"] if in_config else _read_optional(json_path).get("chat_template")
+    )
+    if isinstance(template, list):
+        by_name = {entry.get("name"): entry.get("template") for entry in template}
         if "default" not in by_name:
             raise ValueError(
-                f"{place}: chat_template has {', '.join(map(repr, by_name)) or 'no template'}, of "
-                "which none is called 'default': write one into a file and give --chat-template "
+                f"{json_path}: chat_template has {', '.join(map(repr, by_name)) or 'no template'}, "
+                "of which none is called 'default': write one into a file and give --chat-template "
                 "FILE."
             )
-        given = by_name["default"]
-    if given is not None and not isinstance(given, str):
+        template = by_name["default"]
+    if template is not None and not isinstance(template, str):
         raise ValueError(
-            f"{place}: chat_template is a {type(given).__name__}, not a text or a list of named "
-            "texts: take the file of the checkpoint."
+            f"{json_path}: chat_template is a {type(template).__name__}, not a text or a list of "
+            "named texts: take the file of the checkpoint."
         )
-    return given
+    return template
 
 
-def _pipeline(content: Mapping[str, Any]) -> tokenizers.Tokenizer:
+def _load_pipeline(content: Mapping[str, Any]) -> tokenizers.Tokenizer:
     try:
-        made = tokenizers.Tokenizer.from_str(json.dumps(content))
+        backend = tokenizers.Tokenizer.from_str(json.dumps(content))
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the library raises Exception itself, and panics past it
@@ -334,12 +345,12 @@ def _pipeline(content: Mapping[str, Any]) -> tokenizers.Tokenizer:
             f"tokenizer.json is none that tokenizers can read ({error}): copy the checkpoint's own."
         ) from error
     # How whoever saved the file cut and padded his texts.
-    made.no_truncation()
-    made.no_padding()
-    return made
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
 
 
-def _written(token: Any) -> str | None:
+def _token_text(token: Any) -> str | None:
     """A special token is written as its text, or as a record that has it."""
     text = token.get("content") if isinstance(token, Mapping) else token
     if token is not None and not isinstance(text, str):
@@ -350,7 +361,7 @@ def _written(token: Any) -> str | None:
     return text
 
 
-def _optional(path: Path) -> dict[str, Any]:
+def _read_optional(path: Path) -> dict[str, Any]:
     return read_object(path) if path.exists() else {}
 
 

@@ -16,10 +16,10 @@ from jrl.tasks.tools.formats.known import FORMATS
 from jrl.text.chat import ChatTemplate, today
 from jrl.text.templates.renderer import TemplateLimit
 from jrl.text.tokenizer import Tokenizer
-from jrl.text.tool_calls import shows_tools, tool_format_of, with_calls
+from jrl.text.tool_calls import attach_calls, shows_tools, tool_format_of
 from jrl.text.turn_end import with_turn_end
 
-OF_CHECKPOINT, NONE = "checkpoint", "none"
+CHECKPOINT_TEMPLATE, NO_TEMPLATE = "checkpoint", "none"
 """Values of `RunConfig.chat_template` other than a file."""
 TEMPLATE_FILES = ("chat_template.jinja", "tokenizer_config.json", "chat_template.json")
 NO_TOOLS = "has tools, and the model no chat template to write them with: give --chat-template FILE"
@@ -46,23 +46,23 @@ class PromptFormat:
         """Conversation that the policy continues: the example's messages, or its prompt as a
         user's."""
         pairs = example.messages or (("user", example.prompt),)
-        turns = example.opening or Conversation.of(pairs).turns
+        messages = example.opening or Conversation.of(pairs).turns
         tools = [json.loads(tool) for tool in example.tools] or None
-        conversation = Conversation(turns, tools, example.template_arguments)
+        conversation = Conversation(messages, tools, example.template_arguments)
         if example.instruction and self.system_prompt is None:
-            conversation = self._instructed(conversation, example.instruction)
-        return self.completed(conversation)
+            conversation = self._add_instruction(conversation, example.instruction)
+        return self.add_defaults(conversation)
 
-    def completed(self, conversation: Conversation) -> Conversation:
+    def add_defaults(self, conversation: Conversation) -> Conversation:
         """The conversation with what the run gives to all of them: a system prompt where it has
         none, and arguments of the template."""
-        turns = conversation.turns
-        if self.system_prompt is not None and turns[0]["role"] not in ("system", "developer"):
-            turns = ({"role": "system", "content": self.system_prompt}, *turns)
+        messages = conversation.turns
+        if self.system_prompt is not None and messages[0]["role"] not in ("system", "developer"):
+            messages = ({"role": "system", "content": self.system_prompt}, *messages)
         arguments = {**self.template_arguments, **conversation.arguments}
-        return replace(conversation, turns=turns, arguments=arguments)
+        return replace(conversation, turns=messages, arguments=arguments)
 
-    def _instructed(self, conversation: Conversation, instruction: str) -> Conversation:
+    def _add_instruction(self, conversation: Conversation, instruction: str) -> Conversation:
         """The conversation with the task's own instruction, where it has no system message."""
         first, *rest = conversation.turns
         if first["role"] in ("system", "developer"):
@@ -71,8 +71,8 @@ class PromptFormat:
             return replace(
                 conversation, turns=({"role": "system", "content": instruction}, first, *rest)
             )
-        told = {**first, "content": f"{instruction}\n{first['content']}"}
-        return replace(conversation, turns=(told, *rest))
+        instructed = {**first, "content": f"{instruction}\n{first['content']}"}
+        return replace(conversation, turns=(instructed, *rest))
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:
@@ -89,21 +89,24 @@ class PromptFormat:
         self.check_shown(example)
         if self.template is None or not example.tools:
             return
-        format, known = self.tool_format, example_tools(example)
+        format, tools = self.tool_format, example_tools(example)
         if format is None:
             raise ValueError(
-                f"the chat template calls tools ({_names(example)}) in a format that is not known, "
-                f"so that no call could be read; known are {', '.join(x.name for x in FORMATS)}: "
+                f"the chat template calls tools ({_tool_names(example)}) in a format that is not "
+                "known, so that no call could be read; known are "
+                f"{', '.join(x.name for x in FORMATS)}: "
                 "give --chat-template a file that calls them in one of these."
             )
         # Some templates take no answers of tools, which nobody would notice before a call.
-        called = format.render([Call(name, {}) for name in list(known)[:1]])
-        turns = with_calls(format, known, (("assistant", called), ("tool", "7")))
-        asked = self.conversation(example)
-        self.template.answer(replace(asked, turns=(*asked.turns, *turns[:1])), turns[1:])
+        call_text = format.render([Call(name, {}) for name in list(tools)[:1]])
+        messages = attach_calls(format, tools, (("assistant", call_text), ("tool", "7")))
+        conversation = self.conversation(example)
+        self.template.answer(
+            replace(conversation, turns=(*conversation.turns, *messages[:1])), messages[1:]
+        )
 
     @cached_property
-    def _shown(self) -> dict[tuple[str, ...], bool]:
+    def _shows_tools_cache(self) -> dict[tuple[str, ...], bool]:
         """Cache of the tools that were checked: True if the template writes them."""
         return {}
 
@@ -116,17 +119,19 @@ class PromptFormat:
         tools, template = example.tools, self.template
         if not tools or template is None:
             return
-        if tools not in self._shown:
+        if tools not in self._shows_tools_cache:
             schemas = [json.loads(tool) for tool in tools]
             try:
-                self._shown[tools] = shows_tools(template, schemas, list(example_tools(example)))
+                self._shows_tools_cache[tools] = shows_tools(
+                    template, schemas, list(example_tools(example))
+                )
             except ValueError:  # it refuses the question that was made up, which says nothing
-                self._shown[tools] = True
-        if not self._shown[tools]:
+                self._shows_tools_cache[tools] = True
+        if not self._shows_tools_cache[tools]:
             raise ValueError(
-                f"the chat template does not write tools ({_names(example)}), so that the policy "
-                "would never know of them: give --chat-template a file that does, or leave the "
-                "tools out."
+                f"the chat template does not write tools ({_tool_names(example)}), so that the "
+                "policy would never know of them: give --chat-template a file that does, or leave "
+                "the tools out."
             )
 
     @cached_property
@@ -153,19 +158,19 @@ class PromptFormat:
         """
         if self.template is not None:
             self.check_shown(example)
-            return self._some(self.template.encode(self.conversation(example)), example)
-        asked = example.messages
-        if len(asked) > 1 or (asked and asked[0][0] != "user"):
+            return self._require_tokens(self.template.encode(self.conversation(example)), example)
+        messages = example.messages
+        if len(messages) > 1 or (messages and messages[0][0] != "user"):
             raise ValueError(
                 f"the prompt {example.prompt[:60]!r} is a conversation, and the model has no chat "
                 "template to write it with: give --chat-template FILE, or texts as prompts."
             )
         if example.tools and example.record.get("tools"):
             raise ValueError(f"the prompt {example.prompt[:60]!r} {NO_TOOLS}")
-        ids = self.tokenizer.begun(self.tokenizer.encode(example.prompt))
-        return self._some(ids, example)
+        ids = self.tokenizer.with_prefix(self.tokenizer.encode(example.prompt))
+        return self._require_tokens(ids, example)
 
-    def _some(self, ids: list[int], example: Example) -> list[int]:
+    def _require_tokens(self, ids: list[int], example: Example) -> list[int]:
         if not ids:
             raise ValueError(
                 f"the prompt {example.prompt[:60]!r} has no token, and the tokenizer puts none "
@@ -179,7 +184,7 @@ def example_tools(example: Example) -> Known:
     return known_tools([json.loads(tool) for tool in example.tools])
 
 
-def _names(example: Example) -> str:
+def _tool_names(example: Example) -> str:
     return ", ".join(example_tools(example))
 
 
@@ -193,7 +198,7 @@ def prompt_format(run: RunConfig, tokenizer: Tokenizer) -> PromptFormat:
       ValueError: for a template that cannot be used, and a system prompt without one.
     """
     template = None
-    if run.chat_template != NONE and tokenizer.usage.chat_template is not None:
+    if run.chat_template != NO_TEMPLATE and tokenizer.usage.chat_template is not None:
         template = ChatTemplate(tokenizer, template_file(run))
     if run.system_prompt is not None and template is None:
         raise ValueError(
@@ -210,9 +215,9 @@ def prompt_format(run: RunConfig, tokenizer: Tokenizer) -> PromptFormat:
 
 def with_template(run: RunConfig, tokenizer: Tokenizer) -> Tokenizer:
     """The tokenizer of a new run, with the template of the file that the run names, if it does."""
-    if run.chat_template == NONE:
+    if run.chat_template == NO_TEMPLATE:
         return with_turn_end(tokenizer)
-    if run.chat_template == OF_CHECKPOINT:
+    if run.chat_template == CHECKPOINT_TEMPLATE:
         return with_turn_end(tokenizer, template_file(run))
     try:
         source = Path(run.chat_template).read_text(encoding="utf-8")
@@ -220,17 +225,17 @@ def with_template(run: RunConfig, tokenizer: Tokenizer) -> Tokenizer:
         reason = error.strerror if isinstance(error, OSError) else error.reason
         raise ValueError(
             f"chat_template={run.chat_template!r} cannot be read ({reason}): give the path of a "
-            f"Jinja template, {OF_CHECKPOINT} or {NONE}."
+            f"Jinja template, {CHECKPOINT_TEMPLATE} or {NO_TEMPLATE}."
         ) from error
     return with_turn_end(
-        tokenizer.used(replace(tokenizer.usage, chat_template=source, chat_date=today())),
+        tokenizer.with_usage(replace(tokenizer.usage, chat_template=source, chat_date=today())),
         run.chat_template,
     )
 
 
 def template_file(run: RunConfig) -> str | None:
     """The file that the chat template of a run is from; None where that is not known."""
-    if run.chat_template not in (OF_CHECKPOINT, NONE):
+    if run.chat_template not in (CHECKPOINT_TEMPLATE, NO_TEMPLATE):
         return run.chat_template
     folder = run.checkpoint if run.tokenizer is None else str(Path(run.tokenizer).parent)
     if folder is None:

@@ -36,19 +36,19 @@ def text_of(tokenizer: Tokenizer, ids: np.ndarray) -> str:
 
     Those that open or end reasoning are written out: a verifier has to know where it ends.
     """
-    written = list(map(int, ids))
-    if written and written[-1] in tokenizer.stop_ids:
-        written.pop()
+    sampled = list(map(int, ids))
+    if sampled and sampled[-1] in tokenizer.stop_ids:
+        sampled.pop()
     spelled = {tokenizer.special_tokens[name]: name for name in _reasoning_tokens(tokenizer)}
-    parts: list[str] = []
+    segments: list[str] = []
     run: list[int] = []
-    for token in written:
+    for token in sampled:
         if token in tokenizer.special_ids:
-            parts += [tokenizer.decode(run), spelled.get(token, UNREADABLE)]
+            segments += [tokenizer.decode(run), spelled.get(token, UNREADABLE)]
             run = []
         else:
             run.append(token)
-    return "".join([*parts, tokenizer.decode(run)])
+    return "".join([*segments, tokenizer.decode(run)])
 
 
 def opened_reasoning(tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
@@ -63,10 +63,10 @@ def _reasoning_tokens(tokenizer: Tokenizer) -> list[str]:
 
 def special_text_of(tokenizer: Tokenizer, ids: np.ndarray) -> str:
     """The same with special tokens written out."""
-    written = list(map(int, ids))
-    if written and written[-1] in tokenizer.stop_ids:
-        written.pop()
-    return tokenizer.decode_special(written, UNREADABLE)
+    sampled = list(map(int, ids))
+    if sampled and sampled[-1] in tokenizer.stop_ids:
+        sampled.pop()
+    return tokenizer.decode_special(sampled, UNREADABLE)
 
 
 def conversation(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:

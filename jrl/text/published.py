@@ -1,7 +1,7 @@
 """Files beside the weights of a public checkpoint: tokenizer, chat template, generation settings.
 
-A run that starts from a checkpoint keeps the small ones (`keep`). Its exports then have the
-checkpoint's settings of tokens and sampling, even if the checkpoint itself was moved.
+A run that starts from a checkpoint keeps the small ones (`copy_checkpoint_files`). Its exports then
+have the checkpoint's settings of tokens and sampling, even if the checkpoint itself was moved.
 """
 
 import json
@@ -15,7 +15,7 @@ from jrl.text.tokenizer import Tokenizer
 
 CONFIG, GENERATION = "tokenizer_config.json", "generation_config.json"
 TEMPLATE, TEMPLATES = "chat_template.jinja", "chat_template.json"
-KEPT = (
+COPIED_FILES = (
     CONFIG,
     GENERATION,
     TEMPLATE,
@@ -26,42 +26,45 @@ KEPT = (
 """Files of a checkpoint beside its vocabulary, each of them optional."""
 
 
-def keep(checkpoint: Path, folder: Path) -> None:
-    """Copies the files of a checkpoint that are in `KEPT`."""
+def copy_checkpoint_files(checkpoint: Path, folder: Path) -> None:
+    """Copies the files of a checkpoint that are in `COPIED_FILES`."""
     folder.mkdir(exist_ok=True)
-    for name in KEPT:
+    for name in COPIED_FILES:
         if (checkpoint / name).is_file():
             shutil.copyfile(checkpoint / name, folder / name)
 
 
-def published(tokenizer: Tokenizer, kept: Path) -> dict[str, bytes]:
+def checkpoint_files(tokenizer: Tokenizer, folder: Path) -> dict[str, bytes]:
     """The files by name.
 
-    What `keep` kept stays as it is, but for two things that a run may have of its own: its chat
-    template, and in generation_config.json all ids that end a completion, which the checkpoint may
-    name in several files. What was not kept is made of what the tokenizer knows.
+    What `copy_checkpoint_files` copied stays as it is, but for two things that a run may have of
+    its own: its chat template, and in generation_config.json all ids that end a completion, which
+    the checkpoint may name in several files. What was not copied is made of what the tokenizer
+    has.
 
     Args:
       tokenizer: of the run.
-      kept: the folder of `keep`, which need not be there.
+      folder: that of `copy_checkpoint_files`, which need not be there.
 
     Raises:
-      ValueError: where one of the kept files is not JSON.
+      ValueError: where one of the copied files is not JSON.
     """
-    files = {name: (kept / name).read_bytes() for name in KEPT if (kept / name).is_file()}
-    stated = read_object(kept / CONFIG) if CONFIG in files else _config_of(tokenizer)
+    files = {
+        name: (folder / name).read_bytes() for name in COPIED_FILES if (folder / name).is_file()
+    }
+    config = read_object(folder / CONFIG) if CONFIG in files else _config_of(tokenizer)
     template = tokenizer.usage.chat_template
-    if template != chat_template_in(kept, stated):
+    if template != chat_template_in(folder, config):
         files.pop(TEMPLATES, None)
-        stated = {name: value for name, value in stated.items() if name != "chat_template"}
+        config = {name: value for name, value in config.items() if name != "chat_template"}
         if template is not None:
             files[TEMPLATE] = template.encode()
-    if CONFIG not in files or stated != read_object(kept / CONFIG):
-        files[CONFIG] = _json(stated)
-    generation = read_object(kept / GENERATION) if GENERATION in files else {}
-    wanted = {**token_ids(tokenizer), **generation, "eos_token_id": _ends(tokenizer)}
-    if wanted != generation:
-        files[GENERATION] = _json(wanted)
+    if CONFIG not in files or config != read_object(folder / CONFIG):
+        files[CONFIG] = _json(config)
+    generation = read_object(folder / GENERATION) if GENERATION in files else {}
+    updated = {**token_ids(tokenizer), **generation, "eos_token_id": _ends(tokenizer)}
+    if updated != generation:
+        files[GENERATION] = _json(updated)
     return files | tokenizer.vocabulary()
 
 
@@ -77,9 +80,9 @@ def _ends(tokenizer: Tokenizer) -> int | list[int]:
 
 
 def _config_of(tokenizer: Tokenizer) -> dict[str, Any]:
-    whole = "tokenizer.json" in tokenizer.vocabulary()
+    has_pipeline = "tokenizer.json" in tokenizer.vocabulary()
     return {
-        **({"tokenizer_class": "PreTrainedTokenizerFast"} if whole else {}),
+        **({"tokenizer_class": "PreTrainedTokenizerFast"} if has_pipeline else {}),
         "add_bos_token": tokenizer.bos_id is not None and tokenizer.usage.begins,
         "clean_up_tokenization_spaces": False,
         **tokenizer.named_tokens,

@@ -19,8 +19,8 @@ import numpy as np
 import sentencepiece
 
 from jrl.runs import records
-from jrl.text.located.message import places_of
-from jrl.text.located.tokens import Located, special_pattern
+from jrl.text.located.message import piece_spans
+from jrl.text.located.tokens import TokenSpans, special_pattern
 
 # The ids of a character model; a user's file brings its own.
 PAD_ID, BOS_ID, EOS_ID, UNK_ID = 0, 1, 2, 3
@@ -30,7 +30,7 @@ SPACE_PIECE = "\u2581"
 
 # What a trained model could not give back: the space as above, the mark of an unknown, the mark
 # between two training texts, the end of a C string. (Lone surrogates are no characters at all.)
-SPOILT = SPACE_PIECE + "\u2585\x1f\0"
+UNUSABLE_CHARACTERS = SPACE_PIECE + "\u2585\x1f\0"
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Tokenizer:
         self.eos_id = processor.eos_id()
         self.bos_id = processor.bos_id() if processor.bos_id() >= 0 else None
         self.pad_id = processor.pad_id() if processor.pad_id() >= 0 else self.unk_id
-        self.usage = checked_usage(Usage() if usage is None else usage, self.vocab_size)
+        self.usage = check_usage(Usage() if usage is None else usage, self.vocab_size)
 
     @property
     def prefix(self) -> list[int]:
@@ -143,15 +143,15 @@ class Tokenizer:
     @cached_property
     def special_ids(self) -> frozenset[int]:
         """Ids that `decode` makes nothing of."""
-        own = {self.pad_id, self.bos_id, self.unk_id, *self.stop_ids} - {None}
-        return frozenset({*own, *self.special_tokens.values()})
+        named_ids = {self.pad_id, self.bos_id, self.unk_id, *self.stop_ids} - {None}
+        return frozenset({*named_ids, *self.special_tokens.values()})
 
     @property
     def named_tokens(self) -> dict[str, str]:
         """The special tokens as a chat template calls them, "bos_token" for instance."""
         ids = {"bos": self.bos_id, "eos": self.eos_id, "pad": self.pad_id, "unk": self.unk_id}
-        written = {identity: text for text, identity in self.special_tokens.items()}
-        return {f"{name}_token": written[i] for name, i in ids.items() if i in written}
+        text_by_id = {identity: text for text, identity in self.special_tokens.items()}
+        return {f"{name}_token": text_by_id[i] for name, i in ids.items() if i in text_by_id}
 
     @classmethod
     def train_characters(cls, characters: str) -> "Tokenizer":
@@ -177,8 +177,8 @@ class Tokenizer:
                 "give every character that the texts can contain"
             )
         for character in alphabet:
-            if character in SPOILT or "\ud800" <= character <= "\udfff":
-                raise _unfit(character)
+            if character in UNUSABLE_CHARACTERS or "\ud800" <= character <= "\udfff":
+                raise _unusable_character(character)
         sentence = "".join(alphabet + alphabet[::-1])  # twice: a line end at the end would be lost
         output = io.BytesIO()
         sentencepiece.SentencePieceTrainer.train(
@@ -201,7 +201,7 @@ class Tokenizer:
         for character in alphabet:
             ids = tokenizer.encode(character)
             if len(ids) != 1 or tokenizer.decode(ids) != character:
-                raise _unfit(character)
+                raise _unusable_character(character)
         return tokenizer
 
     def encode(self, text: str) -> list[int]:
@@ -233,56 +233,56 @@ class Tokenizer:
           ValueError: as for `encode`.
         """
         ids: list[int] = []
-        for part in re.split(f"({special_pattern(self.special_tokens)})", text):
-            if part in self.special_tokens:
-                ids.append(self.special_tokens[part])
-            elif part:
-                ids += self.encode(part)
+        for segment in re.split(f"({special_pattern(self.special_tokens)})", text):
+            if segment in self.special_tokens:
+                ids.append(self.special_tokens[segment])
+            elif segment:
+                ids += self.encode(segment)
         return ids
 
-    def located(self, text: str, mark: str | None = None) -> Located:
-        """As `encode_special`, with the places of the tokens in the text.
+    def encode_special_spans(self, text: str, escape: str | None = None) -> TokenSpans:
+        """As `encode_special`, with the spans of the tokens in the text.
 
         Args:
-          mark: a character that is no part of the text; special tokens with marks between their
-            characters are text. Places are counted without it.
+          escape: a character that is no part of the text; special tokens with it between their
+            characters are text. Offsets are counted without it.
 
         Raises:
           ValueError: as for `encode`.
         """
-        ids, begins, ends, at = list[int](), list[int](), list[int](), 0
-        for part in re.split(f"({special_pattern(self.special_tokens)})", text):
-            if part in self.special_tokens:
-                found = [(self.special_tokens[part], 0, len(part))]
+        ids, begins, ends, offset = list[int](), list[int](), list[int](), 0
+        for segment in re.split(f"({special_pattern(self.special_tokens)})", text):
+            if segment in self.special_tokens:
+                spans = [(self.special_tokens[segment], 0, len(segment))]
             else:
-                part = part if mark is None else part.replace(mark, "")
-                found = self._placed(part)
-            for token, begin, end in found:
+                segment = segment if escape is None else segment.replace(escape, "")
+                spans = self._spans(segment)
+            for token, begin, end in spans:
                 ids.append(token)
-                begins.append(at + begin)
-                ends.append(at + end)
-            at += len(part)
-        return Located(ids, np.array(begins, np.int64), np.array(ends, np.int64))
+                begins.append(offset + begin)
+                ends.append(offset + end)
+            offset += len(segment)
+        return TokenSpans(ids, np.array(begins, np.int64), np.array(ends, np.int64))
 
-    def placed(self, text: str) -> Located:
-        """As `encode`, with the places of the tokens in the text.
+    def encode_spans(self, text: str) -> TokenSpans:
+        """As `encode`, with the spans of the tokens in the text.
 
         Raises:
           ValueError: as for `encode`.
         """
-        found = self._placed(text)
-        ids, begins, ends = ([row[column] for row in found] for column in range(3))
-        return Located(ids, np.array(begins, np.int64), np.array(ends, np.int64))
+        spans = self._spans(text)
+        ids, begins, ends = ([row[column] for row in spans] for column in range(3))
+        return TokenSpans(ids, np.array(begins, np.int64), np.array(ends, np.int64))
 
-    def begun(self, ids: list[int]) -> list[int]:
+    def with_prefix(self, ids: list[int]) -> list[int]:
         """The ids of a text with what comes before a prompt, unless they begin with it."""
         return ids if ids[: len(self.prefix)] == self.prefix else [*self.prefix, *ids]
 
-    def begun_by_template(self, ids: list[int]) -> list[int]:
+    def with_template_prefix(self, ids: list[int]) -> list[int]:
         """The same of what a chat template wrote."""
-        return self.begun(ids) if self.usage.template_begins else ids
+        return self.with_prefix(ids) if self.usage.template_begins else ids
 
-    def continued(self, before: str, text: str) -> list[int]:
+    def encode_continuation(self, before: str, text: str) -> list[int]:
         """The ids of a text that continues another, whose own ids come before them.
 
         Raises:
@@ -301,7 +301,9 @@ class Tokenizer:
         Raises:
           ValueError: an id is outside of the vocabulary.
         """
-        return self._text([token for token in self._known(ids) if token not in self.special_ids])
+        return self._text(
+            [token for token in self._check_ids(ids) if token not in self.special_ids]
+        )
 
     def decode_special(self, ids: Iterable[SupportsInt], unknown: str = "") -> str:
         """Turns ids into text in which special tokens are written out.
@@ -313,16 +315,16 @@ class Tokenizer:
         Raises:
           ValueError: an id is outside of the vocabulary.
         """
-        written = {identity: text for text, identity in self.special_tokens.items()}
-        parts: list[str] = []
+        text_by_id = {identity: text for text, identity in self.special_tokens.items()}
+        segments: list[str] = []
         run: list[int] = []
-        for token in self._known(ids):
+        for token in self._check_ids(ids):
             if token not in self.special_ids:
                 run.append(token)
                 continue
-            parts += [self._text(run), written.get(token, unknown)]
+            segments += [self._text(run), text_by_id.get(token, unknown)]
             run = []
-        return "".join([*parts, self._text(run)])
+        return "".join([*segments, self._text(run)])
 
     def bytes_of(self, token: int) -> bytes | None:
         """The bytes of a token that stands for bytes, which may be a part of a character; None of
@@ -347,20 +349,20 @@ class Tokenizer:
         """The file of a public checkpoint that has the vocabulary, by its name."""
         return {"tokenizer.model": self._model}
 
-    def used(self, usage: Usage) -> "Tokenizer":
+    def with_usage(self, usage: Usage) -> "Tokenizer":
         """The same tokenizer, used in another way."""
         return Tokenizer(self._model, usage)
 
-    def _placed(self, text: str) -> list[tuple[int, int, int]]:
+    def _spans(self, text: str) -> list[tuple[int, int, int]]:
         """As `encode`, each id with its first character and the one behind its last."""
         self.encode(text)  # refuses what it does not know
-        return places_of(self._processor.encode(text, out_type="serialized_proto"), text)
+        return piece_spans(self._processor.encode(text, out_type="serialized_proto"), text)
 
     def _text(self, ids: list[int]) -> str:
         """The text of ids of which none is special."""
         return self._processor.decode(ids)
 
-    def _known(self, ids: Iterable[SupportsInt]) -> list[int]:
+    def _check_ids(self, ids: Iterable[SupportsInt]) -> list[int]:
         """The ids as they are, all of them looked over."""
         ids = [int(token) for token in ids]
         for token in ids:
@@ -374,13 +376,13 @@ class Tokenizer:
 
 def usage_from(content: Mapping[str, Any]) -> Usage:
     """The `Usage` in what a tokenizer saved."""
-    given = {field.name: content[field.name] for field in fields(Usage) if field.name in content}
-    if isinstance(given.get("stop_ids"), list):
-        given["stop_ids"] = tuple(given["stop_ids"])
-    return Usage(**given)
+    settings = {field.name: content[field.name] for field in fields(Usage) if field.name in content}
+    if isinstance(settings.get("stop_ids"), list):
+        settings["stop_ids"] = tuple(settings["stop_ids"])
+    return Usage(**settings)
 
 
-def checked_usage(usage: Usage, vocab_size: int) -> Usage:
+def check_usage(usage: Usage, vocab_size: int) -> Usage:
     for token in (*usage.stop_ids, *(() if usage.turn_end is None else (usage.turn_end,))):
         if not 0 <= token < vocab_size:
             raise ValueError(
@@ -390,7 +392,7 @@ def checked_usage(usage: Usage, vocab_size: int) -> Usage:
     return usage
 
 
-def _unfit(character: str) -> ValueError:
+def _unusable_character(character: str) -> ValueError:
     return ValueError(
         f"characters has {character!r} (U+{ord(character):04X}), which SentencePiece uses itself "
         "or cannot keep: replace it in the data"

@@ -36,85 +36,85 @@ def tool_format_of(template: ChatTemplate, tokenizer: Tokenizer) -> ToolFormat |
     one whose marks are in its source.
     """
     source = tokenizer.usage.chat_template
-    marked = marked_formats("" if source is None else source)
-    schema, known = PROBE.schema, {PROBE.name: PROBE.parameters}
-    asked = replace(Conversation.of([("user", "?")]), tools=[schema])
-    for format in (*marked, *(each for each in FORMATS if each not in marked)):
+    candidates = marked_formats("" if source is None else source)
+    schema, tools = PROBE.schema, {PROBE.name: PROBE.parameters}
+    conversation = replace(Conversation.of([("user", "?")]), tools=[schema])
+    for format in (*candidates, *(each for each in FORMATS if each not in candidates)):
         call = Call(PROBE.name, ARGUMENTS)
-        turn = _turn("", [call], [format.call_id(call.name, 0)])
+        message = _assistant_message("", [call], [format.call_id(call.name, 0)])
         try:
-            before = template.write(asked)
-            whole = template.write(replace(asked, turns=(*asked.turns, turn)))
+            without_call = template.write(conversation)
+            with_call = template.write(replace(conversation, turns=(*conversation.turns, message)))
         except ValueError:
             return None
-        text = _behind(before, whole)
+        text = _added_text(without_call, with_call)
         for end, identity in tokenizer.special_tokens.items():
             if identity in tokenizer.stop_ids:
                 text = text.partition(end)[0]
         if PROBE.name not in text:
-            return marked[0] if marked else None
-        found = format.calls(text, known)
-        if [(each.name, each.arguments) for each in found] == [(call.name, ARGUMENTS)]:
+            return candidates[0] if candidates else None
+        parsed = format.calls(text, tools)
+        if [(each.name, each.arguments) for each in parsed] == [(call.name, ARGUMENTS)]:
             return format
     return None
 
 
-def _behind(before: str, whole: str) -> str:
-    """Rest of `whole` from the first character that differs from `before`."""
-    pairs = enumerate(zip(before, whole, strict=False))
-    return whole[next((at for at, (a, b) in pairs if a != b), min(len(before), len(whole))) :]
+def _added_text(before: str, after: str) -> str:
+    """Rest of `after` from the first character that differs from `before`."""
+    pairs = enumerate(zip(before, after, strict=False))
+    return after[next((index for index, (a, b) in pairs if a != b), min(len(before), len(after))) :]
 
 
 def shows_tools(template: ChatTemplate, tools: list[Any], names: Sequence[str]) -> bool:
     """True if a template writes tools: its text differs with them, and has the name of each."""
-    asked = Conversation.of([("user", "?")])
-    given = template.render(replace(asked, tools=tools))
-    return given != template.render(asked) and all(name in given for name in names)
+    conversation = Conversation.of([("user", "?")])
+    rendered = template.render(replace(conversation, tools=tools))
+    return rendered != template.render(conversation) and all(name in rendered for name in names)
 
 
-def calls_of(
-    format: ToolFormat, known: Known, texts: Sequence[str]
+def parse_calls(
+    format: ToolFormat, tools: Known, texts: Sequence[str]
 ) -> Iterator[tuple[list[Call], list[str]]]:
     """The calls of each turn of a policy, and their ids: those that it wrote, where a chat template
     takes them."""
-    number = 0
+    first_index = 0
     for text in texts:
-        calls = format.calls(text, known)
+        calls = format.calls(text, tools)
         ids = [
-            call.id if format.usable_id(call.id) else format.call_id(call.name or NAMELESS, place)
-            for place, call in enumerate(calls, start=number)
+            call.id if format.usable_id(call.id) else format.call_id(call.name or NAMELESS, index)
+            for index, call in enumerate(calls, start=first_index)
         ]
-        number += len(calls)
+        first_index += len(calls)
         yield calls, ids
 
 
-def with_calls(
-    format: ToolFormat, known: Known, messages: Sequence[tuple[str, str]]
+def attach_calls(
+    format: ToolFormat, tools: Known, messages: Sequence[tuple[str, str]]
 ) -> tuple[Turn, ...]:
     """The messages as a chat template takes them: with the calls of the policy's, and in the
     answers of tools the calls that they answer, in order."""
     texts = [content for role, content in messages if role == "assistant"]
-    calls_of_turns, turns = calls_of(format, known, texts), list[Turn]()
-    waiting: list[tuple[str, str]] = []
+    calls_by_message, converted = parse_calls(format, tools, texts), list[Turn]()
+    unanswered: list[tuple[str, str]] = []
     for role, content in messages:
         if role == "assistant":
-            calls, ids = next(calls_of_turns)
-            turns.append(_turn(content, calls, ids))
-            waiting = [(i, call.name or NAMELESS) for i, call in zip(ids, calls, strict=True)]
-        elif role == "tool" and waiting:
-            identity, name = waiting.pop(0)
+            calls, ids = next(calls_by_message)
+            converted.append(_assistant_message(content, calls, ids))
+            unanswered = [(i, call.name or NAMELESS) for i, call in zip(ids, calls, strict=True)]
+        elif role == "tool" and unanswered:
+            identity, name = unanswered.pop(0)
             answer = {"role": role, "content": content, "tool_call_id": identity, "name": name}
-            turns.append(answer)
+            converted.append(answer)
         else:
-            turns.append({"role": role, "content": content})
-    return tuple(turns)
+            converted.append({"role": role, "content": content})
+    return tuple(converted)
 
 
-def _turn(content: str, calls: Sequence[Call], ids: Sequence[str]) -> Turn:
+def _assistant_message(content: str, calls: Sequence[Call], ids: Sequence[str]) -> Turn:
     """A turn of the policy; where it calls, the calls stand in place of its text."""
     if not calls:
         return {"role": "assistant", "content": content}
-    asked = [
+    tool_calls = [
         {
             "id": identity,
             "type": "function",
@@ -122,4 +122,4 @@ def _turn(content: str, calls: Sequence[Call], ids: Sequence[str]) -> Turn:
         }
         for call, identity in zip(calls, ids, strict=True)
     ]
-    return {"role": "assistant", "content": "", "tool_calls": asked}
+    return {"role": "assistant", "content": "", "tool_calls": tool_calls}

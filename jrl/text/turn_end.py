@@ -15,12 +15,12 @@ from jrl.text.templates.renderer import TemplateLimit
 from jrl.text.tokenizer import Tokenizer
 
 
-def with_turn_end(tokenizer: Tokenizer, place: str | None = None) -> Tokenizer:
+def with_turn_end(tokenizer: Tokenizer, path: str | None = None) -> Tokenizer:
     """The tokenizer, knowing what its chat template ends a turn with; as it is where it has no
     template, or one that ends turns with no token or cannot be used.
 
     Args:
-      place: the file of the template, where it is one that will be used.
+      path: the file of the template, where it is one that will be used.
 
     Raises:
       TemplateLimit: where it will be used, and takes too much time or memory.
@@ -29,21 +29,25 @@ def with_turn_end(tokenizer: Tokenizer, place: str | None = None) -> Tokenizer:
     if usage.chat_template is None or find_spec("jinja2") is None:
         return tokenizer
     try:
-        found = _turn_end(ChatTemplate(tokenizer, place), tokenizer)
+        end_id = _find_turn_end(ChatTemplate(tokenizer, path), tokenizer)
     except ValueError as error:  # said where it is used, which it need not be
-        if isinstance(error, TemplateLimit) and place is not None:
+        if isinstance(error, TemplateLimit) and path is not None:
             raise  # now, as to find it out once more takes as long
         return tokenizer
-    return tokenizer if found == usage.turn_end else tokenizer.used(replace(usage, turn_end=found))
+    return (
+        tokenizer
+        if end_id == usage.turn_end
+        else tokenizer.with_usage(replace(usage, turn_end=end_id))
+    )
 
 
-def _turn_end(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
-    closing = template.closing
-    if closing is None:
+def _find_turn_end(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
+    turn_suffix = template.turn_suffix
+    if turn_suffix is None:
         return None
     tokens = tokenizer.spelled_tokens
-    found = re.search(special_pattern(tokens), closing)
+    match = re.search(special_pattern(tokens), turn_suffix)
     # Some templates go on to the next turn whether they are asked to or not.
-    if found is None or found[0] in template.opening(Conversation.of([("user", "?")])):
+    if match is None or match[0] in template.generation_prompt(Conversation.of([("user", "?")])):
         return None
-    return tokens[found[0]]
+    return tokens[match[0]]

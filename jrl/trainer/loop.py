@@ -11,14 +11,14 @@ import jax
 from jaxtyping import Array
 
 from jrl.config.run import RunConfig
-from jrl.faults.collect.sources import own_gpus
-from jrl.faults.live.guard import LOOKS, Attachment, Guard, machine_name, metrics_of
+from jrl.faults.collect.sources import local_gpus
+from jrl.faults.live.guard import DETECTION_INTERVAL, Attachment, Guard, machine_name, metrics_of
 from jrl.faults.live.hook import Hook, command_hook
 from jrl.faults.standard import StandardDetector
 from jrl.processes.agreement import FailTogether, any_of, is_main_process
 from jrl.processes.stopping import Stop
 from jrl.report.display import WarmStartDisplay
-from jrl.report.metrics import check_known
+from jrl.report.metrics import check_defined
 from jrl.report.page.write import write_page
 from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.sampler import Sampler
@@ -243,7 +243,7 @@ def _first_state(
     state = init_state(setup.networks, weights, critic_key, prompts_seen, adapters)
     metrics |= stage.evaluated(state) | stage.left_out()
     with appender(folder.metrics_path) as lines:
-        check_known(metrics)
+        check_defined(metrics)
         lines.append(0, metrics)
     if is_main_process():
         on_step(0, metrics)
@@ -267,11 +267,11 @@ def _attachment(run: RunConfig, folder: RunFolder, on_fault: Hook | None) -> Att
         machine=machine_name(socket.gethostname(), number),
         watches=number == 0,
         detector=StandardDetector(continuity=run.faults_continuity),
-        gpus=own_gpus([d.local_hardware_id for d in jax.local_devices()], os.environ)
+        gpus=local_gpus([d.local_hardware_id for d in jax.local_devices()], os.environ)
         if jax.local_devices()[0].platform == "gpu"
         else None,
         hooks=tuple(hooks),
-        looks=min(LOOKS, run.faults_continuity),
+        interval=min(DETECTION_INTERVAL, run.faults_continuity),
         port=None if run.faults_port is None else run.faults_port + number,
     )
 

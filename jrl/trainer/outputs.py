@@ -16,7 +16,7 @@ from jrl.recipes.base.recipe import Recipe
 from jrl.report.display import TrainingDisplay, print_samples
 from jrl.report.lookout import suspicion
 from jrl.report.lookout.suspicion import Lookout
-from jrl.report.metrics import check_known
+from jrl.report.metrics import check_defined
 from jrl.report.page.write import write_page
 from jrl.report.plots import plot_run
 from jrl.rollout.collection.collect import sampling_of, shown_rows
@@ -63,7 +63,7 @@ class Outputs:
         metrics["training/total_tokens"] = self.total_tokens
         metrics["training/nonfinite_skipped_total"] = self.total_skipped
         metrics["training/empty_skipped_total"] = self.total_empty
-        check_known(metrics, self.own_metrics)
+        check_defined(metrics, self.own_metrics)
         self.metrics.append(step, metrics)
         for logger in self.loggers:
             logger.log(step, metrics)
@@ -88,7 +88,7 @@ class Outputs:
     def warn_of_suspicion(self, step: int, metrics: dict[str, float]) -> bool:
         """Shows an alarm if the run is suspicious for the first time, and returns true then; adds
         ``reward/suspicion`` to the metrics of each step with scores."""
-        reasons = self.lookout.look(metrics)
+        reasons = self.lookout.check(metrics)
         if suspicion.SCORE in metrics:
             metrics[suspicion.NAME] = float(bool(reasons))
         if not reasons or self.lookout.suspected:

@@ -14,7 +14,7 @@ from jrl.rollout.batching import take_rows
 from jrl.rollout.collection.collect import shown_rows
 from jrl.rollout.decoding.ranks import ranks
 from jrl.rollout.sampler import Completion
-from jrl.text.pieces import pieces
+from jrl.text.token_texts import token_texts
 from jrl.text.tokenizer import Tokenizer
 from jrl.trainer.scoring import logprobs_and_entropy_of_few
 from jrl.trainer.setup.networks import Networks
@@ -61,7 +61,7 @@ class TokenRecord:
         """JSON object for the field "tokens" of samples.jsonl."""
         columns = "advantage", "sampler_logprob", "gap", "entropy"
         return {
-            "text": pieces(tokenizer, self.ids.tolist()),
+            "text": token_texts(tokenizer, self.ids.tolist()),
             "of": self.length,
             **{name: [_short(x) for x in getattr(self, name)] for name in columns},
         }

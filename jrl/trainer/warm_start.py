@@ -11,7 +11,7 @@ from jrl.rollout.batching import over_rows
 from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.sampler import Sampler, accuracy, numbered
 from jrl.tasks import Example
-from jrl.text.conversation import gold_rows
+from jrl.text.conversation import reference_rows
 from jrl.trainer.evaluation.heldout import filled_up
 from jrl.trainer.setup.setup import Setup
 from moe.weights import Transformer
@@ -130,7 +130,7 @@ def supervised_batch(setup: Setup, examples: list[Example], rows: int) -> Batch[
     """
     count, examples = len(examples), filled_up(examples, rows)
     lengths = setup.prompt_length, setup.response_length
-    tokens, valid, mask = gold_rows(setup.format, examples, *lengths)
+    tokens, valid, mask = reference_rows(setup.format, examples, *lengths)
     # Padding rows have no valid token: they affect neither the loss nor the routers' balance.
     mask[count:] = valid[count:] = False
     return to_devices(Batch(tokens=tokens, valid=valid, mask=mask), over_rows(setup.mesh))

@@ -28,7 +28,7 @@ from jrl.tasks.data.conversations import Conversation
 from jrl.text.chat import ChatTemplate
 from jrl.text.json_tokenizer import checkpoint_tokenizer
 from jrl.text.load import load_tokenizer
-from jrl.text.published import keep, published
+from jrl.text.published import checkpoint_files, copy_checkpoint_files
 from jrl.text.turn_end import with_turn_end
 from jrl.train import main as train
 from jrl.trainer import loop
@@ -309,11 +309,11 @@ def test_an_export_that_fails_leaves_nothing(chat_run, tmp_path, monkeypatch):
 
 
 def test_a_template_of_the_run_takes_the_place_of_the_checkpoints(tmp_path):
-    keep(write_tokenizer(tmp_path / "model"), tmp_path / "kept")
+    copy_checkpoint_files(write_tokenizer(tmp_path / "model"), tmp_path / "kept")
     own = checkpoint_tokenizer(tmp_path / "model", VOCAB_SIZE)
-    changed = with_turn_end(own.used(replace(own.usage, chat_template="{{ messages }}")))
+    changed = with_turn_end(own.with_usage(replace(own.usage, chat_template="{{ messages }}")))
     (tmp_path / "out").mkdir()
-    for name, content in published(changed, tmp_path / "kept").items():
+    for name, content in checkpoint_files(changed, tmp_path / "kept").items():
         (tmp_path / "out" / name).write_bytes(content)
     found = checkpoint_tokenizer(tmp_path / "out", VOCAB_SIZE)
     assert found.usage == changed.usage

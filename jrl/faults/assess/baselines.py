@@ -12,11 +12,11 @@ import numpy as np
 from jaxtyping import Float
 
 from jrl.faults.assess.train import Training, healthy_fleets, train_joint
-from jrl.faults.collect.vocabulary import PRIORITY, PRODUCTION, meaning, searched
+from jrl.faults.collect.vocabulary import PRIORITY, PRODUCTION, meaning, search_order
 from jrl.faults.fleet import Alarm, Fleet
 from jrl.faults.minder import vae
-from jrl.faults.minder.continuity import NOBODY, Span, find_span, look_where_needed
-from jrl.faults.minder.detect import Minder, MinderReport, ScoredFleet, refusal
+from jrl.faults.minder.continuity import NO_MACHINE, Span, find_span, score_where_needed
+from jrl.faults.minder.detect import Minder, MinderReport, ScoredFleet, report_incomparable
 from jrl.faults.minder.embedding import (
     View,
     as_points,
@@ -25,7 +25,7 @@ from jrl.faults.minder.embedding import (
     side_by_side,
     whitened_moments,
 )
-from jrl.faults.minder.models import ANY, TOGETHER, shipped_models
+from jrl.faults.minder.models import ANY, JOINT, shipped_models
 from jrl.faults.shift import ShiftDetector, heavy_tailed
 from jrl.faults.statistics import MAD_TO_STD, nan_median
 
@@ -68,7 +68,7 @@ def joint(metrics: tuple[str, ...]) -> list[View]:
 def joint_model(metrics: tuple[str, ...]) -> vae.Weights:
     """One model for all of these metrics, as large and as long trained as the per-metric models."""
     if metrics == PRODUCTION:
-        return shipped_models()[TOGETHER]
+        return shipped_models()[JOINT]
     training = Training()
     return train_joint(healthy_fleets(training, metrics), training)
 
@@ -88,12 +88,12 @@ class Instant(Minder):
     def judge(self, record: ScoredFleet) -> MinderReport:
         """Searches the metrics in order until one has a score above the threshold."""
         prepared = record.prepared
-        if record.refused:
-            return refusal(record)
+        if record.reasons:
+            return report_incomparable(record)
         starts = np.arange(0, prepared.values.shape[2] - vae.WINDOW + 1, self.stride)
         for view in self.method(prepared.metrics):
             scorer = record.scorer(view, self)
-            scorer.look(starts)
+            scorer.score(starts)
             scores = np.full(scorer.scores.shape, np.nan, np.float32)
             scores[starts] = scorer.scores[starts]
             top = int(np.nanargmax(scores))
@@ -113,22 +113,22 @@ class MinderOnset(Minder):
 
     def judge(self, record: ScoredFleet) -> MinderReport:
         """Searches the metrics in order until one has a machine with a new deviation."""
-        if record.refused:
-            return refusal(record)
+        if record.reasons:
+            return report_incomparable(record)
         prepared = record.prepared
         num_windows = prepared.values.shape[2] - vae.WINDOW + 1
-        length = self._length(prepared.period)
+        length = self._continuity_windows(prepared.period)
         for view in self.method(prepared.metrics):
             scorer = record.scorer(view, self)
-            look = partial(scorer.named, threshold=self.threshold)
-            named = look_where_needed(look, num_windows, length=length, share=self.share)
+            score_windows = partial(scorer.name_machines, threshold=self.threshold)
+            named = score_where_needed(score_windows, num_windows, length=length, share=self.share)
             values = prepared.values[view.channels[0]]
             away = values - np.median(values, axis=0)
             while (span := find_span(named, length=length, share=self.share)) is not None:
                 if _is_new(away[span.machine], span):
                     alarm = self._alarm(prepared, view.name, span, scorer.scores)
                     return MinderReport([alarm], prepared.notes, prepared=prepared)
-                named = np.where(named == span.machine, NOBODY, named)
+                named = np.where(named == span.machine, NO_MACHINE, named)
         return MinderReport([], prepared.notes, prepared=prepared)
 
 
@@ -176,8 +176,8 @@ class RobustZ:
     def scores(self, fleet: Fleet) -> dict[str, Float[np.ndarray, "machine window"]]:
         """Scores by metric; 0 where there are no samples."""
         width, hop = (max(1, round(s / fleet.period)) for s in (self.window, self.hop))
-        found = {}
-        for name in searched(PRIORITY, fleet.metrics):
+        scores = {}
+        for name in search_order(PRIORITY, fleet.metrics):
             values = fleet.values[:, fleet.metrics.index(name)]
             typical = float(np.nanmedian(np.abs(values)))
             if self.logs and heavy_tailed(values):
@@ -186,12 +186,12 @@ class RobustZ:
             middle = nan_median(windows, 2)
             away = np.abs(middle - nan_median(middle, 0))
             spread = np.maximum(MAD_TO_STD * nan_median(away, 0), self.resolution * typical)
-            found[name] = np.nan_to_num(away / np.maximum(spread, 1e-30))
-        return found
+            scores[name] = np.nan_to_num(away / np.maximum(spread, 1e-30))
+        return scores
 
     def span(self, scores: np.ndarray, threshold: float, period: float | int) -> Span | None:
         """The windows through which one machine is the candidate, if there are enough."""
-        leader = np.where(scores.max(axis=0) > threshold, scores.argmax(axis=0), NOBODY)
+        leader = np.where(scores.max(axis=0) > threshold, scores.argmax(axis=0), NO_MACHINE)
         length = round((self.continuity - self.window + self.hop) / max(self.hop, period))
         return find_span(leader, length=length, share=self.share)
 
@@ -199,7 +199,7 @@ class RobustZ:
 def moving_median(metrics: tuple[str, ...]) -> list[View]:
     """A median of eight samples in place of the LSTM-VAE."""
     return [
-        View(name, (channel,), as_points, summary=partial(_smoothed, np.median))
+        View(name, (channel,), as_points, summary=partial(_smooth, np.median))
         for channel, name in enumerate(metrics)
     ]
 
@@ -207,12 +207,12 @@ def moving_median(metrics: tuple[str, ...]) -> list[View]:
 def moving_mean(metrics: tuple[str, ...]) -> list[View]:
     """RAW, as smooth as the reconstruction of the LSTM-VAE: the mean of eight samples."""
     return [
-        View(name, (channel,), as_points, summary=partial(_smoothed, np.mean))
+        View(name, (channel,), as_points, summary=partial(_smooth, np.mean))
         for channel, name in enumerate(metrics)
     ]
 
 
-def _smoothed(middle: Callable[..., np.ndarray], values: np.ndarray, width: int) -> np.ndarray:
+def _smooth(middle: Callable[..., np.ndarray], values: np.ndarray, width: int) -> np.ndarray:
     windows = np.lib.stride_tricks.sliding_window_view(values, width, axis=2)
     # The size of eight equal samples, in which `Minder.floor` is measured.
     return (middle(windows, axis=3) * vae.WINDOW**0.5).astype(np.float32)
@@ -222,7 +222,7 @@ AnyDetector = Minder | RobustZ | ShiftDetector
 
 
 @dataclass(frozen=True)
-class Entry:
+class BenchmarkEntry:
     """A detector of the benchmark.
 
     Attributes:
@@ -242,18 +242,38 @@ class Entry:
 
 
 DETECTORS = (
-    Entry("shift (default)", lambda at: ShiftDetector(threshold=at), ShiftDetector.threshold),
-    Entry("robust z", lambda at: RobustZ(at), 9.12),
-    Entry("robust z, logs", lambda at: RobustZ(at, logs=True), 9.12),
-    Entry("moving median", lambda at: Minder(threshold=at, method=moving_median), 5.11),
-    Entry("Minder", lambda at: Minder(threshold=at), Minder.threshold),
-    Entry("Minder, onset rule", lambda at: MinderOnset(threshold=at), Minder.threshold),
-    Entry("Mahalanobis", lambda at: Minder(threshold=at, method=mahalanobis), 1.19),
-    Entry("no VAE (RAW)", lambda at: Minder(threshold=at, method=without_vae), 1.43),
-    Entry("no VAE, smoothed", lambda at: Minder(threshold=at, method=moving_mean), 6.78),
-    Entry("concatenated (CON)", lambda at: Minder(threshold=at, method=concatenated), 1.3),
-    Entry("one joint model (INT)", lambda at: Minder(threshold=at, method=joint), 1.67),
-    Entry("no continuity", lambda at: Instant(threshold=at), 12.4),
+    BenchmarkEntry(
+        "shift (default)",
+        lambda threshold: ShiftDetector(threshold=threshold),
+        ShiftDetector.threshold,
+    ),
+    BenchmarkEntry("robust z", lambda threshold: RobustZ(threshold), 9.12),
+    BenchmarkEntry("robust z, logs", lambda threshold: RobustZ(threshold, logs=True), 9.12),
+    BenchmarkEntry(
+        "moving median", lambda threshold: Minder(threshold=threshold, method=moving_median), 5.11
+    ),
+    BenchmarkEntry("Minder", lambda threshold: Minder(threshold=threshold), Minder.threshold),
+    BenchmarkEntry(
+        "Minder, onset rule", lambda threshold: MinderOnset(threshold=threshold), Minder.threshold
+    ),
+    BenchmarkEntry(
+        "Mahalanobis", lambda threshold: Minder(threshold=threshold, method=mahalanobis), 1.19
+    ),
+    BenchmarkEntry(
+        "no VAE (RAW)", lambda threshold: Minder(threshold=threshold, method=without_vae), 1.43
+    ),
+    BenchmarkEntry(
+        "no VAE, smoothed", lambda threshold: Minder(threshold=threshold, method=moving_mean), 6.78
+    ),
+    BenchmarkEntry(
+        "concatenated (CON)",
+        lambda threshold: Minder(threshold=threshold, method=concatenated),
+        1.3,
+    ),
+    BenchmarkEntry(
+        "one joint model (INT)", lambda threshold: Minder(threshold=threshold, method=joint), 1.67
+    ),
+    BenchmarkEntry("no continuity", lambda threshold: Instant(threshold=threshold), 12.4),
 )
 """In the order of the table; the first is the default. All subclasses of `Minder` share one
-`Minder.ready`."""
+`Minder.prepare_fleet`."""

@@ -22,13 +22,13 @@ from rich.table import Table
 from jrl.config.numbers import check_seed
 from jrl.faults.assess.baselines import DETECTORS, AnyDetector
 from jrl.faults.assess.outcomes import (
-    FOUND,
+    DETECTED,
     SILENT,
     WRONG,
+    false_alarm_rate,
     figures,
     operational_precision,
     outcome,
-    share_of_looks,
 )
 from jrl.faults.assess.workers import side_by_side
 from jrl.faults.minder.detect import Minder
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         counts = request.incidents, request.clean
         settings = _settings(request, True), _settings(request, False)
-        names = tuple(chosen(request.only))
+        names = tuple(select_detectors(request.only))
         return calibrate(names, settings, counts, request.seed, request.processes)
     results = run(request)
     _print(results)
@@ -115,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def chosen(only: Sequence[str]) -> dict[str, AnyDetector]:
+def select_detectors(only: Sequence[str]) -> dict[str, AnyDetector]:
     """Detectors by name, in the order of the table."""
     names = [each.name for each in DETECTORS]
     unknown = [name for name in only if name not in names]
@@ -131,11 +131,11 @@ def run(request: BenchmarkOptions) -> dict[str, Any]:
     there, also with more records than it was started with.
     """
     Path(request.out).mkdir(parents=True, exist_ok=True)
-    detectors = chosen(request.only)
+    detectors = select_detectors(request.only)
     jobs = [(CLEAN_SEED + request.seed + i, False) for i in range(request.clean)]
     jobs += [(TEST_SEED + request.seed + i, True) for i in range(request.incidents)]
     path = Path(request.out) / "records.jsonl"
-    seen = {row["seed"]: row for row in _read_records(path, _made_with(request, detectors))}
+    seen = {row["seed"]: row for row in _read_records(path, _record_settings(request, detectors))}
     due = [job for job in jobs if job[0] not in seen]
     with path.open("a") as file:
         for row in _with_progress(request, detectors, due):
@@ -153,20 +153,22 @@ def run(request: BenchmarkOptions) -> dict[str, Any]:
     }
 
 
-def _read_records(path: Path, made_with: dict[str, Any]) -> list[dict[str, Any]]:
-    """Records that an interrupted run has completed; a new file begins with `made_with`."""
+def _read_records(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """Records that an interrupted run has completed; a new file begins with `settings`."""
     content = path.read_text() if path.exists() else ""
-    first, *rows = content.splitlines() or [json.dumps(made_with)]
-    if json.loads(first) != made_with:
+    first, *rows = content.splitlines() or [json.dumps(settings)]
+    if json.loads(first) != settings:
         raise ValueError(
             f"{path} belongs to other settings or thresholds: give another --out, or delete it."
         )
-    whole = rows if content.endswith("\n") else rows[:-1]
-    path.write_text("\n".join([first, *whole]) + "\n")  # without what a kill has torn
-    return [json.loads(row) for row in whole]
+    complete = rows if content.endswith("\n") else rows[:-1]
+    path.write_text("\n".join([first, *complete]) + "\n")  # without what a kill has torn
+    return [json.loads(row) for row in complete]
 
 
-def _made_with(request: BenchmarkOptions, detectors: dict[str, AnyDetector]) -> dict[str, Any]:
+def _record_settings(
+    request: BenchmarkOptions, detectors: dict[str, AnyDetector]
+) -> dict[str, Any]:
     """Settings that determine the outcome of a record besides its seed, as JSON stores them."""
     settings = asdict(request)
     for name in ("processes", "out", "incidents", "clean"):
@@ -183,7 +185,7 @@ def _with_progress(
     settings = {faulty: _settings(request, faulty) for faulty in (True, False)}
     with Progress(*columns) as progress:
         task = progress.add_task("records", total=len(jobs))
-        for row in side_by_side(partial(_look, detectors, settings), jobs, request.processes):
+        for row in side_by_side(partial(_run_job, detectors, settings), jobs, request.processes):
             progress.advance(task)
             yield row
 
@@ -202,12 +204,12 @@ def _settings(request: BenchmarkOptions, faulty: bool) -> Settings:
     )
 
 
-def _look(
+def _run_job(
     detectors: dict[str, AnyDetector], settings: dict[bool, Settings], job: tuple[int, bool]
 ) -> dict[str, Any]:
     seed, faulty = job
     incident = simulate(settings[faulty], seed)
-    record = Minder().ready(incident.fleet)
+    record = Minder().prepare_fleet(incident.fleet)
     alarms = {
         name: detector.judge(record).alarms
         if isinstance(detector, Minder)
@@ -218,7 +220,7 @@ def _look(
         "seed": seed,
         "machines": len(incident.fleet.machines),
         "fault": incident.fault,
-        "outcomes": {name: outcome(incident, found) for name, found in alarms.items()},
+        "outcomes": {name: outcome(incident, raised) for name, raised in alarms.items()},
     }
 
 
@@ -230,22 +232,22 @@ def _summary(
     false = sum(row["outcomes"][name] != SILENT for row in clean)
     kinds = sorted({row["fault"] for row in faulty})
     recall = {
-        kind: [sum(row["outcomes"][name] == FOUND for row in of), len(of)]
+        kind: [sum(row["outcomes"][name] == DETECTED for row in incidents), len(incidents)]
         for kind in kinds
-        if (of := [row for row in faulty if row["fault"] == kind])
+        if (incidents := [row for row in faulty if row["fault"] == kind])
     }
     return {
         **asdict(figures(outcomes)),
-        "counts": {kind: counts[kind] for kind in (FOUND, WRONG, SILENT)},
+        "counts": {kind: counts[kind] for kind in (DETECTED, WRONG, SILENT)},
         "recall_by_fault": recall,
         "f1_by_machines": _by_machines(name, faulty),
         "false_alarms": false,
-        "false_alarms_per_look": share_of_looks(false, len(clean)) if clean else None,
+        "false_alarms_per_look": false_alarm_rate(false, len(clean)) if clean else None,
         "operational_precision": operational_precision(
-            counts[FOUND] / len(faulty),
+            counts[DETECTED] / len(faulty),
             counts[WRONG] / len(faulty),
             false / len(clean),
-            looks=86400 / request.seconds,
+            passes=86400 / request.seconds,
         )
         if clean
         else None,
@@ -255,14 +257,14 @@ def _summary(
 
 def _by_machines(name: str, faulty: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """F1 and its interval, and the number of incidents, by the size of the fleet."""
-    out = {}
+    results = {}
     for least, most in SIZES:
-        of = [row for row in faulty if least <= row["machines"] <= most]
-        if of:
-            sizes = sorted(row["machines"] for row in of)
-            f1 = figures([row["outcomes"][name] for row in of]).f1
-            out[f"{sizes[0]} to {sizes[-1]}"] = {"f1": f1, "incidents": len(of)}
-    return out
+        incidents = [row for row in faulty if least <= row["machines"] <= most]
+        if incidents:
+            sizes = sorted(row["machines"] for row in incidents)
+            f1 = figures([row["outcomes"][name] for row in incidents]).f1
+            results[f"{sizes[0]} to {sizes[-1]}"] = {"f1": f1, "incidents": len(incidents)}
+    return results
 
 
 def _print(results: dict[str, Any]) -> None:
@@ -286,13 +288,17 @@ def _print(results: dict[str, Any]) -> None:
         cells = [_interval(row[figure]) for figure in ("precision", "recall", "f1")]
         paper = f"{row['paper'][2]:.3f}" if row["paper"] else ""
         rate, precision = row["false_alarms_per_look"], row["operational_precision"]
-        told = ("not measured",) * 2 if rate is None else (_interval(rate), f"{precision:.3f}")
-        table.add_row(name, *cells, paper, *told)
+        clean_cells = (
+            ("not measured",) * 2 if rate is None else (_interval(rate), f"{precision:.3f}")
+        )
+        table.add_row(name, *cells, paper, *clean_cells)
     Console(width=140).print(table)
     print("F1 by machines of the fleet:")
     for name, row in results["detectors"].items():
         sizes = row["f1_by_machines"].items()
-        cells = (f"{size} {_interval(of['f1'])} of {of['incidents']}" for size, of in sizes)
+        cells = (
+            f"{size} {_interval(result['f1'])} of {result['incidents']}" for size, result in sizes
+        )
         print(f"  {name}: {', '.join(cells)}")
     first = next(iter(results["detectors"]))
     kinds = results["detectors"][first]["recall_by_fault"]

@@ -12,11 +12,11 @@ import numpy as np
 from rich.progress import track
 
 from jrl.faults.assess.baselines import DETECTORS, AnyDetector, Instant, RobustZ, ShiftDetector
-from jrl.faults.assess.outcomes import FOUND, SILENT, WRONG, figures, outcome
+from jrl.faults.assess.outcomes import DETECTED, SILENT, WRONG, figures, outcome
 from jrl.faults.assess.workers import side_by_side
 from jrl.faults.fleet import Alarm
 from jrl.faults.minder import vae
-from jrl.faults.minder.continuity import NOBODY, find_span
+from jrl.faults.minder.continuity import NO_MACHINE, find_span
 from jrl.faults.minder.detect import Minder, ScoredFleet
 from jrl.faults.simulate import Incident, Settings, simulate
 
@@ -48,26 +48,26 @@ def calibrate(
     faulty, clean = settings
     jobs = [(faulty, SEED + seed + i) for i in range(counts[0])]
     jobs += [(clean, CLEAN_SEED + seed + i) for i in range(counts[1])]
-    look = partial(outcomes_by_threshold, names)
-    rows = list(track(side_by_side(look, jobs, processes), "records", total=len(jobs)))
+    score_record = partial(outcomes_by_threshold, names)
+    rows = list(track(side_by_side(score_record, jobs, processes), "records", total=len(jobs)))
     for column, name in enumerate(names):
         each = [
-            figures([row[column][at] for row in rows[: counts[0]]], resamples=1)
-            for at in range(len(THRESHOLDS))
+            figures([row[column][index] for row in rows[: counts[0]]], resamples=1)
+            for index in range(len(THRESHOLDS))
         ]
         alarms = np.array(
             [
-                sum(row[column][at] != SILENT for row in rows[counts[0] :])
-                for at in range(len(THRESHOLDS))
+                sum(row[column][index] != SILENT for row in rows[counts[0] :])
+                for index in range(len(THRESHOLDS))
             ]
         )
-        f1 = np.array([found.f1[0] for found in each])
+        f1 = np.array([entry.f1[0] for entry in each])
         allowed = alarms <= max(FALSE_ALARMS * counts[1], alarms.min())
         best = f1[allowed].max(initial=0.0)
-        at = int(np.flatnonzero(allowed & (f1 >= best - 0.005))[-1])
+        index = int(np.flatnonzero(allowed & (f1 >= best - 0.005))[-1])
         print(
-            f"{name:<24} threshold {THRESHOLDS[at]:<6} precision {each[at].precision[0]:.3f} "
-            f"recall {each[at].recall[0]:.3f} F1 {f1[at]:.3f} false alarms {alarms[at]}"
+            f"{name:<24} threshold {THRESHOLDS[index]:<6} precision {each[index].precision[0]:.3f} "
+            f"recall {each[index].recall[0]:.3f} F1 {f1[index]:.3f} false alarms {alarms[index]}"
         )
     return 0
 
@@ -76,7 +76,7 @@ def outcomes_by_threshold(names: tuple[str, ...], job: tuple[Settings, int]) -> 
     """Outcome of one record, for each detector and threshold."""
     settings, seed = job
     incident = simulate(settings, seed)
-    record = Minder().ready(incident.fleet)
+    record = Minder().prepare_fleet(incident.fleet)
     detectors = {entry.name: entry.detector for entry in DETECTORS}
     return [_outcomes(detectors[name], incident, record) for name in names]
 
@@ -85,11 +85,14 @@ def _outcomes(detector: AnyDetector, incident: Incident, record: ScoredFleet) ->
     if isinstance(detector, ShiftDetector):
         alarms = ShiftDetector(threshold=float(THRESHOLDS[0]))(incident.fleet)
         score = float(alarms[0].evidence["score"]) if alarms else 0.0
-        return [outcome(incident, alarms if score >= at else []) for at in THRESHOLDS]
+        return [outcome(incident, alarms if score >= threshold else []) for threshold in THRESHOLDS]
     if isinstance(detector, RobustZ):
         scores = detector.scores(incident.fleet)
-        return [outcome(incident, _plain(detector, scores, incident, at)) for at in THRESHOLDS]
-    if record.refused:
+        return [
+            outcome(incident, _robust_z_alarms(detector, scores, incident, threshold))
+            for threshold in THRESHOLDS
+        ]
+    if record.reasons:
         return [SILENT] * len(THRESHOLDS)
     prepared = record.prepared
     starts = np.arange(0, prepared.values.shape[2] - vae.WINDOW + 1, STRIDE)
@@ -98,12 +101,12 @@ def _outcomes(detector: AnyDetector, incident: Incident, record: ScoredFleet) ->
     series = []
     for view in detector.method(prepared.metrics):
         scorer = record.scorer(view, detector)
-        scorer.look(starts)
+        scorer.score(starts)
         series.append((prepared.rows[scorer.machine[starts]], scorer.scores[starts]))
-    return [_verdict(series, detector, at, truth, when) for at in THRESHOLDS]
+    return [_verdict(series, detector, threshold, truth, when) for threshold in THRESHOLDS]
 
 
-def _plain(
+def _robust_z_alarms(
     detector: RobustZ, scores: dict[str, np.ndarray], incident: Incident, threshold: float
 ) -> list[Alarm]:
     for name, each in scores.items():
@@ -125,13 +128,13 @@ def _verdict(
     for machine, score in series:
         if isinstance(minder, Instant):
             top = int(score.argmax())
-            found = (int(machine[top]), top, top) if score[top] > threshold else None
+            candidate = (int(machine[top]), top, top) if score[top] > threshold else None
         else:
-            named = np.where(score > threshold, machine, NOBODY)
+            named = np.where(score > threshold, machine, NO_MACHINE)
             span = find_span(named, length=length, share=minder.share)
-            found = None if span is None else (span.machine, span.first, span.last)
-        if found is not None:
-            who, first, last = found
+            candidate = None if span is None else (span.machine, span.first, span.last)
+        if candidate is not None:
+            machine_named, first, last = candidate
             overlap = first * STRIDE < when[1] and (last + 1) * STRIDE > when[0]
-            return FOUND if who == truth and overlap else WRONG
+            return DETECTED if machine_named == truth and overlap else WRONG
     return SILENT

@@ -20,7 +20,7 @@ from rich.console import Console
 from jrl.config.numbers import check_seed
 from jrl.faults.fleet import Fleet
 from jrl.faults.minder import vae
-from jrl.faults.minder.models import ANY, SHIPPED, TOGETHER
+from jrl.faults.minder.models import ANY, JOINT, SHIPPED
 from jrl.faults.minder.prepare import prepare
 from jrl.faults.simulate import METRICS, PRODUCTION, Settings, simulate
 
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     fleets = [Fleet.load(path) for path in training.records] or healthy_fleets(training)
     models, error = train_models(fleets, training, show=Console().print)
     if not training.records:
-        models[TOGETHER] = train_joint(healthy_fleets(training, PRODUCTION), training)
+        models[JOINT] = train_joint(healthy_fleets(training, PRODUCTION), training)
     vae.save(training.out, models)
     size = Path(training.out).stat().st_size / 1024
     print(f"{training.out}: {len(models)} models, {size:.0f} KiB")
@@ -82,9 +82,9 @@ def train_models(
     """One model per metric and one for `ANY`, trained together, and their errors."""
     random = np.random.default_rng(training.seed)
     windows = gather_windows(fleets, training.windows, random)
-    together = np.concatenate(list(windows.values()), axis=-1)
-    chosen = random.integers(together.shape[-1], size=training.windows)
-    windows[ANY] = together[..., chosen]
+    pooled = np.concatenate(list(windows.values()), axis=-1)
+    selected = random.integers(pooled.shape[-1], size=training.windows)
+    windows[ANY] = pooled[..., selected]
     data = np.stack(list(windows.values()))
     weights, errors = fit(data, training, show)
     names = list(windows)
@@ -95,20 +95,23 @@ def train_models(
 def train_joint(fleets: Sequence[Fleet], training: Training) -> vae.Weights:
     """One joint model for windows of all metrics: the paper's ablation "INT"."""
     random = np.random.default_rng(training.seed)
-    windows = gather_windows(fleets, training.windows, random, together=True)
+    windows = gather_windows(fleets, training.windows, random, same_positions=True)
     data = np.concatenate(list(windows.values()), axis=1)[None]
     weights, _ = fit(data, training)
     return {name: value[0] for name, value in weights.items()}
 
 
 def gather_windows(
-    fleets: Sequence[Fleet], num_windows: int, random: np.random.Generator, together: bool = False
+    fleets: Sequence[Fleet],
+    num_windows: int,
+    random: np.random.Generator,
+    same_positions: bool = False,
 ) -> dict[str, Float32[np.ndarray, "time channel n"]]:
     """Windows of each metric, equally many per fleet.
 
-    With `together`, they are at the same positions for all metrics. Half of them are shrunk and
-    shifted inside [0, 1]. A fault of one machine widens the range that its fleet is scaled by, and
-    the models have to see healthy machines of such a fleet too.
+    With `same_positions`, they are at the same positions for all metrics. Half of them are shrunk
+    and shifted inside [0, 1]. A fault of one machine widens the range that its fleet is scaled by,
+    and the models have to see healthy machines of such a fleet too.
     """
     prepared = [prepare(fleet) for fleet in fleets]
     names = prepared[0].metrics
@@ -118,7 +121,7 @@ def gather_windows(
         draws = np.random.default_rng(int(random.integers(2**32)))
         state = draws.bit_generator.state
         for name in names:
-            if together:
+            if same_positions:
                 draws.bit_generator.state = state
             values = fleet.values[fleet.metrics.index(name)]
             machine = draws.integers(values.shape[0], size=each)
@@ -127,7 +130,7 @@ def gather_windows(
             size = np.where(draws.random(each) < 0.5, 1.0, draws.uniform(0.2, 1.0, each))
             moved = window * size + draws.random(each) * (1 - size)
             out[name].append(moved.astype(np.float32)[:, None])
-    return {name: np.concatenate(parts, -1)[..., :num_windows] for name, parts in out.items()}
+    return {name: np.concatenate(chunks, -1)[..., :num_windows] for name, chunks in out.items()}
 
 
 def fit(
@@ -144,10 +147,13 @@ def fit(
     def step(state: tuple, key: Array) -> tuple[tuple, Array]:
         weights, moments = state
         which, noise = jax.random.split(key)
-        chosen = jax.random.randint(which, (training.batch,), 0, num_windows)
+        selected = jax.random.randint(which, (training.batch,), 0, num_windows)
         shape = (num_metrics, vae.LATENT, training.batch)
         gradient, errors = jax.grad(_sum_of_losses, has_aux=True)(
-            weights, jnp.take(on_device, chosen, axis=-1), jax.random.normal(noise, shape), training
+            weights,
+            jnp.take(on_device, selected, axis=-1),
+            jax.random.normal(noise, shape),
+            training,
         )
         with jax.numpy_dtype_promotion("standard"):  # optax raises a float to an integer power
             updates, moments = optimizer.update(gradient, moments, weights)
@@ -156,11 +162,13 @@ def fit(
     on_device = jnp.asarray(data)
     state, errors = (weights, optimizer.init(weights)), jnp.zeros(())
     run = jax.jit(partial(jax.lax.scan, step))
-    parts = 10
-    for part in range(parts):
-        keys = jax.random.split(jax.random.fold_in(key, part + 1), -(-training.steps // parts))
+    num_chunks = 10
+    for chunk in range(num_chunks):
+        keys = jax.random.split(
+            jax.random.fold_in(key, chunk + 1), -(-training.steps // num_chunks)
+        )
         state, errors = run(state, keys)
-        show(f"step {(part + 1) * len(keys)}: mean squared error {errors[-20:].mean():.2e}")
+        show(f"step {(chunk + 1) * len(keys)}: mean squared error {errors[-20:].mean():.2e}")
     return state[0], np.asarray(errors[-20:].mean(0))
 
 

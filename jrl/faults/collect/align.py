@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jrl.faults.collect.readings import possible
+from jrl.faults.collect.readings import mask_valid
 from jrl.faults.collect.record import SUFFIX, Record, read
 from jrl.faults.fleet import Fleet
 
@@ -99,21 +99,25 @@ def align(
     lives: defaultdict[str, list[Record]] = defaultdict(list)
     for record in records:
         lives[record.machine].append(record)
-    newest = {name: _newest(of) for name, of in sorted(lives.items())}
+    newest = {name: _newest(machine_records) for name, machine_records in sorted(lives.items())}
     if now is None:
         times = [time for time in newest.values() if math.isfinite(time)]
         now = float(np.median(times)) if times else 0.0
     # The grid ends at the tick nearest to the latest sample that counts.
     start = (math.floor(now / period) - math.ceil(seconds / period) + 1) * period
-    processes = tuple(_glance(lives[name], newest[name], now, silence, ahead) for name in newest)
+    processes = tuple(
+        _process_state(lives[name], newest[name], now, silence, ahead) for name in newest
+    )
     running = [process.machine for process in processes if process.state == "running"]
-    metrics = sorted({name for of in running for life in lives[of] for name in life.columns})
+    metrics = sorted(
+        {name for machine in running for life in lives[machine] for name in life.columns}
+    )
     length = math.ceil(seconds / period) + math.ceil(ahead / period)
     values = np.full((len(running), len(metrics), length), np.nan, np.float32)
     for row, name in enumerate(running):
         for life in sorted(lives[name], key=lambda life: life.begun):
-            _place(values[row], life, metrics, start, period)
-    values = values[:, :, : _used(values)]
+            _write_samples(values[row], life, metrics, start, period)
+    values = values[:, :, : _num_used_ticks(values)]
     return Aligned(Fleet(tuple(running), tuple(metrics), start, period, values), processes)
 
 
@@ -122,7 +126,7 @@ def _newest(lives: Sequence[Record]) -> float:
     return max((float(life.times.max()) for life in lives if len(life.times)), default=math.nan)
 
 
-def _glance(
+def _process_state(
     lives: Sequence[Record],
     newest: float,
     now: float | int,
@@ -153,20 +157,20 @@ def _glance(
     )
 
 
-def _place(
-    into: np.ndarray, life: Record, metrics: Sequence[str], start: float, period: float | int
+def _write_samples(
+    values: np.ndarray, life: Record, metrics: Sequence[str], start: float, period: float | int
 ) -> None:
     """Writes the samples of one record at their ticks; later written samples overwrite earlier."""
     ticks = np.floor((life.times - start) / period + 0.5)
-    inside = np.flatnonzero((ticks >= 0) & (ticks < into.shape[1]))[::-1]
-    at, last = np.unique(ticks[inside].astype(int), return_index=True)
+    inside = np.flatnonzero((ticks >= 0) & (ticks < values.shape[1]))[::-1]
+    tick, last = np.unique(ticks[inside].astype(int), return_index=True)
     columns = np.array([metrics.index(name) for name in life.columns], int)
     samples = life.values[inside[last]]
-    for column, name, values in zip(columns, life.columns, samples.T, strict=True):
-        into[column, at] = np.where(possible(name, values), values, np.nan)
+    for column, name, column_samples in zip(columns, life.columns, samples.T, strict=True):
+        values[column, tick] = np.where(mask_valid(name, column_samples), column_samples, np.nan)
 
 
-def _used(values: np.ndarray) -> int:
+def _num_used_ticks(values: np.ndarray) -> int:
     """Ticks up to the last at which any machine has a sample."""
-    some = np.isfinite(values).any(axis=(0, 1))
-    return int(np.flatnonzero(some)[-1]) + 1 if some.any() else 0
+    has_sample = np.isfinite(values).any(axis=(0, 1))
+    return int(np.flatnonzero(has_sample)[-1]) + 1 if has_sample.any() else 0

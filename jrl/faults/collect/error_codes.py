@@ -45,7 +45,7 @@ class ErrorCode:
         return f"XID {self.number} ({self.meaning}; {whose}{handled})"
 
     @property
-    def weight(self) -> int:
+    def severity(self) -> int:
         """Severity rank: of several codes at the same time the one with the greatest counts."""
         return 0 if not self.number else 1 + (self.fault != "program") + 2 * self.is_alarming
 
@@ -161,6 +161,6 @@ def error_code(number: float | int | np.floating) -> ErrorCode:
     return XID.get(number, ErrorCode(number, "not in the catalogue", "unknown"))
 
 
-def weightiest(numbers: Iterable[float | int | np.floating]) -> float | int | np.floating:
-    """The code with the greatest `ErrorCode.weight`; of equal ones the greatest number."""
-    return max(numbers, key=lambda number: (error_code(number).weight, number))
+def most_severe(numbers: Iterable[float | int | np.floating]) -> float | int | np.floating:
+    """The code with the greatest `ErrorCode.severity`; of equal ones the greatest number."""
+    return max(numbers, key=lambda number: (error_code(number).severity, number))

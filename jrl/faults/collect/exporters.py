@@ -16,18 +16,17 @@ from dataclasses import replace
 import numpy as np
 from jaxtyping import Float64
 
-from jrl.faults.collect.error_codes import weightiest
-from jrl.faults.collect.readings import blank as blank_readings
-from jrl.faults.collect.readings import possible
+from jrl.faults.collect.error_codes import most_severe
+from jrl.faults.collect.readings import mask_blanks, mask_valid
 from jrl.faults.collect.series import Series, check_times, gpus_of, machines_of
 from jrl.faults.fleet import Fleet
 
 LEVEL, COUNTER, TOTAL, CODE = "level", "counter", "total", "code"
 """Compared as it is; as a rate; kept as a total, as it must not increase; an error code."""
-IDLE = ("idle", "iowait")
-MOST_VALUES = 2**28
+IDLE_MODES = ("idle", "iowait")
+MAX_VALUES = 2**28
 """Values of a fleet: 1 GiB."""
-MOST_NAMED = 12
+MAX_NAMED = 12
 
 _DCGM = {
     "DEV_GPU_UTIL": ("gpu/duty_cycle", LEVEL),
@@ -61,7 +60,7 @@ _DCGM = {
     "PROF_NVLINK_RX_BYTES": ("gpu/nvlink/in", LEVEL),
     "PROF_NVLINK_TX_BYTES": ("gpu/nvlink/out", LEVEL),
 }
-EXPORTED = {f"DCGM_FI_{name}": found for name, found in _DCGM.items()} | {
+EXPORTED = {f"DCGM_FI_{name}": entry for name, entry in _DCGM.items()} | {
     "node_cpu_seconds_total": ("cpu/host", COUNTER),
     "node_memory_MemAvailable_bytes": ("memory/host", LEVEL),
     "node_disk_read_bytes_total": ("disk/read", COUNTER),
@@ -101,120 +100,126 @@ SELECTOR = '{__name__=~"jrl_.+|' + "|".join([*EXPORTED, *(p.pattern for p, _ in 
 """Selector that a Prometheus server is queried with: all known names."""
 
 
-def known_as(name: str) -> tuple[str, str] | None:
+def find_metric(name: str) -> tuple[str, str] | None:
     """The sampler's name of an exported metric and its kind; None for an unknown metric."""
     if name in EXPORTED:
         return EXPORTED[name]
-    return next((found for pattern, found in _PATTERNS if pattern.fullmatch(name)), None)
+    return next((entry for pattern, entry in _PATTERNS if pattern.fullmatch(name)), None)
 
 
-def is_passed_over(name: str, wanted: Collection[str] = ()) -> bool:
-    """True if a name of a known exporter is ignored, see `passed_over`."""
-    return name not in wanted and known_as(name) is None and _EXPORTERS.fullmatch(name) is not None
+def is_ignored(name: str, requested: Collection[str] = ()) -> bool:
+    """True if a name of a known exporter is ignored, see `describe_ignored`."""
+    return (
+        name not in requested
+        and find_metric(name) is None
+        and _EXPORTERS.fullmatch(name) is not None
+    )
 
 
-def passed_over(series: Iterable[Series], wanted: Collection[str] = ()) -> list[str]:
+def describe_ignored(series: Iterable[Series], requested: Collection[str] = ()) -> list[str]:
     """One line that lists the metrics of known exporters that are not compared; empty without any.
 
     It is unknown if such a metric is a level or a counter, and how its devices are aggregated. Some
     of DCGM's default list, such as the energy since boot, would look like a shift.
 
     Args:
-      wanted: names that are compared nevertheless.
+      requested: names that are compared nevertheless.
     """
-    names = sorted({one.labels["__name__"] for one in series})
-    names = [name for name in names if is_passed_over(name, wanted)]
+    names = sorted({each.labels["__name__"] for each in series})
+    names = [name for name in names if is_ignored(name, requested)]
     if not names:
         return []
-    shown = ", ".join(names[:MOST_NAMED]) + (", ..." if len(names) > MOST_NAMED else "")
+    shown = ", ".join(names[:MAX_NAMED]) + (", ..." if len(names) > MAX_NAMED else "")
     return [
         f"{len(names)} metrics of exporters are not known here and not compared: {shown} "
         "(--metrics NAME compares one)."
     ]
 
 
-def as_fleet(
+def build_fleet(
     series: Sequence[Series],
     *,
     label: str | None = None,
     period: float | int | None = None,
-    wanted: Collection[str] = (),
+    requested: Collection[str] = (),
 ) -> Fleet:
     """Series of any exporters as one fleet, in the sampler's names.
 
     Invalid readings (`jrl.faults.collect.readings`) are left out; the fleet's `blank` lists the
     machines and metrics that had any. Unknown names of exporters are left out too, see
-    `passed_over`.
+    `describe_ignored`.
 
     Args:
       label: names the machine, see `machines_of`.
       period: seconds between two samples; by default the usual gap in the series.
-      wanted: names that are included although they are unknown.
+      requested: names that are included although they are unknown.
 
     Raises:
       ValueError: where a series names no machine, or times are too far apart.
     """
-    kept = [one for one in _told_once(series) if _counts(one, wanted)]
-    period = usual_period(kept) if period is None else period
-    machines_of_all = machines_of(kept, label)
-    check_times(kept, machines_of_all)
-    parts: defaultdict[tuple[str, str], list[tuple[str, Series]]] = defaultdict(list)
-    for one, machine, gpu in zip(
-        kept, machines_of_all, gpus_of(kept, machines_of_all), strict=True
+    compared = [each for each in _drop_container_series(series) if _is_compared(each, requested)]
+    period = usual_period(compared) if period is None else period
+    machines_of_all = machines_of(compared, label)
+    check_times(compared, machines_of_all)
+    series_by_column: defaultdict[tuple[str, str], list[tuple[str, Series]]] = defaultdict(list)
+    for each, machine, gpu in zip(
+        compared, machines_of_all, gpus_of(compared, machines_of_all), strict=True
     ):
-        name = one.labels["__name__"]
-        column, kind = known_as(name) or (name, COUNTER if name.endswith("_total") else LEVEL)
+        name = each.labels["__name__"]
+        column, kind = find_metric(name) or (name, COUNTER if name.endswith("_total") else LEVEL)
         if column.startswith("gpu/") and gpu is not None:
             column = f"gpu{gpu}{column[3:]}"
-        parts[machine, column].append((kind, one))
-    times = [one.times for one in kept if one.times.size]
-    start = min((float(each[0]) for each in times), default=0.0)
-    end = max((float(each[-1]) for each in times), default=start)
+        series_by_column[machine, column].append((kind, each))
+    times = [each.times for each in compared if each.times.size]
+    start = min((float(sample_times[0]) for sample_times in times), default=0.0)
+    end = max((float(sample_times[-1]) for sample_times in times), default=start)
     length = int((end - start) / period + 0.5) + 1 if times else 0
-    machines, metrics = (tuple(sorted({key[part] for key in parts})) for part in (0, 1))
-    if len(machines) * len(metrics) * length > MOST_VALUES:
+    machines, metrics = (tuple(sorted({key[part] for key in series_by_column})) for part in (0, 1))
+    if len(machines) * len(metrics) * length > MAX_VALUES:
         raise ValueError(
             f"the answer spans {length} ticks of {period} s for {len(machines)} machines and "
             f"{len(metrics)} metrics, {len(machines) * len(metrics) * length / 2**28:.0f} GiB: ask "
             "for a shorter time or fewer metrics, or give the query's step as the period."
         )
     values = np.full((len(machines), len(metrics), length), np.nan, np.float32)
-    row_of, column_of = ({name: at for at, name in enumerate(some)} for some in (machines, metrics))
+    row_of, column_of = (
+        {name: index for index, name in enumerate(names)} for names in (machines, metrics)
+    )
     blank = set[tuple[str, str]]()
-    for (machine, column), of in parts.items():
-        read = [_read(kind, column, one) for kind, one in of]
-        if any(none for _, none in read):
+    for (machine, column), group in series_by_column.items():
+        readings = [_mask_invalid(kind, column, each) for kind, each in group]
+        if any(has_blanks for _, has_blanks in readings):
             blank.add((machine, column))
-        kind = of[0][0]
-        rows = np.stack([_on_ticks(kind, one, start, period, length) for one, _ in read])
-        into = values[row_of[machine], column_of[column]]
-        into[:] = _together(kind, rows)
+        kind = group[0][0]
+        rows = np.stack([_resample(kind, each, start, period, length) for each, _ in readings])
+        row = values[row_of[machine], column_of[column]]
+        row[:] = _aggregate(kind, rows)
     return Fleet(machines, metrics, start, float(period), values, frozenset(blank))
 
 
-def _counts(one: Series, wanted: Collection[str]) -> bool:
+def _is_compared(series: Series, requested: Collection[str]) -> bool:
     """True if a series is compared: not idle CPU time, the loopback device or an ignored name."""
-    if one.labels.get("mode") in IDLE or one.labels.get("device") == "lo":
+    if series.labels.get("mode") in IDLE_MODES or series.labels.get("device") == "lo":
         return False
-    return not is_passed_over(one.labels["__name__"], wanted)
+    return not is_ignored(series.labels["__name__"], requested)
 
 
-def _read(kind: str, column: str, one: Series) -> tuple[Series, bool]:
+def _mask_invalid(kind: str, column: str, series: Series) -> tuple[Series, bool]:
     """A series with invalid readings as NaN, and true if there were any."""
-    values, absent = one.values, np.isnan(one.values)
+    values, absent = series.values, np.isnan(series.values)
     # Counters are compared as rates, so that their size says nothing.
-    known = values >= 0 if kind == COUNTER else possible(column, values)
-    if one.labels["__name__"].startswith("DCGM_"):
-        known &= ~blank_readings(values)
-    blank = ~known & ~absent
-    values = np.where(known, values, np.nan)
-    if kind == CODE and known.any():
+    valid = values >= 0 if kind == COUNTER else mask_valid(column, values)
+    if series.labels["__name__"].startswith("DCGM_"):
+        valid &= ~mask_blanks(values)
+    blank = ~valid & ~absent
+    values = np.where(valid, values, np.nan)
+    if kind == CODE and valid.any():
         # Before the first error there is no code.
-        values[: int(known.argmax())][blank[: int(known.argmax())]] = 0.0
-    return replace(one, values=values), bool(blank.any())
+        values[: int(valid.argmax())][blank[: int(valid.argmax())]] = 0.0
+    return replace(series, values=values), bool(blank.any())
 
 
-def _together(kind: str, rows: Float64[np.ndarray, "series tick"]) -> Float64[np.ndarray, "tick"]:
+def _aggregate(kind: str, rows: Float64[np.ndarray, "series tick"]) -> Float64[np.ndarray, "tick"]:
     """Aggregates the series of one metric: most severe code, mean of levels, sum of counters."""
     if len(rows) == 1:
         return rows[0]
@@ -222,12 +227,12 @@ def _together(kind: str, rows: Float64[np.ndarray, "series tick"]) -> Float64[np
         # Several at one tick are the codes of several errors, or of parts of one GPU.
         highest = np.fmax.reduce(rows)
         for tick in np.flatnonzero(np.fmin.reduce(rows) != highest):
-            some = rows[np.isfinite(rows[:, tick]), tick]
-            highest[tick] = weightiest(some.tolist()) if some.size else np.nan
+            codes = rows[np.isfinite(rows[:, tick]), tick]
+            highest[tick] = most_severe(codes.tolist()) if codes.size else np.nan
         return highest
-    known = np.isfinite(rows)
-    count = known.sum(axis=0)
-    total = np.where(known, rows, 0).sum(axis=0)
+    finite = np.isfinite(rows)
+    count = finite.sum(axis=0)
+    total = np.where(finite, rows, 0).sum(axis=0)
     if kind == LEVEL:
         total = total / np.maximum(count, 1)
     return np.where(count > 0, total, np.nan)
@@ -235,44 +240,44 @@ def _together(kind: str, rows: Float64[np.ndarray, "series tick"]) -> Float64[np
 
 def usual_period(series: Iterable[Series]) -> float:
     """Median of the seconds between two samples, rounded if nearly whole; 1 without samples."""
-    gaps = [np.diff(one.times) for one in series if one.times.size > 1]
+    gaps = [np.diff(each.times) for each in series if each.times.size > 1]
     every = np.concatenate(gaps) if gaps else np.zeros(0)
     every = every[every > 0]
     if every.size == 0:
         return 1.0
     middle = float(np.median(every))
-    whole = float(max(1, round(middle)))
-    return whole if abs(middle - whole) < 0.1 * whole else middle
+    rounded = float(max(1, round(middle)))
+    return rounded if abs(middle - rounded) < 0.1 * rounded else middle
 
 
-def _told_once(series: Sequence[Series]) -> list[Series]:
+def _drop_container_series(series: Sequence[Series]) -> list[Series]:
     """Removes cAdvisor's series of single containers where its root, their sum, is present."""
     roots = {
-        (one.labels["__name__"], one.labels.get("instance"))
-        for one in series
-        if one.labels.get("id") == "/"
+        (each.labels["__name__"], each.labels.get("instance"))
+        for each in series
+        if each.labels.get("id") == "/"
     }
-    kept = []
-    for one in series:
-        name, root = one.labels["__name__"], one.labels.get("id")
-        part = name.startswith("container_") and root != "/"
-        whole_is_told = (name, one.labels.get("instance")) in roots
-        if not (part and (whole_is_told or one.labels.get("container") == "POD")):
-            kept.append(one)
-    return kept
+    remaining = []
+    for each in series:
+        name, root = each.labels["__name__"], each.labels.get("id")
+        is_container = name.startswith("container_") and root != "/"
+        has_root = (name, each.labels.get("instance")) in roots
+        if not (is_container and (has_root or each.labels.get("container") == "POD")):
+            remaining.append(each)
+    return remaining
 
 
-def _on_ticks(
-    kind: str, one: Series, start: float, period: float | int, length: int
+def _resample(
+    kind: str, series: Series, start: float, period: float | int, length: int
 ) -> Float64[np.ndarray, "tick"]:
     """Resamples a series to ticks, counters as rates; a counter that decreased gives no value."""
-    times, values = one.times, one.values
+    times, values = series.times, series.values
     if kind == COUNTER:
-        some = np.isfinite(values)
-        times, values = times[some], values[some]
-        seconds, moved = np.diff(times), np.diff(values)
+        finite = np.isfinite(values)
+        times, values = times[finite], values[finite]
+        seconds, differences = np.diff(times), np.diff(values)
         with np.errstate(divide="ignore", invalid="ignore"):
-            values = np.where((moved >= 0) & (seconds > 0), moved / seconds, np.nan)
+            values = np.where((differences >= 0) & (seconds > 0), differences / seconds, np.nan)
         times = times[1:]
     row = np.full(length, np.nan)
     row[np.floor((times - start) / period + 0.5).astype(int)] = values

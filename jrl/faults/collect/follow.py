@@ -55,21 +55,21 @@ class Follower:
     def _follow(self, path: Path) -> Record:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
-            known = self._files.get(path)
-            if known is None or known.inode != status.st_ino or known.offset > status.st_size:
-                known = self._begin(path, file, status)
-            row = known.header.row.itemsize
-            whole = (status.st_size - known.offset) // row
-            file.seek(known.offset)
-            content = file.read(whole * row)
+            state = self._files.get(path)
+            if state is None or state.inode != status.st_ino or state.offset > status.st_size:
+                state = self._begin(path, file, status)
+            row_size = state.header.row.itemsize
+            complete_rows = (status.st_size - state.offset) // row_size
+            file.seek(state.offset)
+            content = file.read(complete_rows * row_size)
         self.bytes_read += len(content)
-        content = content[: len(content) // row * row]
-        known.offset += len(content)
-        torn = (status.st_size - known.offset) % row
-        new = decode(known.header, content, torn)
-        known.record = self._joined(known.record, new, bool(content))
-        self._files[path] = known
-        return known.record
+        content = content[: len(content) // row_size * row_size]
+        state.offset += len(content)
+        torn = (status.st_size - state.offset) % row_size
+        new = decode(state.header, content, torn)
+        state.record = self._append_rows(state.record, new, bool(content))
+        self._files[path] = state
+        return state.record
 
     def _begin(self, path: Path, file: BinaryIO, status: os.stat_result) -> _File:
         header = read_header(path, file)
@@ -78,12 +78,12 @@ class Follower:
         offset = header.size + max(0, rows - self.last) * header.row.itemsize
         return _File(status.st_ino, header, offset, decode(header, b"", 0))
 
-    def _joined(self, old: Record, new: Record, some: bool) -> Record:
+    def _append_rows(self, old: Record, new: Record, has_rows: bool) -> Record:
         """The newest rows of both; it has ended if the last row written is the end marker."""
         return replace(
             new,
             times=np.concatenate([old.times, new.times])[-self.last :],
             values=np.concatenate([old.values, new.values])[-self.last :],
             damaged=old.damaged + new.damaged,
-            ended=new.ended if some else old.ended,
+            ended=new.ended if has_rows else old.ended,
         )

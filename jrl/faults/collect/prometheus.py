@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from jrl.faults.collect.exporters import as_fleet, is_passed_over, known_as
+from jrl.faults.collect.exporters import build_fleet, find_metric, is_ignored
 from jrl.faults.collect.series import Series, machine_of
 from jrl.faults.collect.vocabulary import exported_name
 from jrl.faults.fleet import Fleet
@@ -30,9 +30,9 @@ def read_answers(
     machine: str | None = "machine",
     metric: str = "__name__",
     period: float | int | None = 1.0,
-    wanted: Collection[str] = (),
+    requested: Collection[str] = (),
 ) -> Fleet:
-    """Range-query answers, one or several, as one fleet; see `as_fleet` for what is left out.
+    """Range-query answers, one or several, as one fleet; see `build_fleet` for what is left out.
 
     Args:
       answers: the JSON as the server sent it; multiple answers are combined.
@@ -41,7 +41,7 @@ def read_answers(
       metric: the label whose value is the metric's name. A function in the query, such as ``rate``,
         removes ``__name__``: put the name under another label there (``label_replace``).
       period: the ``step`` of the query, in seconds; None takes the usual gap in the answers.
-      wanted: names of exporters that are included although they are unknown.
+      requested: names of exporters that are included although they are unknown.
 
     Raises:
       ValueError: where an answer is not JSON, truncated, an error or not a matrix; where a series
@@ -50,8 +50,8 @@ def read_answers(
     """
     if period is not None and not (math.isfinite(period) and period > 0):
         raise ValueError(f"period={period} must be a finite number of seconds above 0.")
-    series = read_series(answers, machine=machine, metric=metric, wanted=wanted)
-    return as_fleet(series, label=machine, period=period, wanted=wanted)
+    series = read_series(answers, machine=machine, metric=metric, requested=requested)
+    return build_fleet(series, label=machine, period=period, requested=requested)
 
 
 def read_series(
@@ -59,12 +59,12 @@ def read_series(
     *,
     machine: str | None,
     metric: str = "__name__",
-    wanted: Collection[str] = (),
+    requested: Collection[str] = (),
 ) -> list[Series]:
     """The series of range-query answers; arguments and errors are those of `read_answers`."""
-    found: dict[tuple[str, str, str], Series] = {}
+    series_by_key: dict[tuple[str, str, str], Series] = {}
     for answer in answers:
-        for labels, samples in matrix(answer):
+        for labels, samples in read_matrix(answer):
             name = labels.get(metric)
             if name is None:
                 raise ValueError(
@@ -73,18 +73,20 @@ def read_series(
                 )
             # Multiple series of a known exporter's metric are aggregated or ignored; those of a
             # requested name are averaged.
-            several = known_as(name) or is_passed_over(name) or name in wanted
-            apart = str(sorted(labels.items())) if several else ""
-            who = "" if is_passed_over(name, wanted) else machine_of(labels, machine)
-            if (who, name, apart) in found:
+            may_repeat = find_metric(name) or is_ignored(name) or name in requested
+            distinct = str(sorted(labels.items())) if may_repeat else ""
+            owner = "" if is_ignored(name, requested) else machine_of(labels, machine)
+            if (owner, name, distinct) in series_by_key:
                 raise ValueError(
-                    f"two series are {name} of {who}: aggregate them in the query, for "
+                    f"two series are {name} of {owner}: aggregate them in the query, for "
                     f"example sum by ({machine or 'instance'}) (...)."
                 )
             ordered = sorted(samples)
-            times, values = (np.array([each[part] for each in ordered]) for part in (0, 1))
-            found[who, name, apart] = Series({**labels, "__name__": name}, times, values)
-    return list(found.values())
+            times, values = (np.array([each[field] for each in ordered]) for field in (0, 1))
+            series_by_key[owner, name, distinct] = Series(
+                {**labels, "__name__": name}, times, values
+            )
+    return list(series_by_key.values())
 
 
 def query_range(
@@ -191,7 +193,7 @@ def import_client() -> ModuleType:
     return prometheus_client
 
 
-def matrix(answer: str | bytes) -> Iterator[tuple[dict[str, str], list[tuple[float, float]]]]:
+def read_matrix(answer: str | bytes) -> Iterator[tuple[dict[str, str], list[tuple[float, float]]]]:
     """Labels and samples of each series."""
     try:
         content = json.loads(answer)

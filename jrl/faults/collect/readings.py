@@ -55,15 +55,15 @@ def limits(name: str) -> tuple[float, float]:
     return _RANGES.get(of_any_gpu(name), (-BEYOND, BEYOND))
 
 
-def blank(readings: np.ndarray) -> np.ndarray:
+def mask_blanks(readings: np.ndarray) -> np.ndarray:
     """Mask of the readings that are DCGM's blank values."""
-    found = np.zeros(readings.shape, bool)
+    mask = np.zeros(readings.shape, bool)
     for least, greatest in BLANKS:
-        found |= (readings >= least) & (readings <= greatest)
-    return found
+        mask |= (readings >= least) & (readings <= greatest)
+    return mask
 
 
-def possible(name: str, readings: np.ndarray) -> np.ndarray:
+def mask_valid(name: str, readings: np.ndarray) -> np.ndarray:
     """Mask of the readings in the valid range of a recorded metric; false for NaN and infinity."""
     least, greatest = limits(name)
     return (readings >= least) & (readings <= greatest)

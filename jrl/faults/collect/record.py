@@ -168,21 +168,21 @@ def read_header(path: Path, file: BinaryIO) -> Header:
     Raises:
       ValueError: where the file is no record or its header is damaged or truncated.
     """
-    return Header(*_header(path, file.read(_PREFIX.size), file.read))
+    return _parse_header(path, file.read(_PREFIX.size), file.read)
 
 
 def decode(header: Header, content: bytes, torn: int) -> Record:
     """Decodes full rows into a record; `torn` bytes after them are no row."""
     rows = np.frombuffer(content, header.row)
-    good = _checked(content, rows, header.seed)
+    good = _checksums_match(content, rows, header.seed)
     ended = bool(len(rows) and good[-1] and np.isnan(rows["values"][-1]).all())
-    kept = rows[good][:-1] if ended else rows[good]
-    kept = kept[np.isfinite(kept["time"])]
+    samples = rows[good][:-1] if ended else rows[good]
+    samples = samples[np.isfinite(samples["time"])]
     return Record(
         **{name: header.content[name] for name in ("machine", "host", "pid", "begun")},
         columns=tuple(header.content["columns"]),
-        times=kept["time"].astype(np.float64),
-        values=kept["values"].astype(np.float32),
+        times=samples["time"].astype(np.float64),
+        values=samples["values"].astype(np.float32),
         damaged=len(rows) - int(good.sum()),
         torn=torn,
         ended=ended,
@@ -202,8 +202,8 @@ def _create(folder: Path, machine: str) -> tuple[Path, int]:
             number += 1
 
 
-def _header(path: Path, prefix: bytes, read_more: Callable[[int], bytes]) -> tuple[dict, int, int]:
-    """The header's content, its checksum and the bytes it takes."""
+def _parse_header(path: Path, prefix: bytes, read_more: Callable[[int], bytes]) -> Header:
+    """The header that begins with `prefix`, whose text `read_more` returns."""
     if len(prefix) < _PREFIX.size:
         raise ValueError(f"{path} is cut short in its header: delete it, it holds no sample.")
     magic, length, seed = _PREFIX.unpack(prefix)
@@ -213,12 +213,12 @@ def _header(path: Path, prefix: bytes, read_more: Callable[[int], bytes]) -> tup
     if len(text) < length or zlib.crc32(text) != seed:
         raise ValueError(f"{path} has a damaged header: its columns are lost; delete it.")
     try:
-        header = json.loads(text)
+        content = json.loads(text)
     except (ValueError, RecursionError):
-        header = None
-    if not _is_header(header):
+        content = None
+    if not _is_header(content):
         raise ValueError(f"{path} has a header that no sampler wrote: delete it.")
-    return header, seed, _PREFIX.size + length
+    return Header(content=content, seed=seed, size=_PREFIX.size + length)
 
 
 def _is_header(header: Any) -> TypeGuard[dict[str, Any]]:
@@ -231,8 +231,8 @@ def _is_header(header: Any) -> TypeGuard[dict[str, Any]]:
     )
 
 
-def _checked(content: bytes, rows: np.ndarray, seed: int) -> np.ndarray:
+def _checksums_match(content: bytes, rows: np.ndarray, seed: int) -> np.ndarray:
     size = rows.dtype.itemsize
     view = memoryview(content)
-    found = [zlib.crc32(view[i * size : (i + 1) * size - 4], seed) for i in range(len(rows))]
-    return np.array(found, np.uint32) == rows["crc"]
+    checksums = [zlib.crc32(view[i * size : (i + 1) * size - 4], seed) for i in range(len(rows))]
+    return np.array(checksums, np.uint32) == rows["crc"]

@@ -17,21 +17,21 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from jrl.faults.collect.exporters import SELECTOR
-from jrl.faults.collect.prometheus import matrix
+from jrl.faults.collect.prometheus import read_matrix
 from jrl.faults.collect.series import Series, machine_of
 
 Sample = tuple[Mapping[str, str], float, float]
 """Labels, Unix time and value."""
 TIMEOUT = 10.0
 """Timeout of an answer, in seconds."""
-AHEAD = 60.0
+MAX_CLOCK_AHEAD = 60.0
 """Seconds by which a clock elsewhere may be ahead."""
-MOST_AT_ONCE = 16
+MAX_CONCURRENT = 16
 """Pages that are fetched concurrently."""
 
 
 @runtime_checkable
-class Source(Protocol):
+class SampleSource(Protocol):
     """Source of samples that can be polled."""
 
     def poll(self, since: float, now: float) -> tuple[list[Sample], list[str]]:
@@ -47,37 +47,37 @@ class Store:
       seconds: retention time of samples.
     """
 
-    def __init__(self, source: Source, seconds: float | int):
+    def __init__(self, source: SampleSource, seconds: float | int):
         self._source, self._seconds = source, float(seconds)
-        self._kept: dict[tuple[tuple[str, str], ...], tuple[list[float], list[float]]] = {}
+        self._series: dict[tuple[tuple[str, str], ...], tuple[list[float], list[float]]] = {}
         self._newest = -math.inf
 
     def update(self, now: float) -> tuple[list[Series], list[str]]:
         """Polls for new samples; returns all series that have samples, and a line per problem."""
         since = max(self._newest, now - self._seconds)
         samples, problems = self._source.poll(since, now)
-        ahead = [labels for labels, time, _ in samples if time > now + AHEAD]
+        ahead = [labels for labels, time, _ in samples if time > now + MAX_CLOCK_AHEAD]
         if ahead:
             # They would remain the newest samples for as long as that clock is ahead.
-            samples = [sample for sample in samples if sample[1] <= now + AHEAD]
+            samples = [sample for sample in samples if sample[1] <= now + MAX_CLOCK_AHEAD]
             first = ahead[0].get("__name__", "a metric")
             problems.append(
-                f"{len(ahead)} samples are more than {AHEAD:.0f} s ahead of this clock, such as "
-                f"{first} of {machine_of(ahead[0])!r}: left out; set that clock right."
+                f"{len(ahead)} samples are more than {MAX_CLOCK_AHEAD:.0f} s ahead of this clock, "
+                f"such as {first} of {machine_of(ahead[0])!r}: left out; set that clock right."
             )
         for labels, time, value in sorted(samples, key=lambda sample: sample[1]):
-            times, values = self._kept.setdefault(tuple(sorted(labels.items())), ([], []))
+            times, values = self._series.setdefault(tuple(sorted(labels.items())), ([], []))
             if not times or time > times[-1]:
                 times.append(time)
                 values.append(value)
                 self._newest = max(self._newest, time)
-        for key, (times, values) in list(self._kept.items()):
+        for key, (times, values) in list(self._series.items()):
             old = int(np.searchsorted(times, now - self._seconds))
             del times[:old], values[:old]
             if not times:
-                del self._kept[key]
-        kept = self._kept.items()
-        return [Series(dict(k), np.array(t), np.array(v)) for k, (t, v) in kept], problems
+                del self._series[key]
+        series = self._series.items()
+        return [Series(dict(k), np.array(t), np.array(v)) for k, (t, v) in series], problems
 
 
 class Prometheus:
@@ -101,10 +101,10 @@ class Prometheus:
         fields = urllib.parse.urlencode({"query": query, "time": f"{now:.3f}"})
         try:
             answer = fetch(f"{self._server}/api/v1/query?{fields}")
-            found = list(matrix(answer))
+            series = list(read_matrix(answer))
         except ValueError as error:
             return [], [str(error)]
-        return [(labels, t, v) for labels, samples in found for t, v in samples], []
+        return [(labels, t, v) for labels, samples in series for t, v in samples], []
 
 
 class Pages:
@@ -122,7 +122,7 @@ class Pages:
 
     def poll(self, since: float, now: float) -> tuple[list[Sample], list[str]]:
         del since  # a page has current values only
-        with ThreadPoolExecutor(min(MOST_AT_ONCE, len(self._addresses))) as pool:
+        with ThreadPoolExecutor(min(MAX_CONCURRENT, len(self._addresses))) as pool:
             pages = list(pool.map(_page, self._addresses))
         samples: list[Sample] = []
         problems = []
@@ -131,8 +131,8 @@ class Pages:
                 problems.append(problem)
                 continue
             host = urllib.parse.urlsplit(address).netloc
-            found = [({"instance": host, **labels}, now, v) for labels, v in read_page(text)]
-            samples += found
+            page_samples = [({"instance": host, **labels}, now, v) for labels, v in read_page(text)]
+            samples += page_samples
         return samples, problems
 
 
@@ -149,15 +149,15 @@ def fetch(address: str, timeout: float | int = TIMEOUT) -> bytes:
     Raises:
       ValueError: where the address cannot be reached or answers with an error status.
     """
-    place = "{0.scheme}://{0.netloc}{0.path}".format(urllib.parse.urlsplit(address))
+    location = "{0.scheme}://{0.netloc}{0.path}".format(urllib.parse.urlsplit(address))
     try:
         with urllib.request.urlopen(address, timeout=timeout) as response:
             return response.read()
     except urllib.error.HTTPError as error:  # a refusal has the reason in its body
         reason = error.read().decode(errors="replace")[:200]
-        raise ValueError(f"{place} answered {error.code}: {reason}") from None
+        raise ValueError(f"{location} answered {error.code}: {reason}") from None
     except OSError as error:
-        raise ValueError(f"{place} cannot be reached: {error}") from None
+        raise ValueError(f"{location} cannot be reached: {error}") from None
 
 
 def check_address(name: str, address: str) -> None:
@@ -176,12 +176,12 @@ def read_page(text: str) -> Iterator[tuple[dict[str, str], float]]:
     https://prometheus.io/docs/instrumenting/exposition_formats/
     """
     for line in text.splitlines():
-        found = _LINE.match(line)
-        if found is None or line.startswith("#"):
+        match = _LINE.match(line)
+        if match is None or line.startswith("#"):
             continue
-        name, labels, number = found.groups()
+        name, labels, value_text = match.groups()
         try:
-            value = float(number)
+            value = float(value_text)
         except ValueError:
             continue
         pairs = {key: json.loads(f'"{raw}"') for key, raw in _LABEL.findall(labels or "")}

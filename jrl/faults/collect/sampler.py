@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jrl.faults.collect.record import Writer
-from jrl.faults.collect.sources import Source, sources
+from jrl.faults.collect.sources import Source, available_sources
 from jrl.faults.collect.vocabulary import STEP_TIME
 
 
@@ -89,7 +89,7 @@ class Sampler:
         if not 0.01 <= period <= 3600:
             raise ValueError(f"period={period} must lie in 0.01..3600 seconds.")
         self.clock = StepClock()
-        self._sources = [*(sources() if read is None else read), self.clock]
+        self._sources = [*(available_sources() if read is None else read), self.clock]
         self._period = float(period)
         self._stop = threading.Event()
         self._latest: tuple[float, dict[str, float]] = (0.0, {})

@@ -15,7 +15,7 @@ MACHINE_LABELS = ("machine", "node", "instance", "Hostname", "hostname")
 HOST_LABELS = ("Hostname", "hostname")
 UUID_LABELS = ("UUID", "uuid")
 DAY = 86400.0
-LONGEST_GAP = 7 * DAY
+MAX_GAP = 7 * DAY
 """Seconds without any sample beyond which a clock is wrong, not a fleet at rest."""
 
 
@@ -41,14 +41,14 @@ def machine_of(labels: Mapping[str, str], label: str | None = None) -> str:
       ValueError: where none of them names one.
     """
     names = MACHINE_LABELS if label is None else (label,)
-    found = _first(labels, names)
-    if found is None:
+    name = _first_label(labels, names)
+    if name is None:
         raise ValueError(
             f"a series of the answer has no label {' or '.join(map(repr, names))}: it has "
             f"{', '.join(labels) or 'none'}; choose another, or keep it in the query."
         )
-    value = labels[found]
-    return re.sub(r":\d+$", "", value) if label is None and found == "instance" else value
+    value = labels[name]
+    return re.sub(r":\d+$", "", value) if label is None and name == "instance" else value
 
 
 def machines_of(series: Sequence[Series], label: str | None = None) -> list[str]:
@@ -65,10 +65,10 @@ def machines_of(series: Sequence[Series], label: str | None = None) -> list[str]
     Raises:
       ValueError: where a series names no machine.
     """
-    names = [machine_of(one.labels, label) for one in series]
+    names = [machine_of(each.labels, label) for each in series]
     if label is None:
-        names = _told_apart(series, names)
-    new = _moved(series, names)
+        names = _split_by_host(series, names)
+    new = _find_renamed(series, names)
     return [new.get(name, name) for name in names]
 
 
@@ -80,20 +80,20 @@ def gpus_of(series: Sequence[Series], machines: Sequence[str]) -> list[str | Non
     """
     newest: dict[tuple[str, str], tuple[float, str]] = {}
     unnumbered: defaultdict[str, set[str]] = defaultdict(set)
-    for one, machine in zip(series, machines, strict=True):
-        uuid, number = _uuid(one), one.labels.get("gpu")
-        if uuid and number is None:
+    for each, machine in zip(series, machines, strict=True):
+        uuid, index = _uuid(each), each.labels.get("gpu")
+        if uuid and index is None:
             unnumbered[machine].add(uuid)
-        elif uuid and number is not None and one.times.size:
-            seen = (float(one.times[-1]), number)
-            newest[machine, uuid] = max(newest.get((machine, uuid), seen), seen)
-    numbers = {key: number for key, (_, number) in newest.items()}
+        elif uuid and index is not None and each.times.size:
+            latest = (float(each.times[-1]), index)
+            newest[machine, uuid] = max(newest.get((machine, uuid), latest), latest)
+    indices = {key: index for key, (_, index) in newest.items()}
     for machine, uuids in unnumbered.items():
-        for number, uuid in enumerate(sorted(uuids)):
-            numbers.setdefault((machine, uuid), str(number))
+        for index, uuid in enumerate(sorted(uuids)):
+            indices.setdefault((machine, uuid), str(index))
     return [
-        numbers.get((machine, _uuid(one) or ""), one.labels.get("gpu"))
-        for one, machine in zip(series, machines, strict=True)
+        indices.get((machine, _uuid(each) or ""), each.labels.get("gpu"))
+        for each, machine in zip(series, machines, strict=True)
     ]
 
 
@@ -104,60 +104,61 @@ def check_times(series: Sequence[Series], machines: Sequence[str]) -> None:
       ValueError: names a machine on the side that has fewer samples.
     """
     stretches = []
-    for one, machine in zip(series, machines, strict=True):
-        parts = [one.times]
-        if one.times.size and one.times[-1] - one.times[0] > LONGEST_GAP:
-            edges = np.flatnonzero(np.diff(one.times) > LONGEST_GAP) + 1
-            parts = np.split(one.times, edges)
-        for part in parts:
-            if part.size:
-                stretches.append((float(part[0]), float(part[-1]), part.size, machine))
+    for each, machine in zip(series, machines, strict=True):
+        segments = [each.times]
+        if each.times.size and each.times[-1] - each.times[0] > MAX_GAP:
+            edges = np.flatnonzero(np.diff(each.times) > MAX_GAP) + 1
+            segments = np.split(each.times, edges)
+        for segment in segments:
+            if segment.size:
+                stretches.append((float(segment[0]), float(segment[-1]), segment.size, machine))
     stretches.sort()
     ends = np.maximum.accumulate([last for _, last, _, _ in stretches] or [0.0])
-    for at in range(1, len(stretches)):
-        gap = stretches[at][0] - float(ends[at - 1])
-        if gap > LONGEST_GAP:
-            sides = (stretches[:at], stretches[at:])
-            few, many = sorted(sides, key=lambda side: sum(size for _, _, size, _ in side))
-            named = f"{few[0][3]!r} has samples {_at(few[0][0])}"
+    for index in range(1, len(stretches)):
+        gap = stretches[index][0] - float(ends[index - 1])
+        if gap > MAX_GAP:
+            groups = (stretches[:index], stretches[index:])
+            few, many = sorted(groups, key=lambda group: sum(size for _, _, size, _ in group))
+            subject = f"{few[0][3]!r} has samples {_format_date(few[0][0])}"
             raise ValueError(
-                f"{named}, {gap / DAY:.0f} days away from the others ({_at(many[-1][0])}): set its "
-                "clock right, leave it out of the query, or ask for one time at a time."
+                f"{subject}, {gap / DAY:.0f} days away from the others "
+                f"({_format_date(many[-1][0])}): set its clock right, leave it out of the query, "
+                "or ask for one time at a time."
             )
 
 
-def _told_apart(series: Sequence[Series], names: Sequence[str]) -> list[str]:
+def _split_by_host(series: Sequence[Series], names: Sequence[str]) -> list[str]:
     """Machine names by host where multiple hosts share one instance."""
     hosts = [
-        _value(one.labels, HOST_LABELS)
-        if _first(one.labels, MACHINE_LABELS) == "instance"
+        _value(each.labels, HOST_LABELS)
+        if _first_label(each.labels, MACHINE_LABELS) == "instance"
         else None
-        for one in series
+        for each in series
     ]
-    behind: defaultdict[str, set[str]] = defaultdict(set)
+    hosts_by_name: defaultdict[str, set[str]] = defaultdict(set)
     for name, host in zip(names, hosts, strict=True):
         if host:
-            behind[name].add(host)
+            hosts_by_name[name].add(host)
     return [
-        host if host and len(behind[name]) > 1 else name
+        host if host and len(hosts_by_name[name]) > 1 else name
         for name, host in zip(names, hosts, strict=True)
     ]
 
 
-def _moved(series: Sequence[Series], names: Sequence[str]) -> dict[str, str]:
+def _find_renamed(series: Sequence[Series], names: Sequence[str]) -> dict[str, str]:
     """The newest name of each machine that had another one before."""
     spans: dict[str, tuple[float, float]] = {}
-    with_gpu: defaultdict[str, set[str]] = defaultdict(set)
-    for one, name in zip(series, names, strict=True):
-        if one.times.size:
+    names_by_gpu: defaultdict[str, set[str]] = defaultdict(set)
+    for each, name in zip(series, names, strict=True):
+        if each.times.size:
             first, last = spans.get(name, (np.inf, -np.inf))
-            spans[name] = min(first, float(one.times[0])), max(last, float(one.times[-1]))
-            uuid = _uuid(one)
+            spans[name] = min(first, float(each.times[0])), max(last, float(each.times[-1]))
+            uuid = _uuid(each)
             if uuid:
-                with_gpu[uuid].add(name)
+                names_by_gpu[uuid].add(name)
     new: dict[str, str] = {}
-    for having in with_gpu.values():
-        ordered = sorted(having, key=lambda name: spans[name])
+    for names_of_gpu in names_by_gpu.values():
+        ordered = sorted(names_of_gpu, key=lambda name: spans[name])
         for old, later in pairwise(ordered):
             if spans[old][1] < spans[later][0]:
                 new[old] = later
@@ -167,20 +168,20 @@ def _moved(series: Sequence[Series], names: Sequence[str]) -> dict[str, str]:
     return new
 
 
-def _first(labels: Mapping[str, str], names: Sequence[str]) -> str | None:
+def _first_label(labels: Mapping[str, str], names: Sequence[str]) -> str | None:
     return next((name for name in names if name in labels), None)
 
 
 def _value(labels: Mapping[str, str], names: Sequence[str]) -> str | None:
-    found = _first(labels, names)
-    return None if found is None else labels[found]
+    name = _first_label(labels, names)
+    return None if name is None else labels[name]
 
 
-def _uuid(one: Series) -> str | None:
-    return _value(one.labels, UUID_LABELS)
+def _uuid(series: Series) -> str | None:
+    return _value(series.labels, UUID_LABELS)
 
 
-def _at(time: float) -> str:
+def _format_date(time: float) -> str:
     """A Unix time as a date, or as a number if it is out of the calendar's range."""
     try:
         return datetime.fromtimestamp(time, UTC).strftime("of %Y-%m-%d %H:%M UTC")

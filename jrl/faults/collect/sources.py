@@ -71,14 +71,14 @@ class Host:
         self._psutil = import_psutil()
         self._process = self._psutil.Process(os.getpid())
         self._rates = Rates()
-        gauges, counters = self._measured()
+        gauges, counters = self._measure()
         self.columns = (*counters, *gauges)
 
     def read(self, time: float) -> Mapping[str, float]:
-        gauges, counters = self._measured()
+        gauges, counters = self._measure()
         return {**self._rates(time, counters), **gauges}
 
-    def _measured(self) -> tuple[dict[str, float], dict[str, float]]:
+    def _measure(self) -> tuple[dict[str, float], dict[str, float]]:
         """Gauges and cumulative counters of the process and its host."""
         psutil, process = self._psutil, self._process
         with process.oneshot():
@@ -123,14 +123,14 @@ class Gpus:
       own: this process's GPUs, as CUDA numbers or UUIDs; None takes all of the host.
     """
 
-    def __init__(self, nvml: Any, own: Sequence[str] | None = None):
+    def __init__(self, nvml: Any, gpus: Sequence[str] | None = None):
         self._nvml = nvml
-        names = range(nvml.nvmlDeviceGetCount()) if own is None else own
+        names = range(nvml.nvmlDeviceGetCount()) if gpus is None else gpus
         self._handles = [self._handle(name) for name in names]
         self._rates = Rates()
         readers = {**self._gauges(), **self._counters()}
         self._readable = [
-            {name for name, reader in readers.items() if self._asked(reader, handle) is not None}
+            {name for name, reader in readers.items() if self._try_read(reader, handle) is not None}
             for handle in self._handles
         ]
         self.columns = tuple(
@@ -141,15 +141,15 @@ class Gpus:
         )
 
     def read(self, time: float) -> Mapping[str, float]:
-        found: dict[str, float] = {}
+        gauges: dict[str, float] = {}
         counters: dict[str, float] = {}
         for index, handle in enumerate(self._handles):
-            for readers, into in ((self._gauges(), found), (self._counters(), counters)):
+            for readers, values in ((self._gauges(), gauges), (self._counters(), counters)):
                 for name in self._readable[index] & readers.keys():
-                    value = self._asked(readers[name], handle)
+                    value = self._try_read(readers[name], handle)
                     if value is not None:
-                        into[f"gpu{index}/{name}"] = value
-        return {**found, **self._rates(time, counters)}
+                        values[f"gpu{index}/{name}"] = value
+        return {**gauges, **self._rates(time, counters)}
 
     def _handle(self, name: str | int) -> Any:
         """The GPU with a number or a UUID."""
@@ -158,7 +158,7 @@ class Gpus:
             return nvml.nvmlDeviceGetHandleByIndex(int(name))
         return nvml.nvmlDeviceGetHandleByUUID(name)
 
-    def _asked(self, reader: Callable[[Any], float], handle: Any) -> float | None:
+    def _try_read(self, reader: Callable[[Any], float], handle: Any) -> float | None:
         """Reads a value; None if this GPU or its driver does not support it."""
         try:
             return float(reader(handle))
@@ -222,7 +222,7 @@ class Gpus:
         }
 
 
-def own_gpus(local: Sequence[int], environment: Mapping[str, str]) -> tuple[str, ...]:
+def local_gpus(local: Sequence[int], environment: Mapping[str, str]) -> tuple[str, ...]:
     """GPUs of the host that a process computes on, as NVML identifies them.
 
     Args:
@@ -232,25 +232,25 @@ def own_gpus(local: Sequence[int], environment: Mapping[str, str]) -> tuple[str,
     visible = [name.strip() for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",")]
     if visible == [""]:
         return tuple(map(str, local))
-    return tuple(visible[number] for number in local if number < len(visible))
+    return tuple(visible[index] for index in local if index < len(visible))
 
 
-def sources(gpus: Sequence[str] | None = None) -> list[Source]:
+def available_sources(gpus: Sequence[str] | None = None) -> list[Source]:
     """The host, and its GPUs where pynvml and an NVIDIA driver are installed.
 
     Args:
-      gpus: those of this process, see `own_gpus`; None takes all of the host.
+      gpus: those of this process, see `local_gpus`; None takes all of the host.
     """
-    found: list[Source] = [Host()]
+    available: list[Source] = [Host()]
     try:
         import pynvml as nvml
     except ModuleNotFoundError:
-        return found
+        return available
     try:
         nvml.nvmlInit()
     except nvml.NVMLError:  # the package without a driver
-        return found
-    return [*found, Gpus(nvml, gpus)]
+        return available
+    return [*available, Gpus(nvml, gpus)]
 
 
 def import_psutil() -> ModuleType:

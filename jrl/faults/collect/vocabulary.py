@@ -112,8 +112,8 @@ _LEVELS = {*LEVELS, *map(exported_name, LEVELS)}
 
 def meaning(name: str) -> str:
     """Name of a recorded metric in models and detectors."""
-    one = of_any_gpu(name)
-    return MEANINGS.get(one) or _EXPORTED.get(one) or name
+    generic = of_any_gpu(name)
+    return MEANINGS.get(generic) or _EXPORTED.get(generic) or name
 
 
 def of_any_gpu(name: str) -> str:
@@ -138,8 +138,8 @@ def is_error_rate(name: str) -> bool:
 
 def gpu_of(name: str) -> str:
     """GPU of a metric, such as ``gpu0``; empty for a name without a GPU index."""
-    found = re.match(r"(?:jrl_)?(gpu\d+)[/_]", name)
-    return found[1] if found else ""
+    match = re.match(r"(?:jrl_)?(gpu\d+)[/_]", name)
+    return match[1] if match else ""
 
 
 def groups_of(metrics: Iterable[str]) -> list[tuple[str, ...]]:
@@ -151,21 +151,21 @@ def groups_of(metrics: Iterable[str]) -> list[tuple[str, ...]]:
     return [tuple(names) for names in groups.values() if len(names) > 1]
 
 
-def recorded_as(wanted: Sequence[str], recorded: Iterable[str]) -> tuple[str, ...]:
-    """The recorded metrics that mean one of the wanted, in the order of the wanted."""
+def find_recorded(requested: Sequence[str], recorded: Iterable[str]) -> tuple[str, ...]:
+    """The recorded metrics that mean one of the requested, in their order."""
     by_meaning: dict[str, list[str]] = {}
     for name in recorded:
         by_meaning.setdefault(meaning(name), []).append(name)
-    found: dict[str, None] = {}
-    for name in wanted:
+    selected: dict[str, None] = {}
+    for name in requested:
         same = by_meaning.get(meaning(name), [])
         # A name that was recorded as it stands asks for itself alone.
-        found |= dict.fromkeys([name] if name in same else same)
-    return tuple(found)
+        selected |= dict.fromkeys([name] if name in same else same)
+    return tuple(selected)
 
 
-def searched(priority: Sequence[str], recorded: Sequence[str]) -> tuple[str, ...]:
+def search_order(priority: Sequence[str], recorded: Sequence[str]) -> tuple[str, ...]:
     """The recorded metrics in the order of `priority`, then others not in `LEVELS` and `FATAL`."""
-    first = recorded_as(priority, recorded)
+    first = find_recorded(priority, recorded)
     others = [name for name in recorded if of_any_gpu(name) not in _LEVELS and not is_fatal(name)]
     return tuple(dict.fromkeys((*first, *others)))

@@ -13,12 +13,12 @@ from pathlib import Path
 
 from jrl.faults.collect.prometheus import Exporter
 from jrl.faults.collect.sampler import Sampler
-from jrl.faults.collect.sources import sources
+from jrl.faults.collect.sources import available_sources
 from jrl.faults.fleet import Alarm, Detector
 from jrl.faults.live.hook import Hook
 from jrl.faults.live.watcher import Watcher
 
-LOOKS = 30.0
+DETECTION_INTERVAL = 30.0
 """Seconds between two detection passes of the watcher. Minder runs every 8 minutes."""
 
 PATIENCE = 2.0
@@ -37,8 +37,8 @@ class Attachment:
       hooks: called for each alarm, in the watcher's thread and in this order.
       port: port at which Prometheus may scrape the newest sample; None serves none.
       period: seconds between two samples.
-      looks: seconds between two detection passes of the watcher.
-      gpus: this process's GPUs, see `own_gpus`; None takes all of the host.
+      interval: seconds between two detection passes of the watcher.
+      gpus: this process's GPUs, see `local_gpus`; None takes all of the host.
     """
 
     folder: Path
@@ -48,7 +48,7 @@ class Attachment:
     hooks: tuple[Hook, ...] = ()
     port: int | None = None
     period: float | int = 1.0
-    looks: float | int = LOOKS
+    interval: float | int = DETECTION_INTERVAL
     gpus: tuple[str, ...] | None = None
 
 
@@ -81,15 +81,19 @@ class Guard:
     def __enter__(self) -> "Guard":
         if self._attachment is None:
             return self
-        how = self._attachment
+        settings = self._attachment
         with ExitStack() as stack:  # closes what has started if the rest cannot start
-            read = sources(how.gpus)
-            sampler = Sampler(how.folder / "faults", how.machine, period=how.period, read=read)
+            read = available_sources(settings.gpus)
+            sampler = Sampler(
+                settings.folder / "faults", settings.machine, period=settings.period, read=read
+            )
             self._sampler = stack.enter_context(sampler)
-            if how.port is not None:
-                stack.enter_context(Exporter(lambda: sampler.latest, how.machine, how.port))
-            if how.watches:
-                thread = threading.Thread(target=self._watch, args=(how,), name="watcher")
+            if settings.port is not None:
+                stack.enter_context(
+                    Exporter(lambda: sampler.latest, settings.machine, settings.port)
+                )
+            if settings.watches:
+                thread = threading.Thread(target=self._watch, args=(settings,), name="watcher")
                 thread.daemon = True
                 thread.start()
                 # A hook may wait for this process to end, so the wait for it is bounded.
@@ -101,18 +105,18 @@ class Guard:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def _watch(self, how: Attachment) -> None:
-        watcher = Watcher({"": how.folder / "faults"}, how.detector)
-        while not self._stop.wait(how.looks):
-            for alarm in watcher.look().raised:
+    def _watch(self, settings: Attachment) -> None:
+        watcher = Watcher({"": settings.folder / "faults"}, settings.detector)
+        while not self._stop.wait(settings.interval):
+            for alarm in watcher.detect().raised:
                 self._raised.put(alarm)
-                for hook in how.hooks:
+                for hook in settings.hooks:
                     hook(alarm)
 
 
-def machine_name(host: str, number: int) -> str:
+def machine_name(host: str, index: int) -> str:
     """Name of the process with this index on this host, valid as a file name."""
-    return re.sub(r"[^a-zA-Z0-9_-]", "-", host).strip("-") + f"-{number}"
+    return re.sub(r"[^a-zA-Z0-9_-]", "-", host).strip("-") + f"-{index}"
 
 
 def metrics_of(alarms: list[Alarm]) -> dict[str, float]:

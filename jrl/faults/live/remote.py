@@ -6,10 +6,10 @@ from collections.abc import Callable, Collection
 import numpy as np
 
 from jrl.faults.collect.align import Process
-from jrl.faults.collect.exporters import as_fleet, passed_over
-from jrl.faults.collect.remote import Source, Store
+from jrl.faults.collect.exporters import build_fleet, describe_ignored
+from jrl.faults.collect.remote import SampleSource, Store
 from jrl.faults.fleet import Detector, Fleet
-from jrl.faults.live.watcher import Look, Verdicts
+from jrl.faults.live.watcher import DetectionPass, Verdicts
 
 
 class RemoteWatcher:
@@ -20,43 +20,45 @@ class RemoteWatcher:
       detector: names the outlier machines.
       seconds: length of the compared record.
       silence: a machine without a sample for so many seconds is called silent.
-      label: names the machine, see `as_fleet`.
-      wanted: names of exporters that are compared although they are unknown.
+      label: names the machine, see `build_fleet`.
+      requested: names of exporters that are compared although they are unknown.
       acknowledged: see `Verdicts`.
     """
 
     def __init__(
         self,
-        source: Source,
+        source: SampleSource,
         detector: Detector,
         *,
         seconds: float | int = 900.0,
         silence: float | int = 60.0,
         label: str | None = None,
-        wanted: Collection[str] = (),
+        requested: Collection[str] = (),
         acknowledged: Callable[[], Collection[str]] | None = None,
     ):
         self._store = Store(source, seconds)
         self._verdicts = Verdicts(detector, acknowledged)
         self._seconds, self._silence, self._label = seconds, silence, label
-        self._wanted = wanted
+        self._requested = requested
 
-    def look(self, now: float | None = None) -> Look:
+    def detect(self, now: float | None = None) -> DetectionPass:
         """Polls for new samples and compares; `now` is Unix time, the present by default."""
-        begun = time.monotonic()
+        started = time.monotonic()
         now = time.time() if now is None else now
         series, problems = self._store.update(now)
-        fleet = as_fleet(series, label=self._label, wanted=self._wanted)
+        fleet = build_fleet(series, label=self._label, requested=self._requested)
         report, raised = self._verdicts.judge(fleet)
-        processes = tuple(self._glance(fleet, row, now) for row in range(len(fleet.machines)))
+        processes = tuple(
+            self._process_state(fleet, row, now) for row in range(len(fleet.machines))
+        )
         health = (
             f"{len(series)} series of {len(fleet.machines)} machines every {fleet.period:g} s, "
-            f"asked in {time.monotonic() - begun:.2f} s"
+            f"asked in {time.monotonic() - started:.2f} s"
         )
-        notes = (*passed_over(series, self._wanted), *report.notes)
+        notes = (*describe_ignored(series, self._requested), *report.notes)
         if not series:
             notes = (f"no sample of the last {self._seconds:g} s was received: nobody is watched",)
-        return Look(
+        return DetectionPass(
             fleet,
             processes,
             tuple(report.alarms),
@@ -67,7 +69,7 @@ class RemoteWatcher:
             health,
         )
 
-    def _glance(self, fleet: Fleet, row: int, now: float) -> Process:
+    def _process_state(self, fleet: Fleet, row: int, now: float) -> Process:
         seen = np.flatnonzero(np.isfinite(fleet.values[row]).any(axis=0))
         age = now - float(fleet.times[seen[-1]]) if seen.size else float("nan")
         late = not age <= max(self._silence, 3 * fleet.period)

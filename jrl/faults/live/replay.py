@@ -18,11 +18,11 @@ from rich.table import Table
 
 from jrl.faults.collect.align import align, read_folder
 from jrl.faults.collect.error_codes import Fault
-from jrl.faults.collect.exporters import as_fleet, passed_over
+from jrl.faults.collect.exporters import build_fleet, describe_ignored
 from jrl.faults.collect.prometheus import read_series
 from jrl.faults.collect.vocabulary import PRIORITY
 from jrl.faults.fleet import Alarm, Fleet
-from jrl.faults.live.watcher import all_present
+from jrl.faults.live.watcher import trim_to_common_start
 from jrl.faults.report import INCOMPARABLE, Report
 from jrl.faults.silence import SILENCE, SilenceDetector
 from jrl.faults.standard import StandardDetector
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         fleet = fleet.select(request.metrics)
     report = examine(fleet, request)
     if Path(request.record).is_dir():
-        report = replace(report, alarms=[*report.alarms, *gone(Path(request.record))])
+        report = replace(report, alarms=[*report.alarms, *find_stopped(Path(request.record))])
     _print(fleet, report, notes)
     path = Path(request.plot or Path(request.record).with_suffix(".png"))
     from jrl.faults.plots import plot_fleet
@@ -114,13 +114,13 @@ def read_fleet(
     if path.is_dir():
         return _read_records(path)
     if path.suffix == ".json":
-        series = read_series([path.read_bytes()], machine=machine_label, wanted=metrics)
-        fleet = as_fleet(series, label=machine_label, wanted=metrics)
-        return fleet, passed_over(series, metrics)
+        series = read_series([path.read_bytes()], machine=machine_label, requested=metrics)
+        fleet = build_fleet(series, label=machine_label, requested=metrics)
+        return fleet, describe_ignored(series, metrics)
     return Fleet.load(path), []
 
 
-def gone(path: Path) -> list[Alarm]:
+def find_stopped(path: Path) -> list[Alarm]:
     """Alarms for processes of a run whose samples stopped without a clean end."""
     inside = path / "faults"
     records, _ = read_folder(inside if inside.is_dir() else path)
@@ -155,7 +155,7 @@ def _read_records(path: Path) -> tuple[Fleet, list[str]]:
         for each in aligned.processes
         if each.state != "running"
     ]
-    return all_present(aligned.fleet), notes
+    return trim_to_common_start(aligned.fleet), notes
 
 
 def _print(fleet: Fleet, report: Report, notes: list[str]) -> None:

@@ -23,11 +23,11 @@ from rich.text import Text
 from jrl.faults.collect.error_codes import Fault
 from jrl.faults.collect.exporters import SELECTOR
 from jrl.faults.collect.remote import Pages, Prometheus
-from jrl.faults.collect.vocabulary import PRIORITY, recorded_as
+from jrl.faults.collect.vocabulary import PRIORITY, find_recorded
 from jrl.faults.fleet import Detector
 from jrl.faults.live.hook import command_hook
 from jrl.faults.live.remote import RemoteWatcher
-from jrl.faults.live.watcher import LEAST_MACHINES, Look, Watcher
+from jrl.faults.live.watcher import MIN_MACHINES, DetectionPass, Watcher
 from jrl.faults.outlier import OutlierDetector
 from jrl.faults.report import INCOMPARABLE
 from jrl.faults.standard import StandardDetector
@@ -36,7 +36,7 @@ from jrl.runs.folder import RunFolder
 
 ALARMED = 3
 """Exit status after an alarm; 1 and 2 are taken by failures and wrong input."""
-MOST_SHOWN = 3
+MAX_SHOWN = 3
 """Metrics in the table, the one of an alarm first."""
 STYLES = {"running": "green", "ended": "dim", "no data": "yellow"}
 
@@ -102,8 +102,8 @@ def main(arguments: list[str]) -> int:
         description="Shows what each process of a run is doing, and names the one that stands out.",
         args=arguments,
     )
-    places = (bool(request.run), request.prometheus is not None, bool(request.scrape))
-    if sum(places) != 1:
+    targets = (bool(request.run), request.prometheus is not None, bool(request.scrape))
+    if sum(targets) != 1:
         raise ValueError(
             "give the folder of a run, or --prometheus, or --scrape, one of them: "
             "python -m jrl.faults watch RUN"
@@ -116,26 +116,26 @@ def main(arguments: list[str]) -> int:
     watcher = _watcher(request)
     hooks = [] if request.on_fault is None else [command_hook(request.on_fault)]
     alarmed = False
-    with _screen(Console(), live=not request.once) as show:
+    with _open_screen(Console(), live=not request.once) as show:
         while True:
-            look = watcher.look()
-            show(look, request)
-            alarmed = alarmed or bool(look.raised)
-            for alarm in look.raised:
+            result = watcher.detect()
+            show(result, request)
+            alarmed = alarmed or bool(result.raised)
+            for alarm in result.raised:
                 for hook in hooks:
                     hook(alarm)
-            if request.once or look.ended or (alarmed and request.until_fault):
+            if request.once or result.ended or (alarmed and request.until_fault):
                 break
             time.sleep(interval)
     if request.save is not None:
-        look.fleet.save(request.save)
+        result.fleet.save(request.save)
     if alarmed:
         return ALARMED
-    return 0 if look.comparable or look.ended else INCOMPARABLE
+    return 0 if result.comparable or result.ended else INCOMPARABLE
 
 
 def _watcher(request: WatchOptions) -> Watcher | RemoteWatcher:
-    known = partial(_acknowledged, request.acknowledged)
+    acknowledged = partial(_read_acknowledged, request.acknowledged)
     if request.prometheus is not None or request.scrape:
         server = request.prometheus
         source = Pages(request.scrape) if server is None else Prometheus(server, request.selector)
@@ -145,8 +145,8 @@ def _watcher(request: WatchOptions) -> Watcher | RemoteWatcher:
             seconds=request.seconds,
             silence=request.silence,
             label=request.machine_label,
-            wanted=request.metrics,
-            acknowledged=known,
+            requested=request.metrics,
+            acknowledged=acknowledged,
         )
     folders = {}
     for path in map(Path, request.run):
@@ -164,11 +164,11 @@ def _watcher(request: WatchOptions) -> Watcher | RemoteWatcher:
         _detector(request),
         seconds=request.seconds,
         silence_timeout=request.silence,
-        acknowledged=known,
+        acknowledged=acknowledged,
     )
 
 
-def _acknowledged(path: str | None) -> set[str]:
+def _read_acknowledged(path: str | None) -> set[str]:
     """The names in a file; none where there is no file yet."""
     if path is None or not Path(path).exists():
         return set()
@@ -204,91 +204,91 @@ def _detector(request: WatchOptions) -> Detector:
         continuity=request.continuity,
         priority=metrics,
     )
-    return lambda fleet: minder(fleet.select(recorded_as(metrics, fleet.metrics)))
+    return lambda fleet: minder(fleet.select(find_recorded(metrics, fleet.metrics)))
 
 
 @contextmanager
-def _screen(console: Console, live: bool) -> Iterator:
+def _open_screen(console: Console, live: bool) -> Iterator:
     """A function that shows a detection pass: a table updated in place, or lines of what is new."""
     if live and console.is_terminal:
         with Live(console=console, auto_refresh=False) as screen:
-            yield lambda look, request: screen.update(render(look, request), refresh=True)
+            yield lambda result, request: screen.update(render(result, request), refresh=True)
         return
     if not live:
-        yield lambda look, request: console.print(render(look, request))
+        yield lambda result, request: console.print(render(result, request))
         return
     states: dict[str, str] = {}
-    said: set[str] = set()
+    printed: set[str] = set()
 
-    def lines(look: Look, request: WatchOptions) -> None:
-        for each in look.processes:
+    def lines(result: DetectionPass, request: WatchOptions) -> None:
+        for each in result.processes:
             if states.get(each.machine) != each.state:
                 states[each.machine] = each.state
                 print(f"{visible(each.machine)}: {each.state}", flush=True)
-        for line in (*look.unreadable, *(() if look.ended else look.notes)):
-            if line not in said:
-                said.add(line)
+        for line in (*result.unreadable, *(() if result.ended else result.notes)):
+            if line not in printed:
+                printed.add(line)
                 print(visible(line), flush=True)
-        for alarm in look.raised:
+        for alarm in result.raised:
             print(f"ALARM: {visible(alarm.describe())}", flush=True)
 
     yield lines
 
 
-def render(look: Look, request: WatchOptions) -> RenderableType:
+def render(result: DetectionPass, request: WatchOptions) -> RenderableType:
     """The table of all processes, what cannot be read, and the verdict."""
-    table = Table(box=box.ROUNDED, title=f"{len(look.processes)} processes")
+    table = Table(box=box.ROUNDED, title=f"{len(result.processes)} processes")
     for heading in ("process", "host", "state", "last sample", "samples lost"):
         table.add_column(heading, overflow="fold", no_wrap=heading == "state")
-    alarms = [alarm.metric for alarm in look.alarms]
-    shown = list(recorded_as([*alarms, *_metrics(request)], look.fleet.metrics))[:MOST_SHOWN]
+    alarms = [alarm.metric for alarm in result.alarms]
+    shown = list(find_recorded([*alarms, *_metrics(request)], result.fleet.metrics))[:MAX_SHOWN]
     for name in shown:
         table.add_column(f"{name} (x median)", justify="right")
-    recent = _recent(look, shown, request.window)
-    alarmed = {alarm.machine for alarm in look.alarms}
-    for each in look.processes:
+    recent = _recent_cells(result, shown, request.window)
+    alarmed = {alarm.machine for alarm in result.alarms}
+    for each in result.processes:
         style = "bold red" if each.machine in alarmed else STYLES.get(each.state, "red")
         lost = each.damaged + each.future + (each.torn > 0)
         cells = [
             Text(visible(each.machine), style="bold red" if each.machine in alarmed else ""),
             Text(visible(each.host)),
             Text(each.state, style=style),
-            _ago(each.age),
+            _format_age(each.age),
             str(lost) if lost else "",
         ]
         table.add_row(*cells, *recent.get(each.machine, [""] * len(shown)))
-    lines: list[RenderableType] = [table] if look.processes else []
-    lines += [Text(visible(line), style="yellow") for line in look.unreadable]
-    if look.begun and len(look.fleet.machines) < LEAST_MACHINES:
+    lines: list[RenderableType] = [table] if result.processes else []
+    lines += [Text(visible(line), style="yellow") for line in result.unreadable]
+    if result.has_samples and len(result.fleet.machines) < MIN_MACHINES:
         lines.append(Text("fewer than three processes are running: nobody can be compared"))
-    lines += [Text(f"ALARM: {visible(alarm.describe())}", "bold red") for alarm in look.alarms]
-    lines += [Text(visible(line), style="dim") for line in look.notes]
-    if not look.alarms and look.comparable:
+    lines += [Text(f"ALARM: {visible(alarm.describe())}", "bold red") for alarm in result.alarms]
+    lines += [Text(visible(line), style="dim") for line in result.notes]
+    if not result.alarms and result.comparable:
         lines.append(Text("nobody stands out", style="green"))
-    elif not look.alarms:
+    elif not result.alarms:
         lines.append(Text("nothing could be compared: nothing is known", style="yellow"))
-    lines.append(Text(look.health, style="dim"))
+    lines.append(Text(result.health, style="dim"))
     return Group(*lines)
 
 
-def _ago(seconds: float) -> str:
+def _format_age(seconds: float) -> str:
     if np.isnan(seconds):
         return "-"
     return f"{abs(seconds):.0f} s {'ago' if seconds >= -1 else 'ahead'}"
 
 
-def _recent(look: Look, metrics: list[str], window: float) -> dict[str, list[str]]:
+def _recent_cells(result: DetectionPass, metrics: list[str], window: float) -> dict[str, list[str]]:
     """Mean of each machine's metrics over the last window, and its ratio to the median."""
-    values = look.fleet.select(metrics).last(window).values
-    found = {machine: ["" for _ in metrics] for machine in look.fleet.machines}
+    values = result.fleet.select(metrics).last(window).values
+    cells = {machine: ["" for _ in metrics] for machine in result.fleet.machines}
     for column in range(len(metrics)):
         means = {
             machine: float(samples[np.isfinite(samples)].mean())
-            for machine, samples in zip(look.fleet.machines, values[:, column], strict=True)
+            for machine, samples in zip(result.fleet.machines, values[:, column], strict=True)
             if np.isfinite(samples).any()
         }
         typical = float(np.median(list(means.values()))) if means else 0.0
         for machine, mean in means.items():
             times = f" ({mean / typical:.1f})" if typical > 0 else ""
-            found[machine][column] = f"{mean:.3g}{times}"
-    return found
+            cells[machine][column] = f"{mean:.3g}{times}"
+    return cells

@@ -14,12 +14,12 @@ from jrl.faults.fleet import Alarm, Detector, Fleet
 from jrl.faults.report import Report
 from jrl.faults.silence import SILENCE
 
-LEAST_MACHINES = 3
+MIN_MACHINES = 3
 """Minimum for a comparison: of two machines that differ, either may be the faulty one."""
 
 
 @dataclass(frozen=True)
-class Look:
+class DetectionPass:
     """Result of one detection pass over the records.
 
     Attributes:
@@ -48,7 +48,7 @@ class Look:
         return bool(self.processes) and all(each.state == "ended" for each in self.processes)
 
     @property
-    def begun(self) -> bool:
+    def has_samples(self) -> bool:
         """True if any process has a sample."""
         return has_samples(self.processes)
 
@@ -67,20 +67,22 @@ class Verdicts:
     ):
         self._detector = detector
         self._acknowledged: Callable[[], Collection[str]] = acknowledged or tuple
-        self._known: set[str] = set()
+        self._alarmed: set[str] = set()
 
     def judge(self, fleet: Fleet, others: Sequence[Alarm] = ()) -> tuple[Report, tuple[Alarm, ...]]:
         """The report on a fleet, with the alarms of `others` after it, and what is new in it."""
-        known = set(self._acknowledged())
-        rest = without(fleet, known)
+        acknowledged = set(self._acknowledged())
+        compared = drop_machines(fleet, acknowledged)
         examine = getattr(self._detector, "examine", None)
         if examine is None:
-            report = Report(self._detector(rest), comparable=len(rest.machines) >= LEAST_MACHINES)
+            report = Report(
+                self._detector(compared), comparable=len(compared.machines) >= MIN_MACHINES
+            )
         else:
-            report = examine(rest)
-        alarms = [*report.alarms, *(each for each in others if each.machine not in known)]
-        raised = tuple(alarm for alarm in alarms if alarm.machine not in self._known)
-        self._known = {alarm.machine for alarm in alarms}
+            report = examine(compared)
+        alarms = [*report.alarms, *(each for each in others if each.machine not in acknowledged)]
+        raised = tuple(alarm for alarm in alarms if alarm.machine not in self._alarmed)
+        self._alarmed = {alarm.machine for alarm in alarms}
         return replace(report, alarms=alarms), raised
 
 
@@ -112,36 +114,36 @@ class Watcher:
         self._followers = {name: Follower(folder, rows) for name, folder in folders.items()}
         self._verdicts = Verdicts(detector, acknowledged)
         self._seconds, self._silence, self._timeout = seconds, silence, silence_timeout
-        places = ", ".join(str(folder) for folder in folders.values())
-        self._awaited = (
-            f"no sample yet in {places}: a run started with --faults writes one a second"
+        paths = ", ".join(str(folder) for folder in folders.values())
+        self._no_sample_note = (
+            f"no sample yet in {paths}: a run started with --faults writes one a second"
         )
 
-    def look(self, now: float | None = None) -> Look:
+    def detect(self, now: float | None = None) -> DetectionPass:
         """Reads new samples and compares; `now` is Unix time, the present by default."""
-        begun = time.monotonic()
+        started = time.monotonic()
         now = time.time() if now is None else now
         records, unreadable = [], []
         for name, follower in self._followers.items():
-            found, errors = follower.read()
+            new_records, errors = follower.read()
             prefix = f"{name}/" if name else ""
-            records += [replace(each, machine=prefix + each.machine) for each in found]
+            records += [replace(each, machine=prefix + each.machine) for each in new_records]
             unreadable += errors
         aligned = align(records, now=now, seconds=self._seconds, silence=self._silence)
-        fleet = all_present(aligned.fleet)
+        fleet = trim_to_common_start(aligned.fleet)
         report, raised = self._verdicts.judge(fleet, self._silent(aligned, records, now))
         read = sum(follower.bytes_read for follower in self._followers.values())
         health = (
             f"compared {len(fleet.machines)} of {len(aligned.processes)} processes, read "
-            f"{read / 1024:.0f} KiB in {time.monotonic() - begun:.2f} s"
+            f"{read / 1024:.0f} KiB in {time.monotonic() - started:.2f} s"
         )
-        return Look(
+        return DetectionPass(
             fleet,
             aligned.processes,
             tuple(report.alarms),
             raised,
             tuple(unreadable),
-            report.notes if has_samples(aligned.processes) else (self._awaited,),
+            report.notes if has_samples(aligned.processes) else (self._no_sample_note,),
             report.comparable,
             health,
         )
@@ -149,13 +151,15 @@ class Watcher:
     def _silent(self, aligned: Aligned, records: Sequence, now: float) -> list[Alarm]:
         """Alarms for processes that ran together with the present ones and stopped uncleanly."""
         running = set(aligned.fleet.machines)
-        begun = [record.begun for record in records if record.machine in running]
-        if self._timeout is None or not begun:
+        start_times = [record.begun for record in records if record.machine in running]
+        if self._timeout is None or not start_times:
             return []
         return [
             Alarm(each.machine, SILENCE, now - each.age, now, {"seconds": float(each.age)})
             for each in aligned.processes
-            if each.state == "silent" and each.age >= self._timeout and now - each.age > max(begun)
+            if each.state == "silent"
+            and each.age >= self._timeout
+            and now - each.age > max(start_times)
         ]
 
 
@@ -164,15 +168,15 @@ def has_samples(processes: Sequence[Process]) -> bool:
     return not all(math.isnan(each.age) for each in processes)
 
 
-def without(fleet: Fleet, machines: Collection[str]) -> Fleet:
+def drop_machines(fleet: Fleet, machines: Collection[str]) -> Fleet:
     """The fleet without these machines."""
     rows = [row for row, name in enumerate(fleet.machines) if name not in machines]
     names = tuple(fleet.machines[row] for row in rows)
     return replace(fleet, machines=names, values=fleet.values[rows])
 
 
-def all_present(fleet: Fleet) -> Fleet:
+def trim_to_common_start(fleet: Fleet) -> Fleet:
     """The fleet from the moment on at which its last machine has its first sample."""
-    some = np.isfinite(fleet.values).sum(axis=1) > 0
-    begins = [int(np.flatnonzero(row)[0]) for row in some if row.any()]
-    return fleet.last((fleet.num_samples - max(begins, default=0)) * fleet.period)
+    has_sample = np.isfinite(fleet.values).sum(axis=1) > 0
+    first_samples = [int(np.flatnonzero(row)[0]) for row in has_sample if row.any()]
+    return fleet.last((fleet.num_samples - max(first_samples, default=0)) * fleet.period)

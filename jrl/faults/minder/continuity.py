@@ -1,7 +1,7 @@
 """Continuity check: an alarm needs the same outlier machine for minutes; seconds are noise.
 
 A window *names* a machine where that machine has the greatest score of all and it exceeds the
-threshold. `NOBODY` stands for no machine.
+threshold. `NO_MACHINE` stands for no machine.
 """
 
 import math
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Int
 
-NOBODY = -1
+NO_MACHINE = -1
 UNSEEN = -2
 """Stands for a window that was not scored yet."""
 
@@ -35,13 +35,13 @@ def find_span(
     them. The stretch is trimmed to the first and last window that name it.
 
     Args:
-      named: the machine that each window names, or `NOBODY`.
+      named: the machine that each window names, or `NO_MACHINE`.
       length: windows in a row, at least 1.
       share: of them that must name the machine, in (0, 1].
     """
     best = None
     for machine in np.unique(named[named >= 0]):
-        for first, last in _stretches(_enough(named == machine, length, share), length):
+        for first, last in _stretches(_has_enough_hits(named == machine, length, share), length):
             hits = np.flatnonzero(named[first : last + 1] == machine)
             span = Span(int(machine), int(first + hits[0]), int(first + hits[-1]), len(hits))
             if best is None or span.hits > best.hits:
@@ -49,15 +49,17 @@ def find_span(
     return best
 
 
-def _enough(hit: Bool[np.ndarray, " window"], length: int, share: float | int) -> np.ndarray:
+def _has_enough_hits(
+    hit: Bool[np.ndarray, " window"], length: int, share: float | int
+) -> np.ndarray:
     """Mask of the windows from which on `length` windows hold enough hits."""
     if hit.size < length:
         return np.zeros(0, bool)
     total = np.r_[0, np.cumsum(hit)]
-    return total[length:] - total[:-length] >= needed(length, share)
+    return total[length:] - total[:-length] >= min_hits(length, share)
 
 
-def needed(length: int, share: float | int) -> int:
+def min_hits(length: int, share: float | int) -> int:
     """The least number of hits among `length` windows."""
     return max(1, math.ceil(share * length - 1e-9))
 
@@ -68,8 +70,8 @@ def _stretches(enough: np.ndarray, length: int) -> list[tuple[int, int]]:
     return [(first, last + length - 2) for first, last in edge.reshape(-1, 2).tolist()]
 
 
-def look_where_needed(
-    look: Callable[[Int[np.ndarray, " some"]], Int[np.ndarray, " some"]],
+def score_where_needed(
+    score_windows: Callable[[Int[np.ndarray, " subset"]], Int[np.ndarray, " subset"]],
     num_windows: int,
     *,
     length: int,
@@ -92,7 +94,7 @@ def look_where_needed(
         due = np.flatnonzero(matters & (named == UNSEEN))
         due = due[due % stride == 0]
         if due.size:
-            named[due] = look(due)
+            named[due] = score_windows(due)
         matters = _can_matter(named, length, share)
     return named
 
@@ -102,7 +104,7 @@ def _can_matter(named: np.ndarray, length: int, share: float | int) -> np.ndarra
     matters = np.zeros(named.size, bool)
     # Windows not scored yet may all name a machine that no window names so far.
     for machine in (*np.unique(named[named >= 0]), UNSEEN):
-        possible = _enough((named == machine) | (named == UNSEEN), length, share)
+        possible = _has_enough_hits((named == machine) | (named == UNSEEN), length, share)
         for first, last in _stretches(possible, length):
             matters[first : last + 1] = True
     return matters

@@ -14,21 +14,21 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from jrl.faults.collect.vocabulary import PRIORITY, meaning, searched
+from jrl.faults.collect.vocabulary import PRIORITY, meaning, search_order
 from jrl.faults.fleet import Alarm, Fleet
 from jrl.faults.minder import vae
-from jrl.faults.minder.continuity import NOBODY, UNSEEN, Span, find_span, look_where_needed
+from jrl.faults.minder.continuity import NO_MACHINE, UNSEEN, Span, find_span, score_where_needed
 from jrl.faults.minder.distances import BLOCK, distance_sums, normal_score
 from jrl.faults.minder.embedding import Method, View, denoised, gather
 from jrl.faults.minder.models import ANY, shipped_models
 from jrl.faults.minder.prepare import Prepared, prepare
 from jrl.faults.report import Report, Trace
 
-AT_ONCE = 2**14
+MAX_EMBEDDED = 2**14
 """Machines times windows that are embedded in one compiled call; bounds its memory."""
-ONE_AT_A_TIME = threading.Lock()
+COMPUTE_LOCK = threading.Lock()
 """Computations started from more threads than the CPU backend has can deadlock."""
-MOST_WINDOWS = 64
+MAX_WINDOWS = 64
 """Windows that are embedded in one compiled call, however few the machines are."""
 
 
@@ -48,7 +48,7 @@ class MinderReport(Report):
     Attributes:
       prepared: the compared fleet.
       views: names of the views that were searched (metrics, for Minder), in order.
-      named: by view, the row of `prepared` that each window names, or `NOBODY`, or `UNSEEN`.
+      named: by view, the row of `prepared` that each window names, or `NO_MACHINE`, or `UNSEEN`.
       scores: by view, the greatest score of each window; NaN where unseen.
     """
 
@@ -105,20 +105,20 @@ class Minder:
 
     def examine(self, fleet: Fleet) -> MinderReport:
         """Searches the metrics in order until one raises an alarm."""
-        return self.judge(self.ready(fleet))
+        return self.judge(self.prepare_fleet(fleet))
 
     def judge(self, record: "ScoredFleet") -> MinderReport:
         """`examine` for a prepared record, which other detectors may have scored already."""
         prepared = record.prepared
-        if record.refused:
-            return refusal(record)
+        if record.reasons:
+            return report_incomparable(record)
         num_windows = prepared.values.shape[2] - vae.WINDOW + 1
-        length = self._length(prepared.period)
+        length = self._continuity_windows(prepared.period)
         views, named_by, scores_by, alarms = [], [], [], []
         for view in self.method(prepared.metrics):
             scorer = record.scorer(view, self)
-            look = partial(scorer.named, threshold=self.threshold)
-            named = look_where_needed(look, num_windows, length=length, share=self.share)
+            score_windows = partial(scorer.name_machines, threshold=self.threshold)
+            named = score_where_needed(score_windows, num_windows, length=length, share=self.share)
             views.append(view.name)
             named_by.append(named)
             scores_by.append(np.where(named == UNSEEN, np.nan, scorer.scores))
@@ -128,7 +128,7 @@ class Minder:
                 break
         times = prepared.start + np.arange(num_windows) * prepared.period
         traces = {
-            view: Trace(times, scores, np.maximum(named, NOBODY), float(self.threshold))
+            view: Trace(times, scores, np.maximum(named, NO_MACHINE), float(self.threshold))
             for view, scores, named in zip(views, scores_by, named_by, strict=True)
         }
         return MinderReport(
@@ -142,36 +142,36 @@ class Minder:
             scores=tuple(scores_by),
         )
 
-    def _length(self, period: float | int) -> int:
+    def _continuity_windows(self, period: float | int) -> int:
         return max(1, round(self.continuity / period) - vae.WINDOW + 1)
 
-    def ready(self, fleet: Fleet) -> "ScoredFleet":
+    def prepare_fleet(self, fleet: Fleet) -> "ScoredFleet":
         """The prepared fleet, role numbers, and reasons for which it cannot be compared."""
         if self.tokens is not None:
             fleet = divide_by_tokens(fleet, self.tokens, self.per_token)
         prepared = prepare(
-            fleet.select(searched(self.priority, fleet.metrics)),
+            fleet.select(search_order(self.priority, fleet.metrics)),
             least_share=self.least_share,
             max_lag=self.max_lag,
             now=self.now,
         )
         roles = role_numbers(fleet, self.roles)[prepared.rows]
         sizes = np.bincount(roles) if roles.size else np.zeros(1, int)
-        refused = []
+        reasons = []
         if not prepared.metrics:
-            refused.append("no metric can be compared: nothing is said.")
+            reasons.append("no metric can be compared: nothing is said.")
         if sizes.max() < 3:
-            refused.append(
+            reasons.append(
                 f"{len(prepared.machines)} machines, at most {sizes.max()} of one role: between "
                 "two nothing tells which one is off. Compare at least 3."
             )
         seconds = prepared.values.shape[2] * fleet.period
         if seconds < self.continuity:
-            refused.append(
+            reasons.append(
                 f"the record holds {seconds:.0f} s, less than the {self.continuity:.0f} s for "
                 "which a machine must stand out: nothing is said."
             )
-        return ScoredFleet(prepared, roles, tuple(refused))
+        return ScoredFleet(prepared, roles, tuple(reasons))
 
     def _alarm(self, prepared: Prepared, metric: str, span: Span, scores: np.ndarray) -> Alarm:
         within = scores[span.first : span.last + 1]
@@ -188,9 +188,9 @@ class Minder:
         return Alarm(prepared.machines[span.machine], metric, start, end, evidence)
 
 
-def refusal(fleet: "ScoredFleet") -> MinderReport:
+def report_incomparable(fleet: "ScoredFleet") -> MinderReport:
     """Report on a fleet that cannot be compared."""
-    notes = (*fleet.prepared.notes, *fleet.refused)
+    notes = (*fleet.prepared.notes, *fleet.reasons)
     return MinderReport([], notes, comparable=False, prepared=fleet.prepared)
 
 
@@ -217,8 +217,8 @@ def divide_by_tokens(fleet: Fleet, tokens: np.ndarray, metrics: Sequence[str]) -
     unknown = [name for name in metrics if name not in fleet.metrics]
     if unknown:
         raise ValueError(f"per_token names {unknown[0]!r}, which was not recorded.")
-    some = np.where(tokens > 0, tokens, np.nan).astype(np.float32)
-    relative = some / np.nanmean(some)
+    positive = np.where(tokens > 0, tokens, np.nan).astype(np.float32)
+    relative = positive / np.nanmean(positive)
     values = fleet.values.copy()
     for name in metrics:
         values[:, fleet.metrics.index(name)] /= relative
@@ -232,13 +232,13 @@ class ScoredFleet:
     Attributes:
       prepared: the compared fleet.
       roles: number of the role of each machine in it.
-      refused: reasons for which it cannot be compared, one line each.
+      reasons: those for which it cannot be compared, one line each.
       scorers: by method, view, floor and norm: scores do not depend on anything else.
     """
 
     prepared: Prepared
     roles: Int[np.ndarray, " machine"]
-    refused: tuple[str, ...] = ()
+    reasons: tuple[str, ...] = ()
     scorers: dict[tuple, "WindowScorer"] = field(default_factory=dict)
 
     def scorer(self, view: View, minder: Minder) -> "WindowScorer":
@@ -263,8 +263,8 @@ class WindowScorer:
         norm: str = "euclidean",
     ):
         channels = list(view.channels)
-        whole = channels == list(range(len(prepared.metrics)))
-        values = prepared.values if whole else prepared.values[channels]
+        uses_all = channels == list(range(len(prepared.metrics)))
+        values = prepared.values if uses_all else prepared.values[channels]
         # Windows that are wider begin earlier: the first sample stands for what came before it.
         early = view.width - vae.WINDOW
         values = np.pad(values, ((0, 0), (0, 0), (early, 0)), mode="edge")
@@ -278,29 +278,31 @@ class WindowScorer:
         ]
         if view.summary is not None:
             self.view = replace(view, width=1)
-            self.values = [view.summary(part, view.width) for part in self.values]
+            self.values = [
+                view.summary(values_of_role, view.width) for values_of_role in self.values
+            ]
         self.machine = np.full(num_windows, UNSEEN)
         self.scores = np.full(num_windows, -np.inf, np.float32)
 
-    def look(self, starts: Int[np.ndarray, " some"]) -> None:
+    def score(self, starts: Int[np.ndarray, " subset"]) -> None:
         """Fills in `machine` and `scores` of the windows at `starts`: the farthest of any role."""
         starts = starts[self.machine[starts] == UNSEEN]
         for rows, values in zip(self.members, self.values, strict=True):
-            for part in _parts(starts, rows.size):
-                machine, score = farthest(values, part, self.view, self.floor, self.norm)
-                better = score > self.scores[part]
-                self.machine[part] = np.where(better, rows[machine], self.machine[part])
-                self.scores[part] = np.where(better, score, self.scores[part])
+            for chunk in _chunks(starts, rows.size):
+                machine, score = farthest(values, chunk, self.view, self.floor, self.norm)
+                better = score > self.scores[chunk]
+                self.machine[chunk] = np.where(better, rows[machine], self.machine[chunk])
+                self.scores[chunk] = np.where(better, score, self.scores[chunk])
 
-    def named(
-        self, starts: Int[np.ndarray, " some"], threshold: float | int
-    ) -> Int[np.ndarray, " some"]:
+    def name_machines(
+        self, starts: Int[np.ndarray, " subset"], threshold: float | int
+    ) -> Int[np.ndarray, " subset"]:
         """The machines that the windows at `starts` name."""
-        self.look(starts)
-        return np.where(self.scores[starts] > threshold, self.machine[starts], NOBODY)
+        self.score(starts)
+        return np.where(self.scores[starts] > threshold, self.machine[starts], NO_MACHINE)
 
 
-def _padded(num_machines: int) -> int:
+def _padded_size(num_machines: int) -> int:
     """Padded number of machines: 16, 32, 48, 64, 96, 128, 192, ..., to compile few variants."""
     size = BLOCK
     while size < num_machines:
@@ -312,9 +314,9 @@ def _next_power(size: int) -> int:
     return 1 << size.bit_length()
 
 
-def _parts(starts: np.ndarray, num_machines: int) -> list[np.ndarray]:
-    """Splits the starts into chunks that respect `AT_ONCE`."""
-    size = max(1, min(MOST_WINDOWS, AT_ONCE // _padded(num_machines)))
+def _chunks(starts: np.ndarray, num_machines: int) -> list[np.ndarray]:
+    """Splits the starts into chunks that respect `MAX_EMBEDDED`."""
+    size = max(1, min(MAX_WINDOWS, MAX_EMBEDDED // _padded_size(num_machines)))
     return [starts[i : i + size] for i in range(0, len(starts), size)]
 
 
@@ -335,24 +337,24 @@ def farthest(
       norm: see `distance_sums`.
     """
     num_machines = values.shape[1]
-    size = _padded(num_machines)
+    size = _padded_size(num_machines)
     # The last chunk is padded with its first window, so that all chunks share one compilation.
-    full = max(len(starts), len(_parts(np.arange(MOST_WINDOWS), num_machines)[0]))
+    full = max(len(starts), len(_chunks(np.arange(MAX_WINDOWS), num_machines)[0]))
     windows = gather(values, np.r_[starts, np.repeat(starts[:1], full - len(starts))], view.width)
     windows = np.pad(windows, ((0, 0), (0, 0), (0, size - num_machines), (0, 0)))
-    counted = jnp.asarray(np.arange(size) < num_machines)
-    with ONE_AT_A_TIME:
-        points = view.embed(jnp.asarray(windows), counted)
-        machine, score = _farthest(points, counted, float(floor) * vae.WINDOW**0.5, norm)
+    machine_mask = jnp.asarray(np.arange(size) < num_machines)
+    with COMPUTE_LOCK:
+        points = view.embed(jnp.asarray(windows), machine_mask)
+        machine, score = _farthest(points, machine_mask, float(floor) * vae.WINDOW**0.5, norm)
         return np.asarray(machine)[: len(starts)], np.asarray(score)[: len(starts)]
 
 
 @partial(jax.jit, static_argnames="norm")
 def _farthest(
     points: Float[jax.Array, "window dim machine"],
-    counted: Bool[jax.Array, " machine"],
+    machine_mask: Bool[jax.Array, " machine"],
     floor: float | jax.Array,
     norm: str,
 ) -> tuple[jax.Array, jax.Array]:
-    scores = normal_score(distance_sums(points, counted, norm=norm), counted, floor=floor)
+    scores = normal_score(distance_sums(points, machine_mask, norm=norm), machine_mask, floor=floor)
     return scores.argmax(-1), scores.max(-1)

@@ -15,11 +15,11 @@ MANY_DIMS = 16
 @partial(jax.jit, static_argnames="norm")
 def distance_sums(
     points: Float[Array, "window dim machine"],
-    counted: Bool[Array, " machine"],
+    machine_mask: Bool[Array, " machine"],
     *,
     norm: str = "euclidean",
 ) -> Float[Array, "window machine"]:
-    """Sum of the distances from each machine to all that are counted: ``d_i = sum_j |e_i - e_j|``.
+    """Sum of the distances from each machine to all in the mask: ``d_i = sum_j |e_i - e_j|``.
 
     The matrix of distances is never materialized: `BLOCK` of its columns are computed and added at
     a time, so memory is that of the points. Cost: ``window machine^2 dim`` operations. Points of
@@ -27,7 +27,7 @@ def distance_sums(
 
     Args:
       points: embeddings of all windows.
-      counted: which machines exist; the rest is padding. The number of machines is a multiple of
+      machine_mask: true on machines; the rest is padding. The number of machines is a multiple of
         `BLOCK`.
       norm: "euclidean", "manhattan" or "chebyshev".
 
@@ -36,9 +36,9 @@ def distance_sums(
     """
     num_windows, num_dims, num_machines = points.shape
     if norm == "euclidean" and num_dims > MANY_DIMS:
-        return sums_by_products(points, counted)
+        return sums_by_products(points, machine_mask)
     others = points.reshape(num_windows, num_dims, num_machines // BLOCK, BLOCK)
-    weights = counted.reshape(-1, BLOCK).astype(points.dtype)
+    weights = machine_mask.reshape(-1, BLOCK).astype(points.dtype)
 
     def add(total: Array, block: tuple[Array, Array]) -> tuple[Array, None]:
         columns, weight = block
@@ -52,17 +52,17 @@ def distance_sums(
 
 
 def sums_by_products(
-    points: Float[Array, "window dim machine"], counted: Bool[Array, " machine"]
+    points: Float[Array, "window dim machine"], machine_mask: Bool[Array, " machine"]
 ) -> Float[Array, "window machine"]:
     """`distance_sums` by ``|a - b|^2 = |a|^2 + |b|^2 - 2 a b``, one window's matrix at a time.
 
     Points are taken from their mean. What cancels leaves an error of about 1e-3 of the farthest
     point's distance from it where two points are equal, and far less where they are not.
     """
-    weight = counted.astype(points.dtype)
+    weight = machine_mask.astype(points.dtype)
     itself = jnp.eye(points.shape[2], dtype=bool)
 
-    def one(window: Float[Array, "dim machine"]) -> Float[Array, " machine"]:
+    def sum_window(window: Float[Array, "dim machine"]) -> Float[Array, " machine"]:
         centred = window - (window * weight[None]).sum(1, keepdims=True) / weight.sum()
         square = jnp.square(centred).sum(0, keepdims=True)
         ones = jnp.ones_like(square)
@@ -71,7 +71,7 @@ def sums_by_products(
         squared = left @ jnp.concatenate([centred, ones, square])
         return jnp.sqrt(jnp.where(itself, 0, jnp.maximum(squared, 0))) @ weight
 
-    return jax.lax.map(one, points)
+    return jax.lax.map(sum_window, points)
 
 
 def _length(differences: list[Array], norm: str) -> Array:
@@ -87,7 +87,7 @@ def _length(differences: list[Array], norm: str) -> Array:
 
 def normal_score(
     sums: Float[Array, "window machine"],
-    counted: Bool[Array, " machine"],
+    machine_mask: Bool[Array, " machine"],
     *,
     floor: float | Float[Array, ""] = 0.0,
 ) -> Float[Array, "window machine"]:
@@ -100,16 +100,16 @@ def normal_score(
 
     Args:
       sums: what `distance_sums` returns.
-      counted: which machines exist; at least 3, for between two nothing tells which one is off.
+      machine_mask: true on machines, at least 3: between two nothing tells which one is off.
       floor: distances among the others count as at least this much, in units of the embedding.
 
     Returns:
       The scores; 0 for padding.
     """
-    counts = counted.astype(sums.dtype)
+    counts = machine_mask.astype(sums.dtype)
     n = counts.sum()
-    total = jnp.sum(jnp.where(counted[None], sums, 0), axis=1, keepdims=True)
+    total = jnp.sum(jnp.where(machine_mask[None], sums, 0), axis=1, keepdims=True)
     among = jnp.maximum(total - 2 * sums, 0) / ((n - 1) * (n - 2))
     # Rounding leaves distances of about 1e-7 among equal points; without a floor they would count.
     among = jnp.maximum(among, jnp.maximum(floor, 1e-6))
-    return jnp.where(counted[None], sums / (n - 1) / among, 0)
+    return jnp.where(machine_mask[None], sums / (n - 1) / among, 0)

@@ -20,8 +20,8 @@ from jrl.faults.minder import vae
 Channels = Float[np.ndarray, "channel machine time"]
 Windows = Float[Array, "channel window machine time"]
 Points = Float[Array, "window dim machine"]
-Counted = Bool[Array, " machine"]
-Embedding = Callable[[Windows, Counted], Points]
+MachineMask = Bool[Array, " machine"]
+Embedding = Callable[[Windows, MachineMask], Points]
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ def denoised(weights: vae.Weights) -> Embedding:
 
 
 @jax.jit
-def _denoised(weights: vae.Weights, windows: Windows, counted: Counted) -> Points:
-    del counted  # each machine is denoised by itself
+def _denoised(weights: vae.Weights, windows: Windows, machine_mask: MachineMask) -> Points:
+    del machine_mask  # each machine is denoised by itself
     channels, count, machines, width = windows.shape
     flat = windows.reshape(channels, count * machines, width)
     rebuilt = vae.reconstruct(weights, jnp.transpose(flat, (2, 0, 1)))
@@ -79,22 +79,22 @@ def side_by_side(each: Sequence[vae.Weights]) -> Embedding:
 
 
 @jax.jit
-def _side_by_side(weights: vae.Weights, windows: Windows, counted: Counted) -> Points:
-    points = jax.vmap(_denoised, in_axes=(0, 0, None))(weights, windows[:, None], counted)
+def _side_by_side(weights: vae.Weights, windows: Windows, machine_mask: MachineMask) -> Points:
+    points = jax.vmap(_denoised, in_axes=(0, 0, None))(weights, windows[:, None], machine_mask)
     return jnp.moveaxis(points, 0, 1).reshape(points.shape[1], -1, points.shape[3])
 
 
 @jax.jit
-def raw(windows: Windows, counted: Counted) -> Points:
+def raw(windows: Windows, machine_mask: MachineMask) -> Points:
     """The windows of one metric as they are (ablation RAW)."""
-    del counted
+    del machine_mask
     return jnp.swapaxes(windows[0], 1, 2)
 
 
 @jax.jit
-def as_points(windows: Windows, counted: Counted) -> Points:
+def as_points(windows: Windows, machine_mask: MachineMask) -> Points:
     """Windows of one sample as points whose dimensions are the channels."""
-    del counted
+    del machine_mask
     return jnp.swapaxes(windows[..., 0], 0, 1)
 
 
@@ -152,6 +152,6 @@ def whitening(
     usual, size = usual / spread, size * spread
     power, axes = np.linalg.eigh(usual.T @ usual / len(usual))
     larger = np.cumsum(power[::-1])[::-1] - power
-    kept = (larger < share * power.sum()) & (power > 1e-6 * power.sum())
-    inverse = np.where(kept, 1 / np.sqrt(np.where(kept, power, 1)), 0)
+    retained = (larger < share * power.sum()) & (power > 1e-6 * power.sum())
+    inverse = np.where(retained, 1 / np.sqrt(np.where(retained, power, 1)), 0)
     return ((axes * inverse).T / size).astype(np.float32)

@@ -9,7 +9,7 @@ SHIPPED = Path(__file__).parent / "models.npz"
 """The models that come with the package, as ``python -m jrl.faults train`` writes them."""
 ANY = "any metric"
 """Name of the model for metrics that have none of their own, trained on all metrics together."""
-TOGETHER = "production metrics together"
+JOINT = "production metrics together"
 """Name of the model of all `PRODUCTION` metrics at once: the paper's ablation "INT"."""
 
 

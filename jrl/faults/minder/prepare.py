@@ -59,46 +59,46 @@ def prepare(
     values = np.moveaxis(fleet.values, 0, 1)
     notes: list[str] = []
     if now is not None and fleet.end > now + fleet.period:
-        kept = int(np.clip(np.ceil((now - fleet.start) / fleet.period), 0, fleet.num_samples))
+        num_past = int(np.clip(np.ceil((now - fleet.start) / fleet.period), 0, fleet.num_samples))
         notes.append(
-            f"{fleet.num_samples - kept} of {fleet.num_samples} samples carry a time after now: "
-            "dropped. Set the recording machines' clocks."
+            f"{fleet.num_samples - num_past} of {fleet.num_samples} samples carry a time after "
+            "now: dropped. Set the recording machines' clocks."
         )
-        values = values[:, :, :kept]
+        values = values[:, :, :num_past]
     present = np.isfinite(values)
     columns = _columns(fleet, values, present, notes)
     rows = _rows(fleet, present[columns], least_share, notes)
-    chosen = np.ix_(columns, rows)
+    selected = np.ix_(columns, rows)
     return Prepared(
         tuple(fleet.machines[row] for row in rows),
         tuple(fleet.metrics[column] for column in columns),
         rows,
         fleet.start,
         fleet.period,
-        scale(correct_lags(fill(values[chosen], present[chosen]), max_lag)),
+        scale(correct_lags(fill(values[selected], present[selected]), max_lag)),
         tuple(notes),
     )
 
 
 def _columns(
     fleet: Fleet, values: np.ndarray, present: np.ndarray, notes: list[str]
-) -> Int[np.ndarray, "kept"]:
+) -> Int[np.ndarray, "column"]:
     """Metrics that have samples and vary."""
-    kept = []
+    columns = []
     for column, name in enumerate(fleet.metrics):
-        some = values[column][present[column]]
-        if some.size == 0:
+        samples = values[column][present[column]]
+        if samples.size == 0:
             notes.append(f"metric {name!r} has no samples: not compared.")
-        elif some.min() == some.max():
-            notes.append(f"metric {name!r} is {some[0]:g} everywhere: nothing to compare.")
+        elif samples.min() == samples.max():
+            notes.append(f"metric {name!r} is {samples[0]:g} everywhere: nothing to compare.")
         else:
-            kept.append(column)
-    return np.array(kept, int)
+            columns.append(column)
+    return np.array(columns, int)
 
 
 def _rows(
     fleet: Fleet, present: np.ndarray, least_share: float, notes: list[str]
-) -> Int[np.ndarray, "kept"]:
+) -> Int[np.ndarray, "row"]:
     """Machines that have enough samples of every metric that is compared."""
     if present.shape[0] == 0 or present.shape[2] == 0:
         return np.arange(len(fleet.machines))
@@ -134,8 +134,8 @@ def fill(
     after = np.where(last % time == time - 1, -1, last + 1)
     earlier = (before >= 0) & ((after < 0) | (absent - before <= after - absent))
     source = np.where(earlier, before, after)
-    found = source >= 0
-    flat[absent[found]] = flat[source[found]]
+    has_source = source >= 0
+    flat[absent[has_source]] = flat[source[has_source]]
     return flat.reshape(values.shape)
 
 

@@ -70,9 +70,9 @@ def decode(weights: Weights, latent: Float[Array, "latent n"]) -> Float[Array, "
     """Decodes latent vectors to windows."""
     zero = jnp.zeros((weights["decoder/state"].shape[1], latent.shape[-1]))
     state, samples = (zero, zero), []
-    given = weights["decoder/input"] @ latent + weights["decoder/bias"]
+    latent_gates = weights["decoder/input"] @ latent + weights["decoder/bias"]
     for _ in range(WINDOW):
-        state = _cell(given + weights["decoder/state"] @ state[0], state)
+        state = _cell(latent_gates + weights["decoder/state"] @ state[0], state)
         samples.append(weights["output/kernel"] @ state[0] + weights["output/bias"])
     return jnp.stack(samples)
 

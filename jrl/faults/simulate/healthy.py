@@ -17,7 +17,7 @@ UNEVEN = 0.25
 """Deviation of the logarithm of how noisy a machine is."""
 
 
-def healthy(
+def simulate_healthy(
     job: Job, settings: Settings, random: np.random.Generator
 ) -> Float32[np.ndarray, "machine metric time"]:
     """Metrics of all machines with noise, wandering, load shifts, checkpoints and stragglers."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jrl.faults.fleet import Fleet
-from jrl.faults.simulate.healthy import healthy
+from jrl.faults.simulate.healthy import simulate_healthy
 from jrl.faults.simulate.job import Job, make_job
 from jrl.faults.simulate.metrics import METRICS
 from jrl.faults.simulate.mix import FAULTS, Fault
@@ -14,7 +14,7 @@ from jrl.faults.simulate.settings import Settings
 
 EPOCH = 1_750_000_000.0
 """Unix time at which simulated records start."""
-SMALLEST, LARGEST = 4, 1500
+MIN_MACHINES, MAX_MACHINES = 4, 1500
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ def simulate(settings: Settings, seed: int) -> Incident:
     its pipeline and the rest of the fleet follow it in part (`Fault.pipeline`, `Fault.fleet`).
     """
     random = np.random.default_rng(seed)
-    drawn = np.exp(random.uniform(np.log(SMALLEST), np.log(LARGEST + 1)))
-    num_machines = int(drawn) if settings.machines is None else settings.machines
+    sampled = np.exp(random.uniform(np.log(MIN_MACHINES), np.log(MAX_MACHINES + 1)))
+    num_machines = int(sampled) if settings.machines is None else settings.machines
     job = make_job(num_machines, settings.seconds, settings.clock_skew, random)
-    values = healthy(job, settings, random)
+    values = simulate_healthy(job, settings, random)
     names = tuple(f"machine-{i:04d}" for i in range(num_machines))
     truth = _fail(values, job, names, settings, random) if settings.faulty else {}
     capacity = np.array([METRICS[name].capacity for name in settings.metrics], np.float32)
@@ -61,8 +61,8 @@ def simulate(settings: Settings, seed: int) -> Incident:
             if METRICS[name].events:
                 values[:, column] = as_events(values[:, column], random)
     values *= capacity[:, None]
-    _lose(values, settings, random)
-    values = _scraped(values, settings.period)
+    _drop_samples(values, settings, random)
+    values = _downsample(values, settings.period)
     fleet = Fleet(names, settings.metrics, EPOCH, float(settings.period), values)
     return Incident(fleet, job, **truth)
 
@@ -78,20 +78,20 @@ def _fail(
     shares = np.array([fault.share for fault in FAULTS])
     fault = FAULTS[random.choice(len(FAULTS), p=shares / shares.sum())]
     if settings.fault is not None:
-        fault = next(known for known in FAULTS if known.name == settings.fault)
+        fault = next(each for each in FAULTS if each.name == settings.fault)
     seconds = values.shape[2]
     machine = int(random.integers(len(names)))
-    lasts = int(np.clip(random.lognormal(np.log(480), 0.37), 240, 1200))
-    begin = int(random.integers(30, max(31, min(seconds - lasts, seconds // 2))))
-    end = min(seconds, begin + lasts)
+    duration = int(np.clip(random.lognormal(np.log(480), 0.37), 240, 1200))
+    begin = int(random.integers(30, max(31, min(seconds - duration, seconds // 2))))
+    end = min(seconds, begin + duration)
     envelope = _envelope(seconds, begin, end, random.uniform(2, 20))
-    felt = np.full(len(names), fault.fleet, np.float32)
-    felt[job.pipeline == job.pipeline[machine]] = max(fault.pipeline, fault.fleet)
-    felt[machine] = 1.0
+    effect = np.full(len(names), fault.fleet, np.float32)
+    effect[job.pipeline == job.pipeline[machine]] = max(fault.pipeline, fault.fleet)
+    effect[machine] = 1.0
     sizes = _sizes(fault, settings, random)
     for column, name in enumerate(settings.metrics):
         if name in sizes:
-            values[:, column] += np.float32(sizes[name]) * felt[:, None] * envelope
+            values[:, column] += np.float32(sizes[name]) * effect[:, None] * envelope
     return {
         "machine": names[machine],
         "fault": fault.name,
@@ -118,19 +118,19 @@ def _envelope(seconds: int, begin: int, end: int, ramp: float) -> np.ndarray:
     return rise * (time < end)
 
 
-def _scraped(values: np.ndarray, period: int) -> np.ndarray:
+def _downsample(values: np.ndarray, period: int) -> np.ndarray:
     """Means over `period` seconds of the samples that are not NaN."""
     if period == 1:
         return values
-    whole = values.shape[2] // period * period
-    each = values[:, :, :whole].reshape(*values.shape[:2], -1, period)
-    known = np.isfinite(each)
-    count = known.sum(axis=3)
-    total = np.where(known, each, 0).sum(axis=3)
+    length = values.shape[2] // period * period
+    samples = values[:, :, :length].reshape(*values.shape[:2], -1, period)
+    finite = np.isfinite(samples)
+    count = finite.sum(axis=3)
+    total = np.where(finite, samples, 0).sum(axis=3)
     return np.where(count > 0, total / np.maximum(count, 1), np.nan).astype(np.float32)
 
 
-def _lose(values: np.ndarray, settings: Settings, random: np.random.Generator) -> None:
+def _drop_samples(values: np.ndarray, settings: Settings, random: np.random.Generator) -> None:
     """Sets lost samples and outages to NaN, in place; a machine loses all metrics together."""
     num_machines, _, seconds = values.shape
     lost = random.random((num_machines, seconds), np.float32) < settings.missing

@@ -20,17 +20,17 @@ import numpy as np
 from jrl.faults.simulate.metrics import METRICS
 from jrl.faults.simulate.settings import Settings
 
-LATE = 0.004
+LATE_SHARE = 0.004
 """Median share of the seconds in which a machine's counters are read late."""
 LONGEST_BURST = 60
 """Seconds after which a burst is over."""
 LONGEST_SLOWDOWN = 150
 """Seconds after which a transient slowdown has recovered."""
-DRIFT = 0.25
+MAX_DRIFT = 0.25
 """Most of a metric's level that a healthy machine drifts away in 15 minutes."""
 EVENTS, EVENT_NOISE = 6.0, 0.8
 """Growth of rates of events, and the deviation of their logarithm from second to second."""
-LASTING = 0.08
+MEDIAN_OFFSET = 0.08
 """Median size of a difference that is there all the time: a third of what a fault changes."""
 
 
@@ -50,7 +50,7 @@ def _rate(median: float, settings: Settings, random: np.random.Generator) -> flo
     return settings.disturbances * median * random.lognormal(0, 1.1)
 
 
-def _places(
+def _sample_events(
     rate: float, shape: tuple[int, int], random: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
     """Machines and seconds of events that come at `rate` per machine and second."""
@@ -62,7 +62,9 @@ def _places(
 def read_late(values: np.ndarray, settings: Settings, random: np.random.Generator) -> None:
     """Moves half or more of a second into the next, in all counters of a machine simultaneously."""
     num_machines, _, seconds = values.shape
-    machine, time = _places(_rate(LATE, settings, random), (num_machines, seconds - 1), random)
+    machine, time = _sample_events(
+        _rate(LATE_SHARE, settings, random), (num_machines, seconds - 1), random
+    )
     late = random.uniform(0.5, 1, time.size).astype(np.float32)
     for column, name in enumerate(settings.metrics):
         if METRICS[name].counter:
@@ -76,7 +78,7 @@ def misread(values: np.ndarray, settings: Settings, random: np.random.Generator)
     num_machines, _, seconds = values.shape
     for column, name in enumerate(settings.metrics):
         metric = METRICS[name]
-        machine, time = _places(
+        machine, time = _sample_events(
             _rate(metric.spikes, settings, random), (num_machines, seconds), random
         )
         if metric.gpu:
@@ -92,8 +94,8 @@ def burst(values: np.ndarray, settings: Settings, random: np.random.Generator) -
     num_machines, _, seconds = values.shape
     for columns, rate, size in _groups(settings):
         shape = (num_machines, seconds)
-        places = _places(_rate(rate, settings, random), shape, random)
-        for machine, begin in zip(*places, strict=True):
+        events = _sample_events(_rate(rate, settings, random), shape, random)
+        for machine, begin in zip(*events, strict=True):
             length = int(np.clip(random.lognormal(np.log(8), 0.8), 2, LONGEST_BURST))
             change = size * random.lognormal(0, 0.6)
             values[machine, columns, begin : begin + length] += np.float32(change)
@@ -101,11 +103,11 @@ def burst(values: np.ndarray, settings: Settings, random: np.random.Generator) -
 
 def _groups(settings: Settings) -> list[tuple[list[int], float, float]]:
     """Columns that burst together, how often per second, and by how much in the median."""
-    known = [METRICS[name] for name in settings.metrics]
-    gpu = [column for column, metric in enumerate(known) if metric.gpu]
-    groups = [([c], m.bursts / 3600, m.burst) for c, m in enumerate(known) if not m.gpu]
+    metrics = [METRICS[name] for name in settings.metrics]
+    gpu = [column for column, metric in enumerate(metrics) if metric.gpu]
+    groups = [([c], m.bursts / 3600, m.burst) for c, m in enumerate(metrics) if not m.gpu]
     if gpu:
-        first = known[gpu[0]]
+        first = metrics[gpu[0]]
         groups.append((gpu, first.bursts / 3600, -first.burst))
     return groups
 
@@ -131,19 +133,19 @@ def offset(values: np.ndarray, settings: Settings, random: np.random.Generator) 
     for _ in range(random.poisson(often * (0.4 + num_machines / 300))):
         machine = random.integers(num_machines)
         for column in random.choice(num_metrics, min(num_metrics, random.integers(1, 4)), False):
-            size = random.choice([-1, 1]) * random.lognormal(np.log(LASTING), 0.4)
+            size = random.choice([-1, 1]) * random.lognormal(np.log(MEDIAN_OFFSET), 0.4)
             values[machine, column] += np.float32(size)
 
 
 def drift(values: np.ndarray, settings: Settings, random: np.random.Generator) -> None:
-    """Machines of which one metric moves away steadily, by up to `DRIFT` of it in 15 minutes."""
+    """Machines of which one metric moves away steadily, by up to `MAX_DRIFT` in 15 minutes."""
     num_machines, num_metrics, seconds = values.shape
     ramp = np.arange(seconds, dtype=np.float32) / 900
     for machine in np.flatnonzero(random.random(num_machines) < settings.drifts):
         column = int(random.integers(num_metrics))
         size = (
             random.choice([-1, 1])
-            * random.uniform(0, DRIFT)
+            * random.uniform(0, MAX_DRIFT)
             * METRICS[settings.metrics[column]].level
         )
         values[machine, column] += np.float32(size) * ramp

@@ -20,9 +20,9 @@ from rich.text import Text
 
 from jrl.report import compilation
 
-LINES = 10
+MAX_LINES = 10
 """Lines per phase at most for completions that are done, where there is no terminal."""
-FIRST_WAIT, LONGEST_WAIT, LONGER = 10.0, 300.0, 1.5
+FIRST_WAIT, MAX_WAIT, WAIT_GROWTH = 10.0, 300.0, 1.5
 """Seconds without a line after which there is one all the same, the first time and at most, and by
 how much it is more each time: the first completions may take long."""
 
@@ -81,8 +81,8 @@ class _Phase:
         return f"{tokens:,} tokens" if tokens else ""
 
     def line(self, name: str) -> str:
-        parts = f"{self.done}/{self.total} completions", self.tokens_line, f"{self.seconds:.1f} s"
-        return f"{name}: {', '.join(part for part in parts if part)}"
+        fields = f"{self.done}/{self.total} completions", self.tokens_line, f"{self.seconds:.1f} s"
+        return f"{name}: {', '.join(field for field in fields if field)}"
 
 
 class EvaluationDisplay:
@@ -108,30 +108,30 @@ class EvaluationDisplay:
         self._progress: Progress | None = None
         self._bars: dict[str, TaskID] = {}
         self._phases: dict[str, _Phase] = {}
-        self._wait, self._said = wait, 0.0
+        self._wait, self._last_printed = wait, 0.0
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
 
     def update(self, phase: str, done: int, total: int) -> None:
         """Show that so many of the completions of a phase are decoded and verified."""
         with self._lock:
-            begins = phase not in self._phases
-            if begins:
+            is_new = phase not in self._phases
+            if is_new:
                 self._phases[phase] = _Phase(self._tokens)
                 if self._progress is not None:
                     self._bars[phase] = self._progress.add_task(phase, total=total)
-            now = self._phases[phase]
-            now.update(done, total)
+            current = self._phases[phase]
+            current.update(done, total)
             if self._progress is not None:
                 self._progress.update(self._bars[phase], completed=done)
-            elif begins or done == total or done - now.printed >= total / LINES:
-                now.printed = done
+            elif is_new or done == total or done - current.printed >= total / MAX_LINES:
+                current.printed = done
                 self._print(phase)
 
     def _print(self, phase: str) -> None:
         # Not through the console: it would cut the line at 80 columns.
         print(self._phases[phase].line(phase), file=self._console.file, flush=True)
-        self._said = time.monotonic()
+        self._last_printed = time.monotonic()
 
     def _remind(self) -> None:
         """Prints the line of the current phase now and then, until the end."""
@@ -141,9 +141,9 @@ class EvaluationDisplay:
                 phase = next(reversed(self._phases), None)
                 if phase is None or self._phases[phase].done == self._phases[phase].total:
                     continue
-                if time.monotonic() - self._said >= wait:
+                if time.monotonic() - self._last_printed >= wait:
                     self._print(phase)
-                    wait = min(LONGER * wait, LONGEST_WAIT)
+                    wait = min(WAIT_GROWTH * wait, MAX_WAIT)
 
     def __enter__(self) -> "EvaluationDisplay":
         if self._console.is_terminal:
@@ -159,7 +159,7 @@ class EvaluationDisplay:
                 console=self._console,
             )
             self._progress.start()
-            compilation.drawing(self, True)
+            compilation.set_drawing(self, True)
         else:
             self._thread = threading.Thread(
                 target=self._remind, name="jrl evaluation display", daemon=True
@@ -172,6 +172,6 @@ class EvaluationDisplay:
         if self._thread is not None:
             self._thread.join()
         if self._progress is not None:
-            compilation.drawing(self, False)
+            compilation.set_drawing(self, False)
             self._progress.stop()
             self._progress = None

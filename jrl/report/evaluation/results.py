@@ -10,7 +10,7 @@ from rich.text import Text
 
 from jrl.report.display import printable, score_mark
 
-MOST_SHOWN = 600
+MAX_CHARACTERS = 600
 """Characters of a text that are shown; of a longer one its beginning and its end."""
 
 
@@ -65,24 +65,26 @@ def print_completions(records: Sequence[Mapping[str, Any]], console: Console | N
     for record in records:
         texts = [record[name] for name in ("prompt", "answer", "completion")]
         verdict = Text.assemble(score_mark(record, console), "\n", record["reason"])
-        table.add_row(*(printable(_cut(text), console) for text in texts), verdict)
+        table.add_row(*(printable(_shorten(text), console) for text in texts), verdict)
     console.print(table)
 
 
 def _prompts(results: Mapping[str, Any]) -> str:
     """Line about the evaluated prompts: their number, of how many, and how they were sampled."""
-    number, there = results["prompts"], results["prompts_there"]
+    evaluated, available = results["prompts"], results["prompts_there"]
     held_out = "" if results["everything"] else "held-out "
-    if there is None:
-        counted = f"{number:,}"
+    if available is None:
+        count_text = f"{evaluated:,}"
     else:
-        counted = f"all {there:,}" if number == there else f"{number:,} of {there:,}"
-    how = "{k} completions each at temperature {temperature}".format(**results)
-    return f"{counted} {held_out}prompts, {how}"
+        count_text = (
+            f"all {available:,}" if evaluated == available else f"{evaluated:,} of {available:,}"
+        )
+    sampling = "{k} completions each at temperature {temperature}".format(**results)
+    return f"{count_text} {held_out}prompts, {sampling}"
 
 
-def _cut(text: str) -> str:
-    if len(text) <= MOST_SHOWN:
+def _shorten(text: str) -> str:
+    if len(text) <= MAX_CHARACTERS:
         return text
-    half = MOST_SHOWN // 2
+    half = MAX_CHARACTERS // 2
     return f"{text[:half]} ... {text[-half:]}"

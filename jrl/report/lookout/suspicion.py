@@ -17,7 +17,7 @@ NAMES = (
 )
 """Metrics that are looked at."""
 
-BEFORE, NOW, APART = 5, 3, 20
+BEFORE, NOW, MAX_BETWEEN = 5, 3, 20
 """Steps that are averaged, at the beginning of what is compared and at its end, and at most between
 them."""
 LEAP = 0.2
@@ -42,42 +42,42 @@ class Change:
         return self.now - self.before
 
 
-def reasons(lines: Sequence[Mapping[str, float | int]]) -> list[str]:
+def suspicion_reasons(lines: Sequence[Mapping[str, float | int]]) -> list[str]:
     """Reasons why the last step is suspicious, a sentence each; empty if it is not.
 
     Args:
-      lines: metrics of the steps so far, or of the last `BEFORE + APART + NOW` of them.
+      lines: metrics of the steps so far, or of the last `BEFORE + MAX_BETWEEN + NOW` of them.
     """
     lines = [line for line in lines if SCORE in line]
     if len(lines) < BEFORE + NOW:
         return []
-    lines = lines[-(BEFORE + APART + NOW) :]
+    lines = lines[-(BEFORE + MAX_BETWEEN + NOW) :]
     score = _change(lines, SCORE)
     assert score is not None
     shared, disputed = _change(lines, SHARED), _change(lines, DISPUTED)
-    found = []
+    reasons = []
     if shared is not None and disputed is not None:
         if disputed.rise >= MORE_DISPUTED and disputed.rise > shared.rise and score.rise > 0:
-            found.append(
+            reasons.append(
                 "a second reader, which takes numbers as text, does not share "
                 f"{disputed.now:.0%} of the full marks' completions ({disputed.before:.0%} before)"
             )
         # What that reader shares is no accident.
         if shared.rise >= disputed.rise and shared.rise > 0:
-            return found
+            return reasons
     if score.rise < LEAP * _range(lines):
-        return found
+        return reasons
     leap = f"the mean score leapt from {score.before:.2f} to {score.now:.2f}"
     for name, what in ((LENGTH, "lengths"), (VARIETY, "the variety of answers")):
         change = _change(lines, name)
         if change is not None and change.now <= COLLAPSE * change.before:
-            found.append(f"{leap} while {what} fell from {change.before:.3g} to {change.now:.3g}")
+            reasons.append(f"{leap} while {what} fell from {change.before:.3g} to {change.now:.3g}")
     form = _change(lines, TOP_FORM)
     if form is not None and form.before <= MANY_FORMS and form.now >= ONE_FORM:
-        found.append(
+        reasons.append(
             f"{leap} while one form of answer took over ({form.before:.0%} before, {form.now:.0%})"
         )
-    return found
+    return reasons
 
 
 def _change(lines: Sequence[Mapping[str, float | int]], name: str) -> Change | None:
@@ -104,22 +104,24 @@ class Lookout:
     """
 
     def __init__(self, lines: Sequence[Mapping[str, float | int]] = ()):
-        self._lines = [_looked_at(line) for line in lines][-(BEFORE + APART + NOW) :]
+        self._lines = [_select_metrics(line) for line in lines][-(BEFORE + MAX_BETWEEN + NOW) :]
         self.suspected = any(line.get(NAME) for line in lines)
 
-    def look(self, metrics: Mapping[str, float | int]) -> list[str]:
+    def check(self, metrics: Mapping[str, float | int]) -> list[str]:
         """The reasons of a step, whose metrics are kept; empty also where it has no scores."""
-        self._lines = [*self._lines, _looked_at(metrics)][-(BEFORE + APART + NOW) :]
-        return reasons(self._lines)
+        self._lines = [*self._lines, _select_metrics(metrics)][-(BEFORE + MAX_BETWEEN + NOW) :]
+        return suspicion_reasons(self._lines)
 
 
-def _looked_at(metrics: Mapping[str, float | int]) -> dict[str, float | int]:
+def _select_metrics(metrics: Mapping[str, float | int]) -> dict[str, float | int]:
     return {name: metrics[name] for name in NAMES if name in metrics}
 
 
 def first_suspicion(lines: Sequence[Mapping[str, float | int]]) -> tuple[int, list[str]] | None:
     """The first step of a run that was suspicious, and why; None where there is none."""
-    for number, line in enumerate(lines):
+    for index, line in enumerate(lines):
         if line.get(NAME):
-            return int(line["step"]), reasons([_looked_at(each) for each in lines[: number + 1]])
+            return int(line["step"]), suspicion_reasons(
+                [_select_metrics(each) for each in lines[: index + 1]]
+            )
     return None

@@ -14,9 +14,9 @@ from jrl.runs.folder import RunFolder
 
 UPLOT = "1.6.32"
 """The version of uPlot in `assets/uplot`."""
-POINTS = 1000
+MAX_POINTS = 1000
 """Lines of metrics.jsonl that a page holds of a run; of a longer one every few are left out."""
-SAMPLE_CHARACTERS = 1_200_000
+MAX_SAMPLE_CHARACTERS = 1_200_000
 """Of JSON, for the samples of all runs of a page together."""
 
 
@@ -26,13 +26,17 @@ def page_data(folders: Sequence[RunFolder]) -> dict[str, Any]:
     Raises:
       ValueError: for a run without metrics, or with a line that cannot be read.
     """
-    each = SAMPLE_CHARACTERS // len(folders)
-    names = distinct([folder.path for folder in folders])
-    runs = [run_data(folder, name, each) for folder, name in zip(folders, names, strict=True)]
-    known = sorted({name for run in runs for name in run["metrics"]})
+    characters = MAX_SAMPLE_CHARACTERS // len(folders)
+    names = distinct_names([folder.path for folder in folders])
+    runs = [run_data(folder, name, characters) for folder, name in zip(folders, names, strict=True)]
+    metric_names = sorted({name for run in runs for name in run["metrics"]})
     return {
         "runs": runs,
-        "metrics": {name: found for name in known if (found := _definition(name)) is not None},
+        "metrics": {
+            name: definition
+            for name in metric_names
+            if (definition := _definition(name)) is not None
+        },
         "uplot": UPLOT,
         "panels": [records.plain(asdict(panel)) for panel in PANELS],
     }
@@ -51,17 +55,17 @@ def run_data(folder: RunFolder, name: str, characters: int) -> dict[str, Any]:
             "first evaluation, or give another run"
         )
     lines = records.read_metrics(folder.metrics_path)
-    kept = thinned(lines, POINTS)
+    thinned = thin(lines, MAX_POINTS)
     columns = dict.fromkeys(name for line in lines for name in line if name != "step")
     samples = records.read_samples(folder.samples_path) if folder.samples_path.exists() else []
-    shown = within(samples, characters)
+    shown = fit_samples(samples, characters)
     return {
         "name": name,
         "config": folder.config(),
         "versions": versions.read(folder),
-        "steps": [line["step"] for line in kept],
+        "steps": [line["step"] for line in thinned],
         # As metrics.jsonl has them: JSON's own spelling of a float, NaN and infinities as strings.
-        "metrics": {name: [records.plain(line.get(name)) for line in kept] for name in columns},
+        "metrics": {name: [records.plain(line.get(name)) for line in thinned] for name in columns},
         "lines": len(lines),
         "suspicion": _suspicion(lines),
         "samples": shown,
@@ -69,54 +73,54 @@ def run_data(folder: RunFolder, name: str, characters: int) -> dict[str, Any]:
     }
 
 
-def thinned(lines: Sequence[Mapping[str, Any]], most: int) -> list[Mapping[str, Any]]:
+def thin(lines: Sequence[Mapping[str, Any]], most: int) -> list[Mapping[str, Any]]:
     """About `most` of the lines, evenly: the first, the last and those of evaluations stay."""
     every = -(-len(lines) // most)
     last = len(lines) - 1
     return [
         line
-        for number, line in enumerate(lines)
-        if number % every == 0
-        or number == last
+        for index, line in enumerate(lines)
+        if index % every == 0
+        or index == last
         or "val/accuracy/sampled" in line
         or "val/nll" in line
     ]
 
 
-def within(samples: Sequence[dict[str, Any]], characters: int) -> list[dict[str, Any]]:
+def fit_samples(samples: Sequence[dict[str, Any]], characters: int) -> list[dict[str, Any]]:
     """As many samples as fit, in their order: whole steps, evenly over the run, those of a
     suspicion before all others, then the last and the first."""
     steps = sorted({sample["step"] for sample in samples})
     sizes = dict.fromkeys(steps, 0)
     for sample in samples:
         sizes[sample["step"]] += len(json.dumps(sample))
-    kept, room = set[int](), characters
+    selected, budget = set[int](), characters
     suspicious = [sample["step"] for sample in samples if sample.get("kind") == "suspicious"]
-    for step in dict.fromkeys([*suspicious, *_halving(steps)]):
-        if sizes[step] <= room:
-            kept.add(step)
-            room -= sizes[step]
-    return [sample for sample in samples if sample["step"] in kept]
+    for step in dict.fromkeys([*suspicious, *_bisection_order(steps)]):
+        if sizes[step] <= budget:
+            selected.add(step)
+            budget -= sizes[step]
+    return [sample for sample in samples if sample["step"] in selected]
 
 
-def _halving(steps: Sequence[int]) -> list[int]:
+def _bisection_order(steps: Sequence[int]) -> list[int]:
     """The last, the first, the one between them, those between these, and so on."""
     order = list(dict.fromkeys([steps[-1], steps[0]])) if steps else []
-    parts = [(0, len(steps) - 1)]
-    while parts:
-        low, high = parts.pop(0)
+    ranges = [(0, len(steps) - 1)]
+    while ranges:
+        low, high = ranges.pop(0)
         if high - low > 1:
             middle = (low + high) // 2
             order.append(steps[middle])
-            parts += [(low, middle), (middle, high)]
+            ranges += [(low, middle), (middle, high)]
     return order
 
 
-def distinct(paths: Sequence[Path]) -> list[str]:
+def distinct_names(paths: Sequence[Path]) -> list[str]:
     """Names of the folders, with as many parent folders as make them distinct."""
-    whole = [path.absolute().parts for path in paths]
-    for depth in range(1, max(map(len, whole)) + 1):
-        names = ["/".join(parts[-depth:]) for parts in whole]
+    all_components = [path.absolute().parts for path in paths]
+    for depth in range(1, max(map(len, all_components)) + 1):
+        names = ["/".join(path_components[-depth:]) for path_components in all_components]
         if len(set(names)) == len(names):
             return names
     raise ValueError(f"runs={[str(path) for path in paths]} name a folder twice: give each once")
@@ -124,8 +128,8 @@ def distinct(paths: Sequence[Path]) -> list[str]:
 
 def _suspicion(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """The first step that was suspicious and why; None where there is none."""
-    found = first_suspicion(lines)
-    return None if found is None else {"step": found[0], "reasons": found[1]}
+    suspicion = first_suspicion(lines)
+    return None if suspicion is None else {"step": suspicion[0], "reasons": suspicion[1]}
 
 
 def _definition(name: str) -> dict[str, str] | None:

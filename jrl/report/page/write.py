@@ -13,7 +13,7 @@ from jrl.report.page.data import page_data
 from jrl.runs.folder import RunFolder
 from jrl.runs.records import replace
 
-PARTS = {
+ASSETS = {
     "css": "page.css",
     "uplot_css": "uplot/uPlot.min.css",
     "uplot_js": "uplot/uPlot.iife.min.js",
@@ -41,25 +41,25 @@ def write_page(folders: Sequence[RunFolder], path: Path | str) -> Path:
     heading = " · ".join(run["name"] for run in data["runs"])
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace(path, page_of(data, heading).encode())
+    replace(path, render_page(data, heading).encode())
     return path
 
 
-def page_of(data: dict[str, Any], title: str) -> str:
+def render_page(data: dict[str, Any], title: str) -> str:
     """The page as text."""
-    given = {name: asset(file) for name, file in PARTS.items()}
-    given |= {"title": html.escape(title), "data": embedded(data)}
+    replacements = {name: read_asset(file) for name, file in ASSETS.items()}
+    replacements |= {"title": html.escape(title), "data": escape_json(data)}
     # In one pass: what is put in is never looked at again.
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: given[found[1]], asset("page.html"))
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: replacements[match[1]], read_asset("page.html"))
 
 
-def embedded(data: Any) -> str:
+def escape_json(data: Any) -> str:
     """JSON that can stand in an HTML script element: nothing in it can end the element."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 @cache
-def asset(name: str) -> str:
+def read_asset(name: str) -> str:
     """A file that the page is made of."""
     return files("jrl.report.page").joinpath("assets", name).read_text(encoding="utf-8")

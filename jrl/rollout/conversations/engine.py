@@ -245,7 +245,7 @@ class ConversationEngine:
         return replace(trajectory, request=request)
 
     def _warn(self, message: str) -> None:
-        self._warnings.say(
+        self._warnings.warn(
             message,
             f"an answer of task={self._task.name} cannot be written ({message}); its "
             "conversation ends and counts under verifier/invalid",

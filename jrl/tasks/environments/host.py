@@ -210,13 +210,13 @@ class WorkerHost:
 
     def _warn_unclosed(self, message: str | None) -> None:
         if message is not None:
-            self._warnings.say(
+            self._warnings.warn(
                 message, f"{self._text}: an environment could not be closed: {message}"
             )
 
     def _warn(self, answer: Message) -> None:
         message = f"{answer['failure']}: {answer['message']}"
-        self._warnings.say(
+        self._warnings.warn(
             message,
             f"{self._text} failed ({message}); the conversation scores "
             f"{self.scoring.failed:g} and counts under verifier/{answer['failure']}",

@@ -188,7 +188,7 @@ class Rewarded(OfPrompts):
 
     def _say(self, each: Named, answer: Message) -> None:
         message = f"{answer['failure']}: {answer['message']}"
-        self._warnings.say(
+        self._warnings.warn(
             message,
             f"{each.reward.text} failed ({message}); the completion scores "
             f"{self._weighing.failed:g} and counts under verifier/{answer['failure']}",

@@ -14,7 +14,7 @@ VARINT, BYTES, FLOAT = 0, 2, 5
 """Kinds of values on the wire."""
 
 
-def places_of(message: bytes, text: str) -> list[tuple[int, int, int]]:
+def piece_spans(message: bytes, text: str) -> list[tuple[int, int, int]]:
     """Id, first character and the one behind the last of each piece.
 
     Args:
@@ -23,38 +23,38 @@ def places_of(message: bytes, text: str) -> list[tuple[int, int, int]]:
     sizes = [len(character.encode()) for character in text]
     # The character in which each byte lies, and the number of them behind the last.
     characters = [*np.repeat(np.arange(len(text)), sizes).tolist(), len(text)]
-    found = []
+    spans = []
     for number, value in _fields(message):
         if number == PIECES and isinstance(value, bytes):
             piece = {field: each for field, each in _fields(value) if isinstance(each, int)}
             begin, end = piece.get(BEGIN, 0), piece.get(END, 0)
-            found.append((piece.get(ID, 0), characters[begin], characters[end]))
-    return found
+            spans.append((piece.get(ID, 0), characters[begin], characters[end]))
+    return spans
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
     """Number and value of each field of a message."""
-    at = 0
-    while at < len(message):
-        key, at = _varint(message, at)
+    offset = 0
+    while offset < len(message):
+        key, offset = _varint(message, offset)
         number, kind = key >> 3, key & 7
         if kind == VARINT:
-            value, at = _varint(message, at)
+            value, offset = _varint(message, offset)
         elif kind == BYTES:
-            size, at = _varint(message, at)
-            value, at = message[at : at + size], at + size
+            size, offset = _varint(message, offset)
+            value, offset = message[offset : offset + size], offset + size
         else:
             assert kind == FLOAT, f"kind {kind} is none of a SentencePieceText"
-            value, at = message[at : at + 4], at + 4
+            value, offset = message[offset : offset + 4], offset + 4
         yield number, value
 
 
-def _varint(message: bytes, at: int) -> tuple[int, int]:
+def _varint(message: bytes, offset: int) -> tuple[int, int]:
     """A number, and the place behind it."""
     value = shift = 0
     while True:
-        byte = message[at]
+        byte = message[offset]
         value |= (byte & 0x7F) << shift
-        at, shift = at + 1, shift + 7
+        offset, shift = offset + 1, shift + 7
         if byte < 0x80:
-            return value, at
+            return value, offset

@@ -8,8 +8,8 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Located:
-    """The tokens of a text, and where they stand in it.
+class TokenSpans:
+    """The tokens of a text with their spans of characters in it.
 
     Attributes:
       ids: of the tokens.
@@ -29,17 +29,21 @@ class Located:
         return (self.begins < end) & (np.maximum(self.ends, self.begins + 1) > begin)
 
     @classmethod
-    def one_after_another(cls, parts: Sequence["Located"], sizes: Sequence[int]) -> "Located":
+    def concatenate(cls, segments: Sequence["TokenSpans"], sizes: Sequence[int]) -> "TokenSpans":
         """The tokens of texts that follow each other, each of which was read alone.
 
         Args:
           sizes: characters of each text.
         """
-        at = np.cumsum([0, *sizes[:-1]])
+        offsets = np.cumsum([0, *sizes[:-1]])
         return cls(
-            [token for part in parts for token in part.ids],
-            np.concatenate([part.begins + n for part, n in zip(parts, at, strict=True)]),
-            np.concatenate([part.ends + n for part, n in zip(parts, at, strict=True)]),
+            [token for segment in segments for token in segment.ids],
+            np.concatenate(
+                [segment.begins + n for segment, n in zip(segments, offsets, strict=True)]
+            ),
+            np.concatenate(
+                [segment.ends + n for segment, n in zip(segments, offsets, strict=True)]
+            ),
         )
 
 

@@ -28,12 +28,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 Message = dict[str, Any]
 
-MEMORY = 2**30
+MAX_MEMORY = 2**30
 """Bytes of address space, the interpreter included."""
-LONGEST = 2**20
-"""Characters of a text beyond `FOLD` times those of the conversation."""
-FOLD = 16
-KEPT = 64
+MAX_EXTRA_CHARACTERS = 2**20
+"""Characters of a text beyond `MAX_GROWTH` times those of the conversation."""
+MAX_GROWTH = 16
+MAX_COMPILED = 64
 """Templates that stay compiled; the oldest is dropped."""
 
 
@@ -49,13 +49,13 @@ def main() -> None:
     templates: dict[str, Template] = {}
     write({})
     for line in sys.stdin:
-        timed(seconds)
+        limit_time(seconds)
         try:
             reply = answer(templates, json.loads(line), seconds)
         except TookTooLong:
             reply = {"exceeded": f"took more than {seconds:g} seconds"}
         except MemoryError:
-            reply = {"exceeded": f"needed more than {MEMORY >> 20} MB of memory"}
+            reply = {"exceeded": f"needed more than {MAX_MEMORY >> 20} MB of memory"}
         write(reply)
 
 
@@ -65,7 +65,7 @@ def write(reply: Message) -> None:
     sys.stdout.flush()
 
 
-def timed(seconds: float) -> None:
+def limit_time(seconds: float) -> None:
     """Bounds the time of the processor for what follows, until the next call."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     # Where a single call does not come back to the interpreter, which would raise, this signal
@@ -84,7 +84,7 @@ def limit_memory() -> None:
         import resource
 
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        most = MEMORY if hard == resource.RLIM_INFINITY else min(MEMORY, hard)
+        most = MAX_MEMORY if hard == resource.RLIM_INFINITY else min(MAX_MEMORY, hard)
         resource.setrlimit(resource.RLIMIT_AS, (most, hard))
 
 
@@ -99,10 +99,10 @@ def answer(templates: dict[str, Template], question: Message, seconds: float) ->
     if "source" in question:
         day = datetime.fromisoformat(question["day"])
         try:
-            templates[key] = compiled(question["source"], day, question["marks"])
+            templates[key] = compile_template(question["source"], day, question["marks"])
         except TemplateSyntaxError as error:
             return {"syntax": [error.lineno, error.message]}
-        while len(templates) > KEPT:
+        while len(templates) > MAX_COMPILED:
             del templates[next(iter(templates))]
         return {}
     if key not in templates:
@@ -113,16 +113,18 @@ def answer(templates: dict[str, Template], question: Message, seconds: float) ->
             value = value[step]
         value[last] = arguments_type()(value[last], text)
     texts: list[str | Message] = []
-    for given in question["given"]:
-        timed(seconds)
+    for variables in question["given"]:
+        limit_time(seconds)
         try:
-            text = templates[key].render(**given)
+            text = templates[key].render(**variables)
         except MemoryError:
             raise
         except Exception as error:  # a template is a program, which may fail in any way
             texts.append({"error": str(error)})
             continue
-        if len(text) > LONGEST and len(text) > LONGEST + FOLD * len(json.dumps(given)):
+        if len(text) > MAX_EXTRA_CHARACTERS and len(text) > MAX_EXTRA_CHARACTERS + MAX_GROWTH * len(
+            json.dumps(variables)
+        ):
             return {"exceeded": f"wrote {len(text)} characters, which is too many,"}
         texts.append(text)
     return {"texts": texts}
@@ -138,12 +140,12 @@ def arguments_type() -> Any:
     return module.Arguments
 
 
-def compiled(source: str, day: datetime, marks: list[str] | None) -> Template:
+def compile_template(source: str, day: datetime, markers: list[str] | None) -> Template:
     """The template of a source.
 
     Args:
       day: what it takes for today.
-      marks: what it writes around its ``{% generation %}``; None writes nothing.
+      markers: what it writes around its ``{% generation %}``; None writes nothing.
 
     Raises:
       TemplateSyntaxError: it is none.
@@ -158,21 +160,21 @@ def compiled(source: str, day: datetime, marks: list[str] | None) -> Template:
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            if marks is None:
+            if markers is None:
                 return body
-            begin, end = (nodes.Output([nodes.TemplateData(m)], lineno=line) for m in marks)
+            begin, end = (nodes.Output([nodes.TemplateData(m)], lineno=line) for m in markers)
             return [begin, *body, end]
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
     environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = refuse
+    environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = day.strftime
     return environment.from_string(source)
 
 
-def refuse(message: str) -> NoReturn:
+def raise_exception(message: str) -> NoReturn:
     """Raises an error; templates call it as ``raise_exception``."""
     raise TemplateError(message)
 

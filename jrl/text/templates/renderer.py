@@ -43,52 +43,57 @@ class Renderer:
     Args:
       source: of Jinja.
       day: what it takes for today, as "2024-07-26".
-      marks: what it writes around its ``{% generation %}``; None writes nothing.
+      markers: what it writes around its ``{% generation %}``; None writes nothing.
 
     Raises:
       TemplateSyntax: where it is none.
       TemplateLimit: where to compile it takes too much.
     """
 
-    def __init__(self, source: str, day: str, marks: tuple[str, str] | None = None):
-        key = sha256(json.dumps([source, day, marks]).encode()).hexdigest()
+    def __init__(self, source: str, day: str, markers: tuple[str, str] | None = None):
+        key = sha256(json.dumps([source, day, markers]).encode()).hexdigest()
         self._key = {"key": key}
-        self._compile: Message = {**self._key, "source": source, "day": day, "marks": marks}
-        self._compiled()
+        self._compile_request: Message = {
+            **self._key,
+            "source": source,
+            "day": day,
+            "marks": markers,
+        }
+        self._send_compile()
 
-    def render(self, given: Sequence[Mapping[str, Any]]) -> list[str | ValueError]:
+    def render(self, variables: Sequence[Mapping[str, Any]]) -> list[str | ValueError]:
         """The texts that it writes, or its own errors in place of what it refuses.
 
         Args:
-          given: for each the names that it sees, with what JSON holds
+          variables: for each the names that it sees, with what JSON holds
             (`jrl.tasks.data.records.plain`).
 
         Raises:
           TemplateLimit: where it takes too much for one of them.
           ValueError: where JSON does not hold a value.
         """
-        texts = list(_arguments(given))
-        question = {**self._key, "given": given, "arguments": texts}
-        reply = _asked(question, len(given))
+        argument_texts = list(_arguments(variables))
+        question = {**self._key, "given": variables, "arguments": argument_texts}
+        reply = _ask(question, len(variables))
         while "unknown" in reply:  # the process has been started again, or has dropped it
-            self._compiled()
-            reply = _asked(question, len(given))
-        found = reply["texts"]
-        return [each if isinstance(each, str) else ValueError(each["error"]) for each in found]
+            self._send_compile()
+            reply = _ask(question, len(variables))
+        rendered = reply["texts"]
+        return [each if isinstance(each, str) else ValueError(each["error"]) for each in rendered]
 
-    def _compiled(self) -> None:
-        reply = _asked(self._compile)
+    def _send_compile(self) -> None:
+        reply = _ask(self._compile_request)
         if "syntax" in reply:
             raise TemplateSyntax(*reply["syntax"])
 
 
-def _arguments(given: Sequence[Mapping[str, Any]]) -> Iterator[tuple[list[str | int], str]]:
+def _arguments(variables: Sequence[Mapping[str, Any]]) -> Iterator[tuple[list[str | int], str]]:
     """Paths of call arguments in messages, and the JSON text of each, which JSON drops."""
-    for number, names in enumerate(given):
-        for at, message in enumerate(names.get("messages", ())):
+    for conversation_index, names in enumerate(variables):
+        for index, message in enumerate(names.get("messages", ())):
             # All others have texts alone.
             if not message.keys() <= {"role", "content"}:
-                yield from _arguments_in(message, [number, "messages", at])
+                yield from _arguments_in(message, [conversation_index, "messages", index])
 
 
 def _arguments_in(value: Any, path: list[str | int]) -> Iterator[tuple[list[str | int], str]]:
@@ -98,11 +103,11 @@ def _arguments_in(value: Any, path: list[str | int]) -> Iterator[tuple[list[str 
         for name, each in value.items():
             yield from _arguments_in(each, [*path, name])
     elif isinstance(value, list | tuple):
-        for at, each in enumerate(value):
-            yield from _arguments_in(each, [*path, at])
+        for index, each in enumerate(value):
+            yield from _arguments_in(each, [*path, index])
 
 
-def _asked(question: Message, texts: int = 1) -> Message:
+def _ask(question: Message, texts: int = 1) -> Message:
     """The reply to a question.
 
     Args:
@@ -116,7 +121,7 @@ def _asked(question: Message, texts: int = 1) -> Message:
         try:
             reply = _worker().ask(question, seconds=seconds)
         except TypeError:  # of what JSON does not hold; nothing was sent
-            reply = _worker().ask(_plainly(question), seconds=seconds)
+            reply = _worker().ask(_to_json_values(question), seconds=seconds)
     except TimeoutError:
         raise TemplateLimit(f"took more than {seconds:g} seconds") from None
     except WorkerEnded as error:
@@ -126,7 +131,7 @@ def _asked(question: Message, texts: int = 1) -> Message:
     return reply
 
 
-def _plainly(question: Message) -> Message:
+def _to_json_values(question: Message) -> Message:
     try:
         return json.loads(json.dumps(question, default=plain))
     except TypeError as error:

@@ -5,7 +5,7 @@ from typing import Any
 from jrl.config.run import RunConfig
 from jrl.tasks import Example, Task
 from jrl.tasks.parts import leave_out, leaves, listed, lists_of
-from jrl.text.conversation import gold_conversation
+from jrl.text.conversation import reference_conversation
 from jrl.text.prompt_format import PromptFormat
 from jrl.text.tokenizer import Tokenizer
 from moe.config import ModelConfig
@@ -43,7 +43,7 @@ def longest_answer(task: Task, tokenizer: Tokenizer) -> int:
 def _longest_answer(task: Any, tokenizer: Tokenizer) -> int:
     if (found := listed(task)) is not None:
         plain = PromptFormat(tokenizer)
-        return max(len(gold_conversation(plain, example)[0]) for example in found.examples)
+        return max(len(reference_conversation(plain, example)[0]) for example in found.examples)
     return _bound(task.max_response_length, task, tokenizer) + 1
 
 

@@ -22,7 +22,7 @@ def print_read(setup: Setup, console: Console) -> None:
         assert isinstance(setup.task, Chats)
         own = setup.rows.encoded[training_chats(setup.task, 0, 1)[0].number]
         _print(setup, console, "The first conversation as the network reads it", own.ids)
-        _print(setup, console, "What is learned of it", own.ids[own.learned])
+        _print(setup, console, "What is learned of it", own.ids[own.loss_mask])
     elif setup.format.template is not None:
         ids = setup.format.encode(setup.task.train(0))
         _print(setup, console, "The first prompt as the network reads it", ids)
@@ -45,7 +45,7 @@ def turn_ends(setup: Setup) -> str | None:
         others = [name for name in names if name != own]
         also = f"; {' and '.join(others)} end them too" if others else ""
         return f"turns end with {own}, as the chat template writes them{also}"
-    closing = template.closing
+    closing = template.turn_suffix
     written = f"{closing!r}, which is no token," if closing else "nothing that ends a turn"
     return f"the chat template writes {written} behind a turn: turns end with {' or '.join(names)}"
 

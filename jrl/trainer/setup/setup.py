@@ -30,11 +30,11 @@ from jrl.tasks.data.chats import Chats, load_chats
 from jrl.tasks.data.fields import Fields
 from jrl.tasks.data.split import parse_heldout
 from jrl.tasks.parts import has_environments, part_names
-from jrl.text.learned import ChatFormat
 from jrl.text.load import load_tokenizer
+from jrl.text.loss_mask import ChatFormat
 from jrl.text.prompt_format import (
-    NONE,
-    OF_CHECKPOINT,
+    CHECKPOINT_TEMPLATE,
+    NO_TEMPLATE,
     PromptFormat,
     prompt_format,
     with_template,
@@ -390,7 +390,7 @@ def _tokenizer(run: RunConfig, task: Task, model: ModelConfig | None) -> Tokeniz
         from jrl.text.json_tokenizer import checkpoint_tokenizer  # needs an extra
 
         return with_template(run, checkpoint_tokenizer(run.checkpoint, model.vocab_size))
-    if run.chat_template not in (OF_CHECKPOINT, NONE):
+    if run.chat_template not in (CHECKPOINT_TEMPLATE, NO_TEMPLATE):
         raise ValueError(
             f"chat_template={run.chat_template!r} needs a tokenizer that its special tokens are "
             "in: give --tokenizer or a checkpoint as --model."

@@ -10,7 +10,7 @@ def chat_arithmetic(setup: Setup) -> dict[str, str]:
     chats, rows, recipe, run = setup.task, setup.rows, setup.recipe, setup.run
     assert isinstance(chats, Chats) and rows is not None
     found = list(rows.encoded.values())
-    tokens, learned = sum(len(own.ids) for own in found), sum(own.learned.sum() for own in found)
+    tokens, learned = sum(len(own.ids) for own in found), sum(own.loss_mask.sum() for own in found)
     num_micro_batches, layout = setup.geometry.num_micro_batches, setup.mesh.layout
     micro = recipe.micro_batch_size
     epochs = run.steps * recipe.completions / chats.num_train

@@ -12,7 +12,7 @@ from jrl.recipes.base.collection import Supervision
 from jrl.rollout.batching import over_rows
 from jrl.tasks import Task
 from jrl.tasks.data.chats import Chat, Chats
-from jrl.text.learned import ChatFormat, Encoded, encode_chat
+from jrl.text.loss_mask import ChatFormat, Encoded, encode_chat
 from jrl.text.prompts import opened_reasoning, special_text_of
 from moe.config import ModelConfig
 from moe.tokens.zigzag import ZigzagLayout
@@ -44,13 +44,15 @@ class ChatRows:
     def counts(self, chats: Sequence[Chat]) -> tuple[np.ndarray, np.ndarray]:
         """Number of tokens of each conversation, and of those in the loss mask, ``[chats]``."""
         found = [self.encoded[chat.number] for chat in chats]
-        sizes = [(len(encoded_chat.ids), int(encoded_chat.learned.sum())) for encoded_chat in found]
+        sizes = [
+            (len(encoded_chat.ids), int(encoded_chat.loss_mask.sum())) for encoded_chat in found
+        ]
         tokens, learned = np.array(sizes, np.int64).reshape(-1, 2).T
         return tokens, learned
 
     def described(self, task: Task) -> list[str]:
         """Summary lines of the training data, and of conversations left out or truncated."""
-        learned = sum(int(encoded_chat.learned.sum()) for encoded_chat in self.encoded.values())
+        learned = sum(int(encoded_chat.loss_mask.sum()) for encoded_chat in self.encoded.values())
         tokens = sum(len(encoded_chat.ids) for encoded_chat in self.encoded.values())
         longest = max(len(encoded_chat.ids) for encoded_chat in self.encoded.values())
         held = task.heldout_size or 0
@@ -79,7 +81,7 @@ class ChatRows:
             place = slice(self.before - 1, self.before - 1 + len(encoded_chat.ids))
             tokens[row, place], mask[row, place], valid[row, place] = (
                 encoded_chat.ids,
-                encoded_chat.learned,
+                encoded_chat.loss_mask,
                 True,
             )
         return to_devices(Batch(tokens=tokens, valid=valid, mask=mask), over_rows(mesh))
@@ -107,7 +109,7 @@ def chat_rows(
     for chat in chats.chats:
         encoded_chat: Encoded | None = encode_chat(format, chat, last=format.last)
         if most and len(encoded_chat.ids) > most[0]:
-            encoded_chat = encoded_chat.cut(most[0]) if supervision.truncates else None
+            encoded_chat = encoded_chat.truncate(most[0]) if supervision.truncates else None
             truncated += encoded_chat is not None
         if encoded_chat is not None:
             encoded[chat.number] = encoded_chat

@@ -15,7 +15,7 @@ from tiers import full_but
 
 from jrl import Mean, sapo_loss
 from jrl.recipes import RECIPES, Batch, GroupRelative, Metrics, Recipe, Targets
-from jrl.report.metrics import check_known
+from jrl.report.metrics import check_defined
 from jrl.trainer.learner.objectives import policy_loss
 from jrl.trainer.learner.update import count
 from jrl.trainer.scoring import statistics_of
@@ -212,7 +212,7 @@ def test_a_loss_is_the_sum_over_its_pieces(name):
     summed = sum(float(loss) for loss, _ in found.parts)
     np.testing.assert_allclose(summed, whole, rtol=2e-5, atol=1e-6)
     assert all(part.keys() == metrics.keys() for _, part in found.parts)
-    check_known(metrics, KINDS[name].metrics)
+    check_defined(metrics, KINDS[name].metrics)
 
 
 @pytest.mark.slow
@@ -226,7 +226,7 @@ def test_a_recipe_of_ones_own_takes_a_step(kind):
         state = fresh_state(setup, fresh_weights(setup))
         before = jax.device_get(state.policy.weights)
         state, done = one_step(setup, state)
-        check_known(done.metrics, recipe.metrics)
+        check_defined(done.metrics, recipe.metrics)
         assert int(state.policy.updates) == 2
         assert not np.array_equal(before.embedding, state.policy.weights.embedding)
         found.append((done.metrics["actor/loss"], done.metrics["actor/grad_norm"]))

@@ -11,7 +11,7 @@ from tiers import full_but
 from jrl.losses import aggregate
 from jrl.recipes import RECIPES, Batch, Grpo
 from jrl.recipes.base.mismatch import Correction
-from jrl.report.metrics import check_known
+from jrl.report.metrics import check_defined
 from jrl.trainer.learner.objectives import policy_loss
 from jrl.trainer.learner.update import count
 
@@ -26,7 +26,7 @@ FLOAT32 = {"rtol": 2e-5, "atol": 1e-6}
 def correct(correction):
     """The mask, the weights and the metrics without their common name."""
     found = jax.jit(correction.correct)(SAMPLER + LOG_W, SAMPLER, MASK)
-    check_known(found.metrics)
+    check_defined(found.metrics)
     short = {name.removeprefix("rollout_corr/"): value for name, value in found.metrics.items()}
     return found.mask, found.importance_weights, short
 

@@ -40,19 +40,19 @@ def wait_for(condition):
 def test_a_long_compilation_is_named_until_it_ends(function, name):
     with watch() as watched:
         assert compilation.current_line() is None
-        watched._heard(LOWERED, 0.1, fun_name=function)
+        watched._on_event(LOWERED, 0.1, fun_name=function)
         assert compilation.current_line() == f"compiling {name}, 0 s"
         wait_for(lambda: printed(watched))
-        watched._heard(COMPILED, 0.2, fun_name=function)
+        watched._on_event(COMPILED, 0.2, fun_name=function)
         assert compilation.current_line() is None
     assert printed(watched) == f"compiling {name} ...\n"
 
 
 def test_a_short_one_is_not_told_of():
     with watch(short=60.0) as watched:
-        watched._heard(LOWERED, 0.1, fun_name="jit(update)")
+        watched._on_event(LOWERED, 0.1, fun_name="jit(update)")
         assert compilation.current_line() is None
-        watched._heard(COMPILED, 0.2, fun_name="jit(update)")
+        watched._on_event(COMPILED, 0.2, fun_name="jit(update)")
     assert printed(watched) == ""
 
 
@@ -82,8 +82,8 @@ def test_jax_says_when_a_program_is_compiled():
 def test_a_display_on_a_terminal_draws_the_line():
     console = Console(file=io.StringIO(), force_terminal=True, width=100, height=20)
     with watch() as watched, TrainingDisplay(10, console=console) as display:
-        watched._heard(LOWERED, 0.1, fun_name="jit(update)")
+        watched._on_event(LOWERED, 0.1, fun_name="jit(update)")
         wait_for(lambda: "compiling the update, 0 s" in console.file.getvalue())
-        watched._heard(COMPILED, 0.1, fun_name="jit(update)")
+        watched._on_event(COMPILED, 0.1, fun_name="jit(update)")
         display.update(1, {"critic/score/mean": 0.5})
     assert printed(watched) == "", "the line was printed into the drawing"

@@ -37,16 +37,16 @@ dynamic_sampling/filtered global_seqlen/mean
 
 @pytest.mark.parametrize("name", KNOWN.split())
 def test_names_the_trainer_logs_are_known(name):
-    metrics.check_known([name])
+    metrics.check_defined([name])
 
 
 def test_unknown_names_are_refused_with_the_nearest():
     with pytest.raises(ValueError, match=r'"actor/entropi" \(did you mean "actor/entropy"\?\)'):
-        metrics.check_known({"actor/entropi": 1.0, "actor/pg_loss": 2.0})
+        metrics.check_defined({"actor/entropi": 1.0, "actor/pg_loss": 2.0})
     with pytest.raises(ValueError, match=r'"zzzz"; add a row to TABLE'):
-        metrics.check_known(["zzzz"])
+        metrics.check_defined(["zzzz"])
     with pytest.raises(ValueError, match='"verifier/"'):
-        metrics.check_known(["verifier/"])
+        metrics.check_defined(["verifier/"])
 
 
 def test_names_are_described_by_their_own_line_before_their_family():

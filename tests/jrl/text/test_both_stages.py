@@ -12,7 +12,7 @@ from jrl.tasks.data.fields import Fields
 from jrl.tasks.data.records import example_of
 from jrl.text.chat import ChatTemplate
 from jrl.text.json_tokenizer import checkpoint_tokenizer
-from jrl.text.learned import ChatFormat, encode_chat
+from jrl.text.loss_mask import ChatFormat, encode_chat
 from jrl.text.prompt_format import PromptFormat
 
 THINKS = {"enable_thinking": True}
@@ -34,7 +34,7 @@ def test_one_record(tokenizer, name):
     chat = chat_of(record, "f:1", fields, last=True)
     found = encode_chat(ChatFormat(tokenizer, template, last=True), chat, last=True)
     assert found.ids[: found.context].tolist() == reinforced
-    assert tokenizer.decode_special(found.ids[found.learned].tolist()) == learned
+    assert tokenizer.decode_special(found.ids[found.loss_mask].tolist()) == learned
     assert found.ids[-1] == tokenizer.special_tokens[TURN]
     whole = encode_chat(ChatFormat(tokenizer, template), chat_of(record, "f:1", fields))
     assert whole.ids.tolist() == found.ids.tolist()
@@ -106,7 +106,7 @@ def test_a_null_reaches_templates_that_look_for_it(tokenizer):
             "2+2?;null;4;",
         ),
     ):
-        made = tokenizer.used(replace(tokenizer.usage, chat_template=tools + source))
+        made = tokenizer.with_usage(replace(tokenizer.usage, chat_template=tools + source))
         format = PromptFormat(made, ChatTemplate(made))
         ids = format.encode(example_of(record, "f:1"))
         assert made.decode_special(ids) == "add;" + written
@@ -122,7 +122,7 @@ def test_arguments_of_a_call_for_templates_that_add_texts(tokenizer):
             "{{ given.a }} {{ given | tojson }}"
             "{% endfor %}{% endfor %}"
         )
-        made = tokenizer.used(replace(tokenizer.usage, chat_template=source))
+        made = tokenizer.with_usage(replace(tokenizer.usage, chat_template=source))
         arguments = '{"a": 2, "b": null}'
         assert ChatTemplate(made).write(conversation) == f"json {arguments} add 2 {arguments}"
 
@@ -154,7 +154,7 @@ def test_a_text_is_learned_as_it_is(tokenizer):
     format, text = PromptFormat(tokenizer, ChatTemplate(tokenizer)), f"a<|im_start|>user\nb{TURN}"
     found = encode_chat(format, chat_of({"text": text}, "f:1"))
     assert found.ids.tolist() == tokenizer.encode(text)
-    assert found.learned.tolist() == [False, *[True] * (len(found.ids) - 1)]
+    assert found.loss_mask.tolist() == [False, *[True] * (len(found.ids) - 1)]
     open_ = encode_chat(PromptFormat(tokenizer), chat_of({"text": "ab"}, "f:1"))
     assert open_.ids.tolist() == [*tokenizer.encode("ab"), tokenizer.eos_id]
     message = 'f:1: has no field "prompt".*perhaps --prompt-field text'

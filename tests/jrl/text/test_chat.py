@@ -24,7 +24,7 @@ def made(tokenizer):
 
     def of(source, day="2024-07-26"):
         usage = replace(tokenizer.usage, chat_template=source, chat_date=day)
-        return ChatTemplate(tokenizer.used(usage))
+        return ChatTemplate(tokenizer.with_usage(usage))
 
     return of
 
@@ -105,6 +105,6 @@ def test_jinja_that_is_not_installed_is_named(made, monkeypatch):
 def test_a_sentencepiece_model_gets_its_special_tokens_from_the_template():
     plain = Tokenizer.train_characters("user:+2?<s>/\n")
     source = "{{ bos_token }}{{ messages[0].role }}:{{ messages[0].content }}{{ eos_token }}"
-    tokenizer = plain.used(Usage(chat_template=source, chat_date="2024-07-26"))
+    tokenizer = plain.with_usage(Usage(chat_template=source, chat_date="2024-07-26"))
     ids = ChatTemplate(tokenizer).encode(Conversation.of([("user", "2+2</s>")]))
     assert ids == [1, *plain.encode("user:2+2</s>"), 2]

@@ -12,8 +12,8 @@ from jrl.tasks.data.chats import chat_of
 from jrl.tasks.data.conversations import Conversation
 from jrl.text.chat import ChatTemplate
 from jrl.text.json_tokenizer import checkpoint_tokenizer
-from jrl.text.learned import ChatFormat, encode_chat
-from jrl.text.located.spelled import cut_specials
+from jrl.text.located.escape import escape_text
+from jrl.text.loss_mask import ChatFormat, encode_chat
 from jrl.text.prompt_format import PromptFormat
 
 RECORDED = json.loads(Path(__file__).with_name("chats.json").read_text(encoding="utf-8"))
@@ -72,7 +72,7 @@ def test_tokens_and_turns(made, template, kind):
         if end is None:  # nothing ends a turn: the end of sequence does
             whole, end = [*whole, tokenizer.turn_end_id], len(whole) + 1
         assert found.ids.tolist() == whole[:end], name
-        assert found.learned.tolist() == [begin <= place < end for place in range(end)], name
+        assert found.loss_mask.tolist() == [begin <= place < end for place in range(end)], name
         assert found.context == begin, name
 
 
@@ -98,10 +98,10 @@ def test_all_turns_end_and_the_last_is_as_alone(made, template, kind):
         return
     last = encode_chat(format, chat, last=True)
     assert found.ids.tolist() == last.ids.tolist()
-    assert found.learned[last.learned].all() and found.learned.sum() > last.learned.sum()
-    said = tokenizer.decode_special(found.ids[found.learned & ~last.learned].tolist())
+    assert found.loss_mask[last.loss_mask].all() and found.loss_mask.sum() > last.loss_mask.sum()
+    said = tokenizer.decode_special(found.ids[found.loss_mask & ~last.loss_mask].tolist())
     assert "many pens" in said and "How" not in said and "Be" not in said
-    ended = set(found.ids[found.learned & ~last.learned].tolist()) & set(tokenizer.stop_ids)
+    ended = set(found.ids[found.loss_mask & ~last.loss_mask].tolist()) & set(tokenizer.stop_ids)
     # Two templates end all turns but the last by another token, which no config.json names here.
     assert bool(ended) == (template not in ("gpt_oss", "olmo3", "glm4_moe"))
 
@@ -112,13 +112,15 @@ def test_special_tokens_in_a_text_are_text(made, kind):
     tokenizer = made("chatml", kind).tokenizer
     for text, recorded in SPELLED[kind].items():
         mark = "\ue000"
-        located = tokenizer.located(cut_specials(text, tokenizer.special_tokens, mark), mark)
-        if mark in cut_specials(text, tokenizer.special_tokens, mark):
+        located = tokenizer.encode_special_spans(
+            escape_text(text, tokenizer.special_tokens, mark), mark
+        )
+        if mark in escape_text(text, tokenizer.special_tokens, mark):
             assert located.ids == ids_of(recorded), text
         assert not set(located.ids) & {tokenizer.special_tokens[token] for token in SPECIAL}
         # Beside one that is meant: the same text, and the one token.
-        both = tokenizer.located(
-            "<|user|>" + cut_specials(text, tokenizer.special_tokens, mark), mark
+        both = tokenizer.encode_special_spans(
+            "<|user|>" + escape_text(text, tokenizer.special_tokens, mark), mark
         )
         assert both.ids[0] == tokenizer.special_tokens["<|user|>"]
         assert not set(both.ids[1:]) & {tokenizer.special_tokens[token] for token in SPECIAL}
@@ -129,9 +131,9 @@ def test_places_cover_the_text(made, kind):
     """Each token has its characters, and together they have all, in their order."""
     tokenizer = made("chatml", kind).tokenizer
     text = "<|im_start|>user\n  How many é\t早 \U0001f58a pens?<|im_end|>\n"
-    plain = tokenizer.located(text)
+    plain = tokenizer.encode_special_spans(text)
     assert plain.ids == tokenizer.encode(text)
-    for located in (plain, tokenizer.located("\ue000" + text, "\ue000")):
+    for located in (plain, tokenizer.encode_special_spans("\ue000" + text, "\ue000")):
         assert located.ids == plain.ids
         assert (located.begins[1:] >= located.begins[:-1]).all()
         assert located.begins[0] == 0 and located.ends[-1] == len(text)
@@ -150,7 +152,7 @@ def test_a_beginning_of_sequence_comes_once(made, kind):
     written = f"{BEGIN}[INST] How many? [/INST]"
     format = PromptFormat(tokenizer)
     for text in (written, "How many?"):
-        ids = tokenizer.begun(tokenizer.encode(text))
+        ids = tokenizer.with_prefix(tokenizer.encode(text))
         begin = tokenizer.special_tokens[BEGIN]
         assert ids.count(begin) == int(bool(tokenizer.prefix) or text is written)
         chat = chat_of({"text": text}, "f:1")

@@ -8,7 +8,7 @@ from chat_checkpoint import START, TEMPLATE, TURN, chat_tokenizer
 from jrl.tasks import Example
 from jrl.tasks.data.conversations import Conversation
 from jrl.text.chat import ChatTemplate
-from jrl.text.conversation import answer_ids, gold_conversation, gold_rows, message_of
+from jrl.text.conversation import answer_ids, message_of, reference_conversation, reference_rows
 from jrl.text.prompt_format import PromptFormat
 from jrl.text.tokenizer import Tokenizer
 
@@ -27,7 +27,7 @@ def tokenizer(tmp_path_factory):
 
 
 def with_template(tokenizer, source):
-    tokenizer = tokenizer.used(replace(tokenizer.usage, chat_template=source))
+    tokenizer = tokenizer.with_usage(replace(tokenizer.usage, chat_template=source))
     return PromptFormat(tokenizer, ChatTemplate(tokenizer))
 
 
@@ -69,13 +69,13 @@ def test_without_a_template_contents_follow_each_other():
     encode, end = format.tokenizer.encode, format.tokenizer.eos_id
     turns = (("assistant", "12"), ("tool", "3."), ("user", ":"), ("assistant", "0"))
     example = Example("1:", "12\n0", turns=turns)
-    ids, imitated = gold_conversation(format, example)
+    ids, imitated = reference_conversation(format, example)
     assert ids == [*encode("12"), end, *encode("3.:"), *encode("0"), end]
     assert imitated == [True] * 3 + [False] * 3 + [True] * 2
-    rows = gold_rows(format, [example, Example("1:", "2")], 3, 9)
+    rows = reference_rows(format, [example, Example("1:", "2")], 3, 9)
     tokens, valid, mask = (x[:, 3:] for x in rows)
     assert tokens[0, :8].tolist() == ids and valid.sum(axis=1).tolist() == [8, 2]
     assert mask[0].tolist() == [*imitated, False] and mask[1].sum() == 2
     assert message_of(format, tokens[0, :3]) == "12"
     with pytest.raises(ValueError, match="conversation after '1:' has 8 tokens and response_len"):
-        gold_rows(format, [example], 3, 7)
+        reference_rows(format, [example], 3, 7)

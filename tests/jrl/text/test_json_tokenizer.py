@@ -196,7 +196,7 @@ def test_a_sentencepiece_model_writes_out_its_special_tokens():
     assert tokenizer.encode_special("<s>12</s>1") == [1, *ids, 2, ids[0]]
     assert tokenizer.decode_special([1, *ids, 2]) == "<s>12</s>"
     assert tokenizer.named_tokens["eos_token"] == "</s>"
-    assert tokenizer.used(Usage(stop_ids=(5,))).stop_ids == (2, 5)
+    assert tokenizer.with_usage(Usage(stop_ids=(5,))).stop_ids == (2, 5)
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from jrl.tasks.data.chats import chat_of
 from jrl.tasks.data.conversations import Conversation
 from jrl.text.chat import ChatTemplate
 from jrl.text.json_tokenizer import checkpoint_tokenizer
-from jrl.text.learned import ChatFormat, encode_chat
-from jrl.text.located.spelled import cut_specials
+from jrl.text.located.escape import escape_text
 from jrl.text.located.tokens import special_pattern
+from jrl.text.loss_mask import ChatFormat, encode_chat
 from jrl.text.tokenizer import Tokenizer, Usage
 
 TEXT = "How many pens has she? The answer is 7. How many are there? She has 18 pens."
@@ -39,7 +39,7 @@ def pieces():
 
 def test_pieces_have_their_characters(pieces):
     text = "How 早 many\té?"
-    located = pieces.placed(text)
+    located = pieces.encode_spans(text)
     assert located.ids == pieces.encode(text)
     spans = zip(located.begins, located.ends, strict=True)
     assert {place for span in spans for place in range(*span)} == set(range(len(text)))
@@ -52,17 +52,19 @@ def test_pieces_have_their_characters(pieces):
         if is_inside
     )
     assert own == "早".encode()
-    alone = pieces.placed("é")
+    alone = pieces.encode_spans("é")
     assert alone.within(0, 1).all() and len(alone.ids) == 3
 
 
 def test_a_text_that_goes_on_has_no_blank_of_its_own(pieces):
     before, text = "How many", "pens"
     assert (
-        pieces.continued(before, text) == pieces.encode(before + text)[len(pieces.encode(before)) :]
+        pieces.encode_continuation(before, text)
+        == pieces.encode(before + text)[len(pieces.encode(before)) :]
     )
     assert (
-        pieces.decode([*pieces.encode(before), *pieces.continued(before, text)]) == "How manypens"
+        pieces.decode([*pieces.encode(before), *pieces.encode_continuation(before, text)])
+        == "How manypens"
     )
     # Without a template a prompt and its answer are one text.
     chat = chat_of({"prompt": "How many?", "completion": " 7 pens"}, "f:1")
@@ -77,14 +79,16 @@ def test_what_a_template_goes_on_with(tmp_path):
     tokenizer = checkpoint_tokenizer(place, 600)
     asked = Conversation.of([("user", "How many?")])
     template = ChatTemplate(tokenizer)
-    ids = [*template.encode(asked), *template.continued(asked, f" The {END}")]
+    ids = [*template.encode(asked), *template.encode_continuation(asked, f" The {END}")]
     assert tokenizer.decode_special(ids) == f"<s> [INST] How many?[/INST] The {END}"
     assert tokenizer.special_tokens[END] not in ids
 
 
 def test_a_sentencepiece_checkpoint_with_a_template(pieces):
     source = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
-    made = pieces.used(Usage(chat_template=source, turn_end=pieces.eos_id, template_begins=True))
+    made = pieces.with_usage(
+        Usage(chat_template=source, turn_end=pieces.eos_id, template_begins=True)
+    )
     turns = [("user", "How many?</s>"), ("assistant", "é pens")]
     template = ChatTemplate(made)
     ids = template.encode(Conversation.of(turns))
@@ -98,12 +102,12 @@ def test_blanks_that_a_special_token_takes_along_are_nobodys(tmp_path):
     found = encode_chat(
         ChatFormat(tokenizer, ChatTemplate(tokenizer)), chat_of({"messages": messages}, "f")
     )
-    assert tokenizer.decode_special(found.ids[found.learned].tolist()).strip() == "many</s>"
+    assert tokenizer.decode_special(found.ids[found.loss_mask].tolist()).strip() == "many</s>"
 
 
 def test_special_tokens_that_overlap():
     special = {"ab": 1, "bc": 2}
-    cut = cut_specials("abcab", special, "\ue000")
+    cut = escape_text("abcab", special, "\ue000")
     assert cut.replace("\ue000", "") == "abcab"
     assert not any(token in cut for token in special)
     assert special_pattern({}) == "(?!)"
@@ -129,5 +133,5 @@ def test_how_someone_cut_his_texts_is_no_part_of_a_tokenizer(tmp_path):
     (place / "tokenizer.json").write_text(json.dumps(content))
     tokenizer = checkpoint_tokenizer(place, 600)
     assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
-    located = tokenizer.located(f"{TEXT}<\ue000|im_end|>", "\ue000")
+    located = tokenizer.encode_special_spans(f"{TEXT}<\ue000|im_end|>", "\ue000")
     assert tokenizer.decode(located.ids) == f"{TEXT}<|im_end|>"

@@ -8,7 +8,7 @@ from chat_checkpoint import START, TURN, chat_tokenizer
 
 from jrl.config.run import RunConfig
 from jrl.tasks import Example
-from jrl.text.conversation import gold_rows
+from jrl.text.conversation import reference_rows
 from jrl.text.load import load_tokenizer
 from jrl.text.prompt_format import PromptFormat, prompt_format, with_template
 from jrl.text.tokenizer import Tokenizer
@@ -108,7 +108,7 @@ def test_a_system_prompt_needs_a_template():
 def test_prompts_of_a_batch_are_conversations_padded_on_the_left(tokenizer):
     format = prompt_format(RunConfig(), tokenizer)
     short, long = (format.encode(example) for example in (ASKED, TURNS))
-    rows = gold_rows(format, (ASKED, TURNS), len(long), 9)
+    rows = reference_rows(format, (ASKED, TURNS), len(long), 9)
     tokens, valid = (x[:, : len(long)] for x in rows[:2])
     pad = len(long) - len(short)
     assert tokens.tolist() == [[tokenizer.pad_id] * pad + short, long]

@@ -8,7 +8,7 @@ from small_runs import small_setup
 
 from jrl.tasks import Example
 from jrl.tasks.answers import extract
-from jrl.text.conversation import gold_rows
+from jrl.text.conversation import reference_rows
 from jrl.text.json_tokenizer import checkpoint_tokenizer
 from jrl.text.prompts import UNREADABLE, encode_prompt, opened_reasoning, text_of
 
@@ -16,7 +16,7 @@ from jrl.text.prompts import UNREADABLE, encode_prompt, opened_reasoning, text_o
 def test_prompts_are_padded_on_the_left():
     setup = small_setup()
     examples = [Example(text, "") for text in ("2=", "0120=")]
-    tokens, valid, _ = (x[:, :6] for x in gold_rows(setup.format, examples, 6, 1))
+    tokens, valid, _ = (x[:, :6] for x in reference_rows(setup.format, examples, 6, 1))
     begin = [setup.tokenizer.bos_id]
     pad = setup.tokenizer.pad_id
     ids = setup.tokenizer.encode
@@ -32,14 +32,16 @@ def test_answers_end():
     setup = small_setup()
     lengths = setup.prompt_length, setup.response_length
     examples = [Example("", "2="), Example("", "0120")]
-    tokens, valid, mask = (x[:, lengths[0] :] for x in gold_rows(setup.format, examples, *lengths))
+    tokens, valid, mask = (
+        x[:, lengths[0] :] for x in reference_rows(setup.format, examples, *lengths)
+    )
     end = [setup.tokenizer.eos_id]
     pad = setup.tokenizer.pad_id
     ids = setup.tokenizer.encode
     assert tokens.tolist() == [ids("2=") + end + [pad] * 2, ids("0120") + end]
     assert valid.tolist() == mask.tolist() == [[True] * 3 + [False] * 2, [True] * 5]
     with pytest.raises(ValueError, match=r"'01201' has 6 tokens .*response_length=5: raise --resp"):
-        gold_rows(setup.format, [Example("", "01201")], *lengths)
+        reference_rows(setup.format, [Example("", "01201")], *lengths)
 
 
 def test_special_tokens_inside_a_completion_show():

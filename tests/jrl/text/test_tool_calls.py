@@ -17,11 +17,11 @@ from jrl.text.chat import ChatTemplate
 from jrl.text.conversation import (
     answer_ids,
     environment_messages,
-    gold_conversation,
     message_of,
+    reference_conversation,
 )
 from jrl.text.prompt_format import PromptFormat
-from jrl.text.tool_calls import with_calls
+from jrl.text.tool_calls import attach_calls
 
 
 def calc(expression: str) -> str:
@@ -42,7 +42,7 @@ def made(tmp_path_factory):
     tokenizer = tool_tokenizer(tmp_path_factory.mktemp("tools"), TEMPLATES["hermes"].source)
 
     def of(source):
-        own = tokenizer.used(replace(tokenizer.usage, chat_template=source))
+        own = tokenizer.with_usage(replace(tokenizer.usage, chat_template=source))
         return PromptFormat(own, ChatTemplate(own))
 
     return of
@@ -111,7 +111,7 @@ def test_an_environment_is_given_the_calls(made, name):
     # As it was sampled: special tokens are tokens, and the last ends the turn.
     ids = [*tokenizer.encode_special(called(format)), tokenizer.turn_end_id]
     text = message_of(format, np.array(ids), format.encode(EXAMPLE))
-    first, last = environment_messages(format, EXAMPLE, [text, "I think that it is"], cut=[1])
+    first, last = environment_messages(format, EXAMPLE, [text, "I think that it is"], truncated=[1])
     assert (first["role"], first["content"]) == ("assistant", text) and "truncated" not in first
     (call,) = first["tool_calls"]
     assert call["type"] == "function" and call["id"]
@@ -134,7 +134,7 @@ def test_several_calls_are_answered_in_their_order(made):
     for name in ("kimi", "mistral", "llama"):
         format = made(TEMPLATES[name].source)
         messages = (("assistant", called(format, two)), ("tool", "6"), ("tool", "7"))
-        turns = with_calls(format.tool_format, KNOWN, messages)
+        turns = attach_calls(format.tool_format, KNOWN, messages)
         ids = [call["id"] for call in turns[0]["tool_calls"]]
         assert [turn["tool_call_id"] for turn in turns[1:]] == ids and len(set(ids)) == 2
         # Also where the template takes one call alone.
@@ -163,7 +163,7 @@ def test_a_prompt_that_opens_reasoning_opens_the_message(made):
 def test_gold_turns_call_as_the_checkpoint_does(made, name):
     turns = (("assistant", "@calc 2*3"), ("tool", "6"), ("assistant", "6"))
     format = made(TEMPLATES[name].source)
-    ids, imitated = gold_conversation(format, replace(EXAMPLE, turns=turns))
+    ids, imitated = reference_conversation(format, replace(EXAMPLE, turns=turns))
     tokenizer = format.tokenizer
     first = ids[: imitated.index(False)]
     assert first[-1] in tokenizer.stop_ids

@@ -14,7 +14,7 @@ from jrl.config.run import RunConfig
 from jrl.faults.collect.align import read_folder
 from jrl.faults.collect.record import Writer
 from jrl.faults.live.guard import machine_name
-from jrl.report.metrics import check_known
+from jrl.report.metrics import check_defined
 from jrl.runs.folder import RunFolder
 from jrl.trainer import loop
 
@@ -81,9 +81,9 @@ def test_a_run_that_is_not_watched_leaves_no_samples(finished):
 
 
 def test_the_metric_of_an_alarm_is_in_the_table():
-    check_known(["faults/alarm/host-0/step/time"])
+    check_defined(["faults/alarm/host-0/step/time"])
     with pytest.raises(ValueError, match="without a definition"):
-        check_known(["faults/alarm/"])
+        check_defined(["faults/alarm/"])
 
 
 def test_a_host_is_named_as_a_file_can_be():

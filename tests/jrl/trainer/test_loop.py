@@ -22,7 +22,7 @@ from small_runs import (
 )
 from tiers import full_but
 
-from jrl.report.metrics import check_known, is_timing, without_timings
+from jrl.report.metrics import check_defined, is_timing, without_timings
 from jrl.rollout import timing
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
@@ -89,7 +89,7 @@ def test_what_a_run_leaves_behind(name, finished):
     lines = read_metrics(run.folder.metrics_path)
     assert [line.pop("step") for line in lines] == [0, 1, 2, 3]
     for line in lines:
-        check_known(line)
+        check_defined(line)
     assert lines[0].keys() >= {"warm_start/loss", "warm_start/accuracy", "warm_start/steps"}
     for step, line in enumerate(lines):
         assert ("val/accuracy/sampled" in line) == (step in (0, 2, 3))
@@ -370,7 +370,7 @@ def test_a_step_without_tokens_learns_nothing(monkeypatch):
         metrics = done.metrics
         assert metrics["training/empty_skipped"] == updates
         assert metrics["training/optimizer_steps"] == len(done.nonfinite) == 0
-        check_known(metrics)
+        check_defined(metrics)
         assert all(np.isfinite(value) for value in metrics.values())
         assert not {"actor/loss", "actor/entropy", "critic/vf_loss"} & metrics.keys()
     after = jax.device_get((state.policy, state.critic))
@@ -393,7 +393,7 @@ def test_corrections_of_a_sampler_that_is_right_change_nothing():
         setup = small_setup(small_recipe("grpo", **settings), run)
         state = fresh_state(setup, fresh_weights(setup))
         state, done = one_step(setup, state)
-        check_known(done.metrics)
+        check_defined(done.metrics)
         found.append((jax.device_get(state.policy.weights), without_timings(done.metrics)))
     (plain, expected), (corrected, metrics) = found
     # Decoding with a cache against one forward pass, and sums over devices: float32.

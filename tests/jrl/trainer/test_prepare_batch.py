@@ -11,7 +11,7 @@ from small_runs import fresh_state, fresh_weights, small_recipe, small_run, smal
 from tiers import full_but
 
 from jrl.recipes import RECIPES, Batch, Targets
-from jrl.report.metrics import check_known
+from jrl.report.metrics import check_defined
 from jrl.rollout.collection.collect import collect
 from jrl.rollout.sampler import Completion, scores_of
 from jrl.tasks import Verdict
@@ -165,7 +165,7 @@ def test_every_recipe_can_be_anchored_and_corrected(name, sampled, scoring):
         rejection_high=0.1,
     )
     batch, metrics = prepared(small_setup(recipe, unpacked), state, sampled)
-    check_known(metrics)
+    check_defined(metrics)
     mask = sampled.rollout.mask
     log_weights = np.where(mask, scoring - sampled.rollout.old_logprobs, 0)
     kept = mask & (log_weights**2 / 2 <= 0.1)

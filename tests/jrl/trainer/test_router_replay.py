@@ -23,7 +23,7 @@ from small_runs import (
 from three_updates import FAST_COMPILE, compiled_update, gradient_of, random_weights
 
 from jrl.recipes import GroupRelative
-from jrl.report.metrics import check_known, without_timings
+from jrl.report.metrics import check_defined, without_timings
 from jrl.rollout.batching import over_rows
 from jrl.trainer import step as stepping
 from jrl.trainer.scoring import logprobs_and_choices_of, logprobs_of, statistics_of
@@ -171,7 +171,7 @@ def test_agreement_is_the_share_that_is_left():
     for name in ("moe/replay_agreement", "sampling/routing_agreement"):
         assert float(metrics[name].count) == count
         assert float(metrics[name].value()) == pytest.approx(expected, rel=1e-6)
-    check_known(["moe/replay_agreement", "sampling/routing_agreement"])
+    check_defined(["moe/replay_agreement", "sampling/routing_agreement"])
 
 
 # Micro-batches are those of each layout.
@@ -263,7 +263,7 @@ def test_a_step_with_what_the_policy_would_choose_is_a_plain_step(router_replay,
         if kind == "R3":
             monkeypatch.setattr(stepping, "collect", recording(setup, state))
         state, done = one_step(setup, state)
-        check_known(done.metrics)
+        check_defined(done.metrics)
         found.append((jax.device_get(state), without_timings(done.metrics)))
     (plain, expected), (replayed, metrics) = found
     jax.tree.map(np.testing.assert_array_equal, replayed.policy, plain.policy)

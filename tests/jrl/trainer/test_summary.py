@@ -9,7 +9,7 @@ from annotations import unchecked
 
 from jrl.losses import ExplainedVariance, Mean
 from jrl.recipes import Batch
-from jrl.report.metrics import check_known
+from jrl.report.metrics import check_defined
 from jrl.trainer.learner.update import Max
 from jrl.trainer.summary import count_updates, describe, drift_alarm, summarise
 
@@ -143,7 +143,7 @@ def test_scores_are_those_of_finished_responses():
         finished=jnp.array([True, False, True, False]),
     )
     metrics = describe(completions, batch, batch.mask, None)
-    check_known(metrics)
+    check_defined(metrics)
     assert metrics["critic/score/mean"] == 0.75 and metrics["critic/rewards/min"] == 0.5
     assert metrics["response_length/mean"] == 4.5
     assert metrics["response_length/clip_ratio"] == 0.5

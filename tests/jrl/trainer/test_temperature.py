@@ -17,7 +17,7 @@ from small_runs import (
 )
 
 from jrl.losses import EntropyStatistics, entropy_statistics
-from jrl.report.metrics import check_known, without_timings
+from jrl.report.metrics import check_defined, without_timings
 from jrl.runs.checkpoints import Checkpoints
 from jrl.trainer import step as stepping
 from jrl.trainer.scoring import logprobs_and_entropy_of
@@ -55,7 +55,7 @@ def test_a_step_is_sampled_by_the_entropies_of_the_step_before(tmp_path, monkeyp
     monkeypatch.setattr(stepping, "summarise", lambda h: (histories.append(h), summarise(h))[1])
     monkeypatch.setattr(stepping, "prepare", recorded)
     second, done = one_step(setup, first)
-    check_known(done.metrics)
+    check_defined(done.metrics)
     _, entropy, batch = before[0]
     expected = statistics_of(entropy, batch.mask)
     assert setup.recipe.entropy_quantile == QUANTILE

@@ -8,7 +8,7 @@ import pytest
 from jrl.faults.__main__ import main as faults_main
 from jrl.faults.assess import benchmark
 from jrl.faults.assess.benchmark import BenchmarkOptions, main, run
-from jrl.faults.assess.outcomes import figures, operational_precision, outcome, share_of_looks
+from jrl.faults.assess.outcomes import false_alarm_rate, figures, operational_precision, outcome
 from jrl.faults.assess.workers import side_by_side
 from jrl.faults.fleet import Alarm
 from jrl.faults.simulate import Settings, simulate
@@ -42,12 +42,12 @@ def test_figures_against_their_definition():
 
 def test_false_alarms_by_look_and_what_an_operator_sees_of_them():
     # Wilson's limits of none and of five in a hundred.
-    assert share_of_looks(0, 100) == pytest.approx((0, 0, 0.0370), abs=1e-3)
-    assert share_of_looks(5, 100) == pytest.approx((0.05, 0.0215, 0.1118), abs=1e-3)
+    assert false_alarm_rate(0, 100) == pytest.approx((0, 0, 0.0370), abs=1e-3)
+    assert false_alarm_rate(5, 100) == pytest.approx((0.05, 0.0215, 0.1118), abs=1e-3)
     # Two faults a day, 1.6 found, 0.2 named wrongly, and one false alarm in 96 looks.
-    precision = operational_precision(0.8, 0.1, 1 / 96, looks=96)
+    precision = operational_precision(0.8, 0.1, 1 / 96, passes=96)
     assert precision == pytest.approx(1.6 / (1.6 + 0.2 + 1))
-    assert operational_precision(0, 0, 0, looks=96) == 0
+    assert operational_precision(0, 0, 0, passes=96) == 0
 
 
 @pytest.mark.slow
@@ -97,8 +97,8 @@ def test_a_run_that_was_cut_short_goes_on(tmp_path, monkeypatch):
     lines = records.read_text().splitlines(keepends=True)
     records.write_text("".join(lines[:-1]) + lines[-1][:9])
     looked = []
-    look = benchmark._look
-    monkeypatch.setattr(benchmark, "_look", lambda *a: looked.append(a[2]) or look(*a))
+    look = benchmark._run_job
+    monkeypatch.setattr(benchmark, "_run_job", lambda *a: looked.append(a[2]) or look(*a))
     again = run(replace(request, processes=1))
     # What was looked at by two processes is kept, the torn record looked at again, alike.
     assert [again[key] for key in ("detectors", "records")] == [

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jrl.faults.collect.error_codes import FAULTS, XID, error_code, weightiest
+from jrl.faults.collect.error_codes import FAULTS, XID, error_code, most_severe
 
 # Codes by the immediate action of the catalogue for GPUs from Ampere on.
 RESET = (46, 62, 64, 95, 109, 110, 119, 120, 136, 140, 143, 156, 158)
@@ -45,4 +45,4 @@ def test_every_code_is_stated_once_in_a_few_words():
     [((0, 31), 31), ((79, 154, 45), 154), ((13, 79), 79), ((31, 8), 8), ((0,), 0), ((63, 31), 63)],
 )
 def test_of_several_codes_the_machines_counts(numbers, counts):
-    assert weightiest(numbers) == counts
+    assert most_severe(numbers) == counts

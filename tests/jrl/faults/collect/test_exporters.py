@@ -3,7 +3,13 @@
 import numpy as np
 import pytest
 
-from jrl.faults.collect.exporters import EXPORTED, SELECTOR, as_fleet, known_as, passed_over
+from jrl.faults.collect.exporters import (
+    EXPORTED,
+    SELECTOR,
+    build_fleet,
+    describe_ignored,
+    find_metric,
+)
 from jrl.faults.collect.remote import read_page
 from jrl.faults.collect.series import Series
 from jrl.faults.collect.vocabulary import MEANINGS, is_error_rate, is_fatal, meaning
@@ -47,12 +53,12 @@ def test_every_known_name_has_a_meaning_a_detector_uses():
     # A server refuses `\w` in a quoted string as an unknown escape.
     assert "\\" not in SELECTOR
     assert meaning("gpu3/tensor_activity") == "tensor_core_activity"
-    assert known_as("node_ethtool_tx_prio3_pause") == ("network/pfc", "counter")
-    assert known_as("rx_nothing") is None
+    assert find_metric("node_ethtool_tx_prio3_pause") == ("network/pfc", "counter")
+    assert find_metric("rx_nothing") is None
 
 
 def test_counters_become_rates_and_devices_are_summed():
-    fleet = as_fleet(
+    fleet = build_fleet(
         [
             series("node_cpu_seconds_total", [0, 15, 45], instance="a:9100", cpu="0", mode="user"),
             series("node_cpu_seconds_total", [5, 20, 20], instance="a:9100", cpu="1", mode="user"),
@@ -73,14 +79,14 @@ def test_counters_become_rates_and_devices_are_summed():
 def test_the_root_of_cadvisor_is_not_counted_twice():
     name = "container_cpu_usage_seconds_total"
     parts = [series(name, [0, 15], node="a", id=each) for each in ("/", "/kubepods/x")]
-    assert as_fleet(parts).values[0, 0, 1] == 1
+    assert build_fleet(parts).values[0, 0, 1] == 1
     pods = [series(name, [0, 15], node="b", container=each) for each in ("POD", "one", "two")]
-    assert as_fleet(pods).values[0, 0, 1] == 2
+    assert build_fleet(pods).values[0, 0, 1] == 2
 
 
 def test_a_series_without_a_machine_is_refused():
     with pytest.raises(ValueError, match="no label 'machine' or 'node'"):
-        as_fleet([series("queue_length", [1])])
+        build_fleet([series("queue_length", [1])])
 
 
 # What DCGM's exporter serves by default, in one version or another, and is not compared here.
@@ -125,18 +131,18 @@ def test_the_default_list_of_dcgm_is_known_or_passed_over_with_a_note():
         for name in (*KNOWN, *UNKNOWN)
         for gpu in range(2)
     ]
-    fleet = as_fleet(of_two)
-    assert all(known_as(name) for name in KNOWN) and not any(map(known_as, UNKNOWN))
+    fleet = build_fleet(of_two)
+    assert all(find_metric(name) for name in KNOWN) and not any(map(find_metric, UNKNOWN))
     assert set(fleet.metrics) == {
-        f"gpu{gpu}{known_as(name)[0][3:]}" for name in KNOWN for gpu in range(2)
+        f"gpu{gpu}{find_metric(name)[0][3:]}" for name in KNOWN for gpu in range(2)
     }
-    (note,) = passed_over(of_two)
+    (note,) = describe_ignored(of_two)
     assert note.startswith("10 metrics of exporters are not known here and not compared: DCGM_")
     assert all(name in note for name in UNKNOWN)
     # One that is asked for is compared, the mean of what its devices give.
-    (note,) = passed_over(of_two, UNKNOWN[:1])
+    (note,) = describe_ignored(of_two, UNKNOWN[:1])
     assert UNKNOWN[0] not in note and note.startswith("9 ")
-    assert UNKNOWN[0] in as_fleet(of_two, wanted=UNKNOWN[:1]).metrics
+    assert UNKNOWN[0] in build_fleet(of_two, requested=UNKNOWN[:1]).metrics
 
 
 @pytest.mark.parametrize(
@@ -149,10 +155,10 @@ def test_the_default_list_of_dcgm_is_known_or_passed_over_with_a_note():
 )
 def test_what_exporters_say_besides_is_passed_over(name):
     other = series(name, [1, 2], instance="a:9400")
-    assert as_fleet([other]).metrics == () and name in passed_over([other])[0]
+    assert build_fleet([other]).metrics == () and name in describe_ignored([other])[0]
 
 
 @pytest.mark.parametrize("name", ["jrl_step_time", "queue_length", "machine_load", "goodput"])
 def test_names_of_ones_own_are_compared(name):
     own = series(name, [1, 2], instance="a:9400")
-    assert as_fleet([own]).metrics == (name,) and passed_over([own]) == []
+    assert build_fleet([own]).metrics == (name,) and describe_ignored([own]) == []

@@ -71,7 +71,7 @@ def test_an_answer_with_unknown_names_of_exporters_is_read_without_them():
         ({"__name__": "up", "job": "dcgm"}, [[1, "1"]]),
     ]
     assert read_answers([answer(*parts)]).metrics == ("gpu0/duty_cycle",)
-    asked = read_answers([answer(*parts)], wanted=("DCGM_FI_DEV_ENC_UTIL",))
+    asked = read_answers([answer(*parts)], requested=("DCGM_FI_DEV_ENC_UTIL",))
     assert asked.metrics == ("DCGM_FI_DEV_ENC_UTIL", "gpu0/duty_cycle")
     assert asked.values[0, 0, 0] == 2
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from jrl.faults.collect.exporters import EXPORTED, as_fleet, known_as
-from jrl.faults.collect.readings import RANGES, blank, possible
+from jrl.faults.collect.exporters import EXPORTED, build_fleet, find_metric
+from jrl.faults.collect.readings import RANGES, mask_blanks, mask_valid
 from jrl.faults.collect.series import Series
 from jrl.faults.collect.vocabulary import MEANINGS, of_any_gpu
 
@@ -22,13 +22,13 @@ DCGM = sorted(name for name in EXPORTED if name.startswith("DCGM_"))
 def fleet_of(name, readings, **labels):
     times = 15.0 * np.arange(len(readings))
     labels = {"__name__": name, "instance": "a", **labels}
-    return as_fleet([Series(labels, times, np.array([float(each) for each in readings]))])
+    return build_fleet([Series(labels, times, np.array([float(each) for each in readings]))])
 
 
 @pytest.mark.parametrize("sentinel", SENTINELS)
 def test_a_sentinel_is_no_value_of_any_metric_of_dcgm(sentinel):
     for name in DCGM:
-        column, kind = known_as(name)
+        column, kind = find_metric(name)
         fleet = fleet_of(name, [1, 1, sentinel, 1, 1])
         rest = [np.nan, 0, np.nan, 0, 0] if kind == "counter" else [1, 1, np.nan, 1, 1]
         np.testing.assert_equal(fleet.values[0, 0].tolist(), rest, err_msg=name)
@@ -37,7 +37,7 @@ def test_a_sentinel_is_no_value_of_any_metric_of_dcgm(sentinel):
 
 @pytest.mark.parametrize("value", [0, 1, 79, 2147483631, 2147483648, 2**47 - 1, 2**47 + 16, 2**62])
 def test_what_is_next_to_a_sentinel_is_a_value(value):
-    assert not blank(np.array([float(value)]))[0]
+    assert not mask_blanks(np.array([float(value)]))[0]
 
 
 @pytest.mark.parametrize(
@@ -70,10 +70,10 @@ def test_a_reading_out_of_a_metrics_range_is_none(name, sane, insane):
 def test_every_level_and_every_fatal_counter_has_a_range():
     ranged = {column for column, kind in EXPORTED.values() if kind != "counter"}
     assert ranged <= set(RANGES)
-    assert all(possible(name, np.array(limits)).all() for name, limits in RANGES.items())
-    assert possible("gpu3/temperature", np.array([20.0, 1e3, np.nan])).tolist() == [1, 0, 0]
-    assert possible("jrl_gpu3_temperature", np.array([20.0, 1e3])).tolist() == [1, 0]
-    assert possible("mine", np.array([-1e30, np.inf, np.nan])).tolist() == [1, 0, 0]
+    assert all(mask_valid(name, np.array(limits)).all() for name, limits in RANGES.items())
+    assert mask_valid("gpu3/temperature", np.array([20.0, 1e3, np.nan])).tolist() == [1, 0, 0]
+    assert mask_valid("jrl_gpu3_temperature", np.array([20.0, 1e3])).tolist() == [1, 0]
+    assert mask_valid("mine", np.array([-1e30, np.inf, np.nan])).tolist() == [1, 0, 0]
     assert set(map(of_any_gpu, RANGES)) - set(MEANINGS) < {
         *("gpu/xid", "gpu/ecc/uncorrected", "gpu/rows/remap_failure", "memory/ecc/uncorrected"),
         *("rdma/link_downed", "gpu/temperature/memory", "gpu/clock/memory", "memory/host", "x"),

@@ -9,7 +9,7 @@ import pytest
 
 from jrl.faults.collect.record import read
 from jrl.faults.collect.sampler import STEP_TIME, Sampler, StepClock
-from jrl.faults.collect.sources import Gpus, Host, Rates, own_gpus, sources
+from jrl.faults.collect.sources import Gpus, Host, Rates, available_sources, local_gpus
 
 
 def test_the_host_counts_what_this_process_does(tmp_path):
@@ -55,7 +55,7 @@ def test_step_time_is_the_mean_or_the_age_of_the_step_under_way():
 
 def test_a_sample_costs_less_than_a_hundredth_of_a_core(tmp_path):
     """Once a second, 10 ms of CPU time would be 1 %; it is some 0.2 ms."""
-    sampler = Sampler(tmp_path, "host-0", read=sources())
+    sampler = Sampler(tmp_path, "host-0", read=available_sources())
     begun = time.thread_time()
     for _ in range(100):
         sampler.clock.step(0.1)
@@ -159,9 +159,9 @@ def test_gpus_are_read_in_their_units_and_what_one_cannot_tell_is_left_out():
 
 
 def test_a_process_gives_its_own_gpus_only_numbered_from_zero():
-    own = Gpus(Nvml(), own_gpus([0], {"CUDA_VISIBLE_DEVICES": "GPU-b"}))
+    own = Gpus(Nvml(), local_gpus([0], {"CUDA_VISIBLE_DEVICES": "GPU-b"}))
     assert {name.partition("/")[0] for name in own.columns} == {"gpu0"}
     values = own.read(10.0)
     assert (values["gpu0/duty_cycle"], values["gpu0/ecc/uncorrected"]) == (0.89, 5.0)
-    assert own_gpus([1, 3], {}) == ("1", "3")
-    assert own_gpus([1], {"CUDA_VISIBLE_DEVICES": "4, 6"}) == ("6",)
+    assert local_gpus([1, 3], {}) == ("1", "3")
+    assert local_gpus([1], {"CUDA_VISIBLE_DEVICES": "4, 6"}) == ("6",)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jrl.faults.collect.exporters import as_fleet
+from jrl.faults.collect.exporters import build_fleet
 from jrl.faults.collect.series import Series, gpus_of, machines_of
 
 NAME = "DCGM_FI_DEV_GPU_TEMP"
@@ -40,7 +40,7 @@ def test_one_host_behind_an_address_is_named_by_the_address():
 
 
 def test_several_hosts_of_one_address_are_compared_as_several():
-    fleet = as_fleet([series(instance="gw:9400", Hostname=f"n{i}", gpu="0") for i in range(4)])
+    fleet = build_fleet([series(instance="gw:9400", Hostname=f"n{i}", gpu="0") for i in range(4)])
     assert fleet.machines == ("n0", "n1", "n2", "n3") and fleet.metrics == ("gpu0/temperature",)
 
 
@@ -49,7 +49,7 @@ def test_a_machine_at_a_new_address_is_known_by_its_gpus():
     new = [series(60, instance="10.0.0.9:9400", gpu=str(i), UUID=f"GPU-{i}") for i in range(2)]
     other = series(number=8, instance="10.0.0.2:9400", gpu="0", UUID="GPU-7")
     assert names(*old, other, *new) == ["10.0.0.9", "10.0.0.9", "10.0.0.2", *["10.0.0.9"] * 2]
-    fleet = as_fleet([*old, other, *new])
+    fleet = build_fleet([*old, other, *new])
     assert fleet.machines == ("10.0.0.2", "10.0.0.9") and np.isfinite(fleet.values[1]).all()
     # And at a third one; a host's name that changes with its pod is the same case.
     third = series(120, instance="10.0.0.4:9400", gpu="0", UUID="GPU-0")
@@ -79,7 +79,7 @@ def test_a_gpu_keeps_its_column_where_a_reset_numbers_anew():
         series(60, name=name, values=[0] * 4, instance="a", gpu="0", UUID="GPU-y"),
         series(60, name=name, values=[7] * 4, instance="a", gpu="1", UUID="GPU-x"),
     ]
-    fleet = as_fleet(parts)
+    fleet = build_fleet(parts)
     assert fleet.metrics == ("gpu0/ecc/uncorrected", "gpu1/ecc/uncorrected")
     assert fleet.values[0].tolist() == [[0.0] * 8, [7.0] * 8]
 
@@ -88,7 +88,7 @@ def test_gpus_without_numbers_are_told_apart_by_their_uuids():
     parts = [series(instance="a", UUID=f"GPU-{i}") for i in ("b", "a")]
     assert gpus_of(parts, ["a", "a"]) == ["1", "0"]
     assert gpus_of([series(instance="a")], ["a"]) == [None]
-    assert as_fleet(parts).metrics == ("gpu0/temperature", "gpu1/temperature")
+    assert build_fleet(parts).metrics == ("gpu0/temperature", "gpu1/temperature")
 
 
 def test_codes_of_parts_of_a_gpu_are_not_added():
@@ -96,7 +96,7 @@ def test_codes_of_parts_of_a_gpu_are_not_added():
         series(name="DCGM_FI_DEV_XID_ERRORS", values=values, instance="a", gpu="0", GPU_I_ID=part)
         for part, values in (("1", [0, 31, 79, 45]), ("2", [0, 31, 13, 79]))
     ]
-    assert as_fleet(parts).values[0, 0].tolist() == [0, 31, 79, 79]
+    assert build_fleet(parts).values[0, 0].tolist() == [0, 31, 79, 79]
 
 
 YEAR = 365 * 86400.0
@@ -113,9 +113,9 @@ def test_times_that_are_days_away_are_refused_before_memory_is_taken(away, insid
     else:
         fleet[5] = Series(lost.labels, lost.times + away, lost.values)
     with pytest.raises(ValueError, match=r"^'n5' has samples of .* days away .* set its clock"):
-        as_fleet(fleet)
+        build_fleet(fleet)
 
 
 def test_a_fleet_that_rested_for_days_is_read():
     fleet = [series(1.8e9 + at, instance=f"n{i}") for i in range(3) for at in (0, 5 * 86400)]
-    assert as_fleet(fleet, period=15.0).num_samples == 28804
+    assert build_fleet(fleet, period=15.0).num_samples == 28804

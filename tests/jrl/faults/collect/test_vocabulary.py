@@ -9,9 +9,9 @@ from jrl.faults.collect.vocabulary import (
     MEANINGS,
     STEP_TIME,
     exported_name,
+    find_recorded,
     meaning,
-    recorded_as,
-    searched,
+    search_order,
 )
 from jrl.faults.minder.models import shipped_models
 from jrl.faults.simulate import METRICS
@@ -49,15 +49,15 @@ def test_every_metric_of_a_gpu_has_a_meaning():
 
 def test_the_wanted_come_in_their_order_under_the_names_recorded():
     recorded = ("gpu1/power", "step/time", "gpu0/power", "cpu/process")
-    assert recorded_as(("cpu_usage", "gpu_power_draw"), recorded) == (
+    assert find_recorded(("cpu_usage", "gpu_power_draw"), recorded) == (
         "cpu/process",
         "gpu1/power",
         "gpu0/power",
     )
-    assert recorded_as(("gpu0/power", "disk_usage"), recorded) == ("gpu0/power",)
+    assert find_recorded(("gpu0/power", "disk_usage"), recorded) == ("gpu0/power",)
 
 
 def test_what_a_process_holds_in_memory_is_searched_only_when_asked_for():
     recorded = ("memory/process", "jrl_gpu0_memory", "queue/length", "cpu/process")
-    assert searched(("cpu_usage",), recorded) == ("cpu/process", "queue/length")
-    assert searched(("memory/process",), recorded)[0] == "memory/process"
+    assert search_order(("cpu_usage",), recorded) == ("cpu/process", "queue/length")
+    assert search_order(("memory/process",), recorded)[0] == "memory/process"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tiers import full_but
 
-from jrl.faults.collect.exporters import as_fleet
+from jrl.faults.collect.exporters import build_fleet
 from jrl.faults.collect.series import Series
 from jrl.faults.fleet import Fleet
 from jrl.faults.live.replay import main as replay
@@ -56,7 +56,7 @@ def series_of(readings):
 
 
 def examined(readings, **settings):
-    return StandardDetector(**settings).examine(as_fleet(series_of(readings)))
+    return StandardDetector(**settings).examine(build_fleet(series_of(readings)))
 
 
 def test_the_sound_cluster_and_one_with_a_fault():
@@ -110,7 +110,7 @@ def test_a_gpu_of_which_all_is_blank_is_silent():
 def test_what_is_blank_is_kept_with_a_saved_fleet(tmp_path):
     readings = cluster()
     readings["n04", 0, "DCGM_FI_DEV_GPU_TEMP"][30:] = BLANKS[0]
-    fleet = as_fleet(series_of(readings))
+    fleet = build_fleet(series_of(readings))
     fleet.save(tmp_path / "fleet.npz")
     again = Fleet.load(tmp_path / "fleet.npz")
     assert again.blank == fleet.blank == {("n04", "gpu0/temperature")}
@@ -129,7 +129,7 @@ def test_a_restart_that_numbers_gpus_anew_and_moves_the_address_names_nobody():
             after.append(Series({**labels, **other}, one.times[half:], one.values[half:]))
         else:
             before.append(one)
-    fleet = as_fleet([*before, *after])
+    fleet = build_fleet([*before, *after])
     assert "n99" in fleet.machines and "n04" not in fleet.machines
     assert len(fleet.machines) == MACHINES and StandardDetector()(fleet) == []
 

@@ -92,7 +92,7 @@ def test_healthy_machines_are_named_by_nobody_and_a_look_asks_for_what_is_new(se
 
     watcher = RemoteWatcher(Prometheus(server(Healthy)), StandardDetector())
     now = time.time()
-    first, second = watcher.look(now), watcher.look(now + 15)
+    first, second = watcher.detect(now), watcher.detect(now + 15)
     assert first.alarms == second.alarms == () and second.comparable
     assert first.fleet.metrics == ("gpu0/duty_cycle", "gpu0/power", "network/in")
     assert second.fleet.num_samples >= 60
@@ -148,10 +148,10 @@ def test_a_whole_page_is_compared_in_what_is_known_of_it_alone(server):
             self.answer('DCGM_FI_DEV_GPU_UTIL{gpu="0"} 95\nnode_boot_time_seconds 7\nqueue 1\n')
 
     address = server(Page) + "/metrics"
-    look = RemoteWatcher(Pages([address]), StandardDetector()).look()
+    look = RemoteWatcher(Pages([address]), StandardDetector()).detect()
     assert look.fleet.metrics == ("gpu0/duty_cycle", "queue")
     assert "not compared: node_boot_time_seconds (--metrics NAME" in look.notes[0]
     wanted = RemoteWatcher(
-        Pages([address]), StandardDetector(), wanted=("node_boot_time_seconds",)
-    ).look()
+        Pages([address]), StandardDetector(), requested=("node_boot_time_seconds",)
+    ).detect()
     assert wanted.fleet.metrics == ("gpu0/duty_cycle", "node_boot_time_seconds", "queue")

@@ -9,7 +9,7 @@ import pytest
 from jrl.faults.collect.record import Writer
 from jrl.faults.collect.vocabulary import exported_name
 from jrl.faults.fleet import Fleet
-from jrl.faults.live.replay import gone, read_fleet
+from jrl.faults.live.replay import find_stopped, read_fleet
 from jrl.faults.live.replay import main as replay
 from jrl.faults.minder.detect import Minder
 from jrl.faults.outlier import OutlierDetector
@@ -93,7 +93,7 @@ def test_a_process_that_was_gone_before_the_end_is_said(tmp_path):
     fleet, notes = read_fleet(tmp_path)
     assert fleet.machines == ("host-1", "host-2", "host-3")
     assert notes == ["process 'host-0' is not compared: silent."]
-    (alarm,) = gone(tmp_path)
+    (alarm,) = find_stopped(tmp_path)
     assert (alarm.machine, alarm.metric) == ("host-0", "silence")
     assert alarm.end - alarm.start == pytest.approx(131, abs=2)
 

@@ -183,11 +183,11 @@ def test_an_alarm_is_raised_once_and_again_after_it_was_over(tmp_path):
     recorded(tmp_path, sick="host-1")
     now = time.time()
     one = watcher(tmp_path, seconds=60)
-    assert [a.machine for a in one.look(now).raised] == ["host-1"]
-    again = one.look(now + 1)
+    assert [a.machine for a in one.detect(now).raised] == ["host-1"]
+    again = one.detect(now + 1)
     assert again.raised == () and [a.machine for a in again.alarms] == ["host-1"]
-    assert one.look(now + 600).alarms == ()  # nobody is running any more
-    assert [a.machine for a in one.look(now).raised] == ["host-1"]
+    assert one.detect(now + 600).alarms == ()  # nobody is running any more
+    assert [a.machine for a in one.detect(now).raised] == ["host-1"]
 
 
 def test_a_process_that_falls_silent_is_named_and_one_that_ends_is_not(tmp_path):
@@ -198,11 +198,11 @@ def test_a_process_that_falls_silent_is_named_and_one_that_ends_is_not(tmp_path)
         for each in writers[2:]:
             each.append(now + second, {"step/time": 0.5, "cpu/process": 0.9})
     one = watcher(tmp_path, silence_timeout=60.0)
-    assert one.look(now + 50).alarms == ()
-    (alarm,) = one.look(now + 90).alarms
+    assert one.detect(now + 50).alarms == ()
+    (alarm,) = one.detect(now + 90).alarms
     assert (alarm.machine, alarm.metric) == ("host-0", SILENCE)
     assert abs(alarm.start - now) < 1.5
-    assert watcher(tmp_path, silence_timeout=None).look(now + 90).alarms == ()
+    assert watcher(tmp_path, silence_timeout=None).detect(now + 90).alarms == ()
 
 
 def test_processes_of_an_earlier_life_of_the_run_are_not_missed(tmp_path):
@@ -212,7 +212,7 @@ def test_processes_of_an_earlier_life_of_the_run_are_not_missed(tmp_path):
         writer = Writer(tmp_path / "faults", name, COLUMNS, begun=now - 20)
         for second in range(20):
             writer.append(now - 19 + second, {"step/time": 0.5})
-    look = watcher(tmp_path).look(now)
+    look = watcher(tmp_path).detect(now)
     assert {each.machine: each.state for each in look.processes}["host-3"] == "silent"
     assert look.alarms == ()
 
@@ -224,7 +224,7 @@ def test_the_comparison_begins_when_all_have_samples(tmp_path):
     now = time.time()
     for second in range(5):
         recorded_late.append(now - 4 + second, {"step/time": 0.5, "cpu/process": 0.9})
-    fleet = watcher(tmp_path).look(now).fleet
+    fleet = watcher(tmp_path).detect(now).fleet
     assert fleet.machines == ("host-0", "host-1", "late") and fleet.num_samples <= 6
     assert np.isfinite(fleet.values[:, :, 0]).any(axis=1).all()
 

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jrl.faults.minder.continuity import NOBODY, UNSEEN, find_span, look_where_needed
+from jrl.faults.minder.continuity import NO_MACHINE, UNSEEN, find_span, score_where_needed
 
-WINDOWS = st.lists(st.sampled_from([NOBODY, 0, 0, 0, 1]), min_size=0, max_size=70)
+WINDOWS = st.lists(st.sampled_from([NO_MACHINE, 0, 0, 0, 1]), min_size=0, max_size=70)
 
 
 def slow_span(named, length, share):
@@ -45,7 +45,7 @@ def test_a_span_against_a_loop(named, length, share):
 @settings(max_examples=60, deadline=None)
 def test_looking_where_needed_finds_the_same(named, length, share):
     named = np.array(named, int)
-    lazy = look_where_needed(lambda at: named[at], len(named), length=length, share=share)
+    lazy = score_where_needed(lambda at: named[at], len(named), length=length, share=share)
     assert find_span(lazy, length=length, share=share) == find_span(
         named, length=length, share=share
     )
@@ -55,13 +55,13 @@ def test_looking_where_needed_finds_the_same(named, length, share):
 
 def test_little_is_looked_at_where_nothing_lasts():
     named = np.random.default_rng(0).integers(0, 50, 893)
-    lazy = look_where_needed(lambda at: named[at], 893, length=233, share=0.9)
+    lazy = score_where_needed(lambda at: named[at], 893, length=233, share=0.9)
     assert (lazy != UNSEEN).sum() == len(range(0, 893, 8))
 
 
 @pytest.mark.parametrize("hits", [232, 233])
 def test_one_second_too_short_is_no_alarm(hits):
-    named = np.full(893, NOBODY)
+    named = np.full(893, NO_MACHINE)
     named[100 : 100 + hits] = 4
     span = find_span(named, length=233)
     assert (span is not None) == (hits == 233)

@@ -14,7 +14,7 @@ from jrl.faults.fleet import Fleet
 from jrl.faults.minder import detect, vae
 from jrl.faults.minder.detect import Minder, WindowScorer, divide_by_tokens
 from jrl.faults.minder.embedding import View, four_moments, gather, raw, whitening
-from jrl.faults.minder.models import ANY, TOGETHER, shipped_models
+from jrl.faults.minder.models import ANY, JOINT, shipped_models
 from jrl.faults.minder.prepare import prepare
 from jrl.faults.simulate import METRICS, PRODUCTION, Settings, simulate
 
@@ -53,7 +53,7 @@ def test_a_window_against_a_loop():
     prepared = prepare(noisy(seed=3), max_lag=0)
     scorer = WindowScorer(prepared, np.zeros(6, int), View("cpu_usage", (0,), raw))
     starts = np.array([0, 5, 141, 142])
-    named = scorer.named(starts, threshold=1.0)
+    named = scorer.name_machines(starts, threshold=1.0)
     for start, machine in zip(starts, named, strict=True):
         window = prepared.values[0, :, start : start + 8]
         distance = np.linalg.norm(window[:, None] - window[None], axis=-1)
@@ -113,7 +113,7 @@ def test_detectors_share_what_was_seen_of_a_record(monkeypatch):
     fleet = noisy(shifted=4, by=20)
     strict, lax = replace(QUICK, threshold=1000.0), QUICK
     alone = strict.examine(fleet), lax.examine(fleet)
-    record = QUICK.ready(fleet)
+    record = QUICK.prepare_fleet(fleet)
     seen = []
     count = detect.farthest
     monkeypatch.setattr(detect, "farthest", lambda *a: seen.extend(a[1]) or count(*a))
@@ -271,7 +271,7 @@ def test_the_order_of_machines_changes_nothing(order):
 
 def test_every_metric_has_a_model_and_strangers_share_one():
     models = shipped_models()
-    assert set(models) == {*METRICS, ANY, TOGETHER}
+    assert set(models) == {*METRICS, ANY, JOINT}
     fleet = noisy(shifted=4, by=20)
     strange = Fleet(fleet.machines, ("queue/length",), fleet.start, 1.0, fleet.values)
     assert [alarm.machine for alarm in Minder(continuity=60)(strange)] == ["host-4"]

@@ -5,7 +5,7 @@ import time
 
 from rich.console import Console
 
-from jrl.report.evaluation.display import LINES, EvaluationDisplay
+from jrl.report.evaluation.display import MAX_LINES, EvaluationDisplay
 
 
 def test_a_bar_per_phase_on_a_terminal():
@@ -27,7 +27,7 @@ def test_a_few_lines_elsewhere():
         display.update("greedy", 0, 4)
         display.update("greedy", 4, 4)
     lines = file.getvalue().splitlines()
-    assert len(lines) == LINES + 1 + 2
+    assert len(lines) == MAX_LINES + 1 + 2
     assert lines[0].startswith("sampled: 0/1000 completions, ")
     assert lines[-3].startswith("sampled: 1000/1000 completions, ")
     assert lines[-2].startswith("greedy: 0/4 completions, ")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jrl.report.lookout import suspicion
-from jrl.report.lookout.suspicion import Lookout, first_suspicion, reasons
+from jrl.report.lookout.suspicion import Lookout, first_suspicion, suspicion_reasons
 from jrl.report.metrics import describe
 from jrl.tasks.answers.habits import Answered, form_of, habits, is_disputed
 
@@ -47,7 +47,7 @@ def told(lines):
     """What each line is, with the metric that a run writes into it."""
     lookout, found = Lookout(), []
     for line in lines:
-        why = lookout.look(line)
+        why = lookout.check(line)
         found.append({**line, suspicion.NAME: float(bool(why))})
     return found
 
@@ -97,7 +97,7 @@ def test_a_resumed_run_is_as_suspicious(cut):
     whole = told(lines)
     resumed = Lookout(whole[:cut])
     assert resumed.suspected == any(line[suspicion.NAME] for line in whole[:cut])
-    again = [float(bool(resumed.look(line))) for line in lines[cut:]]
+    again = [float(bool(resumed.check(line))) for line in lines[cut:]]
     assert again == [line[suspicion.NAME] for line in whole[cut:]]
 
 
@@ -133,16 +133,16 @@ def test_a_leap_while_something_collapses(others, why):
         {**line, **{name: values[number >= 10] for name, values in others.items()}}
         for number, line in enumerate(curve(0.8))
     ]
-    assert reasons(lines) == ([] if why is None else [LEAP + why])
+    assert suspicion_reasons(lines) == ([] if why is None else [LEAP + why])
     # Without a leap of the score it is nobody's gain.
     low = [{**line, "critic/score/mean": 0.1} for line in lines]
-    assert reasons(low) == []
+    assert suspicion_reasons(low) == []
     # And what a second reader shares is no accident.
     shared = [
         {**line, "answers/shared": 0.1 if n < 10 else 0.8, "answers/disputed": 0.0}
         for n, line in enumerate(lines)
     ]
-    assert reasons(shared) == []
+    assert suspicion_reasons(shared) == []
 
 
 def test_scores_of_any_range():
@@ -157,7 +157,7 @@ def test_scores_of_any_range():
             }
             for n in range(16)
         ]
-        assert bool(reasons(lines)) == leaps
+        assert bool(suspicion_reasons(lines)) == leaps
 
 
 def test_forms_of_answers():

@@ -44,7 +44,7 @@ def test_values_are_those_of_the_files(run, tmp_path):
 
 def test_nothing_of_a_run_can_end_the_element_it_stands_in(run):
     title = "<b>&{{data}}"
-    page = write.page_of(data.page_data([run]), title)
+    page = write.render_page(data.page_data([run]), title)
     assert any(s["completion"] == HOSTILE for s in embedded(page)["runs"][0]["samples"])
     assert "onerror=alert" in page and "<img" not in page and "<b>&" not in page
     assert "<title>&lt;b&gt;&amp;{{data}}</title>" in page
@@ -53,7 +53,7 @@ def test_nothing_of_a_run_can_end_the_element_it_stands_in(run):
 
 
 def test_the_page_is_small_and_asks_for_nothing(run):
-    page = write.page_of(data.page_data([run]), "run")
+    page = write.render_page(data.page_data([run]), "run")
     assert len(page.encode()) < 200_000
     assert "default-src 'none'" in page
     assert not re.findall(r'(?:src|href)="(?!#|data:)', page)
@@ -64,25 +64,25 @@ def test_long_runs_are_thinned_evenly_and_keep_evaluations():
     lines = [
         {"step": step} | ({"val/accuracy/sampled": 0.5} if step == 7 else {}) for step in range(41)
     ]
-    steps = [line["step"] for line in data.thinned(lines, 11)]
+    steps = [line["step"] for line in data.thin(lines, 11)]
     assert steps == [0, 4, 7, 8, 12, 16, 20, 24, 28, 32, 36, 40]
-    assert data.thinned(lines[:11], 11) == lines[:11]
+    assert data.thin(lines[:11], 11) == lines[:11]
 
 
 def test_samples_that_do_not_fit_are_left_out_by_steps():
     samples = [{"step": step, "text": "x" * 50} for step in range(9) for _ in range(2)]
     size = 2 * len(json.dumps(samples[0]))
-    kept = [sample["step"] for sample in data.within(samples, 5 * size)]
+    kept = [sample["step"] for sample in data.fit_samples(samples, 5 * size)]
     assert kept == [0, 0, 2, 2, 4, 4, 6, 6, 8, 8]
-    assert data.within(samples, 9 * size) == samples
-    assert data.within([], 1) == []
+    assert data.fit_samples(samples, 9 * size) == samples
+    assert data.fit_samples([], 1) == []
 
 
 def test_samples_of_a_suspicion_come_first():
     samples = [{"step": step, "kind": "training", "text": "x" * 50} for step in range(9)]
     samples[3]["kind"] = "suspicious"
     size = len(json.dumps(samples[3]))
-    assert [sample["step"] for sample in data.within(samples, 2 * size)] == [3, 8]
+    assert [sample["step"] for sample in data.fit_samples(samples, 2 * size)] == [3, 8]
 
 
 def test_a_suspicion_is_said_with_its_reasons(tmp_path):

@@ -5,7 +5,7 @@ import pytest
 from jrl.tasks import load_task
 from jrl.tasks.load import CONVERSATIONS
 from jrl.tasks.parts import environments_of
-from jrl.text.conversation import gold_conversation
+from jrl.text.conversation import reference_conversation
 from jrl.text.prompt_format import PromptFormat
 from jrl.text.tokenizer import Tokenizer
 
@@ -42,7 +42,7 @@ def test_sizes_hold(task):
     examples = [task.train(number) for number in range(800)]
     assert max(len(example.prompt) for example in examples) <= task.max_prompt_length
     format = PromptFormat(Tokenizer.train_characters(task.characters))
-    sizes = [len(gold_conversation(format, example)[0]) for example in examples]
+    sizes = [len(reference_conversation(format, example)[0]) for example in examples]
     # The end of the last turn is not counted.
     assert task.max_response_length - 4 <= max(sizes) - 1 <= task.max_response_length
     text = "".join(x for e in examples for x in (e.prompt, *(c for _, c in e.turns)))

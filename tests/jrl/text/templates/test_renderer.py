@@ -72,7 +72,7 @@ def test_what_a_template_may_take(process, tokenizer, source, message):
 
 def of(tokenizer, source):
     usage = replace(tokenizer.usage, chat_template=source, chat_date=DAY)
-    return ChatTemplate(tokenizer.used(usage), "DIR/chat.jinja")
+    return ChatTemplate(tokenizer.with_usage(usage), "DIR/chat.jinja")
 
 
 def test_to_be_compiled_is_limited_too(process, tokenizer):
@@ -108,7 +108,7 @@ def test_a_process_that_is_gone_is_started_again(process):
 
 
 def test_a_template_that_was_dropped_is_compiled_again(process):
-    made = [Renderer(f"{{{{ a }}}}{number}", DAY) for number in range(program.KEPT + 2)]
+    made = [Renderer(f"{{{{ a }}}}{number}", DAY) for number in range(program.MAX_COMPILED + 2)]
     found = [each.render([{"a": "n"}]) for each in made]
     assert found == [[f"n{i}"] for i in range(len(made))]
 
@@ -149,7 +149,7 @@ def test_arguments_of_calls_are_mappings_and_texts(process):
         {"role": "assistant", "tool_calls": [call]},
         {"role": "assistant", "function_call": older},
     ]
-    here = program.compiled(source, datetime.datetime(2026, 11, 25), None)
+    here = program.compile_template(source, datetime.datetime(2026, 11, 25), None)
     expected = here.render(messages=messages)
     given = [{"messages": messages[:1], "a": 1}, {"messages": messages}]
     refused, found = Renderer(source, DAY).render(given)
@@ -168,8 +168,8 @@ def test_a_limit_is_no_answer_to_what_is_asked_of_a_template(process, tokenizer)
     took too long this time."""
     slow = of(tokenizer, LOOPS)
     for ask in (
-        lambda: slow.closing,
-        lambda: slow.opening(ASKED),
+        lambda: slow.turn_suffix,
+        lambda: slow.generation_prompt(ASKED),
         lambda: PromptFormat(tokenizer, slow)._takes_system,
     ):
         with pytest.raises(TemplateLimit):
@@ -184,7 +184,7 @@ def test_a_run_names_the_file(process, tokenizer, tmp_path):
     with pytest.raises(TemplateLimit, match=f"the chat template {path} took"):
         with_template(RunConfig(chat_template=str(path)), tokenizer)
     usage = replace(tokenizer.usage, chat_template=LOOPS, turn_end=None)
-    theirs = tokenizer.used(usage)
+    theirs = tokenizer.with_usage(usage)
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "..."}')
     run = RunConfig(model=f"hf:{tmp_path}")
     config = tmp_path / "tokenizer_config.json"

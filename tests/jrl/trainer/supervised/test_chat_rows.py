@@ -15,7 +15,7 @@ from jrl.tasks.data.fields import Fields
 from jrl.tasks.data.split import HeldOut
 from jrl.tasks.rewards.completion import CompletionText
 from jrl.text.chat import ChatTemplate
-from jrl.text.learned import ChatFormat
+from jrl.text.loss_mask import ChatFormat
 from jrl.text.prompts import special_text_of, text_of
 from jrl.text.tokenizer import Tokenizer
 from jrl.trainer.supervised.rows import EXTRA_TOKENS, chat_rows, sampled_lengths
@@ -73,7 +73,7 @@ def test_what_is_too_long_is_left_out_or_cut():
     # Of nine tokens the first seven are context: nothing is left to learn.
     assert (cut.dropped, cut.truncated) == (1, 2)
     assert [len(cut.encoded[n].ids) for n in (2, 4)] == [6, 6]
-    assert cut.encoded[4].learned.tolist() == [False] * 3 + [True] * 3
+    assert cut.encoded[4].loss_mask.tolist() == [False] * 3 + [True] * 3
     assert rows_of(chats_of(), positions=7).dropped == 1
     with pytest.raises(ValueError, match="max_length=9 is more than the 8 positions"):
         rows_of(chats_of(), positions=8, max_length=9)
@@ -126,7 +126,7 @@ def test_a_turn_is_sampled_and_compared_as_it_is_learned(name, tmp_path):
     rows = chat_rows(task, format, Sft().supervision, MICRO, mesh_of("dp1"))
     own = rows.encoded[0]
     said = len(own.ids) - own.context
-    assert own.learned[own.context :].all() and own.turn_length == said
+    assert own.loss_mask[own.context :].all() and own.turn_length == said
     assert sampled_lengths(task, rows, MICRO, None) == (own.context, said + max(-(-said // 4), 16))
     given = tokenizer, own.ids[own.context :]
     text = CompletionText(text_of(*given), special_text_of(*given))

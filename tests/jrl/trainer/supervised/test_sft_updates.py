@@ -96,7 +96,7 @@ def test_the_loss_is_that_of_a_plain_oracle(task, packed):
         # What follows changes nothing before it.
         ids = np.pad(own.ids, (0, longest - len(own.ids)))
         logits = np.asarray(run(weights, jnp.asarray(ids[None])), np.float64).reshape(longest, -1)
-        for at in np.flatnonzero(own.learned):
+        for at in np.flatnonzero(own.loss_mask):
             before = logits[at - 1] - logits[at - 1].max()
             losses.append(np.log(np.exp(before).sum()) - before[ids[at]])
             likeliest.append(before.argmax() == ids[at])

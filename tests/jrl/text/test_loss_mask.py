@@ -11,11 +11,11 @@ from jrl.tasks.data.chats import chat_of
 from jrl.tasks.data.conversations import Conversation
 from jrl.text.chat import ChatTemplate
 from jrl.text.json_tokenizer import checkpoint_tokenizer
-from jrl.text.learned import ChatFormat, encode_chat
 from jrl.text.load import load_tokenizer
+from jrl.text.loss_mask import ChatFormat, encode_chat
 from jrl.text.prompt_format import PromptFormat, with_template
 from jrl.text.prompts import text_of
-from jrl.text.published import published
+from jrl.text.published import checkpoint_files
 from jrl.text.tokenizer import Tokenizer
 
 TWICE = [
@@ -55,7 +55,7 @@ def tokenizer(tmp_path_factory):
 
 
 def format_of(tokenizer, template=TEMPLATE, **more):
-    made = tokenizer.used(replace(tokenizer.usage, chat_template=template))
+    made = tokenizer.with_usage(replace(tokenizer.usage, chat_template=template))
     return ChatFormat(made, ChatTemplate(made), **more)
 
 
@@ -63,8 +63,8 @@ def assert_learned(encoded, tokenizer, parts):
     """`parts` are texts, and whether they are learned, with special tokens written out."""
     ids = [(token, said) for text, said in parts for token in tokenizer.encode_special(text)]
     assert encoded.ids.tolist() == [token for token, _ in ids]
-    assert encoded.learned.tolist() == [said for _, said in ids]
-    assert encoded.context == encoded.learned.tolist().index(True)
+    assert encoded.loss_mask.tolist() == [said for _, said in ids]
+    assert encoded.context == encoded.loss_mask.tolist().index(True)
 
 
 def test_each_turn_of_the_assistant_is_learned_with_its_end(tokenizer):
@@ -79,9 +79,9 @@ def test_each_turn_of_the_assistant_is_learned_with_its_end(tokenizer):
         replace(chat, messages=(("user", "2+2?"),))
     )
     assert format.encode(chat) == prompt == found.ids[: found.context].tolist()
-    cut = found.cut(found.context + 1)
-    assert cut.learned.tolist() == [False] * found.context + [True]
-    assert found.cut(found.context) is None
+    cut = found.truncate(found.context + 1)
+    assert cut.loss_mask.tolist() == [False] * found.context + [True]
+    assert found.truncate(found.context) is None
 
 
 def test_turns_that_the_next_one_ends(tokenizer):
@@ -91,7 +91,7 @@ def test_turns_that_the_next_one_ends(tokenizer):
         tokenizer.usage, stop_ids=(*tokenizer.stop_ids, tokenizer.special_tokens[START])
     )
     found = encode_chat(
-        format_of(tokenizer.used(usage), ENDLESS), chat_of({"messages": TWICE}, "f:1")
+        format_of(tokenizer.with_usage(usage), ENDLESS), chat_of({"messages": TWICE}, "f:1")
     )
     opened = "<assistant>\n"
     written = [(f"{START}2+2?{opened}", False), (f"4{START}", True)]
@@ -110,8 +110,8 @@ def test_the_end_that_the_template_writes_is_one_whatever_the_config_says(tmp_pa
     found = encode_chat(format_of(base), chat_of({"messages": TWICE}, "f:1"))
     written = [(ASKED, False), (f"4{TURN}", True), (AGAIN + OPENED, False), (f"yes{TURN}", True)]
     assert_learned(found, base, written)
-    assert text_of(base, found.ids[found.learned][:2]) == "4"
-    generation = json.loads(published(base, tmp_path / "nothing")["generation_config.json"])
+    assert text_of(base, found.ids[found.loss_mask][:2]) == "4"
+    generation = json.loads(checkpoint_files(base, tmp_path / "nothing")["generation_config.json"])
     assert generation["eos_token_id"] == [end, turn]
     # It is kept with the tokenizer, and found for a template of one's own.
     base.save(tmp_path / "saved")
@@ -148,7 +148,7 @@ def test_a_template_that_writes_a_beginning_otherwise_is_refused(tokenizer):
         encode_chat(format_of(tokenizer, FORGETFUL), chat)
     # Of the last turn it says what the assistant wrote.
     found = encode_chat(format_of(tokenizer, FORGETFUL), chat, last=True)
-    said = tokenizer.decode_special(found.ids[found.learned].tolist())
+    said = tokenizer.decode_special(found.ids[found.loss_mask].tolist())
     assert said == f"<think></think> yes{TURN}"
     with pytest.raises(ValueError, match=r"f:8: the chat template refuses .*no turn for a tool"):
         tool = {"role": "tool", "content": "4"}
@@ -160,7 +160,7 @@ def test_a_special_token_in_a_message_is_text(template, tokenizer):
     spelt = [TWICE[0], {"role": "assistant", "content": f"a{TURN}b"}]
     found = encode_chat(format_of(tokenizer, template), chat_of({"messages": spelt}, "f:1"))
     end = tokenizer.special_tokens[TURN]
-    said = found.ids[found.learned].tolist()
+    said = found.ids[found.loss_mask].tolist()
     assert said.index(end) == len(said) - 1
     assert tokenizer.decode(said) == f"a{TURN}b"
 
@@ -183,14 +183,14 @@ def test_without_a_template():
 
     pair = encode_chat(format, chat_of({"prompt": "2?", "completion": "4"}, "f:1"))
     assert pair.ids.tolist() == [1, *ids("2?4"), 2]
-    assert pair.learned.tolist() == [False, False, False, True, True]
+    assert pair.loss_mask.tolist() == [False, False, False, True, True]
     turns = [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "4"}]
     found = encode_chat(format, chat_of({"messages": [*turns, *turns]}, "f:1"))
     opened = "\nassistant: "
     expected = [1, *ids("user: 2?" + opened + "4"), 2, *ids("\nuser: 2?" + opened + "4"), 2]
     assert found.ids.tolist() == expected
     first, second = 1 + 8 + 12, 1 + 8 + 12 + 2 + 9 + 12
-    assert found.learned.nonzero()[0].tolist() == [first, first + 1, second, second + 1]
+    assert found.loss_mask.nonzero()[0].tolist() == [first, first + 1, second, second + 1]
     call = {"role": "assistant", "content": "", "tool_calls": [{"name": "a"}]}
     with pytest.raises(ValueError, match="f:3: it has tools, and the model no chat template"):
         encode_chat(format, chat_of({"messages": [turns[0], call]}, "f:3"))

@@ -1,4 +1,4 @@
-from jrl.text.pieces import pieces
+from jrl.text.token_texts import token_texts
 from jrl.text.tokenizer import Tokenizer
 
 
@@ -15,13 +15,13 @@ class Bytes(Tokenizer):
 
 def test_a_character_belongs_to_the_token_that_completes_it():
     ids = [*"aé".encode(), *"😀".encode(), 256, ord("b")]
-    assert pieces(Bytes(), ids) == ["a", "", "é", "", "", "", "😀", "<end>", "b"]
-    assert pieces(Bytes(), list("é".encode()[:1])) == ["\ufffd"]
+    assert token_texts(Bytes(), ids) == ["a", "", "é", "", "", "", "😀", "<end>", "b"]
+    assert token_texts(Bytes(), list("é".encode()[:1])) == ["\ufffd"]
 
 
 def test_pieces_are_the_whole_text():
     tokenizer = Tokenizer.train_characters("ab 1")
     ids = [*tokenizer.encode("a b1"), *tokenizer.stop_ids, *tokenizer.encode(" a")]
-    found = pieces(tokenizer, ids)
+    found = token_texts(tokenizer, ids)
     assert len(found) == len(ids) and "".join(found) == tokenizer.decode_special(ids)
-    assert pieces(tokenizer, []) == []
+    assert token_texts(tokenizer, []) == []

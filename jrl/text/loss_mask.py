@@ -1,0 +1,293 @@
+"""Tokens of a conversation, and the loss mask of the assistant's turns.
+
+With a chat template, the tokens are those of the whole text that it writes. The template's own
+``{% generation %}`` marks delimit the assistant's text, if it has them. Otherwise the conversation
+is rendered up to each of the assistant's turns, opened for it, and up to the turn's end; the
+characters between the two are the assistant's. A token with one of these characters is the
+assistant's. If a token would have characters of the generation prompt as well (two line ends,
+mostly), the text is split between them: the policy continues the tokens of the prompt alone. A turn
+ends with the first token that ends a completion. A policy never samples the text that a template
+writes after that (a line end, mostly), and it is not trained on. If only the start of the next turn
+ends a turn, as in GLM's template, the end of sequence comes after the last turn. A "text" is
+trained on from its second token on.
+
+Without a template, a question and an answer are the tokens of both and the end of sequence, as in
+reinforcement learning. A longer conversation is written with the role before each content:
+
+    user: 2 + 2?
+    assistant: 4
+"""
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from jrl.tasks import Example
+from jrl.tasks.data.chats import Chat
+from jrl.tasks.data.conversations import Conversation, said
+from jrl.text.chat import SPAN_BEGIN, SPAN_END, ChatTemplate, text_or_raise
+from jrl.text.located.escape import escape_special_tokens
+from jrl.text.located.tokens import TokenSpans
+from jrl.text.prompt_format import NO_TOOLS, PromptFormat
+from jrl.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Tokens of a conversation and their loss mask, up to the last token that is trained on.
+
+    Attributes:
+      ids: ``[time]`` its tokens.
+      loss_mask: ``[time]`` true on tokens that are trained on, never true on the first.
+      context: tokens before the first one that is trained on.
+    """
+
+    ids: np.ndarray
+    loss_mask: np.ndarray
+    context: int
+
+    @property
+    def turn_length(self) -> int:
+        """Tokens of the first turn that is trained on, its end included."""
+        others = np.flatnonzero(~self.loss_mask[self.context :])
+        return int(others[0]) if len(others) else len(self.ids) - self.context
+
+    def truncate(self, most: int) -> "Encoded | None":
+        """Its first tokens; None if none of these is trained on."""
+        loss_mask = self.loss_mask[:most]
+        return Encoded(self.ids[:most], loss_mask, self.context) if loss_mask.any() else None
+
+
+@dataclass(frozen=True)
+class ChatFormat(PromptFormat):
+    """The prompts of conversations are their own tokens; all others are as `PromptFormat` has them.
+
+    Attributes:
+      last: whether the last turn of the assistant alone is trained on.
+    """
+
+    last: bool = False
+
+    def encode(self, example: Example) -> list[int]:
+        if not isinstance(example, Chat):
+            return super().encode(example)
+        encoded = encode_chat(self, example, last=self.last)
+        return encoded.ids[: encoded.context].tolist()
+
+
+def encode_chat(format: PromptFormat, chat: Chat, *, last: bool = False) -> Encoded:
+    """The tokens of a conversation.
+
+    Args:
+      last: whether the last turn of the assistant alone is trained on.
+
+    Raises:
+      ValueError: naming the record, where the template refuses it, or writes the beginning of a
+        conversation otherwise than at the beginning of the whole.
+    """
+    try:
+        if chat.text is not None:
+            return _encode_text(format.tokenizer, chat.text)
+        if format.template is None:
+            tokens = _encode_without_template(format, chat)
+        else:
+            tokens = _encode_with_template(format, format.template, chat, last)
+    except ValueError as error:
+        raise ValueError(f"{chat.place}: {error}") from error
+    encoded = _build_loss_mask(tokens, format.tokenizer, last)
+    if encoded is None:
+        raise ValueError(
+            f"{chat.place}: the assistant's turns have no token to learn: leave the record out"
+        )
+    return encoded
+
+
+@dataclass(frozen=True)
+class ConversationTokens:
+    """The tokens of a whole conversation, and who said them.
+
+    Attributes:
+      ids: ``[time]`` its tokens.
+      turn: ``[time]`` which turn of the assistant each is of, counted from 0; -1 is of none.
+    """
+
+    ids: list[int]
+    turn: np.ndarray
+
+
+def _build_loss_mask(
+    tokens: ConversationTokens, tokenizer: Tokenizer, last: bool
+) -> Encoded | None:
+    """Builds the loss mask: tokens of each turn until its end, and the end of sequence after the
+    last where nothing ends it; None if no token is trained on."""
+    ids, turn = list(tokens.ids), tokens.turn
+    loss_mask = np.zeros(len(ids), bool)
+    turn_indices = np.unique(turn[turn >= 0])
+    for turn_index in turn_indices[-1:] if last else turn_indices:
+        positions = np.flatnonzero(turn == turn_index)
+        ends = [position for position in positions if ids[position] in tokenizer.stop_ids]
+        next_position = positions[-1] + 1
+        if not ends and next_position < len(ids) and ids[next_position] in tokenizer.stop_ids:
+            # The end of a turn may come after the template's tag.
+            positions, ends = np.append(positions, next_position), [next_position]
+        loss_mask[positions[positions <= ends[0]] if ends else positions] = True
+    # Nothing predicts the first token.
+    loss_mask[:1] = False
+    if not loss_mask.any():
+        return None
+    trained = np.flatnonzero(loss_mask)
+    end, context = trained[-1] + 1, int(trained[0])
+    if ids[end - 1] not in tokenizer.stop_ids:
+        ids, loss_mask = [*ids[:end], tokenizer.turn_end_id], np.append(loss_mask[:end], True)
+        end += 1
+    return Encoded(np.array(ids[:end], np.int32), loss_mask[:end], context)
+
+
+def _encode_text(tokenizer: Tokenizer, text: str) -> Encoded:
+    """A text that is trained on but for its first token, which nothing predicts."""
+    ids = tokenizer.with_prefix(tokenizer.encode_special(text))
+    if ids[-1] not in tokenizer.stop_ids:
+        ids = [*ids, tokenizer.eos_id]
+    if len(ids) < 2:
+        raise ValueError("its text has one token, which nothing predicts: leave the record out")
+    loss_mask = np.ones(len(ids), bool)
+    loss_mask[0] = False
+    return Encoded(np.array(ids, np.int32), loss_mask, 1)
+
+
+def _encode_without_template(format: PromptFormat, chat: Chat) -> ConversationTokens:
+    """Without a template."""
+    tokenizer, messages = format.tokenizer, chat.conversation.turns
+    if any(turn.get("tool_calls") for turn in messages) or chat.conversation.tools is not None:
+        raise ValueError(f"it {NO_TOOLS}")
+    if chat.is_pair:
+        question, answer = map(said, messages)
+        before = tokenizer.with_prefix(tokenizer.encode(question))
+        after = [*tokenizer.encode_continuation(question, answer), tokenizer.eos_id]
+        return ConversationTokens([*before, *after], np.repeat([-1, 0], [len(before), len(after)]))
+    ids, turn = list(tokenizer.prefix), [np.full(len(tokenizer.prefix), -1)]
+    unencoded, turn_index = "", 0
+    for index, each in enumerate(messages):
+        unencoded += ("\n" if index else "") + each["role"] + ": "
+        if each["role"] != "assistant":
+            unencoded += said(each)
+            continue
+        # What stands between two ends is one text.
+        encoding = tokenizer.encode_spans(unencoded + said(each))
+        ids += [*encoding.ids, tokenizer.eos_id]
+        in_turn = encoding.within(len(unencoded), len(unencoded) + len(said(each)))
+        turn += [np.where(in_turn, turn_index, -1), np.array([turn_index])]
+        unencoded, turn_index = "", turn_index + 1
+    return ConversationTokens(ids, np.concatenate(turn))
+
+
+def _encode_with_template(
+    format: PromptFormat, template: ChatTemplate, chat: Chat, last: bool
+) -> ConversationTokens:
+    """By a template. A special token that a message spells is text, as in prompts
+    (`jrl.text.chat.ChatTemplate`)."""
+    tokenizer = format.tokenizer
+    format.check_shown(chat)
+    escaped = escape_special_tokens(
+        format.add_defaults(chat.conversation), tokenizer.special_tokens
+    )
+    if template.has_generation_tags:
+        if SPAN_BEGIN in escaped.texts or SPAN_END in escaped.texts:
+            raise ValueError("it has U+FDD0 or U+FDD1, which are no characters: leave them out")
+        text, spans = _split_tagged(template.write(escaped.conversation, tagged=True))
+        generation_prompt = template.generation_prompt(_before_last_turn(escaped.conversation))
+        # A tag may enclose what the template itself begins the turn with.
+        skipped = [
+            len(generation_prompt) if text.startswith(generation_prompt, begin) else 0
+            for begin, _ in spans
+        ]
+        spans = [(begin + n, end) for n, (begin, end) in zip(skipped, spans, strict=True)]
+    else:
+        text, spans = _locate_assistant_text(template, escaped.conversation, last)
+    begin_offsets = [escaped.unescaped_offset(text, begin) for begin, _ in spans]
+    end_offsets = [escaped.unescaped_offset(text, end) for _, end in spans]
+    encoding = tokenizer.encode_special_spans(text, escaped.escape)
+    special = _mask_special_tokens(tokenizer, encoding)
+    straddled = [
+        begin
+        for (begin, _), begin_offset in zip(spans, begin_offsets, strict=True)
+        if np.any((encoding.begins < begin_offset) & (begin_offset < encoding.ends) & ~special)
+    ]
+    if straddled:
+        # The policy is asked after the tokens of the prompt alone.
+        segments = [text[a:b] for a, b in pairwise([0, *straddled, len(text)])]
+        encoding = TokenSpans.concatenate(
+            [tokenizer.encode_special_spans(segment, escaped.escape) for segment in segments],
+            [len(segment) - segment.count(escaped.escape) for segment in segments],
+        )
+        special = _mask_special_tokens(tokenizer, encoding)
+    turn = np.full(len(encoding.ids), -1)
+    for turn_index, (begin, end) in enumerate(zip(begin_offsets, end_offsets, strict=True)):
+        # Some special tokens take the blanks behind them along; nobody says those.
+        turn[encoding.within(begin, end) & ~(special & (encoding.begins < begin))] = turn_index
+    ids = tokenizer.with_template_prefix(encoding.ids)
+    return ConversationTokens(ids, np.concatenate([np.full(len(ids) - len(turn), -1), turn]))
+
+
+def _mask_special_tokens(tokenizer: Tokenizer, encoding: TokenSpans) -> np.ndarray:
+    """``[tokens]`` bool."""
+    return np.isin(encoding.ids, list(tokenizer.special_ids))
+
+
+def _before_last_turn(conversation: Conversation) -> Conversation:
+    """The conversation before the assistant's last turn."""
+    messages = conversation.turns
+    last = max(index for index, turn in enumerate(messages) if turn["role"] == "assistant")
+    return replace(conversation, turns=messages[:last])
+
+
+def _split_tagged(tagged_text: str) -> tuple[str, list[tuple[int, int]]]:
+    """The text without the tags of a template, and the spans between them."""
+    text, *others = tagged_text.split(SPAN_BEGIN)
+    spans: list[tuple[int, int]] = []
+    for other in others:
+        span_text, _, after = other.partition(SPAN_END)
+        spans.append((len(text), len(text) + len(span_text)))
+        text += span_text + after
+    return text, spans
+
+
+def _locate_assistant_text(
+    template: ChatTemplate, conversation: Conversation, last: bool
+) -> tuple[str, list[tuple[int, int]]]:
+    """The text that the template writes, and the spans of the assistant's in it, between what is
+    written before each of its turns and after it.
+
+    Args:
+      last: whether the last turn alone is requested.
+    """
+    messages = conversation.turns
+    assistant_indices = [
+        index for index, turn in enumerate(messages) if turn["role"] == "assistant"
+    ]
+    selected = assistant_indices[-1:] if last else assistant_indices
+    requests = [(conversation, False)]
+    for index in selected:
+        requests.append((replace(conversation, turns=messages[:index]), True))
+        if index + 1 < len(messages):
+            requests.append((replace(conversation, turns=messages[: index + 1]), False))
+    texts = iter(template.write_all(requests))
+    full_text, spans, end = text_or_raise(next(texts)), list[tuple[int, int]](), 0
+    for index in selected:
+        before = text_or_raise(next(texts))
+        after = full_text if index + 1 == len(messages) else text_or_raise(next(texts))
+        turn_suffix = template.turn_suffix
+        if not full_text.startswith(after) and turn_suffix and after.endswith(turn_suffix):
+            # Some templates end the last turn of all otherwise than those before it.
+            after = after.removesuffix(turn_suffix)
+        if not (full_text.startswith(after) and after.startswith(before) and len(before) >= end):
+            raise ValueError(
+                f"the chat template writes the first {index + 1} messages otherwise than at the "
+                "beginning of the whole conversation, so that it does not say what the assistant "
+                "wrote: give --learn last, or a template with {% generation %} marks as "
+                "--chat-template"
+            )
+        spans.append((len(before), len(after)))
+        end = len(after)
+    return full_text, spans
