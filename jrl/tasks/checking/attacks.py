@@ -3,7 +3,7 @@ answers."""
 
 from collections.abc import Callable, Sequence
 
-from jrl.tasks.answers.numbers import NUMBER, stated
+from jrl.tasks.answers.numbers import NUMBER, read_statement
 from jrl.tasks.checking.table import Case
 from jrl.tasks.task import Example
 
@@ -47,8 +47,8 @@ def attacks_on(examples: Sequence[Example]) -> list[tuple[Example, Case]]:
         others = list(answers)[:MOST_OTHERS]
         if not gold or not others:
             continue
-        number = stated(gold, marked=True)
-        is_number = number.kind == NUMBER and number.alone and number.digits == gold
+        number = read_statement(gold, marked=True)
+        is_number = number.kind == NUMBER and number.is_only_number and number.digits == gold
         for kind, attack in {**ATTACKS, **(OF_NUMBERS if is_number else {})}.items():
             case = Case(kind, gold, attack(example.prompt, gold, others), "wrong")
             found.append((example, case))
