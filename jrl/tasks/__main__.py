@@ -8,7 +8,7 @@ from typing import Literal
 import tyro
 
 from jrl.config.command_line import exit_status
-from jrl.tasks.checking.check import check, page
+from jrl.tasks.checking.check import check, format_report
 from jrl.tasks.sandbox.sandbox import allow_unsafe
 
 
@@ -52,7 +52,7 @@ def _main(arguments: list[str]) -> int:
         answers=request.answers,
         seconds=request.reward_seconds,
     )
-    print(page(request.target, findings))
+    print(format_report(request.target, findings))
     return int(any(finding.gamed for finding in findings))
 
 

@@ -19,7 +19,7 @@ from jrl.tasks.answers.markup import plain_notation
 from jrl.tasks.answers.numbers import NUMBER, read_statement
 from jrl.tasks.answers.tokens import tokens_of
 from jrl.tasks.answers.verdict import EVALUATED, RULES, Judge
-from jrl.tasks.checking.table import VERDICTS, cases
+from jrl.tasks.checking.table import VERDICTS, load_cases
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def judge(symbolic):
     return Judge(symbolic)
 
 
-GROUPS = {(case.kind, case.reference): None for case in cases()}
+GROUPS = {(case.kind, case.reference): None for case in load_cases()}
 
 
 def expected(case):
@@ -44,14 +44,14 @@ def expected(case):
 
 @pytest.mark.parametrize(("kind", "gold"), GROUPS)
 def test_the_table(judge, kind, gold):
-    group = [case for case in cases() if (case.kind, case.reference) == (kind, gold)]
+    group = [case for case in load_cases() if (case.kind, case.reference) == (kind, gold)]
     assert group
     found = {case.completion: judge(gold, case.completion) for case in group}
     assert found == {case.completion: expected(case) for case in group}
 
 
 def test_the_table_is_large_and_without_repetition():
-    table = cases()
+    table = load_cases()
     assert len(table) >= 200
     assert len({(case.reference, case.completion) for case in table}) == len(table)
     assert {case.verdict for case in table} == set(VERDICTS)
@@ -69,7 +69,7 @@ def test_a_reason_stands_beside_a_case():
 def test_the_rule_of_values(symbolic):
     """What is still to be worked out is right then, and all else as it was."""
     judge = Judge(symbolic, EVALUATED)
-    for case in cases():
+    for case in load_cases():
         if case.completion.strip():
             right = case.verdict == "right" or case.unevaluated
             assert (judge(case.reference, case.completion) == "correct") == right, case
