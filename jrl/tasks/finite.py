@@ -20,16 +20,16 @@ class FiniteTask(PromptList):
         pool: Pool,
         question: Callable[[Example, str], Message],
         heldout: HeldOut | None = None,
-        apart: Sequence[Example] | None = None,
+        heldout_examples: Sequence[Example] | None = None,
     ):
         """Splits the examples.
 
         Args:
           pool: answers ``{"score": ..., "reason": ...}``, or ``{"error": ...}``.
           question: what to ask it about an example and a completion.
-          name, examples, seed, heldout, apart: as of `PromptList`.
+          name, examples, seed, heldout, heldout_examples: as of `PromptList`.
         """
-        super().__init__(name, examples, seed, heldout, apart)
+        super().__init__(name, examples, seed, heldout, heldout_examples)
         self._pool = pool
         self._question = question
 

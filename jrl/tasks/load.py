@@ -293,7 +293,7 @@ class _Loader:
     def _procedural(self, task: ProceduralTask) -> ProceduralTask:
         heldout = self.heldout
         heldout.check_no_file(task.name, "draws")
-        return replace(task, heldout_size=heldout.count, heldout_share=heldout.drawn_share)
+        return replace(task, heldout_size=heldout.count, heldout_share=heldout.generated_share)
 
 
 def _options(spec: str, text: str) -> tuple[str, dict[str, Any]]:

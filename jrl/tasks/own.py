@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jrl.tasks.data.prompt_list import Placed, PromptList, distinct
+from jrl.tasks.data.prompt_list import LocatedExample, PromptList, drop_repeated
 from jrl.tasks.data.records import check_sendable, example_of
 from jrl.tasks.data.split import HeldOut
 from jrl.tasks.environments.host import Host
@@ -45,7 +45,7 @@ def own_prompts(
             )
         heldout.check_no_file(name, "draws")
         definition = made if host is None else Opened(name, made, host)
-        task = ProceduralTask(name, seed, definition, heldout.count, heldout.drawn_share)
+        task = ProceduralTask(name, seed, definition, heldout.count, heldout.generated_share)
         check_sendable(task.train(0), f"task={name}")
         return task
     apart = getattr(made, "heldout", None)
@@ -61,7 +61,7 @@ def own_prompts(
             "it out"
         )
     others, again = _examples(apart, f"task={name}: heldout", host, tools)
-    task = PromptList(name, examples, seed, apart=others)
+    task = PromptList(name, examples, seed, heldout_examples=others)
     task.num_repeated = repeated + again
     return task
 
@@ -70,7 +70,7 @@ def _examples(
     records: Any, place: str, host: Host | None, tools: tuple[str, ...]
 ) -> tuple[list[Example], int]:
     """The examples of records, no two with the same prompt, and how many were left out."""
-    placed: list[Placed] = []
+    placed: list[LocatedExample] = []
     for number, record in enumerate(records):
         record = {"prompt": record} if isinstance(record, str) else record
         if host is None:
@@ -79,5 +79,5 @@ def _examples(
             example = opened_example(record, f"{place}[{number}]", host, tools)
         check_sendable(example, f"{place}[{number}]")
         placed.append((f"{place}[{number}]", example))
-    kept, repeated = distinct(placed)
+    kept, repeated = drop_repeated(placed)
     return [example for _, example in kept], repeated

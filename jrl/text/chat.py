@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from jrl.tasks.data.arguments import Arguments
-from jrl.tasks.data.conversations import Conversation, Turn, plainly, said
+from jrl.tasks.data.conversations import Conversation, Turn, content_of, role_content_pairs
 from jrl.text.located.spelled import Marked, cut_specials, marked, unused
 from jrl.text.located.tokens import special_pattern
 from jrl.text.templates.renderer import Renderer, TemplateLimit, TemplateSyntax
@@ -75,7 +75,7 @@ class ChatTemplate:
     def closing(self) -> str | None:
         """Text after the assistant's last message; None if it cannot be found."""
         for first in ((), (("system", "?"),)):
-            asked = Conversation.of([*first, ("user", "?"), ("assistant", PROBE)])
+            asked = Conversation.from_pairs([*first, ("user", "?"), ("assistant", PROBE)])
             try:
                 _, found, closing = self.write(asked).partition(PROBE)
             except TemplateLimit:
@@ -145,7 +145,7 @@ class ChatTemplate:
         """Names that the template is rendered with."""
         turns = [dict(turn) for turn in conversation.turns]
         if not self._knows_null:
-            turns = [{**turn, "content": said(turn)} for turn in turns]
+            turns = [{**turn, "content": content_of(turn)} for turn in turns]
         given = {**self._names, **conversation.arguments}
         if conversation.tools is not None:
             given["tools"] = conversation.tools
@@ -259,7 +259,7 @@ class ChatTemplate:
                 return written, found
         if refused is not None:
             raise refused
-        after = _short(plainly(own.conversation.turns[place + 1 :]))
+        after = _short(role_content_pairs(own.conversation.turns[place + 1 :]))
         if count == 1:
             raise ValueError(
                 "the chat template ends a call of a tool with no token that ends turns, so that "

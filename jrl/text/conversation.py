@@ -89,7 +89,7 @@ def answer_ids(
 def _turns(format: PromptFormat, example: Example, messages: Messages) -> tuple[Turn, ...]:
     """Messages after a prompt, with the calls of tools that are in them."""
     if format.tool_format is None or not example.tools:
-        return Conversation.of(messages).turns
+        return Conversation.from_pairs(messages).turns
     return with_calls(format.tool_format, example_tools(example), messages)
 
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from jrl.tasks import Example
 from jrl.tasks.data.chats import Chat
-from jrl.tasks.data.conversations import Conversation, said
+from jrl.tasks.data.conversations import Conversation, content_of
 from jrl.text.chat import BEGIN, END, ChatTemplate, written
 from jrl.text.located.spelled import marked
 from jrl.text.located.tokens import Located
@@ -94,11 +94,11 @@ def encode_chat(format: PromptFormat, chat: Chat, *, last: bool = False) -> Enco
         else:
             spoken = _written(format, format.template, chat, last)
     except ValueError as error:
-        raise ValueError(f"{chat.place}: {error}") from error
+        raise ValueError(f"{chat.location}: {error}") from error
     encoded = _learned(spoken, format.tokenizer, last)
     if encoded is None:
         raise ValueError(
-            f"{chat.place}: the assistant's turns have no token to learn: leave the record out"
+            f"{chat.location}: the assistant's turns have no token to learn: leave the record out"
         )
     return encoded
 
@@ -160,7 +160,7 @@ def _plain(format: PromptFormat, chat: Chat) -> Spoken:
     if any(turn.get("tool_calls") for turn in turns) or chat.conversation.tools is not None:
         raise ValueError(f"it {NO_TOOLS}")
     if chat.is_pair:
-        question, answer = map(said, turns)
+        question, answer = map(content_of, turns)
         before = tokenizer.begun(tokenizer.encode(question))
         own = [*tokenizer.continued(question, answer), tokenizer.eos_id]
         return Spoken([*before, *own], np.repeat([-1, 0], [len(before), len(own)]))
@@ -169,12 +169,12 @@ def _plain(format: PromptFormat, chat: Chat) -> Spoken:
     for at, each in enumerate(turns):
         waiting += ("\n" if at else "") + each["role"] + ": "
         if each["role"] != "assistant":
-            waiting += said(each)
+            waiting += content_of(each)
             continue
         # What stands between two ends is one text.
-        own = tokenizer.placed(waiting + said(each))
+        own = tokenizer.placed(waiting + content_of(each))
         ids += [*own.ids, tokenizer.eos_id]
-        spoken = own.within(len(waiting), len(waiting) + len(said(each)))
+        spoken = own.within(len(waiting), len(waiting) + len(content_of(each)))
         turn += [np.where(spoken, number, -1), np.array([number])]
         waiting, number = "", number + 1
     return Spoken(ids, np.concatenate(turn))

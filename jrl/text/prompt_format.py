@@ -46,7 +46,7 @@ class PromptFormat:
         """Conversation that the policy continues: the example's messages, or its prompt as a
         user's."""
         pairs = example.messages or (("user", example.prompt),)
-        turns = example.opening or Conversation.of(pairs).turns
+        turns = example.opening or Conversation.from_pairs(pairs).turns
         tools = [json.loads(tool) for tool in example.tools] or None
         conversation = Conversation(turns, tools, example.template_arguments)
         if example.instruction and self.system_prompt is None:
@@ -137,7 +137,7 @@ class PromptFormat:
         probe = "an instruction to look for"
         try:
             return probe in self.template.render(
-                Conversation.of((("system", probe), ("user", "a question")))
+                Conversation.from_pairs((("system", probe), ("user", "a question")))
             )
         except TemplateLimit:
             raise

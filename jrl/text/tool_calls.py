@@ -38,7 +38,7 @@ def tool_format_of(template: ChatTemplate, tokenizer: Tokenizer) -> ToolFormat |
     source = tokenizer.usage.chat_template
     marked = marked_formats("" if source is None else source)
     schema, known = PROBE.schema, {PROBE.name: PROBE.parameters}
-    asked = replace(Conversation.of([("user", "?")]), tools=[schema])
+    asked = replace(Conversation.from_pairs([("user", "?")]), tools=[schema])
     for format in (*marked, *(each for each in FORMATS if each not in marked)):
         call = Call(PROBE.name, ARGUMENTS)
         turn = _turn("", [call], [format.call_id(call.name, 0)])
@@ -67,7 +67,7 @@ def _behind(before: str, whole: str) -> str:
 
 def shows_tools(template: ChatTemplate, tools: list[Any], names: Sequence[str]) -> bool:
     """True if a template writes tools: its text differs with them, and has the name of each."""
-    asked = Conversation.of([("user", "?")])
+    asked = Conversation.from_pairs([("user", "?")])
     given = template.render(replace(asked, tools=tools))
     return given != template.render(asked) and all(name in given for name in names)
 

@@ -44,6 +44,6 @@ def _turn_end(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
     tokens = tokenizer.spelled_tokens
     found = re.search(special_pattern(tokens), closing)
     # Some templates go on to the next turn whether they are asked to or not.
-    if found is None or found[0] in template.opening(Conversation.of([("user", "?")])):
+    if found is None or found[0] in template.opening(Conversation.from_pairs([("user", "?")])):
         return None
     return tokens[found[0]]

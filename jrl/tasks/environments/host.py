@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from jrl.report.warnings import FewWarnings
-from jrl.tasks.data.records import plain
+from jrl.tasks.data.records import to_json_value
 from jrl.tasks.references import Reference
 from jrl.tasks.task import Example, Verdict
 from jrl.tasks.workers.environment import Conversations, maker
@@ -140,7 +140,7 @@ class WorkerHost:
         self._warnings = FewWarnings()
 
     def opened(self, fields: Message) -> list[list[str]]:
-        sent = json.loads(json.dumps(fields, default=plain))
+        sent = json.loads(json.dumps(fields, default=to_json_value))
         room = min(self._rooms, key=lambda room: room.busy)
         answer: Message
         try:
@@ -156,7 +156,7 @@ class WorkerHost:
         if room is None:
             room = self._room_of[number] = min(self._rooms, key=lambda room: len(room.members))
             room.members.add(number)
-        fields = json.loads(json.dumps(dict(example.record), default=plain))
+        fields = json.loads(json.dumps(dict(example.record), default=to_json_value))
         question = {"conversation": number, "fields": fields, "said": list(said)}
         return room.do(lambda: self._asked(room, number, question))
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from jrl.tasks.data.records import example_of, plain
+from jrl.tasks.data.records import example_of, to_json_value
 from jrl.tasks.definition import Record
 from jrl.tasks.environments.definition import fields_of
 from jrl.tasks.environments.host import Host
@@ -107,7 +107,7 @@ def opened_example(
         example,
         record=fields,
         turns=turns,
-        hidden=json.dumps(fields, sort_keys=True, default=plain),
+        hidden=json.dumps(fields, sort_keys=True, default=to_json_value),
         tools=tuple(tools),
     )
 

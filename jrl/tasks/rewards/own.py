@@ -4,7 +4,7 @@ import json
 import tempfile
 from collections.abc import Sequence
 
-from jrl.tasks.data.records import plain
+from jrl.tasks.data.records import to_json_value
 from jrl.tasks.references import Reference
 from jrl.tasks.rewards.completion import special_of
 from jrl.tasks.task import FAILURES, Example
@@ -53,7 +53,7 @@ def _question(example: Example, completion: str) -> Message:
     if example.answer:
         fields.setdefault("answer", example.answer)
     # The worker sees what JSON holds of it, whatever a file's reader made of the fields.
-    fields = json.loads(json.dumps(fields, default=plain))
+    fields = json.loads(json.dumps(fields, default=to_json_value))
     question: Message = {"prompt": example.prompt, "completion": completion, "fields": fields}
     if (special := special_of(completion)) != completion:
         question["special"] = special

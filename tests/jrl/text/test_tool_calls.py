@@ -226,4 +226,4 @@ def test_nothing_is_asked_of_a_policy_without_a_template(tmp_path):
     assert environment_messages(format, EXAMPLE, ["@calc 2*3"]) == [
         {"role": "assistant", "content": "@calc 2*3"}
     ]
-    assert Conversation.of((("user", "?"),)).tools is None
+    assert Conversation.from_pairs((("user", "?"),)).tools is None
