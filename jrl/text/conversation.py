@@ -12,8 +12,8 @@ import numpy as np
 
 from jrl.tasks import Example
 from jrl.tasks.data.conversations import Conversation, Turn
-from jrl.tasks.tools.calls import in_message
-from jrl.tasks.tools.formats.known import PLAIN
+from jrl.tasks.tools.calls import format_message_calls
+from jrl.tasks.tools.formats.detection import PLAIN
 from jrl.text.prompt_format import PromptFormat, example_tools
 from jrl.text.prompts import encode_prompt, opened_reasoning, special_text_of, text_of
 from jrl.text.tool_calls import calls_of, with_calls
@@ -53,7 +53,7 @@ def environment_messages(
     if format.tool_format is not None and known:
         calls_of_turns = calls_of(format.tool_format, known, said)
         for message, (calls, ids) in zip(messages, calls_of_turns, strict=True):
-            message["tool_calls"] = in_message(calls, ids)
+            message["tool_calls"] = format_message_calls(calls, ids)
     for number in cut:
         messages[number]["truncated"] = True
     return messages

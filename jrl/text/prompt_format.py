@@ -10,9 +10,9 @@ from typing import Any
 from jrl.config.run import RunConfig
 from jrl.tasks import Example
 from jrl.tasks.data.conversations import Conversation
-from jrl.tasks.tools.calls import Call, Known, known_tools
+from jrl.tasks.tools.calls import Call, ToolParameters, parameters_by_tool
+from jrl.tasks.tools.formats.detection import FORMATS
 from jrl.tasks.tools.formats.format import ToolFormat
-from jrl.tasks.tools.formats.known import FORMATS
 from jrl.text.chat import ChatTemplate, today
 from jrl.text.templates.renderer import TemplateLimit
 from jrl.text.tokenizer import Tokenizer
@@ -174,9 +174,9 @@ class PromptFormat:
         return ids
 
 
-def example_tools(example: Example) -> Known:
+def example_tools(example: Example) -> ToolParameters:
     """The tools of an example."""
-    return known_tools([json.loads(tool) for tool in example.tools])
+    return parameters_by_tool([json.loads(tool) for tool in example.tools])
 
 
 def _names(example: Example) -> str:

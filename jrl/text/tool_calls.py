@@ -9,9 +9,9 @@ from typing import Any
 
 from jrl.tasks.data.arguments import Arguments
 from jrl.tasks.data.conversations import Conversation, Turn
-from jrl.tasks.tools.calls import Call, Known
+from jrl.tasks.tools.calls import Call, ToolParameters
+from jrl.tasks.tools.formats.detection import FORMATS, detect_formats
 from jrl.tasks.tools.formats.format import ToolFormat
-from jrl.tasks.tools.formats.known import FORMATS, marked_formats
 from jrl.tasks.tools.tool import Tool
 from jrl.text.chat import ChatTemplate
 from jrl.text.tokenizer import Tokenizer
@@ -36,7 +36,7 @@ def tool_format_of(template: ChatTemplate, tokenizer: Tokenizer) -> ToolFormat |
     one whose marks are in its source.
     """
     source = tokenizer.usage.chat_template
-    marked = marked_formats("" if source is None else source)
+    marked = detect_formats("" if source is None else source)
     schema, known = PROBE.schema, {PROBE.name: PROBE.parameters}
     asked = replace(Conversation.from_pairs([("user", "?")]), tools=[schema])
     for format in (*marked, *(each for each in FORMATS if each not in marked)):
@@ -73,7 +73,7 @@ def shows_tools(template: ChatTemplate, tools: list[Any], names: Sequence[str]) 
 
 
 def calls_of(
-    format: ToolFormat, known: Known, texts: Sequence[str]
+    format: ToolFormat, known: ToolParameters, texts: Sequence[str]
 ) -> Iterator[tuple[list[Call], list[str]]]:
     """The calls of each turn of a policy, and their ids: those that it wrote, where a chat template
     takes them."""
@@ -89,7 +89,7 @@ def calls_of(
 
 
 def with_calls(
-    format: ToolFormat, known: Known, messages: Sequence[tuple[str, str]]
+    format: ToolFormat, known: ToolParameters, messages: Sequence[tuple[str, str]]
 ) -> tuple[Turn, ...]:
     """The messages as a chat template takes them: with the calls of the policy's, and in the
     answers of tools the calls that they answer, in order."""

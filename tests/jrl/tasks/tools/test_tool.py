@@ -10,7 +10,7 @@ import pytest
 
 from jrl.tasks.answers import extract
 from jrl.tasks.tools.calculator import CALCULATOR
-from jrl.tasks.tools.calls import Call, in_message
+from jrl.tasks.tools.calls import Call, format_message_calls
 from jrl.tasks.tools.tool import CUT, Tool, ToolEnvironment
 from jrl.tasks.workers.environment import Conversations
 
@@ -415,10 +415,10 @@ async def _awaited(value):
 
 def test_calls_that_the_format_of_the_checkpoint_has_read():
     environment = ToolEnvironment([CALCULATOR], lambda text: float("calc" in text), most=9)
-    calls = in_message([Call("calc", {"expression": "2*3"})], ["x"])
+    calls = format_message_calls([Call("calc", {"expression": "2*3"})], ["x"])
     message = said("text that says nothing", tool_calls=calls)
     assert step(environment, message)[0] == [{"role": "tool", "content": "6"}]
-    broken = in_message([Call("", error="the call cannot be read: so")], ["x"])
+    broken = format_message_calls([Call("", error="the call cannot be read: so")], ["x"])
     assert step(environment, said("", tool_calls=broken))[0][0]["content"] == (
         "error: the call cannot be read: so"
     )
