@@ -21,7 +21,7 @@ def listed(leaf: Any) -> PromptList | None:
 
 def lists_of(task: Any) -> list[PromptList]:
     """Those of the sources that are lists."""
-    return [found for leaf in leaves(task) if (found := listed(leaf)) is not None]
+    return [prompt_list for leaf in leaves(task) if (prompt_list := listed(leaf)) is not None]
 
 
 def task_names(task: Any) -> tuple[str, ...]:
@@ -54,4 +54,4 @@ def leave_out(task: Any, fits: Callable[[Example], bool]) -> int:
     Raises:
       ValueError: where a list would have none left on one side.
     """
-    return sum(found.leave_out(fits) for found in lists_of(task))
+    return sum(prompt_list.leave_out(fits) for prompt_list in lists_of(task))

@@ -8,7 +8,7 @@ written before the marker is the policy's own chain of thought; its length grows
 from random import Random
 
 from jrl.tasks.definition import Record
-from jrl.tasks.procedural import ProceduralTask, exact
+from jrl.tasks.procedural import ProceduralTask, score_exact
 from jrl.tasks.task import Verdict
 
 MARKER = "#"
@@ -59,7 +59,7 @@ class Scratchpad:
     def reward(self, prompt: str, completion: str, *, answer: str) -> Verdict:
         """Compares what follows the last marker with the sum; without one there is no answer."""
         _, marker, result = completion.rpartition(MARKER)
-        return exact(result if marker else "", answer.rpartition(MARKER)[2], "0123456789")
+        return score_exact(result if marker else "", answer.rpartition(MARKER)[2], "0123456789")
 
 
 def scratchpad_of(min_digits: int, max_digits: int, seed: int) -> ProceduralTask:

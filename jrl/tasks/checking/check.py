@@ -12,8 +12,8 @@ from jrl.tasks.checking.table import Case, load_cases
 from jrl.tasks.data.files import KINDS
 from jrl.tasks.load import load_task
 from jrl.tasks.parts import has_environments
-from jrl.tasks.references import looks_like_one, reference
-from jrl.tasks.rewards.own import OwnReward
+from jrl.tasks.references import is_code_reference, parse_reference
+from jrl.tasks.rewards.custom import CustomReward
 from jrl.tasks.task import Example, Task
 from jrl.tasks.workers.process import Message
 
@@ -116,8 +116,8 @@ def _open_scorer(
 ) -> Iterator[tuple[Score, Task | None]]:
     """Opens the scoring function, and the task that it belongs to, if any."""
     with ExitStack() as stack:
-        if looks_like_one(target) and (code := reference(target)).is_reward():
-            reward = OwnReward(code, makes=False, seconds=seconds)
+        if is_code_reference(target) and (code := parse_reference(target)).is_reward():
+            reward = CustomReward(code, makes=False, seconds=seconds)
             stack.callback(reward.close)
             yield lambda pairs: [_score_of_reply(answer) for answer in reward.ask(pairs)], None
             return
