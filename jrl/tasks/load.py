@@ -264,8 +264,8 @@ class _Loader:
         if spec in BUILT_IN:
             return self._procedural(BUILT_IN[spec](seed))
         if kind == "scratchpad" and (lengths := re.fullmatch(r"(?:(\d+)-)?(\d+)", rest)):
-            digits = int(lengths[1] or MIN_DIGITS), int(lengths[2])
-            return self._procedural(scratchpad_of(*digits, seed))
+            min_digits, max_digits = int(lengths[1] or MIN_DIGITS), int(lengths[2])
+            return self._procedural(scratchpad_of(min_digits, max_digits, seed))
         if kind in KINDS and rest:
             return jsonl(
                 rest,

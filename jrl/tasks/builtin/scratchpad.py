@@ -47,8 +47,10 @@ class Scratchpad:
 
     def prompts(self, random: Random) -> Record:
         if self._independent_lengths:
-            lengths = self._min_digits, self._max_digits + 1
-            left, right = (_number(random, random.randrange(*lengths)) for _ in range(2))
+            left, right = (
+                _number(random, random.randrange(self._min_digits, self._max_digits + 1))
+                for _ in range(2)
+            )
         else:
             # A Pareto variable from the shortest on, rounded down.
             length = int(self._min_digits * (1 - random.random()) ** (-1 / TAIL))
