@@ -13,7 +13,7 @@ from jrl.tasks.sandbox.sandbox import allow_unsafe
 
 
 @dataclass(frozen=True)
-class Request:
+class CheckArguments:
     """Arguments of ``python -m jrl.tasks``."""
 
     command: tyro.conf.Positional[Literal["check"]]
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(arguments: list[str]) -> int:
     request = tyro.cli(
-        Request,
+        CheckArguments,
         prog="python -m jrl.tasks",
         description="Tries answers on a verifier or a reward that it should not be talked into.",
         args=arguments,

@@ -6,7 +6,7 @@ from jrl.tasks.data.prompt_list import LocatedExample, PromptList, drop_repeated
 from jrl.tasks.data.records import check_sendable, example_of
 from jrl.tasks.data.split import HeldOut
 from jrl.tasks.environments.host import Host
-from jrl.tasks.environments.task import Opened, open_example, tools_of
+from jrl.tasks.environments.task import EnvironmentPrompts, open_example, tools_of
 from jrl.tasks.procedural import ProceduralTask
 from jrl.tasks.references import CodeReference
 from jrl.tasks.task import Example, Prompts
@@ -44,7 +44,7 @@ def custom_prompts(
                 "to what the longest prompt and answer have, and to all characters of both"
             )
         heldout.check_no_file(name, "draws")
-        endless = definition if host is None else Opened(name, definition, host)
+        endless = definition if host is None else EnvironmentPrompts(name, definition, host)
         task = ProceduralTask(name, seed, endless, heldout.count, heldout.generated_share)
         check_sendable(task.train(0), f"task={name}")
         return task
@@ -71,13 +71,13 @@ def _examples(
 ) -> tuple[list[Example], int]:
     """The examples of records, no two with the same prompt, and how many were left out."""
     located: list[LocatedExample] = []
-    for number, record in enumerate(records):
+    for index, record in enumerate(records):
         record = {"prompt": record} if isinstance(record, str) else record
         if host is None:
-            example = example_of(record, f"{location}[{number}]")
+            example = example_of(record, f"{location}[{index}]")
         else:
-            example = open_example(record, f"{location}[{number}]", host, tools)
-        check_sendable(example, f"{location}[{number}]")
-        located.append((f"{location}[{number}]", example))
+            example = open_example(record, f"{location}[{index}]", host, tools)
+        check_sendable(example, f"{location}[{index}]")
+        located.append((f"{location}[{index}]", example))
     unique, repeated = drop_repeated(located)
     return [example for _, example in unique], repeated

@@ -25,7 +25,7 @@ from jrl.tasks.data.jsonl import jsonl, prompts_of
 from jrl.tasks.data.split import HeldOut, parse_heldout
 from jrl.tasks.environments.definition import is_conversing
 from jrl.tasks.environments.host import LocalHost, Scoring, WorkerHost
-from jrl.tasks.environments.task import Conversational, Opened
+from jrl.tasks.environments.task import Conversational, EnvironmentPrompts
 from jrl.tasks.gym import gym
 from jrl.tasks.mixture import Mixture, Weighted
 from jrl.tasks.procedural import ProceduralTask
@@ -289,7 +289,7 @@ class _Loader:
     def _load_environment(self, spec: str) -> Task:
         definition = CONVERSATIONS[spec]()
         host = LocalHost(definition, Scoring(failed=self.settings.failed))
-        prompts = ProceduralTask(spec, self.seed, Opened(spec, definition, host))
+        prompts = ProceduralTask(spec, self.seed, EnvironmentPrompts(spec, definition, host))
         return Conversational(self._procedural(prompts), host)
 
     def _procedural(self, task: ProceduralTask) -> ProceduralTask:

@@ -137,7 +137,7 @@ def _read(
         assert other.expression is not None
         if first.expression.value is None or first.expression.value != other.expression.value:
             return Statement(MULTIPLE)
-    others = [phrase for number, phrase in enumerate(phrases) if number != chosen]
+    others = [phrase for index, phrase in enumerate(phrases) if index != chosen]
     if _has_alternative(tokens, begin, end, others, first.expression):
         return Statement(MULTIPLE)
     return Statement(

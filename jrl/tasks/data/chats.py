@@ -41,13 +41,13 @@ class Chat(Example):
       conversation: all of it, empty of a text.
       text: trained on as it is; None where there is a conversation.
       location: where it is from, for messages.
-      number: counts the conversations of a task.
+      index: counts the conversations of a task.
     """
 
     conversation: Conversation = field(default=Conversation(()), compare=False, repr=False)
     text: str | None = field(default=None, compare=False, repr=False)
     location: str = field(default="", compare=False)
-    number: int = field(default=-1, compare=False)
+    index: int = field(default=-1, compare=False)
 
     @property
     def is_pair(self) -> bool:
@@ -95,7 +95,7 @@ class Chats(PromptList):
 
         def with_answers(examples: Iterable[Example]) -> list[Example]:
             return [
-                replace(each, answer=answers[each.number]) if isinstance(each, Chat) else each
+                replace(each, answer=answers[each.index]) if isinstance(each, Chat) else each
                 for each in examples
             ]
 
@@ -154,14 +154,14 @@ def chat_of(
     fields: Fields | None = None,
     *,
     last: bool = False,
-    number: int = -1,
+    index: int = -1,
 ) -> Chat:
     """The conversation that a record describes.
 
     Args:
       location: where it is from, for messages.
       fields, last: as of `load_chats`.
-      number: of the conversation.
+      index: of the conversation in its task.
 
     Raises:
       ValueError: where a field is missing or cannot be what it is for.
@@ -169,7 +169,7 @@ def chat_of(
     fields = Fields() if fields is None else fields
     parsed = read_record(record, location, fields)
     if parsed.text is not None:
-        return _text_chat(record, parsed.text, location, number)
+        return _text_chat(record, parsed.text, location, index)
     messages = parsed.conversation.turns
     answered = parsed.is_text or get_field(record, fields.answer) is not None
     if messages[-1]["role"] != "assistant" and answered:
@@ -196,11 +196,11 @@ def chat_of(
         template_arguments=parsed.conversation.arguments,
         conversation=replace(parsed.conversation, turns=messages),
         location=location,
-        number=number,
+        index=index,
     )
 
 
-def _text_chat(record: Any, text: str, location: str, number: int) -> Chat:
+def _text_chat(record: Any, text: str, location: str, index: int) -> Chat:
     """A text of which everything is learned; where it is held out, others like it are as well."""
     return Chat(
         prompt="",
@@ -209,12 +209,12 @@ def _text_chat(record: Any, text: str, location: str, number: int) -> Chat:
         hidden=text,
         text=text,
         location=location,
-        number=number,
+        index=index,
     )
 
 
 def _read_chats(kind: str, path: str, fields: Fields, last: bool, first: int) -> list[Chat]:
     return [
-        chat_of(record, location, fields, last=last, number=number)
-        for number, (location, record) in enumerate(read_records(kind, path), first)
+        chat_of(record, location, fields, last=last, index=index)
+        for index, (location, record) in enumerate(read_records(kind, path), first)
     ]

@@ -96,8 +96,8 @@ def parse_messages(
         raise ValueError(f"{where} is {short(value)}: it must be {LIST}")
     table = isinstance(record, Row)
     return tuple(
-        _parse_message(message, table, f"{where}: message {number}")
-        for number, message in enumerate(value, start=1)
+        _parse_message(message, table, f"{where}: message {position}")
+        for position, message in enumerate(value, start=1)
     )
 
 

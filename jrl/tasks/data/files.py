@@ -78,8 +78,8 @@ def _read_parquet(path: Path) -> Iterator[LocatedRecord]:
             raise ValueError(
                 f"{file}: cannot be read ({error}): give a Parquet file, or a folder of them"
             ) from error
-        for number, row in enumerate(rows, start=1):
-            yield f"{file}:{number}", Row(row)
+        for row_number, row in enumerate(rows, start=1):
+            yield f"{file}:{row_number}", Row(row)
 
 
 def _read_dataset(path: Path) -> Iterator[LocatedRecord]:
@@ -95,8 +95,8 @@ def _read_dataset(path: Path) -> Iterator[LocatedRecord]:
     if isinstance(dataset, datasets.DatasetDict):
         splits = ", ".join(f"{path}/{split}" for split in dataset)
         raise ValueError(f"{path}: holds the splits {splits}: give one of them")
-    for number, row in enumerate(dataset, start=1):
-        yield f"{path}:{number}", Row(row)
+    for row_number, row in enumerate(dataset, start=1):
+        yield f"{path}:{row_number}", Row(row)
 
 
 def _check_installed(library: str, task: str) -> None:

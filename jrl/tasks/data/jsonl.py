@@ -132,7 +132,7 @@ def _read_with_heldout(
 def _read_unique(
     kind: str, path: str | Path, fields: Fields, *, answered: bool = True
 ) -> tuple[list[LocatedExample], int]:
-    """The examples of a file, as of `jrl.tasks.data.prompt_list.distinct`."""
+    """The examples of a file, as of `jrl.tasks.data.prompt_list.drop_repeated`."""
     return drop_repeated(
         (location, example_of(record, location, fields, answered=answered))
         for location, record in read_records(kind, path)

@@ -126,11 +126,11 @@ class PromptList:
                 f"task={self.name} has nothing to train on, as all its prompts are held out: "
                 "choose another --held-out"
             )
-        number, offset = divmod(index, len(self._train))
-        if self._order[0] != number:
+        pass_index, offset = divmod(index, len(self._train))
+        if self._order[0] != pass_index:
             order = list(range(len(self._train)))
-            generator(self.name, self._seed, "pass", number).shuffle(order)
-            self._order = (number, order)
+            generator(self.name, self._seed, "pass", pass_index).shuffle(order)
+            self._order = (pass_index, order)
         return self._train[self._order[1][offset]]
 
     def heldout(self, index: int) -> Example:
@@ -175,8 +175,8 @@ def _select_heldout(name: str, examples: Sequence[Example], heldout: HeldOut) ->
                 f"held_out={heldout.count} leaves nothing to train on: task={name} has "
                 f"{len(ranked)} prompts"
             )
-        number = heldout.count
+        num_heldout = heldout.count
     else:
-        number = sum(is_heldout(example.identity, heldout.share) for example in ranked)
-        number = min(max(number, 1), len(ranked) - 1)
-    return {example.identity for example in ranked[:number]}
+        num_heldout = sum(is_heldout(example.identity, heldout.share) for example in ranked)
+        num_heldout = min(max(num_heldout, 1), len(ranked) - 1)
+    return {example.identity for example in ranked[:num_heldout]}

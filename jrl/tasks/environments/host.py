@@ -74,7 +74,9 @@ class Host(Protocol):
         """
         ...
 
-    def say(self, number: int, example: Example, messages: PolicyMessages) -> "Future[Reply]":
+    def say(
+        self, conversation_id: int, example: Example, messages: PolicyMessages
+    ) -> "Future[Reply]":
         """Submits the policy's messages; the future is the environment's reply to the last one.
 
         Args:
@@ -82,7 +84,7 @@ class Host(Protocol):
         """
         ...
 
-    def end(self, number: int) -> None:
+    def end(self, conversation_id: int) -> None:
         """Closes the environment of a conversation that ends early; one that is over needs none."""
         ...
 
@@ -101,15 +103,19 @@ class LocalHost:
     def opening_messages(self, fields: Message) -> list[list[str]]:
         return self._conversations.opening_messages(fields)
 
-    def say(self, number: int, example: Example, messages: PolicyMessages) -> "Future[Reply]":
+    def say(
+        self, conversation_id: int, example: Example, messages: PolicyMessages
+    ) -> "Future[Reply]":
         future: Future[Reply] = Future()
         future.set_result(
-            _parse_reply(self._conversations.answer(number, dict(example.record), messages))
+            _parse_reply(
+                self._conversations.answer(conversation_id, dict(example.record), messages)
+            )
         )
         return future
 
-    def end(self, number: int) -> None:
-        self._conversations.end(number)
+    def end(self, conversation_id: int) -> None:
+        self._conversations.end(conversation_id)
 
     def close(self) -> None:
         self._conversations.close()
@@ -146,29 +152,31 @@ class WorkerHost:
         worker = min(self._workers, key=lambda worker: worker.busy)
         answer: Message
         try:
-            answer = worker.do(lambda: worker.ask({"open": True, "fields": sent})).result()
+            answer = worker.submit(lambda: worker.ask({"open": True, "fields": sent})).result()
         except Exception as error:
             answer = {"error": str(error)}
         if "error" in answer:
             raise ValueError(f"{self._text} cannot begin a conversation: {answer['error']}")
         return answer["messages"]
 
-    def say(self, number: int, example: Example, messages: PolicyMessages) -> "Future[Reply]":
-        worker = self._worker_of.get(number)
+    def say(
+        self, conversation_id: int, example: Example, messages: PolicyMessages
+    ) -> "Future[Reply]":
+        worker = self._worker_of.get(conversation_id)
         if worker is None:
-            worker = self._worker_of[number] = min(
+            worker = self._worker_of[conversation_id] = min(
                 self._workers, key=lambda worker: len(worker.members)
             )
-            worker.members.add(number)
+            worker.members.add(conversation_id)
         fields = json.loads(json.dumps(dict(example.record), default=to_json_value))
-        question = {"conversation": number, "fields": fields, "said": list(messages)}
-        return worker.do(lambda: self._ask(worker, number, question))
+        question = {"conversation": conversation_id, "fields": fields, "said": list(messages)}
+        return worker.submit(lambda: self._ask(worker, conversation_id, question))
 
-    def end(self, number: int) -> None:
-        worker = self._remove(number)
+    def end(self, conversation_id: int) -> None:
+        worker = self._remove(conversation_id)
         if worker is not None:
             # After what it has been asked already: only then is it known what is open.
-            worker.do(lambda: self._end_conversation(worker, number))
+            worker.submit(lambda: self._end_conversation(worker, conversation_id))
 
     def close(self) -> None:
         """Closes all environments and ends the worker processes; more than once does no harm."""
@@ -177,18 +185,18 @@ class WorkerHost:
                 self._warn_unclosed(message)
         self._folder.cleanup()
 
-    def _remove(self, number: int) -> "_ConversationWorker | None":
-        worker = self._worker_of.pop(number, None)
+    def _remove(self, conversation_id: int) -> "_ConversationWorker | None":
+        worker = self._worker_of.pop(conversation_id, None)
         if worker is not None:
-            worker.members.discard(number)
+            worker.members.discard(conversation_id)
         return worker
 
-    def _ask(self, worker: "_ConversationWorker", number: int, question: Message) -> Reply:
+    def _ask(self, worker: "_ConversationWorker", conversation_id: int, question: Message) -> Reply:
         # What is to be played again has the time of all its steps.
-        calls = 1 if number in worker.started else 1 + len(question["said"])
+        calls = 1 if conversation_id in worker.started else 1 + len(question["said"])
         try:
             answer = worker.ask(question, seconds=self._seconds * calls)
-            worker.started.add(number)
+            worker.started.add(conversation_id)
         except Exception as error:
             kind = "timeout" if isinstance(error, TimeoutError) else "error"
             answer = {"failure": kind, "message": str(error)}
@@ -197,16 +205,16 @@ class WorkerHost:
         if "failure" in answer:
             self._warn(answer)
         if "failure" in answer or answer["done"]:
-            worker.started.discard(number)
-            self._remove(number)
+            worker.started.discard(conversation_id)
+            self._remove(conversation_id)
         return _parse_reply(answer)
 
-    def _end_conversation(self, worker: "_ConversationWorker", number: int) -> None:
-        if number not in worker.started:
+    def _end_conversation(self, worker: "_ConversationWorker", conversation_id: int) -> None:
+        if conversation_id not in worker.started:
             return
-        worker.started.discard(number)
+        worker.started.discard(conversation_id)
         try:
-            answer = worker.ask({"end": number})
+            answer = worker.ask({"end": conversation_id})
         except Exception as error:
             # Nobody reads this call's future: what is not said here is never said.
             answer = {"error": str(error)}
@@ -242,7 +250,7 @@ class _ConversationWorker:
         self.busy = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="jrl environment")
 
-    def do(self, call: Any) -> "Future[Any]":
+    def submit(self, call: Any) -> "Future[Any]":
         self.busy += 1
         future = self._thread.submit(call)
         future.add_done_callback(lambda _: self._release())

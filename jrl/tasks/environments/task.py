@@ -10,11 +10,11 @@ from jrl.tasks.data.records import example_of, to_json_value
 from jrl.tasks.definition import Record
 from jrl.tasks.environments.definition import fields_of
 from jrl.tasks.environments.host import Host
-from jrl.tasks.prompts import OfPrompts
+from jrl.tasks.prompts import PromptSourceTask
 from jrl.tasks.task import Example, Prompts, Verdict
 
 
-class Opened:
+class EnvironmentPrompts:
     """A definition whose prompts hold what its environments begin with.
 
     Args:
@@ -46,7 +46,7 @@ class Opened:
         raise ValueError("a conversation is rewarded by its environment, turn by turn")
 
 
-class Conversational(OfPrompts):
+class Conversational(PromptSourceTask):
     """A task whose completions are conversations."""
 
     def __init__(self, prompts: Prompts, host: Host):

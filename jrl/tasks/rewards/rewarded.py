@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jrl.report.warnings import FewWarnings
-from jrl.tasks.prompts import OfPrompts
+from jrl.tasks.prompts import PromptSourceTask
 from jrl.tasks.rewards.completion import special_of
 from jrl.tasks.rewards.custom import CustomReward
 from jrl.tasks.rewards.settings import TASK_REWARD
@@ -39,7 +39,7 @@ class Weighing:
     failed: float = 0.0
 
 
-class Rewarded(OfPrompts):
+class Rewarded(PromptSourceTask):
     """Prompts, and rewards that are asked about every completion of them.
 
     The score is ``sum(weight * part)`` over the parts that are there. A completion is correct where
@@ -104,15 +104,17 @@ class Rewarded(OfPrompts):
         # Examples that are drawn may share their prompt and differ in what else is known of them,
         # and texts that are alike in their special tokens.
         keys = [(id(example), text, special_of(text)) for example, text in pairs]
-        asked = dict(zip(keys, pairs, strict=True))
-        verifier_verdicts: list[Verdict | None] = [None] * len(asked)
+        pair_of_key = dict(zip(keys, pairs, strict=True))
+        verifier_verdicts: list[Verdict | None] = [None] * len(pair_of_key)
         if self._verifier is not None:
-            asked_examples, texts = zip(*asked.values(), strict=True) if asked else ((), ())
-            verifier_verdicts = list(self._verifier.verify(asked_examples, texts))
-        answers = [each.reward.ask(list(asked.values())) for each in self._rewards]
-        rows = list(zip(*answers, strict=True)) if answers else [()] * len(asked)
+            distinct_examples, texts = (
+                zip(*pair_of_key.values(), strict=True) if pair_of_key else ((), ())
+            )
+            verifier_verdicts = list(self._verifier.verify(distinct_examples, texts))
+        answers = [each.reward.ask(list(pair_of_key.values())) for each in self._rewards]
+        rows = list(zip(*answers, strict=True)) if answers else [()] * len(pair_of_key)
         scored = [self._verdict(*row) for row in zip(verifier_verdicts, rows, strict=True)]
-        verdicts = dict(zip(asked, scored, strict=True))
+        verdicts = dict(zip(pair_of_key, scored, strict=True))
         return [verdicts[key] for key in keys]
 
     def close(self) -> None:

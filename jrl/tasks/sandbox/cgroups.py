@@ -186,7 +186,7 @@ def _remove_abandoned(parents: tuple[Path, ...]) -> None:
     """Removes groups of processes that were killed before they could."""
     for parent in parents:
         for folder in parent.glob(f"{PREFIX}*"):
-            number = folder.name.removeprefix(PREFIX).partition("-")[0]
-            if number.isdigit() and not Path("/proc", number).exists():
+            pid = folder.name.removeprefix(PREFIX).partition("-")[0]
+            if pid.isdigit() and not Path("/proc", pid).exists():
                 with contextlib.suppress(OSError):  # not empty: the number is another container's
                     folder.rmdir()

@@ -184,20 +184,20 @@ def poll_children() -> tuple[int, int]:
 
 def find_excess(limits: Limits) -> str:
     """The limit that all processes of the sandbox together exceed, as a phrase; empty for none."""
-    tasks, resident, page, numbers = 0, 0, resource.getpagesize(), []
-    for number in os.listdir("/proc"):
-        if number.isdigit() and number != "1":
+    tasks, resident, page, pids = 0, 0, resource.getpagesize(), []
+    for pid in os.listdir("/proc"):
+        if pid.isdigit() and pid != "1":
             try:
-                with open(f"/proc/{number}/stat", "rb") as file:
+                with open(f"/proc/{pid}/stat", "rb") as file:
                     fields = file.read().rpartition(b")")[2].split()
             except OSError:
                 continue  # it has ended
-            numbers.append(number)
+            pids.append(pid)
             tasks += int(fields[17])
             resident += int(fields[21]) * page
     if tasks > limits.processes:
         return f"more than {limits.processes} processes"
-    if resident > limits.memory and sum(map(proportional_memory, numbers)) > limits.memory:
+    if resident > limits.memory and sum(map(proportional_memory, pids)) > limits.memory:
         return f"more than {limits.memory // MIB} MB of memory"
     for folder in WRITABLE:
         usage = os.statvfs(folder)
@@ -206,17 +206,17 @@ def find_excess(limits: Limits) -> str:
     return ""
 
 
-def proportional_memory(number: str) -> int:
+def proportional_memory(pid: str) -> int:
     """The memory of a process in bytes, where what it shares with others is divided among them."""
     try:
-        with open(f"/proc/{number}/smaps_rollup", "rb") as file:
+        with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
             for line in file:
                 if line.startswith(b"Pss:"):
                     return 1024 * int(line.split()[1])
     except OSError:
         pass
     try:  # one that has made itself unreadable, or has ended
-        with open(f"/proc/{number}/statm", "rb") as file:
+        with open(f"/proc/{pid}/statm", "rb") as file:
             return int(file.read().split()[1]) * resource.getpagesize()
     except OSError:
         return 0

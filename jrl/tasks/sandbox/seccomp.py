@@ -21,9 +21,9 @@ NEWEST_CALL = 456
 X32 = 0x40000000
 
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-"""Column of `REFUSED`, and number in the kernel's audit interface."""
+"""Column of `BLOCKED_CALLS`, and number in the kernel's audit interface."""
 
-REFUSED: dict[str, tuple[int | None, int | None]] = {
+BLOCKED_CALLS: dict[str, tuple[int | None, int | None]] = {
     # Other processes.
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
@@ -120,7 +120,7 @@ def seccomp_filter(*, network: bool, machine: str | None = None) -> bytes | None
     lines += fail_when(GREATER, NEWEST_CALL, errno.ENOSYS)
     # What its flags are cannot be read here; without it, libraries use `clone`.
     lines += fail_when(EQUAL, CLONE3[column], errno.ENOSYS)
-    for numbers in REFUSED.values():
+    for numbers in BLOCKED_CALLS.values():
         if (number := numbers[column]) is not None:
             lines += fail_when(EQUAL, number, errno.EPERM)
     lines += check_argument(CLONE[column], 0, fail_when(ANY_BIT, NAMESPACES, errno.EPERM))
@@ -128,8 +128,8 @@ def seccomp_filter(*, network: bool, machine: str | None = None) -> bytes | None
     lines += check_argument(IOCTL[column], 1, terminal)
     families = (AF_INET, AF_INET6) if network else (AF_UNIX,)
     allowing = [line for family in families for line in allow_when(family)]
-    refused = (RETURN, 0, 0, ERROR | errno.EAFNOSUPPORT)
-    lines += check_argument(SOCKET[column], 0, [*allowing, refused])
+    reject = (RETURN, 0, 0, ERROR | errno.EAFNOSUPPORT)
+    lines += check_argument(SOCKET[column], 0, [*allowing, reject])
     lines.append((RETURN, 0, 0, ALLOW))
     return b"".join(struct.pack("=HBBI", *line) for line in lines)
 

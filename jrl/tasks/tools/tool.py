@@ -18,7 +18,9 @@ from jrl.tasks.tools.schema import (
 
 Stepped = tuple[list[dict[str, str]], float, bool]
 
-CUT = "the turn was cut off, it was too long: call a tool or give the answer in fewer words"
+TRUNCATED_MESSAGE = (
+    "the turn was cut off, it was too long: call a tool or give the answer in fewer words"
+)
 """Message to a turn that was cut at its maximum length before it called or answered."""
 REPORTED_ERRORS = (ValueError, ArithmeticError, LookupError)
 """Exceptions of a tool that the policy is told: those that the values of a call can cause. Others
@@ -128,14 +130,16 @@ class ToolEnvironment:
             if "tool_calls" in message
             else detect_calls(text, self._tool_parameters)
         )
-        cut = bool(message.get("truncated"))
-        if cut:
+        truncated = bool(message.get("truncated"))
+        if truncated:
             # The last of them may be the one that was cut.
             calls = [call for call in calls if not call.error]
         if not calls:
             answer = extract(text, bare=self._error is not None)
-            if cut and (answer is None or not answer.marked):
-                return self._reply([{"role": "user", "content": self._error_text(CUT)}])
+            if truncated and (answer is None or not answer.marked):
+                return self._reply(
+                    [{"role": "user", "content": self._error_text(TRUNCATED_MESSAGE)}]
+                )
             return [], 0.0 if answer is None else self._score(answer.text), True
         answers: list[str] = []
         for index, call in enumerate(calls):

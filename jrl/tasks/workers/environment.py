@@ -64,18 +64,20 @@ class Conversations:
         finally:
             self._close(environment)
 
-    def answer(self, number: int, fields: Message, messages: Sequence[Message | str]) -> Message:
+    def answer(
+        self, conversation_id: int, fields: Message, messages: Sequence[Message | str]
+    ) -> Message:
         """Returns the environment's reply to the last message of the policy.
 
         Args:
-          number: of the conversation.
+          conversation_id: id of the conversation.
           fields: of its record.
           messages: all messages of the policy so far; a text is one with that content.
 
         Returns:
           ``{"messages": ..., "reward": ..., "done": ...}`` or ``{"failure": ..., "message": ...}``.
         """
-        environment, num_seen = self._open.pop(number, (None, 0))
+        environment, num_seen = self._open.pop(conversation_id, (None, 0))
         begins = environment is None
         if begins:
             environment = self._make(fields)
@@ -95,21 +97,21 @@ class Conversations:
         if "failure" in reply or reply.get("done"):
             self._close(environment)
             return reply
-        self._open[number] = environment, len(messages)
+        self._open[conversation_id] = environment, len(messages)
         while len(self._open) > MAX_OPEN_CONVERSATIONS:
             self.end(next(iter(self._open)))
         return reply
 
-    def end(self, number: int) -> None:
+    def end(self, conversation_id: int) -> None:
         """Forgets a conversation that ends early."""
-        environment, _ = self._open.pop(number, (None, 0))
+        environment, _ = self._open.pop(conversation_id, (None, 0))
         self._close(environment)
 
     def close(self) -> None:
         """Forgets all of them; where one raises, the others are closed before that is said."""
         with ExitStack() as stack:
-            for number in list(self._open):
-                stack.callback(self.end, number)
+            for conversation_id in list(self._open):
+                stack.callback(self.end, conversation_id)
 
     def _close(self, environment: Any) -> None:
         close = getattr(environment, "close", None)

@@ -84,10 +84,10 @@ class Pool:
         """
         answers: list[Message | Exception] = [{} for _ in questions]
         pending = deque(enumerate(questions))
-        number = min(len(self._workers), -(-len(questions) // QUESTIONS_PER_WORKER))
+        num_threads = min(len(self._workers), -(-len(questions) // QUESTIONS_PER_WORKER))
 
         def answer() -> None:
-            max_batch = self._batch_size(-(-len(questions) // number))
+            max_batch = self._batch_size(-(-len(questions) // num_threads))
             while batch := _take_batch(pending, max_batch):
                 for (index, _), reply in zip(
                     batch, self._try_ask([question for _, question in batch]), strict=True
@@ -95,7 +95,8 @@ class Pool:
                     answers[index] = reply
 
         threads = [
-            threading.Thread(target=answer, name="jrl pool", daemon=True) for _ in range(number)
+            threading.Thread(target=answer, name="jrl pool", daemon=True)
+            for _ in range(num_threads)
         ]
         try:
             for thread in threads:

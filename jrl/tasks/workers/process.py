@@ -113,13 +113,13 @@ class Worker:
                 for _ in questions:
                     reply = self._receive(self._seconds + GRACE)
                     answers[reply["number"]] = reply["answer"]
-        for number, question in enumerate(questions):
-            if number not in answers:
+        for index, question in enumerate(questions):
+            if index not in answers:
                 try:
-                    answers[number] = self.ask(question)
+                    answers[index] = self.ask(question)
                 except (TimeoutError, WorkerEnded) as error:
-                    answers[number] = error
-        return [answers[number] for number in range(len(questions))]
+                    answers[index] = error
+        return [answers[index] for index in range(len(questions))]
 
     def accepts_batches(self) -> bool:
         """True if the program answers multiple questions at a time; it is started, if need be.

@@ -81,7 +81,7 @@ class RewardChecker:
     def __call__(self, question: Message) -> Message:
         value = self._call(question)
         if inspect.isawaitable(value):
-            value = self._loop.run_until_complete(_awaited(value))
+            value = self._loop.run_until_complete(_await_value(value))
         return parse_reward(value)
 
     def each(
@@ -94,7 +94,7 @@ class RewardChecker:
           seconds: time limit of one, from its start.
         """
 
-        async def answer_one(number: int, question: Message) -> None:
+        async def answer_one(index: int, question: Message) -> None:
             limit = asyncio.timeout(seconds)
             try:
                 async with limit:
@@ -106,7 +106,7 @@ class RewardChecker:
                     answer = {"failure": "timeout", "message": message}
                 else:
                     answer = {"error": f"{type(error).__name__}: {error}"[:500]}
-            send({"number": number, "answer": answer})
+            send({"number": index, "answer": answer})
 
         async def answer_all() -> None:
             await asyncio.gather(*(answer_one(*each) for each in enumerate(questions)))
@@ -185,5 +185,5 @@ def _parameters(reward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
         return {}
 
 
-async def _awaited(value: Any) -> Any:
+async def _await_value(value: Any) -> Any:
     return await value

@@ -114,7 +114,7 @@ def _replace_parser() -> None:
         vars(module)["parse_expr"] = parse_expr
 
 
-def _refuse(*_, **__):
+def _reject_execution(*_, **__):
     raise ValueError("nothing is executed here")
 
 
@@ -188,7 +188,7 @@ def gym_checker(
         generator = create()
         module = type(generator).__module__
         if not module.startswith(_TRUSTED_MODULES):
-            vars(sys.modules[module]).update(eval=ast.literal_eval, exec=_refuse)
+            vars(sys.modules[module]).update(eval=ast.literal_eval, exec=_reject_execution)
         return generator
 
     @functools.cache

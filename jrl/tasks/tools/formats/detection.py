@@ -32,10 +32,10 @@ def detect_calls(text: str, tools: ToolParameters) -> list[Call]:
         return HARMONY.calls(text, tools)
     formats = (HERMES, *(each for each in FORMATS if each is not HERMES), PLAIN)
     attempts = [calls for each in formats if (calls := each.calls(text, tools))]
-    return max(attempts, key=_readable, default=[])
+    return max(attempts, key=_readability, default=[])
 
 
-def _readable(calls: list[Call]) -> tuple[bool, int]:
+def _readability(calls: list[Call]) -> tuple[bool, int]:
     """True if all calls can be read, and the number of those that can."""
-    number = sum(not call.error for call in calls)
-    return number == len(calls), number
+    num_readable = sum(not call.error for call in calls)
+    return num_readable == len(calls), num_readable

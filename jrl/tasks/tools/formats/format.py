@@ -52,14 +52,14 @@ class ToolFormat(ABC):
     def render(self, calls: Sequence[Call]) -> str:
         """The text that a policy writes to make these calls."""
 
-    def call_id(self, name: str, number: int) -> str:
+    def call_id(self, name: str, index: int) -> str:
         """Id of a call in a chat template, if the policy gave it no usable one.
 
         Args:
-          number: of the call in its conversation.
+          index: of the call in its conversation.
         """
         # Nine letters and digits, which is what some templates demand.
-        return f"call{number:05d}"
+        return f"call{index:05d}"
 
     def usable_id(self, identity: str) -> bool:
         """True if a chat template accepts an id that a policy wrote."""

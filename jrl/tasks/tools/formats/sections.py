@@ -44,14 +44,14 @@ class Kimi(ToolFormat):
 
     def render(self, calls: Sequence[Call]) -> str:
         each = "".join(
-            f"<|tool_call_begin|>{call.id or self.call_id(call.name, number)}"
+            f"<|tool_call_begin|>{call.id or self.call_id(call.name, index)}"
             f"<|tool_call_argument_begin|>{to_json(dict(call.arguments))}{self._close}"
-            for number, call in enumerate(calls)
+            for index, call in enumerate(calls)
         )
         return f"<|tool_calls_section_begin|>{each}<|tool_calls_section_end|>"
 
-    def call_id(self, name: str, number: int) -> str:
-        return f"functions.{name}:{number}"
+    def call_id(self, name: str, index: int) -> str:
+        return f"functions.{name}:{index}"
 
     def usable_id(self, identity: str) -> bool:
         return re.fullmatch(r"functions\.[\w.-]+:\d+", identity) is not None

@@ -11,7 +11,7 @@ import pytest
 from jrl.tasks.answers import extract
 from jrl.tasks.tools.calculator import CALCULATOR
 from jrl.tasks.tools.calls import Call, format_message_calls
-from jrl.tasks.tools.tool import CUT, Tool, ToolEnvironment
+from jrl.tasks.tools.tool import TRUNCATED_MESSAGE, Tool, ToolEnvironment
 from jrl.tasks.workers.environment import Conversations
 
 
@@ -434,7 +434,7 @@ def test_a_turn_that_was_cut():
         score = functools.partial(_scored, scored)
         return ToolEnvironment([CALCULATOR], score, end=".", most=1)
 
-    told = ([{"role": "user", "content": f"error: {CUT}."}], 0.0, False)
+    told = ([{"role": "user", "content": f"error: {TRUNCATED_MESSAGE}."}], 0.0, False)
     for text in ("I think that", "<think>It is", "so it is 7", "<tool_call>{"):
         assert environment().step(said(text, truncated=True)) == told
     assert scored == []
