@@ -13,7 +13,7 @@ LIKELY_ANSWERS = (
     *("answer", "completion", "solution", "ground_truth", "final_answer", "expected_answer"),
     *("target", "label", "output", "response"),
 )
-"""Names of fields that hold the gold answer in public data sets."""
+"""Names of fields that hold the reference answer in public data sets."""
 LIKELY_MESSAGES = ("messages", "conversations", "conversation", "chat", "dialog", "turns")
 LIKELY_PROMPTS = ("prompt", "question", "problem", "query", "instruction", "input", "text")
 PROMPT_FLAGS, ANSWER_FLAGS = ("--prompt-field", "--messages-field"), ("--answer-field",)

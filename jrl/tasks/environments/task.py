@@ -60,7 +60,7 @@ class Conversational(PromptSourceTask):
         self.environments = host
 
     def verify(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Verdict]:
-        """Gold completions alone: what a policy writes is scored while it is written.
+        """Reference completions alone: what a policy writes is scored while it is written.
 
         Raises:
           ValueError: where there is anything to score.
