@@ -35,7 +35,7 @@ from jrl.recipes.base.load import source_of
 from jrl.report.conclusion import summarize_run
 from jrl.runs import records
 from jrl.runs.folder import RunFolder
-from jrl.tasks.load import own_files
+from jrl.tasks.load import custom_files
 from jrl.text.load import load_tokenizer
 from jrl.text.tokenizer import Tokenizer
 
@@ -162,7 +162,7 @@ def _hashes(request: Request) -> dict[str, str]:
     """Of the user's own files, which tell versions apart."""
     folder = _resumed(request)
     code_path = None if folder is None else folder.code_path
-    files = own_files(request.run.task, request.run.reward, code_path)
+    files = custom_files(request.run.task, request.run.reward, code_path)
     return {name: sha256(source).hexdigest()[:12] for name, source in files.items()}
 
 
@@ -348,7 +348,7 @@ def _say_dispatch(setup: "Setup") -> None:
 def _create(request: Request) -> RunFolder:
     """The requested folder, or the next with a number: one above the highest that exists."""
     config, source = to_json(request.run, request.recipe), source_of(request.recipe)
-    code = own_files(request.run.task, request.run.reward)
+    code = custom_files(request.run.task, request.run.reward)
     if request.command.run_dir is not None:
         return RunFolder.create(request.command.run_dir, config, source, code)
     kind, _, rest = request.run.task.partition(":")

@@ -16,7 +16,7 @@ from jrl.recipes import Recipe
 from jrl.recipes.grpo import Grpo
 from jrl.runs.folder import RunFolder
 from jrl.tasks.data.split import HELDOUT_SHARE
-from jrl.tasks.load import lists
+from jrl.tasks.load import listed_names
 
 OF_TASK = (
     *("held_out", "reward", "reward_weights", "prompt_length", "max_turns", "turn_length"),
@@ -189,7 +189,7 @@ def configuration(request: Request, folder: RunFolder | None) -> tuple[RunConfig
         if recipe.supervised:
             recipe = Grpo()  # tasks have rewards, and not conversations
         # Nothing of them is trained on.
-        given.setdefault("held_out", "1.0" if lists(request.task) else None)
+        given.setdefault("held_out", "1.0" if listed_names(request.task) else None)
         usual = {name: getattr(fresh, name) for name in OF_TASK}
         given = {**usual, **given, "task": request.task, "warm_start_steps": 0}
     if request.unsafe_tools:
@@ -229,5 +229,5 @@ def learned_from(request: Request, folder: RunFolder | None) -> list[str]:
     apart = run.held_out or f"{HELDOUT_SHARE:g}"
     return [
         f"note: the run has learned from {task}; --held-out {apart} is the part that it has not"
-        for task in sorted(lists(request.task) & lists(run.task))
+        for task in sorted(listed_names(request.task) & listed_names(run.task))
     ]

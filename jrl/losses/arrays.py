@@ -28,10 +28,10 @@ def as_floats(*arrays: Shaped[ArrayLike, "..."]) -> tuple[Float[Array, "..."], .
     squared error all need more than its eight bits. Where no array is of floats, as with integer
     rewards, the precision is JAX's default, which is float64 under ``jax_enable_x64``.
     """
-    given = [jnp.asarray(array) for array in arrays]
-    floats = [array.dtype for array in given if jnp.issubdtype(array.dtype, jnp.floating)]
+    converted = [jnp.asarray(array) for array in arrays]
+    floats = [array.dtype for array in converted if jnp.issubdtype(array.dtype, jnp.floating)]
     double = jnp.float64 in (floats or [jnp.result_type(float)])
-    return tuple(array.astype(jnp.float64 if double else jnp.float32) for array in given)
+    return tuple(array.astype(jnp.float64 if double else jnp.float32) for array in converted)
 
 
 def zero_masked(x: Shaped[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Shaped[Array, "*shape"]:

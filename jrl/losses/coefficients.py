@@ -47,7 +47,7 @@ def adaptive_kl_coefficient(
     target = settings.number("target", target, rule, above=0)
     horizon = settings.number("horizon", horizon, rule, above=0)
     for name, x in (("coefficient", coefficient), ("kl", kl), ("num_samples", num_samples)):
-        settings.one(name, x)
+        settings.check_scalar(name, x)
     coefficient, kl, num_samples = as_floats(*jax.lax.stop_gradient((coefficient, kl, num_samples)))
     error = jnp.clip(kl / target - 1, -0.2, 0.2)
     return coefficient * (1 + error * num_samples / horizon)
@@ -98,7 +98,7 @@ def adaptive_entropy_coefficient(
     low, high = settings.span(low, high, "they bound the coefficient.", equal=True)
     target = settings.number("target", target)
     for name, x in (("coefficient", coefficient), ("entropy", entropy)):
-        settings.one(name, x)
+        settings.check_scalar(name, x)
     coefficient, entropy = as_floats(*jax.lax.stop_gradient((coefficient, entropy)))
     scarce = entropy <= target
     coefficient = jnp.clip(jnp.where(scarce, coefficient + step, coefficient - step), low, high)

@@ -20,7 +20,7 @@ def number_groups(groups: Integer[ArrayLike, "batch"]) -> Int[Array, "batch"]:
     return index
 
 
-def in_groups(
+def check_groups(
     groups: Integer[ArrayLike, "batch"], **numbers: Shaped[ArrayLike, "..."]
 ) -> tuple[Array, ...]:
     """Numbers of responses in one working precision, without a gradient, and `number_groups`.
@@ -33,15 +33,15 @@ def in_groups(
     return *floats, number_groups(groups)
 
 
-def set_apart(
+def isolate_uncounted(
     x: Float[Array, "batch"], index: Int[Array, "batch"], counts: Bool[Array, "batch"]
 ) -> tuple[Float[Array, "batch"], Int[Array, "batch"]]:
     """`x` and groups in which the rows that do not count are alone, each with a 0.
 
     Whatever such a row holds, NaN included, no other row then hears of it.
     """
-    alone = x.size + jnp.arange(x.size, dtype=index.dtype)
-    return jnp.where(counts, x, 0), number_groups(jnp.where(counts, index, alone))
+    singleton_groups = x.size + jnp.arange(x.size, dtype=index.dtype)
+    return jnp.where(counts, x, 0), number_groups(jnp.where(counts, index, singleton_groups))
 
 
 def group_sum(x: Float[Array, "batch"], index: Int[Array, "batch"]) -> Float[Array, "batch"]:

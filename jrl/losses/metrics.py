@@ -54,27 +54,27 @@ def pass_at_k(
       >>> pass_at_k(4, jnp.array([0, 1, 3]), k=2).tolist()
       [0.0, 0.5, 1.0]
     """
-    k = settings.whole("k", k, "must lie in 1..num_samples, the samples per prompt.", at_least=1)
-    given: dict[str, Any] = {"num_samples": num_samples, "num_correct": num_correct}
-    if not any(isinstance(x, Tracer) or jnp.ndim(x) for x in given.values()):
+    k = settings.integer("k", k, "must lie in 1..num_samples, the samples per prompt.", at_least=1)
+    counts: dict[str, Any] = {"num_samples": num_samples, "num_correct": num_correct}
+    if not any(isinstance(x, Tracer) or jnp.ndim(x) for x in counts.values()):
         rule = "counts responses and cannot be negative."
-        n, c = (settings.whole(name, x, rule, at_least=0) for name, x in given.items())
-        _check(n, c, k)
+        n, c = (settings.integer(name, x, rule, at_least=0) for name, x in counts.items())
+        _check_counts(n, c, k)
         return 1.0 - comb(n - c, k) / comb(n, k)
     (correct,) = as_floats(num_correct)
     samples = broadcast("num_samples", num_samples, correct)
     if correct.size and not isinstance(samples - correct, Tracer):
         wrong = jnp.argmin(jnp.minimum(correct, samples - correct))
-        _check(int(samples.ravel()[wrong]), int(correct.ravel()[wrong]), 1)
-        _check(int(samples.min()), 0, k)
-    drawn = jnp.arange(k, dtype=correct.dtype).reshape(*(1,) * correct.ndim, k)
+        _check_counts(int(samples.ravel()[wrong]), int(correct.ravel()[wrong]), 1)
+        _check_counts(int(samples.min()), 0, k)
+    num_removed = jnp.arange(k, dtype=correct.dtype).reshape(*(1,) * correct.ndim, k)
     # Above 1 where fewer than k are wrong: every choice has a correct one.
-    share = correct[..., None] / jnp.maximum(samples[..., None] - drawn, 1)
+    share = correct[..., None] / jnp.maximum(samples[..., None] - num_removed, 1)
     # Its size, as the negative of 0 would be -0.
     return jnp.abs(jnp.expm1(jnp.sum(jnp.log1p(-jnp.minimum(share, 1)), axis=-1)))
 
 
-def _check(num_samples: int, num_correct: int, k: int) -> None:
+def _check_counts(num_samples: int, num_correct: int, k: int) -> None:
     """Check that the counts of a prompt go together.
 
     Raises:

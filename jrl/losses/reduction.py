@@ -213,8 +213,10 @@ def check_denominators(loss: Callable[..., Any], denominators: Mapping[str, Any]
     Raises:
       TypeError: if there is another keyword, naming the loss and the nearest of its own.
     """
-    own = {n for n, p in inspect.signature(loss).parameters.items() if p.kind != p.VAR_KEYWORD}
-    takes = sorted(own | set(Denominators.__annotations__))
+    parameters = {
+        n for n, p in inspect.signature(loss).parameters.items() if p.kind != p.VAR_KEYWORD
+    }
+    takes = sorted(parameters | set(Denominators.__annotations__))
     for name in denominators:
         if name not in Denominators.__annotations__:
             near = difflib.get_close_matches(name, takes, n=1)

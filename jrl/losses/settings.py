@@ -107,24 +107,24 @@ def epsilon(name: str, x: Number) -> Checked:
     return number(name, x, "is added to a divisor and cannot be negative; 0 is off.", at_least=0)
 
 
-def sides(name: str, x: Sides, off: str = "float('inf') is off") -> tuple[Checked, Checked]:
+def distance_pair(name: str, x: Sides, off: str = "float('inf') is off") -> tuple[Checked, Checked]:
     """Two distances as (down, up), from two or from one for both.
 
     Raises:
       ValueError: if there are neither one nor two, or one of them is negative.
     """
-    given: Any = x
-    shape = (len(given),) if type(x) in (tuple, list) else ()
+    distances: Any = x
+    shape = (len(distances),) if type(x) in (tuple, list) else ()
     if is_array(x):
-        shape = jnp.shape(given)
+        shape = jnp.shape(distances)
     if not shape:
-        both = distance(name, given, off)
+        both = distance(name, distances, off)
         return both, both
     if shape != (2,):
         raise ValueError(
             f"{name} has shape {shape} and must be one distance, or two as (down, up)."
         )
-    return distance(name, given[0], off), distance(name, given[1], off)
+    return distance(name, distances[0], off), distance(name, distances[1], off)
 
 
 def span(low: Number, high: Number, why: str, *, equal: bool = False) -> tuple[Checked, Checked]:
@@ -155,14 +155,14 @@ def count(name: str, x: Scalar | None, of: str) -> Checked | None:
     )
 
 
-def whole(name: str, x: SupportsIndex, rule: str, *, at_least: int) -> int:
+def integer(name: str, x: SupportsIndex, rule: str, *, at_least: int) -> int:
     """A whole number whose value decides what is compiled.
 
     Raises:
       ValueError: if it is traced, is not whole or is less than `at_least`.
     """
-    given: Any = x
-    value = static(name, number(name, given, rule, at_least=at_least))
+    setting: Any = x
+    value = static(name, number(name, setting, rule, at_least=at_least))
     if value % 1:
         raise ValueError(f"{name}={value} must be a whole number.")
     return int(value)
@@ -182,7 +182,7 @@ def static(name: str, x: Checked) -> int | float:
     return x
 
 
-def one(name: str, x: Scalar) -> None:
+def check_scalar(name: str, x: Scalar) -> None:
     """Check that `x`, which is computed and not chosen, is a single number.
 
     Raises:
@@ -203,7 +203,7 @@ def _scalar(name: str, x: Any) -> Checked:
         return x
     if not is_array(x) or jnp.iscomplexobj(x):
         raise ValueError(f"{name}={x!r} must be a number.")
-    one(name, x)
+    check_scalar(name, x)
     if isinstance(x, Tracer):
         return x
     try:

@@ -120,7 +120,7 @@ def value_loss(
     errors = (values - returns) ** 2
     binds = jnp.zeros_like(mask)
     if clip is not None:
-        down, up = settings.sides("clip", clip, "None is off")
+        down, up = settings.distance_pair("clip", clip, "None is off")
         bounded = (jnp.clip(values, old_values - down, old_values + up) - returns) ** 2
         binds = bounded > errors
         errors = jnp.where(binds, bounded, errors)

@@ -118,7 +118,7 @@ class Tppo(ImitatingActorCritic):
         rewards, unfinished = given(batch.rewards), _unfinished(batch)
         # A cut is no end: the value after it is taken to be that before the last token (the paper's
         # assumption), where GAE would use 0 and punish every unfinished response.
-        advantages, _, kept = extended_gae(
+        advantages, _, policy_mask = extended_gae(
             # Unfinished responses are not scored: their reward is 0, and so is the one here.
             terminal_rewards(rewards, batch.mask),
             values,
@@ -130,7 +130,7 @@ class Tppo(ImitatingActorCritic):
         )
         if self.whiten_advantages:
             # Without the ignored tokens, which are 0 by rule and would narrow the variance.
-            advantages = whiten(advantages, kept)
+            advantages = whiten(advantages, policy_mask)
         if self.advantage_clip is not None:
             advantages = jnp.clip(advantages, -self.advantage_clip, self.advantage_clip)
         # The whole response, including tokens that other steps sampled.
@@ -140,7 +140,7 @@ class Tppo(ImitatingActorCritic):
         # values cancel, and the target is the reward-to-go.
         _, returns = gae(rewards, values, critic_mask, gamma=self.gamma, lam=self.lam_critic)
         # The policy is trained on windows, the critic on finished responses: two masks.
-        return Targets(advantages, returns, mask=kept, critic_mask=critic_mask)
+        return Targets(advantages, returns, mask=policy_mask, critic_mask=critic_mask)
 
     def _lambda(
         self, lengths: Int[Array, "batch"], unfinished: Bool[Array, "batch"]

@@ -8,12 +8,12 @@ from typing import Literal
 import tyro
 
 from jrl.config.command_line import exit_status
-from jrl.tasks.checking.check import check, page
+from jrl.tasks.checking.check import check, format_report
 from jrl.tasks.sandbox.sandbox import allow_unsafe
 
 
 @dataclass(frozen=True)
-class Request:
+class CheckArguments:
     """Arguments of ``python -m jrl.tasks``."""
 
     command: tyro.conf.Positional[Literal["check"]]
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(arguments: list[str]) -> int:
     request = tyro.cli(
-        Request,
+        CheckArguments,
         prog="python -m jrl.tasks",
         description="Tries answers on a verifier or a reward that it should not be talked into.",
         args=arguments,
@@ -52,7 +52,7 @@ def _main(arguments: list[str]) -> int:
         answers=request.answers,
         seconds=request.reward_seconds,
     )
-    print(page(request.target, findings))
+    print(format_report(request.target, findings))
     return int(any(finding.gamed for finding in findings))
 
 

@@ -78,6 +78,6 @@ def score_of(definition: Endless, example: Example, completion: str) -> Verdict:
     answer = extract(completion, bare=True)
     if answer is None:
         return UNPARSABLE
-    found = definition.reward(example.prompt, answer.text, **fields)
-    assert isinstance(found, Verdict), f"{found!r} is no verdict"
-    return found
+    verdict = definition.reward(example.prompt, answer.text, **fields)
+    assert isinstance(verdict, Verdict), f"{verdict!r} is no verdict"
+    return verdict

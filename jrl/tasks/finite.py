@@ -20,16 +20,16 @@ class FiniteTask(PromptList):
         pool: Pool,
         question: Callable[[Example, str], Message],
         heldout: HeldOut | None = None,
-        apart: Sequence[Example] | None = None,
+        heldout_examples: Sequence[Example] | None = None,
     ):
         """Splits the examples.
 
         Args:
           pool: answers ``{"score": ..., "reason": ...}``, or ``{"error": ...}``.
           question: what to ask it about an example and a completion.
-          name, examples, seed, heldout, apart: as of `PromptList`.
+          name, examples, seed, heldout, heldout_examples: as of `PromptList`.
         """
-        super().__init__(name, examples, seed, heldout, apart)
+        super().__init__(name, examples, seed, heldout, heldout_examples)
         self._pool = pool
         self._question = question
 
@@ -37,9 +37,11 @@ class FiniteTask(PromptList):
         """Scores one completion per example; equal pairs are asked about once."""
         check_pairs(examples, completions)
         pairs = list(zip(examples, completions, strict=True))
-        asked = [pair for pair in dict.fromkeys(pairs) if pair[1].strip()]
-        answers = self._pool.ask_all([self._question(*pair) for pair in asked])
-        verdicts = {pair: _verdict(answer) for pair, answer in zip(asked, answers, strict=True)}
+        distinct_pairs = [pair for pair in dict.fromkeys(pairs) if pair[1].strip()]
+        answers = self._pool.ask_all([self._question(*pair) for pair in distinct_pairs])
+        verdicts = {
+            pair: _verdict(answer) for pair, answer in zip(distinct_pairs, answers, strict=True)
+        }
         return [verdicts.get(pair, UNPARSABLE) for pair in pairs]
 
     def close(self) -> None:

@@ -66,9 +66,9 @@ def gym(
     if heldout is not None:
         heldout.check_no_file(f"gym:{name}", "makes")
     spec = "".join([f"gym:{name}", *(f",{key}={value}" for key, value in (options or {}).items())])
-    given = json.dumps(dict(options or {}))
+    options_json = json.dumps(dict(options or {}))
     command = [sys.executable, "-P", worker_program.__file__]
-    command += ["gym", name, str(seed), str(size), given]
+    command += ["gym", name, str(seed), str(size), options_json]
     pool = Pool(
         lambda: Worker(command, seconds=seconds),
         workers,
@@ -87,7 +87,7 @@ def gym(
         return {"index": indices[example.prompt], "completion": completion}
 
     try:
-        rows = _rows(pool, name, spec, size, load_seconds)
+        rows = _fetch_rows(pool, name, spec, size, load_seconds)
         for index, example in enumerate(rows):
             indices.setdefault(example.prompt, index)
         if len(indices) < 2:
@@ -95,14 +95,14 @@ def gym(
                 f"task={spec} gave {len(indices)} distinct prompts; at least 2 are needed, "
                 "one to train on and one held out: choose another generator"
             )
-        kept = [rows[index] for index in indices.values()]
-        return FiniteTask(spec, kept, seed, pool, question, heldout)
+        examples = [rows[index] for index in indices.values()]
+        return FiniteTask(spec, examples, seed, pool, question, heldout)
     except BaseException:
         pool.close()
         raise
 
 
-def _rows(pool: Pool, name: str, spec: str, size: int, load_seconds: float) -> list[Example]:
+def _fetch_rows(pool: Pool, name: str, spec: str, size: int, load_seconds: float) -> list[Example]:
     deadline = time.monotonic() + load_seconds
     rows: list[Example] = []
     try:

@@ -18,21 +18,21 @@ from jrl.tasks.builtin.guess import Guess
 from jrl.tasks.builtin.progression import Progression
 from jrl.tasks.builtin.scratchpad import MIN_DIGITS, Scratchpad, scratchpad_of
 from jrl.tasks.builtin.sort import Sort
+from jrl.tasks.custom import custom_prompts
 from jrl.tasks.data.fields import Fields
 from jrl.tasks.data.files import KINDS
 from jrl.tasks.data.jsonl import jsonl, prompts_of
 from jrl.tasks.data.split import HeldOut, parse_heldout
 from jrl.tasks.environments.definition import is_conversing
 from jrl.tasks.environments.host import LocalHost, Scoring, WorkerHost
-from jrl.tasks.environments.task import Conversational, Opened
+from jrl.tasks.environments.task import Conversational, EnvironmentPrompts
 from jrl.tasks.gym import gym
 from jrl.tasks.mixture import Mixture, Weighted
-from jrl.tasks.own import own_prompts
 from jrl.tasks.procedural import ProceduralTask
-from jrl.tasks.references import Reference, looks_like_one, reference, sources
-from jrl.tasks.rewards.own import OwnReward
+from jrl.tasks.references import CodeReference, is_code_reference, parse_reference, read_sources
+from jrl.tasks.rewards.custom import CustomReward
 from jrl.tasks.rewards.rewarded import Named, Rewarded, Weighing
-from jrl.tasks.rewards.settings import OWN, RewardSettings, parse_weights
+from jrl.tasks.rewards.settings import TASK_REWARD, RewardSettings, parse_weights
 from jrl.tasks.sandbox.sandbox import allow_unsafe
 from jrl.tasks.task import Prompts, Task
 
@@ -102,7 +102,7 @@ def load_task(
         allow_unsafe()
     settings = RewardSettings() if rewards is None else rewards
     loader = _Loader(seed, fields, workers, parse_heldout(held_out), settings, code_path, answers)
-    specs = _weighted_parts(spec)
+    specs = _weighted_specs(spec)
     if len(specs) == 1:
         return loader.load(spec)
     with ExitStack() as stack:
@@ -116,38 +116,38 @@ def load_task(
     return mixture
 
 
-def own_files(
+def custom_files(
     spec: str, rewards: tuple[str, ...], code_path: Path | None = None
 ) -> dict[str, bytes]:
     """The files of a user's own that a task and its rewards are read from, as a run keeps them.
 
     Args:
       spec: as of `load_task`.
-      rewards: references to functions, or `OWN`.
+      rewards: references to functions, or `TASK_REWARD`.
     """
-    texts = [part for _, part in _weighted_parts(spec) if _kind(part) is None]
-    return sources([*texts, *(text for text in rewards if text != OWN)], code_path)
+    texts = [part for _, part in _weighted_specs(spec) if _kind(part) is None]
+    return read_sources([*texts, *(text for text in rewards if text != TASK_REWARD)], code_path)
 
 
-def lists(spec: str) -> frozenset[str]:
+def listed_names(spec: str) -> frozenset[str]:
     """The files and custom tasks that a task is made of, as they are named; the library's tasks
     generate their prompts."""
-    return frozenset(part for _, part in _weighted_parts(spec) if _kind(part) in (None, *KINDS))
+    return frozenset(part for _, part in _weighted_specs(spec) if _kind(part) in (None, *KINDS))
 
 
-def _weighted_parts(spec: str) -> list[tuple[float, str]]:
+def _weighted_specs(spec: str) -> list[tuple[float, str]]:
     """The weights and names of the tasks that a spec mixes, one or several."""
-    return [_weighted(part.strip()) for part in MIXED.split(spec)]
+    return [_parse_weighted(part.strip()) for part in MIXED.split(spec)]
 
 
-def _weighted(text: str) -> tuple[float, str]:
-    found = WEIGHT.fullmatch(text)
-    if found is None:
+def _parse_weighted(text: str) -> tuple[float, str]:
+    match = WEIGHT.fullmatch(text)
+    if match is None:
         return 1.0, text
-    weight = float(found[1])
+    weight = float(match[1])
     if not weight > 0:
         raise ValueError(f"task: the weight of {text!r} must be above 0; leave the task out")
-    return weight, found[2]
+    return weight, match[2]
 
 
 def _kind(spec: str) -> str | None:
@@ -172,51 +172,53 @@ class _Loader:
 
     def load(self, spec: str) -> Task:
         kind, _, rest = spec.partition(":")
-        if _kind(spec) is None and looks_like_one(spec):
-            return self._own(spec)
+        if _kind(spec) is None and is_code_reference(spec):
+            return self._load_custom(spec)
         if spec in CONVERSATIONS:
             self._check_environment_rewards(spec)
-            return self._of_environment(spec)
+            return self._load_environment(spec)
         if not self.settings.rewards:
             if self.settings.weights:
                 raise ValueError(
                     f"reward_weights={' '.join(self.settings.weights)} needs --reward, or a task "
                     "of your own: leave it out."
                 )
-            return self._of_library(spec)
+            return self._load_library(spec)
         prompts: Prompts
-        if kind in KINDS and rest and OWN not in self.settings.rewards:
+        if kind in KINDS and rest and TASK_REWARD not in self.settings.rewards:
             prompts = prompts_of(kind, rest, self.seed, self.fields, self.heldout)
-            return self._rewarded(prompts, [], Weighing({}))
-        task = self._of_library(spec)
-        verifier = task if OWN in self.settings.rewards else None
-        return self._rewarded(task, [], Weighing({}), verifier)
+            return self._add_rewards(prompts, [], Weighing({}))
+        task = self._load_library(spec)
+        verifier = task if TASK_REWARD in self.settings.rewards else None
+        return self._add_rewards(task, [], Weighing({}), verifier)
 
-    def _own(self, spec: str) -> Task:
-        found = reference(spec, self.code_path)
-        made: Any = found.make()
-        if is_conversing(made):
-            return self._conversing(spec, found, made)
-        prompts = own_prompts(found, made, self.seed, self.heldout)
-        weighing = Weighing(getattr(made, "weights", {}), getattr(made, "full_marks", None))
-        if self.settings.rewards and OWN not in self.settings.rewards:
-            return self._rewarded(prompts, [], Weighing({}))
+    def _load_custom(self, spec: str) -> Task:
+        code = parse_reference(spec, self.code_path)
+        definition: Any = code.make()
+        if is_conversing(definition):
+            return self._load_conversing(spec, code, definition)
+        prompts = custom_prompts(code, definition, self.seed, self.heldout)
+        weighing = Weighing(
+            getattr(definition, "weights", {}), getattr(definition, "full_marks", None)
+        )
+        if self.settings.rewards and TASK_REWARD not in self.settings.rewards:
+            return self._add_rewards(prompts, [], Weighing({}))
         seconds = self.settings.seconds
-        own = OwnReward(found, makes=True, seconds=seconds, workers=self.workers)
-        return self._rewarded(prompts, [Named(OWN, own)], weighing)
+        reward = CustomReward(code, makes=True, seconds=seconds, workers=self.workers)
+        return self._add_rewards(prompts, [Named(TASK_REWARD, reward)], weighing)
 
-    def _conversing(self, spec: str, found: Reference, made: Any) -> Task:
+    def _load_conversing(self, spec: str, code: CodeReference, definition: Any) -> Task:
         self._check_environment_rewards(spec)
         settings = self.settings
         host = WorkerHost(
-            found,
+            code,
             seconds=settings.seconds,
             workers=self.workers,
-            scoring=Scoring(getattr(made, "full_marks", 1.0), settings.failed),
+            scoring=Scoring(getattr(definition, "full_marks", 1.0), settings.failed),
         )
         with ExitStack() as stack:
             stack.callback(host.close)
-            prompts = own_prompts(found, made, self.seed, self.heldout, host)
+            prompts = custom_prompts(code, definition, self.seed, self.heldout, host)
             stack.pop_all()
         return Conversational(prompts, host)
 
@@ -227,7 +229,7 @@ class _Loader:
                 "--reward-weights"
             )
 
-    def _rewarded(
+    def _add_rewards(
         self,
         prompts: Prompts,
         rewards: list[Named],
@@ -244,26 +246,26 @@ class _Loader:
             for each in rewards:
                 stack.callback(each.reward.close)
             for text in settings.rewards:
-                if text == OWN:
+                if text == TASK_REWARD:
                     continue
-                found = reference(text, self.code_path)
-                reward = OwnReward(
-                    found, makes=False, seconds=settings.seconds, workers=self.workers
+                code = parse_reference(text, self.code_path)
+                reward = CustomReward(
+                    code, makes=False, seconds=settings.seconds, workers=self.workers
                 )
                 stack.callback(reward.close)
-                rewards.append(Named(found.name, reward))
-            made = Rewarded(prompts, rewards, weighing, verifier)
+                rewards.append(Named(code.name, reward))
+            rewarded = Rewarded(prompts, rewards, weighing, verifier)
             stack.pop_all()
-        return made
+        return rewarded
 
-    def _of_library(self, spec: str) -> Task:
+    def _load_library(self, spec: str) -> Task:
         kind, _, rest = spec.partition(":")
         seed, heldout = self.seed, self.heldout
         if spec in BUILT_IN:
             return self._procedural(BUILT_IN[spec](seed))
         if kind == "scratchpad" and (lengths := re.fullmatch(r"(?:(\d+)-)?(\d+)", rest)):
-            digits = int(lengths[1] or MIN_DIGITS), int(lengths[2])
-            return self._procedural(scratchpad_of(*digits, seed))
+            min_digits, max_digits = int(lengths[1] or MIN_DIGITS), int(lengths[2])
+            return self._procedural(scratchpad_of(min_digits, max_digits, seed))
         if kind in KINDS and rest:
             return jsonl(
                 rest,
@@ -275,7 +277,7 @@ class _Loader:
                 answers=self.answers,
             )
         if kind == "gym" and rest:
-            name, options = _options(spec, rest)
+            name, options = _parse_options(spec, rest)
             return gym(name, seed, workers=self.workers, options=options, heldout=heldout)
         names = [*BUILT_IN, *CONVERSATIONS]
         near = difflib.get_close_matches(kind, [*names, *OUTSIDE], n=3, cutoff=0.5)
@@ -284,19 +286,19 @@ class _Loader:
             f"task={spec!r} is unknown: {hint}The tasks are {', '.join(names)}, {FORMS}"
         )
 
-    def _of_environment(self, spec: str) -> Task:
+    def _load_environment(self, spec: str) -> Task:
         definition = CONVERSATIONS[spec]()
         host = LocalHost(definition, Scoring(failed=self.settings.failed))
-        prompts = ProceduralTask(spec, self.seed, Opened(spec, definition, host))
+        prompts = ProceduralTask(spec, self.seed, EnvironmentPrompts(spec, definition, host))
         return Conversational(self._procedural(prompts), host)
 
     def _procedural(self, task: ProceduralTask) -> ProceduralTask:
         heldout = self.heldout
         heldout.check_no_file(task.name, "draws")
-        return replace(task, heldout_size=heldout.count, heldout_share=heldout.drawn_share)
+        return replace(task, heldout_size=heldout.count, heldout_share=heldout.generated_share)
 
 
-def _options(spec: str, text: str) -> tuple[str, dict[str, Any]]:
+def _parse_options(spec: str, text: str) -> tuple[str, dict[str, Any]]:
     """The name and the options of ``NAME,OPTION=VALUE,...``; values are JSON or texts."""
     name, *rest = re.split(r",(?=\w+=)", text)
     options: dict[str, Any] = {}

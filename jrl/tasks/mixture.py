@@ -15,7 +15,7 @@ class Weighted:
     weight: float
 
 
-class Turns:
+class WeightedRoundRobin:
     """Weighted round-robin over tasks: each has its share of all indices, to within one or so.
 
     An index adds its weight to the credit of each task, and goes to the task with the highest
@@ -24,25 +24,27 @@ class Turns:
 
     def __init__(self, weights: Sequence[float], sizes: Sequence[int | None]):
         self._weights, self._sizes = weights, sizes
-        self._owed = [0.0] * len(weights)
-        self._given = [0] * len(weights)
-        self._turns: list[tuple[int, int]] = []
+        self._credits = [0.0] * len(weights)
+        self._num_assigned = [0] * len(weights)
+        self._assignments: list[tuple[int, int]] = []
 
     def __getitem__(self, index: int) -> tuple[int, int]:
         """Task of an index, and the number of earlier indices that were that task's."""
-        while len(self._turns) <= index:
-            self._turns.append(self._next())
-        return self._turns[index]
+        while len(self._assignments) <= index:
+            self._assignments.append(self._assign_next())
+        return self._assignments[index]
 
-    def _next(self) -> tuple[int, int]:
+    def _assign_next(self) -> tuple[int, int]:
         sizes = enumerate(self._sizes)
-        left = [task for task, size in sizes if size is None or self._given[task] < size]
-        for task in left:
-            self._owed[task] += self._weights[task]
-        turn = max(left, key=lambda task: self._owed[task])
-        self._owed[turn] -= sum(self._weights[task] for task in left)
-        self._given[turn] += 1
-        return turn, self._given[turn] - 1
+        available = [
+            task for task, size in sizes if size is None or self._num_assigned[task] < size
+        ]
+        for task in available:
+            self._credits[task] += self._weights[task]
+        chosen = max(available, key=lambda task: self._credits[task])
+        self._credits[chosen] -= sum(self._weights[task] for task in available)
+        self._num_assigned[chosen] += 1
+        return chosen, self._num_assigned[chosen] - 1
 
 
 class Mixture:
@@ -74,14 +76,16 @@ class Mixture:
                 f"task={name!r} has one task twice: give it once, with a larger weight"
             )
         self.sources: tuple[Task, ...] = tuple(self._tasks.values())
-        _check_apart(self.sources)
+        _check_disjoint(self.sources)
         self.task_names: tuple[str, ...] = tuple(self._tasks)
-        parts = [name for task in self.sources for name in getattr(task, "part_names", ())]
-        self.part_names: tuple[str, ...] = tuple(dict.fromkeys(parts))
+        component_names = [
+            name for task in self.sources for name in getattr(task, "part_names", ())
+        ]
+        self.part_names: tuple[str, ...] = tuple(dict.fromkeys(component_names))
         weights = [each.weight for each in weighted]
         sizes = [task.heldout_size for task in self.sources]
-        self._train = Turns(weights, [None] * len(weights))
-        self._heldout = Turns(weights, sizes)
+        self._train = WeightedRoundRobin(weights, [None] * len(weights))
+        self._heldout = WeightedRoundRobin(weights, sizes)
 
     @property
     def max_prompt_length(self) -> int:
@@ -98,8 +102,8 @@ class Mixture:
     @property
     def heldout_size(self) -> int | None:
         sizes = [task.heldout_size for task in self.sources]
-        known = [size for size in sizes if size is not None]
-        return sum(known) if len(known) == len(sizes) else None
+        finite = [size for size in sizes if size is not None]
+        return sum(finite) if len(finite) == len(sizes) else None
 
     def train(self, index: int) -> Example:
         """The index-th training example, a function of the tasks, their weights and index alone."""
@@ -117,8 +121,10 @@ class Mixture:
         verdicts: dict[int, Verdict] = {}
         for name, task in self._tasks.items():
             rows = [row for row, example in enumerate(examples) if example.task == name]
-            found = task.verify([examples[row] for row in rows], [completions[row] for row in rows])
-            verdicts |= dict(zip(rows, found, strict=True))
+            task_verdicts = task.verify(
+                [examples[row] for row in rows], [completions[row] for row in rows]
+            )
+            verdicts |= dict(zip(rows, task_verdicts, strict=True))
         return [verdicts[row] for row in range(len(examples))]
 
     def close(self) -> None:
@@ -127,19 +133,19 @@ class Mixture:
             task.close()
 
     def _example(
-        self, turn: tuple[int, int], ask: Callable[[Task], Callable[[int], Example]]
+        self, assignment: tuple[int, int], ask: Callable[[Task], Callable[[int], Example]]
     ) -> Example:
-        task, index = turn
+        task, index = assignment
         return replace(ask(self.sources[task])(index), task=self.task_names[task])
 
 
-def _check_apart(tasks: Sequence[Task]) -> None:
+def _check_disjoint(tasks: Sequence[Task]) -> None:
     """Refuses lists of which one trains on what another holds out."""
-    lists = [(task.name, found) for task in tasks for found in lists_of(task)]
-    for name, one in lists:
-        heldout = one.heldout_prompts
+    lists = [(task.name, prompt_list) for task in tasks for prompt_list in lists_of(task)]
+    for name, first in lists:
+        heldout = first.heldout_prompts
         for other_name, other in lists:
-            if other is not one and (shared := heldout & other.train_prompts):
+            if other is not first and (shared := heldout & other.train_prompts):
                 raise ValueError(
                     f"task={other_name} trains on {len(shared)} prompts that task={name} holds "
                     f"out, {min(shared)[:60]!r} among them: leave them out, or give both one file "

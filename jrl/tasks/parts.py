@@ -8,20 +8,28 @@ from jrl.tasks.environments.host import Host
 from jrl.tasks.task import Example
 
 
-def leaves(task: Any) -> list[Any]:
+def prompt_sources(task: Any) -> list[Any]:
     """The sources of a task's prompts, in their order: lists, or tasks that generate theirs."""
     sources = getattr(task, "sources", None)
-    return [task] if sources is None else [leaf for source in sources for leaf in leaves(source)]
+    return (
+        [task]
+        if sources is None
+        else [leaf for source in sources for leaf in prompt_sources(source)]
+    )
 
 
-def listed(leaf: Any) -> PromptList | None:
+def as_prompt_list(leaf: Any) -> PromptList | None:
     """A source as a list; None if it generates its prompts."""
     return leaf if isinstance(leaf, PromptList) else None
 
 
 def lists_of(task: Any) -> list[PromptList]:
     """Those of the sources that are lists."""
-    return [found for leaf in leaves(task) if (found := listed(leaf)) is not None]
+    return [
+        prompt_list
+        for leaf in prompt_sources(task)
+        if (prompt_list := as_prompt_list(leaf)) is not None
+    ]
 
 
 def task_names(task: Any) -> tuple[str, ...]:
@@ -54,4 +62,4 @@ def leave_out(task: Any, fits: Callable[[Example], bool]) -> int:
     Raises:
       ValueError: where a list would have none left on one side.
     """
-    return sum(found.leave_out(fits) for found in lists_of(task))
+    return sum(prompt_list.leave_out(fits) for prompt_list in lists_of(task))

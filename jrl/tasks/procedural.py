@@ -65,16 +65,16 @@ class ProceduralTask:
         check_index(index)
         random = generator(self.name, self.seed, part, index)
         while True:
-            drawn = self.definition.prompts(random)
-            if isinstance(drawn, Example):
-                example = drawn
+            record = self.definition.prompts(random)
+            if isinstance(record, Example):
+                example = record
             else:
-                example = example_of(drawn, f"task={self.name}")
+                example = example_of(record, f"task={self.name}")
             if is_heldout(example.identity, self.heldout_share) == (part == "heldout"):
                 return example
 
 
-def exact(completion: str, answer: str, alphabet: str) -> Verdict:
+def score_exact(completion: str, answer: str, alphabet: str) -> Verdict:
     """Scores a completion that must equal the answer, both written in the alphabet."""
     if completion == answer:
         return CORRECT

@@ -3,7 +3,7 @@
 from jrl.tasks.task import Example, Prompts
 
 
-class OfPrompts:
+class PromptSourceTask:
     """A task whose prompts are those of another task or of a list; it defines the scoring alone."""
 
     def __init__(self, prompts: Prompts):

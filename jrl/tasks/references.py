@@ -19,7 +19,7 @@ from typing import Any
 
 from jrl.tasks.workers import worker as worker_program
 from jrl.tasks.workers.process import Worker
-from jrl.tasks.workers.reward import made_by, module_of
+from jrl.tasks.workers.reward import build_from, load_source
 
 STARTUP_SECONDS = 300.0
 """Seconds in which a worker must load the code, with the libraries that it imports."""
@@ -28,7 +28,7 @@ _MODULE = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)")
 
 
 @dataclass(frozen=True)
-class Reference:
+class CodeReference:
     """A name in a file or a module.
 
     Attributes:
@@ -70,7 +70,7 @@ class Reference:
         Raises:
           ValueError: where the code cannot be run, or has no such name.
         """
-        return self._loaded(lambda module: made_by(module, self.name))
+        return self._load(lambda module: build_from(module, self.name))
 
     def is_reward(self) -> bool:
         """True if it names a function that takes a prompt and a completion.
@@ -78,18 +78,18 @@ class Reference:
         Raises:
           ValueError: where the code cannot be run, or has no such name.
         """
-        found = self._loaded(lambda module: getattr(module, self.name))
-        if isinstance(found, type) or not callable(found) or hasattr(found, "prompts"):
+        target = self._load(lambda module: getattr(module, self.name))
+        if isinstance(target, type) or not callable(target) or hasattr(target, "prompts"):
             return False
-        given = inspect.signature(found).parameters.values()
-        return len([each for each in given if each.default is each.empty]) >= 2
+        parameters = inspect.signature(target).parameters.values()
+        return len([each for each in parameters if each.default is each.empty]) >= 2
 
-    def _loaded(self, use: Callable[[ModuleType], Any]) -> Any:
+    def _load(self, use: Callable[[ModuleType], Any]) -> Any:
         try:
             if self.source is not None:
                 assert self.file is not None
                 name = f"jrl_task_{sha256(self.source).hexdigest()[:16]}"
-                module = sys.modules.get(name) or module_of(self.source, self.file, name)
+                module = sys.modules.get(name) or load_source(self.source, self.file, name)
             else:
                 assert self.module is not None
                 module = importlib.import_module(self.module)
@@ -102,17 +102,17 @@ class Reference:
             ) from error
 
 
-def looks_like_one(text: str) -> bool:
+def is_code_reference(text: str) -> bool:
     """True if a text is written as a reference. The file, or the module if its name has a dot, need
     not exist."""
     if _FILE.fullmatch(text):
         return True
-    found = _MODULE.fullmatch(text)
+    match = _MODULE.fullmatch(text)
     # A kind of task that is misspelt looks like a module too.
-    return found is not None and ("." in found[1] or find_spec(found[1]) is not None)
+    return match is not None and ("." in match[1] or find_spec(match[1]) is not None)
 
 
-def reference(text: str, code_path: Path | None = None) -> Reference:
+def parse_reference(text: str, code_path: Path | None = None) -> CodeReference:
     """Reads what a user wrote.
 
     Args:
@@ -122,8 +122,8 @@ def reference(text: str, code_path: Path | None = None) -> Reference:
     Raises:
       ValueError: where it is no reference, or the file cannot be read.
     """
-    if found := _FILE.fullmatch(text):
-        file, name = found[1], found[2]
+    if match := _FILE.fullmatch(text):
+        file, name = match[1], match[2]
         path = Path(file)
         if code_path is not None and (code_path / copy_name(file)).exists():
             path = code_path / copy_name(file)
@@ -131,9 +131,9 @@ def reference(text: str, code_path: Path | None = None) -> Reference:
             source = path.read_bytes()
         except OSError as error:
             raise ValueError(f"{text}: {path} cannot be read: {error.strerror}") from None
-        return Reference(text, name, file=str(Path(file).absolute()), source=source)
-    if found := _MODULE.fullmatch(text):
-        return Reference(text, found[2], module=found[1])
+        return CodeReference(text, name, file=str(Path(file).absolute()), source=source)
+    if match := _MODULE.fullmatch(text):
+        return CodeReference(text, match[2], module=match[1])
     raise ValueError(
         f"{text!r} names nothing: write path/to/file.py:name, or package.module:name of a module "
         "that can be imported"
@@ -146,12 +146,12 @@ def copy_name(file: str) -> str:
     return f"{stem}-{sha256(file.encode()).hexdigest()[:8]}.py"
 
 
-def sources(texts: list[str], code_path: Path | None = None) -> dict[str, bytes]:
+def read_sources(texts: list[str], code_path: Path | None = None) -> dict[str, bytes]:
     """The files that references name, as a run keeps them: content by name of the copy."""
     files = {}
     for text in texts:
-        if found := _FILE.fullmatch(text):
-            source = reference(text, code_path).source
+        if match := _FILE.fullmatch(text):
+            source = parse_reference(text, code_path).source
             assert source is not None
-            files[copy_name(found[1])] = source
+            files[copy_name(match[1])] = source
     return files

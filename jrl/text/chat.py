@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from jrl.tasks.data.arguments import Arguments
-from jrl.tasks.data.conversations import Conversation, Turn, plainly, said
+from jrl.tasks.data.conversations import Conversation, Turn, content_of, role_content_pairs
 from jrl.text.located.escape import (
     EscapedConversation,
     escape_special_tokens,
@@ -82,7 +82,7 @@ class ChatTemplate:
     def turn_suffix(self) -> str | None:
         """Text after the assistant's last message; None if it cannot be found."""
         for first in ((), (("system", "?"),)):
-            conversation = Conversation.of([*first, ("user", "?"), ("assistant", PROBE)])
+            conversation = Conversation.from_pairs([*first, ("user", "?"), ("assistant", PROBE)])
             try:
                 _, separator, suffix = self.write(conversation).partition(PROBE)
             except TemplateLimit:
@@ -156,7 +156,7 @@ class ChatTemplate:
         """Names that the template is rendered with."""
         messages = [dict(turn) for turn in conversation.turns]
         if not self._checks_null:
-            messages = [{**turn, "content": said(turn)} for turn in messages]
+            messages = [{**turn, "content": content_of(turn)} for turn in messages]
         variables = {**self._names, **conversation.arguments}
         if conversation.tools is not None:
             variables["tools"] = conversation.tools
@@ -286,7 +286,7 @@ class ChatTemplate:
                 return text_after, end_match
         if rejection is not None:
             raise rejection
-        after = _shorten(plainly(escaped.conversation.turns[index + 1 :]))
+        after = _shorten(role_content_pairs(escaped.conversation.turns[index + 1 :]))
         if count == 1:
             raise ValueError(
                 "the chat template ends a call of a tool with no token that ends turns, so that "

@@ -12,8 +12,8 @@ import numpy as np
 
 from jrl.tasks import Example
 from jrl.tasks.data.conversations import Conversation, Turn
-from jrl.tasks.tools.calls import in_message
-from jrl.tasks.tools.formats.known import PLAIN
+from jrl.tasks.tools.calls import format_message_calls
+from jrl.tasks.tools.formats.detection import PLAIN
 from jrl.text.prompt_format import PromptFormat, example_tools
 from jrl.text.prompts import encode_prompt, opened_reasoning, special_text_of, text_of
 from jrl.text.tool_calls import attach_calls, parse_calls
@@ -53,7 +53,7 @@ def environment_messages(
     if format.tool_format is not None and tools:
         calls_by_message = parse_calls(format.tool_format, tools, texts)
         for message, (calls, ids) in zip(messages, calls_by_message, strict=True):
-            message["tool_calls"] = in_message(calls, ids)
+            message["tool_calls"] = format_message_calls(calls, ids)
     for index in truncated:
         messages[index]["truncated"] = True
     return messages
@@ -91,7 +91,7 @@ def _with_tool_calls(
 ) -> tuple[Turn, ...]:
     """Messages after a prompt, with the calls of tools that are in them."""
     if format.tool_format is None or not example.tools:
-        return Conversation.of(messages).turns
+        return Conversation.from_pairs(messages).turns
     return attach_calls(format.tool_format, example_tools(example), messages)
 
 

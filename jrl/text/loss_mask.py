@@ -25,7 +25,7 @@ import numpy as np
 
 from jrl.tasks import Example
 from jrl.tasks.data.chats import Chat
-from jrl.tasks.data.conversations import Conversation, said
+from jrl.tasks.data.conversations import Conversation, content_of
 from jrl.text.chat import SPAN_BEGIN, SPAN_END, ChatTemplate, text_or_raise
 from jrl.text.located.escape import escape_special_tokens
 from jrl.text.located.tokens import TokenSpans
@@ -94,11 +94,11 @@ def encode_chat(format: PromptFormat, chat: Chat, *, last: bool = False) -> Enco
         else:
             tokens = _encode_with_template(format, format.template, chat, last)
     except ValueError as error:
-        raise ValueError(f"{chat.place}: {error}") from error
+        raise ValueError(f"{chat.location}: {error}") from error
     encoded = _build_loss_mask(tokens, format.tokenizer, last)
     if encoded is None:
         raise ValueError(
-            f"{chat.place}: the assistant's turns have no token to learn: leave the record out"
+            f"{chat.location}: the assistant's turns have no token to learn: leave the record out"
         )
     return encoded
 
@@ -162,7 +162,7 @@ def _encode_without_template(format: PromptFormat, chat: Chat) -> ConversationTo
     if any(turn.get("tool_calls") for turn in messages) or chat.conversation.tools is not None:
         raise ValueError(f"it {NO_TOOLS}")
     if chat.is_pair:
-        question, answer = map(said, messages)
+        question, answer = map(content_of, messages)
         before = tokenizer.with_prefix(tokenizer.encode(question))
         after = [*tokenizer.encode_continuation(question, answer), tokenizer.eos_id]
         return ConversationTokens([*before, *after], np.repeat([-1, 0], [len(before), len(after)]))
@@ -171,12 +171,12 @@ def _encode_without_template(format: PromptFormat, chat: Chat) -> ConversationTo
     for index, each in enumerate(messages):
         unencoded += ("\n" if index else "") + each["role"] + ": "
         if each["role"] != "assistant":
-            unencoded += said(each)
+            unencoded += content_of(each)
             continue
         # What stands between two ends is one text.
-        encoding = tokenizer.encode_spans(unencoded + said(each))
+        encoding = tokenizer.encode_spans(unencoded + content_of(each))
         ids += [*encoding.ids, tokenizer.eos_id]
-        in_turn = encoding.within(len(unencoded), len(unencoded) + len(said(each)))
+        in_turn = encoding.within(len(unencoded), len(unencoded) + len(content_of(each)))
         turn += [np.where(in_turn, turn_index, -1), np.array([turn_index])]
         unencoded, turn_index = "", turn_index + 1
     return ConversationTokens(ids, np.concatenate(turn))

@@ -10,9 +10,9 @@ from typing import Any
 from jrl.config.run import RunConfig
 from jrl.tasks import Example
 from jrl.tasks.data.conversations import Conversation
-from jrl.tasks.tools.calls import Call, Known, known_tools
+from jrl.tasks.tools.calls import Call, ToolParameters, parameters_by_tool
+from jrl.tasks.tools.formats.detection import FORMATS
 from jrl.tasks.tools.formats.format import ToolFormat
-from jrl.tasks.tools.formats.known import FORMATS
 from jrl.text.chat import ChatTemplate, today
 from jrl.text.templates.renderer import TemplateLimit
 from jrl.text.tokenizer import Tokenizer
@@ -46,7 +46,7 @@ class PromptFormat:
         """Conversation that the policy continues: the example's messages, or its prompt as a
         user's."""
         pairs = example.messages or (("user", example.prompt),)
-        messages = example.opening or Conversation.of(pairs).turns
+        messages = example.opening or Conversation.from_pairs(pairs).turns
         tools = [json.loads(tool) for tool in example.tools] or None
         conversation = Conversation(messages, tools, example.template_arguments)
         if example.instruction and self.system_prompt is None:
@@ -142,7 +142,7 @@ class PromptFormat:
         probe = "an instruction to look for"
         try:
             return probe in self.template.render(
-                Conversation.of((("system", probe), ("user", "a question")))
+                Conversation.from_pairs((("system", probe), ("user", "a question")))
             )
         except TemplateLimit:
             raise
@@ -179,9 +179,9 @@ class PromptFormat:
         return ids
 
 
-def example_tools(example: Example) -> Known:
+def example_tools(example: Example) -> ToolParameters:
     """The tools of an example."""
-    return known_tools([json.loads(tool) for tool in example.tools])
+    return parameters_by_tool([json.loads(tool) for tool in example.tools])
 
 
 def _tool_names(example: Example) -> str:

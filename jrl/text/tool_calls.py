@@ -9,9 +9,9 @@ from typing import Any
 
 from jrl.tasks.data.arguments import Arguments
 from jrl.tasks.data.conversations import Conversation, Turn
-from jrl.tasks.tools.calls import Call, Known
+from jrl.tasks.tools.calls import Call, ToolParameters
+from jrl.tasks.tools.formats.detection import FORMATS, detect_formats
 from jrl.tasks.tools.formats.format import ToolFormat
-from jrl.tasks.tools.formats.known import FORMATS, marked_formats
 from jrl.tasks.tools.tool import Tool
 from jrl.text.chat import ChatTemplate
 from jrl.text.tokenizer import Tokenizer
@@ -36,9 +36,9 @@ def tool_format_of(template: ChatTemplate, tokenizer: Tokenizer) -> ToolFormat |
     one whose marks are in its source.
     """
     source = tokenizer.usage.chat_template
-    candidates = marked_formats("" if source is None else source)
+    candidates = detect_formats("" if source is None else source)
     schema, tools = PROBE.schema, {PROBE.name: PROBE.parameters}
-    conversation = replace(Conversation.of([("user", "?")]), tools=[schema])
+    conversation = replace(Conversation.from_pairs([("user", "?")]), tools=[schema])
     for format in (*candidates, *(each for each in FORMATS if each not in candidates)):
         call = Call(PROBE.name, ARGUMENTS)
         message = _assistant_message("", [call], [format.call_id(call.name, 0)])
@@ -67,13 +67,13 @@ def _added_text(before: str, after: str) -> str:
 
 def shows_tools(template: ChatTemplate, tools: list[Any], names: Sequence[str]) -> bool:
     """True if a template writes tools: its text differs with them, and has the name of each."""
-    conversation = Conversation.of([("user", "?")])
+    conversation = Conversation.from_pairs([("user", "?")])
     rendered = template.render(replace(conversation, tools=tools))
     return rendered != template.render(conversation) and all(name in rendered for name in names)
 
 
 def parse_calls(
-    format: ToolFormat, tools: Known, texts: Sequence[str]
+    format: ToolFormat, tools: ToolParameters, texts: Sequence[str]
 ) -> Iterator[tuple[list[Call], list[str]]]:
     """The calls of each turn of a policy, and their ids: those that it wrote, where a chat template
     takes them."""
@@ -89,7 +89,7 @@ def parse_calls(
 
 
 def attach_calls(
-    format: ToolFormat, tools: Known, messages: Sequence[tuple[str, str]]
+    format: ToolFormat, tools: ToolParameters, messages: Sequence[tuple[str, str]]
 ) -> tuple[Turn, ...]:
     """The messages as a chat template takes them: with the calls of the policy's, and in the
     answers of tools the calls that they answer, in order."""

@@ -48,6 +48,8 @@ def _find_turn_end(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
     tokens = tokenizer.spelled_tokens
     match = re.search(special_pattern(tokens), turn_suffix)
     # Some templates go on to the next turn whether they are asked to or not.
-    if match is None or match[0] in template.generation_prompt(Conversation.of([("user", "?")])):
+    if match is None or match[0] in template.generation_prompt(
+        Conversation.from_pairs([("user", "?")])
+    ):
         return None
     return tokens[match[0]]

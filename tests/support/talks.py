@@ -9,7 +9,7 @@ from small_runs import small_run, small_setup
 
 from jrl.rollout.collection.collect import collect
 from jrl.tasks.environments.host import LocalHost, Scoring
-from jrl.tasks.environments.task import Conversational, Opened
+from jrl.tasks.environments.task import Conversational, EnvironmentPrompts
 from jrl.tasks.procedural import ProceduralTask
 from jrl.text.tokenizer import Tokenizer
 from jrl.trainer.setup.setup import Setup
@@ -68,7 +68,8 @@ def echo(seed: int = 0, host=LocalHost, kind=Echo) -> Conversational:
     definition = kind()
     environments = host(definition, Scoring())
     return Conversational(
-        ProceduralTask("echo", seed, Opened("echo", definition, environments)), environments
+        ProceduralTask("echo", seed, EnvironmentPrompts("echo", definition, environments)),
+        environments,
     )
 
 

@@ -80,7 +80,7 @@ def calibration(
       ([0.25, 0.75], [0.5, 0.5])
     """
     low, high = settings.span(low, high, "returns of failure and success.")
-    num_bins = settings.whole("num_bins", num_bins, "must be at least 1.", at_least=1)
+    num_bins = settings.integer("num_bins", num_bins, "must be at least 1.", at_least=1)
     check_shapes(values=values, mask=mask)
     mask, (values,) = tokens.hidden(mask, values)
     outcome = jax.lax.stop_gradient(broadcast("successes", successes, values))

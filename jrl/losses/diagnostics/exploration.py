@@ -7,7 +7,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, Integer, Shaped
 
-from jrl.losses.groups import group_max, group_min, group_sum, in_groups
+from jrl.losses.groups import check_groups, group_max, group_min, group_sum
 
 
 class GroupDegeneracy(NamedTuple):
@@ -61,7 +61,7 @@ def group_degeneracy(
       >>> round(float(found.pass_at_1), 3), round(float(found.pass_at_k), 3)
       (0.5, 0.667)
     """
-    correct, index = in_groups(groups, correct=correct)
+    correct, index = check_groups(groups, correct=correct)
     # Each response stands for its part of a group, so that sums over rows count groups.
     part = 1 / group_sum(jnp.ones_like(correct), index)
     part = part / jnp.sum(part)
@@ -70,11 +70,11 @@ def group_degeneracy(
     def share(x: Float[Array, "batch"]) -> Float[Array, ""]:
         return jnp.sum(part * x)
 
-    single, several = share(correct), share(best)
+    pass_at_1, pass_at_k = share(correct), share(best)
     return GroupDegeneracy(
         all_right=share(worst),
         all_wrong=share(1 - best),
-        pass_at_1=single,
-        pass_at_k=several,
-        gap=several - single,
+        pass_at_1=pass_at_1,
+        pass_at_k=pass_at_k,
+        gap=pass_at_k - pass_at_1,
     )

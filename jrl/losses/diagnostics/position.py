@@ -49,7 +49,7 @@ def relative_position(
       >>> relative_position(jnp.array([1, 1, 0, 1, 1]), num_bins=2).tolist()
       [0, 0, 0, 1, 1]
     """
-    num_bins = settings.whole("num_bins", num_bins, "must be at least 1.", at_least=1)
+    num_bins = settings.integer("num_bins", num_bins, "must be at least 1.", at_least=1)
     mask, _ = tokens.hidden(mask)
     length = jnp.maximum(tokens.count(mask, -1), 1)[..., None]
     return jnp.where(mask, num_bins * tokens.index(mask) // length, 0)
@@ -97,7 +97,7 @@ def by_position(
       ([0.0, 1.0], [0.5, 0.0])
     """
     check_shapes(values=values, returns=returns, mask=mask)
-    num_bins = settings.whole("num_bins", num_bins, "must be at least 1.", at_least=1)
+    num_bins = settings.integer("num_bins", num_bins, "must be at least 1.", at_least=1)
     bins = relative_position(mask, num_bins=num_bins)
     mask, (values, returns) = tokens.hidden(mask, values, returns)
     number = tokens.counts(bins, mask, num_bins)

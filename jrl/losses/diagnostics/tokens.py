@@ -34,11 +34,11 @@ def last(mask: Bool[Array, "*batch time"]) -> Bool[Array, "*batch time"]:
     return mask & (index(mask) == count(mask, -1)[..., None] - 1)
 
 
-def ratio(part: Float[Array, "..."], whole: Shaped[Array, "..."]) -> Float[Array, "..."]:
+def ratio(numerator: Float[Array, "..."], denominator: Shaped[Array, "..."]) -> Float[Array, "..."]:
     """``part / whole`` entry by entry, and 0 of nothing."""
-    whole = whole.astype(part.dtype)
-    nothing = whole == 0
-    quotient = part / jnp.where(nothing, jnp.ones_like(whole), whole)
+    denominator = denominator.astype(numerator.dtype)
+    nothing = denominator == 0
+    quotient = numerator / jnp.where(nothing, jnp.ones_like(denominator), denominator)
     return jnp.where(nothing, jnp.zeros_like(quotient), quotient)
 
 

@@ -26,7 +26,9 @@ def checked_chunk_size(chunk_size: SupportsIndex | None) -> int | None:
     """The setting as a whole number."""
     if chunk_size is None:
         return None
-    return settings.whole("chunk_size", chunk_size, "must be at least 1; None is off.", at_least=1)
+    return settings.integer(
+        "chunk_size", chunk_size, "must be at least 1; None is off.", at_least=1
+    )
 
 
 def rows_of_logits(
@@ -123,19 +125,19 @@ def statistics(
         weights = zero_masked(jnp.exp(relative), possible)
         return largest, jnp.sum(weights, axis=-1), jnp.sum(weights * relative, axis=-1)
 
-    def moved(part: tuple[Array, Array, Array], largest: Array) -> tuple[Array, Array]:
+    def rescale(part: tuple[Array, Array, Array], largest: Array) -> tuple[Array, Array]:
         """The sums of a part, relative to another maximum."""
-        own, total, moment = part
-        empty = own == -jnp.inf
-        down = jnp.where(empty, jnp.zeros_like(own), own - largest)
-        factor = jnp.where(empty, jnp.zeros_like(own), jnp.exp(down))
+        maximum, total, moment = part
+        empty = maximum == -jnp.inf
+        down = jnp.where(empty, jnp.zeros_like(maximum), maximum - largest)
+        factor = jnp.where(empty, jnp.zeros_like(maximum), jnp.exp(down))
         return factor * total, factor * (moment + total * down)
 
     def merge(
         one: tuple[Array, Array, Array], other: tuple[Array, Array, Array]
     ) -> tuple[Array, Array, Array]:
         largest = jnp.maximum(one[0], other[0])
-        (total, moment), (more, further) = moved(one, largest), moved(other, largest)
+        (total, moment), (more, further) = rescale(one, largest), rescale(other, largest)
         return largest, total + more, moment + further
 
     largest, total, moment = over_chunks(start, merge, logits.shape[-1], chunk_size)

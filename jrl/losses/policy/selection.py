@@ -52,8 +52,8 @@ def entropy_threshold(
     (entropy,) = as_floats(jax.lax.stop_gradient(jnp.asarray(entropy)))
     entropy = zero_masked(entropy, mask)
     last = count(mask) - 1
-    whole, _, _ = floor_fraction(fraction, jnp.maximum(last, 0))
-    threshold = kth(ascending(entropy, mask), last - whole)
+    number, _, _ = floor_fraction(fraction, jnp.maximum(last, 0))
+    threshold = kth(ascending(entropy, mask), last - number)
     # Sorting puts what is not a number last, where it would be overlooked.
     unknown = jnp.any(jnp.isnan(entropy))
     return jnp.where(unknown, jnp.asarray(jnp.nan, threshold.dtype), threshold)
@@ -97,7 +97,7 @@ def top_entropy_mask(
     """
     if threshold is None:
         threshold = entropy_threshold(entropy, mask, fraction=fraction)
-    settings.one("threshold", threshold)
+    settings.check_scalar("threshold", threshold)
     check_shapes(entropy=entropy, mask=mask)
     mask = as_mask(mask)
     (entropy,) = as_floats(entropy)

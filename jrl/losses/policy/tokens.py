@@ -85,7 +85,7 @@ def clamped_log_ratio(
     }
 
 
-def of_rows(
+def average_over_rows(
     tokens: Tokens, max_log_ratio: Number | None, gradient: SequenceGradient
 ) -> tuple[Tokens, Float[Array, "*batch time"]]:
     """Tokens whose log-ratio is the mean of their row's, and where one was clamped before the mean.
@@ -117,7 +117,7 @@ def log_ratio_at(
         raise ValueError(f"level={level!r} is neither 'token' nor 'sequence'.")
     if level == "token":
         return clamped_log_ratio(tokens, max_log_ratio)
-    rows, ratio_clamped = of_rows(tokens, max_log_ratio, "sequence")
+    rows, ratio_clamped = average_over_rows(tokens, max_log_ratio, "sequence")
     log_ratio, statistics = clamped_log_ratio(rows, None)
     return log_ratio, {**statistics, "ratio_clamped": ratio_clamped}
 
@@ -188,9 +188,9 @@ def reduce_surrogate(
     loss = surrogate
     if aggregation is not None:
         loss = aggregate(surrogate, mask, aggregation, **denominators)
-    elif given := [name for name, x in denominators.items() if x is not None]:
+    elif unused := [name for name, x in denominators.items() if x is not None]:
         raise ValueError(
             f"aggregation=None gives one loss per token and divides by nothing: leave out "
-            f"{', '.join(given)}, or choose an aggregation."
+            f"{', '.join(unused)}, or choose an aggregation."
         )
     return loss, {name: Mean.of(statistic, mask) for name, statistic in statistics.items()}

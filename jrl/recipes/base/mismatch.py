@@ -222,25 +222,25 @@ def checked(correction: Correction, old_logprobs: OldLogprobs) -> Correction:
             "against the sampler corrects it already, and would do so twice. Set that, divide by "
             "what was drawn from (mismatch_denominator='drawn'), or use a rejection."
         )
-    given: dict[str, float | str | None] = {
+    settings: dict[str, float | str | None] = {
         "mismatch_denominator": c.denominator,
         "mismatch_level": None if c.level == "token" else c.level,
         "mismatch_low": c.low,
         "mismatch_high": c.high,
         "mismatch_mean": c.mean,
     }
-    _check_used(given, "mismatch", c.weighting)
+    _check_used(settings, "mismatch", c.weighting)
     if c.weighting == "sequence-masked" and c.level != "token":
         raise ValueError(
             f"mismatch_level={c.level!r} cannot be had with mismatch='sequence-masked', whose "
             "weights are of tokens: leave it out."
         )
-    given = {
+    settings = {
         "rejection_over": None if c.over == "mean" else c.over,
         "rejection_low": c.reject_below,
         "rejection_high": c.reject_above,
     }
-    _check_used(given, "rejection", c.rejection)
+    _check_used(settings, "rejection", c.rejection)
     if c.rejection in ("k2", "k3"):
         _check_used({"rejection_low": c.reject_below}, "rejection", c.rejection, "a divergence")
     if c.rejection == "geometric" and c.over != "mean":
@@ -256,15 +256,15 @@ def checked(correction: Correction, old_logprobs: OldLogprobs) -> Correction:
 
 
 def _check_used(
-    given: Mapping[str, float | str | None],
+    settings: Mapping[str, float | str | None],
     owner: str,
     value: str | None,
     reason: str | None = None,
 ) -> None:
-    """Rejects settings that are `given` but would have no effect."""
+    """Rejects `settings` that are not None but would have no effect."""
     if value is not None and reason is None:
         return
-    for name, setting in given.items():
+    for name, setting in settings.items():
         if setting is not None:
             why = f"{owner}={value!r}" + ("" if reason is None else f" bounds {reason} from above")
             raise ValueError(f"{name}={setting} has no effect: {why}. Leave it out.")

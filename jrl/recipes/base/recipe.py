@@ -75,11 +75,11 @@ class Recipe(Hyperparameters):
     def correction(self) -> Correction:
         """Correction of the mismatch between sampler and trainer."""
         # Without a weighting a denominator has no effect, and would be rejected.
-        own = None if self.mismatch is None else self.default_denominator
+        default = None if self.mismatch is None else self.default_denominator
         return Correction(
             weighting=self.mismatch,
             level=self.mismatch_level,
-            denominator=self.mismatch_denominator or own,
+            denominator=self.mismatch_denominator or default,
             low=self.mismatch_low,
             high=self.mismatch_high,
             mean=self.mismatch_mean,
@@ -253,8 +253,14 @@ class Recipe(Hyperparameters):
           statistics: result of `statistics`; None without.
         """
         # Not aggregated: the trainer reduces, with denominators of the mini-batch.
-        arrays = logprobs, given(batch.old_logprobs), given(batch.advantages), batch.mask
-        return self.policy_loss(*arrays, **self.policy_loss_settings, aggregation=None)
+        return self.policy_loss(
+            logprobs,
+            given(batch.old_logprobs),
+            given(batch.advantages),
+            batch.mask,
+            **self.policy_loss_settings,
+            aggregation=None,
+        )
 
     def denominators(self, totals: Totals[Array], response_length: int) -> Denominators:
         """Denominators of `jrl.losses.aggregate`, for the policy's loss and the critic's.

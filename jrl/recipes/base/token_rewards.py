@@ -25,12 +25,12 @@ def penalised_rewards(batch: Batch[Array], kl_coef: float | None) -> Float[Array
 def rewards_of_turns(batch: Batch[Array]) -> Float[Array, "batch time"]:
     """Each row's reward on its last sampled token, except for the rewards of turns before the last,
     which are on the last token of their turn."""
-    rewards, turns = given(batch.rewards), batch.turn_rewards
-    if turns is None:
+    rewards, turn_rewards = given(batch.rewards), batch.turn_rewards
+    if turn_rewards is None:
         return terminal_rewards(rewards, batch.mask)
     # Rewards on tokens that were rejected meanwhile move to the end with the rest.
-    turns = jnp.where(batch.mask, turns, 0.0)
-    return turns + terminal_rewards(rewards - jnp.sum(turns, axis=1), batch.mask)
+    turn_rewards = jnp.where(batch.mask, turn_rewards, 0.0)
+    return turn_rewards + terminal_rewards(rewards - jnp.sum(turn_rewards, axis=1), batch.mask)
 
 
 def terminal_rewards(

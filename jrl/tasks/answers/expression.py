@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from .markup import vulgar
-from .tokens import Token, canonical
+from .markup import parse_vulgar_fraction
+from .tokens import Token, canonical_number
 
-MOST_BITS = 40_000
-MOST_DIGITS = 1_000
-MOST_TOKENS = 400
-MOST_DEPTH = 30
-MOST_FACTORIAL = 3_000
+MAX_BITS = 40_000
+MAX_NUMBER_DIGITS = 1_000
+MAX_TOKENS = 400
+MAX_DEPTH = 30
+MAX_FACTORIAL = 3_000
 
 
 class NoExpression(ValueError):
@@ -66,23 +66,23 @@ def read_expression(tokens: Sequence[Token]) -> Expression:
       NoExpression: where they make none.
       TooLarge: where a part has a value beyond all bounds.
     """
-    if len(tokens) > MOST_TOKENS:
+    if len(tokens) > MAX_TOKENS:
         raise NoExpression(f"{len(tokens)} tokens are no answer")
     reader = _Reader(tokens)
-    found = reader.sum(0)
+    expression = reader.sum(0)
     if reader.ahead is not None:
         raise NoExpression(f"it goes on with {reader.ahead.text!r}")
-    return found
+    return expression
 
 
-def _unfinished(value: Fraction | None) -> Expression:
-    return Expression(_bounded(value), final=False)
+def _unevaluated(value: Fraction | None) -> Expression:
+    return Expression(_check_size(value), final=False)
 
 
-def _bounded(value: Fraction | None) -> Fraction | None:
+def _check_size(value: Fraction | None) -> Fraction | None:
     if value is not None:
         bits = value.numerator.bit_length() + value.denominator.bit_length()
-        if bits > MOST_BITS:
+        if bits > MAX_BITS:
             raise TooLarge(f"a value has {bits} bits")
     return value
 
@@ -101,48 +101,48 @@ class _Reader:
         return self.ahead is not None and self.ahead.text in texts
 
     def _take(self) -> Token:
-        found = self.ahead
-        if found is None:
+        token = self.ahead
+        if token is None:
             raise NoExpression("it ends too early")
         self._at += 1
-        return found
+        return token
 
     def sum(self, depth: int) -> Expression:
-        if depth > MOST_DEPTH:
-            raise NoExpression(f"more than {MOST_DEPTH} brackets are open at a time")
-        found = self.product(depth)
+        if depth > MAX_DEPTH:
+            raise NoExpression(f"more than {MAX_DEPTH} brackets are open at a time")
+        expression = self.product(depth)
         while self._next_is("+", "-"):
             minus = self._take().text == "-"
             other = self.product(depth)
-            values = found.value, other.value
-            value = None if None in values else found.value + (-1) ** minus * other.value  # pyright: ignore
-            found = _unfinished(value)
-        return found
+            values = expression.value, other.value
+            value = None if None in values else expression.value + (-1) ** minus * other.value  # pyright: ignore
+            expression = _unevaluated(value)
+        return expression
 
     def product(self, depth: int) -> Expression:
         negative = False
         while self._next_is("+", "-"):
             negative ^= self._take().text == "-"
-        found = self.power(depth)
+        expression = self.power(depth)
         while self.ahead is not None:
             if self._next_is("*"):
                 self._take()
-                found = _times(found, self._signed(depth))
+                expression = _multiply(expression, self._signed_power(depth))
             elif self._next_is("/"):
                 self._take()
-                found = _over(found, self._signed(depth))
+                expression = _divide(expression, self._signed_power(depth))
             elif self._begins_atom():
-                found = self._beside(found, depth)
+                expression = self._implicit_product(expression, depth)
             else:
                 break
-        return _negated(found) if negative else found
+        return _negate(expression) if negative else expression
 
-    def _signed(self, depth: int) -> Expression:
+    def _signed_power(self, depth: int) -> Expression:
         negative = False
         while self._next_is("+", "-"):
             negative ^= self._take().text == "-"
-        found = self.power(depth)
-        return _negated(found) if negative else found
+        expression = self.power(depth)
+        return _negate(expression) if negative else expression
 
     def _begins_atom(self) -> bool:
         ahead = self.ahead
@@ -150,73 +150,75 @@ class _Reader:
         return ahead.kind in ("number", "vulgar") or ahead.text in ("π", "√", "(", "{", "\\frac",
                                                                       "\\sqrt")  # fmt: skip
 
-    def _beside(self, found: Expression, depth: int) -> Expression:
+    def _implicit_product(self, left: Expression, depth: int) -> Expression:
         """A factor without a sign, or the fraction of a mixed number."""
         ahead = self.ahead
         assert ahead is not None
-        whole = found.kind == "number" and found.value is not None and "." not in found.written
+        is_integer = left.kind == "number" and left.value is not None and "." not in left.written
         if ahead.kind == "number":
             # 2 1/2 is a mixed number; 2 3 is two numbers.
-            if not whole:
+            if not is_integer:
                 raise SideBySide("two numbers stand beside each other")
             numerator = self.power(depth)
             if not self._next_is("/"):
                 raise SideBySide("two numbers stand beside each other")
             self._take()
-            part = _over(numerator, self.power(depth))
-            if part.kind != "fraction":
+            right = _divide(numerator, self.power(depth))
+            if right.kind != "fraction":
                 raise SideBySide("two numbers stand beside each other")
-            return _mixed(found, part)
-        part = self.power(depth)
+            return _add_fraction(left, right)
+        right = self.power(depth)
         is_fraction = ahead.kind == "vulgar" or ahead.text == "\\frac"
-        if whole and is_fraction and part.kind == "fraction" and part.value is not None:
-            return _mixed(found, part)
-        return _times(found, part)
+        if is_integer and is_fraction and right.kind == "fraction" and right.value is not None:
+            return _add_fraction(left, right)
+        return _multiply(left, right)
 
     def power(self, depth: int) -> Expression:
-        found = self.atom(depth)
+        expression = self.atom(depth)
         if self._next_is("^"):
             self._take()
-            found = _raised(found, self._exponent(depth + 1))
+            expression = _raise_to_power(expression, self._exponent(depth + 1))
         while self._next_is("%", "!"):
             if self._take().text == "%":
-                value = None if found.value is None else found.value / 100
-                found = Expression(value, found.final, found.written, True, found.kind)
+                value = None if expression.value is None else expression.value / 100
+                expression = Expression(
+                    value, expression.final, expression.written, True, expression.kind
+                )
             else:
-                found = _unfinished(_factorial(found.value))
-        return found
+                expression = _unevaluated(_factorial(expression.value))
+        return expression
 
     def _exponent(self, depth: int) -> Expression:
         if self._next_is("-", "+"):
             negative = self._take().text == "-"
-            found = self._exponent(depth + 1)
-            return _negated(found) if negative else found
-        if depth > MOST_DEPTH:
+            exponent = self._exponent(depth + 1)
+            return _negate(exponent) if negative else exponent
+        if depth > MAX_DEPTH:
             raise NoExpression("a tower of exponents")
-        found = self.atom(depth)
+        exponent = self.atom(depth)
         if self._next_is("^"):
             self._take()
-            return _raised(found, self._exponent(depth + 1))
-        return found
+            return _raise_to_power(exponent, self._exponent(depth + 1))
+        return exponent
 
     def atom(self, depth: int) -> Expression:
-        if depth > MOST_DEPTH:
-            raise NoExpression(f"more than {MOST_DEPTH} commands stand in each other")
+        if depth > MAX_DEPTH:
+            raise NoExpression(f"more than {MAX_DEPTH} commands stand in each other")
         token = self._take()
         if token.kind == "number":
-            return _number(token.text)
+            return _read_number(token.text)
         if token.kind == "vulgar":
-            numerator, denominator = vulgar(token.text) or (0, 1)
+            numerator, denominator = parse_vulgar_fraction(token.text) or (0, 1)
             return Expression(Fraction(numerator, denominator), True, kind="fraction")
         if token.text == "π":
             return Expression(None, final=True)
         if token.text in ("(", "{"):
-            found = self.sum(depth + 1)
+            expression = self.sum(depth + 1)
             if self._take().text != {"(": ")", "{": "}"}[token.text]:
                 raise NoExpression("a bracket is open")
-            return found
+            return expression
         if token.text == "\\frac":
-            return _over(self._argument(depth), self._argument(depth))
+            return _divide(self._argument(depth), self._argument(depth))
         if token.text in ("\\sqrt", "√"):
             return self._root(depth)
         raise NoExpression(f"{token.text!r} is no number")
@@ -239,67 +241,71 @@ class _Reader:
         degree = 2
         if self._next_is("["):
             self._take()
-            given = self._take().text
-            if not given.isdigit() or not 2 <= int(given[:3]) <= 64 or self._take().text != "]":
+            written_degree = self._take().text
+            if (
+                not written_degree.isdigit()
+                or not 2 <= int(written_degree[:3]) <= 64
+                or self._take().text != "]"
+            ):
                 raise NoExpression("a root of no degree")
-            degree = int(given)
-        found = self._argument(depth)
-        return _unfinished(None if found.value is None else _exact_root(found.value, degree))
+            degree = int(written_degree)
+        radicand = self._argument(depth)
+        return _unevaluated(None if radicand.value is None else _exact_root(radicand.value, degree))
 
 
-def _number(text: str) -> Expression:
-    if sum(map(str.isdigit, text)) > MOST_DIGITS:
+def _read_number(text: str) -> Expression:
+    if sum(map(str.isdigit, text)) > MAX_NUMBER_DIGITS:
         raise TooLarge("a number with thousands of digits")
-    written = canonical(text)
+    written = canonical_number(text)
     mantissa, mark, exponent = written.partition("e")
     if not mark:
         return Expression(Fraction(written), True, written, kind="number")
-    if abs(int(exponent)) > MOST_DIGITS:
+    if abs(int(exponent)) > MAX_NUMBER_DIGITS:
         raise TooLarge("an exponent of thousands")
     return Expression(Fraction(mantissa) * Fraction(10) ** int(exponent), True, written,
                       kind="scientific")  # fmt: skip
 
 
-def _negated(found: Expression) -> Expression:
-    value = None if found.value is None else -found.value
-    written = found.written and (
-        found.written[1:] if found.written.startswith("-") else f"-{found.written}"
+def _negate(expression: Expression) -> Expression:
+    value = None if expression.value is None else -expression.value
+    written = expression.written and (
+        expression.written[1:] if expression.written.startswith("-") else f"-{expression.written}"
     )
-    return Expression(value, found.final, written, found.percent, found.kind)
+    return Expression(value, expression.final, written, expression.percent, expression.kind)
 
 
-def _times(left: Expression, right: Expression) -> Expression:
+def _multiply(left: Expression, right: Expression) -> Expression:
     if left.value is None or right.value is None:
         return Expression(None, final=False)
-    value = _bounded(left.value * right.value)
+    value = _check_size(left.value * right.value)
     mantissa = left.kind == "number" and 1 <= abs(left.value) < 10
     if mantissa and right.kind == "scientific" and right.written.startswith("1e"):
         return Expression(value, True, left.written + right.written[1:], kind="scientific")
     return Expression(value, final=False)
 
 
-def _over(left: Expression, right: Expression) -> Expression:
+def _divide(left: Expression, right: Expression) -> Expression:
     if left.value is None or right.value is None:
         return Expression(None, final=False)
     if not right.value:
         raise NoExpression("a division by nothing")
-    value = _bounded(left.value / right.value)
-    whole = all(
-        part.kind == "number" and part.value is not None and part.value.denominator == 1
-        and "." not in part.written and not part.percent
-        for part in (left, right)
+    value = _check_size(left.value / right.value)
+    are_integers = all(
+        operand.kind == "number" and operand.value is not None and operand.value.denominator == 1
+        and "." not in operand.written and not operand.percent
+        for operand in (left, right)
     )  # fmt: skip
-    lowest = whole and value is not None and value.denominator == abs(right.value) != 1
+    lowest = are_integers and value is not None and value.denominator == abs(right.value) != 1
     return Expression(value, final=lowest, kind="fraction" if lowest else "")
 
 
-def _mixed(whole: Expression, part: Expression) -> Expression:
-    assert whole.value is not None and part.value is not None
-    final = whole.final and part.final and 0 < part.value < 1
-    return Expression(whole.value + part.value, final, kind="fraction" if final else "")
+def _add_fraction(integer: Expression, fraction: Expression) -> Expression:
+    assert integer.value is not None and fraction.value is not None
+    final = integer.final and fraction.final and 0 < fraction.value < 1
+    return Expression(integer.value + fraction.value, final, kind="fraction" if final else "")
 
 
-def _raised(base: Expression, exponent: Expression) -> Expression:
+def _raise_to_power(base: Expression, exponent: Expression) -> Expression:
     if base.value is None or exponent.value is None:
         return Expression(None, final=False)
     power, value = exponent.value, base.value
@@ -313,7 +319,7 @@ def _raised(base: Expression, exponent: Expression) -> Expression:
     if not value and power < 0:
         raise NoExpression("a division by nothing")
     bits = max(value.numerator.bit_length(), value.denominator.bit_length())
-    if value not in (0, 1, -1) and abs(power) * bits > MOST_BITS:
+    if value not in (0, 1, -1) and abs(power) * bits > MAX_BITS:
         raise TooLarge("a power with too many digits")
     if value in (0, 1, -1):
         power = power % 2 if value == -1 else min(power, Fraction(1))
@@ -326,7 +332,7 @@ def _raised(base: Expression, exponent: Expression) -> Expression:
 def _factorial(value: Fraction | None) -> Fraction | None:
     if value is None or value.denominator != 1 or value < 0:
         raise NoExpression("a factorial of no whole number")
-    if value > MOST_FACTORIAL:
+    if value > MAX_FACTORIAL:
         raise TooLarge("a factorial with too many digits")
     return Fraction(math.factorial(int(value)))
 
@@ -335,13 +341,13 @@ def _exact_root(value: Fraction, degree: int) -> Fraction | None:
     """The root where it is rational."""
     if value < 0 and degree % 2 == 0:
         return None
-    parts = [_whole_root(abs(part), degree) for part in (value.numerator, value.denominator)]
-    if parts[0] is None or parts[1] is None:
+    roots = [_integer_root(abs(term), degree) for term in (value.numerator, value.denominator)]
+    if roots[0] is None or roots[1] is None:
         return None
-    return Fraction(parts[0] if value >= 0 else -parts[0], parts[1])
+    return Fraction(roots[0] if value >= 0 else -roots[0], roots[1])
 
 
-def _whole_root(value: int, degree: int) -> int | None:
+def _integer_root(value: int, degree: int) -> int | None:
     """Newton's method in whole numbers."""
     if value < 2:
         return value

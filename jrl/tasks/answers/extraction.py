@@ -37,14 +37,14 @@ _HEADING = re.compile(
     r"[\s*_]*(?:the\s+)?(?:final\s+)?(?:answer|solution|result|conclusion)?[\s*_:]*", re.IGNORECASE
 )
 # What may stand between two boxes that are one statement: blanks, commas, "and", "or", a label.
-_JOINED = re.compile(
+_BOX_SEPARATOR = re.compile(
     r"(?:[\s$,;/&~.]|\\[()\[\],;]|\\q?quad|\\text\s*\{\s*(?:and|or)\s*\}|and\b|or\b"
     r"|[A-Za-z]\w?\s*=)*"
 )
 _OR = re.compile(r"\bor\b|/")
-MOST_BETWEEN = 40
+MAX_BETWEEN_BOXES = 40
 """Characters between two boxes of one statement."""
-MOST_NESTED = 8
+MAX_NESTED_MARKUP = 8
 
 
 @dataclass(frozen=True)
@@ -68,25 +68,25 @@ def extract(completion: str, *, bare: bool = False) -> Extracted | None:
         them: ``####`` marks nothing then, and where nothing else does, or ends reasoning, the
         completion counts to the letter.
     """
-    said = after_reasoning(completion)
-    if said is None:
+    answer = after_reasoning(completion)
+    if answer is None:
         return None
     marked = False
-    for _ in range(MOST_NESTED):
-        inner = _marked(said, hashes=not bare)
+    for _ in range(MAX_NESTED_MARKUP):
+        inner = _last_marked_text(answer, hashes=not bare)
         if inner is None:
             break
-        said, marked = inner, True
-    if bare and said == completion:
-        return Extracted(said, marked)
-    return Extracted(said.strip(BLANKS + UNREADABLE), marked)
+        answer, marked = inner, True
+    if bare and answer == completion:
+        return Extracted(answer, marked)
+    return Extracted(answer.strip(BLANKS + UNREADABLE), marked)
 
 
 def after_reasoning(completion: str) -> str | None:
     """Text after the last end of reasoning; None if reasoning is still open."""
     start = 0
-    for found in _ENDS.finditer(completion):
-        start = found.end()
+    for match in _ENDS.finditer(completion):
+        start = match.end()
     if _OPENS.search(completion, start) is not None:
         return None
     return completion[start:]
@@ -101,7 +101,7 @@ def opens_reasoning(text: str) -> str:
     return text[opened[-1].start() :]
 
 
-def _marked(text: str, *, hashes: bool) -> str | None:
+def _last_marked_text(text: str, *, hashes: bool) -> str | None:
     """Text of the last box or tag, else of the last ``####`` if `hashes`; None without any."""
     box, tag = _last_boxes(text), _last_tag(text)
     if box is not None and (tag is None or box[0] > tag[0]):
@@ -111,8 +111,8 @@ def _marked(text: str, *, hashes: bool) -> str | None:
     if not hashes:
         return None
     start = None
-    for found in HASHES.finditer(text):
-        start = found.end()
+    for match in HASHES.finditer(text):
+        start = match.end()
     if start is None:
         return None
     line, _, rest = text[start:].lstrip(" \t").partition("\n")
@@ -126,38 +126,38 @@ def _last_boxes(text: str) -> tuple[int, str] | None:
     opened: list[int] = []  # where the content of a box begins, -1 for other braces
     begins: list[int] = []
     boxes: list[tuple[int, int, str]] = []
-    for found in _BRACES.finditer(text):
-        mark = found[0]
-        if mark == "}":
+    for match in _BRACES.finditer(text):
+        brace = match[0]
+        if brace == "}":
             if opened:
                 content, begin = opened.pop(), begins.pop()
                 if content >= 0:
                     # Those inside it are a part of what it says.
                     while boxes and boxes[-1][0] > begin:
                         boxes.pop()
-                    boxes.append((begin, found.end(), text[content : found.start()]))
-        elif mark[-1] == "{" and len(mark) != 2:
-            opened.append(found.end() if len(mark) > 1 else -1)
-            begins.append(found.start())
+                    boxes.append((begin, match.end(), text[content : match.start()]))
+        elif brace[-1] == "{" and len(brace) != 2:
+            opened.append(match.end() if len(brace) > 1 else -1)
+            begins.append(match.start())
     if not boxes:
         return None
-    begin, end, said = boxes.pop()
+    begin, end, answer = boxes.pop()
     while boxes:
         before = boxes.pop()
         between = text[before[1] : begin]
-        if len(between) > MOST_BETWEEN or _JOINED.fullmatch(between) is None:
+        if len(between) > MAX_BETWEEN_BOXES or _BOX_SEPARATOR.fullmatch(between) is None:
             break
         joint = " or " if _OR.search(between) else ", "
-        said, begin = before[2] + joint + said, before[0]
-    return end, said
+        answer, begin = before[2] + joint + answer, before[0]
+    return end, answer
 
 
 def _last_tag(text: str) -> tuple[int, str] | None:
     """End of the last complete pair of answer tags, and its content; None without one."""
     begin, last = None, None
-    for found in _TAG.finditer(text):
-        if not found[1]:
-            begin = found.end()
+    for match in _TAG.finditer(text):
+        if not match[1]:
+            begin = match.end()
         elif begin is not None:
-            last, begin = (found.end(), text[begin : found.start()]), None
+            last, begin = (match.end(), text[begin : match.start()]), None
     return last

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from .extraction import Extracted, extract
-from .numbers import NUMBER, Stated, stated
+from .numbers import NUMBER, Statement, read_statement
 
-LONGEST = 500
+MAX_FORM_LENGTH = 500
 """Characters of an answer whose form is looked at."""
 _FORMS = (
     (re.compile(r"\d+(?:[.,]\d+)*"), "0"),
@@ -30,17 +30,17 @@ class Answered:
     Attributes:
       prompt: tells its prompt from others.
       text: of the completion.
-      gold: the reference answer; empty where there is none.
+      reference: the reference answer; empty where there is none.
       correct: whether it got full marks.
     """
 
     prompt: Hashable
     text: str
-    gold: str
+    reference: str
     correct: bool
 
 
-def habits(answered: Iterable[Answered]) -> dict[str, float]:
+def answer_statistics(answered: Iterable[Answered]) -> dict[str, float]:
     """Computes statistics of the answers to the prompts of a step.
 
     Returns:
@@ -62,32 +62,35 @@ def habits(answered: Iterable[Answered]) -> dict[str, float]:
     # The first of equals, which the order of completions decides.
     commonest = {max(counts, key=lambda text: counts[text]) for counts in by_prompt.values()}
     forms = Counter(form_of(text) for text in texts)
-    found = {
+    statistics = {
         "answers/variety": len(commonest) / len(by_prompt),
         "answers/top_form": max(forms.values()) / len(rows),
     }
-    numbers = [
-        (row.correct, answer, gold)
+    numeric_answers = [
+        (row.correct, answer, reference)
         for row, answer in zip(rows, answers, strict=True)
-        if (gold := _number(row.gold)) is not None
+        if (reference := _reference_number(row.reference)) is not None
     ]
-    if numbers:
-        shares = [correct and _shares(answer, gold) for correct, answer, gold in numbers]
-        correct = sum(correct for correct, _, _ in numbers)
-        found["answers/shared"] = sum(shares) / len(numbers)
-        found["answers/disputed"] = (correct - sum(shares)) / len(numbers)
-    return found
+    if numeric_answers:
+        confirmed = [
+            correct and _is_confirmed(answer, reference)
+            for correct, answer, reference in numeric_answers
+        ]
+        correct = sum(correct for correct, _, _ in numeric_answers)
+        statistics["answers/shared"] = sum(confirmed) / len(numeric_answers)
+        statistics["answers/disputed"] = (correct - sum(confirmed)) / len(numeric_answers)
+    return statistics
 
 
 def is_disputed(row: Answered) -> bool:
     """True if a completion has full marks that the second reader does not give."""
-    gold = _number(row.gold)
-    return gold is not None and row.correct and not _shares(extract(row.text), gold)
+    reference = _reference_number(row.reference)
+    return reference is not None and row.correct and not _is_confirmed(extract(row.text), reference)
 
 
 def form_of(text: str) -> str:
     """The form of an answer: 0 for its numbers, and a for its words."""
-    return _form(text[:LONGEST])
+    return _form(text[:MAX_FORM_LENGTH])
 
 
 @lru_cache(maxsize=4096)
@@ -98,28 +101,28 @@ def _form(text: str) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _number(gold: str) -> Stated | None:
+def _reference_number(reference: str) -> Statement | None:
     """A reference answer that is a number in final form; None for any other."""
-    if not gold:
+    if not reference:
         return None
-    answer = extract(gold)
-    found = stated("" if answer is None else answer.text, marked=True, exclaims=False)
-    if found.kind != NUMBER or not found.alone or found.value is None:
+    answer = extract(reference)
+    statement = read_statement("" if answer is None else answer.text, marked=True, exclaims=False)
+    if statement.kind != NUMBER or not statement.is_only_number or statement.value is None:
         return None
-    assert found.expression is not None
-    return found if found.expression.final else None
+    assert statement.expression is not None
+    return statement if statement.expression.final else None
 
 
-def _shares(answer: Extracted | None, gold: Stated) -> bool:
+def _is_confirmed(answer: Extracted | None, reference: Statement) -> bool:
     if answer is None:
         return False
-    found = _read(answer.text, answer.marked)
-    if found.kind != NUMBER or found.expression is None or not found.expression.final:
+    statement = _read(answer.text, answer.marked)
+    if statement.kind != NUMBER or statement.expression is None or not statement.expression.final:
         return False
-    return found.digits == gold.digits or found.value == gold.value
+    return statement.digits == reference.digits or statement.value == reference.value
 
 
 # The completions of a prompt are mostly of a few answers.
 @lru_cache(maxsize=1024)
-def _read(text: str, marked: bool) -> Stated:
-    return stated(text, marked=marked)
+def _read(text: str, marked: bool) -> Statement:
+    return read_statement(text, marked=marked)

@@ -63,10 +63,10 @@ _ENUMERATOR = re.compile(r"(?m)^[ \t]*(?:\d{1,2}[.)][ \t]+(?=[^\n]*\d)|[-*•+][
 _HTML = re.compile(r"</?(?:b|strong|i|em|p|br|div|span|u|mark|code)\s*/?>", re.IGNORECASE)
 
 
-def plain(text: str) -> str:
+def plain_notation(text: str) -> str:
     """A text without what only says how it is set: emphasis, delimiters, spaces, wide digits."""
     text = text.translate(_WIDE).translate(_SIGNS)
-    text = _SUPERSCRIPT.sub(lambda found: f"^{{{_lowered(found[0])}}}", text)
+    text = _SUPERSCRIPT.sub(lambda match: f"^{{{_lower_superscripts(match[0])}}}", text)
     for pattern, instead in _COMMANDS:
         text = pattern.sub(instead, text)
     text = _HTML.sub(" ", text)
@@ -77,11 +77,11 @@ def plain(text: str) -> str:
     return _ENUMERATOR.sub(" ", text)
 
 
-def _lowered(superscripts: str) -> str:
+def _lower_superscripts(superscripts: str) -> str:
     return "".join(SUPERSCRIPTS[character] for character in superscripts)
 
 
-def vulgar(character: str) -> tuple[int, int] | None:
+def parse_vulgar_fraction(character: str) -> tuple[int, int] | None:
     """Numerator and denominator of a character such as ``½``, None of any other."""
     written = unicodedata.normalize("NFKC", character)
     if len(written) < 3 or "\u2044" not in written:

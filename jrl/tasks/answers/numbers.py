@@ -12,7 +12,7 @@ from fractions import Fraction
 
 from .equality import same_number
 from .expression import Expression, NoExpression, SideBySide, TooLarge, read_expression
-from .markup import DASH, plain
+from .markup import DASH, plain_notation
 from .phrases import (
     VERBS,
     Span,
@@ -22,21 +22,21 @@ from .phrases import (
     without_delimiters,
     words_to_signs,
 )
-from .tokens import Token, canonical, tokens_of
+from .tokens import Token, canonical_number, tokens_of
 from .units import unit_of
 
-LONGEST = 1_000
+MAX_LENGTH = 1_000
 """Characters of running text that are looked at: its last ones."""
-LONGEST_MARKED = 2_000
-NUMBER, SEVERAL, RELATION, OPAQUE, NOTHING = "number", "several", "relation", "opaque", "nothing"
+MAX_MARKED_LENGTH = 2_000
+NUMBER, MULTIPLE, RELATION, OPAQUE, NOTHING = "number", "several", "relation", "opaque", "nothing"
 
 _VARIABLE = re.compile(r"[A-Za-z]_?\d*")
-_SIDES_BEFORE = {*VERBS, "so", "thus", "therefore", "hence", "answer", "get", "have", "that"}
+_LEADING_WORDS = {*VERBS, "so", "thus", "therefore", "hence", "answer", "get", "have", "that"}
 _COMPARING = {"more", "less", "fewer", "greater", "larger", "smaller", "higher", "lower", "bigger"}
 _BOUNDS = {"least", "most", "between", "exceeding", "below", "above"}
 _DENYING = {"not", "isn't", "isnt", "never", "cannot", "aren't", "wasn't"}
 _AFTER = {*_COMPARING, "above", "below", "under", "over", "up", "upwards"}
-_PARTS = {"half", "third", "quarter", "fifth", "tenth"}
+_FRACTION_WORDS = {"half", "third", "quarter", "fifth", "tenth"}
 _PERHAPS = {"maybe", "perhaps", "possibly", "else", "even", "it's", "it", "is", "also", "the",
             "answer", "could", "be", "may", "might", "rather", "about"}  # fmt: skip
 _SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
@@ -46,17 +46,17 @@ _NO_VARIABLE = {"a", "I", "A", "s", "m", "g", "h", "l", "L", "K", "C", "F", "N",
 
 
 @dataclass(frozen=True)
-class Stated:
+class Statement:
     """Statement of a text: a number with its unit and variable, or the reason why it is none.
 
     Attributes:
-      kind: `NUMBER`; `SEVERAL` numbers of which none counts; a `RELATION`, such as a bound;
+      kind: `NUMBER`; `MULTIPLE` numbers of which none counts; a `RELATION`, such as a bound;
         `OPAQUE`, something with a number that is none (`2x`, `\\log 8`); or `NOTHING`.
       expression: the number.
       unit: after or before it, as `unit_of` names it; "" where there is none that is known.
       label: the variable that it is said of, "" where there is none.
       digits: the number as text, without what groups its digits.
-      alone: whether no other number is in the text.
+      is_only_number: whether no other number is in the text.
       scale: the word of a power of a thousand that follows, as a number.
     """
 
@@ -65,7 +65,7 @@ class Stated:
     unit: str = ""
     label: str = ""
     digits: str = ""
-    alone: bool = False
+    is_only_number: bool = False
     scale: int = 1
 
     @property
@@ -75,73 +75,78 @@ class Stated:
         return None if self.expression.value is None else self.expression.value * self.scale
 
 
-def stated(text: str, *, marked: bool = False, exclaims: bool = True) -> Stated:
+def read_statement(text: str, *, marked: bool = False, exclaims: bool = True) -> Statement:
     """Reads an answer.
 
     Args:
       marked: whether it is known to be the answer, and no running text.
       exclaims: whether a "!" at its end is one of joy; else it is a factorial.
     """
-    text = text[-(LONGEST_MARKED if marked else LONGEST) :]
-    tokens = words_to_signs(without_delimiters(tokens_of(plain(text))))
+    text = text[-(MAX_MARKED_LENGTH if marked else MAX_LENGTH) :]
+    tokens = words_to_signs(without_delimiters(tokens_of(plain_notation(text))))
     phrases = phrases_of(tokens)
     if not phrases:
-        return Stated(NOTHING)
+        return Statement(NOTHING)
     return _read(tokens, phrases, chosen_phrase(tokens, phrases), exclaims)
 
 
-def same_statement(gold: Stated, answer: Stated) -> bool:
+def same_statement(reference: Statement, answer: Statement) -> bool:
     """True if two texts state the same number, and their units and variables do not differ."""
-    if gold.kind != NUMBER or answer.kind != NUMBER or None in (gold.value, answer.value):
+    if reference.kind != NUMBER or answer.kind != NUMBER or None in (reference.value, answer.value):
         return False
-    for one, other in ((gold.unit, answer.unit), (gold.label, answer.label)):
-        if one and other and one != other:
+    for reference_field, answer_field in (
+        (reference.unit, answer.unit),
+        (reference.label, answer.label),
+    ):
+        if reference_field and answer_field and reference_field != answer_field:
             return False
-    assert gold.expression is not None and answer.expression is not None
-    if gold.scale == answer.scale:
-        return same_number(gold.expression, answer.expression)
-    return gold.value == answer.value
+    assert reference.expression is not None and answer.expression is not None
+    if reference.scale == answer.scale:
+        return same_number(reference.expression, answer.expression)
+    return reference.value == answer.value
 
 
-def _read(tokens: Sequence[Token], phrases: Sequence[Span], chosen: int, exclaims: bool) -> Stated:
+def _read(
+    tokens: Sequence[Token], phrases: Sequence[Span], chosen: int, exclaims: bool
+) -> Statement:
     begin, end = phrases[chosen]
     if end - begin > 1 and tokens[end - 1].text == "+":
-        return Stated(RELATION)  # 42 and more
-    begin, end = _trimmed(tokens, begin, end, exclaims)
+        return Statement(RELATION)  # 42 and more
+    begin, end = _trim(tokens, begin, end, exclaims)
     begin = _after_function(tokens, begin, end)
     label, labelled = _label(tokens, begin, end)
     if _is_opaque(tokens, begin, end, labelled):
-        return Stated(OPAQUE)
+        return Statement(OPAQUE)
     if _is_bound(tokens, begin, end):
-        return Stated(RELATION)
-    parts = _parts(tokens, begin, end)
-    if len(parts) > 1 and begin and tokens[begin - 1].text.lower() in _LEADING:
-        parts = parts[-1:]  # In 2024, 42 people came.
+        return Statement(RELATION)
+    spans = _split_numbers(tokens, begin, end)
+    if len(spans) > 1 and begin and tokens[begin - 1].text.lower() in _LEADING:
+        spans = spans[-1:]  # In 2024, 42 people came.
     attached = begin > 0 and tokens[begin - 1].kind == "word" and not labelled and (
-        tokens[begin - 1].text.lower() not in _SIDES_BEFORE
+        tokens[begin - 1].text.lower() not in _LEADING_WORDS
     )  # fmt: skip
-    read = [_chain(tokens[b:e], check=not attached) for b, e in parts]
-    if None in read or not read:
-        return Stated(OPAQUE if read else NOTHING)
-    said = [each for each in read if each is not None]
-    if any(each.kind != NUMBER for each in said):
-        return next(each for each in said if each.kind != NUMBER)
-    first = said[0]
+    chains = [_read_chain(tokens[b:e], check=not attached) for b, e in spans]
+    if None in chains or not chains:
+        return Statement(OPAQUE if chains else NOTHING)
+    statements = [each for each in chains if each is not None]
+    if any(each.kind != NUMBER for each in statements):
+        return next(each for each in statements if each.kind != NUMBER)
+    first = statements[0]
     assert first.expression is not None
-    for other in said[1:]:
+    for other in statements[1:]:
         assert other.expression is not None
         if first.expression.value is None or first.expression.value != other.expression.value:
-            return Stated(SEVERAL)
-    others = [phrase for number, phrase in enumerate(phrases) if number != chosen]
+            return Statement(MULTIPLE)
+    others = [phrase for index, phrase in enumerate(phrases) if index != chosen]
     if _has_alternative(tokens, begin, end, others, first.expression):
-        return Stated(SEVERAL)
-    return Stated(
+        return Statement(MULTIPLE)
+    return Statement(
         NUMBER,
         first.expression,
         unit=_unit(tokens, begin, end),
         label=label,
         digits=first.digits,
-        alone=not others,
+        is_only_number=not others,
         scale=_scale(tokens, end),
     )
 
@@ -162,7 +167,7 @@ def _is_unknown(token: Token) -> bool:
     return token.text == "_" or (token.kind == "command" and token.text not in ("\\frac", "\\sqrt"))
 
 
-def _trimmed(tokens: Sequence[Token], begin: int, end: int, exclaims: bool) -> Span:
+def _trim(tokens: Sequence[Token], begin: int, end: int, exclaims: bool) -> Span:
     """Without brackets that close or open elsewhere, and without signs that lead nowhere."""
     while end - begin > 1:
         first, last = tokens[begin], tokens[end - 1]
@@ -231,25 +236,30 @@ def _is_bound(tokens: Sequence[Token], begin: int, end: int) -> bool:
     if words[-2:] == ["up", "to"]:
         return True
     after = [t.text.lower() for t in tokens[end : end + 3]]
-    if after[:1] == ["and"] and after[1:2] in (["a"], ["one"]) and after[2:] and after[2] in _PARTS:
+    if (
+        after[:1] == ["and"]
+        and after[1:2] in (["a"], ["one"])
+        and after[2:]
+        and after[2] in _FRACTION_WORDS
+    ):
         return True  # 42 and a half
     return len(after) > 1 and after[0] in ("or", "and") and after[1] in _AFTER
 
 
-def _parts(tokens: Sequence[Token], begin: int, end: int) -> list[Span]:
+def _split_numbers(tokens: Sequence[Token], begin: int, end: int) -> list[Span]:
     """The phrase parted at what joins numbers, and without the brackets around it."""
     if _is_bracketed(tokens[begin:end]):
-        return _parts(tokens, begin + 1, end - 1)
-    parts, start = [], begin
+        return _split_numbers(tokens, begin + 1, end - 1)
+    spans, start = [], begin
     for at in range(begin, end):
         token = tokens[at]
         if joiner(token) or token.text == ":":
             if at > start:
-                parts.append((start, at))
+                spans.append((start, at))
             start = at + 1
     if end > start:
-        parts.append((start, end))
-    return parts
+        spans.append((start, end))
+    return spans
 
 
 def _is_bracketed(tokens: Sequence[Token]) -> bool:
@@ -259,45 +269,45 @@ def _is_bracketed(tokens: Sequence[Token]) -> bool:
     return all(_depth(tokens[:at]) > 0 for at in range(1, len(tokens)))
 
 
-def _chain(tokens: Sequence[Token], *, check: bool) -> Stated | None:
+def _read_chain(tokens: Sequence[Token], *, check: bool) -> Statement | None:
     """Statement of a chain of equations; None if its last side is no number.
 
     Args:
       check: whether the other sides must have the value of the last.
     """
-    sides: list[list[Token]] = [[]]
+    segments: list[list[Token]] = [[]]
     for token in tokens:
         if token.text == "=":
-            sides.append([])
+            segments.append([])
         elif token.kind != "currency":
-            sides[-1].append(token)
-    said = [side for side in sides if side]
-    if not said:
+            segments[-1].append(token)
+    filled_segments = [segment for segment in segments if segment]
+    if not filled_segments:
         return None
     read: list[tuple[Expression, Sequence[Token]]] = []
-    for side in said:
+    for segment in filled_segments:
         try:
-            read.append((read_expression(side), side))
+            read.append((read_expression(segment), segment))
         except TooLarge:
-            return Stated(RELATION)  # nobody's answer, and worked out by nobody
+            return Statement(RELATION)  # nobody's answer, and worked out by nobody
         except NoExpression as error:
-            if side is said[-1]:
-                return Stated(SEVERAL) if isinstance(error, SideBySide) else None
+            if segment is filled_segments[-1]:
+                return Statement(MULTIPLE) if isinstance(error, SideBySide) else None
     last, shown = read[-1]
-    if not sides[-1] and len(said[-1]) > 1:
+    if not segments[-1] and len(filled_segments[-1]) > 1:
         # 17 + 25 = is the question again.
         last = Expression(last.value, False)
     equal = [
-        (other, side)
-        for other, side in read
+        (other, segment)
+        for other, segment in read
         if None not in (other.value, last.value) and same_number(last, other)
     ]
     if check and any(_contradicts(last, other) for other, _ in read):
-        return Stated(SEVERAL)
-    if not last.final and sides[-1]:
+        return Statement(MULTIPLE)
+    if not last.final and segments[-1]:
         # 42 = 17 + 25 says 42 as well.
-        last, shown = next(((o, side) for o, side in equal if o.final), (last, shown))
-    return Stated(NUMBER, last, digits=_as_text(shown))
+        last, shown = next(((o, segment) for o, segment in equal if o.final), (last, shown))
+    return Statement(NUMBER, last, digits=_as_text(shown))
 
 
 def _contradicts(last: Expression, other: Expression) -> bool:
@@ -309,7 +319,7 @@ def _contradicts(last: Expression, other: Expression) -> bool:
 
 
 def _as_text(tokens: Sequence[Token]) -> str:
-    return "".join(canonical(t.text) if t.kind == "number" else t.text for t in tokens)
+    return "".join(canonical_number(t.text) if t.kind == "number" else t.text for t in tokens)
 
 
 def _has_alternative(
@@ -334,7 +344,7 @@ def _has_alternative(
         if not stops and any(t.text.lower() == "or" for t in between):
             offered += after
     for b, e in offered:
-        other = _chain(tokens[b:e], check=False)
+        other = _read_chain(tokens[b:e], check=False)
         same = (
             other is not None
             and other.expression is not None

@@ -21,37 +21,43 @@ def without_delimiters(tokens: Sequence[Token]) -> list[Token]:
 
 def words_to_signs(tokens: list[Token]) -> list[Token]:
     """Operations that are written as words between two numbers, as their signs."""
-    found: list[Token] = []
+    converted: list[Token] = []
     at = 0
     while at < len(tokens):
         token, word = tokens[at], tokens[at].text.lower()
         step = 2 if word in _FOLLOWED_BY else 1
         follows = tokens[at + step] if at + step < len(tokens) else None
-        before = found[-1] if found else None
+        before = converted[-1] if converted else None
         is_number = before is not None and (before.kind == "number" or before.text == ")")
         if token.kind == "word" and is_number and word in _OPERATIONS:
             by = _FOLLOWED_BY.get(word)
-            said = by is None or (tokens[at + 1 : at + 2] and tokens[at + 1].text.lower() == by)
-            if said and follows is not None and (follows.kind == "number" or follows.text == "("):
-                found.append(Token("math", _OPERATIONS[word], token.begin, token.end))
+            is_complete = by is None or (
+                tokens[at + 1 : at + 2] and tokens[at + 1].text.lower() == by
+            )
+            if (
+                is_complete
+                and follows is not None
+                and (follows.kind == "number" or follows.text == "(")
+            ):
+                converted.append(Token("math", _OPERATIONS[word], token.begin, token.end))
                 at += step
                 continue
         if word in ("minus", "negative") and follows is not None and follows.kind == "number":
-            found.append(Token("math", "-", token.begin, token.end))
+            converted.append(Token("math", "-", token.begin, token.end))
         elif word == "x" and is_number and follows is not None and follows.kind == "number":
-            found.append(Token("math", "*", token.begin, token.end))
+            converted.append(Token("math", "*", token.begin, token.end))
         elif token.kind == "word" and is_number and word in _POWERS:
-            found.append(Token("math", "^", token.begin, token.begin))
-            found.append(Token("number", _POWERS[word], token.begin, token.end))
+            converted.append(Token("math", "^", token.begin, token.begin))
+            converted.append(Token("number", _POWERS[word], token.begin, token.end))
         elif is_number and token.kind == "word" and unit_of(word):
-            found.append(token)
+            converted.append(token)
             at += _exponent_length(tokens, at + 1)  # m^2 is a unit as well
         elif word == "percent" and is_number:
-            found.append(Token("math", "%", token.begin, token.end))
+            converted.append(Token("math", "%", token.begin, token.end))
         else:
-            found.append(token)
+            converted.append(token)
         at += 1
-    return found
+    return converted
 
 
 def _exponent_length(tokens: Sequence[Token], at: int) -> int:

@@ -16,19 +16,19 @@ import sympy
 from math_verify import parse, verify
 from sympy.core.function import AppliedUndef, Function
 
-from .equality import SIGNIFICANT, rounded, significant_digits
+from .equality import SIGNIFICANT, round_to_digits, significant_digits
 from .expression import Expression, NoExpression, TooLarge, read_expression
-from .markup import plain
+from .markup import plain_notation
 from .tokens import tokens_of
 
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
-LONGEST = 1_000
+MAX_LENGTH = 1_000
 """Characters of a formula that is read at all."""
 TOLERANCE = 1e-9
-"""Of irrational numbers, relative to the gold answer; of decimals that of their sixth digit."""
+"""Of irrational numbers, relative to the reference; of decimals that of their sixth digit."""
 DECIMAL_TOLERANCE = 5e-6
 DIGITS = 40
-MOST_SYMBOLS, MOST_OPERATIONS, LEAST_COMPARED = 3, 40, 3
+MAX_SYMBOLS, MAX_OPERATIONS, MIN_COMPARED = 3, 40, 3
 
 _LATEX = ("$", "\\boxed", "\\(", "\\[")
 # Two letters in a row, unless they name a command or stand in its braces (\text{cm}, \end{matrix}).
@@ -54,89 +54,91 @@ def is_formula(text: str) -> bool:
 @functools.lru_cache(maxsize=256)
 def read(text: str) -> tuple[Any, ...]:
     """Parsed values of an answer by math-verify: read as one formula, if it is one, else as it is.
-    Empty if nothing is found, or if the text is longer than `LONGEST`."""
-    if len(text) > LONGEST:
+    Empty if nothing is found, or if the text is longer than `MAX_LENGTH`."""
+    if len(text) > MAX_LENGTH:
         return ()
     tidy = _EXPONENT.sub(r"\1 \\cdot 10^{\2}", text.strip())
     for pattern, instead in _SPELLED:
         tidy = pattern.sub(instead, tidy)
     forms = [text]
     if is_formula(tidy) and not any(mark in tidy for mark in _LATEX):
-        bare = tidy.strip().rstrip(".,;:!?").strip("*_` ")
-        forms = [f"\\boxed{{{bare}}}", *forms]
+        bare_text = tidy.strip().rstrip(".,;:!?").strip("*_` ")
+        forms = [f"\\boxed{{{bare_text}}}", *forms]
     for form in forms:
         # Without time limits of its own: they need signals, and the asking side has a better one.
-        found = parse(
+        parsed = parse(
             form,
             fallback_mode="no_fallback",
             parsing_timeout=None,  # pyright: ignore[reportArgumentType]
             raise_on_error=True,
         )
-        if found:
-            return tuple(found)
+        if parsed:
+            return tuple(parsed)
     return ()
 
 
-def same(gold: Sequence[Any], answer: Sequence[Any]) -> bool:
+def are_equal(reference: Sequence[Any], answer: Sequence[Any]) -> bool:
     """True if two readings are equal; irrational and small numbers by relative error."""
-    golds, answers = list(gold), list(answer)
-    if not verify(golds, answers, timeout_seconds=None, raise_on_error=True):
-        return _same_where_real(golds[0], answers[0])
-    return _relatively(golds[0], answers[0])
+    references, answers = list(reference), list(answer)
+    if not verify(references, answers, timeout_seconds=None, raise_on_error=True):
+        return _same_where_real(references[0], answers[0])
+    return _relatively_close(references[0], answers[0])
 
 
-def is_rounded(answer: Expression, gold: Sequence[Any]) -> bool:
+def is_rounded(answer: Expression, reference: Sequence[Any]) -> bool:
     """True if a decimal is the rounding of an irrational reference answer."""
-    value = _right_side(gold[0])
+    value = _right_side(reference[0])
     digits = significant_digits(answer)
     if not answer.is_decimal or answer.value is None or not SIGNIFICANT <= digits <= DIGITS // 2:
         return False
     if not isinstance(value, sympy.Expr) or not value.is_number or not value.is_real:
         return False
     exact = Fraction(str(sympy.N(value, DIGITS)))
-    return rounded(exact, digits) == answer.value
+    return round_to_digits(exact, digits) == answer.value
 
 
-def _same_where_real(gold: Any, answer: Any) -> bool:
+def _same_where_real(reference: Any, answer: Any) -> bool:
     """True if two formulas have the same value wherever both are real: sqrt(1/n) and 1/sqrt(n).
     They are compared at sample points."""
-    if not all(isinstance(x, sympy.Expr) for x in (gold, answer)):
+    if not all(isinstance(x, sympy.Expr) for x in (reference, answer)):
         return False
-    symbols = sorted(gold.free_symbols, key=str)
-    if not 0 < len(symbols) <= MOST_SYMBOLS or gold.free_symbols != answer.free_symbols:
+    symbols = sorted(reference.free_symbols, key=str)
+    if not 0 < len(symbols) <= MAX_SYMBOLS or reference.free_symbols != answer.free_symbols:
         return False
-    if not all(x.has(sympy.Pow) and sympy.count_ops(x) <= MOST_OPERATIONS for x in (gold, answer)):
+    if not all(
+        x.has(sympy.Pow) and sympy.count_ops(x) <= MAX_OPERATIONS for x in (reference, answer)
+    ):
         return False
     compared = 0
     for signs in ((1, 1, 1), (-1, -1, -1), (1, -1, 1)):
         for shift in range(1, 4):
-            at = {
+            substitutions = {
                 s: sign * sympy.Rational(7 * shift + 5 * n, 3 + n)
                 for n, (s, sign) in enumerate(zip(symbols, signs, strict=False))
             }
-            values = [sympy.N(x.subs(at), DIGITS) for x in (gold, answer)]
+            values = [sympy.N(x.subs(substitutions), DIGITS) for x in (reference, answer)]
             if not all(value.is_real and value.is_finite for value in values):
                 continue
             if abs(values[0] - values[1]) > TOLERANCE * abs(values[0]):
                 return False
             compared += 1
-    return compared >= LEAST_COMPARED
+    return compared >= MIN_COMPARED
 
 
-def _relatively(gold: Any, answer: Any) -> bool:
+def _relatively_close(reference: Any, answer: Any) -> bool:
     """Guards numbers against the fixed number of decimals with which math-verify compares."""
-    gold, answer = _right_side(gold), _right_side(answer)
-    if gold == answer:
+    reference, answer = _right_side(reference), _right_side(answer)
+    if reference == answer:
         return True  # infinities have no difference
-    parts = _elements(gold), _elements(answer)
-    if all(parts) and len(parts[0]) == len(parts[1]):
-        return all(_relatively(*pair) for pair in zip(*parts, strict=True))
-    numbers = all(isinstance(x, sympy.Expr) and x.is_number for x in (gold, answer))
-    if not numbers or any(_has_percent(x) for x in (gold, answer)):
+    elements = _elements(reference), _elements(answer)
+    if all(elements) and len(elements[0]) == len(elements[1]):
+        return all(_relatively_close(*pair) for pair in zip(*elements, strict=True))
+    numbers = all(isinstance(x, sympy.Expr) and x.is_number for x in (reference, answer))
+    if not numbers or any(_has_percent(x) for x in (reference, answer)):
         return True
-    difference = sympy.Abs(sympy.N(gold - answer, DIGITS))
-    size = sympy.Abs(sympy.N(gold, DIGITS))
-    decimal = any(x.has(sympy.Float) for x in (gold, answer))
+    difference = sympy.Abs(sympy.N(reference - answer, DIGITS))
+    size = sympy.Abs(sympy.N(reference, DIGITS))
+    decimal = any(x.has(sympy.Float) for x in (reference, answer))
     bound = (DECIMAL_TOLERANCE if decimal else TOLERANCE) * size
     return bool(difference <= bound)
 
@@ -173,13 +175,13 @@ def is_final(text: str, reading: Sequence[Any]) -> bool:
       text: of the answer: math-verify works out quotients of whole numbers while it reads.
       reading: result of `read` for it.
     """
-    return _parts_are_final(text) and all(_is_final(value) for value in reading)
+    return _segments_are_final(text) and all(_is_final(value) for value in reading)
 
 
-def _parts_are_final(text: str) -> bool:
-    inside = plain(text).strip().strip("$ ")
-    for part in re.split(r"[,;]|=|\bor\b|\band\b", inside):
-        tokens = [t for t in tokens_of(part.strip("()[]{} ")) if t.text != "$"]
+def _segments_are_final(text: str) -> bool:
+    inside = plain_notation(text).strip().strip("$ ")
+    for segment in re.split(r"[,;]|=|\bor\b|\band\b", inside):
+        tokens = [t for t in tokens_of(segment.strip("()[]{} ")) if t.text != "$"]
         try:
             expression = read_expression(tokens)
         except (NoExpression, TooLarge):
@@ -208,32 +210,32 @@ def _is_final(value: Any) -> bool:
     return all(_is_final(argument) for argument in value.args)
 
 
-def _flat(value: Any, kind: type) -> list[Any]:
+def _flatten(value: Any, kind: type) -> list[Any]:
     """The terms or factors of a tree in which sums stand in sums."""
-    found, left = [], [value]
-    while left:
-        part = left.pop()
-        if isinstance(part, kind):
-            left += part.args
+    operands, pending = [], [value]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, kind):
+            pending += node.args
         else:
-            found.append(part)
-    return found
+            operands.append(node)
+    return operands
 
 
 def _sum_is_final(value: Any) -> bool:
-    terms = _flat(value, sympy.Add)
+    terms = _flatten(value, sympy.Add)
     if sympy.S.Zero in terms:
         return False
     kinds = []
     for term in terms:
-        factors = _flat(term, sympy.Mul)
+        factors = _flatten(term, sympy.Mul)
         rest = [factor for factor in factors if not _is_rational(factor)]
         kinds.append(tuple(sorted(map(sympy.srepr, rest))))
     return len(set(kinds)) == len(kinds) and all(_is_final(term) for term in terms)
 
 
 def _product_is_final(value: Any) -> bool:
-    factors = [factor for factor in _flat(value, sympy.Mul) if factor != -1]
+    factors = [factor for factor in _flatten(value, sympy.Mul) if factor != -1]
     above, below, others = [], [], []
     for factor in factors:
         if isinstance(factor, sympy.Rational):

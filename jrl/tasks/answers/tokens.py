@@ -3,7 +3,7 @@
 import re
 from typing import NamedTuple
 
-from .markup import vulgar
+from .markup import parse_vulgar_fraction
 
 _NUMBER = (
     r"\d{1,3}(?:,\d{3})+(?!\d|,\d)(?:\.\d+)?"
@@ -44,30 +44,30 @@ class Token(NamedTuple):
 def tokens_of(text: str) -> list[Token]:
     """All tokens of a text, blanks left out. A comma in a number is that of a decimal, but for
     brackets, in which it parts two."""
-    found: list[Token] = []
+    tokens: list[Token] = []
     depth = 0
     for match in _TOKEN.finditer(text):
         kind, written, begin = match.lastgroup or "other", match[0], match.start()
-        if kind == "vulgar" and vulgar(written) is None:
+        if kind == "vulgar" and parse_vulgar_fraction(written) is None:
             kind = "other"
         depth += (written in "([{") - (written in ")]}")
         if depth > 0 and _PAIR.fullmatch(written):
-            one, _, two = written.partition(",")
-            comma = begin + len(one)
-            found.append(Token("number", one, begin, comma))
-            found.append(Token("comma", ",", comma, comma + 1))
-            found.append(Token("number", two, comma + 1, match.end()))
+            first, _, second = written.partition(",")
+            comma = begin + len(first)
+            tokens.append(Token("number", first, begin, comma))
+            tokens.append(Token("comma", ",", comma, comma + 1))
+            tokens.append(Token("number", second, comma + 1, match.end()))
         else:
-            found.append(Token(kind, written, begin, match.end()))
-    return found
+            tokens.append(Token(kind, written, begin, match.end()))
+    return tokens
 
 
-def canonical(written: str) -> str:
+def canonical_number(written: str) -> str:
     """A number as text: without grouping, leading zeros and zeros at the end of a fraction."""
     mantissa, mark, exponent = written.lower().replace(" ", "").partition("e")
-    whole, point, fraction = _decimal(mantissa).partition(".")
-    whole, fraction = whole.lstrip("0") or "0", fraction.rstrip("0")
-    return whole + (point + fraction if fraction else "") + (mark + exponent if mark else "")
+    integer, point, fraction = _decimal(mantissa).partition(".")
+    integer, fraction = integer.lstrip("0") or "0", fraction.rstrip("0")
+    return integer + (point + fraction if fraction else "") + (mark + exponent if mark else "")
 
 
 def _decimal(mantissa: str) -> str:

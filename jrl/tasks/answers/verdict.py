@@ -13,15 +13,15 @@ from types import ModuleType
 from typing import Literal
 
 from .extraction import extract
-from .markup import plain
-from .numbers import NOTHING, NUMBER, OPAQUE, Stated, same_statement, stated
-from .words import is_word_answer, says
+from .markup import plain_notation
+from .numbers import NOTHING, NUMBER, OPAQUE, Statement, read_statement, same_statement
+from .words import is_word_answer, states_reference
 
 Reason = Literal["correct", "wrong", "unevaluated", "unparsable"]
 # Those between two letters or digits part words and numbers.
 _BLANKS = re.compile(r"(?<![0-9A-Za-z])\s+|\s+(?![0-9A-Za-z])")
 _TAIL = re.compile(r"(?:\bis|\bare|:)\s+([^\n]{1,300}?)\.?\s*$")
-MOST_SETTING = 100
+MAX_TYPESETTING = 100
 """Characters that set an answer, besides those that belong to it."""
 FINAL, EVALUATED = "final", "evaluated"
 RULES = (FINAL, EVALUATED)
@@ -29,7 +29,7 @@ RULES = (FINAL, EVALUATED)
 
 
 @dataclass(frozen=True)
-class Gold:
+class ReferenceAnswer:
     """A parsed reference answer.
 
     Attributes:
@@ -41,7 +41,7 @@ class Gold:
     """
 
     text: str
-    number: Stated | None = None
+    number: Statement | None = None
     words: bool = False
     final: bool = True
     reading: tuple = ()
@@ -59,77 +59,79 @@ class Judge:
         if rule not in RULES:
             raise ValueError(f"answers={rule!r} is no rule: choose one of {', '.join(RULES)}")
         self._symbolic, self._rule = symbolic, rule
-        self._gold = functools.lru_cache(maxsize=256)(self._read_gold)
+        self._parse_reference = functools.lru_cache(maxsize=256)(self._read_reference)
 
-    def __call__(self, gold: str, completion: str) -> Reason:
+    def __call__(self, reference: str, completion: str) -> Reason:
         """The reason of a verdict.
 
         Raises:
           ValueError: where the reference answer cannot be read.
         """
-        known, answer = self._gold(gold), extract(completion)
+        expected, answer = self._parse_reference(reference), extract(completion)
         if answer is None or not answer.text:
             return "unparsable"
-        if answer.text == known.text or _is_set_alike(answer.text, known.text):
+        if answer.text == expected.text or _equals_up_to_typesetting(answer.text, expected.text):
             return "correct"
-        if known.words:
-            right = says(known.text, answer.text, marked=answer.marked)
+        if expected.words:
+            right = states_reference(expected.text, answer.text, marked=answer.marked)
             return "unparsable" if right is None else "correct" if right else "wrong"
-        if known.number is not None:
-            return self._of_number(known, answer.text, answer.marked)
-        return self._of_formula(known, answer.text, answer.marked)
+        if expected.number is not None:
+            return self._judge_number(expected, answer.text, answer.marked)
+        return self._judge_formula(expected, answer.text, answer.marked)
 
-    def _read_gold(self, gold: str) -> Gold:
-        answer = extract(gold)
+    def _read_reference(self, reference: str) -> ReferenceAnswer:
+        answer = extract(reference)
         text = "" if answer is None else answer.text
         if not text:
             raise ValueError("it holds no answer")
-        number = stated(text, marked=True, exclaims=False)
-        if number.kind == NUMBER and number.alone and number.value is not None:
+        number = read_statement(text, marked=True, exclaims=False)
+        if number.kind == NUMBER and number.is_only_number and number.value is not None:
             assert number.expression is not None
-            return Gold(text, number=number, final=number.expression.final)
-        is_formula = number.kind == OPAQUE or (number.kind == NUMBER and number.alone)
+            return ReferenceAnswer(text, number=number, final=number.expression.final)
+        is_formula = number.kind == OPAQUE or (number.kind == NUMBER and number.is_only_number)
         if not is_formula and is_word_answer(text):
-            return Gold(text, words=True)
+            return ReferenceAnswer(text, words=True)
         reading = self._symbolic.read(text)
         if not reading:
             if is_word_answer(text):
-                return Gold(text, words=True)
+                return ReferenceAnswer(text, words=True)
             raise ValueError("it holds no number, word or formula")
-        return Gold(text, final=self._symbolic.is_final(text, reading), reading=reading)
+        return ReferenceAnswer(text, final=self._symbolic.is_final(text, reading), reading=reading)
 
-    def _of_number(self, gold: Gold, text: str, marked: bool) -> Reason:
-        assert gold.number is not None
-        found = stated(text, marked=marked)
-        if "!" in text and not same_statement(gold.number, found):
-            found = stated(text, marked=marked, exclaims=False)
-        if found.kind == NOTHING:
+    def _judge_number(self, reference: ReferenceAnswer, text: str, marked: bool) -> Reason:
+        assert reference.number is not None
+        statement = read_statement(text, marked=marked)
+        if "!" in text and not same_statement(reference.number, statement):
+            statement = read_statement(text, marked=marked, exclaims=False)
+        if statement.kind == NOTHING:
             return "unparsable"
-        if found.kind == OPAQUE:
-            return self._of_opaque(gold, text)
-        if not same_statement(gold.number, found):
+        if statement.kind == OPAQUE:
+            return self._judge_opaque(reference, text)
+        if not same_statement(reference.number, statement):
             return "wrong"
-        assert found.expression is not None
-        if gold.final and not found.expression.final and self._rule == FINAL:
+        assert statement.expression is not None
+        if reference.final and not statement.expression.final and self._rule == FINAL:
             return "unevaluated"
         return "correct"
 
-    def _of_opaque(self, gold: Gold, text: str) -> Reason:
+    def _judge_opaque(self, reference: ReferenceAnswer, text: str) -> Reason:
         """An answer that needs more than arithmetic to be a number: a logarithm, say."""
         if not self._symbolic.is_formula(text.strip()):
             return "wrong"
         reading = self._symbolic.read(text)
-        if not reading or not self._symbolic.same(self._symbolic.read(gold.text), reading):
+        if not reading or not self._symbolic.are_equal(
+            self._symbolic.read(reference.text), reading
+        ):
             return "wrong"
-        return "unevaluated" if gold.final and self._rule == FINAL else "correct"
+        return "unevaluated" if reference.final and self._rule == FINAL else "correct"
 
-    def _of_formula(self, gold: Gold, text: str, marked: bool) -> Reason:
-        number = stated(text, marked=marked)
+    def _judge_formula(self, reference: ReferenceAnswer, text: str, marked: bool) -> Reason:
+        number = read_statement(text, marked=marked)
         decimal = number.expression if number.kind == NUMBER and number.scale == 1 else None
-        if decimal is not None and self._symbolic.is_rounded(decimal, gold.reading):
+        if decimal is not None and self._symbolic.is_rounded(decimal, reference.reading):
             return "correct"
         reading = self._symbolic.read(text)
-        if not reading or not self._symbolic.same(gold.reading, reading):
+        if not reading or not self._symbolic.are_equal(reference.reading, reading):
             # "The point is (1, 2)." has its formula at its end.
             tail = _TAIL.search(text)
             if tail is None or not self._symbolic.is_formula(tail[1]):
@@ -137,18 +139,20 @@ class Judge:
                 return "wrong" if says_something else "unparsable"
             text = tail[1]
             reading = self._symbolic.read(text)
-            if not reading or not self._symbolic.same(gold.reading, reading):
+            if not reading or not self._symbolic.are_equal(reference.reading, reading):
                 return "wrong"
-        if gold.final and self._rule == FINAL and not self._symbolic.is_final(text, reading):
+        if reference.final and self._rule == FINAL and not self._symbolic.is_final(text, reading):
             return "unevaluated"
         return "correct"
 
 
-def _is_set_alike(text: str, gold: str) -> bool:
+def _equals_up_to_typesetting(text: str, reference: str) -> bool:
     """True if two texts differ only in blanks and typesetting."""
-    return len(text) <= MOST_SETTING + 4 * len(gold) and _squeezed(text) == _squeezed(gold)
+    return len(text) <= MAX_TYPESETTING + 4 * len(reference) and _squeeze(text) == _squeeze(
+        reference
+    )
 
 
-def _squeezed(text: str) -> str:
+def _squeeze(text: str) -> str:
     """A text as it is compared letter by letter, without blanks and what only sets it."""
-    return _BLANKS.sub("", plain(text)).strip(" $.")
+    return _BLANKS.sub("", plain_notation(text)).strip(" $.")

@@ -2,10 +2,10 @@
 
 import re
 
-from .markup import plain
+from .markup import plain_notation
 
-LONGEST = 200
-"""Characters of a gold answer that is text."""
+MAX_REFERENCE_LENGTH = 200
+"""Characters of a reference answer that is text."""
 _PUNCTUATION = ".,;:!?*_'\"` \t\r\n()[]{}$"
 _BLANKS = re.compile(r"\s+")
 _ANCHOR = re.compile(
@@ -25,56 +25,62 @@ _OPTION = re.compile(r"\(?([A-Za-z])\s*[).:]\s+\S")
 _DENIED = re.compile(r"\b(?:not|isn't|never)\s*$", re.IGNORECASE)
 
 
-def is_word_answer(gold: str) -> bool:
+def is_word_answer(reference: str) -> bool:
     """True if a reference answer, which states no number, is words or a letter."""
-    text = normal(gold)
-    if _CLOCK.fullmatch(gold.strip()):
+    text = normalize(reference)
+    if _CLOCK.fullmatch(reference.strip()):
         return True
-    if not text or len(gold) > LONGEST or any(mark in gold for mark in "^_\\=+<>|"):
+    if (
+        not text
+        or len(reference) > MAX_REFERENCE_LENGTH
+        or any(mark in reference for mark in "^_\\=+<>|")
+    ):
         return False
     letters = re.sub(r"[\s'.,:;!?&/-]", "", text)
     return bool(letters) and letters.isalnum() and any(c.isalpha() for c in text)
 
 
-def normal(text: str) -> str:
+def normalize(text: str) -> str:
     """A text without what only sets it: marks, brackets, blanks, capitals, stops at its ends."""
-    text = _BLANKS.sub(" ", plain(text)).strip(_PUNCTUATION)
+    text = _BLANKS.sub(" ", plain_notation(text)).strip(_PUNCTUATION)
     return text.casefold()
 
 
-def says(gold: str, text: str, *, marked: bool) -> bool | None:
+def states_reference(reference: str, text: str, *, marked: bool) -> bool | None:
     """True if a text states the reference answer; None if it states nothing that can be read.
 
     Args:
       marked: whether it is known to be the answer, and no running text.
     """
-    wanted, whole = normal(gold), normal(text)
-    if not whole:
+    wanted, normalized = normalize(reference), normalize(text)
+    if not normalized:
         return None
-    if whole == wanted:
+    if normalized == wanted:
         return True
-    if len(wanted) == 1 and (option := _OPTION.match(plain(text).strip())) is not None:
-        others = re.findall(r"\(([A-Za-z])\)|\b([A-Z])[).:]\s", plain(text)[option.end() :])
+    if len(wanted) == 1 and (option := _OPTION.match(plain_notation(text).strip())) is not None:
+        others = re.findall(
+            r"\(([A-Za-z])\)|\b([A-Z])[).:]\s", plain_notation(text)[option.end() :]
+        )
         return option[1].casefold() == wanted and not others
     if marked:
         return False
-    found = _stated(wanted, plain(text[-1_000:]))
-    if found is not None:
-        return found
-    if wanted in _YES_NO and whole.startswith(wanted):
-        rest = whole[len(wanted) :]
+    is_stated = _states_last(wanted, plain_notation(text[-1_000:]))
+    if is_stated is not None:
+        return is_stated
+    if wanted in _YES_NO and normalized.startswith(wanted):
+        rest = normalized[len(wanted) :]
         return not rest[:1].isalnum() and not _GOES_ON.match(rest)
-    return False if len(whole.split()) <= max(_SHORT, 2 * len(wanted.split())) else None
+    return False if len(normalized.split()) <= max(_SHORT, 2 * len(wanted.split())) else None
 
 
-def _stated(wanted: str, text: str) -> bool | None:
+def _states_last(wanted: str, text: str) -> bool | None:
     """True if the last sentence that states something states the wanted answer; None if no sentence
     states anything."""
     for sentence in reversed(re.split(r"(?<=[.!?])\s+|\n+", text.strip())):
         anchors = list(_ANCHOR.finditer(sentence))
         if not anchors:
             continue
-        answer = [found for found in anchors if "answer" in found[0].lower()]
+        answer = [anchor for anchor in anchors if "answer" in anchor[0].lower()]
         chosen = answer[-1] if answer else anchors[-1]
         rest = sentence[chosen.end() :].lstrip(_PUNCTUATION)
         head = rest[: len(wanted)]

@@ -6,7 +6,7 @@ Backwards, so that each digit depends only on digits and a carry to its left.
 from random import Random
 
 from jrl.tasks.definition import Record
-from jrl.tasks.procedural import exact
+from jrl.tasks.procedural import score_exact
 from jrl.tasks.task import Verdict
 
 
@@ -22,4 +22,4 @@ class Addition:
         return {"prompt": f"{left}+{right}=", "answer": str(left + right)[::-1]}
 
     def reward(self, prompt: str, completion: str, *, answer: str) -> Verdict:
-        return exact(completion, answer, "0123456789")
+        return score_exact(completion, answer, "0123456789")

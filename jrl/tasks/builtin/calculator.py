@@ -12,7 +12,7 @@ from jrl.tasks.definition import Record
 from jrl.tasks.tools.calculator import CALCULATOR, calculate
 from jrl.tasks.tools.tool import ToolEnvironment
 
-MOST_CALLS = 2
+MAX_CALLS = 2
 ERROR = "error"
 """Output of a call that fails."""
 
@@ -28,15 +28,15 @@ class Calculator:
 
     def prompts(self, random: Random) -> Record:
         """Draws the numbers, and a conversation that calls once."""
-        one, two, three = (random.randrange(10, 100) for _ in range(3))
-        text = f"{one}*{two}{random.choice('+-')}{three}"
+        first, second, third = (random.randrange(10, 100) for _ in range(3))
+        text = f"{first}*{second}{random.choice('+-')}{third}"
         value = calculate(text)
-        turns = [
+        messages = [
             {"role": "assistant", "content": f"@{CALCULATOR.name} {text}"},
             {"role": "tool", "content": f"{value}."},
             {"role": "assistant", "content": value},
         ]
-        return {"prompt": f"{text}=", "expression": text, "turns": turns}
+        return {"prompt": f"{text}=", "expression": text, "turns": messages}
 
     def environment(self, expression: str) -> ToolEnvironment:
         """Knows the result."""
@@ -45,4 +45,4 @@ class Calculator:
         def score(text: str) -> float:
             return float(text.strip() == str(value))
 
-        return ToolEnvironment([CALCULATOR], score, end=".", most=MOST_CALLS, error=ERROR)
+        return ToolEnvironment([CALCULATOR], score, end=".", most=MAX_CALLS, error=ERROR)

@@ -37,22 +37,22 @@ class Countdown:
             text, value, rank = pair
             if random.randrange(2):
                 inner = text if rank >= _RANK[second] else f"({text})"
-                whole = _join(inner, value, second, str(numbers[2]), numbers[2])
+                expression = _join(inner, value, second, str(numbers[2]), numbers[2])
             else:
                 # On the right, equal rank needs parentheses as well: a-(b+c), a/(b*c).
                 inner = text if rank > _RANK[second] else f"({text})"
-                whole = _join(str(numbers[2]), numbers[2], second, inner, value)
-            if whole is not None and 1 <= whole[1] <= MAX_TARGET:
-                given = ",".join(map(str, sorted(numbers)))
-                return {"prompt": f"{given}={whole[1]}:", "answer": whole[0]}
+                expression = _join(str(numbers[2]), numbers[2], second, inner, value)
+            if expression is not None and 1 <= expression[1] <= MAX_TARGET:
+                operands = ",".join(map(str, sorted(numbers)))
+                return {"prompt": f"{operands}={expression[1]}:", "answer": expression[0]}
 
     def reward(self, prompt: str, completion: str, **record: Any) -> Verdict:
-        given, _, target = prompt.removesuffix(":").partition("=")
+        operands, _, target = prompt.removesuffix(":").partition("=")
         try:
             expression = parse(completion)
         except ValueError:
             return UNPARSABLE
-        if sorted(expression.numbers) != sorted(map(int, given.split(","))):
+        if sorted(expression.numbers) != sorted(map(int, operands.split(","))):
             return WRONG
         try:
             return CORRECT if expression.value() == Fraction(target) else WRONG

@@ -29,7 +29,7 @@ _NEGATE = "negate"
 
 
 @dataclass(frozen=True)
-class Expression:
+class PostfixExpression:
     """An expression in postfix order: each number and operation follows its operands.
 
     Attributes:
@@ -62,7 +62,7 @@ class Expression:
         return value
 
 
-def parse(text: str) -> Expression:
+def parse(text: str) -> PostfixExpression:
     """Reads an arithmetic expression by recursive descent.
 
     Args:
@@ -77,7 +77,7 @@ def parse(text: str) -> Expression:
     reader.expression(depth=0)
     if reader.ahead:
         raise ValueError(f"text={text!r} goes on after its expression with {reader.ahead!r}")
-    return Expression(tuple(reader.steps))
+    return PostfixExpression(tuple(reader.steps))
 
 
 def _symbols(text: str) -> list[str]:

@@ -11,7 +11,7 @@ from random import Random
 from jrl.tasks.answers import extract
 from jrl.tasks.definition import Record
 
-FEWEST, MOST = 6, 9
+MIN_CANDIDATES, MAX_CANDIDATES = 6, 9
 """Numbers that are possible at first."""
 MAX_GUESSES = 4
 HIGHER, LOWER = "higher.", "lower."
@@ -20,10 +20,10 @@ HIGHER, LOWER = "higher.", "lower."
 class Guess:
     """Six to nine of the ten digits, with one of them to be found.
 
-    Gold conversations guess at random among what is still possible, and get there in time.
+    Reference conversations guess at random among what is still possible, and get there in time.
     """
 
-    max_prompt_length = MOST + 1
+    max_prompt_length = MAX_CANDIDATES + 1
     # A digit and an end for each guess, and an answer to all but the last; the last end is none.
     max_response_length = MAX_GUESSES * 2 + (MAX_GUESSES - 1) * len(HIGHER) - 1
     characters = "".join(sorted(set("0123456789:" + HIGHER + LOWER)))
@@ -32,13 +32,15 @@ class Guess:
 
     def prompts(self, random: Random) -> Record:
         """Draws digits and one of them, and a conversation that finds it."""
-        digits = sorted(random.sample(range(10), random.randrange(FEWEST, MOST + 1)))
+        digits = sorted(
+            random.sample(range(10), random.randrange(MIN_CANDIDATES, MAX_CANDIDATES + 1))
+        )
         number = random.choice(digits)
-        turns = _found(random, digits, number)
-        while len(turns) > 2 * MAX_GUESSES:
-            turns = _found(random, digits, number)
+        messages = _sample_conversation(random, digits, number)
+        while len(messages) > 2 * MAX_GUESSES:
+            messages = _sample_conversation(random, digits, number)
         prompt = "".join(map(str, digits)) + ":"
-        return {"prompt": prompt, "number": number, "turns": turns}
+        return {"prompt": prompt, "number": number, "turns": messages}
 
     def environment(self, number: int) -> "Guessing":
         """Knows the number."""
@@ -72,14 +74,14 @@ def _hint(guess: int, number: int) -> str:
     return HIGHER if guess < number else LOWER
 
 
-def _found(random: Random, digits: list[int], number: int) -> list[dict[str, str]]:
+def _sample_conversation(random: Random, digits: list[int], number: int) -> list[dict[str, str]]:
     """A conversation in which each guess is sampled from the possible numbers."""
-    turns = []
+    messages = []
     while True:
         guess = random.choice(digits)
-        turns.append({"role": "assistant", "content": str(guess)})
+        messages.append({"role": "assistant", "content": str(guess)})
         if guess == number:
-            return turns
-        turns.append({"role": "user", "content": _hint(guess, number)})
+            return messages
+        messages.append({"role": "user", "content": _hint(guess, number)})
         digits = [digit for digit in digits if (digit > guess) == (number > guess)]
         digits = [digit for digit in digits if digit != guess]

@@ -3,7 +3,7 @@
 from random import Random
 
 from jrl.tasks.definition import Record
-from jrl.tasks.procedural import exact
+from jrl.tasks.procedural import score_exact
 from jrl.tasks.task import Verdict
 
 MODULUS = 100
@@ -23,4 +23,4 @@ class Progression:
         return {"prompt": ",".join(terms[:NUM_TERMS]) + "=", "answer": ",".join(terms[NUM_TERMS:])}
 
     def reward(self, prompt: str, completion: str, *, answer: str) -> Verdict:
-        return exact(completion, answer, ",0123456789")
+        return score_exact(completion, answer, ",0123456789")

@@ -3,7 +3,7 @@
 from random import Random
 
 from jrl.tasks.definition import Record
-from jrl.tasks.procedural import exact
+from jrl.tasks.procedural import score_exact
 from jrl.tasks.task import Verdict
 
 NUM_DIGITS = 8
@@ -21,4 +21,4 @@ class Sort:
         return {"prompt": "".join(digits) + "=", "answer": "".join(sorted(digits))}
 
     def reward(self, prompt: str, completion: str, *, answer: str) -> Verdict:
-        return exact(completion, answer, "0123456789")
+        return score_exact(completion, answer, "0123456789")

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from jrl.tasks.answers.verdict import FINAL
 from jrl.tasks.checking.attacks import attacks_on
-from jrl.tasks.checking.table import Case, cases
+from jrl.tasks.checking.table import Case, load_cases
 from jrl.tasks.data.files import KINDS
 from jrl.tasks.load import load_task
 from jrl.tasks.parts import has_environments
-from jrl.tasks.references import looks_like_one, reference
-from jrl.tasks.rewards.own import OwnReward
+from jrl.tasks.references import is_code_reference, parse_reference
+from jrl.tasks.rewards.custom import CustomReward
 from jrl.tasks.task import Example, Task
 from jrl.tasks.workers.process import Message
 
@@ -78,13 +78,13 @@ def check(
     Raises:
       ValueError: where there is no such task or reward, or it is scored by an environment.
     """
-    with _opened(target, seed, answers, seconds) as (score, task):
+    with _open_scorer(target, seed, answers, seconds) as (score, task):
         pairs: list[tuple[Example, Case]] = []
         if task is None or _compares_any(target):
-            pairs += [(_example(case), case) for case in cases()]
+            pairs += [(_example(case), case) for case in load_cases()]
         if task is not None:
-            drawn = [task.train(index) for index in range(PROMPTS)]
-            pairs += attacks_on(list({example.prompt: example for example in drawn}.values()))
+            examples = [task.train(index) for index in range(PROMPTS)]
+            pairs += attacks_on(list({example.prompt: example for example in examples}.values()))
         if not pairs:
             raise ValueError(
                 f"check={target!r} has no prompt with a gold answer, and nothing to compare with"
@@ -95,27 +95,31 @@ def check(
 def _findings(score: Score, pairs: Sequence[tuple[Example, Case]]) -> list[Finding]:
     examples = list({id(example): example for example, _ in pairs}.values())
     # What is asked about twice is asked once; a failure is worth nothing.
-    golds = score([(example, example.answer) for example in examples])
-    nothings = score([(example, "") for example in examples])
-    full = {id(example): value for example, value in zip(examples, golds, strict=True)}
-    none = {id(example): value for example, value in zip(examples, nothings, strict=True)}
+    reference_scores = score([(example, example.answer) for example in examples])
+    empty_scores = score([(example, "") for example in examples])
+    score_of_reference = {
+        id(example): value for example, value in zip(examples, reference_scores, strict=True)
+    }
+    score_of_empty = {
+        id(example): value for example, value in zip(examples, empty_scores, strict=True)
+    }
     scores = score([(example, case.completion) for example, case in pairs])
     return [
-        Finding(case, value, full[id(example)], none[id(example)])
+        Finding(case, value, score_of_reference[id(example)], score_of_empty[id(example)])
         for (example, case), value in zip(pairs, scores, strict=True)
     ]
 
 
 @contextmanager
-def _opened(
+def _open_scorer(
     target: str, seed: int, answers: str, seconds: float
 ) -> Iterator[tuple[Score, Task | None]]:
     """Opens the scoring function, and the task that it belongs to, if any."""
     with ExitStack() as stack:
-        if looks_like_one(target) and (found := reference(target)).is_reward():
-            reward = OwnReward(found, makes=False, seconds=seconds)
+        if is_code_reference(target) and (code := parse_reference(target)).is_reward():
+            reward = CustomReward(code, makes=False, seconds=seconds)
             stack.callback(reward.close)
-            yield lambda pairs: [_value(answer) for answer in reward.ask(pairs)], None
+            yield lambda pairs: [_score_of_reply(answer) for answer in reward.ask(pairs)], None
             return
         task = load_task(_spec(target), seed, answers=answers)
         stack.callback(task.close)
@@ -124,10 +128,10 @@ def _opened(
                 f"check={target!r} is scored by its environment, turn by turn: check the function "
                 "that its environment scores final answers with"
             )
-        yield lambda pairs: _verified(task, pairs), task
+        yield lambda pairs: _verify(task, pairs), task
 
 
-def _verified(task: Task, pairs: Sequence[tuple[Example, str]]) -> list[float]:
+def _verify(task: Task, pairs: Sequence[tuple[Example, str]]) -> list[float]:
     examples, completions = zip(*pairs, strict=True)
     return [verdict.score for verdict in task.verify(examples, completions)]
 
@@ -149,20 +153,20 @@ def _compares_any(target: str) -> bool:
 
 
 def _example(case: Case) -> Example:
-    record = {"answer": case.gold}
-    return Example(f"What is it? (The answer is {case.gold}.)", case.gold, record=record)
+    record = {"answer": case.reference}
+    return Example(f"What is it? (The answer is {case.reference}.)", case.reference, record=record)
 
 
-def _value(answer: Message) -> float:
+def _score_of_reply(answer: Message) -> float:
     if "parts" in answer:
-        parts = answer["parts"]
-        return parts["correct"] if "correct" in parts else sum(parts.values())
+        components = answer["parts"]
+        return components["correct"] if "correct" in components else sum(components.values())
     return answer.get("value", float("nan"))
 
 
-def page(target: str, findings: Sequence[Finding]) -> str:
+def format_report(target: str, findings: Sequence[Finding]) -> str:
     """Report of the findings: a table of kinds, then answers that were judged wrongly, up to
-    `LISTED` of each group."""
+    `MAX_LISTED` of each group."""
     gamed = [each for each in findings if each.gamed]
     partly = [each for each in findings if each.partly]
     missed = [each for each in findings if each.missed]
@@ -171,7 +175,7 @@ def page(target: str, findings: Sequence[Finding]) -> str:
         f"{len(partly)} a part of them, {len(missed)} that are right do not get them."
     ]
     if gamed or partly or missed:
-        lines += ["", *_by_kind(findings)]
+        lines += ["", *_kind_table(findings)]
     for title, group in (
         ("Wrong, and worth as much as the gold answer", gamed),
         ("Wrong, and worth more than nothing", partly),
@@ -179,45 +183,45 @@ def page(target: str, findings: Sequence[Finding]) -> str:
     ):
         if group:
             lines += ["", f"{title}:"]
-            lines += [_line(each) for each in _some_of_each_kind(group)]
-        if len(group) > LISTED:
-            lines.append(f"  and {len(group) - LISTED} more")
+            lines += [_format_finding(each) for each in _select_listed(group)]
+        if len(group) > MAX_LISTED:
+            lines.append(f"  and {len(group) - MAX_LISTED} more")
     return "\n".join(lines)
 
 
-def _by_kind(findings: Sequence[Finding]) -> list[str]:
+def _kind_table(findings: Sequence[Finding]) -> list[str]:
     """A line for each kind with answers that were judged wrongly."""
     kinds = dict.fromkeys(each.case.kind for each in findings if each.faulty)
     width = max(map(len, kinds))
     lines = [f"{'':{width}}  answers   gamed  partly  missed"]
     for kind in kinds:
-        own = [each for each in findings if each.case.kind == kind]
-        flags = [(True, each.gamed, each.partly, each.missed) for each in own]
+        matching = [each for each in findings if each.case.kind == kind]
+        flags = [(True, each.gamed, each.partly, each.missed) for each in matching]
         counts = [sum(column) for column in zip(*flags, strict=True)]
         lines.append(f"{kind:{width}}  " + " ".join(f"{count:7d}" for count in counts))
     return lines
 
 
-def _some_of_each_kind(group: Sequence[Finding]) -> list[Finding]:
-    """`LISTED` of them, the first of each kind before the second of any."""
+def _select_listed(group: Sequence[Finding]) -> list[Finding]:
+    """`MAX_LISTED` of them, the first of each kind before the second of any."""
     counts = Counter[str]()
     ranks = []
     for finding in group:
         ranks.append(counts[finding.case.kind])
         counts[finding.case.kind] += 1
-    chosen = sorted(range(len(group)), key=lambda at: ranks[at])[:LISTED]
+    chosen = sorted(range(len(group)), key=lambda at: ranks[at])[:MAX_LISTED]
     return [group[at] for at in sorted(chosen)]
 
 
-LISTED = 20
+MAX_LISTED = 20
 """Answers of a group that are written out."""
 
 
-def _line(finding: Finding) -> str:
+def _format_finding(finding: Finding) -> str:
     case = finding.case
     why = f"  # {case.because}" if case.because else ""
-    return f"  {_short(case.gold)} <- {_short(case.completion)}: {finding.score:g}{why}"
+    return f"  {_shorten(case.reference)} <- {_shorten(case.completion)}: {finding.score:g}{why}"
 
 
-def _short(text: str) -> str:
+def _shorten(text: str) -> str:
     return repr(text if len(text) <= 60 else text[:57] + "...")

@@ -15,7 +15,7 @@ class Case:
 
     Attributes:
       kind: what it is an example of.
-      gold: the reference answer.
+      reference: the reference answer.
       completion: the answer.
       verdict: one of `VERDICTS`.
       unevaluated: whether it is wrong as it is still to be worked out, and has the right value.
@@ -23,7 +23,7 @@ class Case:
     """
 
     kind: str
-    gold: str
+    reference: str
     completion: str
     verdict: str
     unevaluated: bool = False
@@ -31,7 +31,7 @@ class Case:
 
 
 @cache
-def cases() -> tuple[Case, ...]:
+def load_cases() -> tuple[Case, ...]:
     """All of the table, in its order."""
     table = tomllib.loads(
         files("jrl.tasks.checking").joinpath("cases.toml").read_text(encoding="utf-8")

@@ -13,18 +13,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jrl.tasks.data.conversations import ROLES, Conversation, said
+from jrl.tasks.data.conversations import ROLES, Conversation, content_of
 from jrl.tasks.data.fields import (
-    OF_ANSWER,
+    ANSWER_FLAGS,
     Fields,
-    fields_there,
-    found,
-    instead,
-    needed_answer,
+    describe_fields,
+    get_field,
+    require_answer,
+    suggest_flags,
 )
-from jrl.tasks.data.files import KINDS, kind_of, records
+from jrl.tasks.data.files import KINDS, kind_of, read_records
 from jrl.tasks.data.prompt_list import PromptList
-from jrl.tasks.data.records import plain, read_record, readable
+from jrl.tasks.data.records import format_dialogue, read_record, to_json_value
 from jrl.tasks.data.split import HeldOut
 from jrl.tasks.rewards.completion import special_of
 from jrl.tasks.task import CORRECT, WRONG, Example, Verdict, check_pairs
@@ -40,19 +40,19 @@ class Chat(Example):
     Attributes:
       conversation: all of it, empty of a text.
       text: trained on as it is; None where there is a conversation.
-      place: where it is from, for messages.
-      number: counts the conversations of a task.
+      location: where it is from, for messages.
+      index: counts the conversations of a task.
     """
 
     conversation: Conversation = field(default=Conversation(()), compare=False, repr=False)
     text: str | None = field(default=None, compare=False, repr=False)
-    place: str = field(default="", compare=False)
-    number: int = field(default=-1, compare=False)
+    location: str = field(default="", compare=False)
+    index: int = field(default=-1, compare=False)
 
     @property
     def is_pair(self) -> bool:
         """True if it is one question and one answer, and nothing else."""
-        return [turn["role"] for turn in self.conversation.turns] == ["user", "assistant"]
+        return [message["role"] for message in self.conversation.turns] == ["user", "assistant"]
 
 
 class Chats(PromptList):
@@ -65,11 +65,11 @@ class Chats(PromptList):
 
     def _measure(self, examples: Sequence[Example]) -> None:
         super()._measure(examples)
-        texts = [said(turn) for chat in self.chats for turn in chat.conversation.turns]
+        texts = [content_of(message) for chat in self.chats for message in chat.conversation.turns]
         texts += [chat.text for chat in self.chats if chat.text is not None]
         # What tells the turns of a conversation apart where no template writes it.
-        apart = any(chat.text is None and not chat.is_pair for chat in self.chats)
-        roles = (": \n", *ROLES) if apart else ()
+        writes_roles = any(chat.text is None and not chat.is_pair for chat in self.chats)
+        roles = (": \n", *ROLES) if writes_roles else ()
         self.characters = "".join(sorted(set().union(*texts, *roles)))
 
     @property
@@ -93,14 +93,14 @@ class Chats(PromptList):
         """Gives conversations, by their numbers, what the assistant says as the network writes it:
         with reasoning and calls of tools, which the content of its message has not."""
 
-        def changed(examples: Iterable[Example]) -> list[Example]:
+        def with_answers(examples: Iterable[Example]) -> list[Example]:
             return [
-                replace(each, answer=answers[each.number]) if isinstance(each, Chat) else each
+                replace(each, answer=answers[each.index]) if isinstance(each, Chat) else each
                 for each in examples
             ]
 
-        self._train, self._heldout = changed(self._train), changed(self._heldout)
-        self.examples = tuple(changed(self.examples))
+        self._train, self._heldout = with_answers(self._train), with_answers(self._heldout)
+        self.examples = tuple(with_answers(self.examples))
 
     def close(self) -> None:
         """There is nothing to end."""
@@ -131,82 +131,90 @@ def load_chats(
             f"task={spec!r} has no conversations: sft learns from jsonl:PATH, parquet:PATH or "
             "dataset:DIR, whose records have messages, or a prompt and a completion"
         )
-    fields, apart = Fields() if fields is None else fields, None
-    chats = _chats(kind, path, fields, last, 0)
+    fields, heldout_chats = Fields() if fields is None else fields, None
+    chats = _read_chats(kind, path, fields, last, 0)
     if held_out is not None and held_out.path is not None:
-        apart = _chats(kind_of(held_out.path), held_out.path, fields, last, len(chats))
-    if len(chats) < (2 if apart is None else 1):
+        heldout_chats = _read_chats(kind_of(held_out.path), held_out.path, fields, last, len(chats))
+    if len(chats) < (2 if heldout_chats is None else 1):
         raise ValueError(
             f"{path}: has {len(chats)} conversations; at least 2 are needed, one to learn from and "
             "one held out"
         )
-    if apart is None and len({chat.identity for chat in chats}) < 2:
+    if heldout_chats is None and len({chat.identity for chat in chats}) < 2:
         raise ValueError(
             f"{path}: all conversations begin alike, so that none can be held out: give a file of "
             "others as --held-out"
         )
-    return Chats(spec, chats, seed, held_out, apart)
+    return Chats(spec, chats, seed, held_out, heldout_chats)
 
 
 def chat_of(
     record: Any,
-    place: str,
+    location: str,
     fields: Fields | None = None,
     *,
     last: bool = False,
-    number: int = -1,
+    index: int = -1,
 ) -> Chat:
     """The conversation that a record describes.
 
     Args:
-      place: where it is from, for messages.
+      location: where it is from, for messages.
       fields, last: as of `load_chats`.
-      number: of the conversation.
+      index: of the conversation in its task.
 
     Raises:
       ValueError: where a field is missing or cannot be what it is for.
     """
     fields = Fields() if fields is None else fields
-    read = read_record(record, place, fields)
-    if read.text is not None:
-        return _of_text(record, read.text, place, number)
-    turns = read.conversation.turns
-    answered = read.plain or found(record, fields.answer) is not None
-    if turns[-1]["role"] != "assistant" and answered:
+    parsed = read_record(record, location, fields)
+    if parsed.text is not None:
+        return _text_chat(record, parsed.text, location, index)
+    messages = parsed.conversation.turns
+    answered = parsed.is_text or get_field(record, fields.answer) is not None
+    if messages[-1]["role"] != "assistant" and answered:
         # A question with its answer, as reinforcement reads it.
-        answer = needed_answer(record, fields.answer, place)
-        turns = (*turns, {"role": "assistant", "content": answer})
-    spoken = [at for at, turn in enumerate(turns) if turn["role"] == "assistant"]
-    if not spoken:
+        answer = require_answer(record, fields.answer, location)
+        messages = (*messages, {"role": "assistant", "content": answer})
+    assistant_positions = [
+        at for at, message in enumerate(messages) if message["role"] == "assistant"
+    ]
+    if not assistant_positions:
         raise ValueError(
-            f"{place}: the assistant says nothing, so that there is nothing to learn "
-            f"{fields_there(record)}: add its turn, or name the answer's field with "
-            f"{instead(record, OF_ANSWER)}"
+            f"{location}: the assistant says nothing, so that there is nothing to learn "
+            f"{describe_fields(record)}: add its turn, or name the answer's field with "
+            f"{suggest_flags(record, ANSWER_FLAGS)}"
         )
-    first = spoken[-1] if last else spoken[0]
-    tools = read.conversation.tools
+    first = assistant_positions[-1] if last else assistant_positions[0]
+    tools = parsed.conversation.tools
     return Chat(
-        prompt=readable(turns[:first]),
-        answer=said(turns[first]),
+        prompt=format_dialogue(messages[:first]),
+        answer=content_of(messages[first]),
         record={key: value for key, value in record.items() if key != fields.prompt},
-        tools=tuple(json.dumps(tool, default=plain) for tool in tools or ()),
-        opening=turns[:first],
-        template_arguments=read.conversation.arguments,
-        conversation=replace(read.conversation, turns=turns),
-        place=place,
-        number=number,
+        tools=tuple(json.dumps(tool, default=to_json_value) for tool in tools or ()),
+        opening=messages[:first],
+        template_arguments=parsed.conversation.arguments,
+        conversation=replace(parsed.conversation, turns=messages),
+        location=location,
+        index=index,
     )
 
 
-def _of_text(record: Any, text: str, place: str, number: int) -> Chat:
+def _text_chat(record: Any, text: str, location: str, index: int) -> Chat:
     """A text of which everything is learned; where it is held out, others like it are as well."""
     return Chat(
-        prompt="", answer=text, record=record, hidden=text, text=text, place=place, number=number
+        prompt="",
+        answer=text,
+        record=record,
+        hidden=text,
+        text=text,
+        location=location,
+        index=index,
     )
 
 
-def _chats(kind: str, path: str, fields: Fields, last: bool, first: int) -> list[Chat]:
+def _read_chats(kind: str, path: str, fields: Fields, last: bool, first: int) -> list[Chat]:
     return [
-        chat_of(record, place, fields, last=last, number=number)
-        for number, (place, record) in enumerate(records(kind, path), first)
+        chat_of(record, location, fields, last=last, index=index)
+        for index, (location, record) in enumerate(read_records(kind, path), first)
     ]

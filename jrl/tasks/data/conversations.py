@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jrl.tasks.data.arguments import Arguments
-from jrl.tasks.data.fields import Row, checked_text, from_json, short
+from jrl.tasks.data.fields import Row, check_text, from_json, short
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 OTHER_ROLES = ("function", "ipython", "observation")
@@ -28,7 +28,7 @@ SHAREGPT = {
     "system": "system",
 }
 """Roles by the names that ShareGPT's records have for them."""
-IN_PLACE_OF_CONTENT = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+CONTENT_SUBSTITUTES = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 """Fields of an assistant's message that may stand there without a content."""
 RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 """Arguments of a chat template that are no choice of who writes a record."""
@@ -53,79 +53,81 @@ class Conversation:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, pairs: Iterable[Sequence[str]]) -> "Conversation":
+    def from_pairs(cls, pairs: Iterable[Sequence[str]]) -> "Conversation":
         """A conversation of roles and contents."""
         return cls(tuple({"role": role, "content": content} for role, content in pairs))
 
 
-def said(turn: Turn) -> str:
+def content_of(turn: Turn) -> str:
     """The content of a message, empty where it is null."""
     return turn.get("content") or ""
 
 
-def plainly(turns: Iterable[Turn]) -> tuple[tuple[str, str], ...]:
+def role_content_pairs(messages: Iterable[Turn]) -> tuple[tuple[str, str], ...]:
     """Role and content of each message."""
-    return tuple((turn["role"], said(turn)) for turn in turns)
+    return tuple((turn["role"], content_of(turn)) for turn in messages)
 
 
-def has_more(turns: Iterable[Turn]) -> bool:
+def has_extra_fields(messages: Iterable[Turn]) -> bool:
     """True if a message has fields beyond role and content, or its content is null."""
-    return any(set(turn) - {"role", "content"} or turn["content"] is None for turn in turns)
+    return any(set(turn) - {"role", "content"} or turn["content"] is None for turn in messages)
 
 
-def turns_of(record: Mapping[str, Any], value: Any, name: str, place: str) -> tuple[Turn, ...]:
+def parse_messages(
+    record: Mapping[str, Any], value: Any, name: str, location: str
+) -> tuple[Turn, ...]:
     """The messages in a field of a record.
 
     Args:
       value: of the field.
       name: of the field.
-      place: where the record is from, for messages.
+      location: where the record is from, for messages.
 
     Raises:
       ValueError: for what is no list of messages.
     """
-    where = f'{place}: field "{name}"'
+    where = f'{location}: field "{name}"'
     if isinstance(value, str) and not value.lstrip().startswith("["):
         raise ValueError(f"{where} is {short(value)}: it must be {LIST}")
-    value = from_json(value, name, place, LIST)
+    value = from_json(value, name, location, LIST)
     if isinstance(value, Mapping) and ("role" in value or "from" in value):
         value = [value]
     if not isinstance(value, list) or not value:
         raise ValueError(f"{where} is {short(value)}: it must be {LIST}")
     table = isinstance(record, Row)
     return tuple(
-        _turn(turn, table, f"{where}: message {number}")
-        for number, turn in enumerate(value, start=1)
+        _parse_message(message, table, f"{where}: message {position}")
+        for position, message in enumerate(value, start=1)
     )
 
 
-def tools_of(record: Mapping[str, Any], place: str) -> list[Any] | None:
+def tools_of(record: Mapping[str, Any], location: str) -> list[Any] | None:
     """The tools of a record, None without.
 
     Raises:
       ValueError: for what is no list of schemas.
     """
-    value = from_json(record.get("tools"), "tools", place, "a list of tools")
+    value = from_json(record.get("tools"), "tools", location, "a list of tools")
     if not value:
         return None
     if isinstance(value, list):
-        value = [from_json(each, "tools", place, "a list of tools") for each in value]
+        value = [from_json(each, "tools", location, "a list of tools") for each in value]
     if not isinstance(value, list) or not all(isinstance(each, Mapping) for each in value):
-        raise ValueError(f'{place}: field "tools" is {short(value)}: write a list of tools')
-    return _without_nulls(value) if isinstance(record, Row) else value
+        raise ValueError(f'{location}: field "tools" is {short(value)}: write a list of tools')
+    return _drop_nulls(value) if isinstance(record, Row) else value
 
 
-def template_arguments_of(record: Mapping[str, Any], place: str) -> dict[str, Any]:
+def template_arguments_of(record: Mapping[str, Any], location: str) -> dict[str, Any]:
     """The ``chat_template_kwargs`` of a record.
 
     Raises:
       ValueError: as for `checked_arguments`.
     """
     name = "chat_template_kwargs"
-    value = from_json(record.get(name), name, place, "an object")
+    value = from_json(record.get(name), name, location, "an object")
     if isinstance(record, Row):
-        value = _without_nulls(value)
-    return {} if value is None else checked_arguments(value, f'{place}: field "{name}"')
+        value = _drop_nulls(value)
+    return {} if value is None else checked_arguments(value, f'{location}: field "{name}"')
 
 
 def template_arguments(text: str | None) -> dict[str, Any]:
@@ -163,95 +165,108 @@ def checked_arguments(value: Any, where: str) -> dict[str, Any]:
     return dict(value)
 
 
-def _turn(turn: Any, table: bool, place: str) -> Turn:
+def _parse_message(turn: Any, table: bool, location: str) -> Turn:
     if not isinstance(turn, Mapping):
-        raise ValueError(f'{place} is {short(turn)}: write "role" and "content"')
-    own = {name: _without_nulls(value) if table else value for name, value in turn.items()}
+        raise ValueError(f'{location} is {short(turn)}: write "role" and "content"')
+    message = {name: _drop_nulls(value) if table else value for name, value in turn.items()}
     # Also in JSON lines, whose writers mostly made a table of their messages.
-    own = {name: value for name, value in own.items() if value is not None or name == "content"}
-    own = _as_openai(own, place)
-    if own["role"] not in (*ROLES, *OTHER_ROLES):
+    message = {
+        name: value for name, value in message.items() if value is not None or name == "content"
+    }
+    message = _convert_sharegpt(message, location)
+    if message["role"] not in (*ROLES, *OTHER_ROLES):
         raise ValueError(
-            f"{place}: role is {short(own['role'])}: it must be one of {', '.join(ROLES)}"
+            f"{location}: role is {short(message['role'])}: it must be one of {', '.join(ROLES)}"
         )
-    calls = from_json(own.pop("tool_calls", None), "tool_calls", place, "a list of calls")
+    calls = from_json(message.pop("tool_calls", None), "tool_calls", location, "a list of calls")
     if calls:
-        own["tool_calls"] = _calls(calls, place)
-    return {**own, "content": _content(own, place)}
+        message["tool_calls"] = _parse_calls(calls, location)
+    return {**message, "content": _parse_content(message, location)}
 
 
-def _as_openai(turn: dict[str, Any], place: str) -> dict[str, Any]:
+def _convert_sharegpt(turn: dict[str, Any], location: str) -> dict[str, Any]:
     """The message with "role" and "content", where it has ShareGPT's names for them."""
     if "role" in turn or "from" not in turn:
         return {"role": None, **turn}
-    kept = {name: value for name, value in turn.items() if name not in ("from", "value")}
-    kept = {"role": SHAREGPT.get(turn["from"], turn["from"]), "content": turn.get("value"), **kept}
+    message = {name: value for name, value in turn.items() if name not in ("from", "value")}
+    message = {
+        "role": SHAREGPT.get(turn["from"], turn["from"]),
+        "content": turn.get("value"),
+        **message,
+    }
     if turn["from"] == "function_call":
-        call = from_json(kept["content"], "value", place, "the call as JSON")
-        kept |= {"content": None, "tool_calls": call if isinstance(call, list) else [call]}
-    return kept
+        call = from_json(message["content"], "value", location, "the call as JSON")
+        message |= {"content": None, "tool_calls": call if isinstance(call, list) else [call]}
+    return message
 
 
-def _content(turn: Mapping[str, Any], place: str) -> str | None:
+def _parse_content(turn: Mapping[str, Any], location: str) -> str | None:
     """The text of a message, None where something else stands in its place."""
     value = turn.get("content")
-    elsewhere = turn["role"] == "assistant" and any(map(turn.get, IN_PLACE_OF_CONTENT))
+    elsewhere = turn["role"] == "assistant" and any(map(turn.get, CONTENT_SUBSTITUTES))
     if value is None and elsewhere:
         return None
     if "content" not in turn:
         names = ", ".join(map(repr, (name for name in turn if turn[name] is not None)))
-        raise ValueError(f'{place}: has no field "content" (it has {names}): write a text')
+        raise ValueError(f'{location}: has no field "content" (it has {names}): write a text')
     if isinstance(value, list) and value:
-        value = "".join(_part(part, f"{place}: part {n}") for n, part in enumerate(value, start=1))
+        value = "".join(
+            _parse_content_item(item, f"{location}: part {n}")
+            for n, item in enumerate(value, start=1)
+        )
     if isinstance(value, int | float) and not isinstance(value, bool):
         value = getattr(value, "written", str(value))
     # A system prompt may be empty, and the output of a tool.
-    return checked_text(value, "content", place, empty=turn["role"] != "user" and not _says(turn))
+    return check_text(
+        value, "content", location, empty=turn["role"] != "user" and not _is_plain_reply(turn)
+    )
 
 
-def _says(turn: Mapping[str, Any]) -> bool:
+def _is_plain_reply(turn: Mapping[str, Any]) -> bool:
     """True if a message is the assistant's and has its content alone, without calls or
     reasoning."""
-    return turn["role"] == "assistant" and not any(map(turn.get, IN_PLACE_OF_CONTENT))
+    return turn["role"] == "assistant" and not any(map(turn.get, CONTENT_SUBSTITUTES))
 
 
-def _part(part: Any, place: str) -> str:
+def _parse_content_item(part: Any, location: str) -> str:
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
         kind = part.get("type") if isinstance(part, Mapping) else part
         raise ValueError(
-            f'{place} of "content" is {short(kind)}: it must be {{"type": "text", "text": ...}}; '
-            "images and sounds are not read"
+            f'{location} of "content" is {short(kind)}: it must be {{"type": "text", "text": ...}};'
+            " images and sounds are not read"
         )
     return part["text"]
 
 
-def _calls(calls: Any, place: str) -> list[Any]:
+def _parse_calls(calls: Any, location: str) -> list[Any]:
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
-        raise ValueError(f'{place}: field "tool_calls" is {short(calls)}: write a list of calls')
-    return [_call(call, place) for call in calls]
+        raise ValueError(f'{location}: field "tool_calls" is {short(calls)}: write a list of calls')
+    return [_parse_call(call, location) for call in calls]
 
 
-def _call(call: Mapping[str, Any], place: str) -> dict[str, Any]:
+def _parse_call(call: Mapping[str, Any], location: str) -> dict[str, Any]:
     """A call with arguments that are a mapping, whether it stands in "function" or alone."""
-    own = dict(call)
-    if isinstance(own.get("function"), Mapping):
-        own["function"] = _call(own["function"], place)
-    given = own.get("arguments")
-    if isinstance(given, str):
-        read = from_json(given, "arguments", place, "an object") if given.strip() else {}
-        if isinstance(read, Mapping):
-            own["arguments"] = Arguments(read, given if given.strip() else None)
-    elif isinstance(given, Mapping):
-        own["arguments"] = Arguments(given)
-    return own
+    parsed = dict(call)
+    if isinstance(parsed.get("function"), Mapping):
+        parsed["function"] = _parse_call(parsed["function"], location)
+    arguments = parsed.get("arguments")
+    if isinstance(arguments, str):
+        mapping = (
+            from_json(arguments, "arguments", location, "an object") if arguments.strip() else {}
+        )
+        if isinstance(mapping, Mapping):
+            parsed["arguments"] = Arguments(mapping, arguments if arguments.strip() else None)
+    elif isinstance(arguments, Mapping):
+        parsed["arguments"] = Arguments(arguments)
+    return parsed
 
 
-def _without_nulls(value: Any) -> Any:
+def _drop_nulls(value: Any) -> Any:
     """The value without the fields that are null, however deep; entries of lists stay."""
     if isinstance(value, Mapping):
-        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
+        return {k: _drop_nulls(v) for k, v in value.items() if v is not None}
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return [_without_nulls(each) for each in value]
+        return [_drop_nulls(each) for each in value]
     return value

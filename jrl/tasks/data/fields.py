@@ -13,12 +13,12 @@ LIKELY_ANSWERS = (
     *("answer", "completion", "solution", "ground_truth", "final_answer", "expected_answer"),
     *("target", "label", "output", "response"),
 )
-"""Names of fields that hold the gold answer in public data sets."""
+"""Names of fields that hold the reference answer in public data sets."""
 LIKELY_MESSAGES = ("messages", "conversations", "conversation", "chat", "dialog", "turns")
 LIKELY_PROMPTS = ("prompt", "question", "problem", "query", "instruction", "input", "text")
-OF_PROMPT, OF_ANSWER = ("--prompt-field", "--messages-field"), ("--answer-field",)
+PROMPT_FLAGS, ANSWER_FLAGS = ("--prompt-field", "--messages-field"), ("--answer-field",)
 """Flags that name fields."""
-LIKELY = {
+LIKELY_FIELDS = {
     "--prompt-field": (LIKELY_PROMPTS, (str, list)),
     "--messages-field": (LIKELY_MESSAGES, (list,)),
     "--answer-field": (LIKELY_ANSWERS, (str, int, float)),
@@ -46,9 +46,9 @@ class Number(float):
     """A number with a point or an exponent, and how it was written."""
 
     def __new__(cls, written: str):
-        made = super().__new__(cls, written)
-        made.written = written
-        return made
+        number = super().__new__(cls, written)
+        number.written = written
+        return number
 
     written: str
 
@@ -58,27 +58,27 @@ class Row(dict[str, Any]):
     none of its own."""
 
 
-def found(record: Mapping[str, Any], name: str) -> Any:
+def get_field(record: Mapping[str, Any], name: str) -> Any:
     """The value of a field, None where there is none; a name with a dot is looked for as it is, and
     then as a field of a field."""
     if name in record:
         return _as_list(record[name])
     outer, dot, inner = name.partition(".")
     value = record.get(outer) if dot else None
-    return found(value, inner) if isinstance(value, Mapping) else None
+    return get_field(value, inner) if isinstance(value, Mapping) else None
 
 
-def has(record: Mapping[str, Any], name: str) -> bool:
+def has_field(record: Mapping[str, Any], name: str) -> bool:
     """True if the record has such a field, null or not."""
     if name in record:
         return True
     outer, dot, inner = name.partition(".")
     value = record.get(outer) if dot else None
-    return isinstance(value, Mapping) and has(value, inner)
+    return isinstance(value, Mapping) and has_field(value, inner)
 
 
-def needed(
-    record: Mapping[str, Any], name: str, place: str, flags: Sequence[str] = OF_PROMPT
+def require_field(
+    record: Mapping[str, Any], name: str, location: str, flags: Sequence[str] = PROMPT_FLAGS
 ) -> Any:
     """The value of a field that there must be, which may be null.
 
@@ -88,24 +88,24 @@ def needed(
     Raises:
       ValueError: naming the fields that are there, and the flag that reads another.
     """
-    if not has(record, name):
+    if not has_field(record, name):
         raise ValueError(
-            f'{place}: has no field "{name}" {fields_there(record)}: add or rename it, or name '
-            f"another with {instead(record, flags)}"
+            f'{location}: has no field "{name}" {describe_fields(record)}: add or rename it, or '
+            f"name another with {suggest_flags(record, flags)}"
         )
-    return found(record, name)
+    return get_field(record, name)
 
 
-def needed_answer(record: Mapping[str, Any], name: str, place: str) -> str:
+def require_answer(record: Mapping[str, Any], name: str, location: str) -> str:
     """The reference answer of a record as a text.
 
     Raises:
-      ValueError: as for `needed` and `answer_text`.
+      ValueError: as for `require_field` and `answer_text`.
     """
-    return answer_text(needed(record, name, place, OF_ANSWER), name, place)
+    return answer_text(require_field(record, name, location, ANSWER_FLAGS), name, location)
 
 
-def answer_text(value: Any, field: str, place: str) -> str:
+def answer_text(value: Any, field: str, location: str) -> str:
     """An answer as a text. A number is written with the digits that it has, without exponent.
 
     Raises:
@@ -114,14 +114,14 @@ def answer_text(value: Any, field: str, place: str) -> str:
     if hasattr(value, "item"):
         value = value.item()  # of numpy
     if isinstance(value, bool) or not isinstance(value, int | float):
-        return checked_text(value, field, place)
+        return check_text(value, field, location)
     try:
-        return _written(value)
+        return _format_number(value)
     except ValueError as error:  # also more digits than Python converts
-        raise ValueError(f'{place}: field "{field}": {error}: write it as a text') from error
+        raise ValueError(f'{location}: field "{field}": {error}: write it as a text') from error
 
 
-def checked_text(value: Any, field: str, place: str, *, empty: bool = False) -> str:
+def check_text(value: Any, field: str, location: str, *, empty: bool = False) -> str:
     """The value of a field that must be a text.
 
     Args:
@@ -132,17 +132,17 @@ def checked_text(value: Any, field: str, place: str, *, empty: bool = False) -> 
     """
     if not isinstance(value, str) or not (value.strip() or empty):
         raise ValueError(
-            f'{place}: field "{field}" is {short(value)}: it must be a text with content'
+            f'{location}: field "{field}" is {short(value)}: it must be a text with content'
         )
     if any("\ud800" <= character <= "\udfff" for character in value):
         raise ValueError(
-            f'{place}: field "{field}" has half of a surrogate pair, which is no character: '
+            f'{location}: field "{field}" has half of a surrogate pair, which is no character: '
             "repair the escape"
         )
     return value
 
 
-def from_json(value: Any, field: str, place: str, what: str) -> Any:
+def from_json(value: Any, field: str, location: str, what: str) -> Any:
     """The value of a field that tables often have as JSON text.
 
     Args:
@@ -158,27 +158,29 @@ def from_json(value: Any, field: str, place: str, what: str) -> Any:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
         raise ValueError(
-            f'{place}: field "{field}" is a text and no JSON ({error}): write {what}'
+            f'{location}: field "{field}" is a text and no JSON ({error}): write {what}'
         ) from error
 
 
-def fields_there(record: Mapping[str, Any]) -> str:
+def describe_fields(record: Mapping[str, Any]) -> str:
     """The fields of a record, for a message."""
     return f"(it has {', '.join(map(short, record)) or 'nothing'})"
 
 
-def instead(record: Mapping[str, Any], flags: Sequence[str]) -> str:
+def suggest_flags(record: Mapping[str, Any], flags: Sequence[str]) -> str:
     """The flags that name a field, and the fields of a record that they may mean."""
-    perhaps = []
+    suggestions = []
     for flag in flags:
-        likely, kinds = LIKELY[flag]
-        named = [
+        likely, kinds = LIKELY_FIELDS[flag]
+        candidates = [
             name
-            for name, value in _flat(record)
+            for name, value in _iterate_fields(record)
             if name.rpartition(".")[2] in likely and isinstance(value, kinds)
         ]
-        perhaps += [f"{flag} {named[0]}"] if named else []
-    return " or ".join(flags) + (f", here perhaps {' or '.join(perhaps)}" if perhaps else "")
+        suggestions += [f"{flag} {candidates[0]}"] if candidates else []
+    return " or ".join(flags) + (
+        f", here perhaps {' or '.join(suggestions)}" if suggestions else ""
+    )
 
 
 def short(value: object) -> str:
@@ -191,7 +193,7 @@ def _as_list(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value  # of numpy
 
 
-def _written(value: int | float) -> str:
+def _format_number(value: int | float) -> str:
     if isinstance(value, int):
         return str(value)
     try:
@@ -205,9 +207,9 @@ def _written(value: int | float) -> str:
     return format(number, "f")
 
 
-def _flat(record: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+def _iterate_fields(record: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
     """The fields and the fields of fields, with dotted names."""
     for name, value in record.items():
         yield f"{before}{name}", _as_list(value)
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{before}{name}.")
+            yield from _iterate_fields(value, f"{before}{name}.")

@@ -14,17 +14,17 @@ from jrl.tasks.data.fields import Number, Row
 KINDS = ("jsonl", "parquet", "dataset")
 """Kinds of files: JSON lines, a Parquet file or a folder of them, a folder of `save_to_disk`."""
 
-Placed = tuple[str, Any]
+LocatedRecord = tuple[str, Any]
 """Location of a record, and the record."""
 
 
-def records(kind: str, path: str | Path) -> Iterator[Placed]:
+def read_records(kind: str, path: str | Path) -> Iterator[LocatedRecord]:
     """The records of a file or folder of this kind, one of `KINDS`.
 
     Raises:
       ValueError: where it cannot be read, or what reads it is not installed.
     """
-    readers = {"jsonl": _lines, "parquet": _parquet, "dataset": _dataset}
+    readers = {"jsonl": _read_jsonl, "parquet": _read_parquet, "dataset": _read_dataset}
     return readers[kind](Path(path))
 
 
@@ -36,7 +36,7 @@ def kind_of(path: str | Path) -> str:
     return "dataset" if path.is_dir() else "jsonl"
 
 
-def _lines(path: Path) -> Iterator[Placed]:
+def _read_jsonl(path: Path) -> Iterator[LocatedRecord]:
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -45,22 +45,23 @@ def _lines(path: Path) -> Iterator[Placed]:
         ) from error
     for line, row in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         if row.strip():
-            yield f"{path}:{line}", _object(row, f"{path}:{line}")
+            yield f"{path}:{line}", _parse_line(row, f"{path}:{line}")
 
 
-def _object(row: bytes, place: str) -> Mapping[str, Any]:
+def _parse_line(row: bytes, location: str) -> Mapping[str, Any]:
     try:
         record = json.loads(row.decode("utf-8"), parse_float=Number)
     except UnicodeDecodeError as error:
-        raise ValueError(f"{place}: is not UTF-8 ({error.reason}): convert the file") from error
+        raise ValueError(f"{location}: is not UTF-8 ({error.reason}): convert the file") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(
-            f'{place}: is not JSON ({error}): write one {{"prompt": ..., "answer": ...}} per line'
+            f'{location}: is not JSON ({error}): write one {{"prompt": ..., "answer": ...}} per'
+            " line"
         ) from error
     return record
 
 
-def _parquet(path: Path) -> Iterator[Placed]:
+def _read_parquet(path: Path) -> Iterator[LocatedRecord]:
     _check_installed("pyarrow", f"parquet:{path}")
     import pyarrow
     import pyarrow.parquet
@@ -77,25 +78,25 @@ def _parquet(path: Path) -> Iterator[Placed]:
             raise ValueError(
                 f"{file}: cannot be read ({error}): give a Parquet file, or a folder of them"
             ) from error
-        for number, row in enumerate(rows, start=1):
-            yield f"{file}:{number}", Row(row)
+        for row_number, row in enumerate(rows, start=1):
+            yield f"{file}:{row_number}", Row(row)
 
 
-def _dataset(path: Path) -> Iterator[Placed]:
+def _read_dataset(path: Path) -> Iterator[LocatedRecord]:
     _check_installed("datasets", f"dataset:{path}")
     import datasets
 
     try:
-        found = datasets.load_from_disk(str(path))
+        dataset = datasets.load_from_disk(str(path))
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{path}: cannot be read ({error}): give a folder that save_to_disk wrote"
         ) from error
-    if isinstance(found, datasets.DatasetDict):
-        splits = ", ".join(f"{path}/{split}" for split in found)
+    if isinstance(dataset, datasets.DatasetDict):
+        splits = ", ".join(f"{path}/{split}" for split in dataset)
         raise ValueError(f"{path}: holds the splits {splits}: give one of them")
-    for number, row in enumerate(found, start=1):
-        yield f"{path}:{number}", Row(row)
+    for row_number, row in enumerate(dataset, start=1):
+        yield f"{path}:{row_number}", Row(row)
 
 
 def _check_installed(library: str, task: str) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from jrl.tasks.answers.verdict import FINAL
 from jrl.tasks.data.fields import Fields, short
-from jrl.tasks.data.files import kind_of, records
-from jrl.tasks.data.prompt_list import Placed, PromptList, distinct
+from jrl.tasks.data.files import kind_of, read_records
+from jrl.tasks.data.prompt_list import LocatedExample, PromptList, drop_repeated
 from jrl.tasks.data.records import check_sendable, example_of
 from jrl.tasks.data.split import HeldOut
 from jrl.tasks.finite import FiniteTask
@@ -24,9 +24,9 @@ from jrl.tasks.workers.process import Worker
 
 # How many answers of a file are tried out when it is loaded; one that cannot be read and lies
 # further down gives verdicts with the reason "error".
-NUM_TRIED = 1000
+MAX_CHECKED_ANSWERS = 1000
 # So many at a time: the first that is wrong stops the rest.
-TRIED_AT_ONCE = 64
+CHECK_BATCH_SIZE = 64
 
 
 def jsonl(
@@ -61,21 +61,23 @@ def jsonl(
             f"task={kind}:{path} needs math-verify, which is not installed: "
             'run pip install -e ".[math]"'
         )
-    placed, apart, repeated = _both(kind, path, fields, heldout, answered=True)
+    located, located_heldout, repeated = _read_with_heldout(
+        kind, path, fields, heldout, answered=True
+    )
     command = [sys.executable, "-P", worker_program.__file__, "math", answers]
     pool = Pool(lambda: Worker(command, seconds=seconds), workers)
     try:
-        tried = [*placed, *(apart or ())]
-        for first in range(0, min(len(tried), NUM_TRIED), TRIED_AT_ONCE):
-            _try_answers(pool, tried[first : first + TRIED_AT_ONCE])
+        candidates = [*located, *(located_heldout or ())]
+        for first in range(0, min(len(candidates), MAX_CHECKED_ANSWERS), CHECK_BATCH_SIZE):
+            _try_answers(pool, candidates[first : first + CHECK_BATCH_SIZE])
         task = FiniteTask(
             f"{kind}:{path}",
-            _without_places(placed),
+            _strip_locations(located),
             seed,
             pool,
             lambda example, completion: {"gold": example.answer, "completion": completion},
             heldout,
-            None if apart is None else _without_places(apart),
+            None if located_heldout is None else _strip_locations(located_heldout),
         )
         task.num_repeated = repeated
         return task
@@ -92,60 +94,64 @@ def prompts_of(
     Raises:
       ValueError: as for `jsonl`, but for answers.
     """
-    placed, apart, repeated = _both(kind, path, fields, heldout, answered=False)
-    for place, example in [*placed, *(apart or ())]:
-        check_sendable(example, place)
-    apart = None if apart is None else _without_places(apart)
-    task = PromptList(f"{kind}:{path}", _without_places(placed), seed, heldout, apart)
+    located, located_heldout, repeated = _read_with_heldout(
+        kind, path, fields, heldout, answered=False
+    )
+    for location, example in [*located, *(located_heldout or ())]:
+        check_sendable(example, location)
+    located_heldout = None if located_heldout is None else _strip_locations(located_heldout)
+    task = PromptList(f"{kind}:{path}", _strip_locations(located), seed, heldout, located_heldout)
     task.num_repeated = repeated
     return task
 
 
-def _both(
+def _read_with_heldout(
     kind: str, path: str | Path, fields: Fields | None, heldout: HeldOut | None, *, answered: bool
-) -> tuple[list[Placed], list[Placed] | None, int]:
+) -> tuple[list[LocatedExample], list[LocatedExample] | None, int]:
     """The examples of a file, those of another that are held out in their place, and how many of
     both were left out, as others have their prompts."""
     fields = Fields() if fields is None else fields
-    apart, again = None, 0
+    located_heldout, repeated_heldout = None, 0
     if heldout is not None and heldout.path is not None:
-        other = heldout.path
-        apart, again = _distinct(kind_of(other), other, fields, answered=answered)
-    placed, repeated = _distinct(kind, path, fields, answered=answered)
+        heldout_path = heldout.path
+        located_heldout, repeated_heldout = _read_unique(
+            kind_of(heldout_path), heldout_path, fields, answered=answered
+        )
+    located, repeated = _read_unique(kind, path, fields, answered=answered)
     everything = heldout is not None and heldout.everything
-    if not placed or (len(placed) < 2 and apart is None and not everything):
+    if not located or (len(located) < 2 and located_heldout is None and not everything):
         needed = "at least 1 is" if everything else "at least 2 are"
         both = "" if everything else ", one to train on and one held out"
         raise ValueError(
-            f"{path}: has {len(placed)} examples; {needed} needed{both}: write one "
+            f"{path}: has {len(located)} examples; {needed} needed{both}: write one "
             '{"prompt": ..., "answer": ...} per line'
         )
-    return placed, apart, repeated + again
+    return located, located_heldout, repeated + repeated_heldout
 
 
-def _distinct(
+def _read_unique(
     kind: str, path: str | Path, fields: Fields, *, answered: bool = True
-) -> tuple[list[Placed], int]:
-    """The examples of a file, as of `jrl.tasks.data.prompt_list.distinct`."""
-    return distinct(
-        (place, example_of(record, place, fields, answered=answered))
-        for place, record in records(kind, path)
+) -> tuple[list[LocatedExample], int]:
+    """The examples of a file, as of `jrl.tasks.data.prompt_list.drop_repeated`."""
+    return drop_repeated(
+        (location, example_of(record, location, fields, answered=answered))
+        for location, record in read_records(kind, path)
     )
 
 
-def _without_places(placed: Sequence[Placed]) -> list[Example]:
-    return [example for _, example in placed]
+def _strip_locations(located: Sequence[LocatedExample]) -> list[Example]:
+    return [example for _, example in located]
 
 
-def _try_answers(pool: Pool, placed: Sequence[Placed]) -> None:
+def _try_answers(pool: Pool, located: Sequence[LocatedExample]) -> None:
     """Raises ValueError unless each answer, as its own completion, is correct."""
-    questions = [{"gold": e.answer, "completion": e.answer} for _, e in placed]
-    for (place, example), found in zip(placed, pool.ask_all(questions), strict=True):
-        answer = {"error": str(found)} if isinstance(found, Exception) else found
+    questions = [{"gold": e.answer, "completion": e.answer} for _, e in located]
+    for (location, example), reply in zip(located, pool.ask_all(questions), strict=True):
+        answer = {"error": str(reply)} if isinstance(reply, Exception) else reply
         if answer.get("reason") != "correct":
             why = answer.get("error", "it does not even equal itself")
             raise ValueError(
-                f"{place}: answer {short(example.answer)} cannot be checked ({why}): write a "
+                f"{location}: answer {short(example.answer)} cannot be checked ({why}): write a "
                 "number, a word, a formula, or a text that ends in \\boxed{...}, or give a "
                 "--reward of your own"
             )

@@ -8,11 +8,11 @@ from jrl.tasks.data.split import HeldOut, generator, is_heldout, position
 from jrl.tasks.task import Example, check_index
 
 Fits = Callable[[Any], bool]
-Placed = tuple[str, Example]
+LocatedExample = tuple[str, Example]
 """Location of an example, and the example."""
 
 
-def distinct(placed: Iterable[Placed]) -> tuple[list[Placed], int]:
+def drop_repeated(located: Iterable[LocatedExample]) -> tuple[list[LocatedExample], int]:
     """Examples of which no two have the same prompt, and how many were left out for that.
 
     The first of those with one prompt is kept.
@@ -20,21 +20,23 @@ def distinct(placed: Iterable[Placed]) -> tuple[list[Placed], int]:
     Raises:
       ValueError: naming two that have one prompt and different answers.
     """
-    kept: dict[str, Placed] = {}
+    unique: dict[str, LocatedExample] = {}
     repeated = 0
-    for place, example in placed:
-        first, before = kept.setdefault(example.identity, (place, example))
+    for location, example in located:
+        first, before = unique.setdefault(example.identity, (location, example))
         if before is example:
             continue
         repeated += 1
         if before.answer.strip() != example.answer.strip():
             file, _, line = first.rpartition(":")
-            where = f"line {line}" if line.isdecimal() and place.startswith(f"{file}:") else first
+            where = (
+                f"line {line}" if line.isdecimal() and location.startswith(f"{file}:") else first
+            )
             raise ValueError(
-                f"{place}: the prompt of {where} again, with another answer "
+                f"{location}: the prompt of {where} again, with another answer "
                 f"({short(example.answer)} here, {short(before.answer)} there): keep one of the two"
             )
-    return list(kept.values()), repeated
+    return list(unique.values()), repeated
 
 
 class PromptList:
@@ -59,7 +61,7 @@ class PromptList:
         examples: Sequence[Example],
         seed: int,
         heldout: HeldOut | None = None,
-        apart: Sequence[Example] | None = None,
+        heldout_examples: Sequence[Example] | None = None,
     ):
         """Splits the examples.
 
@@ -68,32 +70,34 @@ class PromptList:
           examples: with distinct prompts; at least two, or one where others are held out.
           seed: picks the order of the training examples.
           heldout: which of them are held out; None is one in ten.
-          apart: held-out examples that are not in the list; None holds out some that are. Examples
-            of the list that have a prompt of theirs are left out.
+          heldout_examples: held-out examples that are not in the list; None holds out some that
+            are. Examples of the list that have a prompt of theirs are left out.
 
         Raises:
           ValueError: where nothing would be left to train on, unless everything is held out.
         """
         heldout = HeldOut() if heldout is None else heldout
-        self._trains = apart is not None or not heldout.everything
+        self._trains = heldout_examples is not None or not heldout.everything
         self._seed = seed
         self._order: tuple[int, list[int]] = (-1, [])
         self.name: str = name
-        if apart is None:
-            chosen = _chosen(name, examples, heldout)
+        if heldout_examples is None:
+            chosen = _select_heldout(name, examples, heldout)
             self._heldout = [example for example in examples if example.identity in chosen]
         else:
-            chosen = {example.identity for example in apart}
-            self._heldout = list(apart)
+            chosen = {example.identity for example in heldout_examples}
+            self._heldout = list(heldout_examples)
         self._train = [example for example in examples if example.identity not in chosen]
-        self.num_shared: int = 0 if apart is None else len(examples) - len(self._train)
+        self.num_shared: int = 0 if heldout_examples is None else len(examples) - len(self._train)
         if (self._trains and not self._train) or not self._heldout:
             raise ValueError(
                 f"task={name}: {len(self._train)} prompts to train on and {len(self._heldout)} "
                 "held out; at least 1 of each is needed: choose another --held-out"
             )
         self.examples: Sequence[Example] = ()
-        self._measure(list(examples) if apart is None else [*self._train, *self._heldout])
+        self._measure(
+            list(examples) if heldout_examples is None else [*self._train, *self._heldout]
+        )
 
     def _measure(self, examples: Sequence[Example]) -> None:
         self.examples = tuple(examples)
@@ -122,11 +126,11 @@ class PromptList:
                 f"task={self.name} has nothing to train on, as all its prompts are held out: "
                 "choose another --held-out"
             )
-        number, offset = divmod(index, len(self._train))
-        if self._order[0] != number:
+        pass_index, offset = divmod(index, len(self._train))
+        if self._order[0] != pass_index:
             order = list(range(len(self._train)))
-            generator(self.name, self._seed, "pass", number).shuffle(order)
-            self._order = (number, order)
+            generator(self.name, self._seed, "pass", pass_index).shuffle(order)
+            self._order = (pass_index, order)
         return self._train[self._order[1][offset]]
 
     def heldout(self, index: int) -> Example:
@@ -144,23 +148,23 @@ class PromptList:
           ValueError: where none would be left on one side.
         """
         before = len(self.examples)
-        kept = [example for example in self.examples if fits(example)]
-        there = {id(example) for example in kept}
+        fitting = [example for example in self.examples if fits(example)]
+        fitting_ids = {id(example) for example in fitting}
         train, heldout = (
-            [example for example in side if id(example) in there]
+            [example for example in side if id(example) in fitting_ids]
             for side in (self._train, self._heldout)
         )
         if (self._trains and not train) or not heldout:
             raise ValueError(
-                f"task={self.name}: of {before} {self._kind} {before - len(kept)} are too long, "
+                f"task={self.name}: of {before} {self._kind} {before - len(fitting)} are too long, "
                 f"which leaves {len(train)} to learn from and {len(heldout)} held out: {self._fix}"
             )
         self._train, self._heldout, self._order = train, heldout, (-1, [])
-        self._measure(kept)
-        return before - len(kept)
+        self._measure(fitting)
+        return before - len(fitting)
 
 
-def _chosen(name: str, examples: Sequence[Example], heldout: HeldOut) -> set[str]:
+def _select_heldout(name: str, examples: Sequence[Example], heldout: HeldOut) -> set[str]:
     """The prompts that are held out of a list."""
     if heldout.everything:
         return {example.identity for example in examples}
@@ -171,8 +175,8 @@ def _chosen(name: str, examples: Sequence[Example], heldout: HeldOut) -> set[str
                 f"held_out={heldout.count} leaves nothing to train on: task={name} has "
                 f"{len(ranked)} prompts"
             )
-        number = heldout.count
+        num_heldout = heldout.count
     else:
-        number = sum(is_heldout(example.identity, heldout.share) for example in ranked)
-        number = min(max(number, 1), len(ranked) - 1)
-    return {example.identity for example in ranked[:number]}
+        num_heldout = sum(is_heldout(example.identity, heldout.share) for example in ranked)
+        num_heldout = min(max(num_heldout, 1), len(ranked) - 1)
+    return {example.identity for example in ranked[:num_heldout]}

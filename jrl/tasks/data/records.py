@@ -19,19 +19,19 @@ from typing import Any
 from jrl.tasks.data.conversations import (
     Conversation,
     Turn,
-    has_more,
-    plainly,
+    has_extra_fields,
+    parse_messages,
+    role_content_pairs,
     template_arguments_of,
     tools_of,
-    turns_of,
 )
 from jrl.tasks.data.fields import (
     Fields,
     answer_text,
-    checked_text,
-    found,
-    needed,
-    needed_answer,
+    check_text,
+    get_field,
+    require_answer,
+    require_field,
     short,
 )
 from jrl.tasks.task import Example
@@ -43,35 +43,35 @@ MESSAGES = ("messages", "conversations", "conversation")
 
 
 @dataclass(frozen=True)
-class Read:
+class ParsedRecord:
     """Contents of a record.
 
     Attributes:
       conversation: the prompt and, where the record has it as messages, the completion.
-      asked: number of the messages that are the prompt.
-      plain: whether the prompt is a text, and no conversation.
+      num_prompt_messages: number of the messages that are the prompt.
+      is_text: whether the prompt is a text, and no conversation.
       text: trained on as it is, without a prompt; None for all others.
     """
 
     conversation: Conversation
-    asked: int
-    plain: bool = False
+    num_prompt_messages: int
+    is_text: bool = False
     text: str | None = None
 
     @property
-    def gold(self) -> str | None:
+    def reference_answer(self) -> str | None:
         """The assistant's last message, where it is what the prompt asks for."""
-        turns = self.conversation.turns
-        if len(turns) == self.asked or turns[-1]["role"] != "assistant":
+        messages = self.conversation.turns
+        if len(messages) == self.num_prompt_messages or messages[-1]["role"] != "assistant":
             return None
-        return turns[-1]["content"]
+        return messages[-1]["content"]
 
 
-def read_record(record: Any, place: str, fields: Fields) -> Read:
+def read_record(record: Any, location: str, fields: Fields) -> ParsedRecord:
     """Reads a record.
 
     Args:
-      place: where it is from, for messages.
+      location: where it is from, for messages.
       fields: names of its fields.
 
     Raises:
@@ -79,37 +79,48 @@ def read_record(record: Any, place: str, fields: Fields) -> Read:
     """
     if not isinstance(record, Mapping):
         raise ValueError(
-            f'{place}: holds a {type(record).__name__}: write an object with "prompt" and '
+            f'{location}: holds a {type(record).__name__}: write an object with "prompt" and '
             '"answer", or with "messages"'
         )
     name = fields.messages
-    if name is None and found(record, fields.prompt) is None:
+    if name is None and get_field(record, fields.prompt) is None:
         present = [each for each in MESSAGES if record.get(each) is not None]
         if not present and isinstance(record.get(TEXT), str):
-            return Read(Conversation(()), 0, text=checked_text(record[TEXT], TEXT, place))
+            return ParsedRecord(Conversation(()), 0, text=check_text(record[TEXT], TEXT, location))
         name = present[0] if present else None
     if name is None:
-        asked, plain = _prompt(record, fields.prompt, place)
+        prompt_messages, is_text = _read_prompt(record, fields.prompt, location)
     else:
-        asked, plain = turns_of(record, needed(record, name, place), name, place), False
+        prompt_messages, is_text = (
+            parse_messages(record, require_field(record, name, location), name, location),
+            False,
+        )
         system = record.get("system")
-        if name == "conversations" and isinstance(system, str) and asked[0]["role"] != "system":
-            asked = ({"role": "system", "content": system}, *asked)
-    said = () if name is not None else _completion(record, place)
-    num_asked = len(asked)
-    if not said and asked[-1]["role"] == "assistant":
-        num_asked -= 1
-    tools, arguments = tools_of(record, place), template_arguments_of(record, place)
-    return Read(Conversation((*asked, *said), tools, arguments), num_asked, plain)
+        if (
+            name == "conversations"
+            and isinstance(system, str)
+            and prompt_messages[0]["role"] != "system"
+        ):
+            prompt_messages = ({"role": "system", "content": system}, *prompt_messages)
+    completion = () if name is not None else _read_completion(record, location)
+    num_prompt_messages = len(prompt_messages)
+    if not completion and prompt_messages[-1]["role"] == "assistant":
+        num_prompt_messages -= 1
+    tools, arguments = tools_of(record, location), template_arguments_of(record, location)
+    return ParsedRecord(
+        Conversation((*prompt_messages, *completion), tools, arguments),
+        num_prompt_messages,
+        is_text,
+    )
 
 
 def example_of(
-    record: Any, place: str, fields: Fields | None = None, *, answered: bool = False
+    record: Any, location: str, fields: Fields | None = None, *, answered: bool = False
 ) -> Example:
     """The example that a record describes: its prompt, and its answer where it has one.
 
     Args:
-      place: where it is from, for messages.
+      location: where it is from, for messages.
       fields: names of the fields; None is `Fields()`.
       answered: whether it must have an answer; otherwise that of one without is empty.
 
@@ -117,38 +128,38 @@ def example_of(
       ValueError: where a field is missing or cannot be what it is for.
     """
     fields = Fields() if fields is None else fields
-    read = read_record(record, place, fields)
-    if read.text is not None:
-        needed(record, fields.prompt, place)
+    parsed = read_record(record, location, fields)
+    if parsed.text is not None:
+        require_field(record, fields.prompt, location)
         raise ValueError(
-            f'{place}: field "{fields.prompt}" is null, and "{TEXT}" is a text that sft alone '
+            f'{location}: field "{fields.prompt}" is null, and "{TEXT}" is a text that sft alone '
             f"learns: give --prompt-field {TEXT} where it is the prompt"
         )
-    turns = read.conversation.turns[: read.asked]
-    if not turns:
+    messages = parsed.conversation.turns[: parsed.num_prompt_messages]
+    if not messages:
         raise ValueError(
-            f"{place}: nothing is asked before the assistant's turn: put a message of the user "
+            f"{location}: nothing is asked before the assistant's turn: put a message of the user "
             "before it"
         )
-    gold = read.gold
-    if found(record, fields.answer) is not None or (answered and gold is None):
-        answer = needed_answer(record, fields.answer, place)
+    reference = parsed.reference_answer
+    if get_field(record, fields.answer) is not None or (answered and reference is None):
+        answer = require_answer(record, fields.answer, location)
     else:
-        answer = gold or ""
-    conversation = read.conversation
+        answer = reference or ""
+    conversation = parsed.conversation
     return Example(
-        readable(turns),
+        format_dialogue(messages),
         answer,
-        () if read.plain else plainly(turns),
+        () if parsed.is_text else role_content_pairs(messages),
         {field: value for field, value in record.items() if field != fields.prompt},
-        hidden=_beside(turns, conversation),
-        tools=tuple(json.dumps(tool, default=plain) for tool in conversation.tools or ()),
-        opening=() if read.plain else turns,
+        hidden=_hidden_inputs(messages, conversation),
+        tools=tuple(json.dumps(tool, default=to_json_value) for tool in conversation.tools or ()),
+        opening=() if parsed.is_text else messages,
         template_arguments=conversation.arguments,
     )
 
 
-def check_sendable(example: Example, place: str) -> None:
+def check_sendable(example: Example, location: str) -> None:
     """Refuses a record whose fields cannot be sent to the process of a reward.
 
     Raises:
@@ -156,17 +167,17 @@ def check_sendable(example: Example, place: str) -> None:
     """
     for field, value in example.record.items():
         if not isinstance(field, str):
-            raise ValueError(f"{place}: field {short(field)} is no text: name it by one")
+            raise ValueError(f"{location}: field {short(field)} is no text: name it by one")
         try:
-            json.dumps(value, default=plain)
+            json.dumps(value, default=to_json_value)
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(
-                f'{place}: field "{field}" is {short(value)}, which cannot be sent to the '
+                f'{location}: field "{field}" is {short(value)}, which cannot be sent to the '
                 f"process of a reward ({error}): leave it out, or make it a text"
             ) from error
 
 
-def plain(value: Any) -> Any:
+def to_json_value(value: Any) -> Any:
     """Converts values that JSON cannot hold: dates to texts, decimals to floats, arrays to
     lists."""
     if isinstance(value, datetime.date | datetime.time):
@@ -178,39 +189,41 @@ def plain(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__} is nothing that JSON holds")
 
 
-def readable(turns: Iterable[Turn]) -> str:
+def format_dialogue(messages: Iterable[Turn]) -> str:
     """The conversation for people: a single question is itself."""
-    pairs = plainly(turns)
+    pairs = role_content_pairs(messages)
     if len(pairs) == 1 and pairs[0][0] == "user":
         return pairs[0][1]
     return "\n".join(f"{role}: {content}" for role, content in pairs)
 
 
-def _prompt(record: Mapping[str, Any], name: str, place: str) -> tuple[tuple[Turn, ...], bool]:
+def _read_prompt(
+    record: Mapping[str, Any], name: str, location: str
+) -> tuple[tuple[Turn, ...], bool]:
     """The messages of a prompt, and whether it is a text."""
-    value = needed(record, name, place)
+    value = require_field(record, name, location)
     if isinstance(value, list | Mapping):
-        return turns_of(record, value, name, place), False
-    return ({"role": "user", "content": checked_text(value, name, place)},), True
+        return parse_messages(record, value, name, location), False
+    return ({"role": "user", "content": check_text(value, name, location)},), True
 
 
-def _completion(record: Mapping[str, Any], place: str) -> tuple[Turn, ...]:
+def _read_completion(record: Mapping[str, Any], location: str) -> tuple[Turn, ...]:
     """The messages of a record's completion; none without one."""
-    value = found(record, COMPLETION)
+    value = get_field(record, COMPLETION)
     if value is None:
         return ()
     if isinstance(value, list | Mapping):
-        return turns_of(record, value, COMPLETION, place)
-    return ({"role": "assistant", "content": answer_text(value, COMPLETION, place)},)
+        return parse_messages(record, value, COMPLETION, location)
+    return ({"role": "assistant", "content": answer_text(value, COMPLETION, location)},)
 
 
-def _beside(turns: tuple[Turn, ...], conversation: Conversation) -> str:
+def _hidden_inputs(messages: tuple[Turn, ...], conversation: Conversation) -> str:
     """Inputs of a chat template besides roles and contents, as one text; empty without any."""
-    more: dict[str, Any] = {}
-    if has_more(turns):
-        more["messages"] = turns
+    inputs: dict[str, Any] = {}
+    if has_extra_fields(messages):
+        inputs["messages"] = messages
     if conversation.tools:
-        more["tools"] = conversation.tools
+        inputs["tools"] = conversation.tools
     if conversation.arguments:
-        more["chat_template_kwargs"] = conversation.arguments
-    return json.dumps(more, sort_keys=True, default=plain) if more else ""
+        inputs["chat_template_kwargs"] = conversation.arguments
+    return json.dumps(inputs, sort_keys=True, default=to_json_value) if inputs else ""

@@ -57,7 +57,7 @@ class HeldOut:
         return self.share == 1 and self.count is None and self.path is None
 
     @property
-    def drawn_share(self) -> float:
+    def generated_share(self) -> float:
         """Held-out share of generated prompts, never all of them, as their supply is endless."""
         return HELDOUT_SHARE if self.everything else self.share
 

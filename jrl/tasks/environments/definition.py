@@ -69,9 +69,9 @@ class Conversing(Protocol):
         ...
 
 
-def is_conversing(made: Any) -> bool:
+def is_conversing(task: Any) -> bool:
     """True if a task has environments in place of a reward."""
-    return callable(getattr(made, "environment", None))
+    return callable(getattr(task, "environment", None))
 
 
 def fields_of(record: Record) -> dict[str, Any]:

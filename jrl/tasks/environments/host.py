@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from jrl.report.warnings import FewWarnings
-from jrl.tasks.data.records import plain
-from jrl.tasks.references import Reference
+from jrl.tasks.data.records import to_json_value
+from jrl.tasks.references import CodeReference
 from jrl.tasks.task import Example, Verdict
-from jrl.tasks.workers.environment import Conversations, maker
+from jrl.tasks.workers.environment import Conversations, environment_factory
 from jrl.tasks.workers.pool import default_workers
 from jrl.tasks.workers.process import Message, Worker, WorkerEnded
 
-Said = Sequence[Message | str]
+PolicyMessages = Sequence[Message | str]
 """Messages of the policy."""
 CLOSING_SECONDS = 5.0
 """Seconds for closing all environments of a process at the end, and for the calls before that."""
@@ -66,7 +66,7 @@ class Host(Protocol):
     @property
     def scoring(self) -> Scoring: ...
 
-    def opened(self, fields: Message) -> list[list[str]]:
+    def opening_messages(self, fields: Message) -> list[list[str]]:
         """Role and content of the messages that the environment of a record begins with.
 
         Raises:
@@ -74,15 +74,17 @@ class Host(Protocol):
         """
         ...
 
-    def say(self, number: int, example: Example, said: Said) -> "Future[Reply]":
+    def say(
+        self, conversation_id: int, example: Example, messages: PolicyMessages
+    ) -> "Future[Reply]":
         """Submits the policy's messages; the future is the environment's reply to the last one.
 
         Args:
-          said: all of them; a text is a message with that content.
+          messages: all of them; a text is a message with that content.
         """
         ...
 
-    def end(self, number: int) -> None:
+    def end(self, conversation_id: int) -> None:
         """Closes the environment of a conversation that ends early; one that is over needs none."""
         ...
 
@@ -96,18 +98,24 @@ class LocalHost:
 
     def __init__(self, definition: Any, scoring: Scoring):
         self.scoring: Scoring = scoring
-        self._conversations = Conversations(maker(definition), _never_awaited)
+        self._conversations = Conversations(environment_factory(definition), _never_awaited)
 
-    def opened(self, fields: Message) -> list[list[str]]:
-        return self._conversations.opened(fields)
+    def opening_messages(self, fields: Message) -> list[list[str]]:
+        return self._conversations.opening_messages(fields)
 
-    def say(self, number: int, example: Example, said: Said) -> "Future[Reply]":
+    def say(
+        self, conversation_id: int, example: Example, messages: PolicyMessages
+    ) -> "Future[Reply]":
         future: Future[Reply] = Future()
-        future.set_result(_read(self._conversations.answer(number, dict(example.record), said)))
+        future.set_result(
+            _parse_reply(
+                self._conversations.answer(conversation_id, dict(example.record), messages)
+            )
+        )
         return future
 
-    def end(self, number: int) -> None:
-        self._conversations.end(number)
+    def end(self, conversation_id: int) -> None:
+        self._conversations.end(conversation_id)
 
     def close(self) -> None:
         self._conversations.close()
@@ -127,64 +135,68 @@ class WorkerHost:
     """
 
     def __init__(
-        self, reference: Reference, *, seconds: float, workers: int | None, scoring: Scoring
+        self, reference: CodeReference, *, seconds: float, workers: int | None, scoring: Scoring
     ):
         self.scoring: Scoring = scoring
         self._text, self._seconds = reference.text, seconds
         self._folder = tempfile.TemporaryDirectory(prefix="jrl-environment-")
         folder = self._folder.name
         make = reference.worker_maker("environment", folder, makes=True, seconds=seconds)
-        number = default_workers() if workers is None else workers
-        self._rooms = [_Room(make()) for _ in range(number)]
-        self._room_of: dict[int, _Room] = {}
+        num_workers = default_workers() if workers is None else workers
+        self._workers = [_ConversationWorker(make()) for _ in range(num_workers)]
+        self._worker_of: dict[int, _ConversationWorker] = {}
         self._warnings = FewWarnings()
 
-    def opened(self, fields: Message) -> list[list[str]]:
-        sent = json.loads(json.dumps(fields, default=plain))
-        room = min(self._rooms, key=lambda room: room.busy)
+    def opening_messages(self, fields: Message) -> list[list[str]]:
+        sent = json.loads(json.dumps(fields, default=to_json_value))
+        worker = min(self._workers, key=lambda worker: worker.busy)
         answer: Message
         try:
-            answer = room.do(lambda: room.ask({"open": True, "fields": sent})).result()
+            answer = worker.submit(lambda: worker.ask({"open": True, "fields": sent})).result()
         except Exception as error:
             answer = {"error": str(error)}
         if "error" in answer:
             raise ValueError(f"{self._text} cannot begin a conversation: {answer['error']}")
         return answer["messages"]
 
-    def say(self, number: int, example: Example, said: Said) -> "Future[Reply]":
-        room = self._room_of.get(number)
-        if room is None:
-            room = self._room_of[number] = min(self._rooms, key=lambda room: len(room.members))
-            room.members.add(number)
-        fields = json.loads(json.dumps(dict(example.record), default=plain))
-        question = {"conversation": number, "fields": fields, "said": list(said)}
-        return room.do(lambda: self._asked(room, number, question))
+    def say(
+        self, conversation_id: int, example: Example, messages: PolicyMessages
+    ) -> "Future[Reply]":
+        worker = self._worker_of.get(conversation_id)
+        if worker is None:
+            worker = self._worker_of[conversation_id] = min(
+                self._workers, key=lambda worker: len(worker.members)
+            )
+            worker.members.add(conversation_id)
+        fields = json.loads(json.dumps(dict(example.record), default=to_json_value))
+        question = {"conversation": conversation_id, "fields": fields, "said": list(messages)}
+        return worker.submit(lambda: self._ask(worker, conversation_id, question))
 
-    def end(self, number: int) -> None:
-        room = self._left(number)
-        if room is not None:
+    def end(self, conversation_id: int) -> None:
+        worker = self._remove(conversation_id)
+        if worker is not None:
             # After what it has been asked already: only then is it known what is open.
-            room.do(lambda: self._ended(room, number))
+            worker.submit(lambda: self._end_conversation(worker, conversation_id))
 
     def close(self) -> None:
         """Closes all environments and ends the worker processes; more than once does no harm."""
-        with ThreadPoolExecutor(len(self._rooms)) as together:
-            for message in together.map(_Room.close, self._rooms):
+        with ThreadPoolExecutor(len(self._workers)) as executor:
+            for message in executor.map(_ConversationWorker.close, self._workers):
                 self._warn_unclosed(message)
         self._folder.cleanup()
 
-    def _left(self, number: int) -> "_Room | None":
-        room = self._room_of.pop(number, None)
-        if room is not None:
-            room.members.discard(number)
-        return room
+    def _remove(self, conversation_id: int) -> "_ConversationWorker | None":
+        worker = self._worker_of.pop(conversation_id, None)
+        if worker is not None:
+            worker.members.discard(conversation_id)
+        return worker
 
-    def _asked(self, room: "_Room", number: int, question: Message) -> Reply:
+    def _ask(self, worker: "_ConversationWorker", conversation_id: int, question: Message) -> Reply:
         # What is to be played again has the time of all its steps.
-        calls = 1 if number in room.told else 1 + len(question["said"])
+        calls = 1 if conversation_id in worker.started else 1 + len(question["said"])
         try:
-            answer = room.ask(question, seconds=self._seconds * calls)
-            room.told.add(number)
+            answer = worker.ask(question, seconds=self._seconds * calls)
+            worker.started.add(conversation_id)
         except Exception as error:
             kind = "timeout" if isinstance(error, TimeoutError) else "error"
             answer = {"failure": kind, "message": str(error)}
@@ -193,16 +205,16 @@ class WorkerHost:
         if "failure" in answer:
             self._warn(answer)
         if "failure" in answer or answer["done"]:
-            room.told.discard(number)
-            self._left(number)
-        return _read(answer)
+            worker.started.discard(conversation_id)
+            self._remove(conversation_id)
+        return _parse_reply(answer)
 
-    def _ended(self, room: "_Room", number: int) -> None:
-        if number not in room.told:
+    def _end_conversation(self, worker: "_ConversationWorker", conversation_id: int) -> None:
+        if conversation_id not in worker.started:
             return
-        room.told.discard(number)
+        worker.started.discard(conversation_id)
         try:
-            answer = room.ask({"end": number})
+            answer = worker.ask({"end": conversation_id})
         except Exception as error:
             # Nobody reads this call's future: what is not said here is never said.
             answer = {"error": str(error)}
@@ -223,55 +235,55 @@ class WorkerHost:
         )
 
 
-class _Room:
+class _ConversationWorker:
     """A worker, and the conversations in it; what it is asked is asked in turn.
 
     Attributes:
       members: conversations that belong here.
-      told: those of them whose environments the process has.
+      started: those of them whose environments the process has.
     """
 
     def __init__(self, worker: Worker):
         self.worker = worker
         self.members: set[int] = set()
-        self.told: set[int] = set()
+        self.started: set[int] = set()
         self.busy = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="jrl environment")
 
-    def do(self, call: Any) -> "Future[Any]":
+    def submit(self, call: Any) -> "Future[Any]":
         self.busy += 1
         future = self._thread.submit(call)
-        future.add_done_callback(lambda _: self._free())
+        future.add_done_callback(lambda _: self._release())
         return future
 
     def ask(self, question: Message, seconds: float | None = None) -> Message:
-        """As `Worker.ask`, in the room's thread."""
+        """As `Worker.ask`, in the thread of its own."""
         try:
             return self.worker.ask(question, seconds=seconds)
         except Exception:
             # Whatever it was, the process ended or may have, and all conversations of it.
-            self.told.clear()
+            self.started.clear()
             raise
 
     def close(self) -> str | None:
         """Closes the environments and ends the process; what went wrong, if anything did."""
-        last, wrong = bool(self.told or self.busy), None
+        is_busy, problem = bool(self.started or self.busy), None
         self._thread.shutdown(wait=False, cancel_futures=True)
-        if last:
+        if is_busy:
             try:
                 answer = self.worker.ask_running({"close": True}, seconds=CLOSING_SECONDS)
-                wrong = (answer or {}).get("error")
+                problem = (answer or {}).get("error")
             except (TimeoutError, WorkerEnded) as error:
-                wrong = str(error)
-        self.told.clear()
+                problem = str(error)
+        self.started.clear()
         self.worker.close()
-        return wrong
+        return problem
 
-    def _free(self) -> None:
+    def _release(self) -> None:
         self.busy -= 1
 
 
-def _read(answer: Message) -> Reply:
+def _parse_reply(answer: Message) -> Reply:
     if "failure" in answer:
         return Reply(failure=answer["failure"])
     messages = tuple((role, content) for role, content in answer["messages"])

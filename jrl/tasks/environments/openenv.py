@@ -48,7 +48,7 @@ class OpenEnvironment:
     async def reset(self) -> list[dict[str, str]]:
         """The first observation, as the user's message."""
         seed = {} if self._seed is None else {"seed": self._seed}
-        result = await _awaited(self._client.reset(**seed))
+        result = await _await_value(self._client.reset(**seed))
         return [self._message(result)]
 
     async def step(self, message: Mapping[str, str]) -> Stepped:
@@ -58,7 +58,7 @@ class OpenEnvironment:
         except ValueError as error:
             self._left -= 1
             return [{"role": "user", "content": f"error: {error}"}], 0.0, self._left <= 0
-        result = await _awaited(self._client.step(action))
+        result = await _await_value(self._client.step(action))
         reward = 0.0 if result.reward is None else float(result.reward)
         return [self._message(result)], reward, bool(result.done)
 
@@ -66,11 +66,11 @@ class OpenEnvironment:
         """Ends the client's connection, where it has one to close."""
         close = getattr(self._client, "close", None)
         if close is not None:
-            await _awaited(close())
+            await _await_value(close())
 
     def _message(self, result: Any) -> dict[str, str]:
         return {"role": "user", "content": self._text(result.observation)}
 
 
-async def _awaited(value: Any) -> Any:
+async def _await_value(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value

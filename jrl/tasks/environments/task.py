@@ -6,15 +6,15 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from jrl.tasks.data.records import example_of, plain
+from jrl.tasks.data.records import example_of, to_json_value
 from jrl.tasks.definition import Record
 from jrl.tasks.environments.definition import fields_of
 from jrl.tasks.environments.host import Host
-from jrl.tasks.prompts import OfPrompts
+from jrl.tasks.prompts import PromptSourceTask
 from jrl.tasks.task import Example, Prompts, Verdict
 
 
-class Opened:
+class EnvironmentPrompts:
     """A definition whose prompts hold what its environments begin with.
 
     Args:
@@ -34,7 +34,7 @@ class Opened:
     def prompts(self, random: Random) -> Example:
         """Draws a record, and opens it."""
         record = self._definition.prompts(random)
-        example = opened_example(record, f"task={self._name}", self._host, self._tools)
+        example = open_example(record, f"task={self._name}", self._host, self._tools)
         return replace(example, hidden="") if self._distinct else example
 
     def reward(self, prompt: str, completion: str, **record: Any) -> float:
@@ -46,7 +46,7 @@ class Opened:
         raise ValueError("a conversation is rewarded by its environment, turn by turn")
 
 
-class Conversational(OfPrompts):
+class Conversational(PromptSourceTask):
     """A task whose completions are conversations."""
 
     def __init__(self, prompts: Prompts, host: Host):
@@ -60,7 +60,7 @@ class Conversational(OfPrompts):
         self.environments = host
 
     def verify(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Verdict]:
-        """Gold completions alone: what a policy writes is scored while it is written.
+        """Reference completions alone: what a policy writes is scored while it is written.
 
         Raises:
           ValueError: where there is anything to score.
@@ -74,50 +74,52 @@ class Conversational(OfPrompts):
         self.environments.close()
 
 
-def opened_example(
-    record: Record | str, place: str, host: Host, tools: Sequence[str] = ()
+def open_example(
+    record: Record | str, location: str, host: Host, tools: Sequence[str] = ()
 ) -> Example:
     """The example of a record, with all messages before the policy's first turn as its prompt.
 
     Args:
-      place: where the record is from, for messages.
+      location: where the record is from, for messages.
 
     Raises:
       ValueError: where there are none, or a field cannot be what it is for.
     """
     record = {"prompt": record} if isinstance(record, str) else dict(record)
-    turns = _turns(record.pop("turns", ()), f'{place}: field "turns"')
+    reference_messages = _parse_reference_messages(
+        record.pop("turns", ()), f'{location}: field "turns"'
+    )
     fields = fields_of(record)
     messages = [dict(message) for message in record.pop("messages", ())]
     if "prompt" in record:
         messages = [{"role": "user", "content": record["prompt"]}]
-    messages += [{"role": role, "content": text} for role, text in host.opened(fields)]
+    messages += [{"role": role, "content": text} for role, text in host.opening_messages(fields)]
     if not messages:
         raise ValueError(
-            f"{place}: {str(fields)[:60]} opens no conversation: give it a prompt, or let reset() "
-            "return messages"
+            f"{location}: {str(fields)[:60]} opens no conversation: give it a prompt, or let"
+            " reset() return messages"
         )
     opening: dict[str, Any] = {"messages": messages}
     if len(messages) == 1 and messages[0]["role"] == "user":
         opening = {"prompt": messages[0]["content"]}
-    if turns:
-        opening["answer"] = "\n".join(text for _, text in turns)
-    example = example_of(opening, place)
+    if reference_messages:
+        opening["answer"] = "\n".join(text for _, text in reference_messages)
+    example = example_of(opening, location)
     return replace(
         example,
         record=fields,
-        turns=turns,
-        hidden=json.dumps(fields, sort_keys=True, default=plain),
+        turns=reference_messages,
+        hidden=json.dumps(fields, sort_keys=True, default=to_json_value),
         tools=tuple(tools),
     )
 
 
-def _turns(value: Any, place: str) -> tuple[tuple[str, str], ...]:
+def _parse_reference_messages(value: Any, location: str) -> tuple[tuple[str, str], ...]:
     """Role and content of the messages of a reference conversation."""
-    turns = tuple((str(turn["role"]), str(turn["content"])) for turn in value)
-    if turns and (turns[0][0] != "assistant" or turns[-1][0] != "assistant"):
-        raise ValueError(f"{place} must begin and end with the assistant, who is imitated")
-    return turns
+    pairs = tuple((str(turn["role"]), str(turn["content"])) for turn in value)
+    if pairs and (pairs[0][0] != "assistant" or pairs[-1][0] != "assistant"):
+        raise ValueError(f"{location} must begin and end with the assistant, who is imitated")
+    return pairs
 
 
 def tools_of(definition: Any) -> tuple[str, ...]:

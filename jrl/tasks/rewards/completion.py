@@ -11,9 +11,9 @@ class CompletionText(str):
     special: str
 
     def __new__(cls, text: str, special: str):
-        made = super().__new__(cls, text)
-        made.special = special
-        return made
+        instance = super().__new__(cls, text)
+        instance.special = special
+        return instance
 
 
 def special_of(text: str) -> str:

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jrl.report.warnings import FewWarnings
-from jrl.tasks.prompts import OfPrompts
+from jrl.tasks.prompts import PromptSourceTask
 from jrl.tasks.rewards.completion import special_of
-from jrl.tasks.rewards.own import OwnReward
-from jrl.tasks.rewards.settings import OWN
+from jrl.tasks.rewards.custom import CustomReward
+from jrl.tasks.rewards.settings import TASK_REWARD
 from jrl.tasks.task import FAILURES, REASONS, Example, Prompts, Task, Verdict, check_pairs
 from jrl.tasks.workers.process import Message
 
@@ -20,7 +20,7 @@ class Named:
     """A reward under the name that its value has where it gives a single number."""
 
     name: str
-    reward: OwnReward
+    reward: CustomReward
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Weighing:
     failed: float = 0.0
 
 
-class Rewarded(OfPrompts):
+class Rewarded(PromptSourceTask):
     """Prompts, and rewards that are asked about every completion of them.
 
     The score is ``sum(weight * part)`` over the parts that are there. A completion is correct where
@@ -70,9 +70,9 @@ class Rewarded(OfPrompts):
         self._rewards = list(rewards)
         self._weighing, self._verifier = weighing, verifier
         self._warnings = FewWarnings()
-        names = [OWN] if verifier is not None else []
+        names = [TASK_REWARD] if verifier is not None else []
         for each in self._rewards:
-            names += self._tried(each)
+            names += self._probe(each)
         if SUSPICION in names:
             raise ValueError(
                 f"a reward has a part named {SUSPICION}, which is the name of another metric "
@@ -104,15 +104,17 @@ class Rewarded(OfPrompts):
         # Examples that are drawn may share their prompt and differ in what else is known of them,
         # and texts that are alike in their special tokens.
         keys = [(id(example), text, special_of(text)) for example, text in pairs]
-        asked = dict(zip(keys, pairs, strict=True))
-        own: list[Verdict | None] = [None] * len(asked)
+        pair_of_key = dict(zip(keys, pairs, strict=True))
+        verifier_verdicts: list[Verdict | None] = [None] * len(pair_of_key)
         if self._verifier is not None:
-            asking, written = zip(*asked.values(), strict=True) if asked else ((), ())
-            own = list(self._verifier.verify(asking, written))
-        answers = [each.reward.ask(list(asked.values())) for each in self._rewards]
-        rows = list(zip(*answers, strict=True)) if answers else [()] * len(asked)
-        found = [self._verdict(*row) for row in zip(own, rows, strict=True)]
-        verdicts = dict(zip(asked, found, strict=True))
+            distinct_examples, texts = (
+                zip(*pair_of_key.values(), strict=True) if pair_of_key else ((), ())
+            )
+            verifier_verdicts = list(self._verifier.verify(distinct_examples, texts))
+        answers = [each.reward.ask(list(pair_of_key.values())) for each in self._rewards]
+        rows = list(zip(*answers, strict=True)) if answers else [()] * len(pair_of_key)
+        scored = [self._verdict(*row) for row in zip(verifier_verdicts, rows, strict=True)]
+        verdicts = dict(zip(pair_of_key, scored, strict=True))
         return [verdicts[key] for key in keys]
 
     def close(self) -> None:
@@ -122,39 +124,41 @@ class Rewarded(OfPrompts):
         if isinstance(self._prompts, Task):
             self._prompts.close()
 
-    def _verdict(self, own: Verdict | None, answers: Sequence[Message]) -> Verdict:
-        if own is not None and own.reason in FAILURES:
-            return Verdict(self._weighing.failed, own.reason, ())
-        parts: dict[str, float] = {} if own is None else {OWN: own.score}
-        reasons = [] if own is None else [own.reason]
+    def _verdict(self, verifier_verdict: Verdict | None, answers: Sequence[Message]) -> Verdict:
+        if verifier_verdict is not None and verifier_verdict.reason in FAILURES:
+            return Verdict(self._weighing.failed, verifier_verdict.reason, ())
+        components: dict[str, float] = (
+            {} if verifier_verdict is None else {TASK_REWARD: verifier_verdict.score}
+        )
+        reasons = [] if verifier_verdict is None else [verifier_verdict.reason]
         for each, answer in zip(self._rewards, answers, strict=True):
-            answer = self._checked(each, answer)
+            answer = self._check_reply(each, answer)
             if "failure" in answer:
-                self._say(each, answer)
+                self._warn(each, answer)
                 return Verdict(self._weighing.failed, answer["failure"], ())
-            parts |= _parts(each, answer)
-            if each.name == OWN and "reason" in answer:
+            components |= _components_of(each, answer)
+            if each.name == TASK_REWARD and "reason" in answer:
                 reasons.append(answer["reason"])
         # In the order of the weights, as full marks are summed.
-        parts = {name: parts[name] for name in self._weights if name in parts}
-        score = sum(self._weights[name] * value for name, value in parts.items())
+        components = {name: components[name] for name in self._weights if name in components}
+        score = sum(self._weights[name] * value for name, value in components.items())
         if not math.isfinite(score):
             return Verdict(self._weighing.failed, "not_finite", ())
-        return Verdict(score, self._reason(score, parts, reasons), tuple(parts.items()))
+        return Verdict(score, self._reason(score, components, reasons), tuple(components.items()))
 
-    def _reason(self, score: float, parts: Mapping[str, float], reasons: Sequence[str]) -> str:
+    def _reason(self, score: float, components: Mapping[str, float], reasons: Sequence[str]) -> str:
         if reasons:
             return reasons[0]
         assert self._full_marks is not None
         if "correct" in self._weights:
-            correct = parts.get("correct", 0.0) >= 1
+            correct = components.get("correct", 0.0) >= 1
         else:
             correct = score >= self._full_marks
         if correct:
             return "correct"
         return "partial" if score > 0 else "wrong"
 
-    def _checked(self, each: Named, answer: Message) -> Message:
+    def _check_reply(self, each: Named, answer: Message) -> Message:
         """The answer, or that it has a part that nobody knows of."""
         if answer.get("reason", REASONS[0]) not in REASONS:
             message = f"reason={answer['reason']!r} is none of {', '.join(REASONS)}"
@@ -164,29 +168,29 @@ class Rewarded(OfPrompts):
             unknown = ["a single number"]
         if not unknown:
             return answer
-        known = ", ".join(self._weights)
+        names = ", ".join(self._weights)
         message = (
-            f"its parts are {known}, and it gave {', '.join(unknown)}: give all parts for the "
+            f"its parts are {names}, and it gave {', '.join(unknown)}: give all parts for the "
             "first prompt's gold answer, or list them in the task's weights"
         )
         return {"failure": "invalid", "message": message}
 
-    def _tried(self, each: Named) -> list[str]:
+    def _probe(self, each: Named) -> list[str]:
         """The names of the parts of a reward, by asking it."""
         # There always is one, where there may be nothing to train on.
         example = self._prompts.heldout(0)
         (answer,) = each.reward.ask([(example, example.answer)])
         if "failure" not in answer:
-            return list(_parts(each, answer))
+            return list(_components_of(each, answer))
         if example.answer:
             raise ValueError(
                 f"{each.reward.text} fails on the gold answer of the first prompt: "
                 f"{answer['message']}"
             )
-        self._say(each, answer)
+        self._warn(each, answer)
         return list(self._weighing.weights) or [each.name]
 
-    def _say(self, each: Named, answer: Message) -> None:
+    def _warn(self, each: Named, answer: Message) -> None:
         message = f"{answer['failure']}: {answer['message']}"
         self._warnings.warn(
             message,
@@ -195,5 +199,5 @@ class Rewarded(OfPrompts):
         )
 
 
-def _parts(each: Named, answer: Message) -> dict[str, float]:
+def _components_of(each: Named, answer: Message) -> dict[str, float]:
     return answer["parts"] if "parts" in answer else {each.name: answer["value"]}

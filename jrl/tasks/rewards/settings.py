@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-OWN = "task"
+TASK_REWARD = "task"
 """Stands for the task's own verifier or reward among others, and is its name among the parts."""
 
 
@@ -13,7 +13,7 @@ class RewardSettings:
     """Settings of the rewards of completions.
 
     Attributes:
-      rewards: references to functions, and `OWN`; empty is the task's own alone.
+      rewards: references to functions, and `TASK_REWARD`; empty is the task's own alone.
       weights: ``NAME=NUMBER`` each; the weight of others is 1.
       seconds: time limit of one call.
       failed: the score of a completion whose reward failed.
@@ -35,14 +35,14 @@ class RewardSettings:
         parse_weights(self.weights)
 
 
-def parse_weights(given: Sequence[str]) -> dict[str, float]:
+def parse_weights(texts: Sequence[str]) -> dict[str, float]:
     """Weights by name, of ``NAME=NUMBER`` each.
 
     Raises:
       ValueError: for what is written otherwise, and a name that comes twice.
     """
     weights: dict[str, float] = {}
-    for text in given:
+    for text in texts:
         name, equals, number = text.partition("=")
         try:
             weight = float(number)

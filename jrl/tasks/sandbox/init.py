@@ -47,8 +47,8 @@ class Limits:
       count_processes: 1 where the kernel's own limit of processes is one of the sandbox.
     """
 
-    def __init__(self, given: list[str]):
-        numbers = dict(each.split("=") for each in given)
+    def __init__(self, arguments: list[str]):
+        numbers = dict(each.split("=") for each in arguments)
         self.seconds = float(numbers["seconds"])
         self.memory, self.file = int(numbers["memory"]), int(numbers["file"])
         self.files, self.processes = int(numbers["files"]), int(numbers["processes"])
@@ -58,9 +58,9 @@ class Limits:
 
 def main() -> None:
     """Runs the code to its end or to a limit."""
-    with os.fdopen(int(sys.argv[1]), "rb") as given:
-        given.seek(0)
-        code = given.read()
+    with os.fdopen(int(sys.argv[1]), "rb") as code_file:
+        code_file.seek(0)
+        code = code_file.read()
     limits = Limits(sys.argv[2:])
     # The code runs under the same user: it must not write to this process's memory, or signal it.
     prctl(KILLED_WITH_PARENT, SIGKILL)
@@ -153,28 +153,28 @@ def restrict(limits: Limits) -> None:
 def watch(child: int, limits: Limits) -> str:
     """The report of a child, once it has ended or has reached a limit."""
     end = time.monotonic() + limits.seconds
-    ended = select.poll()
-    ended.register(0, select.POLLIN)
+    closed = select.poll()
+    closed.register(0, select.POLLIN)
     inside = limits.namespaced and os.path.exists("/proc/self/stat")
     interval = INTERVAL / 10
     while True:
         # Orphans of the code are children of process 1, and count as processes until waited for.
-        while (found := waited())[0]:
-            if found[0] == child:
-                status = os.waitstatus_to_exitcode(found[1])
+        while (reaped := poll_children())[0]:
+            if reaped[0] == child:
+                status = os.waitstatus_to_exitcode(reaped[1])
                 return f"status {status if status >= 0 else 128 - status}"
         left = end - time.monotonic()
         if left <= 0:
             return f"stopped after {limits.seconds:g} seconds"
-        if ended.poll(1000 * min(interval, left)):
+        if closed.poll(1000 * min(interval, left)):
             return "stopped: nobody waits for it"
         # Short programs, which are most, are not waited for longer than they take.
         interval = min(1.3 * interval, INTERVAL)
-        if inside and (excess := exceeded(limits)):
+        if inside and (excess := find_excess(limits)):
             return f"stopped: {excess}"
 
 
-def waited() -> tuple[int, int]:
+def poll_children() -> tuple[int, int]:
     """The number and status of a child that has ended; the number 0 where none has."""
     try:
         return os.waitpid(-1, os.WNOHANG)
@@ -182,41 +182,41 @@ def waited() -> tuple[int, int]:
         return 0, 0
 
 
-def exceeded(limits: Limits) -> str:
+def find_excess(limits: Limits) -> str:
     """The limit that all processes of the sandbox together exceed, as a phrase; empty for none."""
-    tasks, resident, page, numbers = 0, 0, resource.getpagesize(), []
-    for number in os.listdir("/proc"):
-        if number.isdigit() and number != "1":
+    tasks, resident, page, pids = 0, 0, resource.getpagesize(), []
+    for pid in os.listdir("/proc"):
+        if pid.isdigit() and pid != "1":
             try:
-                with open(f"/proc/{number}/stat", "rb") as file:
+                with open(f"/proc/{pid}/stat", "rb") as file:
                     fields = file.read().rpartition(b")")[2].split()
             except OSError:
                 continue  # it has ended
-            numbers.append(number)
+            pids.append(pid)
             tasks += int(fields[17])
             resident += int(fields[21]) * page
     if tasks > limits.processes:
         return f"more than {limits.processes} processes"
-    if resident > limits.memory and sum(map(proportional, numbers)) > limits.memory:
+    if resident > limits.memory and sum(map(proportional_memory, pids)) > limits.memory:
         return f"more than {limits.memory // MIB} MB of memory"
     for folder in WRITABLE:
-        found = os.statvfs(folder)
-        if found.f_files - found.f_ffree > limits.files:
+        usage = os.statvfs(folder)
+        if usage.f_files - usage.f_ffree > limits.files:
             return f"more than {limits.files} files"
     return ""
 
 
-def proportional(number: str) -> int:
+def proportional_memory(pid: str) -> int:
     """The memory of a process in bytes, where what it shares with others is divided among them."""
     try:
-        with open(f"/proc/{number}/smaps_rollup", "rb") as file:
+        with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
             for line in file:
                 if line.startswith(b"Pss:"):
                     return 1024 * int(line.split()[1])
     except OSError:
         pass
     try:  # one that has made itself unreadable, or has ended
-        with open(f"/proc/{number}/statm", "rb") as file:
+        with open(f"/proc/{pid}/statm", "rb") as file:
             return int(file.read().split()[1]) * resource.getpagesize()
     except OSError:
         return 0

@@ -15,9 +15,9 @@ from jrl.tasks.sandbox import cgroups
 from jrl.tasks.sandbox.bubblewrap import HOME, INIT, INIT_INSIDE, NoSandbox, bubblewrap
 
 MEGABYTE = 2**20
-FILE_MB = 16
-FILES = 10_000
-STARTING = 10.0
+MAX_FILE_MB = 16
+MAX_FILES = 10_000
+STARTUP_SECONDS = 10.0
 """Seconds that an interpreter may take to start, or to end, on a busy machine. The time of the code
 itself is kept within the sandbox."""
 COUNTS_IN_NAMESPACES = (5, 14)
@@ -74,14 +74,14 @@ class Sandbox:
         Raises:
           ValueError: where the sandbox cannot be made any more.
         """
-        with self._placed() as (command, cwd, descriptors, group):
-            ended = _ended(
+        with self._open_command() as (command, cwd, descriptors, group):
+            ended = _run_process(
                 command,
                 cwd=cwd,
                 descriptors=descriptors,
-                seconds=self.seconds + 2 * STARTING,
+                seconds=self.seconds + 2 * STARTUP_SECONDS,
                 # A character has four bytes at most.
-                most=4 * self.output + 4,
+                max_bytes=4 * self.output + 4,
                 code=code.encode("utf-8", "replace"),
                 limits=self._limits(namespaced=cwd is None),
             )
@@ -91,23 +91,23 @@ class Sandbox:
         if len(text) > self.output:
             text = text[: self.output] + "\n(cut: more was printed)"
         if out_of_memory:
-            how = f"stopped: more than {self.memory_mb} MB of memory"
+            ending = f"stopped: more than {self.memory_mb} MB of memory"
         elif ended.complete:
-            how = self._how(ended.report)
+            ending = self._describe_end(ended.report)
         else:
-            how = f"stopped after {self.seconds:g} seconds" if ended.late else ""
-        if not how:
+            ending = f"stopped after {self.seconds:g} seconds" if ended.late else ""
+        if not ending:
             return text
-        return f"{text}\n({how})" if text else f"({how})"
+        return f"{text}\n({ending})" if text else f"({ending})"
 
-    def _how(self, report: str) -> str:
+    def _describe_end(self, report: str) -> str:
         """Reason of a bad end, from the report of the init process; empty if the code ended
         well."""
-        how = report.strip().splitlines()[-1:]
-        if how == ["status 0"]:
+        last_line = report.strip().splitlines()[-1:]
+        if last_line == ["status 0"]:
             return ""
-        if how and how[0].startswith(("status ", "stopped")):
-            return how[0].replace("status", "ended with status")
+        if last_line and last_line[0].startswith(("status ", "stopped")):
+            return last_line[0].replace("status", "ended with status")
         raise NoSandbox(f"the sandbox of a policy's code has failed: {report.strip()[-300:]}")
 
     def _may_be_unsafe(self) -> bool:
@@ -118,16 +118,18 @@ class Sandbox:
         numbers = {
             "seconds": self.seconds,
             "memory": self.memory_mb * MEGABYTE,
-            "file": FILE_MB * MEGABYTE,
-            "files": FILES,
+            "file": MAX_FILE_MB * MEGABYTE,
+            "files": MAX_FILES,
             "processes": self.processes,
             "namespaced": int(namespaced),
-            "count_processes": int(namespaced and _linux() >= COUNTS_IN_NAMESPACES),
+            "count_processes": int(namespaced and _kernel_version() >= COUNTS_IN_NAMESPACES),
         }
         return [f"{name}={number}" for name, number in numbers.items()]
 
     @contextmanager
-    def _placed(self) -> Iterator[tuple[list[str], str | None, list[int], cgroups.Group | None]]:
+    def _open_command(
+        self,
+    ) -> Iterator[tuple[list[str], str | None, list[int], cgroups.Group | None]]:
         """The command of the init process; its folder, where it does not have one in a sandbox; the
         descriptors that it inherits; and the control groups that it runs in."""
         interpreter = [sys.executable, "-P", "-s", "-B"]
@@ -142,7 +144,7 @@ class Sandbox:
                 yield [*interpreter, str(INIT)], folder, [], None
             return
         with program.command(network=self.network) as (command, descriptors):
-            group = cgroups.new_group(self.memory_mb * MEGABYTE, self.processes)
+            group = cgroups.create_group(self.memory_mb * MEGABYTE, self.processes)
             try:
                 joined = [] if group is None else group.command
                 yield [*joined, *command, *interpreter, INIT_INSIDE], None, descriptors, group
@@ -152,7 +154,7 @@ class Sandbox:
 
 
 @dataclass
-class _Ended:
+class _Outcome:
     """Output of a sandbox, and how it ended.
 
     Attributes:
@@ -168,21 +170,21 @@ class _Ended:
     late: bool = False
 
 
-def _ended(
+def _run_process(
     command: Sequence[str],
     *,
     cwd: str | None,
     descriptors: Sequence[int],
     seconds: float,
-    most: int,
+    max_bytes: int,
     code: bytes,
     limits: Sequence[str],
-) -> _Ended:
+) -> _Outcome:
     """Starts the init process, and ends it when it is done, late, or has printed enough.
 
     Args:
       cwd: its folder; None where it has one of its own.
-      most: bytes that are read of what the code prints.
+      max_bytes: bytes that are read of what the code prints.
       limits: its arguments.
     """
     environment = {
@@ -208,15 +210,15 @@ def _ended(
             pass_fds=[*descriptors, file.fileno()],
             start_new_session=True,
         )
-        ended = _Ended()
+        ended = _Outcome()
         try:
-            _read(process, ended, time.monotonic() + seconds, most)
+            _read(process, ended, time.monotonic() + seconds, max_bytes)
         finally:  # where the wait was interrupted as well
             _end(process)
     return ended
 
 
-def _read(process: "subprocess.Popen[bytes]", ended: _Ended, end: float, most: int) -> None:
+def _read(process: "subprocess.Popen[bytes]", ended: _Outcome, end: float, max_bytes: int) -> None:
     """Reads both outputs until the init process has closed its own, or the code printed enough."""
     assert process.stdout is not None and process.stderr is not None
     printed, report = bytearray(), bytearray()
@@ -224,23 +226,23 @@ def _read(process: "subprocess.Popen[bytes]", ended: _Ended, end: float, most: i
         for stream, into in ((process.stdout, printed), (process.stderr, report)):
             os.set_blocking(stream.fileno(), False)
             selector.register(stream, selectors.EVENT_READ, into)
-        while not ended.complete and len(printed) < most:
+        while not ended.complete and len(printed) < max_bytes:
             left = end - time.monotonic()
-            found = selector.select(left) if left > 0 else []
-            if not found:
+            events = selector.select(left) if left > 0 else []
+            if not events:
                 ended.late = True
                 break
-            for key, _ in found:
-                part = os.read(key.fd, min(65536, most))
+            for key, _ in events:
+                part = os.read(key.fd, min(65536, max_bytes))
                 key.data.extend(part)
                 if not part:
                     selector.unregister(key.fileobj)
                     # The code's output does not tell: whatever it started may hold that open.
                     ended.complete |= key.fileobj is process.stderr
     if ended.complete:
-        while len(printed) < most and (part := _ready(process.stdout.fileno())):
+        while len(printed) < max_bytes and (part := _ready(process.stdout.fileno())):
             printed += part
-    ended.printed = bytes(printed[:most])
+    ended.printed = bytes(printed[:max_bytes])
     ended.report = report.decode("utf-8", "replace")
 
 
@@ -257,7 +259,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     assert process.stdin and process.stdout and process.stderr
     process.stdin.close()  # upon which it exits
     try:
-        process.wait(STARTING)
+        process.wait(STARTUP_SECONDS)
     except subprocess.TimeoutExpired:
         pass
     finally:
@@ -268,7 +270,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
         process.stderr.close()
 
 
-def _linux() -> tuple[int, ...]:
+def _kernel_version() -> tuple[int, ...]:
     """The version of the kernel; empty where it says none."""
     numbers = os.uname().release.split("-")[0].split(".")[:2]
     return tuple(map(int, numbers)) if all(map(str.isdigit, numbers)) else ()

@@ -16,14 +16,14 @@ NAMESPACES = 0x7E020000
 NEWNET."""
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C
 AF_UNIX, AF_INET, AF_INET6 = 1, 2, 10
-LAST_KNOWN = 456
+NEWEST_CALL = 456
 """Number of the newest system call that was looked at, futex_requeue of Linux 6.7."""
 X32 = 0x40000000
 
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-"""Column of `REFUSED`, and number in the kernel's audit interface."""
+"""Column of `BLOCKED_CALLS`, and number in the kernel's audit interface."""
 
-REFUSED: dict[str, tuple[int | None, int | None]] = {
+BLOCKED_CALLS: dict[str, tuple[int | None, int | None]] = {
     # Other processes.
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
@@ -113,23 +113,23 @@ def seccomp_filter(*, network: bool, machine: str | None = None) -> bytes | None
     if machine not in ARCHITECTURES or sys.maxsize < 2**32:
         return None
     column, audit = ARCHITECTURES[machine]
-    lines = [(LOAD, 0, 0, ARCHITECTURE), *unless(EQUAL, audit, errno.ENOSYS)]
+    lines = [(LOAD, 0, 0, ARCHITECTURE), *fail_unless(EQUAL, audit, errno.ENOSYS)]
     lines.append((LOAD, 0, 0, NUMBER))
     if machine == "x86_64":
-        lines += when(AT_LEAST, X32, errno.ENOSYS)
-    lines += when(GREATER, LAST_KNOWN, errno.ENOSYS)
+        lines += fail_when(AT_LEAST, X32, errno.ENOSYS)
+    lines += fail_when(GREATER, NEWEST_CALL, errno.ENOSYS)
     # What its flags are cannot be read here; without it, libraries use `clone`.
-    lines += when(EQUAL, CLONE3[column], errno.ENOSYS)
-    for numbers in REFUSED.values():
+    lines += fail_when(EQUAL, CLONE3[column], errno.ENOSYS)
+    for numbers in BLOCKED_CALLS.values():
         if (number := numbers[column]) is not None:
-            lines += when(EQUAL, number, errno.EPERM)
-    lines += with_argument(CLONE[column], 0, when(ANY_BIT, NAMESPACES, errno.EPERM))
-    terminal = [*when(EQUAL, TIOCSTI, errno.EPERM), *when(EQUAL, TIOCLINUX, errno.EPERM)]
-    lines += with_argument(IOCTL[column], 1, terminal)
+            lines += fail_when(EQUAL, number, errno.EPERM)
+    lines += check_argument(CLONE[column], 0, fail_when(ANY_BIT, NAMESPACES, errno.EPERM))
+    terminal = [*fail_when(EQUAL, TIOCSTI, errno.EPERM), *fail_when(EQUAL, TIOCLINUX, errno.EPERM)]
+    lines += check_argument(IOCTL[column], 1, terminal)
     families = (AF_INET, AF_INET6) if network else (AF_UNIX,)
-    known = [line for family in families for line in allowed(family)]
-    refused = (RETURN, 0, 0, ERROR | errno.EAFNOSUPPORT)
-    lines += with_argument(SOCKET[column], 0, [*known, refused])
+    allowing = [line for family in families for line in allow_when(family)]
+    reject = (RETURN, 0, 0, ERROR | errno.EAFNOSUPPORT)
+    lines += check_argument(SOCKET[column], 0, [*allowing, reject])
     lines.append((RETURN, 0, 0, ALLOW))
     return b"".join(struct.pack("=HBBI", *line) for line in lines)
 
@@ -138,22 +138,22 @@ Line = tuple[int, int, int, int]
 """An instruction: code, jump if true, jump if false, constant."""
 
 
-def when(test: int, constant: int, error: int) -> list[Line]:
+def fail_when(test: int, constant: int, error: int) -> list[Line]:
     """Fails with the error where the test holds."""
     return [(test, 0, 1, constant), (RETURN, 0, 0, ERROR | error)]
 
 
-def unless(test: int, constant: int, error: int) -> list[Line]:
+def fail_unless(test: int, constant: int, error: int) -> list[Line]:
     """Fails with the error where the test does not hold."""
     return [(test, 1, 0, constant), (RETURN, 0, 0, ERROR | error)]
 
 
-def allowed(value: int) -> list[Line]:
+def allow_when(value: int) -> list[Line]:
     """Allows the call where what is loaded is the value."""
     return [(EQUAL, 0, 1, value), (RETURN, 0, 0, ALLOW)]
 
 
-def with_argument(number: int, position: int, lines: list[Line]) -> list[Line]:
+def check_argument(number: int, position: int, lines: list[Line]) -> list[Line]:
     """The lines for one call, on the low half of its argument at the position."""
     # Both architectures are little-endian: the low half comes first.
     body = [(LOAD, 0, 0, ARGUMENTS + 8 * position), *lines, (LOAD, 0, 0, NUMBER)]

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-Known = Mapping[str, Mapping[str, Any]]
+ToolParameters = Mapping[str, Mapping[str, Any]]
 """The tools of a task: the JSON schema of their parameters, by name."""
 
 
@@ -25,12 +25,12 @@ class Call:
     error: str = ""
 
 
-def unreadable(reason: str, name: str = "") -> Call:
+def unreadable_call(reason: str, name: str = "") -> Call:
     """A call that was started and cannot be read."""
     return Call(name, error=f"the call cannot be read: {reason}")
 
 
-def known_tools(schemas: list[Any]) -> Known:
+def parameters_by_tool(schemas: list[Any]) -> ToolParameters:
     """The tools of schemas as chat templates take them; what has no name is left out."""
     functions = [schema.get("function", schema) for schema in schemas if isinstance(schema, dict)]
     return {
@@ -40,18 +40,18 @@ def known_tools(schemas: list[Any]) -> Known:
     }
 
 
-def from_message(message: Mapping[str, Any]) -> list[Call]:
-    """The calls in the "tool_calls" of a message, as `in_message` wrote them."""
-    found = []
+def parse_message_calls(message: Mapping[str, Any]) -> list[Call]:
+    """The calls in the "tool_calls" of a message, as `format_message_calls` wrote them."""
+    calls = []
     for each in message.get("tool_calls") or ():
         function = each["function"]
-        found.append(
+        calls.append(
             Call(function["name"], function["arguments"], each.get("id", ""), each.get("error", ""))
         )
-    return found
+    return calls
 
 
-def in_message(calls: list[Call], ids: list[str]) -> list[dict[str, Any]]:
+def format_message_calls(calls: list[Call], ids: list[str]) -> list[dict[str, Any]]:
     """The "tool_calls" of a message, OpenAI's fields with arguments that are a mapping; a call that
     cannot be read has its "error" too."""
     return [

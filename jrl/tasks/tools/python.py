@@ -12,8 +12,8 @@ def python_tool(sandbox: Sandbox | None = None) -> Tool:
         run within the limits.
     """
     sandbox = Sandbox() if sandbox is None else sandbox
-    if said := sandbox.run(""):
-        raise ValueError(f"{sandbox} leaves no code to run: {said.splitlines()[-1]}")
+    if output := sandbox.run(""):
+        raise ValueError(f"{sandbox} leaves no code to run: {output.splitlines()[-1]}")
     network = "a" if sandbox.network else "no"
     code = f"A program; it has {sandbox.seconds:g} seconds and {network} network."
 

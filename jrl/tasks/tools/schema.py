@@ -15,12 +15,12 @@ _SIMPLE: dict[Any, str] = {
     **{str: "string", int: "integer", float: "number", bool: "boolean"},
     **{list: "array", dict: "object", type(None): "null"},
 }
-_SAID = {
+_TYPE_PHRASES = {
     **{"string": "a string", "integer": "an integer", "number": "a number"},
     **{"boolean": "true or false", "array": "a list", "object": "an object", "null": "null"},
 }
 TYPES = "str, int, float, bool, list, dict, Literal, and unions of these"
-MOST_NESTED = 64
+MAX_NESTING = 64
 """Schemas in a schema that values are checked through."""
 
 
@@ -56,7 +56,7 @@ def parameters_of(function: Callable[..., Any], about: Mapping[str, str]) -> dic
         properties[parameter.name] = schema
     if unknown := sorted(set(about) - set(properties)):
         raise ValueError(
-            f"the tool {name} has no argument {unknown[0]}: it has {_names(properties)}"
+            f"the tool {name} has no argument {unknown[0]}: it has {_list_names(properties)}"
         )
     return {"type": "object", "properties": properties, "required": required}
 
@@ -83,12 +83,12 @@ def description_of(function: Callable[..., Any]) -> str:
 def described_arguments(function: Callable[..., Any]) -> dict[str, str]:
     """The descriptions of arguments in its docstring: of a section ``Args:``, or ``:param x:``."""
     lines = (inspect.getdoc(_unwrapped(function)) or "").splitlines()
-    found: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     name, indent, inside = "", 0, False
     for line in lines:
         depth = len(line) - len(line.lstrip())
         if fields := re.match(r":param\s+(?:[\w\[\], |.]+\s)?(\w+)\s*:\s*(.*)", line.strip()):
-            found[fields[1]], name, inside = fields[2], fields[1], False
+            descriptions[fields[1]], name, inside = fields[2], fields[1], False
         elif re.fullmatch(r"(Args|Arguments|Parameters):", line.strip()):
             name, indent, inside = "", 0, True
         elif inside and not line.strip():
@@ -100,12 +100,12 @@ def described_arguments(function: Callable[..., Any]) -> dict[str, str]:
             and (fields := re.match(r"(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)", line.strip()))
         ):
             name, indent = fields[1], depth
-            found[name] = fields[2]
+            descriptions[name] = fields[2]
         elif name and line.strip() and depth:
-            found[name] += f" {line.strip()}"
+            descriptions[name] += f" {line.strip()}"
         else:
             name = ""
-    return {each: text.strip() for each, text in found.items() if text.strip()}
+    return {each: text.strip() for each, text in descriptions.items() if text.strip()}
 
 
 def _schema_of(annotation: Any, where: str) -> dict[str, Any]:
@@ -129,8 +129,8 @@ def _schema_of(annotation: Any, where: str) -> dict[str, Any]:
             # As `transformers` writes it, and chat templates expect it.
             return {**(each[0] if len(each) == 1 else _any_of(each)), "nullable": True}
         return _any_of(each)
-    said = getattr(annotation, "__name__", str(annotation))
-    raise ValueError(f"{where} has the type {said}: a call is JSON, so use {TYPES}")
+    type_name = getattr(annotation, "__name__", str(annotation))
+    raise ValueError(f"{where} has the type {type_name}: a call is JSON, so use {TYPES}")
 
 
 def _any_of(each: list[dict[str, Any]]) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def _json_default(value: Any, where: str) -> Any:
     return value
 
 
-def checked_arguments(tool: str, given: Mapping[str, Any], parameters: Schema) -> dict[str, Any]:
+def check_arguments(tool: str, arguments: Mapping[str, Any], parameters: Schema) -> dict[str, Any]:
     """The arguments of a call, as the schema has them: an integer is one where it was written 3.0,
     and a number is a float.
 
@@ -158,17 +158,21 @@ def checked_arguments(tool: str, given: Mapping[str, Any], parameters: Schema) -
     properties = parameters.get("properties") or {}
     open_ended = parameters.get("additionalProperties", "properties" not in parameters)
     for name in parameters.get("required") or ():
-        if name not in given:
+        if name not in arguments:
             raise ValueError(f"{tool} needs the argument {name}")
-    found = {}
-    for name, value in given.items():
+    converted = {}
+    for name, value in arguments.items():
         if name not in properties and not open_ended:
-            raise ValueError(f"{tool} has no argument {_plain(name)}: it has {_names(properties)}")
-        found[name] = checked(value, properties.get(name) or {}, f"the argument {_plain(name)}")
-    return found
+            raise ValueError(
+                f"{tool} has no argument {_quote_name(name)}: it has {_list_names(properties)}"
+            )
+        converted[name] = check_value(
+            value, properties.get(name) or {}, f"the argument {_quote_name(name)}"
+        )
+    return converted
 
 
-def checked(value: Any, schema: Any, where: str, depth: int = 0) -> Any:
+def check_value(value: Any, schema: Any, where: str, depth: int = 0) -> Any:
     """The value as a schema has it. What of the schema is not known here is passed over.
 
     Args:
@@ -178,21 +182,21 @@ def checked(value: Any, schema: Any, where: str, depth: int = 0) -> Any:
     Raises:
       ValueError: for a value that it does not allow, in one line.
     """
-    if not isinstance(schema, Mapping) or depth > MOST_NESTED:
+    if not isinstance(schema, Mapping) or depth > MAX_NESTING:
         return value
     if value is None and schema.get("nullable") is True:
         return None
     for word in ("anyOf", "oneOf"):
         if schema.get(word):
-            return _one_of(value, schema[word], where, depth)
+            return _check_any_of(value, schema[word], where, depth)
     kinds = types_of(schema)
-    if kinds and not any(_is(value, kind) for kind in kinds):
-        wanted = " or ".join(_SAID.get(kind, kind) for kind in kinds)
-        raise ValueError(f"{where} is {_short(value)}, which is not {wanted}")
+    if kinds and not any(_has_type(value, kind) for kind in kinds):
+        wanted = " or ".join(_TYPE_PHRASES.get(kind, kind) for kind in kinds)
+        raise ValueError(f"{where} is {_shorten(value)}, which is not {wanted}")
     allowed = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if allowed is not None and not any(_same(value, each) for each in allowed):
+    if allowed is not None and not any(_equals(value, each) for each in allowed):
         one_of = ", ".join(json.dumps(each, ensure_ascii=False) for each in allowed)
-        raise ValueError(f"{where} is {_short(value)}, which is none of {one_of}"[:300])
+        raise ValueError(f"{where} is {_shorten(value)}, which is none of {one_of}"[:300])
     if isinstance(value, bool):
         return value
     if isinstance(value, float) and "integer" in kinds and value.is_integer():
@@ -204,36 +208,44 @@ def checked(value: Any, schema: Any, where: str, depth: int = 0) -> Any:
             raise ValueError(f"{where} is too large") from None
     if isinstance(value, list):
         items = schema.get("items")
-        return [checked(x, items, f"{where}[{n}]", depth + 1) for n, x in enumerate(value)]
+        return [check_value(x, items, f"{where}[{n}]", depth + 1) for n, x in enumerate(value)]
     if isinstance(value, Mapping):
-        return _object(value, schema, where, depth)
+        return _check_object(value, schema, where, depth)
     return value
 
 
-def _object(value: Mapping[str, Any], schema: Schema, where: str, depth: int) -> dict[str, Any]:
+def _check_object(
+    value: Mapping[str, Any], schema: Schema, where: str, depth: int
+) -> dict[str, Any]:
     properties, others = schema.get("properties") or {}, schema.get("additionalProperties")
     for name in schema.get("required") or ():
         if name not in value:
             raise ValueError(f"{where} lacks {name}")
     if others is False and (unknown := [name for name in value if name not in properties]):
-        raise ValueError(f"{where} has {_plain(unknown[0])}, which it may not")
+        raise ValueError(f"{where} has {_quote_name(unknown[0])}, which it may not")
     return {
-        name: checked(each, properties.get(name, others), f"{where}.{_plain(name)}", depth + 1)
+        name: check_value(
+            each, properties.get(name, others), f"{where}.{_quote_name(name)}", depth + 1
+        )
         for name, each in value.items()
     }
 
 
-def _one_of(value: Any, options: Any, where: str, depth: int) -> Any:
+def _check_any_of(value: Any, options: Any, where: str, depth: int) -> Any:
     errors = []
     for option in options:
         try:
-            return checked(value, option, where, depth + 1)
+            return check_value(value, option, where, depth + 1)
         except ValueError as error:
             errors.append(str(error))
     if len(errors) == 1 or len({each.partition(" is ")[0] for each in errors}) > 1:
         raise ValueError(errors[0])
-    wanted = " or ".join(_SAID.get(kind, kind) for each in options for kind in types_of(each))
-    raise ValueError(f"{where} is {_short(value)}, which is not {wanted}" if wanted else errors[0])
+    wanted = " or ".join(
+        _TYPE_PHRASES.get(kind, kind) for each in options for kind in types_of(each)
+    )
+    raise ValueError(
+        f"{where} is {_shorten(value)}, which is not {wanted}" if wanted else errors[0]
+    )
 
 
 def types_of(schema: Any) -> list[str]:
@@ -249,7 +261,7 @@ def types_of(schema: Any) -> list[str]:
     return list(dict.fromkeys(each for option in options for each in types_of(option))) + null
 
 
-def from_text(text: str, schema: Any) -> Any:
+def parse_argument(text: str, schema: Any) -> Any:
     """The value of an argument that a format writes as a text without quotes.
 
     It is the text where the schema has a string there; else the JSON value that it spells, and the
@@ -265,17 +277,17 @@ def from_text(text: str, schema: Any) -> Any:
     except (ValueError, RecursionError):
         # Python's own words for them, which policies mix up.
         word = {"True": True, "False": False, "None": None}.get(text.strip(), text)
-        return word if any(_is(word, kind) for kind in kinds) else text
-    if "string" in kinds and not any(_is(value, kind) for kind in kinds if kind != "string"):
+        return word if any(_has_type(word, kind) for kind in kinds) else text
+    if "string" in kinds and not any(_has_type(value, kind) for kind in kinds if kind != "string"):
         return text
     return value
 
 
-def _is(value: Any, kind: str) -> bool:
+def _has_type(value: Any, kind: str) -> bool:
     if kind == "boolean":
         return isinstance(value, bool)
     if isinstance(value, bool):
-        return kind not in _SAID
+        return kind not in _TYPE_PHRASES
     if kind == "integer":
         return isinstance(value, int) or (isinstance(value, float) and value.is_integer())
     if kind == "number":
@@ -285,19 +297,19 @@ def _is(value: Any, kind: str) -> bool:
     return isinstance(value, kinds.get(kind, object))
 
 
-def _same(value: Any, other: Any) -> bool:
+def _equals(value: Any, other: Any) -> bool:
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
-def _names(properties: Mapping[str, Any]) -> str:
+def _list_names(properties: Mapping[str, Any]) -> str:
     return ", ".join(properties) or "none"
 
 
-def _plain(name: str) -> str:
+def _quote_name(name: str) -> str:
     """A name in a message: as it is where it is one, else in quotes."""
-    return name if re.fullmatch(r"\w{1,40}", name) else _short(name)
+    return name if re.fullmatch(r"\w{1,40}", name) else _shorten(name)
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from jrl.tasks.answers import extract
-from jrl.tasks.tools.calls import Call, from_message
-from jrl.tasks.tools.formats.known import calls_in
+from jrl.tasks.tools.calls import Call, parse_message_calls
+from jrl.tasks.tools.formats.detection import detect_calls
 from jrl.tasks.tools.schema import (
-    checked_arguments,
+    check_arguments,
     description_of,
     name_of,
     parameters_of,
@@ -18,9 +18,11 @@ from jrl.tasks.tools.schema import (
 
 Stepped = tuple[list[dict[str, str]], float, bool]
 
-CUT = "the turn was cut off, it was too long: call a tool or give the answer in fewer words"
+TRUNCATED_MESSAGE = (
+    "the turn was cut off, it was too long: call a tool or give the answer in fewer words"
+)
 """Message to a turn that was cut at its maximum length before it called or answered."""
-TOLD = (ValueError, ArithmeticError, LookupError)
+REPORTED_ERRORS = (ValueError, ArithmeticError, LookupError)
 """Exceptions of a tool that the policy is told: those that the values of a call can cause. Others
 are faults of the tool, and end the conversation as one."""
 
@@ -64,9 +66,9 @@ class Tool:
         Raises:
           ValueError: for an argument without a type, or with one that is no JSON value's.
         """
-        own = name_of(function) if name is None else name
-        said = description_of(function) if description is None else description
-        return cls(own, said, parameters_of(function, about or {}), function)
+        tool_name = name_of(function) if name is None else name
+        summary = description_of(function) if description is None else description
+        return cls(tool_name, summary, parameters_of(function, about or {}), function)
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -81,7 +83,7 @@ class Tool:
         Raises:
           ValueError: for arguments that the schema does not allow, in one line.
         """
-        return self.function(**checked_arguments(self.name, arguments, self.parameters))
+        return self.function(**check_arguments(self.name, arguments, self.parameters))
 
 
 class ToolEnvironment:
@@ -113,7 +115,7 @@ class ToolEnvironment:
             names = [tool.name for tool in tools]
             twice = next(name for name in names if names.count(name) > 1)
             raise ValueError(f"two tools are called {twice}: give one of them another name")
-        self._known = {tool.name: tool.parameters for tool in tools}
+        self._tool_parameters = {tool.name: tool.parameters for tool in tools}
         self._score, self._end, self._left, self._error = score, end, most, error
 
     def reset(self) -> None:
@@ -123,67 +125,75 @@ class ToolEnvironment:
         """The answers of all calls in their order, or the score of what is no call; to be awaited
         where a tool is ``async``."""
         text = message["content"]
-        calls = from_message(message) if "tool_calls" in message else calls_in(text, self._known)
-        cut = bool(message.get("truncated"))
-        if cut:
+        calls = (
+            parse_message_calls(message)
+            if "tool_calls" in message
+            else detect_calls(text, self._tool_parameters)
+        )
+        truncated = bool(message.get("truncated"))
+        if truncated:
             # The last of them may be the one that was cut.
             calls = [call for call in calls if not call.error]
         if not calls:
             answer = extract(text, bare=self._error is not None)
-            if cut and (answer is None or not answer.marked):
-                return self._said([{"role": "user", "content": self._told(CUT)}])
+            if truncated and (answer is None or not answer.marked):
+                return self._reply(
+                    [{"role": "user", "content": self._error_text(TRUNCATED_MESSAGE)}]
+                )
             return [], 0.0 if answer is None else self._score(answer.text), True
         answers: list[str] = []
-        for place, call in enumerate(calls):
+        for index, call in enumerate(calls):
             answer = self._answer(call)
             if not isinstance(answer, str):
-                return self._awaited(answers, answer, calls[place + 1 :])
+                return self._await_answers(answers, answer, calls[index + 1 :])
             answers.append(answer)
-        return self._answered(answers)
+        return self._reply_to_calls(answers)
 
-    async def _awaited(
+    async def _await_answers(
         self, answers: list[str], answer: Awaitable[str], after: Sequence[Call]
     ) -> Stepped:
         # One after the other: a call may count on what those before it have done.
         answers = [*answers, await answer]
         for call in after:
-            given = self._answer(call)
-            answers.append(given if isinstance(given, str) else await given)
-        return self._answered(answers)
+            reply = self._answer(call)
+            answers.append(reply if isinstance(reply, str) else await reply)
+        return self._reply_to_calls(answers)
 
-    def _answered(self, answers: Sequence[str]) -> Stepped:
-        return self._said([{"role": "tool", "content": answer} for answer in answers])
+    def _reply_to_calls(self, answers: Sequence[str]) -> Stepped:
+        return self._reply([{"role": "tool", "content": answer} for answer in answers])
 
-    def _said(self, messages: list[dict[str, str]]) -> Stepped:
+    def _reply(self, messages: list[dict[str, str]]) -> Stepped:
         self._left -= 1
         return messages, 0.0, self._left < 0
 
     def _answer(self, call: Call) -> str | Awaitable[str]:
         try:
-            given = self._tool(call).call(call.arguments)
-        except TOLD as error:
-            return self._failed(error)
-        return self._finished(given) if inspect.isawaitable(given) else _text(given) + self._end
+            result = self._find_tool(call).call(call.arguments)
+        except REPORTED_ERRORS as error:
+            return self._format_error(error)
+        return (
+            self._await_result(result) if inspect.isawaitable(result) else _text(result) + self._end
+        )
 
-    async def _finished(self, given: Awaitable[Any]) -> str:
+    async def _await_result(self, result: Awaitable[Any]) -> str:
         try:
-            return _text(await given) + self._end
-        except TOLD as error:
-            return self._failed(error)
+            return _text(await result) + self._end
+        except REPORTED_ERRORS as error:
+            return self._format_error(error)
 
-    def _failed(self, error: Exception) -> str:
+    def _format_error(self, error: Exception) -> str:
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        return self._told(f"{kind}{error}")
+        return self._error_text(f"{kind}{error}")
 
-    def _told(self, error: str) -> str:
+    def _error_text(self, error: str) -> str:
         return (f"error: {error}" if self._error is None else self._error) + self._end
 
-    def _tool(self, call: Call) -> Tool:
+    def _find_tool(self, call: Call) -> Tool:
         if call.error:
             raise ValueError(call.error)
         if call.name not in self._tools:
-            there = ", ".join(self._tools)
-            raise ValueError(f"no tool is called {call.name[:40]}; there are: {there}")
+            names = ", ".join(self._tools)
+            raise ValueError(f"no tool is called {call.name[:40]}; there are: {names}")
         return self._tools[call.name]
 
 

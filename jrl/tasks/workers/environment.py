@@ -18,7 +18,7 @@ Message = dict[str, Any]
 
 ROLES = ("user", "tool", "system")
 """Roles of an environment's messages."""
-KEPT = 4096
+MAX_OPEN_CONVERSATIONS = 4096
 """Conversations whose environments a process keeps; the oldest is dropped, and played again where
 it goes on after all."""
 
@@ -53,70 +53,72 @@ class Conversations:
             self.end(question["end"])
             return {}
         if "open" in question:
-            return {"messages": self.opened(question["fields"])}
+            return {"messages": self.opening_messages(question["fields"])}
         return self.answer(question["conversation"], question["fields"], question["said"])
 
-    def opened(self, fields: Message) -> list[list[str]]:
+    def opening_messages(self, fields: Message) -> list[list[str]]:
         """Role and content of the messages that an environment begins with."""
         environment = self._make(fields)
         try:
-            return messages_of(self._awaited(environment.reset()))
+            return messages_of(self._await_result(environment.reset()))
         finally:
             self._close(environment)
 
-    def answer(self, number: int, fields: Message, said: Sequence[Message | str]) -> Message:
+    def answer(
+        self, conversation_id: int, fields: Message, messages: Sequence[Message | str]
+    ) -> Message:
         """Returns the environment's reply to the last message of the policy.
 
         Args:
-          number: of the conversation.
+          conversation_id: id of the conversation.
           fields: of its record.
-          said: all messages of the policy so far; a text is one with that content.
+          messages: all messages of the policy so far; a text is one with that content.
 
         Returns:
           ``{"messages": ..., "reward": ..., "done": ...}`` or ``{"failure": ..., "message": ...}``.
         """
-        environment, told = self._open.pop(number, (None, 0))
+        environment, num_seen = self._open.pop(conversation_id, (None, 0))
         begins = environment is None
         if begins:
             environment = self._make(fields)
-        found: Message = {}
+        reply: Message = {}
         try:
             if begins:
-                self._awaited(environment.reset())
-            for each in said[told:]:
+                self._await_result(environment.reset())
+            for each in messages[num_seen:]:
                 message = {"role": "assistant", "content": each} if isinstance(each, str) else each
-                given = self._awaited(environment.step(message))
-                found = outcome(given)
-                if "failure" in found or found["done"]:
+                result = self._await_result(environment.step(message))
+                reply = parse_step(result)
+                if "failure" in reply or reply["done"]:
                     break
         except BaseException:  # an interrupt as well: nobody else knows of it
             self._close(environment)
             raise
-        if "failure" in found or found.get("done"):
+        if "failure" in reply or reply.get("done"):
             self._close(environment)
-            return found
-        self._open[number] = environment, len(said)
-        while len(self._open) > KEPT:
+            return reply
+        self._open[conversation_id] = environment, len(messages)
+        while len(self._open) > MAX_OPEN_CONVERSATIONS:
             self.end(next(iter(self._open)))
-        return found
+        return reply
 
-    def end(self, number: int) -> None:
+    def end(self, conversation_id: int) -> None:
         """Forgets a conversation that ends early."""
-        environment, _ = self._open.pop(number, (None, 0))
+        environment, _ = self._open.pop(conversation_id, (None, 0))
         self._close(environment)
 
     def close(self) -> None:
         """Forgets all of them; where one raises, the others are closed before that is said."""
         with ExitStack() as stack:
-            for number in list(self._open):
-                stack.callback(self.end, number)
+            for conversation_id in list(self._open):
+                stack.callback(self.end, conversation_id)
 
     def _close(self, environment: Any) -> None:
         close = getattr(environment, "close", None)
         if callable(close):
-            self._awaited(close())
+            self._await_result(close())
 
-    def _awaited(self, value: Any) -> Any:
+    def _await_result(self, value: Any) -> Any:
         return self._await(value) if inspect.isawaitable(value) else value
 
 
@@ -133,7 +135,7 @@ def messages_of(value: Any) -> list[list[str]]:
         value = [value]
     if not isinstance(value, Sequence):
         raise TypeError(f"messages are a {type(value).__name__}: give a list of them")
-    found = []
+    pairs = []
     for message in value:
         message = {"role": "user", "content": message} if isinstance(message, str) else message
         if not isinstance(message, Mapping):
@@ -145,11 +147,11 @@ def messages_of(value: Any) -> list[list[str]]:
                 f"{', '.join(ROLES)}, the content a text"[:300]
             )
         # Half of a character, which JSON may have and no tokenizer takes.
-        found.append([role, _SURROGATES.sub("\ufffd", content)])
-    return found
+        pairs.append([role, _SURROGATES.sub("\ufffd", content)])
+    return pairs
 
 
-def outcome(value: Any) -> Message:
+def parse_step(value: Any) -> Message:
     """Result of a step as JSON: messages, reward and done, or the failure."""
     try:
         messages, reward, done = value
@@ -176,11 +178,11 @@ def environment_checker(described: str, users: ModuleType) -> Conversations:
 
     Args:
       described: as of `jrl.tasks.workers.reward.reward_checker`, of what makes a task.
-      users: the module of `users_module` and `made_by`, `jrl.tasks.workers.reward`.
+      users: the module of `load_user_module` and `build_from`, `jrl.tasks.workers.reward`.
     """
     about = json.loads(described)
-    module = users.users_module(about, "jrl_own_task")
-    make = maker(users.made_by(module, about["name"]))
+    module = users.load_user_module(about, "jrl_own_task")
+    make = environment_factory(users.build_from(module, about["name"]))
     # One loop for all calls: what an async environment keeps open belongs to it.
     loop = asyncio.new_event_loop()
 
@@ -190,18 +192,18 @@ def environment_checker(described: str, users: ModuleType) -> Conversations:
     return Conversations(make, lambda value: loop.run_until_complete(awaited(value)))
 
 
-def maker(task: Any) -> Callable[[Message], Any]:
+def environment_factory(task: Any) -> Callable[[Message], Any]:
     """Makes the environments of a task, each of the fields that its ``environment`` names."""
     make = task.environment
     try:
         parameters = inspect.signature(make).parameters.values()
-        every = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-        names = None if every else {parameter.name for parameter in parameters}
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        names = None if takes_all else {parameter.name for parameter in parameters}
     except (TypeError, ValueError):  # some callables written in C
         names = None
 
-    def made(fields: Message) -> Any:
-        given = fields.items()
-        return make(**{name: x for name, x in given if names is None or name in names})
+    def create(fields: Message) -> Any:
+        items = fields.items()
+        return make(**{name: x for name, x in items if names is None or name in names})
 
-    return made
+    return create

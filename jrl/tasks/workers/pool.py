@@ -9,20 +9,20 @@ from contextlib import contextmanager, suppress
 
 from jrl.tasks.workers.process import Message, Worker, WorkerEnded
 
-MOST = 8
+MAX_DEFAULT_WORKERS = 8
 """Workers at most where nobody chose their number: each takes some 150 MB."""
-EACH = 4
+QUESTIONS_PER_WORKER = 4
 """Questions that are worth another worker: its start takes as long as many answers."""
-TOGETHER = 64
+MAX_BATCH = 64
 """Questions at most that a worker answers at a time."""
 
 
 def default_workers() -> int:
-    """As many as the processor cores of this process, up to `MOST`."""
+    """As many as the processor cores of this process, up to `MAX_DEFAULT_WORKERS`."""
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
-    return max(1, min(MOST, cores))
+    return max(1, min(MAX_DEFAULT_WORKERS, cores))
 
 
 class Pool:
@@ -37,7 +37,7 @@ class Pool:
       prepare: what a worker is asked before a question, without that the answer's time runs: what
         it has to know first. None is nothing.
       prepare_seconds: how long that may take.
-      several: whether the program may be one that answers several questions at a time; nothing is
+      batched: whether the program may be one that answers several questions at a time; nothing is
         prepared then.
     """
 
@@ -48,7 +48,7 @@ class Pool:
         *,
         prepare: Callable[[Message], Message] | None = None,
         prepare_seconds: float = 60.0,
-        several: bool = False,
+        batched: bool = False,
     ):
         size = default_workers() if size is None else size
         if size < 1:
@@ -58,7 +58,7 @@ class Pool:
         self._idle: queue.LifoQueue[Worker] = queue.LifoQueue()
         for worker in self._workers:
             self._idle.put(worker)
-        self._prepare, self._several = prepare, several
+        self._prepare, self._batched = prepare, batched
         self._prepare_seconds = prepare_seconds
 
     def ask(self, question: Message, *, seconds: float | None = None) -> Message:
@@ -83,19 +83,20 @@ class Pool:
           ValueError: the pool was closed.
         """
         answers: list[Message | Exception] = [{} for _ in questions]
-        left = deque(enumerate(questions))
-        number = min(len(self._workers), -(-len(questions) // EACH))
+        pending = deque(enumerate(questions))
+        num_threads = min(len(self._workers), -(-len(questions) // QUESTIONS_PER_WORKER))
 
         def answer() -> None:
-            most = self._at_a_time(-(-len(questions) // number))
-            while several := _taken(left, most):
-                for (place, _), found in zip(
-                    several, self._asked([question for _, question in several]), strict=True
+            max_batch = self._batch_size(-(-len(questions) // num_threads))
+            while batch := _take_batch(pending, max_batch):
+                for (index, _), reply in zip(
+                    batch, self._try_ask([question for _, question in batch]), strict=True
                 ):
-                    answers[place] = found
+                    answers[index] = reply
 
         threads = [
-            threading.Thread(target=answer, name="jrl pool", daemon=True) for _ in range(number)
+            threading.Thread(target=answer, name="jrl pool", daemon=True)
+            for _ in range(num_threads)
         ]
         try:
             for thread in threads:
@@ -103,28 +104,28 @@ class Pool:
             for thread in threads:
                 thread.join()
         finally:
-            left.clear()  # where the wait was interrupted, nobody begins another
-        for found in answers:
-            if isinstance(found, Exception) and not isinstance(found, TimeoutError | WorkerEnded):
-                raise found
+            pending.clear()  # where the wait was interrupted, nobody begins another
+        for reply in answers:
+            if isinstance(reply, Exception) and not isinstance(reply, TimeoutError | WorkerEnded):
+                raise reply
         return answers
 
-    def _at_a_time(self, share: int) -> int:
+    def _batch_size(self, share: int) -> int:
         """Questions that a thread takes: its share, if the program answers several together."""
-        if not self._several:
+        if not self._batched:
             return 1
         try:
             with self._worker() as worker:
-                return min(share, TOGETHER) if worker.takes_several() else 1
+                return min(share, MAX_BATCH) if worker.accepts_batches() else 1
         except (TimeoutError, WorkerEnded, ValueError):
             return 1  # as the question will say
 
-    def _asked(self, questions: Sequence[Message]) -> list[Message | Exception]:
+    def _try_ask(self, questions: Sequence[Message]) -> list[Message | Exception]:
         try:
             if len(questions) == 1:
                 return [self.ask(questions[0])]
             with self._worker() as worker:
-                return worker.ask_together(questions)
+                return worker.ask_batch(questions)
         except Exception as error:
             return [error] * len(questions)
 
@@ -143,10 +144,10 @@ class Pool:
             worker.close()
 
 
-def _taken(left: deque[tuple[int, Message]], most: int) -> list[tuple[int, Message]]:
+def _take_batch(pending: deque[tuple[int, Message]], max_batch: int) -> list[tuple[int, Message]]:
     """The first that are left, which other threads take as well."""
-    taken: list[tuple[int, Message]] = []
+    batch: list[tuple[int, Message]] = []
     with suppress(IndexError):
-        while len(taken) < most:
-            taken.append(left.popleft())
-    return taken
+        while len(batch) < max_batch:
+            batch.append(pending.popleft())
+    return batch

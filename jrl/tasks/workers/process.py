@@ -69,7 +69,7 @@ class Worker:
           ValueError: the worker was closed.
         """
         with self._lock:
-            self._begin()
+            self._ensure_running()
             self._send(question)
             return self._receive(self._seconds if seconds is None else seconds)
 
@@ -95,7 +95,7 @@ class Worker:
         finally:
             self._lock.release()
 
-    def ask_together(self, questions: Sequence[Message]) -> list[Message | Exception]:
+    def ask_batch(self, questions: Sequence[Message]) -> list[Message | Exception]:
         """Several questions at a time, each with its own time limit, if the program takes them so;
         else one after the other, as those that it left without an answer where it had to be killed.
 
@@ -107,21 +107,21 @@ class Worker:
         """
         answers: dict[int, Message | Exception] = {}
         with contextlib.suppress(TimeoutError, WorkerEnded), self._lock:
-            self._begin()
+            self._ensure_running()
             if self._greeting.get("together"):
                 self._send({"together": list(questions), "seconds": self._seconds})
                 for _ in questions:
                     reply = self._receive(self._seconds + GRACE)
                     answers[reply["number"]] = reply["answer"]
-        for number, question in enumerate(questions):
-            if number not in answers:
+        for index, question in enumerate(questions):
+            if index not in answers:
                 try:
-                    answers[number] = self.ask(question)
+                    answers[index] = self.ask(question)
                 except (TimeoutError, WorkerEnded) as error:
-                    answers[number] = error
-        return [answers[number] for number in range(len(questions))]
+                    answers[index] = error
+        return [answers[index] for index in range(len(questions))]
 
-    def takes_several(self) -> bool:
+    def accepts_batches(self) -> bool:
         """True if the program answers multiple questions at a time; it is started, if need be.
 
         Raises:
@@ -129,10 +129,10 @@ class Worker:
           ValueError: the worker was closed.
         """
         with self._lock:
-            self._begin()
+            self._ensure_running()
             return bool(self._greeting.get("together"))
 
-    def _begin(self) -> None:
+    def _ensure_running(self) -> None:
         """Has the program running; with the lock."""
         if self._closed:
             raise ValueError("worker is closed and answers no more: load the task again")

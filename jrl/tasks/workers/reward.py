@@ -22,7 +22,7 @@ SPECIAL = "completion_with_special_tokens"
 """The argument by which a reward asks for the completion with special tokens written out."""
 
 
-def module_of(source: bytes, file: str, name: str) -> ModuleType:
+def load_source(source: bytes, file: str, name: str) -> ModuleType:
     """The source as a module of this name, as if it lay in the file."""
     module = ModuleType(name)
     module.__file__ = file
@@ -36,7 +36,7 @@ def module_of(source: bytes, file: str, name: str) -> ModuleType:
     return module
 
 
-def users_module(about: Message, name: str) -> ModuleType:
+def load_user_module(about: Message, name: str) -> ModuleType:
     """The user's module in this process, which from here on finds modules as the trainer does.
 
     Args:
@@ -48,17 +48,17 @@ def users_module(about: Message, name: str) -> ModuleType:
     # The accelerator is the trainer's.
     os.environ["JAX_PLATFORMS"] = "cpu"
     if about["module"] is None:
-        return module_of(Path(about["copy"]).read_bytes(), about["file"], name)
+        return load_source(Path(about["copy"]).read_bytes(), about["file"], name)
     return importlib.import_module(about["module"])
 
 
-def made_by(module: ModuleType, name: str) -> Any:
+def build_from(module: ModuleType, name: str) -> Any:
     """Returns a module's task of that name; else calls the object and returns its result."""
-    found = getattr(module, name)
-    judges = hasattr(found, "reward") or hasattr(found, "environment")
-    if not isinstance(found, type) and hasattr(found, "prompts") and judges:
-        return found
-    return found()
+    target = getattr(module, name)
+    judges = hasattr(target, "reward") or hasattr(target, "environment")
+    if not isinstance(target, type) and hasattr(target, "prompts") and judges:
+        return target
+    return target()
 
 
 class RewardChecker:
@@ -66,22 +66,23 @@ class RewardChecker:
     completion with special tokens, where that is another text.
 
     Attributes:
-      together: whether several questions may be asked at a time, since the reward is `async`.
+      accepts_batches: whether several questions may be asked at a time: where the reward is
+        `async`.
     """
 
     def __init__(self, reward: Callable[..., Any]):
-        self._reward, self._takes = reward, _names(reward)
+        self._reward, self._accepted = reward, _accepted_fields(reward)
         self._wants_special = SPECIAL in _parameters(reward)
         called = getattr(reward, "__call__", None)  # noqa: B004, of an object it may be async
-        self.together = any(map(inspect.iscoroutinefunction, (reward, called)))
+        self.accepts_batches = any(map(inspect.iscoroutinefunction, (reward, called)))
         # One loop for all calls: what an async reward keeps open belongs to it.
         self._loop = asyncio.new_event_loop()
 
     def __call__(self, question: Message) -> Message:
-        value = self._called(question)
+        value = self._call(question)
         if inspect.isawaitable(value):
-            value = self._loop.run_until_complete(_awaited(value))
-        return outcome(value)
+            value = self._loop.run_until_complete(_await_value(value))
+        return parse_reward(value)
 
     def each(
         self, questions: Sequence[Message], seconds: float, send: Callable[[Message], None]
@@ -93,29 +94,29 @@ class RewardChecker:
           seconds: time limit of one, from its start.
         """
 
-        async def one(number: int, question: Message) -> None:
+        async def answer_one(index: int, question: Message) -> None:
             limit = asyncio.timeout(seconds)
             try:
                 async with limit:
-                    value = await self._called(question)
-                answer = outcome(value)
+                    value = await self._call(question)
+                answer = parse_reward(value)
             except Exception as error:
                 if limit.expired():
                     message = f"no answer within {seconds} seconds"
                     answer = {"failure": "timeout", "message": message}
                 else:
                     answer = {"error": f"{type(error).__name__}: {error}"[:500]}
-            send({"number": number, "answer": answer})
+            send({"number": index, "answer": answer})
 
-        async def all_of_them() -> None:
-            await asyncio.gather(*(one(*each) for each in enumerate(questions)))
+        async def answer_all() -> None:
+            await asyncio.gather(*(answer_one(*each) for each in enumerate(questions)))
 
-        self._loop.run_until_complete(all_of_them())
+        self._loop.run_until_complete(answer_all())
 
-    def _called(self, question: Message) -> Any:
+    def _call(self, question: Message) -> Any:
         fields = question["fields"]
-        if self._takes is not None:
-            fields = {name: value for name, value in fields.items() if name in self._takes}
+        if self._accepted is not None:
+            fields = {name: value for name, value in fields.items() if name in self._accepted}
         if self._wants_special:
             fields = {**fields, SPECIAL: question.get("special", question["completion"])}
         return self._reward(question["prompt"], question["completion"], **fields)
@@ -125,35 +126,35 @@ def reward_checker(described: str) -> RewardChecker:
     """A reward of a user's own.
 
     Args:
-      described: as JSON, what `users_module` takes; the `name` in that module, and whether it
+      described: as JSON, what `load_user_module` takes; the `name` in that module, and whether it
         `makes` a task or is the reward.
     """
     about = json.loads(described)
-    module = users_module(about, "jrl_own_reward")
+    module = load_user_module(about, "jrl_own_reward")
     name = about["name"]
-    reward = made_by(module, name).reward if about["makes"] else getattr(module, name)
+    reward = build_from(module, name).reward if about["makes"] else getattr(module, name)
     return RewardChecker(reward)
 
 
-def outcome(value: Any) -> Message:
+def parse_reward(value: Any) -> Message:
     """Result of a reward as JSON: ``{"value": ...}``, ``{"parts": {...}}``, or the failure."""
     if hasattr(value, "score") and hasattr(value, "reason"):
         return {"value": float(value.score), "reason": str(value.reason)}
     try:
         if isinstance(value, Mapping):
-            parts = {name: _number(part) for name, part in value.items()}
-            if not parts or not all(isinstance(name, str) and name for name in parts):
+            components = {name: _number(component) for name, component in value.items()}
+            if not components or not all(isinstance(name, str) and name for name in components):
                 raise TypeError(f"{dict(value)!r} has no names")
-            numbers, found = list(parts.values()), {"parts": parts}
+            numbers, reply = list(components.values()), {"parts": components}
         else:
-            found = {"value": _number(value)}
-            numbers = [found["value"]]
+            reply = {"value": _number(value)}
+            numbers = [reply["value"]]
     except (TypeError, OverflowError) as error:
         message = f"a number, or a dict of numbers by name, was expected: {error}"
         return {"failure": "invalid", "message": message[:500]}
     if not all(map(math.isfinite, numbers)):
         return {"failure": "not_finite", "message": f"it gave {value!r}"[:500]}
-    return found
+    return reply
 
 
 def _number(value: Any) -> float:
@@ -167,7 +168,7 @@ def _number(value: Any) -> float:
     return float(value)
 
 
-def _names(reward: Callable[..., Any]) -> set[str] | None:
+def _accepted_fields(reward: Callable[..., Any]) -> set[str] | None:
     """The fields that a reward takes, None where it takes them all."""
     parameters = _parameters(reward)
     kinds = [parameter.kind for parameter in parameters.values()]
@@ -184,5 +185,5 @@ def _parameters(reward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
         return {}
 
 
-async def _awaited(value: Any) -> Any:
+async def _await_value(value: Any) -> Any:
     return await value

@@ -37,7 +37,7 @@ MEMORY_BYTES = 8 * 2**30
 ORPHAN_SECONDS = 900
 
 # Modules of reasoning-gym that call `eval` or `exec` on texts of their own only.
-_OWN_TEXTS = (
+_TRUSTED_MODULES = (
     "reasoning_gym.arithmetic.basic_arithmetic",
     "reasoning_gym.arithmetic.bitwise_arithmetic",
     "reasoning_gym.arithmetic.gsm_symbolic",
@@ -114,7 +114,7 @@ def _replace_parser() -> None:
         vars(module)["parse_expr"] = parse_expr
 
 
-def _refuse(*_, **__):
+def _reject_execution(*_, **__):
     raise ValueError("nothing is executed here")
 
 
@@ -168,8 +168,8 @@ def gym_checker(
     extraction = import_module("jrl_answers.extraction")
 
     def create() -> Any:
-        given = json.loads(options)
-        return reasoning_gym.create_dataset(name, seed=int(seed), size=int(size), **given)
+        arguments = json.loads(options)
+        return reasoning_gym.create_dataset(name, seed=int(seed), size=int(size), **arguments)
 
     def check(num_rows: int) -> Message:
         """Tests the generator on its first rows: empty if it can be used, else the error."""
@@ -185,11 +185,11 @@ def gym_checker(
 
     @functools.cache
     def dataset() -> Any:
-        made = create()
-        module = type(made).__module__
-        if not module.startswith(_OWN_TEXTS):
-            vars(sys.modules[module]).update(eval=ast.literal_eval, exec=_refuse)
-        return made
+        generator = create()
+        module = type(generator).__module__
+        if not module.startswith(_TRUSTED_MODULES):
+            vars(sys.modules[module]).update(eval=ast.literal_eval, exec=_reject_execution)
+        return generator
 
     @functools.cache
     def entry(index: int) -> Any:
@@ -205,10 +205,10 @@ def gym_checker(
         return question, answer
 
     def score(index: int, completion: str) -> Message:
-        found = extraction.extract(completion)
-        if found is None or not found.text:
+        extracted = extraction.extract(completion)
+        if extracted is None or not extracted.text:
             return {"score": 0.0, "reason": "unparsable"}
-        points = float(dataset().score_answer(found.text, entry(index)))
+        points = float(dataset().score_answer(extracted.text, entry(index)))
         if math.isnan(points):
             return {"error": "the score is not a number"}
         points = min(max(points, 0.0), 1.0)
@@ -233,15 +233,15 @@ def gym_checker(
 
 def reward_checker(described: str) -> Callable[[Message], Message]:
     """`jrl.tasks.workers.reward.reward_checker`, whose file is in the same folder."""
-    return _beside("reward").reward_checker(described)
+    return _load_sibling("reward").reward_checker(described)
 
 
 def environment_checker(described: str) -> Callable[[Message], Message]:
     """`jrl.tasks.workers.environment.environment_checker`, likewise."""
-    return _beside("environment").environment_checker(described, _beside("reward"))
+    return _load_sibling("environment").environment_checker(described, _load_sibling("reward"))
 
 
-def _beside(name: str) -> ModuleType:
+def _load_sibling(name: str) -> ModuleType:
     spec = spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
@@ -279,7 +279,7 @@ def main() -> None:
     except Exception as error:
         send({"error": f"{type(error).__name__}: {error}"})
         return
-    send({"together": True} if getattr(check, "together", False) else {})
+    send({"together": True} if getattr(check, "accepts_batches", False) else {})
     try:
         _serve(questions, check, send)
     finally:
@@ -296,11 +296,11 @@ def _serve(questions: Iterable[str], check: Any, send: Callable[[Message], None]
         question = json.loads(line)
         if "together" in question:
 
-            def answered(message: Message) -> None:
+            def send_answer(message: Message) -> None:
                 send(message)
                 _alarm(ORPHAN_SECONDS)
 
-            check.each(question["together"], question["seconds"], answered)
+            check.each(question["together"], question["seconds"], send_answer)
         else:
             try:
                 reply = check(question)

@@ -10,7 +10,7 @@ from typing import Any
 
 from jrl.tasks.data import arguments
 from jrl.tasks.data.arguments import Arguments
-from jrl.tasks.data.records import plain
+from jrl.tasks.data.records import to_json_value
 from jrl.tasks.workers.process import Message, Worker, WorkerEnded
 
 PROGRAM = Path(__file__).with_name("program.py")
@@ -66,7 +66,7 @@ class Renderer:
 
         Args:
           variables: for each the names that it sees, with what JSON holds
-            (`jrl.tasks.data.records.plain`).
+            (`jrl.tasks.data.records.to_json_value`).
 
         Raises:
           TemplateLimit: where it takes too much for one of them.
@@ -133,7 +133,7 @@ def _ask(question: Message, texts: int = 1) -> Message:
 
 def _to_json_values(question: Message) -> Message:
     try:
-        return json.loads(json.dumps(question, default=plain))
+        return json.loads(json.dumps(question, default=to_json_value))
     except TypeError as error:
         raise ValueError(str(error)) from error
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from jrl.config.run import RunConfig
 from jrl.tasks import Example, Task
-from jrl.tasks.parts import leave_out, leaves, listed, lists_of
+from jrl.tasks.parts import as_prompt_list, leave_out, lists_of, prompt_sources
 from jrl.text.conversation import reference_conversation
 from jrl.text.prompt_format import PromptFormat
 from jrl.text.tokenizer import Tokenizer
@@ -21,11 +21,11 @@ def longest_prompt(task: Task, format: PromptFormat) -> int:
     is an upper bound: the tokens around a prompt of one character, plus the maximum tokens of as
     many characters as the longest prompt has.
     """
-    return max(_longest_prompt(leaf, format) for leaf in leaves(task))
+    return max(_longest_prompt(leaf, format) for leaf in prompt_sources(task))
 
 
 def _longest_prompt(task: Any, format: PromptFormat) -> int:
-    if (found := listed(task)) is not None:
+    if (found := as_prompt_list(task)) is not None:
         return max(len(format.encode(example)) for example in found.examples)
     encode, tools = format.tokenizer.encode, task.train(0).tools
     around = max(
@@ -37,11 +37,11 @@ def _longest_prompt(task: Any, format: PromptFormat) -> int:
 def longest_answer(task: Task, tokenizer: Tokenizer) -> int:
     """Tokens of the longest reference completion and its end: counted, or bounded as for
     prompts."""
-    return max(_longest_answer(leaf, tokenizer) for leaf in leaves(task))
+    return max(_longest_answer(leaf, tokenizer) for leaf in prompt_sources(task))
 
 
 def _longest_answer(task: Any, tokenizer: Tokenizer) -> int:
-    if (found := listed(task)) is not None:
+    if (found := as_prompt_list(task)) is not None:
         plain = PromptFormat(tokenizer)
         return max(len(reference_conversation(plain, example)[0]) for example in found.examples)
     return _bound(task.max_response_length, task, tokenizer) + 1

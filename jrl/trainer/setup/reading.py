@@ -20,7 +20,7 @@ def print_read(setup: Setup, console: Console) -> None:
     or the first prompt, if a chat template formats it."""
     if setup.rows is not None:
         assert isinstance(setup.task, Chats)
-        own = setup.rows.encoded[training_chats(setup.task, 0, 1)[0].number]
+        own = setup.rows.encoded[training_chats(setup.task, 0, 1)[0].index]
         _print(setup, console, "The first conversation as the network reads it", own.ids)
         _print(setup, console, "What is learned of it", own.ids[own.loss_mask])
     elif setup.format.template is not None:

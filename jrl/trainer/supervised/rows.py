@@ -43,7 +43,7 @@ class ChatRows:
 
     def counts(self, chats: Sequence[Chat]) -> tuple[np.ndarray, np.ndarray]:
         """Number of tokens of each conversation, and of those in the loss mask, ``[chats]``."""
-        found = [self.encoded[chat.number] for chat in chats]
+        found = [self.encoded[chat.index] for chat in chats]
         sizes = [
             (len(encoded_chat.ids), int(encoded_chat.loss_mask.sum())) for encoded_chat in found
         ]
@@ -76,7 +76,7 @@ class ChatRows:
         tokens = np.full(shape, pad_id, np.int32)
         valid, mask = np.zeros(shape, bool), np.zeros(shape, bool)
         for row, chat in enumerate(chats):
-            encoded_chat = self.encoded[chat.number]
+            encoded_chat = self.encoded[chat.index]
             # One token is before the predicted positions: each prediction needs a state before it.
             place = slice(self.before - 1, self.before - 1 + len(encoded_chat.ids))
             tokens[row, place], mask[row, place], valid[row, place] = (
@@ -112,8 +112,8 @@ def chat_rows(
             encoded_chat = encoded_chat.truncate(most[0]) if supervision.truncates else None
             truncated += encoded_chat is not None
         if encoded_chat is not None:
-            encoded[chat.number] = encoded_chat
-    dropped = chats.leave_out(lambda chat: chat.number in encoded)
+            encoded[chat.index] = encoded_chat
+    dropped = chats.leave_out(lambda chat: chat.index in encoded)
     chats.answer_with(
         {number: _turn_text(format, encoded_chat) for number, encoded_chat in encoded.items()}
     )
@@ -146,7 +146,7 @@ def sampled_lengths(
         positions but never less than that turn.
     """
     heldout = [chats.heldout(index) for index in range(chats.heldout_size or 0)]
-    found = [rows.encoded[chat.number] for chat in heldout if isinstance(chat, Chat)]
+    found = [rows.encoded[chat.index] for chat in heldout if isinstance(chat, Chat)]
     prompt = max(encoded_chat.context for encoded_chat in found)
     if wanted is None:
         longest = max(encoded_chat.turn_length for encoded_chat in found)

@@ -30,7 +30,7 @@ def test_a_beginning_of_sequence_comes_once_however_it_is_asked_for(kind, templa
     with_template = PromptFormat(tokenizer, ChatTemplate(tokenizer))
     alone = PromptFormat(tokenizer)
     chat = ids_of(with_template, chat_of({"model": "m", "messages": [ASKED]}))
-    written = with_template.template.render(Conversation.of([("user", ASKED["content"])]))
+    written = with_template.template.render(Conversation.from_pairs([("user", ASKED["content"])]))
     if kind == "bytes":  # names no beginning
         assert begin not in chat
     else:

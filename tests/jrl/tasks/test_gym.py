@@ -7,7 +7,7 @@ from tiers import full_but
 
 from jrl.tasks import Verdict, load_task
 from jrl.tasks.gym import gym
-from jrl.tasks.load import _options
+from jrl.tasks.load import _parse_options
 from jrl.tasks.task import Example
 from jrl.tasks.workers import pool
 from jrl.tasks.workers.process import Worker
@@ -199,9 +199,9 @@ def test_generators_take_options():
 
 @pytest.mark.slow
 def test_options_are_read_from_the_name():
-    assert _options("", 'gcd,min_terms=3,names=["a","b"],mode=odd') == (
+    assert _parse_options("", 'gcd,min_terms=3,names=["a","b"],mode=odd') == (
         "gcd",
         {"min_terms": 3, "names": ["a", "b"], "mode": "odd"},
     )
     with pytest.raises(ValueError, match="has a twice"):
-        _options("gym:gcd,a=1,a=2", "gcd,a=1,a=2")
+        _parse_options("gym:gcd,a=1,a=2", "gcd,a=1,a=2")

@@ -5,12 +5,12 @@ from collections import Counter
 import pytest
 
 from jrl.tasks import Task, load_task
-from jrl.tasks.mixture import Turns
+from jrl.tasks.mixture import WeightedRoundRobin
 from jrl.tasks.parts import task_names
 
 
 def test_turns_follow_the_weights():
-    turns = Turns([3.0, 1.0, 0.5], [None] * 3)
+    turns = WeightedRoundRobin([3.0, 1.0, 0.5], [None] * 3)
     given = [turns[index][0] for index in range(90)]
     # Never more than a turn away from the share of 3, 1 and 1/2 in 4 1/2.
     for index in range(1, 91):
@@ -21,7 +21,7 @@ def test_turns_follow_the_weights():
 
 
 def test_turns_pass_over_what_is_used_up():
-    turns = Turns([1.0, 1.0], [2, 5])
+    turns = WeightedRoundRobin([1.0, 1.0], [2, 5])
     assert [turns[index] for index in range(7)] == [
         *((0, 0), (1, 0), (0, 1), (1, 1)),
         *((1, 2), (1, 3), (1, 4)),

@@ -5,10 +5,10 @@ import sys
 import pytest
 
 from jrl.tasks import Task, load_task
-from jrl.tasks.load import own_files
-from jrl.tasks.references import copy_name, reference
+from jrl.tasks.load import custom_files
+from jrl.tasks.references import copy_name, parse_reference
 from jrl.tasks.rewards.completion import CompletionText
-from jrl.tasks.rewards.own import OwnReward
+from jrl.tasks.rewards.custom import CustomReward
 from jrl.tasks.rewards.settings import RewardSettings
 from jrl.tasks.task import Example
 
@@ -144,7 +144,7 @@ def test_workers_keep_to_the_file_that_they_began_with(file):
 def test_copies_come_before_what_lies_at_the_path(file):
     kept = file.parent / "code"
     kept.mkdir()
-    files = own_files("2 sums.py:make + sort", ("task", "sums.py:length"))
+    files = custom_files("2 sums.py:make + sort", ("task", "sums.py:length"))
     assert files == {copy_name("sums.py"): SOURCE.encode()}
     (kept / copy_name("sums.py")).write_text(SOURCE.replace("= 30", "= 5"))
     task = load_task("sums.py:make", 0, workers=1, code_path=kept)
@@ -154,7 +154,7 @@ def test_copies_come_before_what_lies_at_the_path(file):
 
 def test_a_module_will_do(file, monkeypatch):
     monkeypatch.syspath_prepend(str(file.parent))
-    assert own_files("sums:make", ()) == {}
+    assert custom_files("sums:make", ()) == {}
     task = load_task("sums:make", 0, workers=1)
     example = task.train(0)
     assert task.verify([example], [example.answer])[0].correct
@@ -265,7 +265,7 @@ def test_async_rewards_of_a_worker_wait_beside_each_other(tmp_path):
     """Four go on when all four are there, each with its own time and its own end."""
     path = tmp_path / "together.py"
     path.write_text(TOGETHER)
-    reward = OwnReward(reference(f"{path}:reward"), makes=False, seconds=0.7, workers=1)
+    reward = CustomReward(parse_reference(f"{path}:reward"), makes=False, seconds=0.7, workers=1)
     example = Example("?", "")
     asked = ["1", "never", "22", "late", "333", "4444"]
     found = reward.ask([(example, completion) for completion in asked])

@@ -8,7 +8,7 @@ from jrl.config import flags
 from jrl.tasks.data.files import kind_of
 from jrl.tasks.data.jsonl import prompts_of
 from jrl.tasks.data.split import HeldOut, parse_heldout
-from jrl.tasks.load import lists, load_task
+from jrl.tasks.load import listed_names, load_task
 from jrl.tasks.parts import leave_out
 from jrl.tasks.rewards.settings import RewardSettings
 
@@ -109,11 +109,11 @@ def test_nothing_is_trained_where_all_is_held_out():
 
 
 def test_files_and_own_tasks_are_lists():
-    assert lists("2 sort + 1 jsonl:a.jsonl + own.py:make + gym:leg_counting") == {
+    assert listed_names("2 sort + 1 jsonl:a.jsonl + own.py:make + gym:leg_counting") == {
         "jsonl:a.jsonl",
         "own.py:make",
     }
-    assert not lists("guess")
+    assert not listed_names("guess")
 
 
 def test_held_out_choices_that_do_not_fit_the_task(tmp_path):

@@ -9,7 +9,7 @@ from jrl.tasks.data.conversations import Conversation
 from jrl.text.chat import ChatTemplate
 from jrl.text.tokenizer import Tokenizer, Usage
 
-CONVERSATION = Conversation.of([("system", " Be brief. "), ("user", "2+2?")])
+CONVERSATION = Conversation.from_pairs([("system", " Be brief. "), ("user", "2+2?")])
 RENDERED = f"{START}system\nBe brief.{TURN}\n{START}user\n2+2?{TURN}\n{START}assistant\n"
 
 
@@ -43,7 +43,7 @@ def test_special_tokens_of_the_template_are_ids(made, tokenizer):
 
 @pytest.mark.parametrize("text", [TURN, f"a{TURN}\n{START}system\nb", f"{START}{TURN}{TURN}"])
 def test_special_tokens_in_a_message_stay_text(made, tokenizer, text):
-    ids = made(TEMPLATE).encode(Conversation.of([("user", text)]))
+    ids = made(TEMPLATE).encode(Conversation.from_pairs([("user", text)]))
     start, turn = (tokenizer.special_tokens[token] for token in (START, TURN))
     assert (ids.count(start), ids.count(turn)) == (2, 1)
     assert tokenizer.decode_special(ids) == f"{START}user\n{text}{TURN}\n{START}assistant\n"
@@ -51,7 +51,7 @@ def test_special_tokens_in_a_message_stay_text(made, tokenizer, text):
 
 def test_a_message_may_have_the_character_that_marks_it(made, tokenizer):
     text = f"\ue000{TURN}\ue001"
-    ids = made(TEMPLATE).encode(Conversation.of([("user", text)]))
+    ids = made(TEMPLATE).encode(Conversation.from_pairs([("user", text)]))
     assert ids.count(tokenizer.special_tokens[TURN]) == 1
     assert text in tokenizer.decode_special(ids)
 
@@ -106,5 +106,5 @@ def test_a_sentencepiece_model_gets_its_special_tokens_from_the_template():
     plain = Tokenizer.train_characters("user:+2?<s>/\n")
     source = "{{ bos_token }}{{ messages[0].role }}:{{ messages[0].content }}{{ eos_token }}"
     tokenizer = plain.with_usage(Usage(chat_template=source, chat_date="2024-07-26"))
-    ids = ChatTemplate(tokenizer).encode(Conversation.of([("user", "2+2</s>")]))
+    ids = ChatTemplate(tokenizer).encode(Conversation.from_pairs([("user", "2+2</s>")]))
     assert ids == [1, *plain.encode("user:2+2</s>"), 2]

@@ -63,7 +63,7 @@ def test_tokens_and_turns(made, template, kind):
         prompt = (
             whole[: len(before) + prompt] if isinstance(prompt, int) else before + ids_of(prompt)
         )
-        pairs = Conversation.of(TALKS[name][:-1])
+        pairs = Conversation.from_pairs(TALKS[name][:-1])
         assert format.template.encode(pairs) == prompt, name
         if "turn" not in recorded:
             continue
@@ -168,10 +168,10 @@ def test_what_answers_a_turn_follows_its_end(made, template, kind):
         return  # no token ends a turn, or the last by another than those before it
     try:
         after = format.template.answer(
-            Conversation.of(written[:2]), Conversation.of(written[2:3]).turns
+            Conversation.from_pairs(written[:2]), Conversation.from_pairs(written[2:3]).turns
         )
     except ValueError:
         return
-    whole = format.template.encode(Conversation.of(written[:3]))
+    whole = format.template.encode(Conversation.from_pairs(written[:3]))
     assert whole[len(whole) - len(after) :] == after
     assert whole[len(whole) - len(after) - 1] == tokenizer.turn_end_id

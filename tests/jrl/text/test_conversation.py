@@ -42,7 +42,7 @@ def test_a_template_lays_out_what_follows_the_end_of_a_turn(tokenizer):
     # The prompt, the turn as it was sampled and these are the whole as the template writes it.
     assert format.template is not None
     turns = [("user", "2+2?"), ("assistant", "3"), ("user", "No.")]
-    whole = format.template.encode(Conversation.of(turns))
+    whole = format.template.encode(Conversation.from_pairs(turns))
     turn = [*tokenizer.encode("3"), tokenizer.special_tokens[TURN]]
     plain = answer_ids(format, prompt, (("assistant", "3"),), (("user", "No."),))
     assert [*format.encode(prompt), *turn, *plain] == whole

@@ -77,7 +77,7 @@ def test_a_text_that_goes_on_has_no_blank_of_its_own(pieces):
 def test_what_a_template_goes_on_with(tmp_path):
     place = write(tmp_path, "prepend", "mistral")
     tokenizer = checkpoint_tokenizer(place, 600)
-    asked = Conversation.of([("user", "How many?")])
+    asked = Conversation.from_pairs([("user", "How many?")])
     template = ChatTemplate(tokenizer)
     ids = [*template.encode(asked), *template.encode_continuation(asked, f" The {END}")]
     assert tokenizer.decode_special(ids) == f"<s> [INST] How many?[/INST] The {END}"
@@ -91,7 +91,7 @@ def test_a_sentencepiece_checkpoint_with_a_template(pieces):
     )
     turns = [("user", "How many?</s>"), ("assistant", "é pens")]
     template = ChatTemplate(made)
-    ids = template.encode(Conversation.of(turns))
+    ids = template.encode(Conversation.from_pairs(turns))
     assert ids[0] == made.bos_id and ids.count(made.eos_id) == 2 and ids[-1] == made.eos_id
     assert made.decode_special(ids) == "<s>user: How many?</s></s>assistant: é pens</s>"
 

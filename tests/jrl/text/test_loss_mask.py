@@ -206,7 +206,7 @@ def test_a_token_of_the_prompt_and_the_answer_is_cut_between_them(tokenizer):
     parts = [(f"{START}user\n2+2?{TURN}\n{opened}", False), (f"ow]4{TURN}", True)]
     parts += [(f"{AGAIN}{opened}", False), (f"ow] yes{TURN}", True)]
     assert_learned(encoded, tokenizer, parts)
-    asked = format.template.encode(Conversation.of([("user", "2+2?")]))
+    asked = format.template.encode(Conversation.from_pairs([("user", "2+2?")]))
     assert encoded.ids[: encoded.context].tolist() == asked
 
 

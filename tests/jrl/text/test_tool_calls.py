@@ -11,7 +11,7 @@ from tool_templates import SPECIAL, STOPS, TEMPLATES, tool_tokenizer
 from jrl.tasks import Example
 from jrl.tasks.data.conversations import Conversation
 from jrl.tasks.tools.calls import Call
-from jrl.tasks.tools.formats.known import FORMATS
+from jrl.tasks.tools.formats.detection import FORMATS
 from jrl.tasks.tools.tool import Tool
 from jrl.text.chat import ChatTemplate
 from jrl.text.conversation import (
@@ -226,4 +226,4 @@ def test_nothing_is_asked_of_a_policy_without_a_template(tmp_path):
     assert environment_messages(format, EXAMPLE, ["@calc 2*3"]) == [
         {"role": "assistant", "content": "@calc 2*3"}
     ]
-    assert Conversation.of((("user", "?"),)).tools is None
+    assert Conversation.from_pairs((("user", "?"),)).tools is None

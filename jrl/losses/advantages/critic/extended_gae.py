@@ -101,8 +101,8 @@ def extended_gae(
         bootstrap_value=bootstrap_value,
         terminated=~truncated,
     )
-    kept = mask & ~(truncated[..., None] & (remaining <= ignore_last))
-    return zero_masked(advantages, kept), returns, kept
+    retained = mask & ~(truncated[..., None] & (remaining <= ignore_last))
+    return zero_masked(advantages, retained), returns, retained
 
 
 def effective_length(

@@ -106,26 +106,26 @@ def _in_blocks(
     def with_holes() -> Float[Array, "*batch time"]:
         skipped = (~mask).astype(values.dtype)
         first_here_or_later = _recurrence(zero_masked(values, mask), skipped, last_value)
-        return sums(_next(first_here_or_later, last_value), holes=True)
+        return sums(_shift_left(first_here_or_later, last_value), holes=True)
 
     def without_holes() -> Float[Array, "*batch time"]:
         # The next true token is the next token, and behind the last one of a row all are false.
         or_last = jnp.where(mask, values, last_value[..., None])
-        return sums(_next(or_last, last_value), holes=False)
+        return sums(_shift_left(or_last, last_value), holes=False)
 
     return jax.lax.cond(_has_holes(mask), with_holes, without_holes)
 
 
 def _has_holes(mask: Bool[Array, "*batch time"]) -> Bool[Array, ""]:
     """True if the unmasked tokens of any row form more than one run."""
-    ends = mask & ~_next(mask, jnp.zeros_like(mask[..., 0]))
+    ends = mask & ~_shift_left(mask, jnp.zeros_like(mask[..., 0]))
     # Bytes over an axis that is not the last one: a CPU adds many at once. A byte holds 255.
     size = max(64, -(-mask.shape[-1] // 255))
     columns = jnp.sum(_blocks(ends, size, False), axis=-2, dtype=jnp.uint8)
     return jnp.any(jnp.sum(columns, axis=-1, dtype=jnp.int32) > 1)
 
 
-def _next(
+def _shift_left(
     x: Shaped[Array, "*batch time"], last: Shaped[Array, "*batch"]
 ) -> Shaped[Array, "*batch time"]:
     """`x` shifted by one: the entry of the next token, and `last` for the last token."""
@@ -144,31 +144,31 @@ def _recurrence(
     """
     time = x.shape[-1]
     x, decay = _blocks(x, BLOCK, 0.0), _blocks(decay, BLOCK, 1.0)
-    own, product = x[..., -1], decay[..., -1]
+    contribution, product = x[..., -1], decay[..., -1]
     for at in reversed(range(BLOCK - 1)):
-        own = x[..., at] + decay[..., at] * own
+        contribution = x[..., at] + decay[..., at] * contribution
         product = decay[..., at] * product
 
     def block(behind, of_block):
-        own, product = of_block
-        first = own + product * behind
+        contribution, product = of_block
+        first = contribution + product * behind
         return first, first
 
-    by_block = jnp.moveaxis(own, -1, 0), jnp.moveaxis(product, -1, 0)
+    by_block = jnp.moveaxis(contribution, -1, 0), jnp.moveaxis(product, -1, 0)
     _, firsts = jax.lax.scan(block, last, by_block, reverse=True)
 
     # A first token is its result and hands on nothing of what is behind it, so a run ends there.
     is_first = jnp.arange(BLOCK, dtype=jnp.int32) == 0
     x = jnp.where(is_first, jnp.moveaxis(firsts, 0, -1)[..., None], x)
     decay = jnp.where(is_first, jnp.zeros_like(decay), decay)
-    whole = x.shape[-2] * BLOCK
-    x, decay = _joined(x, whole), _joined(decay, whole)
+    padded = x.shape[-2] * BLOCK
+    x, decay = _join_blocks(x, padded), _join_blocks(decay, padded)
     behind = jnp.zeros_like(x[..., :BLOCK])
     x = jnp.concatenate([x, behind.at[..., 0].set(last)], axis=-1)
     decay = jnp.concatenate([decay, behind], axis=-1)
     y = x[..., BLOCK - 1 : -1]
     for ahead in reversed(range(BLOCK - 1)):
-        y = x[..., ahead : ahead + whole] + decay[..., ahead : ahead + whole] * y
+        y = x[..., ahead : ahead + padded] + decay[..., ahead : ahead + padded] * y
     return y[..., :time]
 
 
@@ -191,7 +191,7 @@ def _triangular(
     blocks = _powers(decay**TRIANGLE, block[:, None] - block[None, :] - 1)
     behind = jnp.matmul(y[..., 0], blocks, precision=jax.lax.Precision.HIGHEST)
     reach = decay ** (TRIANGLE - at).astype(x.dtype)
-    return _joined(y + behind[..., None] * jnp.broadcast_to(reach, x.shape), time)
+    return _join_blocks(y + behind[..., None] * jnp.broadcast_to(reach, x.shape), time)
 
 
 def _powers(
@@ -211,6 +211,6 @@ def _blocks(
     return x.reshape(*x.shape[:-1], -1, size)
 
 
-def _joined(x: Float[Array, "*batch blocks size"], time: int) -> Float[Array, "*batch time"]:
+def _join_blocks(x: Float[Array, "*batch blocks size"], time: int) -> Float[Array, "*batch time"]:
     """`_blocks` undone."""
     return x.reshape(*x.shape[:-2], -1)[..., :time]

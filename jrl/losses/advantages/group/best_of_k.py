@@ -11,11 +11,11 @@ from jaxtyping import Float, Integer, Real
 from jrl.losses import settings
 from jrl.losses.arrays import Number
 from jrl.losses.groups import (
+    check_groups,
     group_centred,
     group_max,
     group_size,
     group_sum,
-    in_groups,
     ratio_or_zero,
 )
 
@@ -58,15 +58,15 @@ def pass_at_k_advantages(
       >>> pass_at_k_advantages(rewards, groups, scale=None).tolist()
       [0.0, 2.0, 0.0, 0.0, 0.0]
     """
-    rewards, index = in_groups(groups, rewards=rewards)
+    rewards, index = check_groups(groups, rewards=rewards)
     if scale not in ("group", None):
         raise ValueError(f"scale={scale!r} is not a scale: choose 'group' or None.")
     epsilon = settings.epsilon("epsilon", epsilon)
     size = group_size(rewards, index)
     best = rewards == group_max(rewards, index)
     second = group_max(jnp.where(best, -jnp.inf, rewards), index)
-    alone_at_the_top = best & (group_sum(best.astype(rewards.dtype), index) == 1) & (size > 1)
-    advantages = jnp.where(alone_at_the_top, rewards - second, 0)
+    is_unique_best = best & (group_sum(best.astype(rewards.dtype), index) == 1) & (size > 1)
+    advantages = jnp.where(is_unique_best, rewards - second, 0)
     if scale is None:
         return advantages
     squares = group_sum(group_centred(rewards, index) ** 2, index)
@@ -115,9 +115,9 @@ def pass_at_k_exact_advantages(
       >>> pass_at_k_exact_advantages(rewards, groups, k=2).tolist()
       [1.5, 0.0, 0.0, 0.0, 1.5]
     """
-    rewards, index = in_groups(groups, rewards=rewards)
+    rewards, index = check_groups(groups, rewards=rewards)
     rule = "must be at least 2: the best of one response is what rloo_advantages is for."
-    k = settings.whole("k", k, rule, at_least=2)
+    k = settings.integer("k", k, rule, at_least=2)
     order = jnp.lexsort((rewards, index))
     ascending, index = rewards[order], index[order]
     starts = jnp.concatenate([jnp.ones_like(index[:1], bool), index[1:] != index[:-1]])
@@ -127,9 +127,9 @@ def pass_at_k_exact_advantages(
 
     # C(below, k - 1) / C(others, k - 1), the chance that all of J lies among the rows below.
     chance = jnp.ones_like(rewards)
-    for taken in range(k - 1):
+    for num_removed in range(k - 1):
         chance = chance * ratio_or_zero(
-            jnp.maximum(below - taken, 0), jnp.maximum(others - taken, 0)
+            jnp.maximum(below - num_removed, 0), jnp.maximum(others - num_removed, 0)
         )
     gaps = jnp.where(starts, 0, ascending - jnp.roll(ascending, 1))
 

@@ -9,7 +9,7 @@ from jaxtyping import Float, Integer, Real
 
 from jrl.losses import settings
 from jrl.losses.arrays import Number
-from jrl.losses.groups import group_centred, group_max, group_min, in_groups
+from jrl.losses.groups import check_groups, group_centred, group_max, group_min
 
 
 def gpg_advantages(
@@ -50,7 +50,7 @@ def gpg_advantages(
       >>> gpg_advantages(jnp.array([1.0, 0.0, 1.0, 1.0]), jnp.array([0, 0, 1, 1])).tolist()
       [1.0, -1.0, 0.0, 0.0]
     """
-    rewards, index = in_groups(groups, rewards=rewards)
+    rewards, index = check_groups(groups, rewards=rewards)
     if isinstance(alpha, str) and alpha not in ("informative", "nonzero"):
         raise ValueError(f"alpha={alpha!r} is unknown: 'informative', 'nonzero' or a number.")
     advantages = group_centred(rewards, index)

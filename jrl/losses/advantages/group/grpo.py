@@ -9,7 +9,7 @@ from jaxtyping import Float, Integer, Real
 
 from jrl.losses import settings
 from jrl.losses.arrays import Number
-from jrl.losses.groups import group_centred, group_size, group_sum, in_groups, ratio_or_zero
+from jrl.losses.groups import check_groups, group_centred, group_size, group_sum, ratio_or_zero
 
 
 def grpo_advantages(
@@ -67,7 +67,7 @@ def grpo_advantages(
       >>> grpo_advantages(*pair, unbiased=False, epsilon=0.0).tolist()
       [1.0, -1.0]
     """
-    rewards, index = in_groups(groups, rewards=rewards)
+    rewards, index = check_groups(groups, rewards=rewards)
     if scale not in ("group", "batch", None):
         raise ValueError(f"scale={scale!r} is not a scale: choose 'group', 'batch' or None.")
     if singleton not in ("zero", "reward"):

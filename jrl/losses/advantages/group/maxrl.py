@@ -4,7 +4,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, Integer, Real
 
-from jrl.losses.groups import group_centred, group_size, group_sum, in_groups, ratio_or_zero
+from jrl.losses.groups import check_groups, group_centred, group_size, group_sum, ratio_or_zero
 
 
 def maxrl_advantages(
@@ -39,6 +39,6 @@ def maxrl_advantages(
       >>> maxrl_advantages(rewards, groups).tolist()
       [3.0, -1.0, -1.0, -1.0, 0.0]
     """
-    rewards, index = in_groups(groups, rewards=rewards)
+    rewards, index = check_groups(groups, rewards=rewards)
     mean = group_sum(rewards, index) / group_size(rewards, index)
     return ratio_or_zero(group_centred(rewards, index), mean)

@@ -5,7 +5,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, Integer, Real
 
-from jrl.losses.groups import group_min, group_sum, in_groups, ratio_or_zero
+from jrl.losses.groups import check_groups, group_min, group_sum, ratio_or_zero
 
 
 def opo_advantages(
@@ -39,7 +39,7 @@ def opo_advantages(
       >>> opo_advantages(jnp.array([1.0, 0.0]), jnp.array([0, 0]), jnp.array([1, 3])).tolist()
       [0.75, -0.25]
     """
-    rewards, lengths, index = in_groups(groups, rewards=rewards, lengths=lengths)
+    rewards, lengths, index = check_groups(groups, rewards=rewards, lengths=lengths)
     counts = lengths != 0
     least = group_min(jnp.where(counts, rewards, jnp.inf), index)
     # Exactly 0 where all are equal, as their mean would not be.

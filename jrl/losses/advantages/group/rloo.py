@@ -5,7 +5,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, Integer, Real
 
-from jrl.losses.groups import group_centred, group_size, in_groups
+from jrl.losses.groups import check_groups, group_centred, group_size
 
 
 def rloo_advantages(
@@ -35,6 +35,6 @@ def rloo_advantages(
       >>> rloo_advantages(jnp.array([1.0, 0.0, 2.0, 6.0]), jnp.array([3, 3, 3, 8])).tolist()
       [0.0, -1.5, 1.5, 0.0]
     """
-    rewards, index = in_groups(groups, rewards=rewards)
+    rewards, index = check_groups(groups, rewards=rewards)
     size = group_size(rewards, index)
     return group_centred(rewards, index) * size / jnp.maximum(size - 1, 1)

@@ -20,9 +20,9 @@ from jrl.losses.groups import (
     group_max,
     group_min,
     group_sum,
+    isolate_uncounted,
     number_groups,
     ratio_or_zero,
-    set_apart,
 )
 
 
@@ -91,6 +91,6 @@ def token_level_group_average(
     if fallback is not None:
         beyond = group_max(jnp.abs(advantages), index) >= fallback
         advantages = jnp.where(
-            beyond, grpo_advantages(*set_apart(rewards, index, counts)), advantages
+            beyond, grpo_advantages(*isolate_uncounted(rewards, index, counts)), advantages
         )
     return zero_masked(jnp.broadcast_to(advantages[:, None], mask.shape), mask)

@@ -18,7 +18,7 @@ from jrl.losses.arrays import (
     check_shapes,
     zero_masked,
 )
-from jrl.losses.groups import number_groups, set_apart
+from jrl.losses.groups import isolate_uncounted, number_groups
 
 
 def reinforce_plus_plus_advantages(
@@ -108,6 +108,6 @@ def reinforce_plus_plus_baseline_advantages(
     check_responses(rewards=rewards, groups=groups)
     check_rows("mask", mask, rewards=rewards)
     (rewards,) = as_floats(jax.lax.stop_gradient(rewards))
-    apart = set_apart(rewards, number_groups(groups), jnp.any(mask, axis=-1))
-    advantages = dr_grpo_advantages(*apart)
+    counted = isolate_uncounted(rewards, number_groups(groups), jnp.any(mask, axis=-1))
+    advantages = dr_grpo_advantages(*counted)
     return whiten(jnp.broadcast_to(advantages[:, None], mask.shape), mask)

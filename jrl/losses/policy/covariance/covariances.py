@@ -126,8 +126,8 @@ def checked_fraction(fraction: Number) -> int | float:
 
 def number_chosen(mask: Bool[Array, "*batch time"], fraction: int | float) -> Array:
     """Number of tokens that a fraction of the batch is: at least one, unless it is 0."""
-    whole, _, _ = floor_fraction(fraction, count(mask))
-    return whole if fraction == 0 else jnp.maximum(whole, 1)
+    number, _, _ = floor_fraction(fraction, count(mask))
+    return number if fraction == 0 else jnp.maximum(number, 1)
 
 
 def as_chosen(

@@ -94,7 +94,7 @@ def vespo_loss(
       (1.0, 1.0)
     """
     tokens = prepare(logprobs, old_logprobs, advantages, mask)
-    given = {
+    parameters = {
         "k_positive": k_positive,
         "lam_positive": lam_positive,
         "k_negative": k_negative,
@@ -102,7 +102,7 @@ def vespo_loss(
     }
     rule = "must be positive, so that the weight vanishes far from one."
     k_positive, lam_positive, k_negative, lam_negative = (
-        settings.number(name, x, rule, above=0) for name, x in given.items()
+        settings.number(name, x, rule, above=0) for name, x in parameters.items()
     )
     log_ratio, statistics = clamped_log_ratio(tokens, max_log_ratio)
     dtype, positive = log_ratio.dtype, tokens.advantages >= 0

@@ -13,7 +13,7 @@ from jrl.losses.policy.tokens import (
     Loss,
     SequenceGradient,
     Tokens,
-    of_rows,
+    average_over_rows,
     prepare,
     reduce_surrogate,
 )
@@ -128,7 +128,7 @@ def sequence_clipped(
     """The surrogate of `gspo_loss`, and its statistics for each token."""
     if gradient not in get_args(SequenceGradient):
         raise ValueError(f"gradient={gradient!r} is neither 'token' nor 'sequence'.")
-    rows, ratio_clamped = of_rows(tokens, max_log_ratio, gradient)
+    rows, ratio_clamped = average_over_rows(tokens, max_log_ratio, gradient)
     surrogate, statistics = clipped(rows, clip_low, clip_high, clip_dual, None)
     if clip_dual is None:
         del statistics["pg_clipfrac_lower"]

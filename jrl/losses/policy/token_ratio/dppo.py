@@ -100,7 +100,7 @@ def dppo_loss(
     tokens = prepare(logprobs, old_logprobs, advantages, mask)
     if kind not in get_args(ProbabilityDistance):
         raise ValueError(f"kind={kind!r} is neither 'tv' nor 'kl'.")
-    bounds = settings.sides("max_divergence", max_divergence)
+    bounds = settings.distance_pair("max_divergence", max_divergence)
     rule = "must be above 1, such as 20; None is off."
     max_ratio = settings.optional("max_ratio", max_ratio, rule, above=1)
     max_log_ratio = settings.optional_distance("max_log_ratio", max_log_ratio)

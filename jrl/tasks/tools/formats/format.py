@@ -5,10 +5,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from jrl.tasks.answers.extraction import REASONING
-from jrl.tasks.tools.calls import Call, Known, unreadable
+from jrl.tasks.tools.calls import Call, ToolParameters, unreadable_call
 
-Read = tuple[list[Call], int]
-"""Calls, and the place behind them."""
+ParsedCalls = tuple[list[Call], int]
+"""Calls, and the position behind them."""
 
 _REASONING = {
     opened.lower(): closed.lower()
@@ -16,7 +16,7 @@ _REASONING = {
     # Harmony's channels are messages of their own: `jrl.tasks.tools.formats.harmony`.
     if not opened.startswith("<|channel|>")
 }
-_MARKS = re.compile(
+_REASONING_TAGS = re.compile(
     "|".join(re.escape(mark) for pair in _REASONING.items() for mark in pair), re.IGNORECASE
 )
 
@@ -26,18 +26,18 @@ class ToolFormat(ABC):
 
     Attributes:
       name: for people.
-      marks: texts of which the chat template of such a checkpoint has one.
+      template_markers: texts of which the chat template of such a checkpoint has one.
     """
 
     name: str
-    marks: tuple[str, ...]
+    template_markers: tuple[str, ...]
 
-    def marked(self, template: str) -> bool:
+    def matches_template(self, template: str) -> bool:
         """True if the source of a chat template may be of this format."""
-        return any(mark in template for mark in self.marks)
+        return any(mark in template for mark in self.template_markers)
 
     @abstractmethod
-    def calls(self, text: str, known: Known) -> list[Call]:
+    def calls(self, text: str, tools: ToolParameters) -> list[Call]:
         """The calls in what a policy wrote, in their order; empty where there is none.
 
         A call that is started and cannot be read has an error. Text within reasoning is none, and
@@ -45,21 +45,21 @@ class ToolFormat(ABC):
 
         Args:
           text: with special tokens written out.
-          known: the tools that may be called.
+          tools: the tools that may be called.
         """
 
     @abstractmethod
     def render(self, calls: Sequence[Call]) -> str:
         """The text that a policy writes to make these calls."""
 
-    def call_id(self, name: str, number: int) -> str:
+    def call_id(self, name: str, index: int) -> str:
         """Id of a call in a chat template, if the policy gave it no usable one.
 
         Args:
-          number: of the call in its conversation.
+          index: of the call in its conversation.
         """
         # Nine letters and digits, which is what some templates demand.
-        return f"call{number:05d}"
+        return f"call{index:05d}"
 
     def usable_id(self, identity: str) -> bool:
         """True if a chat template accepts an id that a policy wrote."""
@@ -67,7 +67,7 @@ class ToolFormat(ABC):
 
 
 def outside_reasoning(
-    text: str, opening: re.Pattern[str], read: Callable[[str, re.Match[str]], Read]
+    text: str, opening: re.Pattern[str], read: Callable[[str, re.Match[str]], ParsedCalls]
 ) -> list[Call]:
     """The calls of a text, without those in its reasoning.
 
@@ -78,30 +78,30 @@ def outside_reasoning(
       opening: what a call begins with.
       read: reads the calls that begin at a match of it.
     """
-    found: list[Call] = []
-    place = 0
-    mark, call = _MARKS.search(text), opening.search(text)
-    while mark is not None or call is not None:
-        if mark is not None and (call is None or mark.start() <= call.start()):
-            closed = _REASONING.get(mark[0].lower())
+    collected: list[Call] = []
+    position = 0
+    tag, call = _REASONING_TAGS.search(text), opening.search(text)
+    while tag is not None or call is not None:
+        if tag is not None and (call is None or tag.start() <= call.start()):
+            closed = _REASONING.get(tag[0].lower())
             if closed is None:
-                found, place = [], mark.end()
+                collected, position = [], tag.end()
             else:
-                end = re.compile(re.escape(closed), re.IGNORECASE).search(text, mark.end())
+                end = re.compile(re.escape(closed), re.IGNORECASE).search(text, tag.end())
                 if end is None:
                     break
-                place = end.end()
+                position = end.end()
         elif call is not None:
-            calls, place = read(text, call)
-            found += calls
-        if mark is not None and mark.start() < place:
-            mark = _MARKS.search(text, place)
-        if call is not None and call.start() < place:
-            call = opening.search(text, place)
-    return found
+            calls, position = read(text, call)
+            collected += calls
+        if tag is not None and tag.start() < position:
+            tag = _REASONING_TAGS.search(text, position)
+        if call is not None and call.start() < position:
+            call = opening.search(text, position)
+    return collected
 
 
-def not_read(text: str, opened: re.Match[str], close: str, reason: str) -> Read:
+def skip_unreadable(text: str, opened: re.Match[str], close: str, reason: str) -> ParsedCalls:
     """Result for an opening behind which no call can be read: a call with an error, or none, where
     the opening is only mentioned.
 
@@ -115,11 +115,11 @@ def not_read(text: str, opened: re.Match[str], close: str, reason: str) -> Read:
     inline = text[text.rfind("\n", 0, begin) + 1 : begin].strip()
     if end < 0 and inline and not text.startswith(("{", "["), skip_blanks(text, behind)):
         return [], behind
-    return [unreadable(reason)], len(text) if end < 0 else end + len(close)
+    return [unreadable_call(reason)], len(text) if end < 0 else end + len(close)
 
 
-def skip_blanks(text: str, place: int) -> int:
-    """The place of the first character from here on that is no blank."""
-    while place < len(text) and text[place].isspace():
-        place += 1
-    return place
+def skip_blanks(text: str, position: int) -> int:
+    """The position of the first character from here on that is no blank."""
+    while position < len(text) and text[position].isspace():
+        position += 1
+    return position

@@ -4,11 +4,16 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jrl.tasks.tools.calls import Call, Known
-from jrl.tasks.tools.formats.format import Read, ToolFormat, not_read, outside_reasoning
-from jrl.tasks.tools.formats.json_text import written
+from jrl.tasks.tools.calls import Call, ToolParameters
+from jrl.tasks.tools.formats.format import (
+    ParsedCalls,
+    ToolFormat,
+    outside_reasoning,
+    skip_unreadable,
+)
+from jrl.tasks.tools.formats.json_text import to_json
 from jrl.tasks.tools.formats.literals import Literals
-from jrl.tasks.tools.formats.pythonic import call_in, calls_up_to, python_call
+from jrl.tasks.tools.formats.pythonic import format_python_call, read_call, read_calls_until
 
 
 class ToolCode(ToolFormat):
@@ -20,26 +25,26 @@ class ToolCode(ToolFormat):
     """
 
     name = "tool-code"
-    marks = ("tool_code",)
+    template_markers = ("tool_code",)
     _opening = re.compile(r"```tool_code\b")
     _close = "```"
 
-    def calls(self, text: str, known: Known) -> list[Call]:
+    def calls(self, text: str, tools: ToolParameters) -> list[Call]:
         def read(literals: Literals) -> Call:
-            printed = "print" not in known and literals.next_is("print(")
+            printed = "print" not in tools and literals.next_is("print(")
             literals.next_is("default_api.")
-            call = call_in(literals, known)
+            call = read_call(literals, tools)
             if printed:
-                literals.needed(")")
+                literals.expect(")")
             return call
 
-        def block(text: str, opened: re.Match[str]) -> Read:
-            return calls_up_to(text, opened, self._close, read)
+        def block(text: str, opened: re.Match[str]) -> ParsedCalls:
+            return read_calls_until(text, opened, self._close, read)
 
         return outside_reasoning(text, self._opening, block)
 
     def render(self, calls: Sequence[Call]) -> str:
-        return "\n".join(("```tool_code", *map(python_call, calls), self._close))
+        return "\n".join(("```tool_code", *map(format_python_call, calls), self._close))
 
 
 class FunctionGemma(ToolFormat):
@@ -49,40 +54,40 @@ class FunctionGemma(ToolFormat):
     """
 
     name = "function-gemma"
-    marks = ("<start_function_call>",)
+    template_markers = ("<start_function_call>",)
     _open, _close, _quote = "<start_function_call>", "<end_function_call>", "<escape>"
 
-    def calls(self, text: str, known: Known) -> list[Call]:
-        def read(text: str, opened: re.Match[str]) -> Read:
+    def calls(self, text: str, tools: ToolParameters) -> list[Call]:
+        def read(text: str, opened: re.Match[str]) -> ParsedCalls:
             literals = Literals(text, opened.end(), (self._quote,))
             try:
-                literals.needed("call:")
+                literals.expect("call:")
                 name = literals.name()
                 if name is None:
                     raise ValueError("no name of a tool stands in it")
-                literals.needed("{")
+                literals.expect("{")
                 call = Call(name, literals.mapping())
             except ValueError as error:
-                return not_read(text, opened, self._close, str(error))
+                return skip_unreadable(text, opened, self._close, str(error))
             literals.next_is(self._close)
-            return [call], literals.place
+            return [call], literals.position
 
         return outside_reasoning(text, re.compile(re.escape(self._open)), read)
 
     def render(self, calls: Sequence[Call]) -> str:
         return "".join(
-            f"{self._open}call:{call.name}{self._written(call.arguments)}{self._close}"
+            f"{self._open}call:{call.name}{self._format_value(call.arguments)}{self._close}"
             for call in calls
         )
 
-    def _written(self, value: Any) -> str:
+    def _format_value(self, value: Any) -> str:
         if isinstance(value, str):
             return self._quote + value + self._quote
         if isinstance(value, Mapping):
-            return "{" + ",".join(f"{n}:{self._written(v)}" for n, v in value.items()) + "}"
+            return "{" + ",".join(f"{n}:{self._format_value(v)}" for n, v in value.items()) + "}"
         if isinstance(value, list):
-            return "[" + ",".join(map(self._written, value)) + "]"
-        return written(value)
+            return "[" + ",".join(map(self._format_value, value)) + "]"
+        return to_json(value)
 
 
 class Gemma4(FunctionGemma):
@@ -92,5 +97,5 @@ class Gemma4(FunctionGemma):
     """
 
     name = "gemma-4"
-    marks = ("<|tool_call>",)
+    template_markers = ("<|tool_call>",)
     _open, _close, _quote = "<|tool_call>", "<tool_call|>", '<|"|>'

@@ -3,9 +3,9 @@
 import re
 from collections.abc import Sequence
 
-from jrl.tasks.tools.calls import Call, Known, unreadable
+from jrl.tasks.tools.calls import Call, ToolParameters, unreadable_call
 from jrl.tasks.tools.formats.format import ToolFormat
-from jrl.tasks.tools.formats.json_text import arguments_of, written
+from jrl.tasks.tools.formats.json_text import make_call, to_json
 
 MESSAGE = "<|message|>"
 PEOPLE = ("assistant", "user", "system", "developer", "all")
@@ -19,13 +19,13 @@ class Harmony(ToolFormat):
     """
 
     name = "harmony"
-    marks = ("<|channel|>",)
+    template_markers = ("<|channel|>",)
     _bounds = re.compile(r"<\|(?:start|end|call|return)\|>")
     _channel = re.compile(r"<\|channel\|>\s*(\w+)")
     _recipient = re.compile(r"\bto=([^\s<]+)")
 
-    def calls(self, text: str, known: Known) -> list[Call]:
-        found = []
+    def calls(self, text: str, tools: ToolParameters) -> list[Call]:
+        calls = []
         for message in self._bounds.split(text):
             head, opened, body = message.partition(MESSAGE)
             channel, recipient = self._channel.search(head), self._recipient.search(head)
@@ -35,14 +35,14 @@ class Harmony(ToolFormat):
                 continue
             name, body = recipient[1].removeprefix("functions."), body.strip()
             if not body.startswith("{"):
-                found.append(unreadable("its arguments are no JSON object", name))
+                calls.append(unreadable_call("its arguments are no JSON object", name))
             else:
-                found.append(arguments_of(name, body))
-        return found
+                calls.append(make_call(name, body))
+        return calls
 
     def render(self, calls: Sequence[Call]) -> str:
         return "<|start|>assistant".join(
             f"<|channel|>commentary to=functions.{call.name} <|constrain|>json"
-            f"{MESSAGE}{written(dict(call.arguments))}<|call|>"
+            f"{MESSAGE}{to_json(dict(call.arguments))}<|call|>"
             for call in calls
         )

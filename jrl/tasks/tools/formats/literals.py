@@ -26,41 +26,41 @@ _ESCAPES = {
     **{"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v": "\v", "0": "\0"},
     **{"\n": "", "\\": "\\", "'": "'", '"': '"'},
 }
-MOST_NESTED = 64
-MOST_DIGITS = 1000
+MAX_NESTING = 64
+MAX_DIGITS = 1000
 
 
 class Literals:
-    """Reads literals from a text; `place` is where it has come to.
+    """Reads literals from a text; `position` is where it has come to.
 
     Strings may have line ends in them, as policies write programs.
 
     Args:
       text: to read.
-      place: to begin at.
+      position: to begin at.
       quotes: what a string stands between, without escapes; None is Python's strings.
     """
 
-    def __init__(self, text: str, place: int, quotes: Sequence[str] | None = None):
-        self.text, self.place, self._quotes = text, place, quotes
+    def __init__(self, text: str, position: int, quotes: Sequence[str] | None = None):
+        self.text, self.position, self._quotes = text, position, quotes
         self._depth = 0
 
     def next_is(self, mark: str) -> bool:
         """True if the mark comes next, apart from blanks; advances past it then."""
-        place = skip_blanks(self.text, self.place)
-        if not self.text.startswith(mark, place):
+        position = skip_blanks(self.text, self.position)
+        if not self.text.startswith(mark, position):
             return False
-        self.place = place + len(mark)
+        self.position = position + len(mark)
         return True
 
-    def needed(self, mark: str) -> None:
+    def expect(self, mark: str) -> None:
         """Passes over a mark that has to come next."""
         if not self.next_is(mark):
-            raise ValueError(f"{mark} is missing at its character {self.place + 1}")
+            raise ValueError(f"{mark} is missing at its character {self.position + 1}")
 
     def name(self) -> str | None:
         """A name, passed over; None where none comes next."""
-        return self._taken(_NAME)
+        return self._match(_NAME)
 
     def value(self) -> Any:
         """The value that comes next.
@@ -70,7 +70,7 @@ class Literals:
         """
         self._depth += 1
         try:
-            if self._depth > MOST_NESTED:
+            if self._depth > MAX_NESTING:
                 raise ValueError("its values are nested too deeply")
             return self._value()
         finally:
@@ -83,65 +83,65 @@ class Literals:
             return self.mapping()
         if (text := self._string()) is not None:
             return text
-        if (number := self._taken(_NUMBER)) is not None:
-            if len(number) > MOST_DIGITS:
+        if (number := self._match(_NUMBER)) is not None:
+            if len(number) > MAX_DIGITS:
                 raise ValueError("it has a number of more digits than can be read")
             return int(number) if re.fullmatch(r"[-+]?\d+", number) else float(number)
-        if (word := self._taken(_WORD)) is not None:
+        if (word := self._match(_WORD)) is not None:
             return _WORDS[word]
-        raise ValueError(f"no value can be read at its character {self.place + 1}")
+        raise ValueError(f"no value can be read at its character {self.position + 1}")
 
     def mapping(self) -> dict[str, Any]:
         """Names and values up to the brace that closes them."""
-        found: dict[str, Any] = {}
+        entries: dict[str, Any] = {}
         while not self.next_is("}"):
             key = self._string()
             key = self.name() if key is None else key
             if key is None:
-                raise ValueError(f"a name is missing at its character {self.place + 1}")
-            self.needed(":")
-            found[key] = self.value()
+                raise ValueError(f"a name is missing at its character {self.position + 1}")
+            self.expect(":")
+            entries[key] = self.value()
             if not self.next_is(","):
-                self.needed("}")
+                self.expect("}")
                 break
-        return found
+        return entries
 
     def _list(self) -> list[Any]:
-        found: list[Any] = []
+        items: list[Any] = []
         while not self.next_is("]"):
-            found.append(self.value())
+            items.append(self.value())
             if not self.next_is(","):
-                self.needed("]")
+                self.expect("]")
                 break
-        return found
+        return items
 
     def _string(self) -> str | None:
         if self._quotes is None:
-            quoted = self._taken(_PYTHON)
+            quoted = self._match(_PYTHON)
             if quoted is None:
                 return None
             quote = 3 if quoted[:3] in ("'''", '"""') and len(quoted) >= 6 else 1
-            return _ESCAPE.sub(_unescaped, quoted[quote:-quote])
+            return _ESCAPE.sub(_unescape, quoted[quote:-quote])
         for quote in self._quotes:
             if self.next_is(quote):
-                end = self.text.find(quote, self.place)
+                end = self.text.find(quote, self.position)
                 if end < 0:
                     raise ValueError(f"{quote} is missing behind its last text")
-                text, self.place = self.text[self.place : end], end + len(quote)
+                text, self.position = self.text[self.position : end], end + len(quote)
                 return text
         return None
 
-    def _taken(self, pattern: re.Pattern[str]) -> str | None:
-        found = pattern.match(self.text, skip_blanks(self.text, self.place))
-        if found is None:
+    def _match(self, pattern: re.Pattern[str]) -> str | None:
+        match = pattern.match(self.text, skip_blanks(self.text, self.position))
+        if match is None:
             return None
-        self.place = found.end()
-        return found[0]
+        self.position = match.end()
+        return match[0]
 
 
-def _unescaped(found: re.Match[str]) -> str:
-    mark = found[1]
+def _unescape(match: re.Match[str]) -> str:
+    mark = match[1]
     if mark[0] in "xuU" and len(mark) > 1:
         code = int(mark[1:], 16)
-        return chr(code) if code < 0x110000 and not 0xD800 <= code < 0xE000 else found[0]
-    return _ESCAPES.get(mark, found[0])
+        return chr(code) if code < 0x110000 and not 0xD800 <= code < 0xE000 else match[0]
+    return _ESCAPES.get(mark, match[0])

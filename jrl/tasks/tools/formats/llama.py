@@ -4,11 +4,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jrl.tasks.tools.calls import Call, Known, unreadable
-from jrl.tasks.tools.formats.format import Read, ToolFormat, outside_reasoning, skip_blanks
-from jrl.tasks.tools.formats.json_text import call_of, read_value, written
+from jrl.tasks.tools.calls import Call, ToolParameters, unreadable_call
+from jrl.tasks.tools.formats.format import ParsedCalls, ToolFormat, outside_reasoning, skip_blanks
+from jrl.tasks.tools.formats.json_text import parse_call, read_value, to_json
 from jrl.tasks.tools.formats.literals import Literals
-from jrl.tasks.tools.formats.pythonic import arguments_in
+from jrl.tasks.tools.formats.pythonic import read_arguments
 
 TAG = "<|python_tag|>"
 
@@ -25,62 +25,68 @@ class Llama(ToolFormat):
     """
 
     name = "llama"
-    marks = ('function name, "parameters"', r"function name, \"parameters\"", TAG)
+    template_markers = ('function name, "parameters"', r"function name, \"parameters\"", TAG)
     _opening = re.compile(re.escape(TAG) + r"|^[ \t]*(?=\{)", re.MULTILINE)
-    _begun = re.compile(r'\{\s*"name"\s*:\s*"([^"\n]*)"\s*,\s*"(?:parameters|arguments)"\s*:')
+    _call_start = re.compile(r'\{\s*"name"\s*:\s*"([^"\n]*)"\s*,\s*"(?:parameters|arguments)"\s*:')
     _builtin = re.compile(r"\s*([A-Za-z_]\w*)\.call\s*\(")
     _joint = re.compile(r"\s*;?\s*")
     _end = re.compile(r"\s*(?:<\|eo[mt]_id\|>\s*)*")
 
-    def calls(self, text: str, known: Known) -> list[Call]:
-        def read(text: str, opened: re.Match[str]) -> Read:
+    def calls(self, text: str, tools: ToolParameters) -> list[Call]:
+        def read(text: str, opened: re.Match[str]) -> ParsedCalls:
             if opened[0] == TAG:
-                return self._tagged(text, opened.end(), known)
-            return self._bare(text, opened.end(), known)
+                return self._read_tagged(text, opened.end(), tools)
+            return self._read_bare(text, opened.end(), tools)
 
         return outside_reasoning(text, self._opening, read)
 
     def render(self, calls: Sequence[Call]) -> str:
         bodies = ({"name": call.name, "parameters": dict(call.arguments)} for call in calls)
-        return "; ".join(map(written, bodies))
+        return "; ".join(map(to_json, bodies))
 
-    def _tagged(self, text: str, place: int, known: Known) -> Read:
-        if builtin := self._builtin.match(text, place):
+    def _read_tagged(self, text: str, position: int, tools: ToolParameters) -> ParsedCalls:
+        if builtin := self._builtin.match(text, position):
             literals = Literals(text, builtin.end())
             try:
-                return [Call(builtin[1], arguments_in(literals, builtin[1], known))], literals.place
+                return [
+                    Call(builtin[1], read_arguments(literals, builtin[1], tools))
+                ], literals.position
             except ValueError as error:
-                return [unreadable(str(error), builtin[1])], len(text)
+                return [unreadable_call(str(error), builtin[1])], len(text)
         try:
-            found, end = self._objects(text, skip_blanks(text, place))
+            values, end = self._read_objects(text, skip_blanks(text, position))
         except ValueError as error:
-            return [unreadable(str(error))], len(text)
-        return [call_of(each) for each in found], end
+            return [unreadable_call(str(error))], len(text)
+        return [parse_call(each) for each in values], end
 
-    def _bare(self, text: str, place: int, known: Known) -> Read:
+    def _read_bare(self, text: str, position: int, tools: ToolParameters) -> ParsedCalls:
         try:
-            found, end = self._objects(text, place)
+            values, end = self._read_objects(text, position)
         except ValueError as error:
-            begun = self._begun.match(text, place)
-            if begun is None or begun[1] not in known:
-                return [], place + 1
-            return [unreadable(str(error), begun[1])], len(text)
-        whole = self._end.match(text, end)
-        if whole is None or whole.end() < len(text) or not all(_is_call(x, known) for x in found):
+            start = self._call_start.match(text, position)
+            if start is None or start[1] not in tools:
+                return [], position + 1
+            return [unreadable_call(str(error), start[1])], len(text)
+        turn_end = self._end.match(text, end)
+        if (
+            turn_end is None
+            or turn_end.end() < len(text)
+            or not all(_is_call(x, tools) for x in values)
+        ):
             return [], end
-        return [call_of(each) for each in found], len(text)
+        return [parse_call(each) for each in values], len(text)
 
-    def _objects(self, text: str, place: int) -> tuple[list[Any], int]:
+    def _read_objects(self, text: str, position: int) -> tuple[list[Any], int]:
         """JSON values one after the other, with or without a semicolon between."""
-        value, end = read_value(text, place)
-        found = [value]
+        value, end = read_value(text, position)
+        values = [value]
         while (joint := self._joint.match(text, end)) and text.startswith("{", joint.end()):
             value, end = read_value(text, joint.end())
-            found.append(value)
-        return found, end
+            values.append(value)
+        return values, end
 
 
-def _is_call(found: Any, known: Known) -> bool:
-    if not isinstance(found, Mapping) or found.get("name") not in known:
+def _is_call(value: Any, tools: ToolParameters) -> bool:
+    if not isinstance(value, Mapping) or value.get("name") not in tools:
         return False
-    return any(isinstance(found.get(name), Mapping) for name in ("parameters", "arguments"))
+    return any(isinstance(value.get(name), Mapping) for name in ("parameters", "arguments"))

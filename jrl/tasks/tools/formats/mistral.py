@@ -3,9 +3,9 @@
 import re
 from collections.abc import Sequence
 
-from jrl.tasks.tools.calls import Call, Known, unreadable
-from jrl.tasks.tools.formats.format import Read, ToolFormat, outside_reasoning, skip_blanks
-from jrl.tasks.tools.formats.json_text import arguments_of, call_of, read_value, written
+from jrl.tasks.tools.calls import Call, ToolParameters, unreadable_call
+from jrl.tasks.tools.formats.format import ParsedCalls, ToolFormat, outside_reasoning, skip_blanks
+from jrl.tasks.tools.formats.json_text import make_call, parse_call, read_value, to_json
 
 TAG = "[TOOL_CALLS]"
 
@@ -17,11 +17,11 @@ class Mistral(ToolFormat):
     """
 
     name = "mistral"
-    marks = (TAG,)
+    template_markers = (TAG,)
     _opening = re.compile(re.escape(TAG))
     _named = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*(\w+)\s*)?(?:\[ARGS\])?\s*(?=\{)")
 
-    def calls(self, text: str, known: Known) -> list[Call]:
+    def calls(self, text: str, tools: ToolParameters) -> list[Call]:
         return outside_reasoning(text, self._opening, self._read)
 
     def render(self, calls: Sequence[Call]) -> str:
@@ -30,20 +30,20 @@ class Mistral(ToolFormat):
             | ({"id": call.id} if call.id else {})
             for call in calls
         ]
-        return TAG + written(bodies)
+        return TAG + to_json(bodies)
 
-    def _read(self, text: str, opened: re.Match[str]) -> Read:
-        place = opened.end()
+    def _read(self, text: str, opened: re.Match[str]) -> ParsedCalls:
+        position = opened.end()
         try:
-            if named := self._named.match(text, place):
-                given, end = read_value(text, named.end())
-                return [arguments_of(named[1], given, named[2] or "")], end
-            found, end = read_value(text, skip_blanks(text, place))
+            if named := self._named.match(text, position):
+                arguments, end = read_value(text, named.end())
+                return [make_call(named[1], arguments, named[2] or "")], end
+            value, end = read_value(text, skip_blanks(text, position))
         except ValueError as error:
-            behind = text.find(TAG, place)
-            return [unreadable(str(error))], len(text) if behind < 0 else behind
-        calls = found if isinstance(found, list) else [found]
-        return [call_of(each) for each in calls] or [unreadable("its list is empty")], end
+            behind = text.find(TAG, position)
+            return [unreadable_call(str(error))], len(text) if behind < 0 else behind
+        calls = value if isinstance(value, list) else [value]
+        return [parse_call(each) for each in calls] or [unreadable_call("its list is empty")], end
 
 
 class MistralNamed(Mistral):
@@ -54,7 +54,7 @@ class MistralNamed(Mistral):
     """
 
     name = "mistral-v11"
-    marks = ("[ARGS]",)
+    template_markers = ("[ARGS]",)
 
     def render(self, calls: Sequence[Call]) -> str:
-        return "".join(f"{TAG}{call.name}[ARGS]{written(dict(call.arguments))}" for call in calls)
+        return "".join(f"{TAG}{call.name}[ARGS]{to_json(dict(call.arguments))}" for call in calls)

@@ -3,9 +3,9 @@
 import re
 from collections.abc import Sequence
 
-from jrl.tasks.tools.calls import Call, Known
+from jrl.tasks.tools.calls import Call, ToolParameters
 from jrl.tasks.tools.formats.format import ToolFormat
-from jrl.tasks.tools.formats.json_text import arguments_of, written
+from jrl.tasks.tools.formats.json_text import make_call, to_json
 
 
 class Plain(ToolFormat):
@@ -13,21 +13,21 @@ class Plain(ToolFormat):
     another."""
 
     name = "plain"
-    marks = ()
+    template_markers = ()
     _call = re.compile(r"@([A-Za-z_]\w*)[ \t]+(.*)", re.DOTALL)
 
-    def calls(self, text: str, known: Known) -> list[Call]:
-        found = self._call.fullmatch(text.strip())
-        if found is None:
+    def calls(self, text: str, tools: ToolParameters) -> list[Call]:
+        match = self._call.fullmatch(text.strip())
+        if match is None:
             return []
-        name, text = found[1], found[2]
-        tool = known.get(name, {})
+        name, text = match[1], match[2]
+        tool = tools.get(name, {})
         names = list(tool.get("required") or tool.get("properties") or ())
-        if name not in known:
+        if name not in tools:
             return [Call(name)]
         if len(names) != 1:
-            return [arguments_of(name, text)]
-        call = arguments_of(name, text)
+            return [make_call(name, text)]
+        call = make_call(name, text)
         return [call if names[0] in call.arguments else Call(name, {names[0]: text})]
 
     def render(self, calls: Sequence[Call]) -> str:
@@ -35,4 +35,4 @@ class Plain(ToolFormat):
         call = calls[0]
         values = list(call.arguments.values())
         only = values[0] if len(values) == 1 and isinstance(values[0], str) else None
-        return f"@{call.name} {written(dict(call.arguments)) if only is None else only}"
+        return f"@{call.name} {to_json(dict(call.arguments)) if only is None else only}"

@@ -4,12 +4,17 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jrl.tasks.tools.calls import Call, Known, unreadable
-from jrl.tasks.tools.formats.format import Read, ToolFormat, not_read, outside_reasoning
+from jrl.tasks.tools.calls import Call, ToolParameters, unreadable_call
+from jrl.tasks.tools.formats.format import (
+    ParsedCalls,
+    ToolFormat,
+    outside_reasoning,
+    skip_unreadable,
+)
 from jrl.tasks.tools.formats.literals import Literals
 
 
-def call_in(literals: Literals, known: Known) -> Call:
+def read_call(literals: Literals, tools: ToolParameters) -> Call:
     """The call that comes next, ``name(argument=value, ...)``.
 
     Raises:
@@ -18,54 +23,56 @@ def call_in(literals: Literals, known: Known) -> Call:
     name = literals.name()
     if name is None:
         raise ValueError("no name of a tool stands in it")
-    literals.needed("(")
-    return Call(name, arguments_in(literals, name, known))
+    literals.expect("(")
+    return Call(name, read_arguments(literals, name, tools))
 
 
-def arguments_in(literals: Literals, name: str, known: Known) -> dict[str, Any]:
+def read_arguments(literals: Literals, name: str, tools: ToolParameters) -> dict[str, Any]:
     """The arguments of a call up to the parenthesis that closes them; those without a name are
     given in the order of the tool's."""
-    order = list(known.get(name, {}).get("properties") or {})
-    given: dict[str, Any] = {}
+    order = list(tools.get(name, {}).get("properties") or {})
+    arguments: dict[str, Any] = {}
     while not literals.next_is(")"):
-        place = literals.place
+        position = literals.position
         argument = literals.name()
         if argument is None or not literals.next_is("="):
-            literals.place = place
-            if len(given) >= len(order):
+            literals.position = position
+            if len(arguments) >= len(order):
                 raise ValueError("an argument stands there without its name")
-            argument = order[len(given)]
-        if argument in given:
+            argument = order[len(arguments)]
+        if argument in arguments:
             raise ValueError(f"it gives the argument {argument} twice")
-        given[argument] = literals.value()
+        arguments[argument] = literals.value()
         if not literals.next_is(","):
-            literals.needed(")")
+            literals.expect(")")
             break
-    return given
+    return arguments
 
 
-def calls_up_to(
+def read_calls_until(
     text: str, opened: re.Match[str], close: str, read: Callable[[Literals], Call]
-) -> Read:
+) -> ParsedCalls:
     """The calls between an opening and what closes it, or the end of the turn.
 
     Args:
       read: reads the call that comes next.
     """
-    literals, found = Literals(text, opened.end()), list[Call]()
+    literals, calls = Literals(text, opened.end()), list[Call]()
     try:
         while not literals.next_is(close):
-            if found and not text[literals.place :].strip():
+            if calls and not text[literals.position :].strip():
                 break
-            found.append(read(literals))
+            calls.append(read(literals))
     except ValueError as error:
-        return not_read(text, opened, close, str(error))
-    return found or [unreadable("nothing stands in it")], literals.place
+        return skip_unreadable(text, opened, close, str(error))
+    return calls or [unreadable_call("nothing stands in it")], literals.position
 
 
-def python_call(call: Call) -> str:
+def format_python_call(call: Call) -> str:
     """A call as Python's."""
-    return f"{call.name}({', '.join(f'{n}={_literal(v)}' for n, v in call.arguments.items())})"
+    return (
+        f"{call.name}({', '.join(f'{n}={_format_literal(v)}' for n, v in call.arguments.items())})"
+    )
 
 
 class Olmo(ToolFormat):
@@ -77,18 +84,20 @@ class Olmo(ToolFormat):
     """
 
     name = "olmo"
-    marks = ("<function_calls>",)
+    template_markers = ("<function_calls>",)
     _opening = re.compile(r"<function_calls>")
     _close = "</function_calls>"
 
-    def calls(self, text: str, known: Known) -> list[Call]:
-        def read(text: str, opened: re.Match[str]) -> Read:
-            return calls_up_to(text, opened, self._close, lambda literals: call_in(literals, known))
+    def calls(self, text: str, tools: ToolParameters) -> list[Call]:
+        def read(text: str, opened: re.Match[str]) -> ParsedCalls:
+            return read_calls_until(
+                text, opened, self._close, lambda literals: read_call(literals, tools)
+            )
 
         return outside_reasoning(text, self._opening, read)
 
     def render(self, calls: Sequence[Call]) -> str:
-        return "\n".join(("<function_calls>", *map(python_call, calls), self._close))
+        return "\n".join(("<function_calls>", *map(format_python_call, calls), self._close))
 
 
 class PythonList(ToolFormat):
@@ -99,39 +108,39 @@ class PythonList(ToolFormat):
     """
 
     name = "python-list"
-    marks = ("[func_name1(", "<|python_start|>")
+    template_markers = ("[func_name1(", "<|python_start|>")
     _opening = re.compile(r"^[ \t]*(?:<\|python_start\|>)?\s*\[(?=\s*[A-Za-z_][\w.]*\s*\()", re.M)
     _end = re.compile(r"\s*(?:<\|python_end\|>)?\s*")
 
-    def calls(self, text: str, known: Known) -> list[Call]:
-        def read(text: str, opened: re.Match[str]) -> Read:
-            literals, found = Literals(text, opened.end()), list[Call]()
+    def calls(self, text: str, tools: ToolParameters) -> list[Call]:
+        def read(text: str, opened: re.Match[str]) -> ParsedCalls:
+            literals, calls = Literals(text, opened.end()), list[Call]()
             try:
                 while not literals.next_is("]"):
-                    found.append(call_in(literals, known))
+                    calls.append(read_call(literals, tools))
                     if not literals.next_is(","):
-                        literals.needed("]")
+                        literals.expect("]")
                         break
             except ValueError as error:
                 # Other brackets are an answer.
                 name = Literals(text, opened.end()).name() or ""
-                if name not in known:
+                if name not in tools:
                     return [], opened.end()
-                return [unreadable(str(error), name)], len(text)
-            end = self._end.match(text, literals.place)
-            if end is None or end.end() < len(text) or any(x.name not in known for x in found):
-                return [], literals.place
-            return found, len(text)
+                return [unreadable_call(str(error), name)], len(text)
+            end = self._end.match(text, literals.position)
+            if end is None or end.end() < len(text) or any(x.name not in tools for x in calls):
+                return [], literals.position
+            return calls, len(text)
 
         return outside_reasoning(text, self._opening, read)
 
     def render(self, calls: Sequence[Call]) -> str:
-        return f"[{', '.join(map(python_call, calls))}]"
+        return f"[{', '.join(map(format_python_call, calls))}]"
 
 
-def _literal(value: Any) -> str:
+def _format_literal(value: Any) -> str:
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{n!r}: {_literal(v)}" for n, v in value.items()) + "}"
+        return "{" + ", ".join(f"{n!r}: {_format_literal(v)}" for n, v in value.items()) + "}"
     if isinstance(value, list):
-        return "[" + ", ".join(map(_literal, value)) + "]"
+        return "[" + ", ".join(map(_format_literal, value)) + "]"
     return repr(value)

@@ -3,9 +3,9 @@
 import re
 from collections.abc import Sequence
 
-from jrl.tasks.tools.calls import Call, Known, unreadable
-from jrl.tasks.tools.formats.format import Read, ToolFormat, outside_reasoning, skip_blanks
-from jrl.tasks.tools.formats.json_text import arguments_of, read_value, written
+from jrl.tasks.tools.calls import Call, ToolParameters, unreadable_call
+from jrl.tasks.tools.formats.format import ParsedCalls, ToolFormat, outside_reasoning, skip_blanks
+from jrl.tasks.tools.formats.json_text import make_call, read_value, to_json
 
 _BAR, _GAP = "\uff5c", "\u2581"
 
@@ -24,32 +24,34 @@ class Kimi(ToolFormat):
     """
 
     name = "kimi"
-    marks = ("<|tool_calls_section_begin|>", "<|im_system|>tool_declare")
+    template_markers = ("<|tool_calls_section_begin|>", "<|im_system|>tool_declare")
     _opening = re.compile(
         r"<\|tool_call_begin\|>|<\|tool_calls_section_begin\|>(?!\s*<\|tool_call_begin\|>)"
     )
     _head = re.compile(r"\s*((?:functions\.)?([\w.-]+?)(?::\d+)?)\s*<\|tool_call_argument_begin\|>")
     _close = "<|tool_call_end|>"
 
-    def calls(self, text: str, known: Known) -> list[Call]:
-        def read(text: str, opened: re.Match[str]) -> Read:
+    def calls(self, text: str, tools: ToolParameters) -> list[Call]:
+        def read(text: str, opened: re.Match[str]) -> ParsedCalls:
             head = self._head.match(text, opened.end())
             if head is None:
-                return _up_to(text, opened.end(), self._close, "no name of a tool stands in it")
-            return _json(text, head.end(), self._close, head[2], head[1])
+                return _skip_to_close(
+                    text, opened.end(), self._close, "no name of a tool stands in it"
+                )
+            return _read_json_call(text, head.end(), self._close, head[2], head[1])
 
         return outside_reasoning(text, self._opening, read)
 
     def render(self, calls: Sequence[Call]) -> str:
         each = "".join(
-            f"<|tool_call_begin|>{call.id or self.call_id(call.name, number)}"
-            f"<|tool_call_argument_begin|>{written(dict(call.arguments))}{self._close}"
-            for number, call in enumerate(calls)
+            f"<|tool_call_begin|>{call.id or self.call_id(call.name, index)}"
+            f"<|tool_call_argument_begin|>{to_json(dict(call.arguments))}{self._close}"
+            for index, call in enumerate(calls)
         )
         return f"<|tool_calls_section_begin|>{each}<|tool_calls_section_end|>"
 
-    def call_id(self, name: str, number: int) -> str:
-        return f"functions.{name}:{number}"
+    def call_id(self, name: str, index: int) -> str:
+        return f"functions.{name}:{index}"
 
     def usable_id(self, identity: str) -> bool:
         return re.fullmatch(r"functions\.[\w.-]+:\d+", identity) is not None
@@ -60,31 +62,33 @@ class DeepSeek(ToolFormat):
     ``function``, the separator, the name, and the arguments as a block of JSON."""
 
     name = "deepseek"
-    marks = (_deepseek("tool", "calls", "begin"), _deepseek("tool", "call", "begin"))
+    template_markers = (_deepseek("tool", "calls", "begin"), _deepseek("tool", "call", "begin"))
     _begin, _separator = _deepseek("tool", "call", "begin"), _deepseek("tool", "sep")
     _close = _deepseek("tool", "call", "end")
-    _section = marks[0], _deepseek("tool", "calls", "end")
+    _section = template_markers[0], _deepseek("tool", "calls", "end")
     _opening = re.compile(
         f"{re.escape(_begin)}|{re.escape(_section[0])}(?!\\s*{re.escape(_begin)})"
     )
     _head = re.compile(r"\s*([\w.-]+)\s*" + re.escape(_separator))
     _block = re.compile(r"\s*([\w.-]+)\s*```(?:json)?\s*")
 
-    def calls(self, text: str, known: Known) -> list[Call]:
-        def read(text: str, opened: re.Match[str]) -> Read:
+    def calls(self, text: str, tools: ToolParameters) -> list[Call]:
+        def read(text: str, opened: re.Match[str]) -> ParsedCalls:
             head = self._head.match(text, opened.end())
             if head is None:
-                return _up_to(text, opened.end(), self._close, "no name of a tool stands in it")
+                return _skip_to_close(
+                    text, opened.end(), self._close, "no name of a tool stands in it"
+                )
             if block := self._block.match(text, head.end()):
-                return _json(text, block.end(), self._close, block[1])
-            return _json(text, head.end(), self._close, head[1])
+                return _read_json_call(text, block.end(), self._close, block[1])
+            return _read_json_call(text, head.end(), self._close, head[1])
 
         return outside_reasoning(text, self._opening, read)
 
     def render(self, calls: Sequence[Call]) -> str:
         each = "\n".join(
             f"{self._begin}function{self._separator}{call.name}\n"
-            f"```json\n{written(dict(call.arguments))}\n```{self._close}"
+            f"```json\n{to_json(dict(call.arguments))}\n```{self._close}"
             for call in calls
         )
         return self._section[0] + each + self._section[1]
@@ -95,26 +99,30 @@ class DeepSeekNamed(DeepSeek):
 
     name = "deepseek-v3.1"
 
-    def marked(self, template: str) -> bool:
-        return super().marked(template) and "```json" not in template
+    def matches_template(self, template: str) -> bool:
+        return super().matches_template(template) and "```json" not in template
 
     def render(self, calls: Sequence[Call]) -> str:
         each = "".join(
-            f"{self._begin}{call.name}{self._separator}{written(dict(call.arguments))}{self._close}"
+            f"{self._begin}{call.name}{self._separator}{to_json(dict(call.arguments))}{self._close}"
             for call in calls
         )
         return self._section[0] + each + self._section[1]
 
 
-def _json(text: str, place: int, close: str, name: str, identity: str = "") -> Read:
+def _read_json_call(
+    text: str, position: int, close: str, name: str, identity: str = ""
+) -> ParsedCalls:
     try:
-        given, end = read_value(text, skip_blanks(text, place))
+        arguments, end = read_value(text, skip_blanks(text, position))
     except ValueError as error:
-        return _up_to(text, place, close, str(error), name)
+        return _skip_to_close(text, position, close, str(error), name)
     behind = re.compile(r"\s*(?:```)?\s*" + re.escape(close)).match(text, end)
-    return [arguments_of(name, given, identity)], end if behind is None else behind.end()
+    return [make_call(name, arguments, identity)], end if behind is None else behind.end()
 
 
-def _up_to(text: str, place: int, close: str, reason: str, name: str = "") -> Read:
-    end = text.find(close, place)
-    return [unreadable(reason, name)], len(text) if end < 0 else end + len(close)
+def _skip_to_close(
+    text: str, position: int, close: str, reason: str, name: str = ""
+) -> ParsedCalls:
+    end = text.find(close, position)
+    return [unreadable_call(reason, name)], len(text) if end < 0 else end + len(close)

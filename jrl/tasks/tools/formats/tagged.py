@@ -4,16 +4,16 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from jrl.tasks.tools.calls import Call, Known
+from jrl.tasks.tools.calls import Call, ToolParameters
 from jrl.tasks.tools.formats.format import (
-    Read,
+    ParsedCalls,
     ToolFormat,
-    not_read,
     outside_reasoning,
     skip_blanks,
+    skip_unreadable,
 )
-from jrl.tasks.tools.formats.json_text import call_of, read_value, written
-from jrl.tasks.tools.schema import from_text
+from jrl.tasks.tools.formats.json_text import parse_call, read_value, to_json
+from jrl.tasks.tools.schema import parse_argument
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
@@ -27,32 +27,34 @@ class Hermes(ToolFormat):
     """
 
     name = "hermes"
-    marks = (OPEN,)
+    template_markers = (OPEN,)
     _opening = re.compile(re.escape(OPEN))
 
-    def calls(self, text: str, known: Known) -> list[Call]:
-        return outside_reasoning(text, self._opening, _json)
+    def calls(self, text: str, tools: ToolParameters) -> list[Call]:
+        return outside_reasoning(text, self._opening, _read_json_call)
 
     def render(self, calls: Sequence[Call]) -> str:
         bodies = ({"name": call.name, "arguments": dict(call.arguments)} for call in calls)
-        return "\n".join(f"{OPEN}\n{written(body)}\n{CLOSE}" for body in bodies)
+        return "\n".join(f"{OPEN}\n{to_json(body)}\n{CLOSE}" for body in bodies)
 
 
-def _json(text: str, opened: re.Match[str]) -> Read:
-    place = skip_blanks(text, opened.end())
-    if not text.startswith("{", place):
-        return not_read(text, opened, CLOSE, "it is no JSON object with a name and arguments")
+def _read_json_call(text: str, opened: re.Match[str]) -> ParsedCalls:
+    position = skip_blanks(text, opened.end())
+    if not text.startswith("{", position):
+        return skip_unreadable(
+            text, opened, CLOSE, "it is no JSON object with a name and arguments"
+        )
     try:
-        found, end = read_value(text, place)
+        value, end = read_value(text, position)
     except ValueError as error:
-        return not_read(text, opened, CLOSE, str(error))
+        return skip_unreadable(text, opened, CLOSE, str(error))
     end = skip_blanks(text, end)
     if text.startswith(CLOSE, end):
-        return [call_of(found)], end + len(CLOSE)
+        return [parse_call(value)], end + len(CLOSE)
     if end == len(text) or text.startswith(OPEN, end):
         # The end of the turn closes it as well, and the next call.
-        return [call_of(found)], end
-    return not_read(text, opened, CLOSE, "something stands behind its JSON object")
+        return [parse_call(value)], end
+    return skip_unreadable(text, opened, CLOSE, "something stands behind its JSON object")
 
 
 class Glm(ToolFormat):
@@ -65,23 +67,23 @@ class Glm(ToolFormat):
     """
 
     name = "glm"
-    marks = ("<arg_key>",)
+    template_markers = ("<arg_key>",)
     _opening = re.compile(re.escape(OPEN))
     _name = re.compile(r"\s*([\w.-]+)\s*(?=<arg_key>|</tool_call>|$)")
     _pair = re.compile(
         r"\s*<arg_key>\s*(.*?)\s*</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL
     )
 
-    def calls(self, text: str, known: Known) -> list[Call]:
-        def read(text: str, opened: re.Match[str]) -> Read:
+    def calls(self, text: str, tools: ToolParameters) -> list[Call]:
+        def read(text: str, opened: re.Match[str]) -> ParsedCalls:
             if (name := self._name.match(text, opened.end())) is None:
-                return not_read(text, opened, CLOSE, "no name of a tool stands in it")
-            given, place = _arguments(self._pair, text, name, known)
-            place = skip_blanks(text, place)
+                return skip_unreadable(text, opened, CLOSE, "no name of a tool stands in it")
+            arguments, position = _read_arguments(self._pair, text, name, tools)
+            position = skip_blanks(text, position)
             # Of one that is not closed nobody knows whether that is all of it.
-            if text.startswith(CLOSE, place):
-                return [Call(name[1], given)], place + len(CLOSE)
-            return not_read(text, opened, CLOSE, "it is not made of arg_key and arg_value")
+            if text.startswith(CLOSE, position):
+                return [Call(name[1], arguments)], position + len(CLOSE)
+            return skip_unreadable(text, opened, CLOSE, "it is not made of arg_key and arg_value")
 
         return outside_reasoning(text, self._opening, read)
 
@@ -89,7 +91,7 @@ class Glm(ToolFormat):
         return "\n".join(
             f"{OPEN}{call.name}\n"
             + "".join(
-                f"<arg_key>{name}</arg_key>\n<arg_value>{_bare(value)}</arg_value>\n"
+                f"<arg_key>{name}</arg_key>\n<arg_value>{_format_value(value)}</arg_value>\n"
                 for name, value in call.arguments.items()
             )
             + CLOSE
@@ -110,21 +112,21 @@ class QwenCoder(ToolFormat):
     """
 
     name = "qwen-coder"
-    marks = ("<function=",)
+    template_markers = ("<function=",)
     _opening = re.compile(r"(?:<tool_call>\s*)?<function=|<tool_call>")
     _name = re.compile(r"([\w.-]+)>")
     _pair = re.compile(r"\s*<parameter=([^>\n]+)>(?:\r?\n)?(.*?)(?:\r?\n)?</parameter>", re.DOTALL)
     _close = re.compile(r"\s*</function>(?:\s*</tool_call>)?")
 
-    def calls(self, text: str, known: Known) -> list[Call]:
-        def read(text: str, opened: re.Match[str]) -> Read:
+    def calls(self, text: str, tools: ToolParameters) -> list[Call]:
+        def read(text: str, opened: re.Match[str]) -> ParsedCalls:
             name = self._name.match(text, opened.end()) if opened[0] != OPEN else None
             if name is None:
-                return not_read(text, opened, CLOSE, "no function=NAME stands in it")
-            given, place = _arguments(self._pair, text, name, known)
-            if closed := self._close.match(text, place):
-                return [Call(name[1], given)], closed.end()
-            return not_read(text, opened, CLOSE, "it is not made of parameters")
+                return skip_unreadable(text, opened, CLOSE, "no function=NAME stands in it")
+            arguments, position = _read_arguments(self._pair, text, name, tools)
+            if closed := self._close.match(text, position):
+                return [Call(name[1], arguments)], closed.end()
+            return skip_unreadable(text, opened, CLOSE, "it is not made of parameters")
 
         return outside_reasoning(text, self._opening, read)
 
@@ -132,7 +134,7 @@ class QwenCoder(ToolFormat):
         return "\n".join(
             f"{OPEN}\n<function={call.name}>\n"
             + "".join(
-                f"<parameter={name}>\n{_bare(value)}\n</parameter>\n"
+                f"<parameter={name}>\n{_format_value(value)}\n</parameter>\n"
                 for name, value in call.arguments.items()
             )
             + f"</function>\n{CLOSE}"
@@ -140,21 +142,21 @@ class QwenCoder(ToolFormat):
         )
 
 
-def _bare(value: Any) -> str:
-    return value if isinstance(value, str) else written(value)
+def _format_value(value: Any) -> str:
+    return value if isinstance(value, str) else to_json(value)
 
 
-def _arguments(
-    pair: re.Pattern[str], text: str, name: re.Match[str], known: Known
+def _read_arguments(
+    pair: re.Pattern[str], text: str, name: re.Match[str], tools: ToolParameters
 ) -> tuple[dict[str, Any], int]:
-    """The arguments that follow the name of a tool, and the place behind them.
+    """The arguments that follow the name of a tool, and the position behind them.
 
     Args:
       pair: an argument's name and its text.
     """
-    place, given = name.end(), dict[str, Any]()
-    properties = known.get(name[1], {}).get("properties") or {}
-    while found := pair.match(text, place):
-        given[found[1]] = from_text(found[2], properties.get(found[1]))
-        place = found.end()
-    return given, place
+    position, arguments = name.end(), dict[str, Any]()
+    properties = tools.get(name[1], {}).get("properties") or {}
+    while match := pair.match(text, position):
+        arguments[match[1]] = parse_argument(match[2], properties.get(match[1]))
+        position = match.end()
+    return arguments, position

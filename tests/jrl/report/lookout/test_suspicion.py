@@ -9,7 +9,7 @@ import pytest
 from jrl.report.lookout import suspicion
 from jrl.report.lookout.suspicion import Lookout, first_suspicion, suspicion_reasons
 from jrl.report.metrics import describe
-from jrl.tasks.answers.habits import Answered, form_of, habits, is_disputed
+from jrl.tasks.answers.habits import Answered, answer_statistics, form_of, is_disputed
 
 HERE = Path(__file__).parent
 GAMED = [json.loads(line) for line in (HERE / "gamed_run.jsonl").read_text().splitlines()]
@@ -33,7 +33,7 @@ def line_of(step, samples):
         "critic/score/max": max(scores),
         "critic/score/min": min(scores),
         "response_length/mean": sum(lengths) / len(lengths),
-        **habits(answered),
+        **answer_statistics(answered),
     }
 
 
@@ -182,8 +182,10 @@ def test_what_a_second_reader_shares():
 
 
 def test_every_metric_is_defined():
-    assert habits([]) == {}
-    found = habits([Answered("p", "17 + 25", "42", True), Answered("p", "42", "42", True)])
+    assert answer_statistics([]) == {}
+    found = answer_statistics(
+        [Answered("p", "17 + 25", "42", True), Answered("p", "42", "42", True)]
+    )
     assert found == {
         "answers/variety": 1.0,
         "answers/top_form": 0.5,

@@ -5,7 +5,7 @@ import shlex
 from pathlib import Path
 
 from jrl.tasks import __main__ as command
-from jrl.tasks.checking.table import cases
+from jrl.tasks.checking.table import load_cases
 from jrl.tasks.workers import pool
 
 PAGE = (Path(__file__).parents[4] / "docs" / "answers.md").read_text(encoding="utf-8")
@@ -39,4 +39,4 @@ def test_the_check_says_what_the_page_shows(tmp_path, monkeypatch, capsys):
 
 def test_the_number_of_cases_is_that_of_the_table():
     (number,) = re.findall(r"has some (\d+) more", PAGE)
-    assert abs(len(cases()) - int(number)) < 30
+    assert abs(len(load_cases()) - int(number)) < 30

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jrl.tasks.answers.expression import NoExpression, TooLarge, read_expression
-from jrl.tasks.answers.markup import plain
-from jrl.tasks.answers.numbers import NUMBER, stated
+from jrl.tasks.answers.markup import plain_notation
+from jrl.tasks.answers.numbers import NUMBER, read_statement
 from jrl.tasks.answers.tokens import tokens_of
 from jrl.tasks.answers.verdict import EVALUATED, RULES, Judge
-from jrl.tasks.checking.table import VERDICTS, cases
+from jrl.tasks.checking.table import VERDICTS, load_cases
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def judge(symbolic):
     return Judge(symbolic)
 
 
-GROUPS = {(case.kind, case.gold): None for case in cases()}
+GROUPS = {(case.kind, case.reference): None for case in load_cases()}
 
 
 def expected(case):
@@ -44,16 +44,16 @@ def expected(case):
 
 @pytest.mark.parametrize(("kind", "gold"), GROUPS)
 def test_the_table(judge, kind, gold):
-    group = [case for case in cases() if (case.kind, case.gold) == (kind, gold)]
+    group = [case for case in load_cases() if (case.kind, case.reference) == (kind, gold)]
     assert group
     found = {case.completion: judge(gold, case.completion) for case in group}
     assert found == {case.completion: expected(case) for case in group}
 
 
 def test_the_table_is_large_and_without_repetition():
-    table = cases()
+    table = load_cases()
     assert len(table) >= 200
-    assert len({(case.gold, case.completion) for case in table}) == len(table)
+    assert len({(case.reference, case.completion) for case in table}) == len(table)
     assert {case.verdict for case in table} == set(VERDICTS)
     assert all(sum(case.verdict == verdict for case in table) >= 20 for verdict in VERDICTS)
     assert sum(bool(case.because) for case in table) >= 80
@@ -69,10 +69,10 @@ def test_a_reason_stands_beside_a_case():
 def test_the_rule_of_values(symbolic):
     """What is still to be worked out is right then, and all else as it was."""
     judge = Judge(symbolic, EVALUATED)
-    for case in cases():
+    for case in load_cases():
         if case.completion.strip():
             right = case.verdict == "right" or case.unevaluated
-            assert (judge(case.gold, case.completion) == "correct") == right, case
+            assert (judge(case.reference, case.completion) == "correct") == right, case
 
 
 def test_a_rule_that_is_none(symbolic):
@@ -129,16 +129,19 @@ def test_never_below_math_verify(gold, decoration, other):
     completion = decoration.format(gold)
     assert judge(gold, completion) == "correct"
     wrong = decoration.format(other)
-    if not by_math_verify(gold, wrong) and stated(gold).value != stated(other).value:
+    if (
+        not by_math_verify(gold, wrong)
+        and read_statement(gold).value != read_statement(other).value
+    ):
         assert judge(gold, wrong) != "correct"
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(st.text("0123456789+-*/^(){}[]=., or\\frac sqrt!%π½<>$\n", max_size=60))
 def test_any_text_is_read_in_no_time(text):
-    stated(text)
+    read_statement(text)
     with suppress(NoExpression, TooLarge):
-        read_expression(tokens_of(plain(text)))
+        read_expression(tokens_of(plain_notation(text)))
 
 
 @pytest.mark.parametrize(
@@ -188,7 +191,7 @@ def test_gold_answers_of_all_kinds_are_right_however_they_are_set(judge, gold):
 
 def test_numbers_are_read_as_they_are_written():
     read = {"1,234.50": "1234.5", "007": "7", ".5": "0.5", "1e-3": "1e-3", "17 + 25": "17+25"}
-    found = {text: stated(text) for text in read}
+    found = {text: read_statement(text) for text in read}
     assert all(each.kind == NUMBER for each in found.values())
     assert {text: each.digits for text, each in found.items()} == read
 

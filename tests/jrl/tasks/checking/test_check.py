@@ -5,9 +5,9 @@ import json
 import pytest
 
 from jrl.tasks import __main__ as command
-from jrl.tasks.checking.attacks import ATTACKS, OF_NUMBERS, attacks_on
-from jrl.tasks.checking.check import Finding, check, page
-from jrl.tasks.checking.table import Case, cases
+from jrl.tasks.checking.attacks import ATTACKS, NUMBER_ATTACKS, attacks_on
+from jrl.tasks.checking.check import Finding, check, format_report
+from jrl.tasks.checking.table import Case, load_cases
 from jrl.tasks.task import Example
 from jrl.tasks.workers import pool
 
@@ -49,7 +49,7 @@ def test_a_file_of_prompts_is_checked_by_table_and_attacks(tmp_path, capsys):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert command.main(["check", str(path)]) == 0
     said = capsys.readouterr().out
-    number = len(cases()) + 8 * (len(ATTACKS) + len(OF_NUMBERS) + 1)
+    number = len(load_cases()) + 8 * (len(ATTACKS) + len(NUMBER_ATTACKS) + 1)
     expected = f"{path}: {number} answers, 0 that are wrong get full marks, 0 a part of them, 0 "
     assert said.startswith(expected)
     assert len(said.splitlines()) == 1
@@ -84,7 +84,7 @@ def test_failures_and_parts(file):
 
 def test_a_task_of_ones_own_is_attacked_by_its_prompts(file):
     findings = check(f"{file}:Mine")
-    assert {each.case.kind for each in findings} == {*ATTACKS, *OF_NUMBERS, "the gold answer"}
+    assert {each.case.kind for each in findings} == {*ATTACKS, *NUMBER_ATTACKS, "the gold answer"}
     assert not any(each.gamed or each.missed for each in findings)
     partly = {each.case.kind for each in findings if each.partly}
     assert partly == {"two answers", "still to be worked out"}
@@ -130,7 +130,7 @@ def test_attacks_need_another_answer():
 
 def test_the_page_lists_as_many_as_fit():
     case = Case("x", "1", "2" * 100, "wrong", because="why")
-    said = page("t", [Finding(case, 1.0, 1.0, 0.0)] * 30)
+    said = format_report("t", [Finding(case, 1.0, 1.0, 0.0)] * 30)
     assert said.count("'222") == 20
     assert "  and 10 more" in said
     assert "...': 1  # why" in said

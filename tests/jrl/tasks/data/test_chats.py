@@ -70,7 +70,7 @@ def test_those_that_begin_alike_are_on_one_side(tmp_path):
     passes = [[task.train(p * task.num_train + i) for i in range(task.num_train)] for p in (0, 1)]
     assert len(held) + task.num_train == 12 and len(held) % 2 == 0
     assert not {chat.prompt for chat in held} & {chat.prompt for chat in passes[0]}
-    numbers = [[chat.number for chat in each] for each in passes]
+    numbers = [[chat.index for chat in each] for each in passes]
     assert sorted(numbers[0]) == sorted(numbers[1]) and numbers[0] != numbers[1]
     # Of two that begin alike one may be too long.
     assert task.leave_out(lambda chat: len(chat.answer) == 1) == 6
@@ -86,7 +86,7 @@ def test_a_file_apart_and_what_cannot_be_split(tmp_path):
     spec, other = written(tmp_path / "a.jsonl", some), written(tmp_path / "b.jsonl", some[2:])
     task = load_chats(spec, 0, held_out=HeldOut(path=other.removeprefix("jsonl:")))
     assert (task.num_train, task.heldout_size, task.num_shared) == (2, 1, 1)
-    assert len({chat.number for chat in task.chats}) == 3
+    assert len({chat.index for chat in task.chats}) == 3
     with pytest.raises(ValueError, match="has 1 conversations; at least 2 are needed"):
         load_chats(other, 0)
     with pytest.raises(ValueError, match="all conversations begin alike"):

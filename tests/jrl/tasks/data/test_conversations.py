@@ -10,7 +10,7 @@ from chat_records import RECORDS
 from jrl.tasks.data.chats import chat_of, load_chats
 from jrl.tasks.data.conversations import template_arguments
 from jrl.tasks.data.fields import Fields, Row
-from jrl.tasks.data.files import records
+from jrl.tasks.data.files import read_records
 from jrl.tasks.data.jsonl import prompts_of
 from jrl.tasks.data.records import example_of
 
@@ -67,7 +67,9 @@ def test_what_a_table_adds_is_absent():
 def test_a_parquet_file(tmp_path):
     rows = [row(CALLS[0], TOOLS[:1]), row(CALLS[1], TOOLS[1:])]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    for (place, read), own in zip(records("parquet", tmp_path / "a.parquet"), rows, strict=True):
+    for (place, read), own in zip(
+        read_records("parquet", tmp_path / "a.parquet"), rows, strict=True
+    ):
         assert read["tools"] != own["tools"]
         assert chat_of(read, place).conversation == chat_of(own, place).conversation
 

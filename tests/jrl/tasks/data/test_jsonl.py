@@ -12,7 +12,7 @@ from annotations import unchecked
 
 from jrl.tasks import load_task
 from jrl.tasks.data.fields import Fields
-from jrl.tasks.data.jsonl import _distinct, jsonl
+from jrl.tasks.data.jsonl import _read_unique, jsonl
 from jrl.tasks.finite import FiniteTask
 from jrl.tasks.task import Example
 from jrl.tasks.workers import pool
@@ -236,7 +236,7 @@ def test_two_rows_make_two_sides(tmp_path):
 
 def one(path, fields=None):
     """The only example of a file."""
-    ((_, example),), _ = _distinct("jsonl", path, Fields() if fields is None else fields)
+    ((_, example),), _ = _read_unique("jsonl", path, Fields() if fields is None else fields)
     return example
 
 

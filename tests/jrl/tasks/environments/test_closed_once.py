@@ -125,7 +125,7 @@ def failed(host, number, example, said):
 
 def test_conversations_that_end_by_themselves_or_are_dropped(host, log):
     example = log.example()
-    assert host.opened(example.record) == [["user", "go on"]]
+    assert host.opening_messages(example.record) == [["user", "go on"]]
     assert log.closed_once() == 1
     assert host.say(1, example, ["a"]).result().messages
     assert host.say(1, example, ["a", "stop"]).result().done
@@ -186,7 +186,7 @@ def test_an_interrupted_step(log):
 def test_a_trainer_that_is_killed_leaves_closing_to_the_worker(tmp_path, log):
     host = worker_host(tmp_path)
     host.say(1, log.example(), ["a"]).result()
-    worker = host._rooms[0].worker
+    worker = host._workers[0].worker
     worker._input.close()  # as the system does for a process that is no more
     worker._process.wait(30)
     assert log.closed_once() == 1

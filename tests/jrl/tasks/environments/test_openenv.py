@@ -71,7 +71,7 @@ def test_an_episode(kind):
 
     loop = asyncio.new_event_loop()
     conversations = Conversations(make, loop.run_until_complete)
-    assert conversations.opened({"seed": 5}) == [["user", "5 left"]]
+    assert conversations.opening_messages({"seed": 5}) == [["user", "5 left"]]
     said = ["2"]
     first = conversations.answer(1, {"seed": 5}, said)
     assert first == {"messages": [["user", "3 left"]], "reward": 0.5, "done": False}
@@ -95,7 +95,7 @@ def test_a_client_needs_no_close():
         )
         for client in clients
     )
-    assert bare.opened({}) == [["user", "namespace(left=3)"]]
+    assert bare.opening_messages({}) == [["user", "namespace(left=3)"]]
     with pytest.raises(ZeroDivisionError):
-        other.opened({})
+        other.opening_messages({})
     loop.close()

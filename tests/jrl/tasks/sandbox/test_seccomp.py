@@ -8,7 +8,7 @@ import pytest
 from confinement import needs_bubblewrap
 
 from jrl.tasks.sandbox.sandbox import Sandbox
-from jrl.tasks.sandbox.seccomp import ARCHITECTURES, REFUSED, seccomp_filter
+from jrl.tasks.sandbox.seccomp import ARCHITECTURES, BLOCKED_CALLS, seccomp_filter
 
 X86, ARM = 0xC000003E, 0xC00000B7
 ALLOWED = 0
@@ -43,8 +43,8 @@ def test_calls_are_allowed_and_refused(machine, audit):
     rules = seccomp_filter(network=False, machine=machine)
     networked = seccomp_filter(network=True, machine=machine)
     column = ARCHITECTURES[machine][0]
-    refused = {numbers[column] for numbers in REFUSED.values()} - {None}
-    assert len(refused) == sum(numbers[column] is not None for numbers in REFUSED.values())
+    refused = {numbers[column] for numbers in BLOCKED_CALLS.values()} - {None}
+    assert len(refused) == sum(numbers[column] is not None for numbers in BLOCKED_CALLS.values())
     special = {435, CLONE[machine], SOCKET[machine], IOCTL[machine]}
     for number in range(457):
         expected = errno.EPERM if number in refused else ALLOWED

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from jrl.tasks.tools.calls import Call
-from jrl.tasks.tools.formats.known import FORMATS, PLAIN, calls_in
+from jrl.tasks.tools.formats.detection import FORMATS, PLAIN, detect_calls
 from jrl.tasks.tools.tool import Tool
 
 
@@ -430,7 +430,7 @@ ANSWERS = (
 @pytest.mark.parametrize("format", [*FORMATS, PLAIN], ids=lambda format: format.name)
 def test_answers_are_no_calls(format):
     assert [text for text in ANSWERS if format.calls(text, KNOWN)] == []
-    assert [text for text in ANSWERS if calls_in(text, KNOWN)] == []
+    assert [text for text in ANSWERS if detect_calls(text, KNOWN)] == []
 
 
 ASKED = [
@@ -451,7 +451,7 @@ def test_what_is_rendered_is_read(format):
         assert read(format.calls(text, KNOWN)) == wanted
         assert read(format.calls(f"I call.\n{text}", KNOWN)) == wanted
         # Whoever does not know the format finds it.
-        assert read(calls_in(text, KNOWN)) == wanted
+        assert read(detect_calls(text, KNOWN)) == wanted
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
@@ -467,7 +467,7 @@ def test_nothing_is_called_in_reasoning(format):
         assert format.calls(f"I might\n{one}\n{closed}\nThe answer is 7", KNOWN) == []
         for text in (f"{opened}so\n{one}\n{closed}\n{two}", f"so\n{one}\n{closed}\n{two}"):
             assert read(format.calls(text, KNOWN)) == [TWO]
-            assert read(calls_in(text, KNOWN)) == [TWO]
+            assert read(detect_calls(text, KNOWN)) == [TWO]
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)

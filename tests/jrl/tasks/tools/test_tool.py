@@ -10,8 +10,8 @@ import pytest
 
 from jrl.tasks.answers import extract
 from jrl.tasks.tools.calculator import CALCULATOR
-from jrl.tasks.tools.calls import Call, in_message
-from jrl.tasks.tools.tool import CUT, Tool, ToolEnvironment
+from jrl.tasks.tools.calls import Call, format_message_calls
+from jrl.tasks.tools.tool import TRUNCATED_MESSAGE, Tool, ToolEnvironment
 from jrl.tasks.workers.environment import Conversations
 
 
@@ -415,10 +415,10 @@ async def _awaited(value):
 
 def test_calls_that_the_format_of_the_checkpoint_has_read():
     environment = ToolEnvironment([CALCULATOR], lambda text: float("calc" in text), most=9)
-    calls = in_message([Call("calc", {"expression": "2*3"})], ["x"])
+    calls = format_message_calls([Call("calc", {"expression": "2*3"})], ["x"])
     message = said("text that says nothing", tool_calls=calls)
     assert step(environment, message)[0] == [{"role": "tool", "content": "6"}]
-    broken = in_message([Call("", error="the call cannot be read: so")], ["x"])
+    broken = format_message_calls([Call("", error="the call cannot be read: so")], ["x"])
     assert step(environment, said("", tool_calls=broken))[0][0]["content"] == (
         "error: the call cannot be read: so"
     )
@@ -434,7 +434,7 @@ def test_a_turn_that_was_cut():
         score = functools.partial(_scored, scored)
         return ToolEnvironment([CALCULATOR], score, end=".", most=1)
 
-    told = ([{"role": "user", "content": f"error: {CUT}."}], 0.0, False)
+    told = ([{"role": "user", "content": f"error: {TRUNCATED_MESSAGE}."}], 0.0, False)
     for text in ("I think that", "<think>It is", "so it is 7", "<tool_call>{"):
         assert environment().step(said(text, truncated=True)) == told
     assert scored == []

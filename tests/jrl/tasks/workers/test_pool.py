@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from jrl.tasks.workers.pool import EACH, MOST, Pool, default_workers
+from jrl.tasks.workers.pool import MAX_DEFAULT_WORKERS, QUESTIONS_PER_WORKER, Pool, default_workers
 from jrl.tasks.workers.process import Worker, WorkerEnded
 
 # Answers with its process and how often it was asked; does on demand what third-party code may do.
@@ -67,9 +67,11 @@ def test_answers_come_in_order_from_several_workers(make):
 def test_a_worker_that_hangs_holds_up_no_other(make):
     """Each answer has its own time; what hangs is killed, and its worker goes on."""
     pool = make(2, seconds=1.0)
-    pids = {answer["pid"] for answer in pool.ask_all([{"sleep": 0.2}] * 2 * EACH)}
+    pids = {answer["pid"] for answer in pool.ask_all([{"sleep": 0.2}] * 2 * QUESTIONS_PER_WORKER)}
     assert len(pids) == 2
-    questions = [{"n": n, **({"sleep": 600} if n in (0, 5) else {})} for n in range(4 * EACH)]
+    questions = [
+        {"n": n, **({"sleep": 600} if n in (0, 5) else {})} for n in range(4 * QUESTIONS_PER_WORKER)
+    ]
     begin = time.monotonic()
     answers = pool.ask_all(questions)
     for n, answer in enumerate(answers):
@@ -79,7 +81,7 @@ def test_a_worker_that_hangs_holds_up_no_other(make):
             assert answer["n"] == n
     # Both at the same time or one after the other, and the time of a start; not one per question.
     assert time.monotonic() - begin < 10
-    after = {answer["pid"] for answer in pool.ask_all([{"sleep": 0.2}] * 2 * EACH)}
+    after = {answer["pid"] for answer in pool.ask_all([{"sleep": 0.2}] * 2 * QUESTIONS_PER_WORKER)}
     gone = [pid for pid in pids if not runs(pid)]
     assert gone and len(after) == 2 and not after & set(gone)
 
@@ -96,7 +98,9 @@ def test_a_worker_that_dies_costs_its_answer(make):
 def test_few_questions_start_few_workers(make):
     pool = make(4)
     assert [pool.ask({})["asked"] for _ in range(3)] == [1, 2, 3]
-    assert {answer["pid"] for answer in pool.ask_all([{}] * EACH)} == {pool.ask({})["pid"]}
+    assert {answer["pid"] for answer in pool.ask_all([{}] * QUESTIONS_PER_WORKER)} == {
+        pool.ask({})["pid"]
+    }
     assert pool.ask_all([]) == []
 
 
@@ -112,12 +116,12 @@ def test_what_is_prepared_takes_none_of_the_time_of_an_answer(make):
 @pytest.mark.slow
 def test_close_ends_workers_that_are_at_work(make):
     pool = make(2, seconds=600.0)
-    pids = {answer["pid"] for answer in pool.ask_all([{"sleep": 0.2}] * 2 * EACH)}
+    pids = {answer["pid"] for answer in pool.ask_all([{"sleep": 0.2}] * 2 * QUESTIONS_PER_WORKER)}
     ended = []
 
     def ask():
         with pytest.raises(ValueError, match="worker is closed"):
-            pool.ask_all([{"sleep": 600}] * 2 * EACH)
+            pool.ask_all([{"sleep": 600}] * 2 * QUESTIONS_PER_WORKER)
         ended.append(True)
 
     thread = threading.Thread(target=ask)
@@ -148,6 +152,6 @@ def test_threads_share_a_pool(make):
 
 
 def test_sizes():
-    assert 1 <= default_workers() <= MOST
+    assert 1 <= default_workers() <= MAX_DEFAULT_WORKERS
     with pytest.raises(ValueError, match="verifiers=0 must be at least 1"):
         Pool(lambda: Worker(COMMAND), 0)

@@ -29,7 +29,7 @@ LOOPS = (
     "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}"
     "{% endfor %}{% endfor %}{% endfor %}"
 )
-ASKED = Conversation.of([("user", "2+2?")])
+ASKED = Conversation.from_pairs([("user", "2+2?")])
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ LENGTHS = [4, 5, 7, 9, 7]
 
 def chat_list(pairs=PAIRS):
     return [
-        chat_of({"prompt": prompt, "completion": said}, f"f:{n}", number=n)
+        chat_of({"prompt": prompt, "completion": said}, f"f:{n}", index=n)
         for n, (prompt, said) in enumerate(pairs)
     ]
 
@@ -54,7 +54,7 @@ def test_a_row_has_its_first_token_before_all_columns_that_are_learned():
     rows = rows_of(chats)
     assert (rows.before, rows.after, rows.dropped, rows.truncated) == (1, 8, 0, 0)
     assert {n: len(own.ids) for n, own in rows.encoded.items()} == dict(enumerate(LENGTHS))
-    third = next(chat for chat in chats.chats if chat.number == 2)
+    third = next(chat for chat in chats.chats if chat.index == 2)
     batch = rows.batch([third], 2, 0, mesh_of("dp1"))
     a, b = FORMAT.tokenizer.encode("a")[0], FORMAT.tokenizer.encode("b")[0]
     np.testing.assert_array_equal(batch.tokens, [[1, a, a, a, b, b, 2, 0, 0], [0] * 9])
@@ -119,7 +119,7 @@ def test_a_turn_is_sampled_and_compared_as_it_is_learned(name, tmp_path):
     record, fields = RECORDS[name][0], Fields(answer=ANSWERS.get(name, "answer"))
     others = [{"prompt": f"{n}?", "completion": "1"} for n in range(2)]
     chats = [
-        chat_of(each, f"f:{n}", fields, last=True, number=n)
+        chat_of(each, f"f:{n}", fields, last=True, index=n)
         for n, each in enumerate([record, *others])
     ]
     task = Chats("f", chats[1:], 0, None, chats[:1])
@@ -140,7 +140,7 @@ def test_a_turn_is_sampled_and_compared_as_it_is_learned(name, tmp_path):
 def test_of_several_turns_the_first_is_sampled():
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bb"}]
     chats = [
-        chat_of({"messages": [*turns, turns[0], {**turns[1], "content": "b" * n}]}, "f:1", number=n)
+        chat_of({"messages": [*turns, turns[0], {**turns[1], "content": "b" * n}]}, "f:1", index=n)
         for n in (90, 91)
     ]
     chats = Chats("f", chats_of().chats, 0, None, chats)

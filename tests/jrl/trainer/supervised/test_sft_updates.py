@@ -92,7 +92,7 @@ def test_the_loss_is_that_of_a_plain_oracle(task, packed):
     losses, likeliest = [], []
     longest = max(len(own.ids) for own in setup.rows.encoded.values())
     for chat in training_chats(setup.task, 0, BATCH):
-        own = setup.rows.encoded[chat.number]
+        own = setup.rows.encoded[chat.index]
         # What follows changes nothing before it.
         ids = np.pad(own.ids, (0, longest - len(own.ids)))
         logits = np.asarray(run(weights, jnp.asarray(ids[None])), np.float64).reshape(longest, -1)

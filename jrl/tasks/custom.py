@@ -2,26 +2,26 @@
 
 from typing import Any
 
-from jrl.tasks.data.prompt_list import Placed, PromptList, distinct
+from jrl.tasks.data.prompt_list import LocatedExample, PromptList, drop_repeated
 from jrl.tasks.data.records import check_sendable, example_of
 from jrl.tasks.data.split import HeldOut
 from jrl.tasks.environments.host import Host
-from jrl.tasks.environments.task import Opened, opened_example, tools_of
+from jrl.tasks.environments.task import EnvironmentPrompts, open_example, tools_of
 from jrl.tasks.procedural import ProceduralTask
-from jrl.tasks.references import Reference
+from jrl.tasks.references import CodeReference
 from jrl.tasks.task import Example, Prompts
 
 SIZES = ("max_prompt_length", "max_response_length", "characters")
 """Attributes that bound all prompts and answers that a task can generate."""
 
 
-def own_prompts(
-    reference: Reference, made: Any, seed: int, heldout: HeldOut, host: Host | None = None
+def custom_prompts(
+    reference: CodeReference, definition: Any, seed: int, heldout: HeldOut, host: Host | None = None
 ) -> Prompts:
     """The prompts of what a reference makes (`jrl.tasks.definition`).
 
     Args:
-      made: by the reference.
+      definition: made by the reference.
       seed: picks the stream of prompts, or the order of the training examples.
       host: of its environments, of a task that has some in place of a reward.
 
@@ -29,29 +29,29 @@ def own_prompts(
       ValueError: where it is no task, or a record of it is none.
     """
     name = reference.text
-    judged = host is not None or callable(getattr(made, "reward", None))
-    if not hasattr(made, "prompts") or not judged:
+    judged = host is not None or callable(getattr(definition, "reward", None))
+    if not hasattr(definition, "prompts") or not judged:
         raise ValueError(
-            f"task={name} makes a {type(made).__name__} without prompts or reward: give it "
+            f"task={name} makes a {type(definition).__name__} without prompts or reward: give it "
             "prompts, a list of records, and reward(prompt, completion, **record) or "
             "environment(**record)"
         )
-    if callable(made.prompts):
-        missing = [size for size in SIZES if not hasattr(made, size)]
+    if callable(definition.prompts):
+        missing = [size for size in SIZES if not hasattr(definition, size)]
         if missing:
             raise ValueError(
                 f"task={name} draws its prompts and does not say {', '.join(missing)}: set them "
                 "to what the longest prompt and answer have, and to all characters of both"
             )
         heldout.check_no_file(name, "draws")
-        definition = made if host is None else Opened(name, made, host)
-        task = ProceduralTask(name, seed, definition, heldout.count, heldout.drawn_share)
+        endless = definition if host is None else EnvironmentPrompts(name, definition, host)
+        task = ProceduralTask(name, seed, endless, heldout.count, heldout.generated_share)
         check_sendable(task.train(0), f"task={name}")
         return task
-    apart = getattr(made, "heldout", None)
-    tools = tools_of(made)
-    examples, repeated = _examples(made.prompts, f"task={name}: prompts", host, tools)
-    if apart is None:
+    heldout_records = getattr(definition, "heldout", None)
+    tools = tools_of(definition)
+    examples, repeated = _examples(definition.prompts, f"task={name}: prompts", host, tools)
+    if heldout_records is None:
         task = PromptList(name, examples, seed, heldout)
         task.num_repeated = repeated
         return task
@@ -60,24 +60,24 @@ def own_prompts(
             f"task={name} has held-out prompts of its own, and --held-out asks for others: leave "
             "it out"
         )
-    others, again = _examples(apart, f"task={name}: heldout", host, tools)
-    task = PromptList(name, examples, seed, apart=others)
+    others, again = _examples(heldout_records, f"task={name}: heldout", host, tools)
+    task = PromptList(name, examples, seed, heldout_examples=others)
     task.num_repeated = repeated + again
     return task
 
 
 def _examples(
-    records: Any, place: str, host: Host | None, tools: tuple[str, ...]
+    records: Any, location: str, host: Host | None, tools: tuple[str, ...]
 ) -> tuple[list[Example], int]:
     """The examples of records, no two with the same prompt, and how many were left out."""
-    placed: list[Placed] = []
-    for number, record in enumerate(records):
+    located: list[LocatedExample] = []
+    for index, record in enumerate(records):
         record = {"prompt": record} if isinstance(record, str) else record
         if host is None:
-            example = example_of(record, f"{place}[{number}]")
+            example = example_of(record, f"{location}[{index}]")
         else:
-            example = opened_example(record, f"{place}[{number}]", host, tools)
-        check_sendable(example, f"{place}[{number}]")
-        placed.append((f"{place}[{number}]", example))
-    kept, repeated = distinct(placed)
-    return [example for _, example in kept], repeated
+            example = open_example(record, f"{location}[{index}]", host, tools)
+        check_sendable(example, f"{location}[{index}]")
+        located.append((f"{location}[{index}]", example))
+    unique, repeated = drop_repeated(located)
+    return [example for _, example in unique], repeated

@@ -4,8 +4,8 @@ import json
 import tempfile
 from collections.abc import Sequence
 
-from jrl.tasks.data.records import plain
-from jrl.tasks.references import Reference
+from jrl.tasks.data.records import to_json_value
+from jrl.tasks.references import CodeReference
 from jrl.tasks.rewards.completion import special_of
 from jrl.tasks.task import FAILURES, Example
 from jrl.tasks.workers.pool import Pool
@@ -13,7 +13,7 @@ from jrl.tasks.workers.process import Message
 from jrl.tasks.workers.reward import SPECIAL
 
 
-class OwnReward:
+class CustomReward:
     """A function ``reward(prompt, completion, **record)``, or the reward of a task.
 
     Its file is read once: what is changed in it later makes no difference to workers that start
@@ -21,7 +21,7 @@ class OwnReward:
     """
 
     def __init__(
-        self, reference: Reference, *, makes: bool, seconds: float, workers: int | None = None
+        self, reference: CodeReference, *, makes: bool, seconds: float, workers: int | None = None
     ):
         """Describes the workers; the first question starts one.
 
@@ -33,13 +33,13 @@ class OwnReward:
         self.text = reference.text
         self._folder = tempfile.TemporaryDirectory(prefix="jrl-reward-")
         make = reference.worker_maker("reward", self._folder.name, makes=makes, seconds=seconds)
-        self._pool = Pool(make, workers, several=True)
+        self._pool = Pool(make, workers, batched=True)
 
     def ask(self, pairs: Sequence[tuple[Example, str]]) -> list[Message]:
         """Calls the reward for each completion: ``{"value": ...}`` or ``{"parts": ...}``, or
         ``{"failure": ..., "message": ...}`` with one of `FAILURES`."""
         questions = [_question(*pair) for pair in pairs]
-        return [_read(answer) for answer in self._pool.ask_all(questions)]
+        return [_parse_reply(answer) for answer in self._pool.ask_all(questions)]
 
     def close(self) -> None:
         """Ends the worker processes; more than once does no harm."""
@@ -48,19 +48,19 @@ class OwnReward:
 
 
 def _question(example: Example, completion: str) -> Message:
-    own = ("prompt", "completion", SPECIAL)
-    fields = {name: value for name, value in example.record.items() if name not in own}
+    reserved = ("prompt", "completion", SPECIAL)
+    fields = {name: value for name, value in example.record.items() if name not in reserved}
     if example.answer:
         fields.setdefault("answer", example.answer)
     # The worker sees what JSON holds of it, whatever a file's reader made of the fields.
-    fields = json.loads(json.dumps(fields, default=plain))
+    fields = json.loads(json.dumps(fields, default=to_json_value))
     question: Message = {"prompt": example.prompt, "completion": completion, "fields": fields}
     if (special := special_of(completion)) != completion:
         question["special"] = special
     return question
 
 
-def _read(answer: Message | Exception) -> Message:
+def _parse_reply(answer: Message | Exception) -> Message:
     if isinstance(answer, TimeoutError):
         return {"failure": "timeout", "message": str(answer)}
     if isinstance(answer, Exception):
