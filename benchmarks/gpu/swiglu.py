@@ -43,7 +43,7 @@ def _separate(which: str, name: str) -> Callable[..., Any]:
     from moe.experts.gated import gated
     from moe.experts.grouped.dot import IMPLEMENTATIONS
 
-    each = IMPLEMENTATIONS[name].each
+    each = IMPLEMENTATIONS[name].multiply_rows
 
     def hidden(x, gate_up, down, inward, pull, probs, sizes):
         inward = each(0, x, gate_up, sizes)

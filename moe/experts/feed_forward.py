@@ -142,9 +142,9 @@ def routed_experts(
     stop = jnp.minimum(jnp.cumsum(layout.sizes), num_rows)
     overflow = jnp.sum(layout.sizes) - stop[-1]
     sizes = jnp.diff(stop, prepend=0)
-    token, places = layout.tokens, layout.places
+    token, places = layout.tokens, layout.slots
 
-    of_rows = spread_rows(probs.reshape(-1), layout.choices, places.reshape(-1, 1))
+    of_rows = spread_rows(probs.reshape(-1), layout.assignments, places.reshape(-1, 1))
     if in_one and implementation != FUSED:
         matrices = weights.gate_up, weights.down
         scattered = implementation == SCATTERED

@@ -62,7 +62,7 @@ def _fused(rows, gate_up, down, probs, sizes, simulated):
 def _forward(rows, gate_up, down, probs, sizes, simulated):
     options = {"simulated": simulated}
     hidden, inward = hidden_units(rows, matrices_of(gate_up, rows), probs, sizes, **options)
-    out = grouped.each(0, hidden, matrices_of(down, rows), sizes, **options)
+    out = grouped.multiply_rows(0, hidden, matrices_of(down, rows), sizes, **options)
     inward = checkpoint_name(inward, PRODUCT)
     return out, (rows, inward, gate_up, down, probs, sizes)
 
@@ -73,9 +73,9 @@ def _backward(simulated, residuals, gradient):
     by_inward, by_probs = hidden_gradients(
         gradient, matrices_of(down, rows), inward, probs, sizes, **options
     )
-    by_down = grouped.summed(gated(inward, probs), gradient, sizes, **options)
-    by_rows = grouped.each(1, by_inward, matrices_of(gate_up, rows), sizes, **options)
-    by_gate_up = grouped.summed(rows, by_inward, sizes, **options)
+    by_down = grouped.sum_products(gated(inward, probs), gradient, sizes, **options)
+    by_rows = grouped.multiply_rows(1, by_inward, matrices_of(gate_up, rows), sizes, **options)
+    by_gate_up = grouped.sum_products(rows, by_inward, sizes, **options)
     return (
         by_rows,
         by_gate_up.astype(gate_up.dtype).reshape(gate_up.shape),

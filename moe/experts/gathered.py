@@ -100,11 +100,11 @@ def _backward(how, residuals, gradient):
     by_inward, by_probs = hidden_gradients(
         pull, matrices_of(down, rows), inward, probs, sizes, source=source, **how.options
     )
-    by_down = grouped.summed(
+    by_down = grouped.sum_products(
         gated(inward, probs), pull, sizes, source=source, gathered=1, **how.options
     )
     by_x = _sums(1, by_inward, matrices_of(gate_up, rows), sizes, layout, how, how.given)
-    by_gate_up = grouped.summed(rows, by_inward, sizes, source=source, **how.options)
+    by_gate_up = grouped.sum_products(rows, by_inward, sizes, source=source, **how.options)
     return (
         by_x,
         by_gate_up.astype(gate_up.dtype).reshape(gate_up.shape),
@@ -128,13 +128,13 @@ def _sums(
     dtype: DTypeLike,
 ) -> Array:
     """Grouped product of the rows in the slots, summed over the slots of each token."""
-    places = layout.places
+    places = layout.slots
     to: dict[str, Any] = {}
     if how.scattered:
-        to = {"destination": layout.choices, "num_results": places.size}
+        to = {"destination": layout.assignments, "num_results": places.size}
         # Expert ids without a slot are not written, so the sum must skip them.
         choice = jnp.arange(places.size, dtype=places.dtype).reshape(places.shape)
         places = jnp.where(places < rows.shape[0], choice, places.size)
-    products = grouped.each(side, rows, matrices, sizes, **to, **how.options)
+    products = grouped.multiply_rows(side, rows, matrices, sizes, **to, **how.options)
     name = "interpreted" if how.simulated else "mosaic"
     return combine(products, places, dtype=dtype, implementation=name)

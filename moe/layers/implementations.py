@@ -23,13 +23,13 @@ class Kernel(NamedTuple):
       unserved: from a network and the number of devices that its experts are split over (``etp``)
         to the reason why the kernel does not support it, or None.
       reason: reason for the choice, with the measurement.
-      hopper_alone: it uses Hopper's matrix units, which later GPUs lack.
+      hopper_only: it uses Hopper's matrix units, which later GPUs lack.
     """
 
     name: str
     unserved: Callable[[ModelConfig, int], str | None]
     reason: str
-    hopper_alone: bool
+    hopper_only: bool
 
 
 def selected_implementation(config: ModelConfig, field: str, etp: int = 1) -> str | None:
@@ -52,7 +52,7 @@ def why_not(config: ModelConfig, field: str, etp: int = 1) -> str | None:
     if not capability():
         return "no NVIDIA GPU"
     kernel = KERNELS[field]
-    foreign = foreign_gpus(hopper_alone=kernel.hopper_alone)
+    foreign = foreign_gpus(hopper_only=kernel.hopper_only)
     return foreign if foreign is not None else kernel.unserved(config, etp)
 
 
@@ -73,10 +73,12 @@ def unserved_by_decode_kernel(config: ModelConfig) -> str | None:
         return "attention sinks in the softmax"
     if config.mla is not None and keeps_narrow(config):
         rank = config.mla.kv_lora_rank
-        return latent_decode.unserved(config.dtype, rank + config.mla.qk_rope_head_dim, rank)
+        return latent_decode.unsupported_vectors(
+            config.dtype, rank + config.mla.qk_rope_head_dim, rank
+        )
     together = config.num_heads // config.num_kv_heads
     widths = config.head_dim, config.v_head_dim
-    return decode_attention.unserved(config.dtype, together, *widths)
+    return decode_attention.unsupported_heads(config.dtype, together, *widths)
 
 
 def _unserved_experts(config: ModelConfig, etp: int) -> str | None:
@@ -100,19 +102,19 @@ KERNELS = {
         "mosaic",
         _unserved_experts,
         'an eighth of the time of "blocks" with 128 experts on an H200',
-        hopper_alone=True,
+        hopper_only=True,
     ),
     "router": Kernel(
         "mosaic",
         _unserved_router,
         "three quarters of the time of the plain router on an H200",
-        hopper_alone=False,
+        hopper_only=False,
     ),
     "decode_attention": Kernel(
         "mosaic",
         lambda config, etp: unserved_by_decode_kernel(config),
         "reads no more of a row than its tokens",
-        hopper_alone=True,
+        hopper_only=True,
     ),
 }
 """By the field of `Execution`."""

@@ -15,7 +15,7 @@ from moe.experts.dispatch.choice import check_dispatch
 from moe.experts.dispatch.cost import Exchange, cheapest, explained, peer_capacity_of
 from moe.experts.fused import IN_ONE
 from moe.kernels.choice import foreign_gpus
-from moe.kernels.decode_attention import unserved
+from moe.kernels.decode_attention import unsupported_heads
 from moe.placement import specs
 from moe.router.capacity import can_drop
 from moe.weights import targets_of
@@ -152,7 +152,7 @@ def check_served(model: ModelConfig, mesh: FoldedMesh) -> None:
                 f"{name}={value!r} is a kernel for NVIDIA's Hopper, not for {mesh.platform!r} "
                 f"devices: leave out {flag(name)}."
             )
-        foreign = foreign_gpus(hopper_alone=name != "router")
+        foreign = foreign_gpus(hopper_only=name != "router")
         if foreign is not None:
             raise ValueError(f"{name}={value!r} cannot serve {foreign}: leave out {flag(name)}.")
     if execution.experts == "megablox" and mesh.platform != "tpu":
@@ -167,7 +167,7 @@ def check_served(model: ModelConfig, mesh: FoldedMesh) -> None:
         )
     obstacles = {"decode_attention": kernel_obstacle(model)}
     if execution.attention == "mosaic":
-        reason = unserved(model.dtype, 1, model.head_dim, model.v_head_dim)
+        reason = unsupported_heads(model.dtype, 1, model.head_dim, model.v_head_dim)
         obstacles["attention"] = None if reason is None else f"cannot serve: {reason}"
     for name, obstacle in obstacles.items():
         if obstacle is not None:

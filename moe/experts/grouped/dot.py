@@ -66,7 +66,7 @@ def grouped_dot(
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _grouped_dot(rows, weights, sizes, implementation):
-    return _named(implementation).each(0, rows, _matrices(weights, rows), sizes)
+    return _named(implementation).multiply_rows(0, rows, _matrices(weights, rows), sizes)
 
 
 def _matrices(weights: Array, rows: Array) -> Array:
@@ -81,8 +81,8 @@ def _backward(implementation, residuals, out_gradient):
     rows, weights, sizes = residuals
     # Both gradients are grouped products again; sizes are integers and have none.
     product = _named(implementation)
-    by_rows = product.each(1, out_gradient, _matrices(weights, rows), sizes)
-    by_weights = product.summed(rows, out_gradient, sizes)
+    by_rows = product.multiply_rows(1, out_gradient, _matrices(weights, rows), sizes)
+    by_weights = product.sum_products(rows, out_gradient, sizes)
     return by_rows, by_weights.astype(weights.dtype).reshape(weights.shape), None
 
 
@@ -93,7 +93,7 @@ IMPLEMENTATIONS = {
     "tiles": Implementation(tiles_each, tiles_summed),
     "blocks": Implementation(blocks_each, blocks_summed),
     "mosaic": Implementation(mosaic_each, mosaic_summed),
-    "megablox": Implementation(megablox.each, megablox.summed),
+    "megablox": Implementation(megablox.multiply_rows, megablox.sum_products),
     "ragged_dot": Implementation(ragged_each, ragged_summed),
     "plain": Implementation(plain_each, plain_summed),
 }

@@ -17,7 +17,7 @@ from moe.kernels.mosaic import THREAD, Target, mosaic_gpu
 
 SLOTS = 2
 """Blocks of a kind in shared memory."""
-FEW, MANY = 40, 232
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 """Registers of a thread of the producer, and of a thread of each of two consumers: in total no more
 than a multiprocessor has."""
 
@@ -25,7 +25,8 @@ Refs = Sequence[Any]
 
 
 class Visit(NamedTuple):
-    """Loop over the blocks of a pipeline, for consumers (`__call__`) and the producer (`bring`).
+    """Loop over the blocks of a pipeline, for consumers (`__call__`) and the producer
+    (`load_blocks`).
 
     Attributes:
       count: number of blocks.
@@ -41,7 +42,7 @@ class Visit(NamedTuple):
     def __call__(self, step: Callable[[Any, Refs, Any], Any], carry: Any) -> Any:
         """Runs ``carry = step(number, block of each kind, carry)`` for each block, in order."""
 
-        def one(number, carry):
+        def visit_block(number, carry):
             slot = _slot(number)
             mosaic_gpu().barrier_wait(self.arrived.at[slot])
             carry = step(number, [x.at[slot] for x in self.slots], carry)
@@ -53,12 +54,12 @@ class Visit(NamedTuple):
 
             return carry
 
-        return lax.fori_loop(0, self.count, one, carry)
+        return lax.fori_loop(0, self.count, visit_block, carry)
 
-    def bring(self, blocks: Callable[[Any], Refs]) -> None:
+    def load_blocks(self, blocks: Callable[[Any], Refs]) -> None:
         """Starts to copy each block as soon as its slot is free."""
 
-        def one(number, _):
+        def load_block(number, _):
             slot = _slot(number)
 
             # The first blocks find their slots empty.
@@ -68,10 +69,10 @@ class Visit(NamedTuple):
 
             _copy(blocks(number), [x.at[slot] for x in self.slots], self.arrived.at[slot])
 
-        lax.fori_loop(0, self.count, one, None)
+        lax.fori_loop(0, self.count, load_block, None)
 
 
-def pipelined(
+def run_pipeline(
     target: Target,
     held: Refs,
     blocks: Callable[[Any], Refs],
@@ -87,7 +88,7 @@ def pipelined(
       count: number of visits.
       consumers: one for each warpgroup; if all are the same object, they share one compiled body.
     """
-    gpu, number = mosaic_gpu(), len(consumers)
+    gpu, num_consumers = mosaic_gpu(), len(consumers)
     # The first blocks, for shapes and dtypes alone.
     kinds = blocks(jnp.int32(0))
     memory = [
@@ -96,40 +97,40 @@ def pipelined(
         # Each copy arrives once at its barrier; each consumer arrives once when it has read a slot.
         gpu.Barrier(num_arrivals=len(held)),
         gpu.Barrier(num_arrivals=len(kinds), num_barriers=SLOTS),
-        gpu.Barrier(num_arrivals=number, num_barriers=SLOTS),
+        gpu.Barrier(num_arrivals=num_consumers, num_barriers=SLOTS),
     ]
 
-    def split(own, slots, asked, arrived, free):
+    def split(held_memory, slots, held_arrived, arrived, free):
         warpgroup, visit = lax.axis_index(THREAD), Visit(count, slots, arrived, free)
 
         def consume(compute):
             # With a single consumer, two warpgroups have 255 registers a thread anyway.
-            if number > 1:
-                target.registers(MANY, "increase")
-            gpu.barrier_wait(asked)
-            compute(warpgroup, own, visit)
+            if num_consumers > 1:
+                target.registers(CONSUMER_REGISTERS, "increase")
+            gpu.barrier_wait(held_arrived)
+            compute(warpgroup, held_memory, visit)
 
         # Registers released here are what the consumers' increase waits for.
-        def bring():
-            if number > 1:
-                target.registers(FEW, "decrease")
-            _copy(held, own, asked)
-            visit.bring(blocks)
+        def produce():
+            if num_consumers > 1:
+                target.registers(PRODUCER_REGISTERS, "decrease")
+            _copy(held, held_memory, held_arrived)
+            visit.load_blocks(blocks)
 
         # One branch for all: code that is there twice would be compiled twice.
         if len({*consumers}) == 1:
-            pl.when(warpgroup < number)(partial(consume, consumers[0]))
+            pl.when(warpgroup < num_consumers)(partial(consume, consumers[0]))
         else:
             for at, compute in enumerate(consumers):
                 pl.when(warpgroup == at)(partial(consume, compute))
-        pl.when(warpgroup == number)(bring)
+        pl.when(warpgroup == num_consumers)(produce)
 
     pl.run_scoped(split, *memory, collective_axes=THREAD)
 
 
-def _copy(sources: Refs, places: Refs, barrier: Any) -> None:
-    for source, place in zip(sources, places, strict=True):
-        mosaic_gpu().copy_gmem_to_smem(source, place, barrier)
+def _copy(sources: Refs, buffers: Refs, barrier: Any) -> None:
+    for source, buffer in zip(sources, buffers, strict=True):
+        mosaic_gpu().copy_gmem_to_smem(source, buffer, barrier)
 
 
 def _slot(number: Any) -> Any:
