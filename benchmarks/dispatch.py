@@ -47,7 +47,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Seconds of each way by experts per token, what formulas say of them, and the rate."""
     import jax
 
-    from moe.experts.dispatch.cost import seconds, served
+    from moe.experts.dispatch.cost import seconds, supported_dispatchers
     from sharding.folding import Layout, fold
     from sharding.planner.hardware import UNKNOWN
 
@@ -55,7 +55,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     if number < 2:
         raise SystemExit("one device sends nothing: give --devices 8, or run where there are more.")
     mesh = fold(Layout(dp=number, ep=number))
-    ways = served(mesh)
+    ways = supported_dispatchers(mesh)
     exchange = ways[-1]
     rows = []
     for k in range(1, number + 1):

@@ -156,7 +156,7 @@ def _gathered(settings: Settings, product: Product, form: str) -> Figures:
     down = random(settings, 3, (len(product.sizes), product.outer, product.inner))
     kept = random(settings, 4, (number, 2 * product.outer))
     probs = jax.random.uniform(key, (number,))
-    options = {"sizes": sizes, "inward": kept, "probs": probs, "down": down}
+    options = {"sizes": sizes, "gate_up": kept, "probs": probs, "down_weights": down}
     gathered = jax.jit(lambda of: hidden_gradients(x, source=source, **of))(options)
     copied = jax.jit(lambda of: hidden_gradients(rows, **of))(options)
     return {"difference": max(worst, *map(difference, gathered, copied))}

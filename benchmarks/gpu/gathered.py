@@ -98,7 +98,7 @@ def _moved(which: str, name: str) -> Callable[..., Any]:
     """Rows written and added up by the kernels of `permute` or by XLA, the product of that name."""
     import jax
 
-    from moe.experts.gated import gated
+    from moe.experts.gated import apply_gate
     from moe.experts.grouped.dot import IMPLEMENTATIONS
     from moe.kernels.rows import combine, take
     from moe.kernels.swiglu import hidden_gradients
@@ -120,7 +120,7 @@ def _moved(which: str, name: str) -> Callable[..., Any]:
             return product.sum_products(of.hidden, rows, of.sizes)
         if name == "mosaic":
             return hidden_gradients(rows, of.down, of.kept, of.probs, of.sizes)
-        return jax.vjp(gated, of.kept, of.probs)[1](
+        return jax.vjp(apply_gate, of.kept, of.probs)[1](
             product.multiply_rows(1, rows, of.down, of.sizes)
         )
 
@@ -197,7 +197,7 @@ def _compared(which: str, of: Operands, found: Any) -> float:
     import jax.numpy as jnp
     import numpy as np
 
-    from moe.experts.gated import gated
+    from moe.experts.gated import apply_gate
 
     if which == "sums":
         some = np.sort(np.random.default_rng().choice(len(of.tokens), COMPARED, replace=False))
@@ -214,5 +214,5 @@ def _compared(which: str, of: Operands, found: Any) -> float:
         return compared(which, rows, of.up, of.hidden, of.sizes, found)
     some, by_hidden = some_rows("rows", rows, of.down, of.sizes)
     wide = of.kept[some].astype(jnp.float32)
-    expected = jax.vjp(gated, wide, of.probs[some])[1](by_hidden)
+    expected = jax.vjp(apply_gate, wide, of.probs[some])[1](by_hidden)
     return max(difference(a[some], b) for a, b in zip(found, expected, strict=True))

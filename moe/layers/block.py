@@ -54,7 +54,7 @@ def feed_forward(
             buffer_factor=buffer_factor,
             chunks=config.execution.expert_chunks,
             exchange_rate=config.execution.exchange_rate,
-            wire=config.execution.activation_wire,
+            comm_dtype=config.execution.activation_wire,
             activation=config.activation,
         )
         if buffer_factor is not None:

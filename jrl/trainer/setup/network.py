@@ -12,8 +12,8 @@ from moe.cache.kernel import kernel_obstacle
 from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.experts.dispatch.choice import check_dispatch
-from moe.experts.dispatch.cost import Exchange, cheapest, explained, peer_capacity_of
-from moe.experts.fused import IN_ONE
+from moe.experts.dispatch.cost import Exchange, cheapest, explain_choice, peer_capacity_of
+from moe.experts.fused import FUSED_KERNELS
 from moe.kernels.choice import foreign_gpus
 from moe.kernels.decode_attention import unsupported_heads
 from moe.placement import specs
@@ -85,7 +85,7 @@ def lora_of(model: ModelConfig, run: RunConfig) -> Lora | None:
             f"lora_targets={run.lora_targets!r} has {', '.join(absent)}, which the network of "
             f"{run.model} has not got: choose among {','.join(there)}."
         )
-    if run.experts in IN_ONE and "experts" in named:
+    if run.experts in FUSED_KERNELS and "experts" in named:
         raise ValueError(
             f"experts={run.experts!r} has no adapters between its two products: give --experts "
             "mosaic, or leave experts out of --lora-targets."
@@ -108,7 +108,7 @@ def dispatch_explained(model: ModelConfig, run: RunConfig, mesh: FoldedMesh) -> 
     """Explanation of the choice of `with_dispatch`, in a line; None without a choice."""
     if run.dispatch is not None or not travels(model, mesh):
         return None
-    return explained(exchange_of(model, mesh), mesh)
+    return explain_choice(exchange_of(model, mesh), mesh)
 
 
 def travels(model: ModelConfig, mesh: FoldedMesh) -> bool:

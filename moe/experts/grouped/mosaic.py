@@ -21,17 +21,17 @@ def obstacle(rows: Array | jax.ShapeDtypeStruct, width: int) -> str | None:
     return None
 
 
-def mosaic_each(side, rows, weights, sizes):
-    demand_service(rows, weights.shape[2 - side])
+def mosaic_multiply(side, rows, weights, sizes):
+    require_support(rows, weights.shape[2 - side])
     return grouped.multiply_rows(side, rows, weights, sizes)
 
 
-def mosaic_summed(rows, others, sizes):
-    demand_service(rows, others.shape[1])
+def mosaic_sum(rows, others, sizes):
+    require_support(rows, others.shape[1])
     return grouped.sum_products(rows, others, sizes)
 
 
-def demand_service(
+def require_support(
     rows: Array | jax.ShapeDtypeStruct,
     width: int,
     name: str = "mosaic",

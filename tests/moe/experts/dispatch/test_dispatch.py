@@ -18,9 +18,9 @@ from ragged import ragged_by_gathering
 from tiers import full_but
 
 from moe.experts.dispatch import ragged as ragged_dispatcher
+from moe.experts.dispatch.assignment import slots_of
 from moe.experts.dispatch.buffers import peer_choices, peer_tokens
 from moe.experts.dispatch.choice import dispatch, rows_received
-from moe.experts.dispatch.own import slots_of
 from moe.experts.dispatch.ragged import ragged_dispatch
 from moe.experts.feed_forward import dense_reference, routed_experts
 from moe.router.routing import Routing

@@ -10,13 +10,13 @@ from jax.sharding import PartitionSpec as P
 
 from moe.experts.dispatch.choice import IMPLEMENTATIONS, dispatch
 from moe.experts.dispatch.cost import (
-    MANY,
+    MANY_TOKENS,
     NAMES,
     Exchange,
     cheapest,
-    explained,
+    explain_choice,
+    fraction_with_expert,
     hardware_of,
-    part_with,
     peer_capacity_of,
     seconds,
 )
@@ -87,10 +87,14 @@ def test_ragged_counts_tokens_that_are_there():
     chosen = np.argsort(draw.random((20000, 24)), axis=1)[:, :5] // 4
     found = np.mean(np.any(chosen[:, :, None] == np.arange(6), axis=1))
     # The standard error of 120000 draws.
-    assert part_with(exchange, layout) == pytest.approx(found, abs=5 * 0.5 / 120000**0.5)
+    assert fraction_with_expert(exchange, layout) == pytest.approx(found, abs=5 * 0.5 / 120000**0.5)
     takes = seconds(exchange, layout, UNKNOWN)
-    tokens_only = (takes["ragged"] - 8 * 5 * 5 * MANY - 4 * 5 * 5 * MANY * 5 / 6 * 6 / 5) / MANY
-    assert tokens_only < takes["all_to_all"] / MANY * (part_with(exchange, layout) + 0.01)
+    tokens_only = (
+        takes["ragged"] - 8 * 5 * 5 * MANY_TOKENS - 4 * 5 * 5 * MANY_TOKENS * 5 / 6 * 6 / 5
+    ) / MANY_TOKENS
+    assert tokens_only < takes["all_to_all"] / MANY_TOKENS * (
+        fraction_with_expert(exchange, layout) + 0.01
+    )
 
 
 def test_peer_capacity_is_that_of_the_buffers():
@@ -114,7 +118,7 @@ def test_devices_are_known_by_their_kind():
 
 
 def test_it_says_why():
-    said = explained(Exchange(32, 4, 64, 4, peer_capacity=0.5, rate=0.8), on("dp8 / ep8"))
+    said = explain_choice(Exchange(32, 4, 64, 4, peer_capacity=0.5, rate=0.8), on("dp8 / ep8"))
     slower = "an all-to-all at 0.8 of a ring's rate"
     assert said == f"all_to_all (all_gather 1.60 times its time by bytes, {slower})"
     assert "\n" not in said
