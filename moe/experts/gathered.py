@@ -1,12 +1,12 @@
 """Experts whose grouped GEMMs gather tokens and output gradients themselves ("mosaic_gathered").
 
-It is `moe.experts.fused` between `permute_rows` and `unpermute_rows`, without the arrays that these write:
-the gate/up product and the gradient of its matrices gather tokens through the layout. The gradient
-of a row of the down-projection is its token's output gradient, as the gate weight was applied
-before; so the backward pass gathers that. Rows of the down-projection, and gradients of the rows of
-the gate/up product, are summed for each token. Until then they are in the order of experts or, with
-"mosaic_scattered", in the order of tokens and expert ids, each in a slot of its own. The order of
-the sum, and so every bit, is the same.
+It is `moe.experts.fused` between `permute_rows` and `unpermute_rows`, without the arrays that these
+write: the gate/up product and the gradient of its matrices gather tokens through the layout. The
+gradient of a row of the down-projection is its token's output gradient, as the gate weight was
+applied before; so the backward pass gathers that. Rows of the down-projection, and gradients of the
+rows of the gate/up product, are summed for each token. Until then they are in the order of experts
+or, with "mosaic_scattered", in the order of tokens and expert ids, each in a slot of its own. The
+order of the sum, and so every bit, is the same.
 """
 
 from functools import partial
