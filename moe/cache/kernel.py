@@ -7,7 +7,7 @@ from moe.attention.latent import keeps_narrow
 from moe.config import ModelConfig
 from moe.kernels import decode_attention, latent_decode
 from moe.kernels.choice import NAMES
-from moe.layers.implementations import selected_implementation, unserved_by_decode_kernel
+from moe.layers.implementations import selected_implementation, unsupported_by_decode_kernel
 from sharding.folding import FoldedMesh
 
 
@@ -34,7 +34,7 @@ def kernel_obstacle(config: ModelConfig) -> str | None:
         return f"is none of {', '.join(map(repr, NAMES))}"
     if name == "interpreted":
         return "cannot serve: the plain interpreter has no matrix units"
-    reason = unserved_by_decode_kernel(config)
+    reason = unsupported_by_decode_kernel(config)
     return None if reason is None else f"cannot serve: {reason}"
 
 

@@ -60,8 +60,8 @@ def feed_forward(
         if buffer_factor is not None:
             stats = replace(stats, overflow=vary(overflow.astype(jnp.float32), mesh.axes))
         out = out + routed
-    beside = dense_term(layer, h, mesh, config.activation)
-    out = out if beside is None else out + beside
+    dense_out = dense_term(layer, h, mesh, config.activation)
+    out = out if dense_out is None else out + dense_out
     return norm_after(out, layer.norm, layer.out_norm, config), stats
 
 
@@ -75,7 +75,7 @@ def block(
     number: int | Int[Array, ""],
 ) -> tuple[Float[Array, "local d_model"], RouterStatistics[Array] | None]:
     """Runs one block, the layer of index `number` in the network."""
-    positions = packed.turns or own_shard(packed.positions, mesh.cp)
+    positions = packed.rope or own_shard(packed.positions, mesh.cp)
     x = x + attention(layer.attention, x, positions, core_attention, config, mesh, number)
     x = checkpoint_name(x, STREAM)
     out, stats = feed_forward(layer, x, packed, config, mesh)

@@ -24,7 +24,7 @@ from moe.kernels.latent_decode import (
     split_latent_attention,
     split_length,
 )
-from moe.layers.depth import parts_of
+from moe.layers.depth import split_layer_groups
 from moe.placement import specs
 from sharding.collectives import vary
 
@@ -138,7 +138,7 @@ def network_by(name):
         def step(cache, number):
             place = vary(jnp.asarray(POSITIONS), mesh.axes) + number
             live = jnp.ones_like(place, bool)
-            layers = parts_of(weights, config)
+            layers = split_layer_groups(weights, config)
             logits, cache, _ = decode_step(
                 layers, weights, cache, tokens[number], place, live, config, mesh
             )
