@@ -47,7 +47,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Seconds of each way by experts per token, what formulas say of them, and the rate."""
     import jax
 
-    from moe.experts.dispatch.cost import seconds, supported_dispatchers
+    from moe.experts.dispatch.cost import predict_seconds, supported_dispatchers
     from sharding.folding import Layout, fold
     from sharding.planner.hardware import UNKNOWN
 
@@ -61,7 +61,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     for k in range(1, number + 1):
         programs = {way: program(way, k, mesh, given) for way in ("all_gather", exchange)}
         takes = in_turn(programs, given.rounds)
-        sends = seconds(exchange_of(k, number, given), mesh.layout, UNKNOWN)
+        sends = predict_seconds(exchange_of(k, number, given), mesh.layout, UNKNOWN)
         rows.append(
             {
                 "k": k,

@@ -71,14 +71,21 @@ def decode_attention(
         implementation,
         partial(_plain, scale=scale),
         partial(_mosaic, scale=scale),
-        (query, _stacked(keys), _stacked(values), first, stop, jnp.asarray(layer, jnp.int32)),
+        (
+            query,
+            _with_layer_axis(keys),
+            _with_layer_axis(values),
+            first,
+            stop,
+            jnp.asarray(layer, jnp.int32),
+        ),
         operation="decode_attention",
         obstacle=_obstacle(implementation, query, keys, values),
         hopper_only=True,
     )
 
 
-def _stacked(buffer: Array) -> Array:
+def _with_layer_axis(buffer: Array) -> Array:
     return buffer if buffer.ndim == 5 else buffer[None]
 
 
@@ -248,8 +255,8 @@ def _attend_columns(target: Target, sources, begin, end, factor: float):
         column = target.tiled(lax.broadcasted_iota(jnp.int32, scores.shape, 1))
         visible = (column >= begin).astype(jnp.int32) * (column < end).astype(jnp.int32) > 0
         # Minus infinity is safe: at least one column is visible, so the maximum is finite.
-        nothing = target.tiled(jnp.full(scores.shape, -jnp.inf, jnp.float32))
-        scores = jnp.where(visible, scores, nothing)
+        minus_infinity = target.tiled(jnp.full(scores.shape, -jnp.inf, jnp.float32))
+        scores = jnp.where(visible, scores, minus_infinity)
         largest = target.tiled(jnp.max(scores, axis=1))
         largest_of_row = target.tiled(lax.broadcast_in_dim(largest, scores.shape, (0,)))
         powers = jnp.exp(scores - largest_of_row)

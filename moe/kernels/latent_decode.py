@@ -163,8 +163,8 @@ def split_latent_attention(
         begin = jnp.maximum(first[row] - start, 0)
         end = jnp.minimum(stop[row] - start, length)
 
-        def load_block(number):
-            columns = pl.ds(start + number * BLOCK, BLOCK)
+        def load_block(index):
+            columns = pl.ds(start + index * BLOCK, BLOCK)
             return vectors.at[layer[0], row, 0, :, columns]
 
         # Hidden splits leave their outputs unwritten; `merge_splits` does not read them.
@@ -306,7 +306,7 @@ def _attend(inputs: SplitInputs, out, most, total) -> None:
         gpu.SMEM((heads, BLOCK), inputs.query.dtype),
         gpu.SMEM((heads,), jnp.float32),
     ]
-    barriers = [gpu.Barrier(num_barriers=number) for number in (1, SLOTS, 1, 1, 1)]
+    barriers = [gpu.Barrier(num_barriers=num_barriers) for num_barriers in (1, SLOTS, 1, 1, 1)]
 
     # For each block, in this order:
     #   first:  wait arrived, compute exponentials, wait taken (of the block before), write them,
@@ -317,7 +317,7 @@ def _attend(inputs: SplitInputs, out, most, total) -> None:
     # the second warpgroup is at most one block behind.
     def split(*shared):
         warpgroup = lax.axis_index(THREAD)
-        first, second = (out.at[:, pl.ds(at * inputs.half, inputs.half)] for at in (0, 1))
+        first, second = (out.at[:, pl.ds(half * inputs.half, inputs.half)] for half in (0, 1))
         pl.when(warpgroup == 0)(partial(_score, inputs, SharedMemory(*shared), first, most, total))
         pl.when(warpgroup == 1)(partial(_load_and_sum, inputs, SharedMemory(*shared), second))
 
@@ -329,11 +329,11 @@ def _score(inputs: SplitInputs, shared: SharedMemory, out, most, total) -> None:
     gpu, target = mosaic_gpu(), inputs.target
     heads, (lowest, highest) = inputs.query.shape[0], inputs.blocks
 
-    def step(number, carry):
+    def step(index, carry):
         sums, largest, powers_so_far = carry
-        slot = _slot(number, lowest)
+        slot = _slot(index, lowest)
         columns = shared.slots.at[slot]
-        begin, end = inputs.begin - number * BLOCK, inputs.end - number * BLOCK
+        begin, end = inputs.begin - index * BLOCK, inputs.end - index * BLOCK
         gpu.barrier_wait(shared.arrived.at[slot])
 
         # Hidden columns may hold NaN or infinity, and zero times these is not zero. Only the values
@@ -352,13 +352,13 @@ def _score(inputs: SplitInputs, shared: SharedMemory, out, most, total) -> None:
         # Minus infinity is safe: every block in the range has a visible column, so from the first
         # one on the maximum is finite.
         scores = jnp.where(visible, scores, inputs.full(scores.shape, -jnp.inf))
-        now = jnp.maximum(largest, target.tiled(jnp.max(scores, axis=1)))
-        shrink = jnp.exp(largest - now)
-        powers = jnp.exp(scores - inputs.broadcast(now, scores.shape))
+        new_largest = jnp.maximum(largest, target.tiled(jnp.max(scores, axis=1)))
+        shrink = jnp.exp(largest - new_largest)
+        powers = jnp.exp(scores - inputs.broadcast(new_largest, scores.shape))
         powers_so_far = powers_so_far * shrink + target.tiled(jnp.sum(powers, axis=1))
 
         # The other warpgroup may still be reading the exponentials of the block before.
-        @pl.when(number > lowest)
+        @pl.when(index > lowest)
         def _():
             gpu.barrier_wait(shared.second_summed)
 
@@ -369,7 +369,7 @@ def _score(inputs: SplitInputs, shared: SharedMemory, out, most, total) -> None:
         gpu.barrier_arrive(shared.powers_written)
         sums = inputs.add_values(sums, shrink, shared.powers, columns, 0)
         gpu.barrier_arrive(shared.first_summed)
-        return sums, now, powers_so_far
+        return sums, new_largest, powers_so_far
 
     # The queries are copied once, by the other warpgroup, and stay in shared memory.
     gpu.barrier_wait(shared.query_arrived)
@@ -392,23 +392,23 @@ def _load_and_sum(inputs: SplitInputs, shared: SharedMemory, out) -> None:
     gpu, target = mosaic_gpu(), inputs.target
     lowest, highest = inputs.blocks
 
-    def load_block(number):
-        @pl.when(number < highest)
+    def load_block(index):
+        @pl.when(index < highest)
         def _():
-            slot = _slot(number, lowest)
+            slot = _slot(index, lowest)
             gpu.copy_gmem_to_smem(
-                inputs.block(number), shared.slots.at[slot], shared.arrived.at[slot]
+                inputs.block(index), shared.slots.at[slot], shared.arrived.at[slot]
             )
 
-    def step(number, sums):
-        slot = _slot(number, lowest)
+    def step(index, sums):
+        slot = _slot(index, lowest)
         gpu.barrier_wait(shared.arrived.at[slot])
         gpu.barrier_wait(shared.powers_written)
         shrink = target.load(shared.shrink, 0)
         sums = inputs.add_values(sums, shrink, shared.powers, shared.slots.at[slot], 1)
         # Both warpgroups are done with this slot, so the copy may overwrite it.
         gpu.barrier_wait(shared.first_summed)
-        load_block(number + SLOTS)
+        load_block(index + SLOTS)
         gpu.barrier_arrive(shared.second_summed)
         return sums
 
@@ -420,5 +420,5 @@ def _load_and_sum(inputs: SplitInputs, shared: SharedMemory, out) -> None:
     target.store(out, lax.fori_loop(lowest, highest, step, start))
 
 
-def _slot(number: Any, lowest: Any) -> Any:
-    return lax.rem(number - lowest, jnp.int32(SLOTS))
+def _slot(index: Any, lowest: Any) -> Any:
+    return lax.rem(index - lowest, jnp.int32(SLOTS))

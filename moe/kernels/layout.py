@@ -159,8 +159,10 @@ def _count(width, target, block, ids, counts):
     # In registers, without shared counters: atomics on these would contend for popular experts.
     for first in range(0, width, SIDE):
         total = None
-        for at in range(0, BLOCK, SIDE):
-            expert = _broadcast(target, target.load(ids.at[pl.ds(block * BLOCK + at, SIDE)], 1), 1)
+        for offset in range(0, BLOCK, SIDE):
+            expert = _broadcast(
+                target, target.load(ids.at[pl.ds(block * BLOCK + offset, SIDE)], 1), 1
+            )
             equal = (expert == _iota(target, 0) + first).astype(jnp.int32)
             block_counts = target.tiled(jnp.sum(equal, axis=1))
             total = block_counts if total is None else total + block_counts
@@ -171,20 +173,20 @@ def _assign_slots(width, target, block, ids, others, before, slots):
     """Kernel of the slots: for each assignment (row) it counts earlier ones of the same expert in
     the block (columns) and adds the first slot of its expert and block, selected by a comparison
     with all experts (columns)."""
-    for at in range(0, BLOCK, SIDE):
-        mine = _broadcast(target, target.load(ids.at[pl.ds(block * BLOCK + at, SIDE)], 0), 0)
+    for offset in range(0, BLOCK, SIDE):
+        row_ids = _broadcast(target, target.load(ids.at[pl.ds(block * BLOCK + offset, SIDE)], 0), 0)
         slot = target.tiled(jnp.zeros((SIDE, SIDE), jnp.int32))
-        for earlier in range(0, at + SIDE, SIDE):
-            theirs = others.at[pl.ds(block * BLOCK + earlier, SIDE)]
-            equal = (mine == _broadcast(target, target.load(theirs, 1), 1)).astype(jnp.int32)
+        for earlier in range(0, offset + SIDE, SIDE):
+            column_ids = others.at[pl.ds(block * BLOCK + earlier, SIDE)]
+            equal = (row_ids == _broadcast(target, target.load(column_ids, 1), 1)).astype(jnp.int32)
             # In its own tile only those below the diagonal come earlier.
-            if earlier == at:
+            if earlier == offset:
                 equal *= (_iota(target, 1) < _iota(target, 0)).astype(jnp.int32)
             slot = slot + equal
         # A gather by expert id, written as compare and sum: registers cannot be indexed.
         for first in range(0, width, SIDE):
             sums = target.load(before.at[pl.ds(block * width + first, SIDE)], 1)
-            equal = (mine == _iota(target, 1) + first).astype(jnp.int32)
+            equal = (row_ids == _iota(target, 1) + first).astype(jnp.int32)
             slot = slot + _broadcast(target, sums, 1) * equal
         total = target.tiled(jnp.sum(slot, axis=1))
-        target.store(slots.at[pl.ds(block * BLOCK + at, SIDE)], total)
+        target.store(slots.at[pl.ds(block * BLOCK + offset, SIDE)], total)

@@ -230,15 +230,15 @@ def _body(
         return target.tiled(reduce(matrix, axis=1))
 
     # One read of the logits: everything below stays in registers, [token, expert].
-    here = pl.ds(block * TOKENS, TOKENS)
-    block_logits = target.load(logits.at[here])
+    token_slice = pl.ds(block * TOKENS, TOKENS)
+    block_logits = target.load(logits.at[token_slice])
     logs = block_logits
     if rule.sigmoid:
         # log sigmoid(x) = min(x, 0) - log(1 + e^-|x|)
         logs = jnp.minimum(block_logits, full(0)) - jnp.log(1 + jnp.exp(-jnp.abs(block_logits)))
     powers = jnp.exp(logs - broadcast(reduce_rows(jnp.max, logs)))
     shares = target.tiled(powers / broadcast(reduce_rows(jnp.sum, powers)))
-    target.store(probabilities.at[here], shares)
+    target.store(probabilities.at[token_slice], shares)
 
     scores = target.tiled(jnp.exp(logs)) if rule.sigmoid else shares
     # The bias selects and does not weigh: `ranking` is compared, `weighing` becomes the gate
@@ -247,7 +247,7 @@ def _body(
     weighing = block_logits if rule.after_topk else logs if rule.renormalise else scores
     column = target.tiled(lax.broadcasted_iota(jnp.int32, shape, 1))
 
-    def largest_of(ranking):
+    def find_largest(ranking):
         """The largest value of each row, the column of its first occurrence, and a mask of it."""
         # Among equal values the first column, as `lax.top_k` selects: an argmax in two reductions.
         most = reduce_rows(jnp.max, ranking)
@@ -256,12 +256,12 @@ def _body(
         return most, first, column == broadcast(first)
 
     if rule.groups > 1:
-        ranking = _mask_closed_groups(rule, experts, target, ranking, column, largest_of)
+        ranking = _mask_closed_groups(rule, experts, target, ranking, column, find_largest)
     selected, selected_scores = full(0), []
     # k passes over registers; each removes the expert that it found.
-    for number in range(rule.k):
-        _, first, hit = largest_of(ranking)
-        target.store(expert_ids.at[pl.ds(number * padded + block * TOKENS, TOKENS)], first)
+    for rank in range(rule.k):
+        _, first, hit = find_largest(ranking)
+        target.store(expert_ids.at[pl.ds(rank * padded + block * TOKENS, TOKENS)], first)
         selected_scores.append(reduce_rows(jnp.sum, jnp.where(hit, weighing, full(0))))
         selected = selected + hit.astype(jnp.float32)
         ranking = jnp.where(hit, full(-jnp.inf), ranking)
@@ -274,46 +274,46 @@ def _body(
         selected_scores = [jnp.exp(score - most) for score in selected_scores]
         total = sum(selected_scores[1:], selected_scores[0])
         selected_scores = [score / total for score in selected_scores]
-    for number, score in enumerate(selected_scores):
-        here_at = pl.ds(number * padded + block * TOKENS, TOKENS)
-        target.store(probs.at[here_at], target.tiled(score * rule.scaling))
+    for rank, score in enumerate(selected_scores):
+        rank_slice = pl.ds(rank * padded + block * TOKENS, TOKENS)
+        target.store(probs.at[rank_slice], target.tiled(score * rule.scaling))
 
     # Counts of this block alone; they are added up after the kernel, in order and without atomics.
-    weighted = selected * broadcast(target.load(weights.at[here], 0))
+    weighted = selected * broadcast(target.load(weights.at[token_slice], 0))
     total = target.tiled(jnp.sum(weighted, axis=0), 1)
     target.store(counts.at[pl.ds(block * experts, experts)], total)
 
 
-def _mask_closed_groups(rule: Rule, experts: int, target: Target, ranking, column, largest_of):
+def _mask_closed_groups(rule: Rule, experts: int, target: Target, ranking, column, find_largest):
     """`ranking`, with -inf for the experts of groups that a token may not select from."""
     width = experts // rule.groups
-    nothing = target.tiled(jnp.full(ranking.shape, -jnp.inf, jnp.float32))
+    minus_infinity = target.tiled(jnp.full(ranking.shape, -jnp.inf, jnp.float32))
 
-    def inside(group):
+    def mask_group(group):
         after = (column >= group * width).astype(jnp.int32)
         return after * (column < (group + 1) * width).astype(jnp.int32)
 
     # The score of a group is the sum of its best experts, found as the top-k itself is.
     scores = []
     for group in range(rule.groups):
-        within, best = jnp.where(inside(group) > 0, ranking, nothing), []
+        within, best = jnp.where(mask_group(group) > 0, ranking, minus_infinity), []
         for _ in range(rule.k // rule.open_groups):
-            most, _, hit = largest_of(within)
+            most, _, hit = find_largest(within)
             best.append(most)
-            within = jnp.where(hit, nothing, within)
+            within = jnp.where(hit, minus_infinity, within)
         scores.append(sum(best[1:], best[0]))
     is_open = target.tiled(jnp.zeros(ranking.shape, jnp.int32))
     for group, score in enumerate(scores):
         # The rank of a group is the number of those before it, with a larger score or the same
         # score and a lower index. Comparing all pairs needs no sort; there are few groups.
         before = [
-            (other >= score if number < group else other > score).astype(jnp.int32)
-            for number, other in enumerate(scores)
-            if number != group
+            (other >= score if index < group else other > score).astype(jnp.int32)
+            for index, other in enumerate(scores)
+            if index != group
         ]
-        opens = (sum(before[1:], before[0]) < rule.open_groups).astype(jnp.int32)
-        in_open_group = inside(group) * target.tiled(
-            lax.broadcast_in_dim(opens, ranking.shape, (0,))
+        is_group_open = (sum(before[1:], before[0]) < rule.open_groups).astype(jnp.int32)
+        in_open_group = mask_group(group) * target.tiled(
+            lax.broadcast_in_dim(is_group_open, ranking.shape, (0,))
         )
         is_open = is_open + in_open_group
-    return jnp.where(is_open > 0, ranking, nothing)
+    return jnp.where(is_open > 0, ranking, minus_infinity)

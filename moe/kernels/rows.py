@@ -128,14 +128,12 @@ def _take_kernel(x: Array, source: Array, *, interpreted: bool) -> Array:
                 safe = jnp.minimum(row, height - 1)
                 for first, length in chunks:
                     values = target.strided(x[safe, pl.ds(first, length)])
-                    nothing = target.strided(jnp.zeros((length,), x.dtype))
+                    zeros = target.strided(jnp.zeros((length,), x.dtype))
                     here = slot, pl.ds(first, length)
                     loaded.append(
                         (
                             here,
-                            jnp.where(
-                                broadcast_condition(row < height, (length,)), values, nothing
-                            ),
+                            jnp.where(broadcast_condition(row < height, (length,)), values, zeros),
                         )
                     )
             for here, values in loaded:
@@ -214,9 +212,9 @@ def _combine_kernel(
 def _load_chunk(target: Target, rows, slot, height: int, first, length: int) -> Array:
     """Loads a chunk of a row in float32, zeros where its index is past the end."""
     values = target.strided(rows[jnp.minimum(slot, height - 1), pl.ds(first, length)])
-    nothing = target.strided(jnp.zeros((length,), jnp.float32))
+    zeros = target.strided(jnp.zeros((length,), jnp.float32))
     return jnp.where(
-        broadcast_condition(slot < height, (length,)), values.astype(jnp.float32), nothing
+        broadcast_condition(slot < height, (length,)), values.astype(jnp.float32), zeros
     )
 
 
@@ -286,7 +284,7 @@ def _gradients_kernel(
     def clear_empty_slots(target: Target, first, refs):
         *_, assignments, _, grad_rows, _ = refs
 
-        def clear(index, nothing):
+        def clear(index, carry):
             slot = jnp.minimum(first + index, height - 1)
 
             def zero(chunks, _):
@@ -298,7 +296,7 @@ def _gradients_kernel(
             def _():
                 loop_over_row(width, bits, zero)
 
-            return nothing
+            return carry
 
         lax.fori_loop(0, SWEPT_SLOTS, clear, None)
 

@@ -137,13 +137,13 @@ class GatherPipeline(NamedTuple):
     num_slices: Any
 
     @property
-    def ahead(self) -> int:
+    def slices_in_flight(self) -> int:
         """Number of slices in flight: all slots but two. One of these is being multiplied; the
         other was before, and a slow warp may not have seen the end of that product yet."""
         return self.slots.shape[0] - 2
 
     def start(self) -> None:
-        for k in range(self.ahead):
+        for k in range(self.slices_in_flight):
             self._start(jnp.int32(k))
 
     def tile(self, k: jax.Array) -> Any:
@@ -151,14 +151,14 @@ class GatherPipeline(NamedTuple):
         # A thread waits for its own copies only. The fence makes them visible to the matrix units,
         # and its barrier makes all threads of the warpgroup wait for each other.
         if isinstance(self.target, Gpu):
-            wait_for_copies(self.ahead - 1)
+            wait_for_copies(self.slices_in_flight - 1)
         mosaic_gpu().commit_smem()
         return self._slot(k)
 
     def start_next(self, k: jax.Array) -> None:
-        """Starts to copy slice ``k + ahead`` to the slot of slice k - 2. Every warp must have seen
-        the end of that product before `tile` of slice k."""
-        self._start(k + self.ahead)
+        """Starts to copy slice ``k + slices_in_flight`` to the slot of slice k - 2. Every warp must
+        have seen the end of that product before `tile` of slice k."""
+        self._start(k + self.slices_in_flight)
 
     def _slot(self, k: jax.Array) -> Any:
         return self.slots.at[lax.rem(k, jnp.int32(self.slots.shape[0]))]
@@ -219,10 +219,12 @@ def start_copies(x: Any, source: Any, first: Any, column: Any, tile: Any) -> Non
       tile: in shared memory, ``[8 m, 64 n]``, read by the matrix units only.
     """
     plgpu = mosaic_gpu()
-    number = plgpu.Layout.WG_SPLAT
+    scalar_type = plgpu.Layout.WG_SPLAT
     height, width = tile.shape
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), number, number, _swizzled()))
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.RefType(), scalar_type, scalar_type, _swizzled())
+    )
     def copy(context, x, source, first, column, tile):
         from jax.experimental.mosaic.gpu import FragmentedArray, utils
         from jax.experimental.mosaic.gpu.utils import arith, ir, llvm, nvvm
@@ -232,27 +234,27 @@ def start_copies(x: Any, source: Any, first: Any, column: Any, tile: Any) -> Non
         rows, stride = kind.shape
         indices, shared = utils.memref_ptr(source), utils.memref_ptr(tile)
         elements = llvm.addrspacecast(llvm.PointerType.get(address_space=1), utils.memref_ptr(x))
-        bytes_copied, nothing = utils.c(2 * ATOM, short), utils.c(0, short)
+        bytes_copied, zero = utils.c(2 * ATOM, short), utils.c(0, short)
         thread = FragmentedArray.splat(utils.thread_idx(), (), is_signed=False) % LANES
         for row, column_offset, shared_offset in chunks_of_thread(thread, height, width):
-            index = utils.getelementptr(indices, [value(first + row)], short)
+            index = utils.getelementptr(indices, [as_value(first + row)], short)
             index = llvm.load(short, index)
             # Unsigned: a negative index counts as past the end too.
             inside = arith.cmpi(arith.CmpIPredicate.ult, index, utils.c(rows, short))
             # In 64 bits, as a large array has more elements than 32 bits count.
-            safe = arith.extui(long, arith.select(inside, index, nothing))
+            safe = arith.extui(long, arith.select(inside, index, zero))
             start = arith.muli(safe, utils.c(stride, long))
-            start = arith.addi(start, arith.extui(long, value(column + column_offset)))
+            start = arith.addi(start, arith.extui(long, as_value(column + column_offset)))
             # A copy of size 0 writes zeros: rows past the end need no branch and no store.
             nvvm.cp_async_shared_global(
-                utils.getelementptr(shared, [value(shared_offset)], kind.element_type),
+                utils.getelementptr(shared, [as_value(shared_offset)], kind.element_type),
                 utils.getelementptr(elements, [start], kind.element_type),
                 2 * ATOM,
                 nvvm.LoadCacheModifierKind.CG,
-                cp_size=arith.select(inside, bytes_copied, nothing),
+                cp_size=arith.select(inside, bytes_copied, zero),
             )
 
-    def value(scalar):
+    def as_value(scalar):
         return scalar.registers.item()
 
     copy(x, source, first, column, tile)
@@ -347,8 +349,16 @@ def scatter_chunks(
       staged: in shared memory, ``[8 m, 64 n]`` of 16-bit elements, which every warp has written.
     """
     plgpu = mosaic_gpu()
-    number, (height, width) = plgpu.Layout.WG_SPLAT, staged.shape
-    types = (_swizzled(), number, number, plgpu.RefType(), number, number, plgpu.RefType())
+    scalar_type, (height, width) = plgpu.Layout.WG_SPLAT, staged.shape
+    types = (
+        _swizzled(),
+        scalar_type,
+        scalar_type,
+        plgpu.RefType(),
+        scalar_type,
+        scalar_type,
+        plgpu.RefType(),
+    )
 
     @plgpu.inline_mgpu(arg_types=types)
     def copy(context, staged, first, size, destination, start, column, out):
@@ -366,15 +376,15 @@ def scatter_chunks(
         chunks = []
         # All loads before all stores, so that they are in flight together.
         for row, column_offset, shared_offset in chunks_of_thread(thread, height, width):
-            index = utils.getelementptr(indices, [value(start + row)], short)
+            index = utils.getelementptr(indices, [as_value(start + row)], short)
             index = llvm.load(short, index)
             inside = arith.cmpi(below, index, utils.c(rows, short))
             # Unsigned again: first <= row < first + size in one comparison.
-            in_range = arith.cmpi(below, arith.subi(value(row), value(first)), value(size))
-            address = utils.getelementptr(shared, [value(shared_offset)], kind.element_type)
+            in_range = arith.cmpi(below, arith.subi(as_value(row), as_value(first)), as_value(size))
+            address = utils.getelementptr(shared, [as_value(shared_offset)], kind.element_type)
             values = llvm.load(four, address, alignment=2 * ATOM)
             chunks.append(
-                (arith.andi(inside, in_range), index, value(column + column_offset), values)
+                (arith.andi(inside, in_range), index, as_value(column + column_offset), values)
             )
         for is_stored, index, column_offset, values in chunks:
             begin = arith.muli(arith.extui(long, index), utils.c(stride, long))
@@ -383,7 +393,7 @@ def scatter_chunks(
             with utils.when(is_stored):
                 llvm.store(values, address, alignment=2 * ATOM)
 
-    def value(scalar):
+    def as_value(scalar):
         return scalar.registers.item()
 
     copy(staged, first, size, destination, start, column, out)

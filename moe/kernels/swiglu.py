@@ -170,14 +170,14 @@ def hidden_gradients(
             )
 
             # Gate and up of these columns are half the width of the array apart.
-            def half(number):
+            def load_half(index):
                 tile_columns = (
                     pl.ds(start, height),
-                    pl.ds((number * across + column) * columns, columns),
+                    pl.ds((index * across + column) * columns, columns),
                 )
                 return target.load(gate_up.at[tile_columns]).astype(jnp.float32)
 
-            gate, up = half(0), half(1)
+            gate, up = load_half(0), load_half(1)
             prob = _broadcast(target, target.load(probs.at[pl.ds(start, height)], 0), gate.shape)
             slope = 1 / (1 + jnp.exp(-gate))
             silu = gate * slope

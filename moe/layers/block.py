@@ -72,11 +72,11 @@ def block(
     core_attention: CoreAttention | LatentCore | DeltaCore,
     config: ModelConfig,
     mesh: FoldedMesh,
-    number: int | Int[Array, ""],
+    layer_index: int | Int[Array, ""],
 ) -> tuple[Float[Array, "local d_model"], RouterStatistics[Array] | None]:
-    """Runs one block, the layer of index `number` in the network."""
+    """Runs one block, the layer of index `layer_index` in the network."""
     positions = packed.rope or own_shard(packed.positions, mesh.cp)
-    x = x + attention(layer.attention, x, positions, core_attention, config, mesh, number)
+    x = x + attention(layer.attention, x, positions, core_attention, config, mesh, layer_index)
     x = checkpoint_name(x, STREAM)
     out, stats = feed_forward(layer, x, packed, config, mesh)
     return x + out, stats

@@ -27,7 +27,7 @@ from moe.weights import Layer, Transformer
 Leaf = TypeVar("Leaf")
 Carry = TypeVar("Carry")
 
-MOST_UNROLLED = 8
+MAX_UNROLLED = 8
 """Largest number of layers that is unrolled if `Execution.scan_layers` is None, and longest period
 for which windows are static."""
 
@@ -36,7 +36,7 @@ def period_of_stack(config: ModelConfig, depth: int, first: int | None = 0) -> i
     """Period of the layer types of a stack; its depth if their order does not repeat.
 
     Windows do not distinguish types if they are looked up at run time. That is so if their order
-    does not repeat, if its period is longer than `MOST_UNROLLED` layers, as the loop body would
+    does not repeat, if its period is longer than `MAX_UNROLLED` layers, as the loop body would
     take as long to compile as the unrolled layers, and in a pipeline stage.
 
     Args:
@@ -49,7 +49,7 @@ def period_of_stack(config: ModelConfig, depth: int, first: int | None = 0) -> i
     windows = [window_of_layer(config, first + index) for index in range(depth)]
     period = period_of(list(zip(deltas, windows, strict=True)))
     # If the period of Gated DeltaNet is as long, static windows cost nothing.
-    repeats = period <= max(MOST_UNROLLED, delta_period) and 2 * period <= depth
+    repeats = period <= max(MAX_UNROLLED, delta_period) and 2 * period <= depth
     return period if repeats else delta_period
 
 
@@ -62,7 +62,7 @@ def is_scanned(depth: int, execution: Execution, period: int = 1) -> bool:
     if period > 1 and 2 * period > depth:
         return False
     if execution.scan_layers is None:
-        return depth > MOST_UNROLLED
+        return depth > MAX_UNROLLED
     return execution.scan_layers
 
 

@@ -73,9 +73,9 @@ def merge_half_batches(
         return replace(sums, choices=choices)
     mass, compared = sums.mass, load_fractions(None, sums.load, config, mesh)
 
-    def balance(fraction: Array | None, nothing: Array) -> Array:
+    def balance(fraction: Array | None, default: Array) -> Array:
         if fraction is None:
-            return nothing
+            return default
         return mass.shape[-1] * jnp.sum(jax.lax.stop_gradient(fraction) * mass)
 
     return replace(

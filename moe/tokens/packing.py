@@ -253,7 +253,7 @@ def pack_shared_prompts(
 def _with_half_batches(
     packed: PackedBatch,
     pack_half: Callable[[slice, ModelConfig], PackedBatch],
-    number: int,
+    num_units: int,
     mesh: FoldedMesh,
     config: ModelConfig | None,
 ) -> PackedBatch:
@@ -263,9 +263,9 @@ def _with_half_batches(
 
     Args:
       pack_half: (which of the rows or prompts, the network) -> these alone.
-      number: how many of them there are.
+      num_units: how many of them there are.
     """
-    if config is None or not config.execution.two_batch_overlap or number < 2:
+    if config is None or not config.execution.two_batch_overlap or num_units < 2:
         return packed
     if can_drop(config):
         raise ValueError(
@@ -273,10 +273,10 @@ def _with_half_batches(
             "choices: an expert has room for those of all tokens together. Leave out one of them."
         )
     without_overlap = replace(config, execution=replace(config.execution, two_batch_overlap=False))
-    middle = -(-number // 2)
+    middle = -(-num_units // 2)
     half_batches = tuple(
         pack_half(rows, without_overlap)._replace(is_half_batch=True)
-        for rows in (slice(0, middle), slice(middle, number))
+        for rows in (slice(0, middle), slice(middle, num_units))
     )
     ranks = mesh.size(mesh.sequence)
     # An update is refused before it comes here (`jrl.trainer.setup.network.check_overlaps`); what

@@ -43,7 +43,7 @@ class ZigzagLayout:
         one rank."""
         return 1 if self.ranks == 1 else 2
 
-    def padded(self, length: int) -> int:
+    def padded_length(self, length: int) -> int:
         """The next length that can be cut."""
         unit = self.ranks * self.chunks_per_rank
         return -(-length // unit) * unit
@@ -51,7 +51,7 @@ class ZigzagLayout:
     @property
     def num_tokens(self) -> int:
         """Tokens of the packed batch, padding included."""
-        return sum(rows * self.padded(length) for rows, length in self.sections)
+        return sum(rows * self.padded_length(length) for rows, length in self.sections)
 
     def flatten(self, *sections: Shaped[Array, "_row _length *_"]) -> Shaped[Array, "token *_"]:
         """The packed batch of all ranks; padding that it adds is 0."""
@@ -83,7 +83,7 @@ class ZigzagLayout:
     def locate(self, section: int, column: int) -> tuple[int, int]:
         """The rank that has a column of a section, and the column's position in its shard of a
         row."""
-        shard_length = self.padded(self.sections[section][1]) // self.ranks
+        shard_length = self.padded_length(self.sections[section][1]) // self.ranks
         if self.contiguous:
             return divmod(column, shard_length)
         chunk_size = shard_length // self.chunks_per_rank
@@ -93,14 +93,14 @@ class ZigzagLayout:
         return 2 * self.ranks - 1 - chunk, chunk_size + within
 
     def _sizes(self) -> list[int]:
-        return [rows * self.padded(length) // self.ranks for rows, length in self.sections]
+        return [rows * self.padded_length(length) // self.ranks for rows, length in self.sections]
 
     def _by_rank(self, x: Array) -> Array:
         """``[rank, token of its part, *_]`` of rows."""
         rows, length, *rest = x.shape
         if self.ranks == 1:
             return x.reshape(1, rows * length, *rest)
-        padding = self.padded(length) - length
+        padding = self.padded_length(length) - length
         x = jnp.pad(x, ((0, 0), (0, padding), *((0, 0) for _ in rest)))
         if self.contiguous:
             x = x.reshape(rows, self.ranks, -1, *rest)

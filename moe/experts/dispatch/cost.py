@@ -56,7 +56,7 @@ def peer_capacity_of(
     return min([1.0, *(factor * k / ep for factor in factors)])
 
 
-def seconds(exchange: Exchange, layout: Layout, hardware: Hardware) -> dict[str, float]:
+def predict_seconds(exchange: Exchange, layout: Layout, hardware: Hardware) -> dict[str, float]:
     """Seconds for `MANY_TOKENS` tokens of each device, forward and backward, by dispatcher."""
     rate = hardware.exchange if exchange.rate is None else exchange.rate
     without_latency = replace(hardware, latency_inside=0.0, latency_outside=0.0, exchange=rate)
@@ -67,9 +67,10 @@ def seconds(exchange: Exchange, layout: Layout, hardware: Hardware) -> dict[str,
         if name == "ragged":
             per_peer = min(buffers, math.ceil(fraction_with_expert(exchange, layout) * MANY_TOKENS))
         sizes = MANY_TOKENS, per_peer, k, layout, exchange.d_model, exchange.itemsize
-        there, back = volumes.exchange(name, *sizes, layout.ep * buffers, exchange.comm_dtype)
+        forward, backward = volumes.exchange(name, *sizes, layout.ep * buffers, exchange.comm_dtype)
         times[name] = math.fsum(
-            links.seconds(collective, layout, without_latency) for collective in [*there, *back]
+            links.seconds(collective, layout, without_latency)
+            for collective in [*forward, *backward]
         )
     return times
 
@@ -107,18 +108,18 @@ def cheapest(exchange: Exchange, mesh: FoldedMesh) -> str:
       Jin et al., "MegaScale-MoE", 2025, section 3.2 (large k gathers, measured from 6 on where
       bytes say 8). https://arxiv.org/abs/2505.11432
     """
-    takes = seconds(exchange, mesh.layout, hardware_of(mesh))
+    times = predict_seconds(exchange, mesh.layout, hardware_of(mesh))
     # Equal volumes must not be distinguished by the rounding of a sum.
-    least = min(takes[name] for name in supported_dispatchers(mesh)) * (1 + 1e-6)
-    return next(name for name in supported_dispatchers(mesh) if takes[name] <= least)
+    least = min(times[name] for name in supported_dispatchers(mesh)) * (1 + 1e-6)
+    return next(name for name in supported_dispatchers(mesh) if times[name] <= least)
 
 
 def explain_choice(exchange: Exchange, mesh: FoldedMesh) -> str:
     """Result of `cheapest` with its reason, in a line."""
     hardware, name = hardware_of(mesh), cheapest(exchange, mesh)
-    takes = seconds(exchange, mesh.layout, hardware)
+    times = predict_seconds(exchange, mesh.layout, hardware)
     others = [
-        f"{other} {takes[other] / takes[name]:.2f} times its time"
+        f"{other} {times[other] / times[name]:.2f} times its time"
         for other in supported_dispatchers(mesh)
         if other != name
     ]

@@ -106,7 +106,7 @@ def read_visits(table: Any, block: Any) -> VisitRange:
     """Reads the entry of a block, counted over all rows, from the flattened table of
     `visit_table`."""
     width = len(VisitRange._fields)
-    return VisitRange(*(table[block * width + number] for number in range(width)))
+    return VisitRange(*(table[block * width + field] for field in range(width)))
 
 
 def mask_operands(
@@ -133,7 +133,7 @@ def mask_operands(
 def load_mask(target: Target, fields: Any, dimension: int) -> list[Array]:
     """Loads the mask fields of a block ``[field, token]`` into registers, in the layout of a
     dimension of a matrix of scores."""
-    return [target.load(fields.at[number], dimension) for number in range(fields.shape[0])]
+    return [target.load(fields.at[field], dimension) for field in range(fields.shape[0])]
 
 
 def apply_mask(
@@ -158,11 +158,11 @@ def apply_mask(
     def mask_scores(scores: Array) -> Array:
         # The columns' fields are loaded here, so that blocks without a mask do not read them.
         fields = rows, load_mask(target, columns, 1)
-        spread_out = [
+        broadcast = [
             [broadcast_vector(target, x, scores.shape, dimension) for x in vectors]
             for dimension, vectors in enumerate(fields)
         ]
-        query, key = spread_out if by_query else reversed(spread_out)
+        query, key = broadcast if by_query else reversed(broadcast)
         visible = (query[0] >= key[0]) & (query[1] == key[1])
         for oldest, position in zip(query[2:], key[2:], strict=True):
             visible &= oldest < position

@@ -110,24 +110,24 @@ def attend(
         first = (query_block.head * num_blocks + query_block.block) * CONSUMERS
         in_row = (query_block.row * num_blocks + query_block.block) * CONSUMERS
 
-        def blocks(number):
-            at = visits.first + number
-            kv_block = query_block.source * num_sources + at
+        def blocks(index):
+            block_index = visits.first + index
+            kv_block = query_block.source * num_sources + block_index
             return (
                 key.at[kv_block],
                 value.at[kv_block],
-                key_mask.at[query_block.row * num_sources + at],
+                key_mask.at[query_block.row * num_sources + block_index],
             )
 
-        def compute(warpgroup, held, visit):
+        def compute(warpgroup, resident, visit):
             row_mask = load_mask(target, query_mask.at[in_row + warpgroup], 0)
 
-            def step(number, block, carry):
+            def step(index, block, carry):
                 (keys, values, block_mask_ref), (sums, total, top) = block, carry
-                scores = product(held[0].at[warpgroup], target.transpose(keys))
+                scores = product(resident[0].at[warpgroup], target.transpose(keys))
                 # The factor of base 2 is part of the scale: exp2 then needs no multiplication.
                 scores *= scale * BASE_2
-                clear = visits.is_clear(visits.first + number)
+                clear = visits.is_clear(visits.first + index)
                 scores = apply_mask(
                     target, scores, row_mask, block_mask_ref, clear, MASK_VALUE, by_query=True
                 )
@@ -143,8 +143,8 @@ def attend(
 
             # `top` is in base 2 with the scale included; it becomes a natural logarithm below.
             # Finite, as the difference of two infinities is NaN: for queries without a key so far.
-            nothing, least = (full(target, (UNIT,), fill) for fill in (0.0, MASK_VALUE))
-            sums, total, top = visit(step, (full(target, (UNIT, wide), 0.0), nothing, least))
+            zeros, least = (full(target, (UNIT,), fill) for fill in (0.0, MASK_VALUE))
+            sums, total, top = visit(step, (full(target, (UNIT, wide), 0.0), zeros, least))
             # The largest exponential is 1, so the total is at least 1 unless no block was visited.
             total = jnp.maximum(total, full(target, (UNIT,), 1.0))
             attention = sums / broadcast_vector(target, total, sums.shape, 0)
@@ -188,6 +188,6 @@ def keys_per_block(width: int, wide: int) -> int:
     return MAX_BLOCK_TOKENS if width + wide <= 320 and wide <= 128 else UNIT
 
 
-def quotient_remainder(number: Any, size: int) -> tuple[Any, Any]:
+def quotient_remainder(dividend: Any, divisor: int) -> tuple[Any, Any]:
     """Quotient and remainder."""
-    return lax.div(number, jnp.int32(size)), lax.rem(number, jnp.int32(size))
+    return lax.div(dividend, jnp.int32(divisor)), lax.rem(dividend, jnp.int32(divisor))

@@ -170,23 +170,23 @@ def _query_gradients(
         first = (query_block.head * num_blocks + query_block.block) * consumers
         in_row = (query_block.row * num_blocks + query_block.block) * consumers
 
-        def blocks(number):
-            at = visits.first + number
-            kv_block = query_block.source * sizes.keys + at
-            key_mask = block_refs.key_mask.at[query_block.row * sizes.keys + at]
+        def blocks(index):
+            block_index = visits.first + index
+            kv_block = query_block.source * sizes.keys + block_index
+            key_mask = block_refs.key_mask.at[query_block.row * sizes.keys + block_index]
             return block_refs.key.at[kv_block], block_refs.value.at[kv_block], key_mask
 
-        def compute(warpgroup, held, visit):
-            query, out_gradient = (x.at[warpgroup] for x in held)
+        def compute(warpgroup, resident, visit):
+            query, out_gradient = (x.at[warpgroup] for x in resident)
             # Mask fields and both numbers per query are loaded once: they stay in registers all
             # along.
             row_mask = load_mask(target, block_refs.query_mask.at[in_row + warpgroup], 0)
             log_sum, mean = load_mask(target, block_refs.slopes.at[first + warpgroup], 0)
 
-            def step(number, block, total):
+            def step(index, block, total):
                 keys, values, key_mask = block
                 scores = product(query, target.transpose(keys)) * (sizes.scale * BASE_2)
-                clear = visits.is_clear(visits.first + number)
+                clear = visits.is_clear(visits.first + index)
                 # Minus infinity is safe here: log_sum is finite, so a hidden score gives exactly 0,
                 # also for queries that see no key, whose log_sum is about MASK_VALUE.
                 scores = apply_mask(
@@ -205,9 +205,9 @@ def _query_gradients(
             total = visit(step, full(target, (UNIT, sizes.width), 0.0)) * sizes.scale
             target.store(grad_query.at[first + warpgroup], total.astype(grad_query.dtype))
 
-        held_blocks = pl.ds(first, consumers)
-        held = block_refs.query.at[held_blocks], block_refs.out_gradient.at[held_blocks]
-        run_pipeline(target, held, blocks, visits.length, [compute] * consumers)
+        resident_blocks = pl.ds(first, consumers)
+        resident = block_refs.query.at[resident_blocks], block_refs.out_gradient.at[resident_blocks]
+        run_pipeline(target, resident, blocks, visits.length, [compute] * consumers)
 
     heads = sizes.rows * sizes.kv_heads * sizes.group
     shape = jax.ShapeDtypeStruct(operands.query.shape, dtype)
@@ -242,40 +242,40 @@ def _key_value_gradients(
         # 1, as numbers are divided by it even where no query sees these keys.
         visits_per_head = jnp.maximum(visits.length, 1)
 
-        def block_index(number):
-            return visits.first + lax.rem(number, visits_per_head)
+        def query_block_index(index):
+            return visits.first + lax.rem(index, visits_per_head)
 
-        def blocks(number):
-            head = source * sizes.group + lax.div(number, visits_per_head)
-            at = head * sizes.queries + block_index(number)
-            query_mask = block_refs.query_mask.at[row * sizes.queries + block_index(number)]
+        def blocks(index):
+            head = source * sizes.group + lax.div(index, visits_per_head)
+            block_index = head * sizes.queries + query_block_index(index)
+            query_mask = block_refs.query_mask.at[row * sizes.queries + query_block_index(index)]
             return (
-                block_refs.query.at[at],
-                block_refs.out_gradient.at[at],
-                block_refs.slopes.at[at],
+                block_refs.query.at[block_index],
+                block_refs.out_gradient.at[block_index],
+                block_refs.slopes.at[block_index],
                 query_mask,
             )
 
-        def compute(warpgroup, held, visit, gradients=(True, True)):
+        def compute(warpgroup, resident, visit, gradients=(True, True)):
             # With one unit, both warpgroups work on it, and each computes one gradient.
             unit = warpgroup if units > 1 else 0
-            keys, values = (x.at[unit] for x in held)
+            keys, values = (x.at[unit] for x in resident)
             row_mask = load_mask(target, block_refs.key_mask.at[in_row + unit], 0)
 
-            def step(number, block, totals):
+            def step(index, block, totals):
                 query, out_gradient, slopes, query_mask = block
 
                 # Loaded where it is used: held from the start, both numbers per query would take
                 # registers that the sums need.
-                def slope(number):
+                def slope(field):
                     return broadcast_vector(
-                        target, target.load(slopes.at[number], 1), (UNIT, UNIT), 1
+                        target, target.load(slopes.at[field], 1), (UNIT, UNIT), 1
                     )
 
                 # Keys are the rows: the transposed probabilities are then the left operand of the
                 # products below, straight from registers.
                 scores = product(keys, target.transpose(query)) * (sizes.scale * BASE_2)
-                clear = visits.is_clear(block_index(number))
+                clear = visits.is_clear(query_block_index(index))
                 scores = apply_mask(
                     target, scores, row_mask, query_mask, clear, -jnp.inf, by_query=False
                 )
@@ -308,9 +308,9 @@ def _key_value_gradients(
             # (keys, values): the first warpgroup takes values, the second keys.
             selections = (False, True), (True, False)
             consumers = [partial(compute, gradients=selection) for selection in selections]
-        held_blocks = pl.ds(first, units)
-        held = block_refs.key.at[held_blocks], block_refs.value.at[held_blocks]
-        run_pipeline(target, held, blocks, visits.length * sizes.group, consumers)
+        resident_blocks = pl.ds(first, units)
+        resident = block_refs.key.at[resident_blocks], block_refs.value.at[resident_blocks]
+        run_pipeline(target, resident, blocks, visits.length * sizes.group, consumers)
 
     shapes = [jax.ShapeDtypeStruct(x.shape, dtype) for x in (operands.key, operands.value)]
     programs = sizes.rows * sizes.kv_heads * num_blocks

@@ -24,7 +24,7 @@ than a multiprocessor has."""
 Refs = Sequence[Any]
 
 
-class Visit(NamedTuple):
+class BlockLoop(NamedTuple):
     """Loop over the blocks of a pipeline, for consumers (`__call__`) and the producer
     (`load_blocks`).
 
@@ -40,15 +40,15 @@ class Visit(NamedTuple):
     free: Any
 
     def __call__(self, step: Callable[[Any, Refs, Any], Any], carry: Any) -> Any:
-        """Runs ``carry = step(number, block of each kind, carry)`` for each block, in order."""
+        """Runs ``carry = step(index, block of each kind, carry)`` for each block, in order."""
 
-        def visit_block(number, carry):
-            slot = _slot(number)
+        def visit_block(index, carry):
+            slot = _slot(index)
             mosaic_gpu().barrier_wait(self.arrived.at[slot])
-            carry = step(number, [x.at[slot] for x in self.slots], carry)
+            carry = step(index, [x.at[slot] for x in self.slots], carry)
 
             # The producer does not wait for the last blocks: without a waiter, nothing arrives.
-            @pl.when(number + SLOTS < self.count)
+            @pl.when(index + SLOTS < self.count)
             def _():
                 mosaic_gpu().barrier_arrive(self.free.at[slot])
 
@@ -59,31 +59,31 @@ class Visit(NamedTuple):
     def load_blocks(self, blocks: Callable[[Any], Refs]) -> None:
         """Starts to copy each block as soon as its slot is free."""
 
-        def load_block(number, _):
-            slot = _slot(number)
+        def load_block(index, _):
+            slot = _slot(index)
 
             # The first blocks find their slots empty.
-            @pl.when(number >= SLOTS)
+            @pl.when(index >= SLOTS)
             def _():
                 mosaic_gpu().barrier_wait(self.free.at[slot])
 
-            _copy(blocks(number), [x.at[slot] for x in self.slots], self.arrived.at[slot])
+            _copy(blocks(index), [x.at[slot] for x in self.slots], self.arrived.at[slot])
 
         lax.fori_loop(0, self.count, load_block, None)
 
 
 def run_pipeline(
     target: Target,
-    held: Refs,
+    resident: Refs,
     blocks: Callable[[Any], Refs],
     count: Any,
-    consumers: Sequence[Callable[[Any, Refs, Visit], None]],
+    consumers: Sequence[Callable[[Any, Refs, BlockLoop], None]],
 ) -> None:
-    """Runs ``consumer(warpgroup, held, visit)`` in each of the first warpgroups of a program, and
-    the producer, which copies their blocks, in the warpgroup after them.
+    """Runs ``consumer(warpgroup, resident, visit)`` in each of the first warpgroups of a program,
+    and the producer, which copies their blocks, in the warpgroup after them.
 
     Args:
-      held: references to device memory whose contents are in shared memory all the time.
+      resident: references to device memory whose contents are in shared memory all the time.
       blocks: from the number of a visit to the blocks of each kind, in device memory.
       count: number of visits.
       consumers: one for each warpgroup; if all are the same object, they share one compiled body.
@@ -92,37 +92,37 @@ def run_pipeline(
     # The first blocks, for shapes and dtypes alone.
     kinds = blocks(jnp.int32(0))
     memory = [
-        [gpu.SMEM(x.shape, x.dtype) for x in held],
+        [gpu.SMEM(x.shape, x.dtype) for x in resident],
         [gpu.SMEM((SLOTS, *x.shape), x.dtype) for x in kinds],
         # Each copy arrives once at its barrier; each consumer arrives once when it has read a slot.
-        gpu.Barrier(num_arrivals=len(held)),
+        gpu.Barrier(num_arrivals=len(resident)),
         gpu.Barrier(num_arrivals=len(kinds), num_barriers=SLOTS),
         gpu.Barrier(num_arrivals=num_consumers, num_barriers=SLOTS),
     ]
 
-    def split(held_memory, slots, held_arrived, arrived, free):
-        warpgroup, visit = lax.axis_index(THREAD), Visit(count, slots, arrived, free)
+    def split(resident_memory, slots, resident_arrived, arrived, free):
+        warpgroup, visit = lax.axis_index(THREAD), BlockLoop(count, slots, arrived, free)
 
         def consume(compute):
             # With a single consumer, two warpgroups have 255 registers a thread anyway.
             if num_consumers > 1:
                 target.registers(CONSUMER_REGISTERS, "increase")
-            gpu.barrier_wait(held_arrived)
-            compute(warpgroup, held_memory, visit)
+            gpu.barrier_wait(resident_arrived)
+            compute(warpgroup, resident_memory, visit)
 
         # Registers released here are what the consumers' increase waits for.
         def produce():
             if num_consumers > 1:
                 target.registers(PRODUCER_REGISTERS, "decrease")
-            _copy(held, held_memory, held_arrived)
+            _copy(resident, resident_memory, resident_arrived)
             visit.load_blocks(blocks)
 
         # One branch for all: code that is there twice would be compiled twice.
         if len({*consumers}) == 1:
             pl.when(warpgroup < num_consumers)(partial(consume, consumers[0]))
         else:
-            for at, compute in enumerate(consumers):
-                pl.when(warpgroup == at)(partial(consume, compute))
+            for index, compute in enumerate(consumers):
+                pl.when(warpgroup == index)(partial(consume, compute))
         pl.when(warpgroup == num_consumers)(produce)
 
     pl.run_scoped(split, *memory, collective_axes=THREAD)
@@ -133,5 +133,5 @@ def _copy(sources: Refs, buffers: Refs, barrier: Any) -> None:
         mosaic_gpu().copy_gmem_to_smem(source, buffer, barrier)
 
 
-def _slot(number: Any) -> Any:
-    return lax.rem(number, jnp.int32(SLOTS))
+def _slot(index: Any) -> Any:
+    return lax.rem(index, jnp.int32(SLOTS))

@@ -19,7 +19,7 @@ from moe.architecture.delta import GatedDeltaNet
 from moe.decoding import decode_step, prefill
 from moe.execution import Execution
 from moe.layers.depth import (
-    MOST_UNROLLED,
+    MAX_UNROLLED,
     is_scanned,
     period_of_stack,
     run_layers,
@@ -157,7 +157,7 @@ def test_a_program_does_not_grow_with_depth(program, layout):
         return program(replace(MOE, num_layers=layers, execution=execution), layout)
 
     # None scans where there are more than a few.
-    assert sized(MOST_UNROLLED + 1, None) == sized(48, None) < sized(3, False)
+    assert sized(MAX_UNROLLED + 1, None) == sized(48, None) < sized(3, False)
 
 
 @pytest.mark.slow
@@ -172,7 +172,7 @@ def test_neither_does_one_of_layers_of_several_kinds(program, network):
         changed = {"delta": delta, "full_attention_layers": full, "execution": execution}
         return program(replace(network, num_layers=layers, **changed), "dp1")
 
-    assert sized(MOST_UNROLLED + 2) == sized(48)
+    assert sized(MAX_UNROLLED + 2) == sized(48)
 
 
 def test_the_gradient_of_an_unrolled_stack_is_put_together_once():
@@ -188,8 +188,8 @@ def test_the_gradient_of_an_unrolled_stack_is_put_together_once():
 
 
 def test_a_few_layers_are_unrolled_unless_a_flag_says_otherwise():
-    assert not is_scanned(MOST_UNROLLED, Execution())
-    assert is_scanned(MOST_UNROLLED + 1, Execution())
+    assert not is_scanned(MAX_UNROLLED, Execution())
+    assert is_scanned(MAX_UNROLLED + 1, Execution())
     assert is_scanned(2, Execution(scan_layers=True))
     assert not is_scanned(48, Execution(scan_layers=False))
 

@@ -18,7 +18,7 @@ from moe.experts.dispatch.cost import (
     fraction_with_expert,
     hardware_of,
     peer_capacity_of,
-    seconds,
+    predict_seconds,
 )
 from moe.router.routing import Routing
 from moe.weights import Experts
@@ -34,7 +34,7 @@ def on(layout, platform=None):
 
 
 def quickest(exchange, layout, hardware, names=NAMES):
-    takes = seconds(exchange, Layout.parse(layout), hardware)
+    takes = predict_seconds(exchange, Layout.parse(layout), hardware)
     return min(names, key=takes.__getitem__)
 
 
@@ -88,7 +88,7 @@ def test_ragged_counts_tokens_that_are_there():
     found = np.mean(np.any(chosen[:, :, None] == np.arange(6), axis=1))
     # The standard error of 120000 draws.
     assert fraction_with_expert(exchange, layout) == pytest.approx(found, abs=5 * 0.5 / 120000**0.5)
-    takes = seconds(exchange, layout, UNKNOWN)
+    takes = predict_seconds(exchange, layout, UNKNOWN)
     tokens_only = (
         takes["ragged"] - 8 * 5 * 5 * MANY_TOKENS - 4 * 5 * 5 * MANY_TOKENS * 5 / 6 * 6 / 5
     ) / MANY_TOKENS
