@@ -83,11 +83,11 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 
 def exchange_of(k: int, devices: int, given: argparse.Namespace) -> Any:
     """What a layer sends, with room for even routing."""
-    from moe.experts.dispatch.cost import Exchange
+    from moe.experts.dispatch.cost import TokenExchange
 
     itemsize = 2 if given.dtype == "bfloat16" else 4
     sizes = devices * given.experts_per_device, k, given.width, itemsize
-    return Exchange(*sizes, peer_capacity=min(1.0, k / devices))
+    return TokenExchange(*sizes, peer_capacity=min(1.0, k / devices))
 
 
 def program(way: str, k: int, mesh: Any, given: argparse.Namespace) -> Any:

@@ -12,7 +12,7 @@ from moe.cache.kernel import kernel_obstacle
 from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.experts.dispatch.choice import check_dispatch
-from moe.experts.dispatch.cost import Exchange, cheapest, explain_choice, peer_capacity_of
+from moe.experts.dispatch.cost import TokenExchange, cheapest, explain_choice, peer_capacity_of
 from moe.experts.fused import FUSED_KERNELS
 from moe.kernels.choice import foreign_gpus
 from moe.kernels.decode_attention import unsupported_heads
@@ -116,14 +116,14 @@ def travels(model: ModelConfig, mesh: FoldedMesh) -> bool:
     return bool(model.num_experts) and mesh.layout.ep * mesh.layout.etp > 1
 
 
-def exchange_of(model: ModelConfig, mesh: FoldedMesh) -> Exchange:
+def exchange_of(model: ModelConfig, mesh: FoldedMesh) -> TokenExchange:
     """Sizes of a layer's token dispatch, for the cost model."""
     execution, k = model.execution, model.experts_per_token
     factors = model.capacity_factor, execution.buffer_factor
     peer_capacity = peer_capacity_of(k, mesh.layout.ep, *factors)
     itemsize = 2 if model.dtype == "bfloat16" else 4
     sizes = model.num_experts, k, model.d_model, itemsize
-    return Exchange(*sizes, peer_capacity, execution.exchange_rate, execution.activation_wire)
+    return TokenExchange(*sizes, peer_capacity, execution.exchange_rate, execution.activation_wire)
 
 
 def check_served(model: ModelConfig, mesh: FoldedMesh) -> None:

@@ -28,7 +28,7 @@ from moe.architecture.activation import Activation
 from moe.experts.dispatch.all_gather import all_gather_dispatch
 from moe.experts.dispatch.all_to_all import all_to_all_dispatch
 from moe.experts.dispatch.buffers import peer_tokens
-from moe.experts.dispatch.cost import Exchange, cheapest, peer_capacity_of
+from moe.experts.dispatch.cost import TokenExchange, cheapest, peer_capacity_of
 from moe.experts.dispatch.ragged import ragged_dispatch
 from moe.experts.dispatch.token_chunks import chunk_sizes, dispatch_chunks
 from moe.router.routing import Routing, without_repeats
@@ -80,7 +80,7 @@ def dispatch(
       chunks: number of independent chunks of tokens (`moe.experts.dispatch.token_chunks`). Each has
         buffers of its own size.
       exchange_rate: rate of an all-to-all relative to a ring's
-        (`moe.experts.dispatch.cost.Exchange`).
+        (`moe.experts.dispatch.cost.TokenExchange`).
       comm_dtype: communication dtype: "float8_e4m3fn" sends tokens, sums and their gradients in one
         byte per element (`sharding.compression`); None is their own. The routing is sent unchanged.
       activation: of the experts, see `moe.experts.gated.apply_activation`.
@@ -102,7 +102,7 @@ def dispatch(
                 peer_capacity, capacity * num_local / chunk_sizes(num_tokens, chunks)[0]
             )
         sizes = num_local * ep, k, x.shape[1], x.dtype.itemsize
-        name = cheapest(Exchange(*sizes, peer_capacity, exchange_rate, comm_dtype), mesh)
+        name = cheapest(TokenExchange(*sizes, peer_capacity, exchange_rate, comm_dtype), mesh)
     check_dispatch(name, mesh)
     # Buffers count on it; a replayed routing may name an expert twice.
     routing = without_repeats(routing, num_local * mesh.size(mesh.ep))

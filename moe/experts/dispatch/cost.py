@@ -23,7 +23,7 @@ NAMES = ("all_gather", "all_to_all", "ragged")
 
 
 @dataclass(frozen=True)
-class Exchange:
+class TokenExchange:
     """Token exchange of a layer: the sizes that its time depends on.
 
     Attributes:
@@ -50,13 +50,15 @@ class Exchange:
 def peer_capacity_of(
     k: int, ep: int, capacity_factor: float | None, buffer_factor: float | None
 ) -> float:
-    """`Exchange.peer_capacity`: the limit of `moe.experts.dispatch.buffers.peer_tokens` per token
-    for many tokens."""
+    """`TokenExchange.peer_capacity`: the limit of `moe.experts.dispatch.buffers.peer_tokens` per
+    token for many tokens."""
     factors = [factor for factor in (capacity_factor, buffer_factor) if factor is not None]
     return min([1.0, *(factor * k / ep for factor in factors)])
 
 
-def predict_seconds(exchange: Exchange, layout: Layout, hardware: Hardware) -> dict[str, float]:
+def predict_seconds(
+    exchange: TokenExchange, layout: Layout, hardware: Hardware
+) -> dict[str, float]:
     """Seconds for `MANY_TOKENS` tokens of each device, forward and backward, by dispatcher."""
     rate = hardware.exchange if exchange.rate is None else exchange.rate
     without_latency = replace(hardware, latency_inside=0.0, latency_outside=0.0, exchange=rate)
@@ -75,7 +77,7 @@ def predict_seconds(exchange: Exchange, layout: Layout, hardware: Hardware) -> d
     return times
 
 
-def fraction_with_expert(exchange: Exchange, layout: Layout) -> float:
+def fraction_with_expert(exchange: TokenExchange, layout: Layout) -> float:
     """Fraction of tokens with an expert on a given device, if all sets of k experts are equally
     likely: ``1 - C(E - L, k) / C(E, k)``."""
     local = exchange.num_experts // layout.ep
@@ -101,7 +103,7 @@ def hardware_of(mesh: FoldedMesh) -> Hardware:
     return UNKNOWN if hardware is None else hardware
 
 
-def cheapest(exchange: Exchange, mesh: FoldedMesh) -> str:
+def cheapest(exchange: TokenExchange, mesh: FoldedMesh) -> str:
     """Dispatcher with the least predicted time on a mesh.
 
     References:
@@ -114,7 +116,7 @@ def cheapest(exchange: Exchange, mesh: FoldedMesh) -> str:
     return next(name for name in supported_dispatchers(mesh) if times[name] <= least)
 
 
-def explain_choice(exchange: Exchange, mesh: FoldedMesh) -> str:
+def explain_choice(exchange: TokenExchange, mesh: FoldedMesh) -> str:
     """Result of `cheapest` with its reason, in a line."""
     hardware, name = hardware_of(mesh), cheapest(exchange, mesh)
     times = predict_seconds(exchange, mesh.layout, hardware)

@@ -42,7 +42,7 @@ from moe.kernels.attention.pipeline import run_pipeline
 from moe.kernels.mosaic import launch, product
 
 
-class Operands(NamedTuple):
+class AttentionOperands(NamedTuple):
     """Inputs of both kernels, in blocks of `UNIT` tokens of all rows and heads.
 
     Attributes:
@@ -61,7 +61,7 @@ class Operands(NamedTuple):
     key_mask: Any
 
 
-class Sizes(NamedTuple):
+class AttentionSizes(NamedTuple):
     """Static sizes of the operands.
 
     Attributes:
@@ -116,7 +116,7 @@ def attend_gradient(
     # In base 2, so that probabilities are exp2(score - log_sum): one instruction per score. One
     # array for both numbers: a block of it is a single copy to shared memory.
     per_query = [pad_to_blocks(x, -1).reshape(-1, UNIT) for x in (log_sum * BASE_2, mean)]
-    operands = Operands(
+    operands = AttentionOperands(
         in_blocks(query),
         in_blocks(out_gradient),
         in_blocks(key),
@@ -125,7 +125,7 @@ def attend_gradient(
         *mask_fields,
     )
     queries, keys = (unit.column.shape[1] for unit in units)
-    sizes = Sizes(rows, kv_heads, group, queries, keys, width, wide, scale)
+    sizes = AttentionSizes(rows, kv_heads, group, queries, keys, width, wide, scale)
 
     # Two tables, as the blocks that a program holds and those that it visits differ in size.
     block_tokens = UNIT * query_blocks_per_program(width, wide)
@@ -155,7 +155,7 @@ def key_blocks_per_program(width: int, wide: int) -> int:
 
 
 def _query_gradients(
-    operands: Operands, table: Array, sizes: Sizes, dtype: Any, simulated: bool
+    operands: AttentionOperands, table: Array, sizes: AttentionSizes, dtype: Any, simulated: bool
 ) -> Array:
     """Gradients of all queries, ``[block, query, head_dim]``."""
     consumers = query_blocks_per_program(sizes.width, sizes.wide)
@@ -163,7 +163,7 @@ def _query_gradients(
 
     def body(target, program, table, *refs):
         *refs, grad_query = refs
-        block_refs = Operands(*refs)
+        block_refs = AttentionOperands(*refs)
         # The order of programs is that of the forward pass, for the same reasons.
         query_block = locate_query_block(program, sizes.group, num_blocks, sizes.kv_heads)
         visits = read_visits(table, query_block.row * num_blocks + query_block.block)
@@ -225,7 +225,7 @@ def _query_gradients(
 
 
 def _key_value_gradients(
-    operands: Operands, table: Array, sizes: Sizes, dtype: Any, simulated: bool
+    operands: AttentionOperands, table: Array, sizes: AttentionSizes, dtype: Any, simulated: bool
 ) -> tuple[Array, ...]:
     """Gradients of all keys and values, ``[block, key, width]``."""
     units = key_blocks_per_program(sizes.width, sizes.wide)
@@ -233,7 +233,7 @@ def _key_value_gradients(
 
     def body(target, program, table, *refs):
         *refs, grad_key, grad_value = refs
-        block_refs = Operands(*refs)
+        block_refs = AttentionOperands(*refs)
         source, block = quotient_remainder(program, num_blocks)
         row, _ = quotient_remainder(source, sizes.kv_heads)
         visits = read_visits(table, row * num_blocks + block)
@@ -325,7 +325,7 @@ def _launch(
     programs: int,
     shapes: list[jax.ShapeDtypeStruct],
     table: Array,
-    operands: Operands,
+    operands: AttentionOperands,
     consumers: int,
     simulated: bool,
 ) -> tuple[Array, ...]:

@@ -10,7 +10,7 @@ from tiers import full_but
 
 from moe.experts.dispatch.buffers import ROW_TILE, buffer_rows, peer_assignments, peer_tokens
 from moe.experts.dispatch.choice import dispatch, rows_received
-from moe.experts.dispatch.cost import Exchange, cheapest, peer_capacity_of
+from moe.experts.dispatch.cost import TokenExchange, cheapest, peer_capacity_of
 from moe.experts.feed_forward import dense_reference
 from moe.router.routing import Routing
 from moe.weights import Experts
@@ -49,7 +49,7 @@ def test_rows_of_a_budget(layout, tokens, k, experts, factor, expected):
 
 def best(k, num_experts, mesh, buffer_factor=None):
     peer_capacity = peer_capacity_of(k, mesh.size(mesh.ep), None, buffer_factor)
-    return cheapest(Exchange(num_experts, k, 64, 4, peer_capacity), mesh)
+    return cheapest(TokenExchange(num_experts, k, 64, 4, peer_capacity), mesh)
 
 
 def test_a_budget_moves_less_where_a_token_goes_to_few_devices():
