@@ -47,7 +47,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Seconds of each way by experts per token, what formulas say of them, and the rate."""
     import jax
 
-    from moe.experts.dispatch.cost import seconds, served
+    from moe.experts.dispatch.cost import predict_seconds, supported_dispatchers
     from sharding.folding import Layout, fold
     from sharding.planner.hardware import UNKNOWN
 
@@ -55,13 +55,13 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     if number < 2:
         raise SystemExit("one device sends nothing: give --devices 8, or run where there are more.")
     mesh = fold(Layout(dp=number, ep=number))
-    ways = served(mesh)
+    ways = supported_dispatchers(mesh)
     exchange = ways[-1]
     rows = []
     for k in range(1, number + 1):
         programs = {way: program(way, k, mesh, given) for way in ("all_gather", exchange)}
         takes = in_turn(programs, given.rounds)
-        sends = seconds(exchange_of(k, number, given), mesh.layout, UNKNOWN)
+        sends = predict_seconds(exchange_of(k, number, given), mesh.layout, UNKNOWN)
         rows.append(
             {
                 "k": k,
@@ -83,11 +83,11 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 
 def exchange_of(k: int, devices: int, given: argparse.Namespace) -> Any:
     """What a layer sends, with room for even routing."""
-    from moe.experts.dispatch.cost import Exchange
+    from moe.experts.dispatch.cost import TokenExchange
 
     itemsize = 2 if given.dtype == "bfloat16" else 4
     sizes = devices * given.experts_per_device, k, given.width, itemsize
-    return Exchange(*sizes, peer_capacity=min(1.0, k / devices))
+    return TokenExchange(*sizes, peer_capacity=min(1.0, k / devices))
 
 
 def program(way: str, k: int, mesh: Any, given: argparse.Namespace) -> Any:

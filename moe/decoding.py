@@ -160,7 +160,7 @@ def packed_step(
         sequences=None,
         zigzag=ZigzagLayout(((tokens.shape[0], 1),), ranks=1),
         record_choices=record_choices,
-        turns=turns,
+        rope=turns,
     )
 
 
@@ -179,8 +179,8 @@ def decode_step(
     """Decode step: appends one token to every live row and returns the logits of the next.
 
     Args:
-      layers: the layers of `weights` in the parts of `moe.layers.depth.parts_of`, unstacked once
-        outside the loop.
+      layers: the layers of `weights` in the parts of `moe.layers.depth.split_layer_groups`,
+        unstacked once outside the loop.
       cache: written at `positions` of live rows, in place if the caller donates it; other rows stay
         unchanged.
       tokens: ids of the tokens to append.

@@ -55,9 +55,9 @@ class Execution:
         so that communication of one overlaps the GEMMs of another
         (`moe.experts.dispatch.token_chunks`). A decode step, which has few tokens, uses 1.
       two_batch_overlap: the rows of a device go through each layer in two independent halves, so
-        that communication of one overlaps computation of the other (`moe.layers.halves`). A single
-        row, or prompt with its responses, is not split, nor are rows in decoding. Not with a
-        capacity that drops tokens.
+        that communication of one overlaps computation of the other
+        (`moe.layers.two_batch_overlap`). A single row, or prompt with its responses, is not split,
+        nor are rows in decoding. Not with a capacity that drops tokens.
       scan_layers: `lax.scan` over the layers of a stack, or over one period of layer types
         (`moe.layers.depth`), so that compile time does not grow with depth; None is true for more
         than a few layers.

@@ -24,12 +24,19 @@ from moe.config import ModelConfig
 from moe.embedding import embed
 from moe.head import logits_of, value_of
 from moe.layers.block import block
-from moe.layers.depth import is_scanned, of_kind, over_layers, period_of_stack
-from moe.layers.halves import Streams, choices_in_rows, in_rows, in_streams, joined, through
+from moe.layers.depth import is_scanned, period_of_stack, run_layers, select_attention
+from moe.layers.two_batch_overlap import (
+    Streams,
+    join_streams,
+    restore_choices_order,
+    restore_row_order,
+    run_streams,
+    split_streams,
+)
 from moe.precision import rms_norm
 from moe.remat import KEPT, KEPT_BEFORE_NORMS, WITHOUT, rematerialised
 from moe.router.statistics import RouterStatistics, sums_over_layers
-from moe.tokens.alignment import align_to_tokens, responses_of
+from moe.tokens.alignment import align_to_tokens, response_states
 from moe.tokens.packing import PackedBatch, pack_rows, pack_shared_prompts
 from moe.weights import Layer, Transformer
 from sharding.collectives import join_shards, vary
@@ -76,14 +83,14 @@ def run_keeping(
     shard_dims: Layer[ShardDim] | None = None,
 ) -> tuple[Float[Array, "local d_model"], RouterStatistics[Array] | None, list[Any]]:
     """`run`, which also returns the cached keys and values of all layers: an entry for each of
-    `moe.layers.depth.parts_of`."""
+    `moe.layers.depth.split_layer_groups`."""
     _check_whole(mesh)
     check_runs(packed.tokens.shape[0], mesh)
     x = embed(weights, packed.tokens, config, mesh)
     x, first_kept = first_blocks(weights, x, packed, config, mesh, keep)
     first = config.num_dense_layers
     x, stats, kept = blocks(weights.layers, x, packed, config, mesh, first, shard_dims, keep)
-    return last_norm(weights, in_rows(x, packed, mesh), config), stats, first_kept + kept
+    return last_norm(weights, restore_row_order(x, packed, mesh), config), stats, first_kept + kept
 
 
 def first_blocks(
@@ -115,7 +122,7 @@ def blocks(
 ) -> tuple[Float[Array, "local d_model"], RouterStatistics[Array] | None, list[Any]]:
     """The residual stream after a stack of layers, the router's sums over them, `load` with a row
     per layer, and what is kept of their keys and values. Halves of the rows stay in their order,
-    before and after (`PackedBatch.halves`).
+    before and after (`PackedBatch.half_batches`).
 
     Args:
       layers: any number of consecutive layers, which are equal but for their weights; any of these
@@ -123,7 +130,7 @@ def blocks(
       first: the number of the first of them in the network.
       shard_dims: how each layer is cut into the shards that devices have, which are joined when it
         is its turn (FSDP); None where they have it whole.
-      keep: what comes out of each layer's keys and values, in the entries of `over_layers`; None
+      keep: what comes out of each layer's keys and values, in the entries of `run_layers`; None
         is nothing.
       present: how many layers of the stack there are, all or all but the last, which is padding
         then and does not run; None is all.
@@ -153,7 +160,9 @@ def blocks(
         # Inside what is rematerialised: the whole layer lives while it runs, forward and backward.
         layer = weights_of(layer)
         if shard_dims is not None:
-            layer = unshard(layer, of_kind(shard_dims, isinstance(layer.attention, DeltaNet)))
+            layer = unshard(
+                layer, select_attention(shard_dims, isinstance(layer.attention, DeltaNet))
+            )
         kept: list[Any] = []
 
         def run_half(half: int, layer: Layer[Array], x: Array):
@@ -166,7 +175,7 @@ def blocks(
                     core = watched(core, keep, kept, config)
             return block(layer, x, own[half], core, config, mesh, number)
 
-        streams, stats = through(run_half, layer, streams, config, mesh)
+        streams, stats = run_streams(run_half, layer, streams, config, mesh)
         return streams, (stats, kept[0] if kept else None)
 
     def window_at(place: int, number: int | Int[Array, ""]) -> Window:
@@ -183,7 +192,7 @@ def blocks(
     def run_numbered(index: int | Int[Array, ""], like: int, layer: Layer[Array], streams: Streams):
         number = first + index
         # Choices are recorded for the layers that have experts.
-        own = [half.of_layer(number - config.num_dense_layers) for half in packed.streams]
+        own = [half.for_layer(number - config.num_dense_layers) for half in packed.streams]
         window = window_at(like, number)
         cores = [
             delta_core(half.mask, config)
@@ -202,11 +211,11 @@ def blocks(
         # weights.
         return remat(_where_present(is_present, run_one))(layer, streams)
 
-    streams = in_streams(x, packed, mesh)
-    streams, outs = over_layers(run_numbered, layers, streams, execution, period, of_delta)
+    streams = split_streams(x, packed, mesh)
+    streams, outs = run_layers(run_numbered, layers, streams, execution, period, of_delta)
     collected, kept = ([out[place] for out in outs] for place in range(2))
-    stats = choices_in_rows(sums_over_layers(collected, scanned), packed, mesh)
-    return joined(streams), stats, kept
+    stats = restore_choices_order(sums_over_layers(collected, scanned), packed, mesh)
+    return join_streams(streams), stats, kept
 
 
 def _where_present(is_present: Array, run_layer: Callable[..., Any]) -> Callable[..., Any]:
@@ -326,7 +335,7 @@ def before_responses(
     """
     packed = pack_shared_prompts(tokens, valid, prompt_length, num_samples, mesh, config, replay)
     x, stats = run(weights, packed, config, mesh)
-    return responses_of(x, tokens.shape, prompt_length, num_samples, mesh, config), stats
+    return response_states(x, tokens.shape, prompt_length, num_samples, mesh, config), stats
 
 
 def next_token_logits(

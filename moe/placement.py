@@ -36,7 +36,7 @@ def specs(config: ModelConfig, mesh: FoldedMesh) -> Transformer[PartitionSpec]:
     if sizes["vocab"] % mesh.size(mesh.tp):
         del rules["vocab"]
     # Stored with padding where stages are uneven.
-    depths = chunks.layers_of_chunks(sizes["layer"], mesh)
+    depths = chunks.layers_per_chunk(sizes["layer"], mesh)
     sizes["layer"] = len(depths) * max(depths)
     chunks.check_delta_layers(config.num_layers, delta_layers(config), mesh)
     for axis, atoms in rules.items():
@@ -112,7 +112,7 @@ def stacked(mesh: FoldedMesh, x: Any) -> Any:
     if not chunks.is_even(num_layers, mesh):
         depth = chunks.stored_depth(num_layers, mesh)
         source = np.full(mesh.layout.pp * num_chunks * depth, -1)
-        source[chunks.places(num_layers, mesh)] = np.arange(num_layers)
+        source[chunks.storage_indices(num_layers, mesh)] = np.arange(num_layers)
         there = (source >= 0).reshape(-1, *(1,) * (x.ndim - 1))
         x = jnp.where(there, x[np.maximum(source, 0)], jnp.zeros((), x.dtype))
     return x if num_chunks == 1 else x.reshape(num_chunks, -1, *x.shape[1:])
@@ -132,7 +132,7 @@ def in_layer_order(
         x = x if mesh.layout.vpp == 1 else x.reshape(-1, *x.shape[2:])
         if num_layers is None or chunks.is_even(num_layers, mesh):
             return x
-        return x[np.asarray(chunks.places(num_layers, mesh))]
+        return x[np.asarray(chunks.storage_indices(num_layers, mesh))]
 
     return replace(weights, layers=jax.tree.map(in_order, weights.layers))
 

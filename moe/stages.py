@@ -19,7 +19,7 @@ from moe.adapters.trees import joined
 from moe.config import ModelConfig
 from moe.embedding import embed
 from moe.layers import chunks
-from moe.layers.halves import in_rows
+from moe.layers.two_batch_overlap import restore_row_order
 from moe.router.balance import router_loss
 from moe.router.statistics import RouterStatistics
 from moe.tokens.packing import PackedBatch
@@ -119,7 +119,7 @@ def _stages(
     # The dense first layers run with the embedding: a pipeline needs chunks of equal layers.
     stacked = config.num_layers - config.num_dense_layers
     starts = jnp.asarray(chunks.first_layers_of_chunks(stacked, mesh), jnp.int32)
-    depths = jnp.asarray(chunks.layers_of_chunks(stacked, mesh), jnp.int32)
+    depths = jnp.asarray(chunks.layers_per_chunk(stacked, mesh), jnp.int32)
 
     def first(ends, micro_batch):
         # Gradients are taken with respect to `ends`: these, not those of `weights`, must be used.
@@ -138,7 +138,7 @@ def _stages(
         return x, router_loss(stats, config, mesh, num_tokens), stats
 
     def last(ends, x, micro_batch):
-        whole, x = _with_ends(weights, ends), in_rows(x, pack(micro_batch), mesh)
+        whole, x = _with_ends(weights, ends), restore_row_order(x, pack(micro_batch), mesh)
         return apply_head(whole, model.last_norm(whole, x, config), micro_batch)
 
     return Stages(first, chunk, last)
@@ -219,7 +219,7 @@ def _joined(
         stacked = config.num_layers - config.num_dense_layers
         if chunks.is_even(stacked, mesh):
             return x
-        return x[np.asarray(chunks.places(stacked, mesh))]
+        return x[np.asarray(chunks.storage_indices(stacked, mesh))]
 
     choices = stats.choices
     if choices is not None:  # [chunk, micro_batch, layer, token, k]

@@ -104,7 +104,7 @@ def _multiplied(settings: Settings, product: Product, form: str) -> Figures:
     import jax
     import jax.numpy as jnp
 
-    from moe.kernels.grouped import each, summed
+    from moe.kernels.grouped import multiply_rows, sum_products
 
     known, groups = sum(product.sizes), len(product.sizes)
     wide = known + product.rest
@@ -115,9 +115,9 @@ def _multiplied(settings: Settings, product: Product, form: str) -> Figures:
     weights = random(settings, 2, (groups, product.inner, product.outer))
     sizes = jnp.asarray(product.sizes, jnp.int32)
     programs: dict[str, Callable[[], Any]] = {
-        "forward": lambda: jax.jit(partial(each, 0))(x, weights, sizes),
-        "rows": lambda: jax.jit(partial(each, 1))(pull, weights, sizes),
-        "matrices": lambda: jax.jit(summed)(x, pull, sizes),
+        "forward": lambda: jax.jit(partial(multiply_rows, 0))(x, weights, sizes),
+        "rows": lambda: jax.jit(partial(multiply_rows, 1))(pull, weights, sizes),
+        "matrices": lambda: jax.jit(sum_products)(x, pull, sizes),
     }
     expected = _looped(x, weights, pull, product.sizes)
     return {"difference": max(difference(run(), expected[name]) for name, run in programs.items())}
@@ -129,7 +129,7 @@ def _gathered(settings: Settings, product: Product, form: str) -> Figures:
     import jax
     import jax.numpy as jnp
 
-    from moe.kernels.grouped import each, summed
+    from moe.kernels.grouped import multiply_rows, sum_products
     from moe.kernels.swiglu import hidden_gradients
 
     x = random(settings, 0, (GATHERED, product.inner)).at[-1].set(jnp.nan)
@@ -141,10 +141,10 @@ def _gathered(settings: Settings, product: Product, form: str) -> Figures:
     key = jax.random.key(settings.seed)
     place = jax.random.permutation(key, jnp.arange(number, dtype=jnp.int32))
     place = jnp.where(jnp.arange(number) % 5 == 4, number, place)
-    forward = jax.jit(lambda *of: each(0, *of, source=source))(x, weights, sizes)
-    matrices = jax.jit(lambda *of: summed(*of, source=source))(x, pull, sizes)
-    pulled = jax.jit(lambda *of: summed(*of, source=source, gathered=1))(pull, x, sizes)
-    placed = jax.jit(lambda *of: each(1, *of, destination=place))(pull, weights, sizes)
+    forward = jax.jit(lambda *of: multiply_rows(0, *of, source=source))(x, weights, sizes)
+    matrices = jax.jit(lambda *of: sum_products(*of, source=source))(x, pull, sizes)
+    pulled = jax.jit(lambda *of: sum_products(*of, source=source, gathered=1))(pull, x, sizes)
+    placed = jax.jit(lambda *of: multiply_rows(1, *of, destination=place))(pull, weights, sizes)
     rows = x.at[source].get(mode="fill", fill_value=0)
     expected = _looped(rows, weights, pull, product.sizes)
     found = {"forward": forward, "matrices": matrices, "rows": placed[place[place < number]]}
@@ -156,7 +156,7 @@ def _gathered(settings: Settings, product: Product, form: str) -> Figures:
     down = random(settings, 3, (len(product.sizes), product.outer, product.inner))
     kept = random(settings, 4, (number, 2 * product.outer))
     probs = jax.random.uniform(key, (number,))
-    options = {"sizes": sizes, "inward": kept, "probs": probs, "down": down}
+    options = {"sizes": sizes, "gate_up": kept, "probs": probs, "down_weights": down}
     gathered = jax.jit(lambda of: hidden_gradients(x, source=source, **of))(options)
     copied = jax.jit(lambda of: hidden_gradients(rows, **of))(options)
     return {"difference": max(worst, *map(difference, gathered, copied))}

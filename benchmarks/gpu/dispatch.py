@@ -68,7 +68,7 @@ def _home(form: str) -> Callable[..., Any]:
 
     def scattered(layout, rows, probs):
         """What one writes first: a sum by scattering and adding."""
-        choice = jnp.minimum(layout.choices, probs.size - 1)
+        choice = jnp.minimum(layout.assignments, probs.size - 1)
         terms = probs.reshape(-1)[choice][:, None] * rows.astype(jnp.float32)
         nothing = jnp.zeros((probs.shape[0], rows.shape[1]))
         return nothing.at[layout.tokens].add(terms, mode="drop").astype(rows.dtype)
@@ -129,7 +129,7 @@ def arrays_of(layout: Any, width: int, settings: Settings) -> Arrays:
     """Operands of all moves, fresh."""
     import jax
 
-    slots, (tokens, k) = layout.choices.shape[0], layout.places.shape
+    slots, (tokens, k) = layout.assignments.shape[0], layout.slots.shape
     key = jax.random.fold_in(jax.random.key(settings.seed), 9)
     heights = (tokens, tokens, slots, slots)
     x, pull, rows, row_pull = (
@@ -163,7 +163,7 @@ def program_of(arrays: Arrays, move: str, form: str) -> tuple[Callable[..., Any]
 def _moved(settings: Settings, arrays: Callable[[], Arrays], move: str, form: str) -> Figures:
     given = arrays()
     program, operands = program_of(given, move, form)
-    slots, (tokens, _) = given.layout.choices.shape[0], given.layout.places.shape
+    slots, (tokens, _) = given.layout.assignments.shape[0], given.layout.slots.shape
     number = MOVES[move].moved(slots, tokens) * given.x.shape[1] * given.x.dtype.itemsize
     compare = checked_move(given, move)
     return measured(program, operands, Work(number, "bytes"), settings, compare)
@@ -200,7 +200,7 @@ def layouts(name: str, shape: Dispatch, settings: Settings) -> Iterator[Row]:
         program = sorted_once if form == "one sort" else layout
 
         def compare(found):
-            choices = found if form == "one sort" else found.choices
+            choices = found if form == "one sort" else found.assignments
             if (choices[: ids().size] != jax.jit(sorted_once)(ids())).any():
                 raise ValueError("is not the stable order of the choices")
             return 0.0

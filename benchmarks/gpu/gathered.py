@@ -66,7 +66,7 @@ class Operands(NamedTuple):
 
 def _moving(which: str, **options: Any) -> Callable[..., Any]:
     """Products that gather the rows they read or, of `sums`, scatter those they write."""
-    from moe.kernels.grouped import each, summed
+    from moe.kernels.grouped import multiply_rows, sum_products
     from moe.kernels.rows import combine
     from moe.kernels.swiglu import hidden_gradients
 
@@ -74,14 +74,14 @@ def _moving(which: str, **options: Any) -> Callable[..., Any]:
         of = Operands(*arrays)
         given = {"source": of.source, **options}
         if which == "forward":
-            return each(0, of.tokens, of.up, of.sizes, **given)
+            return multiply_rows(0, of.tokens, of.up, of.sizes, **given)
         if which == "matrices":
-            return summed(of.tokens, of.hidden, of.sizes, **given)
+            return sum_products(of.tokens, of.hidden, of.sizes, **given)
         if which == "pulled":
-            return summed(of.hidden, of.tokens, of.sizes, gathered=1, **given)
+            return sum_products(of.hidden, of.tokens, of.sizes, gathered=1, **given)
         if which == "units":
             return hidden_gradients(of.tokens, of.down, of.kept, of.probs, of.sizes, **given)
-        rows = each(0, of.hidden, of.down, of.sizes, destination=of.choices, **options)
+        rows = multiply_rows(0, of.hidden, of.down, of.sizes, destination=of.choices, **options)
         in_order = _choices_in_order(of.places)
         return combine(rows, in_order, implementation="mosaic")
 
@@ -98,7 +98,7 @@ def _moved(which: str, name: str) -> Callable[..., Any]:
     """Rows written and added up by the kernels of `permute` or by XLA, the product of that name."""
     import jax
 
-    from moe.experts.gated import gated
+    from moe.experts.gated import apply_gate
     from moe.experts.grouped.dot import IMPLEMENTATIONS
     from moe.kernels.rows import combine, take
     from moe.kernels.swiglu import hidden_gradients
@@ -109,18 +109,20 @@ def _moved(which: str, name: str) -> Callable[..., Any]:
     def run(*arrays):
         of = Operands(*arrays)
         if which == "sums":
-            rows = product.each(0, of.hidden, of.down, of.sizes)
+            rows = product.multiply_rows(0, of.hidden, of.down, of.sizes)
             return combine(rows, of.places, implementation=kernel)
         rows = take(of.tokens, of.source, implementation=kernel)
         if which == "forward":
-            return product.each(0, rows, of.up, of.sizes)
+            return product.multiply_rows(0, rows, of.up, of.sizes)
         if which == "matrices":
-            return product.summed(rows, of.hidden, of.sizes)
+            return product.sum_products(rows, of.hidden, of.sizes)
         if which == "pulled":
-            return product.summed(of.hidden, rows, of.sizes)
+            return product.sum_products(of.hidden, rows, of.sizes)
         if name == "mosaic":
             return hidden_gradients(rows, of.down, of.kept, of.probs, of.sizes)
-        return jax.vjp(gated, of.kept, of.probs)[1](product.each(1, rows, of.down, of.sizes))
+        return jax.vjp(apply_gate, of.kept, of.probs)[1](
+            product.multiply_rows(1, rows, of.down, of.sizes)
+        )
 
     return run
 
@@ -195,7 +197,7 @@ def _compared(which: str, of: Operands, found: Any) -> float:
     import jax.numpy as jnp
     import numpy as np
 
-    from moe.experts.gated import gated
+    from moe.experts.gated import apply_gate
 
     if which == "sums":
         some = np.sort(np.random.default_rng().choice(len(of.tokens), COMPARED, replace=False))
@@ -212,5 +214,5 @@ def _compared(which: str, of: Operands, found: Any) -> float:
         return compared(which, rows, of.up, of.hidden, of.sizes, found)
     some, by_hidden = some_rows("rows", rows, of.down, of.sizes)
     wide = of.kept[some].astype(jnp.float32)
-    expected = jax.vjp(gated, wide, of.probs[some])[1](by_hidden)
+    expected = jax.vjp(apply_gate, wide, of.probs[some])[1](by_hidden)
     return max(difference(a[some], b) for a, b in zip(found, expected, strict=True))

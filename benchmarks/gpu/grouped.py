@@ -69,11 +69,11 @@ def _named(name: str) -> Programs:
 
 def _simulated() -> Programs:
     """The kernel under a simulator of the GPU, which is slow, and knows this pass in every JAX."""
-    from moe.kernels.grouped import Tiling, each
+    from moe.kernels.grouped import Tiling, multiply_rows
 
     small = Tiling(rows=64, columns=64, depth=64, stages=2, wide=2)
     return {
-        "forward": lambda x, weights, pull, sizes: each(
+        "forward": lambda x, weights, pull, sizes: multiply_rows(
             0, x, weights, sizes, tiling=small, simulated=True
         )
     }
@@ -109,13 +109,13 @@ def _shipped() -> Programs:
 
 def _tiled(changed: dict[str, int]) -> Programs:
     """What "mosaic" computes, cut in another way."""
-    from moe.kernels.grouped import Tiling, each, summed
+    from moe.kernels.grouped import Tiling, multiply_rows, sum_products
 
     tiling = Tiling()._replace(**changed)
     return {
-        "forward": lambda x, w, pull, sizes: each(0, x, w, sizes, tiling=tiling),
-        "rows": lambda x, w, pull, sizes: each(1, pull, w, sizes, tiling=tiling),
-        "matrices": lambda x, w, pull, sizes: summed(x, pull, sizes, tiling=tiling),
+        "forward": lambda x, w, pull, sizes: multiply_rows(0, x, w, sizes, tiling=tiling),
+        "rows": lambda x, w, pull, sizes: multiply_rows(1, pull, w, sizes, tiling=tiling),
+        "matrices": lambda x, w, pull, sizes: sum_products(x, pull, sizes, tiling=tiling),
     }
 
 

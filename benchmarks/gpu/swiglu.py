@@ -40,17 +40,17 @@ def _separate(which: str, name: str) -> Callable[..., Any]:
     """The product of that name, and SwiGLU by XLA."""
     import jax
 
-    from moe.experts.gated import gated
+    from moe.experts.gated import apply_gate
     from moe.experts.grouped.dot import IMPLEMENTATIONS
 
-    each = IMPLEMENTATIONS[name].each
+    each = IMPLEMENTATIONS[name].multiply_rows
 
     def hidden(x, gate_up, down, inward, pull, probs, sizes):
         inward = each(0, x, gate_up, sizes)
-        return gated(inward, probs), inward
+        return apply_gate(inward, probs), inward
 
     def gradients(x, gate_up, down, inward, pull, probs, sizes):
-        return jax.vjp(gated, inward, probs)[1](each(1, pull, down, sizes))
+        return jax.vjp(apply_gate, inward, probs)[1](each(1, pull, down, sizes))
 
     return hidden if which == "hidden" else gradients
 
@@ -122,14 +122,14 @@ def _compared(which: str, operands: tuple[Any, ...], found: tuple[Any, Any]) -> 
     import jax
     import jax.numpy as jnp
 
-    from moe.experts.gated import gated
+    from moe.experts.gated import apply_gate
 
     x, gate_up, down, inward, pull, probs, sizes = operands
     if which == "hidden":
         some, products = some_rows("forward", x, gate_up, sizes)
-        expected = gated(products, probs[some]), products
+        expected = apply_gate(products, probs[some]), products
     else:
         some, by_hidden = some_rows("rows", pull, down, sizes)
         kept = inward[some].astype(jnp.float32)
-        expected = jax.vjp(gated, kept, probs[some])[1](by_hidden)
+        expected = jax.vjp(apply_gate, kept, probs[some])[1](by_hidden)
     return max(difference(a[some], b) for a, b in zip(found, expected, strict=True))

@@ -104,7 +104,7 @@ def ranked(
     distribution, 0 for the others, by one forward pass as in `score`."""
 
     def read(weights, x, tokens):
-        x = alignment.responses_of(
+        x = alignment.response_states(
             x, tokens.shape, layout.prompt_length, layout.group_size, mesh, config
         )
         own = vary(alignment.response_tokens(tokens, layout.prompt_length, mesh, config), mesh.axes)
@@ -112,7 +112,7 @@ def ranked(
         logprobs, _ = logprobs_and_entropy(weights, x, own, config, mesh)
         likeliest = is_likeliest(weights, x, own, config, mesh).astype(jnp.float32)
         return tuple(
-            alignment.on_responses(found, tokens.shape, layout.prompt_length, mesh, config)
+            alignment.expand_responses(found, tokens.shape, layout.prompt_length, mesh, config)
             for found in (logprobs, likeliest)
         )
 
@@ -168,7 +168,7 @@ def scores_of(
     mesh: FoldedMesh,
 ) -> Scores:
     """Scores from the last hidden states `x` of the packed `tokens`, without `router`."""
-    x = alignment.responses_of(
+    x = alignment.response_states(
         x, tokens.shape, layout.prompt_length, layout.group_size, mesh, config
     )
     # State t - 1 predicts token t: both in the order of responses, one shard each.
@@ -178,7 +178,7 @@ def scores_of(
     logprobs, sampled, entropy = token_scores(weights, x, responses, config, sampling, mesh)
 
     def aligned(before: Float[Array, "local"]) -> Float[Array, "batch time"]:
-        return alignment.on_responses(before, tokens.shape, layout.prompt_length, mesh, config)
+        return alignment.expand_responses(before, tokens.shape, layout.prompt_length, mesh, config)
 
     return Scores(aligned(logprobs), aligned(sampled), aligned(entropy), None)
 
@@ -234,12 +234,12 @@ def values_of(
     mesh: FoldedMesh,
 ) -> Float[Array, "batch time"]:
     """Critic values from the last hidden states `x` of the packed `tokens`."""
-    x = alignment.responses_of(
+    x = alignment.response_states(
         x, tokens.shape, layout.prompt_length, layout.group_size, mesh, config
     )
     # Of the state before the token, so that V does not depend on the action of its advantage.
     before = value_of(critic, x, config)
-    return alignment.on_responses(before, tokens.shape, layout.prompt_length, mesh, config)
+    return alignment.expand_responses(before, tokens.shape, layout.prompt_length, mesh, config)
 
 
 def num_micro_batches(num_rows: int, time: int, layout: PromptLayout, mesh: FoldedMesh) -> int:
@@ -327,7 +327,7 @@ def _in_rows(
     number = by_token.shape[1]
     own = shape[0] // number, shape[1]
     rows = [
-        alignment.in_rows(
+        alignment.unpack_shared_prompts(
             by_token[:, n], own, layout.prompt_length, layout.group_size, mesh, config
         )
         for n in range(number)

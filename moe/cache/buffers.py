@@ -20,7 +20,7 @@ Leaf = TypeVar("Leaf")
 @struct.dataclass
 class Cache(Generic[Leaf]):
     """KV cache: keys and values of the tokens so far, a buffer for each of
-    `moe.layers.depth.parts_of`; for layers with Gated DeltaNet the arrays of
+    `moe.layers.depth.split_layer_groups`; for layers with Gated DeltaNet the arrays of
     `moe.attention.delta.sequences.DeltaState` instead.
 
     Attributes:

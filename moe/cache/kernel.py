@@ -7,7 +7,7 @@ from moe.attention.latent import keeps_narrow
 from moe.config import ModelConfig
 from moe.kernels import decode_attention, latent_decode
 from moe.kernels.choice import NAMES
-from moe.layers.implementations import selected_implementation, unserved_by_decode_kernel
+from moe.layers.implementations import selected_implementation, unsupported_by_decode_kernel
 from sharding.folding import FoldedMesh
 
 
@@ -34,7 +34,7 @@ def kernel_obstacle(config: ModelConfig) -> str | None:
         return f"is none of {', '.join(map(repr, NAMES))}"
     if name == "interpreted":
         return "cannot serve: the plain interpreter has no matrix units"
-    reason = unserved_by_decode_kernel(config)
+    reason = unsupported_by_decode_kernel(config)
     return None if reason is None else f"cannot serve: {reason}"
 
 
@@ -51,7 +51,7 @@ def kernel_bytes(config: ModelConfig, mesh: FoldedMesh, rows: int, columns: int)
     tp = mesh.size(mesh.tp)
     heads, kv_heads = config.num_heads // tp, config.num_kv_heads // tp
     if config.mla is not None and keeps_narrow(config):
-        parts = latent_decode.written(rows, heads, config.mla.kv_lora_rank, columns)
+        parts = latent_decode.output_shapes(rows, heads, config.mla.kv_lora_rank, columns)
     else:
-        parts = decode_attention.written(rows, heads, kv_heads, config.v_head_dim, columns)
+        parts = decode_attention.output_shapes(rows, heads, kv_heads, config.v_head_dim, columns)
     return sum(math.prod(part.shape) * part.dtype.itemsize for part in parts)

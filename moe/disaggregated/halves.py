@@ -21,10 +21,10 @@ from moe.disaggregated.m2n import Message
 from moe.disaggregated.messages import message_width, read_message, written_message
 from moe.disaggregated.placement import Copies, slots_of_choices
 from moe.disaggregated.split import SplitMesh
-from moe.experts.dispatch.all_to_all import whole_experts
-from moe.experts.dispatch.own import has_experts_at, slots_of
+from moe.experts.dispatch.all_to_all import sharded_experts
+from moe.experts.dispatch.assignment import has_experts_at, slots_of
 from moe.experts.feed_forward import dense_term
-from moe.experts.permutation import spread_rows, take_rows
+from moe.experts.permutation import permute_rows, take_rows
 from moe.kernels.rows import combine
 from moe.layers.implementations import selected_implementation
 from moe.precision import rms_norm
@@ -180,7 +180,7 @@ def departing(
     row = jnp.where(goes, jnp.arange(peers)[None] * per_peer + position, num_rows)
     token, places = slots_of(row, num_rows, k)
     ids = jnp.where(token[:, None] < num_tokens, take_rows(slots, token), nobodys)
-    rows = spread_rows(h, token, places)
+    rows = permute_rows(h, token, places)
     outward = written_message(rows, ids, take_rows(routing.probs, token))
     flight = Flight(x, dense_term(layer, h, mesh, config.activation), places, choices)
     parts = tuple(jnp.split(outward, serving.num_targets))
@@ -201,5 +201,5 @@ def computed(
         None,
         config.activation,
     )
-    done, _ = whole_experts(experts, rows, slots, probs, mesh, num_rows, *products)
+    done, _ = sharded_experts(experts, rows, slots, probs, mesh, num_rows, *products)
     return tuple(jnp.split(vary(done.astype(rows.dtype), mesh.axes), serving.num_sources))

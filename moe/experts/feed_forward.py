@@ -14,12 +14,12 @@ from jaxtyping import Array, Float, Int
 
 from moe.adapters.adapted import Adapted, product
 from moe.architecture.activation import Activation
-from moe.experts.fused import FUSED, IN_ONE, SCATTERED, fused_experts, moves_of
-from moe.experts.gated import activated, gated
+from moe.experts.flattened_dot import flattened_dot
+from moe.experts.fused import FUSED, FUSED_KERNELS, SCATTERED, fused_experts, permutation_kernel
+from moe.experts.gated import apply_activation, apply_gate
 from moe.experts.gathered import gathered_experts
 from moe.experts.grouped.dot import IMPLEMENTATIONS, grouped_dot
-from moe.experts.joined import joined_dot
-from moe.experts.permutation import spread_rows, sum_rows
+from moe.experts.permutation import permute_rows, unpermute_rows
 from moe.kernels.layout import sorted_layout
 from moe.remat import PRODUCT
 from moe.weights import Dense, Experts, Layer
@@ -42,21 +42,21 @@ def dense(
     """
     x = gather_tokens(x, mesh.tp)
     # Gate and up have adapters of their own.
-    inward = product(joined_dot, x, weights.gate_up, _per_half, _of_halves)
-    gate, up = jnp.split(checkpoint_name(inward, PRODUCT), 2, axis=-1)
-    hidden = activated(gate, up, activation)
-    return scatter_tokens(product(_times, hidden, weights.down), mesh.tp)
+    gate_up = product(flattened_dot, x, weights.gate_up, _gate_up_lora_a, _gate_up_lora_b)
+    gate, up = jnp.split(checkpoint_name(gate_up, PRODUCT), 2, axis=-1)
+    hidden = apply_activation(gate, up, activation)
+    return scatter_tokens(product(_multiply, hidden, weights.down), mesh.tp)
 
 
-def _per_half(x: Array, matrix: Array) -> Array:
+def _gate_up_lora_a(x: Array, matrix: Array) -> Array:
     return jnp.einsum("nd,hdr->nhr", x, matrix)
 
 
-def _of_halves(narrow: Array, matrix: Array) -> Array:
+def _gate_up_lora_b(narrow: Array, matrix: Array) -> Array:
     return jnp.einsum("nhr,hrf->nhf", narrow, matrix).reshape(narrow.shape[0], -1)
 
 
-def _times(x: Array, matrix: Array) -> Array:
+def _multiply(x: Array, matrix: Array) -> Array:
     return x @ matrix.astype(x.dtype)
 
 
@@ -76,11 +76,11 @@ def dense_term(
         return None
     # Independent of the routed experts, so the two may overlap.
     with jax.named_scope("dense_expert"):
-        beside = dense(layer.dense, h, mesh, activation)
+        out = dense(layer.dense, h, mesh, activation)
     if layer.shared_gate is not None:
-        beside = checkpoint_name(beside, PRODUCT)
-        beside = beside * jax.nn.sigmoid(h @ layer.shared_gate.astype(h.dtype))[:, None]
-    return beside
+        out = checkpoint_name(out, PRODUCT)
+        out = out * jax.nn.sigmoid(h @ layer.shared_gate.astype(h.dtype))[:, None]
+    return out
 
 
 def routed_experts(
@@ -115,7 +115,7 @@ def routed_experts(
         "mosaic_scattered" they also write their rows in the order of tokens
         (`moe.experts.gathered`). Products with adapters are as narrow as their rank, and use the
         best implementation that applies.
-      activation: f, see `moe.experts.gated.activated`.
+      activation: f, see `moe.experts.apply_gate.apply_activation`.
 
     Returns:
       The sums, and the number of expert ids beyond the capacity, which the sums do not contain.
@@ -125,16 +125,16 @@ def routed_experts(
         "mosaic_fused", "mosaic_gathered" and "mosaic_scattered" with adapters, with biases or with
         another `activation`.
     """
-    in_one = implementation in IN_ONE
-    if not in_one and implementation not in (None, *IMPLEMENTATIONS):
-        names = ", ".join((*IMPLEMENTATIONS, *IN_ONE))
+    is_fused = implementation in FUSED_KERNELS
+    if not is_fused and implementation not in (None, *IMPLEMENTATIONS):
+        names = ", ".join((*IMPLEMENTATIONS, *FUSED_KERNELS))
         raise ValueError(
             f"experts={implementation!r} is none of {names}; None is the best that applies."
         )
-    if in_one:
-        _refuse_between(weights, activation, implementation)
+    if is_fused:
+        _check_fused(weights, activation, implementation)
     num_rows = experts.size if num_rows is None else min(num_rows, experts.size)
-    kernels = moves_of(implementation)
+    kernels = permutation_kernel(implementation)
     layout = sorted_layout(
         experts, weights.down.shape[0], num_slots=num_rows, implementation=kernels
     )
@@ -142,36 +142,36 @@ def routed_experts(
     stop = jnp.minimum(jnp.cumsum(layout.sizes), num_rows)
     overflow = jnp.sum(layout.sizes) - stop[-1]
     sizes = jnp.diff(stop, prepend=0)
-    token, places = layout.tokens, layout.places
+    token, slots = layout.tokens, layout.slots
 
-    of_rows = spread_rows(probs.reshape(-1), layout.choices, places.reshape(-1, 1))
-    if in_one and implementation != FUSED:
+    row_probs = permute_rows(probs.reshape(-1), layout.assignments, slots.reshape(-1, 1))
+    if is_fused and implementation != FUSED:
         matrices = weights.gate_up, weights.down
         scattered = implementation == SCATTERED
         sums = gathered_experts(
-            x, layout, *matrices, of_rows, sizes, scattered=scattered, dtype=dtype
+            x, layout, *matrices, row_probs, sizes, scattered=scattered, dtype=dtype
         )
         return sums, overflow
-    rows = spread_rows(x, token, places, dtype, kernels)
+    rows = permute_rows(x, token, slots, dtype, kernels)
     if implementation == FUSED:
-        out = fused_experts(rows, weights.gate_up, weights.down, of_rows, sizes)
+        out = fused_experts(rows, weights.gate_up, weights.down, row_probs, sizes)
     else:
         # One product for gate and up: wider products are faster than two narrow ones.
-        dot = partial(_grouped, sizes, implementation)
-        narrow = partial(_grouped, sizes, None)
-        inward = product(dot, rows, weights.gate_up, narrow, narrow)
-        inward = checkpoint_name(inward, PRODUCT)
+        dot = partial(_multiply_groups, sizes, implementation)
+        narrow = partial(_multiply_groups, sizes, None)
+        gate_up = product(dot, rows, weights.gate_up, narrow, narrow)
+        gate_up = checkpoint_name(gate_up, PRODUCT)
         if weights.gate_up_bias is not None:
-            inward = inward + _of_rows(weights.gate_up_bias, stop, inward)
-        hidden = gated(inward, of_rows, activation)
+            gate_up = gate_up + _gather_bias(weights.gate_up_bias, stop, gate_up)
+        hidden = apply_gate(gate_up, row_probs, activation)
         out = product(dot, hidden, weights.down, narrow, narrow)
         if weights.down_bias is not None:
-            bias = _of_rows(weights.down_bias, stop, out).astype(jnp.float32)
-            out = (out.astype(jnp.float32) + bias * of_rows[:, None]).astype(out.dtype)
-    return sum_rows(out, places, token, kernels), overflow
+            bias = _gather_bias(weights.down_bias, stop, out).astype(jnp.float32)
+            out = (out.astype(jnp.float32) + bias * row_probs[:, None]).astype(out.dtype)
+    return unpermute_rows(out, slots, token, kernels), overflow
 
 
-def _refuse_between(weights: Experts[Array], activation: Activation, name: str | None) -> None:
+def _check_fused(weights: Experts[Array], activation: Activation, name: str | None) -> None:
     """Raises for activations, biases and adapters that the kernels with fused SwiGLU lack."""
     if activation != "silu" or weights.gate_up_bias is not None:
         biases = "" if weights.gate_up_bias is None else " and biases"
@@ -186,7 +186,7 @@ def _refuse_between(weights: Experts[Array], activation: Activation, name: str |
         )
 
 
-def _of_rows(
+def _gather_bias(
     bias: Float[Array, "expert *width"], stop: Int[Array, "expert"], rows: Array
 ) -> Float[Array, "row columns"]:
     """Bias of each row's expert, zeros for rows of none.
@@ -199,7 +199,9 @@ def _of_rows(
     return flat.at[expert].get(mode="fill", fill_value=0).astype(rows.dtype)
 
 
-def _grouped(sizes: Array, implementation: str | None, rows: Array, matrices: Array) -> Array:
+def _multiply_groups(
+    sizes: Array, implementation: str | None, rows: Array, matrices: Array
+) -> Array:
     return grouped_dot(rows, matrices, sizes, implementation=implementation)
 
 
@@ -219,10 +221,10 @@ def dense_reference(
     if weights.gate_up_bias is not None:
         gate = gate + weights.gate_up_bias[None, :, 0].astype(x.dtype)
         up = up + weights.gate_up_bias[None, :, 1].astype(x.dtype)
-    hidden = activated(gate, up, activation)
+    hidden = apply_activation(gate, up, activation)
     out = jnp.einsum("nef,efd->ned", hidden, weights.down.astype(x.dtype))
     if weights.down_bias is not None:
         out = out + weights.down_bias[None].astype(x.dtype)
-    chosen = jax.nn.one_hot(experts, weights.down.shape[0], dtype=jnp.float32)
-    chosen = jnp.einsum("nke,nk->ne", chosen, probs)
-    return jnp.einsum("ne,ned->nd", chosen, out.astype(jnp.float32))
+    combine_weights = jax.nn.one_hot(experts, weights.down.shape[0], dtype=jnp.float32)
+    combine_weights = jnp.einsum("nke,nk->ne", combine_weights, probs)
+    return jnp.einsum("ne,ned->nd", combine_weights, out.astype(jnp.float32))

@@ -10,7 +10,7 @@ from moe.architecture.activation import Activation, ClampedSwiGLU
 from sharding.collectives import vary, varying
 
 
-def activated(
+def apply_activation(
     gate: Float[Array, "*row width"], up: Float[Array, "*row width"], activation: Activation
 ) -> Float[Array, "*row width"]:
     """``f(g) u``, in the dtype of both: SwiGLU, GEGLU or a `ClampedSwiGLU`.
@@ -27,8 +27,8 @@ def activated(
     return jax.nn.silu(gate) * up
 
 
-def gated(
-    inward: Float[Array, "row twice"],
+def apply_gate(
+    gate_up: Float[Array, "row twice"],
     probs: Float[Array, "row"],
     activation: Activation = "silu",
 ) -> Float[Array, "row d_expert"]:
@@ -37,44 +37,44 @@ def gated(
     Its gradients are computed from its inputs alone, under every remat policy.
 
     Args:
-      inward: gate/up projection of each row, gate and up side by side.
+      gate_up: gate/up projection of each row, gate and up side by side.
       probs: gate weight of each row, float32.
-      activation: see `activated`.
+      activation: see `apply_activation`.
     """
-    axes = tuple(varying(inward) | varying(probs))
-    return _gated(*vary((inward, probs), axes), activation)
+    axes = tuple(varying(gate_up) | varying(probs))
+    return _apply_gate(*vary((gate_up, probs), axes), activation)
 
 
-def _halves(inward: Array) -> list[Array]:
-    return jnp.split(inward.astype(jnp.float32), 2, axis=-1)
+def _split_gate_up(gate_up: Array) -> list[Array]:
+    return jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _gated(inward, probs, activation):
-    return _plain(inward, probs, activation)
+def _apply_gate(gate_up, probs, activation):
+    return _plain(gate_up, probs, activation)
 
 
-def _plain(inward, probs, activation):
-    gate, up = _halves(inward)
-    return (activated(gate, up, activation) * probs[:, None]).astype(inward.dtype)
+def _plain(gate_up, probs, activation):
+    gate, up = _split_gate_up(gate_up)
+    return (apply_activation(gate, up, activation) * probs[:, None]).astype(gate_up.dtype)
 
 
-def _forward(inward, probs, activation):
-    return _gated(inward, probs, activation), (inward, probs)
+def _forward(gate_up, probs, activation):
+    return _apply_gate(gate_up, probs, activation), (gate_up, probs)
 
 
 def _backward(activation, residuals, gradient):
-    inward, probs = residuals
+    gate_up, probs = residuals
     if activation != "silu":
         # The forward result is not used here, so XLA removes its computation.
-        return jax.vjp(partial(_plain, activation=activation), inward, probs)[1](gradient)
-    gate, up = _halves(inward)
+        return jax.vjp(partial(_plain, activation=activation), gate_up, probs)[1](gradient)
+    gate, up = _split_gate_up(gate_up)
     gradient, slope = gradient.astype(jnp.float32), jax.nn.sigmoid(gate)
     silu = gate * slope
-    by_probs = jnp.sum(gradient * silu * up, axis=-1)
+    grad_probs = jnp.sum(gradient * silu * up, axis=-1)
     gradient = gradient * probs[:, None]
-    by_gate = gradient * up * (slope + silu * (1 - slope))
-    return jnp.concatenate([by_gate, gradient * silu], axis=-1).astype(inward.dtype), by_probs
+    grad_gate = gradient * up * (slope + silu * (1 - slope))
+    return jnp.concatenate([grad_gate, gradient * silu], axis=-1).astype(gate_up.dtype), grad_probs
 
 
-_gated.defvjp(_forward, _backward)
+_apply_gate.defvjp(_forward, _backward)

@@ -1,12 +1,12 @@
 """Experts whose grouped GEMMs gather tokens and output gradients themselves ("mosaic_gathered").
 
-It is `moe.experts.fused` between `spread_rows` and `sum_rows`, without the arrays that these write:
-the gate/up product and the gradient of its matrices gather tokens through the layout. The gradient
-of a row of the down-projection is its token's output gradient, as the gate weight was applied
-before; so the backward pass gathers that. Rows of the down-projection, and gradients of the rows of
-the gate/up product, are summed for each token. Until then they are in the order of experts or, with
-"mosaic_scattered", in the order of tokens and expert ids, each in a slot of its own. The order of
-the sum, and so every bit, is the same.
+It is `moe.experts.fused` between `permute_rows` and `unpermute_rows`, without the arrays that these
+write: the gate/up product and the gradient of its matrices gather tokens through the layout. The
+gradient of a row of the down-projection is its token's output gradient, as the gate weight was
+applied before; so the backward pass gathers that. Rows of the down-projection, and gradients of the
+rows of the gate/up product, are summed for each token. Until then they are in the order of experts
+or, with "mosaic_scattered", in the order of tokens and expert ids, each in a slot of its own. The
+order of the sum, and so every bit, is the same.
 """
 
 from functools import partial
@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, DTypeLike, Float, Int
 
-from moe.experts.fused import GATHERED, SCATTERED, matrices_of
-from moe.experts.gated import gated
-from moe.experts.grouped.mosaic import demand_service
+from moe.experts.fused import GATHERED, SCATTERED, cast_matrices
+from moe.experts.gated import apply_gate
+from moe.experts.grouped.mosaic import require_support
 from moe.kernels import grouped
 from moe.kernels.layout import SortedLayout
 from moe.kernels.rows import combine
@@ -31,8 +31,8 @@ from sharding.collectives import alike
 def gathered_experts(
     x: Float[Array, "token d_model"],
     layout: SortedLayout,
-    gate_up: Float[Array, "expert d_model half d_expert"],
-    down: Float[Array, "expert d_expert d_model"],
+    gate_up_weights: Float[Array, "expert d_model half d_expert"],
+    down_weights: Float[Array, "expert d_expert d_model"],
     probs: Float[Array, "slot"],
     sizes: Int[Array, "expert"],
     *,
@@ -43,7 +43,7 @@ def gathered_experts(
     """``sum_k ((silu(x G) * x U) p_k) D`` over the slots of each token, float32, in the order of
     its expert ids.
 
-    The reference implementation is `fused_experts` between `spread_rows` and `sum_rows`
+    The reference implementation is `fused_experts` between `permute_rows` and `unpermute_rows`
     (`moe.experts.permutation`).
 
     Args:
@@ -60,56 +60,85 @@ def gathered_experts(
     """
     dtype = x.dtype if dtype is None else dtype
     name = SCATTERED if scattered else GATHERED
-    for width in gate_up.shape[-1], down.shape[-1]:
-        demand_service(jax.ShapeDtypeStruct(x.shape, dtype), width, name, "routed_experts")
-    operands = alike((x, gate_up, down, probs, sizes, layout))
-    return _gathered(*operands, _How(x.dtype, dtype, scattered, simulated))
+    for width in gate_up_weights.shape[-1], down_weights.shape[-1]:
+        require_support(jax.ShapeDtypeStruct(x.shape, dtype), width, name, "routed_experts")
+    operands = alike((x, gate_up_weights, down_weights, probs, sizes, layout))
+    return _gathered(*operands, GatherOptions(x.dtype, dtype, scattered, simulated))
 
 
-class _How(NamedTuple):
+class GatherOptions(NamedTuple):
     """Static options of `gathered_experts`, and the dtype of the tokens."""
 
-    given: DTypeLike
-    dtype: DTypeLike
+    input_dtype: DTypeLike
+    compute_dtype: DTypeLike
     scattered: bool
     simulated: bool
 
     @property
-    def options(self) -> dict[str, Any]:
+    def launch_options(self) -> dict[str, Any]:
         return {"simulated": self.simulated}
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(6,))
-def _gathered(x, gate_up, down, probs, sizes, layout, how):
-    return _forward(x, gate_up, down, probs, sizes, layout, how)[0]
+def _gathered(x, gate_up_weights, down_weights, probs, sizes, layout, options):
+    return _forward(x, gate_up_weights, down_weights, probs, sizes, layout, options)[0]
 
 
-def _forward(x, gate_up, down, probs, sizes, layout, how):
-    rows = x.astype(how.dtype)
-    hidden, inward = hidden_units(
-        rows, matrices_of(gate_up, rows), probs, sizes, source=layout.tokens, **how.options
+def _forward(x, gate_up_weights, down_weights, probs, sizes, layout, options):
+    rows = x.astype(options.compute_dtype)
+    hidden, gate_up = hidden_units(
+        rows,
+        cast_matrices(gate_up_weights, rows),
+        probs,
+        sizes,
+        source=layout.tokens,
+        **options.launch_options,
     )
-    out = _sums(0, hidden, matrices_of(down, rows), sizes, layout, how, jnp.float32)
-    inward = checkpoint_name(inward, PRODUCT)
-    return out, (x, inward, gate_up, down, probs, sizes, layout)
+    out = _multiply_and_sum(
+        0, hidden, cast_matrices(down_weights, rows), sizes, layout, options, jnp.float32
+    )
+    gate_up = checkpoint_name(gate_up, PRODUCT)
+    return out, (x, gate_up, gate_up_weights, down_weights, probs, sizes, layout)
 
 
-def _backward(how, residuals, gradient):
-    x, inward, gate_up, down, probs, sizes, layout = residuals
-    rows, pull, source = x.astype(how.dtype), gradient.astype(how.dtype), layout.tokens
-    by_inward, by_probs = hidden_gradients(
-        pull, matrices_of(down, rows), inward, probs, sizes, source=source, **how.options
+def _backward(options, residuals, gradient):
+    x, gate_up, gate_up_weights, down_weights, probs, sizes, layout = residuals
+    rows, grad_out = x.astype(options.compute_dtype), gradient.astype(options.compute_dtype)
+    source = layout.tokens
+    grad_gate_up, grad_probs = hidden_gradients(
+        grad_out,
+        cast_matrices(down_weights, rows),
+        gate_up,
+        probs,
+        sizes,
+        source=source,
+        **options.launch_options,
     )
-    by_down = grouped.summed(
-        gated(inward, probs), pull, sizes, source=source, gathered=1, **how.options
+    grad_down = grouped.sum_products(
+        apply_gate(gate_up, probs),
+        grad_out,
+        sizes,
+        source=source,
+        gathered=1,
+        **options.launch_options,
     )
-    by_x = _sums(1, by_inward, matrices_of(gate_up, rows), sizes, layout, how, how.given)
-    by_gate_up = grouped.summed(rows, by_inward, sizes, source=source, **how.options)
+    grad_x = _multiply_and_sum(
+        1,
+        grad_gate_up,
+        cast_matrices(gate_up_weights, rows),
+        sizes,
+        layout,
+        options,
+        options.input_dtype,
+    )
+    grad_gate_up_weights = grouped.sum_products(
+        rows, grad_gate_up, sizes, source=source, **options.launch_options
+    )
     return (
-        by_x,
-        by_gate_up.astype(gate_up.dtype).reshape(gate_up.shape),
-        by_down.astype(down.dtype),
-        by_probs,
+        grad_x,
+        grad_gate_up_weights.astype(gate_up_weights.dtype).reshape(gate_up_weights.shape),
+        grad_down.astype(down_weights.dtype),
+        grad_probs,
         None,
         None,
     )
@@ -118,23 +147,25 @@ def _backward(how, residuals, gradient):
 _gathered.defvjp(_forward, _backward)
 
 
-def _sums(
+def _multiply_and_sum(
     side: int,
     rows: Array,
     matrices: Array,
     sizes: Array,
     layout: SortedLayout,
-    how: _How,
+    options: GatherOptions,
     dtype: DTypeLike,
 ) -> Array:
     """Grouped product of the rows in the slots, summed over the slots of each token."""
-    places = layout.places
-    to: dict[str, Any] = {}
-    if how.scattered:
-        to = {"destination": layout.choices, "num_results": places.size}
+    slots = layout.slots
+    scatter_args: dict[str, Any] = {}
+    if options.scattered:
+        scatter_args = {"destination": layout.assignments, "num_results": slots.size}
         # Expert ids without a slot are not written, so the sum must skip them.
-        choice = jnp.arange(places.size, dtype=places.dtype).reshape(places.shape)
-        places = jnp.where(places < rows.shape[0], choice, places.size)
-    products = grouped.each(side, rows, matrices, sizes, **to, **how.options)
-    name = "interpreted" if how.simulated else "mosaic"
-    return combine(products, places, dtype=dtype, implementation=name)
+        assignment = jnp.arange(slots.size, dtype=slots.dtype).reshape(slots.shape)
+        slots = jnp.where(slots < rows.shape[0], assignment, slots.size)
+    products = grouped.multiply_rows(
+        side, rows, matrices, sizes, **scatter_args, **options.launch_options
+    )
+    name = "interpreted" if options.simulated else "mosaic"
+    return combine(products, slots, dtype=dtype, implementation=name)

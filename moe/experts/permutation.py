@@ -57,72 +57,72 @@ def take_rows(
     return x.at[rows].get(mode="fill", fill_value=0)
 
 
-def spread_rows(
+def permute_rows(
     x: Shaped[Array, "row *rest"],
     source: Int[Array, "slot"],
-    places: Int[Array, "row copies"],
+    slots: Int[Array, "row k"],
     dtype: Any = None,
     implementation: str | None = None,
 ) -> Shaped[Array, "slot *rest"]:
     """Permute: gathers ``x[source]``, zeros where the index is past the end, in `dtype` (None: that
     of `x`).
 
-    The gradient of a row is the sum over its copies, in float32, by a gather: XLA would use a
+    The gradient of a row is the sum over its slots, in float32, by a gather: XLA would use a
     scatter-add, whose order varies.
 
     Args:
       x: the rows.
       source: index of the row of each slot.
-      places: indices of the slots of each row, past the end for none; the inverse of `source`.
+      slots: indices of the slots of each row, past the end for none; the inverse of `source`.
       dtype: of the result.
       implementation: of forward and backward, see `moe.kernels.choice`; scalars are "plain".
     """
-    axes = tuple(varying(x) | varying(source) | varying(places))
+    axes = tuple(varying(x) | varying(source) | varying(slots))
     dtype = x.dtype if dtype is None else dtype
-    return _spread(*vary((x, source, places), axes), x.dtype, dtype, implementation)
+    return _permute(*vary((x, source, slots), axes), x.dtype, dtype, implementation)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _spread(x, source, places, given, dtype, implementation):
+def _permute(x, source, slots, input_dtype, dtype, implementation):
     return take(x.astype(dtype), source, implementation=implementation)
 
 
-def _spread_forward(x, source, places, given, dtype, implementation):
-    return _spread(x, source, places, given, dtype, implementation), places
+def _permute_forward(x, source, slots, input_dtype, dtype, implementation):
+    return _permute(x, source, slots, input_dtype, dtype, implementation), slots
 
 
-def _spread_backward(given, dtype, implementation, places, gradient):
-    return combine(gradient, places, dtype=given, implementation=implementation), None, None
+def _permute_backward(input_dtype, dtype, implementation, slots, gradient):
+    return combine(gradient, slots, dtype=input_dtype, implementation=implementation), None, None
 
 
-_spread.defvjp(_spread_forward, _spread_backward)
+_permute.defvjp(_permute_forward, _permute_backward)
 
 
-def sum_rows(
+def unpermute_rows(
     x: Float[Array, "slot *rest"],
-    places: Int[Array, "row copies"],
+    slots: Int[Array, "row k"],
     source: Int[Array, "slot"],
     implementation: str | None = None,
 ) -> Float[Array, "row *rest"]:
-    """Unpermute: sums the slots of each row, float32, in the order of `places`.
+    """Unpermute: sums the slots of each row, float32, in the order of `slots`.
 
-    The reverse of `spread_rows`, and its gradient; arguments as there.
+    The reverse of `permute_rows`, and its gradient; arguments as there.
     """
-    axes = tuple(varying(x) | varying(source) | varying(places))
-    return _sum(*vary((x, places, source), axes), x.dtype, implementation)
+    axes = tuple(varying(x) | varying(source) | varying(slots))
+    return _sum(*vary((x, slots, source), axes), x.dtype, implementation)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _sum(x, places, source, given, implementation):
-    return combine(x, places, implementation=implementation)
+def _sum(x, slots, source, input_dtype, implementation):
+    return combine(x, slots, implementation=implementation)
 
 
-def _sum_forward(x, places, source, given, implementation):
-    return _sum(x, places, source, given, implementation), source
+def _sum_forward(x, slots, source, input_dtype, implementation):
+    return _sum(x, slots, source, input_dtype, implementation), source
 
 
-def _sum_backward(given, implementation, source, gradient):
-    return take(gradient.astype(given), source, implementation=implementation), None, None
+def _sum_backward(input_dtype, implementation, source, gradient):
+    return take(gradient.astype(input_dtype), source, implementation=implementation), None, None
 
 
 _sum.defvjp(_sum_forward, _sum_backward)

@@ -9,7 +9,7 @@ import jax
 NAMES = ("mosaic", "plain", "interpreted")
 
 
-def by_name(
+def call_implementation(
     name: str | None,
     plain: Callable[..., Any],
     kernel: Callable[..., Any],
@@ -17,7 +17,7 @@ def by_name(
     *,
     operation: str,
     obstacle: str | None = None,
-    hopper_alone: bool = False,
+    hopper_only: bool = False,
 ) -> Any:
     """Calls `plain`, or ``kernel(..., interpreted=bool)``, and returns its result.
 
@@ -26,7 +26,7 @@ def by_name(
         device, for tests. None is "plain": a kernel runs only if it is named.
       operation: named in the error.
       obstacle: the reason why the kernel does not support these operands, and the usual fix.
-      hopper_alone: the kernel uses Hopper's matrix units, which later GPUs lack.
+      hopper_only: the kernel uses Hopper's matrix units, which later GPUs lack.
 
     Raises:
       ValueError: on another name, and on a kernel that is named and does not support these operands
@@ -40,21 +40,21 @@ def by_name(
     if name is None or name == "plain":
         return plain(*operands)
     if name == "mosaic" and obstacle is None:
-        foreign = foreign_gpus(hopper_alone=hopper_alone)
+        foreign = foreign_gpus(hopper_only=hopper_only)
         obstacle = None if foreign is None else f"{foreign}; use None."
     if obstacle is not None:
         raise ValueError(f"implementation={name!r} of {operation} cannot serve: {obstacle}")
     return kernel(*operands, interpreted=name == "interpreted")
 
 
-def foreign_gpus(*, hopper_alone: bool) -> str | None:
+def foreign_gpus(*, hopper_only: bool) -> str | None:
     """The reason why a kernel does not run on this process's GPUs; None if it does, or if there are
     none and it is lowered for a GPU elsewhere."""
-    found = capability()
-    if not found or (found >= 9 and (found < 10 or not hopper_alone)):
+    lowest = capability()
+    if not lowest or (lowest >= 9 and (lowest < 10 or not hopper_only)):
         return None
-    written = "Hopper's, 9.0" if hopper_alone else "Hopper's, 9.0, and later ones"
-    return f"GPUs of capability {found}, and it is written for {written}"
+    supported = "Hopper's, 9.0" if hopper_only else "Hopper's, 9.0, and later ones"
+    return f"GPUs of capability {lowest}, and it is written for {supported}"
 
 
 @cache
@@ -63,5 +63,7 @@ def capability() -> float:
     if jax.default_backend() != "gpu":
         return 0.0
     # On GPUs of another vendor it is a name, not a number.
-    found = [str(getattr(device, "compute_capability", "")) for device in jax.local_devices()]
-    return min(float(one) if one.replace(".", "", 1).isdigit() else 0.0 for one in found)
+    capabilities = [
+        str(getattr(device, "compute_capability", "")) for device in jax.local_devices()
+    ]
+    return min(float(text) if text.replace(".", "", 1).isdigit() else 0.0 for text in capabilities)

@@ -2,7 +2,7 @@
 
 A program has the queries of one key/value head of a row and 128 columns of the cache: it computes
 scores, their softmax among these columns and the weighted sum of values, both products by the
-matrix units. The parts of a row are merged by the largest score and the sum of exponentials of
+matrix units. The splits of a row are merged by the largest score and the sum of exponentials of
 each. A program whose columns are all hidden reads nothing: the time of a step follows the lengths
 of the rows, not the size of the cache.
 
@@ -21,19 +21,19 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from moe.attention.cached import cached_attention
-from moe.kernels.choice import by_name
-from moe.kernels.grouped import keep, store_rows
+from moe.kernels.choice import call_implementation
+from moe.kernels.grouped import store_rows, zero_outside
 from moe.kernels.mosaic import Target, launch, mosaic_gpu, product
 
 COLUMNS = 128
 """Columns of one program."""
 UNIT = 64
 """The number of columns of a cache is a multiple of this: the least that the matrix units take."""
-QUERIES = 64
+MIN_QUERIES = 64
 """Rows that the matrix units multiply at least; the queries of a head are padded to them."""
-WIDEST = 256
+MAX_HEAD_DIM = 256
 """Elements of a head, at most: a wider one does not fit into registers and shared memory."""
-HALVES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+HALF_PRECISION = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 """Dtypes that the matrix units multiply."""
 
 
@@ -67,39 +67,46 @@ def decode_attention(
     """
     # All layers are passed with an index: the kernel reads its layer in place.
     layer = 0 if layer is None else layer
-    return by_name(
+    return call_implementation(
         implementation,
         partial(_plain, scale=scale),
         partial(_mosaic, scale=scale),
-        (query, _stacked(keys), _stacked(values), first, stop, jnp.asarray(layer, jnp.int32)),
+        (
+            query,
+            _with_layer_axis(keys),
+            _with_layer_axis(values),
+            first,
+            stop,
+            jnp.asarray(layer, jnp.int32),
+        ),
         operation="decode_attention",
         obstacle=_obstacle(implementation, query, keys, values),
-        hopper_alone=True,
+        hopper_only=True,
     )
 
 
-def _stacked(buffer: Array) -> Array:
+def _with_layer_axis(buffer: Array) -> Array:
     return buffer if buffer.ndim == 5 else buffer[None]
 
 
-def unserved(dtype: Any, together: int, *widths: int) -> str | None:
+def unsupported_heads(dtype: Any, group: int, *widths: int) -> str | None:
     """The reason why the kernel does not support heads of these widths, of keys and of values, with
-    `together` query heads for each key/value head; None if it does."""
-    if jnp.dtype(dtype) not in HALVES:
+    `group` query heads for each key/value head; None if it does."""
+    if jnp.dtype(dtype) not in HALF_PRECISION:
         return f"keys and values of {dtype}, not bfloat16 or float16"
     for width in widths:
-        if width % 64 or not 0 < width <= WIDEST:
-            return f"heads of {width} elements, a multiple of 64 up to {WIDEST}"
-    if together > QUERIES:
-        return f"{together} queries of a key/value head, up to {QUERIES}"
+        if width % 64 or not 0 < width <= MAX_HEAD_DIM:
+            return f"heads of {width} elements, a multiple of 64 up to {MAX_HEAD_DIM}"
+    if group > MIN_QUERIES:
+        return f"{group} queries of a key/value head, up to {MIN_QUERIES}"
     return None
 
 
-def unequal(names: str, *arrays: Array) -> str | None:
+def unsupported_dtypes(names: str, *arrays: Array) -> str | None:
     """The reason why arrays are unsupported: they are not all of one half precision; None if they
     are."""
     dtypes = {x.dtype for x in arrays}
-    if len(dtypes) == 1 and dtypes <= {*HALVES}:
+    if len(dtypes) == 1 and dtypes <= {*HALF_PRECISION}:
         return None
     listed = ", ".join(str(x.dtype) for x in arrays)
     return f"{names} of {listed}, all bfloat16 or all float16"
@@ -108,9 +115,9 @@ def unequal(names: str, *arrays: Array) -> str | None:
 def _obstacle(name: str | None, query: Array, keys: Array, values: Array) -> str | None:
     if name == "interpreted":
         return "the plain interpreter has no matrix units; use None."
-    reason = unequal("query, keys and values", query, keys, values)
-    together, widths = query.shape[1] // keys.shape[-3], (query.shape[-1], values.shape[-1])
-    reason = reason or unserved(query.dtype, together, *widths)
+    reason = unsupported_dtypes("query, keys and values", query, keys, values)
+    group, widths = query.shape[1] // keys.shape[-3], (query.shape[-1], values.shape[-1])
+    reason = reason or unsupported_heads(query.dtype, group, *widths)
     if reason is not None:
         return f"{reason}; use None."
     if keys.shape[-1] % UNIT:
@@ -148,40 +155,40 @@ def split_attention(
       simulated: see `moe.kernels.mosaic.launch`.
     """
     rows, heads, head_dim = query.shape
-    kv_heads, width, room = keys.shape[2], values.shape[-1], keys.shape[-1]
-    together, splits = heads // kv_heads, -(-room // COLUMNS)
+    kv_heads, width, num_columns = keys.shape[2], values.shape[-1], keys.shape[-1]
+    group, splits = heads // kv_heads, -(-num_columns // COLUMNS)
     factor = head_dim**-0.5 if scale is None else scale
-    by_kv_head = query.reshape(rows * kv_heads, together, head_dim)
+    by_kv_head = query.reshape(rows * kv_heads, group, head_dim)
     # All query heads of a key/value head in one product: its keys are then read once.
-    by_kv_head = jnp.pad(by_kv_head, ((0, 0), (0, QUERIES - together), (0, 0)))
+    by_kv_head = jnp.pad(by_kv_head, ((0, 0), (0, MIN_QUERIES - group), (0, 0)))
 
     def body(target, program, layer, first, stop, query, keys, values, out, most, total):
-        # Parts of a row are neighbours, so that a long row is spread over the multiprocessors.
-        part = lax.rem(program, jnp.int32(splits))
+        # Splits of a row are neighbours, so that a long row is spread over the multiprocessors.
+        split = lax.rem(program, jnp.int32(splits))
         head = lax.div(program, jnp.int32(splits))
-        row, own = lax.div(head, jnp.int32(kv_heads)), lax.rem(head, jnp.int32(kv_heads))
-        # The visible range relative to this part; it may start before the part or end after it.
-        begin, end = first[row] - part * COLUMNS, stop[row] - part * COLUMNS
+        row, kv_head = lax.div(head, jnp.int32(kv_heads)), lax.rem(head, jnp.int32(kv_heads))
+        # The visible range relative to this split; it may start before it or end after it.
+        begin, end = first[row] - split * COLUMNS, stop[row] - split * COLUMNS
 
-        # Hidden parts leave their outputs unwritten; `merged` does not read them.
+        # Hidden splits leave their outputs unwritten; `merge_splits` does not read them.
         @pl.when((begin < COLUMNS) & (end > 0))
         def _():
-            given = (
+            sources = (
                 query.at[head],
-                keys.at[layer[0], row, own, :, pl.ds(part * COLUMNS, COLUMNS)],
-                values.at[layer[0], row, own, pl.ds(part * COLUMNS, COLUMNS)],
+                keys.at[layer[0], row, kv_head, :, pl.ds(split * COLUMNS, COLUMNS)],
+                values.at[layer[0], row, kv_head, pl.ds(split * COLUMNS, COLUMNS)],
             )
-            found, largest, sums = _of_columns(target, given, begin, end, factor)
+            weighted_values, largest, sums = _attend_columns(target, sources, begin, end, factor)
             # Only the rows of real queries: the padding would be most of what is written.
-            store_rows(found, 0, jnp.int32(together), program * together, 0, out)
-            here = pl.ds(program * QUERIES, QUERIES)
-            target.store(most.at[here], largest)
-            target.store(total.at[here], sums)
+            store_rows(weighted_values, 0, jnp.int32(group), program * group, 0, out)
+            queries = pl.ds(program * MIN_QUERIES, MIN_QUERIES)
+            target.store(most.at[queries], largest)
+            target.store(total.at[queries], sums)
 
     out, most, total = launch(
         body,
         rows * kv_heads * splits,
-        written(rows, heads, kv_heads, width, room),
+        output_shapes(rows, heads, kv_heads, width, num_columns),
         [
             layer.reshape(1),
             first.astype(jnp.int32),
@@ -193,103 +200,107 @@ def split_attention(
         operation="decode_attention",
         simulated=simulated,
     )
-    # Merged by XLA after the kernel: parts are few, and no program has to wait for another.
-    of_parts = (rows, kv_heads, splits, -1)
-    found = merged(
-        out.reshape(*of_parts[:3], together, width),
-        most.reshape(of_parts)[..., :together],
-        total.reshape(of_parts)[..., :together],
+    # Merged by XLA after the kernel: splits are few, and no program has to wait for another.
+    split_shape = (rows, kv_heads, splits, -1)
+    attention = merge_splits(
+        out.reshape(*split_shape[:3], group, width),
+        most.reshape(split_shape)[..., :group],
+        total.reshape(split_shape)[..., :group],
         first,
         stop,
         COLUMNS,
     )
-    return found.reshape(rows, heads, width).astype(values.dtype)
+    return attention.reshape(rows, heads, width).astype(values.dtype)
 
 
-def written(
-    rows: int, heads: int, kv_heads: int, width: int, room: int
+def output_shapes(
+    rows: int, heads: int, kv_heads: int, width: int, num_columns: int
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Shapes of the kernel's outputs, which `merged` reads: sums of values, largest scores and sums
-    of exponentials.
+    """Shapes of the kernel's outputs, which `merge_splits` reads: sums of values, largest scores
+    and sums of exponentials.
 
     Args:
       heads: query heads.
       width: width of a value head.
-      room: columns of the cache.
+      num_columns: columns of the cache.
     """
-    programs = rows * kv_heads * -(-room // COLUMNS)
-    shapes = (programs * (heads // kv_heads), width), (programs * QUERIES,), (programs * QUERIES,)
+    programs = rows * kv_heads * -(-num_columns // COLUMNS)
+    shapes = (
+        (programs * (heads // kv_heads), width),
+        (programs * MIN_QUERIES,),
+        (programs * MIN_QUERIES,),
+    )
     return tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
 
 
-def _of_columns(target: Target, given, begin, end, factor: float):
+def _attend_columns(target: Target, sources, begin, end, factor: float):
     """Attention over the columns of a program: for each query the sum of values weighted by
     exponentials, the largest score, and the sum of exponentials relative to it."""
 
-    def copied(query, keys, values, arrived):
+    def attend_loaded(query, keys, values, arrived):
         # A program has one block, so there is nothing to overlap a copy with inside it; several
         # programs on a multiprocessor overlap each other's.
-        for source, place in zip(given, (query, keys, values), strict=True):
-            mosaic_gpu().copy_gmem_to_smem(source, place, arrived)
+        for source, buffer in zip(sources, (query, keys, values), strict=True):
+            mosaic_gpu().copy_gmem_to_smem(source, buffer, arrived)
         mosaic_gpu().barrier_wait(arrived)
 
         # Hidden columns may hold NaN or infinity, and zero times these is not zero. Keys need no
         # such care: their scores are replaced below.
         @pl.when((begin > 0) | (end < COLUMNS))
         def _():
-            keep(target, values, begin, end)
+            zero_outside(target, values, begin, end)
             mosaic_gpu().commit_smem()
 
         scores = product(query, keys) * factor
         column = target.tiled(lax.broadcasted_iota(jnp.int32, scores.shape, 1))
         visible = (column >= begin).astype(jnp.int32) * (column < end).astype(jnp.int32) > 0
         # Minus infinity is safe: at least one column is visible, so the maximum is finite.
-        nothing = target.tiled(jnp.full(scores.shape, -jnp.inf, jnp.float32))
-        scores = jnp.where(visible, scores, nothing)
+        minus_infinity = target.tiled(jnp.full(scores.shape, -jnp.inf, jnp.float32))
+        scores = jnp.where(visible, scores, minus_infinity)
         largest = target.tiled(jnp.max(scores, axis=1))
-        spread = target.tiled(lax.broadcast_in_dim(largest, scores.shape, (0,)))
-        powers = jnp.exp(scores - spread)
+        largest_of_row = target.tiled(lax.broadcast_in_dim(largest, scores.shape, (0,)))
+        powers = jnp.exp(scores - largest_of_row)
         sums = target.tiled(jnp.sum(powers, axis=1))
 
-        # Relative to the largest score of the part, so that no exponential overflows; `merged`
-        # rescales it to that of the row. Through shared memory, as `product` takes both operands
-        # from there.
-        def weighed(staged):
+        # Relative to the largest score of the split, so that no exponential overflows;
+        # `merge_splits` rescales it to that of the row. Through shared memory, as `product` takes
+        # both operands from there.
+        def weigh_values(staged):
             staged[...] = powers.astype(staged.dtype)
             mosaic_gpu().commit_smem()
             return product(staged, values)
 
-        staged = mosaic_gpu().SMEM(scores.shape, given[2].dtype)
-        return pl.run_scoped(weighed, staged), largest, sums
+        staged = mosaic_gpu().SMEM(scores.shape, sources[2].dtype)
+        return pl.run_scoped(weigh_values, staged), largest, sums
 
     gpu = mosaic_gpu()
-    places = [gpu.SMEM(source.shape, source.dtype) for source in given]
-    return pl.run_scoped(copied, *places, gpu.Barrier(num_arrivals=len(given)))
+    buffers = [gpu.SMEM(source.shape, source.dtype) for source in sources]
+    return pl.run_scoped(attend_loaded, *buffers, gpu.Barrier(num_arrivals=len(sources)))
 
 
-def merged(
-    out: Float[Array, "row head part query width"],
-    most: Float[Array, "row head part query"],
-    total: Float[Array, "row head part query"],
+def merge_splits(
+    out: Float[Array, "row head split query width"],
+    most: Float[Array, "row head split query"],
+    total: Float[Array, "row head split query"],
     first: Int[Array, "row"],
     stop: Int[Array, "row"],
     length: int,
 ) -> Float[Array, "row head query width"]:
-    """Merges the parts of a row: sums of values over sums of exponentials, each part scaled to the
-    largest score of all. Parts without a visible column were not computed; their arrays hold
+    """Merges the splits of a row: sums of values over sums of exponentials, each split scaled to
+    the largest score of all. Splits without a visible column were not computed; their arrays hold
     arbitrary values.
 
     Args:
-      out, total: sums of values and of exponentials, relative to the largest score of the part,
+      out, total: sums of values and of exponentials, relative to the largest score of the split,
         `most`.
       first, stop: range of columns that a row sees.
-      length: columns of a part.
+      length: columns of a split.
     """
     begin = length * jnp.arange(most.shape[2], dtype=jnp.int32)[None]
     seen = (first[:, None] < begin + length) & (stop[:, None] > begin)
     seen = seen[:, None, :, None]
     most = jnp.where(seen, most, -jnp.inf)
-    # Selected again below: a share of 0 times what an unwritten part holds may be NaN.
+    # Selected again below: a share of 0 times what an unwritten split holds may be NaN.
     share = jnp.exp(most - jnp.max(most, axis=2, keepdims=True))
     powers = jnp.sum(jnp.where(seen, share * total, 0.0), axis=2)
     sums = jnp.sum(jnp.where(seen[..., None], share[..., None] * out, 0.0), axis=2)

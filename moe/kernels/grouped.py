@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from moe.kernels.mosaic import Target, launch, mosaic_gpu
-from moe.kernels.slices import Rows, multiply_slices, scatter_rows, with_slots
+from moe.kernels.slices import RowSlices, multiply_slices, scatter_rows, with_slots
 
 
 class Tiling(NamedTuple):
@@ -63,7 +63,7 @@ class Tiles(NamedTuple):
     size: Array
 
 
-def tiles_of(sizes: Int[Array, "group"], num_rows: int, height: int) -> Tiles:
+def plan_tiles(sizes: Int[Array, "group"], num_rows: int, height: int) -> Tiles:
     """Tiles of rows sorted by group: one for each pair of a block and a group with rows in it."""
     sizes = sizes.astype(jnp.int32)
     # Rows of no group are one more group, so that their results are written as zeros.
@@ -84,7 +84,7 @@ def tiles_of(sizes: Int[Array, "group"], num_rows: int, height: int) -> Tiles:
     return Tiles(group, block, first - block * height, jnp.where(used, size, 0))
 
 
-def each(
+def multiply_rows(
     side: int,
     rows: Float[Array, "row inner"],
     weights: Float[Array, "group deep wide"],
@@ -108,19 +108,20 @@ def each(
     """
     width, height = weights.shape[2 - side], tiling.rows
     num_slots = (rows if source is None else source).shape[0]
-    # `room` is the number of slots with padding: at least one tile, so that no tile is larger.
-    given, room = whole_tiles(rows, source, height)
-    tiles = tiles_of(sizes, room, height)
-    columns = fitting(width, tiling.columns)
+    # `num_padded` is the number of slots with padding: at least one tile, so that no tile is
+    # larger.
+    row_sources, num_padded = pad_to_tiles(rows, source, height)
+    tiles = plan_tiles(sizes, num_padded, height)
+    columns = tile_width(width, tiling.columns)
     down, across = tiles.group.shape[0], width // columns
-    indices, num_rows = [], room
+    indices, num_rows = [], num_padded
     if destination is not None:
         num_rows = num_slots if num_results is None else num_results
-        indices = [_to_whole_tiles(destination, room, height, num_rows)]
+        indices = [_pad_index(destination, num_padded, height, num_rows)]
 
     def body(target: Target, program, group, block, first, size, *refs):
-        *given, weights, out = refs
-        into = given.pop() if destination is not None else None
+        *row_refs, weights, out = refs
+        destination_ref = row_refs.pop() if destination is not None else None
         # In panels of `wide` columns: programs in flight share rows and matrices in the L2 cache.
         tile, column = mosaic_gpu().planar_snake(
             program, (down, across), 1, min(tiling.wide, across)
@@ -128,28 +129,40 @@ def each(
 
         @pl.when(size[tile] > 0)
         def _():
-            # All rows of the block are multiplied, those of other groups too; only own ones are
-            # written, so that no mask is needed.
-            (found,) = product_tiles(
+            # All rows of the block are multiplied, those of other groups too; only those of this
+            # group are written, so that no mask is needed.
+            (out_tile,) = product_tiles(
                 target,
                 side,
-                (height, columns, tiling),
-                (group[tile], block[tile], [column]),
-                given,
+                row_refs,
                 weights,
+                height=height,
+                columns=columns,
+                tiling=tiling,
+                group=group[tile],
+                block=block[tile],
+                column_blocks=[column],
             )
             start = block[tile] * height
-            if into is None:
-                store_rows(found, first[tile], size[tile], start, column, out)
+            if destination_ref is None:
+                store_rows(out_tile, first[tile], size[tile], start, column, out)
             else:
-                own = first[tile], size[tile]
-                scatter_rows(target, found, own, into, start, column * columns, out)
+                scatter_rows(
+                    target,
+                    out_tile,
+                    first[tile],
+                    size[tile],
+                    destination_ref,
+                    start,
+                    column * columns,
+                    out,
+                )
 
     (out,) = launch(
         body,
         down * across,
         [jax.ShapeDtypeStruct((num_rows, width), rows.dtype)],
-        [*tiles, *given, *indices, weights],
+        [*tiles, *row_sources, *indices, weights],
         operation="grouped_dot",
         name="grouped_product",
         simulated=simulated,
@@ -157,32 +170,32 @@ def each(
     return out[:num_slots] if destination is None else out
 
 
-def whole_tiles(rows: Array, source: Array | None, height: int) -> tuple[tuple[Array, ...], int]:
+def pad_to_tiles(rows: Array, source: Array | None, height: int) -> tuple[tuple[Array, ...], int]:
     """Arrays that a kernel reads the rows of a product from, and the number of rows with padding.
 
     With a `source` the rows are not copied; the index is padded instead.
     """
     if source is None:
-        padded = filled_up(rows, height)
+        padded = pad_rows(rows, height)
         return (padded,), padded.shape[0]
-    room = max(height, -(-source.shape[0] // 8) * 8)
-    return (rows, _to_whole_tiles(source, room, height, rows.shape[0])), room
+    num_padded = max(height, -(-source.shape[0] // 8) * 8)
+    return (rows, _pad_index(source, num_padded, height, rows.shape[0])), num_padded
 
 
-def _to_whole_tiles(index: Array, room: int, height: int, past: int) -> Array:
+def _pad_index(index: Array, num_padded: int, height: int, past: int) -> Array:
     """Pads an index to whole tiles, with entries past the end."""
-    missing = -(-room // height) * height - index.shape[0]
+    missing = -(-num_padded // height) * height - index.shape[0]
     return jnp.pad(index.astype(jnp.int32), (0, missing), constant_values=past)
 
 
-def filled_up(rows: Array, height: int) -> Array:
+def pad_rows(rows: Array, height: int) -> Array:
     """Pads rows to at least a tile and to a multiple of 8, the unit of the layout in shared memory:
     a tile must not be larger than the array it is copied from. Arrays that fit are not copied."""
     missing = max(height, -(-rows.shape[0] // 8) * 8) - rows.shape[0]
     return jnp.pad(rows, ((0, missing), (0, 0))) if missing else rows
 
 
-def fitting(dimension: int, most: int) -> int:
+def tile_width(dimension: int, most: int) -> int:
     """Largest tile width that divides a dimension, a multiple of 64 and at most `most`."""
     return next(width for width in range(most, 0, -64) if dimension % width == 0)
 
@@ -190,28 +203,33 @@ def fitting(dimension: int, most: int) -> int:
 def product_tiles(
     target: Target,
     side: int,
-    shape: tuple[int, int, Tiling],
-    at: Any,
-    given: Sequence[Any],
+    row_refs: Sequence[Any],
     weights: Any,
+    *,
+    height: int,
+    columns: int,
+    tiling: Tiling,
+    group: Any,
+    block: Any,
+    column_blocks: Sequence[Any],
 ) -> tuple[Array, ...]:
     """Tiles of the result in registers, float32, for the same rows; zeros for rows of no group.
 
     Args:
-      shape: height and width of each tile, and the tiling.
-      at: the group, the block of rows, and the blocks of columns.
-      given: arrays of `whole_tiles`.
+      row_refs: arrays of `pad_to_tiles`.
+      height, columns: size of each tile.
+      group, block: indices of the group and of the block of rows.
+      column_blocks: index of the block of columns of each tile.
     """
-    (height, columns, tiling), (group, block, places) = shape, at
-    num_groups, depth = weights.shape[0], given[0].shape[1]
-    step, number = fitting(depth, tiling.depth), len(places)
+    num_groups, depth = weights.shape[0], row_refs[0].shape[1]
+    step, num_products = tile_width(depth, tiling.depth), len(column_blocks)
 
     # `totals` are references of the scope of `with_slots`: wgmma adds to them in place.
     def accumulate(slots, *totals):
         # Each slice of rows is loaded once for all tiles: gate and up share it (`swiglu`).
         def multiply(_, left, *matrices):
             for total, right in zip(totals, matrices, strict=True):
-                mosaic_gpu().wgmma(total, left, target.transposed(right) if side else right)
+                mosaic_gpu().wgmma(total, left, target.transpose(right) if side else right)
 
         # `delay_release=1`: wgmma is asynchronous, so a slot is still being read for one step after
         # the product has started.
@@ -229,16 +247,16 @@ def product_tiles(
                 target,
                 multiply,
                 depth // step,
-                Rows(given, slots, (height, step), lambda k: (block, k)),
-                [*map(matrices_at, places)],
-                [weights.at[jnp.minimum(group, num_groups - 1)]] * number,
+                RowSlices(row_refs, slots, (height, step), lambda k: (block, k)),
+                [*map(matrices_at, column_blocks)],
+                [weights.at[jnp.minimum(group, num_groups - 1)]] * num_products,
                 tiling.stages,
             )
 
         return tuple(total[...] for total in totals)
 
-    accumulators = [mosaic_gpu().WGMMAAccumulatorRef((height, columns)) for _ in places]
-    return with_slots(given, (height, step), tiling.stages, accumulate, *accumulators)
+    accumulators = [mosaic_gpu().WGMMAAccumulatorRef((height, columns)) for _ in column_blocks]
+    return with_slots(row_refs, (height, step), tiling.stages, accumulate, *accumulators)
 
 
 def store_rows(tile, first, size, start, column, out):
@@ -266,7 +284,7 @@ def store_rows(tile, first, size, start, column, out):
     pl.run_scoped(store, mosaic_gpu().SMEM((height, columns), out.dtype))
 
 
-def summed(
+def sum_products(
     rows: Float[Array, "left inner"],
     others: Float[Array, "right outer"],
     sizes: Int[Array, "group"],
@@ -279,22 +297,22 @@ def summed(
     """Sum of ``rows[r]^T others[r]`` over the rows of each group, float32.
 
     Args:
-      source: index of the row of each slot, as in `each`.
+      source: index of the row of each slot, as in `multiply_rows`.
       gathered: the operand that `source` indexes: 0 is `rows`, 1 is `others`. The other one has a
         row for each slot.
     """
     num_groups, (inner, outer) = sizes.shape[0], (rows.shape[1], others.shape[1])
     step = tiling.depth
     # At most one operand is gathered: the other one is in the order of slots already.
-    neighbours, anywhere = (rows, others) if gathered else (others, rows)
-    (given, _), neighbours = whole_tiles(anywhere, source, step), filled_up(neighbours, step)
+    contiguous, indexed = (rows, others) if gathered else (others, rows)
+    (row_sources, _), contiguous = pad_to_tiles(indexed, source, step), pad_rows(contiguous, step)
     stop = jnp.cumsum(sizes.astype(jnp.int32))
     start = stop - sizes.astype(jnp.int32)
-    height, width = fitting(inner, tiling.rows), fitting(outer, tiling.columns)
+    height, width = tile_width(inner, tiling.rows), tile_width(outer, tiling.columns)
     down, across = inner // height, outer // width
 
     def body(target: Target, program, start, stop, *refs):
-        *given, neighbours, out = refs
+        *row_refs, contiguous, out = refs
         # Programs of a group are neighbours: they read the same rows, which stay in the L2 cache.
         group = lax.div(program, jnp.int32(down * across))
         within = lax.rem(program, jnp.int32(down * across))
@@ -304,23 +322,29 @@ def summed(
         first, last = start[group], stop[group]
         block = lax.div(first, jnp.int32(step))
         blocks = lax.div(last + step - 1, jnp.int32(step)) - block
-        sides = (i, height), (j, width)
-        (far, far_width), (near, near_width) = sides[::-1] if gathered else sides
+        tile_axes = (i, height), (j, width)
+        (gathered_block, gathered_width), (contiguous_block, contiguous_width) = (
+            tile_axes[::-1] if gathered else tile_axes
+        )
 
         def accumulate(slots, total):
-            def multiply(k, from_anywhere, beside):
-                left, right = (beside, from_anywhere) if gathered else (from_anywhere, beside)
+            def multiply(k, gathered_tile, contiguous_tile):
+                left, right = (
+                    (contiguous_tile, gathered_tile)
+                    if gathered
+                    else (gathered_tile, contiguous_tile)
+                )
                 at = (block + k) * step
 
                 # Rows of other groups are set to zero in both operands: in one it is not enough,
                 # as zero times NaN or infinity is not zero.
                 @pl.when((at < first) | (at + step > last))
                 def _():
-                    for part in (left, right):
-                        keep(target, part, first - at, last - at)
+                    for operand in (left, right):
+                        zero_outside(target, operand, first - at, last - at)
                     mosaic_gpu().commit_smem()
 
-                mosaic_gpu().wgmma(total, target.transposed(left), right)
+                mosaic_gpu().wgmma(total, target.transpose(left), right)
 
             # A group without rows has a sum of zeros, which is still written.
             @pl.when(last > first)
@@ -329,31 +353,38 @@ def summed(
                     target,
                     multiply,
                     blocks,
-                    Rows(given, slots, (step, far_width), lambda k: (block + k, far)),
+                    RowSlices(
+                        row_refs,
+                        slots,
+                        (step, gathered_width),
+                        lambda k: (block + k, gathered_block),
+                    ),
                     [
                         mosaic_gpu().BlockSpec(
-                            (step, near_width), lambda k: (block + k, near), delay_release=1
+                            (step, contiguous_width),
+                            lambda k: (block + k, contiguous_block),
+                            delay_release=1,
                         )
                     ],
-                    [neighbours],
+                    [contiguous],
                     tiling.stages,
                 )
 
             return total[...]
 
-        found = with_slots(
-            given,
-            (step, far_width),
+        group_sum = with_slots(
+            row_refs,
+            (step, gathered_width),
             tiling.stages,
             accumulate,
             mosaic_gpu().WGMMAAccumulatorRef((height, width)),
         )
 
         def store(staged):
-            staged[...] = found
+            staged[...] = group_sum
             mosaic_gpu().commit_smem()
-            here = group, pl.ds(i * height, height), pl.ds(j * width, width)
-            mosaic_gpu().copy_smem_to_gmem(staged, out.at[here])
+            tile = group, pl.ds(i * height, height), pl.ds(j * width, width)
+            mosaic_gpu().copy_smem_to_gmem(staged, out.at[tile])
             mosaic_gpu().wait_smem_to_gmem(0, wait_read_only=True)
 
         pl.run_scoped(store, mosaic_gpu().SMEM((height, width), jnp.float32))
@@ -362,16 +393,16 @@ def summed(
         body,
         num_groups * down * across,
         [jax.ShapeDtypeStruct((num_groups, inner, outer), jnp.float32)],
-        [start, stop, *given, neighbours],
+        [start, stop, *row_sources, contiguous],
         operation="grouped_dot",
         name="grouped_sum",
         simulated=simulated,
     )[0]
 
 
-def keep(target: Target, part, first, last, axis: int = 0):
+def zero_outside(target: Target, ref, first, last, axis: int = 0):
     """Sets the rows of a slice, or its columns, to zero before `first` and from `last` on."""
-    place = target.tiled(lax.broadcasted_iota(jnp.int32, part.shape, axis))
-    kept = ((place >= first).astype(jnp.int32) * (place < last).astype(jnp.int32)) > 0
-    nothing = target.tiled(jnp.zeros(part.shape, part.dtype))
-    part[...] = jnp.where(kept, target.tiled(part[...]), nothing)
+    index = target.tiled(lax.broadcasted_iota(jnp.int32, ref.shape, axis))
+    inside = ((index >= first).astype(jnp.int32) * (index < last).astype(jnp.int32)) > 0
+    zeros = target.tiled(jnp.zeros(ref.shape, ref.dtype))
+    ref[...] = jnp.where(inside, target.tiled(ref[...]), zeros)

@@ -10,7 +10,7 @@ The output of 64 heads with 512 elements does not fit into the registers of one 
 has two warpgroups, as FlashMLA's have, and each sums half of the elements. The first multiplies
 queries and columns and writes the exponentials to shared memory for both; the second loads the
 columns, a block ahead. A program loops over multiple blocks with an online softmax, since its
-output is about as large as two blocks. The parts of a row are merged as in
+output is about as large as two blocks. The splits of a row are merged as in
 `moe.kernels.decode_attention`.
 
 References:
@@ -28,9 +28,9 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from moe.attention.cached import cached_attention
-from moe.kernels.choice import by_name
-from moe.kernels.decode_attention import HALVES, UNIT, merged, unequal
-from moe.kernels.grouped import keep
+from moe.kernels.choice import call_implementation
+from moe.kernels.decode_attention import HALF_PRECISION, UNIT, merge_splits, unsupported_dtypes
+from moe.kernels.grouped import zero_outside
 from moe.kernels.mosaic import THREAD, Target, launch, mosaic_gpu, product
 
 BLOCK = UNIT
@@ -39,13 +39,13 @@ HEADS = 64
 """Heads of one program; those past the last of a row are padding."""
 SLOTS = 2
 """Blocks in shared memory: one is read while the other is being filled."""
-WIDEST, MOST_VALUES = 576, 512
+MAX_WIDTH, MAX_RANK = 576, 512
 """Elements of a vector, at most: two blocks and the queries fill the shared memory. And elements of
 its values, at most: each warpgroup sums 256 in its registers."""
-PROGRAMS, SHORTEST = 4 * 132, 256
+MIN_PROGRAMS, MIN_COLUMNS = 4 * 132, 256
 """Least number of programs, where rows have enough columns: four for each multiprocessor of an
 H100, so that rows of different lengths keep all of them busy. And least number of columns of a
-program: with fewer, writing and merging the parts costs more than reading them."""
+program: with fewer, writing and merging the splits costs more than reading them."""
 
 
 def latent_decode_attention(
@@ -80,34 +80,34 @@ def latent_decode_attention(
     """
     layer = 0 if layer is None else layer
     stacked = vectors if vectors.ndim == 5 else vectors[None]
-    return by_name(
+    return call_implementation(
         implementation,
         partial(_plain, rank=rank, scale=scale),
         partial(_mosaic, rank=rank, scale=scale),
         (query, stacked, first, stop, jnp.asarray(layer, jnp.int32)),
         operation="latent_decode_attention",
         obstacle=_obstacle(implementation, query, vectors, rank),
-        hopper_alone=True,
+        hopper_only=True,
     )
 
 
-def unserved(dtype: Any, width: int, rank: int) -> str | None:
+def unsupported_vectors(dtype: Any, width: int, rank: int) -> str | None:
     """The reason why the kernel does not support vectors of this width with values of their first
     `rank` elements; None if it does."""
-    if jnp.dtype(dtype) not in HALVES:
+    if jnp.dtype(dtype) not in HALF_PRECISION:
         return f"vectors of {dtype}, not bfloat16 or float16"
-    if width % 64 or not 0 < width <= WIDEST:
-        return f"vectors of {width} numbers, a multiple of 64 up to {WIDEST}"
-    if rank % 128 or not 0 < rank <= min(width, MOST_VALUES):
-        return f"values of {rank} numbers (kv_lora_rank), a multiple of 128 up to {MOST_VALUES}"
+    if width % 64 or not 0 < width <= MAX_WIDTH:
+        return f"vectors of {width} numbers, a multiple of 64 up to {MAX_WIDTH}"
+    if rank % 128 or not 0 < rank <= min(width, MAX_RANK):
+        return f"values of {rank} numbers (kv_lora_rank), a multiple of 128 up to {MAX_RANK}"
     return None
 
 
 def _obstacle(name: str | None, query: Array, vectors: Array, rank: int) -> str | None:
     if name == "interpreted":
         return "the plain interpreter has no matrix units; use None."
-    reason = unequal("query and vectors", query, vectors)
-    reason = reason or unserved(query.dtype, query.shape[-1], rank)
+    reason = unsupported_dtypes("query and vectors", query, vectors)
+    reason = reason or unsupported_vectors(query.dtype, query.shape[-1], rank)
     if reason is not None:
         return f"{reason}; use None."
     if vectors.shape[-1] % UNIT:
@@ -144,39 +144,42 @@ def split_latent_attention(
     """`latent_decode_attention` by the kernel.
 
     Args:
-      length: columns of a program, a multiple of `BLOCK`; None is by `PROGRAMS` and `SHORTEST`.
+      length: columns of a program, a multiple of `BLOCK`; None is by `MIN_PROGRAMS` and
+        `MIN_COLUMNS`.
       simulated: see `moe.kernels.mosaic.launch`.
     """
-    (rows, heads, width), room = query.shape, vectors.shape[-1]
+    (rows, heads, width), num_columns = query.shape, vectors.shape[-1]
     tiles = -(-heads // HEADS)
-    length = part_length(rows * tiles, room) if length is None else length
-    parts = -(-room // length)
+    length = split_length(rows * tiles, num_columns) if length is None else length
+    splits = -(-num_columns // length)
     padded = jnp.pad(query, ((0, 0), (0, tiles * HEADS - heads), (0, 0)))
 
     def body(target, program, layer, first, stop, query, vectors, out, most, total):
         # Programs of the same columns are neighbours: the second finds them in the L2 cache.
-        tile, of_tiles = lax.rem(program, jnp.int32(tiles)), lax.div(program, jnp.int32(tiles))
-        row, part = lax.div(of_tiles, jnp.int32(parts)), lax.rem(of_tiles, jnp.int32(parts))
-        # The visible range of the part, relative to its first column.
-        start = part * length
+        tile, rest = lax.rem(program, jnp.int32(tiles)), lax.div(program, jnp.int32(tiles))
+        row, split = lax.div(rest, jnp.int32(splits)), lax.rem(rest, jnp.int32(splits))
+        # The visible range of the split, relative to its first column.
+        start = split * length
         begin = jnp.maximum(first[row] - start, 0)
         end = jnp.minimum(stop[row] - start, length)
 
-        def block(number):
-            at = pl.ds(start + number * BLOCK, BLOCK)
-            return vectors.at[layer[0], row, 0, :, at]
+        def load_block(index):
+            columns = pl.ds(start + index * BLOCK, BLOCK)
+            return vectors.at[layer[0], row, 0, :, columns]
 
-        # Hidden parts leave their outputs unwritten; `merged` does not read them.
+        # Hidden splits leave their outputs unwritten; `merge_splits` does not read them.
         @pl.when(begin < end)
         def _():
-            here = pl.ds(program * HEADS, HEADS)
-            part = Part(target, query.at[row * tiles + tile], block, begin, end, rank, scale)
-            _attend(part, out.at[here], most.at[here], total.at[here])
+            out_rows = pl.ds(program * HEADS, HEADS)
+            inputs = SplitInputs(
+                target, query.at[row * tiles + tile], load_block, begin, end, rank, scale
+            )
+            _attend(inputs, out.at[out_rows], most.at[out_rows], total.at[out_rows])
 
     out, most, total = launch(
         body,
-        rows * parts * tiles,
-        written(rows, heads, rank, room, length),
+        rows * splits * tiles,
+        output_shapes(rows, heads, rank, num_columns, length),
         [
             layer.reshape(1),
             first.astype(jnp.int32),
@@ -188,45 +191,45 @@ def split_latent_attention(
         threads=2,
         simulated=simulated,
     )
-    of_parts = (rows, 1, parts, tiles * HEADS)
-    found = merged(
-        out.reshape(*of_parts, rank),
-        most.reshape(of_parts),
-        total.reshape(of_parts),
+    split_shape = (rows, 1, splits, tiles * HEADS)
+    attention = merge_splits(
+        out.reshape(*split_shape, rank),
+        most.reshape(split_shape),
+        total.reshape(split_shape),
         first,
         stop,
         length,
     )
-    return found[:, 0, :heads].astype(vectors.dtype)
+    return attention[:, 0, :heads].astype(vectors.dtype)
 
 
-def written(
-    rows: int, heads: int, rank: int, room: int, length: int | None = None
+def output_shapes(
+    rows: int, heads: int, rank: int, num_columns: int, length: int | None = None
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Shapes of the kernel's outputs before they are merged: sums of values, largest scores and
     sums of exponentials.
 
     Args:
       rank: elements of the output of a head.
-      room: columns of the cache.
+      num_columns: columns of the cache.
       length: columns of a program, as for `split_latent_attention`.
     """
     tiles = -(-heads // HEADS)
-    length = part_length(rows * tiles, room) if length is None else length
-    numbers = rows * tiles * HEADS * -(-room // length)
-    shapes = (numbers, rank), (numbers,), (numbers,)
+    length = split_length(rows * tiles, num_columns) if length is None else length
+    num_outputs = rows * tiles * HEADS * -(-num_columns // length)
+    shapes = (num_outputs, rank), (num_outputs,), (num_outputs,)
     return tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
 
 
-def part_length(tiles: int, room: int) -> int:
+def split_length(tiles: int, num_columns: int) -> int:
     """Columns of a program, for a number of tiles of heads of all rows and a size of the cache."""
-    # As many parts as keep all multiprocessors busy, but no shorter than `SHORTEST` columns.
-    parts = max(1, min(-(-PROGRAMS // tiles), room // SHORTEST))
-    return -(-room // (parts * BLOCK)) * BLOCK
+    # As many splits as keep all multiprocessors busy, but no shorter than `MIN_COLUMNS` columns.
+    splits = max(1, min(-(-MIN_PROGRAMS // tiles), num_columns // MIN_COLUMNS))
+    return -(-num_columns // (splits * BLOCK)) * BLOCK
 
 
-class Part(NamedTuple):
-    """Inputs of a program: queries of a tile of heads, and a part of a row's columns.
+class SplitInputs(NamedTuple):
+    """Inputs of a program: queries of a tile of heads, and a split of a row's columns.
 
     Attributes:
       target: the machine it runs on.
@@ -255,13 +258,13 @@ class Part(NamedTuple):
     def half(self) -> int:
         return self.rank // 2
 
-    def added(self, total: Any, shrink: Any, powers: Any, columns: Any, half: int) -> Any:
+    def add_values(self, total: Any, shrink: Any, powers: Any, columns: Any, half: int) -> Any:
         """``shrink * total`` plus the weighted sum of these columns, for one half of the values."""
         values = columns.at[pl.ds(half * self.half, self.half)]
-        total = total * self.along(shrink, total.shape)
-        return self.target.added(total, powers, self.target.transposed(values))
+        total = total * self.broadcast(shrink, total.shape)
+        return self.target.add_product(total, powers, self.target.transpose(values))
 
-    def along(self, vector: Any, shape: tuple[int, ...]) -> Any:
+    def broadcast(self, vector: Any, shape: tuple[int, ...]) -> Any:
         """Broadcasts a number for each row to a matrix."""
         return self.target.tiled(lax.broadcast_in_dim(vector, shape, (0,)))
 
@@ -269,41 +272,41 @@ class Part(NamedTuple):
         return self.target.tiled(jnp.full(shape, value, jnp.float32))
 
 
-class Shared(NamedTuple):
+class SharedMemory(NamedTuple):
     """Shared memory and barriers of the two warpgroups of a program.
 
     Attributes:
       query, slots, powers, shrink: memory of the queries, of blocks, of the exponentials of one
         block, and of the factor by which that block rescales the sums so far.
-      asked, arrived: barriers: the queries have been copied; the block of a slot has.
-      weighed: barrier: the exponentials of a block are written.
-      summed: barrier: the first warpgroup has added the block.
-      taken: barrier: the second has added it too, and the exponentials may be overwritten.
+      query_arrived, arrived: barriers: the queries have been copied; the block of a slot has.
+      powers_written: barrier: the exponentials of a block are written.
+      first_summed: barrier: the first warpgroup has added the block.
+      second_summed: barrier: the second has added it too, and the exponentials may be overwritten.
     """
 
     query: Any
     slots: Any
     powers: Any
     shrink: Any
-    asked: Any
+    query_arrived: Any
     arrived: Any
-    weighed: Any
-    summed: Any
-    taken: Any
+    powers_written: Any
+    first_summed: Any
+    second_summed: Any
 
 
-def _attend(part: Part, out, most, total) -> None:
+def _attend(inputs: SplitInputs, out, most, total) -> None:
     """Writes the largest score, and relative to it the sums of values and of exponentials."""
     # Memory at DeepSeek-V3's sizes: queries 72 KiB, two blocks 144 KiB, exponentials 8 KiB. That is
     # nearly all of a multiprocessor, so exponentials have one buffer and blocks two.
-    gpu, (heads, width) = mosaic_gpu(), part.query.shape
+    gpu, (heads, width) = mosaic_gpu(), inputs.query.shape
     memory = [
-        gpu.SMEM((heads, width), part.query.dtype),
-        gpu.SMEM((SLOTS, width, BLOCK), part.query.dtype),
-        gpu.SMEM((heads, BLOCK), part.query.dtype),
+        gpu.SMEM((heads, width), inputs.query.dtype),
+        gpu.SMEM((SLOTS, width, BLOCK), inputs.query.dtype),
+        gpu.SMEM((heads, BLOCK), inputs.query.dtype),
         gpu.SMEM((heads,), jnp.float32),
     ]
-    barriers = [gpu.Barrier(num_barriers=number) for number in (1, SLOTS, 1, 1, 1)]
+    barriers = [gpu.Barrier(num_barriers=num_barriers) for num_barriers in (1, SLOTS, 1, 1, 1)]
 
     # For each block, in this order:
     #   first:  wait arrived, compute exponentials, wait taken (of the block before), write them,
@@ -314,23 +317,23 @@ def _attend(part: Part, out, most, total) -> None:
     # the second warpgroup is at most one block behind.
     def split(*shared):
         warpgroup = lax.axis_index(THREAD)
-        first, second = (out.at[:, pl.ds(at * part.half, part.half)] for at in (0, 1))
-        pl.when(warpgroup == 0)(partial(_score, part, Shared(*shared), first, most, total))
-        pl.when(warpgroup == 1)(partial(_bring, part, Shared(*shared), second))
+        first, second = (out.at[:, pl.ds(half * inputs.half, inputs.half)] for half in (0, 1))
+        pl.when(warpgroup == 0)(partial(_score, inputs, SharedMemory(*shared), first, most, total))
+        pl.when(warpgroup == 1)(partial(_load_and_sum, inputs, SharedMemory(*shared), second))
 
     pl.run_scoped(split, *memory, *barriers, collective_axes=THREAD)
 
 
-def _score(part: Part, shared: Shared, out, most, total) -> None:
+def _score(inputs: SplitInputs, shared: SharedMemory, out, most, total) -> None:
     """First warpgroup: scores, exponentials, and the first half of the values."""
-    gpu, target = mosaic_gpu(), part.target
-    heads, (lowest, highest) = part.query.shape[0], part.blocks
+    gpu, target = mosaic_gpu(), inputs.target
+    heads, (lowest, highest) = inputs.query.shape[0], inputs.blocks
 
-    def step(number, carry):
+    def step(index, carry):
         sums, largest, powers_so_far = carry
-        slot = _slot(number, lowest)
+        slot = _slot(index, lowest)
         columns = shared.slots.at[slot]
-        begin, end = part.begin - number * BLOCK, part.end - number * BLOCK
+        begin, end = inputs.begin - index * BLOCK, inputs.end - index * BLOCK
         gpu.barrier_wait(shared.arrived.at[slot])
 
         # Hidden columns may hold NaN or infinity, and zero times these is not zero. Only the values
@@ -338,84 +341,84 @@ def _score(part: Part, shared: Shared, out, most, total) -> None:
         @pl.when((begin > 0) | (end < BLOCK))
         def _():
             def clear(tile, _):
-                keep(target, columns.at[pl.ds(tile * 64, 64)], begin, end, axis=1)
+                zero_outside(target, columns.at[pl.ds(tile * 64, 64)], begin, end, axis=1)
 
-            lax.fori_loop(0, part.rank // 64, clear, None)
+            lax.fori_loop(0, inputs.rank // 64, clear, None)
             gpu.commit_smem()
 
-        scores = product(shared.query, columns) * part.scale
+        scores = product(shared.query, columns) * inputs.scale
         column = target.tiled(lax.broadcasted_iota(jnp.int32, scores.shape, 1))
         visible = (column >= begin).astype(jnp.int32) * (column < end).astype(jnp.int32) > 0
         # Minus infinity is safe: every block in the range has a visible column, so from the first
         # one on the maximum is finite.
-        scores = jnp.where(visible, scores, part.full(scores.shape, -jnp.inf))
-        now = jnp.maximum(largest, target.tiled(jnp.max(scores, axis=1)))
-        shrink = jnp.exp(largest - now)
-        powers = jnp.exp(scores - part.along(now, scores.shape))
+        scores = jnp.where(visible, scores, inputs.full(scores.shape, -jnp.inf))
+        new_largest = jnp.maximum(largest, target.tiled(jnp.max(scores, axis=1)))
+        shrink = jnp.exp(largest - new_largest)
+        powers = jnp.exp(scores - inputs.broadcast(new_largest, scores.shape))
         powers_so_far = powers_so_far * shrink + target.tiled(jnp.sum(powers, axis=1))
 
         # The other warpgroup may still be reading the exponentials of the block before.
-        @pl.when(number > lowest)
+        @pl.when(index > lowest)
         def _():
-            gpu.barrier_wait(shared.taken)
+            gpu.barrier_wait(shared.second_summed)
 
         shared.powers[...] = powers.astype(shared.powers.dtype)
         target.store(shared.shrink, shrink)
         # The matrix units read shared memory through another proxy: writes are fenced first.
         gpu.commit_smem()
-        gpu.barrier_arrive(shared.weighed)
-        sums = part.added(sums, shrink, shared.powers, columns, 0)
-        gpu.barrier_arrive(shared.summed)
-        return sums, now, powers_so_far
+        gpu.barrier_arrive(shared.powers_written)
+        sums = inputs.add_values(sums, shrink, shared.powers, columns, 0)
+        gpu.barrier_arrive(shared.first_summed)
+        return sums, new_largest, powers_so_far
 
     # The queries are copied once, by the other warpgroup, and stay in shared memory.
-    gpu.barrier_wait(shared.asked)
+    gpu.barrier_wait(shared.query_arrived)
     start = (
-        part.full((heads, part.half), 0.0),
-        part.full((heads,), -jnp.inf),
-        part.full((heads,), 0.0),
+        inputs.full((heads, inputs.half), 0.0),
+        inputs.full((heads,), -jnp.inf),
+        inputs.full((heads,), 0.0),
     )
     sums, largest, powers = lax.fori_loop(lowest, highest, step, start)
     # The wait for the last block: arrivals and waits are then equally many.
-    gpu.barrier_wait(shared.taken)
+    gpu.barrier_wait(shared.second_summed)
     target.store(out, sums)
     target.store(most, largest)
     target.store(total, powers)
 
 
-def _bring(part: Part, shared: Shared, out) -> None:
+def _load_and_sum(inputs: SplitInputs, shared: SharedMemory, out) -> None:
     """Second warpgroup: copies blocks to shared memory, and adds the second half of their
     values."""
-    gpu, target = mosaic_gpu(), part.target
-    lowest, highest = part.blocks
+    gpu, target = mosaic_gpu(), inputs.target
+    lowest, highest = inputs.blocks
 
-    def bring(number):
-        @pl.when(number < highest)
+    def load_block(index):
+        @pl.when(index < highest)
         def _():
-            slot = _slot(number, lowest)
+            slot = _slot(index, lowest)
             gpu.copy_gmem_to_smem(
-                part.block(number), shared.slots.at[slot], shared.arrived.at[slot]
+                inputs.block(index), shared.slots.at[slot], shared.arrived.at[slot]
             )
 
-    def step(number, sums):
-        slot = _slot(number, lowest)
+    def step(index, sums):
+        slot = _slot(index, lowest)
         gpu.barrier_wait(shared.arrived.at[slot])
-        gpu.barrier_wait(shared.weighed)
+        gpu.barrier_wait(shared.powers_written)
         shrink = target.load(shared.shrink, 0)
-        sums = part.added(sums, shrink, shared.powers, shared.slots.at[slot], 1)
+        sums = inputs.add_values(sums, shrink, shared.powers, shared.slots.at[slot], 1)
         # Both warpgroups are done with this slot, so the copy may overwrite it.
-        gpu.barrier_wait(shared.summed)
-        bring(number + SLOTS)
-        gpu.barrier_arrive(shared.taken)
+        gpu.barrier_wait(shared.first_summed)
+        load_block(index + SLOTS)
+        gpu.barrier_arrive(shared.second_summed)
         return sums
 
-    gpu.copy_gmem_to_smem(part.query, shared.query, shared.asked)
+    gpu.copy_gmem_to_smem(inputs.query, shared.query, shared.query_arrived)
     # Both slots are filled before the loop, which then stays one block ahead.
     for ahead in range(SLOTS):
-        bring(lowest + ahead)
-    start = part.full((part.query.shape[0], part.half), 0.0)
+        load_block(lowest + ahead)
+    start = inputs.full((inputs.query.shape[0], inputs.half), 0.0)
     target.store(out, lax.fori_loop(lowest, highest, step, start))
 
 
-def _slot(number: Any, lowest: Any) -> Any:
-    return lax.rem(number - lowest, jnp.int32(SLOTS))
+def _slot(index: Any, lowest: Any) -> Any:
+    return lax.rem(index - lowest, jnp.int32(SLOTS))

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Int
 
 from moe.experts.permutation import inverse_slots, sort_by_group, take_rows
-from moe.kernels.choice import by_name
+from moe.kernels.choice import call_implementation
 from moe.kernels.mosaic import Target, launch
 
 BLOCK = 128
@@ -29,27 +29,27 @@ class SortedLayout(NamedTuple):
     """Layout of assignments sorted by expert, those of one expert in the order of tokens.
 
     Attributes:
-      choices: ``[slot]`` index of the assignment in each slot, ``token * k + column``; one past the
-        last in an empty slot.
-      places: ``[token, k]`` the slot of each assignment; one past the last for one without an
+      assignments: ``[slot]`` index of the assignment in each slot, ``token * k + column``; one past
+        the last in an empty slot.
+      slots: ``[token, k]`` the slot of each assignment; one past the last for one without an
         expert and for one without a slot.
       sizes: ``[expert]`` number of assignments, with a slot or without.
     """
 
-    choices: Array
-    places: Array
+    assignments: Array
+    slots: Array
     sizes: Array
 
     @property
     def tokens(self) -> Array:
         """``[slot]`` index of the token in each slot; one past the last in an empty slot."""
-        return self.choices // self.places.shape[1]
+        return self.assignments // self.slots.shape[1]
 
 
-def slots_needed(num_choices: int, num_experts: int, tile: int = 1) -> int:
+def slots_needed(num_assignments: int, num_experts: int, tile: int = 1) -> int:
     """Number of slots that is enough for any assignments: each expert may leave one tile all but
     empty."""
-    return -(-(num_choices + num_experts * (tile - 1)) // tile) * tile
+    return -(-(num_assignments + num_experts * (tile - 1)) // tile) * tile
 
 
 def sorted_layout(
@@ -71,46 +71,46 @@ def sorted_layout(
     Raises:
       ValueError: on another implementation, and on "mosaic" on other devices than CUDA's.
     """
-    num_choices = experts.size
+    num_assignments = experts.size
     if num_slots is None:
-        num_slots = slots_needed(num_choices, num_experts, tile)
+        num_slots = slots_needed(num_assignments, num_experts, tile)
     ids = experts.reshape(-1).astype(jnp.int32)
     ids = jnp.where((ids >= 0) & (ids < num_experts), ids, num_experts)
     options = {"num_experts": num_experts, "tile": tile, "num_slots": num_slots}
-    choices, places, sizes = by_name(
+    assignments, slots, sizes = call_implementation(
         implementation,
         partial(_plain, **options),
         partial(_kernel, **options),
         (ids,),
         operation="sorted_layout",
-        obstacle=None if num_choices else "there are no choices; use None.",
+        obstacle=None if num_assignments else "there are no choices; use None.",
     )
-    return SortedLayout(choices, places.reshape(experts.shape), sizes)
+    return SortedLayout(assignments, slots.reshape(experts.shape), sizes)
 
 
 def _plain(ids: Array, *, num_experts: int, tile: int, num_slots: int) -> tuple[Array, ...]:
-    num_choices = ids.shape[0]
+    num_assignments = ids.shape[0]
     order, sizes = sort_by_group(ids, num_experts)
-    rank = inverse_slots(order, num_choices)
+    rank = inverse_slots(order, num_assignments)
     if tile > 1:
         # Assignments without an expert come last; the shift that they read is not used.
         shift = _starts(sizes, tile) - _starts(sizes, 1)
-        places = rank + take_rows(shift, ids)
-        return *_with_choices(ids, places, num_experts, num_slots), sizes
+        slots = rank + take_rows(shift, ids)
+        return *_invert_slots(ids, slots, num_experts, num_slots), sizes
     used = jnp.minimum(jnp.sum(sizes), num_slots)
-    order = jnp.pad(order, (0, max(num_slots - num_choices, 0)))[:num_slots]
-    choices = jnp.where(jnp.arange(num_slots) < used, order, num_choices)
-    return choices, jnp.where(rank < used, rank, num_slots), sizes
+    order = jnp.pad(order, (0, max(num_slots - num_assignments, 0)))[:num_slots]
+    assignments = jnp.where(jnp.arange(num_slots) < used, order, num_assignments)
+    return assignments, jnp.where(rank < used, rank, num_slots), sizes
 
 
-def _with_choices(
-    ids: Array, places: Array, num_experts: int, num_slots: int
+def _invert_slots(
+    ids: Array, slots: Array, num_experts: int, num_slots: int
 ) -> tuple[Array, Array]:
     """Assignment of each slot, and slot of each assignment; those without a slot get one past the
     last."""
-    places = jnp.where(ids < num_experts, jnp.minimum(places, num_slots), num_slots)
+    slots = jnp.where(ids < num_experts, jnp.minimum(slots, num_slots), num_slots)
     # No slot is used twice, so this scatter needs no atomics.
-    return inverse_slots(places, num_slots), places
+    return inverse_slots(slots, num_slots), slots
 
 
 def _starts(sizes: Array, tile: int) -> Array:
@@ -121,27 +121,31 @@ def _starts(sizes: Array, tile: int) -> Array:
 def _kernel(
     ids: Array, *, num_experts: int, tile: int, num_slots: int, interpreted: bool
 ) -> tuple[Array, ...]:
-    num_choices = ids.shape[0]
-    blocks, width = -(-num_choices // BLOCK), -(-num_experts // SIDE) * SIDE
+    num_assignments = ids.shape[0]
+    blocks, width = -(-num_assignments // BLOCK), -(-num_experts // SIDE) * SIDE
     # The padding of a block, and assignments without an expert, get an id that equals no column.
-    filled = jnp.where(ids < num_experts, ids, width)
-    filled = jnp.pad(filled, (0, blocks * BLOCK - num_choices), constant_values=width)
+    padded_ids = jnp.where(ids < num_experts, ids, width)
+    padded_ids = jnp.pad(padded_ids, (0, blocks * BLOCK - num_assignments), constant_values=width)
     run = partial(launch, operation="sorted_layout", interpreted=interpreted)
-    counted = jax.ShapeDtypeStruct((blocks * width,), jnp.int32)
-    (counts,) = run(partial(_count, width), blocks, [counted], [filled], name="count_assignments")
+    counts_shape = jax.ShapeDtypeStruct((blocks * width,), jnp.int32)
+    (counts,) = run(
+        partial(_count, width), blocks, [counts_shape], [padded_ids], name="count_assignments"
+    )
     counts = counts.reshape(blocks, width)
     # Exclusive sums: the first slot of each expert, plus its assignments in the blocks before.
     sizes = jnp.sum(counts, axis=0)
     before = jnp.cumsum(counts, axis=0) - counts + _starts(sizes, tile)[None]
-    placed = jax.ShapeDtypeStruct(filled.shape, jnp.int32)
+    slots_shape = jax.ShapeDtypeStruct(padded_ids.shape, jnp.int32)
     # The ids are two operands, one for each dimension that they are compared along. Two loads of
     # one operand would be merged into one value, which cannot have both register layouts.
-    operands = [filled, filled, before.reshape(-1)]
-    (places,) = run(partial(_place, width), blocks, [placed], operands, name="place_assignments")
-    return *_with_choices(ids, places[:num_choices], num_experts, num_slots), sizes[:num_experts]
+    operands = [padded_ids, padded_ids, before.reshape(-1)]
+    (slots,) = run(
+        partial(_assign_slots, width), blocks, [slots_shape], operands, name="place_assignments"
+    )
+    return *_invert_slots(ids, slots[:num_assignments], num_experts, num_slots), sizes[:num_experts]
 
 
-def _spread(target: Target, vector: Array, dimension: int) -> Array:
+def _broadcast(target: Target, vector: Array, dimension: int) -> Array:
     return target.tiled(lax.broadcast_in_dim(vector, (SIDE, SIDE), (dimension,)))
 
 
@@ -155,32 +159,34 @@ def _count(width, target, block, ids, counts):
     # In registers, without shared counters: atomics on these would contend for popular experts.
     for first in range(0, width, SIDE):
         total = None
-        for at in range(0, BLOCK, SIDE):
-            chosen = _spread(target, target.load(ids.at[pl.ds(block * BLOCK + at, SIDE)], 1), 1)
-            equal = (chosen == _iota(target, 0) + first).astype(jnp.int32)
-            found = target.tiled(jnp.sum(equal, axis=1))
-            total = found if total is None else total + found
+        for offset in range(0, BLOCK, SIDE):
+            expert = _broadcast(
+                target, target.load(ids.at[pl.ds(block * BLOCK + offset, SIDE)], 1), 1
+            )
+            equal = (expert == _iota(target, 0) + first).astype(jnp.int32)
+            block_counts = target.tiled(jnp.sum(equal, axis=1))
+            total = block_counts if total is None else total + block_counts
         target.store(counts.at[pl.ds(block * width + first, SIDE)], total)
 
 
-def _place(width, target, block, ids, others, before, places):
+def _assign_slots(width, target, block, ids, others, before, slots):
     """Kernel of the slots: for each assignment (row) it counts earlier ones of the same expert in
     the block (columns) and adds the first slot of its expert and block, selected by a comparison
     with all experts (columns)."""
-    for at in range(0, BLOCK, SIDE):
-        mine = _spread(target, target.load(ids.at[pl.ds(block * BLOCK + at, SIDE)], 0), 0)
-        place = target.tiled(jnp.zeros((SIDE, SIDE), jnp.int32))
-        for earlier in range(0, at + SIDE, SIDE):
-            theirs = others.at[pl.ds(block * BLOCK + earlier, SIDE)]
-            equal = (mine == _spread(target, target.load(theirs, 1), 1)).astype(jnp.int32)
+    for offset in range(0, BLOCK, SIDE):
+        row_ids = _broadcast(target, target.load(ids.at[pl.ds(block * BLOCK + offset, SIDE)], 0), 0)
+        slot = target.tiled(jnp.zeros((SIDE, SIDE), jnp.int32))
+        for earlier in range(0, offset + SIDE, SIDE):
+            column_ids = others.at[pl.ds(block * BLOCK + earlier, SIDE)]
+            equal = (row_ids == _broadcast(target, target.load(column_ids, 1), 1)).astype(jnp.int32)
             # In its own tile only those below the diagonal come earlier.
-            if earlier == at:
+            if earlier == offset:
                 equal *= (_iota(target, 1) < _iota(target, 0)).astype(jnp.int32)
-            place = place + equal
+            slot = slot + equal
         # A gather by expert id, written as compare and sum: registers cannot be indexed.
         for first in range(0, width, SIDE):
             sums = target.load(before.at[pl.ds(block * width + first, SIDE)], 1)
-            equal = (mine == _iota(target, 1) + first).astype(jnp.int32)
-            place = place + _spread(target, sums, 1) * equal
-        total = target.tiled(jnp.sum(place, axis=1))
-        target.store(places.at[pl.ds(block * BLOCK + at, SIDE)], total)
+            equal = (row_ids == _iota(target, 1) + first).astype(jnp.int32)
+            slot = slot + _broadcast(target, sums, 1) * equal
+        total = target.tiled(jnp.sum(slot, axis=1))
+        target.store(slots.at[pl.ds(block * BLOCK + offset, SIDE)], total)

@@ -19,14 +19,14 @@ from jaxtyping import Array, Float, Int
 
 from sharding.collectives import vary, varying
 
-HEIGHTS = (512, 256, 128, 64, 32, 16)
+TILE_HEIGHTS = (512, 256, 128, 64, 32, 16)
 """Rows of a tile: the first of these that divides the number of rows."""
-WIDEST = 1024
+MAX_TILE_COLUMNS = 1024
 """Columns of a tile, at most. VMEM holds two of each of a program's three tiles and a sum in
 float32, 12 MiB in half precision."""
 
 
-def each(
+def multiply_rows(
     side: int,
     rows: Float[Array, "row inner"],
     weights: Float[Array, "group deep wide"],
@@ -42,13 +42,13 @@ def each(
     Raises:
       ValueError: when it is lowered for anything but a TPU and not interpreted.
     """
-    run = partial(_gmm, interpret=True) if interpreted else _EACH.bind
-    out = run(*_alike(_filled_up(rows), weights, sizes), side=side)[: rows.shape[0]]
-    known = jnp.arange(rows.shape[0]) < jnp.sum(sizes)
-    return jnp.where(known[:, None], out, 0)
+    run = partial(_gmm, interpret=True) if interpreted else _MULTIPLY_ROWS.bind
+    out = run(*_vary_over_all_axes(_pad_rows(rows), weights, sizes), side=side)[: rows.shape[0]]
+    in_group = jnp.arange(rows.shape[0]) < jnp.sum(sizes)
+    return jnp.where(in_group[:, None], out, 0)
 
 
-def summed(
+def sum_products(
     rows: Float[Array, "row inner"],
     others: Float[Array, "row outer"],
     sizes: Int[Array, "group"],
@@ -58,32 +58,32 @@ def summed(
     """Sum of ``rows[r]^T others[r]`` over the rows of each group, float32.
 
     Args:
-      interpreted: as in `each`, with its errors.
+      interpreted: as in `multiply_rows`, with its errors.
     """
-    run = partial(_tgmm, interpret=True) if interpreted else _SUMMED.bind
-    return run(*_alike(_filled_up(rows), _filled_up(others), sizes))
+    run = partial(_tgmm, interpret=True) if interpreted else _SUM_PRODUCTS.bind
+    return run(*_vary_over_all_axes(_pad_rows(rows), _pad_rows(others), sizes))
 
 
-def _alike(rows: Array, others: Array, sizes: Array) -> tuple[Array, Array, Array]:
+def _vary_over_all_axes(rows: Array, others: Array, sizes: Array) -> tuple[Array, Array, Array]:
     operands = rows, others, sizes.astype(jnp.int32)
     return vary(operands, tuple(frozenset().union(*map(varying, operands))))
 
 
-def _filled_up(rows: Array) -> Array:
+def _pad_rows(rows: Array) -> Array:
     """Pads rows to whole tiles of at least 16 rows, and of 128 where there are as many rows."""
     unit = 128 if rows.shape[0] >= 128 else 16
     return jnp.pad(rows, ((0, -rows.shape[0] % unit), (0, 0)))
 
 
 def _tiling(rows: int, inner: int, outer: int) -> tuple[int, int, int]:
-    height = next(height for height in HEIGHTS if rows % height == 0)
-    return height, min(inner, WIDEST), min(outer, WIDEST)
+    height = next(height for height in TILE_HEIGHTS if rows % height == 0)
+    return height, min(inner, MAX_TILE_COLUMNS), min(outer, MAX_TILE_COLUMNS)
 
 
 def _gmm(rows: Array, weights: Array, sizes: Array, *, side: int, interpret: bool = False) -> Array:
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
-    with _as_it_was_written():
+    with _megablox_tracing():
         return gmm(
             rows,
             weights,
@@ -98,7 +98,7 @@ def _gmm(rows: Array, weights: Array, sizes: Array, *, side: int, interpret: boo
 def _tgmm(rows: Array, others: Array, sizes: Array, *, interpret: bool = False) -> Array:
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
-    with _as_it_was_written():
+    with _megablox_tracing():
         return tgmm(
             rows.T,
             others,
@@ -110,7 +110,7 @@ def _tgmm(rows: Array, others: Array, sizes: Array, *, interpret: bool = False) 
 
 
 @contextmanager
-def _as_it_was_written() -> Iterator[None]:
+def _megablox_tracing() -> Iterator[None]:
     """Context in which Megablox can be traced: implicit dtype promotion, and no check of varying
     mesh axes in `jax.shard_map`.
 
@@ -123,19 +123,21 @@ def _as_it_was_written() -> Iterator[None]:
         yield
 
 
-def _for_tpus(name: str, function: Callable[..., Array], abstract: Callable[..., object]):
+def _make_tpu_primitive(name: str, function: Callable[..., Array], abstract: Callable[..., object]):
     """`function` as a primitive whose abstract evaluation states the mesh axes that its result
     varies over, and which is lowered for TPUs alone."""
     primitive = Primitive(name)
     primitive.def_abstract_eval(abstract)
-    primitive.def_impl(lambda *of, **about: jax.jit(partial(primitive.bind, **about))(*of))
-    mlir.register_lowering(primitive, _refuse)
+    primitive.def_impl(
+        lambda *operands, **options: jax.jit(partial(primitive.bind, **options))(*operands)
+    )
+    mlir.register_lowering(primitive, _reject)
     lowered = mlir.lower_fun(function, multiple_results=False)
     mlir.register_lowering(primitive, lowered, platform="tpu")
     return primitive
 
 
-def _refuse(context, *_, **__):
+def _reject(context, *_, **__):
     platforms = ", ".join(context.module_context.platforms)
     raise ValueError(
         'implementation="megablox" of grouped_dot runs on TPUs, and this is lowered for '
@@ -143,14 +145,14 @@ def _refuse(context, *_, **__):
     )
 
 
-def _of_rows(rows, weights, sizes, *, side: int):
+def _product_type(rows, weights, sizes, *, side: int):
     return rows.update(shape=(rows.shape[0], weights.shape[2 - side]))
 
 
-def _of_groups(rows, others, sizes):
+def _sum_type(rows, others, sizes):
     shape = sizes.shape[0], rows.shape[1], others.shape[1]
     return rows.update(shape=shape, dtype=jnp.dtype(jnp.float32))
 
 
-_EACH = _for_tpus("megablox_each", _gmm, _of_rows)
-_SUMMED = _for_tpus("megablox_summed", _tgmm, _of_groups)
+_MULTIPLY_ROWS = _make_tpu_primitive("megablox_each", _gmm, _product_type)
+_SUM_PRODUCTS = _make_tpu_primitive("megablox_summed", _tgmm, _sum_type)

@@ -21,7 +21,7 @@ LANES = 128
 """Threads of a warpgroup. Most programs are one warpgroup."""
 THREAD = "warpgroup"
 """The axis of a program's warpgroups, where it has more than one."""
-TOGETHER = 4
+LOADS_IN_FLIGHT = 4
 """Loads of a row that each thread has in flight."""
 
 
@@ -39,7 +39,7 @@ def _stores_by_name() -> bool:
     return hasattr(mosaic_gpu(), "store")
 
 
-def _references_are_whole() -> bool:
+def _loads_take_no_index() -> bool:
     """True from jax 0.11 on, where a load takes no index and a reference has `transpose`."""
     return hasattr(mosaic_gpu(), "InterpretGPUParams")
 
@@ -65,13 +65,13 @@ class Target:
         """Stores an array in the layout of `tiled`."""
         ref[...] = value
 
-    def transposed(self, ref: Any) -> Any:
+    def transpose(self, ref: Any) -> Any:
         """Transposed view of a matrix in shared memory."""
-        if _references_are_whole():
+        if _loads_take_no_index():
             return ref.transpose((1, 0))
         return mosaic_gpu().transpose_ref(ref, (1, 0))
 
-    def added(self, total: jax.Array, left: Any, right: Any) -> jax.Array:
+    def add_product(self, total: jax.Array, left: Any, right: Any) -> jax.Array:
         """``total + left @ right``, of matrices in shared memory; the left one may also be in
         registers."""
         # The simulator supports neither an accumulator that starts from other values than zeros nor
@@ -87,12 +87,12 @@ class Target:
 def product(left: Any, right: Any) -> jax.Array:
     """Product of two matrices in shared memory by the matrix units, float32 in registers."""
 
-    def multiplied(total):
+    def multiply(total):
         mosaic_gpu().wgmma(total, left, right)
         return total[...]
 
     shape = left.shape[0], right.shape[1]
-    return pl.run_scoped(multiplied, mosaic_gpu().WGMMAAccumulatorRef(shape))
+    return pl.run_scoped(multiply, mosaic_gpu().WGMMAAccumulatorRef(shape))
 
 
 class Gpu(Target):
@@ -104,7 +104,7 @@ class Gpu(Target):
         return mosaic_gpu().layout_cast(value, _tile(None if value.ndim == 2 else dimension))
 
     def load(self, ref: Any, dimension: int | None = None) -> jax.Array:
-        index = () if _references_are_whole() else ((),)
+        index = () if _loads_take_no_index() else ((),)
         return mosaic_gpu().load(ref, *index, layout=_tile(dimension), optimized=False)
 
     def store(self, ref: Any, value: jax.Array) -> None:
@@ -113,11 +113,11 @@ class Gpu(Target):
         else:
             ref[...] = value
 
-    def added(self, total: jax.Array, left: Any, right: Any) -> jax.Array:
-        def multiplied(accumulator):
+    def add_product(self, total: jax.Array, left: Any, right: Any) -> jax.Array:
+        def multiply(accumulator):
             mosaic_gpu().wgmma(accumulator, left, right)
 
-        return pl.run_state(multiplied)(mosaic_gpu().WGMMAAccumulatorRef.init(total))
+        return pl.run_state(multiply)(mosaic_gpu().WGMMAAccumulatorRef.init(total))
 
     def registers(self, number: int, action: Literal["increase", "decrease"]) -> None:
         mosaic_gpu().set_max_registers(number, action=action)
@@ -128,28 +128,28 @@ def _tile(dimension: int | None) -> Any:
     return tile if dimension is None else tile.reduce(1 - dimension)
 
 
-def along(width: int, bits: int, body: Callable[..., Any], carry: Any = None) -> Any:
-    """Runs ``carry = body(parts, carry)`` along a row of `width` elements, a few parts at a time.
+def loop_over_row(width: int, bits: int, body: Callable[..., Any], carry: Any = None) -> Any:
+    """Runs ``carry = body(chunks, carry)`` along a row of `width` elements, a few chunks at a time.
 
-    A part is ``(first, length)``. Its length is what a warpgroup moves with one 16-byte instruction
-    per thread; near the end of the row it is `LANES` times a smaller power of two.
+    A chunk is ``(first, length)``. Its length is what a warpgroup moves with one 16-byte
+    instruction per thread; near the end of the row it is `LANES` times a smaller power of two.
     """
     # Four loads in flight per thread hide the latency of memory.
     length = LANES * 128 // bits
-    stride = length * TOGETHER
+    stride = length * LOADS_IN_FLIGHT
 
     def step(index, carry):
-        return body([(index * stride + n * length, length) for n in range(TOGETHER)], carry)
+        return body([(index * stride + n * length, length) for n in range(LOADS_IN_FLIGHT)], carry)
 
-    strides, first, parts = width // stride, width - width % stride, []
+    strides, first, chunks = width // stride, width - width % stride, []
     if strides:
         carry = lax.fori_loop(0, strides, step, carry)
     while first < width:
         while length > width - first:
             length //= 2
-        parts.append((first, length))
+        chunks.append((first, length))
         first += length
-    return body(parts, carry) if parts else carry
+    return body(chunks, carry) if chunks else carry
 
 
 def launch(
@@ -194,30 +194,30 @@ def launch(
     axes = tuple(frozenset().union(*map(varying, operands)))
     first, *others = vary(tuple(operands), axes)
     target = Target() if simulated else Gpu()
-    plgpu, several = mosaic_gpu(), {}
+    plgpu, warpgroup_options = mosaic_gpu(), {}
     if threads > 1:
-        several = {"num_threads": threads, "thread_name": THREAD}
+        warpgroup_options = {"num_threads": threads, "thread_name": THREAD}
 
-    def named(*refs: Any) -> None:
+    def run_body(*refs: Any) -> None:
         body(target, lax.axis_index("program"), *refs)
 
     # The compiler names a kernel after its function.
-    named.__name__ = operation if name is None else name
+    run_body.__name__ = operation if name is None else name
     kernel = plgpu.kernel(
-        named,
+        run_body,
         out_type=tuple(outputs),
         grid=(programs,),
         grid_names=("program",),
-        **several,
+        **warpgroup_options,
         compiler_params=plgpu.CompilerParams(
             approx_math=approximate,
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
             # Scratch memory for sums over warps: concurrent warpgroups would share it and race.
-            **({"reduction_scratch_bytes": 0} if several else {}),
+            **({"reduction_scratch_bytes": 0} if warpgroup_options else {}),
         ),
         interpret=_simulator() if simulated else None,
     )
-    first = first if simulated else needs_cuda(first, operation)
+    first = first if simulated else require_cuda(first, operation)
     return vary(tuple(kernel(first, *others)), axes)
 
 
@@ -233,12 +233,12 @@ def _simulator() -> Any:
     return InterpretGPUParams(**beyond)  # pyright: ignore
 
 
-def needs_cuda(x: jax.Array, operation: str) -> jax.Array:
+def require_cuda(x: jax.Array, operation: str) -> jax.Array:
     """Returns `x`; raises when it is lowered for another platform than CUDA."""
-    return _needs_cuda.bind(x, operation=operation)
+    return _require_cuda.bind(x, operation=operation)
 
 
-def _refuse(context, x, *, operation):
+def _reject(context, x, *, operation):
     platforms = ", ".join(context.module_context.platforms)
     raise ValueError(
         f'implementation="mosaic" of {operation} runs on NVIDIA GPUs from Hopper on, and this is '
@@ -246,13 +246,15 @@ def _refuse(context, x, *, operation):
     )
 
 
-_needs_cuda = Primitive("needs_cuda")
-_needs_cuda.def_abstract_eval(lambda x, *, operation: x)
-_needs_cuda.def_impl(lambda x, *, operation: jax.jit(needs_cuda, static_argnums=1)(x, operation))
-mlir.register_lowering(_needs_cuda, _refuse)
-mlir.register_lowering(_needs_cuda, lambda context, x, *, operation: [x], platform="cuda")
+_require_cuda = Primitive("needs_cuda")
+_require_cuda.def_abstract_eval(lambda x, *, operation: x)
+_require_cuda.def_impl(
+    lambda x, *, operation: jax.jit(require_cuda, static_argnums=1)(x, operation)
+)
+mlir.register_lowering(_require_cuda, _reject)
+mlir.register_lowering(_require_cuda, lambda context, x, *, operation: [x], platform="cuda")
 
 
-def flag(value: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def broadcast_condition(value: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Broadcasts a scalar condition to each element: a warpgroup's select takes vectors only."""
     return jnp.broadcast_to(value, shape)

@@ -30,7 +30,7 @@ def permute(
       ValueError: on another implementation, and where "mosaic" does not support the call: on other
         devices than CUDA's, and for rows whose width is not a multiple of 128.
     """
-    x, layout = _together(x, layout)
+    x, layout = _vary_over_all_axes(x, layout)
     return _permute(x, layout, x.dtype, implementation)
 
 
@@ -41,7 +41,7 @@ def unpermute(
     *,
     implementation: str | None = None,
 ) -> Float[Array, "token width"]:
-    """``sum_k probs_k rows[place_k]`` of each token, float32, rounded once to the rows' dtype.
+    """``sum_k probs_k rows[slot_k]`` of each token, float32, rounded once to the rows' dtype.
 
     The reverse of `permute`, and its gradient where there are no probs. An expert id without a slot
     adds nothing.
@@ -53,13 +53,13 @@ def unpermute(
       implementation: as in `permute`, with its errors.
     """
     if probs is None:
-        rows, layout = _together(rows, layout)
+        rows, layout = _vary_over_all_axes(rows, layout)
         return _sum(rows, layout, rows.dtype, implementation)
-    rows, layout, probs = _together(rows, layout, probs)
+    rows, layout, probs = _vary_over_all_axes(rows, layout, probs)
     return _weighted(rows, layout, probs, implementation)
 
 
-def _together(*operands):
+def _vary_over_all_axes(*operands):
     """Types all operands as varying over the mesh axes that any of them varies over, so that
     gradients are summed over these axes where an operand is replicated."""
     axes = frozenset().union(*(varying(leaf) for leaf in jax.tree.leaves(operands)))
@@ -76,8 +76,8 @@ def _permute_forward(x, layout, dtype, implementation):
 
 
 def _permute_backward(dtype, implementation, layout, gradient):
-    summed = combine(gradient, layout.places, dtype=dtype, implementation=implementation)
-    return summed, None
+    grad_x = combine(gradient, layout.slots, dtype=dtype, implementation=implementation)
+    return grad_x, None
 
 
 _permute.defvjp(_permute_forward, _permute_backward)
@@ -85,7 +85,7 @@ _permute.defvjp(_permute_forward, _permute_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _sum(rows, layout, dtype, implementation):
-    return combine(rows, layout.places, dtype=dtype, implementation=implementation)
+    return combine(rows, layout.slots, dtype=dtype, implementation=implementation)
 
 
 def _sum_forward(rows, layout, dtype, implementation):
@@ -101,7 +101,7 @@ _sum.defvjp(_sum_forward, _sum_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _weighted(rows, layout, probs, implementation):
-    return combine(rows, layout.places, probs, dtype=rows.dtype, implementation=implementation)
+    return combine(rows, layout.slots, probs, dtype=rows.dtype, implementation=implementation)
 
 
 def _weighted_forward(rows, layout, probs, implementation):
@@ -110,10 +110,10 @@ def _weighted_forward(rows, layout, probs, implementation):
 
 def _weighted_backward(implementation, residuals, gradient):
     rows, layout, probs = residuals
-    of_rows, of_probs = combine_gradients(
-        rows, gradient, layout.places, layout.choices, probs, implementation=implementation
+    grad_rows, grad_probs = combine_gradients(
+        rows, gradient, layout.slots, layout.assignments, probs, implementation=implementation
     )
-    return of_rows, None, of_probs.astype(probs.dtype)
+    return grad_rows, None, grad_probs.astype(probs.dtype)
 
 
 _weighted.defvjp(_weighted_forward, _weighted_backward)

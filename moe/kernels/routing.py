@@ -15,14 +15,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from moe.kernels.choice import by_name
+from moe.kernels.choice import call_implementation
 from moe.kernels.mosaic import Target, launch
 from moe.remat import ROUTED
 from sharding.collectives import vary, varying
 
 TOKENS = 64
 """Tokens of one program."""
-MOST_EXPERTS = 256
+MAX_EXPERTS = 256
 """Experts of a network, at most: more would not stay in registers."""
 
 
@@ -49,7 +49,7 @@ class Rule(NamedTuple):
     open_groups: int = 1
 
 
-class Chosen(NamedTuple):
+class RouterOutput(NamedTuple):
     """Output of a router.
 
     Attributes:
@@ -73,7 +73,7 @@ def route(
     rule: Rule,
     *,
     implementation: str | None = None,
-) -> Chosen:
+) -> RouterOutput:
     """Top-k routing: scores, the selection by ``score + bias``, gate weights and counts, in
     float32.
 
@@ -94,13 +94,13 @@ def route(
     """
     operands = [x.astype(jnp.float32) for x in (logits, bias, weights)]
     axes = tuple(frozenset().union(*map(varying, operands)))
-    chosen: Any = _route(*vary(tuple(operands), axes), rule, implementation)
-    return Chosen(*chosen)
+    outputs: Any = _route(*vary(tuple(operands), axes), rule, implementation)
+    return RouterOutput(*outputs)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _route(logits, bias, weights, rule, implementation):
-    return by_name(
+    return call_implementation(
         implementation,
         partial(_plain, rule),
         partial(_kernel, rule),
@@ -111,8 +111,8 @@ def _route(logits, bias, weights, rule, implementation):
 
 
 def _forward(logits, bias, weights, rule, implementation):
-    chosen: Any = _route(logits, bias, weights, rule, implementation)
-    experts, probs, probabilities, counts = chosen
+    outputs: Any = _route(logits, bias, weights, rule, implementation)
+    experts, probs, probabilities, counts = outputs
     # Named here, as the expert ids are a residual too. If a remat policy saves them, the backward
     # pass need not route again to repeat the dispatch. Probabilities are as wide as the logits, and
     # no gradient needs them.
@@ -124,9 +124,9 @@ def _backward(rule, implementation, residuals, gradients):
     # The selection is constant, so the gradient is that of a softmax at given expert ids: XLA's is
     # a few elementwise operations, and no kernel of its own is worth it.
     logits, experts = residuals
-    _, of_probs, of_probabilities, _ = gradients
-    _, back = jax.vjp(partial(_of_chosen, rule, experts), logits)
-    return *back((of_probs, of_probabilities)), None, None
+    _, grad_probs, grad_probabilities, _ = gradients
+    _, vjp_fn = jax.vjp(partial(_gate_weights_of, rule, experts), logits)
+    return *vjp_fn((grad_probs, grad_probabilities)), None, None
 
 
 _route.defvjp(_forward, _backward)
@@ -134,11 +134,11 @@ _route.defvjp(_forward, _backward)
 
 def _obstacle(logits: Array) -> str | None:
     tokens, experts = logits.shape
-    if tokens and experts % 8 == 0 and 8 <= experts <= MOST_EXPERTS:
+    if tokens and experts % 8 == 0 and 8 <= experts <= MAX_EXPERTS:
         return None
     return (
         f"{tokens} tokens that choose among {experts} experts, where it takes one or more and a "
-        f"multiple of 8 up to {MOST_EXPERTS}; use None."
+        f"multiple of 8 up to {MAX_EXPERTS}; use None."
     )
 
 
@@ -146,7 +146,7 @@ def _log_scores(rule: Rule, logits: Array) -> Array:
     return jax.nn.log_sigmoid(logits) if rule.sigmoid else logits
 
 
-def _of_chosen(rule: Rule, experts: Array, logits: Array) -> tuple[Array, Array]:
+def _gate_weights_of(rule: Rule, experts: Array, logits: Array) -> tuple[Array, Array]:
     """Gate weights of given expert ids, and the probabilities of all experts."""
     probabilities = jax.nn.softmax(_log_scores(rule, logits), axis=-1)
     if rule.after_topk or rule.renormalise:
@@ -160,19 +160,21 @@ def _of_chosen(rule: Rule, experts: Array, logits: Array) -> tuple[Array, Array]
 
 def _plain(rule: Rule, logits: Array, bias: Array, weights: Array) -> tuple[Any, ...]:
     if rule.after_topk:
-        wanted = logits
+        ranking = logits
     else:
-        wanted = jax.nn.sigmoid(logits) if rule.sigmoid else jax.nn.softmax(logits, axis=-1)
-    wanted = wanted + bias[None, :]
+        ranking = jax.nn.sigmoid(logits) if rule.sigmoid else jax.nn.softmax(logits, axis=-1)
+    ranking = ranking + bias[None, :]
     if rule.groups > 1:
-        within = wanted.reshape(wanted.shape[0], rule.groups, -1)
-        best = jnp.sum(lax.top_k(within, rule.k // rule.open_groups)[0], axis=-1)
-        taken = jax.nn.one_hot(lax.top_k(best, rule.open_groups)[1], rule.groups).any(axis=1)
-        wanted = jnp.where(taken[:, :, None], within, -jnp.inf).reshape(wanted.shape)
-    _, experts = lax.top_k(wanted, rule.k)
-    chosen = jax.nn.one_hot(experts, logits.shape[1], dtype=jnp.float32)
-    counts = jnp.einsum("t,tke->e", weights, chosen, precision=lax.Precision.HIGHEST)
-    return experts, *_of_chosen(rule, experts, logits), counts
+        by_group = ranking.reshape(ranking.shape[0], rule.groups, -1)
+        group_scores = jnp.sum(lax.top_k(by_group, rule.k // rule.open_groups)[0], axis=-1)
+        is_open = jax.nn.one_hot(lax.top_k(group_scores, rule.open_groups)[1], rule.groups).any(
+            axis=1
+        )
+        ranking = jnp.where(is_open[:, :, None], by_group, -jnp.inf).reshape(ranking.shape)
+    _, experts = lax.top_k(ranking, rule.k)
+    is_selected = jax.nn.one_hot(experts, logits.shape[1], dtype=jnp.float32)
+    counts = jnp.einsum("t,tke->e", weights, is_selected, precision=lax.Precision.HIGHEST)
+    return experts, *_gate_weights_of(rule, experts, logits), counts
 
 
 def _kernel(
@@ -181,15 +183,15 @@ def _kernel(
     tokens, experts = logits.shape
     blocks = -(-tokens // TOKENS)
     padded, missing = blocks * TOKENS, blocks * TOKENS - tokens
-    of_choices = (rule.k * padded,)
+    ids_shape = (rule.k * padded,)
     outputs = [
-        jax.ShapeDtypeStruct(of_choices, jnp.int32),
-        jax.ShapeDtypeStruct(of_choices, jnp.float32),
+        jax.ShapeDtypeStruct(ids_shape, jnp.int32),
+        jax.ShapeDtypeStruct(ids_shape, jnp.float32),
         jax.ShapeDtypeStruct((padded, experts), jnp.float32),
         jax.ShapeDtypeStruct((blocks * experts,), jnp.float32),
     ]
     operands = [jnp.pad(logits, ((0, missing), (0, 0))), bias, jnp.pad(weights, (0, missing))]
-    chosen, probs, probabilities, counts = launch(
+    expert_ids, probs, probabilities, counts = launch(
         partial(_body, rule, padded, experts),
         blocks,
         outputs,
@@ -198,8 +200,8 @@ def _kernel(
         interpreted=interpreted,
     )
     # [column, token] in the kernel, so that a warpgroup writes neighbouring elements together.
-    chosen, probs = (array.reshape(rule.k, padded).T[:tokens] for array in (chosen, probs))
-    return chosen, probs, probabilities[:tokens], counts.reshape(blocks, experts).sum(axis=0)
+    expert_ids, probs = (array.reshape(rule.k, padded).T[:tokens] for array in (expert_ids, probs))
+    return expert_ids, probs, probabilities[:tokens], counts.reshape(blocks, experts).sum(axis=0)
 
 
 def _body(
@@ -211,104 +213,107 @@ def _body(
     logits,
     bias,
     weights,
-    chosen,
+    expert_ids,
     probs,
     probabilities,
     counts,
 ):
     shape = (TOKENS, experts)
 
-    def spread(vector, dimension=0):
+    def broadcast(vector, dimension=0):
         return target.tiled(lax.broadcast_in_dim(vector, shape, (dimension,)))
 
-    def filled(value, dtype=jnp.float32):
+    def full(value, dtype=jnp.float32):
         return target.tiled(jnp.full(shape, value, dtype))
 
-    def of_rows(reduce, matrix):
+    def reduce_rows(reduce, matrix):
         return target.tiled(reduce(matrix, axis=1))
 
     # One read of the logits: everything below stays in registers, [token, expert].
-    here = pl.ds(block * TOKENS, TOKENS)
-    given = target.load(logits.at[here])
-    logs = given
+    token_slice = pl.ds(block * TOKENS, TOKENS)
+    block_logits = target.load(logits.at[token_slice])
+    logs = block_logits
     if rule.sigmoid:
         # log sigmoid(x) = min(x, 0) - log(1 + e^-|x|)
-        logs = jnp.minimum(given, filled(0)) - jnp.log(1 + jnp.exp(-jnp.abs(given)))
-    powers = jnp.exp(logs - spread(of_rows(jnp.max, logs)))
-    shares = target.tiled(powers / spread(of_rows(jnp.sum, powers)))
-    target.store(probabilities.at[here], shares)
+        logs = jnp.minimum(block_logits, full(0)) - jnp.log(1 + jnp.exp(-jnp.abs(block_logits)))
+    powers = jnp.exp(logs - broadcast(reduce_rows(jnp.max, logs)))
+    shares = target.tiled(powers / broadcast(reduce_rows(jnp.sum, powers)))
+    target.store(probabilities.at[token_slice], shares)
 
     scores = target.tiled(jnp.exp(logs)) if rule.sigmoid else shares
-    # The bias selects and does not weigh: `wanted` is compared, `read` becomes the gate weights.
-    wanted = (given if rule.after_topk else scores) + spread(target.load(bias, 1), 1)
-    read = given if rule.after_topk else logs if rule.renormalise else scores
+    # The bias selects and does not weigh: `ranking` is compared, `weighing` becomes the gate
+    # weights.
+    ranking = (block_logits if rule.after_topk else scores) + broadcast(target.load(bias, 1), 1)
+    weighing = block_logits if rule.after_topk else logs if rule.renormalise else scores
     column = target.tiled(lax.broadcasted_iota(jnp.int32, shape, 1))
 
-    def largest_of(wanted):
+    def find_largest(ranking):
         """The largest value of each row, the column of its first occurrence, and a mask of it."""
         # Among equal values the first column, as `lax.top_k` selects: an argmax in two reductions.
-        most = of_rows(jnp.max, wanted)
-        equal = wanted == spread(most)
-        first = of_rows(jnp.min, jnp.where(equal, column, filled(experts, jnp.int32)))
-        return most, first, column == spread(first)
+        most = reduce_rows(jnp.max, ranking)
+        equal = ranking == broadcast(most)
+        first = reduce_rows(jnp.min, jnp.where(equal, column, full(experts, jnp.int32)))
+        return most, first, column == broadcast(first)
 
     if rule.groups > 1:
-        wanted = _in_open_groups(rule, experts, target, wanted, column, largest_of)
-    taken, found = filled(0), []
+        ranking = _mask_closed_groups(rule, experts, target, ranking, column, find_largest)
+    selected, selected_scores = full(0), []
     # k passes over registers; each removes the expert that it found.
-    for number in range(rule.k):
-        _, first, hit = largest_of(wanted)
-        target.store(chosen.at[pl.ds(number * padded + block * TOKENS, TOKENS)], first)
-        found.append(of_rows(jnp.sum, jnp.where(hit, read, filled(0))))
-        taken = taken + hit.astype(jnp.float32)
-        wanted = jnp.where(hit, filled(-jnp.inf), wanted)
+    for rank in range(rule.k):
+        _, first, hit = find_largest(ranking)
+        target.store(expert_ids.at[pl.ds(rank * padded + block * TOKENS, TOKENS)], first)
+        selected_scores.append(reduce_rows(jnp.sum, jnp.where(hit, weighing, full(0))))
+        selected = selected + hit.astype(jnp.float32)
+        ranking = jnp.where(hit, full(-jnp.inf), ranking)
 
     # A softmax over logarithms of scores is the scores over their sum, and does not underflow.
     if rule.after_topk or rule.renormalise:
-        most = found[0]
-        for one in found[1:]:
-            most = jnp.maximum(most, one)
-        found = [jnp.exp(one - most) for one in found]
-        total = sum(found[1:], found[0])
-        found = [one / total for one in found]
-    for number, one in enumerate(found):
-        place = pl.ds(number * padded + block * TOKENS, TOKENS)
-        target.store(probs.at[place], target.tiled(one * rule.scaling))
+        most = selected_scores[0]
+        for score in selected_scores[1:]:
+            most = jnp.maximum(most, score)
+        selected_scores = [jnp.exp(score - most) for score in selected_scores]
+        total = sum(selected_scores[1:], selected_scores[0])
+        selected_scores = [score / total for score in selected_scores]
+    for rank, score in enumerate(selected_scores):
+        rank_slice = pl.ds(rank * padded + block * TOKENS, TOKENS)
+        target.store(probs.at[rank_slice], target.tiled(score * rule.scaling))
 
     # Counts of this block alone; they are added up after the kernel, in order and without atomics.
-    weighed = taken * spread(target.load(weights.at[here], 0))
-    total = target.tiled(jnp.sum(weighed, axis=0), 1)
+    weighted = selected * broadcast(target.load(weights.at[token_slice], 0))
+    total = target.tiled(jnp.sum(weighted, axis=0), 1)
     target.store(counts.at[pl.ds(block * experts, experts)], total)
 
 
-def _in_open_groups(rule: Rule, experts: int, target: Target, wanted, column, largest_of):
-    """`wanted`, with -inf for the experts of groups that a token may not select from."""
+def _mask_closed_groups(rule: Rule, experts: int, target: Target, ranking, column, find_largest):
+    """`ranking`, with -inf for the experts of groups that a token may not select from."""
     width = experts // rule.groups
-    nothing = target.tiled(jnp.full(wanted.shape, -jnp.inf, jnp.float32))
+    minus_infinity = target.tiled(jnp.full(ranking.shape, -jnp.inf, jnp.float32))
 
-    def inside(group):
+    def mask_group(group):
         after = (column >= group * width).astype(jnp.int32)
         return after * (column < (group + 1) * width).astype(jnp.int32)
 
     # The score of a group is the sum of its best experts, found as the top-k itself is.
     scores = []
     for group in range(rule.groups):
-        within, found = jnp.where(inside(group) > 0, wanted, nothing), []
+        within, best = jnp.where(mask_group(group) > 0, ranking, minus_infinity), []
         for _ in range(rule.k // rule.open_groups):
-            most, _, hit = largest_of(within)
-            found.append(most)
-            within = jnp.where(hit, nothing, within)
-        scores.append(sum(found[1:], found[0]))
-    is_open = target.tiled(jnp.zeros(wanted.shape, jnp.int32))
+            most, _, hit = find_largest(within)
+            best.append(most)
+            within = jnp.where(hit, minus_infinity, within)
+        scores.append(sum(best[1:], best[0]))
+    is_open = target.tiled(jnp.zeros(ranking.shape, jnp.int32))
     for group, score in enumerate(scores):
         # The rank of a group is the number of those before it, with a larger score or the same
         # score and a lower index. Comparing all pairs needs no sort; there are few groups.
         before = [
-            (other >= score if number < group else other > score).astype(jnp.int32)
-            for number, other in enumerate(scores)
-            if number != group
+            (other >= score if index < group else other > score).astype(jnp.int32)
+            for index, other in enumerate(scores)
+            if index != group
         ]
-        taken = (sum(before[1:], before[0]) < rule.open_groups).astype(jnp.int32)
-        own = inside(group) * target.tiled(lax.broadcast_in_dim(taken, wanted.shape, (0,)))
-        is_open = is_open + own
-    return jnp.where(is_open > 0, wanted, nothing)
+        is_group_open = (sum(before[1:], before[0]) < rule.open_groups).astype(jnp.int32)
+        in_open_group = mask_group(group) * target.tiled(
+            lax.broadcast_in_dim(is_group_open, ranking.shape, (0,))
+        )
+        is_open = is_open + in_open_group
+    return jnp.where(is_open > 0, ranking, minus_infinity)

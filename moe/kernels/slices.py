@@ -25,31 +25,31 @@ from jax.experimental import pallas as pl
 
 from moe.kernels.mosaic import LANES, Gpu, Target, mosaic_gpu
 
-WIDE = 64
+SWIZZLE_COLUMNS = 64
 """Columns of a swizzled tile of 16-bit elements: 128 bytes."""
 ATOM = 8
 """Rows after which the swizzle repeats, and elements that a thread copies at a time."""
 
 
-class Rows(NamedTuple):
+class RowSlices(NamedTuple):
     """Source of the rows of a product.
 
     Attributes:
-      given: an array of rows and, if they are gathered, the index of the row to copy for each row
+      refs: an array of rows and, if they are gathered, the index of the row to copy for each row
         of the product; past the end for rows of zeros.
       slots: shared memory of `with_slots`.
       shape: shape of a slice.
       block: block index of slice k, as in a `BlockSpec`.
     """
 
-    given: Sequence[Any]
+    refs: Sequence[Any]
     slots: Sequence[Any]
     shape: tuple[int, int]
     block: Callable[[Any], tuple[Any, Any]]
 
 
 def with_slots(
-    given: Sequence[Any],
+    refs: Sequence[Any],
     shape: tuple[int, int],
     stages: int,
     body: Callable[..., Any],
@@ -57,18 +57,18 @@ def with_slots(
 ) -> Any:
     """Runs ``body(slots, *accumulators)`` with shared memory for gathered slices; the pipeline of
     contiguous ones allocates its own."""
-    if len(given) == 1:
+    if len(refs) == 1:
         return pl.run_scoped(partial(body, []), *accumulators)
     # One more than the stages of a pipeline: a slot is refilled two slices after it was read.
-    room = mosaic_gpu().SMEM((stages + 1, *shape), given[0].dtype)
-    return pl.run_scoped(lambda slots: pl.run_scoped(partial(body, [slots]), *accumulators), room)
+    memory = mosaic_gpu().SMEM((stages + 1, *shape), refs[0].dtype)
+    return pl.run_scoped(lambda slots: pl.run_scoped(partial(body, [slots]), *accumulators), memory)
 
 
 def multiply_slices(
     target: Target,
     multiply: Callable[..., None],
     steps: Any,
-    rows: Rows,
+    rows: RowSlices,
     specs: Sequence[Any],
     others: Sequence[Any],
     stages: int,
@@ -83,90 +83,90 @@ def multiply_slices(
     """
     products = len(others)
 
-    def neighbours(indices, left, *tiles):
+    def multiply_contiguous(indices, left, *tiles):
         multiply(indices[0], left, *tiles)
         # The products of the step before have finished: its slot is refilled next. Those of this
         # step are still running while the next slice is awaited.
         mosaic_gpu().wgmma_wait(products)
 
     def run(step, specs, operands):
-        pipeline = mosaic_gpu().emit_pipeline(
+        run_steps = mosaic_gpu().emit_pipeline(
             step, grid=(steps,), in_specs=specs, max_concurrent_steps=stages
         )
-        pipeline(*operands)
+        run_steps(*operands)
 
     if not rows.slots:
         spec = mosaic_gpu().BlockSpec(rows.shape, rows.block, delay_release=1)
-        return run(neighbours, [spec, *specs], [*rows.given, *others])
+        return run(multiply_contiguous, [spec, *specs], [*rows.refs, *others])
 
     # From block indices to element offsets, which the copies of single rows need.
-    def place(k):
-        return tuple(at * size for at, size in zip(rows.block(k), rows.shape, strict=True))
+    def slice_offset(k):
+        return tuple(index * size for index, size in zip(rows.block(k), rows.shape, strict=True))
 
-    (x, source), (slots,) = rows.given, rows.slots
-    gathered = Gathered(target, x, source, slots, place, steps)
+    (x, source), (slots,) = rows.refs, rows.slots
+    pipeline = GatherPipeline(target, x, source, slots, slice_offset, steps)
 
-    def from_anywhere(indices, *tiles):
+    def multiply_gathered(indices, *tiles):
         # The next copies are started after the product, so that the threads issue them while the
         # matrix units work.
-        multiply(indices[0], gathered.tile(indices[0]), *tiles)
-        gathered.go_on(indices[0])
+        multiply(indices[0], pipeline.tile(indices[0]), *tiles)
+        pipeline.start_next(indices[0])
         mosaic_gpu().wgmma_wait(products)
 
-    gathered.begin()
-    return run(from_anywhere, [*specs], others)
+    pipeline.start()
+    return run(multiply_gathered, [*specs], others)
 
 
-class Gathered(NamedTuple):
+class GatherPipeline(NamedTuple):
     """Pipeline of gathered slices: copies of later ones are in flight while one is multiplied.
 
     Attributes:
       target: the machine that the program runs on.
-      x: rows of 16-bit elements, their number a multiple of `WIDE`.
+      x: rows of 16-bit elements, their number a multiple of `SWIZZLE_COLUMNS`.
       source: index of the row to copy for each row of the product; past the end for zeros.
       slots: tiles in shared memory, three or more.
-      place: from k to the first entry of `source` and the first column of slice k.
-      number: number of slices.
+      offset: from k to the first entry of `source` and the first column of slice k.
+      num_slices: number of slices.
     """
 
     target: Target
     x: Any
     source: Any
     slots: Any
-    place: Callable[[Any], tuple[Any, Any]]
-    number: Any
+    offset: Callable[[Any], tuple[Any, Any]]
+    num_slices: Any
 
     @property
-    def ahead(self) -> int:
+    def slices_in_flight(self) -> int:
         """Number of slices in flight: all slots but two. One of these is being multiplied; the
         other was before, and a slow warp may not have seen the end of that product yet."""
         return self.slots.shape[0] - 2
 
-    def begin(self) -> None:
-        for k in range(self.ahead):
+    def start(self) -> None:
+        for k in range(self.slices_in_flight):
             self._start(jnp.int32(k))
 
     def tile(self, k: jax.Array) -> Any:
-        """Waits until all warps have copied their parts of slice k, and returns its tile."""
+        """Waits until all warps have copied their chunks of slice k, and returns its tile."""
         # A thread waits for its own copies only. The fence makes them visible to the matrix units,
         # and its barrier makes all threads of the warpgroup wait for each other.
         if isinstance(self.target, Gpu):
-            wait_for_copies(self.ahead - 1)
+            wait_for_copies(self.slices_in_flight - 1)
         mosaic_gpu().commit_smem()
         return self._slot(k)
 
-    def go_on(self, k: jax.Array) -> None:
-        """Starts to copy slice ``k + ahead`` to the slot of slice k - 2. Every warp must have seen
-        the end of that product before `tile` of slice k."""
-        self._start(k + self.ahead)
+    def start_next(self, k: jax.Array) -> None:
+        """Starts to copy slice ``k + slices_in_flight`` to the slot of slice k - 2. Every warp must
+        have seen the end of that product before `tile` of slice k."""
+        self._start(k + self.slices_in_flight)
 
     def _slot(self, k: jax.Array) -> Any:
         return self.slots.at[lax.rem(k, jnp.int32(self.slots.shape[0]))]
 
     def _start(self, k: jax.Array) -> None:
-        @pl.when(k < self.number)
+        @pl.when(k < self.num_slices)
         def _():
-            first, column = self.place(k)
+            first, column = self.offset(k)
             copy = start_copies if isinstance(self.target, Gpu) else copy_rows
             copy(self.x, self.source, first, column, self._slot(k))
 
@@ -181,14 +181,14 @@ def copy_rows(x: Any, source: Any, first: Any, column: Any, tile: Any) -> None:
 
     def copy(row, _):
         index = source[first + row]
-        piece = x[jnp.clip(index, 0, x.shape[0] - 1), pl.ds(column, width)]
-        tile[row] = jnp.where((index >= 0) & (index < x.shape[0]), piece, jnp.zeros_like(piece))
+        values = x[jnp.clip(index, 0, x.shape[0] - 1), pl.ds(column, width)]
+        tile[row] = jnp.where((index >= 0) & (index < x.shape[0]), values, jnp.zeros_like(values))
 
     lax.fori_loop(0, height, copy, None)
 
 
-def places(thread: Any, height: int, width: int) -> list[tuple[Any, Any, Any]]:
-    """Pieces of a tile ``[height, width]`` that a thread copies: the row and the first column of
+def chunks_of_thread(thread: Any, height: int, width: int) -> list[tuple[Any, Any, Any]]:
+    """Chunks of a tile ``[height, width]`` that a thread copies: the row and the first column of
     each 16 bytes, and the offset in shared memory, in elements.
 
     The tile is stored as the matrix units read it with a swizzle of 128 bytes: blocks of 8 rows and
@@ -199,15 +199,15 @@ def places(thread: Any, height: int, width: int) -> list[tuple[Any, Any, Any]]:
     """
     # Neighbouring threads have neighbouring eighths of a row, so that loads of it coalesce.
     across = width // ATOM
-    together = LANES // across
+    rows_per_step = LANES // across
     eighth, first = thread % across, thread // across
-    found = []
-    for start in range(0, height, together):
+    chunks = []
+    for start in range(0, height, rows_per_step):
         row = first + start
-        block = (row // ATOM) * (width // WIDE) + eighth // ATOM
-        within = (row % ATOM) * WIDE + ((eighth % ATOM) ^ (row % ATOM)) * ATOM
-        found.append((row, eighth * ATOM, block * (ATOM * WIDE) + within))
-    return found
+        block = (row // ATOM) * (width // SWIZZLE_COLUMNS) + eighth // ATOM
+        within = (row % ATOM) * SWIZZLE_COLUMNS + ((eighth % ATOM) ^ (row % ATOM)) * ATOM
+        chunks.append((row, eighth * ATOM, block * (ATOM * SWIZZLE_COLUMNS) + within))
+    return chunks
 
 
 def start_copies(x: Any, source: Any, first: Any, column: Any, tile: Any) -> None:
@@ -215,14 +215,16 @@ def start_copies(x: Any, source: Any, first: Any, column: Any, tile: Any) -> Non
     is past the end.
 
     Args:
-      x: rows of 16-bit elements, their number a multiple of `WIDE`.
+      x: rows of 16-bit elements, their number a multiple of `SWIZZLE_COLUMNS`.
       tile: in shared memory, ``[8 m, 64 n]``, read by the matrix units only.
     """
     plgpu = mosaic_gpu()
-    number = plgpu.Layout.WG_SPLAT
+    scalar_type = plgpu.Layout.WG_SPLAT
     height, width = tile.shape
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), number, number, _swizzled()))
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.RefType(), scalar_type, scalar_type, _swizzled())
+    )
     def copy(context, x, source, first, column, tile):
         from jax.experimental.mosaic.gpu import FragmentedArray, utils
         from jax.experimental.mosaic.gpu.utils import arith, ir, llvm, nvvm
@@ -231,28 +233,28 @@ def start_copies(x: Any, source: Any, first: Any, column: Any, tile: Any) -> Non
         kind = ir.MemRefType(x.type)
         rows, stride = kind.shape
         indices, shared = utils.memref_ptr(source), utils.memref_ptr(tile)
-        numbers = llvm.addrspacecast(llvm.PointerType.get(address_space=1), utils.memref_ptr(x))
-        bytes_copied, nothing = utils.c(2 * ATOM, short), utils.c(0, short)
+        elements = llvm.addrspacecast(llvm.PointerType.get(address_space=1), utils.memref_ptr(x))
+        bytes_copied, zero = utils.c(2 * ATOM, short), utils.c(0, short)
         thread = FragmentedArray.splat(utils.thread_idx(), (), is_signed=False) % LANES
-        for row, beside, place in places(thread, height, width):
-            index = utils.getelementptr(indices, [value(first + row)], short)
+        for row, column_offset, shared_offset in chunks_of_thread(thread, height, width):
+            index = utils.getelementptr(indices, [as_value(first + row)], short)
             index = llvm.load(short, index)
             # Unsigned: a negative index counts as past the end too.
             inside = arith.cmpi(arith.CmpIPredicate.ult, index, utils.c(rows, short))
             # In 64 bits, as a large array has more elements than 32 bits count.
-            safe = arith.extui(long, arith.select(inside, index, nothing))
+            safe = arith.extui(long, arith.select(inside, index, zero))
             start = arith.muli(safe, utils.c(stride, long))
-            start = arith.addi(start, arith.extui(long, value(column + beside)))
+            start = arith.addi(start, arith.extui(long, as_value(column + column_offset)))
             # A copy of size 0 writes zeros: rows past the end need no branch and no store.
             nvvm.cp_async_shared_global(
-                utils.getelementptr(shared, [value(place)], kind.element_type),
-                utils.getelementptr(numbers, [start], kind.element_type),
+                utils.getelementptr(shared, [as_value(shared_offset)], kind.element_type),
+                utils.getelementptr(elements, [start], kind.element_type),
                 2 * ATOM,
                 nvvm.LoadCacheModifierKind.CG,
-                cp_size=arith.select(inside, bytes_copied, nothing),
+                cp_size=arith.select(inside, bytes_copied, zero),
             )
 
-    def value(scalar):
+    def as_value(scalar):
         return scalar.registers.item()
 
     copy(x, source, first, column, tile)
@@ -260,7 +262,12 @@ def start_copies(x: Any, source: Any, first: Any, column: Any, tile: Any) -> Non
 
 def _swizzled() -> Any:
     plgpu = mosaic_gpu()
-    return plgpu.RefType((plgpu.TilingTransform((ATOM, WIDE)), plgpu.SwizzleTransform(2 * WIDE)))
+    return plgpu.RefType(
+        (
+            plgpu.TilingTransform((ATOM, SWIZZLE_COLUMNS)),
+            plgpu.SwizzleTransform(2 * SWIZZLE_COLUMNS),
+        )
+    )
 
 
 def close_group() -> None:
@@ -289,14 +296,21 @@ def wait_for_copies(pending: int) -> None:
 
 
 def scatter_rows(
-    target: Target, tile: Any, own: tuple[Any, Any], into: Any, start: Any, column: Any, out: Any
+    target: Target,
+    tile: Any,
+    first: Any,
+    size: Any,
+    destination: Any,
+    start: Any,
+    column: Any,
+    out: Any,
 ) -> None:
-    """Writes ``tile[r]`` to ``out[into[start + r], column:]`` for some rows r of a tile, where that
-    index is not past the end.
+    """Writes ``tile[r]`` to ``out[destination[start + r], column:]`` for some rows r of a tile,
+    where that index is not past the end.
 
     Args:
       tile: in registers, with a multiple of `ATOM` rows, and 64 or 128 columns.
-      own: the first of the rows and their number; the others belong to other groups.
+      first, size: the first of the rows and their number; the others belong to other groups.
     """
 
     # Through shared memory: in registers a thread has scattered pieces of 8 bytes or less, while 16
@@ -304,17 +318,19 @@ def scatter_rows(
     def store(staged):
         staged[...] = tile.astype(out.dtype)
         mosaic_gpu().commit_smem()
-        write = store_copies if isinstance(target, Gpu) else write_rows
-        write(staged, *own, into, start, column, out)
+        write = scatter_chunks if isinstance(target, Gpu) else write_rows
+        write(staged, first, size, destination, start, column, out)
 
     pl.run_scoped(store, mosaic_gpu().SMEM(tile.shape, out.dtype))
 
 
-def write_rows(staged: Any, first: Any, size: Any, into: Any, start: Any, column: Any, out: Any):
-    """Equivalent of `store_copies` for interpreters, row by row."""
+def write_rows(
+    staged: Any, first: Any, size: Any, destination: Any, start: Any, column: Any, out: Any
+):
+    """Equivalent of `scatter_chunks` for interpreters, row by row."""
 
     def write(row, _):
-        index = into[start + row]
+        index = destination[start + row]
 
         @pl.when((index >= 0) & (index < out.shape[0]))
         def _():
@@ -323,19 +339,29 @@ def write_rows(staged: Any, first: Any, size: Any, into: Any, start: Any, column
     lax.fori_loop(first, first + size, write, None)
 
 
-def store_copies(staged: Any, first: Any, size: Any, into: Any, start: Any, column: Any, out: Any):
-    """Stores ``staged[r, c]`` to ``out[into[start + r], column + c]`` for `size` rows from `first`
-    on, 16 bytes at a time; nothing where the index is past the end.
+def scatter_chunks(
+    staged: Any, first: Any, size: Any, destination: Any, start: Any, column: Any, out: Any
+):
+    """Stores ``staged[r, c]`` to ``out[destination[start + r], column + c]`` for `size` rows from
+    `first` on, 16 bytes at a time; nothing where the index is past the end.
 
     Args:
       staged: in shared memory, ``[8 m, 64 n]`` of 16-bit elements, which every warp has written.
     """
     plgpu = mosaic_gpu()
-    number, (height, width) = plgpu.Layout.WG_SPLAT, staged.shape
-    types = (_swizzled(), number, number, plgpu.RefType(), number, number, plgpu.RefType())
+    scalar_type, (height, width) = plgpu.Layout.WG_SPLAT, staged.shape
+    types = (
+        _swizzled(),
+        scalar_type,
+        scalar_type,
+        plgpu.RefType(),
+        scalar_type,
+        scalar_type,
+        plgpu.RefType(),
+    )
 
     @plgpu.inline_mgpu(arg_types=types)
-    def copy(context, staged, first, size, into, start, column, out):
+    def copy(context, staged, first, size, destination, start, column, out):
         from jax.experimental.mosaic.gpu import FragmentedArray, utils
         from jax.experimental.mosaic.gpu.utils import arith, ir, llvm
 
@@ -344,28 +370,30 @@ def store_copies(staged: Any, first: Any, size: Any, into: Any, start: Any, colu
         below = arith.CmpIPredicate.ult
         kind = ir.MemRefType(out.type)
         rows, stride = kind.shape
-        indices, shared = utils.memref_ptr(into), utils.memref_ptr(staged)
-        numbers = llvm.addrspacecast(llvm.PointerType.get(address_space=1), utils.memref_ptr(out))
+        indices, shared = utils.memref_ptr(destination), utils.memref_ptr(staged)
+        elements = llvm.addrspacecast(llvm.PointerType.get(address_space=1), utils.memref_ptr(out))
         thread = FragmentedArray.splat(utils.thread_idx(), (), is_signed=False) % LANES
-        found = []
+        chunks = []
         # All loads before all stores, so that they are in flight together.
-        for row, beside, place in places(thread, height, width):
-            index = utils.getelementptr(indices, [value(start + row)], short)
+        for row, column_offset, shared_offset in chunks_of_thread(thread, height, width):
+            index = utils.getelementptr(indices, [as_value(start + row)], short)
             index = llvm.load(short, index)
             inside = arith.cmpi(below, index, utils.c(rows, short))
             # Unsigned again: first <= row < first + size in one comparison.
-            mine = arith.cmpi(below, arith.subi(value(row), value(first)), value(size))
-            at = utils.getelementptr(shared, [value(place)], kind.element_type)
-            piece = llvm.load(four, at, alignment=2 * ATOM)
-            found.append((arith.andi(inside, mine), index, value(column + beside), piece))
-        for kept, index, beside, piece in found:
+            in_range = arith.cmpi(below, arith.subi(as_value(row), as_value(first)), as_value(size))
+            address = utils.getelementptr(shared, [as_value(shared_offset)], kind.element_type)
+            values = llvm.load(four, address, alignment=2 * ATOM)
+            chunks.append(
+                (arith.andi(inside, in_range), index, as_value(column + column_offset), values)
+            )
+        for is_stored, index, column_offset, values in chunks:
             begin = arith.muli(arith.extui(long, index), utils.c(stride, long))
-            begin = arith.addi(begin, arith.extui(long, beside))
-            at = utils.getelementptr(numbers, [begin], kind.element_type)
-            with utils.when(kept):
-                llvm.store(piece, at, alignment=2 * ATOM)
+            begin = arith.addi(begin, arith.extui(long, column_offset))
+            address = utils.getelementptr(elements, [begin], kind.element_type)
+            with utils.when(is_stored):
+                llvm.store(values, address, alignment=2 * ATOM)
 
-    def value(scalar):
+    def as_value(scalar):
         return scalar.registers.item()
 
-    copy(staged, first, size, into, start, column, out)
+    copy(staged, first, size, destination, start, column, out)

@@ -22,11 +22,11 @@ from jaxtyping import Array, Float, Int
 from moe.kernels.grouped import (
     Tiles,
     Tiling,
-    fitting,
+    pad_to_tiles,
+    plan_tiles,
     product_tiles,
     store_rows,
-    tiles_of,
-    whole_tiles,
+    tile_width,
 )
 from moe.kernels.mosaic import Target, launch, mosaic_gpu
 
@@ -37,7 +37,7 @@ BACKWARD = Tiling(columns=64)
 
 def hidden_units(
     rows: Float[Array, "row inner"],
-    gate_up: Float[Array, "group inner twice"],
+    gate_up_weights: Float[Array, "group inner twice"],
     probs: Float[Array, "slot"],
     sizes: Int[Array, "group"],
     *,
@@ -52,67 +52,71 @@ def hidden_units(
     backward pass starts from the same numbers. The rest is computed in float32 and rounded once.
 
     Args:
-      gate_up: matrix of each group, all columns of gate first.
+      gate_up_weights: matrix of each group, all columns of gate first.
       probs: gate weight of each row's output, float32.
-      source: index of the row of each slot, as in `moe.kernels.grouped.each`.
+      source: index of the row of each slot, as in `moe.kernels.grouped.multiply_rows`.
     """
-    num_slots, width = probs.shape[0], gate_up.shape[2] // 2
-    height, columns = tiling.rows, fitting(width, tiling.columns)
-    given, room = whole_tiles(rows, source, height)
-    tiles = tiles_of(sizes, room, height)
-    down, across = tiles.group.shape[0], width // columns
-    probs = _of_groups(probs, sizes, room, height)
+    num_slots, width = probs.shape[0], gate_up_weights.shape[2] // 2
+    height, columns = tiling.rows, tile_width(width, tiling.columns)
+    row_sources, num_padded = pad_to_tiles(rows, source, height)
+    tiles = plan_tiles(sizes, num_padded, height)
+    num_tiles, across = tiles.group.shape[0], width // columns
+    probs = _pad_probs(probs, sizes, num_padded, height)
 
-    # Ordering and padding of tiles are those of `moe.kernels.grouped.each`.
+    # Ordering and padding of tiles are those of `moe.kernels.grouped.multiply_rows`.
     def body(target, program, group, block, first, size, *refs):
-        *given, weights, probs, hidden, inward = refs
+        *row_refs, weights, probs, hidden, gate_up = refs
         tile, column = mosaic_gpu().planar_snake(
-            program, (down, across), 1, min(tiling.wide, across)
+            program, (num_tiles, across), 1, min(tiling.wide, across)
         )
 
         @pl.when(size[tile] > 0)
         def _():
             start = block[tile] * height
-            found = product_tiles(
+            products = product_tiles(
                 target,
                 0,
-                (height, columns, tiling),
-                (group[tile], block[tile], [column, across + column]),
-                given,
+                row_refs,
                 weights,
+                height=height,
+                columns=columns,
+                tiling=tiling,
+                group=group[tile],
+                block=block[tile],
+                column_blocks=[column, across + column],
             )
             # Rounded and widened again: the activation must see what the backward pass will read.
-            kept = [one.astype(rows.dtype) for one in found]
-            gate, up = (target.tiled(one.astype(jnp.float32)) for one in kept)
-            prob = _spread(target, target.load(probs.at[pl.ds(start, height)], 0), gate.shape)
+            rounded = [values.astype(rows.dtype) for values in products]
+            gate, up = (target.tiled(values.astype(jnp.float32)) for values in rounded)
+            prob = _broadcast(target, target.load(probs.at[pl.ds(start, height)], 0), gate.shape)
 
-            def store(part, column, out):
-                store_rows(part, first[tile], size[tile], start, column, out)
+            def store(values_tile, column, out):
+                store_rows(values_tile, first[tile], size[tile], start, column, out)
 
             # silu(gate) = gate sigmoid(gate) = gate / (1 + e^-gate)
             store(gate / (1 + jnp.exp(-gate)) * up * prob, column, hidden)
-            store(kept[0], column, inward)
-            store(kept[1], across + column, inward)
+            store(rounded[0], column, gate_up)
+            store(rounded[1], across + column, gate_up)
 
-    hidden, inward = launch(
+    hidden, gate_up = launch(
         body,
-        down * across,
+        num_tiles * across,
         [
-            jax.ShapeDtypeStruct((room, width), rows.dtype),
-            jax.ShapeDtypeStruct((room, 2 * width), rows.dtype),
+            jax.ShapeDtypeStruct((num_padded, width), rows.dtype),
+            jax.ShapeDtypeStruct((num_padded, 2 * width), rows.dtype),
         ],
-        [*tiles, *given, gate_up, probs],
+        [*tiles, *row_sources, gate_up_weights, probs],
         operation="hidden_units",
         name="swiglu_forward",
         simulated=simulated,
     )
-    return hidden[:num_slots], inward[:num_slots]
+    return hidden[:num_slots], gate_up[:num_slots]
 
 
 def hidden_gradients(
-    pull: Float[Array, "row outer"],
-    down: Float[Array, "group hidden outer"],
-    inward: Float[Array, "slot twice"],
+    grad_out: Float[Array, "row outer"],
+    down_weights: Float[Array, "group hidden outer"],
+    gate_up: Float[Array, "slot twice"],
     probs: Float[Array, "slot"],
     sizes: Int[Array, "group"],
     *,
@@ -123,27 +127,28 @@ def hidden_gradients(
     """Gradients of gate and up, side by side in their dtype, and of the gate weights, float32, from
     the output gradient; zeros for rows of no group.
 
-    The gradient of the hidden units, ``pull[r] D_e^T``, is not rounded. That of a gate weight is a
-    sum over all hidden units: each program writes its part, and the parts are added in order.
+    The gradient of the hidden units, ``grad_out[r] D_e^T``, is not rounded. That of a gate weight
+    is a sum over all hidden units: each program writes a partial sum, and these are added in order.
 
     Args:
-      pull: gradient of the down-projection's output.
-      down: matrices of the down-projection.
-      inward: gate and up, as `hidden_units` gave them.
-      source: index of the row of `pull` for each slot, as in `moe.kernels.grouped.each`.
+      grad_out: gradient of the down-projection's output.
+      down_weights: matrices of the down-projection.
+      gate_up: gate and up, as `hidden_units` gave them.
+      source: index of the row of `grad_out` for each slot, as in
+        `moe.kernels.grouped.multiply_rows`.
     """
-    num_slots, width = inward.shape[0], down.shape[1]
-    height, columns = tiling.rows, fitting(width, tiling.columns)
-    given, room = whole_tiles(pull, source, height)
-    tiles = tiles_of(sizes, room, height)
+    num_slots, width = gate_up.shape[0], down_weights.shape[1]
+    height, columns = tiling.rows, tile_width(width, tiling.columns)
+    row_sources, num_padded = pad_to_tiles(grad_out, source, height)
+    tiles = plan_tiles(sizes, num_padded, height)
     below, across = tiles.group.shape[0], width // columns
-    probs = _of_groups(probs, sizes, room, height)
+    probs = _pad_probs(probs, sizes, num_padded, height)
     # Whole tiles are read, so the array must not end before them; rows of other groups are computed
     # and not written.
-    inward = jnp.pad(inward, ((0, probs.shape[0] - num_slots), (0, 0)))
+    gate_up = jnp.pad(gate_up, ((0, probs.shape[0] - num_slots), (0, 0)))
 
     def body(target, program, group, block, first, size, *refs):
-        *given, down, inward, probs, out, of_probs = refs
+        *row_refs, down_weights, gate_up, probs, grad_gate_up_ref, tile_sums_ref = refs
         tile, column = mosaic_gpu().planar_snake(
             program, (below, across), 1, min(tiling.wide, across)
         )
@@ -151,72 +156,81 @@ def hidden_gradients(
         @pl.when(size[tile] > 0)
         def _():
             start = block[tile] * height
-            (of_hidden,) = product_tiles(
+            (grad_hidden,) = product_tiles(
                 target,
                 1,
-                (height, columns, tiling),
-                (group[tile], block[tile], [column]),
-                given,
-                down,
+                row_refs,
+                down_weights,
+                height=height,
+                columns=columns,
+                tiling=tiling,
+                group=group[tile],
+                block=block[tile],
+                column_blocks=[column],
             )
 
             # Gate and up of these columns are half the width of the array apart.
-            def half(number):
-                at = pl.ds(start, height), pl.ds((number * across + column) * columns, columns)
-                return target.load(inward.at[at]).astype(jnp.float32)
+            def load_half(index):
+                tile_columns = (
+                    pl.ds(start, height),
+                    pl.ds((index * across + column) * columns, columns),
+                )
+                return target.load(gate_up.at[tile_columns]).astype(jnp.float32)
 
-            gate, up = half(0), half(1)
-            prob = _spread(target, target.load(probs.at[pl.ds(start, height)], 0), gate.shape)
+            gate, up = load_half(0), load_half(1)
+            prob = _broadcast(target, target.load(probs.at[pl.ds(start, height)], 0), gate.shape)
             slope = 1 / (1 + jnp.exp(-gate))
             silu = gate * slope
             # Before the gate weight multiplies: the gradient of that weight does not contain it.
             # One sum per program and row, in a place of its own: no atomics.
-            total = target.tiled(jnp.sum(of_hidden * silu * up, axis=1))
-            target.store(of_probs.at[pl.ds((tile * across + column) * height, height)], total)
-            of_hidden = of_hidden * prob
+            total = target.tiled(jnp.sum(grad_hidden * silu * up, axis=1))
+            target.store(tile_sums_ref.at[pl.ds((tile * across + column) * height, height)], total)
+            grad_hidden = grad_hidden * prob
 
-            def store(part, column, out):
-                store_rows(part, first[tile], size[tile], start, column, out)
+            def store(values_tile, column, out):
+                store_rows(values_tile, first[tile], size[tile], start, column, out)
 
             # d silu(g) / dg = s + silu(g) (1 - s), with s = sigmoid(g)
-            store(of_hidden * up * (slope + silu * (1 - slope)), column, out)
-            store(of_hidden * silu, across + column, out)
+            store(grad_hidden * up * (slope + silu * (1 - slope)), column, grad_gate_up_ref)
+            store(grad_hidden * silu, across + column, grad_gate_up_ref)
 
-    found, of_tiles = launch(
+    grad_gate_up, tile_sums = launch(
         body,
         below * across,
         [
-            jax.ShapeDtypeStruct((room, 2 * width), inward.dtype),
+            jax.ShapeDtypeStruct((num_padded, 2 * width), gate_up.dtype),
             jax.ShapeDtypeStruct((below * across * height,), jnp.float32),
         ],
-        [*tiles, *given, down, inward, probs],
+        [*tiles, *row_sources, down_weights, gate_up, probs],
         operation="hidden_gradients",
         name="swiglu_backward",
         simulated=simulated,
     )
-    return found[:num_slots], _of_rows(of_tiles.reshape(below, across, height), tiles, num_slots)
+    return grad_gate_up[:num_slots], _sum_row_tiles(
+        tile_sums.reshape(below, across, height), tiles, num_slots
+    )
 
 
-def _of_groups(probs: Array, sizes: Array, num_rows: int, height: int) -> Array:
+def _pad_probs(probs: Array, sizes: Array, num_rows: int, height: int) -> Array:
     """Gate weights padded to whole tiles, 0 for rows of no group, so that their contents have no
     effect."""
-    known = jnp.arange(probs.shape[0]) < jnp.sum(sizes)
-    probs = jnp.where(known, probs.astype(jnp.float32), 0.0)
+    in_group = jnp.arange(probs.shape[0]) < jnp.sum(sizes)
+    probs = jnp.where(in_group, probs.astype(jnp.float32), 0.0)
     return jnp.pad(probs, (0, -(-num_rows // height) * height - probs.shape[0]))
 
 
-def _spread(target: Target, vector: Array, shape: tuple[int, ...]) -> Array:
+def _broadcast(target: Target, vector: Array, shape: tuple[int, ...]) -> Array:
     return target.tiled(lax.broadcast_in_dim(vector, shape, (0,)))
 
 
-def _of_rows(of_tiles: Array, tiles: Tiles, num_rows: int) -> Array:
+def _sum_row_tiles(tile_sums: Array, tiles: Tiles, num_rows: int) -> Array:
     """Sum of each row, from the partial sums that the programs of its tile wrote, added in order.
 
     A tile has sums for all rows of its block; those of other groups are dropped.
     """
-    within = jnp.arange(of_tiles.shape[2])[None]
+    within = jnp.arange(tile_sums.shape[2])[None]
     first, stop = tiles.first[:, None], (tiles.first + tiles.size)[:, None]
-    row = tiles.block[:, None] * of_tiles.shape[2] + within
+    row = tiles.block[:, None] * tile_sums.shape[2] + within
     row = jnp.where((within >= first) & (within < stop), row, num_rows)
-    # No row is two tiles' own, so that this scatter needs no atomics.
-    return jnp.zeros(num_rows).at[row].set(jnp.sum(of_tiles, axis=1), mode="drop")
+    # No row belongs to two tiles, so that this scatter needs no atomics.
+    return jnp.zeros(num_rows).at[row].set(jnp.sum(tile_sums, axis=1), mode="drop")

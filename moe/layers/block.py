@@ -54,14 +54,14 @@ def feed_forward(
             buffer_factor=buffer_factor,
             chunks=config.execution.expert_chunks,
             exchange_rate=config.execution.exchange_rate,
-            wire=config.execution.activation_wire,
+            comm_dtype=config.execution.activation_wire,
             activation=config.activation,
         )
         if buffer_factor is not None:
             stats = replace(stats, overflow=vary(overflow.astype(jnp.float32), mesh.axes))
         out = out + routed
-    beside = dense_term(layer, h, mesh, config.activation)
-    out = out if beside is None else out + beside
+    dense_out = dense_term(layer, h, mesh, config.activation)
+    out = out if dense_out is None else out + dense_out
     return norm_after(out, layer.norm, layer.out_norm, config), stats
 
 
@@ -72,11 +72,11 @@ def block(
     core_attention: CoreAttention | LatentCore | DeltaCore,
     config: ModelConfig,
     mesh: FoldedMesh,
-    number: int | Int[Array, ""],
+    layer_index: int | Int[Array, ""],
 ) -> tuple[Float[Array, "local d_model"], RouterStatistics[Array] | None]:
-    """Runs one block, the layer of index `number` in the network."""
-    positions = packed.turns or own_shard(packed.positions, mesh.cp)
-    x = x + attention(layer.attention, x, positions, core_attention, config, mesh, number)
+    """Runs one block, the layer of index `layer_index` in the network."""
+    positions = packed.rope or own_shard(packed.positions, mesh.cp)
+    x = x + attention(layer.attention, x, positions, core_attention, config, mesh, layer_index)
     x = checkpoint_name(x, STREAM)
     out, stats = feed_forward(layer, x, packed, config, mesh)
     return x + out, stats

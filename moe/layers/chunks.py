@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from sharding.folding import FoldedMesh
 
 
-def layers_of_chunks(num_layers: int, mesh: FoldedMesh) -> tuple[int, ...]:
+def layers_per_chunk(num_layers: int, mesh: FoldedMesh) -> tuple[int, ...]:
     """Number of layers of each model chunk, from the first to the last.
 
     The shallower chunks are at both ends, half of them at each, as embedding and head are there.
@@ -48,36 +48,36 @@ def check_delta_layers(num_layers: int, delta_layers: Sequence[int], mesh: Folde
     Raises:
       ValueError: if ``cp`` splits sequences, or chunks differ in which of their layers have it.
     """
-    number = mesh.layout.pp * mesh.layout.vpp
+    num_chunks = mesh.layout.pp * mesh.layout.vpp
     if delta_layers and mesh.layout.cp > 1:
         raise ValueError(
             f"layout {mesh.layout}: Gated DeltaNet goes through whole sequences, which cp cuts: "
             "choose a layout with cp=1."
         )
-    if not delta_layers or number == 1:
+    if not delta_layers or num_chunks == 1:
         return
-    depth = -(-num_layers // number)
-    own = {layer % depth for layer in delta_layers}
-    wanted = [layer for layer in range(num_layers) if layer % depth in own]
-    if num_layers % number or list(delta_layers) != wanted:
+    depth = -(-num_layers // num_chunks)
+    delta_positions = {layer % depth for layer in delta_layers}
+    expected = [layer for layer in range(num_layers) if layer % depth in delta_positions]
+    if num_layers % num_chunks or list(delta_layers) != expected:
         raise ValueError(
-            f"layout {mesh.layout} cuts num_layers={num_layers} into {number} chunks that are not "
-            f"alike in their layers with Gated DeltaNet ({tuple(delta_layers)}): choose a pp and a "
-            "vpp whose chunks are, for example pp=1."
+            f"layout {mesh.layout} cuts num_layers={num_layers} into {num_chunks} chunks that are "
+            f"not alike in their layers with Gated DeltaNet ({tuple(delta_layers)}): choose a pp "
+            "and a vpp whose chunks are, for example pp=1."
         )
 
 
 def first_layers_of_chunks(num_layers: int, mesh: FoldedMesh) -> tuple[int, ...]:
     """Index of the first layer of each model chunk."""
-    numbers = layers_of_chunks(num_layers, mesh)
-    return tuple(sum(numbers[:chunk]) for chunk in range(len(numbers)))
+    depths = layers_per_chunk(num_layers, mesh)
+    return tuple(sum(depths[:chunk]) for chunk in range(len(depths)))
 
 
-def places(num_layers: int, mesh: FoldedMesh) -> Sequence[int]:
+def storage_indices(num_layers: int, mesh: FoldedMesh) -> Sequence[int]:
     """Storage index of each layer, among ``pp x vpp x stored_depth``."""
     depth = stored_depth(num_layers, mesh)
     return [
         chunk * depth + layer
-        for chunk, number in enumerate(layers_of_chunks(num_layers, mesh))
-        for layer in range(number)
+        for chunk, depth_of_chunk in enumerate(layers_per_chunk(num_layers, mesh))
+        for layer in range(depth_of_chunk)
     ]

@@ -27,7 +27,7 @@ from moe.weights import Layer, Transformer
 Leaf = TypeVar("Leaf")
 Carry = TypeVar("Carry")
 
-MOST_UNROLLED = 8
+MAX_UNROLLED = 8
 """Largest number of layers that is unrolled if `Execution.scan_layers` is None, and longest period
 for which windows are static."""
 
@@ -36,21 +36,21 @@ def period_of_stack(config: ModelConfig, depth: int, first: int | None = 0) -> i
     """Period of the layer types of a stack; its depth if their order does not repeat.
 
     Windows do not distinguish types if they are looked up at run time. That is so if their order
-    does not repeat, if its period is longer than `MOST_UNROLLED` layers, as the loop body would
+    does not repeat, if its period is longer than `MAX_UNROLLED` layers, as the loop body would
     take as long to compile as the unrolled layers, and in a pipeline stage.
 
     Args:
       first: index of its first layer in the network; None if it is known only at run time.
     """
     deltas = [index in delta_layers_of(config) for index in range(depth)]
-    of_deltas = period_of(deltas)
+    delta_period = period_of(deltas)
     if first is None:
-        return of_deltas
+        return delta_period
     windows = [window_of_layer(config, first + index) for index in range(depth)]
     period = period_of(list(zip(deltas, windows, strict=True)))
     # If the period of Gated DeltaNet is as long, static windows cost nothing.
-    repeats = period <= max(MOST_UNROLLED, of_deltas) and 2 * period <= depth
-    return period if repeats else of_deltas
+    repeats = period <= max(MAX_UNROLLED, delta_period) and 2 * period <= depth
+    return period if repeats else delta_period
 
 
 def is_scanned(depth: int, execution: Execution, period: int = 1) -> bool:
@@ -62,11 +62,11 @@ def is_scanned(depth: int, execution: Execution, period: int = 1) -> bool:
     if period > 1 and 2 * period > depth:
         return False
     if execution.scan_layers is None:
-        return depth > MOST_UNROLLED
+        return depth > MAX_UNROLLED
     return execution.scan_layers
 
 
-def over_layers(
+def run_layers(
     run_layer: Callable[[int | Int[Array, ""], int, Layer[Array], Carry], tuple[Carry, Any]],
     layers: Layer[Array],
     carry: Carry,
@@ -90,61 +90,61 @@ def over_layers(
     depth = jax.tree.leaves(layers.norm)[0].shape[0]
     if not is_scanned(depth, execution, period):
         outs = []
-        for number, layer in enumerate(_each(layers, delta_layers)):
-            carry, out = run_layer(number, number, layer, carry)
+        for index, layer in enumerate(_unstack_layers(layers, delta_layers)):
+            carry, out = run_layer(index, index, layer, carry)
             outs.append(out)
         return carry, outs
     if period == 1:
 
-        def run_one(carry: Carry, given: Any) -> tuple[Carry, Any]:
-            number, layer = given
-            return run_layer(number, 0, layer, carry)
+        def run_one(carry: Carry, indexed_layer: Any) -> tuple[Carry, Any]:
+            index, layer = indexed_layer
+            return run_layer(index, 0, layer, carry)
 
         numbered = jnp.arange(depth, dtype=jnp.int32), layers
         carry, out = lax.scan(run_one, carry, numbered)
         return carry, [out]
-    number = depth // period
-    of_period = [layer for layer in delta_layers if layer < period]
+    num_periods = depth // period
+    delta_in_period = [layer for layer in delta_layers if layer < period]
 
-    def run_period(carry: Carry, given: Any) -> tuple[Carry, list[Any]]:
-        first, own = given
+    def run_period(carry: Carry, indexed_period: Any) -> tuple[Carry, list[Any]]:
+        first, period_layers = indexed_period
         outs = []
-        for place, layer in enumerate(_each(own, of_period)):
-            carry, out = run_layer(first + place, place, layer, carry)
+        for position, layer in enumerate(_unstack_layers(period_layers, delta_in_period)):
+            carry, out = run_layer(first + position, position, layer, carry)
             outs.append(out)
         return carry, outs
 
-    firsts = jnp.arange(0, depth, period, dtype=jnp.int32)
-    # All periods have equally many layers of each type, so each leaf splits into equal parts.
-    periods = jax.tree.map(lambda x: x.reshape(number, -1, *x.shape[1:]), layers)
-    return lax.scan(run_period, carry, (firsts, periods))
+    starts = jnp.arange(0, depth, period, dtype=jnp.int32)
+    # All periods have equally many layers of each type, so each leaf splits into equal shares.
+    periods = jax.tree.map(lambda x: x.reshape(num_periods, -1, *x.shape[1:]), layers)
+    return lax.scan(run_period, carry, (starts, periods))
 
 
-def _each(layers: Layer[Array], delta_layers: Sequence[int]) -> list[Layer[Array]]:
+def _unstack_layers(layers: Layer[Array], delta_layers: Sequence[int]) -> list[Layer[Array]]:
     """Unstacks the layers of a stack."""
     if not delta_layers:
-        return _apart(layers)
+        return _unstack(layers)
     # Gated DeltaNet is `attention` of those that have it.
-    every = {field.name: getattr(layers, field.name) for field in fields(layers)}
-    attention, delta = (iter(_apart(every.pop(kind))) for kind in ("attention", "delta"))
+    layer_fields = {field.name: getattr(layers, field.name) for field in fields(layers)}
+    attention, delta = (iter(_unstack(layer_fields.pop(kind))) for kind in ("attention", "delta"))
     return [
-        Layer(next(delta if number in delta_layers else attention), **common)
-        for number, common in enumerate(_apart(every))
+        Layer(next(delta if index in delta_layers else attention), **shared_fields)
+        for index, shared_fields in enumerate(_unstack(layer_fields))
     ]
 
 
-def _apart(layers: Any) -> list[Any]:
+def _unstack(layers: Any) -> list[Any]:
     # One split: the gradient of the stack is then a concatenation of those of its layers, and not a
     # sum over layers of stacks that are zero elsewhere.
     leaves, structure = jax.tree.flatten(layers)
-    cut = [lax.split(leaf, [1] * leaf.shape[0]) for leaf in leaves]
+    splits = [lax.split(leaf, [1] * leaf.shape[0]) for leaf in leaves]
     return [
-        structure.unflatten([lax.squeeze(part, [0]) for part in parts])
-        for parts in zip(*cut, strict=True)
+        structure.unflatten([lax.squeeze(layer_leaf, [0]) for layer_leaf in layer_leaves])
+        for layer_leaves in zip(*splits, strict=True)
     ]
 
 
-def of_kind(stack: Layer[Leaf], has_delta: bool) -> Layer[Leaf]:
+def select_attention(stack: Layer[Leaf], has_delta: bool) -> Layer[Leaf]:
     """Stack with the attention, or the Gated DeltaNet, of a stack with layers of both types."""
     if stack.delta is None:
         return stack
@@ -153,7 +153,7 @@ def of_kind(stack: Layer[Leaf], has_delta: bool) -> Layer[Leaf]:
 
 def layer_at(
     stack: Layer[Leaf],
-    number: int,
+    index: int,
     layer_of: Callable[[Leaf, int | slice], Leaf],
     delta_layers: Sequence[int] = (),
     period: int | None = None,
@@ -161,44 +161,46 @@ def layer_at(
     """One layer of a stack, or the stack of all layers at one index in their periods.
 
     Args:
-      number: index of the layer; with a period, its index in that.
+      index: index of the layer; with a period, its index in that.
       layer_of: (leaf of a stack, index or slice of indices) -> leaf of the layer or the layers.
       delta_layers: indices of the layers with Gated DeltaNet, which `delta` of the stack has.
       period: layers of a period; None is the layer alone.
     """
-    has_delta, before = number in delta_layers, sum(layer < number for layer in delta_layers)
-    own = of_kind(stack, has_delta)
+    has_delta, before = index in delta_layers, sum(layer < index for layer in delta_layers)
+    selected = select_attention(stack, has_delta)
 
-    def cut(name: str) -> Any:
-        at, step = number, period
+    def select_field(name: str) -> Any:
+        start, step = index, period
         if name == "attention":
-            at = before if has_delta else number - before
+            start = before if has_delta else index - before
             if step is not None:
-                of_delta = sum(layer < step for layer in delta_layers)
-                step = of_delta if has_delta else step - of_delta
-        places = at if step is None else slice(at, None, step)
-        return jax.tree.map(lambda leaf: layer_of(leaf, places), getattr(own, name))
+                delta_in_period = sum(layer < step for layer in delta_layers)
+                step = delta_in_period if has_delta else step - delta_in_period
+        selection = start if step is None else slice(start, None, step)
+        return jax.tree.map(lambda leaf: layer_of(leaf, selection), getattr(selected, name))
 
-    return Layer(**{field.name: cut(field.name) for field in fields(own)})
+    return Layer(**{field.name: select_field(field.name) for field in fields(selected)})
 
 
-def parts_of(weights: Transformer[Array], config: ModelConfig) -> tuple[Layer[Array], ...]:
-    """Unstacks all layers into the parts that `over_layers` has an entry for: each layer by itself
+def split_layer_groups(
+    weights: Transformer[Array], config: ModelConfig
+) -> tuple[Layer[Array], ...]:
+    """Unstacks all layers into the groups that `run_layers` has an entry for: each layer by itself
     or, for a scanned stack, one stack for each index in its period."""
-    return mapped_parts(weights, config, lambda stacked, number: stacked[number])
+    return map_layer_groups(weights, config, lambda stacked, number: stacked[number])
 
 
-def mapped_parts(
+def map_layer_groups(
     weights: Transformer[Leaf],
     config: ModelConfig,
     layer_of: Callable[[Leaf, int | slice], Leaf],
 ) -> tuple[Layer[Leaf], ...]:
-    """`parts_of` for records of other leaves than arrays.
+    """`split_layer_groups` for records of other leaves than arrays.
 
     Args:
       layer_of: as for `layer_at`.
     """
-    parts, delta_layers = list[Layer[Leaf]](), delta_layers_of(config)
+    groups, delta_layers = list[Layer[Leaf]](), delta_layers_of(config)
     for stack, first, depth in (
         (weights.first_layers, 0, config.num_dense_layers),
         (weights.layers, config.num_dense_layers, config.num_layers - config.num_dense_layers),
@@ -207,37 +209,38 @@ def mapped_parts(
             continue
         period = period_of_stack(config, depth, first)
         if not is_scanned(depth, config.execution, period):
-            parts += [layer_at(stack, number, layer_of, delta_layers) for number in range(depth)]
+            groups += [layer_at(stack, index, layer_of, delta_layers) for index in range(depth)]
         elif period == 1:
-            parts.append(stack)
+            groups.append(stack)
         else:
-            given = layer_of, delta_layers, period
-            parts += [layer_at(stack, number, *given) for number in range(period)]
-    return tuple(parts)
+            groups += [
+                layer_at(stack, index, layer_of, delta_layers, period) for index in range(period)
+            ]
+    return tuple(groups)
 
 
-def runs_of(parts: Sequence[Layer[Leaf]], config: ModelConfig) -> list[tuple[Layer[Leaf], ...]]:
-    """Groups `parts_of` into runs as they are computed: single layers, and all parts of a scanned
-    stack."""
+def runs_of(groups: Sequence[Layer[Leaf]], config: ModelConfig) -> list[tuple[Layer[Leaf], ...]]:
+    """Groups `split_layer_groups` into runs as they are computed: single layers, and all groups of
+    a scanned stack."""
     runs, dense = list[tuple[Layer[Leaf], ...]](), config.num_dense_layers
-    taken = first = 0
-    while taken < len(parts):
-        number = 1
-        if is_stack(parts[taken]):
+    next_group = first = 0
+    while next_group < len(groups):
+        length = 1
+        if is_stack(groups[next_group]):
             depth = config.num_layers - first if first == dense else dense
-            number = period_of_stack(config, depth, first)
-        run = tuple(parts[taken : taken + number])
+            length = period_of_stack(config, depth, first)
+        run = tuple(groups[next_group : next_group + length])
         runs.append(run)
-        taken += number
+        next_group += length
         first += depth_of(run)
     return runs
 
 
 def depth_of(run: Sequence[Layer[Any]]) -> int:
-    """Number of layers in a run of parts."""
-    return sum(part.norm.shape[0] if is_stack(part) else 1 for part in run)
+    """Number of layers in a run of groups."""
+    return sum(group.norm.shape[0] if is_stack(group) else 1 for group in run)
 
 
-def is_stack(part: Layer[Any]) -> bool:
-    """True if a part is a stack of layers, of a scanned stack."""
-    return part.norm.ndim > 1
+def is_stack(group: Layer[Any]) -> bool:
+    """True if a group is a stack of layers, of a scanned stack."""
+    return group.norm.ndim > 1

@@ -15,21 +15,21 @@ from moe.kernels.choice import capability, foreign_gpus
 from moe.kernels.mosaic import LANES
 
 
-class Kernel(NamedTuple):
+class DefaultKernel(NamedTuple):
     """Kernel that is the default for networks that it supports.
 
     Attributes:
       name: name of the implementation.
-      unserved: from a network and the number of devices that its experts are split over (``etp``)
+      obstacle: from a network and the number of devices that its experts are split over (``etp``)
         to the reason why the kernel does not support it, or None.
       reason: reason for the choice, with the measurement.
-      hopper_alone: it uses Hopper's matrix units, which later GPUs lack.
+      hopper_only: it uses Hopper's matrix units, which later GPUs lack.
     """
 
     name: str
-    unserved: Callable[[ModelConfig, int], str | None]
+    obstacle: Callable[[ModelConfig, int], str | None]
     reason: str
-    hopper_alone: bool
+    hopper_only: bool
 
 
 def selected_implementation(config: ModelConfig, field: str, etp: int = 1) -> str | None:
@@ -42,44 +42,46 @@ def selected_implementation(config: ModelConfig, field: str, etp: int = 1) -> st
       A name, or None for the default of the operation.
     """
     name = getattr(config.execution, field)
-    if name is not None or why_not(config, field, etp) is not None:
+    if name is not None or selection_obstacle(config, field, etp) is not None:
         return name
     return KERNELS[field].name
 
 
-def why_not(config: ModelConfig, field: str, etp: int = 1) -> str | None:
+def selection_obstacle(config: ModelConfig, field: str, etp: int = 1) -> str | None:
     """The reason why None in a field does not select its kernel; None if it does."""
     if not capability():
         return "no NVIDIA GPU"
     kernel = KERNELS[field]
-    foreign = foreign_gpus(hopper_alone=kernel.hopper_alone)
-    return foreign if foreign is not None else kernel.unserved(config, etp)
+    foreign = foreign_gpus(hopper_only=kernel.hopper_only)
+    return foreign if foreign is not None else kernel.obstacle(config, etp)
 
 
-def explained(config: ModelConfig, field: str, etp: int = 1) -> str | None:
+def explain_selection(config: ModelConfig, field: str, etp: int = 1) -> str | None:
     """Explanation in a line of what None in a field selects; None if there is nothing to select: a
     name is given, or there is no GPU."""
     if getattr(config.execution, field) is not None or not capability():
         return None
-    obstacle, kernel = why_not(config, field, etp), KERNELS[field]
+    obstacle, kernel = selection_obstacle(config, field, etp), KERNELS[field]
     if obstacle is None:
         return f"{kernel.name} ({kernel.reason})"
     return f"not {kernel.name}: {obstacle}"
 
 
-def unserved_by_decode_kernel(config: ModelConfig) -> str | None:
+def unsupported_by_decode_kernel(config: ModelConfig) -> str | None:
     """The reason why the decode kernels do not support the network's heads; None if they do."""
     if config.attention_sinks:
         return "attention sinks in the softmax"
     if config.mla is not None and keeps_narrow(config):
         rank = config.mla.kv_lora_rank
-        return latent_decode.unserved(config.dtype, rank + config.mla.qk_rope_head_dim, rank)
-    together = config.num_heads // config.num_kv_heads
+        return latent_decode.unsupported_vectors(
+            config.dtype, rank + config.mla.qk_rope_head_dim, rank
+        )
+    group = config.num_heads // config.num_kv_heads
     widths = config.head_dim, config.v_head_dim
-    return decode_attention.unserved(config.dtype, together, *widths)
+    return decode_attention.unsupported_heads(config.dtype, group, *widths)
 
 
-def _unserved_experts(config: ModelConfig, etp: int) -> str | None:
+def _experts_obstacle(config: ModelConfig, etp: int) -> str | None:
     if config.dtype not in ("bfloat16", "float16"):
         return f"rows of {config.dtype}, and the matrix units take half precision alone"
     if config.d_model % LANES:
@@ -88,7 +90,7 @@ def _unserved_experts(config: ModelConfig, etp: int) -> str | None:
     return f"{hidden} hidden units, no multiple of 64" if hidden % 64 else None
 
 
-def _unserved_router(config: ModelConfig, etp: int) -> str | None:
+def _router_obstacle(config: ModelConfig, etp: int) -> str | None:
     experts = config.num_experts
     if experts % 8 == 0 and 8 <= experts <= 128:
         return None
@@ -96,23 +98,23 @@ def _unserved_router(config: ModelConfig, etp: int) -> str | None:
 
 
 KERNELS = {
-    "experts": Kernel(
+    "experts": DefaultKernel(
         "mosaic",
-        _unserved_experts,
+        _experts_obstacle,
         'an eighth of the time of "blocks" with 128 experts on an H200',
-        hopper_alone=True,
+        hopper_only=True,
     ),
-    "router": Kernel(
+    "router": DefaultKernel(
         "mosaic",
-        _unserved_router,
+        _router_obstacle,
         "three quarters of the time of the plain router on an H200",
-        hopper_alone=False,
+        hopper_only=False,
     ),
-    "decode_attention": Kernel(
+    "decode_attention": DefaultKernel(
         "mosaic",
-        lambda config, etp: unserved_by_decode_kernel(config),
+        lambda config, etp: unsupported_by_decode_kernel(config),
         "reads no more of a row than its tokens",
-        hopper_alone=True,
+        hopper_only=True,
     ),
 }
 """By the field of `Execution`."""

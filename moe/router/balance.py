@@ -53,28 +53,29 @@ def compares_batches(config: ModelConfig) -> bool:
     return bool(config.batch_balance_coef or config.global_balance_coef)
 
 
-def over_halves(
-    parts: Sequence[RouterStatistics[Array]], config: ModelConfig, mesh: FoldedMesh
+def merge_half_batches(
+    half_stats: Sequence[RouterStatistics[Array]], config: ModelConfig, mesh: FoldedMesh
 ) -> RouterStatistics[Array]:
-    """The sums of all tokens of a layer, from those of their parts: what compares with the load of
-    the micro-batch compares with that of all parts.
+    """The sums of all tokens of a layer, from those of its half batches: what compares with the
+    load of the micro-batch compares with that of both halves.
 
     Args:
-      parts: of tokens whose `PackedBatch.is_half`.
+      half_stats: of tokens whose `PackedBatch.is_half_batch`.
     """
     choices = None
-    if parts[0].choices is not None:
-        choices = jnp.concatenate([x.choices for x in parts if x.choices is not None])
+    if half_stats[0].choices is not None:
+        choices = jnp.concatenate([x.choices for x in half_stats if x.choices is not None])
     sums = jax.tree.map(
-        lambda *leaves: sum(leaves[1:], leaves[0]), *(replace(part, choices=None) for part in parts)
+        lambda *leaves: sum(leaves[1:], leaves[0]),
+        *(replace(stats, choices=None) for stats in half_stats),
     )
     if sums.mass is None:
         return replace(sums, choices=choices)
     mass, compared = sums.mass, load_fractions(None, sums.load, config, mesh)
 
-    def balance(fraction: Array | None, nothing: Array) -> Array:
+    def balance(fraction: Array | None, default: Array) -> Array:
         if fraction is None:
-            return nothing
+            return default
         return mass.shape[-1] * jnp.sum(jax.lax.stop_gradient(fraction) * mass)
 
     return replace(

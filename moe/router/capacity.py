@@ -88,18 +88,21 @@ def drop(
     if capacity is None:
         return routing, jnp.zeros_like(routing.probs[:, 0])
     if config.drop_scope == "full_sequence":
-        kept = _kept_in_rows(_gathered(routing, config, mesh), zigzag, capacity, config)
-        kept = own_shard(kept, mesh.sequence)
+        retained = _within_capacity_in_rows(
+            _gather_routing(routing, config, mesh), zigzag, capacity, config
+        )
+        retained = own_shard(retained, mesh.sequence)
     else:
-        kept = _kept(routing, capacity, config)
-    kept = checkpoint_name(kept, ROUTED)
-    dropped = ~kept & (routing.experts < config.num_experts)
+        retained = _within_capacity(routing, capacity, config)
+    retained = checkpoint_name(retained, ROUTED)
+    dropped = ~retained & (routing.experts < config.num_experts)
     return Routing(
-        jnp.where(kept, routing.experts, config.num_experts), jnp.where(kept, routing.probs, 0.0)
+        jnp.where(retained, routing.experts, config.num_experts),
+        jnp.where(retained, routing.probs, 0.0),
     ), jnp.sum(dropped.astype(jnp.float32), axis=1)
 
 
-def _gathered(routing: Routing, config: ModelConfig, mesh: FoldedMesh) -> Routing:
+def _gather_routing(routing: Routing, config: ModelConfig, mesh: FoldedMesh) -> Routing:
     """All-gathers the routing of the sequence-parallel group, for comparisons only."""
     experts = gather_tokens(routing.experts, mesh.sequence)
     if config.drop_policy == "position":
@@ -107,16 +110,19 @@ def _gathered(routing: Routing, config: ModelConfig, mesh: FoldedMesh) -> Routin
     return Routing(experts, gather_tokens(lax.stop_gradient(routing.probs), mesh.sequence))
 
 
-def _kept_in_rows(
+def _within_capacity_in_rows(
     routing: Routing, zigzag: ZigzagLayout, capacity: int, config: ModelConfig
 ) -> Bool[Array, "token k"]:
-    """`_kept` of a whole packed batch, ranked in the order that its rows have on one device."""
+    """`_within_capacity` of a whole packed batch, ranked in the order that its rows have on one
+    device."""
     plain = ZigzagLayout(zigzag.sections, ranks=1)
-    in_rows = Routing(*(plain.flatten(*zigzag.restore(x)) for x in routing))
-    return zigzag.flatten(*plain.restore(_kept(in_rows, capacity, config)))
+    row_routing = Routing(*(plain.flatten(*zigzag.restore(x)) for x in routing))
+    return zigzag.flatten(*plain.restore(_within_capacity(row_routing, capacity, config)))
 
 
-def _kept(routing: Routing, capacity: int, config: ModelConfig) -> Bool[Array, "token k"]:
+def _within_capacity(
+    routing: Routing, capacity: int, config: ModelConfig
+) -> Bool[Array, "token k"]:
     experts = routing.experts.reshape(-1)
     if config.drop_policy == "position":
         rank, _ = positions_within(experts, config.num_experts)

@@ -58,16 +58,23 @@ def route(
             load = float32_product(multiplicity, counts)
         if packed.sequences is not None:
             fractions = sequence_load_fractions(counts, packed.sequences, mesh)
-    if packed.is_half:
+    if packed.is_half_batch:
         # Only the losses that use the load of all tokens wait for the other half.
-        given = LoadFractions(fractions), multiplicity, config, compares_batches(config)
-        stats = statistics(logits, probabilities, load, *given)
+        stats = statistics(
+            logits,
+            probabilities,
+            load,
+            LoadFractions(fractions),
+            multiplicity,
+            config,
+            with_mass=compares_batches(config),
+        )
     else:
         compared = load_fractions(fractions, load, config, mesh)
         stats = statistics(logits, probabilities, load, compared, multiplicity, config)
-    kept, dropped = drop(routing, packed.zigzag, config, mesh)
+    remaining, dropped = drop(routing, packed.zigzag, config, mesh)
     choices = routing.experts if packed.record_choices else None
-    return kept, replace(
+    return remaining, replace(
         stats,
         dropped=float32_product(multiplicity, dropped),
         agreed=agreed,

@@ -18,7 +18,7 @@ def is_recorded(replay: Integer[Array, "token k"], num_experts: int) -> Bool[Arr
 
 
 def agreement(
-    own: Int[Array, "token k"],
+    selected: Int[Array, "token k"],
     replay: Integer[Array, "token k"],
     multiplicity: Float[Array, "token"],
     num_experts: int,
@@ -26,10 +26,10 @@ def agreement(
     """Agreement between recorded expert ids and those that the router selects by its own scores.
 
     A token's share is the fraction of the router's ``k`` experts that are recorded, in any order:
-    ``|own & recorded| / k``.
+    ``|selected & recorded| / k``.
 
     Args:
-      own: expert ids that the router selects.
+      selected: expert ids that the router selects.
       replay: recorded expert ids.
       multiplicity: weight of each token; 0 for padding.
 
@@ -37,5 +37,5 @@ def agreement(
       The sum of these shares over the tokens that have a record, and the number of these tokens.
     """
     counted = jnp.where(is_recorded(replay, num_experts), multiplicity, 0.0)
-    same = jnp.any(own[:, :, None] == replay[:, None, :], axis=2)
+    same = jnp.any(selected[:, :, None] == replay[:, None, :], axis=2)
     return float32_product(counted, jnp.mean(same.astype(jnp.float32), axis=1)), jnp.sum(counted)

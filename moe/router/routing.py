@@ -63,24 +63,24 @@ def topk_routing(
     logits = logits.astype(jnp.float32)
     if implementation not in (None, "plain") and replay is None:
         weights = valid.astype(jnp.float32)
-        found = _by_kernel(logits, weights, config, bias=bias, implementation=implementation)
-        return found[:2]
+        output = _route_by_kernel(logits, weights, config, bias=bias, implementation=implementation)
+        return output[:2]
     probabilities = jax.nn.softmax(log_scores(logits, config), axis=-1)
     scores = probabilities if config.router_scores == "softmax" else jax.nn.sigmoid(logits)
-    wanted = jax.lax.stop_gradient(logits if config.softmax_after_topk else scores)
+    ranking = jax.lax.stop_gradient(logits if config.softmax_after_topk else scores)
     # The bias affects the selection and not the gate weights: it balances without a gradient.
     if bias is not None:
-        wanted = wanted + jax.lax.stop_gradient(bias)[None, :]
+        ranking = ranking + jax.lax.stop_gradient(bias)[None, :]
     if config.num_expert_groups > 1:
-        wanted = jnp.where(_open_groups(wanted, config), wanted, -jnp.inf)
-    _, experts = jax.lax.top_k(wanted, config.experts_per_token)
+        ranking = jnp.where(_open_groups(ranking, config), ranking, -jnp.inf)
+    _, experts = jax.lax.top_k(ranking, config.experts_per_token)
     if replay is not None:
-        known = is_recorded(replay, config.num_experts)[:, None]
-        experts = jnp.where(known, replay.astype(experts.dtype), experts)
+        is_replayed = is_recorded(replay, config.num_experts)[:, None]
+        experts = jnp.where(is_replayed, replay.astype(experts.dtype), experts)
     # Selected once: recomputation might select the other of two nearly equal scores.
     experts = checkpoint_name(experts, ROUTED)
-    probs = _probs_of(experts, scores, logits, config)
-    return _of_valid(experts, probs, valid, config), probabilities
+    probs = _gate_weights(experts, scores, logits, config)
+    return _mask_padding(experts, probs, valid, config), probabilities
 
 
 def counted_routing(
@@ -100,10 +100,10 @@ def counted_routing(
     if implementation in (None, "plain"):
         return *topk_routing(logits, multiplicity > 0, config, bias=bias), None
     logits = logits.astype(jnp.float32)
-    return _by_kernel(logits, multiplicity, config, bias=bias, implementation=implementation)
+    return _route_by_kernel(logits, multiplicity, config, bias=bias, implementation=implementation)
 
 
-def _by_kernel(
+def _route_by_kernel(
     logits: Float[Array, "token route"],
     multiplicity: Float[Array, "token"],
     config: ModelConfig,
@@ -112,12 +112,12 @@ def _by_kernel(
     implementation: str | None,
 ) -> tuple[Routing, Float[Array, "token route"], Float[Array, "route"]]:
     bias = jnp.zeros(config.num_experts) if bias is None else bias
-    found = kernel.route(logits, bias, multiplicity, _rule(config), implementation=implementation)
-    routing = _of_valid(found.experts, found.probs, multiplicity > 0, config)
-    return routing, found.probabilities, found.counts
+    output = kernel.route(logits, bias, multiplicity, _rule(config), implementation=implementation)
+    routing = _mask_padding(output.experts, output.probs, multiplicity > 0, config)
+    return routing, output.probabilities, output.counts
 
 
-def _of_valid(
+def _mask_padding(
     experts: Int[Array, "token k"],
     probs: Float[Array, "token k"],
     valid: Bool[Array, "token"],
@@ -148,17 +148,17 @@ def log_scores(
 
 
 def _open_groups(
-    wanted: Float[Array, "token route"], config: ModelConfig
+    ranking: Float[Array, "token route"], config: ModelConfig
 ) -> Bool[Array, "token route"]:
     """Mask of the experts in the groups that a token may select from."""
     groups, topk_groups = config.num_expert_groups, config.expert_groups_per_token
-    within = wanted.reshape(wanted.shape[0], groups, -1)
-    best, _ = jax.lax.top_k(within, config.experts_per_token // topk_groups)
-    _, chosen = jax.lax.top_k(jnp.sum(best, axis=-1), topk_groups)
-    return jnp.repeat(assignments(chosen, groups) > 0, within.shape[-1], axis=1)
+    by_group = ranking.reshape(ranking.shape[0], groups, -1)
+    best_scores, _ = jax.lax.top_k(by_group, config.experts_per_token // topk_groups)
+    _, selected_groups = jax.lax.top_k(jnp.sum(best_scores, axis=-1), topk_groups)
+    return jnp.repeat(assignments(selected_groups, groups) > 0, by_group.shape[-1], axis=1)
 
 
-def _probs_of(
+def _gate_weights(
     experts: Int[Array, "token k"],
     scores: Float[Array, "token route"],
     logits: Float[Array, "token route"],
@@ -170,11 +170,11 @@ def _probs_of(
         probs = jnp.take_along_axis(scores, experts, axis=-1)
     elif config.router_scores == "sigmoid":
         # The softmax of their logarithms: scores that underflow still have a sum.
-        chosen = jnp.take_along_axis(log_scores(logits, config), experts, axis=-1)
-        probs = jax.nn.softmax(chosen, axis=-1)
+        selected_scores = jnp.take_along_axis(log_scores(logits, config), experts, axis=-1)
+        probs = jax.nn.softmax(selected_scores, axis=-1)
     else:
-        chosen = jnp.take_along_axis(scores, experts, axis=-1)
-        probs = chosen / jnp.sum(chosen, axis=-1, keepdims=True)
+        selected_scores = jnp.take_along_axis(scores, experts, axis=-1)
+        probs = selected_scores / jnp.sum(selected_scores, axis=-1, keepdims=True)
     return probs * config.routed_scaling
 
 
@@ -187,8 +187,8 @@ def without_repeats(routing: Routing, num_experts: int) -> Routing:
     first = jnp.argmax(same, axis=2)
     column = jnp.arange(first.shape[1])
     # [token, column, repeat]: an only choice is added to nothing but zeros and keeps its bits.
-    of_column = first[:, None, :] == column[None, :, None]
-    probs = jnp.sum(routing.probs[:, None, :], axis=2, where=of_column)
+    is_first_column = first[:, None, :] == column[None, :, None]
+    probs = jnp.sum(routing.probs[:, None, :], axis=2, where=is_first_column)
     return Routing(jnp.where(first == column[None], routing.experts, num_experts), probs)
 
 

@@ -19,15 +19,15 @@ class Sequences(NamedTuple):
     """Grouping of tokens into sequences.
 
     Attributes:
-      pieces: ``[token]`` index of the segment of a sequence that contains each token, from 0;
+      segments: ``[token]`` index of the segment of a sequence that contains each token, from 0;
         arbitrary for padding.
-      num_pieces: number of segments.
-      fractions: from assignments ``[piece, route]`` to each expert's fraction of those in the
+      num_segments: number of segments.
+      fractions: from assignments ``[segment, route]`` to each expert's fraction of those in the
         sequence of the segment (the mean over sequences if more than one contains it).
     """
 
-    pieces: Array
-    num_pieces: int
+    segments: Array
+    num_segments: int
     fractions: Callable[[Array], Array]
 
 
@@ -44,14 +44,14 @@ def sequence_load_fractions(
 ) -> Float[Array, "local route"]:
     """The load fractions of each token's sequence, of this rank's shard of the tokens.
 
-    Communication per device and layer: one `all_sum` over ``cp x tp`` of ``[piece, route]``
+    Communication per device and layer: one `all_sum` over ``cp x tp`` of ``[segment, route]``
     numbers.
 
     Args:
       counts: assignments of each of these tokens to each expert; 0 for padding.
       sequences: of all tokens of the sequence-parallel group.
     """
-    own = own_shard(sequences.pieces, mesh.sequence)
+    segment_ids = own_shard(sequences.segments, mesh.sequence)
     # Integers: the order of the sum does not change the result.
-    sent = jax.ops.segment_sum(counts, own, sequences.num_pieces)
-    return sequences.fractions(all_sum(sent, mesh.sequence))[own]
+    sent = jax.ops.segment_sum(counts, segment_ids, sequences.num_segments)
+    return sequences.fractions(all_sum(sent, mesh.sequence))[segment_ids]

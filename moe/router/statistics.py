@@ -51,7 +51,8 @@ class RouterStatistics(Generic[Leaf]):
       entropy: ``[]`` sum over tokens of the entropy of the router's distribution, in nats; no
         gradient.
       dropped: ``[]`` assignments left out because their expert was full.
-      places: ``[]`` places in the packed batch; a prompt that several rows share has them once.
+      positions: ``[]`` positions in the packed batch; a prompt that several rows share has them
+        once.
       padded: ``[]`` those without a token.
       overflow: ``[]`` choices for which there was no room at the devices of their experts, without
         which everything that was computed is; None where there is room for any
@@ -73,7 +74,7 @@ class RouterStatistics(Generic[Leaf]):
     z: Leaf
     entropy: Leaf
     dropped: Leaf
-    places: Leaf
+    positions: Leaf
     padded: Leaf
     overflow: Leaf | None = None
     agreed: Leaf | None = None
@@ -136,7 +137,7 @@ def statistics(
         z=total(jnp.square(log_total)),
         entropy=total(entropy),
         dropped=jnp.zeros_like(multiplicity, shape=()),
-        places=jnp.sum(jnp.ones_like(multiplicity)),
+        positions=jnp.sum(jnp.ones_like(multiplicity)),
         padded=jnp.sum((multiplicity == 0).astype(jnp.float32)),
         mass=total(probabilities) if with_mass else None,
     )
@@ -145,8 +146,8 @@ def statistics(
 def sums_over_layers(
     collected: list[RouterStatistics[Array] | None], scanned: bool
 ) -> RouterStatistics[Array] | None:
-    """The router's sums over layers, from those of each or, of a scanned stack, of all in each
-    place of a period at once."""
+    """The router's sums over layers, from those of each or, of a scanned stack, of all at each
+    index of a period at once."""
     # What a layer says of each expert or token is not summed over layers.
     present = [stats for stats in collected if stats is not None]
     if not present:
@@ -161,6 +162,6 @@ def sums_over_layers(
     return replace(total, load=load, choices=choices)
 
 
-def layers_in_order(*places: Array) -> Array:
+def layers_in_order(*stacks: Array) -> Array:
     """``[period, ...]`` of the layers in each place of their periods -> ``[layer, ...]``."""
-    return jnp.stack(places, axis=1).reshape(-1, *places[0].shape[1:])
+    return jnp.stack(stacks, axis=1).reshape(-1, *stacks[0].shape[1:])

@@ -15,7 +15,7 @@ from sharding.collectives import gather_tokens, join_shards, own_shard
 from sharding.folding import FoldedMesh
 
 
-def responses_of(
+def response_states(
     x: Float[Array, "local d_model"],
     shape: tuple[int, ...],
     prompt_length: int,
@@ -34,11 +34,11 @@ def responses_of(
     # The first response token was predicted from the prompt's last, which one rank holds.
     rank, column = zigzag.locate(0, prompt_length - 1)
     last = gather_tokens(prompts[None, :, column], mesh.cp)[rank]
-    before = _shifted(responses, jnp.repeat(last, num_samples, axis=0), zigzag, mesh)
+    before = _shift_columns(responses, jnp.repeat(last, num_samples, axis=0), zigzag, mesh)
     return own_shard(before.reshape(-1, x.shape[-1]), mesh.tp)
 
 
-def _shifted(
+def _shift_columns(
     x: Float[Array, "row local d_model"],
     first: Float[Array, "row d_model"],
     zigzag: ZigzagLayout,
@@ -71,8 +71,8 @@ def align_to_tokens(
 
     The value computed at position ``t - 1`` is about token ``t``; the first token gets 0.
     """
-    (whole,) = zigzag_of_rows(shape, mesh, config).restore(join_shards(after, mesh.sequence))
-    return jnp.concatenate([jnp.zeros_like(whole[:, :1]), whole[:, :-1]], axis=1)
+    (rows,) = zigzag_of_rows(shape, mesh, config).restore(join_shards(after, mesh.sequence))
+    return jnp.concatenate([jnp.zeros_like(rows[:, :1]), rows[:, :-1]], axis=1)
 
 
 def next_tokens(
@@ -93,7 +93,7 @@ def response_tokens(
     return own_shard(zigzag.flatten(responses), mesh.sequence)
 
 
-def on_responses(
+def expand_responses(
     before: Float[Array, "local"],
     shape: tuple[int, ...],
     prompt_length: int,
@@ -106,7 +106,7 @@ def on_responses(
     return jnp.pad(response, ((0, 0), (prompt_length, 0)))
 
 
-def in_rows(
+def unpack_shared_prompts(
     x: Shaped[Array, "token *rest"],
     shape: tuple[int, ...],
     prompt_length: int,

@@ -55,11 +55,12 @@ class PackedBatch(NamedTuple):
       mask: segments of the tokens; None in a decode step.
       replay: ``[layer, token, k]`` recorded expert ids to be used again; None routes.
       record_choices: the router's statistics contain the expert ids.
-      halves: the two halves of its rows, if they go through the layers separately
+      half_batches: the two halves of its rows, if they go through the layers separately
         (`Execution.two_batch_overlap`). `tokens` are then in their order: each device has its shard
-        of the first and then that of the second; `moe.layers.halves.in_rows` reverses it.
-      is_half: this batch is one of the halves.
-      turns: rotary cos/sin tables of the tokens; None computes them from `positions`.
+        of the first and then that of the second; `moe.layers.two_batch_overlap.restore_row_order`
+        reverses it.
+      is_half_batch: this batch is one of the halves.
+      rope: rotary cos/sin tables of the tokens; None computes them from `positions`.
     """
 
     tokens: Array
@@ -71,24 +72,26 @@ class PackedBatch(NamedTuple):
     mask: SegmentMask | None = None
     replay: Array | None = None
     record_choices: bool = False
-    halves: tuple["PackedBatch", ...] = ()
-    is_half: bool = False
-    turns: Turns | None = None
+    half_batches: tuple["PackedBatch", ...] = ()
+    is_half_batch: bool = False
+    rope: Turns | None = None
 
     @property
     def streams(self) -> tuple["PackedBatch", ...]:
         """Batches that go through a layer separately: the halves, or this batch alone."""
-        if not self.halves:
+        if not self.half_batches:
             return (self,)
-        return tuple(half._replace(record_choices=self.record_choices) for half in self.halves)
+        return tuple(
+            half._replace(record_choices=self.record_choices) for half in self.half_batches
+        )
 
-    def of_layer(self, index: int | Array) -> "PackedBatch":
+    def for_layer(self, index: int | Array) -> "PackedBatch":
         """This batch with `replay` ``[token, k]`` that of one layer."""
         return self if self.replay is None else self._replace(replay=self.replay[index])
 
 
 def positions_of(valid: Bool[Array, "batch time"]) -> Int[Array, "batch time"]:
-    """The place of each token among the valid ones of its row, from 0; padding gets 0 or more."""
+    """Position of each token among the valid ones of its row, from 0; padding gets 0 or more."""
     return jnp.maximum(jnp.cumsum(valid.astype(jnp.int32), axis=1) - 1, 0)
 
 
@@ -107,22 +110,22 @@ def pack_rows(
     """
     zigzag, num_rows = zigzag_of_rows(tokens.shape, mesh, config), tokens.shape[0]
     positions, segments = positions_of(valid), valid.astype(jnp.int32)
-    mask = _causal(zigzag, [positions], [segments], OWN_ROWS, True)
+    mask = _causal_mask(zigzag, [positions], [segments], SAME_ROWS, True)
     packed = PackedBatch(
         tokens=zigzag.flatten(tokens),
         positions=zigzag.flatten(positions),
         multiplicity=zigzag.flatten(valid.astype(jnp.float32)),
-        core_attention_of_layer=_masked(mask, mesh, config),
-        sequences=Sequences(zigzag.flatten(_numbered(tokens.shape)), num_rows, load_fraction),
+        core_attention_of_layer=_masked_attention(mask, mesh, config),
+        sequences=Sequences(zigzag.flatten(_row_indices(tokens.shape)), num_rows, load_fraction),
         zigzag=zigzag,
         mask=mask,
-        replay=_replayed(replay, lambda layer: zigzag.flatten(layer)),
+        replay=_pack_replay(replay, lambda layer: zigzag.flatten(layer)),
     )
 
-    def half(rows: slice, config: ModelConfig) -> PackedBatch:
-        return pack_rows(tokens[rows], valid[rows], mesh, config, _rows_of(replay, rows))
+    def pack_half(rows: slice, config: ModelConfig) -> PackedBatch:
+        return pack_rows(tokens[rows], valid[rows], mesh, config, _replay_of_rows(replay, rows))
 
-    return _in_halves(packed, half, num_rows, mesh, config)
+    return _with_half_batches(packed, pack_half, num_rows, mesh, config)
 
 
 def pack_segments(
@@ -146,29 +149,36 @@ def pack_segments(
         padding. The tokens of a sequence are in one row and in order; where they stand there does
         not matter.
       num_segments: sequences, at most.
-      positions: the place of each token in its sequence, from 0; None counts them.
+      positions: position of each token in its sequence, from 0; None counts them.
     """
     zigzag = zigzag_of_rows(tokens.shape, mesh, config)
     valid = segments > 0
-    places = _places(segments) if positions is None else positions
-    mask = _causal(zigzag, [places], [segments], OWN_ROWS, False)
+    token_positions = _positions_in_segments(segments) if positions is None else positions
+    mask = _causal_mask(zigzag, [token_positions], [segments], SAME_ROWS, False)
     packed = PackedBatch(
         tokens=zigzag.flatten(tokens),
-        positions=zigzag.flatten(places),
+        positions=zigzag.flatten(token_positions),
         multiplicity=zigzag.flatten(valid.astype(jnp.float32)),
-        core_attention_of_layer=_masked(mask, mesh, config),
+        core_attention_of_layer=_masked_attention(mask, mesh, config),
         # Padding, 0, is a sequence that sends nothing.
         sequences=Sequences(zigzag.flatten(segments), num_segments + 1, load_fraction),
         zigzag=zigzag,
         mask=mask,
-        replay=_replayed(replay, lambda layer: zigzag.flatten(layer)),
+        replay=_pack_replay(replay, lambda layer: zigzag.flatten(layer)),
     )
 
-    def half(rows: slice, config: ModelConfig) -> PackedBatch:
-        others = _rows_of(replay, rows), None if positions is None else positions[rows]
-        return pack_segments(tokens[rows], segments[rows], num_segments, mesh, config, *others)
+    def pack_half(rows: slice, config: ModelConfig) -> PackedBatch:
+        return pack_segments(
+            tokens[rows],
+            segments[rows],
+            num_segments,
+            mesh,
+            config,
+            replay=_replay_of_rows(replay, rows),
+            positions=None if positions is None else positions[rows],
+        )
 
-    return _in_halves(packed, half, tokens.shape[0], mesh, config)
+    return _with_half_batches(packed, pack_half, tokens.shape[0], mesh, config)
 
 
 def pack_shared_prompts(
@@ -198,45 +208,52 @@ def pack_shared_prompts(
     def split(x: Array) -> tuple[Array, Array]:
         return x[::num_samples, :prompt_length], x[:, prompt_length:]
 
-    def fractions(sent: Float[Array, "piece route"]) -> Float[Array, "piece route"]:
+    def fractions(sent: Float[Array, "segment route"]) -> Float[Array, "segment route"]:
         prompts, responses = sent[:num_prompts], sent[num_prompts:]
-        own = load_fraction(jnp.repeat(prompts, num_samples, axis=0) + responses)
+        sequence_fractions = load_fraction(jnp.repeat(prompts, num_samples, axis=0) + responses)
         # A prompt is in `num_samples` sequences: with its multiplicity, a mean is their sum.
-        mean = jnp.mean(own.reshape(num_prompts, num_samples, -1), axis=1)
-        return jnp.concatenate([mean, own])
+        mean = jnp.mean(sequence_fractions.reshape(num_prompts, num_samples, -1), axis=1)
+        return jnp.concatenate([mean, sequence_fractions])
 
-    # Pieces are the prompts, then the responses.
-    pieces = (
-        _numbered((num_prompts, prompt_length)),
-        num_prompts + _numbered((num_rows, response_length)),
+    # Segments are the prompts, then the responses.
+    segments = (
+        _row_indices((num_prompts, prompt_length)),
+        num_prompts + _row_indices((num_rows, response_length)),
     )
     positions, multiplicity = split(positions_of(valid)), valid.astype(jnp.float32)
-    of_prompts, of_responses = split(multiplicity)
+    prompt_multiplicity, response_multiplicity = split(multiplicity)
     sources = (Source(0, 1),), (Source(0, num_samples), Source(1, 1))
-    mask = _causal(zigzag, positions, split(valid.astype(jnp.int32)), sources, True)
+    mask = _causal_mask(zigzag, positions, split(valid.astype(jnp.int32)), sources, True)
     packed = PackedBatch(
         tokens=zigzag.flatten(*split(tokens)),
         positions=zigzag.flatten(*positions),
-        multiplicity=zigzag.flatten(of_prompts * num_samples, of_responses),
-        core_attention_of_layer=_masked(mask, mesh, config),
-        sequences=Sequences(zigzag.flatten(*pieces), num_prompts + num_rows, fractions),
+        multiplicity=zigzag.flatten(prompt_multiplicity * num_samples, response_multiplicity),
+        core_attention_of_layer=_masked_attention(mask, mesh, config),
+        sequences=Sequences(zigzag.flatten(*segments), num_prompts + num_rows, fractions),
         zigzag=zigzag,
         mask=mask,
-        replay=_replayed(replay, lambda layer: zigzag.flatten(*split(layer))),
+        replay=_pack_replay(replay, lambda layer: zigzag.flatten(*split(layer))),
     )
 
-    def half(prompts: slice, config: ModelConfig) -> PackedBatch:
+    def pack_half(prompts: slice, config: ModelConfig) -> PackedBatch:
         rows = slice(prompts.start * num_samples, prompts.stop * num_samples)
-        given = tokens[rows], valid[rows], prompt_length, num_samples, mesh, config
-        return pack_shared_prompts(*given, _rows_of(replay, rows))
+        return pack_shared_prompts(
+            tokens[rows],
+            valid[rows],
+            prompt_length,
+            num_samples,
+            mesh,
+            config,
+            _replay_of_rows(replay, rows),
+        )
 
-    return _in_halves(packed, half, num_prompts, mesh, config)
+    return _with_half_batches(packed, pack_half, num_prompts, mesh, config)
 
 
-def _in_halves(
+def _with_half_batches(
     packed: PackedBatch,
-    half: Callable[[slice, ModelConfig], PackedBatch],
-    number: int,
+    pack_half: Callable[[slice, ModelConfig], PackedBatch],
+    num_units: int,
     mesh: FoldedMesh,
     config: ModelConfig | None,
 ) -> PackedBatch:
@@ -245,31 +262,34 @@ def _in_halves(
     share the tokens of each half; the first has one more where their number is odd.
 
     Args:
-      half: (which of the rows or prompts, the network) -> these alone.
-      number: how many of them there are.
+      pack_half: (which of the rows or prompts, the network) -> these alone.
+      num_units: how many of them there are.
     """
-    if config is None or not config.execution.two_batch_overlap or number < 2:
+    if config is None or not config.execution.two_batch_overlap or num_units < 2:
         return packed
     if can_drop(config):
         raise ValueError(
             f"two_batch_overlap with capacity_factor={config.capacity_factor} would drop other "
             "choices: an expert has room for those of all tokens together. Leave out one of them."
         )
-    whole = replace(config, execution=replace(config.execution, two_batch_overlap=False))
-    cut = -(-number // 2)
-    halves = tuple(
-        half(rows, whole)._replace(is_half=True) for rows in (slice(0, cut), slice(cut, number))
+    without_overlap = replace(config, execution=replace(config.execution, two_batch_overlap=False))
+    middle = -(-num_units // 2)
+    half_batches = tuple(
+        pack_half(rows, without_overlap)._replace(is_half_batch=True)
+        for rows in (slice(0, middle), slice(middle, num_units))
     )
     ranks = mesh.size(mesh.sequence)
     # An update is refused before it comes here (`jrl.trainer.setup.network.check_overlaps`); what
     # is scored or shown has as many rows as there are.
-    if any(one.tokens.shape[0] % ranks for one in halves):
+    if any(half_batch.tokens.shape[0] % ranks for half_batch in half_batches):
         return packed
-    of_ranks = jnp.concatenate([one.tokens.reshape(ranks, -1) for one in halves], axis=1)
-    return packed._replace(tokens=of_ranks.reshape(-1), halves=halves)
+    by_rank = jnp.concatenate(
+        [half_batch.tokens.reshape(ranks, -1) for half_batch in half_batches], axis=1
+    )
+    return packed._replace(tokens=by_rank.reshape(-1), half_batches=half_batches)
 
 
-def _rows_of(
+def _replay_of_rows(
     replay: Integer[Array, "layer batch time k"] | None, rows: slice
 ) -> Integer[Array, "layer rows time k"] | None:
     return None if replay is None else replay[:, rows]
@@ -311,47 +331,47 @@ def _layout(
     return ZigzagLayout(sections, mesh.size(mesh.cp), contiguous)
 
 
-OWN_ROWS = ((Source(0, 1),),)
-"""One section, whose queries attend to their own rows."""
+SAME_ROWS = ((Source(0, 1),),)
+"""One section, whose queries attend to the same rows."""
 
 
-def _numbered(shape: tuple[int, ...]) -> Int[Array, "row column"]:
-    """The number of its row at every place."""
+def _row_indices(shape: tuple[int, ...]) -> Int[Array, "row column"]:
+    """Index of its row at every token."""
     return jnp.broadcast_to(jnp.arange(shape[0], dtype=jnp.int32)[:, None], (shape[0], shape[1]))
 
 
-def _places(segments: Int[Array, "batch time"]) -> Int[Array, "batch time"]:
+def _positions_in_segments(segments: Int[Array, "batch time"]) -> Int[Array, "batch time"]:
     """Position of each token in its segment: the number of earlier tokens of it in the row."""
     time = segments.shape[1]
     # In the order of segments, and of columns within them: a position is the distance to the first.
     order = jnp.argsort(segments, axis=1, stable=True)
     ids = jnp.take_along_axis(segments, order, axis=1)
-    place = jnp.broadcast_to(jnp.arange(time, dtype=jnp.int32)[None], ids.shape)
-    begins = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    first = lax.cummax(jnp.where(begins, place, 0), axis=1)
+    column = jnp.broadcast_to(jnp.arange(time, dtype=jnp.int32)[None], ids.shape)
+    is_first = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    first = lax.cummax(jnp.where(is_first, column, 0), axis=1)
     row = jnp.arange(segments.shape[0])[:, None]
-    return jnp.zeros_like(place).at[row, order].set(place - first)
+    return jnp.zeros_like(column).at[row, order].set(column - first)
 
 
-def _causal(
+def _causal_mask(
     zigzag: ZigzagLayout,
     positions: Sequence[Array],
     segments: Sequence[Array],
     sources: tuple[tuple[Source, ...], ...],
     single: bool,
 ) -> SegmentMask:
-    """Earlier columns of the own segment; a section's columns follow those of the section
-    before."""
+    """Mask that shows earlier columns of the same segment; a section's columns follow those of the
+    section before."""
     columns, start = [], 0
     for num_rows, length in zigzag.sections:
         column = start + jnp.arange(length, dtype=jnp.int32)
         columns.append(jnp.broadcast_to(column[None], (num_rows, length)))
         start += length
-    marks = Marks(*(zigzag.flatten(*x) for x in (columns, positions, segments)))
-    return SegmentMask(zigzag, marks, sources, single)
+    mask_ids = Marks(*(zigzag.flatten(*x) for x in (columns, positions, segments)))
+    return SegmentMask(zigzag, mask_ids, sources, single)
 
 
-def _masked(
+def _masked_attention(
     mask: SegmentMask, mesh: FoldedMesh, config: ModelConfig | None
 ) -> CoreAttentionOfLayer:
     """Every layer attends to what the mask shows."""
@@ -374,8 +394,8 @@ def _masked(
     return core_attention_of_layer
 
 
-def _replayed(
-    replay: Integer[Array, "layer batch time k"] | None, lay_out: Callable[[Array], Array]
+def _pack_replay(
+    replay: Integer[Array, "layer batch time k"] | None, flatten: Callable[[Array], Array]
 ) -> Integer[Array, "layer token k"] | None:
     """Recorded choices in the order of the packed batch."""
-    return None if replay is None else jax.vmap(lay_out)(replay)
+    return None if replay is None else jax.vmap(flatten)(replay)

@@ -43,7 +43,7 @@ class ZigzagLayout:
         one rank."""
         return 1 if self.ranks == 1 else 2
 
-    def padded(self, length: int) -> int:
+    def padded_length(self, length: int) -> int:
         """The next length that can be cut."""
         unit = self.ranks * self.chunks_per_rank
         return -(-length // unit) * unit
@@ -51,53 +51,56 @@ class ZigzagLayout:
     @property
     def num_tokens(self) -> int:
         """Tokens of the packed batch, padding included."""
-        return sum(rows * self.padded(length) for rows, length in self.sections)
+        return sum(rows * self.padded_length(length) for rows, length in self.sections)
 
     def flatten(self, *sections: Shaped[Array, "_row _length *_"]) -> Shaped[Array, "token *_"]:
         """The packed batch of all ranks; padding that it adds is 0."""
-        parts = [self._by_rank(x) for x in sections]
-        return _joined(parts, axis=1).reshape(-1, *parts[0].shape[2:])
+        shards = [self._by_rank(x) for x in sections]
+        return _concatenate(shards, axis=1).reshape(-1, *shards[0].shape[2:])
 
     def restore(
         self, packed: Shaped[Array, "token *_"]
     ) -> tuple[Shaped[Array, "_row _length *_"], ...]:
         """The sections of a packed batch, without the padding: the reverse of `flatten`."""
-        whole = packed.reshape(self.ranks, -1, *packed.shape[1:])
-        parts = _split_at(whole, self._sizes(), axis=1)
-        return tuple(self._by_row(x, *s) for x, s in zip(parts, self.sections, strict=True))
+        by_rank = packed.reshape(self.ranks, -1, *packed.shape[1:])
+        shards = _split_at(by_rank, self._sizes(), axis=1)
+        return tuple(self._by_row(x, *s) for x, s in zip(shards, self.sections, strict=True))
 
-    def split(self, part: Shaped[Array, "token *_"]) -> tuple[Shaped[Array, "_row _part *_"], ...]:
-        """One rank's part of the batch by section, padding included."""
-        parts = _split_at(part, self._sizes(), axis=0)
+    def split(
+        self, shard: Shaped[Array, "token *_"]
+    ) -> tuple[Shaped[Array, "_row _shard *_"], ...]:
+        """One rank's shard of the batch by section, padding included."""
+        shards = _split_at(shard, self._sizes(), axis=0)
         return tuple(
             x.reshape(rows, -1, *x.shape[1:])
-            for x, (rows, _) in zip(parts, self.sections, strict=True)
+            for x, (rows, _) in zip(shards, self.sections, strict=True)
         )
 
-    def join(self, *parts: Shaped[Array, "_row _part *_"]) -> Shaped[Array, "token *_"]:
+    def join(self, *shards: Shaped[Array, "_row _shard *_"]) -> Shaped[Array, "token *_"]:
         """The reverse of `split`."""
-        return _joined([x.reshape(-1, *x.shape[2:]) for x in parts], axis=0)
+        return _concatenate([x.reshape(-1, *x.shape[2:]) for x in shards], axis=0)
 
     def locate(self, section: int, column: int) -> tuple[int, int]:
-        """The rank that has a column of a section, and the column's place in its part of a row."""
-        part = self.padded(self.sections[section][1]) // self.ranks
+        """The rank that has a column of a section, and the column's position in its shard of a
+        row."""
+        shard_length = self.padded_length(self.sections[section][1]) // self.ranks
         if self.contiguous:
-            return divmod(column, part)
-        chunk_size = part // self.chunks_per_rank
+            return divmod(column, shard_length)
+        chunk_size = shard_length // self.chunks_per_rank
         chunk, within = divmod(column, chunk_size)
         if chunk < self.ranks:
             return chunk, within
         return 2 * self.ranks - 1 - chunk, chunk_size + within
 
     def _sizes(self) -> list[int]:
-        return [rows * self.padded(length) // self.ranks for rows, length in self.sections]
+        return [rows * self.padded_length(length) // self.ranks for rows, length in self.sections]
 
     def _by_rank(self, x: Array) -> Array:
         """``[rank, token of its part, *_]`` of rows."""
         rows, length, *rest = x.shape
         if self.ranks == 1:
             return x.reshape(1, rows * length, *rest)
-        padding = self.padded(length) - length
+        padding = self.padded_length(length) - length
         x = jnp.pad(x, ((0, 0), (0, padding), *((0, 0) for _ in rest)))
         if self.contiguous:
             x = x.reshape(rows, self.ranks, -1, *rest)
@@ -121,8 +124,8 @@ def _zigzag(x: Array) -> Array:
     return jnp.stack([x[:, 0], jnp.flip(x[:, 1], axis=1)], axis=1)
 
 
-def _joined(parts: list[Array], axis: int) -> Array:
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis)
+def _concatenate(arrays: list[Array], axis: int) -> Array:
+    return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, axis)
 
 
 def _split_at(x: Array, sizes: list[int], axis: int) -> list[Array]:

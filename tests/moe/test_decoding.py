@@ -21,7 +21,7 @@ from moe.execution import Execution
 from moe.experts.dispatch.choice import dispatch
 from moe.kernels import decode_attention as kernels
 from moe.layers import block
-from moe.layers.depth import parts_of
+from moe.layers.depth import split_layer_groups
 from moe.placement import specs
 from moe.weights import shapes
 from sharding.collectives import vary
@@ -93,7 +93,7 @@ def stepwise(config, mesh, room=RESPONSE):
         tokens, prompts, ends = vary((tokens, prompts, ends), mesh.except_sequence)
         ran = prefill(weights, tokens[:, :PROMPT], prompts, config, mesh)
         cache = with_room(ran.cache, room)
-        layers = parts_of(weights, config)
+        layers = split_layer_groups(weights, config)
         rows = jnp.arange(tokens.shape[0])
 
         def step(cache, number):

@@ -52,7 +52,7 @@ def test_equals_one_device(name, layout):
     if stats is not None:
         if "cp" in layout:  # which pads rows to a length that it can cut
             assert stats.padded > expected_stats.padded
-            stats = replace(stats, padded=expected_stats.padded, places=expected_stats.places)
+            stats = replace(stats, padded=expected_stats.padded, positions=expected_stats.positions)
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), stats, expected_stats
         )

@@ -16,7 +16,7 @@ from moe import model
 from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.head import logits_of, value_of
-from moe.layers.depth import parts_of
+from moe.layers.depth import split_layer_groups
 from moe.placement import specs
 from moe.precision import rms_norm
 from moe.router.balance import router_loss
@@ -196,7 +196,7 @@ def test_router_loss_is_a_mean_over_tokens_and_layers():
         z=np.float32(35),
         entropy=np.float32(1),
         dropped=np.float32(3),
-        places=np.float32(9),
+        positions=np.float32(9),
         padded=np.float32(2),
     )
     config = replace(
@@ -324,7 +324,7 @@ def test_the_router_and_the_value_head_are_not_rounded_to_a_shorter_float(dtype)
     def valued(weights, x):
         return jnp.sum(value_of(weights, x, config))
 
-    experts = parts_of(weights, config)[0].experts
+    experts = split_layer_groups(weights, config)[0].experts
     for function, given, least in ((routed, experts, 3), (valued, weights, 3)):
 
         def gradients(given, x, function=function):

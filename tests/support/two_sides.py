@@ -18,7 +18,7 @@ from moe.disaggregated.placement import Placement
 from moe.disaggregated.runner import Runner
 from moe.disaggregated.sides import SplitWeights, to_sides
 from moe.disaggregated.split import Split, SplitMesh, fold_split
-from moe.layers.depth import parts_of
+from moe.layers.depth import split_layer_groups
 from moe.placement import specs
 from moe.weights import Transformer, axis_sizes, shapes, table
 from sharding.collectives import vary
@@ -109,7 +109,7 @@ def _one_side(config: ModelConfig):
         tokens, prompts, ends = vary((tokens, prompts, ends), mesh.except_sequence)
         known, noise = vary((known, noise), mesh.except_sequence)
         ran = prefill(weights, tokens[:, :PROMPT], prompts, config, mesh, True)
-        cache, layers = vary(with_room(ran.cache), mesh.axes), parts_of(weights, config)
+        cache, layers = vary(with_room(ran.cache), mesh.axes), split_layer_groups(weights, config)
         rows = jnp.arange(tokens.shape[0])
 
         def step(carried, number):

@@ -236,7 +236,7 @@ def _router_metrics(router: RouterStatistics[Array] | None, mesh: FoldedMesh) ->
         "moe/z_loss": Mean(router.z, router.tokens),
         "moe/router_entropy": Mean(router.entropy, router.tokens),
         "moe/dropped_fraction": Mean(router.dropped, jnp.sum(router.load)),
-        "moe/padded_fraction": Mean(router.padded, router.places),
+        "moe/padded_fraction": Mean(router.padded, router.positions),
         # Counts and no mean: the selection bias is updated by those of the whole mini-batch.
         "load": router.load,
     }

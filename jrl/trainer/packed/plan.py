@@ -143,9 +143,9 @@ def plan(
 
 def bin_length(time: int, mesh: FoldedMesh) -> int:
     """Tokens of a bin: at least the longest row, divisible over ``cp x tp`` ranks."""
-    length = ZigzagLayout(((1, time),), mesh.size(mesh.cp)).padded(time)
+    length = ZigzagLayout(((1, time),), mesh.size(mesh.cp)).padded_length(time)
     # A multiple of the parts of zig-zag and of the number of ranks.
-    unit = np.lcm(ZigzagLayout((), mesh.size(mesh.cp)).padded(1), mesh.size(mesh.sequence))
+    unit = np.lcm(ZigzagLayout((), mesh.size(mesh.cp)).padded_length(1), mesh.size(mesh.sequence))
     return int(-(-length // unit) * unit)
 
 

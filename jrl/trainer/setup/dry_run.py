@@ -21,7 +21,7 @@ from jrl.trainer.supervised.arithmetic import chat_arithmetic
 from moe.attention.context_parallel.choice import context_of, received
 from moe.config import ModelConfig
 from moe.execution import Execution
-from moe.layers.implementations import KERNELS, explained
+from moe.layers.implementations import KERNELS, explain_selection
 from moe.weights import (
     num_active_parameters,
     num_parameters,
@@ -156,7 +156,7 @@ def execution(setup: Setup) -> dict[str, str]:
     meaning |= {"capacity_factor": "any number", "scan_layers": "where there are more than eight"}
     meaning |= {"decode_attention": "plain", "router": "plain"}
     etp = mesh.layout.etp
-    meaning |= {name: choice for name in KERNELS if (choice := explained(model, name, etp))}
+    meaning |= {name: choice for name in KERNELS if (choice := explain_selection(model, name, etp))}
     meaning |= {"exchange_rate": "the planner's", "activation_wire": "that of activations"}
     rows = {
         flag(name): meaning.get(name, "the best that applies") if value is None else _said(value)

@@ -12,10 +12,10 @@ from moe.cache.kernel import kernel_obstacle
 from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.experts.dispatch.choice import check_dispatch
-from moe.experts.dispatch.cost import Exchange, cheapest, explained, peer_capacity_of
-from moe.experts.fused import IN_ONE
+from moe.experts.dispatch.cost import TokenExchange, cheapest, explain_choice, peer_capacity_of
+from moe.experts.fused import FUSED_KERNELS
 from moe.kernels.choice import foreign_gpus
-from moe.kernels.decode_attention import unserved
+from moe.kernels.decode_attention import unsupported_heads
 from moe.placement import specs
 from moe.router.capacity import can_drop
 from moe.weights import targets_of
@@ -85,7 +85,7 @@ def lora_of(model: ModelConfig, run: RunConfig) -> Lora | None:
             f"lora_targets={run.lora_targets!r} has {', '.join(absent)}, which the network of "
             f"{run.model} has not got: choose among {','.join(there)}."
         )
-    if run.experts in IN_ONE and "experts" in named:
+    if run.experts in FUSED_KERNELS and "experts" in named:
         raise ValueError(
             f"experts={run.experts!r} has no adapters between its two products: give --experts "
             "mosaic, or leave experts out of --lora-targets."
@@ -108,7 +108,7 @@ def dispatch_explained(model: ModelConfig, run: RunConfig, mesh: FoldedMesh) -> 
     """Explanation of the choice of `with_dispatch`, in a line; None without a choice."""
     if run.dispatch is not None or not travels(model, mesh):
         return None
-    return explained(exchange_of(model, mesh), mesh)
+    return explain_choice(exchange_of(model, mesh), mesh)
 
 
 def travels(model: ModelConfig, mesh: FoldedMesh) -> bool:
@@ -116,14 +116,14 @@ def travels(model: ModelConfig, mesh: FoldedMesh) -> bool:
     return bool(model.num_experts) and mesh.layout.ep * mesh.layout.etp > 1
 
 
-def exchange_of(model: ModelConfig, mesh: FoldedMesh) -> Exchange:
+def exchange_of(model: ModelConfig, mesh: FoldedMesh) -> TokenExchange:
     """Sizes of a layer's token dispatch, for the cost model."""
     execution, k = model.execution, model.experts_per_token
     factors = model.capacity_factor, execution.buffer_factor
     peer_capacity = peer_capacity_of(k, mesh.layout.ep, *factors)
     itemsize = 2 if model.dtype == "bfloat16" else 4
     sizes = model.num_experts, k, model.d_model, itemsize
-    return Exchange(*sizes, peer_capacity, execution.exchange_rate, execution.activation_wire)
+    return TokenExchange(*sizes, peer_capacity, execution.exchange_rate, execution.activation_wire)
 
 
 def check_served(model: ModelConfig, mesh: FoldedMesh) -> None:
@@ -152,7 +152,7 @@ def check_served(model: ModelConfig, mesh: FoldedMesh) -> None:
                 f"{name}={value!r} is a kernel for NVIDIA's Hopper, not for {mesh.platform!r} "
                 f"devices: leave out {flag(name)}."
             )
-        foreign = foreign_gpus(hopper_alone=name != "router")
+        foreign = foreign_gpus(hopper_only=name != "router")
         if foreign is not None:
             raise ValueError(f"{name}={value!r} cannot serve {foreign}: leave out {flag(name)}.")
     if execution.experts == "megablox" and mesh.platform != "tpu":
@@ -167,7 +167,7 @@ def check_served(model: ModelConfig, mesh: FoldedMesh) -> None:
         )
     obstacles = {"decode_attention": kernel_obstacle(model)}
     if execution.attention == "mosaic":
-        reason = unserved(model.dtype, 1, model.head_dim, model.v_head_dim)
+        reason = unsupported_heads(model.dtype, 1, model.head_dim, model.v_head_dim)
         obstacles["attention"] = None if reason is None else f"cannot serve: {reason}"
     for name, obstacle in obstacles.items():
         if obstacle is not None:

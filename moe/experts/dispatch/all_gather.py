@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe.architecture.activation import Activation
+from moe.experts.dispatch.assignment import local_assignments, mask_replicated_bias
 from moe.experts.dispatch.buffers import buffer_rows
-from moe.experts.dispatch.own import own_choices, with_one_bias
 from moe.experts.feed_forward import routed_experts
 from moe.remat import DISPATCHED
 from moe.router.routing import Routing
@@ -25,7 +25,7 @@ def all_gather_dispatch(
     capacity: int | None = None,
     product: str | None = None,
     buffer_factor: float | None = None,
-    wire: str | None = None,
+    comm_dtype: str | None = None,
     activation: Activation = "silu",
 ) -> tuple[Float[Array, "local d_model"], Int[Array, ""]]:
     """All-gathers tokens and routing over ``ep x etp``, sums the outputs of the local experts, and
@@ -42,19 +42,19 @@ def all_gather_dispatch(
     num_tokens, k = routing.experts.shape
     # In float32 from here: a token's gradient is a sum over devices, rounded once at its own.
     dtype = x.dtype
-    if wire is None:
+    if comm_dtype is None:
         x = gather_and_widen(x, group, DISPATCHED)
     else:
         x = gather_fp8(x, group, jnp.float32, DISPATCHED)
     experts, probs = (gather_tokens(array, group) for array in routing)
     sums, overflow = routed_experts(
-        with_one_bias(weights, mesh),
+        mask_replicated_bias(weights, mesh),
         x,
-        *own_choices(experts, probs, num_local, mesh),
+        *local_assignments(experts, probs, num_local, mesh),
         num_rows=buffer_rows(num_tokens, k, num_local, mesh, capacity, buffer_factor),
         dtype=dtype,
         implementation=product,
         activation=activation,
     )
-    scatter = scatter_and_round if wire is None else scatter_fp8
+    scatter = scatter_and_round if comm_dtype is None else scatter_fp8
     return scatter(sums, group, dtype), overflow

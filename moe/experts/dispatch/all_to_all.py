@@ -10,11 +10,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe.architecture.activation import Activation
+from moe.experts.dispatch.assignment import (
+    has_experts_at,
+    local_assignments,
+    mask_replicated_bias,
+    slots_of,
+)
 from moe.experts.dispatch.buffers import buffer_rows, peer_tokens
-from moe.experts.dispatch.own import has_experts_at, own_choices, slots_of, with_one_bias
 from moe.experts.feed_forward import routed_experts
-from moe.experts.fused import moves_of
-from moe.experts.permutation import spread_rows, sum_rows, take_rows
+from moe.experts.fused import permutation_kernel
+from moe.experts.permutation import permute_rows, take_rows, unpermute_rows
 from moe.remat import DISPATCHED
 from moe.router.routing import Routing
 from moe.weights import Experts
@@ -31,7 +36,7 @@ def all_to_all_dispatch(
     capacity: int | None = None,
     product: str | None = None,
     buffer_factor: float | None = None,
-    wire: str | None = None,
+    comm_dtype: str | None = None,
     activation: Activation = "silu",
 ) -> tuple[Float[Array, "local d_model"], Int[Array, ""]]:
     """Permutes tokens, sends them by an all-to-all over ``ep`` and an all-gather over ``etp``, runs
@@ -51,42 +56,42 @@ def all_to_all_dispatch(
     num_tokens, k = routing.experts.shape
     sizes = num_tokens, k, num_local, mesh, capacity, buffer_factor
     per_peer = peer_tokens(*sizes)
-    num_slots, kernels = num_peers * per_peer, moves_of(product)
+    num_slots, kernels = num_peers * per_peer, permutation_kernel(product)
 
-    goes = has_experts_at(routing.experts, num_local, num_peers)
-    position = jnp.cumsum(goes, axis=0) - 1
+    is_sent = has_experts_at(routing.experts, num_local, num_peers)
+    position = jnp.cumsum(is_sent, axis=0) - 1
     # Overflow must not take the slots of another peer.
-    fits = goes & (position < per_peer)
+    fits = is_sent & (position < per_peer)
     slot = jnp.where(fits, jnp.arange(num_peers)[None] * per_peer + position, num_slots)
-    token, places = slots_of(slot, num_slots, k)
+    token, slots = slots_of(slot, num_slots, k)
 
     def exchange(rows: Array, name: str | None = None) -> Array:
-        named = () if name is None else (name,)
-        rows = all_to_all(rows.reshape(num_peers, per_peer, -1), mesh.ep, *named)
+        names = () if name is None else (name,)
+        rows = all_to_all(rows.reshape(num_peers, per_peer, -1), mesh.ep, *names)
         return rows.reshape(num_slots, -1)
 
-    def exchange_wide(rows: Array, *name: str) -> Array:
-        if wire is None:
+    def exchange_rows(rows: Array, *name: str) -> Array:
+        if comm_dtype is None:
             return exchange(rows, *name)
         rows = exchange_fp8(rows.reshape(num_peers, per_peer, -1), mesh.ep, *name)
         return rows.reshape(num_slots, -1)
 
     # In an empty slot every id is past the last expert, so no expert computes it.
-    nobodys = num_peers * num_local
-    ids = jnp.where(token[:, None] < num_tokens, take_rows(routing.experts, token), nobodys)
-    rows = exchange_wide(spread_rows(x, token, places, None, kernels), DISPATCHED)
-    experts, probs = exchange(ids), exchange(spread_rows(routing.probs, token, places))
+    no_expert = num_peers * num_local
+    ids = jnp.where(token[:, None] < num_tokens, take_rows(routing.experts, token), no_expert)
+    rows = exchange_rows(permute_rows(x, token, slots, None, kernels), DISPATCHED)
+    experts, probs = exchange(ids), exchange(permute_rows(routing.probs, token, slots))
 
-    done, overflow = whole_experts(
-        weights, rows, experts, probs, mesh, buffer_rows(*sizes), product, wire, activation
+    outputs, overflow = sharded_experts(
+        weights, rows, experts, probs, mesh, buffer_rows(*sizes), product, comm_dtype, activation
     )
 
     # The all-to-all is its own reverse: a sum comes back to the slot its token was sent from.
-    out = sum_rows(exchange_wide(done), places, token, kernels).astype(x.dtype)
-    return out, overflow + jnp.sum(goes & ~fits)
+    out = unpermute_rows(exchange_rows(outputs), slots, token, kernels).astype(x.dtype)
+    return out, overflow + jnp.sum(is_sent & ~fits)
 
 
-def whole_experts(
+def sharded_experts(
     weights: Experts[Array],
     rows: Float[Array, "row d_model"],
     experts: Int[Array, "row k"],
@@ -94,7 +99,7 @@ def whole_experts(
     mesh: FoldedMesh,
     num_rows: int,
     product: str | None = None,
-    wire: str | None = None,
+    comm_dtype: str | None = None,
     activation: Activation = "silu",
 ) -> tuple[Float[Array, "row d_model"], Int[Array, ""]]:
     """`routed_experts` with experts sharded over ``ep`` and their hidden units over ``etp``.
@@ -105,17 +110,16 @@ def whole_experts(
     Args:
       experts: ids over the experts of all devices.
     """
-    dtype, gather = rows.dtype, gather_tokens if wire is None else gather_fp8
+    dtype, gather = rows.dtype, gather_tokens if comm_dtype is None else gather_fp8
     rows = gather(rows, mesh.etp, name=DISPATCHED)
     experts, probs = (gather_tokens(array, mesh.etp) for array in (experts, probs))
-    own = own_choices(experts, probs, weights.down.shape[0], mesh)
-    done, overflow = routed_experts(
-        with_one_bias(weights, mesh),
+    outputs, overflow = routed_experts(
+        mask_replicated_bias(weights, mesh),
         rows,
-        *own,
+        *local_assignments(experts, probs, weights.down.shape[0], mesh),
         num_rows=num_rows,
         implementation=product,
         activation=activation,
     )
-    scatter = scatter_tokens if wire is None else scatter_fp8
-    return scatter(done.astype(dtype), mesh.etp), overflow
+    scatter = scatter_tokens if comm_dtype is None else scatter_fp8
+    return scatter(outputs.astype(dtype), mesh.etp), overflow

@@ -8,7 +8,7 @@ ROW_TILE = 32
 """Rows that budgets are rounded up to: the smaller tile of the grouped product "tiles"."""
 
 
-def peer_choices(num_tokens: int, k: int, num_local: int, capacity: int | None) -> int:
+def peer_assignments(num_tokens: int, k: int, num_local: int, capacity: int | None) -> int:
     """Largest number of expert ids that one device can send to another: ``min(T min(k, L), C L)``.
 
     A token has an expert once (`without_repeats` ensures it), so that it has at most ``min(k, L)``
@@ -28,12 +28,12 @@ def buffer_rows(
 ) -> int:
     """Largest number of rows that the experts of one device compute, for any routing.
 
-    With ``n = ep etp`` devices that share experts these are the `peer_choices` of each, or with a
-    `buffer_factor` F and if that is less ``F T k etp``, as even routing gives with F = 1, rounded
+    With ``n = ep etp`` devices that share experts these are the `peer_assignments` of each, or with
+    a `buffer_factor` F and if that is less ``F T k etp``, as even routing gives with F = 1, rounded
     up to whole tiles that the n devices can share.
     """
     devices = mesh.size(mesh.ep) * mesh.size(mesh.etp)
-    most = devices * peer_choices(num_tokens, k, num_local, capacity)
+    most = devices * peer_assignments(num_tokens, k, num_local, capacity)
     if buffer_factor is None:
         return most
     unit = math.lcm(ROW_TILE, devices)

@@ -28,9 +28,9 @@ from moe.architecture.activation import Activation
 from moe.experts.dispatch.all_gather import all_gather_dispatch
 from moe.experts.dispatch.all_to_all import all_to_all_dispatch
 from moe.experts.dispatch.buffers import peer_tokens
-from moe.experts.dispatch.cost import Exchange, cheapest, peer_capacity_of
+from moe.experts.dispatch.cost import TokenExchange, cheapest, peer_capacity_of
 from moe.experts.dispatch.ragged import ragged_dispatch
-from moe.experts.dispatch.token_chunks import chunk_sizes, in_token_chunks
+from moe.experts.dispatch.token_chunks import chunk_sizes, dispatch_chunks
 from moe.router.routing import Routing, without_repeats
 from moe.weights import Experts
 from sharding.folding import FoldedMesh
@@ -55,7 +55,7 @@ def dispatch(
     buffer_factor: float | None = None,
     chunks: int = 1,
     exchange_rate: float | None = None,
-    wire: str | None = None,
+    comm_dtype: str | None = None,
     activation: Activation = "silu",
 ) -> tuple[Float[Array, "local d_model"], Int[Array, ""]]:
     """``sum_k p_k expert_k(x)`` for this device's tokens.
@@ -80,10 +80,10 @@ def dispatch(
       chunks: number of independent chunks of tokens (`moe.experts.dispatch.token_chunks`). Each has
         buffers of its own size.
       exchange_rate: rate of an all-to-all relative to a ring's
-        (`moe.experts.dispatch.cost.Exchange`).
-      wire: communication dtype: "float8_e4m3fn" sends tokens, sums and their gradients in one byte
-        per element (`sharding.compression`); None is their own. The routing is sent unchanged.
-      activation: of the experts, see `moe.experts.gated.activated`.
+        (`moe.experts.dispatch.cost.TokenExchange`).
+      comm_dtype: communication dtype: "float8_e4m3fn" sends tokens, sums and their gradients in one
+        byte per element (`sharding.compression`); None is their own. The routing is sent unchanged.
+      activation: of the experts, see `moe.experts.gated.apply_activation`.
 
     Returns:
       The sums, and the number of expert ids that overflowed at this device, as sender or receiver;
@@ -102,7 +102,7 @@ def dispatch(
                 peer_capacity, capacity * num_local / chunk_sizes(num_tokens, chunks)[0]
             )
         sizes = num_local * ep, k, x.shape[1], x.dtype.itemsize
-        name = cheapest(Exchange(*sizes, peer_capacity, exchange_rate, wire), mesh)
+        name = cheapest(TokenExchange(*sizes, peer_capacity, exchange_rate, comm_dtype), mesh)
     check_dispatch(name, mesh)
     # Buffers count on it; a replayed routing may name an expert twice.
     routing = without_repeats(routing, num_local * mesh.size(mesh.ep))
@@ -112,10 +112,10 @@ def dispatch(
         capacity=capacity,
         product=product,
         buffer_factor=buffer_factor,
-        wire=wire,
+        comm_dtype=comm_dtype,
         activation=activation,
     )
-    return in_token_chunks(send, chunks, weights, x, routing, mesh)
+    return dispatch_chunks(send, chunks, weights, x, routing, mesh)
 
 
 def rows_received(
@@ -145,10 +145,12 @@ def rows_received(
     """
     sizes = num_tokens, k, num_local, mesh, capacity, buffer_factor
     bound = "all_to_all" if implementation == "ragged" else implementation
-    given = bound, num_tokens, peer_tokens(*sizes), k, mesh.layout
-    sent = token_exchange(*given, d_model=1, itemsize=1)
+    per_peer = peer_tokens(*sizes)
+    collectives = token_exchange(bound, num_tokens, per_peer, k, mesh.layout, d_model=1, itemsize=1)
     # Of tokens of one element, whatever its width.
-    return round(sum(replace(one, itemsize=1).sent(mesh.layout) for one in sent))
+    return round(
+        sum(replace(collective, itemsize=1).sent(mesh.layout) for collective in collectives)
+    )
 
 
 def check_dispatch(name: str, mesh: FoldedMesh) -> None:

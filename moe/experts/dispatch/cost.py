@@ -16,14 +16,14 @@ from sharding.folding import FoldedMesh, Layout
 from sharding.planner import links, volumes
 from sharding.planner.hardware import HARDWARE, UNKNOWN, Hardware, of_kind
 
-MANY = 2**20
+MANY_TOKENS = 2**20
 """Tokens of a device, so many that fixed costs and rounding are negligible."""
 NAMES = ("all_gather", "all_to_all", "ragged")
 """The first of equals is taken: "all_gather" needs no permutation."""
 
 
 @dataclass(frozen=True)
-class Exchange:
+class TokenExchange:
     """Token exchange of a layer: the sizes that its time depends on.
 
     Attributes:
@@ -35,7 +35,7 @@ class Exchange:
         any routing, less with a capacity or a buffer factor.
       rate: rate of an all-to-all relative to a ring's, as `benchmarks/dispatch.py` measures it;
         None is `Hardware.exchange`.
-      wire: as in `moe.experts.dispatch.choice.dispatch`.
+      comm_dtype: as in `moe.experts.dispatch.choice.dispatch`.
     """
 
     num_experts: int
@@ -44,35 +44,40 @@ class Exchange:
     itemsize: int
     peer_capacity: float = 1.0
     rate: float | None = None
-    wire: str | None = None
+    comm_dtype: str | None = None
 
 
 def peer_capacity_of(
     k: int, ep: int, capacity_factor: float | None, buffer_factor: float | None
 ) -> float:
-    """`Exchange.peer_capacity`: the limit of `moe.experts.dispatch.buffers.peer_tokens` per token
-    for many tokens."""
+    """`TokenExchange.peer_capacity`: the limit of `moe.experts.dispatch.buffers.peer_tokens` per
+    token for many tokens."""
     factors = [factor for factor in (capacity_factor, buffer_factor) if factor is not None]
     return min([1.0, *(factor * k / ep for factor in factors)])
 
 
-def seconds(exchange: Exchange, layout: Layout, hardware: Hardware) -> dict[str, float]:
-    """Seconds for `MANY` tokens of each device, forward and backward, by dispatcher."""
+def predict_seconds(
+    exchange: TokenExchange, layout: Layout, hardware: Hardware
+) -> dict[str, float]:
+    """Seconds for `MANY_TOKENS` tokens of each device, forward and backward, by dispatcher."""
     rate = hardware.exchange if exchange.rate is None else exchange.rate
-    prompt = replace(hardware, latency_inside=0.0, latency_outside=0.0, exchange=rate)
-    k, found = exchange.k, {}
-    buffers = math.ceil(exchange.peer_capacity * MANY)
+    without_latency = replace(hardware, latency_inside=0.0, latency_outside=0.0, exchange=rate)
+    k, times = exchange.k, {}
+    buffers = math.ceil(exchange.peer_capacity * MANY_TOKENS)
     for name in NAMES:
         per_peer = buffers
         if name == "ragged":
-            per_peer = min(buffers, math.ceil(part_with(exchange, layout) * MANY))
-        sizes = MANY, per_peer, k, layout, exchange.d_model, exchange.itemsize
-        there, back = volumes.exchange(name, *sizes, layout.ep * buffers, exchange.wire)
-        found[name] = math.fsum(links.seconds(one, layout, prompt) for one in [*there, *back])
-    return found
+            per_peer = min(buffers, math.ceil(fraction_with_expert(exchange, layout) * MANY_TOKENS))
+        sizes = MANY_TOKENS, per_peer, k, layout, exchange.d_model, exchange.itemsize
+        forward, backward = volumes.exchange(name, *sizes, layout.ep * buffers, exchange.comm_dtype)
+        times[name] = math.fsum(
+            links.seconds(collective, layout, without_latency)
+            for collective in [*forward, *backward]
+        )
+    return times
 
 
-def part_with(exchange: Exchange, layout: Layout) -> float:
+def fraction_with_expert(exchange: TokenExchange, layout: Layout) -> float:
     """Fraction of tokens with an expert on a given device, if all sets of k experts are equally
     likely: ``1 - C(E - L, k) / C(E, k)``."""
     local = exchange.num_experts // layout.ep
@@ -80,7 +85,7 @@ def part_with(exchange: Exchange, layout: Layout) -> float:
     return 1 - absent / math.comb(exchange.num_experts, exchange.k)
 
 
-def served(mesh: FoldedMesh) -> tuple[str, ...]:
+def supported_dispatchers(mesh: FoldedMesh) -> tuple[str, ...]:
     """Dispatchers that the devices of a mesh support."""
     if mesh.platform in ("gpu", "tpu") and mesh.size(mesh.ep) > 1:
         return NAMES
@@ -94,30 +99,30 @@ def hardware_of(mesh: FoldedMesh) -> Hardware:
         return HARDWARE["laptop"]
     if not isinstance(mesh.mesh, jax.sharding.Mesh):
         return UNKNOWN
-    known = of_kind(mesh.mesh.devices.flat[0].device_kind)
-    return UNKNOWN if known is None else known
+    hardware = of_kind(mesh.mesh.devices.flat[0].device_kind)
+    return UNKNOWN if hardware is None else hardware
 
 
-def cheapest(exchange: Exchange, mesh: FoldedMesh) -> str:
+def cheapest(exchange: TokenExchange, mesh: FoldedMesh) -> str:
     """Dispatcher with the least predicted time on a mesh.
 
     References:
       Jin et al., "MegaScale-MoE", 2025, section 3.2 (large k gathers, measured from 6 on where
       bytes say 8). https://arxiv.org/abs/2505.11432
     """
-    takes = seconds(exchange, mesh.layout, hardware_of(mesh))
+    times = predict_seconds(exchange, mesh.layout, hardware_of(mesh))
     # Equal volumes must not be distinguished by the rounding of a sum.
-    least = min(takes[name] for name in served(mesh)) * (1 + 1e-6)
-    return next(name for name in served(mesh) if takes[name] <= least)
+    least = min(times[name] for name in supported_dispatchers(mesh)) * (1 + 1e-6)
+    return next(name for name in supported_dispatchers(mesh) if times[name] <= least)
 
 
-def explained(exchange: Exchange, mesh: FoldedMesh) -> str:
+def explain_choice(exchange: TokenExchange, mesh: FoldedMesh) -> str:
     """Result of `cheapest` with its reason, in a line."""
     hardware, name = hardware_of(mesh), cheapest(exchange, mesh)
-    takes = seconds(exchange, mesh.layout, hardware)
+    times = predict_seconds(exchange, mesh.layout, hardware)
     others = [
-        f"{other} {takes[other] / takes[name]:.2f} times its time"
-        for other in served(mesh)
+        f"{other} {times[other] / times[name]:.2f} times its time"
+        for other in supported_dispatchers(mesh)
         if other != name
     ]
     rate = hardware.exchange if exchange.rate is None else exchange.rate

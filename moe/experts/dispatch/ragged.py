@@ -9,12 +9,12 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from moe.architecture.activation import Activation
-from moe.experts.dispatch.all_to_all import whole_experts
+from moe.experts.dispatch.all_to_all import sharded_experts
+from moe.experts.dispatch.assignment import has_experts_at, slots_of
 from moe.experts.dispatch.buffers import buffer_rows, peer_tokens
-from moe.experts.dispatch.own import has_experts_at, slots_of
-from moe.experts.dispatch.slices import send, way_out
-from moe.experts.fused import moves_of
-from moe.experts.permutation import inverse_slots, spread_rows, sum_rows, take_rows
+from moe.experts.dispatch.slices import exchange_rows, plan_exchange
+from moe.experts.fused import permutation_kernel
+from moe.experts.permutation import inverse_slots, permute_rows, take_rows, unpermute_rows
 from moe.remat import DISPATCHED
 from moe.router.routing import Routing
 from moe.weights import Experts
@@ -30,7 +30,7 @@ def ragged_dispatch(
     capacity: int | None = None,
     product: str | None = None,
     buffer_factor: float | None = None,
-    wire: str | None = None,
+    comm_dtype: str | None = None,
     activation: Activation = "silu",
 ) -> tuple[Float[Array, "local d_model"], Int[Array, ""]]:
     """Dispatches as `moe.experts.dispatch.all_to_all.all_to_all_dispatch`, but sends no empty
@@ -50,31 +50,33 @@ def ragged_dispatch(
     num_slots = num_peers * peer_tokens(*sizes)
 
     experts, probs = (gather_tokens(array, mesh.ep) for array in routing)
-    goes = has_experts_at(experts, num_local, num_peers)
+    is_sent = has_experts_at(experts, num_local, num_peers)
     # Tokens from each device (first axis) to each device (second axis).
-    counts = jnp.sum(goes.reshape(num_peers, num_tokens, num_peers), axis=1, dtype=jnp.int32)
-    way = way_out(counts, num_slots, mesh)
+    counts = jnp.sum(is_sent.reshape(num_peers, num_tokens, num_peers), axis=1, dtype=jnp.int32)
+    plan = plan_exchange(counts, num_slots, mesh)
 
     # One peer after the other, each one's tokens in their own order.
-    goes_from_here = has_experts_at(routing.experts, num_local, num_peers)
-    position = way.sent.input_offsets[None] + jnp.cumsum(goes_from_here, axis=0) - 1
+    is_sent_here = has_experts_at(routing.experts, num_local, num_peers)
+    position = plan.sent.input_offsets[None] + jnp.cumsum(is_sent_here, axis=0) - 1
     most = num_tokens * min(k, num_peers)
-    token, places = slots_of(jnp.where(goes_from_here, position, most), most, k)
-    kernels = moves_of(product)
-    rows = spread_rows(x, token, places, None, kernels)
-    rows = send(rows, way, num_slots, DISPATCHED, mesh, wire)
+    token, slots = slots_of(jnp.where(is_sent_here, position, most), most, k)
+    kernels = permutation_kernel(product)
+    rows = permute_rows(x, token, slots, None, kernels)
+    rows = exchange_rows(rows, plan, num_slots, DISPATCHED, mesh, comm_dtype)
 
     # The slots of the tokens that come here, in the order in which their senders have them.
-    comes = goes[:, lax.axis_index(mesh.ep)]
-    slot = jnp.where(comes, jnp.cumsum(comes) - 1, num_slots)
-    comer = inverse_slots(slot, num_slots)
-    nobodys = num_peers * num_local
-    ids = jnp.where(comer[:, None] < experts.shape[0], take_rows(experts, comer), nobodys)
-    probs = spread_rows(probs, comer, slot[:, None])
-    done, overflow = whole_experts(
-        weights, rows, ids, probs, mesh, buffer_rows(*sizes), product, wire, activation
+    is_received = is_sent[:, lax.axis_index(mesh.ep)]
+    slot = jnp.where(is_received, jnp.cumsum(is_received) - 1, num_slots)
+    received_token = inverse_slots(slot, num_slots)
+    no_expert = num_peers * num_local
+    ids = jnp.where(
+        received_token[:, None] < experts.shape[0], take_rows(experts, received_token), no_expert
+    )
+    probs = permute_rows(probs, received_token, slot[:, None])
+    outputs, overflow = sharded_experts(
+        weights, rows, ids, probs, mesh, buffer_rows(*sizes), product, comm_dtype, activation
     )
 
-    returned = send(done, way.back, most, COLLECTIVE, mesh, wire)
-    out = sum_rows(returned, places, token, kernels).astype(x.dtype)
-    return out, overflow + jnp.maximum(jnp.sum(comes) - num_slots, 0)
+    returned = exchange_rows(outputs, plan.reverse, most, COLLECTIVE, mesh, comm_dtype)
+    out = unpermute_rows(returned, slots, token, kernels).astype(x.dtype)
+    return out, overflow + jnp.maximum(jnp.sum(is_received) - num_slots, 0)

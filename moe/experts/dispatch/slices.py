@@ -32,7 +32,7 @@ class PeerSlices(NamedTuple):
     output_offsets: Array
 
 
-class Way(NamedTuple):
+class ExchangePlan(NamedTuple):
     """Slices of an exchange from one buffer to another, and of its reverse.
 
     Attributes:
@@ -47,16 +47,20 @@ class Way(NamedTuple):
     groups_received: PeerSlices
 
     @property
-    def back(self) -> "Way":
-        return Way(self.received, self.sent, self.groups_received, self.groups_sent)
+    def reverse(self) -> "ExchangePlan":
+        return ExchangePlan(self.received, self.sent, self.groups_received, self.groups_sent)
 
 
-def way_out(counts: Int[Array, "peer peer"], num_slots: int, mesh: FoldedMesh) -> Way:
+def plan_exchange(
+    counts: Int[Array, "peer peer"], num_slots: int, mesh: FoldedMesh
+) -> ExchangePlan:
     """Slices of `peer_slices`, and those of their scale groups."""
     at_receiver = jnp.minimum(jnp.cumsum(counts, axis=0) - counts, num_slots)
-    groups = -(-jnp.minimum(counts, num_slots - at_receiver) // compression.GROUP)
-    room = num_groups(num_slots, mesh.size(mesh.ep))
-    return Way(*peer_slices(counts, num_slots, mesh), *peer_slices(groups, room, mesh))
+    group_counts = -(-jnp.minimum(counts, num_slots - at_receiver) // compression.GROUP)
+    group_slots = num_groups(num_slots, mesh.size(mesh.ep))
+    return ExchangePlan(
+        *peer_slices(counts, num_slots, mesh), *peer_slices(group_counts, group_slots, mesh)
+    )
 
 
 def num_groups(rows: int, peers: int) -> int:
@@ -79,37 +83,37 @@ def peer_slices(
     at_receiver = jnp.minimum(jnp.cumsum(counts, axis=0) - counts, num_slots)
     # Overflow is not sent; the offsets in the sender's buffer stay the same.
     counts = jnp.minimum(counts, num_slots - at_receiver)
-    own = lax.axis_index(mesh.ep)
+    rank = lax.axis_index(mesh.ep)
     return (
-        PeerSlices(at_sender[own], counts[own], at_receiver[own]),
-        PeerSlices(at_receiver[:, own], counts[:, own], at_sender[:, own]),
+        PeerSlices(at_sender[rank], counts[rank], at_receiver[rank]),
+        PeerSlices(at_receiver[:, rank], counts[:, rank], at_sender[:, rank]),
     )
 
 
-def send(
+def exchange_rows(
     rows: Float[Array, "row width"],
-    way: Way,
+    plan: ExchangePlan,
     num_slots: int,
     name: str,
     mesh: FoldedMesh,
-    wire: str | None = None,
+    comm_dtype: str | None = None,
 ) -> Float[Array, "slot width"]:
     """Sends rows to peers, and returns the received ones in a buffer of `num_slots` rows, padded
     with zeros.
 
     Args:
       name: checkpoint name of the result, for `moe.remat`.
-      wire: communication dtype. None is that of the rows; FP8 sends bytes and a scale for each row,
-        and backward a scale for each channel of a group of rows (`sharding.compression`).
+      comm_dtype: communication dtype. None is that of the rows; FP8 sends bytes and a scale for
+        each row, and backward a scale for each channel of a group of rows (`sharding.compression`).
     """
     rows = vary(rows, mesh.ep)
-    if wire is None:
-        return _moved(rows, way.sent, way.received, num_slots, mesh.ep, name)
-    way = vary(way, tuple(varying(rows)))
-    return _sent_fp8(rows, way, num_slots, rows.shape[0], rows.dtype, mesh.ep, name)
+    if comm_dtype is None:
+        return _exchange_slices(rows, plan.sent, plan.received, num_slots, mesh.ep, name)
+    plan = vary(plan, tuple(varying(rows)))
+    return _exchange_fp8(rows, plan, num_slots, rows.shape[0], rows.dtype, mesh.ep, name)
 
 
-def _moved(
+def _exchange_slices(
     rows: Array,
     sent: PeerSlices,
     received: PeerSlices,
@@ -124,52 +128,55 @@ def _moved(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5, 6))
-def _sent_fp8(
+def _exchange_fp8(
     rows: Array,
-    way: Way,
+    plan: ExchangePlan,
     num_slots: int,
     num_rows: int,
     dtype: Any,
     axes: tuple[str, ...],
     name: str,
 ) -> Array:
-    return _forward(rows, way, num_slots, num_rows, dtype, axes, name)[0]
+    return _forward(rows, plan, num_slots, num_rows, dtype, axes, name)[0]
 
 
-def _forward(rows, way, num_slots, num_rows, dtype, axes, name):
+def _forward(rows, plan, num_slots, num_rows, dtype, axes, name):
     content, scales = (
-        _moved(part, way.sent, way.received, num_slots, axes, name) for part in encode_tokens(rows)
+        _exchange_slices(array, plan.sent, plan.received, num_slots, axes, name)
+        for array in encode_tokens(rows)
     )
-    return decode_tokens((content, scales)).astype(dtype), way
+    return decode_tokens((content, scales)).astype(dtype), plan
 
 
-def _backward(num_slots, num_rows, dtype, axes, name, way, gradient):
-    peers, home = way.sent.sizes.shape[0], way.back
-    room = num_groups(num_slots, peers)
-    group = _group_of_rows(num_slots, home.sent, home.groups_sent, room)
+def _backward(num_slots, num_rows, dtype, axes, name, plan, gradient):
+    peers, reverse = plan.sent.sizes.shape[0], plan.reverse
+    group_slots = num_groups(num_slots, peers)
+    group = _group_of_rows(num_slots, reverse.sent, reverse.groups_sent, group_slots)
     magnitude = jnp.abs(gradient.astype(jnp.float32))
-    largest = jax.ops.segment_max(magnitude, group, room + 1, indices_are_sorted=False)
+    largest = jax.ops.segment_max(magnitude, group, group_slots + 1, indices_are_sorted=False)
     # `segment_max` gives the lowest number for a group without rows.
     scales = e4m3_scale(jnp.maximum(largest, 0))
     content = encode(gradient, scales[group])
-    returned = _moved(content, home.sent, home.received, num_rows, axes)
-    room = num_groups(num_rows, peers)
-    scales = _moved(scales[:-1], home.groups_sent, home.groups_received, room, axes)
-    group = _group_of_rows(num_rows, home.received, home.groups_received, room)
-    of_rows = jnp.take(scales, group, axis=0, mode="fill", fill_value=0)
-    return decode(returned, of_rows).astype(dtype), None
+    returned = _exchange_slices(content, reverse.sent, reverse.received, num_rows, axes)
+    group_slots = num_groups(num_rows, peers)
+    scales = _exchange_slices(
+        scales[:-1], reverse.groups_sent, reverse.groups_received, group_slots, axes
+    )
+    group = _group_of_rows(num_rows, reverse.received, reverse.groups_received, group_slots)
+    row_scales = jnp.take(scales, group, axis=0, mode="fill", fill_value=0)
+    return decode(returned, row_scales).astype(dtype), None
 
 
-_sent_fp8.defvjp(_forward, _backward)
+_exchange_fp8.defvjp(_forward, _backward)
 
 
 def _group_of_rows(
-    num_rows: int, slices: PeerSlices, groups: PeerSlices, none: int
+    num_rows: int, slices: PeerSlices, groups: PeerSlices, no_group: int
 ) -> Int[Array, "row"]:
-    """Scale group of each row of a buffer, `none` for rows in no slice."""
+    """Scale group of each row of a buffer, `no_group` for rows in no slice."""
     row = jnp.arange(num_rows)
     # Of slices that start at the same row, all but the last are empty.
     peer = jnp.searchsorted(slices.input_offsets, row, side="right") - 1
     within = row - slices.input_offsets[peer]
-    found = groups.input_offsets[peer] + within // compression.GROUP
-    return jnp.where(within < slices.sizes[peer], found, none)
+    group = groups.input_offsets[peer] + within // compression.GROUP
+    return jnp.where(within < slices.sizes[peer], group, no_group)

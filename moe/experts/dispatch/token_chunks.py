@@ -45,7 +45,7 @@ def chunk_sizes(num_tokens: int, chunks: int) -> list[int]:
     return [each + (chunk < more) for chunk in range(chunks)]
 
 
-def in_token_chunks(
+def dispatch_chunks(
     send: Send,
     chunks: int,
     weights: Experts[Array],
@@ -72,11 +72,11 @@ def in_token_chunks(
     starts = list(accumulate(sizes))[:-1]
     tokens, experts, probs = (jnp.split(array, starts) for array in (x, *routing))
     sums, overflows = [], []
-    parts = zip(shared(matrices, len(sizes)), tokens, experts, probs, strict=True)
-    for chunk, ((gate_up, down), of_chunk, *routed) in enumerate(parts):
-        own = replace(weights, gate_up=gate_up, down=down)
+    chunk_inputs = zip(shared(matrices, len(sizes)), tokens, experts, probs, strict=True)
+    for chunk, ((gate_up, down), chunk_tokens, *routed) in enumerate(chunk_inputs):
+        chunk_weights = replace(weights, gate_up=gate_up, down=down)
         with jax.named_scope(f"expert_chunk_{chunk}"):
-            done, overflow = send(own, of_chunk, Routing(*routed))
-        sums.append(done)
+            chunk_sums, overflow = send(chunk_weights, chunk_tokens, Routing(*routed))
+        sums.append(chunk_sums)
         overflows.append(overflow)
     return jnp.concatenate(sums), sum(overflows[1:], overflows[0])

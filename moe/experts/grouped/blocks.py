@@ -52,15 +52,17 @@ def blocks_of(sizes: Int[Array, "group"], num_rows: int) -> Blocks:
     group = jnp.searchsorted(first, jnp.arange(num_blocks, dtype=first.dtype), "right") - 1
     within = (jnp.arange(num_blocks) - first[group])[:, None] * size + jnp.arange(size)[None]
     row = jnp.where(within < sizes[group, None], start[group, None] + within, num_rows)
-    of_row = jnp.minimum(group_of_rows(sizes, num_rows), num_groups - 1)
+    row_group = jnp.minimum(group_of_rows(sizes, num_rows), num_groups - 1)
     index = jnp.arange(num_rows)
     slot = jnp.where(
-        index < jnp.sum(sizes), first[of_row] * size + index - start[of_row], num_blocks * size
+        index < jnp.sum(sizes),
+        first[row_group] * size + index - start[row_group],
+        num_blocks * size,
     )
     return Blocks(row, slot, group)
 
 
-def blocks_each(side, rows, weights, sizes):
+def blocks_multiply(side, rows, weights, sizes):
     blocks = blocks_of(sizes, rows.shape[0])
     formula = ("ri,io->ro", "ro,io->ri")[side]
 
@@ -68,19 +70,19 @@ def blocks_each(side, rows, weights, sizes):
         row, group = block
         # One matrix at a time: a batched product would need a copy of one for every block.
         matrix = lax.dynamic_index_in_dim(weights, group, keepdims=False)
-        out = jnp.einsum(formula, _taken(rows, row), matrix, preferred_element_type=jnp.float32)
+        out = jnp.einsum(formula, _take_rows(rows, row), matrix, preferred_element_type=jnp.float32)
         return out.astype(rows.dtype)
 
     out = lax.map(product, (blocks.row, blocks.group))
-    return _taken(out.reshape(-1, out.shape[-1]), blocks.slot)
+    return _take_rows(out.reshape(-1, out.shape[-1]), blocks.slot)
 
 
-def blocks_summed(rows, others, sizes):
+def blocks_sum(rows, others, sizes):
     blocks = blocks_of(sizes, rows.shape[0])
 
     def add(total, block):
         row, group = block
-        x, y = _taken(rows, row), _taken(others, row)
+        x, y = _take_rows(rows, row), _take_rows(others, row)
         product = jnp.einsum("ri,ro->io", x, y, preferred_element_type=jnp.float32)
         # In place: what a loop carries is not copied.
         return total.at[group].add(product), None
@@ -90,5 +92,5 @@ def blocks_summed(rows, others, sizes):
     return lax.scan(add, total, (blocks.row, blocks.group))[0]
 
 
-def _taken(x: Array, row: Array) -> Array:
+def _take_rows(x: Array, row: Array) -> Array:
     return x.at[row].get(mode="fill", fill_value=0)

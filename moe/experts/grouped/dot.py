@@ -12,12 +12,12 @@ import jax
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from moe.experts.grouped.blocks import blocks_each, blocks_summed
+from moe.experts.grouped.blocks import blocks_multiply, blocks_sum
 from moe.experts.grouped.groups import Implementation
-from moe.experts.grouped.mosaic import mosaic_each, mosaic_summed
-from moe.experts.grouped.plain import plain_each, plain_summed
-from moe.experts.grouped.ragged import ragged_each, ragged_summed
-from moe.experts.grouped.tiles import tiles_each, tiles_summed
+from moe.experts.grouped.mosaic import mosaic_multiply, mosaic_sum
+from moe.experts.grouped.plain import plain_multiply, plain_sum
+from moe.experts.grouped.ragged import ragged_multiply, ragged_sum
+from moe.experts.grouped.tiles import tiles_multiply, tiles_sum
 from moe.kernels import megablox
 from sharding.collectives import vary, varying
 
@@ -66,10 +66,12 @@ def grouped_dot(
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _grouped_dot(rows, weights, sizes, implementation):
-    return _named(implementation).each(0, rows, _matrices(weights, rows), sizes)
+    return _select_implementation(implementation).multiply_rows(
+        0, rows, _cast_matrices(weights, rows), sizes
+    )
 
 
-def _matrices(weights: Array, rows: Array) -> Array:
+def _cast_matrices(weights: Array, rows: Array) -> Array:
     return weights.astype(rows.dtype).reshape(*weights.shape[:2], -1)
 
 
@@ -77,43 +79,43 @@ def _forward(rows, weights, sizes, implementation):
     return _grouped_dot(rows, weights, sizes, implementation), (rows, weights, sizes)
 
 
-def _backward(implementation, residuals, out_gradient):
+def _backward(implementation, residuals, grad_out):
     rows, weights, sizes = residuals
     # Both gradients are grouped products again; sizes are integers and have none.
-    product = _named(implementation)
-    by_rows = product.each(1, out_gradient, _matrices(weights, rows), sizes)
-    by_weights = product.summed(rows, out_gradient, sizes)
-    return by_rows, by_weights.astype(weights.dtype).reshape(weights.shape), None
+    product = _select_implementation(implementation)
+    grad_rows = product.multiply_rows(1, grad_out, _cast_matrices(weights, rows), sizes)
+    grad_weights = product.sum_products(rows, grad_out, sizes)
+    return grad_rows, grad_weights.astype(weights.dtype).reshape(weights.shape), None
 
 
 _grouped_dot.defvjp(_forward, _backward)
 
 
 IMPLEMENTATIONS = {
-    "tiles": Implementation(tiles_each, tiles_summed),
-    "blocks": Implementation(blocks_each, blocks_summed),
-    "mosaic": Implementation(mosaic_each, mosaic_summed),
-    "megablox": Implementation(megablox.each, megablox.summed),
-    "ragged_dot": Implementation(ragged_each, ragged_summed),
-    "plain": Implementation(plain_each, plain_summed),
+    "tiles": Implementation(tiles_multiply, tiles_sum),
+    "blocks": Implementation(blocks_multiply, blocks_sum),
+    "mosaic": Implementation(mosaic_multiply, mosaic_sum),
+    "megablox": Implementation(megablox.multiply_rows, megablox.sum_products),
+    "ragged_dot": Implementation(ragged_multiply, ragged_sum),
+    "plain": Implementation(plain_multiply, plain_sum),
 }
 
 
-def _best_each(side, *operands):
+def _best_multiply(side, *operands):
     """Forward product by the best implementation of each platform.
 
     A loop of dynamic length makes a GPU wait for its host in every iteration, so "tiles" is for
     CPUs only.
     """
     return lax.platform_dependent(
-        *operands, cpu=partial(tiles_each, side), default=partial(blocks_each, side)
+        *operands, cpu=partial(tiles_multiply, side), default=partial(blocks_multiply, side)
     )
 
 
-def _best_summed(*operands):
-    return lax.platform_dependent(*operands, cpu=tiles_summed, default=blocks_summed)
+def _best_sum(*operands):
+    return lax.platform_dependent(*operands, cpu=tiles_sum, default=blocks_sum)
 
 
-def _named(name: str | None) -> Implementation:
+def _select_implementation(name: str | None) -> Implementation:
     """The named implementation; for None, the best of each platform."""
-    return Implementation(_best_each, _best_summed) if name is None else IMPLEMENTATIONS[name]
+    return Implementation(_best_multiply, _best_sum) if name is None else IMPLEMENTATIONS[name]

@@ -11,14 +11,15 @@ class Implementation(NamedTuple):
     """The two products that a grouped product and its gradient are made of.
 
     Attributes:
-      each: ``(side, rows, weights, sizes)``, each row times the matrix of its group, contracted
-        over dimension `side` of it: 0 is the product, 1 the one with the matrices transposed.
-      summed: ``(rows [row inner], others [row outer], sizes) -> [group inner outer]``, the sum of
-        ``rows[r]^T others[r]`` over the rows of a group, float32.
+      multiply_rows: ``(side, rows, weights, sizes)``, each row times the matrix of its group,
+        contracted over dimension `side` of it: 0 is the product, 1 the one with the matrices
+        transposed.
+      sum_products: ``(rows [row inner], others [row outer], sizes) -> [group inner outer]``, the
+        sum of ``rows[r]^T others[r]`` over the rows of a group, float32.
     """
 
-    each: Callable[..., Any]
-    summed: Callable[..., Any]
+    multiply_rows: Callable[..., Any]
+    sum_products: Callable[..., Any]
 
 
 def group_of_rows(sizes: Array, num_rows: int) -> Array:

@@ -11,7 +11,7 @@ from moe.kernels.choice import foreign_gpus
 def obstacle(rows: Array | jax.ShapeDtypeStruct, width: int) -> str | None:
     """The reason why the kernels do not support these rows, this width of the result, or this
     process's GPUs; None if they do."""
-    foreign = foreign_gpus(hopper_alone=True)
+    foreign = foreign_gpus(hopper_only=True)
     if foreign is not None:
         return foreign
     if rows.dtype not in (jnp.bfloat16, jnp.float16):
@@ -21,17 +21,17 @@ def obstacle(rows: Array | jax.ShapeDtypeStruct, width: int) -> str | None:
     return None
 
 
-def mosaic_each(side, rows, weights, sizes):
-    demand_service(rows, weights.shape[2 - side])
-    return grouped.each(side, rows, weights, sizes)
+def mosaic_multiply(side, rows, weights, sizes):
+    require_support(rows, weights.shape[2 - side])
+    return grouped.multiply_rows(side, rows, weights, sizes)
 
 
-def mosaic_summed(rows, others, sizes):
-    demand_service(rows, others.shape[1])
-    return grouped.summed(rows, others, sizes)
+def mosaic_sum(rows, others, sizes):
+    require_support(rows, others.shape[1])
+    return grouped.sum_products(rows, others, sizes)
 
 
-def demand_service(
+def require_support(
     rows: Array | jax.ShapeDtypeStruct,
     width: int,
     name: str = "mosaic",

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def ragged_each(side, rows, weights, sizes):
+def ragged_multiply(side, rows, weights, sizes):
     dimensions = lax.RaggedDotDimensionNumbers((((1,), (1 + side,)), ((), ())), [0], [0])
     out = lax.ragged_dot_general(
         rows, weights, sizes, dimensions, preferred_element_type=jnp.float32
@@ -15,9 +15,9 @@ def ragged_each(side, rows, weights, sizes):
 _CONTRACT_ROWS = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
 
 
-def ragged_summed(rows, others, sizes):
-    known = (jnp.arange(rows.shape[0]) < jnp.sum(sizes))[:, None]
-    rows, others = jnp.where(known, rows, 0), jnp.where(known, others, 0)
+def ragged_sum(rows, others, sizes):
+    in_group = (jnp.arange(rows.shape[0]) < jnp.sum(sizes))[:, None]
+    rows, others = jnp.where(in_group, rows, 0), jnp.where(in_group, others, 0)
     return lax.ragged_dot_general(
         rows, others, sizes, _CONTRACT_ROWS, preferred_element_type=jnp.float32
     )

@@ -21,7 +21,7 @@ def _dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
     return lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)
 
 
-def _cover(
+def _cover_rows(
     tile: Callable[[Array, Array, int, Any], Any], start: Array, stop: Array, num_rows: int, out
 ):
     """`out` after ``tile(first, own, size, out)`` for tiles that cover rows `start` to `stop`.
@@ -41,10 +41,10 @@ def _cover(
             row = first + jnp.arange(height, dtype=first.dtype)
             return at + height, tile(first, (row >= at) & (row < stop), height, out)
 
-        def more(carry, least=least):
+        def has_more(carry, least=least):
             return stop - carry[0] > least
 
-        start, out = lax.while_loop(more, step, (start, out))
+        start, out = lax.while_loop(has_more, step, (start, out))
     return out
 
 
@@ -53,38 +53,38 @@ def _zeros(shape: tuple[int, ...], dtype, like: Array) -> Array:
     return vary(jnp.zeros(shape, dtype), tuple(varying(like)))
 
 
-def tiles_each(side, rows, weights, sizes):
+def tiles_multiply(side, rows, weights, sizes):
     stop = jnp.cumsum(sizes)
 
-    def of_group(group, out):
+    def multiply_group(group, out):
         matrix = lax.dynamic_index_in_dim(weights, group, keepdims=False)
 
-        def tile(first, own, height, out):
+        def tile(first, mask, height, out):
             product = _dot(lax.dynamic_slice_in_dim(rows, first, height), matrix, (1, side))
             before = lax.dynamic_slice_in_dim(out, first, height)
-            after = jnp.where(own[:, None], product.astype(out.dtype), before)
+            after = jnp.where(mask[:, None], product.astype(out.dtype), before)
             return lax.dynamic_update_slice_in_dim(out, after, first, axis=0)
 
-        return _cover(tile, stop[group] - sizes[group], stop[group], rows.shape[0], out)
+        return _cover_rows(tile, stop[group] - sizes[group], stop[group], rows.shape[0], out)
 
     out = _zeros((rows.shape[0], weights.shape[2 - side]), rows.dtype, rows)
-    return lax.fori_loop(0, weights.shape[0], of_group, out)
+    return lax.fori_loop(0, weights.shape[0], multiply_group, out)
 
 
-def tiles_summed(rows, others, sizes):
+def tiles_sum(rows, others, sizes):
     stop = jnp.cumsum(sizes)
 
-    def of_group(group):
-        def tile(first, own, height, out):
+    def sum_group(group):
+        def tile(first, mask, height, out):
             # Both operands are masked: rows of other groups may hold NaN or infinity, and zero
             # times these is not zero.
             x, y = (
-                jnp.where(own[:, None], lax.dynamic_slice_in_dim(side, first, height), 0)
-                for side in (rows, others)
+                jnp.where(mask[:, None], lax.dynamic_slice_in_dim(operand, first, height), 0)
+                for operand in (rows, others)
             )
             return out + _dot(x, y, (0, 0))
 
         out = _zeros((rows.shape[1], others.shape[1]), jnp.float32, rows)
-        return _cover(tile, stop[group] - sizes[group], stop[group], rows.shape[0], out)
+        return _cover_rows(tile, stop[group] - sizes[group], stop[group], rows.shape[0], out)
 
-    return lax.map(of_group, jnp.arange(sizes.shape[0]))
+    return lax.map(sum_group, jnp.arange(sizes.shape[0]))

@@ -1,8 +1,8 @@
 """Block-sparse attention mask: the blocks of keys that a program visits, and the mask in a block.
 
-The blocks to visit are computed before the kernels, from the ranges of marks (columns, positions,
-segment ids): four numbers for each block. The mask of a block is computed in registers, from two or
-three numbers per token, and only where the block is not known to be visible completely.
+The blocks to visit are computed before the kernels, from the ranges of mask fields (columns,
+positions, segment ids): four numbers for each block. The mask of a block is computed in registers,
+from two or three numbers per token, and only where the block is not known to be visible completely.
 """
 
 import math
@@ -20,26 +20,27 @@ from moe.kernels.mosaic import Target
 
 UNIT = 64
 """Tokens of a block, which a warpgroup multiplies at a time."""
-LONGEST = 2 * UNIT
+MAX_BLOCK_TOKENS = 2 * UNIT
 """Tokens of the longest block of a program: rows are padded to a multiple."""
 BASE_2 = math.log2(math.e)
 """Factor on scores whose exponentials are computed as powers of 2, by the GPU's ex2 instruction."""
 
 
-def filled_up(x: Array, axis: int) -> Array:
+def pad_to_blocks(x: Array, axis: int) -> Array:
     """Pads with zeros to a whole number of blocks; an array that has one is not copied."""
-    missing = -x.shape[axis] % LONGEST
+    missing = -x.shape[axis] % MAX_BLOCK_TOKENS
     return jnp.pad(x, [(0, missing if n == axis % x.ndim else 0) for n in range(x.ndim)])
 
 
-def filled_marks(marks: Marks) -> Marks:
-    """Pads marks as `filled_up`: the added tokens have segment 0, so they count as padding."""
-    return Marks(*(filled_up(x, 1) for x in marks))
+def pad_mask(mask: Marks) -> Marks:
+    """Pads mask fields as `pad_to_blocks`: the added tokens have segment 0, so they count as
+    padding."""
+    return Marks(*(pad_to_blocks(x, 1) for x in mask))
 
 
-def cut(marks: Marks, size: int) -> Marks:
+def block_mask(mask: Marks, size: int) -> Marks:
     """Reshapes ``[row, time]`` to ``[row, block, token]``."""
-    return Marks(*(x.reshape(x.shape[0], -1, size) for x in marks))
+    return Marks(*(x.reshape(x.shape[0], -1, size) for x in mask))
 
 
 def in_blocks(
@@ -49,7 +50,7 @@ def in_blocks(
     return x.reshape(-1, size, x.shape[-1])
 
 
-class Visited(NamedTuple):
+class VisitRange(NamedTuple):
     """Range of blocks that a program visits.
 
     Attributes:
@@ -70,69 +71,72 @@ class Visited(NamedTuple):
         return (block >= self.clear) & (block < self.clear_stop)
 
 
-def bounds(
+def visit_table(
     query: Marks, key: Marks, window: Window, *, by_query: bool
 ) -> Int[Array, "row block bound"]:
-    """Table of `Visited`: for each block of queries the blocks of keys, or for each block of keys
-    those of queries.
+    """Table of `VisitRange`: for each block of queries the blocks of keys, or for each block of
+    keys those of queries.
 
     Args:
-      query, key: marks in blocks, as `cut` gives them.
+      query, key: mask fields in blocks, as `block_mask` gives them.
     """
 
-    def of_pairs(meet: Callable[..., Array]) -> Array:
-        of_blocks = jax.vmap(jax.vmap(meet, (None, 0)), (0, None))
-        found = jax.vmap(of_blocks)(query, key)
-        return found if by_query else jnp.swapaxes(found, 1, 2)
+    def compare_pairs(meet: Callable[..., Array]) -> Array:
+        over_key_blocks = jax.vmap(jax.vmap(meet, (None, 0)), (0, None))
+        pairs = jax.vmap(over_key_blocks)(query, key)
+        return pairs if by_query else jnp.swapaxes(pairs, 1, 2)
 
     # All pairs of blocks, but only their ranges: a few numbers for each pair, not each score.
-    met, whole = (of_pairs(partial(test, window=window)) for test in (may_meet, all_meet))
-    block, end = lax.broadcasted_iota(jnp.int32, met.shape, 2), met.shape[2]
-    stop = jnp.max(jnp.where(met, block + 1, 0), axis=2)
+    visible, fully_visible = (
+        compare_pairs(partial(test, window=window)) for test in (may_meet, all_meet)
+    )
+    block, end = lax.broadcasted_iota(jnp.int32, visible.shape, 2), visible.shape[2]
+    stop = jnp.max(jnp.where(visible, block + 1, 0), axis=2)
     # An empty range where nothing is visible: `first` is then not past `stop`, which is 0.
-    first = jnp.minimum(jnp.min(jnp.where(met, block, end), axis=2), stop)
+    first = jnp.minimum(jnp.min(jnp.where(visible, block, end), axis=2), stop)
     # One range is enough: under a causal mask the blocks without a hidden score are consecutive.
     # Any further ones are masked, which is slower and gives the same.
-    clear = jnp.min(jnp.where(whole, block, end), axis=2)
-    later = ~whole & (block > clear[..., None])
+    clear = jnp.min(jnp.where(fully_visible, block, end), axis=2)
+    later = ~fully_visible & (block > clear[..., None])
     clear_stop = jnp.min(jnp.where(later, block, end), axis=2)
-    return jnp.stack(Visited(first, stop, clear, clear_stop), axis=2)
+    return jnp.stack(VisitRange(first, stop, clear, clear_stop), axis=2)
 
 
-def visited(table: Any, block: Any) -> Visited:
-    """Reads the entry of a block, counted over all rows, from the flattened table of `bounds`."""
-    width = len(Visited._fields)
-    return Visited(*(table[block * width + number] for number in range(width)))
+def read_visits(table: Any, block: Any) -> VisitRange:
+    """Reads the entry of a block, counted over all rows, from the flattened table of
+    `visit_table`."""
+    width = len(VisitRange._fields)
+    return VisitRange(*(table[block * width + field] for field in range(width)))
 
 
-def marked(
+def mask_operands(
     query: Marks, key: Marks, window: Window
-) -> tuple[Int[Array, "block mark token"], Int[Array, "key_block mark key_token"]]:
-    """Operands of `masked` for the queries and for the keys of all rows: the column and the
+) -> tuple[Int[Array, "block field token"], Int[Array, "key_block field key_token"]]:
+    """Operands of `apply_mask` for the queries and for the keys of all rows: the column and the
     segment, and with a window the position.
 
     Args:
-      query, key: marks in blocks, as `cut` gives them.
+      query, key: mask fields in blocks, as `block_mask` gives them.
     """
     # Padding keys get segment -1, which no query has: one comparison hides them.
-    of_query = [query.column, query.segment]
-    of_key = [key.column, jnp.where(key.segment > 0, key.segment, -1)]
+    query_fields = [query.column, query.segment]
+    key_fields = [key.column, jnp.where(key.segment > 0, key.segment, -1)]
     if window is not None:
         # The window is subtracted here, once per token and not once per score.
-        of_query.append(query.position - window)
-        of_key.append(key.position)
-    both = (jnp.stack(x, axis=2).astype(jnp.int32) for x in (of_query, of_key))
-    of_query, of_key = (x.reshape(-1, *x.shape[2:]) for x in both)
-    return of_query, of_key
+        query_fields.append(query.position - window)
+        key_fields.append(key.position)
+    both = (jnp.stack(x, axis=2).astype(jnp.int32) for x in (query_fields, key_fields))
+    query_fields, key_fields = (x.reshape(-1, *x.shape[2:]) for x in both)
+    return query_fields, key_fields
 
 
-def loaded(target: Target, marks: Any, dimension: int) -> list[Array]:
-    """Loads the marks of a block ``[mark, token]`` into registers, in the layout of a dimension of
-    a matrix of scores."""
-    return [target.load(marks.at[number], dimension) for number in range(marks.shape[0])]
+def load_mask(target: Target, fields: Any, dimension: int) -> list[Array]:
+    """Loads the mask fields of a block ``[field, token]`` into registers, in the layout of a
+    dimension of a matrix of scores."""
+    return [target.load(fields.at[field], dimension) for field in range(fields.shape[0])]
 
 
-def masked(
+def apply_mask(
     target: Target,
     scores: Array,
     rows: list[Array],
@@ -145,30 +149,32 @@ def masked(
     """Scores, with `value` where a query does not see a key.
 
     Args:
-      rows: marks of the tokens that are the rows of the matrix, `loaded`.
-      columns: marks of the tokens that are its columns, in memory.
+      rows: mask fields of the tokens that are the rows of the matrix, `load_mask`.
+      columns: mask fields of the tokens that are its columns, in memory.
       clear: true if the whole block is visible.
       by_query: queries are the rows; otherwise keys are.
     """
 
-    def compared(scores: Array) -> Array:
-        # The columns' marks are loaded here, so that blocks without a mask do not read them.
-        marks = rows, loaded(target, columns, 1)
-        spread_out = [
-            [spread(target, x, scores.shape, dimension) for x in of_side]
-            for dimension, of_side in enumerate(marks)
+    def mask_scores(scores: Array) -> Array:
+        # The columns' fields are loaded here, so that blocks without a mask do not read them.
+        fields = rows, load_mask(target, columns, 1)
+        broadcast = [
+            [broadcast_vector(target, x, scores.shape, dimension) for x in vectors]
+            for dimension, vectors in enumerate(fields)
         ]
-        query, key = spread_out if by_query else reversed(spread_out)
+        query, key = broadcast if by_query else reversed(broadcast)
         visible = (query[0] >= key[0]) & (query[1] == key[1])
         for oldest, position in zip(query[2:], key[2:], strict=True):
             visible &= oldest < position
         return jnp.where(visible, scores, full(target, scores.shape, value))
 
     # A branch and not a select: most blocks of long rows need no mask at all.
-    return lax.cond(clear, lambda scores: scores, compared, scores)
+    return lax.cond(clear, lambda scores: scores, mask_scores, scores)
 
 
-def spread(target: Target, vector: Array, shape: tuple[int, ...], dimension: int) -> Array:
+def broadcast_vector(
+    target: Target, vector: Array, shape: tuple[int, ...], dimension: int
+) -> Array:
     """Broadcasts a number for each row of a matrix, or for each column, to the matrix."""
     return target.tiled(lax.broadcast_in_dim(vector, shape, (dimension,)))
 

@@ -19,29 +19,29 @@ from moe.attention.flash import Key, Output, PerQuery, Query, Value
 from moe.attention.mask import Mask
 from moe.kernels.attention.blocks import (
     BASE_2,
-    LONGEST,
+    MAX_BLOCK_TOKENS,
     UNIT,
-    bounds,
-    cut,
-    filled_marks,
-    filled_up,
+    apply_mask,
+    block_mask,
+    broadcast_vector,
     full,
     in_blocks,
-    loaded,
-    marked,
-    masked,
-    spread,
-    visited,
+    load_mask,
+    mask_operands,
+    pad_mask,
+    pad_to_blocks,
+    read_visits,
+    visit_table,
 )
-from moe.kernels.attention.pipeline import pipelined
+from moe.kernels.attention.pipeline import run_pipeline
 from moe.kernels.mosaic import launch, product
 from moe.precision import MASK_VALUE
 
-CONSUMERS = LONGEST // UNIT
+CONSUMERS = MAX_BLOCK_TOKENS // UNIT
 """Warpgroups of a program that compute."""
 
 
-class Place(NamedTuple):
+class QueryBlock(NamedTuple):
     """Indices of the block of queries that a program computes.
 
     Attributes:
@@ -56,17 +56,17 @@ class Place(NamedTuple):
     block: Any
 
 
-def place_of(program: Any, group: int, num_blocks: int, kv_heads: int) -> Place:
+def locate_query_block(program: Any, group: int, num_blocks: int, kv_heads: int) -> QueryBlock:
     """Block of queries of a program.
 
     Query heads that share a key/value head come one after the other, so that programs in flight
     read the same keys from the L2 cache. The last queries of a row, which see most keys, come
     first: the short ones then fill the end of the launch.
     """
-    rest, one = parts(program, group)
-    source, back = parts(rest, num_blocks)
-    row, _ = parts(source, kv_heads)
-    return Place(row, source, source * group + one, num_blocks - 1 - back)
+    rest, member = quotient_remainder(program, group)
+    source, from_last = quotient_remainder(rest, num_blocks)
+    row, _ = quotient_remainder(source, kv_heads)
+    return QueryBlock(row, source, source * group + member, num_blocks - 1 - from_last)
 
 
 def attend(
@@ -90,61 +90,70 @@ def attend(
       simulated: see `moe.kernels.mosaic.launch`.
     """
     (rows, kv_heads, group, time, width), wide = query.shape, value.shape[-1]
-    query, key, value = (filled_up(x, -2) for x in (query, key, value))
-    of_query, of_key = filled_marks(mask.query), filled_marks(mask.key)
-    size = keys_of_block(width, wide)
-    sources = cut(of_key, size)
-    # Computed before the kernel: a program reads four numbers instead of all marks of its row.
-    table = bounds(cut(of_query, LONGEST), sources, mask.window, by_query=True)
-    of_query, of_key = marked(cut(of_query, UNIT), sources, mask.window)
+    query, key, value = (pad_to_blocks(x, -2) for x in (query, key, value))
+    query_mask, key_mask = pad_mask(mask.query), pad_mask(mask.key)
+    size = keys_per_block(width, wide)
+    sources = block_mask(key_mask, size)
+    # Computed before the kernel: a program reads four numbers instead of all mask fields of its
+    # row.
+    table = visit_table(
+        block_mask(query_mask, MAX_BLOCK_TOKENS), sources, mask.window, by_query=True
+    )
+    query_mask, key_mask = mask_operands(block_mask(query_mask, UNIT), sources, mask.window)
     num_blocks, num_sources = table.shape[1], sources.column.shape[1]
 
-    def body(target, program, table, of_query, of_key, query, key, value, out, log_sum):
-        place = place_of(program, group, num_blocks, kv_heads)
-        # All heads of a row have the same marks, so the table is per row.
-        visits = visited(table, place.row * num_blocks + place.block)
+    def body(target, program, table, query_mask, key_mask, query, key, value, out, log_sum):
+        query_block = locate_query_block(program, group, num_blocks, kv_heads)
+        # All heads of a row have the same mask, so the table is per row.
+        visits = read_visits(table, query_block.row * num_blocks + query_block.block)
         # First unit of the program's queries among those of all heads, and of all rows.
-        first = (place.head * num_blocks + place.block) * CONSUMERS
-        in_row = (place.row * num_blocks + place.block) * CONSUMERS
+        first = (query_block.head * num_blocks + query_block.block) * CONSUMERS
+        in_row = (query_block.row * num_blocks + query_block.block) * CONSUMERS
 
-        def blocks(number):
-            at = visits.first + number
-            own = place.source * num_sources + at
-            return key.at[own], value.at[own], of_key.at[place.row * num_sources + at]
+        def blocks(index):
+            block_index = visits.first + index
+            kv_block = query_block.source * num_sources + block_index
+            return (
+                key.at[kv_block],
+                value.at[kv_block],
+                key_mask.at[query_block.row * num_sources + block_index],
+            )
 
-        def compute(warpgroup, held, visit):
-            marks = loaded(target, of_query.at[in_row + warpgroup], 0)
+        def compute(warpgroup, resident, visit):
+            row_mask = load_mask(target, query_mask.at[in_row + warpgroup], 0)
 
-            def step(number, block, carry):
-                (keys, values, of_keys), (sums, total, top) = block, carry
-                scores = product(held[0].at[warpgroup], target.transposed(keys))
+            def step(index, block, carry):
+                (keys, values, block_mask_ref), (sums, total, top) = block, carry
+                scores = product(resident[0].at[warpgroup], target.transpose(keys))
                 # The factor of base 2 is part of the scale: exp2 then needs no multiplication.
                 scores *= scale * BASE_2
-                clear = visits.is_clear(visits.first + number)
-                scores = masked(target, scores, marks, of_keys, clear, MASK_VALUE, by_query=True)
+                clear = visits.is_clear(visits.first + index)
+                scores = apply_mask(
+                    target, scores, row_mask, block_mask_ref, clear, MASK_VALUE, by_query=True
+                )
                 now = jnp.maximum(top, target.tiled(jnp.max(scores, axis=1)))
                 # While a query has seen only hidden keys, its exponentials are 1 and its sums are
                 # meaningless. The first visible score multiplies them by exp2(MASK_VALUE - top), 0.
                 shrink = jnp.exp2(top - now)
-                powers = jnp.exp2(scores - spread(target, now, scores.shape, 0))
+                powers = jnp.exp2(scores - broadcast_vector(target, now, scores.shape, 0))
                 total = total * shrink + target.tiled(jnp.sum(powers, axis=1))
-                sums *= spread(target, shrink, sums.shape, 0)
+                sums *= broadcast_vector(target, shrink, sums.shape, 0)
                 # The left operand of this product stays in registers (FlashAttention-3).
-                return target.added(sums, powers.astype(values.dtype), values), total, now
+                return target.add_product(sums, powers.astype(values.dtype), values), total, now
 
             # `top` is in base 2 with the scale included; it becomes a natural logarithm below.
             # Finite, as the difference of two infinities is NaN: for queries without a key so far.
-            nothing, least = (full(target, (UNIT,), one) for one in (0.0, MASK_VALUE))
-            sums, total, top = visit(step, (full(target, (UNIT, wide), 0.0), nothing, least))
+            zeros, least = (full(target, (UNIT,), fill) for fill in (0.0, MASK_VALUE))
+            sums, total, top = visit(step, (full(target, (UNIT, wide), 0.0), zeros, least))
             # The largest exponential is 1, so the total is at least 1 unless no block was visited.
             total = jnp.maximum(total, full(target, (UNIT,), 1.0))
-            found = sums / spread(target, total, sums.shape, 0)
-            target.store(out.at[first + warpgroup], found.astype(out.dtype))
+            attention = sums / broadcast_vector(target, total, sums.shape, 0)
+            target.store(out.at[first + warpgroup], attention.astype(out.dtype))
             target.store(log_sum.at[first + warpgroup], top / BASE_2 + jnp.log(total))
 
         # Two warpgroups share each block of keys, which halves its loads per query.
-        own = query.at[pl.ds(first, CONSUMERS)]
-        pipelined(target, [own], blocks, visits.length, [compute] * CONSUMERS)
+        first_queries = query.at[pl.ds(first, CONSUMERS)]
+        run_pipeline(target, [first_queries], blocks, visits.length, [compute] * CONSUMERS)
 
     heads = rows * kv_heads * group
     units = heads * num_blocks * CONSUMERS
@@ -157,8 +166,8 @@ def attend(
         ],
         [
             table.reshape(-1),
-            of_query,
-            of_key,
+            query_mask,
+            key_mask,
             in_blocks(query),
             in_blocks(key, size),
             in_blocks(value, size),
@@ -173,12 +182,12 @@ def attend(
     return out[..., :time, :], log_sum.reshape(query.shape[:-1])[..., :time]
 
 
-def keys_of_block(width: int, wide: int) -> int:
+def keys_per_block(width: int, wide: int) -> int:
     """Number of keys of a block. Larger blocks wait less often; but two of them must fit in shared
     memory, and the exponentials of one in registers together with the output sums."""
-    return LONGEST if width + wide <= 320 and wide <= 128 else UNIT
+    return MAX_BLOCK_TOKENS if width + wide <= 320 and wide <= 128 else UNIT
 
 
-def parts(number: Any, size: int) -> tuple[Any, Any]:
+def quotient_remainder(dividend: Any, divisor: int) -> tuple[Any, Any]:
     """Quotient and remainder."""
-    return lax.div(number, jnp.int32(size)), lax.rem(number, jnp.int32(size))
+    return lax.div(dividend, jnp.int32(divisor)), lax.rem(dividend, jnp.int32(divisor))

@@ -25,31 +25,31 @@ from moe.attention.mask import Mask
 from moe.kernels.attention.blocks import (
     BASE_2,
     UNIT,
-    bounds,
-    cut,
-    filled_marks,
-    filled_up,
+    apply_mask,
+    block_mask,
+    broadcast_vector,
     full,
     in_blocks,
-    loaded,
-    marked,
-    masked,
-    spread,
-    visited,
+    load_mask,
+    mask_operands,
+    pad_mask,
+    pad_to_blocks,
+    read_visits,
+    visit_table,
 )
-from moe.kernels.attention.forward import parts, place_of
-from moe.kernels.attention.pipeline import pipelined
+from moe.kernels.attention.forward import locate_query_block, quotient_remainder
+from moe.kernels.attention.pipeline import run_pipeline
 from moe.kernels.mosaic import launch, product
 
 
-class Operands(NamedTuple):
+class AttentionOperands(NamedTuple):
     """Inputs of both kernels, in blocks of `UNIT` tokens of all rows and heads.
 
     Attributes:
       query, out_gradient, key, value: ``[block, token, width]``.
       slopes: ``[block, 2, query]``: the log-sum-exp of each query's scores, in base 2, and
         `moe.attention.flash.slope_mean`.
-      of_query, of_key: marks, as `marked` gives them.
+      query_mask, key_mask: mask fields, as `mask_operands` gives them.
     """
 
     query: Any
@@ -57,11 +57,11 @@ class Operands(NamedTuple):
     key: Any
     value: Any
     slopes: Any
-    of_query: Any
-    of_key: Any
+    query_mask: Any
+    key_mask: Any
 
 
-class Sizes(NamedTuple):
+class AttentionSizes(NamedTuple):
     """Static sizes of the operands.
 
     Attributes:
@@ -107,104 +107,111 @@ def attend_gradient(
     """
     (rows, kv_heads, group, time, width), wide = query.shape, value.shape[-1]
     source = key.shape[-2]
-    query, key, value, out_gradient = (filled_up(x, -2) for x in (query, key, value, out_gradient))
-    of_query, of_key = filled_marks(mask.query), filled_marks(mask.key)
-    units = cut(of_query, UNIT), cut(of_key, UNIT)
-    marks = marked(*units, mask.window)
+    query, key, value, out_gradient = (
+        pad_to_blocks(x, -2) for x in (query, key, value, out_gradient)
+    )
+    query_mask, key_mask = pad_mask(mask.query), pad_mask(mask.key)
+    units = block_mask(query_mask, UNIT), block_mask(key_mask, UNIT)
+    mask_fields = mask_operands(*units, mask.window)
     # In base 2, so that probabilities are exp2(score - log_sum): one instruction per score. One
     # array for both numbers: a block of it is a single copy to shared memory.
-    per_query = [filled_up(x, -1).reshape(-1, UNIT) for x in (log_sum * BASE_2, mean)]
-    operands = Operands(
+    per_query = [pad_to_blocks(x, -1).reshape(-1, UNIT) for x in (log_sum * BASE_2, mean)]
+    operands = AttentionOperands(
         in_blocks(query),
         in_blocks(out_gradient),
         in_blocks(key),
         in_blocks(value),
         jnp.stack(per_query, axis=1),
-        *marks,
+        *mask_fields,
     )
-    queries, keys = (of_row.column.shape[1] for of_row in units)
-    sizes = Sizes(rows, kv_heads, group, queries, keys, width, wide, scale)
+    queries, keys = (unit.column.shape[1] for unit in units)
+    sizes = AttentionSizes(rows, kv_heads, group, queries, keys, width, wide, scale)
 
     # Two tables, as the blocks that a program holds and those that it visits differ in size.
-    together = UNIT * queries_of_program(width, wide)
-    table = bounds(cut(of_query, together), units[1], mask.window, by_query=True)
-    of_queries = _of_queries(operands, table, sizes, dtype, simulated)
-    together = UNIT * keys_of_program(width, wide)
-    table = bounds(units[0], cut(of_key, together), mask.window, by_query=False)
-    of_keys, of_values = _of_keys(operands, table, sizes, dtype, simulated)
+    block_tokens = UNIT * query_blocks_per_program(width, wide)
+    table = visit_table(block_mask(query_mask, block_tokens), units[1], mask.window, by_query=True)
+    grad_query = _query_gradients(operands, table, sizes, dtype, simulated)
+    block_tokens = UNIT * key_blocks_per_program(width, wide)
+    table = visit_table(units[0], block_mask(key_mask, block_tokens), mask.window, by_query=False)
+    grad_key, grad_value = _key_value_gradients(operands, table, sizes, dtype, simulated)
     return (
-        of_queries.reshape(query.shape)[..., :time, :],
-        of_keys.reshape(key.shape)[..., :source, :],
-        of_values.reshape(value.shape)[..., :source, :],
+        grad_query.reshape(query.shape)[..., :time, :],
+        grad_key.reshape(key.shape)[..., :source, :],
+        grad_value.reshape(value.shape)[..., :source, :],
     )
 
 
-def queries_of_program(width: int, wide: int) -> int:
+def query_blocks_per_program(width: int, wide: int) -> int:
     """Blocks of queries of a program, one for each warpgroup. With two of them and very wide heads,
     shared memory has no space left for two blocks of keys and values."""
     return 2 if width + wide <= 448 else 1
 
 
-def keys_of_program(width: int, wide: int) -> int:
+def key_blocks_per_program(width: int, wide: int) -> int:
     """Blocks of keys of a program. With one block for each of two warpgroups, the registers of a
     warpgroup cannot hold both gradients of wide heads. The two then share one block, and each
     computes one of its gradients."""
     return 2 if width + wide <= 256 else 1
 
 
-def _of_queries(
-    operands: Operands, table: Array, sizes: Sizes, dtype: Any, simulated: bool
+def _query_gradients(
+    operands: AttentionOperands, table: Array, sizes: AttentionSizes, dtype: Any, simulated: bool
 ) -> Array:
     """Gradients of all queries, ``[block, query, head_dim]``."""
-    consumers = queries_of_program(sizes.width, sizes.wide)
+    consumers = query_blocks_per_program(sizes.width, sizes.wide)
     num_blocks = sizes.queries // consumers
 
     def body(target, program, table, *refs):
-        *refs, found = refs
-        given = Operands(*refs)
+        *refs, grad_query = refs
+        block_refs = AttentionOperands(*refs)
         # The order of programs is that of the forward pass, for the same reasons.
-        place = place_of(program, sizes.group, num_blocks, sizes.kv_heads)
-        visits = visited(table, place.row * num_blocks + place.block)
-        first = (place.head * num_blocks + place.block) * consumers
-        in_row = (place.row * num_blocks + place.block) * consumers
+        query_block = locate_query_block(program, sizes.group, num_blocks, sizes.kv_heads)
+        visits = read_visits(table, query_block.row * num_blocks + query_block.block)
+        first = (query_block.head * num_blocks + query_block.block) * consumers
+        in_row = (query_block.row * num_blocks + query_block.block) * consumers
 
-        def blocks(number):
-            at = visits.first + number
-            own = place.source * sizes.keys + at
-            of_keys = given.of_key.at[place.row * sizes.keys + at]
-            return given.key.at[own], given.value.at[own], of_keys
+        def blocks(index):
+            block_index = visits.first + index
+            kv_block = query_block.source * sizes.keys + block_index
+            key_mask = block_refs.key_mask.at[query_block.row * sizes.keys + block_index]
+            return block_refs.key.at[kv_block], block_refs.value.at[kv_block], key_mask
 
-        def compute(warpgroup, held, visit):
-            query, out_gradient = (x.at[warpgroup] for x in held)
-            # Marks and both numbers per query are loaded once: they stay in registers all along.
-            marks = loaded(target, given.of_query.at[in_row + warpgroup], 0)
-            log_sum, mean = loaded(target, given.slopes.at[first + warpgroup], 0)
+        def compute(warpgroup, resident, visit):
+            query, out_gradient = (x.at[warpgroup] for x in resident)
+            # Mask fields and both numbers per query are loaded once: they stay in registers all
+            # along.
+            row_mask = load_mask(target, block_refs.query_mask.at[in_row + warpgroup], 0)
+            log_sum, mean = load_mask(target, block_refs.slopes.at[first + warpgroup], 0)
 
-            def step(number, block, total):
-                keys, values, of_keys = block
-                scores = product(query, target.transposed(keys)) * (sizes.scale * BASE_2)
-                clear = visits.is_clear(visits.first + number)
+            def step(index, block, total):
+                keys, values, key_mask = block
+                scores = product(query, target.transpose(keys)) * (sizes.scale * BASE_2)
+                clear = visits.is_clear(visits.first + index)
                 # Minus infinity is safe here: log_sum is finite, so a hidden score gives exactly 0,
                 # also for queries that see no key, whose log_sum is about MASK_VALUE.
-                scores = masked(target, scores, marks, of_keys, clear, -jnp.inf, by_query=True)
-                powers = jnp.exp2(scores - spread(target, log_sum, scores.shape, 0))
+                scores = apply_mask(
+                    target, scores, row_mask, key_mask, clear, -jnp.inf, by_query=True
+                )
+                powers = jnp.exp2(scores - broadcast_vector(target, log_sum, scores.shape, 0))
                 # p (do v^T - D), the gradient of the scores (`moe.attention.flash`).
-                through = product(out_gradient, target.transposed(values))
-                slopes = powers * (through - spread(target, mean, scores.shape, 0))
+                grad_powers = product(out_gradient, target.transpose(values))
+                grad_scores = powers * (
+                    grad_powers - broadcast_vector(target, mean, scores.shape, 0)
+                )
                 # As the left operand it stays in registers: no trip through shared memory.
-                return target.added(total, slopes.astype(keys.dtype), keys)
+                return target.add_product(total, grad_scores.astype(keys.dtype), keys)
 
             # The scale once per sum, not once per score.
             total = visit(step, full(target, (UNIT, sizes.width), 0.0)) * sizes.scale
-            target.store(found.at[first + warpgroup], total.astype(found.dtype))
+            target.store(grad_query.at[first + warpgroup], total.astype(grad_query.dtype))
 
-        own = pl.ds(first, consumers)
-        held = given.query.at[own], given.out_gradient.at[own]
-        pipelined(target, held, blocks, visits.length, [compute] * consumers)
+        resident_blocks = pl.ds(first, consumers)
+        resident = block_refs.query.at[resident_blocks], block_refs.out_gradient.at[resident_blocks]
+        run_pipeline(target, resident, blocks, visits.length, [compute] * consumers)
 
     heads = sizes.rows * sizes.kv_heads * sizes.group
     shape = jax.ShapeDtypeStruct(operands.query.shape, dtype)
-    launched = _launch(
+    outputs = _launch(
         "attention_grad_query",
         body,
         heads * num_blocks,
@@ -214,83 +221,96 @@ def _of_queries(
         consumers,
         simulated,
     )
-    return launched[0]
+    return outputs[0]
 
 
-def _of_keys(
-    operands: Operands, table: Array, sizes: Sizes, dtype: Any, simulated: bool
+def _key_value_gradients(
+    operands: AttentionOperands, table: Array, sizes: AttentionSizes, dtype: Any, simulated: bool
 ) -> tuple[Array, ...]:
     """Gradients of all keys and values, ``[block, key, width]``."""
-    units = keys_of_program(sizes.width, sizes.wide)
+    units = key_blocks_per_program(sizes.width, sizes.wide)
     num_blocks = sizes.keys // units
 
     def body(target, program, table, *refs):
-        *refs, of_keys, of_values = refs
-        given = Operands(*refs)
-        source, block = parts(program, num_blocks)
-        row, _ = parts(source, sizes.kv_heads)
-        visits = visited(table, row * num_blocks + block)
+        *refs, grad_key, grad_value = refs
+        block_refs = AttentionOperands(*refs)
+        source, block = quotient_remainder(program, num_blocks)
+        row, _ = quotient_remainder(source, sizes.kv_heads)
+        visits = read_visits(table, row * num_blocks + block)
         first, in_row = program * units, (row * num_blocks + block) * units
         # Blocks are numbered head after head, over all query heads of this key/value head. At least
         # 1, as numbers are divided by it even where no query sees these keys.
-        of_head = jnp.maximum(visits.length, 1)
+        visits_per_head = jnp.maximum(visits.length, 1)
 
-        def block_of(number):
-            return visits.first + lax.rem(number, of_head)
+        def query_block_index(index):
+            return visits.first + lax.rem(index, visits_per_head)
 
-        def blocks(number):
-            head = source * sizes.group + lax.div(number, of_head)
-            at = head * sizes.queries + block_of(number)
-            marks = given.of_query.at[row * sizes.queries + block_of(number)]
-            return given.query.at[at], given.out_gradient.at[at], given.slopes.at[at], marks
+        def blocks(index):
+            head = source * sizes.group + lax.div(index, visits_per_head)
+            block_index = head * sizes.queries + query_block_index(index)
+            query_mask = block_refs.query_mask.at[row * sizes.queries + query_block_index(index)]
+            return (
+                block_refs.query.at[block_index],
+                block_refs.out_gradient.at[block_index],
+                block_refs.slopes.at[block_index],
+                query_mask,
+            )
 
-        def compute(warpgroup, held, visit, gradients=(True, True)):
+        def compute(warpgroup, resident, visit, gradients=(True, True)):
             # With one unit, both warpgroups work on it, and each computes one gradient.
             unit = warpgroup if units > 1 else 0
-            keys, values = (x.at[unit] for x in held)
-            marks = loaded(target, given.of_key.at[in_row + unit], 0)
+            keys, values = (x.at[unit] for x in resident)
+            row_mask = load_mask(target, block_refs.key_mask.at[in_row + unit], 0)
 
-            def step(number, block, totals):
-                query, out_gradient, slopes, of_query = block
+            def step(index, block, totals):
+                query, out_gradient, slopes, query_mask = block
 
                 # Loaded where it is used: held from the start, both numbers per query would take
                 # registers that the sums need.
-                def slope(number):
-                    return spread(target, target.load(slopes.at[number], 1), (UNIT, UNIT), 1)
+                def slope(field):
+                    return broadcast_vector(
+                        target, target.load(slopes.at[field], 1), (UNIT, UNIT), 1
+                    )
 
                 # Keys are the rows: the transposed probabilities are then the left operand of the
                 # products below, straight from registers.
-                scores = product(keys, target.transposed(query)) * (sizes.scale * BASE_2)
-                clear = visits.is_clear(block_of(number))
-                scores = masked(target, scores, marks, of_query, clear, -jnp.inf, by_query=False)
+                scores = product(keys, target.transpose(query)) * (sizes.scale * BASE_2)
+                clear = visits.is_clear(query_block_index(index))
+                scores = apply_mask(
+                    target, scores, row_mask, query_mask, clear, -jnp.inf, by_query=False
+                )
                 powers = jnp.exp2(scores - slope(0))
-                added = []
+                factors = []
                 # dv = p^T do needs no product with values; dk = scale ds^T q does.
                 if gradients[1]:
-                    added.append((powers, out_gradient))
+                    factors.append((powers, out_gradient))
                 if gradients[0]:
-                    through = product(values, target.transposed(out_gradient))
-                    added.append((powers * (through - slope(1)), query))
+                    grad_powers = product(values, target.transpose(out_gradient))
+                    factors.append((powers * (grad_powers - slope(1)), query))
                 return tuple(
-                    target.added(total, left.astype(query.dtype), right)
-                    for total, (left, right) in zip(totals, added, strict=True)
+                    target.add_product(total, left.astype(query.dtype), right)
+                    for total, (left, right) in zip(totals, factors, strict=True)
                 )
 
             # Values before keys, in the order in which `step` adds them.
-            ends = (of_values, sizes.wide, 1.0), (of_keys, sizes.width, sizes.scale)
-            ends = [one for one, wanted in zip(ends, reversed(gradients), strict=True) if wanted]
-            totals = visit(step, tuple(full(target, (UNIT, width), 0.0) for _, width, _ in ends))
-            for (out, _, factor), total in zip(ends, totals, strict=True):
+            outputs = (grad_value, sizes.wide, 1.0), (grad_key, sizes.width, sizes.scale)
+            outputs = [
+                output
+                for output, wanted in zip(outputs, reversed(gradients), strict=True)
+                if wanted
+            ]
+            totals = visit(step, tuple(full(target, (UNIT, width), 0.0) for _, width, _ in outputs))
+            for (out, _, factor), total in zip(outputs, totals, strict=True):
                 target.store(out.at[first + unit], (total * factor).astype(out.dtype))
 
         consumers = [compute] * 2
         if units == 1:
             # (keys, values): the first warpgroup takes values, the second keys.
-            each = (False, True), (True, False)
-            consumers = [partial(compute, gradients=one) for one in each]
-        own = pl.ds(first, units)
-        held = given.key.at[own], given.value.at[own]
-        pipelined(target, held, blocks, visits.length * sizes.group, consumers)
+            selections = (False, True), (True, False)
+            consumers = [partial(compute, gradients=selection) for selection in selections]
+        resident_blocks = pl.ds(first, units)
+        resident = block_refs.key.at[resident_blocks], block_refs.value.at[resident_blocks]
+        run_pipeline(target, resident, blocks, visits.length * sizes.group, consumers)
 
     shapes = [jax.ShapeDtypeStruct(x.shape, dtype) for x in (operands.key, operands.value)]
     programs = sizes.rows * sizes.kv_heads * num_blocks
@@ -305,7 +325,7 @@ def _launch(
     programs: int,
     shapes: list[jax.ShapeDtypeStruct],
     table: Array,
-    operands: Operands,
+    operands: AttentionOperands,
     consumers: int,
     simulated: bool,
 ) -> tuple[Array, ...]:

@@ -17,15 +17,16 @@ from moe.kernels.mosaic import THREAD, Target, mosaic_gpu
 
 SLOTS = 2
 """Blocks of a kind in shared memory."""
-FEW, MANY = 40, 232
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 """Registers of a thread of the producer, and of a thread of each of two consumers: in total no more
 than a multiprocessor has."""
 
 Refs = Sequence[Any]
 
 
-class Visit(NamedTuple):
-    """Loop over the blocks of a pipeline, for consumers (`__call__`) and the producer (`bring`).
+class BlockLoop(NamedTuple):
+    """Loop over the blocks of a pipeline, for consumers (`__call__`) and the producer
+    (`load_blocks`).
 
     Attributes:
       count: number of blocks.
@@ -39,98 +40,98 @@ class Visit(NamedTuple):
     free: Any
 
     def __call__(self, step: Callable[[Any, Refs, Any], Any], carry: Any) -> Any:
-        """Runs ``carry = step(number, block of each kind, carry)`` for each block, in order."""
+        """Runs ``carry = step(index, block of each kind, carry)`` for each block, in order."""
 
-        def one(number, carry):
-            slot = _slot(number)
+        def visit_block(index, carry):
+            slot = _slot(index)
             mosaic_gpu().barrier_wait(self.arrived.at[slot])
-            carry = step(number, [x.at[slot] for x in self.slots], carry)
+            carry = step(index, [x.at[slot] for x in self.slots], carry)
 
             # The producer does not wait for the last blocks: without a waiter, nothing arrives.
-            @pl.when(number + SLOTS < self.count)
+            @pl.when(index + SLOTS < self.count)
             def _():
                 mosaic_gpu().barrier_arrive(self.free.at[slot])
 
             return carry
 
-        return lax.fori_loop(0, self.count, one, carry)
+        return lax.fori_loop(0, self.count, visit_block, carry)
 
-    def bring(self, blocks: Callable[[Any], Refs]) -> None:
+    def load_blocks(self, blocks: Callable[[Any], Refs]) -> None:
         """Starts to copy each block as soon as its slot is free."""
 
-        def one(number, _):
-            slot = _slot(number)
+        def load_block(index, _):
+            slot = _slot(index)
 
             # The first blocks find their slots empty.
-            @pl.when(number >= SLOTS)
+            @pl.when(index >= SLOTS)
             def _():
                 mosaic_gpu().barrier_wait(self.free.at[slot])
 
-            _copy(blocks(number), [x.at[slot] for x in self.slots], self.arrived.at[slot])
+            _copy(blocks(index), [x.at[slot] for x in self.slots], self.arrived.at[slot])
 
-        lax.fori_loop(0, self.count, one, None)
+        lax.fori_loop(0, self.count, load_block, None)
 
 
-def pipelined(
+def run_pipeline(
     target: Target,
-    held: Refs,
+    resident: Refs,
     blocks: Callable[[Any], Refs],
     count: Any,
-    consumers: Sequence[Callable[[Any, Refs, Visit], None]],
+    consumers: Sequence[Callable[[Any, Refs, BlockLoop], None]],
 ) -> None:
-    """Runs ``consumer(warpgroup, held, visit)`` in each of the first warpgroups of a program, and
-    the producer, which copies their blocks, in the warpgroup after them.
+    """Runs ``consumer(warpgroup, resident, visit)`` in each of the first warpgroups of a program,
+    and the producer, which copies their blocks, in the warpgroup after them.
 
     Args:
-      held: references to device memory whose contents are in shared memory all the time.
+      resident: references to device memory whose contents are in shared memory all the time.
       blocks: from the number of a visit to the blocks of each kind, in device memory.
       count: number of visits.
       consumers: one for each warpgroup; if all are the same object, they share one compiled body.
     """
-    gpu, number = mosaic_gpu(), len(consumers)
+    gpu, num_consumers = mosaic_gpu(), len(consumers)
     # The first blocks, for shapes and dtypes alone.
     kinds = blocks(jnp.int32(0))
     memory = [
-        [gpu.SMEM(x.shape, x.dtype) for x in held],
+        [gpu.SMEM(x.shape, x.dtype) for x in resident],
         [gpu.SMEM((SLOTS, *x.shape), x.dtype) for x in kinds],
         # Each copy arrives once at its barrier; each consumer arrives once when it has read a slot.
-        gpu.Barrier(num_arrivals=len(held)),
+        gpu.Barrier(num_arrivals=len(resident)),
         gpu.Barrier(num_arrivals=len(kinds), num_barriers=SLOTS),
-        gpu.Barrier(num_arrivals=number, num_barriers=SLOTS),
+        gpu.Barrier(num_arrivals=num_consumers, num_barriers=SLOTS),
     ]
 
-    def split(own, slots, asked, arrived, free):
-        warpgroup, visit = lax.axis_index(THREAD), Visit(count, slots, arrived, free)
+    def split(resident_memory, slots, resident_arrived, arrived, free):
+        warpgroup, visit = lax.axis_index(THREAD), BlockLoop(count, slots, arrived, free)
 
         def consume(compute):
             # With a single consumer, two warpgroups have 255 registers a thread anyway.
-            if number > 1:
-                target.registers(MANY, "increase")
-            gpu.barrier_wait(asked)
-            compute(warpgroup, own, visit)
+            if num_consumers > 1:
+                target.registers(CONSUMER_REGISTERS, "increase")
+            gpu.barrier_wait(resident_arrived)
+            compute(warpgroup, resident_memory, visit)
 
         # Registers released here are what the consumers' increase waits for.
-        def bring():
-            if number > 1:
-                target.registers(FEW, "decrease")
-            _copy(held, own, asked)
-            visit.bring(blocks)
+        def produce():
+            if num_consumers > 1:
+                target.registers(PRODUCER_REGISTERS, "decrease")
+            _copy(resident, resident_memory, resident_arrived)
+            visit.load_blocks(blocks)
 
         # One branch for all: code that is there twice would be compiled twice.
         if len({*consumers}) == 1:
-            pl.when(warpgroup < number)(partial(consume, consumers[0]))
+            pl.when(warpgroup < num_consumers)(partial(consume, consumers[0]))
         else:
-            for at, compute in enumerate(consumers):
-                pl.when(warpgroup == at)(partial(consume, compute))
-        pl.when(warpgroup == number)(bring)
+            for index, compute in enumerate(consumers):
+                pl.when(warpgroup == index)(partial(consume, compute))
+        pl.when(warpgroup == num_consumers)(produce)
 
     pl.run_scoped(split, *memory, collective_axes=THREAD)
 
 
-def _copy(sources: Refs, places: Refs, barrier: Any) -> None:
-    for source, place in zip(sources, places, strict=True):
-        mosaic_gpu().copy_gmem_to_smem(source, place, barrier)
+def _copy(sources: Refs, buffers: Refs, barrier: Any) -> None:
+    for source, buffer in zip(sources, buffers, strict=True):
+        mosaic_gpu().copy_gmem_to_smem(source, buffer, barrier)
 
 
-def _slot(number: Any) -> Any:
-    return lax.rem(number, jnp.int32(SLOTS))
+def _slot(index: Any) -> Any:
+    return lax.rem(index, jnp.int32(SLOTS))

@@ -11,7 +11,7 @@ from moe.attention.mask import Mask
 from moe.kernels.attention.forward import attend
 from moe.kernels.attention.gradient import attend_gradient
 from moe.kernels.choice import foreign_gpus
-from moe.kernels.decode_attention import unequal, unserved
+from moe.kernels.decode_attention import unsupported_dtypes, unsupported_heads
 
 FLASH = Flash(attend, attend_gradient)
 """Attention over a subset of the keys, in float32, for callers that merge the results."""
@@ -26,7 +26,7 @@ def mosaic_attention(
     sinks: Float[Array, "heads"] | None = None,
 ) -> Float[Array, "batch time heads v_head_dim"]:
     """`moe.attention.flash.flash_attention` by kernels for Hopper, which skip each block of keys
-    that the ranges of its marks show to be hidden.
+    that the ranges of its mask fields show to be hidden.
 
     Scores, softmax and sums are float32; exponentials are rounded to the dtype of the values and
     score gradients to that of the queries, as the results are.
@@ -51,6 +51,6 @@ def _rounding(out: Any, gradients: Any) -> Flash:
 def obstacle(query: Array, key: Array, value: Array) -> str | None:
     """The reason why the kernels do not support these arrays or this process's GPUs; None if they
     do."""
-    reason = unequal("query, key and value", query, key, value)
-    reason = reason or unserved(query.dtype, 1, query.shape[-1], value.shape[-1])
-    return reason or foreign_gpus(hopper_alone=True)
+    reason = unsupported_dtypes("query, key and value", query, key, value)
+    reason = reason or unsupported_heads(query.dtype, 1, query.shape[-1], value.shape[-1])
+    return reason or foreign_gpus(hopper_only=True)

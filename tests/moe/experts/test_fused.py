@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moe.experts.fused import fused_experts
-from moe.experts.gated import gated
+from moe.experts.gated import apply_gate
 from moe.experts.grouped.dot import grouped_dot
 from moe.remat import rematerialised
 
@@ -28,7 +28,7 @@ def given():
 
 
 def in_two_products(rows, gate_up, down, probs, sizes):
-    hidden = gated(grouped_dot(rows, gate_up, sizes), probs)
+    hidden = apply_gate(grouped_dot(rows, gate_up, sizes), probs)
     return grouped_dot(hidden, down, sizes)
 
 

@@ -7,7 +7,7 @@ import pytest
 from programs import jit
 
 from moe.architecture.activation import ClampedSwiGLU
-from moe.experts.gated import gated
+from moe.experts.gated import apply_gate
 
 ROWS, D_EXPERT = 9, 5
 
@@ -36,7 +36,7 @@ def written_out(inward, probs):
 
 
 def test_values_and_gradients():
-    (out, found), (expected, by_autodiff) = map(with_gradients, (gated, written_out))
+    (out, found), (expected, by_autodiff) = map(with_gradients, (apply_gate, written_out))
     # A few operations in float32, on numbers of order ten.
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
     for a, b in zip(found, by_autodiff, strict=True):
@@ -61,7 +61,7 @@ def test_other_gates(activation, formula):
         return formula(inward[:, :D_EXPERT], inward[:, D_EXPERT:]) * probs[:, None]
 
     (out, found), (wanted, by_autodiff) = map(
-        with_gradients, (lambda *x: gated(*x, activation), expected)
+        with_gradients, (lambda *x: apply_gate(*x, activation), expected)
     )
     np.testing.assert_allclose(out, wanted, rtol=1e-5, atol=2e-6)
     for a, b in zip(found, by_autodiff, strict=True):
@@ -79,7 +79,7 @@ def test_a_limit_is_above_zero():
 
 def test_half_precision_is_rounded_once():
     inward, probs = given(jnp.bfloat16)
-    out = np.asarray(jit(gated)(inward, probs))
+    out = np.asarray(jit(apply_gate)(inward, probs))
     assert out.dtype == jnp.bfloat16
     exact = written_out(np.asarray(inward, np.float64), np.asarray(probs, np.float64))
     np.testing.assert_allclose(out.astype(np.float32), exact, rtol=2**-8, atol=1e-30)

@@ -10,7 +10,7 @@ from simulator import simulates_transposes
 
 from moe.experts.fused import fused_experts
 from moe.experts.gathered import gathered_experts
-from moe.experts.permutation import spread_rows, sum_rows
+from moe.experts.permutation import permute_rows, unpermute_rows
 from moe.kernels.layout import SortedLayout, sorted_layout
 from moe.remat import rematerialised
 
@@ -45,9 +45,9 @@ def test_values_and_gradients_are_those_of_rows_that_are_spread_and_summed(room,
     operands, layout, sizes, pull = given(room)
 
     def spread(x, *of):
-        rows = spread_rows(x, layout.tokens, layout.places, jnp.bfloat16)
+        rows = permute_rows(x, layout.tokens, layout.slots, jnp.bfloat16)
         out = fused_experts(rows, *of, sizes, simulated=True)
-        return sum_rows(out, layout.places, layout.tokens)
+        return unpermute_rows(out, layout.slots, layout.tokens)
 
     def gathered(x, *of):
         options = {"dtype": jnp.bfloat16, "scattered": scattered, "simulated": True}

@@ -12,11 +12,11 @@ from programs import array_sizes, jit
 
 from moe.experts.permutation import (
     inverse_slots,
+    permute_rows,
     positions_within,
     sort_by_group,
-    spread_rows,
-    sum_rows,
     take_rows,
+    unpermute_rows,
 )
 
 NUM_EXPERTS, D_MODEL, D_EXPERT = 5, 6, 7
@@ -97,14 +97,14 @@ def pulled(function, x, pull, source, places):
 
 def test_rows_are_spread_with_the_gradient_of_indexing():
     given = rows_of(4), rows_of(5, seed=2), SOURCE, PLACES
-    found = pulled(spread_rows, *given)
+    found = pulled(permute_rows, *given)
     expected = pulled(lambda x, source, places: take_rows(x, source), *given)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def test_rows_are_summed_with_the_gradient_of_indexing():
     given = rows_of(5), rows_of(4, seed=2), SOURCE, PLACES
-    found = pulled(lambda x, source, places: sum_rows(x, places, source), *given)
+    found = pulled(lambda x, source, places: unpermute_rows(x, places, source), *given)
 
     def indexed(x, source, places):
         return jnp.sum(x.at[places].get(mode="fill", fill_value=0), axis=1)
@@ -119,8 +119,8 @@ def test_copies_of_rows_are_never_there_at_once():
     given = rows_of(4), rows_of(5), SOURCE, PLACES
 
     def both(x, pull, source, places):
-        out, back = jax.vjp(lambda x: spread_rows(x, source, places), x)
-        return sum_rows(out, places, source), back(pull)
+        out, back = jax.vjp(lambda x: permute_rows(x, source, places), x)
+        return unpermute_rows(out, places, source), back(pull)
 
     assert max(array_sizes(jax.make_jaxpr(both)(*given).jaxpr)) <= rows_of(5).size
 
@@ -130,17 +130,17 @@ def test_half_precision_is_summed_in_float32():
     """Sixty-five terms, 1 and then such that bfloat16 would lose each of them."""
     x = np.concatenate([np.ones((1, 2)), np.full((64, 2), 2.0**-9)]).astype(jnp.bfloat16)
     source, places = np.zeros(65, np.int32), np.arange(65, dtype=np.int32)[None]
-    out = jit(sum_rows)(x, places, source)
+    out = jit(unpermute_rows)(x, places, source)
     assert out.dtype == jnp.float32
     np.testing.assert_array_equal(out, np.full((1, 2), 1.125))
-    _, by_row = pulled(spread_rows, x[:1], x, source, places)
+    _, by_row = pulled(permute_rows, x[:1], x, source, places)
     np.testing.assert_array_equal(by_row, np.full((1, 2), 1.125, jnp.bfloat16))
 
 
 def test_spread_rows_are_made_in_another_dtype_with_a_wide_gradient():
     source, places = np.zeros(3, np.int32), np.arange(3, dtype=np.int32)[None]
     pull = np.repeat(np.float32([[1.0], [2.0**-9], [2.0**-9]]), D_MODEL, axis=1)
-    in_half = partial(spread_rows, dtype=jnp.bfloat16)
+    in_half = partial(permute_rows, dtype=jnp.bfloat16)
     out, by_row = pulled(in_half, rows_of(1), pull.astype(jnp.bfloat16), source, places)
     assert out.dtype == jnp.bfloat16
     np.testing.assert_array_equal(by_row, np.full((1, D_MODEL), 1 + 2.0**-8, np.float32))

@@ -15,7 +15,7 @@ from tiers import full_but
 from moe import model
 from moe.decoding import decode_step, prefill
 from moe.execution import Execution
-from moe.layers.depth import parts_of
+from moe.layers.depth import split_layer_groups
 from moe.placement import specs
 from moe.tokens import alignment
 from moe.weights import Transformer
@@ -81,7 +81,7 @@ def test_decoding_gives_the_logits_of_the_whole_sequence(name):
         begins = jnp.take_along_axis(tokens, jnp.minimum(column, prompt - 1), axis=1)
         ran = prefill(weights, begins, prompt - padding, config, mesh)
         cache = with_room(ran.cache, tokens.shape[1] - prompt)
-        layers = parts_of(weights, config)
+        layers = split_layer_groups(weights, config)
 
         def step(cache, column):
             token, live = (

@@ -21,7 +21,7 @@ from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.kernels import choice, mosaic
 from moe.kernels.attention import training
-from moe.kernels.attention.blocks import bounds, cut
+from moe.kernels.attention.blocks import block_mask, visit_table
 from moe.kernels.attention.forward import attend
 from moe.kernels.attention.gradient import attend_gradient
 from moe.tokens.packing import pack_rows
@@ -157,7 +157,7 @@ def test_no_block_is_overwritten_while_it_is_read(monkeypatch):
 
 @jit
 def tables(query, key, window):
-    return [bounds(query, key, window, by_query=by_query) for by_query in (True, False)]
+    return [visit_table(query, key, window, by_query=by_query) for by_query in (True, False)]
 
 
 @pytest.mark.parametrize("window", [None, 9])
@@ -176,7 +176,7 @@ def test_programs_visit_what_they_must(window):
         first = 4 * draw.integers(0, 5)
         mask = Mask(Marks(*(x[:, first : first + 16] for x in key)), Marks(*key), window)
         seen = np.asarray(seen_by(mask)).reshape(2, 4, size, 8, size)
-        found = tables(cut(mask.query, size), cut(mask.key, size), window)
+        found = tables(block_mask(mask.query, size), block_mask(mask.key, size), window)
         for table, pairs in zip(found, (seen, seen.transpose(0, 3, 4, 1, 2)), strict=True):
             met, whole = pairs.any(axis=(2, 4)), pairs.all(axis=(2, 4))
             first, stop, clear, clear_stop = np.moveaxis(np.asarray(table)[..., None], 2, 0)
@@ -191,7 +191,7 @@ def test_programs_visit_what_they_must(window):
 
 def test_causal_rows_are_half_of_the_work():
     column = np.arange(32, dtype=np.int32)[None]
-    row = cut(Marks(column, column, np.ones_like(column)), 4)
+    row = block_mask(Marks(column, column, np.ones_like(column)), 4)
     of_query, of_key = (np.asarray(x)[0] for x in tables(row, row, None))
     number = np.arange(8)
     np.testing.assert_array_equal(of_query[:, 1], number + 1)

@@ -118,8 +118,8 @@ def test_kernels_equal_the_plain_twins(name, dtype):
 def test_what_is_in_empty_slots_reaches_nothing(implementation):
     case = CASES["tiles"]
     layout = layout_of(case, implementation)
-    empty = np.asarray(layout.choices) >= case.tokens * case.k
-    assert empty.any() and (np.asarray(layout.places) >= slots_of(case)).any()
+    empty = np.asarray(layout.assignments) >= case.tokens * case.k
+    assert empty.any() and (np.asarray(layout.slots) >= slots_of(case)).any()
     _, rows, pull, _, probs = arrays(case, jnp.float32)
 
     @jit

@@ -13,9 +13,9 @@ from tiers import full_but
 from moe.experts import fused, gathered
 from moe.experts.dispatch.choice import dispatch
 from moe.experts.feed_forward import dense_reference, routed_experts
-from moe.experts.gated import gated
-from moe.experts.grouped.plain import plain_each, plain_summed
-from moe.experts.permutation import spread_rows, sum_rows, take_rows
+from moe.experts.gated import apply_gate
+from moe.experts.grouped.plain import plain_multiply, plain_sum
+from moe.experts.permutation import permute_rows, take_rows, unpermute_rows
 from moe.kernels import grouped, layout, rows, swiglu
 from moe.kernels.layout import sorted_layout
 from moe.kernels.mosaic import launch
@@ -115,8 +115,8 @@ def test_rows_are_spread_and_summed_by_the_kernels_as_without():
 
     def run(implementation):
         def both(x):
-            rows = spread_rows(x, layout.tokens, layout.places, implementation=implementation)
-            return sum_rows(rows, layout.places, layout.tokens, implementation=implementation)
+            rows = permute_rows(x, layout.tokens, layout.slots, implementation=implementation)
+            return unpermute_rows(rows, layout.slots, layout.tokens, implementation=implementation)
 
         out, back = jit(lambda x: jax.vjp(both, x))(x)
         return out, *jit(lambda pull: back(pull.astype(jnp.float32)))(pull)
@@ -174,10 +174,10 @@ def of_groups(sizes, x, source):
     return jnp.where(jnp.sum(sizes) <= x.shape[0], x, jnp.nan)
 
 
-def each(
+def multiply_rows(
     side, rows, weights, sizes, *, source=None, destination=None, num_results=None, simulated=False
 ):
-    out = plain_each(side, of_groups(sizes, rows, source), weights, sizes)
+    out = plain_multiply(side, of_groups(sizes, rows, source), weights, sizes)
     if destination is None:
         return out
     # What no slot is written to holds anything.
@@ -185,19 +185,19 @@ def each(
     return unwritten.at[destination].set(out, mode="drop")
 
 
-def summed(rows, others, sizes, *, source=None, gathered=0, simulated=False):
+def sum_products(rows, others, sizes, *, source=None, gathered=0, simulated=False):
     sources = (None, source) if gathered else (source, None)
-    return plain_summed(*map(partial(of_groups, sizes), (rows, others), sources), sizes)
+    return plain_sum(*map(partial(of_groups, sizes), (rows, others), sources), sizes)
 
 
 def hidden_units(rows, weights, probs, sizes, *, source=None, simulated=False):
-    inward = each(0, rows, weights, sizes, source=source)
-    return gated(inward, probs), inward
+    inward = multiply_rows(0, rows, weights, sizes, source=source)
+    return apply_gate(inward, probs), inward
 
 
 def hidden_gradients(pull, down, inward, probs, sizes, *, source=None, simulated=False):
-    by_hidden = each(1, pull, down, sizes, source=source)
-    return jax.vjp(gated, inward, probs)[1](by_hidden)
+    by_hidden = multiply_rows(1, pull, down, sizes, source=source)
+    return jax.vjp(apply_gate, inward, probs)[1](by_hidden)
 
 
 def interpreted(monkeypatch, *modules, **how):
@@ -211,7 +211,7 @@ def interpreted(monkeypatch, *modules, **how):
 def test_values_and_gradients_are_those_of_the_dense_reference(implementation, room, monkeypatch):
     """What moves rows interpreted, what multiplies them by its twins; with little room too."""
     interpreted(monkeypatch, rows, layout, interpreted=True)
-    for twin in (each, summed):
+    for twin in (multiply_rows, sum_products):
         monkeypatch.setattr(grouped, twin.__name__, twin)
     for twin in (hidden_units, hidden_gradients):
         for module in (fused, gathered):

@@ -11,7 +11,7 @@ from tiers import full_but
 from benchmarks.kernel_cases import GATHERED, PRODUCTS, sources
 from moe.kernels import grouped
 from moe.kernels.grouped import Tiling
-from moe.kernels.slices import places
+from moe.kernels.slices import chunks_of_thread
 from moe.kernels.swiglu import hidden_gradients, hidden_units
 
 KERNEL = "custom_call @mosaic_gpu_v2"
@@ -43,8 +43,8 @@ def test_a_product_of_gathered_rows_is_that_of_their_copy(name, tiling):
     x, source, rows, draw, sizes = operands(product)
     weights = numbers(draw, len(product.sizes), product.inner, product.outer)
     options = {"tiling": TILINGS[tiling], "simulated": True}
-    found = grouped.each(0, x, weights, sizes, source=source, **options)
-    np.testing.assert_array_equal(found, grouped.each(0, rows, weights, sizes, **options))
+    found = grouped.multiply_rows(0, x, weights, sizes, source=source, **options)
+    np.testing.assert_array_equal(found, grouped.multiply_rows(0, rows, weights, sizes, **options))
 
 
 @simulates_transposes
@@ -54,8 +54,8 @@ def test_sums_over_gathered_rows_are_those_over_their_copy(name):
     x, source, rows, draw, sizes = operands(product)
     pull = numbers(draw, len(source), product.outer).at[sum(product.sizes) :].set(jnp.nan)
     options = {"tiling": SMALL, "simulated": True}
-    found = grouped.summed(x, pull, sizes, source=source, **options)
-    np.testing.assert_array_equal(found, grouped.summed(rows, pull, sizes, **options))
+    found = grouped.sum_products(x, pull, sizes, source=source, **options)
+    np.testing.assert_array_equal(found, grouped.sum_products(rows, pull, sizes, **options))
 
 
 @simulates_transposes
@@ -65,8 +65,8 @@ def test_sums_with_what_is_gathered_on_the_right_are_those_with_its_copy(name):
     pull, source, rows, draw, sizes = operands(product)
     hidden = numbers(draw, len(source), product.outer).at[sum(product.sizes) :].set(jnp.nan)
     options = {"tiling": SMALL, "simulated": True}
-    found = grouped.summed(hidden, pull, sizes, source=source, gathered=1, **options)
-    np.testing.assert_array_equal(found, grouped.summed(hidden, rows, sizes, **options))
+    found = grouped.sum_products(hidden, pull, sizes, source=source, gathered=1, **options)
+    np.testing.assert_array_equal(found, grouped.sum_products(hidden, rows, sizes, **options))
 
 
 @pytest.mark.slow
@@ -81,9 +81,9 @@ def test_rows_of_a_product_are_written_each_to_its_place(name):
     place[4::5] = room + draw.integers(0, 3, len(place[4::5]))
     options = {"tiling": SMALL if name == QUICK else Tiling(), "simulated": True}
     to = {"destination": jnp.asarray(place, jnp.int32), "num_results": room}
-    found = grouped.each(0, rows, weights, sizes, **to, **options)
+    found = grouped.multiply_rows(0, rows, weights, sizes, **to, **options)
     assert found.shape == (room, product.outer)
-    expected = np.asarray(grouped.each(0, rows, weights, sizes, **options))
+    expected = np.asarray(grouped.multiply_rows(0, rows, weights, sizes, **options))
     known = place < room
     np.testing.assert_array_equal(np.asarray(found)[place[known]], expected[known])
 
@@ -127,7 +127,7 @@ def test_threads_copy_a_tile_once_to_where_its_swizzle_has_it(height, width):
     address ^= (address >> 7 & 7) << 4
     found = np.full((height, width), -1)
     for thread in range(128):
-        for row, column, place in places(thread, height, width):
+        for row, column, place in chunks_of_thread(thread, height, width):
             assert (found[row, column : column + 8] == -1).all()
             found[row, column : column + 8] = place + np.arange(8)
     np.testing.assert_array_equal(2 * found, address)
@@ -150,10 +150,10 @@ def test_each_is_one_kernel_on_cuda_and_no_row_is_copied_for_it(name):
 
     def run(x, weights, gate_up, pull, probs, source, sizes, down, inward):
         return (
-            grouped.each(0, x, weights, sizes, source=source),
-            grouped.summed(x, pull, sizes, source=source),
+            grouped.multiply_rows(0, x, weights, sizes, source=source),
+            grouped.sum_products(x, pull, sizes, source=source),
             hidden_units(x, gate_up, probs, sizes, source=source),
-            grouped.summed(pull, x, sizes, source=source, gathered=1),
+            grouped.sum_products(pull, x, sizes, source=source, gathered=1),
             hidden_gradients(x, down, inward, probs, sizes, source=source),
         )
 
@@ -181,8 +181,8 @@ def test_a_product_that_writes_rows_to_their_places_is_one_kernel_on_cuda(name):
     def run(hidden, down, by_inward, gate_up, place, sizes):
         to = {"destination": place, "num_results": results}
         return (
-            grouped.each(0, hidden, down, sizes, **to),
-            grouped.each(1, by_inward, gate_up, sizes, **to),
+            grouped.multiply_rows(0, hidden, down, sizes, **to),
+            grouped.multiply_rows(1, by_inward, gate_up, sizes, **to),
         )
 
     def shaped(*shape, dtype=jnp.bfloat16):

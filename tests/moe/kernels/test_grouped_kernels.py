@@ -17,7 +17,7 @@ from benchmarks.kernel_cases import PRODUCTS, TILINGS
 from moe.experts.grouped import dot
 from moe.experts.grouped.dot import grouped_dot
 from moe.kernels import choice, grouped
-from moe.kernels.grouped import Tiling, tiles_of
+from moe.kernels.grouped import Tiling, plan_tiles
 
 KERNEL = "custom_call @mosaic_gpu_v2"
 SMALL = Tiling(rows=64, columns=64, depth=64, stages=2, wide=2)
@@ -60,7 +60,7 @@ def close(found, expected, dtype):
 def test_products_equal_float64(name, dtype):
     rows, weights, pull, sizes = operands(PRODUCTS[name], dtype)
     tiling = SMALL if sum(PRODUCTS[name].sizes) < 64 else Tiling()
-    out = grouped.each(0, rows, weights, sizes, tiling=tiling, simulated=True)
+    out = grouped.multiply_rows(0, rows, weights, sizes, tiling=tiling, simulated=True)
     close(out, looped(rows, weights, pull, sizes)[0], dtype)
 
 
@@ -70,13 +70,13 @@ def test_both_gradients_equal_float64(name):
     rows, weights, pull, sizes = operands(PRODUCTS[name])
     options = {"tiling": SMALL, "simulated": True}
     _, by_rows, by_weights = looped(rows, weights, pull, sizes)
-    close(grouped.each(1, pull, weights, sizes, **options), by_rows, jnp.bfloat16)
-    found = grouped.summed(rows, pull, sizes, **options)
+    close(grouped.multiply_rows(1, pull, weights, sizes, **options), by_rows, jnp.bfloat16)
+    found = grouped.sum_products(rows, pull, sizes, **options)
     assert found.dtype == jnp.float32
     close(found, by_weights, jnp.float32)
 
 
-compiled_tiles = jit(tiles_of, static_argnums=(1, 2))
+compiled_tiles = jit(plan_tiles, static_argnums=(1, 2))
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
@@ -146,9 +146,9 @@ def test_every_tiling_that_is_compared_is_lowered(changed):
 
     def run(x, weights, pull, sizes):
         return (
-            grouped.each(0, x, weights, sizes, **options),
-            grouped.each(1, pull, weights, sizes, **options),
-            grouped.summed(x, pull, sizes, **options),
+            grouped.multiply_rows(0, x, weights, sizes, **options),
+            grouped.multiply_rows(1, pull, weights, sizes, **options),
+            grouped.sum_products(x, pull, sizes, **options),
         )
 
     assert exported(run, x, shaped(groups, inner, outer), pull, sizes).count(KERNEL) == 3
@@ -214,6 +214,6 @@ def test_other_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(choice, "capability", lambda: 8.0)
     half = partial(jnp.ones, dtype=jnp.bfloat16)
     with pytest.raises(ValueError, match=r"cannot serve GPUs of capability 8.0, .* Hopper"):
-        dot.IMPLEMENTATIONS["mosaic"].each(
+        dot.IMPLEMENTATIONS["mosaic"].multiply_rows(
             0, half((8, 64)), half((2, 64, 64)), jnp.ones(2, jnp.int32)
         )

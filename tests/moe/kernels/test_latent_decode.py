@@ -19,12 +19,12 @@ from moe.decoding import decode_step
 from moe.execution import Execution
 from moe.kernels import latent_decode
 from moe.kernels.latent_decode import (
-    PROGRAMS,
+    MIN_PROGRAMS,
     latent_decode_attention,
-    part_length,
     split_latent_attention,
+    split_length,
 )
-from moe.layers.depth import parts_of
+from moe.layers.depth import split_layer_groups
 from moe.placement import specs
 from sharding.collectives import vary
 
@@ -138,7 +138,7 @@ def network_by(name):
         def step(cache, number):
             place = vary(jnp.asarray(POSITIONS), mesh.axes) + number
             live = jnp.ones_like(place, bool)
-            layers = parts_of(weights, config)
+            layers = split_layer_groups(weights, config)
             logits, cache, _ = decode_step(
                 layers, weights, cache, tokens[number], place, live, config, mesh
             )
@@ -177,10 +177,10 @@ def test_a_network_by_the_kernel_is_lowered_for_cuda():
 
 def test_parts_keep_a_gpu_busy_and_are_no_shorter_than_worth_it():
     # Few rows in many parts, but of 256 columns or more; many rows in one or two.
-    assert part_length(2, 4096) == 256
-    assert part_length(1, 192) == 192
-    assert part_length(64, 8192) == 960 and PROGRAMS <= 64 * -(-8192 // 960)
-    assert part_length(256, 4160) == 1408 and part_length(1024, 4160) == 4160
+    assert split_length(2, 4096) == 256
+    assert split_length(1, 192) == 192
+    assert split_length(64, 8192) == 960 and MIN_PROGRAMS <= 64 * -(-8192 // 960)
+    assert split_length(256, 4160) == 1408 and split_length(1024, 4160) == 4160
 
 
 def test_what_the_kernel_cannot_serve_is_refused():

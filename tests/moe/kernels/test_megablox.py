@@ -54,9 +54,9 @@ def test_products_and_gradients_equal_float64(name, dtype):
     def run(rows, weights, pull, sizes):
         named = {"interpreted": True}
         return (
-            megablox.each(0, rows, weights, sizes, **named),
-            megablox.each(1, pull, weights, sizes, **named),
-            megablox.summed(rows, pull, sizes, **named),
+            megablox.multiply_rows(0, rows, weights, sizes, **named),
+            megablox.multiply_rows(1, pull, weights, sizes, **named),
+            megablox.sum_products(rows, pull, sizes, **named),
         )
 
     found = run(rows, weights, pull, sizes)

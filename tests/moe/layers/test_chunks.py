@@ -9,7 +9,12 @@ from programs import random_weights
 from tiers import full_but
 
 from moe.config import GatedDeltaNet, ModelConfig
-from moe.layers.chunks import first_layers_of_chunks, layers_of_chunks, places, stored_depth
+from moe.layers.chunks import (
+    first_layers_of_chunks,
+    layers_per_chunk,
+    storage_indices,
+    stored_depth,
+)
 from moe.placement import in_chunks, in_layer_order, specs, stored_specs, without_chunks
 from sharding.folding import Layout, fold_abstract
 
@@ -31,7 +36,7 @@ CONFIG = ModelConfig(
 def test_chunks_differ_by_one_layer(num_layers, pp, vpp):
     """DeepSeek-V3 after its dense layers, and Qwen3-235B."""
     mesh = fold_abstract(Layout(pp=pp, vpp=vpp))
-    found = layers_of_chunks(num_layers, mesh)
+    found = layers_per_chunk(num_layers, mesh)
     depth = stored_depth(num_layers, mesh)
     assert len(found) == pp * vpp and sum(found) == num_layers
     assert set(found) == {depth, depth - 1} or set(found) == {depth}
@@ -48,7 +53,7 @@ def test_chunks_differ_by_one_layer(num_layers, pp, vpp):
 
 def test_the_chunks_of_two_published_models():
     def on(num_layers, pp):
-        return layers_of_chunks(num_layers, fold_abstract(Layout(pp=pp)))
+        return layers_per_chunk(num_layers, fold_abstract(Layout(pp=pp)))
 
     assert on(94, 16) == (5, *[6] * 14, 5)
     assert on(58, 4) == (14, 15, 15, 14)
@@ -87,7 +92,7 @@ def test_weights_come_back_in_order_and_without_padding(layout):
     norm = np.asarray(stored.layers.norm).reshape(chunks, depth, -1)
     for chunk, (number, first) in enumerate(
         zip(
-            layers_of_chunks(CONFIG.num_layers, mesh),
+            layers_per_chunk(CONFIG.num_layers, mesh),
             first_layers_of_chunks(CONFIG.num_layers, mesh),
             strict=True,
         )
@@ -95,7 +100,7 @@ def test_weights_come_back_in_order_and_without_padding(layout):
         own = weights.layers.norm[first : first + number]
         np.testing.assert_array_equal(norm[chunk, :number], own)
         assert np.count_nonzero(norm[chunk, number:]) == 0
-    assert len(set(places(CONFIG.num_layers, mesh))) == CONFIG.num_layers
+    assert len(set(storage_indices(CONFIG.num_layers, mesh))) == CONFIG.num_layers
 
 
 @pytest.mark.parametrize("fsdp", [False, True])

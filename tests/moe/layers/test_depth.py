@@ -19,12 +19,12 @@ from moe.architecture.delta import GatedDeltaNet
 from moe.decoding import decode_step, prefill
 from moe.execution import Execution
 from moe.layers.depth import (
-    MOST_UNROLLED,
+    MAX_UNROLLED,
     is_scanned,
-    over_layers,
-    parts_of,
     period_of_stack,
+    run_layers,
     runs_of,
+    split_layer_groups,
 )
 from moe.placement import in_chunks, in_layer_order, specs
 from moe.tokens.packing import pack_rows
@@ -132,7 +132,9 @@ def decoded(config, layout):
         ends = vary(jnp.full(tokens.shape[0], TIME), mesh.except_sequence)
         cache = with_room(prefill(weights, tokens, ends, config, mesh).cache, 1)
         given = cache, tokens[:, 0], ends, ends > 0
-        return decode_step(parts_of(weights, config), weights, *given, config, mesh)[0][None]
+        return decode_step(split_layer_groups(weights, config), weights, *given, config, mesh)[0][
+            None
+        ]
 
     program = jax.shard_map(
         local,
@@ -155,7 +157,7 @@ def test_a_program_does_not_grow_with_depth(program, layout):
         return program(replace(MOE, num_layers=layers, execution=execution), layout)
 
     # None scans where there are more than a few.
-    assert sized(MOST_UNROLLED + 1, None) == sized(48, None) < sized(3, False)
+    assert sized(MAX_UNROLLED + 1, None) == sized(48, None) < sized(3, False)
 
 
 @pytest.mark.slow
@@ -170,7 +172,7 @@ def test_neither_does_one_of_layers_of_several_kinds(program, network):
         changed = {"delta": delta, "full_attention_layers": full, "execution": execution}
         return program(replace(network, num_layers=layers, **changed), "dp1")
 
-    assert sized(MOST_UNROLLED + 2) == sized(48)
+    assert sized(MAX_UNROLLED + 2) == sized(48)
 
 
 def test_the_gradient_of_an_unrolled_stack_is_put_together_once():
@@ -178,7 +180,7 @@ def test_the_gradient_of_an_unrolled_stack_is_put_together_once():
         def run_layer(number, like, layer, x):
             return x * layer.norm, None
 
-        return jnp.sum(over_layers(run_layer, layers, jnp.ones(MOE.d_model), Execution())[0])
+        return jnp.sum(run_layers(run_layer, layers, jnp.ones(MOE.d_model), Execution())[0])
 
     written = str(jax.make_jaxpr(jax.grad(last))(shapes(MOE).layers))
     assert written.count("concatenate") == 1
@@ -186,8 +188,8 @@ def test_the_gradient_of_an_unrolled_stack_is_put_together_once():
 
 
 def test_a_few_layers_are_unrolled_unless_a_flag_says_otherwise():
-    assert not is_scanned(MOST_UNROLLED, Execution())
-    assert is_scanned(MOST_UNROLLED + 1, Execution())
+    assert not is_scanned(MAX_UNROLLED, Execution())
+    assert is_scanned(MAX_UNROLLED + 1, Execution())
     assert is_scanned(2, Execution(scan_layers=True))
     assert not is_scanned(48, Execution(scan_layers=False))
 
@@ -261,7 +263,7 @@ def test_windows_that_come_again_late_are_looked_up_in_a_body_of_one_layer():
         return jit(program)(weights, *batch(False, config))
 
     config = replace(LONG, execution=Execution())
-    (part,) = parts_of(weights, config)
+    (part,) = split_layer_groups(weights, config)
     assert part.norm.shape == (24, LONG.d_model)
     assert runs_of((part,), config) == [(part,)]
     # The same sums, which the compiler fuses with what is around them; float32, 24 layers deep.
@@ -292,7 +294,7 @@ def test_windows_of_a_scanned_stack_are_known_to_kernels():
 def test_parts_of_periods_run_together(network):
     config = replace(network, execution=Execution(scan_layers=True))
     weights = random_weights(config, 0)
-    parts = parts_of(weights, config)
+    parts = split_layer_groups(weights, config)
     (run,) = runs_of(parts, config)
     assert run == parts
     assert [part.norm.shape[0] for part in parts] == [2, 2]
@@ -308,7 +310,7 @@ def test_parts_of_periods_run_together(network):
 def test_the_parts_of_a_network_are_layers_and_scanned_stacks(scanned, parts):
     config = replace(MOE, execution=Execution(scan_layers=scanned))
     weights = random_weights(config, 0)
-    found = parts_of(weights, config)
+    found = split_layer_groups(weights, config)
     assert [part.norm.shape[0] if part.norm.ndim > 1 else 0 for part in found] == parts
     assert weights.first_layers is not None
     by_layer = [part.norm.reshape(-1, config.d_model) for part in found]

@@ -12,7 +12,12 @@ from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.kernels import choice
 from moe.layers import implementations
-from moe.layers.implementations import KERNELS, explained, selected_implementation, why_not
+from moe.layers.implementations import (
+    KERNELS,
+    explain_selection,
+    selected_implementation,
+    selection_obstacle,
+)
 from moe.weights import shapes
 from sharding.folding import Layout, fold_abstract
 
@@ -75,12 +80,12 @@ def test_a_name_that_is_given_stays(on):
 )
 def test_what_a_kernel_cannot_serve_is_left_to_others_and_said(on, field, changed, etp, obstacle):
     config = replace(SERVED, **changed)
-    assert explained(config, field, etp) is None
+    assert explain_selection(config, field, etp) is None
     on(9.0)
-    assert (why_not(config, field, etp) or "").startswith(obstacle)
+    assert (selection_obstacle(config, field, etp) or "").startswith(obstacle)
     assert selected_implementation(config, field, etp) is None
-    assert (explained(config, field, etp) or "").startswith(f"not mosaic: {obstacle}")
-    assert "H200" in (explained(SERVED, "experts") or "")
+    assert (explain_selection(config, field, etp) or "").startswith(f"not mosaic: {obstacle}")
+    assert "H200" in (explain_selection(SERVED, "experts") or "")
 
 
 @pytest.mark.slow

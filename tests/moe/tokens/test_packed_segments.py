@@ -154,6 +154,6 @@ def test_choices_to_replay_stand_with_their_tokens():
     def by_layer(ids, choices):
         tokens, mesh = jnp.zeros((BATCH, TIME), int), mesh_of("cp2")
         packed = pack_segments(tokens, ids, 12 * BATCH, mesh, replay=choices)
-        return [packed.zigzag.restore(packed.of_layer(layer).replay)[0] for layer in range(2)]
+        return [packed.zigzag.restore(packed.for_layer(layer).replay)[0] for layer in range(2)]
 
     np.testing.assert_array_equal(by_layer(segments().astype(np.int32), choices), choices)

@@ -67,7 +67,7 @@ def loss(weights, tokens, valid, path, copies, config, mesh):
     logits = logits_of(weights, before, config, mesh)
     targets = alignment.response_tokens(tokens, PROMPT, mesh, config)
     chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, None], axis=1)[:, 0]
-    logprobs = alignment.on_responses(chosen, tokens.shape, PROMPT, mesh, config)
+    logprobs = alignment.expand_responses(chosen, tokens.shape, PROMPT, mesh, config)
     logprobs = jnp.where(valid & (jnp.arange(PROMPT + RESPONSE) >= PROMPT)[None, :], logprobs, 0.0)
     num_tokens = all_sum(jnp.sum(valid.astype(jnp.int32)), mesh.dp)
     own = -jnp.sum(logprobs) / (ROWS * RESPONSE) + router_loss(stats, config, mesh, num_tokens)

@@ -17,7 +17,7 @@ from jrl.rollout.sampling import Sampling
 from moe.attention.rotation import turns_of
 from moe.cache.buffers import ROW, Cache, over_columns
 from moe.decoding import decode_step
-from moe.layers.depth import mapped_parts, parts_of
+from moe.layers.depth import map_layer_groups, split_layer_groups
 from moe.placement import specs
 from moe.weights import Layer, Transformer
 from sharding.collectives import all_sum, vary
@@ -42,8 +42,8 @@ class Policy(Generic[Leaf]):
     """Unstacked weights for decoding: every step reads all of them, so each layer's are contiguous.
 
     Attributes:
-      layers: the parts of `moe.layers.depth.parts_of`: a record per layer, or per stack that is
-        scanned.
+      layers: the parts of `moe.layers.depth.split_layer_groups`: a record per layer, or per stack
+        that is scanned.
       rest: everything else, without layers.
     """
 
@@ -64,7 +64,7 @@ def _taking_apart(decoder: Decoder) -> Any:
 
     def take_apart(weights: Transformer[Array]) -> list[Array]:
         # Once for all steps: no step slices a layer out of its stack.
-        layers = parts_of(weights, config)
+        layers = split_layer_groups(weights, config)
         return jax.tree.leaves(Policy(layers, _without_layers(weights)))
 
     apart = jax.jit(take_apart, out_shardings=placed)
@@ -78,7 +78,7 @@ def _policy_specs(decoder: Decoder) -> Policy[PartitionSpec]:
     def of_part(spec: PartitionSpec, number: int | slice) -> PartitionSpec:
         return spec if isinstance(number, slice) else PartitionSpec(*spec[1:])
 
-    return Policy(mapped_parts(stacked, decoder.config, of_part), _without_layers(stacked))
+    return Policy(map_layer_groups(stacked, decoder.config, of_part), _without_layers(stacked))
 
 
 def _without_layers(weights: Transformer[Leaf]) -> Transformer[Leaf]:

@@ -123,7 +123,8 @@ def _kept(room: int, *arrays: Array) -> tuple[Array, ...]:
 
 
 def _in_parts(kept: list[tuple[Array, ...]], config: ModelConfig) -> list[tuple[Array, ...]]:
-    """Splits the arrays of scanned stacks into the parts of `moe.layers.depth.parts_of`."""
+    """Splits the arrays of scanned stacks into the parts of
+    `moe.layers.depth.split_layer_groups`."""
     parts, dense = list[tuple[Array, ...]](), config.num_dense_layers
     for first, depth in ((0, dense), (dense, config.num_layers - dense)):
         if not depth:

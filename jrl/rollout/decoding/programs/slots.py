@@ -20,7 +20,7 @@ from moe.attention.latent import keeps_narrow
 from moe.cache.buffers import ROW, Cache, over_columns
 from moe.config import ModelConfig
 from moe.decoding import Prefilled, prefill
-from moe.layers.depth import is_stack, parts_of
+from moe.layers.depth import is_stack, split_layer_groups
 from moe.placement import specs
 from moe.router.replay import choices_dtype
 from moe.weights import Transformer, cast_shapes, initialise
@@ -214,7 +214,9 @@ def cache_specs(decoder: Decoder) -> Cache[PartitionSpec]:
     """Partition specs of the cache of a pool."""
     config = decoder.config
     # Abstract weights determine which layers have Gated DeltaNet, and which are stacks.
-    parts = jax.eval_shape(lambda: parts_of(initialise(config, jax.random.key(0)), config))
+    parts = jax.eval_shape(
+        lambda: split_layer_groups(initialise(config, jax.random.key(0)), config)
+    )
     spread = [
         (isinstance(part.attention, DeltaNet), _over_heads(is_stack(part) - ROW, decoder.mesh))
         for part in parts

@@ -95,7 +95,7 @@ def test_a_flag_names_what_there_is():
         "dispatch": dispatch.IMPLEMENTATIONS,
         "attention": core.IMPLEMENTATIONS,
         "latent": latent.IMPLEMENTATIONS,
-        "experts": (*feed_forward.IMPLEMENTATIONS, *feed_forward.IN_ONE),
+        "experts": (*feed_forward.IMPLEMENTATIONS, *feed_forward.FUSED_KERNELS),
     }
     for name, names in known.items():
         (literal, _) = get_args(hints[name])

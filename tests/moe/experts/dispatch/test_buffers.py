@@ -8,9 +8,9 @@ from jax.sharding import PartitionSpec as P
 from programs import jit, mesh_of
 from tiers import full_but
 
-from moe.experts.dispatch.buffers import ROW_TILE, buffer_rows, peer_choices, peer_tokens
+from moe.experts.dispatch.buffers import ROW_TILE, buffer_rows, peer_assignments, peer_tokens
 from moe.experts.dispatch.choice import dispatch, rows_received
-from moe.experts.dispatch.cost import Exchange, cheapest, peer_capacity_of
+from moe.experts.dispatch.cost import TokenExchange, cheapest, peer_capacity_of
 from moe.experts.feed_forward import dense_reference
 from moe.router.routing import Routing
 from moe.weights import Experts
@@ -43,13 +43,13 @@ def test_rows_of_a_budget(layout, tokens, k, experts, factor, expected):
     rows = buffer_rows(tokens, k, num_local, mesh, None, factor)
     assert rows == expected
     devices = mesh.size(mesh.ep) * mesh.size(mesh.etp)
-    assert rows % ROW_TILE == 0 or rows == devices * peer_choices(tokens, k, num_local, None)
+    assert rows % ROW_TILE == 0 or rows == devices * peer_assignments(tokens, k, num_local, None)
     assert peer_tokens(tokens, k, num_local, mesh, None, factor) == min(tokens, rows // devices)
 
 
 def best(k, num_experts, mesh, buffer_factor=None):
     peer_capacity = peer_capacity_of(k, mesh.size(mesh.ep), None, buffer_factor)
-    return cheapest(Exchange(num_experts, k, 64, 4, peer_capacity), mesh)
+    return cheapest(TokenExchange(num_experts, k, 64, 4, peer_capacity), mesh)
 
 
 def test_a_budget_moves_less_where_a_token_goes_to_few_devices():

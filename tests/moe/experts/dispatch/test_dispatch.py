@@ -18,9 +18,9 @@ from ragged import ragged_by_gathering
 from tiers import full_but
 
 from moe.experts.dispatch import ragged as ragged_dispatcher
-from moe.experts.dispatch.buffers import peer_choices, peer_tokens
+from moe.experts.dispatch.assignment import slots_of
+from moe.experts.dispatch.buffers import peer_assignments, peer_tokens
 from moe.experts.dispatch.choice import dispatch, rows_received
-from moe.experts.dispatch.own import slots_of
 from moe.experts.dispatch.ragged import ragged_dispatch
 from moe.experts.feed_forward import dense_reference, routed_experts
 from moe.router.routing import Routing
@@ -226,7 +226,7 @@ def test_an_expert_chosen_twice_counts_twice(name, emulated):
     # The last tokens of each device choose one expert of the first device again and again.
     experts[np.arange(TOKENS) % 4 > 0] = [[0, 0, 0]]
     experts[::4] = [3, 2, 3]
-    assert peer_choices(4, CHOSEN, 2, None) == 8 < 9
+    assert peer_assignments(4, CHOSEN, 2, None) == 8 < 9
     scale = np.random.default_rng(3).random(experts.shape)
     routing = Routing(experts.astype(np.int32), scale.astype(np.float32))
     agrees(pulled(on(mesh, partial(dispatch, mesh=mesh, implementation=name))), routing, name)
@@ -239,7 +239,7 @@ def test_more_than_the_capacity_promised_takes_nobodys_place(name, emulated):
     mesh = mesh_of("dp4 / ep4")
     experts = np.tile([0, 1, ROUTE], (TOKENS, 1))
     experts[::4] = [4, ROUTE, ROUTE]
-    assert peer_choices(4, CHOSEN, 2, 1) == 2 < 6
+    assert peer_assignments(4, CHOSEN, 2, 1) == 2 < 6
     scale = np.where(experts < ROUTE, 0.25, 0.0)
     routing = Routing(experts.astype(np.int32), scale.astype(np.float32))
     options = {"mesh": mesh, "capacity": 1, "implementation": name}

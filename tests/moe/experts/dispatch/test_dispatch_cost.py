@@ -10,15 +10,15 @@ from jax.sharding import PartitionSpec as P
 
 from moe.experts.dispatch.choice import IMPLEMENTATIONS, dispatch
 from moe.experts.dispatch.cost import (
-    MANY,
+    MANY_TOKENS,
     NAMES,
-    Exchange,
+    TokenExchange,
     cheapest,
-    explained,
+    explain_choice,
+    fraction_with_expert,
     hardware_of,
-    part_with,
     peer_capacity_of,
-    seconds,
+    predict_seconds,
 )
 from moe.router.routing import Routing
 from moe.weights import Experts
@@ -34,7 +34,7 @@ def on(layout, platform=None):
 
 
 def quickest(exchange, layout, hardware, names=NAMES):
-    takes = seconds(exchange, Layout.parse(layout), hardware)
+    takes = predict_seconds(exchange, Layout.parse(layout), hardware)
     return min(names, key=takes.__getitem__)
 
 
@@ -52,12 +52,12 @@ def quickest(exchange, layout, hardware, names=NAMES):
     ],
 )
 def test_by_bytes_where_links_are_alike(layout, k, itemsize, peer_capacity, expected):
-    assert cheapest(Exchange(32, k, 64, itemsize, peer_capacity), on(layout)) == expected
+    assert cheapest(TokenExchange(32, k, 64, itemsize, peer_capacity), on(layout)) == expected
     assert set(NAMES) == set(IMPLEMENTATIONS)
 
 
 def test_a_slow_exchange_gathers():
-    exchange = Exchange(32, 4, 64, 4, peer_capacity=0.5)
+    exchange = TokenExchange(32, 4, 64, 4, peer_capacity=0.5)
     assert cheapest(replace(exchange, rate=0.51), on("dp8 / ep8")) == "all_to_all"
     assert cheapest(replace(exchange, rate=0.49), on("dp8 / ep8")) == "all_gather"
 
@@ -66,7 +66,7 @@ def test_a_slow_exchange_gathers():
 def test_the_published_crossover(k, expected):
     """Eight H800s gather from top-6 on, where bytes alone say 8 (Jin et al., section 3.2). They
     send each choice, with buffers for even routing, and sums in the width of tokens."""
-    exchange = Exchange(64, k, 4096, 4, peer_capacity=k / 8)
+    exchange = TokenExchange(64, k, 4096, 4, peer_capacity=k / 8)
     assert quickest(exchange, "dp8 / ep8", H800, NAMES[:2]) == expected
     assert quickest(exchange, "dp8 / ep8", replace(H800, exchange=1.0), NAMES[:2]) == "all_to_all"
 
@@ -74,7 +74,7 @@ def test_the_published_crossover(k, expected):
 def test_links_outside_a_domain_count_for_themselves():
     """Within a server slices as long as they are send least. Over two, a ring leaves each through
     eight adapters, and an exchange sends through a device's own."""
-    exchange = Exchange(128, 8, 2048, 2)
+    exchange = TokenExchange(128, 8, 2048, 2)
     assert quickest(exchange, "dp8 / ep8", H100) == "ragged"
     assert quickest(exchange, "dp16 / ep16", H100) == "all_gather"
     assert quickest(exchange, "dp16 / ep16", replace(H100, domain=16)) == "ragged"
@@ -82,15 +82,19 @@ def test_links_outside_a_domain_count_for_themselves():
 
 def test_ragged_counts_tokens_that_are_there():
     """Those of even routing, by drawing it; not the buffers that would hold any."""
-    draw, exchange = np.random.default_rng(0), Exchange(24, 5, 64, 4)
+    draw, exchange = np.random.default_rng(0), TokenExchange(24, 5, 64, 4)
     layout = Layout.parse("dp6 / ep6")
     chosen = np.argsort(draw.random((20000, 24)), axis=1)[:, :5] // 4
     found = np.mean(np.any(chosen[:, :, None] == np.arange(6), axis=1))
     # The standard error of 120000 draws.
-    assert part_with(exchange, layout) == pytest.approx(found, abs=5 * 0.5 / 120000**0.5)
-    takes = seconds(exchange, layout, UNKNOWN)
-    tokens_only = (takes["ragged"] - 8 * 5 * 5 * MANY - 4 * 5 * 5 * MANY * 5 / 6 * 6 / 5) / MANY
-    assert tokens_only < takes["all_to_all"] / MANY * (part_with(exchange, layout) + 0.01)
+    assert fraction_with_expert(exchange, layout) == pytest.approx(found, abs=5 * 0.5 / 120000**0.5)
+    takes = predict_seconds(exchange, layout, UNKNOWN)
+    tokens_only = (
+        takes["ragged"] - 8 * 5 * 5 * MANY_TOKENS - 4 * 5 * 5 * MANY_TOKENS * 5 / 6 * 6 / 5
+    ) / MANY_TOKENS
+    assert tokens_only < takes["all_to_all"] / MANY_TOKENS * (
+        fraction_with_expert(exchange, layout) + 0.01
+    )
 
 
 def test_peer_capacity_is_that_of_the_buffers():
@@ -114,7 +118,7 @@ def test_devices_are_known_by_their_kind():
 
 
 def test_it_says_why():
-    said = explained(Exchange(32, 4, 64, 4, peer_capacity=0.5, rate=0.8), on("dp8 / ep8"))
+    said = explain_choice(TokenExchange(32, 4, 64, 4, peer_capacity=0.5, rate=0.8), on("dp8 / ep8"))
     slower = "an all-to-all at 0.8 of a ring's rate"
     assert said == f"all_to_all (all_gather 1.60 times its time by bytes, {slower})"
     assert "\n" not in said

@@ -94,7 +94,7 @@ def on(layout, name, **options):
     spec = Experts(router=P(), gate_up=inner, down=P(mesh.ep, mesh.etp))
 
     def local(*given):
-        return dispatch(*given, mesh, implementation=name, wire=FP8, **options)[0]
+        return dispatch(*given, mesh, implementation=name, comm_dtype=FP8, **options)[0]
 
     return jax.shard_map(local, mesh=mesh.mesh, in_specs=(spec, rows, rows), out_specs=rows)
 

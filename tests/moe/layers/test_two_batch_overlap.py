@@ -17,7 +17,7 @@ from whole_network import loss_and_gradient
 from moe import model
 from moe.config import ModelConfig
 from moe.execution import Execution
-from moe.layers.halves import in_rows
+from moe.layers.two_batch_overlap import restore_row_order
 from moe.placement import in_chunks, specs
 from moe.tokens.packing import pack_rows, pack_segments, pack_shared_prompts
 from sharding.collectives import join_shards, own_shard, vary
@@ -146,12 +146,14 @@ def test_halves_are_undone_in_the_order_of_rows(how):
 
     def local():
         whole, halved = (packed_by(how, one, mesh) for one in (with_execution(), config))
-        assert len(halved.halves) == 2 and all(half.is_half for half in halved.halves)
+        assert len(halved.half_batches) == 2 and all(
+            half.is_half_batch for half in halved.half_batches
+        )
         own = own_shard(vary(halved.tokens, mesh.sequence), mesh.sequence)
-        back = in_rows(own, halved, mesh)
+        back = restore_row_order(own, halved, mesh)
         marks = [
             jnp.sort(jnp.concatenate([x.tokens * 100 + x.positions for x in batches]))
-            for batches in (halved.halves, (whole,))
+            for batches in (halved.half_batches, (whole,))
         ]
         return join_shards(back, mesh.sequence), whole.tokens, *marks
 
@@ -183,6 +185,6 @@ def test_what_cannot_be_halved_is_refused():
     with pytest.raises(ValueError, match=r"capacity_factor=0\.8 would drop other choices"):
         pack_rows(tokens, valid, mesh, full)
     # A single row, and halves of ten tokens on four ranks, go at once: an update is refused before.
-    assert pack_rows(tokens[:1], valid[:1], mesh, asked).halves == ()
-    assert pack_rows(tokens[:4, :5], valid[:4, :5], mesh, asked).halves == ()
-    assert len(pack_rows(tokens[:4, :4], valid[:4, :4], mesh, asked).halves) == 2
+    assert pack_rows(tokens[:1], valid[:1], mesh, asked).half_batches == ()
+    assert pack_rows(tokens[:4, :5], valid[:4, :5], mesh, asked).half_batches == ()
+    assert len(pack_rows(tokens[:4, :4], valid[:4, :4], mesh, asked).half_batches) == 2

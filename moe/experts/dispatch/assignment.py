@@ -11,7 +11,7 @@ from moe.weights import Experts
 from sharding.folding import FoldedMesh
 
 
-def own_choices(
+def local_assignments(
     experts: Int[Array, "token k"],
     probs: Float[Array, "token k"],
     num_local: int,
@@ -22,15 +22,15 @@ def own_choices(
     A token has at most ``min(k, L)`` of them, which are the columns; the rest are `num_local`.
     """
     local = experts - lax.axis_index(mesh.ep) * num_local
-    own = (local >= 0) & (local < num_local)
-    local = jnp.where(own, local, num_local)
+    is_local = (local >= 0) & (local < num_local)
+    local = jnp.where(is_local, local, num_local)
     if num_local >= experts.shape[1]:
         return local, probs
-    columns = _first(own, num_local)
+    columns = _first_true(is_local, num_local)
     return jnp.take_along_axis(local, columns, axis=1), jnp.take_along_axis(probs, columns, axis=1)
 
 
-def with_one_bias(weights: Experts[Array], mesh: FoldedMesh) -> Experts[Array]:
+def mask_replicated_bias(weights: Experts[Array], mesh: FoldedMesh) -> Experts[Array]:
     """Experts whose output bias is zero on all ``etp`` ranks but the first: the outputs of the
     ranks are partial sums, so the bias must be added once."""
     if weights.down_bias is None:
@@ -50,7 +50,7 @@ def has_experts_at(
 
 def slots_of(
     slot: Int[Array, "token peer"], num_slots: int, k: int
-) -> tuple[Int[Array, "slot"], Int[Array, "token copies"]]:
+) -> tuple[Int[Array, "slot"], Int[Array, "token k"]]:
     """Token of each slot, one past the last for an empty one, and the slots of each token.
 
     Args:
@@ -61,13 +61,13 @@ def slots_of(
     num_peers = slot.shape[1]
     token = inverse_slots(slot.reshape(-1), num_slots) // num_peers
     if num_peers > k:
-        slot = jnp.take_along_axis(slot, _first(slot < num_slots, k), axis=1)
+        slot = jnp.take_along_axis(slot, _first_true(slot < num_slots, k), axis=1)
     return token, slot
 
 
-def _first(which: Bool[Array, "token column"], columns: int) -> Int[Array, "token columns"]:
+def _first_true(mask: Bool[Array, "token column"], columns: int) -> Int[Array, "token columns"]:
     """Indices of `columns` columns for each token, the true ones first, in order."""
     # By counting: few columns are compared with each other, without a sort.
-    so_far, others = jnp.cumsum(which, axis=1), jnp.cumsum(~which, axis=1)
-    place = jnp.where(which, so_far, so_far[:, -1:] + others) - 1
-    return jnp.argmax(place[:, None, :] == jnp.arange(columns)[None, :, None], axis=2)
+    so_far, others = jnp.cumsum(mask, axis=1), jnp.cumsum(~mask, axis=1)
+    rank = jnp.where(mask, so_far, so_far[:, -1:] + others) - 1
+    return jnp.argmax(rank[:, None, :] == jnp.arange(columns)[None, :, None], axis=2)

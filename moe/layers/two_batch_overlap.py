@@ -5,8 +5,8 @@ the other, forward and backward. Each collective of a layer becomes two. A loop 
 `jax.checkpoint` around one, start a layer when both halves have finished the one before.
 
 Rows share the weights, whose gradient is the sum over both halves, and the load in auxiliary
-losses: the load of a micro-batch is that of both halves (`moe.router.balance.over_halves`), and
-nothing but these losses waits for it.
+losses: the load of a micro-batch is that of both halves (`moe.router.balance.merge_half_batches`),
+and nothing but these losses waits for it.
 
 References:
   DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.4.1 (two micro-batches at once, one
@@ -24,7 +24,7 @@ from jaxtyping import Array, Shaped
 
 from moe.config import ModelConfig
 from moe.precision import shared
-from moe.router.balance import over_halves
+from moe.router.balance import merge_half_batches
 from moe.router.statistics import RouterStatistics
 from moe.tokens.packing import PackedBatch
 from moe.weights import Layer
@@ -33,24 +33,26 @@ from sharding.folding import FoldedMesh
 
 Streams = tuple[Array, ...]
 """The residual stream of each half, or of all rows."""
-RunHalf = Callable[[int, Layer[Array], Array], tuple[Array, RouterStatistics[Array] | None]]
+RunHalfBatch = Callable[[int, Layer[Array], Array], tuple[Array, RouterStatistics[Array] | None]]
 """(index of the half, layer, residual stream) -> the stream after the layer, and the router's
 sums."""
 
 
-def in_streams(x: Shaped[Array, "local *rest"], packed: PackedBatch, mesh: FoldedMesh) -> Streams:
+def split_streams(
+    x: Shaped[Array, "local *rest"], packed: PackedBatch, mesh: FoldedMesh
+) -> Streams:
     """Splits this rank's shard of the residual stream into those of the halves."""
     starts = list(accumulate(_sizes(packed, mesh)))[:-1]
     return tuple(jnp.split(x, starts)) if starts else (x,)
 
 
-def joined(streams: Streams) -> Array:
-    """Concatenates the streams again: the inverse of `in_streams`."""
+def join_streams(streams: Streams) -> Array:
+    """Concatenates the streams again: the inverse of `split_streams`."""
     return streams[0] if len(streams) == 1 else jnp.concatenate(streams)
 
 
-def through(
-    run_half: RunHalf,
+def run_streams(
+    run_half_batch: RunHalfBatch,
     layer: Layer[Array],
     streams: Streams,
     config: ModelConfig,
@@ -62,19 +64,21 @@ def through(
     ``half_1``.
     """
     if len(streams) == 1:
-        x, stats = run_half(0, layer, streams[0])
+        x, stats = run_half_batch(0, layer, streams[0])
         return (x,), stats
-    after, found = [], []
-    for number, (own, x) in enumerate(zip(shared(layer, len(streams)), streams, strict=True)):
-        with jax.named_scope(f"half_{number}"):
-            x, stats = run_half(number, own, x)
+    after, stream_stats = [], []
+    for index, (stream_layer, x) in enumerate(
+        zip(shared(layer, len(streams)), streams, strict=True)
+    ):
+        with jax.named_scope(f"half_{index}"):
+            x, stats = run_half_batch(index, stream_layer, x)
         after.append(x)
-        found.append(stats)
-    routed = [stats for stats in found if stats is not None]
-    return tuple(after), over_halves(routed, config, mesh) if routed else None
+        stream_stats.append(stats)
+    routed_stats = [stats for stats in stream_stats if stats is not None]
+    return tuple(after), merge_half_batches(routed_stats, config, mesh) if routed_stats else None
 
 
-def in_rows(
+def restore_row_order(
     x: Shaped[Array, "local *rest"], packed: PackedBatch, mesh: FoldedMesh
 ) -> Shaped[Array, "local *rest"]:
     """Reorders an array per token from the order of the halves to that of the rows
@@ -83,24 +87,27 @@ def in_rows(
     Communication per device: none, or over ``tp``, whose ranks have other tokens of the rows then,
     one `gather_tokens` of those of the ``cp`` rank; backward a `scatter_tokens`.
     """
-    if not packed.halves:
+    if not packed.half_batches:
         return x
-    parts = [gather_tokens(part, mesh.tp) for part in in_streams(x, packed, mesh)]
+    shards = [gather_tokens(shard, mesh.tp) for shard in split_streams(x, packed, mesh)]
     sections = zip(
-        *(half.zigzag.split(part) for half, part in zip(packed.halves, parts, strict=True)),
+        *(
+            half.zigzag.split(shard)
+            for half, shard in zip(packed.half_batches, shards, strict=True)
+        ),
         strict=True,
     )
     return own_shard(packed.zigzag.join(*map(jnp.concatenate, sections)), mesh.tp)
 
 
-def choices_in_rows(
+def restore_choices_order(
     stats: RouterStatistics[Array] | None, packed: PackedBatch, mesh: FoldedMesh
 ) -> RouterStatistics[Array] | None:
     """Router statistics with the recorded expert ids ``[layer, local, k]`` in the order of the
     rows."""
-    if stats is None or stats.choices is None or not packed.halves:
+    if stats is None or stats.choices is None or not packed.half_batches:
         return stats
-    choices = in_rows(jnp.moveaxis(stats.choices, 0, 1), packed, mesh)
+    choices = restore_row_order(jnp.moveaxis(stats.choices, 0, 1), packed, mesh)
     return replace(stats, choices=jnp.moveaxis(choices, 1, 0))
 
 

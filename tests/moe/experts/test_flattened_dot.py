@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from programs import jit, mesh_of
 
-from moe.experts.joined import joined_dot
+from moe.experts.flattened_dot import flattened_dot
 
 TOKENS, INNER, HALVES, HIDDEN = 5, 6, 2, 7
 
@@ -36,7 +36,7 @@ def test_values_and_gradients_are_those_of_the_plain_product(dtype):
 
         return jit(both)(x, weights)
 
-    found, expected = run(joined_dot), run(plain)
+    found, expected = run(flattened_dot), run(plain)
     assert [a.dtype for a in found] == [dtype, dtype, jnp.float32]
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_array_equal(a, b)
@@ -46,7 +46,7 @@ def test_what_is_kept_are_the_weights_as_they_are_given():
     kept = []
 
     def run(x, weights):
-        out, back = jax.vjp(joined_dot, x, weights)
+        out, back = jax.vjp(flattened_dot, x, weights)
         kept.extend((a.shape, a.dtype) for a in jax.tree.leaves(back))
         return out
 
@@ -61,7 +61,7 @@ def test_gradients_are_summed_over_the_devices_that_share_the_weight():
     x, pull = (jnp.concatenate([array, -2 * array]) for array in (x, pull))
 
     def pulled(x, weights, pull):
-        return jax.lax.psum(jnp.sum(joined_dot(x, weights) * pull), mesh.axes)
+        return jax.lax.psum(jnp.sum(flattened_dot(x, weights) * pull), mesh.axes)
 
     specs = P(mesh.axes), P(), P(mesh.axes)
     sharded = jax.shard_map(pulled, mesh=mesh.mesh, in_specs=specs, out_specs=P())

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float
 from sharding.collectives import vary, varying
 
 
-def joined_dot(
+def flattened_dot(
     x: Float[Array, "token inner"], weights: Float[Array, "inner *outer"]
 ) -> Float[Array, "token columns"]:
     """``x @ W``, with the columns of ``W`` flattened in memory order.
@@ -16,14 +16,14 @@ def joined_dot(
     addition, in a scan over layers one for every layer.
     """
     axes = tuple(varying(x) | varying(weights))
-    return _joined_dot(*vary((x, weights), axes))
+    return _flattened_dot(*vary((x, weights), axes))
 
 
 def _plain(x, weights):
     return x @ weights.astype(x.dtype).reshape(weights.shape[0], -1)
 
 
-_joined_dot = jax.custom_vjp(_plain)
+_flattened_dot = jax.custom_vjp(_plain)
 
 
 def _forward(x, weights):
@@ -35,4 +35,4 @@ def _backward(residuals, gradient):
     return jax.vjp(_plain, *residuals)[1](gradient)
 
 
-_joined_dot.defvjp(_forward, _backward)
+_flattened_dot.defvjp(_forward, _backward)
