@@ -24,7 +24,7 @@ from two_sides import (
 from moe.attention.rotary import YarnScaling
 from moe.config import MultiHeadLatentAttention
 from moe.disaggregated import programs
-from moe.disaggregated.balance import placement
+from moe.disaggregated.balance import plan_placement
 from moe.disaggregated.placement import Placement
 from moe.disaggregated.runner import Runner
 from moe.disaggregated.schedule import order
@@ -39,7 +39,7 @@ LATENT = replace(
     mla=MultiHeadLatentAttention(kv_lora_rank=5, q_lora_rank=7, qk_rope_head_dim=4, v_head_dim=3),
     rope_scaling=YarnScaling(4.0, 2, score_temperature=1.0),
 )
-REPLICATED = Placement.of(
+REPLICATED = Placement.from_replicas(
     [
         *[[(expert % 2, expert // 2)] for expert in range(10)],
         [(0, 5), (1, 6)],
@@ -143,8 +143,8 @@ def sides_of(split, copies, config):
     peers = mesh.experts.layout.ep
     if copies:
         loads = np.random.default_rng(1).integers(1, 60, config.num_experts)
-        placed = placement(loads.astype(float), config.num_experts + peers, peers)
-        places = Placement.holding(placed, peers)
+        placed = plan_placement(loads.astype(float), config.num_experts + peers, peers)
+        places = Placement.from_slots(placed, peers)
     runner = counted(Runner(config, mesh, placement=places, records_choices=True))
     return runner, sides(mesh, config, places)
 

@@ -22,7 +22,7 @@ from jrl.rollout.decoding.programs.tokens import Draws, appended, drawn_tokens, 
 from jrl.rollout.sampling import Sampling
 from moe.cache.buffers import ROW, over_columns
 from moe.decoding import Prefilled
-from moe.disaggregated.sides import rest_specs
+from moe.disaggregated.weights import rest_specs
 from moe.head import logits_of
 from moe.placement import specs
 from moe.weights import Transformer
