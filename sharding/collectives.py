@@ -45,7 +45,7 @@ def vary(tree: Tree, axes: Axes) -> Tree:
     return jax.tree.map(cast, tree)
 
 
-def alike(tree: Tree, *others: object) -> Tree:
+def match_varying(tree: Tree, *others: object) -> Tree:
     """`tree` typed as varying over every mesh axis that an array of it or of `others` varies over.
 
     Carries of loops, results of branches and inputs of gradient rules must be of one type. None
@@ -142,7 +142,7 @@ def _scatter_backward(axes: Axes, dtype: Any, _: None, gradient: Array) -> tuple
 _scatter_and_round.defvjp(_scatter_forward, _scatter_backward)
 
 
-def own_shard(x: Shaped[Array, "all *rest"], axes: Axes) -> Shaped[Array, "local *rest"]:
+def local_shard(x: Shaped[Array, "all *rest"], axes: Axes) -> Shaped[Array, "local *rest"]:
     """This device's shard of the first dimension of an array replicated along `axes`."""
     size = x.shape[0] // lax.axis_size(axes)
     return lax.dynamic_slice_in_dim(vary(x, axes), lax.axis_index(axes) * size, size)
@@ -155,10 +155,10 @@ def join_shards(x: Shaped[Array, "local *rest"], axes: Axes) -> Shaped[Array, "a
     per token): volume 2 (n-1)/n of the full array.
     """
     n = lax.axis_size(axes)
-    whole = vary(jnp.zeros((x.shape[0] * n, *x.shape[1:]), x.dtype), tuple(varying(x)))
+    full = vary(jnp.zeros((x.shape[0] * n, *x.shape[1:]), x.dtype), tuple(varying(x)))
     start = lax.axis_index(axes) * x.shape[0]
-    whole = lax.dynamic_update_slice_in_dim(vary(whole, axes), vary(x, axes), start, axis=0)
-    return _named(lax.psum(whole, axes), SUM)
+    full = lax.dynamic_update_slice_in_dim(vary(full, axes), vary(x, axes), start, axis=0)
+    return _named(lax.psum(full, axes), SUM)
 
 
 def all_to_all(

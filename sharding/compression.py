@@ -204,7 +204,7 @@ _scatter.defvjp(_scatter_forward, _scatter_backward)
 
 
 def compressed_reduce_scatter(
-    x: Float[Array, "*whole"], axes: Axes, dim: int
+    x: Float[Array, "*full"], axes: Axes, dim: int
 ) -> Float[Array, "*shard"]:
     """Reduce-scatter over `axes` of terms rounded to bfloat16 and summed in float32.
 

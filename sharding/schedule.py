@@ -67,7 +67,7 @@ class Schedule:
         group, rest = micro_batch // self.stages, micro_batch % self.stages
         return group * self.stages * self.num_chunks + chunk * self.stages + rest
 
-    def forward_alone(self, tick: Any, stage: Any) -> Work:
+    def forward_only(self, tick: Any, stage: Any) -> Work:
         """Work of `stage` at `tick` in a forward-only schedule: a chunk in every tick."""
         return self._work_at(tick - stage)
 
@@ -110,8 +110,8 @@ class Schedule:
 
     def _work_at(self, order: Any) -> Work:
         """The inverse of `forward_order`."""
-        of_group = self.stages * self.num_chunks
-        group, rest = order // of_group, order % of_group
+        per_group = self.stages * self.num_chunks
+        group, rest = order // per_group, order % per_group
         micro_batch, chunk = group * self.stages + rest % self.stages, rest // self.stages
         return Work(micro_batch, chunk, (order >= 0) & (micro_batch < self.num_micro_batches))
 

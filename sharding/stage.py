@@ -67,19 +67,19 @@ class Run:
     no_statistics: Tree
 
     @classmethod
-    def of(
+    def build(
         cls, stages: Stages, ends: Tree, layers: Tree, micro_batches: Tree, pipeline: Pipeline
     ) -> "Run":
         num_micro_batches = jax.tree.leaves(micro_batches)[0].shape[0]
         # Residuals of a micro-batch differ between stages, as the buffers hold different ones.
         micro_batches = vary(micro_batches, pipeline.stage)
-        micro_batch = at(micro_batches, 0)
+        micro_batch = index_tree(micro_batches, 0)
         no_x = zeros_of(
             pipeline, lambda: vary(stages.first(ends, micro_batch), pipeline.everywhere)
         )
         stage = lax.axis_index(pipeline.stage)
         _, chunk_loss, statistics = zeros_of(
-            pipeline, lambda: stages.chunk(at(layers, 0), no_x, micro_batch, stage)
+            pipeline, lambda: stages.chunk(index_tree(layers, 0), no_x, micro_batch, stage)
         )
         no_out = zeros_of(pipeline, lambda: stages.last(ends, no_x, micro_batch))
         return cls(
@@ -93,23 +93,23 @@ class Run:
             ),
             stage=stage,
             no_x=no_x,
-            no_loss=typed_as(chunk_loss, no_out[0]),
+            no_loss=vary_like(chunk_loss, no_out[0]),
             no_chunk_loss=chunk_loss,
             no_out=no_out,
-            no_statistics=repeated(statistics, pipeline.num_chunks),
+            no_statistics=repeat_tree(statistics, pipeline.num_chunks),
         )
 
-    def nothing_like(self, weights: Tree) -> Tree:
+    def zero_gradients(self, weights: Tree) -> Tree:
         """Zero accumulators of gradients, in float32 whatever the dtype of the weights."""
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), weights)
         return vary(zeros, self.pipeline.everywhere)
 
     def micro_batch(self, work: Work) -> Tree:
-        return at(self.micro_batches, work.micro_batch)
+        return index_tree(self.micro_batches, work.micro_batch)
 
     def layers_of(self, work: Work) -> Tree:
         # A constant index where there is one chunk: its layers are then a view and not a gather.
-        return at(self.layers, work.chunk if self.pipeline.num_chunks > 1 else 0)
+        return index_tree(self.layers, work.chunk if self.pipeline.num_chunks > 1 else 0)
 
     def enters(self, work: Work) -> Array:
         return (self.stage == 0) & (work.chunk == 0)
@@ -131,7 +131,7 @@ class Run:
         x, loss, statistics = self.stages.chunk(layers, x, micro_batch, number)
         return vary(x, self.pipeline.everywhere), loss, statistics
 
-    def entering(self, work: Work, arrived: Array) -> Array:
+    def chunk_input(self, work: Work, arrived: Array) -> Array:
         """Input of a chunk: the received activations or, for the first, those of `Stages.first`."""
         return lax.cond(
             work.active & self.enters(work),
@@ -159,67 +159,67 @@ class Run:
           x: the last received input, returned where nothing is sent; so is `grad`.
         """
 
-        def sent(values: Array, pairs: list[Pair], held: Array) -> Array:
-            return lax.ppermute(values, self.pipeline.stage, pairs) if pairs else held
+        def permute(values: Array, pairs: list[Pair], unchanged: Array) -> Array:
+            return lax.ppermute(values, self.pipeline.stage, pairs) if pairs else unchanged
 
-        def at(parity: int) -> Callable[..., tuple[Array, Array]]:
+        def exchange_at(parity: int) -> Callable[..., tuple[Array, Array]]:
             forward, backward = self.schedule.messages(parity)
             return lambda after, before, x, grad: (
-                sent(after, forward, x),
-                sent(before, backward, grad),
+                permute(after, forward, x),
+                permute(before, backward, grad),
             )
 
         # Equal on all devices, and so a condition that may contain collectives.
-        return lax.cond(now % 2 == 0, at(0), at(1), after, before, x, grad)
+        return lax.cond(now % 2 == 0, exchange_at(0), exchange_at(1), after, before, x, grad)
 
 
 def zeros_of(pipeline: Pipeline, function: Callable[[], Tree]) -> Tree:
     """Zeros of the types that `function` returns, typed as varying over the stages too."""
 
     def zeros(shape):
-        also = sorted(shape.manual_axis_type.varying | set(pipeline.stage))
-        return vary(jnp.zeros(shape.shape, shape.dtype), tuple(also))
+        axes = sorted(shape.manual_axis_type.varying | set(pipeline.stage))
+        return vary(jnp.zeros(shape.shape, shape.dtype), tuple(axes))
 
     return jax.tree.map(zeros, jax.eval_shape(function))
 
 
-def typed_as(tree: Tree, like: Tree) -> Tree:
+def vary_like(tree: Tree, like: Tree) -> Tree:
     """`tree` typed as varying wherever `like` does."""
     return jax.tree.map(lambda x, other: vary(x, tuple(sorted(varying(other)))), tree, like)
 
 
-def one_like(loss: Array) -> Array:
+def ones_like_varying(loss: Array) -> Array:
     return vary(jnp.ones_like(loss), tuple(sorted(varying(loss))))
 
 
-def repeated(tree: Tree, number: int) -> Tree:
+def repeat_tree(tree: Tree, number: int) -> Tree:
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (number, *x.shape)), tree)
 
 
-def at(tree: Tree, index: Any) -> Tree:
+def index_tree(tree: Tree, index: Any) -> Tree:
     return jax.tree.map(lambda x: x[index], tree)
 
 
-def each_at(trees: tuple[Tree, ...], indices: tuple[Array, ...]) -> tuple[Tree, ...]:
-    return tuple(map(at, trees, indices))
+def index_each(trees: tuple[Tree, ...], indices: tuple[Array, ...]) -> tuple[Tree, ...]:
+    return tuple(map(index_tree, trees, indices))
 
 
-def stored(tree: Tree, index: Array, values: Tree) -> Tree:
-    def put(into: Array, x: Array) -> Array:
-        return lax.dynamic_update_index_in_dim(into, x, index, 0)
+def store_at(tree: Tree, index: Array, values: Tree) -> Tree:
+    def update(buffer: Array, x: Array) -> Array:
+        return lax.dynamic_update_index_in_dim(buffer, x, index, 0)
 
-    return jax.tree.map(put, tree, values)
-
-
-def put(tree: Tree, index: Array, values: Tree) -> Tree:
-    return jax.tree.map(lambda into, x: into.at[index].set(x), tree, typed_as(values, tree))
+    return jax.tree.map(update, tree, values)
 
 
-def added(tree: Tree, index: Array, values: Tree) -> Tree:
-    values = jax.tree.map(lambda into, x: x.astype(into.dtype), tree, values)
-    return jax.tree.map(lambda into, x: into.at[index].add(x), tree, typed_as(values, tree))
+def set_at(tree: Tree, index: Array, values: Tree) -> Tree:
+    return jax.tree.map(lambda buffer, x: buffer.at[index].set(x), tree, vary_like(values, tree))
 
 
-def summed(tree: Tree, values: Tree) -> Tree:
+def add_at(tree: Tree, index: Array, values: Tree) -> Tree:
+    values = jax.tree.map(lambda buffer, x: x.astype(buffer.dtype), tree, values)
+    return jax.tree.map(lambda buffer, x: buffer.at[index].add(x), tree, vary_like(values, tree))
+
+
+def add_trees(tree: Tree, values: Tree) -> Tree:
     """`tree` with the values added, in its dtypes."""
-    return jax.tree.map(lambda into, x: into + x.astype(into.dtype), tree, values)
+    return jax.tree.map(lambda total, x: total + x.astype(total.dtype), tree, values)

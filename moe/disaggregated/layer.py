@@ -31,7 +31,7 @@ from moe.precision import rms_norm
 from moe.router.layer import route
 from moe.tokens.packing import PackedBatch
 from moe.weights import Experts, Layer
-from sharding.collectives import own_shard, vary
+from sharding.collectives import local_shard, vary
 
 Leaf = TypeVar("Leaf")
 
@@ -164,7 +164,7 @@ def attend_and_route(
     config, mesh = serving.config, serving.mesh.attention
     assert layer.experts is not None
     positions, global_index = (
-        own_shard(packed.positions, mesh.cp),
+        local_shard(packed.positions, mesh.cp),
         layer_index + config.num_dense_layers,
     )
     x = x + attention(layer.attention, x, positions, core, config, mesh, global_index)

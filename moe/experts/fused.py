@@ -11,7 +11,7 @@ from moe.experts.grouped.mosaic import demand_service
 from moe.kernels import grouped
 from moe.kernels.swiglu import hidden_gradients, hidden_units
 from moe.remat import PRODUCT
-from sharding.collectives import alike
+from sharding.collectives import match_varying
 
 FUSED, GATHERED, SCATTERED = IN_ONE = ("mosaic_fused", "mosaic_gathered", "mosaic_scattered")
 """Names in addition to `moe.experts.grouped.dot.IMPLEMENTATIONS`: products with fused SwiGLU, those
@@ -46,7 +46,7 @@ def fused_experts(
     """
     for width in gate_up.shape[-1], down.shape[-1]:
         demand_service(rows, width, FUSED, "routed_experts")
-    return _fused(*alike((rows, gate_up, down, probs, sizes)), simulated)
+    return _fused(*match_varying((rows, gate_up, down, probs, sizes)), simulated)
 
 
 def matrices_of(weights: Array, rows: Array) -> Array:

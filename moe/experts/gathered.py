@@ -25,7 +25,7 @@ from moe.kernels.layout import SortedLayout
 from moe.kernels.rows import combine
 from moe.kernels.swiglu import hidden_gradients, hidden_units
 from moe.remat import PRODUCT
-from sharding.collectives import alike
+from sharding.collectives import match_varying
 
 
 def gathered_experts(
@@ -62,7 +62,7 @@ def gathered_experts(
     name = SCATTERED if scattered else GATHERED
     for width in gate_up.shape[-1], down.shape[-1]:
         demand_service(jax.ShapeDtypeStruct(x.shape, dtype), width, name, "routed_experts")
-    operands = alike((x, gate_up, down, probs, sizes, layout))
+    operands = match_varying((x, gate_up, down, probs, sizes, layout))
     return _gathered(*operands, _How(x.dtype, dtype, scattered, simulated))
 
 

@@ -28,7 +28,7 @@ from moe.router.balance import over_halves
 from moe.router.statistics import RouterStatistics
 from moe.tokens.packing import PackedBatch
 from moe.weights import Layer
-from sharding.collectives import gather_tokens, own_shard
+from sharding.collectives import gather_tokens, local_shard
 from sharding.folding import FoldedMesh
 
 Streams = tuple[Array, ...]
@@ -90,7 +90,7 @@ def in_rows(
         *(half.zigzag.split(part) for half, part in zip(packed.halves, parts, strict=True)),
         strict=True,
     )
-    return own_shard(packed.zigzag.join(*map(jnp.concatenate, sections)), mesh.tp)
+    return local_shard(packed.zigzag.join(*map(jnp.concatenate, sections)), mesh.tp)
 
 
 def choices_in_rows(

@@ -21,7 +21,7 @@ from moe.experts.permutation import positions_within
 from moe.remat import ROUTED
 from moe.router.routing import Routing
 from moe.tokens.zigzag import ZigzagLayout
-from sharding.collectives import gather_tokens, own_shard
+from sharding.collectives import gather_tokens, local_shard
 from sharding.folding import FoldedMesh
 
 
@@ -89,7 +89,7 @@ def drop(
         return routing, jnp.zeros_like(routing.probs[:, 0])
     if config.drop_scope == "full_sequence":
         kept = _kept_in_rows(_gathered(routing, config, mesh), zigzag, capacity, config)
-        kept = own_shard(kept, mesh.sequence)
+        kept = local_shard(kept, mesh.sequence)
     else:
         kept = _kept(routing, capacity, config)
     kept = checkpoint_name(kept, ROUTED)

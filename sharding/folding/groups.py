@@ -53,11 +53,11 @@ def describe(layout: Layout) -> str:
     named = {axis.upper(): getattr(mesh, axis) for axis in LOGICAL}
     # Dense gradients are summed over these two together.
     rows = {**dict(list(named.items())[:3]), "DP x CP": (*mesh.dp, *mesh.cp)}
-    lines = [f"{name:7}  {_spelled(mesh, axes)}" for name, axes in {**rows, **named}.items()]
+    lines = [f"{name:7}  {_format_groups(mesh, axes)}" for name, axes in {**rows, **named}.items()]
     return "\n".join([f"{layout}, {layout.num_devices} devices", *lines])
 
 
-def _spelled(mesh: FoldedMesh, axes: Sequence[str]) -> str:
+def _format_groups(mesh: FoldedMesh, axes: Sequence[str]) -> str:
     if mesh.size(axes) == 1:
         return "every rank by itself"
     return " ".join(f"[{','.join(map(str, group))}]" for group in groups(mesh, axes))

@@ -20,7 +20,7 @@ from moe.execution import Execution
 from moe.layers.halves import in_rows
 from moe.placement import in_chunks, specs
 from moe.tokens.packing import pack_rows, pack_segments, pack_shared_prompts
-from sharding.collectives import join_shards, own_shard, vary
+from sharding.collectives import join_shards, local_shard, vary
 
 ROWS, TIME = 12, 8
 CONFIG = ModelConfig(
@@ -147,7 +147,7 @@ def test_halves_are_undone_in_the_order_of_rows(how):
     def local():
         whole, halved = (packed_by(how, one, mesh) for one in (with_execution(), config))
         assert len(halved.halves) == 2 and all(half.is_half for half in halved.halves)
-        own = own_shard(vary(halved.tokens, mesh.sequence), mesh.sequence)
+        own = local_shard(vary(halved.tokens, mesh.sequence), mesh.sequence)
         back = in_rows(own, halved, mesh)
         marks = [
             jnp.sort(jnp.concatenate([x.tokens * 100 + x.positions for x in batches]))
