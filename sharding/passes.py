@@ -32,14 +32,14 @@ class Sums(NamedTuple):
 
     Attributes:
       loss: of this stage's chunks and, on the last stage, of `Stages.last`.
-      ends: this stage's part of the gradient of `ends` (embedding and head), float32.
+      embed_and_head: this stage's part of the gradient of embedding and head, float32.
       layers: the gradient of this stage's layers, ``[chunk, ...]``, float32.
       metrics: of `Stages.last`, ``[micro_batch, ...]``, equal on all stages.
       statistics: of this stage's chunks, ``[chunk, ...]``.
     """
 
     loss: Array
-    ends: Tree
+    embed_and_head: Tree
     layers: Tree
     metrics: Tree
     statistics: Tree
@@ -66,15 +66,15 @@ class Passes:
         micro_batch, everywhere = index_tree(run.micro_batches, 0), run.pipeline.everywhere
 
         def through_first(shared, _, micro_batch):
-            (ends,) = shared
-            return vary(run.stages.first(ends, micro_batch), everywhere), None
+            (embed_and_head,) = shared
+            return vary(run.stages.first(embed_and_head, micro_batch), everywhere), None
 
         def through_chunk(shared, x, micro_batch):
             layers, number = shared
             x, loss, statistics = run.stages.chunk(layers, x, micro_batch, number)
             return (vary(x, everywhere), vary_like(loss, run.no_chunk_loss)), statistics
 
-        first = split_passes(through_first, (run.ends,), (), micro_batch)
+        first = split_passes(through_first, (run.embed_and_head,), (), micro_batch)
         layers = index_tree(run.layers, 0)
         chunk = split_passes(through_chunk, (layers, run.stage), run.no_x, micro_batch)
 
@@ -88,7 +88,7 @@ class Passes:
             chunk,
             slots=slots,
             types=(
-                residuals(first, (run.ends,), (), micro_batch),
+                residuals(first, (run.embed_and_head,), (), micro_batch),
                 residuals(chunk, (layers, run.stage), run.no_x, micro_batch),
             ),
         )
@@ -116,7 +116,7 @@ class Passes:
         run, micro_batch = self.run, self.run.micro_batch(work)
 
         def enter(x, residuals):
-            (x, _), residuals = self.first.forward((run.ends,), (), micro_batch)
+            (x, _), residuals = self.first.forward((run.embed_and_head,), (), micro_batch)
             return x, vary_like(residuals, self.types[0])
 
         x, first_residuals = lax.cond(
@@ -143,14 +143,14 @@ class Passes:
         )
 
     def backward(
-        self, work: Work, grad: Array, residuals: Residuals, ends: Tree, layers: Tree
+        self, work: Work, grad: Array, residuals: Residuals, embed_and_head: Tree, layers: Tree
     ) -> tuple[Array, Tree, Tree]:
         """Backward pass of one chunk, with that of `Stages.first` before the first.
 
         Args:
           grad: the gradient of the chunk's output.
           residuals: the buffers.
-          ends: the sum of gradients of `Stages.first` and `Stages.last`.
+          embed_and_head: the sum of gradients of `Stages.first` and `Stages.last`.
           layers: the sum of gradients of this stage's layers, ``[chunk, ...]``.
 
         Returns:
@@ -165,14 +165,21 @@ class Passes:
             shared, index_tree(residuals[1], slots[1]), (grad, unit_cotangent)
         )
 
-        def enter(ends: Tree, first_residuals: list[Array], grad: Array) -> Tree:
-            ends_gradient, _ = self.first.backward(
-                (run.ends,), index_tree(first_residuals, slots[0]), grad
+        def enter(embed_and_head: Tree, first_residuals: list[Array], grad: Array) -> Tree:
+            embed_and_head_gradient, _ = self.first.backward(
+                (run.embed_and_head,), index_tree(first_residuals, slots[0]), grad
             )
-            return add_trees(ends, ends_gradient)
+            return add_trees(embed_and_head, embed_and_head_gradient)
 
-        ends = lax.cond(run.enters(work), enter, lambda ends, *_: ends, ends, residuals[0], grad)
-        return grad, ends, add_at(layers, work.chunk, layer_gradient)
+        embed_and_head = lax.cond(
+            run.enters(work),
+            enter,
+            lambda embed_and_head, *_: embed_and_head,
+            embed_and_head,
+            residuals[0],
+            grad,
+        )
+        return grad, embed_and_head, add_at(layers, work.chunk, layer_gradient)
 
     def slots_of(self, work: Work) -> tuple[Array, Array]:
         """Buffer slots of a chunk; slot 0 without work."""
@@ -186,18 +193,18 @@ class Passes:
         """`Stages.last`: the gradient of the last chunk's output `x`, the metrics and the sums."""
         run = self.run
         loss, vjp_fn, metrics = jax.vjp(
-            lambda ends, x: run.stages.last(ends, x, run.micro_batch(work)),
-            run.ends,
+            lambda embed_and_head, x: run.stages.last(embed_and_head, x, run.micro_batch(work)),
+            run.embed_and_head,
             x,
             has_aux=True,
         )
-        ends, grad = vjp_fn(ones_like_varying(loss))
+        embed_and_head, grad = vjp_fn(ones_like_varying(loss))
         return (
             grad,
             vary_like(metrics, run.no_out[1]),
             sums._replace(
                 loss=sums.loss + vary_like(loss, sums.loss),
-                ends=add_trees(sums.ends, ends),
+                embed_and_head=add_trees(sums.embed_and_head, embed_and_head),
             ),
         )
 

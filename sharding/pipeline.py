@@ -28,7 +28,7 @@ from sharding.stage import (
 
 
 def apply(
-    stages: Stages, ends: Tree, layers: Tree, micro_batches: Tree, pipeline: Pipeline
+    stages: Stages, embed_and_head: Tree, layers: Tree, micro_batches: Tree, pipeline: Pipeline
 ) -> tuple[Tree, Tree]:
     """Forward pass of all micro-batches.
 
@@ -36,7 +36,7 @@ def apply(
 
     Args:
       stages: the network; the loss and metrics of `last` may be anything.
-      ends: weights of `first` and `last`, on every stage.
+      embed_and_head: weights of `first` and `last`, on every stage.
       layers: weights of this stage's chunks, ``[chunk, ...]``.
       micro_batches: inputs ``[micro_batch, ...]``, on every stage.
 
@@ -44,7 +44,7 @@ def apply(
       The results of `stages.last`, ``[micro_batch, ...]``, equal on all stages; and the statistics
       of this stage's chunks, ``[chunk, ...]``.
     """
-    run = Run.build(stages, ends, layers, micro_batches, pipeline)
+    run = Run.build(stages, embed_and_head, layers, micro_batches, pipeline)
 
     def tick(carry, now):
         arrived, outs, sums = carry
@@ -52,7 +52,9 @@ def apply(
         x = run.chunk_input(work, arrived)
 
         def leave(outs, x):
-            return set_at(outs, work.micro_batch, stages.last(ends, x, run.micro_batch(work)))
+            return set_at(
+                outs, work.micro_batch, stages.last(embed_and_head, x, run.micro_batch(work))
+            )
 
         def run_chunk(outs, sums):
             after, _, statistics = run.chunk(run.layers_of(work), x, work)
@@ -71,7 +73,7 @@ def apply(
 
 
 def gradients(
-    stages: Stages, ends: Tree, layers: Tree, micro_batches: Tree, pipeline: Pipeline
+    stages: Stages, embed_and_head: Tree, layers: Tree, micro_batches: Tree, pipeline: Pipeline
 ) -> Sums:
     """Loss of all micro-batches and its gradient.
 
@@ -84,7 +86,7 @@ def gradients(
 
     Args: as `apply`. Weights must vary over all mesh axes: a gradient is then this device's own.
     """
-    run = Run.build(stages, ends, layers, micro_batches, pipeline)
+    run = Run.build(stages, embed_and_head, layers, micro_batches, pipeline)
     schedule = run.schedule
     passes = Passes.build(run)
 
@@ -105,15 +107,15 @@ def gradients(
         )
         residuals = tuple(map(store_at, residuals, slots, new_residuals))
         back = schedule.backward(now, run.stage)
-        before, ends, layers = lax.cond(
+        before, embed_and_head, layers = lax.cond(
             back.active,
             lambda *operands: passes.backward(back, *operands),
-            lambda grad, residuals, ends, layers: (run.no_x, ends, layers),
-            *(grad, residuals, forward_sums.ends, sums.layers),
+            lambda grad, residuals, embed_and_head, layers: (run.no_x, embed_and_head, layers),
+            *(grad, residuals, forward_sums.embed_and_head, sums.layers),
         )
         # Zeros but for the micro-batch that left.
         metrics = add_at(sums.metrics, work.micro_batch, metrics)
-        sums = forward_sums._replace(ends=ends, layers=layers, metrics=metrics)
+        sums = forward_sums._replace(embed_and_head=embed_and_head, layers=layers, metrics=metrics)
         # Outside of all conditions but that on time: a permute is a collective of all stages, with
         # or without work.
         x, arrived = run.exchange(now, after, before, x, grad)
@@ -123,7 +125,7 @@ def gradients(
 
     zero_sums = Sums(
         loss=run.no_loss,
-        ends=run.zero_gradients(ends),
+        embed_and_head=run.zero_gradients(embed_and_head),
         layers=run.zero_gradients(layers),
         metrics=repeat_tree(run.no_out[1], schedule.num_micro_batches),
         statistics=run.no_statistics,

@@ -20,10 +20,11 @@ class Stages(NamedTuple):
     """Network functions of a pipeline.
 
     Attributes:
-      first: ``(ends, micro_batch) -> x``, the input of the first chunk (embedding).
+      first: ``(embed_and_head, micro_batch) -> x``, the input of the first chunk (embedding).
       chunk: ``(layers, x, micro_batch, number) -> (x, loss, statistics)``, the model chunk of that
         global index; its own part of the loss, and sums over the micro-batch.
-      last: ``(ends, x, micro_batch) -> (loss, metrics)``, from the output of the last chunk (head).
+      last: ``(embed_and_head, x, micro_batch) -> (loss, metrics)``, from the output of the last
+        chunk (head).
     """
 
     first: Callable[[Tree, Tree], Array]
@@ -54,7 +55,7 @@ class Run:
     """
 
     stages: Stages
-    ends: Tree
+    embed_and_head: Tree
     layers: Tree
     micro_batches: Tree
     pipeline: Pipeline
@@ -68,23 +69,28 @@ class Run:
 
     @classmethod
     def build(
-        cls, stages: Stages, ends: Tree, layers: Tree, micro_batches: Tree, pipeline: Pipeline
+        cls,
+        stages: Stages,
+        embed_and_head: Tree,
+        layers: Tree,
+        micro_batches: Tree,
+        pipeline: Pipeline,
     ) -> "Run":
         num_micro_batches = jax.tree.leaves(micro_batches)[0].shape[0]
         # Residuals of a micro-batch differ between stages, as the buffers hold different ones.
         micro_batches = vary(micro_batches, pipeline.stage)
         micro_batch = index_tree(micro_batches, 0)
         no_x = zeros_of(
-            pipeline, lambda: vary(stages.first(ends, micro_batch), pipeline.everywhere)
+            pipeline, lambda: vary(stages.first(embed_and_head, micro_batch), pipeline.everywhere)
         )
         stage = lax.axis_index(pipeline.stage)
         _, chunk_loss, statistics = zeros_of(
             pipeline, lambda: stages.chunk(index_tree(layers, 0), no_x, micro_batch, stage)
         )
-        no_out = zeros_of(pipeline, lambda: stages.last(ends, no_x, micro_batch))
+        no_out = zeros_of(pipeline, lambda: stages.last(embed_and_head, no_x, micro_batch))
         return cls(
             stages=stages,
-            ends=ends,
+            embed_and_head=embed_and_head,
             layers=layers,
             micro_batches=micro_batches,
             pipeline=pipeline,
@@ -123,8 +129,10 @@ class Run:
         """Global index of the model chunk."""
         return work.chunk * self.schedule.stages + self.stage
 
-    def first(self, ends: Tree, work: Work) -> Array:
-        return vary(self.stages.first(ends, self.micro_batch(work)), self.pipeline.everywhere)
+    def first(self, embed_and_head: Tree, work: Work) -> Array:
+        return vary(
+            self.stages.first(embed_and_head, self.micro_batch(work)), self.pipeline.everywhere
+        )
 
     def chunk(self, layers: Tree, x: Array, work: Work) -> tuple[Array, Array, Tree]:
         micro_batch, number = self.micro_batch(work), self.number(work)
@@ -135,7 +143,7 @@ class Run:
         """Input of a chunk: the received activations or, for the first, those of `Stages.first`."""
         return lax.cond(
             work.active & self.enters(work),
-            lambda arrived: self.first(self.ends, work),
+            lambda arrived: self.first(self.embed_and_head, work),
             lambda arrived: arrived,
             arrived,
         )
