@@ -40,13 +40,13 @@ def sizes_from(path: str | Path) -> ModelSizes:
     missing = [name for name in names if name not in options]
     if missing:
         raise ValueError(f"{path} states no {', '.join(missing)}: it is no decoder's config.json.")
-    heads, width = options["num_attention_heads"], options["hidden_size"]
+    heads, d_model = options["num_attention_heads"], options["hidden_size"]
     return ModelSizes(
         num_layers=options["num_hidden_layers"],
-        d_model=width,
+        d_model=d_model,
         num_heads=heads,
         num_kv_heads=options.get("num_key_value_heads") or heads,
-        head_dim=options.get("head_dim") or width // heads,
+        head_dim=options.get("head_dim") or d_model // heads,
         vocab_size=options["vocab_size"],
         tied=bool(options.get("tie_word_embeddings", options.get("model_type") in TIED)),
         **_feed_forward(options),

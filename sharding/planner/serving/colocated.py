@@ -14,7 +14,7 @@ from sharding.planner.hardware import LINK_EFFICIENCY, Hardware
 from sharding.planner.models.sizes import ModelSizes
 from sharding.planner.search import MEMORY_FRACTION
 from sharding.planner.serving import times
-from sharding.planner.serving.network import modelled
+from sharding.planner.serving.network import modelled_utilisation
 from sharding.planner.serving.plan import Load
 from sharding.planner.serving.times import BYTES, Times
 
@@ -78,7 +78,7 @@ class _Stage:
     def __init__(self, model, load, hardware: Hardware, devices, tp, pp, ep, efficiency, overlap):
         self.model, self.load, self.hardware = model, load, hardware
         self.devices, self.tp, self.pp, self.ep = devices, tp, pp, ep
-        self.overlap, self.network = overlap, modelled(hardware)
+        self.overlap, self.network = overlap, modelled_utilisation(hardware)
         stage = devices // pp
         self.stage, self.groups, self.etp = stage, stage // tp, stage // ep
         self.attention: Times = times.attention(model, hardware, tp, load.cached, efficiency)
@@ -107,12 +107,12 @@ class _Stage:
 
     def layer(self, batch):
         """Seconds of one layer."""
-        halves = 2 if self.overlap else 1
-        tokens = batch / halves
+        num_streams = 2 if self.overlap else 1
+        tokens = batch / num_streams
         computed = self.attention(tokens / self.groups)
         computed = computed + self.experts(tokens * self.model.experts_per_token / self.ep)
         sent = 2 * self.sending(tokens)
-        return halves * (np.maximum(computed, sent) if self.overlap else computed + sent)
+        return num_streams * (np.maximum(computed, sent) if self.overlap else computed + sent)
 
     def between(self, batch):
         """Seconds of a token step; a stage sends its tokens through its own adapters."""
@@ -125,8 +125,12 @@ class _Stage:
     def most_in_memory(self) -> int:
         """Most tokens of a micro-batch that fit in memory."""
         model = self.model
-        apart = model.expert_parameters * model.num_layers
-        weights = BYTES * ((model.parameters - apart) / self.tp + apart / self.stage) / self.pp
+        expert_parameters = model.expert_parameters * model.num_layers
+        weights = (
+            BYTES
+            * ((model.parameters - expert_parameters) / self.tp + expert_parameters / self.stage)
+            / self.pp
+        )
         budget = MEMORY_FRACTION * self.hardware.memory - weights
         cache = 2 * BYTES * self.load.cached * model.keys * model.num_layers
         # Each token's cache is sharded over its tp devices and the stages; pp micro-batches fit.
@@ -143,8 +147,7 @@ def _stages(model, load, hardware, devices, efficiency, kind: Kind) -> Iterator[
                 etp = stage // ep
                 if model.num_experts % ep or model.d_expert % etp or etp > hardware.domain:
                     continue
-                sizes = (devices, tp, pp, ep)
-                yield _Stage(model, load, hardware, *sizes, efficiency, kind.overlap)
+                yield _Stage(model, load, hardware, devices, tp, pp, ep, efficiency, kind.overlap)
 
 
 def best(
@@ -162,7 +165,7 @@ def best(
       kind: of the plans.
     """
     times.check(model)
-    kind, found = kind or Kind(), []
+    kind, plans = kind or Kind(), []
     for number in devices:
         for stage in _stages(model, load, hardware, number, efficiency, kind):
             low, high = 0, stage.most_in_memory()
@@ -174,6 +177,15 @@ def best(
                     high = middle - 1
             if low:
                 time = float(stage.between(low))
-                sizes = (number, stage.tp, stage.pp, stage.ep)
-                found.append(Colocated(*sizes, kind.overlap, low, time))
-    return max(found, key=lambda plan: plan.per_device, default=None)
+                plans.append(
+                    Colocated(
+                        number,
+                        tp=stage.tp,
+                        pp=stage.pp,
+                        ep=stage.ep,
+                        overlap=kind.overlap,
+                        batch=low,
+                        between=time,
+                    )
+                )
+    return max(plans, key=lambda plan: plan.per_device, default=None)

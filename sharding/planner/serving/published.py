@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from sharding.planner.hardware import HARDWARE
 from sharding.planner.models.presets import PRESETS
-from sharding.planner.report.columns import aligned
+from sharding.planner.report.columns import align_columns
 from sharding.planner.serving import colocated
 from sharding.planner.serving.colocated import Kind
 from sharding.planner.serving.pingpong import gain
@@ -17,9 +17,9 @@ from sharding.planner.serving.search import Plan, Space, best, search
 MODELS = ("mixtral-8x22b", "dbrx", "scaled-moe")
 RATIOS = {"mixtral-8x22b": 0.10, "dbrx": 0.28, "scaled-moe": 0.38}
 """``T_c / T_f``: what the published gains of a third micro-batch come to."""
-SECOND = 1.9
+SECOND_MICRO_BATCH_GAIN = 1.9
 """The published gain of a second micro-batch, about."""
-THIRD = {"mixtral-8x22b": 1.10, "dbrx": 1.28, "scaled-moe": 1.38}
+THIRD_MICRO_BATCH_GAINS = {"mixtral-8x22b": 1.10, "dbrx": 1.28, "scaled-moe": 1.38}
 PER_DEVICE = {"mixtral-8x22b": 1.28, "dbrx": 1.28, "scaled-moe": 1.90}
 """Decoded tokens per second and device over TensorRT-LLM, on 8 servers of 8 devices of 80 GB."""
 PER_COST = 1.86
@@ -36,7 +36,7 @@ def ablation() -> list[list[str]]:
     for name in MODELS:
         ratio, layers = RATIOS[name], PRESETS[name].num_layers
         second, third, fourth = (f"{gain(ratio, m, layers):.2f}" for m in (2, 3, 4))
-        published = f"{SECOND}", f"{THIRD[name]:.2f}"
+        published = f"{SECOND_MICRO_BATCH_GAIN}", f"{THIRD_MICRO_BATCH_GAINS[name]:.2f}"
         rows.append([name, f"{ratio:.2f}", second, published[0], third, published[1], fourth])
     return rows
 
@@ -50,10 +50,10 @@ def homogeneous(name: str, slo: float) -> Plan | None:
 def gains(name: str, slo: float) -> tuple[Plan | None, list[colocated.Colocated | None]]:
     """That plan, and the best co-located one of each kind."""
     model, load = PRESETS[name], Load(slo=slo)
-    found = [
+    colocated_plans = [
         colocated.best(model, load, HOMOGENEOUS, kind=kind) for kind in colocated.KINDS.values()
     ]
-    return homogeneous(name, slo), found
+    return homogeneous(name, slo), colocated_plans
 
 
 def per_device() -> list[list[str]]:
@@ -93,15 +93,15 @@ def per_cost() -> list[list[str]]:
     return rows
 
 
-def compared() -> str:
+def comparison_tables() -> str:
     """All three tables."""
     tables = {
         "Micro-batches, gain of one more": ablation(),
         "One kind of device (a800), tokens/s per device and gain over co-located": per_device(),
         "Two kinds, tokens/s for the price of an L20": per_cost(),
     }
-    return "\n\n".join(f"{title}\n{aligned(rows)}" for title, rows in tables.items())
+    return "\n\n".join(f"{title}\n{align_columns(rows)}" for title, rows in tables.items())
 
 
 if __name__ == "__main__":
-    print(compared())
+    print(comparison_tables())

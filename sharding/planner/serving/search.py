@@ -109,7 +109,7 @@ def servers(
                     yield server, tp_attention, tp_experts, number
 
 
-def largest(server: Server, nodes, micro_batches: int, prefill: str):
+def largest_batch(server: Server, nodes, micro_batches: int, prefill: str):
     """Largest ``b_a`` for each ``n_a`` under (7) and (8), by bisection; 0 where there is none."""
     most = server.most_in_memory() // micro_batches
     low, high = np.zeros(nodes.shape, int), np.full(nodes.shape, most)
@@ -121,23 +121,23 @@ def largest(server: Server, nodes, micro_batches: int, prefill: str):
     return low
 
 
-def worth(server: Server, batch, nodes, micro_batches: int, prefill: str):
+def throughput_per_cost(server: Server, batch, nodes, micro_batches: int, prefill: str):
     """Score of a plan: tokens per second over the price of all devices that are counted."""
     _, total = server.step(batch, nodes, micro_batches, prefill)
     throughput = batch * nodes * micro_batches / total
-    return throughput / (server.cost(nodes) + throughput * _of_prompts(server, prefill)[1])
+    return throughput / (server.cost(nodes) + throughput * _prompt_devices(server, prefill)[1])
 
 
-def _of_prompts(server: Server, prefill: str) -> tuple[float, float]:
+def _prompt_devices(server: Server, prefill: str) -> tuple[float, float]:
     """Devices for prompts and their price, for each token per second: the cheaper of the two."""
     if prefill != "group":
         return 0.0, 0.0
     pair = server.pair
-    found = []
+    options = []
     for hardware, price in zip((pair.attention, pair.experts), pair.prices, strict=True):
         number = prefill_devices(server.model, server.load, hardware, pair.efficiency)
-        found.append((number, number * price))
-    return min(found, key=lambda one: one[1])
+        options.append((number, number * price))
+    return min(options, key=lambda one: one[1])
 
 
 def best(model: ModelSizes, load: Load, pair: Pair, space: Space | None = None) -> Plan | None:
@@ -155,33 +155,35 @@ def plans(model: ModelSizes, load: Load, pair: Pair, space: Space | None = None)
             allowed = nodes[sum(server.devices(nodes)) <= space.most_devices]
         for micro_batches in space.micro_batches:
             for prefill in space.prefill:
-                found = _best_nodes(server, allowed, micro_batches, prefill)
-                if found is not None:
-                    shape = Shape(tp_attention, found[0], tp_experts, number, micro_batches)
-                    yield describe(server, shape, found[1], prefill)
+                nodes_and_batch = _best_nodes(server, allowed, micro_batches, prefill)
+                if nodes_and_batch is not None:
+                    shape = Shape(
+                        tp_attention, nodes_and_batch[0], tp_experts, number, micro_batches
+                    )
+                    yield describe(server, shape, nodes_and_batch[1], prefill)
 
 
 def _best_nodes(server: Server, nodes, micro_batches: int, prefill: str) -> tuple[int, int] | None:
     """Best ``n_a`` and ``b_a``; None where no batch is feasible."""
-    batch = largest(server, nodes, micro_batches, prefill)
+    batch = largest_batch(server, nodes, micro_batches, prefill)
     nodes, batch = nodes[batch > 0], batch[batch > 0]
-    values = worth(server, batch, nodes, micro_batches, prefill)
-    found, highest = None, 0.0
+    values = throughput_per_cost(server, batch, nodes, micro_batches, prefill)
+    best_sizes, highest = None, 0.0
     # From the highest score on: where communication is exposed, a smaller batch is needed.
-    for place in np.argsort(-values, kind="stable"):
-        if values[place] <= highest:
+    for index in np.argsort(-values, kind="stable"):
+        if values[index] <= highest:
             break
-        node, upper = int(nodes[place]), int(batch[place])
+        node, upper = int(nodes[index]), int(batch[index])
         batches = np.array([upper])
         if not server.hides(batches, node, micro_batches)[0]:
             batches = np.arange(1, upper)
             batches = batches[server.hides(batches, node, micro_batches)]
         if batches.size:
             chosen = int(batches[-1])
-            value = float(worth(server, chosen, node, micro_batches, prefill))
+            value = float(throughput_per_cost(server, chosen, node, micro_batches, prefill))
             if value > highest:
-                found, highest = (node, chosen), value
-    return found
+                best_sizes, highest = (node, chosen), value
+    return best_sizes
 
 
 def describe(server: Server, shape: Shape, batch: int, prefill: str) -> Plan:
@@ -189,9 +191,9 @@ def describe(server: Server, shape: Shape, batch: int, prefill: str) -> Plan:
     nodes, m = shape.attention_nodes, shape.micro_batches
     between, total = (float(time) for time in server.step(batch, nodes, m, prefill))
     sequences = batch * nodes * m
-    attention, experts, sending = server.of_layer(batch, nodes)
-    number, price = _of_prompts(server, prefill)
-    of_attention, of_experts = server.devices(nodes)
+    attention, experts, sending = server.layer_times(batch, nodes)
+    number, price = _prompt_devices(server, prefill)
+    attention_devices, expert_devices = server.devices(nodes)
     throughput = sequences / total
     return Plan(
         server.pair,
@@ -202,7 +204,7 @@ def describe(server: Server, shape: Shape, batch: int, prefill: str) -> Plan:
         (float(attention), float(experts), float(sending)),
         between,
         total,
-        (float(of_attention), float(of_experts), throughput * number),
+        (float(attention_devices), float(expert_devices), throughput * number),
         float(server.cost(nodes) + throughput * price),
         server.balance(),
         _limit(server, nodes, m, batch, prefill),
@@ -225,11 +227,13 @@ def search(
     Raises:
       ValueError: where no plan of any pair keeps every constraint.
     """
-    found = [plan for pair in pairs if (plan := best(model, load, pair, space)) is not None]
-    if not found:
+    plans_of_pairs = [
+        plan for pair in pairs if (plan := best(model, load, pair, space)) is not None
+    ]
+    if not plans_of_pairs:
         names = ", ".join(f"{pair.attention.name}:{pair.experts.name}" for pair in pairs)
         raise ValueError(
             f"no plan on {names} keeps {load.slo * 1000:g} ms between tokens, fits and hides its "
             "communication: allow more time, more micro-batches or other devices."
         )
-    return sorted(found, key=lambda plan: -plan.per_cost)
+    return sorted(plans_of_pairs, key=lambda plan: -plan.per_cost)

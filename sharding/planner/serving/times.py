@@ -44,7 +44,7 @@ class Times:
         return self.products + self.tokens
 
 
-def fitted(batches: Sequence[int | float], seconds: Sequence[int | float]) -> Times:
+def fit_line(batches: Sequence[int | float], seconds: Sequence[int | float]) -> Times:
     """The straight line through measurements by least squares: slope ``k1``, start ``k2``.
 
     Raises:
@@ -63,7 +63,9 @@ def fitted(batches: Sequence[int | float], seconds: Sequence[int | float]) -> Ti
     return Times(0.0, 0.0, float(slope), max(0.0, float(constant)))
 
 
-def _summed(model: ModelSizes, hardware: Hardware, tp: int, times: int) -> tuple[float, float]:
+def _all_reduce_times(
+    model: ModelSizes, hardware: Hardware, tp: int, times: int
+) -> tuple[float, float]:
     """Seconds per token, and constant seconds, of all-reduces of a layer's output over `tp`."""
     if tp == 1:
         return 0.0, 0.0
@@ -82,7 +84,7 @@ def attention(
     """
     matrices = attention_matrices(model)
     cache = 2 * BYTES * model.keys * context / tp
-    sums, latency = _summed(model, hardware, tp, 2 if model.d_ff else 1)
+    sums, latency = _all_reduce_times(model, hardware, tp, 2 if model.d_ff else 1)
     memory = hardware.memory_bandwidth * MEMORY_EFFICIENCY
     return Times(
         products=2 * matrices / (tp * hardware.peak * efficiency),
@@ -100,7 +102,7 @@ def experts(
     Its batch counts a token once for each of these experts that it is sent to.
     """
     matrices = 3 * model.d_model * model.d_expert
-    sums, latency = _summed(model, hardware, tp, 1)
+    sums, latency = _all_reduce_times(model, hardware, tp, 1)
     memory = hardware.memory_bandwidth * MEMORY_EFFICIENCY
     return Times(
         products=2 * matrices / (tp * hardware.peak * efficiency),

@@ -12,7 +12,7 @@ from sharding.planner.cost import System
 from sharding.planner.hardware import HARDWARE, Hardware
 from sharding.planner.method import Method
 from sharding.planner.models.presets import PRESETS
-from sharding.planner.report.columns import aligned
+from sharding.planner.report.columns import align_columns
 from sharding.planner.search import Choices, Plan, best_plan
 
 
@@ -136,8 +136,10 @@ METHODS = {
     ),
 }
 SYSTEMS = {
-    "Megatron-Core": System(hides_hops=True, hides_gradients=True, hides_ends=True),
-    "MegaScale-MoE": System(hidden=1.0, hides_hops=True, hides_gradients=True, hides_ends=True),
+    "Megatron-Core": System(hides_hops=True, hides_gradients=True, hides_embed_and_head=True),
+    "MegaScale-MoE": System(
+        hidden=1.0, hides_hops=True, hides_gradients=True, hides_embed_and_head=True
+    ),
 }
 """Megatron-Core waits for what a layer sends; hiding it is what MegaScale-MoE is about."""
 CLUSTERS = {"Megatron-Core": HARDWARE["h100"], "MegaScale-MoE": HARDWARE["h800"]}
@@ -145,7 +147,7 @@ POINTS = {"Megatron-Core": MAPPINGS["mixtral-8x22b"][-1], "MegaScale-MoE": MEGAS
 """The one measurement that each system's `System.efficiency` is taken from."""
 
 
-def predicted(row: Row, system: System) -> Plan | float:
+def predict(row: Row, system: System) -> Plan | float:
     """The best plan for a row's layout, or the bytes that it needs at least.
 
     Neither paper gives virtual stages, rematerialisation and micro-batches: they are chosen.
@@ -164,44 +166,44 @@ def predicted(row: Row, system: System) -> Plan | float:
     )
 
 
-def rate(row: Row, system: System) -> float | None:
+def predicted_mfu(row: Row, system: System) -> float | None:
     """Model FLOPs utilisation in percent; None where it does not fit."""
-    plan = predicted(row, system)
+    plan = predict(row, system)
     return 100 * plan.cost.mfu(CLUSTERS[row.system]) if isinstance(plan, Plan) else None
 
 
 @functools.cache
-def calibrated(name: str) -> System:
+def calibrate(name: str) -> System:
     """The system with the efficiency at which the prediction of its `POINTS` is the measurement."""
     row = POINTS[name]
     low, high = 0.05, 1.5
     for _ in range(40):
         middle = (low + high) / 2
-        found = rate(row, replace(SYSTEMS[name], efficiency=middle))
-        assert found is not None
+        mfu = predicted_mfu(row, replace(SYSTEMS[name], efficiency=middle))
+        assert mfu is not None
         assert row.mfu is not None
-        low, high = (middle, high) if found < row.mfu else (low, middle)
+        low, high = (middle, high) if mfu < row.mfu else (low, middle)
     return replace(SYSTEMS[name], efficiency=(low + high) / 2)
 
 
-def of_this_library(hardware: Hardware) -> System:
+def library_system(hardware: Hardware) -> System:
     """System of this library: products as fast as Megatron-Core's, overlap as a run requests it.
 
     The overlaps are those of expert chunks, two-batch overlap and gradient reduction. None of this
     is measured on an accelerator.
     """
-    beside = hardware.overlaps
+    overlaps = hardware.overlaps
     return System(
-        calibrated("Megatron-Core").efficiency,
-        hides_gradients=beside,
-        hides_chunks=beside,
-        hides_halves=beside,
+        calibrate("Megatron-Core").efficiency,
+        hides_gradients=overlaps,
+        hides_chunks=overlaps,
+        hides_two_batch=overlaps,
     )
 
 
-def compared() -> str:
+def comparison_table() -> str:
     """Table of every published row with its prediction."""
-    lines = [f"{name}: products reach {calibrated(name).efficiency:.1%} of peak" for name in POINTS]
+    lines = [f"{name}: products reach {calibrate(name).efficiency:.1%} of peak" for name in POINTS]
     tables = {
         "Mappings (MoE Parallel Folding, tables 1 and 3)": [*chain(*MAPPINGS.values())],
         "Strong scaling with folding (table 4)": [*chain(*SCALING.values())],
@@ -209,22 +211,22 @@ def compared() -> str:
     }
     for title, rows in tables.items():
         cells = [("model", "layout", "vpp", "remat", "rows", "published MFU", "predicted")]
-        cells += [_compared(row) for row in rows]
-        lines += ["", title, aligned(cells)]
+        cells += [_comparison_row(row) for row in rows]
+        lines += ["", title, align_columns(cells)]
     return "\n".join(lines)
 
 
-def _compared(row: Row) -> tuple[str, ...]:
-    plan = predicted(row, calibrated(row.system))
+def _comparison_row(row: Row) -> tuple[str, ...]:
+    plan = predict(row, calibrate(row.system))
     layout = row.layout + (", weights in shards" if row.fsdp else "")
     published = "out of memory" if row.mfu is None else f"{row.mfu}"
     if not isinstance(plan, Plan):
         return row.model, layout, "", "", "", published, "does not fit"
-    found = 100 * plan.cost.mfu(CLUSTERS[row.system])
+    mfu = 100 * plan.cost.mfu(CLUSTERS[row.system])
     star = " (the point)" if row in POINTS.values() else ""
     chosen = str(plan.layout.vpp), plan.method.remat, str(plan.batch.micro_rows)
-    return row.model, layout, *chosen, published, f"{found:.1f}{star}"
+    return row.model, layout, *chosen, published, f"{mfu:.1f}{star}"
 
 
 if __name__ == "__main__":
-    print(compared())
+    print(comparison_table())

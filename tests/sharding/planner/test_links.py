@@ -149,22 +149,24 @@ def test_a_layer_takes_what_each_of_its_collectives_takes_on_the_whole_layout(de
         expected = [
             (one.what, links.seconds(one, layout, hardware)) for one in [*forward, *backward]
         ]
-        found = links.of_layer(MODEL, layout, batch, method, hardware)
+        found = links.layer_times(MODEL, layout, batch, method, hardware)
         assert sorted(found) == sorted(expected), layout
         ends = volumes.embedding(MODEL, layout, batch.local_tokens(layout), method)
         ends += volumes.head(MODEL, layout, batch.local_tokens(layout), method)
-        ends += volumes.in_rows(MODEL, layout, batch, method)
+        ends += volumes.row_reordering(MODEL, layout, batch, method)
         expected = [(one.what, links.seconds(one, layout, hardware)) for one in ends]
-        assert list(links.of_ends(MODEL, layout, batch, method, hardware)) == expected, layout
+        assert (
+            list(links.embed_and_head_times(MODEL, layout, batch, method, hardware)) == expected
+        ), layout
 
 
 def test_groups_that_lie_as_they_do_alone_are_asked_for_once():
     attention, experts = Layout.parse("tp2 cp2"), Layout.parse("dp8 / ep4 etp2")
     for text in ("tp2 cp2 dp4 / ep4 etp2", "tp2 cp2 dp4 pp2 vpp3 / ep4 etp2"):
-        assert links.alike(Layout.parse(text)) == (attention, experts)
+        assert links.reduced_layouts(Layout.parse(text)) == (attention, experts)
     # Three ranks that share experts are no part of two that share a row: here they lie across.
     whole = Layout.parse("cp2 dp12 / ep3")
-    assert links.alike(whole) == (Layout.parse("cp2"), whole)
+    assert links.reduced_layouts(whole) == (Layout.parse("cp2"), whole)
 
 
 def test_what_layers_send_depends_on_no_storage():

@@ -27,7 +27,7 @@ def test_the_page_shows_the_answer(number, capsys):
 
 @pytest.mark.slow
 def test_the_page_shows_what_is_published():
-    assert published.compared() in PAGE
+    assert published.comparison_tables() in PAGE
 
 
 def row(*start):

@@ -82,7 +82,7 @@ def test_measured_times_take_the_place_of_the_roofline():
     slow = Times(0.0, 0.0, 4e-6, 1e-4)
     pair = Pair(ATTENTION, EXPERTS, profiled=({2: slow}, {1: slow}))
     server = Server(SMALL, Load(), pair, 2, 1, 1)
-    attention, experts, _ = server.of_layer(10, 5)
+    attention, experts, _ = server.layer_times(10, 5)
     assert attention == pytest.approx(1.4e-4)
     assert experts == pytest.approx(4e-6 * 10 * 5 * 3 / 10 + 1e-4)
     assert server.balance() == pytest.approx(10 / 3)  # k1 E / (k3 K)

@@ -8,7 +8,7 @@ import pytest
 from sharding.planner.hardware import HARDWARE, LINK_EFFICIENCY
 from sharding.planner.models.presets import PRESETS
 from sharding.planner.serving import colocated, times
-from sharding.planner.serving.network import Utilisation, modelled, read
+from sharding.planner.serving.network import Utilisation, modelled_utilisation, read
 from sharding.planner.serving.plan import Load
 
 MIXTRAL = PRESETS["mixtral-8x22b"]
@@ -17,13 +17,13 @@ H100 = HARDWARE["h100"]
 
 def test_the_line_through_measurements():
     batches = [8, 16, 64, 256]
-    found = times.fitted(batches, [2e-6 * n + 3e-4 for n in batches])
+    found = times.fit_line(batches, [2e-6 * n + 3e-4 for n in batches])
     assert found.slope == pytest.approx(2e-6)
     assert found(np.array([0, 100])) == pytest.approx([3e-4, 5e-4])
     with pytest.raises(ValueError, match="4 batches and 3 times give no line"):
-        times.fitted(batches, [1.0, 2.0, 3.0])
+        times.fit_line(batches, [1.0, 2.0, 3.0])
     with pytest.raises(ValueError, match="a token more takes -1 s"):
-        times.fitted([1, 2], [3.0, 2.0])
+        times.fit_line([1, 2], [3.0, 2.0])
 
 
 def test_experts_wait_for_memory_or_for_products():
@@ -60,7 +60,7 @@ def test_a_measured_curve_is_kept_at_its_points_and_beyond():
 
 def test_without_measurements_there_are_a_latency_and_a_rate():
     sizes = np.geomspace(300, 1e8, 40)
-    found = modelled(H100).seconds(sizes, H100.outside)
+    found = modelled_utilisation(H100).seconds(sizes, H100.outside)
     exact = sizes / (H100.outside * LINK_EFFICIENCY) + H100.latency_outside
     # Between powers of two it is a power of the size.
     np.testing.assert_allclose(found, exact, rtol=0.02)
