@@ -84,8 +84,8 @@ def decode_channels(encoded: Encoded) -> Array:
     return decode(sent, _repeat_scale(scale, sent.shape[-2]))
 
 
-def _repeat_scale(scale: Array, number: int) -> Array:
-    return jnp.repeat(scale, GROUP, axis=-2)[..., :number, :]
+def _repeat_scale(scale: Array, num_tokens: int) -> Array:
+    return jnp.repeat(scale, GROUP, axis=-2)[..., :num_tokens, :]
 
 
 def _all_to_all(encoded: Encoded, axes: Axes, name: str = COLLECTIVE) -> Encoded:

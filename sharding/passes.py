@@ -70,8 +70,8 @@ class Passes:
             return vary(run.stages.first(embed_and_head, micro_batch), everywhere), None
 
         def through_chunk(shared, x, micro_batch):
-            layers, number = shared
-            x, loss, statistics = run.stages.chunk(layers, x, micro_batch, number)
+            layers, chunk_index = shared
+            x, loss, statistics = run.stages.chunk(layers, x, micro_batch, chunk_index)
             return (vary(x, everywhere), vary_like(loss, run.no_chunk_loss)), statistics
 
         first = split_passes(through_first, (run.embed_and_head,), (), micro_batch)
@@ -122,7 +122,7 @@ class Passes:
         x, first_residuals = lax.cond(
             run.enters(work), enter, lambda *operands: operands, x, before[0]
         )
-        shared = run.layers_of(work), run.number(work)
+        shared = run.layers_of(work), run.chunk_index(work)
         ((after, loss), statistics), chunk_residuals = self.chunk.forward(shared, x, micro_batch)
         sums = sums._replace(
             loss=sums.loss + vary_like(loss, sums.loss),
@@ -157,7 +157,7 @@ class Passes:
           The gradient of the chunk's input, and the two sums.
         """
         run, slots = self.run, self.slots_of(work)
-        shared = run.layers_of(work), run.number(work)
+        shared = run.layers_of(work), run.chunk_index(work)
         # Each chunk has its own part of the loss (the router's), hence a cotangent of one besides
         # the received gradient.
         unit_cotangent = ones_like_varying(run.no_chunk_loss)

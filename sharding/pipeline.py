@@ -47,9 +47,9 @@ def apply(
     run = Run.build(stages, embed_and_head, layers, micro_batches, pipeline)
 
     def tick(carry, now):
-        arrived, outs, sums = carry
+        received, outs, sums = carry
         work = run.schedule.forward_only(now, run.stage)
-        x = run.chunk_input(work, arrived)
+        x = run.chunk_input(work, received)
 
         def leave(outs, x):
             return set_at(
@@ -118,9 +118,9 @@ def gradients(
         sums = forward_sums._replace(embed_and_head=embed_and_head, layers=layers, metrics=metrics)
         # Outside of all conditions but that on time: a permute is a collective of all stages, with
         # or without work.
-        x, arrived = run.exchange(now, after, before, x, grad)
+        x, received = run.exchange(now, after, before, x, grad)
         # The last chunk's gradient is not received: it waits on this stage for its backward pass.
-        grad = jnp.where(work.active & run.leaves(work), grad, arrived)
+        grad = jnp.where(work.active & run.leaves(work), grad, received)
         return (now + 1, x, grad, residuals, sums), None
 
     zero_sums = Sums(

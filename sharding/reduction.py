@@ -42,10 +42,12 @@ class Reduction:
 
     def sum_zeros(self, weight: Array) -> Array:
         """Zeros of the shape and type of the sum, float32; the weight may vary over any axes."""
-        like = jax.eval_shape(
+        shape = jax.eval_shape(
             lambda weight: self(vary(weight.astype(jnp.float32), self.mesh.axes)), weight
         )
-        return vary(jnp.zeros(like.shape, like.dtype), tuple(sorted(like.manual_axis_type.varying)))
+        return vary(
+            jnp.zeros(shape.shape, shape.dtype), tuple(sorted(shape.manual_axis_type.varying))
+        )
 
 
 @partial(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-Pair = tuple[int, int]
+StagePair = tuple[int, int]
 """Stages of a message: sender and receiver."""
 
 
@@ -81,7 +81,7 @@ class Schedule:
         work = self._every_other(tick - self.warmup - self._hop * (self.stages - 1 - stage))
         return work._replace(chunk=self.num_chunks - 1 - work.chunk)
 
-    def messages(self, parity: int) -> tuple[list[Pair], list[Pair]]:
+    def messages(self, parity: int) -> tuple[list[StagePair], list[StagePair]]:
         """(Sender, receiver) pairs after the ticks of a parity: of activations, and of gradients.
 
         No other stages synchronize: a stage that runs forward does not wait until the next stage

@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array
 
 from sharding.collectives import vary, varying
-from sharding.schedule import Pair, Schedule, Work
+from sharding.schedule import Schedule, StagePair, Work
 
 Tree = Any
 """A pytree of arrays."""
@@ -125,7 +125,7 @@ class Run:
             work.chunk == self.pipeline.num_chunks - 1
         )
 
-    def number(self, work: Work) -> Array:
+    def chunk_index(self, work: Work) -> Array:
         """Global index of the model chunk."""
         return work.chunk * self.schedule.stages + self.stage
 
@@ -135,17 +135,17 @@ class Run:
         )
 
     def chunk(self, layers: Tree, x: Array, work: Work) -> tuple[Array, Array, Tree]:
-        micro_batch, number = self.micro_batch(work), self.number(work)
-        x, loss, statistics = self.stages.chunk(layers, x, micro_batch, number)
+        micro_batch, chunk_index = self.micro_batch(work), self.chunk_index(work)
+        x, loss, statistics = self.stages.chunk(layers, x, micro_batch, chunk_index)
         return vary(x, self.pipeline.everywhere), loss, statistics
 
-    def chunk_input(self, work: Work, arrived: Array) -> Array:
+    def chunk_input(self, work: Work, received: Array) -> Array:
         """Input of a chunk: the received activations or, for the first, those of `Stages.first`."""
         return lax.cond(
             work.active & self.enters(work),
-            lambda arrived: self.first(self.embed_and_head, work),
-            lambda arrived: arrived,
-            arrived,
+            lambda received: self.first(self.embed_and_head, work),
+            lambda received: received,
+            received,
         )
 
     def send(self, x: Array) -> Array:
@@ -167,7 +167,7 @@ class Run:
           x: the last received input, returned where nothing is sent; so is `grad`.
         """
 
-        def permute(values: Array, pairs: list[Pair], unchanged: Array) -> Array:
+        def permute(values: Array, pairs: list[StagePair], unchanged: Array) -> Array:
             return lax.ppermute(values, self.pipeline.stage, pairs) if pairs else unchanged
 
         def exchange_at(parity: int) -> Callable[..., tuple[Array, Array]]:

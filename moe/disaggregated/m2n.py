@@ -94,8 +94,10 @@ class DevicePut:
 
     def __call__(self, arrays: Arrays | None, message: Message) -> Arrays | None:
         assert arrays is not None
-        shards = [_shards(array) for array in arrays]
-        messages = [shards[j][source] for source in self._sources for j in range(len(arrays))]
+        shards_by_device = [_shards(array) for array in arrays]
+        messages = [
+            shards_by_device[j][source] for source in self._sources for j in range(len(arrays))
+        ]
         # One call for all copies, so that the host dispatches them together and does not wait.
         received = jax.device_put(messages, self._targets * len(self._sources))
         num_targets = len(self._targets)
@@ -136,12 +138,12 @@ class Collective:
             [{}] * len(self._targets) if arrays is None else [_shards(array) for array in arrays]
         )
         shards_to_send, last_token = (
-            [zeros | held for held in shards_to_send],
+            [zeros | shard_of for shard_of in shards_to_send],
             _last_tokens(frozenset(local_devices)),
         )
         inputs = [
-            _assemble([held[d] for d in local_devices], num_devices, self._union)
-            for held in (*shards_to_send, last_token)
+            _assemble([shard_of[d] for d in local_devices], num_devices, self._union)
+            for shard_of in (*shards_to_send, last_token)
         ]
         *received, token = _permute_program(self._union, len(self._sources), len(self._targets))(
             *inputs
@@ -151,11 +153,11 @@ class Collective:
         local_targets = [d for d in self._targets if d.process_index == process]
         if not local_targets:
             return None
-        shards = [[held[d] for d in local_targets] for held in map(_shards, received)]
-        return tuple(_assemble(held, len(self._targets), self._sharding) for held in shards)
+        shards = [[shard_of[d] for d in local_targets] for shard_of in map(_shards, received)]
+        return tuple(_assemble(shard_of, len(self._targets), self._sharding) for shard_of in shards)
 
 
-class Transfer:
+class DirectTransfer:
     """Reads from the memory of the other process (`jax.experimental.transfer`): a source offers its
     messages and the target pulls them, one offer for each pair of processes. Messages within a
     process are copied from device to device.
@@ -173,11 +175,11 @@ class Transfer:
     def __call__(self, arrays: Arrays | None, message: Message) -> Arrays | None:
         process, received = jax.process_index(), dict[tuple[int, int], Array]()
         if arrays is not None:
-            shards = [_shards(array) for array in arrays]
+            shards_by_device = [_shards(array) for array in arrays]
             # One offer per pair of processes, not of devices: each has a fixed cost.
             for to in _process_ids(self._targets):
                 pairs = self._pairs(process, to)
-                messages = [shards[j][self._sources[i]] for i, j in pairs]
+                messages = [shards_by_device[j][self._sources[i]] for i, j in pairs]
                 if to == process:
                     devices = [self._targets[j] for _, j in pairs]
                     received |= zip(pairs, jax.device_put(messages, devices), strict=True)
@@ -357,7 +359,7 @@ def reachable_host(names: Sequence[str], process: int) -> str:
     )
 
 
-IMPLEMENTATIONS = {"device_put": DevicePut, "collective": Collective, "transfer": Transfer}
+IMPLEMENTATIONS = {"device_put": DevicePut, "collective": Collective, "transfer": DirectTransfer}
 
 
 def make_exchange(name: str | None, source: FoldedMesh, target: FoldedMesh) -> Exchange:
@@ -386,15 +388,15 @@ def _permute_program(union: NamedSharding, sources: int, targets: int) -> Any:
         received = jnp.zeros((sources, *arrays[0].shape), arrays[0].dtype)
         received = lax.pcast(received, (UNION,), to="varying")
         # One permute per round: pairs of a permute must have distinct sources and targets.
-        for number in range(rounds):
-            targets_of_round = [(i + number) % rounds for i in range(sources)]
+        for round_index in range(rounds):
+            targets_of_round = [(i + round_index) % rounds for i in range(sources)]
             pairs = [(i, sources + j) for i, j in enumerate(targets_of_round) if j < targets]
             # Targets and idle sources select a message too, as all devices run the same code; it is
             # not sent.
-            target = jnp.minimum((rank + number) % rounds, targets - 1)
+            target = jnp.minimum((rank + round_index) % rounds, targets - 1)
             message = lax.ppermute(stacked[target], UNION, pairs)
             # A device that receives nothing in this round writes past the end, which has no effect.
-            source = (rank - sources - number) % rounds
+            source = (rank - sources - round_index) % rounds
             source = jnp.where((rank >= sources) & (source < sources), source, sources)
             received = received.at[source].set(message, mode="drop")
         return *received, token

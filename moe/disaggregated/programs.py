@@ -95,7 +95,7 @@ def dense_layer(
     serving: Serving,
     columns: int | None,
     layer: Layer[Array],
-    number: Array,
+    layer_index: Array,
     buffers: Buffers,
     flight: Flight[Array],
     inputs: Inputs,
@@ -109,16 +109,16 @@ def dense_layer(
     """
     mesh, config = serving.mesh.attention, serving.config
 
-    def local(layer: Any, number: Array, buffers: Buffers, flight: Any, inputs: Inputs) -> Any:
-        core = _Core(serving, number, vary(buffers, mesh.axes), inputs, columns)
+    def local(layer: Any, layer_index: Array, buffers: Buffers, flight: Any, inputs: Inputs) -> Any:
+        core = _Core(serving, layer_index, vary(buffers, mesh.axes), inputs, columns)
         x, _ = block(
-            vary(layer, mesh.axes), flight.x, core.packed, core.attend, config, mesh, number
+            vary(layer, mesh.axes), flight.x, core.packed, core.attend, config, mesh, layer_index
         )
         return flight.replace(x=x), core.updated_buffers
 
     in_specs = first_specs(config, mesh), *_attention_specs(serving, buffers, inputs)
     return _shard_map_attention(serving, local, in_specs, buffers_out=True)(
-        layer, number, buffers, flight, inputs
+        layer, layer_index, buffers, flight, inputs
     )
 
 
@@ -127,7 +127,7 @@ def attention_half(
     serving: Serving,
     columns: int | None,
     layer: Layer[Array],
-    number: Array,
+    layer_index: Array,
     buffers: Buffers,
     flight: Flight[Array],
     inputs: Inputs,
@@ -139,7 +139,7 @@ def attention_half(
 
     Args:
       columns: number of columns of the cache that are read; None is all.
-      number: index of the layer in the network.
+      layer_index: index of the layer in the network.
       buffers: donated; empty in a prefill.
       flight: donated.
       received: sums of the layer before, from each expert device; zeros in the first.
@@ -148,15 +148,15 @@ def attention_half(
 
     def local(
         layer: Any,
-        number: Array,
+        layer_index: Array,
         buffers: Buffers,
         flight: Any,
         inputs: Inputs,
         received: Arrays,
         slot_table: SlotTable,
     ) -> Any:
-        core = _Core(serving, number, vary(buffers, mesh.axes), inputs, columns)
-        x, expert_layer = combine_outputs(flight, received), number - config.num_dense_layers
+        core = _Core(serving, layer_index, vary(buffers, mesh.axes), inputs, columns)
+        x, expert_layer = combine_outputs(flight, received), layer_index - config.num_dense_layers
         flight, sent = attend_and_route(
             serving,
             vary(layer, mesh.axes),
@@ -173,7 +173,7 @@ def attention_half(
     in_specs = attention_specs(config, mesh), *_attention_specs(serving, buffers, inputs)
     in_specs = *in_specs, (token_spec,) * serving.num_targets, PartitionSpec()
     return _shard_map_attention(serving, local, in_specs, buffers_out=True, sends=True)(
-        layer, number, buffers, flight, inputs, received, slot_table
+        layer, layer_index, buffers, flight, inputs, received, slot_table
     )
 
 
@@ -268,7 +268,7 @@ class _Core:
     def __init__(
         self,
         serving: Serving,
-        number: Array,
+        layer_index: Array,
         buffers: Buffers,
         inputs: Inputs,
         columns: int | None,
@@ -280,7 +280,7 @@ class _Core:
             first = None if keys.shape[0] == rows else inputs.first
             self._step = StepCore(
                 config,
-                number,
+                layer_index,
                 keys,
                 buffers.values,
                 inputs.positions,
@@ -292,7 +292,9 @@ class _Core:
             self.packed = _packed(serving, inputs, self.attend)
             return
         self.packed = _packed(serving, inputs, None)
-        core = self.packed.core_attention_of_layer(number, window_of_layer(config, number))
+        core = self.packed.core_attention_of_layer(
+            layer_index, window_of_layer(config, layer_index)
+        )
         assert not isinstance(core, LatentCore)
         keep = partial(kept_columns, inputs.tokens.shape)
         self.attend = watched(core, keep, self._recorded, config)

@@ -26,7 +26,7 @@ from moe.disaggregated.layer import Flight, Serving
 from moe.disaggregated.m2n import Arrays, Message, make_exchange, row_sharding
 from moe.disaggregated.placement import Placement
 from moe.disaggregated.programs import Buffers, Prompts, Steps
-from moe.disaggregated.schedule import Enqueued, order
+from moe.disaggregated.schedule import Enqueued, order_programs
 from moe.disaggregated.split import SplitMesh, devices_of, is_here
 from moe.disaggregated.weights import SplitWeights
 
@@ -92,12 +92,12 @@ class Runner:
         if self._attends:
             assert weights.rest is not None
             flight = programs.begin(serving, weights.rest, inputs)
-            for number, layer in enumerate(weights.first):
+            for layer_index, layer in enumerate(weights.first):
                 flight, layer_buffers = programs.dense_layer(
                     serving,
                     None,
                     layer,
-                    self._replicated_int(number),
+                    self._replicated_int(layer_index),
                     Buffers(None, None),
                     flight,
                     inputs,
@@ -131,7 +131,7 @@ class Runner:
         on_counts: Callable[[int, Array], None] | None = None,
     ) -> Cache[Array] | None:
         """Decode loop: token after token of all rows, in the order of
-        `moe.disaggregated.schedule.order`.
+        `moe.disaggregated.schedule.order_programs`.
 
         Args:
           cache: a buffer for each layer, donated; None in a process without attention.
@@ -170,13 +170,13 @@ class Runner:
             first = self._replicated_int(i * num_rows // (layout.dp * micro_batches))
             inputs = inputs_of[i] = Steps(*begin(i), first)
             flights[i] = programs.begin(serving, weights.rest, inputs)
-            for number, layer in enumerate(weights.first):
-                flights[i], buffers[number] = programs.dense_layer(
+            for layer_index, layer in enumerate(weights.first):
+                flights[i], buffers[layer_index] = programs.dense_layer(
                     serving,
                     columns,
                     layer,
-                    self._replicated_int(number),
-                    buffers[number],
+                    self._replicated_int(layer_index),
+                    buffers[layer_index],
                     flights[i],
                     inputs,
                 )
@@ -184,13 +184,13 @@ class Runner:
         def attend(i: int, layer: int) -> None:
             messages[i] = None
             if self._attends:
-                number = self.config.num_dense_layers + layer
-                flights[i], buffers[number], messages[i] = self._attention(
+                layer_index = self.config.num_dense_layers + layer
+                flights[i], buffers[layer_index], messages[i] = self._attention(
                     serving,
                     columns,
                     weights,
                     layer,
-                    buffers[number],
+                    buffers[layer_index],
                     flights[i],
                     inputs_of[i],
                     received[i],
@@ -210,7 +210,7 @@ class Runner:
                     assert received_counts is not None
                     on_counts(i, received_counts[0].addressable_data(0))
 
-        for entry in order(self.config.num_expert_layers, micro_batches, should_continue):
+        for entry in order_programs(self.config.num_expert_layers, micro_batches, should_continue):
             if self.keeps_log:
                 self.log.append(entry)
             i = entry.micro_batch
@@ -275,13 +275,13 @@ class Runner:
         inputs: Any,
         received: Arrays | None,
     ) -> tuple[Flight[Array], Buffers, Arrays]:
-        number = self._replicated_int(self.config.num_dense_layers + layer)
+        layer_index = self._replicated_int(self.config.num_dense_layers + layer)
         assert flight is not None and received is not None
         return programs.attention_half(
             serving,
             columns,
             weights.attention[layer],
-            number,
+            layer_index,
             buffers,
             flight,
             inputs,
@@ -321,13 +321,13 @@ class Runner:
         zeros = _zeros_program(row_sharding(self.mesh.attention), shape, message.dtype)()
         return (zeros,) * serving.num_targets
 
-    def _replicated_int(self, number: int) -> Array:
+    def _replicated_int(self, integer: int) -> Array:
         """An integer replicated over the attention devices; cached."""
-        if number not in self._numbers:
+        if integer not in self._numbers:
             sharding = NamedSharding(self.mesh.attention.mesh, PartitionSpec())
-            value = np.asarray(number, np.int32)
-            self._numbers[number] = jax.make_array_from_callback((), sharding, lambda _: value)
-        return self._numbers[number]
+            value = np.asarray(integer, np.int32)
+            self._numbers[integer] = jax.make_array_from_callback((), sharding, lambda _: value)
+        return self._numbers[integer]
 
 
 @remembered

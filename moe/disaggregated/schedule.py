@@ -36,7 +36,7 @@ class Enqueued(NamedTuple):
     micro_batch: int
 
 
-def order(
+def order_programs(
     num_layers: int, micro_batches: int, should_continue: Callable[[int], bool]
 ) -> Iterator[Enqueued]:
     """Yields the schedule entries in order.

@@ -192,7 +192,7 @@ def side_bytes(
     table."""
     ep, etp = (mesh.experts.size(axes) for axes in (mesh.experts.ep, mesh.experts.etp))
     placement = placement or Placement.identity(config.num_experts, ep)
-    like = cast_shapes(config)
+    shapes = cast_shapes(config)
 
     def local_bytes(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> int:
         sharding = NamedSharding(mesh.attention.mesh, spec)
@@ -200,9 +200,9 @@ def side_bytes(
 
     weight_specs = _without_experts(specs(config, mesh.attention))
     attention = sum(
-        jax.tree.leaves(jax.tree.map(local_bytes, _without_experts(like), weight_specs))
+        jax.tree.leaves(jax.tree.map(local_bytes, _without_experts(shapes), weight_specs))
     )
-    routed = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(_routed(like)))
+    routed = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(_routed(shapes)))
     return attention, routed // config.num_experts * placement.num_slots // etp
 
 
@@ -226,9 +226,9 @@ def rest_specs(config: ModelConfig, mesh: FoldedMesh) -> Transformer[PartitionSp
 def expert_specs(mesh: FoldedMesh, stacked: bool = False) -> Experts[PartitionSpec]:
     """PartitionSpecs of the experts of a layer, or of stacked layers, with the layer axis first."""
     front = (None,) * stacked
-    nothing: Any = None
+    absent: Any = None
     return Experts(
-        router=nothing,
+        router=absent,
         gate_up=PartitionSpec(*front, mesh.ep, None, None, mesh.etp),
         down=PartitionSpec(*front, mesh.ep, mesh.etp, None),
     )
@@ -242,15 +242,15 @@ def _without_experts(weights: Transformer[Any]) -> Transformer[Any]:
 
 
 def _without_layers(weights: Transformer[Any]) -> Transformer[Any]:
-    nothing: Any = jax.tree.map(lambda _: None, weights.layers)
-    return replace(weights, layers=nothing, first_layers=None)
+    absent: Any = jax.tree.map(lambda _: None, weights.layers)
+    return replace(weights, layers=absent, first_layers=None)
 
 
 def _routed(weights: Transformer[Any]) -> Experts[Any]:
     experts = weights.layers.experts
     assert experts is not None
-    nothing: Any = None
-    return replace(experts, router=nothing, bias=None, router_bias=None)
+    absent: Any = None
+    return replace(experts, router=absent, bias=None, router_bias=None)
 
 
 def _without_layer_axis(stack: Any) -> Any:

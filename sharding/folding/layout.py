@@ -114,5 +114,5 @@ def prime_factors(number: int) -> tuple[int, ...]:
     return tuple(factors)
 
 
-def _factor(size: int, wanted: int) -> float:
-    return max(size, wanted) / min(size, wanted)
+def _factor(size: int, target: int) -> float:
+    return max(size, target) / min(size, target)

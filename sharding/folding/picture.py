@@ -42,7 +42,7 @@ def _draw_side(axes: Any, mesh: FoldedMesh, side: str, columns: int) -> None:
     coordinates = {name: roles(mesh, name) for name in LOGICAL_AXES[side]}
     shared = ("pp", "dp") if side == "attention" else ("pp", "ep")
     owners = list(zip(*(coordinates[name] for name in shared), strict=True))
-    numbers = {owner: number for number, owner in enumerate(sorted(set(owners)))}
+    colour_indices = {owner: index for index, owner in enumerate(sorted(set(owners)))}
     palette = colormaps["tab20"]
     for rank, owner in enumerate(owners):
         row, column = divmod(rank, columns)
@@ -52,7 +52,7 @@ def _draw_side(axes: Any, mesh: FoldedMesh, side: str, columns: int) -> None:
                 0.84,
                 0.84,
                 boxstyle="round,pad=0,rounding_size=0.08",
-                facecolor=(*palette(numbers[owner] % 20)[:3], 0.55),
+                facecolor=(*palette(colour_indices[owner] % 20)[:3], 0.55),
                 edgecolor="0.3",
             )
         )

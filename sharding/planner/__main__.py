@@ -136,7 +136,7 @@ def main(arguments: list[str] | None = None) -> int:
         serving.check_flags(PARSER, args)
         model = model_of(args.model)
         if args.serve:
-            print(serving.answer(model, args, System().efficiency))
+            print(serving.plan_text(model, args, System().efficiency))
             return 0
         hardware, devices = parse(args.hardware)
         time, tokens = parse_count(args.seq), parse_count(args.tokens)

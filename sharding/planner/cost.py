@@ -105,14 +105,14 @@ def cost(
     micro-batches where ``pp`` divides their number. Gradients are reduced and new weights gathered
     after all micro-batches, except for what `sharding.planner.overlap` hides of the gradients.
     """
-    number = batch.num_micro_batches(layout)
+    num_micro_batches = batch.num_micro_batches(layout)
     flops = batch.tokens * model.training_flops(batch.time) / layout.num_devices
     stage_layout, weight_method = weight_layout(model, layout), for_weights(method)
     layer_products, head_products, memory_traffic = _pass_seconds(
         model, stage_layout, batch, method, hardware, system
     )
-    products = number * (layer_products + head_products)
-    traffic = number * memory_traffic
+    products = num_micro_batches * (layer_products + head_products)
+    traffic = num_micro_batches * memory_traffic
     sent = _exposed_communication(
         model,
         layout,
@@ -121,15 +121,17 @@ def cost(
         hardware,
         system,
         layer_products=layer_products,
-        products=products / number,
+        products=products / num_micro_batches,
     )
-    sent = {what: number * time for what, time in sent.items()}
+    sent = {what: num_micro_batches * time for what, time in sent.items()}
     if method.fsdp:
         # Shards are fetched while the previous layer computes: only the excess is exposed.
-        gathers = number * _unsharding_seconds(model, stage_layout, weight_method, hardware)
+        gathers = num_micro_batches * _unsharding_seconds(
+            model, stage_layout, weight_method, hardware
+        )
         sent["shards of layers"] = max(0.0, gathers - products - traffic)
     working = products + traffic + sum(sent.values())
-    idle = Schedule(layout.pp, number, layout.vpp).bubble * working
+    idle = Schedule(layout.pp, num_micro_batches, layout.vpp).bubble * working
     layer_gradients, other_gradients, new_weights = _step_communication(
         model, stage_layout, weight_method, hardware
     )
@@ -137,7 +139,7 @@ def cost(
         if system.hides_embed_and_head:
             layer_gradients, other_gradients = layer_gradients + other_gradients, 0.0
         layer_gradients = _exposed_reduction(
-            layer_gradients, working / number, model, layout, number
+            layer_gradients, working / num_micro_batches, model, layout, num_micro_batches
         )
     sent |= {"gradients": layer_gradients + other_gradients, "new weights": new_weights}
     traffic += _optimizer_seconds(model, layout, method, hardware)
@@ -153,9 +155,13 @@ def cost_at_least(
     system: System,
 ) -> float:
     """Lower bound of a step's seconds: without any communication but that of new weights."""
-    number, stage_layout = batch.num_micro_batches(layout), weight_layout(model, layout)
+    num_micro_batches, stage_layout = batch.num_micro_batches(layout), weight_layout(model, layout)
     pass_seconds = _pass_seconds(model, stage_layout, batch, method, hardware, system)
-    working = number * sum(pass_seconds) * (1 + Schedule(layout.pp, number, layout.vpp).bubble)
+    working = (
+        num_micro_batches
+        * sum(pass_seconds)
+        * (1 + Schedule(layout.pp, num_micro_batches, layout.vpp).bubble)
+    )
     return working + _final_seconds(model, stage_layout, for_weights(method), hardware)
 
 
@@ -188,10 +194,16 @@ def _pass_seconds(
 
 
 def _exposed_reduction(
-    reduction_seconds: float, micro_batch: float, model: ModelSizes, layout: Layout, number: int
+    reduction_seconds: float,
+    micro_batch: float,
+    model: ModelSizes,
+    layout: Layout,
+    num_micro_batches: int,
 ) -> float:
     depth = max(model.num_layers // layout.pp, 1)
-    segments, interval = (layout.vpp, min(layout.pp, number)) if layout.vpp > 1 else (depth, 1)
+    segments, interval = (
+        (layout.vpp, min(layout.pp, num_micro_batches)) if layout.vpp > 1 else (depth, 1)
+    )
     return overlap.exposed_reduction(reduction_seconds, micro_batch, segments, interval)
 
 

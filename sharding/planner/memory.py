@@ -51,9 +51,11 @@ def memory(
     Args:
       vocab_chunk: vocabulary columns whose logits are computed at a time; None is all of a device.
     """
-    tokens, number = batch.local_tokens(layout), batch.num_micro_batches(layout)
+    tokens, num_micro_batches = batch.local_tokens(layout), batch.num_micro_batches(layout)
     depth = layers_on_device(model, layout)
-    resident = states(model, weight_layout(model, layout), for_weights(method), number > 1)
+    resident = model_states(
+        model, weight_layout(model, layout), for_weights(method), num_micro_batches > 1
+    )
     columns = -(-model.vocab_size // layout.tp)
     columns = columns if vocab_chunk is None else min(columns, vocab_chunk)
     logits = 2 * FLOAT32 * tokens * layout.tp * columns
@@ -78,7 +80,7 @@ def memory(
         working_bytes += depth // layout.vpp * saved_bytes
     working_bytes += partial_gradient_bytes(model, layout, batch, method)
     saved_per_layer = saved_bytes + saved_score_bytes(model, layout, batch, method)
-    activations = layers_in_flight(model, layout, number) * saved_per_layer
+    activations = layers_in_flight(model, layout, num_micro_batches) * saved_per_layer
     if (
         method.duplicates_experts
         and method.remat == "none"
@@ -116,7 +118,7 @@ class States(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def states(model: ModelSizes, layout: Layout, method: Method, adds_up: bool) -> States:
+def model_states(model: ModelSizes, layout: Layout, method: Method, adds_up: bool) -> States:
     """Memory of weights, gradients and optimizer on one device.
 
     Args:
@@ -226,11 +228,11 @@ def activation_bytes(
     # Shards of what the tp and etp ranks hold together.
     hidden, dense_width = model.d_expert / layout.etp, model.d_ff
     gathered = layout.tp if layout.tp > 1 else 0
-    rows = received = numbers = 0
+    rows = received = float32_values = 0
     if model.num_experts:
         rows = expert_rows(model, layout, tokens, method)
         received = received_tokens(model, layout, tokens, method)
-        numbers = received * 2 * model.experts_per_token
+        float32_values = received * 2 * model.experts_per_token
     # The input; tokens for heads and for hidden units, and the sum of attention's parts.
     elements = tokens * h * (1 + gathered + (gathered if dense_width else 0) + (gathered > 0))
     key_shards = {"gather": layout.cp, "ring": 1, "ulysses": kv_replication(model, layout)}
@@ -246,15 +248,15 @@ def activation_bytes(
         return float(elements * width + dispatched_bytes(model, layout, tokens, method))
     elements += tokens * (model.queries + key_value_width + 2 * dense_width + h * (gathered == 0))
     elements += rows * 2 * hidden
-    numbers += tokens * (model.num_heads + model.num_experts)
+    float32_values += tokens * (model.num_heads + model.num_experts)
     if remat == "none":
         # Two norms and their sum, attention's output, rows, and hidden units after activation. The
         # received tokens have no gradient of their own: they are permuted into rows.
         elements += tokens * (3 * h + model.queries + dense_width) + rows * (h + hidden)
-        numbers += tokens * 3 * model.num_experts
+        float32_values += tokens * 3 * model.num_experts
     else:
         elements += received * h
-    return float(elements * width + numbers * FLOAT32)
+    return float(elements * width + float32_values * FLOAT32)
 
 
 def dispatched_bytes(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> float:
@@ -283,11 +285,11 @@ def selective_activation_bytes(
     if remat == "selective":
         replication = kv_replication(model, layout) if method.context == "ulysses" else 1
         elements += tokens * (model.queries + 2 * model.keys * replication)
-    numbers = tokens * model.num_heads
+    float32_values = tokens * model.num_heads
     if model.num_experts:
         elements += expert_rows(model, layout, tokens, method) * 2 * model.d_expert // layout.etp
-        numbers += tokens * (model.num_experts + model.experts_per_token)
-    return float(elements * method.itemsize + numbers * FLOAT32)
+        float32_values += tokens * (model.num_experts + model.experts_per_token)
+    return float(elements * method.itemsize + float32_values * FLOAT32)
 
 
 def expert_rows(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> int:
@@ -312,11 +314,11 @@ def received_tokens(model: ModelSizes, layout: Layout, tokens: int, method: Meth
 
     It is 0 where a device has all experts itself, or there are none.
     """
-    shared = layout.ep * layout.etp
-    if shared == 1 or not model.num_experts:
+    num_sharing = layout.ep * layout.etp
+    if num_sharing == 1 or not model.num_experts:
         return 0
     if method.dispatch == "all_gather":
-        return shared * tokens
+        return num_sharing * tokens
     if method.even:
         return tokens * model.experts_per_token * layout.etp
-    return shared * tokens_per_peer(model, layout, tokens)
+    return num_sharing * tokens_per_peer(model, layout, tokens)

@@ -67,7 +67,7 @@ class SearchResult:
     illegal: Counter[str]
 
 
-def illegal(model: ModelSizes, layout: Layout, rows: int, time: int) -> str | None:
+def broken_rule(model: ModelSizes, layout: Layout, rows: int, time: int) -> str | None:
     """The rule that a layout breaks, None where it breaks none."""
     num_main_layers = model.num_layers - model.num_dense_layers
     # A size, what divides it, and what it is.
@@ -139,7 +139,7 @@ def search(
     choices = choices or Choices()
     plans, too_large, broken_rules = [], {}, Counter()
     for layout in layouts(devices, hardware.domain):
-        rule = illegal(model, layout, rows, time)
+        rule = broken_rule(model, layout, rows, time)
         if rule is not None:
             broken_rules[rule] += 1
             continue
@@ -312,7 +312,7 @@ def why_not(
     by_layout = {replace(plan.layout, vpp=1): plan for plan in result.plans}
     reasons = {}
     for other in neighbours(best.layout):
-        rule = illegal(model, other, rows, time)
+        rule = broken_rule(model, other, rows, time)
         if rule is not None:
             reasons[other] = rule
         elif other in by_layout:

@@ -97,9 +97,9 @@ def tensor_parallel(
     ``2 b s h (tp - 1) / (tp cp)`` of the whole micro-batch.
     """
     size, width = tokens * model.d_model, method.itemsize
-    there = Transfer(f"tokens to {what}", "all_gather", ("tp",), size, width, 1, width, True)
+    gather = Transfer(f"tokens to {what}", "all_gather", ("tp",), size, width, 1, width, True)
     size *= layout.tp
-    return [there, Transfer(f"sums of {what}", "reduce_scatter", ("tp",), size, width, 1, width)]
+    return [gather, Transfer(f"sums of {what}", "reduce_scatter", ("tp",), size, width, 1, width)]
 
 
 def context(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> list[Transfer]:
@@ -179,7 +179,7 @@ def dispatch(
     """
     per_peer, k = tokens_per_peer(model, layout, tokens), model.experts_per_token
     forward, backward = [], []
-    for size, number in chunk_sizes(tokens, method.expert_chunks):
+    for size, count in chunk_sizes(tokens, method.expert_chunks):
         slots = min(size, per_peer)
         # With buffers of the size of even routing, as much is received.
         buffer = None if method.even else layout.ep * slots
@@ -194,8 +194,8 @@ def dispatch(
             buffer=buffer,
             comm_dtype=method.activation_wire,
         )
-        forward += repeat_transfers(forward_once, number)
-        backward += repeat_transfers(backward_once, number)
+        forward += repeat_transfers(forward_once, count)
+        backward += repeat_transfers(backward_once, count)
     return forward, backward
 
 
@@ -203,7 +203,7 @@ def chunk_sizes(tokens: int, chunks: int) -> list[tuple[int, int]]:
     """(tokens, number of chunks of this size), as `moe.experts.dispatch.token_chunks` splits."""
     each, more = divmod(tokens, max(1, min(chunks, tokens)))
     less = max(1, min(chunks, tokens)) - more
-    return [(size, number) for size, number in ((each + 1, more), (each, less)) if number]
+    return [(size, count) for size, count in ((each + 1, more), (each, less)) if count]
 
 
 def exchange(
@@ -237,9 +237,11 @@ def exchange(
         return transfers, [one.transposed(layout) for one in transfers if one.gradient]
     forward, backward = [], [one.transposed(layout) for one in routing if one.gradient]
     for one in token_transfers:
-        there, back = to_fp8(one, layout, d_model, is_ragged and one.kind == "all_to_all")
-        forward += there
-        backward += back
+        fp8_forward, fp8_backward = to_fp8(
+            one, layout, d_model, is_ragged and one.kind == "all_to_all"
+        )
+        forward += fp8_forward
+        backward += fp8_backward
     return [*forward, *routing], backward
 
 
@@ -268,11 +270,11 @@ def token_exchange(
     """
     if implementation == "all_gather":
         group, n, size = ("ep", "etp"), layout.ep * layout.etp, tokens * d_model
-        there = Transfer(
+        gather = Transfer(
             TOKENS, "all_gather", group, size, itemsize, gradient=FLOAT32, repeated=True
         )
-        back = Transfer(SUMS, "reduce_scatter", group, n * size, FLOAT32, gradient=itemsize)
-        return [there, back]
+        reduction = Transfer(SUMS, "reduce_scatter", group, n * size, FLOAT32, gradient=itemsize)
+        return [gather, reduction]
     sent, received = (
         slots * d_model for slots in _slots(implementation, tokens, per_peer, k, layout, buffer)
     )
@@ -473,9 +475,9 @@ def step(model: ModelSizes, layout: Layout, batch: Batch, method: Method) -> lis
     """
     micro_batches, tokens = batch.num_micro_batches(layout), batch.local_tokens(layout)
     transfers, depth = [], layers_on_device(model, layout)
-    for number, has_experts in ((depth, True), (model.num_dense_layers, False)):
+    for num_layers, has_experts in ((depth, True), (model.num_dense_layers, False)):
         forward, backward = layer(model, layout, batch, method, has_experts)
-        transfers += repeat_transfers([*forward, *backward], number)
+        transfers += repeat_transfers([*forward, *backward], num_layers)
     if method.fsdp:
         gathers = list(unsharding(model, layout, method))
         transfers += repeat_transfers(gathers, 2) + [

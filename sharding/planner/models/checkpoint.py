@@ -55,15 +55,15 @@ def sizes_from(path: str | Path) -> ModelSizes:
 
 def _feed_forward(options: dict[str, Any]) -> dict[str, int]:
     names = ("num_experts", "num_local_experts", "n_routed_experts")
-    number = next((options[name] for name in names if options.get(name)), 0)
+    num_experts = next((options[name] for name in names if options.get(name)), 0)
     dense = options.get("intermediate_size", 0)
-    if not number:
+    if not num_experts:
         return {"d_ff": dense}
     width = options.get("moe_intermediate_size") or dense
     shared = options.get("shared_expert_intermediate_size") or 0
     shared = shared or (options.get("n_shared_experts") or 0) * width
     return {
-        "num_experts": number,
+        "num_experts": num_experts,
         "experts_per_token": options["num_experts_per_tok"],
         "d_expert": width,
         "d_ff": shared,

@@ -77,7 +77,7 @@ class ModelSizes:
     def parameters(self) -> int:
         """Numbers in all matrices and norms."""
         norms = 2 * self.num_layers * self.d_model + self.d_model
-        ends = self.vocab_size * self.d_model * (1 if self.tied else 2)
+        embedding_and_head = self.vocab_size * self.d_model * (1 if self.tied else 2)
         num_main_layers = self.num_layers - self.num_dense_layers
         router = self.num_expert_layers * self.d_model * self.num_experts
         return (
@@ -88,7 +88,7 @@ class ModelSizes:
             * (num_main_layers * self.d_ff + self.num_dense_layers * self.dense_d_ff)
             + router
             + norms
-            + ends
+            + embedding_and_head
         )
 
     @property

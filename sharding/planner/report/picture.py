@@ -49,8 +49,8 @@ def _stack(axes, labels: Sequence[str], components: dict[str, list[float]]) -> N
     from matplotlib import colormaps
 
     left = [0.0] * len(labels)
-    for number, (name, sizes) in enumerate(components.items()):
-        colour = colormaps["tab10"](number % 10)
+    for index, (name, sizes) in enumerate(components.items()):
+        colour = colormaps["tab10"](index % 10)
         axes.barh(labels, sizes, left=left, label=name, color=colour, height=0.7)
         left = [a + b for a, b in zip(left, sizes, strict=True)]
     axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=4)

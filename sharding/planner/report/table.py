@@ -84,11 +84,11 @@ def report(
     reasons = [[f"  {replace(layout, vpp=1)}", reason] for layout, reason in against.items()]
     if reasons:
         lines += ["", "Why not its neighbours:", align_columns(reasons)]
-    number = len(result.plans)
+    num_plans = len(result.plans)
     num_illegal = sum(result.illegal.values())
     lines += [
         "",
-        f"{number} layouts fit, {len(result.too_large)} need more memory, {num_illegal} are not "
+        f"{num_plans} layouts fit, {len(result.too_large)} need more memory, {num_illegal} are not "
         "legal.",
     ]
     return "\n".join(lines)

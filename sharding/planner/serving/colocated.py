@@ -20,7 +20,7 @@ from sharding.planner.serving.times import BYTES, Times
 
 
 @dataclass(frozen=True)
-class Kind:
+class PlanKind:
     """Kind of co-located plans.
 
     Attributes:
@@ -34,9 +34,9 @@ class Kind:
 
 
 KINDS = {
-    "stages of one tensor-parallel group": Kind(wide=False),
-    "attention replicated, experts over all": Kind(),
-    "the same, two halves of a batch overlapped": Kind(overlap=True),
+    "stages of one tensor-parallel group": PlanKind(wide=False),
+    "attention replicated, experts over all": PlanKind(),
+    "the same, two halves of a batch overlapped": PlanKind(overlap=True),
 }
 
 
@@ -137,7 +137,7 @@ class _Stage:
         return max(0, int(budget * self.tp * self.groups / cache))
 
 
-def _stages(model, load, hardware, devices, efficiency, kind: Kind) -> Iterator[_Stage]:
+def _stages(model, load, hardware, devices, efficiency, kind: PlanKind) -> Iterator[_Stage]:
     for pp in (n for n in divisors(devices) if model.num_layers % n == 0):
         stage = devices // pp
         for tp in (n for n in divisors(stage) if n <= hardware.domain):
@@ -150,13 +150,13 @@ def _stages(model, load, hardware, devices, efficiency, kind: Kind) -> Iterator[
                 yield _Stage(model, load, hardware, devices, tp, pp, ep, efficiency, kind.overlap)
 
 
-def best(
+def best_colocated(
     model: ModelSizes,
     load: Load,
     hardware: Hardware,
     efficiency: float = 0.6,
     devices: Sequence[int] = (8, 16, 32, 64),
-    kind: Kind | None = None,
+    kind: PlanKind | None = None,
 ) -> Colocated | None:
     """The plan with most tokens per second and device under the latency limit, or None.
 
@@ -165,9 +165,9 @@ def best(
       kind: of the plans.
     """
     times.check(model)
-    kind, plans = kind or Kind(), []
-    for number in devices:
-        for stage in _stages(model, load, hardware, number, efficiency, kind):
+    kind, plans = kind or PlanKind(), []
+    for num_devices in devices:
+        for stage in _stages(model, load, hardware, num_devices, efficiency, kind):
             low, high = 0, stage.most_in_memory()
             while low < high:
                 middle = (low + high + 1) // 2
@@ -179,7 +179,7 @@ def best(
                 time = float(stage.between(low))
                 plans.append(
                     Colocated(
-                        number,
+                        num_devices,
                         tp=stage.tp,
                         pp=stage.pp,
                         ep=stage.ep,

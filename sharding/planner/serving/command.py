@@ -8,7 +8,7 @@ from sharding.planner.hardware import HARDWARE, Hardware
 from sharding.planner.models.sizes import ModelSizes
 from sharding.planner.serving import network, profile
 from sharding.planner.serving.network import Utilisation
-from sharding.planner.serving.plan import PREFILL, Load, Pair
+from sharding.planner.serving.plan import PREFILL, DevicePair, Load
 from sharding.planner.serving.profile import NOTHING, Profile
 from sharding.planner.serving.report import report
 from sharding.planner.serving.search import Space, search
@@ -61,7 +61,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--devices", type=int, help="at most so many, both groups together")
 
 
-def seconds(text: str) -> float:
+def parse_seconds(text: str) -> float:
     """``"150ms"`` or ``"0.15s"``.
 
     Raises:
@@ -73,7 +73,7 @@ def seconds(text: str) -> float:
     return float(match[1]) / (1000 if match[2] == "ms" else 1)
 
 
-def devices(text: str) -> list[Hardware]:
+def parse_devices(text: str) -> list[Hardware]:
     """The devices of ``"h20,l40s"``.
 
     Raises:
@@ -89,7 +89,7 @@ def devices(text: str) -> list[Hardware]:
     return [HARDWARE[name] for name in names]
 
 
-def prices(overrides: list[str] | None) -> dict[str, float]:
+def parse_prices(overrides: list[str] | None) -> dict[str, float]:
     """Prices by device; those in `overrides` override the published ones.
 
     Raises:
@@ -106,13 +106,13 @@ def prices(overrides: list[str] | None) -> dict[str, float]:
     return price_of
 
 
-def pairs(
-    chosen: list[Hardware],
+def device_pairs(
+    hardware_types: list[Hardware],
     price_of: dict[str, float],
     efficiency: float,
     network: Utilisation | None,
     measured: dict[str, Profile],
-) -> list[Pair]:
+) -> list[DevicePair]:
     """All pairs of a device for attention and one for experts.
 
     With a single type of device each counts as 1 instead of its price.
@@ -123,16 +123,18 @@ def pairs(
     Raises:
       ValueError: where one of multiple types has no price.
     """
-    missing = [one.name for one in chosen if one.name not in price_of]
-    if missing and len(chosen) > 1:
+    missing = [one.name for one in hardware_types if one.name not in price_of]
+    if missing and len(hardware_types) > 1:
         raise ValueError(
             f"{missing[0]} has no price to weigh it against another device: give one, as in "
             f"--price {missing[0]}=2.5 (an L20 is 1)."
         )
-    paid = {one.name: price_of[one.name] if len(chosen) > 1 else 1.0 for one in chosen}
-    profiles = {one.name: measured.get(one.name, NOTHING) for one in chosen}
+    paid = {
+        one.name: price_of[one.name] if len(hardware_types) > 1 else 1.0 for one in hardware_types
+    }
+    profiles = {one.name: measured.get(one.name, NOTHING) for one in hardware_types}
     return [
-        Pair(
+        DevicePair(
             one,
             other,
             (paid[one.name], paid[other.name]),
@@ -140,8 +142,8 @@ def pairs(
             (network, network),
             (profiles[one.name].attention, profiles[other.name].experts),
         )
-        for one in chosen
-        for other in chosen
+        for one in hardware_types
+        for other in hardware_types
     ]
 
 
@@ -160,12 +162,12 @@ def check_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
         raise ValueError(f"--{wrong[0].replace('_', '-')} {rule}")
 
 
-def answer(model: ModelSizes, args: argparse.Namespace, efficiency: float) -> str:
+def plan_text(model: ModelSizes, args: argparse.Namespace, efficiency: float) -> str:
     """The plans of a server as text."""
-    chosen = devices(args.hardware)
+    hardware_types = parse_devices(args.hardware)
     defaults = Load()
     load = Load(
-        defaults.slo if args.slo is None else seconds(args.slo),
+        defaults.slo if args.slo is None else parse_seconds(args.slo),
         defaults.prompt if args.prompt is None else args.prompt,
         defaults.completion if args.completion is None else args.completion,
         args.avg_seq,
@@ -176,7 +178,7 @@ def answer(model: ModelSizes, args: argparse.Namespace, efficiency: float) -> st
     if args.devices is not None and args.devices < 2:
         raise ValueError(f"--devices {args.devices} must be at least 2: one for each group.")
     space = Space(prefill=prefill, most_devices=args.devices)
-    choices = pairs(chosen, prices(args.price), efficiency, curve, measured)
+    choices = device_pairs(hardware_types, parse_prices(args.price), efficiency, curve, measured)
     plans = search(model, load, choices, space)
     head = (
         f"{args.model}: {model.parameters / 1e9:.4g} B parameters, {model.num_experts} experts, "

@@ -56,7 +56,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Pair:
+class DevicePair:
     """Devices of attention and of experts, and the efficiency of their programs and adapters.
 
     Attributes:
@@ -107,7 +107,7 @@ class Server:
         self,
         model: ModelSizes,
         load: Load,
-        pair: Pair,
+        pair: DevicePair,
         tp_attention: int,
         tp_experts: int,
         experts_of_node: int,
@@ -247,7 +247,9 @@ def prefill_devices(model: ModelSizes, load: Load, hardware: Hardware, efficienc
     Their products run at `efficiency`. A group serves many instances, so that this is not rounded.
     """
     matrices = times.attention_matrices(model) * model.num_layers
-    chosen = 3 * model.d_model * model.d_expert * model.experts_per_token * model.num_layers
+    expert_matrices = (
+        3 * model.d_model * model.d_expert * model.experts_per_token * model.num_layers
+    )
     scores = 2 * model.queries * load.prompt * model.num_layers
-    flops = 2 * (matrices + chosen) + scores
+    flops = 2 * (matrices + expert_matrices) + scores
     return flops * load.prompt / load.completion / (hardware.peak * efficiency)

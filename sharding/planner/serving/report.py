@@ -10,7 +10,7 @@ from sharding.planner.report.columns import align_columns
 from sharding.planner.serving import colocated
 from sharding.planner.serving.pingpong import micro_batches_needed
 from sharding.planner.serving.plan import Load, Server, Shape
-from sharding.planner.serving.search import Plan, describe, largest_batch
+from sharding.planner.serving.search import ServingPlan, describe, largest_batch
 
 COLUMNS = (
     *("attention", "experts", "m", "batch", "T_a", "T_e", "T_c", "between", "tokens/s"),
@@ -18,7 +18,7 @@ COLUMNS = (
 )
 
 
-def row_of(plan: Plan) -> list[str]:
+def row_of(plan: ServingPlan) -> list[str]:
     """A row of text under `COLUMNS`."""
     attention, experts, sending = plan.layer
     shape, pair = plan.shape, plan.pair
@@ -38,7 +38,7 @@ def row_of(plan: Plan) -> list[str]:
     ]
 
 
-def constraints(plan: Plan, model: ModelSizes, load: Load) -> list[list[str]]:
+def constraints(plan: ServingPlan, model: ModelSizes, load: Load) -> list[list[str]]:
     """The paper's eight constraints, with the plan's numbers."""
     shape, (attention, experts, sending) = plan.shape, plan.layer
     server = _server(plan, model, load)
@@ -61,7 +61,7 @@ def constraints(plan: Plan, model: ModelSizes, load: Load) -> list[list[str]]:
     ]
 
 
-def _server(plan: Plan, model: ModelSizes, load: Load) -> Server:
+def _server(plan: ServingPlan, model: ModelSizes, load: Load) -> Server:
     shape = plan.shape
     return Server(
         model,
@@ -92,12 +92,12 @@ def neighbours(shape: Shape) -> list[tuple[str, Shape]]:
     ]
 
 
-def why_not(plan: Plan, model: ModelSizes, load: Load) -> list[list[str]]:
+def why_not(plan: ServingPlan, model: ModelSizes, load: Load) -> list[list[str]]:
     """Reason against each neighbour: a constraint, or its tokens per second for the price."""
     return [[title, _against(plan, shape, model, load)] for title, shape in neighbours(plan.shape)]
 
 
-def _against(plan: Plan, shape: Shape, model: ModelSizes, load: Load) -> str:
+def _against(plan: ServingPlan, shape: Shape, model: ModelSizes, load: Load) -> str:
     tp_attention, tp_experts = shape.tp_attention, shape.tp_experts
     domains = plan.pair.attention.domain, plan.pair.experts.domain
     if model.num_kv_heads % tp_attention or tp_attention > domains[0]:
@@ -120,24 +120,28 @@ def _against(plan: Plan, shape: Shape, model: ModelSizes, load: Load) -> str:
     return summary
 
 
-def colocated_rows(plan: Plan, model: ModelSizes, load: Load) -> list[list[str]]:
+def colocated_rows(plan: ServingPlan, model: ModelSizes, load: Load) -> list[list[str]]:
     """The plan over the best co-located one of each kind on either device, for the price."""
     rows = []
     pair = plan.pair
     price_of = dict(zip((pair.attention, pair.experts), pair.prices, strict=True))
     for hardware, price in price_of.items():
         for title, kind in colocated.KINDS.items():
-            best_colocated = colocated.best(model, load, hardware, pair.efficiency, kind=kind)
+            best_colocated = colocated.best_colocated(
+                model, load, hardware, pair.efficiency, kind=kind
+            )
             if best_colocated is None:
                 rows.append([hardware.name, title, "does not fit or takes too long", "", ""])
                 continue
-            here = best_colocated.per_device / price
-            gain = f"{plan.per_cost / here:.2f}"
-            rows.append([hardware.name, title, str(best_colocated), f"{here:,.0f}", gain])
+            throughput_per_cost = best_colocated.per_device / price
+            gain = f"{plan.per_cost / throughput_per_cost:.2f}"
+            rows.append(
+                [hardware.name, title, str(best_colocated), f"{throughput_per_cost:,.0f}", gain]
+            )
     return [["on", "co-located", "plan", "per cost", "gain"], *rows]
 
 
-def report(plans: Sequence[Plan], model: ModelSizes, load: Load) -> str:
+def report(plans: Sequence[ServingPlan], model: ModelSizes, load: Load) -> str:
     """The best plan of each pair of devices, and all about the first."""
     best = plans[0]
     limit = {"memory": "memory (8)", "time between tokens": "the SLO (7)"}

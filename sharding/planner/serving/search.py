@@ -13,7 +13,7 @@ import numpy as np
 
 from sharding.folding.layout import divisors
 from sharding.planner.models.sizes import ModelSizes
-from sharding.planner.serving.plan import Load, Pair, Server, Shape, prefill_devices
+from sharding.planner.serving.plan import DevicePair, Load, Server, Shape, prefill_devices
 from sharding.planner.serving.times import check
 
 TP = (1, 2, 4, 8)
@@ -43,7 +43,7 @@ class Space:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ServingPlan:
     """A plan and its performance.
 
     Attributes:
@@ -58,7 +58,7 @@ class Plan:
       limit: the constraint that a larger batch would break.
     """
 
-    pair: Pair
+    pair: DevicePair
     shape: Shape
     prefill: str
     batch: int
@@ -88,25 +88,28 @@ class Plan:
 
 
 def servers(
-    model: ModelSizes, load: Load, pair: Pair, space: Space
+    model: ModelSizes, load: Load, pair: DevicePair, space: Space
 ) -> Iterator[tuple[Server, int, int, int]]:
     """Pairs of nodes whose weights fit: the server, ``tp_a``, ``tp_e``, experts of a node."""
     check(model)
-    numbers = space.experts_of_node
+    node_sizes = space.experts_of_node
     for tp_attention in space.tp_attention:
         if model.num_kv_heads % tp_attention or tp_attention > pair.attention.domain:
             continue
         for tp_experts in space.tp_experts:
             if model.d_expert % tp_experts or tp_experts > pair.experts.domain:
                 continue
-            for number in divisors(model.num_experts) if numbers is None else numbers:
-                if model.num_experts % number:
+            for experts_of_node in (
+                divisors(model.num_experts) if node_sizes is None else node_sizes
+            ):
+                if model.num_experts % experts_of_node:
                     raise ValueError(
-                        f"experts_of_node={number} does not divide the {model.num_experts} experts."
+                        f"experts_of_node={experts_of_node} does not divide the "
+                        f"{model.num_experts} experts."
                     )
-                server = Server(model, load, pair, tp_attention, tp_experts, number)
+                server = Server(model, load, pair, tp_attention, tp_experts, experts_of_node)
                 if server.weights_fit():
-                    yield server, tp_attention, tp_experts, number
+                    yield server, tp_attention, tp_experts, experts_of_node
 
 
 def largest_batch(server: Server, nodes, micro_batches: int, prefill: str):
@@ -135,21 +138,25 @@ def _prompt_devices(server: Server, prefill: str) -> tuple[float, float]:
     pair = server.pair
     options = []
     for hardware, price in zip((pair.attention, pair.experts), pair.prices, strict=True):
-        number = prefill_devices(server.model, server.load, hardware, pair.efficiency)
-        options.append((number, number * price))
+        num_devices = prefill_devices(server.model, server.load, hardware, pair.efficiency)
+        options.append((num_devices, num_devices * price))
     return min(options, key=lambda one: one[1])
 
 
-def best(model: ModelSizes, load: Load, pair: Pair, space: Space | None = None) -> Plan | None:
+def best_serving_plan(
+    model: ModelSizes, load: Load, pair: DevicePair, space: Space | None = None
+) -> ServingPlan | None:
     """The plan with most tokens per second for its price; None where none is feasible."""
     return max(plans(model, load, pair, space), key=lambda plan: plan.per_cost, default=None)
 
 
-def plans(model: ModelSizes, load: Load, pair: Pair, space: Space | None = None) -> Iterator[Plan]:
+def plans(
+    model: ModelSizes, load: Load, pair: DevicePair, space: Space | None = None
+) -> Iterator[ServingPlan]:
     """The best ``n_a`` and batch for each kind of nodes, m and `prefill`."""
     space = space or Space()
     nodes = np.arange(1, space.most_nodes + 1)
-    for server, tp_attention, tp_experts, number in servers(model, load, pair, space):
+    for server, tp_attention, tp_experts, experts_of_node in servers(model, load, pair, space):
         allowed = nodes
         if space.most_devices is not None:
             allowed = nodes[sum(server.devices(nodes)) <= space.most_devices]
@@ -158,7 +165,7 @@ def plans(model: ModelSizes, load: Load, pair: Pair, space: Space | None = None)
                 nodes_and_batch = _best_nodes(server, allowed, micro_batches, prefill)
                 if nodes_and_batch is not None:
                     shape = Shape(
-                        tp_attention, nodes_and_batch[0], tp_experts, number, micro_batches
+                        tp_attention, nodes_and_batch[0], tp_experts, experts_of_node, micro_batches
                     )
                     yield describe(server, shape, nodes_and_batch[1], prefill)
 
@@ -179,23 +186,23 @@ def _best_nodes(server: Server, nodes, micro_batches: int, prefill: str) -> tupl
             batches = np.arange(1, upper)
             batches = batches[server.hides(batches, node, micro_batches)]
         if batches.size:
-            chosen = int(batches[-1])
-            value = float(throughput_per_cost(server, chosen, node, micro_batches, prefill))
+            feasible_batch = int(batches[-1])
+            value = float(throughput_per_cost(server, feasible_batch, node, micro_batches, prefill))
             if value > highest:
-                best_sizes, highest = (node, chosen), value
+                best_sizes, highest = (node, feasible_batch), value
     return best_sizes
 
 
-def describe(server: Server, shape: Shape, batch: int, prefill: str) -> Plan:
+def describe(server: Server, shape: Shape, batch: int, prefill: str) -> ServingPlan:
     """All numbers of a plan."""
     nodes, m = shape.attention_nodes, shape.micro_batches
     between, total = (float(time) for time in server.step(batch, nodes, m, prefill))
     sequences = batch * nodes * m
     attention, experts, sending = server.layer_times(batch, nodes)
-    number, price = _prompt_devices(server, prefill)
+    prompt_devices, price = _prompt_devices(server, prefill)
     attention_devices, expert_devices = server.devices(nodes)
     throughput = sequences / total
-    return Plan(
+    return ServingPlan(
         server.pair,
         shape,
         prefill,
@@ -204,7 +211,7 @@ def describe(server: Server, shape: Shape, batch: int, prefill: str) -> Plan:
         (float(attention), float(experts), float(sending)),
         between,
         total,
-        (float(attention_devices), float(expert_devices), throughput * number),
+        (float(attention_devices), float(expert_devices), throughput * prompt_devices),
         float(server.cost(nodes) + throughput * price),
         server.balance(),
         _limit(server, nodes, m, batch, prefill),
@@ -220,15 +227,15 @@ def _limit(server: Server, nodes: int, micro_batches: int, batch: int, prefill: 
 
 
 def search(
-    model: ModelSizes, load: Load, pairs: Sequence[Pair], space: Space | None = None
-) -> list[Plan]:
+    model: ModelSizes, load: Load, pairs: Sequence[DevicePair], space: Space | None = None
+) -> list[ServingPlan]:
     """The best plan of every pair of devices, the best of them first.
 
     Raises:
       ValueError: where no plan of any pair keeps every constraint.
     """
     plans_of_pairs = [
-        plan for pair in pairs if (plan := best(model, load, pair, space)) is not None
+        plan for pair in pairs if (plan := best_serving_plan(model, load, pair, space)) is not None
     ]
     if not plans_of_pairs:
         names = ", ".join(f"{pair.attention.name}:{pair.experts.name}" for pair in pairs)

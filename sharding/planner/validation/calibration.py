@@ -224,8 +224,8 @@ def _comparison_row(row: Row) -> tuple[str, ...]:
         return row.model, layout, "", "", "", published, "does not fit"
     mfu = 100 * plan.cost.mfu(CLUSTERS[row.system])
     star = " (the point)" if row in POINTS.values() else ""
-    chosen = str(plan.layout.vpp), plan.method.remat, str(plan.batch.micro_rows)
-    return row.model, layout, *chosen, published, f"{mfu:.1f}{star}"
+    settings = str(plan.layout.vpp), plan.method.remat, str(plan.batch.micro_rows)
+    return row.model, layout, *settings, published, f"{mfu:.1f}{star}"
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from moe.disaggregated import programs
 from moe.disaggregated.balance import plan_placement
 from moe.disaggregated.placement import Placement
 from moe.disaggregated.runner import Runner
-from moe.disaggregated.schedule import order
+from moe.disaggregated.schedule import order_programs
 from moe.disaggregated.split import devices_of
 
 CLOSE = 1e-6
@@ -123,7 +123,7 @@ def test_two_sides_are_one(split, micro_batches, config, options, caplog):
     for half in halves:
         assert sum(text.startswith(f"Compiling jit({half})") for text in messages) == 2
     assert runner.log == list(
-        order(config.num_expert_layers, micro_batches, lambda token: token < STEPS)
+        order_programs(config.num_expert_layers, micro_batches, lambda token: token < STEPS)
     )
     # Each device of attention sends each of the experts room for all its tokens, and gets as much
     # back: ids and probs go out beside them.

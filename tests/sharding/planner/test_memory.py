@@ -26,8 +26,8 @@ from sharding.planner.memory import (
     first_chunks_in_flight,
     layers_in_flight,
     memory,
+    model_states,
     received_tokens,
-    states,
 )
 from sharding.planner.method import ALLOWED_VALUES, Batch, Method, for_weights
 from sharding.planner.models.presets import PRESETS
@@ -89,10 +89,10 @@ def test_several_micro_batches_need_a_gradient_of_one_beside_their_sum(storage, 
 def test_states_are_18_bytes_of_which_12_are_cut():
     layout = Layout.parse("tp2 dp8 pp8 / ep8")
     found = memory(MIXTRAL, layout, Batch(256, 4096), Method(storage="mixed"))
-    states = sum(
+    model_states = sum(
         one.parameters * (6 + 12 / one.group(layout)) for one in weight_groups(MIXTRAL, layout)
     )
-    assert found.weights + found.gradients + found.optimizer == pytest.approx(states)
+    assert found.weights + found.gradients + found.optimizer == pytest.approx(model_states)
 
 
 def test_full_sharding_keeps_parts_of_layers():
@@ -292,7 +292,7 @@ def test_states_are_those_of_one_chunk_where_stages_are_as_deep(storage):
         layout = Layout(tp=2, cp=2, dp=4, pp=8, vpp=chunks, ep=4)
         alone = replace(layout, vpp=1)
         assert weight_layout(MIXTRAL, layout) == (alone if is_alike else layout)
-        of_both = [states(MIXTRAL, one, given, True) for one in (layout, alone)]
+        of_both = [model_states(MIXTRAL, one, given, True) for one in (layout, alone)]
         assert (of_both[0] == of_both[1]) is is_alike
         sent = [volumes.unsharding(MIXTRAL, one, given) for one in (layout, alone)]
         assert (sent[0] == sent[1]) is is_alike
@@ -300,12 +300,12 @@ def test_states_are_those_of_one_chunk_where_stages_are_as_deep(storage):
 
 def test_weights_depend_on_nothing_that_layers_do():
     layout, plain = Layout(tp=2, cp=2, dp=4, ep=4), Method(storage="bfloat16", fsdp=True)
-    found = states(MIXTRAL, layout, plain, True)
+    found = model_states(MIXTRAL, layout, plain, True)
     sent = volumes.gradients(MIXTRAL, layout, plain), volumes.unsharding(MIXTRAL, layout, plain)
     for name in ("dispatch", "context", "remat", "activation_wire", "attention"):
         for choice in ALLOWED_VALUES[name]:
             other = replace(plain, **{name: choice})
             assert for_weights(other) == plain
-            assert states(MIXTRAL, layout, other, True) == found
+            assert model_states(MIXTRAL, layout, other, True) == found
             assert volumes.gradients(MIXTRAL, layout, other) == sent[0]
             assert volumes.unsharding(MIXTRAL, layout, other) == sent[1]

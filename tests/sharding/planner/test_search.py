@@ -22,7 +22,7 @@ from sharding.planner.models.presets import PRESETS
 from sharding.planner.search import (
     MEMORY_FRACTION,
     Choices,
-    illegal,
+    broken_rule,
     layouts,
     method_variants,
     neighbours,
@@ -68,7 +68,7 @@ def test_what_is_legal_is_what_the_network_takes():
     )
     refused = 0
     for layout in layouts(24):
-        rule = illegal(sizes_of(config), layout, rows=24 * 24, time=24 * 48)
+        rule = broken_rule(sizes_of(config), layout, rows=24 * 24, time=24 * 48)
         try:
             specs(config, fold_abstract(layout))
         except ValueError:
@@ -152,7 +152,7 @@ def test_the_search_is_a_walk_through_all_ways(preset, devices, rows, method, sy
     plans = {replace(plan.layout, vpp=1): plan for plan in found.plans}
     broken = Counter()
     for layout in layouts(devices, H100.domain):
-        rule = illegal(model, layout, rows, time)
+        rule = broken_rule(model, layout, rows, time)
         broken[rule] += rule is not None
         if rule is None:
             best = best_by_hand(model, layout, rows, time, method, system, choices)

@@ -93,7 +93,9 @@ def test_what_is_no_curve_is_refused(sizes, fractions, words):
 
 
 def test_a_colocated_plan_is_what_its_parts_take():
-    found = colocated.best(MIXTRAL, Load(), H100, devices=(8,), kind=colocated.Kind(wide=False))
+    found = colocated.best_colocated(
+        MIXTRAL, Load(), H100, devices=(8,), kind=colocated.PlanKind(wide=False)
+    )
     assert found is not None
     assert found.tp * found.pp == 8 and found.between <= 0.15
     attention = times.attention(MIXTRAL, H100, found.tp, Load().cached, 0.6)
@@ -110,9 +112,11 @@ def test_a_colocated_plan_is_what_its_parts_take():
 def test_more_choices_are_never_worse_and_too_little_time_is_none():
     load = Load(slo=0.06)
     narrow, wide = (
-        colocated.best(MIXTRAL, load, H100, devices=(8, 16), kind=colocated.Kind(wide=choice))
+        colocated.best_colocated(
+            MIXTRAL, load, H100, devices=(8, 16), kind=colocated.PlanKind(wide=choice)
+        )
         for choice in (False, True)
     )
     assert narrow and wide
     assert wide.per_device >= narrow.per_device
-    assert colocated.best(MIXTRAL, Load(slo=1e-4), H100) is None
+    assert colocated.best_colocated(MIXTRAL, Load(slo=1e-4), H100) is None
