@@ -26,7 +26,7 @@ SUM = "sum"
 """Checkpoint name of sums over devices, which are small: a number per token, or per expert."""
 
 
-def _named(x: Array, name: str = COLLECTIVE) -> Array:
+def _name_result(x: Array, name: str = COLLECTIVE) -> Array:
     return checkpoint_name(x, name)
 
 
@@ -60,7 +60,7 @@ def all_sum(tree: Tree, axes: Axes) -> Tree:
 
     Volume: 2 (n-1)/n of the array.
     """
-    return jax.tree.map(lambda leaf: _named(lax.psum(vary(leaf, axes), axes), SUM), tree)
+    return jax.tree.map(lambda leaf: _name_result(lax.psum(vary(leaf, axes), axes), SUM), tree)
 
 
 def gather_tokens(
@@ -74,7 +74,7 @@ def gather_tokens(
     # The compiler would keep the gather of one shard, which is a copy.
     if lax.axis_size(axes) == 1:
         return x
-    return _named(lax.all_gather(x, axes, axis=0, tiled=True), name)
+    return _name_result(lax.all_gather(x, axes, axis=0, tiled=True), name)
 
 
 def scatter_tokens(x: Shaped[Array, "all *rest"], axes: Axes) -> Shaped[Array, "local *rest"]:
@@ -85,7 +85,7 @@ def scatter_tokens(x: Shaped[Array, "all *rest"], axes: Axes) -> Shaped[Array, "
     x = vary(x, axes)
     if lax.axis_size(axes) == 1:
         return x
-    return _named(lax.psum_scatter(x, axes, scatter_dimension=0, tiled=True))
+    return _name_result(lax.psum_scatter(x, axes, scatter_dimension=0, tiled=True))
 
 
 def gather_and_widen(
@@ -158,7 +158,7 @@ def join_shards(x: Shaped[Array, "local *rest"], axes: Axes) -> Shaped[Array, "a
     full = vary(jnp.zeros((x.shape[0] * n, *x.shape[1:]), x.dtype), tuple(varying(x)))
     start = lax.axis_index(axes) * x.shape[0]
     full = lax.dynamic_update_slice_in_dim(vary(full, axes), vary(x, axes), start, axis=0)
-    return _named(lax.psum(full, axes), SUM)
+    return _name_result(lax.psum(full, axes), SUM)
 
 
 def all_to_all(
@@ -169,7 +169,7 @@ def all_to_all(
     Volume sent: (n-1)/n of the array. It is its own reverse.
     """
     x = lax.all_to_all(vary(x, axes), axes, split_axis=0, concat_axis=0, tiled=True)
-    return _named(x, name)
+    return _name_result(x, name)
 
 
 def swap_shards(
@@ -182,7 +182,7 @@ def swap_shards(
     x = vary(x, axes)
     if lax.axis_size(axes) == 1:
         return x
-    return _named(lax.all_to_all(x, axes, split_axis=split, concat_axis=join, tiled=True))
+    return _name_result(lax.all_to_all(x, axes, split_axis=split, concat_axis=join, tiled=True))
 
 
 def shift(x: Shaped[Array, "*shape"], axes: Axes) -> Shaped[Array, "*shape"]:
@@ -191,7 +191,7 @@ def shift(x: Shaped[Array, "*shape"], axes: Axes) -> Shaped[Array, "*shape"]:
     Volume sent: the array.
     """
     n = lax.axis_size(axes)
-    return _named(lax.ppermute(vary(x, axes), axes, [(i, (i + 1) % n) for i in range(n)]))
+    return _name_result(lax.ppermute(vary(x, axes), axes, [(i, (i + 1) % n) for i in range(n)]))
 
 
 def digit_neighbour(
@@ -209,4 +209,4 @@ def digit_neighbour(
     ]
     shards = lax.all_gather(vary(x, axes), axes, axis_index_groups=groups)
     digit = (lax.axis_index(axes) // stride - back) % radix
-    return _named(lax.dynamic_index_in_dim(shards, digit, keepdims=False))
+    return _name_result(lax.dynamic_index_in_dim(shards, digit, keepdims=False))

@@ -120,7 +120,7 @@ class Passes:
             return x, vary_like(residuals, self.types[0])
 
         x, first_residuals = lax.cond(
-            run.enters(work), enter, lambda *operands: operands, x, before[0]
+            run.is_first_chunk(work), enter, lambda *operands: operands, x, before[0]
         )
         shared = run.layers_of(work), run.chunk_index(work)
         ((after, loss), statistics), chunk_residuals = self.chunk.forward(shared, x, micro_batch)
@@ -129,7 +129,7 @@ class Passes:
             statistics=add_at(sums.statistics, work.chunk, statistics),
         )
         grad, metrics, sums = lax.cond(
-            run.leaves(work),
+            run.is_last_chunk(work),
             lambda grad, sums, after: self._leave(work, after, sums),
             lambda grad, sums, after: (grad, run.no_out[1], sums),
             *(grad, sums, after),
@@ -172,7 +172,7 @@ class Passes:
             return add_trees(embed_and_head, embed_and_head_gradient)
 
         embed_and_head = lax.cond(
-            run.enters(work),
+            run.is_first_chunk(work),
             enter,
             lambda embed_and_head, *_: embed_and_head,
             embed_and_head,

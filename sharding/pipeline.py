@@ -58,7 +58,7 @@ def apply(
 
         def run_chunk(outs, sums):
             after, _, statistics = run.chunk(run.layers_of(work), x, work)
-            outs = lax.cond(run.leaves(work), leave, lambda outs, _: outs, outs, after)
+            outs = lax.cond(run.is_last_chunk(work), leave, lambda outs, _: outs, outs, after)
             return after, outs, add_at(sums, work.chunk, statistics)
 
         after, outs, sums = lax.cond(
@@ -120,7 +120,7 @@ def gradients(
         # or without work.
         x, received = run.exchange(now, after, before, x, grad)
         # The last chunk's gradient is not received: it waits on this stage for its backward pass.
-        grad = jnp.where(work.active & run.leaves(work), grad, received)
+        grad = jnp.where(work.active & run.is_last_chunk(work), grad, received)
         return (now + 1, x, grad, residuals, sums), None
 
     zero_sums = Sums(

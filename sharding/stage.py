@@ -117,10 +117,10 @@ class Run:
         # A constant index where there is one chunk: its layers are then a view and not a gather.
         return index_tree(self.layers, work.chunk if self.pipeline.num_chunks > 1 else 0)
 
-    def enters(self, work: Work) -> Array:
+    def is_first_chunk(self, work: Work) -> Array:
         return (self.stage == 0) & (work.chunk == 0)
 
-    def leaves(self, work: Work) -> Array:
+    def is_last_chunk(self, work: Work) -> Array:
         return (self.stage == self.schedule.stages - 1) & (
             work.chunk == self.pipeline.num_chunks - 1
         )
@@ -142,7 +142,7 @@ class Run:
     def chunk_input(self, work: Work, received: Array) -> Array:
         """Input of a chunk: the received activations or, for the first, those of `Stages.first`."""
         return lax.cond(
-            work.active & self.enters(work),
+            work.active & self.is_first_chunk(work),
             lambda received: self.first(self.embed_and_head, work),
             lambda received: received,
             received,

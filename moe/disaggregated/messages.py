@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
-WORDS = {2: jnp.uint16, 4: jnp.uint32}
+WORD_DTYPES = {2: jnp.uint16, 4: jnp.uint32}
 """Unsigned dtypes by the item size of the tokens."""
 
 
@@ -26,7 +26,7 @@ def encode_message(
 ) -> Shaped[Array, "row width"]:
     """Encodes tokens, the slots of their experts and their gate weights (float32) as rows of
     words."""
-    word = WORDS[rows.dtype.itemsize]
+    word = WORD_DTYPES[rows.dtype.itemsize]
     fields = rows, slots.astype(jnp.int32), probs.astype(jnp.float32)
     return jnp.concatenate([_to_words(field, word) for field in fields], axis=1)
 

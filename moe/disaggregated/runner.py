@@ -27,7 +27,7 @@ from moe.disaggregated.m2n import Arrays, Message, make_exchange, row_sharding
 from moe.disaggregated.placement import Placement
 from moe.disaggregated.programs import Buffers, Prompts, Steps
 from moe.disaggregated.schedule import Enqueued, order_programs
-from moe.disaggregated.split import SplitMesh, devices_of, is_here
+from moe.disaggregated.split import SplitMesh, devices_of, has_local_devices
 from moe.disaggregated.weights import SplitWeights
 
 
@@ -66,7 +66,10 @@ class Runner:
         every = (devices_of(side) for side in (mesh.attention, mesh.experts))
         attending, computing = ({d.process_index for d in devices} for devices in every)
         self._sends_counts = not computing <= attending
-        self._attends, self._computes = is_here(mesh.attention), is_here(mesh.experts)
+        self._attends, self._computes = (
+            has_local_devices(mesh.attention),
+            has_local_devices(mesh.experts),
+        )
         self._numbers: dict[int, Array] = {}
         self.keeps_log, self.log, self.bytes_sent = False, list[Enqueued](), 0
         self._is_multi_process = len(attending | computing) > 1
@@ -236,7 +239,7 @@ class Runner:
             (self._back, self.mesh.experts, self._step.num_sources),
         ):
             arrays, message = None, Message(1, 1, jnp.dtype(jnp.int32))
-            if is_here(mesh):
+            if has_local_devices(mesh):
                 shape = mesh.layout.num_devices, 1
                 arrays = (_zeros_program(row_sharding(mesh), shape, message.dtype)(),) * others
             jax.block_until_ready(exchange(arrays, message))

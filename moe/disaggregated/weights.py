@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from moe.config import ModelConfig
 from moe.disaggregated.placement import Placement, SlotTable, layer_placements
-from moe.disaggregated.split import SplitMesh, is_here
+from moe.disaggregated.split import SplitMesh, has_local_devices
 from moe.placement import specs
 from moe.weights import Experts, Layer, Transformer, cast_shapes
 from sharding.folding import FoldedMesh
@@ -75,18 +75,18 @@ def split_weights(
     attention_weights = _without_experts(weights)
     weight_specs = _without_experts(specs(config, mesh.attention))
     sharded = _put_tree(attention_weights, weight_specs, mesh.attention)
-    if is_here(mesh.attention):
+    if has_local_devices(mesh.attention):
         rest, first, attention = _unstack_attention(config, mesh.attention)(sharded)
         replicated = NamedSharding(mesh.attention.mesh, PartitionSpec())
         tables = tuple(each.slot_table() for each in placements)
         slot_tables = jax.tree.map(lambda x: _put_leaf(x, replicated), tables)
-    experts, routed = (), _routed(weights)
+    experts, routed = (), _routed_experts(weights)
     if not all(each.is_identity for each in placements):
         slot_experts = np.stack([each.experts for each in placements])
         layers = np.arange(len(slot_experts))[:, None]
         routed = jax.tree.map(lambda x: x[layers, slot_experts], routed)
     sharded = _put_tree(routed, expert_specs(mesh.experts, stacked=True), mesh.experts)
-    if is_here(mesh.experts):
+    if has_local_devices(mesh.experts):
         experts = _unstack_experts(config.num_expert_layers, mesh.experts)(sharded)
     return SplitWeights(rest, first, attention, experts, slot_tables)
 
@@ -202,7 +202,9 @@ def side_bytes(
     attention = sum(
         jax.tree.leaves(jax.tree.map(local_bytes, _without_experts(shapes), weight_specs))
     )
-    routed = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(_routed(shapes)))
+    routed = sum(
+        math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(_routed_experts(shapes))
+    )
     return attention, routed // config.num_experts * placement.num_slots // etp
 
 
@@ -246,7 +248,7 @@ def _without_layers(weights: Transformer[Any]) -> Transformer[Any]:
     return replace(weights, layers=absent, first_layers=None)
 
 
-def _routed(weights: Transformer[Any]) -> Experts[Any]:
+def _routed_experts(weights: Transformer[Any]) -> Experts[Any]:
     experts = weights.layers.experts
     assert experts is not None
     absent: Any = None

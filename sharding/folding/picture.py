@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from sharding.folding import FoldedMesh, Layout, fold_abstract
-from sharding.folding.groups import roles
+from sharding.folding.groups import axis_ranks
 
 LOGICAL_AXES = {"attention": ("pp", "dp", "cp", "tp"), "experts": ("pp", "edp", "ep", "etp")}
 
@@ -39,7 +39,7 @@ def _draw_side(axes: Any, mesh: FoldedMesh, side: str, columns: int) -> None:
     names = [name for name in LOGICAL_AXES[side] if getattr(mesh.layout, name) > 1] or [
         LOGICAL_AXES[side][-1]
     ]
-    coordinates = {name: roles(mesh, name) for name in LOGICAL_AXES[side]}
+    coordinates = {name: axis_ranks(mesh, name) for name in LOGICAL_AXES[side]}
     shared = ("pp", "dp") if side == "attention" else ("pp", "ep")
     owners = list(zip(*(coordinates[name] for name in shared), strict=True))
     colour_indices = {owner: index for index, owner in enumerate(sorted(set(owners)))}

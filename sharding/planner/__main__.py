@@ -66,7 +66,7 @@ PARSER.add_argument("--picture", type=Path, metavar="FILE", help="draws them, to
 serving.add_flags(PARSER)
 
 
-OVERLAPS = ("expert_chunks", "two_batch_overlap", "overlap_grad_reduce")
+OVERLAP_FLAGS = ("expert_chunks", "two_batch_overlap", "overlap_grad_reduce")
 """Flags of communication overlapped with matrix products."""
 
 
@@ -103,7 +103,7 @@ def program_of(args: argparse.Namespace, hardware: Hardware) -> tuple[Method, Sy
     """
     name = args.program
     options = {flag: getattr(args, flag) for flag in ("activation_wire", "gradient_wire")}
-    options |= {flag: getattr(args, flag) for flag in OVERLAPS}
+    options |= {flag: getattr(args, flag) for flag in OVERLAP_FLAGS}
     if min(args.expert_chunks) < 1:
         raise ValueError(f"--expert-chunks {min(args.expert_chunks)} sends nothing: 1 is all.")
     if name == "jrl":

@@ -368,7 +368,10 @@ def _communication_seconds(
 def _seconds_by_group(
     model: ModelSizes, layout: Layout, batch: Batch, method: Method, hardware: Hardware
 ) -> tuple[Timed, Timed]:
-    """A micro-batch's communication in one layer, and in embedding and head, by `GROUPS`."""
+    """Communication of a micro-batch in one layer, and in embedding and head, by group.
+
+    The groups are `TRANSFER_GROUPS`.
+    """
     grouped = []
     for sent in (
         links.layer_times(model, layout, batch, method, hardware),
@@ -376,14 +379,14 @@ def _seconds_by_group(
     ):
         groups: dict[str, float] = {}
         for what, seconds in sent:
-            groups[_group(what)] = groups.get(_group(what), 0.0) + seconds
+            groups[_group_name(what)] = groups.get(_group_name(what), 0.0) + seconds
         grouped.append(tuple(groups.items()))
     return grouped[0], grouped[1]
 
 
 @functools.lru_cache(maxsize=256)
-def _group(what: str) -> str:
-    return next(name for name, words in GROUPS if any(word in what for word in words))
+def _group_name(what: str) -> str:
+    return next(name for name, words in TRANSFER_GROUPS if any(word in what for word in words))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -404,9 +407,9 @@ def _step_communication(
     embed_and_head = [one for one in reductions if one.what in embed_and_head_names]
     layers = [one for one in reductions if one.what not in embed_and_head_names]
     return (
-        _seconds(layers, layout, hardware),
-        _seconds(embed_and_head, layout, hardware),
-        _seconds(gathers, layout, hardware),
+        _total_seconds(layers, layout, hardware),
+        _total_seconds(embed_and_head, layout, hardware),
+        _total_seconds(gathers, layout, hardware),
     )
 
 
@@ -419,10 +422,10 @@ def _unsharding_seconds(
     sent = repeat_transfers(gathers, 2) + [
         volumes.gradient_reduction(one, layout, method) for one in gathers
     ]
-    return _seconds(sent, layout, hardware)
+    return _total_seconds(sent, layout, hardware)
 
 
-GROUPS = (
+TRANSFER_GROUPS = (
     ("context", ("keys", "values", "queries", "attention's output")),
     ("attention and dense layers over tp", ("attention", "dense layer", "shared expert")),
     ("experts", ("experts", "load")),
@@ -432,5 +435,5 @@ GROUPS = (
 """Names of groups of transfers, by the words in the transfers' names."""
 
 
-def _seconds(transfers: Iterable[Transfer], layout: Layout, hardware: Hardware) -> float:
+def _total_seconds(transfers: Iterable[Transfer], layout: Layout, hardware: Hardware) -> float:
     return sum((links.seconds(one, layout, hardware) for one in transfers), 0.0)

@@ -94,7 +94,7 @@ def _non_expert_times(
     model: ModelSizes, layout: Layout, batch: Batch, method: Method, hardware: Hardware
 ) -> tuple[Timed, Timed]:
     forward, backward = volumes.non_expert(model, layout, batch, method)
-    return _timed(forward, layout, hardware), _timed(backward, layout, hardware)
+    return _time_transfers(forward, layout, hardware), _time_transfers(backward, layout, hardware)
 
 
 def expert_times(
@@ -109,7 +109,7 @@ def _expert_times(
     model: ModelSizes, layout: Layout, tokens: int, method: Method, hardware: Hardware
 ) -> tuple[Timed, Timed]:
     forward, backward = volumes.experts(model, layout, tokens, method)
-    return _timed(forward, layout, hardware), _timed(backward, layout, hardware)
+    return _time_transfers(forward, layout, hardware), _time_transfers(backward, layout, hardware)
 
 
 def embed_and_head_times(
@@ -132,10 +132,10 @@ def _embed_and_head_times(
     sent = volumes.embedding(model, layout, tokens, method)
     sent += volumes.head(model, layout, tokens, method)
     sent += volumes.row_reordering(model, layout, batch, method)
-    return _timed(sent, layout, hardware)
+    return _time_transfers(sent, layout, hardware)
 
 
-def _timed(transfers: Iterable[Transfer], layout: Layout, hardware: Hardware) -> Timed:
+def _time_transfers(transfers: Iterable[Transfer], layout: Layout, hardware: Hardware) -> Timed:
     return tuple((one.what, seconds(one, layout, hardware)) for one in transfers)
 
 

@@ -13,7 +13,7 @@ not reach them.
 from collections.abc import Mapping
 
 STREAM_GROUPS = ("context", "attention and dense layers over tp", "experts")
-"""Groups of `sharding.planner.cost.GROUPS` that each half of the rows sends separately."""
+"""Groups of `sharding.planner.cost.TRANSFER_GROUPS` that each half of the rows sends separately."""
 
 
 def exposed_seconds(sent: float, products: float, segments: int) -> float:

@@ -286,18 +286,20 @@ def neighbours(layout: Layout) -> list[Layout]:
     for axis in ("ep", "etp"):
         for factor in (2, 0.5):
             if factor == 2 or getattr(layout, axis) % 2 == 0:
-                candidates.append(_with(layout, **{axis: int(getattr(layout, axis) * factor)}))
+                candidates.append(
+                    _replace_sizes(layout, **{axis: int(getattr(layout, axis) * factor)})
+                )
     if layout.ep % 2 == 0:
-        candidates.append(_with(layout, ep=layout.ep // 2, etp=layout.etp * 2))
+        candidates.append(_replace_sizes(layout, ep=layout.ep // 2, etp=layout.etp * 2))
     return [candidate for candidate in dict.fromkeys(candidates) if candidate is not None]
 
 
 def _move_factor(layout: Layout, less: str, more: str) -> Layout | None:
     sizes = {less: getattr(layout, less) // 2, more: getattr(layout, more) * 2}
-    return _with(layout, **sizes)
+    return _replace_sizes(layout, **sizes)
 
 
-def _with(layout: Layout, **sizes: int) -> Layout | None:
+def _replace_sizes(layout: Layout, **sizes: int) -> Layout | None:
     try:
         return replace(layout, vpp=1, **sizes)
     except ValueError:
@@ -316,14 +318,14 @@ def why_not(
         if rule is not None:
             reasons[other] = rule
         elif other in by_layout:
-            reasons[other] = _slower(by_layout[other], best)
+            reasons[other] = _describe_slowdown(by_layout[other], best)
         elif other in result.too_large:
             needs, has = result.too_large[other] / 1e9, MEMORY_FRACTION * hardware.memory / 1e9
             reasons[other] = f"needs {needs:.0f} GB of {has:.0f}"
     return reasons
 
 
-def _slower(plan: Plan, best: Plan) -> str:
+def _describe_slowdown(plan: Plan, best: Plan) -> str:
     """Text: by how much a plan is slower, and the component of its time that grew most."""
 
     def components(cost: Cost) -> dict[str, float]:

@@ -6,14 +6,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from sharding.compression import GROUP
+from sharding.compression import GROUP_TOKENS
 from sharding.folding import Layout
 from sharding.folding.atoms import atoms_of
 
 Side = Literal["inside", "across"]
 """Side of a sequence-parallel group, ``cp x tp``: among its ranks, or among such groups."""
 Kind = Literal["all_gather", "reduce_scatter", "all_to_all", "all_reduce", "permute"]
-BYTE, SCALE = 1, 4
+FP8_BYTES, SCALE_BYTES = 1, 4
 
 
 @dataclass(frozen=True)
@@ -170,13 +170,13 @@ def to_fp8(
         backward_kind, tokens_back, blocks = "all_gather", tokens // n, 1
     else:
         tokens_back, blocks = tokens, n
-    groups = blocks * math.ceil(tokens_back / blocks / GROUP)
+    groups = blocks * math.ceil(tokens_back / blocks / GROUP_TOKENS)
     if is_ragged:
-        groups = tokens_back // GROUP + n
-    content = replace(transfer, kind=forward_kind, itemsize=BYTE, gradient=0)
+        groups = tokens_back // GROUP_TOKENS + n
+    content = replace(transfer, kind=forward_kind, itemsize=FP8_BYTES, gradient=0)
     forward = [
         content,
-        replace(content, what=f"scales of {transfer.what}", elements=tokens, itemsize=SCALE),
+        replace(content, what=f"scales of {transfer.what}", elements=tokens, itemsize=SCALE_BYTES),
     ]
     gradient = replace(
         content,
@@ -186,6 +186,6 @@ def to_fp8(
         repeated=False,
     )
     scales = replace(
-        gradient, what=f"scales of {gradient.what}", elements=groups * d_model, itemsize=SCALE
+        gradient, what=f"scales of {gradient.what}", elements=groups * d_model, itemsize=SCALE_BYTES
     )
     return forward, [gradient, scales]

@@ -276,7 +276,8 @@ def token_exchange(
         reduction = Transfer(SUMS, "reduce_scatter", group, n * size, FLOAT32, gradient=itemsize)
         return [gather, reduction]
     sent, received = (
-        slots * d_model for slots in _slots(implementation, tokens, per_peer, k, layout, buffer)
+        slots * d_model
+        for slots in _slot_counts(implementation, tokens, per_peer, k, layout, buffer)
     )
 
     def make_transfer(
@@ -309,16 +310,16 @@ def routing_exchange(
     count from them the tokens that they will receive.
     """
     if implementation == "all_gather":
-        return _routing("all_gather", ("ep", "etp"), tokens * k)
-    sent, received = _slots(implementation, tokens, per_peer, k, layout, buffer)
+        return _routing_transfers("all_gather", ("ep", "etp"), tokens * k)
+    sent, received = _slot_counts(implementation, tokens, per_peer, k, layout, buffer)
     if implementation == "ragged":
-        over_ep = _routing("all_gather", ("ep",), tokens * k)
+        over_ep = _routing_transfers("all_gather", ("ep",), tokens * k)
     else:
-        over_ep = _routing("all_to_all", ("ep",), sent * k)
-    return [*over_ep, *_routing("all_gather", ("etp",), received * k)]
+        over_ep = _routing_transfers("all_to_all", ("ep",), sent * k)
+    return [*over_ep, *_routing_transfers("all_gather", ("etp",), received * k)]
 
 
-def _slots(
+def _slot_counts(
     implementation: str, tokens: int, per_peer: int, k: int, layout: Layout, buffer: int | None
 ) -> tuple[int, int]:
     """Tokens that a device sends over ``ep``, itself included, and those that it then holds."""
@@ -329,7 +330,7 @@ def _slots(
     return sent, sent if buffer is None else buffer
 
 
-def _routing(kind: Kind, axes: tuple[str, ...], numbers: int) -> list[Transfer]:
+def _routing_transfers(kind: Kind, axes: tuple[str, ...], numbers: int) -> list[Transfer]:
     return [
         Transfer("ids of experts", kind, axes, numbers, INT32, repeated=True),
         Transfer("probs of experts", kind, axes, numbers, FLOAT32, gradient=FLOAT32, repeated=True),

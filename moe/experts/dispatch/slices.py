@@ -54,7 +54,7 @@ class Way(NamedTuple):
 def way_out(counts: Int[Array, "peer peer"], num_slots: int, mesh: FoldedMesh) -> Way:
     """Slices of `peer_slices`, and those of their scale groups."""
     at_receiver = jnp.minimum(jnp.cumsum(counts, axis=0) - counts, num_slots)
-    groups = -(-jnp.minimum(counts, num_slots - at_receiver) // compression.GROUP)
+    groups = -(-jnp.minimum(counts, num_slots - at_receiver) // compression.GROUP_TOKENS)
     room = num_groups(num_slots, mesh.size(mesh.ep))
     return Way(*peer_slices(counts, num_slots, mesh), *peer_slices(groups, room, mesh))
 
@@ -62,7 +62,7 @@ def way_out(counts: Int[Array, "peer peer"], num_slots: int, mesh: FoldedMesh) -
 def num_groups(rows: int, peers: int) -> int:
     """Largest number of scale groups in slices of `rows` rows: one group of each peer may be
     short."""
-    return rows // compression.GROUP + peers
+    return rows // compression.GROUP_TOKENS + peers
 
 
 def peer_slices(
@@ -171,5 +171,5 @@ def _group_of_rows(
     # Of slices that start at the same row, all but the last are empty.
     peer = jnp.searchsorted(slices.input_offsets, row, side="right") - 1
     within = row - slices.input_offsets[peer]
-    found = groups.input_offsets[peer] + within // compression.GROUP
+    found = groups.input_offsets[peer] + within // compression.GROUP_TOKENS
     return jnp.where(within < slices.sizes[peer], found, none)

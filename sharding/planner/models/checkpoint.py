@@ -6,7 +6,7 @@ from typing import Any
 
 from sharding.planner.models.sizes import ModelSizes
 
-TIED = ("gemma3_text", "smollm3")
+TIED_MODEL_TYPES = ("gemma3_text", "smollm3")
 """Architectures whose head is the embedding where the file does not say."""
 
 
@@ -48,7 +48,9 @@ def sizes_from(path: str | Path) -> ModelSizes:
         num_kv_heads=options.get("num_key_value_heads") or heads,
         head_dim=options.get("head_dim") or d_model // heads,
         vocab_size=options["vocab_size"],
-        tied=bool(options.get("tie_word_embeddings", options.get("model_type") in TIED)),
+        tied=bool(
+            options.get("tie_word_embeddings", options.get("model_type") in TIED_MODEL_TYPES)
+        ),
         **_feed_forward(options),
     )
 

@@ -16,11 +16,11 @@ def rows_of(plans: Sequence[Plan], hardware: Hardware) -> list[list[str]]:
     """A row of text for each plan, under `COLUMNS` and `COMPONENTS`."""
     return [
         [
-            _layout(plan),
-            _dispatch(plan),
+            _layout_text(plan),
+            _dispatch_text(plan),
             plan.method.context if plan.layout.cp > 1 else "-",
             plan.method.remat,
-            _rows(plan),
+            _rows_text(plan),
             f"{plan.cost.total:.3g} s",
             f"{plan.cost.mfu(hardware):.1%}",
             f"{plan.memory.total / 1e9:.3g} GB",
@@ -35,7 +35,7 @@ def _components(plan: Plan) -> tuple[float, ...]:
     return cost.products, cost.traffic, cost.exposed, cost.bubble
 
 
-def _dispatch(plan: Plan) -> str:
+def _dispatch_text(plan: Plan) -> str:
     """Dispatch method, with communication dtype and number of chunks where not the default."""
     method = plan.method
     if plan.layout.ep * plan.layout.etp == 1:
@@ -45,13 +45,13 @@ def _dispatch(plan: Plan) -> str:
     return method.dispatch + comm_dtype + chunks
 
 
-def _rows(plan: Plan) -> str:
+def _rows_text(plan: Plan) -> str:
     """Rows of a micro-batch, and a note if they are halved."""
     halved = len(plan.method.streams(plan.batch)) > 1
     return f"{plan.batch.micro_rows}{' in halves' if halved else ''}"
 
 
-def _layout(plan: Plan) -> str:
+def _layout_text(plan: Plan) -> str:
     return str(plan.layout)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from sharding.planner.serving.pingpong import STATIONS, simulate
 from sharding.planner.serving.search import ServingPlan
 
-LAYERS = 3
+NUM_LAYERS = 3
 
 
 def draw(plan: ServingPlan, path: Path, title: str = "") -> None:
@@ -19,7 +19,7 @@ def draw(plan: ServingPlan, path: Path, title: str = "") -> None:
 
     attention, experts, sending = plan.layer
     lasts = (attention, sending, experts, sending)
-    starts = simulate(attention, experts, sending, plan.shape.micro_batches, LAYERS)
+    starts = simulate(attention, experts, sending, plan.shape.micro_batches, NUM_LAYERS)
     figure = Figure(figsize=(12, 3.2), layout="constrained")
     axes = figure.subplots()
     for (layer, micro_batch, station), start in _visits(starts):

@@ -14,9 +14,9 @@ from sharding.planner.hardware import LINK_EFFICIENCY, Hardware
 from sharding.planner.models.sizes import ModelSizes
 from sharding.planner.search import MEMORY_FRACTION
 from sharding.planner.serving import times
-from sharding.planner.serving.network import modelled_utilisation
+from sharding.planner.serving.network import model_utilisation
 from sharding.planner.serving.plan import Load
-from sharding.planner.serving.times import BYTES, Times
+from sharding.planner.serving.times import ITEMSIZE, Times
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class PlanKind:
     overlap: bool = False
 
 
-KINDS = {
+PLAN_KINDS = {
     "stages of one tensor-parallel group": PlanKind(wide=False),
     "attention replicated, experts over all": PlanKind(),
     "the same, two halves of a batch overlapped": PlanKind(overlap=True),
@@ -50,7 +50,7 @@ class Colocated:
       ep: groups of devices that experts are sharded over, ``devices / pp / ep`` for each expert.
       overlap: two halves of the batch, one computes while the other is sent.
       batch: tokens of a micro-batch; there are `pp` of them.
-      between: seconds between two tokens of a request.
+      token_latency: seconds between two tokens of a request.
     """
 
     devices: int
@@ -59,12 +59,12 @@ class Colocated:
     ep: int
     overlap: bool
     batch: int
-    between: float
+    token_latency: float
 
     @property
     def per_device(self) -> float:
         """Tokens per second and device."""
-        return self.pp * self.batch / self.between / self.devices
+        return self.pp * self.batch / self.token_latency / self.devices
 
     def __str__(self) -> str:
         stage = self.devices // self.pp
@@ -78,7 +78,7 @@ class _Stage:
     def __init__(self, model, load, hardware: Hardware, devices, tp, pp, ep, efficiency, overlap):
         self.model, self.load, self.hardware = model, load, hardware
         self.devices, self.tp, self.pp, self.ep = devices, tp, pp, ep
-        self.overlap, self.network = overlap, modelled_utilisation(hardware)
+        self.overlap, self.network = overlap, model_utilisation(hardware)
         stage = devices // pp
         self.stage, self.groups, self.etp = stage, stage // tp, stage // ep
         self.attention: Times = times.attention(model, hardware, tp, load.cached, efficiency)
@@ -95,9 +95,9 @@ class _Stage:
         model, hardware = self.model, self.hardware
         inside = hardware.inside * LINK_EFFICIENCY
         if self.groups == 1:
-            rate = BYTES * batch * model.d_model * (self.ep - 1) / self.ep
+            rate = ITEMSIZE * batch * model.d_model * (self.ep - 1) / self.ep
             return rate / inside + (self.ep - 1) * hardware.latency_inside
-        rows = BYTES * batch / self.stage * model.experts_per_token * model.d_model
+        rows = ITEMSIZE * batch / self.stage * model.experts_per_token * model.d_model
         near = min(self.stage, hardware.domain)
         within = rows * (near - 1) / self.stage / inside
         if near == self.stage:
@@ -114,11 +114,11 @@ class _Stage:
         sent = 2 * self.sending(tokens)
         return num_streams * (np.maximum(computed, sent) if self.overlap else computed + sent)
 
-    def between(self, batch):
+    def token_latency(self, batch):
         """Seconds of a token step; a stage sends its tokens through its own adapters."""
         hops = 0.0
         if self.pp > 1:
-            sent = BYTES * batch * self.model.d_model / self.stage
+            sent = ITEMSIZE * batch * self.model.d_model / self.stage
             hops = self.pp * self.network.seconds(sent, self.hardware.outside)
         return self.model.num_layers * self.layer(batch) + hops
 
@@ -127,12 +127,12 @@ class _Stage:
         model = self.model
         expert_parameters = model.expert_parameters * model.num_layers
         weights = (
-            BYTES
+            ITEMSIZE
             * ((model.parameters - expert_parameters) / self.tp + expert_parameters / self.stage)
             / self.pp
         )
         budget = MEMORY_FRACTION * self.hardware.memory - weights
-        cache = 2 * BYTES * self.load.cached * model.keys * model.num_layers
+        cache = 2 * ITEMSIZE * self.load.cached * model.keys * model.num_layers
         # Each token's cache is sharded over its tp devices and the stages; pp micro-batches fit.
         return max(0, int(budget * self.tp * self.groups / cache))
 
@@ -171,12 +171,12 @@ def best_colocated(
             low, high = 0, stage.most_in_memory()
             while low < high:
                 middle = (low + high + 1) // 2
-                if stage.between(middle) <= load.slo:
+                if stage.token_latency(middle) <= load.slo:
                     low = middle
                 else:
                     high = middle - 1
             if low:
-                time = float(stage.between(low))
+                time = float(stage.token_latency(low))
                 plans.append(
                     Colocated(
                         num_devices,
@@ -185,7 +185,7 @@ def best_colocated(
                         ep=stage.ep,
                         overlap=kind.overlap,
                         batch=low,
-                        between=time,
+                        token_latency=time,
                     )
                 )
     return max(plans, key=lambda plan: plan.per_device, default=None)

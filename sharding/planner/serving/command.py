@@ -9,11 +9,11 @@ from sharding.planner.models.sizes import ModelSizes
 from sharding.planner.serving import network, profile
 from sharding.planner.serving.network import Utilisation
 from sharding.planner.serving.plan import PREFILL, DevicePair, Load
-from sharding.planner.serving.profile import NOTHING, Profile
+from sharding.planner.serving.profile import EMPTY_PROFILE, Profile
 from sharding.planner.serving.report import report
 from sharding.planner.serving.search import Space, search
 
-FLAGS = (
+SERVING_FLAGS = (
     *("slo", "prompt", "completion", "avg_seq", "prefill", "price", "network", "profile"),
     "devices",
 )
@@ -132,7 +132,7 @@ def device_pairs(
     paid = {
         one.name: price_of[one.name] if len(hardware_types) > 1 else 1.0 for one in hardware_types
     }
-    profiles = {one.name: measured.get(one.name, NOTHING) for one in hardware_types}
+    profiles = {one.name: measured.get(one.name, EMPTY_PROFILE) for one in hardware_types}
     return [
         DevicePair(
             one,
@@ -156,7 +156,7 @@ def check_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
         wrong = [name for name in others if getattr(args, name) != parser.get_default(name)]
         rule = "is about training: leave it out with --serve."
     else:
-        wrong = [name for name in FLAGS if getattr(args, name) is not None]
+        wrong = [name for name in SERVING_FLAGS if getattr(args, name) is not None]
         rule = "is about serving: give --serve, too."
     if wrong:
         raise ValueError(f"--{wrong[0].replace('_', '-')} {rule}")

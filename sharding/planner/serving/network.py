@@ -60,7 +60,7 @@ class Utilisation:
         return inside * np.maximum(1.0, size / self.sizes[-1])
 
 
-def modelled_utilisation(hardware: Hardware) -> Utilisation:
+def model_utilisation(hardware: Hardware) -> Utilisation:
     """Modelled utilisation from the latency ``t`` and the rate ``W`` of a device's adapter.
 
     ``Util(size) = e size / (size + e W t)``, e being `LINK_EFFICIENCY`. MegaScale-Infer publishes

@@ -15,9 +15,9 @@ from sharding.planner.hardware import LINK_EFFICIENCY, Hardware
 from sharding.planner.models.sizes import ModelSizes
 from sharding.planner.search import MEMORY_FRACTION
 from sharding.planner.serving import times
-from sharding.planner.serving.network import Utilisation, modelled_utilisation
+from sharding.planner.serving.network import Utilisation, model_utilisation
 from sharding.planner.serving.pingpong import makespan
-from sharding.planner.serving.times import BYTES, Times
+from sharding.planner.serving.times import ITEMSIZE, Times
 
 PREFILL = ("elsewhere", "group", "turns")
 """Devices of prefill: a cluster that the plan does not count, as in the paper; a separate group
@@ -124,7 +124,7 @@ class Server:
             model, pair.experts, tp_experts, experts_of_node, pair.efficiency
         )
         self.networks = tuple(
-            measured or modelled_utilisation(hardware)
+            measured or model_utilisation(hardware)
             for measured, hardware in zip(
                 pair.networks, (pair.attention, pair.experts), strict=True
             )
@@ -134,7 +134,7 @@ class Server:
         """``tp_a C_a > P_a`` and ``tp_e C_e > P_e``, in bytes."""
         model = self.model
         expert_parameters = model.expert_parameters * model.num_layers
-        on_node = BYTES * expert_parameters / self.expert_nodes
+        on_node = ITEMSIZE * expert_parameters / self.expert_nodes
         budget = MEMORY_FRACTION * self.pair.experts.memory * self.tp_experts
         return self.most_in_memory() >= 1 and on_node < budget
 
@@ -145,8 +145,8 @@ class Server:
         """
         model = self.model
         rest = model.parameters - model.expert_parameters * model.num_layers
-        budget = MEMORY_FRACTION * self.pair.attention.memory * self.tp_attention - BYTES * rest
-        each = 2 * BYTES * self.load.cached * model.keys * model.num_layers
+        budget = MEMORY_FRACTION * self.pair.attention.memory * self.tp_attention - ITEMSIZE * rest
+        each = 2 * ITEMSIZE * self.load.cached * model.keys * model.num_layers
         return max(0, int(np.ceil(budget / each)) - 1)
 
     def rows_of_node(self, batch, nodes):
@@ -160,9 +160,9 @@ class Server:
         an expert device, each at the utilisation of a message of that size.
         """
         model, pair = self.model, self.pair
-        sent = BYTES * batch * model.d_model * model.experts_per_token / self.tp_attention
+        sent = ITEMSIZE * batch * model.d_model * model.experts_per_token / self.tp_attention
         rows = self.rows_of_node(batch, nodes)
-        received = BYTES * rows * model.d_model / self.tp_experts
+        received = ITEMSIZE * rows * model.d_model / self.tp_experts
         sending = np.maximum(
             self.networks[0].seconds(sent, pair.attention.outside),
             self.networks[1].seconds(received, pair.experts.outside),
@@ -196,7 +196,7 @@ class Server:
         pair, model = self.pair, self.model
         scores = 2 * model.queries * self.load.prompt
         peak = self.tp_attention * pair.attention.peak * pair.efficiency
-        sent = BYTES * model.d_model * model.experts_per_token
+        sent = ITEMSIZE * model.d_model * model.experts_per_token
         expert_seconds = 6 * model.d_model * model.d_expert
         expert_seconds /= self.tp_experts * pair.experts.peak * pair.efficiency
         attention_seconds = (2 * times.attention_matrices(model) + scores) / peak
@@ -222,12 +222,12 @@ class Server:
         layers = self.model.num_layers
         once = attention + experts + 2 * sending
         pace = np.maximum(np.maximum(attention, experts), sending)
-        between = layers * np.maximum(micro_batches * pace, once)
+        token_latency = layers * np.maximum(micro_batches * pace, once)
         total = makespan(attention, experts, sending, micro_batches, layers)
         if prefill == "turns":
             reading = self.prompts(batch * nodes * micro_batches, batch, nodes)
-            between, total = between + reading, total + reading
-        return between, total
+            token_latency, total = token_latency + reading, total + reading
+        return token_latency, total
 
     def hides(self, batch, nodes, micro_batches: int):
         """Constraints (2) and (3): true if communication is hidden.

@@ -24,7 +24,7 @@ class Profile(NamedTuple):
     experts: dict[int, Times]
 
 
-NOTHING = Profile({}, {})
+EMPTY_PROFILE = Profile({}, {})
 
 
 def read(path: Path) -> dict[str, Profile]:
@@ -41,18 +41,18 @@ def read(path: Path) -> dict[str, Profile]:
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}.") from None
     profiles = dict[str, Profile]()
-    for device, device_groups in _items(contents, f"{path}", [*HARDWARE]):
+    for device, device_groups in _checked_items(contents, f"{path}", [*HARDWARE]):
         nodes = profiles[device] = Profile({}, {})
-        for side, sizes in _items(device_groups, f"{path}: {device}", [*DEVICE_GROUPS]):
-            for size, points in _items(sizes, f"{path}: {device}: {side}", None):
+        for side, sizes in _checked_items(device_groups, f"{path}: {device}", [*DEVICE_GROUPS]):
+            for size, points in _checked_items(sizes, f"{path}: {device}: {side}", None):
                 where = f"{path}: {device}: {side}: {size}"
                 if not (size.isascii() and size.isdecimal() and int(size) > 0):
                     raise ValueError(f"{where} is no number of devices of a node: write 1 or more.")
-                getattr(nodes, side)[int(size)] = _line(points, where)
+                getattr(nodes, side)[int(size)] = _fit_points(points, where)
     return profiles
 
 
-def _items(mapping: Any, where: str, names: list[str] | None) -> Iterator[tuple[str, Any]]:
+def _checked_items(mapping: Any, where: str, names: list[str] | None) -> Iterator[tuple[str, Any]]:
     """Entries of a JSON object, whose names must be of `names`; None allows any."""
     if not isinstance(mapping, dict):
         raise ValueError(f"{where}: {json.dumps(mapping)} must be an object with names.")
@@ -62,7 +62,7 @@ def _items(mapping: Any, where: str, names: list[str] | None) -> Iterator[tuple[
         yield name, value
 
 
-def _line(points: Any, where: str) -> Times:
+def _fit_points(points: Any, where: str) -> Times:
     pairs = points if isinstance(points, list) else [points]
     for pair in pairs:
         if not (isinstance(pair, list) and len(pair) == 2 and all(map(_is_above_zero, pair))):

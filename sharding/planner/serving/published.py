@@ -15,14 +15,14 @@ from sharding.planner.serving.plan import DevicePair, Load
 from sharding.planner.serving.search import ServingPlan, Space, best_serving_plan, search
 
 MODELS = ("mixtral-8x22b", "dbrx", "scaled-moe")
-RATIOS = {"mixtral-8x22b": 0.10, "dbrx": 0.28, "scaled-moe": 0.38}
+COMMUNICATION_RATIOS = {"mixtral-8x22b": 0.10, "dbrx": 0.28, "scaled-moe": 0.38}
 """``T_c / T_f``: what the published gains of a third micro-batch come to."""
 SECOND_MICRO_BATCH_GAIN = 1.9
 """The published gain of a second micro-batch, about."""
 THIRD_MICRO_BATCH_GAINS = {"mixtral-8x22b": 1.10, "dbrx": 1.28, "scaled-moe": 1.38}
-PER_DEVICE = {"mixtral-8x22b": 1.28, "dbrx": 1.28, "scaled-moe": 1.90}
+PUBLISHED_PER_DEVICE = {"mixtral-8x22b": 1.28, "dbrx": 1.28, "scaled-moe": 1.90}
 """Decoded tokens per second and device over TensorRT-LLM, on 8 servers of 8 devices of 80 GB."""
-PER_COST = 1.86
+PUBLISHED_PER_COST = 1.86
 """The same for the price, H20 with L40S over TensorRT-LLM on H20; the most of any model."""
 SLOS = (0.05, 0.075, 0.1, 0.15)
 HOMOGENEOUS = HARDWARE["a800"]
@@ -34,7 +34,7 @@ def micro_batch_table() -> list[list[str]]:
     """Gains of micro-batches, published and by the simulator."""
     rows = [["model", "T_c / T_f", "m = 2", "published", "m = 3", "published", "m = 4"]]
     for name in MODELS:
-        ratio, layers = RATIOS[name], PRESETS[name].num_layers
+        ratio, layers = COMMUNICATION_RATIOS[name], PRESETS[name].num_layers
         second, third, fourth = (f"{gain(ratio, m, layers):.2f}" for m in (2, 3, 4))
         published = f"{SECOND_MICRO_BATCH_GAIN}", f"{THIRD_MICRO_BATCH_GAINS[name]:.2f}"
         rows.append([name, f"{ratio:.2f}", second, published[0], third, published[1], fourth])
@@ -52,7 +52,7 @@ def gains(name: str, slo: float) -> tuple[ServingPlan | None, list[colocated.Col
     model, load = PRESETS[name], Load(slo=slo)
     colocated_plans = [
         colocated.best_colocated(model, load, HOMOGENEOUS, kind=kind)
-        for kind in colocated.KINDS.values()
+        for kind in colocated.PLAN_KINDS.values()
     ]
     return best_homogeneous_plan(name, slo), colocated_plans
 
@@ -63,7 +63,7 @@ def device_table() -> list[list[str]]:
     for name in MODELS:
         for slo in SLOS:
             plan, others = gains(name, slo)
-            published = f"{PER_DEVICE[name]:.2f}" if slo == Load().slo else ""
+            published = f"{PUBLISHED_PER_DEVICE[name]:.2f}" if slo == Load().slo else ""
             throughput_text = "none" if plan is None else f"{plan.per_device:,.0f}"
             cells = [
                 "none" if plan is None or one is None else f"{plan.per_device / one.per_device:.2f}"
@@ -94,7 +94,7 @@ def cost_table() -> list[list[str]]:
             else f"{plan.per_cost / baseline.per_device * price['h20']:.2f}"
         )
         names = plan.pair.attention.name, plan.pair.experts.name
-        rows.append([name, *names, f"{plan.per_cost:,.0f}", over, f"up to {PER_COST}"])
+        rows.append([name, *names, f"{plan.per_cost:,.0f}", over, f"up to {PUBLISHED_PER_COST}"])
     return rows
 
 

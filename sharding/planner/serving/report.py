@@ -30,7 +30,7 @@ def row_of(plan: ServingPlan) -> list[str]:
         str(shape.micro_batches),
         f"{plan.sequences:,}",
         *(f"{time * 1e6:.0f} us" for time in (attention, experts, sending)),
-        f"{plan.between * 1e3:.1f} ms",
+        f"{plan.token_latency * 1e3:.1f} ms",
         f"{plan.throughput:,.0f}",
         f"{plan.per_device:,.0f}",
         f"{plan.per_cost:,.0f}",
@@ -56,7 +56,7 @@ def constraints(plan: ServingPlan, model: ModelSizes, load: Load) -> list[list[s
         ["(4) T_iter", f"{least * 1e3:.1f} to {m * busier * model.num_layers * 1e3:.1f} ms"],
         ["(5) T_total", f"{plan.total * 1e3:.1f} ms for {plan.sequences:,} tokens"],
         ["(6) T_c", f"{sent / 1e6:.2f} MB of a sender, {received / 1e6:.2f} MB of a receiver"],
-        ["(7) T_iter <= SLO", f"{plan.between * 1e3:.1f} of {load.slo * 1e3:g} ms"],
+        ["(7) T_iter <= SLO", f"{plan.token_latency * 1e3:.1f} of {load.slo * 1e3:g} ms"],
         ["(8) memory", f"{plan.batch * m:,} of {most:,} sequences on an attention node"],
     ]
 
@@ -94,10 +94,13 @@ def neighbours(shape: Shape) -> list[tuple[str, Shape]]:
 
 def why_not(plan: ServingPlan, model: ModelSizes, load: Load) -> list[list[str]]:
     """Reason against each neighbour: a constraint, or its tokens per second for the price."""
-    return [[title, _against(plan, shape, model, load)] for title, shape in neighbours(plan.shape)]
+    return [
+        [title, _reason_against(plan, shape, model, load)]
+        for title, shape in neighbours(plan.shape)
+    ]
 
 
-def _against(plan: ServingPlan, shape: Shape, model: ModelSizes, load: Load) -> str:
+def _reason_against(plan: ServingPlan, shape: Shape, model: ModelSizes, load: Load) -> str:
     tp_attention, tp_experts = shape.tp_attention, shape.tp_experts
     domains = plan.pair.attention.domain, plan.pair.experts.domain
     if model.num_kv_heads % tp_attention or tp_attention > domains[0]:
@@ -126,7 +129,7 @@ def colocated_rows(plan: ServingPlan, model: ModelSizes, load: Load) -> list[lis
     pair = plan.pair
     price_of = dict(zip((pair.attention, pair.experts), pair.prices, strict=True))
     for hardware, price in price_of.items():
-        for title, kind in colocated.KINDS.items():
+        for title, kind in colocated.PLAN_KINDS.items():
             best_colocated = colocated.best_colocated(
                 model, load, hardware, pair.efficiency, kind=kind
             )

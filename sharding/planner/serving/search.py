@@ -16,7 +16,7 @@ from sharding.planner.models.sizes import ModelSizes
 from sharding.planner.serving.plan import DevicePair, Load, Server, Shape, prefill_devices
 from sharding.planner.serving.times import check
 
-TP = (1, 2, 4, 8)
+TP_SIZES = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Space:
       prefill: allowed devices of prefill, of `PREFILL`.
     """
 
-    tp_attention: Sequence[int] = TP
-    tp_experts: Sequence[int] = TP
+    tp_attention: Sequence[int] = TP_SIZES
+    tp_experts: Sequence[int] = TP_SIZES
     experts_of_node: Sequence[int] | None = None
     micro_batches: Sequence[int] = (3, 4)
     most_nodes: int = 64
@@ -50,7 +50,7 @@ class ServingPlan:
       batch: ``b_a``, tokens of a micro-batch on an attention node.
       sequences: B, on all nodes in all micro-batches.
       layer: ``(T_a, T_e, T_c)``, seconds.
-      between: ``T_iter``, seconds between two tokens of a request.
+      token_latency: ``T_iter``, seconds between two tokens of a request.
       total: ``T_total``, seconds of a token step of the whole batch.
       devices: of attention, of experts, and of prompts where these have a group.
       cost: price of all of them.
@@ -64,7 +64,7 @@ class ServingPlan:
     batch: int
     sequences: int
     layer: tuple[float, float, float]
-    between: float
+    token_latency: float
     total: float
     devices: tuple[float, float, float]
     cost: float
@@ -118,8 +118,8 @@ def largest_batch(server: Server, nodes, micro_batches: int, prefill: str):
     low, high = np.zeros(nodes.shape, int), np.full(nodes.shape, most)
     while np.any(low < high):
         middle = (low + high + 1) // 2
-        between, _ = server.step(middle, nodes, micro_batches, prefill)
-        keeps = between <= server.load.slo
+        token_latency, _ = server.step(middle, nodes, micro_batches, prefill)
+        keeps = token_latency <= server.load.slo
         low, high = np.where(keeps, middle, low), np.where(keeps, high, middle - 1)
     return low
 
@@ -196,7 +196,7 @@ def _best_nodes(server: Server, nodes, micro_batches: int, prefill: str) -> tupl
 def describe(server: Server, shape: Shape, batch: int, prefill: str) -> ServingPlan:
     """All numbers of a plan."""
     nodes, m = shape.attention_nodes, shape.micro_batches
-    between, total = (float(time) for time in server.step(batch, nodes, m, prefill))
+    token_latency, total = (float(time) for time in server.step(batch, nodes, m, prefill))
     sequences = batch * nodes * m
     attention, experts, sending = server.layer_times(batch, nodes)
     prompt_devices, price = _prompt_devices(server, prefill)
@@ -209,16 +209,16 @@ def describe(server: Server, shape: Shape, batch: int, prefill: str) -> ServingP
         batch,
         sequences,
         (float(attention), float(experts), float(sending)),
-        between,
+        token_latency,
         total,
         (float(attention_devices), float(expert_devices), throughput * prompt_devices),
         float(server.cost(nodes) + throughput * price),
         server.balance(),
-        _limit(server, nodes, m, batch, prefill),
+        _binding_limit(server, nodes, m, batch, prefill),
     )
 
 
-def _limit(server: Server, nodes: int, micro_batches: int, batch: int, prefill: str) -> str:
+def _binding_limit(server: Server, nodes: int, micro_batches: int, batch: int, prefill: str) -> str:
     if (batch + 1) * micro_batches > server.most_in_memory():
         return "memory"
     if server.step(batch + 1, nodes, micro_batches, prefill)[0] > server.load.slo:

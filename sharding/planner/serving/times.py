@@ -13,7 +13,7 @@ from sharding.planner.models.sizes import ModelSizes
 
 MEMORY_EFFICIENCY = 0.8
 """Share of the memory bandwidth that reading weights and caches is assumed to reach."""
-BYTES = 2
+ITEMSIZE = 2
 """Bytes of a weight, an activation, a key or a value: bfloat16."""
 
 
@@ -69,7 +69,7 @@ def _all_reduce_times(
     """Seconds per token, and constant seconds, of all-reduces of a layer's output over `tp`."""
     if tp == 1:
         return 0.0, 0.0
-    sent = 2 * (tp - 1) / tp * model.d_model * BYTES
+    sent = 2 * (tp - 1) / tp * model.d_model * ITEMSIZE
     latency = 2 * (tp - 1) * hardware.latency_inside
     return times * sent / (hardware.inside * LINK_EFFICIENCY), times * latency
 
@@ -83,12 +83,12 @@ def attention(
     `context` tokens from memory, and one sum over the node (two with a shared expert).
     """
     matrices = attention_matrices(model)
-    cache = 2 * BYTES * model.keys * context / tp
+    cache = 2 * ITEMSIZE * model.keys * context / tp
     sums, latency = _all_reduce_times(model, hardware, tp, 2 if model.d_ff else 1)
     memory = hardware.memory_bandwidth * MEMORY_EFFICIENCY
     return Times(
         products=2 * matrices / (tp * hardware.peak * efficiency),
-        weights=BYTES * matrices / (tp * memory),
+        weights=ITEMSIZE * matrices / (tp * memory),
         tokens=cache / memory + sums,
         constant=latency,
     )
@@ -106,7 +106,7 @@ def experts(
     memory = hardware.memory_bandwidth * MEMORY_EFFICIENCY
     return Times(
         products=2 * matrices / (tp * hardware.peak * efficiency),
-        weights=BYTES * matrices * experts_of_node / (tp * memory),
+        weights=ITEMSIZE * matrices * experts_of_node / (tp * memory),
         tokens=sums,
         constant=latency,
     )

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from sharding.folding import Layout, fold_abstract
-from sharding.folding.groups import groups
+from sharding.folding.groups import axis_groups
 from sharding.planner import links, volumes
 from sharding.planner.hardware import HARDWARE, LINK_EFFICIENCY, Hardware
 from sharding.planner.method import Batch, Method, for_tokens
@@ -37,7 +37,7 @@ def test_members_in_a_domain_are_those_of_the_mesh(layout, domain):
         ("dp", "cp", "tp"),
     ):
         named = [atom for axis in axes for atom in getattr(mesh, axis)]
-        group = groups(mesh, named)[0]
+        group = axis_groups(mesh, named)[0]
         together = sum(rank // domain == group[0] // domain for rank in group)
         assert links.in_domain(moves("all_gather", axes), sizes, hardware) == together, axes
 
@@ -92,7 +92,7 @@ def test_stages_of_a_group_are_those_of_the_mesh(layout, domain):
                 for atom in getattr(mesh, axis)
                 if (atom in mesh.sequence) == (side == "inside")
             ]
-            group = groups(mesh, named)[0]
+            group = axis_groups(mesh, named)[0]
             assert one.group(sizes) == len(group), (axes, side)
             together = sum(rank // domain == group[0] // domain for rank in group)
             assert links.in_domain(one, sizes, hardware) == together, (axes, side)

@@ -28,7 +28,7 @@ from moe.counts.sizes import sizes_of
 from moe.execution import Execution
 from moe.placement import specs
 from sharding.folding import Layout
-from sharding.folding.groups import groups
+from sharding.folding.groups import axis_groups
 from sharding.planner import volumes
 from sharding.planner.method import Batch, Method
 from sharding.planner.transfer import repeat_transfers
@@ -278,5 +278,5 @@ def test_a_compiled_layer_sends_what_is_stated(name, layout, dispatch, overlap):
     transfers += [one for one in back if one.kind == "all_gather"]
     for one in transfers:
         axes = [atom for axis in one.axes for atom in getattr(mesh, axis)]
-        expected[one.kind, tuple(map(tuple, groups(mesh, axes)))] += one.bytes
+        expected[one.kind, tuple(map(tuple, axis_groups(mesh, axes)))] += one.bytes
     assert found == expected

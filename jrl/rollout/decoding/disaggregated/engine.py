@@ -33,7 +33,7 @@ from moe.cache.buffers import Cache
 from moe.config import ModelConfig
 from moe.disaggregated.batches import AttentionTime
 from moe.disaggregated.runner import Runner, check_micro_batches
-from moe.disaggregated.split import SplitMesh, is_here
+from moe.disaggregated.split import SplitMesh, has_local_devices
 from moe.disaggregated.weights import SplitWeights
 from moe.router.replay import choices_dtype
 from sharding.folding import FoldedMesh
@@ -117,7 +117,7 @@ class DisaggregatedEngine(SlotEngine):
         self._sides = SplitPolicy(config, training, split, self.places.placements)
         self._resharding = self._sides
         self._loads = self._no_loads()
-        self._attends = is_here(split.attention)
+        self._attends = has_local_devices(split.attention)
 
     def _made_seating(self, slots: int, ranks: int) -> Seating:
         predicted = AttentionTime.from_config(self.decoder.config)

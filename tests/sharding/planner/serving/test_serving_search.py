@@ -124,7 +124,7 @@ def test_prompts_by_turns_cost_time_and_on_a_group_devices():
     shape = turns.shape
     server = Server(model, Load(), pair, shape.tp_attention, shape.tp_experts, 1)
     apart = server.step(turns.batch, shape.attention_nodes, shape.micro_batches, "elsewhere")
-    read = turns.between - apart[0]
+    read = turns.token_latency - apart[0]
     tokens = turns.sequences / Load().completion * Load().prompt
     flops = 2 * (model.attention_parameters + model.d_model * 16) + 2 * 6144 * Load().prompt
     of_attention = tokens * 40 * flops / (shape.attention_nodes * shape.tp_attention)

@@ -8,7 +8,7 @@ import pytest
 from sharding.planner.hardware import HARDWARE, LINK_EFFICIENCY
 from sharding.planner.models.presets import PRESETS
 from sharding.planner.serving import colocated, times
-from sharding.planner.serving.network import Utilisation, modelled_utilisation, read
+from sharding.planner.serving.network import Utilisation, model_utilisation, read
 from sharding.planner.serving.plan import Load
 
 MIXTRAL = PRESETS["mixtral-8x22b"]
@@ -60,7 +60,7 @@ def test_a_measured_curve_is_kept_at_its_points_and_beyond():
 
 def test_without_measurements_there_are_a_latency_and_a_rate():
     sizes = np.geomspace(300, 1e8, 40)
-    found = modelled_utilisation(H100).seconds(sizes, H100.outside)
+    found = model_utilisation(H100).seconds(sizes, H100.outside)
     exact = sizes / (H100.outside * LINK_EFFICIENCY) + H100.latency_outside
     # Between powers of two it is a power of the size.
     np.testing.assert_allclose(found, exact, rtol=0.02)
@@ -97,16 +97,16 @@ def test_a_colocated_plan_is_what_its_parts_take():
         MIXTRAL, Load(), H100, devices=(8,), kind=colocated.PlanKind(wide=False)
     )
     assert found is not None
-    assert found.tp * found.pp == 8 and found.between <= 0.15
+    assert found.tp * found.pp == 8 and found.token_latency <= 0.15
     attention = times.attention(MIXTRAL, H100, found.tp, Load().cached, 0.6)
     etp = 8 // found.pp // found.ep
     experts = times.experts(MIXTRAL, H100, etp, MIXTRAL.num_experts // found.ep, 0.6)
     layer = attention(found.batch) + experts(found.batch * 2 / found.ep)
-    assert 56 * layer < found.between < 1.25 * 56 * layer  # the rest is sent
+    assert 56 * layer < found.token_latency < 1.25 * 56 * layer  # the rest is sent
     # One more token for every stage would be late, or would not fit.
     cache = 4 * Load().cached * MIXTRAL.keys * 56 * found.batch * found.pp
     used = (cache + 2 * MIXTRAL.parameters) / 8
-    assert found.between > 0.149 or used > 0.9 * H100.memory
+    assert found.token_latency > 0.149 or used > 0.9 * H100.memory
 
 
 def test_more_choices_are_never_worse_and_too_little_time_is_none():

@@ -6,10 +6,10 @@ import pytest
 
 from sharding.planner.models.presets import PRESETS
 from sharding.planner.validation.calibration import (
+    CALIBRATION_POINTS,
     CLUSTERS,
     MAPPINGS,
     MEGASCALE,
-    POINTS,
     SCALING,
     calibrate,
     predicted_mfu,
@@ -24,7 +24,7 @@ def said(row):
 
 @pytest.mark.parametrize("system", ["Megatron-Core", "MegaScale-MoE"])
 def test_the_point_comes_out_as_measured(system):
-    row = POINTS[system]
+    row = CALIBRATION_POINTS[system]
     assert said(row) == pytest.approx(row.mfu, abs=1e-3)
     assert 0.2 < calibrate(system).efficiency < 0.9
 
