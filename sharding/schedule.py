@@ -154,12 +154,12 @@ class Schedule:
         # order.
         slots = [[0] * self.num_chunks for _ in range(self.num_micro_batches)]
         free: list[int] = []
-        number = 0
+        num_slots = 0
         for tick in range(self.ticks):
             work = self.forward(tick, 0)
             if work.active and (chunks is None or work.chunk in chunks):
                 if not free:
-                    free, number = [number], number + 1
+                    free, num_slots = [num_slots], num_slots + 1
                 slots[work.micro_batch][work.chunk] = free.pop()
             work = self.backward(tick, 0)
             if work.active and (chunks is None or work.chunk in chunks):

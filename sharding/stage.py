@@ -200,8 +200,8 @@ def ones_like_varying(loss: Array) -> Array:
     return vary(jnp.ones_like(loss), tuple(sorted(varying(loss))))
 
 
-def repeat_tree(tree: Tree, number: int) -> Tree:
-    return jax.tree.map(lambda x: jnp.broadcast_to(x, (number, *x.shape)), tree)
+def repeat_tree(tree: Tree, count: int) -> Tree:
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), tree)
 
 
 def index_tree(tree: Tree, index: Any) -> Tree:

@@ -330,10 +330,12 @@ def _slot_counts(
     return sent, sent if buffer is None else buffer
 
 
-def _routing_transfers(kind: Kind, axes: tuple[str, ...], numbers: int) -> list[Transfer]:
+def _routing_transfers(kind: Kind, axes: tuple[str, ...], num_values: int) -> list[Transfer]:
     return [
-        Transfer("ids of experts", kind, axes, numbers, INT32, repeated=True),
-        Transfer("probs of experts", kind, axes, numbers, FLOAT32, gradient=FLOAT32, repeated=True),
+        Transfer("ids of experts", kind, axes, num_values, INT32, repeated=True),
+        Transfer(
+            "probs of experts", kind, axes, num_values, FLOAT32, gradient=FLOAT32, repeated=True
+        ),
     ]
 
 

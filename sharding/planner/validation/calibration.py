@@ -21,7 +21,7 @@ class Row:
     """A measurement.
 
     Attributes:
-      system: whose program, one of `CALIBRATED`.
+      system: whose program, one of `SYSTEMS`.
       model: one of `PRESETS`.
       layout: its mapping. Neither paper gives ``vpp``: the one that the planner finds best.
       rows: sequences of a step.
