@@ -62,7 +62,7 @@ class Reduced(Generic[Leaf]):
     Attributes:
       weight: varying over all mesh axes.
       before: the local gradient of earlier micro-batches, not reduced, float32; None without.
-      sum_zeros: zeros of the type of the sum (`Reduction.place`): the sum is the gradient of these.
+      sum_zeros: zeros of the type of the sum (`Reduction.sum_zeros`): the sum is the gradient of these.
       reduction: of the weight.
     """
 
@@ -75,7 +75,7 @@ class Reduced(Generic[Leaf]):
 def weights_of(tree: Any) -> Any:
     """Replaces each `Reduced` of a pytree by its weight; all other leaves are unchanged.
 
-    The gradient of `Reduced.place` is the sum over devices of `Reduced.before` and the weight's
+    The gradient of `Reduced.sum_zeros` is the sum over devices of `Reduced.before` and the weight's
     output gradient; the weight itself has none. Within a scan over stacked layers this runs on the
     slice of one layer, and the reduction starts in each iteration of the backward loop.
     """
