@@ -62,7 +62,8 @@ class Reduced(Generic[Leaf]):
     Attributes:
       weight: varying over all mesh axes.
       before: the local gradient of earlier micro-batches, not reduced, float32; None without.
-      sum_zeros: zeros of the type of the sum (`Reduction.sum_zeros`): the sum is the gradient of these.
+      sum_zeros: zeros of the type of the sum (`Reduction.sum_zeros`): the sum is the gradient of
+        these.
       reduction: of the weight.
     """
 
