@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from moe.config import ModelConfig
 from moe.weights import Transformer
-from sharding.collectives import own_shard, scatter_tokens, vary, varying
+from sharding.collectives import local_shard, scatter_tokens, vary, varying
 from sharding.folding import FoldedMesh
 
 
@@ -43,9 +43,9 @@ def embed(
     scale = config.d_model**0.5 if config.embedding_scale is None else config.embedding_scale
     num_rows = weights.embedding.shape[0]
     if num_rows == config.vocab_size:
-        tokens = vary(own_shard(tokens, mesh.sequence), mesh.axes)
+        tokens = vary(local_shard(tokens, mesh.sequence), mesh.axes)
         return (lookup(weights.embedding, tokens) * scale).astype(config.dtype)
-    tokens = vary(own_shard(tokens, mesh.cp), mesh.axes)
+    tokens = vary(local_shard(tokens, mesh.cp), mesh.axes)
     row = tokens - lax.axis_index(mesh.tp).astype(tokens.dtype) * num_rows
     # Past the end the lookup gives zeros and no gradient; a negative index would count from the
     # end.

@@ -19,7 +19,7 @@ from moe.adapters.adapted import Adapted
 from moe.config import ModelConfig
 from moe.precision import MASK_VALUE, float32_product
 from moe.weights import Transformer
-from sharding.collectives import Axes, gather_tokens, own_shard, swap_shards, vary, varying
+from sharding.collectives import Axes, gather_tokens, local_shard, swap_shards, vary, varying
 from sharding.folding import FoldedMesh
 
 Carry = TypeVar("Carry")
@@ -97,7 +97,7 @@ def logprobs_and_entropy(
     of_group = gather_tokens(x, mesh.tp), gather_tokens(tokens, mesh.tp)
     given = vary((of_group[0], columns, of_group[1] - start, skipped), mesh.axes)
     scores: Any = _scores(*given, _Chunking(mesh.tp, config.execution.vocab_chunk, temperature))
-    own = own_shard(jnp.stack(scores, axis=1), mesh.tp)
+    own = local_shard(jnp.stack(scores, axis=1), mesh.tp)
     return own[:, 0], own[:, 1]
 
 
@@ -138,7 +138,7 @@ def is_likeliest(
     highest, own = (
         lax.pmax(found, mesh.tp) for found in _over_chunks(add, (none, none), columns, chunking)
     )
-    return own_shard(own >= highest, mesh.tp)
+    return local_shard(own >= highest, mesh.tp)
 
 
 def _head(

@@ -103,7 +103,7 @@ def gradients(
     )
     # One chunk per stage was given a dimension of its own (`_chunks_of`), which goes again.
     layers = jax.tree.map(lambda x, like: x.reshape(like.shape), sums.layers, weights.layers)
-    grads = replace(_with_ends(weights, sums.ends), layers=layers)
+    grads = replace(_with_ends(weights, sums.embed_and_head), layers=layers)
     return sums.loss, grads, sums.metrics, _joined(sums.statistics, config, mesh)
 
 

@@ -26,7 +26,7 @@ SUM = "sum"
 """Checkpoint name of sums over devices, which are small: a number per token, or per expert."""
 
 
-def _named(x: Array, name: str = COLLECTIVE) -> Array:
+def _name_result(x: Array, name: str = COLLECTIVE) -> Array:
     return checkpoint_name(x, name)
 
 
@@ -45,7 +45,7 @@ def vary(tree: Tree, axes: Axes) -> Tree:
     return jax.tree.map(cast, tree)
 
 
-def alike(tree: Tree, *others: object) -> Tree:
+def match_varying(tree: Tree, *others: object) -> Tree:
     """`tree` typed as varying over every mesh axis that an array of it or of `others` varies over.
 
     Carries of loops, results of branches and inputs of gradient rules must be of one type. None
@@ -60,7 +60,7 @@ def all_sum(tree: Tree, axes: Axes) -> Tree:
 
     Volume: 2 (n-1)/n of the array.
     """
-    return jax.tree.map(lambda leaf: _named(lax.psum(vary(leaf, axes), axes), SUM), tree)
+    return jax.tree.map(lambda leaf: _name_result(lax.psum(vary(leaf, axes), axes), SUM), tree)
 
 
 def gather_tokens(
@@ -74,7 +74,7 @@ def gather_tokens(
     # The compiler would keep the gather of one shard, which is a copy.
     if lax.axis_size(axes) == 1:
         return x
-    return _named(lax.all_gather(x, axes, axis=0, tiled=True), name)
+    return _name_result(lax.all_gather(x, axes, axis=0, tiled=True), name)
 
 
 def scatter_tokens(x: Shaped[Array, "all *rest"], axes: Axes) -> Shaped[Array, "local *rest"]:
@@ -85,7 +85,7 @@ def scatter_tokens(x: Shaped[Array, "all *rest"], axes: Axes) -> Shaped[Array, "
     x = vary(x, axes)
     if lax.axis_size(axes) == 1:
         return x
-    return _named(lax.psum_scatter(x, axes, scatter_dimension=0, tiled=True))
+    return _name_result(lax.psum_scatter(x, axes, scatter_dimension=0, tiled=True))
 
 
 def gather_and_widen(
@@ -142,7 +142,7 @@ def _scatter_backward(axes: Axes, dtype: Any, _: None, gradient: Array) -> tuple
 _scatter_and_round.defvjp(_scatter_forward, _scatter_backward)
 
 
-def own_shard(x: Shaped[Array, "all *rest"], axes: Axes) -> Shaped[Array, "local *rest"]:
+def local_shard(x: Shaped[Array, "all *rest"], axes: Axes) -> Shaped[Array, "local *rest"]:
     """This device's shard of the first dimension of an array replicated along `axes`."""
     size = x.shape[0] // lax.axis_size(axes)
     return lax.dynamic_slice_in_dim(vary(x, axes), lax.axis_index(axes) * size, size)
@@ -155,10 +155,10 @@ def join_shards(x: Shaped[Array, "local *rest"], axes: Axes) -> Shaped[Array, "a
     per token): volume 2 (n-1)/n of the full array.
     """
     n = lax.axis_size(axes)
-    whole = vary(jnp.zeros((x.shape[0] * n, *x.shape[1:]), x.dtype), tuple(varying(x)))
+    full = vary(jnp.zeros((x.shape[0] * n, *x.shape[1:]), x.dtype), tuple(varying(x)))
     start = lax.axis_index(axes) * x.shape[0]
-    whole = lax.dynamic_update_slice_in_dim(vary(whole, axes), vary(x, axes), start, axis=0)
-    return _named(lax.psum(whole, axes), SUM)
+    full = lax.dynamic_update_slice_in_dim(vary(full, axes), vary(x, axes), start, axis=0)
+    return _name_result(lax.psum(full, axes), SUM)
 
 
 def all_to_all(
@@ -169,7 +169,7 @@ def all_to_all(
     Volume sent: (n-1)/n of the array. It is its own reverse.
     """
     x = lax.all_to_all(vary(x, axes), axes, split_axis=0, concat_axis=0, tiled=True)
-    return _named(x, name)
+    return _name_result(x, name)
 
 
 def swap_shards(
@@ -182,7 +182,7 @@ def swap_shards(
     x = vary(x, axes)
     if lax.axis_size(axes) == 1:
         return x
-    return _named(lax.all_to_all(x, axes, split_axis=split, concat_axis=join, tiled=True))
+    return _name_result(lax.all_to_all(x, axes, split_axis=split, concat_axis=join, tiled=True))
 
 
 def shift(x: Shaped[Array, "*shape"], axes: Axes) -> Shaped[Array, "*shape"]:
@@ -191,7 +191,7 @@ def shift(x: Shaped[Array, "*shape"], axes: Axes) -> Shaped[Array, "*shape"]:
     Volume sent: the array.
     """
     n = lax.axis_size(axes)
-    return _named(lax.ppermute(vary(x, axes), axes, [(i, (i + 1) % n) for i in range(n)]))
+    return _name_result(lax.ppermute(vary(x, axes), axes, [(i, (i + 1) % n) for i in range(n)]))
 
 
 def digit_neighbour(
@@ -209,4 +209,4 @@ def digit_neighbour(
     ]
     shards = lax.all_gather(vary(x, axes), axes, axis_index_groups=groups)
     digit = (lax.axis_index(axes) // stride - back) % radix
-    return _named(lax.dynamic_index_in_dim(shards, digit, keepdims=False))
+    return _name_result(lax.dynamic_index_in_dim(shards, digit, keepdims=False))

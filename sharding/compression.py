@@ -1,7 +1,7 @@
 """Compressed communication: FP8 for activations, bfloat16 for gradients, float32 sums for both.
 
 **Activations** travel in one byte per element with float32 scales. In the forward pass each token
-has a scale; in the backward pass each channel of up to `GROUP` consecutive tokens has one. A
+has a scale; in the backward pass each channel of up to `GROUP_TOKENS` consecutive tokens has one. A
 number x of a group whose largest is a is received within ``max(2^-4 |x|, 2^-10 a / 448)``, and a
 float32 rounding; a group with a number that is not finite is received as NaN. Values are sent as
 bytes (uint8), which every device supports. On devices without FP8 arithmetic the numbers are equal.
@@ -31,9 +31,9 @@ from sharding.collectives import COLLECTIVE, Axes, vary
 
 ACTIVATION_DTYPES = ("float8_e4m3fn",)
 """Communication dtypes of activations, besides their own."""
-GROUP = 128
+GROUP_TOKENS = 128
 """Tokens that share a scale of each channel in the backward pass."""
-LARGEST = 448.0
+E4M3_MAX = 448.0
 """Largest number of E4M3."""
 Encoded = tuple[Array, Array]
 """Bytes, and the scales that they are multiplied by."""
@@ -42,7 +42,7 @@ Encoded = tuple[Array, Array]
 def e4m3_scale(largest: Array) -> Array:
     """Scale that maps a largest magnitude to that of E4M3; above 0 even if all values are 0."""
     # Bounded from below so that neither it nor a quotient by it leaves float32's normal range.
-    return jnp.maximum(largest / LARGEST, jnp.finfo(jnp.float32).tiny)
+    return jnp.maximum(largest / E4M3_MAX, jnp.finfo(jnp.float32).tiny)
 
 
 def encode(x: Array, scale: Array) -> Array:
@@ -64,11 +64,11 @@ def encode_tokens(x: Float[Array, "*block token width"]) -> Encoded:
 
 def encode_channels(x: Float[Array, "*block token width"]) -> Encoded:
     """Quantizes with a scale per channel and group: bytes and ``[*block, group, width]`` scales."""
-    groups = -(-x.shape[-2] // GROUP)
+    groups = -(-x.shape[-2] // GROUP_TOKENS)
     padding = [(0, 0)] * x.ndim
-    padding[-2] = (0, groups * GROUP - x.shape[-2])
+    padding[-2] = (0, groups * GROUP_TOKENS - x.shape[-2])
     padded = jnp.pad(jnp.abs(x.astype(jnp.float32)), padding)
-    split = padded.reshape(*x.shape[:-2], groups, GROUP, x.shape[-1])
+    split = padded.reshape(*x.shape[:-2], groups, GROUP_TOKENS, x.shape[-1])
     scale = e4m3_scale(jnp.max(split, axis=-2))
     return encode(x, _repeat_scale(scale, x.shape[-2])), scale
 
@@ -84,8 +84,8 @@ def decode_channels(encoded: Encoded) -> Array:
     return decode(sent, _repeat_scale(scale, sent.shape[-2]))
 
 
-def _repeat_scale(scale: Array, number: int) -> Array:
-    return jnp.repeat(scale, GROUP, axis=-2)[..., :number, :]
+def _repeat_scale(scale: Array, num_tokens: int) -> Array:
+    return jnp.repeat(scale, GROUP_TOKENS, axis=-2)[..., :num_tokens, :]
 
 
 def _all_to_all(encoded: Encoded, axes: Axes, name: str = COLLECTIVE) -> Encoded:
@@ -108,7 +108,7 @@ def _sum_terms(terms: Float[Array, "device token width"]) -> Float[Array, "token
     return lax.fori_loop(1, terms.shape[0], lambda i, total: total + terms[i], first, unroll=8)
 
 
-def _blocks(x: Array, axes: Axes) -> Array:
+def _split_by_device(x: Array, axes: Axes) -> Array:
     return x.reshape(lax.axis_size(axes), -1, x.shape[-1])
 
 
@@ -165,7 +165,7 @@ def _gather_forward(x: Array, axes: Axes, input_dtype: Any, dtype: Any, name: st
 
 
 def _gather_backward(axes: Axes, input_dtype: Any, dtype: Any, name: str, _: None, gradient: Array):
-    terms = decode_channels(_all_to_all(encode_channels(_blocks(gradient, axes)), axes))
+    terms = decode_channels(_all_to_all(encode_channels(_split_by_device(gradient, axes)), axes))
     return (_sum_terms(terms).astype(input_dtype),)
 
 
@@ -191,7 +191,7 @@ def _scatter(x: Array, axes: Axes, input_dtype: Any, dtype: Any) -> Array:
 
 
 def _scatter_forward(x: Array, axes: Axes, input_dtype: Any, dtype: Any):
-    terms = decode_tokens(_all_to_all(encode_tokens(_blocks(x, axes)), axes))
+    terms = decode_tokens(_all_to_all(encode_tokens(_split_by_device(x, axes)), axes))
     return _sum_terms(terms).astype(dtype), None
 
 
@@ -204,7 +204,7 @@ _scatter.defvjp(_scatter_forward, _scatter_backward)
 
 
 def compressed_reduce_scatter(
-    x: Float[Array, "*whole"], axes: Axes, dim: int
+    x: Float[Array, "*full"], axes: Axes, dim: int
 ) -> Float[Array, "*shard"]:
     """Reduce-scatter over `axes` of terms rounded to bfloat16 and summed in float32.
 

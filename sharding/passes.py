@@ -9,17 +9,17 @@ from jax import lax
 from jaxtyping import Array
 
 from sharding.collectives import vary
-from sharding.residuals import Halves, halves
+from sharding.residuals import ForwardBackward, split_passes
 from sharding.schedule import Work
 from sharding.stage import (
     Run,
     Tree,
-    added,
-    at,
-    one_like,
-    repeated,
-    summed,
-    typed_as,
+    add_at,
+    add_trees,
+    index_tree,
+    ones_like_varying,
+    repeat_tree,
+    vary_like,
     zeros_of,
 )
 
@@ -32,14 +32,14 @@ class Sums(NamedTuple):
 
     Attributes:
       loss: of this stage's chunks and, on the last stage, of `Stages.last`.
-      ends: this stage's part of the gradient of `ends` (embedding and head), float32.
+      embed_and_head: this stage's part of the gradient of embedding and head, float32.
       layers: the gradient of this stage's layers, ``[chunk, ...]``, float32.
       metrics: of `Stages.last`, ``[micro_batch, ...]``, equal on all stages.
       statistics: of this stage's chunks, ``[chunk, ...]``.
     """
 
     loss: Array
-    ends: Tree
+    embed_and_head: Tree
     layers: Tree
     metrics: Tree
     statistics: Tree
@@ -56,30 +56,30 @@ class Passes:
     """
 
     run: Run
-    first: Halves
-    chunk: Halves
+    first: ForwardBackward
+    chunk: ForwardBackward
     slots: tuple[list[list[int]], list[list[int]]]
     types: Residuals
 
     @classmethod
-    def of(cls, run: Run) -> "Passes":
-        micro_batch, everywhere = at(run.micro_batches, 0), run.pipeline.everywhere
+    def build(cls, run: Run) -> "Passes":
+        micro_batch, everywhere = index_tree(run.micro_batches, 0), run.pipeline.everywhere
 
-        def through_first(given, _, micro_batch):
-            (ends,) = given
-            return vary(run.stages.first(ends, micro_batch), everywhere), None
+        def through_first(shared, _, micro_batch):
+            (embed_and_head,) = shared
+            return vary(run.stages.first(embed_and_head, micro_batch), everywhere), None
 
-        def through_chunk(given, x, micro_batch):
-            layers, number = given
-            x, loss, statistics = run.stages.chunk(layers, x, micro_batch, number)
-            return (vary(x, everywhere), typed_as(loss, run.no_chunk_loss)), statistics
+        def through_chunk(shared, x, micro_batch):
+            layers, chunk_index = shared
+            x, loss, statistics = run.stages.chunk(layers, x, micro_batch, chunk_index)
+            return (vary(x, everywhere), vary_like(loss, run.no_chunk_loss)), statistics
 
-        first = halves(through_first, (run.ends,), (), micro_batch)
-        layers = at(run.layers, 0)
-        chunk = halves(through_chunk, (layers, run.stage), run.no_x, micro_batch)
+        first = split_passes(through_first, (run.embed_and_head,), (), micro_batch)
+        layers = index_tree(run.layers, 0)
+        chunk = split_passes(through_chunk, (layers, run.stage), run.no_x, micro_batch)
 
-        def residuals(passes: Halves, *given: Tree) -> list[Array]:
-            return zeros_of(run.pipeline, lambda: passes.forward(*given)[1])
+        def residuals(passes: ForwardBackward, *args: Tree) -> list[Array]:
+            return zeros_of(run.pipeline, lambda: passes.forward(*args)[1])
 
         slots = run.schedule.slots([0]), run.schedule.slots()
         return cls(
@@ -88,15 +88,15 @@ class Passes:
             chunk,
             slots=slots,
             types=(
-                residuals(first, (run.ends,), (), micro_batch),
+                residuals(first, (run.embed_and_head,), (), micro_batch),
                 residuals(chunk, (layers, run.stage), run.no_x, micro_batch),
             ),
         )
 
     def no_residuals(self) -> Residuals:
         """Initial residual buffers, zeros."""
-        of_first, of_chunk = map(_number, self.slots)
-        return repeated(self.types[0], of_first), repeated(self.types[1], of_chunk)
+        num_first, num_chunk = map(_num_slots, self.slots)
+        return repeat_tree(self.types[0], num_first), repeat_tree(self.types[1], num_chunk)
 
     def forward(
         self, work: Work, x: Array, grad: Array, before: Residuals, sums: Sums
@@ -116,80 +116,99 @@ class Passes:
         run, micro_batch = self.run, self.run.micro_batch(work)
 
         def enter(x, residuals):
-            (x, _), residuals = self.first.forward((run.ends,), (), micro_batch)
-            return x, typed_as(residuals, self.types[0])
+            (x, _), residuals = self.first.forward((run.embed_and_head,), (), micro_batch)
+            return x, vary_like(residuals, self.types[0])
 
-        x, of_first = lax.cond(run.enters(work), enter, lambda *held: held, x, before[0])
-        given = run.layers_of(work), run.number(work)
-        ((after, loss), statistics), of_chunk = self.chunk.forward(given, x, micro_batch)
+        x, first_residuals = lax.cond(
+            run.is_first_chunk(work), enter, lambda *operands: operands, x, before[0]
+        )
+        shared = run.layers_of(work), run.chunk_index(work)
+        ((after, loss), statistics), chunk_residuals = self.chunk.forward(shared, x, micro_batch)
         sums = sums._replace(
-            loss=sums.loss + typed_as(loss, sums.loss),
-            statistics=added(sums.statistics, work.chunk, statistics),
+            loss=sums.loss + vary_like(loss, sums.loss),
+            statistics=add_at(sums.statistics, work.chunk, statistics),
         )
         grad, metrics, sums = lax.cond(
-            run.leaves(work),
+            run.is_last_chunk(work),
             lambda grad, sums, after: self._leave(work, after, sums),
             lambda grad, sums, after: (grad, run.no_out[1], sums),
             *(grad, sums, after),
         )
-        return after, grad, (of_first, typed_as(of_chunk, self.types[1])), metrics, sums
+        return (
+            after,
+            grad,
+            (first_residuals, vary_like(chunk_residuals, self.types[1])),
+            metrics,
+            sums,
+        )
 
     def backward(
-        self, work: Work, grad: Array, residuals: Residuals, ends: Tree, layers: Tree
+        self, work: Work, grad: Array, residuals: Residuals, embed_and_head: Tree, layers: Tree
     ) -> tuple[Array, Tree, Tree]:
         """Backward pass of one chunk, with that of `Stages.first` before the first.
 
         Args:
           grad: the gradient of the chunk's output.
           residuals: the buffers.
-          ends: the sum of gradients of `Stages.first` and `Stages.last`.
+          embed_and_head: the sum of gradients of `Stages.first` and `Stages.last`.
           layers: the sum of gradients of this stage's layers, ``[chunk, ...]``.
 
         Returns:
           The gradient of the chunk's input, and the two sums.
         """
         run, slots = self.run, self.slots_of(work)
-        given = run.layers_of(work), run.number(work)
+        shared = run.layers_of(work), run.chunk_index(work)
         # Each chunk has its own part of the loss (the router's), hence a cotangent of one besides
         # the received gradient.
-        one = one_like(run.no_chunk_loss)
-        part, grad = self.chunk.backward(given, at(residuals[1], slots[1]), (grad, one))
+        unit_cotangent = ones_like_varying(run.no_chunk_loss)
+        layer_gradient, grad = self.chunk.backward(
+            shared, index_tree(residuals[1], slots[1]), (grad, unit_cotangent)
+        )
 
-        def enter(ends: Tree, of_first: list[Array], grad: Array) -> Tree:
-            part, _ = self.first.backward((run.ends,), at(of_first, slots[0]), grad)
-            return summed(ends, part)
+        def enter(embed_and_head: Tree, first_residuals: list[Array], grad: Array) -> Tree:
+            embed_and_head_gradient, _ = self.first.backward(
+                (run.embed_and_head,), index_tree(first_residuals, slots[0]), grad
+            )
+            return add_trees(embed_and_head, embed_and_head_gradient)
 
-        ends = lax.cond(run.enters(work), enter, lambda ends, *_: ends, ends, residuals[0], grad)
-        return grad, ends, added(layers, work.chunk, part)
+        embed_and_head = lax.cond(
+            run.is_first_chunk(work),
+            enter,
+            lambda embed_and_head, *_: embed_and_head,
+            embed_and_head,
+            residuals[0],
+            grad,
+        )
+        return grad, embed_and_head, add_at(layers, work.chunk, layer_gradient)
 
     def slots_of(self, work: Work) -> tuple[Array, Array]:
         """Buffer slots of a chunk; slot 0 without work."""
-        places = (jnp.asarray(slots, jnp.int32) for slots in self.slots)
-        of_first, of_chunk = (
-            jnp.where(work.active, places[work.micro_batch, work.chunk], 0) for places in places
+        tables = (jnp.asarray(slots, jnp.int32) for slots in self.slots)
+        first_slot, chunk_slot = (
+            jnp.where(work.active, table[work.micro_batch, work.chunk], 0) for table in tables
         )
-        return of_first, of_chunk
+        return first_slot, chunk_slot
 
     def _leave(self, work: Work, x: Array, sums: Sums) -> tuple[Array, Tree, Sums]:
         """`Stages.last`: the gradient of the last chunk's output `x`, the metrics and the sums."""
         run = self.run
-        loss, pull, metrics = jax.vjp(
-            lambda ends, x: run.stages.last(ends, x, run.micro_batch(work)),
-            run.ends,
+        loss, vjp_fn, metrics = jax.vjp(
+            lambda embed_and_head, x: run.stages.last(embed_and_head, x, run.micro_batch(work)),
+            run.embed_and_head,
             x,
             has_aux=True,
         )
-        ends, grad = pull(one_like(loss))
+        embed_and_head, grad = vjp_fn(ones_like_varying(loss))
         return (
             grad,
-            typed_as(metrics, run.no_out[1]),
+            vary_like(metrics, run.no_out[1]),
             sums._replace(
-                loss=sums.loss + typed_as(loss, sums.loss),
-                ends=summed(sums.ends, ends),
+                loss=sums.loss + vary_like(loss, sums.loss),
+                embed_and_head=add_trees(sums.embed_and_head, embed_and_head),
             ),
         )
 
 
-def _number(slots: list[list[int]]) -> int:
+def _num_slots(slots: list[list[int]]) -> int:
     """Number of slots."""
     return max(map(max, slots)) + 1

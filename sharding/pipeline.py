@@ -19,16 +19,16 @@ from sharding.stage import (
     Run,
     Stages,
     Tree,
-    added,
-    each_at,
-    put,
-    repeated,
-    stored,
+    add_at,
+    index_each,
+    repeat_tree,
+    set_at,
+    store_at,
 )
 
 
 def apply(
-    stages: Stages, ends: Tree, layers: Tree, micro_batches: Tree, pipeline: Pipeline
+    stages: Stages, embed_and_head: Tree, layers: Tree, micro_batches: Tree, pipeline: Pipeline
 ) -> tuple[Tree, Tree]:
     """Forward pass of all micro-batches.
 
@@ -36,7 +36,7 @@ def apply(
 
     Args:
       stages: the network; the loss and metrics of `last` may be anything.
-      ends: weights of `first` and `last`, on every stage.
+      embed_and_head: weights of `first` and `last`, on every stage.
       layers: weights of this stage's chunks, ``[chunk, ...]``.
       micro_batches: inputs ``[micro_batch, ...]``, on every stage.
 
@@ -44,32 +44,36 @@ def apply(
       The results of `stages.last`, ``[micro_batch, ...]``, equal on all stages; and the statistics
       of this stage's chunks, ``[chunk, ...]``.
     """
-    run = Run.of(stages, ends, layers, micro_batches, pipeline)
+    run = Run.build(stages, embed_and_head, layers, micro_batches, pipeline)
 
     def tick(carry, now):
-        arrived, outs, sums = carry
-        work = run.schedule.forward_alone(now, run.stage)
-        x = run.entering(work, arrived)
+        received, outs, sums = carry
+        work = run.schedule.forward_only(now, run.stage)
+        x = run.chunk_input(work, received)
 
         def leave(outs, x):
-            return put(outs, work.micro_batch, stages.last(ends, x, run.micro_batch(work)))
+            return set_at(
+                outs, work.micro_batch, stages.last(embed_and_head, x, run.micro_batch(work))
+            )
 
-        def go(outs, sums):
+        def run_chunk(outs, sums):
             after, _, statistics = run.chunk(run.layers_of(work), x, work)
-            outs = lax.cond(run.leaves(work), leave, lambda outs, _: outs, outs, after)
-            return after, outs, added(sums, work.chunk, statistics)
+            outs = lax.cond(run.is_last_chunk(work), leave, lambda outs, _: outs, outs, after)
+            return after, outs, add_at(sums, work.chunk, statistics)
 
-        after, outs, sums = lax.cond(work.active, go, lambda *rest: (run.no_x, *rest), outs, sums)
+        after, outs, sums = lax.cond(
+            work.active, run_chunk, lambda *rest: (run.no_x, *rest), outs, sums
+        )
         return (run.send(after), outs, sums), None
 
-    begin = (run.no_x, repeated(run.no_out, run.schedule.num_micro_batches), run.no_statistics)
-    (_, outs, sums), _ = lax.scan(tick, begin, jnp.arange(run.schedule.forward_ticks))
+    initial = (run.no_x, repeat_tree(run.no_out, run.schedule.num_micro_batches), run.no_statistics)
+    (_, outs, sums), _ = lax.scan(tick, initial, jnp.arange(run.schedule.forward_ticks))
     # All stages but the last hold zeros: the sum broadcasts its results.
     return all_sum(outs, pipeline.stage), sums
 
 
 def gradients(
-    stages: Stages, ends: Tree, layers: Tree, micro_batches: Tree, pipeline: Pipeline
+    stages: Stages, embed_and_head: Tree, layers: Tree, micro_batches: Tree, pipeline: Pipeline
 ) -> Sums:
     """Loss of all micro-batches and its gradient.
 
@@ -82,48 +86,50 @@ def gradients(
 
     Args: as `apply`. Weights must vary over all mesh axes: a gradient is then this device's own.
     """
-    run = Run.of(stages, ends, layers, micro_batches, pipeline)
+    run = Run.build(stages, embed_and_head, layers, micro_batches, pipeline)
     schedule = run.schedule
-    passes = Passes.of(run)
+    passes = Passes.build(run)
 
     def tick(carry, _):
-        now, x, grad, kept, sums = carry
+        now, x, grad, residuals, sums = carry
         work = schedule.forward(now, run.stage)
         slots = passes.slots_of(work)
         # The condition's operands are what it may change, as all others would be copied through.
-        after, grad, new, metrics, ahead = lax.cond(
+        after, grad, new_residuals, metrics, forward_sums = lax.cond(
             work.active,
-            lambda x, grad, kept, sums: passes.forward(work, x, grad, each_at(kept, slots), sums),
-            lambda _, grad, kept, sums: (
-                *(run.no_x, grad, each_at(kept, slots), run.no_out[1], sums),
+            lambda x, grad, residuals, sums: passes.forward(
+                work, x, grad, index_each(residuals, slots), sums
             ),
-            *(x, grad, kept, sums._replace(layers=None, metrics=None)),
+            lambda _, grad, residuals, sums: (
+                *(run.no_x, grad, index_each(residuals, slots), run.no_out[1], sums),
+            ),
+            *(x, grad, residuals, sums._replace(layers=None, metrics=None)),
         )
-        kept = tuple(map(stored, kept, slots, new))
+        residuals = tuple(map(store_at, residuals, slots, new_residuals))
         back = schedule.backward(now, run.stage)
-        before, ends, layers = lax.cond(
+        before, embed_and_head, layers = lax.cond(
             back.active,
-            lambda *given: passes.backward(back, *given),
-            lambda grad, kept, ends, layers: (run.no_x, ends, layers),
-            *(grad, kept, ahead.ends, sums.layers),
+            lambda *operands: passes.backward(back, *operands),
+            lambda grad, residuals, embed_and_head, layers: (run.no_x, embed_and_head, layers),
+            *(grad, residuals, forward_sums.embed_and_head, sums.layers),
         )
         # Zeros but for the micro-batch that left.
-        metrics = added(sums.metrics, work.micro_batch, metrics)
-        sums = ahead._replace(ends=ends, layers=layers, metrics=metrics)
+        metrics = add_at(sums.metrics, work.micro_batch, metrics)
+        sums = forward_sums._replace(embed_and_head=embed_and_head, layers=layers, metrics=metrics)
         # Outside of all conditions but that on time: a permute is a collective of all stages, with
         # or without work.
-        x, arrived = run.exchange(now, after, before, x, grad)
+        x, received = run.exchange(now, after, before, x, grad)
         # The last chunk's gradient is not received: it waits on this stage for its backward pass.
-        grad = jnp.where(work.active & run.leaves(work), grad, arrived)
-        return (now + 1, x, grad, kept, sums), None
+        grad = jnp.where(work.active & run.is_last_chunk(work), grad, received)
+        return (now + 1, x, grad, residuals, sums), None
 
-    nothing = Sums(
+    zero_sums = Sums(
         loss=run.no_loss,
-        ends=run.nothing_like(ends),
-        layers=run.nothing_like(layers),
-        metrics=repeated(run.no_out[1], schedule.num_micro_batches),
+        embed_and_head=run.zero_gradients(embed_and_head),
+        layers=run.zero_gradients(layers),
+        metrics=repeat_tree(run.no_out[1], schedule.num_micro_batches),
         statistics=run.no_statistics,
     )
-    begin = (jnp.zeros((), jnp.int32), run.no_x, run.no_x, passes.no_residuals(), nothing)
-    (*_, sums), _ = lax.scan(tick, begin, length=schedule.ticks)
+    initial = (jnp.zeros((), jnp.int32), run.no_x, run.no_x, passes.no_residuals(), zero_sums)
+    (*_, sums), _ = lax.scan(tick, initial, length=schedule.ticks)
     return sums._replace(metrics=all_sum(sums.metrics, pipeline.stage))

@@ -32,23 +32,27 @@ class Reduction:
 
     mesh: FoldedMesh
     spec: PartitionSpec
-    cut: zero.ShardDim
+    sharded_dim: zero.ShardDim
     is_sharded: bool = False
 
     def __call__(self, gradient: Array) -> Array:
-        return zero.reduce_scatter(self.mesh, self.spec, self.cut, gradient, self.is_sharded)
+        return zero.reduce_scatter(
+            self.mesh, self.spec, self.sharded_dim, gradient, self.is_sharded
+        )
 
-    def place(self, weight: Array) -> Array:
+    def sum_zeros(self, weight: Array) -> Array:
         """Zeros of the shape and type of the sum, float32; the weight may vary over any axes."""
-        like = jax.eval_shape(
+        shape = jax.eval_shape(
             lambda weight: self(vary(weight.astype(jnp.float32), self.mesh.axes)), weight
         )
-        return vary(jnp.zeros(like.shape, like.dtype), tuple(sorted(like.manual_axis_type.varying)))
+        return vary(
+            jnp.zeros(shape.shape, shape.dtype), tuple(sorted(shape.manual_axis_type.varying))
+        )
 
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["weight", "before", "place"],
+    data_fields=["weight", "before", "sum_zeros"],
     meta_fields=["reduction"],
 )
 @dataclass(frozen=True)
@@ -58,38 +62,43 @@ class Reduced(Generic[Leaf]):
     Attributes:
       weight: varying over all mesh axes.
       before: the local gradient of earlier micro-batches, not reduced, float32; None without.
-      place: zeros of the type of the sum (`Reduction.place`): the sum is the gradient of these.
+      sum_zeros: zeros of the type of the sum (`Reduction.sum_zeros`): the sum is the gradient of
+        these.
       reduction: of the weight.
     """
 
     weight: Leaf
     before: Leaf | None
-    place: Leaf
+    sum_zeros: Leaf
     reduction: Reduction
 
 
 def weights_of(tree: Any) -> Any:
     """Replaces each `Reduced` of a pytree by its weight; all other leaves are unchanged.
 
-    The gradient of `Reduced.place` is the sum over devices of `Reduced.before` and the weight's
+    The gradient of `Reduced.sum_zeros` is the sum over devices of `Reduced.before` and the weight's
     output gradient; the weight itself has none. Within a scan over stacked layers this runs on the
     slice of one layer, and the reduction starts in each iteration of the backward loop.
     """
 
-    def own(leaf: Any) -> Any:
+    def reduced_weight(leaf: Any) -> Any:
         if not isinstance(leaf, Reduced):
             return leaf
-        return _summed_later(leaf.reduction, leaf.weight, leaf.before, leaf.place)
+        return _reduce_in_backward(leaf.reduction, leaf.weight, leaf.before, leaf.sum_zeros)
 
-    return jax.tree.map(own, tree, is_leaf=lambda leaf: isinstance(leaf, Reduced))
+    return jax.tree.map(reduced_weight, tree, is_leaf=lambda leaf: isinstance(leaf, Reduced))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _summed_later(reduction: Reduction, weight: Array, before: Any, place: Array) -> Array:
+def _reduce_in_backward(
+    reduction: Reduction, weight: Array, before: Any, sum_zeros: Array
+) -> Array:
     return weight
 
 
-def _forward(reduction: Reduction, weight: Array, before: Any, place: Array) -> tuple[Array, Any]:
+def _forward(
+    reduction: Reduction, weight: Array, before: Any, sum_zeros: Array
+) -> tuple[Array, Any]:
     return weight, before
 
 
@@ -98,4 +107,4 @@ def _backward(reduction: Reduction, before: Any, gradient: Array) -> tuple[None,
     return None, None, reduction(gradient if before is None else before + gradient)
 
 
-_summed_later.defvjp(_forward, _backward)
+_reduce_in_backward.defvjp(_forward, _backward)

@@ -21,55 +21,59 @@ Tree = Any
 
 
 @dataclass(frozen=True)
-class Halves:
-    """The two passes of `halves`.
+class ForwardBackward:
+    """The two passes of `split_passes`.
 
     Attributes:
-      program: jaxpr of the forward pass: from the flat arguments to its results and then its
+      closed_jaxpr: jaxpr of the forward pass: from the flat arguments to its results and then its
         residuals.
       results: the tree structure of the results.
-      pull: the tree structure of the VJP function.
+      vjp_tree: the tree structure of the VJP function.
       stored: the residuals that are stored, as indices of the program's outputs.
-      places: of each residual, its index in the program's outputs.
-      num_again: number of flat arguments that the backward pass receives too.
+      output_indices: of each residual, its index in the program's outputs.
+      num_shared: number of flat arguments that the backward pass receives too.
     """
 
-    program: Any
+    closed_jaxpr: Any
     results: Any
-    pull: Any
+    vjp_tree: Any
     stored: tuple[int, ...]
-    places: tuple[int, ...]
-    num_again: int
+    output_indices: tuple[int, ...]
+    num_shared: int
 
-    def forward(self, again: Tree, x: Tree, *others: Tree) -> tuple[Any, list[Array]]:
+    def forward(self, shared: Tree, x: Tree, *others: Tree) -> tuple[Any, list[Array]]:
         """Forward pass: ``((out, aux), residuals)``."""
-        outs = self._outs(jax.tree.leaves((again, x, *others)), self._wanted())
-        number = self.results.num_leaves
-        return self.results.unflatten(outs[:number]), outs[number:]
+        outs = self._evaluate(jax.tree.leaves((shared, x, *others)), self._forward_indices())
+        num_results = self.results.num_leaves
+        return self.results.unflatten(outs[:num_results]), outs[num_results:]
 
-    def backward(self, again: Tree, residuals: list[Array], gradient: Tree) -> tuple[Tree, Tree]:
+    def backward(self, shared: Tree, residuals: list[Array], gradient: Tree) -> tuple[Tree, Tree]:
         """Backward pass: the gradients of the weights and of `x`, from that of `out`."""
-        rest = sorted(set(self.places) - set(self.stored))
+        recomputed = sorted(set(self.output_indices) - set(self.stored))
         values = dict(zip(self.stored, residuals, strict=True))
-        values |= zip(rest, self._outs(jax.tree.leaves(again), rest), strict=True)
-        return self.pull.unflatten([values[place] for place in self.places])(gradient)
+        values |= zip(recomputed, self._evaluate(jax.tree.leaves(shared), recomputed), strict=True)
+        return self.vjp_tree.unflatten([values[index] for index in self.output_indices])(gradient)
 
-    def _wanted(self) -> list[int]:
+    def _forward_indices(self) -> list[int]:
         return [*range(self.results.num_leaves), *self.stored]
 
-    def _outs(self, given: list[Array], places: list[int]) -> list[Array]:
+    def _evaluate(self, args: list[Array], indices: list[int]) -> list[Array]:
         """Evaluates a subset of the program's outputs, by the equations that they depend on only.
 
         Args:
-          given: the flat arguments, the leading ones or all.
-          places: indices of the outputs, ascending.
+          args: the flat arguments, the leading ones or all.
+          indices: indices of the outputs, ascending.
         """
-        alone, used = _part(self.program.jaxpr, places)
-        used = [place for place, is_used in enumerate(used) if is_used]
-        return core.eval_jaxpr(alone, self.program.consts, *(given[place] for place in used))
+        pruned, used_inputs = _prune_jaxpr(self.closed_jaxpr.jaxpr, indices)
+        used_inputs = [index for index, is_used in enumerate(used_inputs) if is_used]
+        return core.eval_jaxpr(
+            pruned, self.closed_jaxpr.consts, *(args[index] for index in used_inputs)
+        )
 
 
-def halves(function: Callable[..., Any], again: Tree, x: Tree, *others: Tree) -> Halves:
+def split_passes(
+    function: Callable[..., Any], shared: Tree, x: Tree, *others: Tree
+) -> ForwardBackward:
     """Splits ``function((weights, ...), x, *others) -> (out, aux)`` into forward and backward pass.
 
     The backward pass is that to the weights and to `x`. The arguments are examples: arrays of the
@@ -77,39 +81,44 @@ def halves(function: Callable[..., Any], again: Tree, x: Tree, *others: Tree) ->
 
     Args:
       function: the function to differentiate.
-      again: the weights, then other inputs that are available in the backward pass too.
+      shared: the weights, then other inputs that are available in the backward pass too.
       x: input to differentiate besides the weights; may be empty.
       others: inputs without a gradient.
     """
     structure: Any = None
 
-    def run(again: Any, x: Any, *others: Any) -> Any:
+    def run(shared: Any, x: Any, *others: Any) -> Any:
         nonlocal structure
-        weights, *beside = again
-        out, pull, aux = jax.vjp(
-            lambda weights, x: function((weights, *beside), x, *others), weights, x, has_aux=True
+        weights, *constants = shared
+        out, vjp_fn, aux = jax.vjp(
+            lambda weights, x: function((weights, *constants), x, *others), weights, x, has_aux=True
         )
-        residuals, structure = jax.tree.flatten(pull)
+        residuals, structure = jax.tree.flatten(vjp_fn)
         return (out, aux), residuals
 
-    program, (results, _) = jax.make_jaxpr(run, return_shape=True)(again, x, *others)
-    number, num_again = len(jax.tree.leaves(results)), len(jax.tree.leaves(again))
-    first_of: dict[int, int] = {}
+    closed_jaxpr, (results, _) = jax.make_jaxpr(run, return_shape=True)(shared, x, *others)
+    num_results, num_shared = len(jax.tree.leaves(results)), len(jax.tree.leaves(shared))
+    first_index: dict[int, int] = {}
     # A residual that occurs twice is stored once.
-    places = [
-        first_of.setdefault(id(variable), number + place)
-        for place, variable in enumerate(program.jaxpr.outvars[number:])
+    output_indices = [
+        first_index.setdefault(id(variable), num_results + index)
+        for index, variable in enumerate(closed_jaxpr.jaxpr.outvars[num_results:])
     ]
-    depends = _depending(program.jaxpr, num_again)
-    stored = [place for place in sorted(set(places)) if depends(place)]
-    return Halves(
-        program, jax.tree.structure(results), structure, tuple(stored), tuple(places), num_again
+    depends = _dependence_predicate(closed_jaxpr.jaxpr, num_shared)
+    stored = [index for index in sorted(set(output_indices)) if depends(index)]
+    return ForwardBackward(
+        closed_jaxpr,
+        jax.tree.structure(results),
+        structure,
+        tuple(stored),
+        tuple(output_indices),
+        num_shared,
     )
 
 
-def _depending(jaxpr: Any, num_again: int) -> Callable[[int], bool]:
+def _dependence_predicate(jaxpr: Any, num_shared: int) -> Callable[[int], bool]:
     """Predicate of an output's index: true if it depends on more than the leading inputs."""
-    reached = {id(variable) for variable in jaxpr.invars[num_again:]}
+    reached = {id(variable) for variable in jaxpr.invars[num_shared:]}
     mixed = set()
     for equation in jaxpr.eqns:
         if any(id(variable) in reached for variable in equation.invars):
@@ -118,16 +127,16 @@ def _depending(jaxpr: Any, num_again: int) -> Callable[[int], bool]:
             if len(equation.outvars) > 1:
                 mixed |= {id(variable) for variable in equation.outvars}
 
-    def depends(place: int) -> bool:
-        variable = id(jaxpr.outvars[place])
+    def depends(index: int) -> bool:
+        variable = id(jaxpr.outvars[index])
         if variable not in reached or variable not in mixed:
             return variable in reached
-        return any(_part(jaxpr, [place])[1][num_again:])
+        return any(_prune_jaxpr(jaxpr, [index])[1][num_shared:])
 
     return depends
 
 
-def _part(jaxpr: Any, places: list[int]) -> tuple[Any, list[bool]]:
+def _prune_jaxpr(jaxpr: Any, indices: list[int]) -> tuple[Any, list[bool]]:
     """Dead-code elimination: the jaxpr of a subset of the outputs, and a mask of used inputs."""
-    wanted = set(places)
-    return dce_jaxpr(jaxpr, [place in wanted for place in range(len(jaxpr.outvars))])
+    wanted = set(indices)
+    return dce_jaxpr(jaxpr, [index in wanted for index in range(len(jaxpr.outvars))])

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-Pair = tuple[int, int]
+StagePair = tuple[int, int]
 """Stages of a message: sender and receiver."""
 
 
@@ -67,7 +67,7 @@ class Schedule:
         group, rest = micro_batch // self.stages, micro_batch % self.stages
         return group * self.stages * self.num_chunks + chunk * self.stages + rest
 
-    def forward_alone(self, tick: Any, stage: Any) -> Work:
+    def forward_only(self, tick: Any, stage: Any) -> Work:
         """Work of `stage` at `tick` in a forward-only schedule: a chunk in every tick."""
         return self._work_at(tick - stage)
 
@@ -81,7 +81,7 @@ class Schedule:
         work = self._every_other(tick - self.warmup - self._hop * (self.stages - 1 - stage))
         return work._replace(chunk=self.num_chunks - 1 - work.chunk)
 
-    def messages(self, parity: int) -> tuple[list[Pair], list[Pair]]:
+    def messages(self, parity: int) -> tuple[list[StagePair], list[StagePair]]:
         """(Sender, receiver) pairs after the ticks of a parity: of activations, and of gradients.
 
         No other stages synchronize: a stage that runs forward does not wait until the next stage
@@ -110,8 +110,8 @@ class Schedule:
 
     def _work_at(self, order: Any) -> Work:
         """The inverse of `forward_order`."""
-        of_group = self.stages * self.num_chunks
-        group, rest = order // of_group, order % of_group
+        per_group = self.stages * self.num_chunks
+        group, rest = order // per_group, order % per_group
         micro_batch, chunk = group * self.stages + rest % self.stages, rest // self.stages
         return Work(micro_batch, chunk, (order >= 0) & (micro_batch < self.num_micro_batches))
 
@@ -154,12 +154,12 @@ class Schedule:
         # order.
         slots = [[0] * self.num_chunks for _ in range(self.num_micro_batches)]
         free: list[int] = []
-        number = 0
+        num_slots = 0
         for tick in range(self.ticks):
             work = self.forward(tick, 0)
             if work.active and (chunks is None or work.chunk in chunks):
                 if not free:
-                    free, number = [number], number + 1
+                    free, num_slots = [num_slots], num_slots + 1
                 slots[work.micro_batch][work.chunk] = free.pop()
             work = self.backward(tick, 0)
             if work.active and (chunks is None or work.chunk in chunks):

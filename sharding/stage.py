@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array
 
 from sharding.collectives import vary, varying
-from sharding.schedule import Pair, Schedule, Work
+from sharding.schedule import Schedule, StagePair, Work
 
 Tree = Any
 """A pytree of arrays."""
@@ -20,10 +20,11 @@ class Stages(NamedTuple):
     """Network functions of a pipeline.
 
     Attributes:
-      first: ``(ends, micro_batch) -> x``, the input of the first chunk (embedding).
+      first: ``(embed_and_head, micro_batch) -> x``, the input of the first chunk (embedding).
       chunk: ``(layers, x, micro_batch, number) -> (x, loss, statistics)``, the model chunk of that
         global index; its own part of the loss, and sums over the micro-batch.
-      last: ``(ends, x, micro_batch) -> (loss, metrics)``, from the output of the last chunk (head).
+      last: ``(embed_and_head, x, micro_batch) -> (loss, metrics)``, from the output of the last
+        chunk (head).
     """
 
     first: Callable[[Tree, Tree], Array]
@@ -54,7 +55,7 @@ class Run:
     """
 
     stages: Stages
-    ends: Tree
+    embed_and_head: Tree
     layers: Tree
     micro_batches: Tree
     pipeline: Pipeline
@@ -67,24 +68,29 @@ class Run:
     no_statistics: Tree
 
     @classmethod
-    def of(
-        cls, stages: Stages, ends: Tree, layers: Tree, micro_batches: Tree, pipeline: Pipeline
+    def build(
+        cls,
+        stages: Stages,
+        embed_and_head: Tree,
+        layers: Tree,
+        micro_batches: Tree,
+        pipeline: Pipeline,
     ) -> "Run":
         num_micro_batches = jax.tree.leaves(micro_batches)[0].shape[0]
         # Residuals of a micro-batch differ between stages, as the buffers hold different ones.
         micro_batches = vary(micro_batches, pipeline.stage)
-        micro_batch = at(micro_batches, 0)
+        micro_batch = index_tree(micro_batches, 0)
         no_x = zeros_of(
-            pipeline, lambda: vary(stages.first(ends, micro_batch), pipeline.everywhere)
+            pipeline, lambda: vary(stages.first(embed_and_head, micro_batch), pipeline.everywhere)
         )
         stage = lax.axis_index(pipeline.stage)
         _, chunk_loss, statistics = zeros_of(
-            pipeline, lambda: stages.chunk(at(layers, 0), no_x, micro_batch, stage)
+            pipeline, lambda: stages.chunk(index_tree(layers, 0), no_x, micro_batch, stage)
         )
-        no_out = zeros_of(pipeline, lambda: stages.last(ends, no_x, micro_batch))
+        no_out = zeros_of(pipeline, lambda: stages.last(embed_and_head, no_x, micro_batch))
         return cls(
             stages=stages,
-            ends=ends,
+            embed_and_head=embed_and_head,
             layers=layers,
             micro_batches=micro_batches,
             pipeline=pipeline,
@@ -93,51 +99,53 @@ class Run:
             ),
             stage=stage,
             no_x=no_x,
-            no_loss=typed_as(chunk_loss, no_out[0]),
+            no_loss=vary_like(chunk_loss, no_out[0]),
             no_chunk_loss=chunk_loss,
             no_out=no_out,
-            no_statistics=repeated(statistics, pipeline.num_chunks),
+            no_statistics=repeat_tree(statistics, pipeline.num_chunks),
         )
 
-    def nothing_like(self, weights: Tree) -> Tree:
+    def zero_gradients(self, weights: Tree) -> Tree:
         """Zero accumulators of gradients, in float32 whatever the dtype of the weights."""
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), weights)
         return vary(zeros, self.pipeline.everywhere)
 
     def micro_batch(self, work: Work) -> Tree:
-        return at(self.micro_batches, work.micro_batch)
+        return index_tree(self.micro_batches, work.micro_batch)
 
     def layers_of(self, work: Work) -> Tree:
         # A constant index where there is one chunk: its layers are then a view and not a gather.
-        return at(self.layers, work.chunk if self.pipeline.num_chunks > 1 else 0)
+        return index_tree(self.layers, work.chunk if self.pipeline.num_chunks > 1 else 0)
 
-    def enters(self, work: Work) -> Array:
+    def is_first_chunk(self, work: Work) -> Array:
         return (self.stage == 0) & (work.chunk == 0)
 
-    def leaves(self, work: Work) -> Array:
+    def is_last_chunk(self, work: Work) -> Array:
         return (self.stage == self.schedule.stages - 1) & (
             work.chunk == self.pipeline.num_chunks - 1
         )
 
-    def number(self, work: Work) -> Array:
+    def chunk_index(self, work: Work) -> Array:
         """Global index of the model chunk."""
         return work.chunk * self.schedule.stages + self.stage
 
-    def first(self, ends: Tree, work: Work) -> Array:
-        return vary(self.stages.first(ends, self.micro_batch(work)), self.pipeline.everywhere)
+    def first(self, embed_and_head: Tree, work: Work) -> Array:
+        return vary(
+            self.stages.first(embed_and_head, self.micro_batch(work)), self.pipeline.everywhere
+        )
 
     def chunk(self, layers: Tree, x: Array, work: Work) -> tuple[Array, Array, Tree]:
-        micro_batch, number = self.micro_batch(work), self.number(work)
-        x, loss, statistics = self.stages.chunk(layers, x, micro_batch, number)
+        micro_batch, chunk_index = self.micro_batch(work), self.chunk_index(work)
+        x, loss, statistics = self.stages.chunk(layers, x, micro_batch, chunk_index)
         return vary(x, self.pipeline.everywhere), loss, statistics
 
-    def entering(self, work: Work, arrived: Array) -> Array:
+    def chunk_input(self, work: Work, received: Array) -> Array:
         """Input of a chunk: the received activations or, for the first, those of `Stages.first`."""
         return lax.cond(
-            work.active & self.enters(work),
-            lambda arrived: self.first(self.ends, work),
-            lambda arrived: arrived,
-            arrived,
+            work.active & self.is_first_chunk(work),
+            lambda received: self.first(self.embed_and_head, work),
+            lambda received: received,
+            received,
         )
 
     def send(self, x: Array) -> Array:
@@ -159,67 +167,67 @@ class Run:
           x: the last received input, returned where nothing is sent; so is `grad`.
         """
 
-        def sent(values: Array, pairs: list[Pair], held: Array) -> Array:
-            return lax.ppermute(values, self.pipeline.stage, pairs) if pairs else held
+        def permute(values: Array, pairs: list[StagePair], unchanged: Array) -> Array:
+            return lax.ppermute(values, self.pipeline.stage, pairs) if pairs else unchanged
 
-        def at(parity: int) -> Callable[..., tuple[Array, Array]]:
+        def exchange_at(parity: int) -> Callable[..., tuple[Array, Array]]:
             forward, backward = self.schedule.messages(parity)
             return lambda after, before, x, grad: (
-                sent(after, forward, x),
-                sent(before, backward, grad),
+                permute(after, forward, x),
+                permute(before, backward, grad),
             )
 
         # Equal on all devices, and so a condition that may contain collectives.
-        return lax.cond(now % 2 == 0, at(0), at(1), after, before, x, grad)
+        return lax.cond(now % 2 == 0, exchange_at(0), exchange_at(1), after, before, x, grad)
 
 
 def zeros_of(pipeline: Pipeline, function: Callable[[], Tree]) -> Tree:
     """Zeros of the types that `function` returns, typed as varying over the stages too."""
 
     def zeros(shape):
-        also = sorted(shape.manual_axis_type.varying | set(pipeline.stage))
-        return vary(jnp.zeros(shape.shape, shape.dtype), tuple(also))
+        axes = sorted(shape.manual_axis_type.varying | set(pipeline.stage))
+        return vary(jnp.zeros(shape.shape, shape.dtype), tuple(axes))
 
     return jax.tree.map(zeros, jax.eval_shape(function))
 
 
-def typed_as(tree: Tree, like: Tree) -> Tree:
+def vary_like(tree: Tree, like: Tree) -> Tree:
     """`tree` typed as varying wherever `like` does."""
     return jax.tree.map(lambda x, other: vary(x, tuple(sorted(varying(other)))), tree, like)
 
 
-def one_like(loss: Array) -> Array:
+def ones_like_varying(loss: Array) -> Array:
     return vary(jnp.ones_like(loss), tuple(sorted(varying(loss))))
 
 
-def repeated(tree: Tree, number: int) -> Tree:
-    return jax.tree.map(lambda x: jnp.broadcast_to(x, (number, *x.shape)), tree)
+def repeat_tree(tree: Tree, count: int) -> Tree:
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), tree)
 
 
-def at(tree: Tree, index: Any) -> Tree:
+def index_tree(tree: Tree, index: Any) -> Tree:
     return jax.tree.map(lambda x: x[index], tree)
 
 
-def each_at(trees: tuple[Tree, ...], indices: tuple[Array, ...]) -> tuple[Tree, ...]:
-    return tuple(map(at, trees, indices))
+def index_each(trees: tuple[Tree, ...], indices: tuple[Array, ...]) -> tuple[Tree, ...]:
+    return tuple(map(index_tree, trees, indices))
 
 
-def stored(tree: Tree, index: Array, values: Tree) -> Tree:
-    def put(into: Array, x: Array) -> Array:
-        return lax.dynamic_update_index_in_dim(into, x, index, 0)
+def store_at(tree: Tree, index: Array, values: Tree) -> Tree:
+    def update(buffer: Array, x: Array) -> Array:
+        return lax.dynamic_update_index_in_dim(buffer, x, index, 0)
 
-    return jax.tree.map(put, tree, values)
-
-
-def put(tree: Tree, index: Array, values: Tree) -> Tree:
-    return jax.tree.map(lambda into, x: into.at[index].set(x), tree, typed_as(values, tree))
+    return jax.tree.map(update, tree, values)
 
 
-def added(tree: Tree, index: Array, values: Tree) -> Tree:
-    values = jax.tree.map(lambda into, x: x.astype(into.dtype), tree, values)
-    return jax.tree.map(lambda into, x: into.at[index].add(x), tree, typed_as(values, tree))
+def set_at(tree: Tree, index: Array, values: Tree) -> Tree:
+    return jax.tree.map(lambda buffer, x: buffer.at[index].set(x), tree, vary_like(values, tree))
 
 
-def summed(tree: Tree, values: Tree) -> Tree:
+def add_at(tree: Tree, index: Array, values: Tree) -> Tree:
+    values = jax.tree.map(lambda buffer, x: x.astype(buffer.dtype), tree, values)
+    return jax.tree.map(lambda buffer, x: buffer.at[index].add(x), tree, vary_like(values, tree))
+
+
+def add_trees(tree: Tree, values: Tree) -> Tree:
     """`tree` with the values added, in its dtypes."""
-    return jax.tree.map(lambda into, x: into + x.astype(into.dtype), tree, values)
+    return jax.tree.map(lambda total, x: total + x.astype(total.dtype), tree, values)

@@ -68,8 +68,8 @@ def replica_axes(spec: PartitionSpec, mesh: FoldedMesh) -> Axes:
     """
     # A dimension over one atom is written as its name alone.
     entries = ((entry,) if isinstance(entry, str) else entry or () for entry in spec)
-    spread = {atom for entry in entries for atom in entry}
-    return tuple(atom for atom in mesh.axes if atom not in spread)
+    sharding_axes = {atom for entry in entries for atom in entry}
+    return tuple(atom for atom in mesh.axes if atom not in sharding_axes)
 
 
 def shard_dim(
@@ -77,7 +77,7 @@ def shard_dim(
     shape: tuple[int, ...],
     mesh: FoldedMesh,
     first: int = 0,
-    wire: str = "float32",
+    comm_dtype: str = "float32",
 ) -> ShardDim:
     """Dimension of a weight that its optimizer state is sharded along, and the `replica_axes` used.
 
@@ -89,57 +89,65 @@ def shard_dim(
       spec: sharding of the weight.
       shape: of the full weight.
       first: leading dimensions that are not to be sharded.
-      wire: "float32" or "bfloat16", the communication dtype of gradients across sequence-parallel
-        groups. Inside a group they are sent in float32, and so are those of replica axes that no
-        dimension is divisible by.
+      comm_dtype: "float32" or "bfloat16", the communication dtype of gradients across
+        sequence-parallel groups. Inside a group they are sent in float32, and so are those of
+        replica axes that no dimension is divisible by.
     """
     spec = PartitionSpec(*spec, *[None] * (len(shape) - len(spec)))
     # A dimension sharded over tp, ep or pp could be sharded further only by moving elements.
-    whole = [dim for dim, entry in enumerate(spec) if entry is None and dim >= first]
-    atoms = {dim: _atoms_that_divide(shape[dim], replica_axes(spec, mesh), mesh) for dim in whole}
-    best = max(whole, key=lambda dim: mesh.size(atoms[dim]), default=None)
+    unsharded_dims = [dim for dim, entry in enumerate(spec) if entry is None and dim >= first]
+    atoms = {
+        dim: _dividing_atoms(shape[dim], replica_axes(spec, mesh), mesh) for dim in unsharded_dims
+    }
+    best = max(unsharded_dims, key=lambda dim: mesh.size(atoms[dim]), default=None)
     if best is None:
         return ShardDim(-1, ())
     inside = tuple(atom for atom in atoms[best] if atom in mesh.sequence)
     across = tuple(atom for atom in atoms[best] if atom not in mesh.sequence)
     stages = tuple(stage for stage in (inside, across) if stage)
-    return ShardDim(best - len(shape), stages, across if wire == "bfloat16" else ())
+    return ShardDim(best - len(shape), stages, across if comm_dtype == "bfloat16" else ())
 
 
 def shard_spec(
     spec: PartitionSpec, shape: tuple[int, ...], mesh: FoldedMesh, first: int = 0
 ) -> PartitionSpec:
     """PartitionSpec of a weight's optimizer state: `spec`, sharded along its `shard_dim` too."""
-    cut = shard_dim(spec, shape, mesh, first)
+    sharded_dim = shard_dim(spec, shape, mesh, first)
     entries = [*spec, *[None] * (len(shape) - len(spec))]
-    if cut.atoms:
-        entries[cut.dim] = cut.atoms
+    if sharded_dim.atoms:
+        entries[sharded_dim.dim] = sharded_dim.atoms
     return PartitionSpec(*entries)
 
 
 def reduce_scatter(
-    mesh: FoldedMesh, spec: PartitionSpec, cut: ShardDim, gradient: Array, is_sharded: bool = False
+    mesh: FoldedMesh,
+    spec: PartitionSpec,
+    sharded_dim: ShardDim,
+    gradient: Array,
+    is_sharded: bool = False,
 ) -> Array:
     """Reduce-scatter: the gradient summed over all `replica_axes`; each device keeps its shard.
 
     Runs inside the `jax.shard_map`; the result is sharded as `shard_spec`. Volume sent, of a
     gradient of G numbers and n replicas: ``G (n-1)/n``, half of that of an all-reduce. With i of
     them inside a sequence-parallel group and a across, n = i a, that is ``G (i-1)/i`` inside and
-    ``(G/i) (a-1)/a`` across. The numbers are float32, those across bfloat16 where `cut` is
+    ``(G/i) (a-1)/a`` across. The numbers are float32, those across bfloat16 where `sharded_dim` is
     `compressed`: half the bytes, and each element of the sum off by at most ``2^-8 sum |g_i|`` over
     the a terms that are sent.
 
     Args:
       spec: sharding of the weight.
-      cut: its `ShardDim`.
+      sharded_dim: its `ShardDim`.
       gradient: local gradient, not reduced, varying over every axis.
       is_sharded: the gradient is that of shards, which the transpose of `unshard` has summed over
-        the devices of `cut`.
+        the devices of `sharded_dim`.
     """
-    if cut.atoms and not is_sharded:
-        gradient = _scattered(gradient, cut)
+    if sharded_dim.atoms and not is_sharded:
+        gradient = _reduce_scatter_gradient(gradient, sharded_dim)
     # Along replica axes that no dimension is divisible by, the sum is replicated.
-    return lax.psum(gradient, tuple(a for a in replica_axes(spec, mesh) if a not in cut.atoms))
+    return lax.psum(
+        gradient, tuple(a for a in replica_axes(spec, mesh) if a not in sharded_dim.atoms)
+    )
 
 
 def unshard(shards: Tree, shard_dims: Any) -> Tree:
@@ -154,42 +162,42 @@ def unshard(shards: Tree, shard_dims: Any) -> Tree:
     no device is inside and the shards are bfloat16, as their gradient is bfloat16 already.
     """
 
-    def whole(shard: Array, cut: ShardDim) -> Array:
-        return _gathered(shard, cut, shard.dtype) if cut.atoms else shard
+    def gather(shard: Array, sharded_dim: ShardDim) -> Array:
+        return _all_gather_shard(shard, sharded_dim, shard.dtype) if sharded_dim.atoms else shard
 
-    return jax.tree.map(whole, shards, shard_dims)
+    return jax.tree.map(gather, shards, shard_dims)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gathered(shard: Array, cut: ShardDim, dtype: Any) -> Array:
-    return _gather(shard, cut, dtype)[0]
+def _all_gather_shard(shard: Array, sharded_dim: ShardDim, dtype: Any) -> Array:
+    return _gather(shard, sharded_dim, dtype)[0]
 
 
-def _gather(shard: Array, cut: ShardDim, dtype: Any) -> tuple[Array, None]:
-    for stage in reversed(cut.stages):
-        shard = lax.all_gather(shard, stage, axis=shard.ndim + cut.dim, tiled=True)
+def _gather(shard: Array, sharded_dim: ShardDim, dtype: Any) -> tuple[Array, None]:
+    for stage in reversed(sharded_dim.stages):
+        shard = lax.all_gather(shard, stage, axis=shard.ndim + sharded_dim.dim, tiled=True)
     return shard, None
 
 
-def _scatter(cut: ShardDim, dtype: Any, _: None, gradient: Array) -> tuple[Array]:
-    return (_scattered(gradient.astype(jnp.float32), cut).astype(dtype),)
+def _scatter(sharded_dim: ShardDim, dtype: Any, _: None, gradient: Array) -> tuple[Array]:
+    return (_reduce_scatter_gradient(gradient.astype(jnp.float32), sharded_dim).astype(dtype),)
 
 
-_gathered.defvjp(_gather, _scatter)
+_all_gather_shard.defvjp(_gather, _scatter)
 
 
-def _scattered(gradient: Array, cut: ShardDim) -> Array:
-    for stage in cut.stages:
-        dim = gradient.ndim + cut.dim
-        if stage == cut.compressed:
+def _reduce_scatter_gradient(gradient: Array, sharded_dim: ShardDim) -> Array:
+    for stage in sharded_dim.stages:
+        dim = gradient.ndim + sharded_dim.dim
+        if stage == sharded_dim.compressed:
             gradient = compressed_reduce_scatter(gradient, stage, dim)
         else:
             gradient = lax.psum_scatter(gradient, stage, scatter_dimension=dim, tiled=True)
     return gradient
 
 
-def _atoms_that_divide(size: int, atoms: Axes, mesh: FoldedMesh) -> Axes:
+def _dividing_atoms(size: int, atoms: Axes, mesh: FoldedMesh) -> Axes:
     """The subset of the atoms over which `size` is divisible into the most shards."""
     atoms = tuple(atom for atom in atoms if mesh.size((atom,)) > 1)
-    choices = (some for n in range(len(atoms) + 1) for some in itertools.combinations(atoms, n))
-    return max((some for some in choices if size % mesh.size(some) == 0), key=mesh.size)
+    subsets = (subset for n in range(len(atoms) + 1) for subset in itertools.combinations(atoms, n))
+    return max((subset for subset in subsets if size % mesh.size(subset) == 0), key=mesh.size)

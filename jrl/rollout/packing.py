@@ -21,7 +21,7 @@ from moe.config import ModelConfig
 from moe.head import value_of
 from moe.tokens.packing import PackedBatch, pack_segments, positions_of, zigzag_of_rows
 from moe.weights import Transformer
-from sharding.collectives import gather_tokens, join_shards, own_shard, vary
+from sharding.collectives import gather_tokens, join_shards, local_shard, vary
 from sharding.folding import FoldedMesh
 
 
@@ -98,7 +98,7 @@ def scores_of(
     """
     x, index = _predicting(x, rows, sizes, config, mesh)
     tokens = rows.tokens.reshape(-1).at[index].get(mode="fill", fill_value=0)
-    tokens = own_shard(vary(tokens, mesh.axes), mesh.sequence)
+    tokens = local_shard(vary(tokens, mesh.axes), mesh.sequence)
     scores = token_scores(weights, x, tokens, config, sampling, mesh)
     return Scores(*(_aligned(own, rows, index, mesh) for own in scores), router=None)
 
@@ -146,7 +146,7 @@ def _predicting(
     zigzag = zigzag_of_rows((sizes.bins, sizes.length), mesh, config)
     (order,) = zigzag.restore(jnp.arange(zigzag.num_tokens, dtype=jnp.int32))
     source = vary(order.reshape(-1)[source], mesh.axes)
-    return gather_tokens(x, mesh.sequence)[own_shard(source, mesh.sequence)], index
+    return gather_tokens(x, mesh.sequence)[local_shard(source, mesh.sequence)], index
 
 
 def _aligned(

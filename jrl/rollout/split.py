@@ -12,8 +12,8 @@ from moe import placement
 from moe.adapters.trees import has_adapters
 from moe.config import ModelConfig
 from moe.disaggregated.placement import Placement
-from moe.disaggregated.sides import SplitWeights, moved, to_sides
 from moe.disaggregated.split import Split, SplitMesh, devices_of, fold_split
+from moe.disaggregated.weights import SplitWeights, move_experts, split_weights
 from moe.weights import Transformer, axis_sizes
 from sharding.folding import FoldedMesh
 
@@ -62,7 +62,7 @@ def split_mesh(text: str, number: int | None, training: FoldedMesh) -> SplitMesh
 
 class SplitPolicy:
     """Copy of the policy on both device groups, updated once per change. Each device receives its
-    weights (`moe.disaggregated.sides.to_sides`) with equal bits; adapters are merged first.
+    weights (`moe.disaggregated.weights.split_weights`) with equal bits; adapters are merged first.
 
     Args:
       config: the policy network.
@@ -96,7 +96,7 @@ class SplitPolicy:
             config = config.without_adapters()
             layers = axis_sizes(config)["layer"]
             in_order = placement.in_layer_order(policy, training, layers)
-            sides = to_sides(in_order, config, self._mesh, self._placement)
+            sides = split_weights(in_order, config, self._mesh, self._placement)
             # Blocks: updates donate the buffers that are being read.
             jax.block_until_ready(sides)
             self._sides, self._source = sides, ref(weights)
@@ -111,7 +111,7 @@ class SplitPolicy:
     def place(self, experts: Sequence[Placement]) -> None:
         """Changes the expert placement; stored weights move between the devices that hold them."""
         if self._sides is not None:
-            self._sides = moved(self._sides, self._mesh, self._placement, experts)
+            self._sides = move_experts(self._sides, self._mesh, self._placement, experts)
         self._placement = experts
 
     def release(self) -> None:

@@ -70,7 +70,7 @@ def attend(
 
     Args:
       query, key, value: with one batch dimension in front, all varying over the same mesh axes
-        (`sharding.collectives.alike`).
+        (`sharding.collectives.match_varying`).
     """
     time, blocking = query.shape[-2], blocking_of(query.shape[-2], key.shape[-2], mask.causal)
     # Padded queries see nothing, and their results are cut off.

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 
 from moe.attention.mask import Mask
 from moe.remat import ATTENDED
-from sharding.collectives import alike
+from sharding.collectives import match_varying
 
 Query = Float[Array, "*batch kv_head group time head_dim"]
 Key = Float[Array, "*batch kv_head source head_dim"]
@@ -65,7 +65,7 @@ def flash_attention(
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     grouped = in_groups(query, key.shape[2]), by_head(key), by_head(value), sinks
-    return in_heads(_attend(*alike(grouped, mask), mask, scale, flash))
+    return in_heads(_attend(*match_varying(grouped, mask), mask, scale, flash))
 
 
 def in_groups(

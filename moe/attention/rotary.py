@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from sharding.collectives import alike
+from sharding.collectives import match_varying
 
 
 class _WavelengthsAlone:
@@ -232,7 +232,7 @@ def turn_by(
     if interleaved:
         x = jnp.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
     cos, sin = cos[:, None], sin[:, None]
-    return _turned(*alike((x, cos, sin)))
+    return _turned(*match_varying((x, cos, sin)))
 
 
 @jax.custom_vjp

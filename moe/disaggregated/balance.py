@@ -5,7 +5,8 @@ Loads are numbers of tokens, or any other additive quantity. A slot holds one re
 all devices have the same number of slots. The replicas of an expert share its load equally.
 
 References:
-  DeepSeek-AI, "EPLB", 2025 (repository deepseek-ai/EPLB): `replicas`, `pack`, `placement`.
+  DeepSeek-AI, "EPLB", 2025 (repository deepseek-ai/EPLB): `replicate_experts`, `pack`,
+  `plan_placement`.
   Zhu et al., "MegaScale-Infer", 2025, section 6 (https://arxiv.org/abs/2504.02263) packs greedily,
   too.
 """
@@ -17,8 +18,8 @@ from jaxtyping import Float, Int
 def pack(
     loads: Float[np.ndarray, " item"], num_bins: int, capacity: int | None = None
 ) -> Int[np.ndarray, " item"]:
-    """Greedy packing: the bin of each item, heaviest item first, into the lightest bin with a free
-    place.
+    """Greedy packing: the bin of each item, heaviest item first, into the lightest bin with free
+    capacity.
 
     Without a capacity the load of the fullest bin is at most ``4/3 - 1/(3 num_bins)`` times that of
     the best packing, and with one at most ``2 - 1/num_bins`` times: every other bin has at least
@@ -43,18 +44,20 @@ def pack(
         raise ValueError(
             f"num_bins={num_bins} of capacity={capacity} do not hold {len(loads)} items: take more."
         )
-    held, number = np.zeros(num_bins), np.zeros(num_bins, int)
-    found = np.zeros(len(loads), int)
+    bin_loads, bin_sizes = np.zeros(num_bins), np.zeros(num_bins, int)
+    bins = np.zeros(len(loads), int)
     for item in np.argsort(-loads, kind="stable"):
         # The first of equally light ones.
-        lightest = int(np.argmin(np.where(number < capacity, held, np.inf)))
-        found[item] = lightest
-        held[lightest] += loads[item]
-        number[lightest] += 1
-    return found
+        lightest = int(np.argmin(np.where(bin_sizes < capacity, bin_loads, np.inf)))
+        bins[item] = lightest
+        bin_loads[lightest] += loads[item]
+        bin_sizes[lightest] += 1
+    return bins
 
 
-def replicas(loads: Float[np.ndarray, " expert"], num_slots: int) -> Int[np.ndarray, " slot"]:
+def replicate_experts(
+    loads: Float[np.ndarray, " expert"], num_slots: int
+) -> Int[np.ndarray, " slot"]:
     """Expert of each slot: every expert once, then repeatedly the one whose replicas have the
     largest load, the first of equals.
 
@@ -65,29 +68,29 @@ def replicas(loads: Float[np.ndarray, " expert"], num_slots: int) -> Int[np.ndar
         raise ValueError(
             f"num_slots={num_slots} do not hold {len(loads)} experts: take at least as many."
         )
-    copies, found = np.ones(len(loads)), list(range(len(loads)))
+    counts, slot_experts = np.ones(len(loads)), list(range(len(loads)))
     for _ in range(num_slots - len(loads)):
-        hottest = int(np.argmax(loads / copies))
-        found.append(hottest)
-        copies[hottest] += 1
-    return np.array(found)
+        hottest = int(np.argmax(loads / counts))
+        slot_experts.append(hottest)
+        counts[hottest] += 1
+    return np.array(slot_experts)
 
 
-def of_slots(
-    loads: Float[np.ndarray, " expert"], placed: Int[np.ndarray, " slot"]
+def slot_loads(
+    loads: Float[np.ndarray, " expert"], slot_experts: Int[np.ndarray, " slot"]
 ) -> Float[np.ndarray, " slot"]:
     """Load of each slot."""
-    return (loads / np.bincount(placed, minlength=len(loads)))[placed]
+    return (loads / np.bincount(slot_experts, minlength=len(loads)))[slot_experts]
 
 
-def of_devices(
-    loads: Float[np.ndarray, " expert"], placed: Int[np.ndarray, " slot"], num_devices: int
+def device_loads(
+    loads: Float[np.ndarray, " expert"], slot_experts: Int[np.ndarray, " slot"], num_devices: int
 ) -> Float[np.ndarray, " device"]:
     """Load of each device, with the slots in the order of devices."""
-    return of_slots(loads, placed).reshape(num_devices, -1).sum(1)
+    return slot_loads(loads, slot_experts).reshape(num_devices, -1).sum(1)
 
 
-def placement(
+def plan_placement(
     loads: Float[np.ndarray, " expert"],
     num_slots: int,
     num_devices: int,
@@ -106,13 +109,13 @@ def placement(
     Raises:
       ValueError: where groups do not divide the experts, servers the devices or devices the slots.
     """
-    for title, whole, name, part in (
+    for title, total, name, divisor in (
         ("experts", len(loads), "num_groups", num_groups),
         ("num_devices", num_devices, "num_servers", num_servers),
         ("num_slots", num_slots, "num_devices", num_devices),
     ):
-        if part < 1 or whole % part:
-            raise ValueError(f"{name}={part} must divide the {whole} of {title}.")
+        if divisor < 1 or total % divisor:
+            raise ValueError(f"{name}={divisor} must divide the {total} of {title}.")
     if num_groups % num_servers:
         num_groups = num_servers = 1
     # Experts of a group are neighbours, and remain so in their server.
@@ -120,28 +123,30 @@ def placement(
     server = pack(loads[groups].sum(1), num_servers, num_groups // num_servers)
     return np.concatenate(
         [
-            _in_server(
+            _plan_server(
                 loads,
-                groups[_in_order(server, here, loads[groups].sum(1))].reshape(-1),
+                groups[_items_of_bin(server, server_index, loads[groups].sum(1))].reshape(-1),
                 num_slots // num_servers,
                 num_devices // num_servers,
             )
-            for here in range(num_servers)
+            for server_index in range(num_servers)
         ]
     )
 
 
-def _in_order(bins, here: int, loads) -> Int[np.ndarray, " item"]:
+def _items_of_bin(bins, bin_index: int, loads) -> Int[np.ndarray, " item"]:
     """Items of a bin in the order in which they were packed, the heaviest first."""
-    (items,) = np.nonzero(bins == here)
+    (items,) = np.nonzero(bins == bin_index)
     return items[np.argsort(-loads[items], kind="stable")]
 
 
-def _in_server(loads, experts, num_slots: int, num_devices: int) -> Int[np.ndarray, " slot"]:
-    chosen = replicas(loads[experts], num_slots)
-    each = of_slots(loads[experts], chosen)
+def _plan_server(loads, experts, num_slots: int, num_devices: int) -> Int[np.ndarray, " slot"]:
+    slot_experts = replicate_experts(loads[experts], num_slots)
+    loads_of_slots = slot_loads(loads[experts], slot_experts)
     if num_slots == num_devices:
-        return experts[chosen]
-    device = pack(each, num_devices, num_slots // num_devices)
-    order = np.concatenate([_in_order(device, here, each) for here in range(num_devices)])
-    return experts[chosen[order]]
+        return experts[slot_experts]
+    device = pack(loads_of_slots, num_devices, num_slots // num_devices)
+    order = np.concatenate(
+        [_items_of_bin(device, device_index, loads_of_slots) for device_index in range(num_devices)]
+    )
+    return experts[slot_experts[order]]

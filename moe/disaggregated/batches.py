@@ -9,39 +9,40 @@ from moe.config import ModelConfig
 
 
 @dataclass(frozen=True)
-class Predicted:
+class AttentionTime:
     """Predicted time of attention for a sequence, in any unit.
 
-    A sequence takes ``of_token + of_cached context``: its projections, and its cached keys and
-    values.
+    A sequence takes ``per_token + per_cached_token context``: its projections, and its cached keys
+    and values.
 
     Raises:
       ValueError: for a time below 0.
     """
 
-    of_token: float
-    of_cached: float
+    per_token: float
+    per_cached_token: float
 
     def __post_init__(self):
-        if self.of_token < 0 or self.of_cached < 0:
+        if self.per_token < 0 or self.per_cached_token < 0:
             raise ValueError(
-                f"of_token={self.of_token} and of_cached={self.of_cached} must not be below 0."
+                f"per_token={self.per_token} and per_cached_token={self.per_cached_token} must not "
+                "be below 0."
             )
 
     @classmethod
-    def of(cls, config: ModelConfig) -> "Predicted":
+    def from_config(cls, config: ModelConfig) -> "AttentionTime":
         """Predicts from the multiplications of one layer: four projections, and two products with
         the cache."""
         heads = config.num_heads * config.head_dim
-        both = heads + config.num_kv_heads * config.head_dim
-        return cls(of_token=2.0 * config.d_model * both, of_cached=2.0 * heads)
+        all_projections = heads + config.num_kv_heads * config.head_dim
+        return cls(per_token=2.0 * config.d_model * all_projections, per_cached_token=2.0 * heads)
 
-    def of_batch(self, contexts: Sequence[int]) -> float:
+    def batch_time(self, contexts: Sequence[int]) -> float:
         """Predicted time of a batch, from the cached tokens of its sequences."""
-        return len(contexts) * self.of_token + self.of_cached * sum(contexts)
+        return len(contexts) * self.per_token + self.per_cached_token * sum(contexts)
 
 
-def lightest(times: Sequence[float], room: Sequence[int]) -> int:
+def lightest_batch(times: Sequence[float], free_slots: Sequence[int]) -> int:
     """Index of the batch that the next sequence joins: the one with the least predicted time among
     those with a free slot, the first of equals.
 
@@ -50,12 +51,12 @@ def lightest(times: Sequence[float], room: Sequence[int]) -> int:
 
     Args:
       times: predicted time of each batch.
-      room: number of free slots of each.
+      free_slots: number of free slots of each.
 
     Raises:
       ValueError: where no batch has a free slot.
     """
-    free = np.asarray(room) > 0
-    if not free.any():
-        raise ValueError(f"none of {len(room)} batches has a free slot.")
-    return int(np.argmin(np.where(free, times, np.inf)))
+    has_free_slot = np.asarray(free_slots) > 0
+    if not has_free_slot.any():
+        raise ValueError(f"none of {len(free_slots)} batches has a free slot.")
+    return int(np.argmin(np.where(has_free_slot, times, np.inf)))

@@ -32,11 +32,11 @@ from sharding.folding import FoldedMesh
 
 Arrays = tuple[Array, ...]
 UNION = "union"
-LONGEST_NAME = 256
+MAX_NAME_BYTES = 256
 """Bytes of a host's name or of an address, at most."""
-LONGEST_WAIT = 600.0
+TIMEOUT_SECONDS = 600.0
 """Timeout of a message in seconds; the sender's programs may have to be compiled first."""
-STAGED = 2**24
+READ_BYTES = 2**24
 """Bytes of a message that a transfer server reads at a time; it reserves buffers of this size."""
 
 
@@ -56,11 +56,11 @@ class Message(NamedTuple):
 class Exchange(Protocol):
     """Exchange of messages from one side to the other."""
 
-    def __call__(self, parts: Arrays | None, message: Message) -> Arrays | None:
-        """Sends the messages of `parts` to the other side.
+    def __call__(self, arrays: Arrays | None, message: Message) -> Arrays | None:
+        """Sends the messages of `arrays` to the other side.
 
         Args:
-          parts: an array for each target device; None in a process that has no source device.
+          arrays: an array for each target device; None in a process that has no source device.
           message: shape and dtype of each message.
 
         Returns:
@@ -68,7 +68,7 @@ class Exchange(Protocol):
         """
 
 
-def spread_over(mesh: FoldedMesh) -> NamedSharding:
+def row_sharding(mesh: FoldedMesh) -> NamedSharding:
     """Sharding of arrays whose rows are split over all devices of `mesh`."""
     return NamedSharding(mesh.mesh, PartitionSpec(mesh.axes))
 
@@ -84,23 +84,27 @@ class DevicePut:
     """
 
     def __init__(self, source: FoldedMesh, target: FoldedMesh):
-        if not _is_alone(source, target):
+        if not _is_single_process(source, target):
             raise ValueError(
                 'm2n="device_put" copies between devices of one process, and others have some of '
                 'these: use "collective".'
             )
         self._sources, self._targets = devices_of(source), devices_of(target)
-        self._placed = spread_over(target)
+        self._sharding = row_sharding(target)
 
-    def __call__(self, parts: Arrays | None, message: Message) -> Arrays | None:
-        assert parts is not None
-        held = [_shards(part) for part in parts]
-        messages = [held[j][source] for source in self._sources for j in range(len(parts))]
+    def __call__(self, arrays: Arrays | None, message: Message) -> Arrays | None:
+        assert arrays is not None
+        shards_by_device = [_shards(array) for array in arrays]
+        messages = [
+            shards_by_device[j][source] for source in self._sources for j in range(len(arrays))
+        ]
         # One call for all copies, so that the host dispatches them together and does not wait.
-        moved = jax.device_put(messages, self._targets * len(self._sources))
-        number = len(self._targets)
+        received = jax.device_put(messages, self._targets * len(self._sources))
+        num_targets = len(self._targets)
         return tuple(
-            _assembled(moved[i * number : (i + 1) * number], number, self._placed)
+            _assemble(
+                received[i * num_targets : (i + 1) * num_targets], num_targets, self._sharding
+            )
             for i in range(len(self._sources))
         )
 
@@ -123,66 +127,78 @@ class Collective:
         # One axis over all devices of both sides, in one program: every process runs it.
         mesh = Mesh(devices, (UNION,), axis_types=(auto,))
         self._union = NamedSharding(mesh, PartitionSpec(UNION))
-        self._placed = spread_over(target)
+        self._sharding = row_sharding(target)
 
-    def __call__(self, parts: Arrays | None, message: Message) -> Arrays | None:
-        here, total = jax.process_index(), len(self._sources) + len(self._targets)
-        own = [d for d in (*self._sources, *self._targets) if d.process_index == here]
+    def __call__(self, arrays: Arrays | None, message: Message) -> Arrays | None:
+        process, num_devices = jax.process_index(), len(self._sources) + len(self._targets)
+        local_devices = [d for d in (*self._sources, *self._targets) if d.process_index == process]
         # An array over the union needs a buffer on each device, also on those that send nothing.
-        nothing = {d: _zeros(message, d) for d in own}
-        mine = [{}] * len(self._targets) if parts is None else [_shards(part) for part in parts]
-        mine, after = [nothing | held for held in mine], _last(frozenset(own))
-        given = [_assembled([held[d] for d in own], total, self._union) for held in (*mine, after)]
-        *sent, done = _permuting(self._union, len(self._sources), len(self._targets))(*given)
-        # In place, for the next exchange between these devices: see `permute` in `_permuting`.
-        after |= _shards(done)
-        there = [d for d in self._targets if d.process_index == here]
-        if not there:
+        zeros = {d: _zeros(message, d) for d in local_devices}
+        shards_to_send = (
+            [{}] * len(self._targets) if arrays is None else [_shards(array) for array in arrays]
+        )
+        shards_to_send, last_token = (
+            [zeros | shard_of for shard_of in shards_to_send],
+            _last_tokens(frozenset(local_devices)),
+        )
+        inputs = [
+            _assemble([shard_of[d] for d in local_devices], num_devices, self._union)
+            for shard_of in (*shards_to_send, last_token)
+        ]
+        *received, token = _permute_program(self._union, len(self._sources), len(self._targets))(
+            *inputs
+        )
+        # In place, for the next exchange between these devices: see `_permute_program`.
+        last_token |= _shards(token)
+        local_targets = [d for d in self._targets if d.process_index == process]
+        if not local_targets:
             return None
-        shards = [[held[d] for d in there] for held in map(_shards, sent)]
-        return tuple(_assembled(held, len(self._targets), self._placed) for held in shards)
+        shards = [[shard_of[d] for d in local_targets] for shard_of in map(_shards, received)]
+        return tuple(_assemble(shard_of, len(self._targets), self._sharding) for shard_of in shards)
 
 
-class Transfer:
+class DirectTransfer:
     """Reads from the memory of the other process (`jax.experimental.transfer`): a source offers its
     messages and the target pulls them, one offer for each pair of processes. Messages within a
     process are copied from device to device.
 
     No program spans both sides, so that a process waits only for messages that its own programs
     read. Every process must make the same exchanges in the same order. An error in a peer, its
-    exit, and `LONGEST_WAIT` seconds without a message that is pulled are raised where the message
-    is awaited.
+    exit, and `TIMEOUT_SECONDS` seconds without a message that is pulled are raised where the
+    message is awaited.
     """
 
     def __init__(self, source: FoldedMesh, target: FoldedMesh):
         self._sources, self._targets = devices_of(source), devices_of(target)
-        self._placed, self._office = spread_over(target), _post_office()
+        self._sharding, self._server = row_sharding(target), _transfer_server()
 
-    def __call__(self, parts: Arrays | None, message: Message) -> Arrays | None:
-        here, came = jax.process_index(), dict[tuple[int, int], Array]()
-        if parts is not None:
-            held = [_shards(part) for part in parts]
+    def __call__(self, arrays: Arrays | None, message: Message) -> Arrays | None:
+        process, received = jax.process_index(), dict[tuple[int, int], Array]()
+        if arrays is not None:
+            shards_by_device = [_shards(array) for array in arrays]
             # One offer per pair of processes, not of devices: each has a fixed cost.
-            for to in _processes(self._targets):
-                pairs = self._pairs(here, to)
-                messages = [held[j][self._sources[i]] for i, j in pairs]
-                if to == here:
-                    there = [self._targets[j] for _, j in pairs]
-                    came |= zip(pairs, jax.device_put(messages, there), strict=True)
+            for to in _process_ids(self._targets):
+                pairs = self._pairs(process, to)
+                messages = [shards_by_device[j][self._sources[i]] for i, j in pairs]
+                if to == process:
+                    devices = [self._targets[j] for _, j in pairs]
+                    received |= zip(pairs, jax.device_put(messages, devices), strict=True)
                 else:
-                    self._office.offer(to, messages)
-        if here not in _processes(self._targets):
+                    self._server.offer(to, messages)
+        if process not in _process_ids(self._targets):
             return None
         # Offers come before pulls: two processes that are both source and target never deadlock.
-        for sender in _processes(self._sources):
-            if sender != here:
-                pairs = self._pairs(sender, here)
-                there = [self._targets[j] for _, j in pairs]
-                came |= zip(pairs, self._office.pull(sender, message, there), strict=True)
-        number = len(self._targets)
-        own = [j for j, device in enumerate(self._targets) if device.process_index == here]
+        for sender in _process_ids(self._sources):
+            if sender != process:
+                pairs = self._pairs(sender, process)
+                devices = [self._targets[j] for _, j in pairs]
+                received |= zip(pairs, self._server.pull(sender, message, devices), strict=True)
+        num_targets = len(self._targets)
+        local_targets = [
+            j for j, device in enumerate(self._targets) if device.process_index == process
+        ]
         return tuple(
-            _assembled([came[i, j] for j in own], number, self._placed)
+            _assemble([received[i, j] for j in local_targets], num_targets, self._sharding)
             for i in range(len(self._sources))
         )
 
@@ -196,7 +212,7 @@ class Transfer:
         return [(i, j) for i in sources for j in targets]
 
 
-class _PostOffice:
+class _TransferServer:
     """The transfer server of this process, and its connections to the others.
 
     All processes construct it at the same time, as it gathers their addresses. An offer has an id
@@ -204,13 +220,13 @@ class _PostOffice:
     """
 
     def __init__(self):
-        host = host_to_reach(_gathered(socket.gethostname()), jax.process_index())
+        host = reachable_host(_all_gather_text(socket.gethostname()), jax.process_index())
         # Besides the server's address there must be one for the data: without it processes do not
         # connect.
         self._server = transfer.start_transfer_server(
-            jax.local_devices()[0].client, f"{host}:0", [f"{host}:0"], transfer_size=STAGED
+            jax.local_devices()[0].client, f"{host}:0", [f"{host}:0"], transfer_size=READ_BYTES
         )
-        self._addresses = _gathered(self._server.address())
+        self._addresses = _all_gather_text(self._server.address())
         self._connections: dict[int, Any] = {}
         # Per pair of processes, as exchanges of different pairs may interleave.
         self._counts = Counter[tuple[int, int]]()
@@ -218,7 +234,7 @@ class _PostOffice:
 
     def offer(self, to: int, messages: list[Array]) -> None:
         """Offers messages to a process, which pulls them once."""
-        self._server.await_pull(self._number(jax.process_index(), to), messages)
+        self._server.await_pull(self._transfer_id(jax.process_index(), to), messages)
 
     def pull(self, sender: int, message: Message, devices: list[Any]) -> list[Array]:
         """Pulls the messages that a process offers to this one, one for each of the devices."""
@@ -226,14 +242,18 @@ class _PostOffice:
         if sender not in self._connections:
             _check_listens(sender, self._addresses[sender])
             self._connections[sender] = self._server.connect(self._addresses[sender])
-        shape, places = (message.rows, message.width), map(SingleDeviceSharding, devices)
-        wanted = [jax.ShapeDtypeStruct(shape, message.dtype, sharding=place) for place in places]
-        came = self._connections[sender].pull(self._number(sender, jax.process_index()), wanted)
+        shape, shardings = (message.rows, message.width), map(SingleDeviceSharding, devices)
+        shapes = [
+            jax.ShapeDtypeStruct(shape, message.dtype, sharding=sharding) for sharding in shardings
+        ]
+        messages = self._connections[sender].pull(
+            self._transfer_id(sender, jax.process_index()), shapes
+        )
         # One message stands for the whole pull: they were offered together.
-        self._watch.expect(sender, came[-1])
-        return came
+        self._watch.expect(sender, messages[-1])
+        return messages
 
-    def _number(self, sender: int, to: int) -> int:
+    def _transfer_id(self, sender: int, to: int) -> int:
         # Both ends compute the same id without a message: the count of their exchanges so far, made
         # unique on the sender's server by the receiver's index.
         self._counts[sender, to] += 1
@@ -261,28 +281,30 @@ class _Watch:
             self._awaited.setdefault(sender, (message, time.monotonic()))
 
     def _run(self) -> None:
-        said = 'm2n="transfer": process %d has sent nothing for %g s; its connection is closed'
+        log_format = (
+            'm2n="transfer": process %d has sent nothing for %g s; its connection is closed'
+        )
         while True:
-            time.sleep(LONGEST_WAIT / 100)
+            time.sleep(TIMEOUT_SECONDS / 100)
             with self._lock:
                 overdue = [sender for sender in list(self._awaited) if self._is_overdue(sender)]
             for sender in overdue:
-                logging.getLogger(__name__).error(said, sender, LONGEST_WAIT)
+                logging.getLogger(__name__).error(log_format, sender, TIMEOUT_SECONDS)
                 _disconnect(self._addresses[sender])
 
     def _is_overdue(self, sender: int) -> bool:
         message, since = self._awaited[sender]
         # Messages of a sender arrive in order. When the awaited one is here, the newest is next:
         # the timeout starts again, and no reference to those in between keeps their memory.
-        if not _has_come(message):
-            return time.monotonic() > since + LONGEST_WAIT
+        if not _has_arrived(message):
+            return time.monotonic() > since + TIMEOUT_SECONDS
         del self._awaited[sender]
-        if not _has_come(newest := self._newest.pop(sender)):
+        if not _has_arrived(newest := self._newest.pop(sender)):
             self._newest[sender], self._awaited[sender] = newest, (newest, time.monotonic())
         return False
 
 
-def _has_come(message: Any) -> bool:
+def _has_arrived(message: Any) -> bool:
     # A RuntimeError means that it was donated to a program, or that an error came instead.
     with contextlib.suppress(RuntimeError):
         return message.is_ready()
@@ -293,7 +315,7 @@ def _check_listens(process: int, address: str) -> None:
     """Raises RuntimeError if no process listens at an address; JAX would wait without an error."""
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host, int(port)), LONGEST_WAIT).close()
+        socket.create_connection((host, int(port)), TIMEOUT_SECONDS).close()
     except OSError as error:
         raise RuntimeError(f"SocketServer: process {process} at {address}: {error}") from error
 
@@ -304,31 +326,31 @@ def _disconnect(address: str) -> None:
     host, _, port = address.rpartition(":")
     # JAX does not expose its sockets, so they are found among the open file descriptors. A
     # duplicate is shut down and closed: JAX's own descriptor stays valid, and reads from it fail.
-    for number in map(int, os.listdir("/dev/fd")):
+    for descriptor in map(int, os.listdir("/dev/fd")):
         with contextlib.suppress(OSError):
-            if stat.S_ISSOCK(os.fstat(number).st_mode):
-                with socket.socket(fileno=os.dup(number)) as own:
-                    if own.getpeername()[:2] == (host, int(port)):
-                        own.shutdown(socket.SHUT_RDWR)
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                with socket.socket(fileno=os.dup(descriptor)) as duplicate:
+                    if duplicate.getpeername()[:2] == (host, int(port)):
+                        duplicate.shutdown(socket.SHUT_RDWR)
 
 
-def host_to_reach(names: Sequence[str], number: int) -> str:
+def reachable_host(names: Sequence[str], process: int) -> str:
     """Address by which the other processes reach the host of a process.
 
     Args:
       names: host names of all processes.
-      number: index of the process whose host this is.
+      process: index of the process whose host this is.
 
     Raises:
       ValueError: if the host's name resolves to no address that others can reach.
     """
     if len(set(names)) == 1:
         return "127.0.0.1"
-    name, known = names[number], list[Any]()
+    name, addresses = names[process], list[Any]()
     with contextlib.suppress(socket.gaierror):
-        known = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
     # Many systems resolve their own name to a loopback address, which others cannot reach.
-    for *_, socket_address in known:
+    for *_, socket_address in addresses:
         if not (address := str(socket_address[0])).startswith("127."):
             return address
     raise ValueError(
@@ -337,10 +359,10 @@ def host_to_reach(names: Sequence[str], number: int) -> str:
     )
 
 
-IMPLEMENTATIONS = {"device_put": DevicePut, "collective": Collective, "transfer": Transfer}
+IMPLEMENTATIONS = {"device_put": DevicePut, "collective": Collective, "transfer": DirectTransfer}
 
 
-def exchange_of(name: str | None, source: FoldedMesh, target: FoldedMesh) -> Exchange:
+def make_exchange(name: str | None, source: FoldedMesh, target: FoldedMesh) -> Exchange:
     """Constructs the named implementation; None is "device_put" if one process has all devices,
     else "collective".
 
@@ -348,77 +370,79 @@ def exchange_of(name: str | None, source: FoldedMesh, target: FoldedMesh) -> Exc
       ValueError: on an unknown name, or one that is not supported on these devices.
     """
     if name is None:
-        name = "device_put" if _is_alone(source, target) else "collective"
+        name = "device_put" if _is_single_process(source, target) else "collective"
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"m2n={name!r} is none of {', '.join(IMPLEMENTATIONS)}; None picks.")
     return IMPLEMENTATIONS[name](source, target)
 
 
 @cache
-def _permuting(union: NamedSharding, sources: int, targets: int) -> Any:
+def _permute_program(union: NamedSharding, sources: int, targets: int) -> Any:
     rounds = max(sources, targets)
 
-    def permute(*given: Array) -> Arrays:
+    def permute(*inputs: Array) -> Arrays:
         # The token of the last exchange is an argument, so that this one fails too if that failed.
         # The barrier orders all permutes after it.
-        *parts, after = lax.optimization_barrier(given)
-        me, stacked = lax.axis_index(UNION), jnp.stack(parts)
-        received = jnp.zeros((sources, *parts[0].shape), parts[0].dtype)
+        *arrays, token = lax.optimization_barrier(inputs)
+        rank, stacked = lax.axis_index(UNION), jnp.stack(arrays)
+        received = jnp.zeros((sources, *arrays[0].shape), arrays[0].dtype)
         received = lax.pcast(received, (UNION,), to="varying")
         # One permute per round: pairs of a permute must have distinct sources and targets.
-        for number in range(rounds):
-            to = [(i + number) % rounds for i in range(sources)]
-            pairs = [(i, sources + j) for i, j in enumerate(to) if j < targets]
+        for round_index in range(rounds):
+            targets_of_round = [(i + round_index) % rounds for i in range(sources)]
+            pairs = [(i, sources + j) for i, j in enumerate(targets_of_round) if j < targets]
             # Targets and idle sources select a message too, as all devices run the same code; it is
             # not sent.
-            mine = jnp.minimum((me + number) % rounds, targets - 1)
-            came = lax.ppermute(stacked[mine], UNION, pairs)
+            target = jnp.minimum((rank + round_index) % rounds, targets - 1)
+            message = lax.ppermute(stacked[target], UNION, pairs)
             # A device that receives nothing in this round writes past the end, which has no effect.
-            source = (me - sources - number) % rounds
-            source = jnp.where((me >= sources) & (source < sources), source, sources)
-            received = received.at[source].set(came, mode="drop")
-        return *received, after
+            source = (rank - sources - round_index) % rounds
+            source = jnp.where((rank >= sources) & (source < sources), source, sources)
+            received = received.at[source].set(message, mode="drop")
+        return *received, token
 
-    over = PartitionSpec(UNION)
-    return jax.jit(jax.shard_map(permute, mesh=union.mesh, in_specs=over, out_specs=over))
+    spec = PartitionSpec(UNION)
+    return jax.jit(jax.shard_map(permute, mesh=union.mesh, in_specs=spec, out_specs=spec))
 
 
 @cache
-def _last(devices: frozenset[Any]) -> dict[Any, Array]:
+def _last_tokens(devices: frozenset[Any]) -> dict[Any, Array]:
     """Token of the last exchange between these devices, on each of them; zeros before the first."""
     return {device: _zeros(Message(1, 1, np.dtype(np.int32)), device) for device in devices}
 
 
 @cache
-def _post_office() -> _PostOffice:
-    return _PostOffice()
+def _transfer_server() -> _TransferServer:
+    return _TransferServer()
 
 
-def _gathered(text: str) -> list[str]:
+def _all_gather_text(text: str) -> list[str]:
     """All-gathers a text from every process."""
-    padded = np.frombuffer(text.encode().ljust(LONGEST_NAME, b"\0"), np.uint8)
-    rows = multihost_utils.process_allgather(padded, tiled=False)
-    return [bytes(row).rstrip(b"\0").decode() for row in np.asarray(rows).reshape(-1, padded.size)]
+    padded = np.frombuffer(text.encode().ljust(MAX_NAME_BYTES, b"\0"), np.uint8)
+    texts = multihost_utils.process_allgather(padded, tiled=False)
+    return [bytes(row).rstrip(b"\0").decode() for row in np.asarray(texts).reshape(-1, padded.size)]
 
 
-def _processes(devices: Sequence[Any]) -> list[int]:
+def _process_ids(devices: Sequence[Any]) -> list[int]:
     return sorted({device.process_index for device in devices})
 
 
-def _is_alone(source: FoldedMesh, target: FoldedMesh) -> bool:
-    return _processes([*devices_of(source), *devices_of(target)]) == [jax.process_index()]
+def _is_single_process(source: FoldedMesh, target: FoldedMesh) -> bool:
+    return _process_ids([*devices_of(source), *devices_of(target)]) == [jax.process_index()]
 
 
 def _shards(array: Array) -> dict[Any, Array]:
     """Shards of an array on the devices of this process."""
-    parts = [array.addressable_data(i) for i in range(len(array.sharding.addressable_devices))]
-    return {next(iter(part.devices())): part for part in parts}
+    shards = [array.addressable_data(i) for i in range(len(array.sharding.addressable_devices))]
+    return {next(iter(shard.devices())): shard for shard in shards}
 
 
-def _assembled(shards: Sequence[Array], number: int, sharding: NamedSharding) -> Array:
-    """Assembles an array of `number` equal shards from those of this process, without a copy."""
+def _assemble(shards: Sequence[Array], num_shards: int, sharding: NamedSharding) -> Array:
+    """Assembles an array of `num_shards` equal shards from this process's, without a copy."""
     rows, *rest = shards[0].shape
-    return jax.make_array_from_single_device_arrays((number * rows, *rest), sharding, list(shards))
+    return jax.make_array_from_single_device_arrays(
+        (num_shards * rows, *rest), sharding, list(shards)
+    )
 
 
 @cache

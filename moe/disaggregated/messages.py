@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
-WORDS = {2: jnp.uint16, 4: jnp.uint32}
+WORD_DTYPES = {2: jnp.uint16, 4: jnp.uint32}
 """Unsigned dtypes by the item size of the tokens."""
 
 
@@ -21,33 +21,33 @@ def message_width(d_model: int, k: int, dtype: Any) -> int:
     return d_model + 2 * k * (4 // jnp.dtype(dtype).itemsize)
 
 
-def written_message(
+def encode_message(
     rows: Float[Array, "row d_model"], slots: Int[Array, "row k"], probs: Float[Array, "row k"]
 ) -> Shaped[Array, "row width"]:
     """Encodes tokens, the slots of their experts and their gate weights (float32) as rows of
     words."""
-    word = WORDS[rows.dtype.itemsize]
-    parts = rows, slots.astype(jnp.int32), probs.astype(jnp.float32)
-    return jnp.concatenate([_words(part, word) for part in parts], axis=1)
+    word = WORD_DTYPES[rows.dtype.itemsize]
+    fields = rows, slots.astype(jnp.int32), probs.astype(jnp.float32)
+    return jnp.concatenate([_to_words(field, word) for field in fields], axis=1)
 
 
-def read_message(
+def decode_message(
     message: Shaped[Array, "row width"], d_model: int, k: int, dtype: Any
 ) -> tuple[Float[Array, "row d_model"], Int[Array, "row k"], Float[Array, "row k"]]:
-    """Decodes a message of `written_message`: tokens, slots and gate weights."""
-    rest = (message.shape[1] - d_model) // 2
+    """Decodes a message of `encode_message`: tokens, slots and gate weights."""
+    routing_words = (message.shape[1] - d_model) // 2
     return (
         lax.bitcast_convert_type(message[:, :d_model], dtype),
-        _wide(message[:, d_model : d_model + rest], k, jnp.int32),
-        _wide(message[:, d_model + rest :], k, jnp.float32),
+        _from_words(message[:, d_model : d_model + routing_words], k, jnp.int32),
+        _from_words(message[:, d_model + routing_words :], k, jnp.float32),
     )
 
 
-def _words(x: Array, word: Any) -> Array:
+def _to_words(x: Array, word: Any) -> Array:
     return lax.bitcast_convert_type(x, word).reshape(x.shape[0], -1)
 
 
-def _wide(words: Array, k: int, dtype: Any) -> Array:
+def _from_words(words: Array, k: int, dtype: Any) -> Array:
     if words.shape[1] != k:
         words = words.reshape(words.shape[0], k, -1)
     return lax.bitcast_convert_type(words, dtype)

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 
-class Copies(NamedTuple):
+class SlotTable(NamedTuple):
     """Lookup table of a placement for the attention side.
 
     Attributes:
@@ -28,7 +28,7 @@ class Placement:
     """Placement of experts in slots of the devices along ``ep``, equally many on each.
 
     Args:
-      copies: for each expert the (device, slot) pairs that hold it; one or more.
+      replicas: for each expert the (device, slot) pairs that hold it; one or more.
       num_devices: number of devices along ``ep``.
       num_slots: number of slots of a device.
 
@@ -36,16 +36,16 @@ class Placement:
       ValueError: if an expert has no slot, or a slot does not exist or holds two experts.
     """
 
-    copies: tuple[tuple[tuple[int, int], ...], ...]
+    replicas: tuple[tuple[tuple[int, int], ...], ...]
     num_devices: int
     num_slots: int
 
     def __post_init__(self):
         seen: dict[tuple[int, int], int] = {}
-        for expert, places in enumerate(self.copies):
-            if not places:
+        for expert, slots in enumerate(self.replicas):
+            if not slots:
                 raise ValueError(f"expert {expert} has no slot: give every expert one or more.")
-            for device, slot in places:
+            for device, slot in slots:
                 if not (0 <= device < self.num_devices and 0 <= slot < self.num_slots):
                     raise ValueError(
                         f"expert {expert} is placed on slot {slot} of device {device}, and there "
@@ -59,11 +59,13 @@ class Placement:
                 seen[device, slot] = expert
 
     @classmethod
-    def of(cls, copies: Sequence[Sequence[tuple[int, int]]], num_devices: int) -> "Placement":
+    def from_replicas(
+        cls, replicas: Sequence[Sequence[tuple[int, int]]], num_devices: int
+    ) -> "Placement":
         """Placement with as many slots per device as the fullest one needs."""
-        given = tuple(tuple((int(d), int(s)) for d, s in places) for places in copies)
-        num_slots = 1 + max((slot for places in given for _, slot in places), default=0)
-        return cls(given, num_devices, num_slots)
+        slots_of_experts = tuple(tuple((int(d), int(s)) for d, s in slots) for slots in replicas)
+        num_slots = 1 + max((slot for slots in slots_of_experts for _, slot in slots), default=0)
+        return cls(slots_of_experts, num_devices, num_slots)
 
     @classmethod
     def identity(cls, num_experts: int, num_devices: int) -> "Placement":
@@ -78,67 +80,75 @@ class Placement:
                 "an ep that divides it."
             )
         each = num_experts // num_devices
-        copies = tuple((divmod(expert, each),) for expert in range(num_experts))
-        return cls(copies, num_devices, each)
+        replicas = tuple((divmod(expert, each),) for expert in range(num_experts))
+        return cls(replicas, num_devices, each)
 
     @classmethod
-    def holding(cls, experts: Int[np.ndarray, "slot"], num_devices: int) -> "Placement":
+    def from_slots(cls, slot_experts: Int[np.ndarray, "slot"], num_devices: int) -> "Placement":
         """Placement from the expert in each slot, device after device; the inverse of `experts`."""
-        each = len(experts) // num_devices
-        copies = [list[tuple[int, int]]() for _ in range(int(experts.max()) + 1)]
-        for slot, expert in enumerate(experts.tolist()):
-            copies[expert].append(divmod(slot, each))
-        return cls(tuple(map(tuple, copies)), num_devices, each)
+        each = len(slot_experts) // num_devices
+        replicas = [list[tuple[int, int]]() for _ in range(int(slot_experts.max()) + 1)]
+        for slot, expert in enumerate(slot_experts.tolist()):
+            replicas[expert].append(divmod(slot, each))
+        return cls(tuple(map(tuple, replicas)), num_devices, each)
 
     @property
     def experts(self) -> Int[np.ndarray, "slot"]:
         """Expert in each slot, device after device; expert 0 in empty slots, which no token is sent
         to."""
-        held = np.zeros(self.num_devices * self.num_slots, np.int32)
-        for expert, places in enumerate(self.copies):
-            for device, slot in places:
-                held[device * self.num_slots + slot] = expert
-        return held
+        slot_experts = np.zeros(self.num_devices * self.num_slots, np.int32)
+        for expert, slots in enumerate(self.replicas):
+            for device, slot in slots:
+                slot_experts[device * self.num_slots + slot] = expert
+        return slot_experts
 
     @property
     def is_identity(self) -> bool:
         """True if the slots hold the experts in order, each once."""
-        held = self.experts
-        return len(held) == len(self.copies) and bool(np.all(held == np.arange(len(held))))
+        slot_experts = self.experts
+        return len(slot_experts) == len(self.replicas) and bool(
+            np.all(slot_experts == np.arange(len(slot_experts)))
+        )
 
-    def table(self) -> Copies:
+    def slot_table(self) -> SlotTable:
         """Lookup table for the attention side; its shape does not depend on which experts are
         replicated."""
-        spare = self.num_devices * self.num_slots - len(self.copies)
+        spare = self.num_devices * self.num_slots - len(self.replicas)
         width = 1 + spare
-        slots = np.full((len(self.copies) + 1, width), self.num_devices * self.num_slots, np.int32)
-        for expert, places in enumerate(self.copies):
-            own = [device * self.num_slots + slot for device, slot in places]
-            slots[expert] = (own + own[-1:] * width)[:width]
-        counts = np.array([*map(len, self.copies), 1], np.int32)
-        return Copies(slots, counts)
+        slots = np.full(
+            (len(self.replicas) + 1, width), self.num_devices * self.num_slots, np.int32
+        )
+        for expert, pairs in enumerate(self.replicas):
+            indices = [device * self.num_slots + slot for device, slot in pairs]
+            slots[expert] = (indices + indices[-1:] * width)[:width]
+        counts = np.array([*map(len, self.replicas), 1], np.int32)
+        return SlotTable(slots, counts)
 
 
-def of_layers(placement: Placement | Sequence[Placement], num_layers: int) -> tuple[Placement, ...]:
+def layer_placements(
+    placement: Placement | Sequence[Placement], num_layers: int
+) -> tuple[Placement, ...]:
     """Placement of each layer with experts, from one for all layers or one for each.
 
     Raises:
       ValueError: for a wrong number of placements, or ones that differ in devices or slots.
     """
-    each = (placement,) * num_layers if isinstance(placement, Placement) else tuple(placement)
-    if len(each) != num_layers:
-        raise ValueError(f"{len(each)} placements are none of {num_layers} layers: give one each.")
-    if len({(one.num_devices, one.num_slots) for one in each}) > 1:
+    placements = (placement,) * num_layers if isinstance(placement, Placement) else tuple(placement)
+    if len(placements) != num_layers:
+        raise ValueError(
+            f"{len(placements)} placements are none of {num_layers} layers: give one each."
+        )
+    if len({(one.num_devices, one.num_slots) for one in placements}) > 1:
         raise ValueError("the placements of layers differ in their slots: give all as many.")
-    return each
+    return placements
 
 
-def slots_of_choices(experts: Int[Array, "token k"], copies: Copies) -> Int[Array, "token k"]:
+def lookup_slots(experts: Int[Array, "token k"], table: SlotTable) -> Int[Array, "token k"]:
     """Slot that each expert id of a token is sent to; neighbouring tokens use different replicas.
 
     Args:
       experts: expert ids; `num_experts` for none gives the index past the last slot.
     """
     token = jnp.arange(experts.shape[0], dtype=experts.dtype)[:, None]
-    slots, counts = jnp.asarray(copies.slots), jnp.asarray(copies.counts)
+    slots, counts = jnp.asarray(table.slots), jnp.asarray(table.counts)
     return slots[experts, token % counts[experts]]

@@ -15,17 +15,17 @@ from moe.attention.mask import window_of_layer
 from moe.cache.buffers import kept_columns
 from moe.cache.step import StepCore
 from moe.decoding import by_row, packed_prefill, packed_step
-from moe.disaggregated.halves import (
+from moe.disaggregated.layer import (
     Flight,
     Serving,
-    combined,
-    computed,
-    departing,
+    attend_and_route,
+    combine_outputs,
+    compute_experts,
     flight_specs,
-    setting_out,
+    initial_flight,
 )
-from moe.disaggregated.placement import Copies
-from moe.disaggregated.sides import attention_specs, expert_specs, first_specs, rest_specs
+from moe.disaggregated.placement import SlotTable
+from moe.disaggregated.weights import attention_specs, expert_specs, first_specs, rest_specs
 from moe.embedding import embed
 from moe.head import logits_of
 from moe.layers.block import block
@@ -65,7 +65,7 @@ class Prompts(NamedTuple):
     lengths: Array
 
 
-Given = Steps | Prompts
+Inputs = Steps | Prompts
 
 
 class Buffers(NamedTuple):
@@ -77,17 +77,17 @@ class Buffers(NamedTuple):
 
 
 @partial(jax.jit, static_argnums=0)
-def begin(serving: Serving, rest: Transformer[Array], given: Given) -> Flight[Array]:
+def begin(serving: Serving, rest: Transformer[Array], inputs: Inputs) -> Flight[Array]:
     """Embeds the tokens: the state at the start of the network."""
     mesh = serving.mesh.attention
 
-    def local(rest: Transformer[Array], given: Given) -> Flight[Array]:
-        tokens = _packed(serving, given, None).tokens
-        return setting_out(serving, embed(vary(rest, mesh.axes), tokens, serving.config, mesh))
+    def local(rest: Transformer[Array], inputs: Inputs) -> Flight[Array]:
+        tokens = _packed(serving, inputs, None).tokens
+        return initial_flight(serving, embed(vary(rest, mesh.axes), tokens, serving.config, mesh))
 
-    return _on_attention(
-        serving, local, (rest_specs(serving.config, mesh), _given_specs(serving, given))
-    )(rest, given)
+    return _shard_map_attention(
+        serving, local, (rest_specs(serving.config, mesh), _input_specs(serving, inputs))
+    )(rest, inputs)
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=(4, 5))
@@ -95,10 +95,10 @@ def dense_layer(
     serving: Serving,
     columns: int | None,
     layer: Layer[Array],
-    number: Array,
+    layer_index: Array,
     buffers: Buffers,
     flight: Flight[Array],
-    given: Given,
+    inputs: Inputs,
 ) -> tuple[Flight[Array], Buffers]:
     """Runs a whole layer without experts.
 
@@ -109,16 +109,16 @@ def dense_layer(
     """
     mesh, config = serving.mesh.attention, serving.config
 
-    def local(layer: Any, number: Array, buffers: Buffers, flight: Any, given: Given) -> Any:
-        core = _Core(serving, number, vary(buffers, mesh.axes), given, columns)
+    def local(layer: Any, layer_index: Array, buffers: Buffers, flight: Any, inputs: Inputs) -> Any:
+        core = _Core(serving, layer_index, vary(buffers, mesh.axes), inputs, columns)
         x, _ = block(
-            vary(layer, mesh.axes), flight.x, core.packed, core.attend, config, mesh, number
+            vary(layer, mesh.axes), flight.x, core.packed, core.attend, config, mesh, layer_index
         )
-        return flight.replace(x=x), core.after
+        return flight.replace(x=x), core.updated_buffers
 
-    places = first_specs(config, mesh), *_attention_args(serving, buffers, given)
-    return _on_attention(serving, local, places, buffers_out=True)(
-        layer, number, buffers, flight, given
+    in_specs = first_specs(config, mesh), *_attention_specs(serving, buffers, inputs)
+    return _shard_map_attention(serving, local, in_specs, buffers_out=True)(
+        layer, layer_index, buffers, flight, inputs
     )
 
 
@@ -127,19 +127,19 @@ def attention_half(
     serving: Serving,
     columns: int | None,
     layer: Layer[Array],
-    number: Array,
+    layer_index: Array,
     buffers: Buffers,
     flight: Flight[Array],
-    given: Given,
+    inputs: Inputs,
     received: Arrays,
-    copies: Copies,
+    slot_table: SlotTable,
 ) -> tuple[Flight[Array], Buffers, Arrays]:
     """Runs the attention half of a layer: combine of the layer before, norm, projections, cache,
     core attention, output projection, router, and the rows for each expert device.
 
     Args:
       columns: number of columns of the cache that are read; None is all.
-      number: index of the layer in the network.
+      layer_index: index of the layer in the network.
       buffers: donated; empty in a prefill.
       flight: donated.
       received: sums of the layer before, from each expert device; zeros in the first.
@@ -148,32 +148,32 @@ def attention_half(
 
     def local(
         layer: Any,
-        number: Array,
+        layer_index: Array,
         buffers: Buffers,
         flight: Any,
-        given: Given,
+        inputs: Inputs,
         received: Arrays,
-        copies: Copies,
+        slot_table: SlotTable,
     ) -> Any:
-        core = _Core(serving, number, vary(buffers, mesh.axes), given, columns)
-        x, own = combined(flight, received), number - config.num_dense_layers
-        flight, sent = departing(
+        core = _Core(serving, layer_index, vary(buffers, mesh.axes), inputs, columns)
+        x, expert_layer = combine_outputs(flight, received), layer_index - config.num_dense_layers
+        flight, sent = attend_and_route(
             serving,
             vary(layer, mesh.axes),
-            own,
+            expert_layer,
             x,
             core.packed,
             core.attend,
-            vary(copies, mesh.axes),
+            vary(slot_table, mesh.axes),
             flight.choices,
         )
-        return flight, core.after, sent
+        return flight, core.updated_buffers, sent
 
-    own = PartitionSpec(mesh.axes)
-    places = attention_specs(config, mesh), *_attention_args(serving, buffers, given)
-    places = *places, (own,) * serving.num_targets, PartitionSpec()
-    return _on_attention(serving, local, places, buffers_out=True, sends=True)(
-        layer, number, buffers, flight, given, received, copies
+    token_spec = PartitionSpec(mesh.axes)
+    in_specs = attention_specs(config, mesh), *_attention_specs(serving, buffers, inputs)
+    in_specs = *in_specs, (token_spec,) * serving.num_targets, PartitionSpec()
+    return _shard_map_attention(serving, local, in_specs, buffers_out=True, sends=True)(
+        layer, layer_index, buffers, flight, inputs, received, slot_table
     )
 
 
@@ -185,16 +185,16 @@ def experts_half(serving: Serving, experts: Experts[Array], received: Arrays) ->
       received: messages from each attention device.
     """
     mesh = serving.mesh.experts
-    own = PartitionSpec(mesh.axes)
+    token_spec = PartitionSpec(mesh.axes)
 
     def local(experts: Experts[Array], received: Arrays) -> Arrays:
-        return computed(serving, *vary((experts, received), mesh.axes))
+        return compute_experts(serving, *vary((experts, received), mesh.axes))
 
     return jax.shard_map(
         local,
         mesh=mesh.mesh,
-        in_specs=(expert_specs(mesh), (own,) * serving.num_sources),
-        out_specs=(own,) * serving.num_sources,
+        in_specs=(expert_specs(mesh), (token_spec,) * serving.num_sources),
+        out_specs=(token_spec,) * serving.num_sources,
     )(experts, received)
 
 
@@ -208,23 +208,23 @@ def end_step(
 
     def local(rest: Any, flight: Any, received: Arrays) -> Any:
         rest = vary(rest, mesh.axes)
-        x = last_norm(rest, combined(flight, received), config)
-        chosen = None
+        x = last_norm(rest, combine_outputs(flight, received), config)
+        expert_ids = None
         if flight.choices is not None:
-            chosen = join_shards(jnp.moveaxis(flight.choices, 0, 1), mesh.sequence)
-        return logits_of(rest, x, config, mesh), chosen
+            expert_ids = join_shards(jnp.moveaxis(flight.choices, 0, 1), mesh.sequence)
+        return logits_of(rest, x, config, mesh), expert_ids
 
-    own = PartitionSpec(mesh.axes)
-    chosen = PartitionSpec(mesh.except_sequence) if serving.records_choices else None
+    token_spec = PartitionSpec(mesh.axes)
+    choices_spec = PartitionSpec(mesh.except_sequence) if serving.records_choices else None
     return jax.shard_map(
         local,
         mesh=mesh.mesh,
         in_specs=(
             rest_specs(config, mesh),
             flight_specs(serving),
-            (own,) * serving.num_targets,
+            (token_spec,) * serving.num_targets,
         ),
-        out_specs=(own, chosen),
+        out_specs=(token_spec, choices_spec),
     )(rest, flight, received)
 
 
@@ -234,27 +234,27 @@ def end_prefill(
     rest: Transformer[Array],
     flight: Flight[Array],
     received: Arrays,
-    given: Prompts,
+    inputs: Prompts,
 ) -> tuple[Array, Array | None]:
     """States and expert ids after a prefill, as in `moe.decoding.Prefilled`."""
     mesh, config = serving.mesh.attention, serving.config
 
-    def local(rest: Any, flight: Any, received: Arrays, given: Prompts) -> Any:
-        x = last_norm(vary(rest, mesh.axes), combined(flight, received), config)
-        return by_row(x, flight.choices, _packed(serving, given, None), given.lengths, mesh)
+    def local(rest: Any, flight: Any, received: Arrays, inputs: Prompts) -> Any:
+        x = last_norm(vary(rest, mesh.axes), combine_outputs(flight, received), config)
+        return by_row(x, flight.choices, _packed(serving, inputs, None), inputs.lengths, mesh)
 
-    own, rows = PartitionSpec(mesh.axes), PartitionSpec(mesh.except_sequence)
+    token_spec, rows = PartitionSpec(mesh.axes), PartitionSpec(mesh.except_sequence)
     return jax.shard_map(
         local,
         mesh=mesh.mesh,
         in_specs=(
             rest_specs(config, mesh),
             flight_specs(serving),
-            (own,) * serving.num_targets,
-            _given_specs(serving, given),
+            (token_spec,) * serving.num_targets,
+            _input_specs(serving, inputs),
         ),
         out_specs=(rows, rows if serving.records_choices else None),
-    )(rest, flight, received, given)
+    )(rest, flight, received, inputs)
 
 
 class _Core:
@@ -268,55 +268,59 @@ class _Core:
     def __init__(
         self,
         serving: Serving,
-        number: Array,
+        layer_index: Array,
         buffers: Buffers,
-        given: Given,
+        inputs: Inputs,
         columns: int | None,
     ):
-        config, self._step, self._kept = serving.config, None, list[Arrays]()
-        if isinstance(given, Steps):
-            keys, rows = buffers.keys, given.positions.shape[0]
+        config, self._step, self._recorded = serving.config, None, list[Arrays]()
+        if isinstance(inputs, Steps):
+            keys, rows = buffers.keys, inputs.positions.shape[0]
             assert keys is not None
-            first = None if keys.shape[0] == rows else given.first
+            first = None if keys.shape[0] == rows else inputs.first
             self._step = StepCore(
                 config,
-                number,
+                layer_index,
                 keys,
                 buffers.values,
-                given.positions,
-                given.live,
+                inputs.positions,
+                inputs.live,
                 first=first,
                 columns=columns,
             )
             self.attend: CoreAttention | LatentCore = self._step.attend
-            self.packed = _packed(serving, given, self.attend)
+            self.packed = _packed(serving, inputs, self.attend)
             return
-        self.packed = _packed(serving, given, None)
-        core = self.packed.core_attention_of_layer(number, window_of_layer(config, number))
+        self.packed = _packed(serving, inputs, None)
+        core = self.packed.core_attention_of_layer(
+            layer_index, window_of_layer(config, layer_index)
+        )
         assert not isinstance(core, LatentCore)
-        keep = partial(kept_columns, given.tokens.shape)
-        self.attend = watched(core, keep, self._kept, config)
+        keep = partial(kept_columns, inputs.tokens.shape)
+        self.attend = watched(core, keep, self._recorded, config)
 
     @property
-    def after(self) -> Buffers:
+    def updated_buffers(self) -> Buffers:
         """Keys and values of the layer after it has run."""
         if self._step is not None:
             return Buffers(self._step.keys, self._step.values)
-        keys, *values = self._kept[0]
+        keys, *values = self._recorded[0]
         return Buffers(keys, values[0] if values else None)
 
 
-def _packed(serving: Serving, given: Given, core: CoreAttention | LatentCore | None) -> PackedBatch:
+def _packed(
+    serving: Serving, inputs: Inputs, core: CoreAttention | LatentCore | None
+) -> PackedBatch:
     records = serving.records_choices
-    if isinstance(given, Steps):
-        return packed_step(given.tokens, given.positions, given.live, core, records)
-    return packed_prefill(*given, serving.config, serving.mesh.attention, records)
+    if isinstance(inputs, Steps):
+        return packed_step(inputs.tokens, inputs.positions, inputs.live, core, records)
+    return packed_prefill(*inputs, serving.config, serving.mesh.attention, records)
 
 
-def _given_specs(serving: Serving, given: Given) -> Any:
+def _input_specs(serving: Serving, inputs: Inputs) -> Any:
     rows: Any = PartitionSpec(serving.mesh.attention.except_sequence)
-    whole: Any = PartitionSpec()
-    return Steps(rows, rows, rows, whole) if isinstance(given, Steps) else Prompts(rows, rows)
+    replicated: Any = PartitionSpec()
+    return Steps(rows, rows, rows, replicated) if isinstance(inputs, Steps) else Prompts(rows, rows)
 
 
 def _buffer_specs(serving: Serving) -> Any:
@@ -325,13 +329,13 @@ def _buffer_specs(serving: Serving) -> Any:
     return Buffers(heads, None if keeps_narrow(serving.config) else heads)
 
 
-def _attention_args(serving: Serving, buffers: Buffers, given: Given) -> tuple[Any, ...]:
+def _attention_specs(serving: Serving, buffers: Buffers, inputs: Inputs) -> tuple[Any, ...]:
     """PartitionSpecs of number, buffers, flight and tokens."""
-    places = Buffers(None, None) if buffers.keys is None else _buffer_specs(serving)
-    return PartitionSpec(), places, flight_specs(serving), _given_specs(serving, given)
+    buffers_spec = Buffers(None, None) if buffers.keys is None else _buffer_specs(serving)
+    return PartitionSpec(), buffers_spec, flight_specs(serving), _input_specs(serving, inputs)
 
 
-def _on_attention(
+def _shard_map_attention(
     serving: Serving,
     local: Any,
     in_specs: tuple[Any, ...],
@@ -345,9 +349,9 @@ def _on_attention(
     if sends:
         out.append((PartitionSpec(mesh.axes),) * serving.num_targets)
 
-    def marked(*given: Any) -> Any:
-        made = local(*given)
-        return vary(made, mesh.axes)
+    def local_varying(*args: Any) -> Any:
+        results = local(*args)
+        return vary(results, mesh.axes)
 
     out_specs: Any = tuple(out) if len(out) > 1 else out[0]
-    return jax.shard_map(marked, mesh=mesh.mesh, in_specs=in_specs, out_specs=out_specs)
+    return jax.shard_map(local_varying, mesh=mesh.mesh, in_specs=in_specs, out_specs=out_specs)

@@ -2,7 +2,7 @@
 
 It is published that loads of decoding change slowly and that placements are recomputed from time to
 time (Zhu et al., "MegaScale-Infer", 2025, section 6). The interval, the averaging of loads and the
-gain that justifies a move are not published: here they are `Policy`.
+gain that justifies a move are not published: here they are `RebalancingPolicy`.
 """
 
 from dataclasses import dataclass, replace
@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from jaxtyping import Float, Int
 
-from moe.disaggregated.balance import of_devices, placement
+from moe.disaggregated.balance import device_loads, plan_placement
 
 
 @dataclass(frozen=True)
-class Policy:
+class RebalancingPolicy:
     """Re-balancing policy: interval, averaging of loads, and least gain.
 
     Attributes:
@@ -37,7 +37,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the expert side; see `placement`."""
+    """Sizes of the expert side; see `plan_placement`."""
 
     num_slots: int
     num_devices: int
@@ -52,12 +52,12 @@ class Balance:
     Attributes:
       step: number of steps observed.
       loads: exponential average of the tokens of each expert per step.
-      placed: expert of each slot.
+      slot_experts: expert of each slot.
     """
 
     step: int
     loads: Float[np.ndarray, "layer expert"]
-    placed: Int[np.ndarray, "layer slot"]
+    slot_experts: Int[np.ndarray, "layer slot"]
 
 
 @dataclass(frozen=True)
@@ -69,20 +69,20 @@ class Move:
     expert: int
 
 
-def start(num_layers: int, num_experts: int, sizes: Sizes) -> Balance:
+def initial_balance(num_layers: int, num_experts: int, sizes: Sizes) -> Balance:
     """State before the first step: no loads, experts placed as if all loads were equal."""
-    placed = placement(
+    slot_experts = plan_placement(
         np.ones(num_experts),
         sizes.num_slots,
         sizes.num_devices,
         sizes.num_servers,
         sizes.num_groups,
     )
-    return Balance(0, np.zeros((num_layers, num_experts)), np.tile(placed, (num_layers, 1)))
+    return Balance(0, np.zeros((num_layers, num_experts)), np.tile(slot_experts, (num_layers, 1)))
 
 
 def observe(
-    balance: Balance, tokens: np.ndarray, sizes: Sizes, policy: Policy
+    balance: Balance, tokens: np.ndarray, sizes: Sizes, policy: RebalancingPolicy
 ) -> tuple[Balance, list[Move]]:
     """Updates the loads with a step: returns the new state, and the moves that its placement needs;
     none in most steps.
@@ -103,56 +103,62 @@ def observe(
             f"tokens of shape {tokens.shape} are not of {balance.loads.shape} layers and experts."
         )
     step = balance.step + 1
-    kept = min(policy.decay, (step - 1) / step)
-    loads = kept * balance.loads + (1 - kept) * tokens
-    seen = replace(balance, step=step, loads=loads)
+    decay = min(policy.decay, (step - 1) / step)
+    loads = decay * balance.loads + (1 - decay) * tokens
+    updated = replace(balance, step=step, loads=loads)
     if step % policy.every:
-        return seen, []
-    placed, moves = balance.placed.copy(), []
+        return updated, []
+    slot_experts, moves = balance.slot_experts.copy(), []
     for layer, load in enumerate(loads):
-        new = _better(load, balance.placed[layer], sizes, policy)
-        if new is not None:
-            (slots,) = np.nonzero(new != balance.placed[layer])
-            moves += [Move(layer, int(slot), int(new[slot])) for slot in slots]
-            placed[layer] = new
-    return replace(seen, placed=placed), moves
+        new_slots = _better_placement(load, balance.slot_experts[layer], sizes, policy)
+        if new_slots is not None:
+            (slots,) = np.nonzero(new_slots != balance.slot_experts[layer])
+            moves += [Move(layer, int(slot), int(new_slots[slot])) for slot in slots]
+            slot_experts[layer] = new_slots
+    return replace(updated, slot_experts=slot_experts), moves
 
 
-def _better(load, placed, sizes: Sizes, policy: Policy) -> np.ndarray | None:
-    new = placement(load, sizes.num_slots, sizes.num_devices, sizes.num_servers, sizes.num_groups)
-    fullest, would_be = (of_devices(load, one, sizes.num_devices).max() for one in (placed, new))
-    if would_be >= (1 - policy.threshold) * fullest:
+def _better_placement(
+    load, slot_experts, sizes: Sizes, policy: RebalancingPolicy
+) -> np.ndarray | None:
+    new = plan_placement(
+        load, sizes.num_slots, sizes.num_devices, sizes.num_servers, sizes.num_groups
+    )
+    fullest, new_fullest = (
+        device_loads(load, one, sizes.num_devices).max() for one in (slot_experts, new)
+    )
+    if new_fullest >= (1 - policy.threshold) * fullest:
         return None
     old_servers, new_servers = (
         one.reshape(sizes.num_servers, sizes.num_devices // sizes.num_servers, -1)
-        for one in (placed, new)
+        for one in (slot_experts, new)
     )
     return np.concatenate(
-        [_matched(old, new) for old, new in zip(old_servers, new_servers, strict=True)]
+        [_match_devices(old, new) for old, new in zip(old_servers, new_servers, strict=True)]
     ).reshape(-1)
 
 
-def _matched(old: np.ndarray, new: np.ndarray) -> np.ndarray:
+def _match_devices(old: np.ndarray, new: np.ndarray) -> np.ndarray:
     """Reorders new devices to match old ones: greedily the pair with most experts in common; an
     expert that stays on a device stays in its slot."""
-    shared = np.array([[_common(a, b) for b in new] for a in old])
-    found = np.empty_like(old)
+    shared = np.array([[_num_common(a, b) for b in new] for a in old])
+    matched = np.empty_like(old)
     for _ in range(len(old)):
-        here, there = np.unravel_index(np.argmax(shared), shared.shape)
-        found[here] = _in_slots(old[here], new[there])
-        shared[here, :] = shared[:, there] = -1
-    return found
+        old_device, new_device = np.unravel_index(np.argmax(shared), shared.shape)
+        matched[old_device] = _align_slots(old[old_device], new[new_device])
+        shared[old_device, :] = shared[:, new_device] = -1
+    return matched
 
 
-def _common(old: np.ndarray, new: np.ndarray) -> int:
+def _num_common(old: np.ndarray, new: np.ndarray) -> int:
     return int(sum(min(np.sum(old == one), np.sum(new == one)) for one in np.unique(new)))
 
 
-def _in_slots(old: np.ndarray, new: np.ndarray) -> np.ndarray:
-    left, found = new.tolist(), np.full_like(old, -1)
+def _align_slots(old: np.ndarray, new: np.ndarray) -> np.ndarray:
+    unplaced, aligned = new.tolist(), np.full_like(old, -1)
     for slot, expert in enumerate(old.tolist()):
-        if expert in left:
-            left.remove(expert)
-            found[slot] = expert
-    found[found < 0] = left
-    return found
+        if expert in unplaced:
+            unplaced.remove(expert)
+            aligned[slot] = expert
+    aligned[aligned < 0] = unplaced
+    return aligned

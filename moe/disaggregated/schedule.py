@@ -36,34 +36,34 @@ class Enqueued(NamedTuple):
     micro_batch: int
 
 
-def order(
-    num_layers: int, micro_batches: int, goes_on: Callable[[int], bool]
+def order_programs(
+    num_layers: int, micro_batches: int, should_continue: Callable[[int], bool]
 ) -> Iterator[Enqueued]:
     """Yields the schedule entries in order.
 
     Args:
       num_layers: number of layers with experts.
       micro_batches: number of micro-batches, each a part of the rows.
-      goes_on: true if a token of that index is to be decoded; called once for each in order, before
-        any of its programs is enqueued.
+      should_continue: true if a token of that index is to be decoded; called once for each in
+        order, before any of its programs is enqueued.
     """
-    numbers, token, last = range(micro_batches), 0, num_layers - 1
-    if not goes_on(0):
+    micro_batch_ids, token, last = range(micro_batches), 0, num_layers - 1
+    if not should_continue(0):
         return
-    for number in numbers:
-        yield Enqueued("begin", 0, 0, number)
-        yield Enqueued("attention", 0, 0, number)
-    going = True
-    while going:
+    for micro_batch in micro_batch_ids:
+        yield Enqueued("begin", 0, 0, micro_batch)
+        yield Enqueued("attention", 0, 0, micro_batch)
+    continues = True
+    while continues:
         for layer in range(num_layers):
-            going = goes_on(token + 1) if layer == last else going
-            for number in numbers:
-                yield Enqueued("experts", token, layer, number)
+            continues = should_continue(token + 1) if layer == last else continues
+            for micro_batch in micro_batch_ids:
+                yield Enqueued("experts", token, layer, micro_batch)
                 if layer < last:
-                    yield Enqueued("attention", token, layer + 1, number)
+                    yield Enqueued("attention", token, layer + 1, micro_batch)
                     continue
-                yield Enqueued("end", token, layer, number)
-                if going:
-                    yield Enqueued("begin", token + 1, 0, number)
-                    yield Enqueued("attention", token + 1, 0, number)
+                yield Enqueued("end", token, layer, micro_batch)
+                if continues:
+                    yield Enqueued("begin", token + 1, 0, micro_batch)
+                    yield Enqueued("attention", token + 1, 0, micro_batch)
         token += 1

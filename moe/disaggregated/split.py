@@ -101,7 +101,7 @@ def devices_of(mesh: FoldedMesh) -> list[Any]:
     return list(mesh.mesh.devices.flat)
 
 
-def is_here(mesh: FoldedMesh) -> bool:
+def has_local_devices(mesh: FoldedMesh) -> bool:
     """True if a device of `mesh` belongs to this process, which then runs its programs."""
     return any(device.process_index == jax.process_index() for device in devices_of(mesh))
 

@@ -11,7 +11,7 @@ from moe.experts.grouped.mosaic import require_support
 from moe.kernels import grouped
 from moe.kernels.swiglu import hidden_gradients, hidden_units
 from moe.remat import PRODUCT
-from sharding.collectives import alike
+from sharding.collectives import match_varying
 
 FUSED, GATHERED, SCATTERED = FUSED_KERNELS = ("mosaic_fused", "mosaic_gathered", "mosaic_scattered")
 """Names in addition to `moe.experts.grouped.dot.IMPLEMENTATIONS`: products with fused SwiGLU, those
@@ -46,7 +46,7 @@ def fused_experts(
     """
     for width in gate_up_weights.shape[-1], down_weights.shape[-1]:
         require_support(rows, width, FUSED, "routed_experts")
-    return _fused(*alike((rows, gate_up_weights, down_weights, probs, sizes)), simulated)
+    return _fused(*match_varying((rows, gate_up_weights, down_weights, probs, sizes)), simulated)
 
 
 def cast_matrices(weights: Array, rows: Array) -> Array:

@@ -25,7 +25,7 @@ from moe.kernels.layout import SortedLayout
 from moe.kernels.rows import combine
 from moe.kernels.swiglu import hidden_gradients, hidden_units
 from moe.remat import PRODUCT
-from sharding.collectives import alike
+from sharding.collectives import match_varying
 
 
 def gathered_experts(
@@ -62,7 +62,7 @@ def gathered_experts(
     name = SCATTERED if scattered else GATHERED
     for width in gate_up_weights.shape[-1], down_weights.shape[-1]:
         require_support(jax.ShapeDtypeStruct(x.shape, dtype), width, name, "routed_experts")
-    operands = alike((x, gate_up_weights, down_weights, probs, sizes, layout))
+    operands = match_varying((x, gate_up_weights, down_weights, probs, sizes, layout))
     return _gathered(*operands, GatherOptions(x.dtype, dtype, scattered, simulated))
 
 

@@ -19,7 +19,7 @@ from moe.router.layer import route
 from moe.router.statistics import RouterStatistics
 from moe.tokens.packing import PackedBatch
 from moe.weights import Layer
-from sharding.collectives import own_shard, vary
+from sharding.collectives import local_shard, vary
 from sharding.folding import FoldedMesh
 
 
@@ -75,7 +75,7 @@ def block(
     layer_index: int | Int[Array, ""],
 ) -> tuple[Float[Array, "local d_model"], RouterStatistics[Array] | None]:
     """Runs one block, the layer of index `layer_index` in the network."""
-    positions = packed.rope or own_shard(packed.positions, mesh.cp)
+    positions = packed.rope or local_shard(packed.positions, mesh.cp)
     x = x + attention(layer.attention, x, positions, core_attention, config, mesh, layer_index)
     x = checkpoint_name(x, STREAM)
     out, stats = feed_forward(layer, x, packed, config, mesh)

@@ -28,7 +28,7 @@ from moe.router.balance import merge_half_batches
 from moe.router.statistics import RouterStatistics
 from moe.tokens.packing import PackedBatch
 from moe.weights import Layer
-from sharding.collectives import gather_tokens, own_shard
+from sharding.collectives import gather_tokens, local_shard
 from sharding.folding import FoldedMesh
 
 Streams = tuple[Array, ...]
@@ -97,7 +97,7 @@ def restore_row_order(
         ),
         strict=True,
     )
-    return own_shard(packed.zigzag.join(*map(jnp.concatenate, sections)), mesh.tp)
+    return local_shard(packed.zigzag.join(*map(jnp.concatenate, sections)), mesh.tp)
 
 
 def restore_choices_order(

@@ -21,7 +21,7 @@ from moe.experts.permutation import positions_within
 from moe.remat import ROUTED
 from moe.router.routing import Routing
 from moe.tokens.zigzag import ZigzagLayout
-from sharding.collectives import gather_tokens, own_shard
+from sharding.collectives import gather_tokens, local_shard
 from sharding.folding import FoldedMesh
 
 
@@ -91,7 +91,7 @@ def drop(
         retained = _within_capacity_in_rows(
             _gather_routing(routing, config, mesh), zigzag, capacity, config
         )
-        retained = own_shard(retained, mesh.sequence)
+        retained = local_shard(retained, mesh.sequence)
     else:
         retained = _within_capacity(routing, capacity, config)
     retained = checkpoint_name(retained, ROUTED)

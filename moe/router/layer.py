@@ -19,7 +19,7 @@ from moe.router.sequences import sequence_load_fractions
 from moe.router.statistics import LoadFractions, RouterStatistics, statistics
 from moe.tokens.packing import PackedBatch
 from moe.weights import Experts
-from sharding.collectives import own_shard, vary
+from sharding.collectives import local_shard, vary
 from sharding.folding import FoldedMesh
 
 
@@ -31,7 +31,7 @@ def route(
     mesh: FoldedMesh,
 ) -> tuple[Routing, RouterStatistics[Array]]:
     """Routing of each token after dropping, and the router's statistics."""
-    multiplicity = vary(own_shard(packed.multiplicity, mesh.sequence), mesh.axes)
+    multiplicity = vary(local_shard(packed.multiplicity, mesh.sequence), mesh.axes)
     logits = float32_product(h.astype(jnp.float32), experts.router)
     if experts.router_bias is not None:
         logits = logits + experts.router_bias[None]
@@ -45,7 +45,7 @@ def route(
     )
     agreed = replayed = None
     if packed.replay is not None:
-        replay = own_shard(packed.replay, mesh.sequence).astype(jnp.int32)
+        replay = local_shard(packed.replay, mesh.sequence).astype(jnp.int32)
         agreed, replayed = agreement(routing.experts, replay, multiplicity, config.num_experts)
         routing, probabilities = topk_routing(
             logits, multiplicity > 0, config, bias=experts.bias, replay=replay

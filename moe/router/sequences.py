@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from sharding.collectives import all_sum, own_shard
+from sharding.collectives import all_sum, local_shard
 from sharding.folding import FoldedMesh
 
 
@@ -51,7 +51,7 @@ def sequence_load_fractions(
       counts: assignments of each of these tokens to each expert; 0 for padding.
       sequences: of all tokens of the sequence-parallel group.
     """
-    segment_ids = own_shard(sequences.segments, mesh.sequence)
+    segment_ids = local_shard(sequences.segments, mesh.sequence)
     # Integers: the order of the sum does not change the result.
     sent = jax.ops.segment_sum(counts, segment_ids, sequences.num_segments)
     return sequences.fractions(all_sum(sent, mesh.sequence))[segment_ids]

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from moe.config import ModelConfig
 from moe.tokens.packing import zigzag_of_prompts, zigzag_of_rows
 from moe.tokens.zigzag import ZigzagLayout
-from sharding.collectives import gather_tokens, join_shards, own_shard
+from sharding.collectives import gather_tokens, join_shards, local_shard
 from sharding.folding import FoldedMesh
 
 
@@ -35,7 +35,7 @@ def response_states(
     rank, column = zigzag.locate(0, prompt_length - 1)
     last = gather_tokens(prompts[None, :, column], mesh.cp)[rank]
     before = _shift_columns(responses, jnp.repeat(last, num_samples, axis=0), zigzag, mesh)
-    return own_shard(before.reshape(-1, x.shape[-1]), mesh.tp)
+    return local_shard(before.reshape(-1, x.shape[-1]), mesh.tp)
 
 
 def _shift_columns(
@@ -59,7 +59,7 @@ def _shift_columns(
     x = x.reshape(x.shape[0], chunks, -1, x.shape[-1])
     (last,) = ends.restore(gather_tokens(ends.join(x[:, :, -1]), mesh.cp))
     before = jnp.concatenate([first[:, None], last[:, :-1]], axis=1)
-    (before,) = ends.split(own_shard(ends.flatten(before), mesh.cp))
+    (before,) = ends.split(local_shard(ends.flatten(before), mesh.cp))
     shifted = jnp.concatenate([before[:, :, None], x[:, :, :-1]], axis=2)
     return shifted.reshape(x.shape[0], -1, x.shape[-1])
 
@@ -81,7 +81,7 @@ def next_tokens(
     """The token that follows each position, this rank's shard; the last position wraps to the
     first."""
     following = zigzag_of_rows(tokens.shape, mesh, config).flatten(jnp.roll(tokens, -1, axis=1))
-    return own_shard(following, mesh.sequence)
+    return local_shard(following, mesh.sequence)
 
 
 def response_tokens(
@@ -90,7 +90,7 @@ def response_tokens(
     """The tokens after the prompts, this rank's shard of them."""
     responses = tokens[:, prompt_length:]
     zigzag = zigzag_of_rows(responses.shape, mesh, config)
-    return own_shard(zigzag.flatten(responses), mesh.sequence)
+    return local_shard(zigzag.flatten(responses), mesh.sequence)
 
 
 def expand_responses(

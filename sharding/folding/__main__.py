@@ -17,14 +17,14 @@ PARSER.add_argument("--picture", type=Path, metavar="FILE", help="draws the devi
 
 def main(arguments: list[str] | None = None) -> int:
     """The exit status: 0, or 2 when the layout or the picture cannot be had, with the reason."""
-    given = PARSER.parse_args(arguments)
+    args = PARSER.parse_args(arguments)
     try:
-        layout = Layout.parse(given.layout)
+        layout = Layout.parse(args.layout)
         print(describe(layout))
-        if given.picture is not None:
+        if args.picture is not None:
             from sharding.folding.picture import draw
 
-            draw(layout, given.picture)
+            draw(layout, args.picture)
     except (ValueError, OSError) as reason:
         print(reason, file=sys.stderr)
         return 2

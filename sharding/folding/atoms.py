@@ -34,12 +34,12 @@ def _refine(layout: Layout) -> list[Atom] | None:
     Both factorisations split the same range of ranks at their cumulative products. The union of
     their split points is a factorisation again exactly when each divides the next.
     """
-    cuts = {1}
+    strides = {1}
     for axes in (ATTENTION, EXPERT):
-        cuts |= set(
+        strides |= set(
             itertools.accumulate((getattr(layout, a) for a in reversed(axes)), operator.mul)
         )
-    sizes = sorted(cuts)
+    sizes = sorted(strides)
     if any(larger % smaller for smaller, larger in itertools.pairwise(sizes)):
         return None
     atoms = [
@@ -63,7 +63,7 @@ def _pair_primes(layout: Layout) -> list[Atom]:
     """Atoms from paired prime factors of attention's and experts' axes, fastest axes first."""
     sizes: dict[tuple[str, str], int] = {}
     for prime in sorted(set(prime_factors(layout.num_devices // layout.pp))):
-        sides = [
+        axes_by_prime = [
             [
                 axis
                 for axis in reversed(axes)
@@ -71,7 +71,7 @@ def _pair_primes(layout: Layout) -> list[Atom]:
             ]
             for axes in (ATTENTION, EXPERT)
         ]
-        for owners in zip(*sides, strict=True):
+        for owners in zip(*axes_by_prime, strict=True):
             sizes[owners] = sizes.get(owners, 1) * prime
     order = [pair for pair in itertools.product(ATTENTION, EXPERT) if pair in sizes]
     return [Atom(pair, sizes[pair]) for pair in order]

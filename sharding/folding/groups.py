@@ -10,7 +10,7 @@ LOGICAL = ("tp", "cp", "dp", "pp", "etp", "ep", "edp")
 """The logical axes, attention's first, fastest first on each side."""
 
 
-def groups(mesh: FoldedMesh, axes: Sequence[str]) -> list[list[int]]:
+def axis_groups(mesh: FoldedMesh, axes: Sequence[str]) -> list[list[int]]:
     """The ranks that a collective over `axes` joins, each group in the order of its axis index.
 
     Rank ``r`` is the ``r``-th of the devices that the layout was folded over.
@@ -25,10 +25,10 @@ def groups(mesh: FoldedMesh, axes: Sequence[str]) -> list[list[int]]:
     return sorted(ranks.reshape(-1, mesh.size(axes)).tolist())
 
 
-def roles(mesh: FoldedMesh, axis: str) -> list[int]:
+def axis_ranks(mesh: FoldedMesh, axis: str) -> list[int]:
     """The index of each rank along a logical axis."""
     index = [0] * mesh.size(mesh.axes)
-    for group in groups(mesh, getattr(mesh, axis)):
+    for group in axis_groups(mesh, getattr(mesh, axis)):
         for position, rank in enumerate(group):
             index[rank] = position
     return index
@@ -53,11 +53,11 @@ def describe(layout: Layout) -> str:
     named = {axis.upper(): getattr(mesh, axis) for axis in LOGICAL}
     # Dense gradients are summed over these two together.
     rows = {**dict(list(named.items())[:3]), "DP x CP": (*mesh.dp, *mesh.cp)}
-    lines = [f"{name:7}  {_spelled(mesh, axes)}" for name, axes in {**rows, **named}.items()]
+    lines = [f"{name:7}  {_format_groups(mesh, axes)}" for name, axes in {**rows, **named}.items()]
     return "\n".join([f"{layout}, {layout.num_devices} devices", *lines])
 
 
-def _spelled(mesh: FoldedMesh, axes: Sequence[str]) -> str:
+def _format_groups(mesh: FoldedMesh, axes: Sequence[str]) -> str:
     if mesh.size(axes) == 1:
         return "every rank by itself"
-    return " ".join(f"[{','.join(map(str, group))}]" for group in groups(mesh, axes))
+    return " ".join(f"[{','.join(map(str, group))}]" for group in axis_groups(mesh, axes))

@@ -51,7 +51,7 @@ class Layout:
     def _nearest_experts(self, stage: int) -> list[tuple[int, int]]:
         """Up to three legal sizes of ``ep`` and ``etp``, those off by the smallest factor first."""
         legal = [(ep, etp) for ep in divisors(stage) for etp in divisors(stage // ep)]
-        off = {pair: _factor(pair[0], self.ep) * _factor(pair[1], self.etp) for pair in legal}
+        off = {pair: _ratio(pair[0], self.ep) * _ratio(pair[1], self.etp) for pair in legal}
         return sorted(legal, key=off.__getitem__)[:3]
 
     @property
@@ -114,5 +114,5 @@ def prime_factors(number: int) -> tuple[int, ...]:
     return tuple(factors)
 
 
-def _factor(size: int, wanted: int) -> float:
-    return max(size, wanted) / min(size, wanted)
+def _ratio(size: int, target: int) -> float:
+    return max(size, target) / min(size, target)

@@ -73,7 +73,7 @@ def fold(layout: Layout, devices: Sequence[Any] | None = None) -> FoldedMesh:
         tuple(atom.name for atom in atoms),
         axis_types=(jax.sharding.AxisType.Auto,) * len(atoms),
     )
-    return _folded(layout, mesh, atoms, devices[0].platform)
+    return _make_folded_mesh(layout, mesh, atoms, devices[0].platform)
 
 
 def fold_abstract(layout: Layout, platform: str | None = None) -> FoldedMesh:
@@ -88,10 +88,10 @@ def fold_abstract(layout: Layout, platform: str | None = None) -> FoldedMesh:
         tuple(atom.name for atom in atoms),
         axis_types=(jax.sharding.AxisType.Auto,) * len(atoms),
     )
-    return _folded(layout, mesh, atoms, platform)
+    return _make_folded_mesh(layout, mesh, atoms, platform)
 
 
-def _folded(
+def _make_folded_mesh(
     layout: Layout,
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
     atoms: list[Atom],

@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from sharding.folding import FoldedMesh, Layout, fold_abstract
-from sharding.folding.groups import roles
+from sharding.folding.groups import axis_ranks
 
-SIDES = {"attention": ("pp", "dp", "cp", "tp"), "experts": ("pp", "edp", "ep", "etp")}
+LOGICAL_AXES = {"attention": ("pp", "dp", "cp", "tp"), "experts": ("pp", "edp", "ep", "etp")}
 
 
 def draw(layout: Layout, path: Path, columns: int = 8) -> None:
@@ -27,7 +27,7 @@ def draw(layout: Layout, path: Path, columns: int = 8) -> None:
     lines = -(-layout.num_devices // columns)
     figure = Figure(figsize=(1.1 * columns, 1.2 + 2.2 * lines), layout="constrained")
     figure.suptitle(f"{layout}: the same {layout.num_devices} devices, twice")
-    for axes, side in zip(figure.subplots(2, 1), SIDES, strict=True):
+    for axes, side in zip(figure.subplots(2, 1), LOGICAL_AXES, strict=True):
         _draw_side(axes, mesh, side, columns)
     figure.savefig(path, dpi=120)
 
@@ -36,11 +36,13 @@ def _draw_side(axes: Any, mesh: FoldedMesh, side: str, columns: int) -> None:
     from matplotlib import colormaps
     from matplotlib.patches import FancyBboxPatch
 
-    names = [name for name in SIDES[side] if getattr(mesh.layout, name) > 1] or [SIDES[side][-1]]
-    place = {name: roles(mesh, name) for name in SIDES[side]}
+    names = [name for name in LOGICAL_AXES[side] if getattr(mesh.layout, name) > 1] or [
+        LOGICAL_AXES[side][-1]
+    ]
+    coordinates = {name: axis_ranks(mesh, name) for name in LOGICAL_AXES[side]}
     shared = ("pp", "dp") if side == "attention" else ("pp", "ep")
-    owners = list(zip(*(place[name] for name in shared), strict=True))
-    numbers = {owner: number for number, owner in enumerate(sorted(set(owners)))}
+    owners = list(zip(*(coordinates[name] for name in shared), strict=True))
+    colour_indices = {owner: index for index, owner in enumerate(sorted(set(owners)))}
     palette = colormaps["tab20"]
     for rank, owner in enumerate(owners):
         row, column = divmod(rank, columns)
@@ -50,13 +52,13 @@ def _draw_side(axes: Any, mesh: FoldedMesh, side: str, columns: int) -> None:
                 0.84,
                 0.84,
                 boxstyle="round,pad=0,rounding_size=0.08",
-                facecolor=(*palette(numbers[owner] % 20)[:3], 0.55),
+                facecolor=(*palette(colour_indices[owner] % 20)[:3], 0.55),
                 edgecolor="0.3",
             )
         )
         axes.text(column + 0.5, row + 0.27, f"device {rank}", ha="center", va="center", size=8)
         text = "\n".join(
-            " ".join(f"{name}{place[name][rank]}" for name in names[start : start + 2])
+            " ".join(f"{name}{coordinates[name][rank]}" for name in names[start : start + 2])
             for start in range(0, len(names), 2)
         )
         axes.text(column + 0.5, row + 0.63, text, ha="center", va="center", size=9, weight="bold")

@@ -13,9 +13,9 @@ from sharding.planner.models.checkpoint import sizes_from
 from sharding.planner.models.presets import PRESETS
 from sharding.planner.models.sizes import ModelSizes
 from sharding.planner.report.table import report
-from sharding.planner.search import Choices, Found, search
+from sharding.planner.search import Choices, SearchResult, search
 from sharding.planner.serving import command as serving
-from sharding.planner.validation.calibration import METHODS, SYSTEMS, calibrated, of_this_library
+from sharding.planner.validation.calibration import METHODS, SYSTEMS, calibrate, library_system
 
 PARSER = argparse.ArgumentParser(
     prog="python -m sharding.planner",
@@ -66,11 +66,11 @@ PARSER.add_argument("--picture", type=Path, metavar="FILE", help="draws them, to
 serving.add_flags(PARSER)
 
 
-OVERLAPS = ("expert_chunks", "two_batch_overlap", "overlap_grad_reduce")
+OVERLAP_FLAGS = ("expert_chunks", "two_batch_overlap", "overlap_grad_reduce")
 """Flags of communication overlapped with matrix products."""
 
 
-def number(text: str) -> int:
+def parse_count(text: str) -> int:
     """``"4M"`` as 4 x 2^20, ``"8K"`` as 8 x 2^10, digits as they are.
 
     Raises:
@@ -95,85 +95,87 @@ def model_of(text: str) -> ModelSizes:
     return sizes_from(text)
 
 
-def program_of(given: argparse.Namespace, hardware: Hardware) -> tuple[Method, System, Choices]:
+def program_of(args: argparse.Namespace, hardware: Hardware) -> tuple[Method, System, Choices]:
     """Method and system of a program, and the choices that are left to the search.
 
     Raises:
       ValueError: for fewer than one chunk, and for choices that the program does not support.
     """
-    name = given.program
-    own = {flag: getattr(given, flag) for flag in ("activation_wire", "gradient_wire")}
-    own |= {flag: getattr(given, flag) for flag in OVERLAPS}
-    if min(given.expert_chunks) < 1:
-        raise ValueError(f"--expert-chunks {min(given.expert_chunks)} sends nothing: 1 is all.")
+    name = args.program
+    options = {flag: getattr(args, flag) for flag in ("activation_wire", "gradient_wire")}
+    options |= {flag: getattr(args, flag) for flag in OVERLAP_FLAGS}
+    if min(args.expert_chunks) < 1:
+        raise ValueError(f"--expert-chunks {min(args.expert_chunks)} sends nothing: 1 is all.")
     if name == "jrl":
-        system, has_ragged = of_this_library(hardware), hardware.name not in ("v5p", "laptop")
-        wires = given.activation_wire
-        own["activation_wire"] = [None if wire == "none" else wire for wire in wires]
+        system, has_ragged = library_system(hardware), hardware.name not in ("v5p", "laptop")
+        comm_dtypes = args.activation_wire
+        options["activation_wire"] = [
+            None if comm_dtype == "none" else comm_dtype for comm_dtype in comm_dtypes
+        ]
         dispatch = ("ragged",) if has_ragged else ("all_gather", "all_to_all")
         method = Method(even=has_ragged, storage="bfloat16")
-        return method, system, Choices(dispatch, storage=(method.storage,), **own)
-    for flag, value in own.items():
+        return method, system, Choices(dispatch, storage=(method.storage,), **options)
+    for flag, value in options.items():
         if value != PARSER.get_default(flag):
-            said = "" if value is True else f" {value[0]}"
+            value_text = "" if value is True else f" {value[0]}"
             raise ValueError(
-                f"--{flag.replace('_', '-')}{said} is of --program jrl, not of {name}: leave "
+                f"--{flag.replace('_', '-')}{value_text} is of --program jrl, not of {name}: leave "
                 "it out."
             )
     title = {key.lower(): key for key in METHODS}[name]
     method = METHODS[title]
     choices = Choices((method.dispatch,), storage=(method.storage,))
     assert title in SYSTEMS
-    return method, calibrated(title), choices
+    return method, calibrate(title), choices
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The exit status: 0, or 2 when there is no answer, with the reason."""
-    given = PARSER.parse_args(arguments)
+    args = PARSER.parse_args(arguments)
     try:
-        serving.check_flags(PARSER, given)
-        model = model_of(given.model)
-        if given.serve:
-            print(serving.answer(model, given, System().efficiency))
+        serving.check_flags(PARSER, args)
+        model = model_of(args.model)
+        if args.serve:
+            print(serving.plan_text(model, args, System().efficiency))
             return 0
-        hardware, devices = parse(given.hardware)
-        time, tokens = number(given.seq), number(given.tokens)
+        hardware, devices = parse(args.hardware)
+        time, tokens = parse_count(args.seq), parse_count(args.tokens)
         if tokens % time:
             raise ValueError(
-                f"--tokens {given.tokens} are not whole sequences of --seq {given.seq}: "
+                f"--tokens {args.tokens} are not whole sequences of --seq {args.seq}: "
                 "choose a multiple."
             )
         rows = tokens // time
-        method, system, choices = program_of(given, hardware)
-        found = search(model, devices, rows, time, hardware, method, system, choices)
-        _check_found(found, given.hardware)
+        method, system, choices = program_of(args, hardware)
+        result = search(model, devices, rows, time, hardware, method, system, choices)
+        _check_result(result, args.hardware)
         print(
-            f"{given.model}: {model.parameters / 1e9:.4g} B parameters, "
+            f"{args.model}: {model.parameters / 1e9:.4g} B parameters, "
             f"{model.training_flops(time) / 1e9:.4g} GFLOP per token, "
-            f"steps of {rows:,} x {time:,} tokens on {given.hardware}\n"
+            f"steps of {rows:,} x {time:,} tokens on {args.hardware}\n"
         )
-        print(report(found, model, rows, time, hardware, given.top))
-        if given.picture is not None:
+        print(report(result, model, rows, time, hardware, args.top))
+        if args.picture is not None:
             from sharding.planner.report.picture import draw
 
-            title = f"{given.model} on {given.hardware}, {rows:,} x {time:,} tokens"
-            draw(found.plans[: given.top], hardware, given.picture, title)
+            title = f"{args.model} on {args.hardware}, {rows:,} x {time:,} tokens"
+            draw(result.plans[: args.top], hardware, args.picture, title)
     except (ValueError, OSError) as reason:
         print(reason, file=sys.stderr)
         return 2
     return 0
 
 
-def _check_found(found: Found, cluster: str) -> None:
-    if found.plans:
+def _check_result(result: SearchResult, cluster: str) -> None:
+    if result.plans:
         return
-    if found.too_large:
-        least = min(found.too_large, key=lambda layout: found.too_large[layout])
+    if result.too_large:
+        least = min(result.too_large, key=lambda layout: result.too_large[layout])
         raise ValueError(
             f"nothing fits on {cluster}: {least} needs least, "
-            f"{found.too_large[least] / 1e9:.0f} GB a device. Take more devices."
+            f"{result.too_large[least] / 1e9:.0f} GB a device. Take more devices."
         )
-    rules = ", ".join(rule for rule, _ in found.illegal.most_common(3))
+    rules = ", ".join(rule for rule, _ in result.illegal.most_common(3))
     raise ValueError(f"no layout of {cluster} is legal: {rules}.")
 
 

@@ -14,8 +14,8 @@ from sharding.planner import volumes
 from sharding.planner.hardware import LINK_EFFICIENCY, Hardware
 from sharding.planner.method import Batch, Method, for_tokens
 from sharding.planner.models.sizes import ModelSizes
-from sharding.planner.models.weights import one_chunk
-from sharding.planner.transfer import Transfer, spanned
+from sharding.planner.models.weights import single_chunk
+from sharding.planner.transfer import Transfer, group_strides
 
 Timed = tuple[tuple[str, float], ...]
 """Names of collectives, and the seconds of each."""
@@ -23,10 +23,10 @@ Timed = tuple[tuple[str, float], ...]
 
 def in_domain(transfer: Transfer, layout: Layout, hardware: Hardware) -> int:
     """Members of a group in one fast domain."""
-    together = 1
-    for stride, size in spanned(transfer.axes, transfer.side, layout):
-        together *= max(1, min(size, hardware.domain // stride))
-    return together
+    members = 1
+    for stride, size in group_strides(transfer.axes, transfer.side, layout):
+        members *= max(1, min(size, hardware.domain // stride))
+    return members
 
 
 def seconds(transfer: Transfer, layout: Layout, hardware: Hardware) -> float:
@@ -62,93 +62,102 @@ def seconds(transfer: Transfer, layout: Layout, hardware: Hardware) -> float:
     return transfer.sent(layout) / rate + transfer.times * latency
 
 
-def of_layer(
+def layer_times(
     model: ModelSizes, layout: Layout, batch: Batch, method: Method, hardware: Hardware
 ) -> Timed:
     """Times of one layer's collectives for one micro-batch, forward and backward.
 
     They are those of `sharding.planner.volumes.layer`.
     """
-    routed = alike(layout)[1]
-    given, parts = (for_tokens(method), hardware), []
+    expert_layout = reduced_layouts(layout)[1]
+    passes = []
     for rows in method.streams(batch):
-        parts.append(beside_experts(model, layout, rows, method, hardware))
-        parts.append(_experts(model, routed, rows.local_tokens(layout), *given))
-    return tuple(chain.from_iterable(chain(*direction) for direction in zip(*parts, strict=True)))
+        passes.append(non_expert_times(model, layout, rows, method, hardware))
+        tokens = rows.local_tokens(layout)
+        passes.append(_expert_times(model, expert_layout, tokens, for_tokens(method), hardware))
+    return tuple(chain.from_iterable(chain(*direction) for direction in zip(*passes, strict=True)))
 
 
-def beside_experts(
+def non_expert_times(
     model: ModelSizes, layout: Layout, batch: Batch, method: Method, hardware: Hardware
 ) -> tuple[Timed, Timed]:
-    """Times of `sharding.planner.volumes.beside_experts`, forward and backward."""
+    """Times of `sharding.planner.volumes.non_expert`, forward and backward."""
     # The hops of a ring differ under a pipeline.
-    own = layout if method.context == "ring" and layout.pp > 1 else alike(layout)[0]
-    return _beside_experts(model, own, batch, for_tokens(method), hardware)
+    cache_layout = (
+        layout if method.context == "ring" and layout.pp > 1 else reduced_layouts(layout)[0]
+    )
+    return _non_expert_times(model, cache_layout, batch, for_tokens(method), hardware)
 
 
 @functools.lru_cache(maxsize=4096)
-def _beside_experts(
+def _non_expert_times(
     model: ModelSizes, layout: Layout, batch: Batch, method: Method, hardware: Hardware
 ) -> tuple[Timed, Timed]:
-    forward, backward = volumes.beside_experts(model, layout, batch, method)
-    return _timed(forward, layout, hardware), _timed(backward, layout, hardware)
+    forward, backward = volumes.non_expert(model, layout, batch, method)
+    return _time_transfers(forward, layout, hardware), _time_transfers(backward, layout, hardware)
 
 
-def experts(
+def expert_times(
     model: ModelSizes, layout: Layout, tokens: int, method: Method, hardware: Hardware
 ) -> tuple[Timed, Timed]:
     """Times of `sharding.planner.volumes.experts`, forward and backward."""
-    return _experts(model, alike(layout)[1], tokens, for_tokens(method), hardware)
+    return _expert_times(model, reduced_layouts(layout)[1], tokens, for_tokens(method), hardware)
 
 
 @functools.lru_cache(maxsize=16384)
-def _experts(
+def _expert_times(
     model: ModelSizes, layout: Layout, tokens: int, method: Method, hardware: Hardware
 ) -> tuple[Timed, Timed]:
     forward, backward = volumes.experts(model, layout, tokens, method)
-    return _timed(forward, layout, hardware), _timed(backward, layout, hardware)
+    return _time_transfers(forward, layout, hardware), _time_transfers(backward, layout, hardware)
 
 
-def of_ends(
+def embed_and_head_times(
     model: ModelSizes, layout: Layout, batch: Batch, method: Method, hardware: Hardware
 ) -> Timed:
     """Times of embedding and head for one micro-batch, forward and backward.
 
     With two-batch overlap they include the collectives that restore the order of the rows.
     """
-    return _of_ends(model, alike(layout)[0], batch, for_tokens(method), hardware)
+    return _embed_and_head_times(
+        model, reduced_layouts(layout)[0], batch, for_tokens(method), hardware
+    )
 
 
 @functools.lru_cache(maxsize=4096)
-def _of_ends(
+def _embed_and_head_times(
     model: ModelSizes, layout: Layout, batch: Batch, method: Method, hardware: Hardware
 ) -> Timed:
     tokens = batch.local_tokens(layout)
     sent = volumes.embedding(model, layout, tokens, method)
     sent += volumes.head(model, layout, tokens, method)
-    sent += volumes.in_rows(model, layout, batch, method)
-    return _timed(sent, layout, hardware)
+    sent += volumes.row_reordering(model, layout, batch, method)
+    return _time_transfers(sent, layout, hardware)
 
 
-def _timed(transfers: Iterable[Transfer], layout: Layout, hardware: Hardware) -> Timed:
+def _time_transfers(transfers: Iterable[Transfer], layout: Layout, hardware: Hardware) -> Timed:
     return tuple((one.what, seconds(one, layout, hardware)) for one in transfers)
 
 
 @functools.lru_cache(maxsize=1024)
-def alike(layout: Layout) -> tuple[Layout, Layout]:
+def reduced_layouts(layout: Layout) -> tuple[Layout, Layout]:
     """Reduced layouts with ``tp cp`` and with ``ep etp`` only, as keys of the caches.
 
     Where the groups over these axes span other ranks than in the full layout, it is the full one.
     """
-    whole = one_chunk(layout)
+    full = single_chunk(layout)
     attention = Layout(tp=layout.tp, cp=layout.cp)
     experts = Layout(dp=layout.ep * layout.etp, ep=layout.ep, etp=layout.etp)
     return (
-        attention if _lie_alike(("tp",), ("cp",), attention, whole) else whole,
-        experts if _lie_alike(("etp",), ("ep",), experts, whole) else whole,
+        attention if _span_same_groups(("tp",), ("cp",), attention, full) else full,
+        experts if _span_same_groups(("etp",), ("ep",), experts, full) else full,
     )
 
 
-def _lie_alike(inner: tuple[str, ...], outer: tuple[str, ...], one: Layout, other: Layout) -> bool:
+def _span_same_groups(
+    inner: tuple[str, ...], outer: tuple[str, ...], reduced: Layout, full: Layout
+) -> bool:
     groups = inner, outer, (*outer, *inner)
-    return all(spanned(axes, None, one) == spanned(axes, None, other) for axes in groups)
+    return all(
+        group_strides(axes, None, reduced) == group_strides(axes, None, full) for axes in groups
+    )

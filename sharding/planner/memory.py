@@ -7,10 +7,10 @@ from typing import NamedTuple
 from sharding.folding import Layout
 from sharding.planner.method import Batch, Method, for_weights
 from sharding.planner.models.sizes import ModelSizes
-from sharding.planner.models.weights import as_held, held, layers_on_device
-from sharding.planner.scores import scores_at_work, scores_kept
-from sharding.planner.transfer import Transfer, staged
-from sharding.planner.volumes import copies_of_keys, tokens_per_peer
+from sharding.planner.models.weights import layers_on_device, weight_groups, weight_layout
+from sharding.planner.scores import saved_score_bytes, working_score_bytes
+from sharding.planner.transfer import Transfer, hierarchical_gather
+from sharding.planner.volumes import kv_replication, tokens_per_peer
 
 FLOAT32, BFLOAT16 = 4, 2
 
@@ -51,46 +51,53 @@ def memory(
     Args:
       vocab_chunk: vocabulary columns whose logits are computed at a time; None is all of a device.
     """
-    tokens, number = batch.local_tokens(layout), batch.num_micro_batches(layout)
+    tokens, num_micro_batches = batch.local_tokens(layout), batch.num_micro_batches(layout)
     depth = layers_on_device(model, layout)
-    stays = states(model, as_held(model, layout), for_weights(method), number > 1)
+    resident = model_states(
+        model, weight_layout(model, layout), for_weights(method), num_micro_batches > 1
+    )
     columns = -(-model.vocab_size // layout.tp)
     columns = columns if vocab_chunk is None else min(columns, vocab_chunk)
     logits = 2 * FLOAT32 * tokens * layout.tp * columns
     # A layer's values, and as many gradients.
     values = activation_bytes(model, layout, tokens, method, "none")
-    stays_of_layer = values
+    saved_bytes = values
     if method.remat != "none":
-        stays_of_layer = activation_bytes(model, layout, tokens, method, method.remat)
-    at_work, scores = 2 * values, scores_at_work(model, layout, batch, method)
+        saved_bytes = activation_bytes(model, layout, tokens, method, method.remat)
+    working_bytes, scores = 2 * values, working_score_bytes(model, layout, batch, method)
     # Where a chunk is a single layer, without a loop over layers, XLA's CPU programs need less: as
     # if scores took the place of gradients. Fitted to them, not derived.
-    at_work += scores if depth > layout.vpp else max(scores - values, 0)
+    working_bytes += scores if depth > layout.vpp else max(scores - values, 0)
     if method.repeats(method.remat):
         # The backward pass uses its residuals directly, without copies of them.
-        at_work -= stays_of_layer
+        working_bytes -= saved_bytes
     if method.remat == "full":
         # Its input and the results of collectives are not recomputed; the tokens received by the
         # experts, which are permuted into rows, are not among its values.
-        at_work -= stays_of_layer
-        at_work += came_to_experts(model, layout, tokens, method)
+        working_bytes -= saved_bytes
+        working_bytes += dispatched_bytes(model, layout, tokens, method)
     if layout.pp > 1 and not method.in_place:
-        at_work += depth // layout.vpp * stays_of_layer
-    at_work += gradients_apart(model, layout, batch, method)
-    of_layers = stays_of_layer + scores_kept(model, layout, batch, method)
-    activations = layers_on_way(model, layout, number) * of_layers
-    if method.copies_experts and method.remat == "none" and layout.pp == 1 and model.num_experts:
+        working_bytes += depth // layout.vpp * saved_bytes
+    working_bytes += partial_gradient_bytes(model, layout, batch, method)
+    saved_per_layer = saved_bytes + saved_score_bytes(model, layout, batch, method)
+    activations = layers_in_flight(model, layout, num_micro_batches) * saved_per_layer
+    if (
+        method.duplicates_experts
+        and method.remat == "none"
+        and layout.pp == 1
+        and model.num_experts
+    ):
         # In a pipeline residuals that depend on weights only are recomputed.
-        copies = model.num_layers - model.num_dense_layers
-        of_layer = model.expert_parameters / (layout.ep * layout.etp)
-        activations += copies * of_layer * method.stored.weight
+        num_main_layers = model.num_layers - model.num_dense_layers
+        expert_parameters = model.expert_parameters / (layout.ep * layout.etp)
+        activations += num_main_layers * expert_parameters * method.stored.weight
     return Memory(
-        weights=stays.weights,
-        optimizer=stays.optimizer,
-        gradients=stays.gradients,
+        weights=resident.weights,
+        optimizer=resident.optimizer,
+        gradients=resident.gradients,
         activations=activations,
         # Gradients are sent after layers and logits are done.
-        buffers=stays.joined + max(logits + at_work, stays.wire),
+        buffers=resident.gathered + max(logits + working_bytes, resident.comm_buffer),
     )
 
 
@@ -99,56 +106,58 @@ class States(NamedTuple):
 
     Attributes:
       weights, optimizer, gradients: as in `Memory`.
-      joined: weights that full sharding has gathered at a time.
-      wire: `wire_buffer`.
+      gathered: weights that full sharding has gathered at a time.
+      comm_buffer: `comm_buffer_bytes`.
     """
 
     weights: float
     optimizer: float
     gradients: float
-    joined: float
-    wire: float
+    gathered: float
+    comm_buffer: float
 
 
 @functools.lru_cache(maxsize=1024)
-def states(model: ModelSizes, layout: Layout, method: Method, adds_up: bool) -> States:
+def model_states(model: ModelSizes, layout: Layout, method: Method, adds_up: bool) -> States:
     """Memory of weights, gradients and optimizer on one device.
 
     Args:
       adds_up: true with gradient accumulation over multiple micro-batches.
     """
     depth = layers_on_device(model, layout)
-    weights = optimizer = gradients = joined = 0.0
-    for one in held(model, layout):
-        stored, whole, part = one.stored(method), one.parameters, one.part(layout)
-        weights += (part if method.fsdp else whole) * stored.weight
-        optimizer += part * (stored.master + stored.moments)
+    weights = optimizer = gradients = gathered = 0.0
+    for one in weight_groups(model, layout):
+        stored, full, shard = one.stored(method), one.parameters, one.shard_size(layout)
+        weights += (shard if method.fsdp else full) * stored.weight
+        optimizer += shard * (stored.master + stored.moments)
         # A sum over micro-batches and the gradient that is added to it.
-        of_gradient = stored.gradient + (stored.summand if adds_up else 0)
-        gradients += (part if method.fsdp and one.in_layers else whole) * of_gradient
+        gradient_bytes = stored.gradient + (stored.summand if adds_up else 0)
+        gradients += (shard if method.fsdp and one.in_layers else full) * gradient_bytes
         if method.fsdp:
             # The current layer, embedding and head, gathered.
-            joined += whole * stored.weight_wire / (depth if one.in_layers else 1)
-    return States(weights, optimizer, gradients, joined, wire_buffer(model, layout, method))
+            gathered += full * stored.weight_comm / (depth if one.in_layers else 1)
+    return States(weights, optimizer, gradients, gathered, comm_buffer_bytes(model, layout, method))
 
 
-def gradients_apart(model: ModelSizes, layout: Layout, batch: Batch, method: Method) -> float:
+def partial_gradient_bytes(
+    model: ModelSizes, layout: Layout, batch: Batch, method: Method
+) -> float:
     """Bytes of a layer's additional partial gradients, until they are added up.
 
     There is one of all weights for each half of the rows, and one of the experts for each chunk of
     these.
     """
-    halves, found = len(method.streams(batch)), 0.0
-    if halves == method.expert_chunks == 1:
-        return found
-    for one in held(model, layout):
+    num_streams, total = len(method.streams(batch)), 0.0
+    if num_streams == method.expert_chunks == 1:
+        return total
+    for one in weight_groups(model, layout):
         if one.in_layers:
-            parts = halves * (method.expert_chunks if one.what == "experts" else 1)
-            found += (parts - 1) * one.parameters / one.depth * one.stored(method).weight
-    return found
+            num_partial = num_streams * (method.expert_chunks if one.what == "experts" else 1)
+            total += (num_partial - 1) * one.parameters / one.depth * one.stored(method).weight
+    return total
 
 
-def wire_buffer(model: ModelSizes, layout: Layout, method: Method) -> float:
+def comm_buffer_bytes(model: ModelSizes, layout: Layout, method: Method) -> float:
     """Bytes of the largest gradient in bfloat16, as it is sent and received.
 
     See `sharding.compression`. It is that of a stack of matrices of all layers (the experts' gate
@@ -157,18 +166,18 @@ def wire_buffer(model: ModelSizes, layout: Layout, method: Method) -> float:
     """
     if method.gradient_wire == "float32":
         return 0.0
-    parts = {"experts": 2 / 3, "dense layers": 2 / 3, "first dense layers": 2 / 3}
-    parts |= {"attention": 1 / 2, "embedding and head": 1.0 if model.tied else 1 / 2}
-    found = [0.0]
-    for one in held(model, layout):
-        across = staged("", one.replicas, layout, one.part(layout), 1)
+    fractions = {"experts": 2 / 3, "dense layers": 2 / 3, "first dense layers": 2 / 3}
+    fractions |= {"attention": 1 / 2, "embedding and head": 1.0 if model.tied else 1 / 2}
+    buffers = [0.0]
+    for one in weight_groups(model, layout):
+        across = hierarchical_gather("", one.replicas, layout, one.shard_size(layout), 1)
         if any(stage.side == "across" for stage in across):
             inside = Transfer("", "permute", one.replicas, 1, 1, side="inside").group(layout)
-            found.append(2 * BFLOAT16 * one.parameters * parts.get(one.what, 1.0) / inside)
-    return max(found)
+            buffers.append(2 * BFLOAT16 * one.parameters * fractions.get(one.what, 1.0) / inside)
+    return max(buffers)
 
 
-def layers_on_way(model: ModelSizes, layout: Layout, num_micro_batches: int) -> int:
+def layers_in_flight(model: ModelSizes, layout: Layout, num_micro_batches: int) -> int:
     """Layers whose residuals a device keeps at a time.
 
     A pipeline stage keeps those of every chunk in flight, and the first stage those of its dense
@@ -177,12 +186,12 @@ def layers_on_way(model: ModelSizes, layout: Layout, num_micro_batches: int) -> 
     if layout.pp == 1:
         return model.num_layers
     depth = layers_on_device(model, layout) // layout.vpp
-    chunks = chunks_on_way(layout, num_micro_batches)
-    first = first_chunks_on_way(layout, num_micro_batches)
+    chunks = chunks_in_flight(layout, num_micro_batches)
+    first = first_chunks_in_flight(layout, num_micro_batches)
     return chunks * depth + first * model.num_dense_layers
 
 
-def chunks_on_way(layout: Layout, num_micro_batches: int) -> int:
+def chunks_in_flight(layout: Layout, num_micro_batches: int) -> int:
     """Most model chunks in flight on a stage, between their forward and backward pass.
 
     ``pp`` with one chunk on a stage, else ``pp vpp + pp - 1``; fewer where there are few micro-
@@ -198,7 +207,7 @@ def chunks_on_way(layout: Layout, num_micro_batches: int) -> int:
     return chunks
 
 
-def first_chunks_on_way(layout: Layout, num_micro_batches: int) -> int:
+def first_chunks_in_flight(layout: Layout, num_micro_batches: int) -> int:
     """Chunks in flight that are the first of all chunks."""
     return min(num_micro_batches, layout.pp if layout.vpp == 1 else 2 * layout.pp)
 
@@ -219,44 +228,44 @@ def activation_bytes(
     # Shards of what the tp and etp ranks hold together.
     hidden, dense_width = model.d_expert / layout.etp, model.d_ff
     gathered = layout.tp if layout.tp > 1 else 0
-    rows = arrived = numbers = 0
+    rows = received = float32_values = 0
     if model.num_experts:
         rows = expert_rows(model, layout, tokens, method)
-        arrived = arrived_tokens(model, layout, tokens, method)
-        numbers = arrived * 2 * model.experts_per_token
+        received = received_tokens(model, layout, tokens, method)
+        float32_values = received * 2 * model.experts_per_token
     # The input; tokens for heads and for hidden units, and the sum of attention's parts.
     elements = tokens * h * (1 + gathered + (gathered if dense_width else 0) + (gathered > 0))
-    of_keys = {"gather": layout.cp, "ring": 1, "ulysses": copies_of_keys(model, layout)}
-    attends = 2 * model.keys * of_keys[method.context]
+    key_shards = {"gather": layout.cp, "ring": 1, "ulysses": kv_replication(model, layout)}
+    key_value_width = 2 * model.keys * key_shards[method.context]
     if remat == "full":
         if layout.cp > 1:
             # Keys and values of the others; with a ring, the output of attention with a log-sum for
             # each query; with Ulysses, all that is exchanged, in both directions.
-            traded = 2 * model.queries + attends
-            across = {"gather": attends, "ring": model.queries, "ulysses": traded}
+            exchanged = 2 * model.queries + key_value_width
+            across = {"gather": key_value_width, "ring": model.queries, "ulysses": exchanged}
             elements += tokens * across[method.context]
             elements += tokens * model.num_heads * (method.context == "ring") * FLOAT32 // width
-        return float(elements * width + came_to_experts(model, layout, tokens, method))
-    elements += tokens * (model.queries + attends + 2 * dense_width + h * (gathered == 0))
+        return float(elements * width + dispatched_bytes(model, layout, tokens, method))
+    elements += tokens * (model.queries + key_value_width + 2 * dense_width + h * (gathered == 0))
     elements += rows * 2 * hidden
-    numbers += tokens * (model.num_heads + model.num_experts)
+    float32_values += tokens * (model.num_heads + model.num_experts)
     if remat == "none":
         # Two norms and their sum, attention's output, rows, and hidden units after activation. The
         # received tokens have no gradient of their own: they are permuted into rows.
         elements += tokens * (3 * h + model.queries + dense_width) + rows * (h + hidden)
-        numbers += tokens * 3 * model.num_experts
+        float32_values += tokens * 3 * model.num_experts
     else:
-        elements += arrived * h
-    return float(elements * width + numbers * FLOAT32)
+        elements += received * h
+    return float(elements * width + float32_values * FLOAT32)
 
 
-def came_to_experts(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> float:
+def dispatched_bytes(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> float:
     """Bytes of tokens that the experts of a device receive, with expert ids and gate weights."""
-    of_token = model.d_model * method.itemsize
+    bytes_per_token = model.d_model * method.itemsize
     if method.activation_wire is not None:
-        of_token = model.d_model + FLOAT32
-    of_token += 2 * model.experts_per_token * FLOAT32
-    return float(arrived_tokens(model, layout, tokens, method) * of_token)
+        bytes_per_token = model.d_model + FLOAT32
+    bytes_per_token += 2 * model.experts_per_token * FLOAT32
+    return float(received_tokens(model, layout, tokens, method) * bytes_per_token)
 
 
 def selective_activation_bytes(
@@ -274,13 +283,13 @@ def selective_activation_bytes(
     """
     elements = tokens * (2 * model.d_model + model.queries + 2 * model.d_ff)
     if remat == "selective":
-        copies = copies_of_keys(model, layout) if method.context == "ulysses" else 1
-        elements += tokens * (model.queries + 2 * model.keys * copies)
-    numbers = tokens * model.num_heads
+        replication = kv_replication(model, layout) if method.context == "ulysses" else 1
+        elements += tokens * (model.queries + 2 * model.keys * replication)
+    float32_values = tokens * model.num_heads
     if model.num_experts:
         elements += expert_rows(model, layout, tokens, method) * 2 * model.d_expert // layout.etp
-        numbers += tokens * (model.num_experts + model.experts_per_token)
-    return float(elements * method.itemsize + numbers * FLOAT32)
+        float32_values += tokens * (model.num_experts + model.experts_per_token)
+    return float(elements * method.itemsize + float32_values * FLOAT32)
 
 
 def expert_rows(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> int:
@@ -300,16 +309,16 @@ def tokens_per_expert(model: ModelSizes, tokens: int) -> int:
     return min(tokens, one_each)
 
 
-def arrived_tokens(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> int:
+def received_tokens(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> int:
     """Tokens that the experts of a device receive from all devices that share them.
 
     It is 0 where a device has all experts itself, or there are none.
     """
-    shared = layout.ep * layout.etp
-    if shared == 1 or not model.num_experts:
+    num_sharing = layout.ep * layout.etp
+    if num_sharing == 1 or not model.num_experts:
         return 0
     if method.dispatch == "all_gather":
-        return shared * tokens
+        return num_sharing * tokens
     if method.even:
         return tokens * model.experts_per_token * layout.etp
-    return shared * tokens_per_peer(model, layout, tokens)
+    return num_sharing * tokens_per_peer(model, layout, tokens)

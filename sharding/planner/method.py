@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from sharding.compression import ACTIVATION_DTYPES
 from sharding.folding import Layout
 
-KNOWN: dict[str, tuple[str | None, ...]] = {
+ALLOWED_VALUES: dict[str, tuple[str | None, ...]] = {
     "dispatch": ("all_gather", "all_to_all", "ragged"),
     "context": ("gather", "ring", "ulysses"),
     "remat": ("none", "selective", "projections", "full"),
@@ -70,8 +70,8 @@ class Storage:
       gradient: its sum over micro-batches.
       master: master weight, kept in shards; 0 where the weight is its own master.
       moments: Adam's two, in shards.
-      gradient_wire: communication dtype of a gradient.
-      weight_wire: communication dtype of a new weight.
+      gradient_comm: a gradient as it is sent.
+      weight_comm: a new weight as it is sent.
       summand: the gradient of one micro-batch, in addition to their sum; 0 where products
         accumulate into the sum.
     """
@@ -80,8 +80,8 @@ class Storage:
     gradient: int
     master: int
     moments: int
-    gradient_wire: int
-    weight_wire: int
+    gradient_comm: int
+    weight_comm: int
     summand: int
 
 
@@ -127,8 +127,8 @@ class Method:
       mu_dtype: of Adam's first moment.
       attention: implementation that materialises scores in memory: "plain", all of them, or
         "blocked", a part; None is a kernel that has them on the chip (`sharding.planner.scores`).
-      copies_experts: where "none" keeps the values that a layer computes, it keeps a copy of its
-        experts' matrices too, as XLA's programs do on a CPU.
+      duplicates_experts: where "none" keeps the values that a layer computes, it keeps a copy of
+        its experts' matrices too, as XLA's programs do on a CPU.
       in_place: a pipeline stage writes the residuals of a chunk directly to their buffer slot; else
         to a temporary buffer first, as `sharding.pipeline` does.
     """
@@ -149,10 +149,10 @@ class Method:
     gradient_wire: str = "float32"
     mu_dtype: str = "float32"
     attention: str | None = None
-    copies_experts: bool = False
+    duplicates_experts: bool = False
 
     def __post_init__(self):
-        for name, choices in {**KNOWN, "storage": tuple(STORAGES)}.items():
+        for name, choices in {**ALLOWED_VALUES, "storage": tuple(STORAGES)}.items():
             if getattr(self, name) not in choices:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} is not known: use "
@@ -167,7 +167,7 @@ class Method:
         """
         if not self.two_batch_overlap or batch.micro_rows < 2:
             return (batch,)
-        return _halves(batch)
+        return _split_rows(batch)
 
     def repeats(self, remat: str) -> bool:
         """True if under this rematerialisation a layer keeps only what `moe.remat` names.
@@ -191,13 +191,13 @@ class Method:
 
 
 @functools.lru_cache(maxsize=64)
-def _halves(batch: Batch) -> tuple[Batch, ...]:
+def _split_rows(batch: Batch) -> tuple[Batch, ...]:
     rows = batch.micro_rows
     return replace(batch, micro_rows=-(-rows // 2)), replace(batch, micro_rows=rows // 2)
 
 
 @functools.lru_cache(maxsize=4096)
-def varied(method: Method, **fields: str | int | bool | None) -> Method:
+def with_fields(method: Method, **fields: str | int | bool | None) -> Method:
     """The method with other fields, cached: a search needs few methods many times."""
     return replace(method, **fields)  # pyright: ignore[reportArgumentType]
 
@@ -207,8 +207,13 @@ def for_tokens(method: Method) -> Method:
 
     All fields of weights and gradients have their defaults.
     """
-    wires = {"storage": "float32", "gradient_wire": "float32", "mu_dtype": "float32"}
-    return varied(method, **wires, overlap_grad_reduce=False)
+    return with_fields(
+        method,
+        storage="float32",
+        gradient_wire="float32",
+        mu_dtype="float32",
+        overlap_grad_reduce=False,
+    )
 
 
 @functools.lru_cache(maxsize=4096)

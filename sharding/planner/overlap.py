@@ -12,16 +12,16 @@ not reach them.
 
 from collections.abc import Mapping
 
-IN_HALVES = ("context", "attention and dense layers over tp", "experts")
-"""Groups of `sharding.planner.cost.GROUPS` that each half of the rows sends separately."""
+STREAM_GROUPS = ("context", "attention and dense layers over tp", "experts")
+"""Groups of `sharding.planner.cost.TRANSFER_GROUPS` that each half of the rows sends separately."""
 
 
-def beside_pieces(sent: float, products: float, pieces: int) -> float:
+def exposed_seconds(sent: float, products: float, segments: int) -> float:
     """Exposed seconds of `sent`, ``max(C / n, C - P (n - 1) / n)``."""
-    return max(sent / pieces, sent - products * (pieces - 1) / pieces)
+    return max(sent / segments, sent - products * (segments - 1) / segments)
 
 
-def beside_chunks(experts: float, products: float, chunks: int) -> float:
+def exposed_with_chunks(experts: float, products: float, chunks: int) -> float:
     """Exposed seconds of the experts' all-to-all, overlapped with products of other chunks.
 
     See `Method.expert_chunks`. At least one of `chunks` is exposed: the dispatch of the first chunk
@@ -30,10 +30,12 @@ def beside_chunks(experts: float, products: float, chunks: int) -> float:
     Args:
       products: seconds of the experts' products.
     """
-    return beside_pieces(experts, products, chunks)
+    return exposed_seconds(experts, products, chunks)
 
 
-def beside_halves(sent: Mapping[str, float], products: float, chunks: int) -> dict[str, float]:
+def exposed_with_two_batches(
+    sent: Mapping[str, float], products: float, chunks: int
+) -> dict[str, float]:
     """Exposed seconds of each kind of a micro-batch's communication under two-batch overlap.
 
     One half of the rows communicates while the other computes (`Method.two_batch_overlap`). A pass
@@ -52,16 +54,18 @@ def beside_halves(sent: Mapping[str, float], products: float, chunks: int) -> di
       DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.4.1 (attention of one micro-batch
       overlapped with dispatch and combine of another). https://arxiv.org/abs/2412.19437
     """
-    halved = {what: sent[what] for what in IN_HALVES if what in sent}
-    total = sum(halved.values())
+    overlapped = {what: sent[what] for what in STREAM_GROUPS if what in sent}
+    total = sum(overlapped.values())
     if not total:
         return dict(sent)
-    alone = total / 4 - halved.get("experts", 0.0) * (1 - 1 / chunks) / 4
-    shown = max(alone, total - products * 3 / 4)
-    return dict(sent) | {what: time * shown / total for what, time in halved.items()}
+    not_overlapped = total / 4 - overlapped.get("experts", 0.0) * (1 - 1 / chunks) / 4
+    exposed = max(not_overlapped, total - products * 3 / 4)
+    return dict(sent) | {what: time * exposed / total for what, time in overlapped.items()}
 
 
-def beside_backward(summed: float, micro_batch: float, pieces: int, at_once: int = 1) -> float:
+def exposed_reduction(
+    reduction_seconds: float, micro_batch: float, segments: int, interval: int = 1
+) -> float:
     """Exposed seconds of the layers' gradient reduction, after the backward pass has ended.
 
     See `Method.overlap_grad_reduce`. The reduction of a piece (a chunk of an interleaved pipeline,
@@ -70,13 +74,13 @@ def beside_backward(summed: float, micro_batch: float, pieces: int, at_once: int
     last piece has nothing to overlap with.
 
     Args:
-      summed: seconds of the reduction of all pieces.
+      reduction_seconds: seconds of the reduction of all pieces.
       micro_batch: seconds of a micro-batch forward and backward.
-      pieces: n.
-      at_once: micro-batches between the ends of the pieces, ``pp`` in an interleaved pipeline.
+      segments: n.
+      interval: micro-batches between the ends of the pieces, ``pp`` in an interleaved pipeline.
 
     References:
       Jin et al., "MegaScale-MoE", 2025, appendix A.1 (communication inside and across groups).
       https://arxiv.org/abs/2505.11432
     """
-    return beside_pieces(summed, at_once * micro_batch * 2 / 3, pieces)
+    return exposed_seconds(reduction_seconds, interval * micro_batch * 2 / 3, segments)

@@ -11,10 +11,10 @@ from sharding.folding.layout import divisors
 from sharding.planner.cost import Cost, System, cost, cost_at_least
 from sharding.planner.hardware import Hardware
 from sharding.planner.memory import Memory, memory
-from sharding.planner.method import Batch, Method, varied
+from sharding.planner.method import Batch, Method, with_fields
 from sharding.planner.models.sizes import ModelSizes
-from sharding.planner.models.weights import parameters_in_parts, parameters_on_device
-from sharding.planner.sending import Case, Way, contexts_worth_a_look, wires_worth_a_look
+from sharding.planner.models.weights import parameters_on_device, sharded_parameters
+from sharding.planner.sending import Case, Fields, candidate_contexts, candidate_dispatches
 
 MEMORY_FRACTION = 0.92
 """Share of a device's memory that plans may use: the rest is the compiler's and the libraries'."""
@@ -53,7 +53,7 @@ class Choices:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """Result of a search.
 
     Attributes:
@@ -67,9 +67,9 @@ class Found:
     illegal: Counter[str]
 
 
-def illegal(model: ModelSizes, layout: Layout, rows: int, time: int) -> str | None:
+def broken_rule(model: ModelSizes, layout: Layout, rows: int, time: int) -> str | None:
     """The rule that a layout breaks, None where it breaks none."""
-    like = model.num_layers - model.num_dense_layers
+    num_main_layers = model.num_layers - model.num_dense_layers
     # A size, what divides it, and what it is.
     rules = (
         (model.num_kv_heads, layout.tp, "tp must divide the key/value heads"),
@@ -81,9 +81,9 @@ def illegal(model: ModelSizes, layout: Layout, rows: int, time: int) -> str | No
         (model.num_experts, layout.ep, "ep must divide the experts"),
         (model.d_expert, layout.etp, "etp must divide the hidden units of an expert"),
     )
-    if layout.pp * layout.vpp > like:
+    if layout.pp * layout.vpp > num_main_layers:
         return "pp x vpp must be no more than the layers"
-    return next((rule for size, by, rule in rules if size % by), None)
+    return next((rule for size, divisor, rule in rules if size % divisor), None)
 
 
 def chunks_of_a_stage(model: ModelSizes, layout: Layout) -> list[int]:
@@ -91,10 +91,14 @@ def chunks_of_a_stage(model: ModelSizes, layout: Layout) -> list[int]:
 
     They divide the layers of a stage, so that no stage is deeper than with one chunk.
     """
-    like = model.num_layers - model.num_dense_layers
+    num_main_layers = model.num_layers - model.num_dense_layers
     if layout.pp == 1:
         return [1]
-    return [vpp for vpp in divisors(-(-like // layout.pp)) if layout.pp * vpp <= like]
+    return [
+        vpp
+        for vpp in divisors(-(-num_main_layers // layout.pp))
+        if layout.pp * vpp <= num_main_layers
+    ]
 
 
 def layouts(devices: int, most_tp: int | None = None) -> Iterator[Layout]:
@@ -122,7 +126,7 @@ def search(
     method: Method | None = None,
     system: System | None = None,
     choices: Choices | None = None,
-) -> Found:
+) -> SearchResult:
     """Finds the best plan of every legal layout.
 
     Args:
@@ -133,19 +137,19 @@ def search(
     """
     method, system = method or Method(), system or System()
     choices = choices or Choices()
-    found, too_large, broken = [], {}, Counter()
+    plans, too_large, broken_rules = [], {}, Counter()
     for layout in layouts(devices, hardware.domain):
-        rule = illegal(model, layout, rows, time)
+        rule = broken_rule(model, layout, rows, time)
         if rule is not None:
-            broken[rule] += 1
+            broken_rules[rule] += 1
             continue
         best = best_plan(model, layout, rows, time, hardware, method, system, choices)
         if isinstance(best, Plan):
-            found.append(best)
+            plans.append(best)
         else:
             too_large[layout] = best
-    found.sort(key=lambda plan: plan.cost.total)
-    return Found(found, too_large, broken)
+    plans.sort(key=lambda plan: plan.cost.total)
+    return SearchResult(plans, too_large, broken_rules)
 
 
 def best_plan(
@@ -160,12 +164,12 @@ def best_plan(
 ) -> Plan | float:
     """The fastest plan of a legal layout that fits, or the bytes that the layout needs at least."""
     budget = MEMORY_FRACTION * hardware.memory
-    least = least_states(model, layout, method, choices)
+    least = min_state_bytes(model, layout, method, choices)
     if least > budget:
         return least
     needs, best = math.inf, None
 
-    def tried(in_chunks: Layout, batch: Batch, way: Method) -> bool:
+    def try_remats(chunked: Layout, batch: Batch, variant: Method) -> bool:
         """Tries all rematerialisations of a method; true if more memory would not improve the best.
 
         That is the case if the fastest rematerialisation fits, or if even it is slower than the
@@ -173,17 +177,19 @@ def best_plan(
         """
         nonlocal needs, best
         for remat in choices.remat:
-            chosen = in_chunks, batch, varied(way, remat=remat)
+            candidate = with_fields(variant, remat=remat)
             # Rematerialisations that keep less take longer.
-            is_first, where = remat == choices.remat[0], (hardware, system)
-            if best is not None and cost_at_least(model, *chosen, *where) >= best.cost.total:
-                return is_first
-            fits = memory(model, *chosen)
-            needs = min(needs, fits.total)
-            if fits.total <= budget:
-                spent = cost(model, *chosen, *where)
-                if best is None or spent.total < best.cost.total:
-                    best = Plan(*chosen, spent, fits)
+            is_first = remat == choices.remat[0]
+            if best is not None:
+                bound = cost_at_least(model, chunked, batch, candidate, hardware, system)
+                if bound >= best.cost.total:
+                    return is_first
+            required = memory(model, chunked, batch, candidate)
+            needs = min(needs, required.total)
+            if required.total <= budget:
+                predicted = cost(model, chunked, batch, candidate, hardware, system)
+                if best is None or predicted.total < best.cost.total:
+                    best = Plan(chunked, batch, candidate, predicted, required)
                 return is_first
         return False
 
@@ -192,16 +198,20 @@ def best_plan(
     sizes = [replace(layout, vpp=vpp) for vpp in chunks]
     for micro_rows in (n for n in choices.micro_rows if rows % (layout.dp * n) == 0):
         batch = Batch(rows, time, micro_rows)
-        quick, small = ways_to_send(model, layout, batch, hardware, method, system, choices)
-        for other in ways_of(model, layout, batch, method, choices):
-            for in_chunks in sizes:
-                found = [tried(in_chunks, batch, varied(other, **way)) for way in quick]
-                for way in () if all(found) else small:
-                    tried(in_chunks, batch, varied(other, **way))
+        quick, small = communication_variants(
+            model, layout, batch, hardware, method, system, choices
+        )
+        for variant in method_variants(model, layout, batch, method, choices):
+            for chunked in sizes:
+                fitted = [
+                    try_remats(chunked, batch, with_fields(variant, **fields)) for fields in quick
+                ]
+                for fields in () if all(fitted) else small:
+                    try_remats(chunked, batch, with_fields(variant, **fields))
     return needs if best is None else best
 
 
-def ways_to_send(
+def communication_variants(
     model: ModelSizes,
     layout: Layout,
     batch: Batch,
@@ -209,21 +219,25 @@ def ways_to_send(
     method: Method,
     system: System,
     choices: Choices,
-) -> tuple[list[Way], list[Way]]:
+) -> tuple[list[Fields], list[Fields]]:
     """Candidate combinations of context, dispatch and communication dtype.
 
     The first list may take the least time; those of the second can only be better by keeping less.
     The costs of context and of dispatch with its dtype are independent of each other.
     """
     case = Case(model, layout, method, hardware, tuple(choices.remat))
-    contexts = contexts_worth_a_look(case, batch, system, choices.context)
-    wires = wires_worth_a_look(case, batch, system, choices.dispatch, choices.activation_wire)
-    pairs = itertools.product(contexts, wires)
-    found = [({**one, **other}, first and second) for (one, first), (other, second) in pairs]
-    return [way for way, quick in found if quick], [way for way, quick in found if not quick]
+    contexts = candidate_contexts(case, batch, system, choices.context)
+    dispatches = candidate_dispatches(
+        case, batch, system, choices.dispatch, choices.activation_wire
+    )
+    pairs = itertools.product(contexts, dispatches)
+    combinations = [({**one, **other}, first and second) for (one, first), (other, second) in pairs]
+    return [fields for fields, quick in combinations if quick], [
+        fields for fields, quick in combinations if not quick
+    ]
 
 
-def ways_of(
+def method_variants(
     model: ModelSizes, layout: Layout, batch: Batch, method: Method, choices: Choices
 ) -> Iterator[Method]:
     """The method with each allowed storage, communication dtype of gradients, and overlap."""
@@ -236,54 +250,56 @@ def ways_of(
         "storage": choices.storage,
         "gradient_wire": choices.gradient_wire,
         "expert_chunks": chunks,
-        "two_batch_overlap": either(halved, choices.two_batch_overlap and may_halve),
-        "overlap_grad_reduce": either(reduced, choices.overlap_grad_reduce and may_reduce),
+        "two_batch_overlap": switch_values(halved, choices.two_batch_overlap and may_halve),
+        "overlap_grad_reduce": switch_values(reduced, choices.overlap_grad_reduce and may_reduce),
     }
     for values in itertools.product(*fields.values()):
-        yield varied(method, **dict(zip(fields, values, strict=True)))
+        yield with_fields(method, **dict(zip(fields, values, strict=True)))
 
 
-def either(given: bool, may_be_on: bool) -> tuple[bool, ...]:
+def switch_values(value: bool, may_be_on: bool) -> tuple[bool, ...]:
     """Values of a switch: as it is, and on where it may be."""
-    return (given,) if given or not may_be_on else (False, True)
+    return (value,) if value or not may_be_on else (False, True)
 
 
-def least_states(model: ModelSizes, layout: Layout, method: Method, choices: Choices) -> float:
+def min_state_bytes(model: ModelSizes, layout: Layout, method: Method, choices: Choices) -> float:
     """Lower bound of the bytes of weights, gradients and optimizer over all choices."""
-    parts, whole = parameters_in_parts(model, layout), parameters_on_device(model, layout)
-    found = []
+    sharded, full = sharded_parameters(model, layout), parameters_on_device(model, layout)
+    candidates = []
     for storage in choices.storage:
-        stored = varied(method, storage=storage).stored
-        used = parts if method.fsdp else whole
-        found.append(
-            used * (stored.weight + stored.gradient) + parts * (stored.master + stored.moments)
+        stored = with_fields(method, storage=storage).stored
+        used = sharded if method.fsdp else full
+        candidates.append(
+            used * (stored.weight + stored.gradient) + sharded * (stored.master + stored.moments)
         )
-    return float(min(found))
+    return float(min(candidates))
 
 
 def neighbours(layout: Layout) -> list[Layout]:
     """Layouts of as many devices that move a factor of two from one axis to another."""
-    found = []
+    candidates = []
     attention = ("tp", "cp", "dp", "pp")
     for less in attention:
         for more in attention:
             if less != more and getattr(layout, less) % 2 == 0:
-                found.append(_moved(layout, less, more))
+                candidates.append(_move_factor(layout, less, more))
     for axis in ("ep", "etp"):
         for factor in (2, 0.5):
             if factor == 2 or getattr(layout, axis) % 2 == 0:
-                found.append(_with(layout, **{axis: int(getattr(layout, axis) * factor)}))
+                candidates.append(
+                    _replace_sizes(layout, **{axis: int(getattr(layout, axis) * factor)})
+                )
     if layout.ep % 2 == 0:
-        found.append(_with(layout, ep=layout.ep // 2, etp=layout.etp * 2))
-    return [one for one in dict.fromkeys(found) if one is not None]
+        candidates.append(_replace_sizes(layout, ep=layout.ep // 2, etp=layout.etp * 2))
+    return [candidate for candidate in dict.fromkeys(candidates) if candidate is not None]
 
 
-def _moved(layout: Layout, less: str, more: str) -> Layout | None:
+def _move_factor(layout: Layout, less: str, more: str) -> Layout | None:
     sizes = {less: getattr(layout, less) // 2, more: getattr(layout, more) * 2}
-    return _with(layout, **sizes)
+    return _replace_sizes(layout, **sizes)
 
 
-def _with(layout: Layout, **sizes: int) -> Layout | None:
+def _replace_sizes(layout: Layout, **sizes: int) -> Layout | None:
     try:
         return replace(layout, vpp=1, **sizes)
     except ValueError:
@@ -291,28 +307,28 @@ def _with(layout: Layout, **sizes: int) -> Layout | None:
 
 
 def why_not(
-    found: Found, model: ModelSizes, rows: int, time: int, hardware: Hardware
+    result: SearchResult, model: ModelSizes, rows: int, time: int, hardware: Hardware
 ) -> dict[Layout, str]:
     """Reason against each neighbour of the best plan's layout."""
-    best = found.plans[0]
-    by_layout = {replace(plan.layout, vpp=1): plan for plan in found.plans}
+    best = result.plans[0]
+    by_layout = {replace(plan.layout, vpp=1): plan for plan in result.plans}
     reasons = {}
     for other in neighbours(best.layout):
-        rule = illegal(model, other, rows, time)
+        rule = broken_rule(model, other, rows, time)
         if rule is not None:
             reasons[other] = rule
         elif other in by_layout:
-            reasons[other] = _slower(by_layout[other], best)
-        elif other in found.too_large:
-            needs, has = found.too_large[other] / 1e9, MEMORY_FRACTION * hardware.memory / 1e9
+            reasons[other] = _describe_slowdown(by_layout[other], best)
+        elif other in result.too_large:
+            needs, has = result.too_large[other] / 1e9, MEMORY_FRACTION * hardware.memory / 1e9
             reasons[other] = f"needs {needs:.0f} GB of {has:.0f}"
     return reasons
 
 
-def _slower(plan: Plan, best: Plan) -> str:
+def _describe_slowdown(plan: Plan, best: Plan) -> str:
     """Text: by how much a plan is slower, and the component of its time that grew most."""
 
-    def parts(cost: Cost) -> dict[str, float]:
+    def components(cost: Cost) -> dict[str, float]:
         return {
             "products": cost.products,
             "memory traffic": cost.traffic,
@@ -320,7 +336,10 @@ def _slower(plan: Plan, best: Plan) -> str:
             **cost.communication,
         }
 
-    own, others = parts(best.cost), parts(plan.cost)
-    grown = {name: others.get(name, 0.0) - own.get(name, 0.0) for name in own | others}
+    best_seconds, other_seconds = components(best.cost), components(plan.cost)
+    grown = {
+        name: other_seconds.get(name, 0.0) - best_seconds.get(name, 0.0)
+        for name in best_seconds | other_seconds
+    }
     worst = max(grown, key=lambda name: grown[name])
     return f"{plan.cost.total / best.cost.total - 1:.0%} slower: {worst}"

@@ -13,20 +13,20 @@ from typing import NamedTuple
 
 from sharding.folding import Layout
 from sharding.planner import links
-from sharding.planner.cost import System, passing, times_through_memory
+from sharding.planner.cost import System, times_through_memory, value_bytes
 from sharding.planner.hardware import Hardware
 from sharding.planner.memory import activation_bytes
-from sharding.planner.method import Batch, Method, varied
+from sharding.planner.method import Batch, Method, with_fields
 from sharding.planner.models.sizes import ModelSizes
-from sharding.planner.scores import scores_at_work, scores_kept
+from sharding.planner.scores import saved_score_bytes, working_score_bytes
 
-Way = dict[str, str | None]
+Fields = dict[str, str | None]
 """Fields of a `Method`."""
-Worth = list[tuple[Way, bool]]
+Candidates = list[tuple[Fields, bool]]
 """Candidates, each with true if it may take the least time."""
 
 
-class Numbers(NamedTuple):
+class Costs(NamedTuple):
     """Costs of a candidate, for a layer and a micro-batch on one device.
 
     Attributes:
@@ -57,99 +57,123 @@ class Case(NamedTuple):
     hardware: Hardware
     remats: tuple[str, ...]
 
-    def on(self, layout: Layout, way: Way) -> "Case":
+    def with_layout(self, layout: Layout, fields: Fields) -> "Case":
         """The case with another layout and the candidate's fields in the method."""
-        return self._replace(layout=layout, method=varied(self.method, **way))
+        return self._replace(layout=layout, method=with_fields(self.method, **fields))
 
 
-def contexts_worth_a_look(case: Case, batch: Batch, system: System, names: Sequence[str]) -> Worth:
+def candidate_contexts(
+    case: Case, batch: Batch, system: System, names: Sequence[str]
+) -> Candidates:
     model, layout = case.model, case.layout
     if layout.cp == 1:
         return [({}, True)]
     # Ulysses spreads the query heads of a tp rank over cp.
-    spreads = model.num_heads // layout.tp % layout.cp == 0
-    ways: list[Way] = [{"context": name} for name in names if spreads or name != "ulysses"]
-    alike = links.alike(layout)[0]
-    found = [(_of_context(case.on(alike, way), batch), way) for way in ways]
-    return _worth_a_look(found, case.remats, system)
+    shards_heads = model.num_heads // layout.tp % layout.cp == 0
+    candidates: list[Fields] = [
+        {"context": name} for name in names if shards_heads or name != "ulysses"
+    ]
+    reduced = links.reduced_layouts(layout)[0]
+    costs = [
+        (_context_costs(case.with_layout(reduced, fields), batch), fields) for fields in candidates
+    ]
+    return _prune(costs, case.remats, system)
 
 
-def wires_worth_a_look(
+def candidate_dispatches(
     case: Case,
     batch: Batch,
     system: System,
     dispatches: Sequence[str],
-    wires: Sequence[str | None],
-) -> Worth:
+    comm_dtypes: Sequence[str | None],
+) -> Candidates:
     layout = case.layout
     if layout.ep * layout.etp == 1:
         return [({}, True)]
-    alike = links.alike(layout)[1]
+    reduced = links.reduced_layouts(layout)[1]
     streams = tuple(one.local_tokens(layout) for one in case.method.streams(batch))
-    ways: list[Way] = [
-        {"dispatch": dispatch, "activation_wire": wire}
-        for dispatch, wire in itertools.product(dispatches, wires)
+    candidates: list[Fields] = [
+        {"dispatch": dispatch, "activation_wire": comm_dtype}
+        for dispatch, comm_dtype in itertools.product(dispatches, comm_dtypes)
     ]
-    found = [(_of_wire(case.on(alike, way), streams), way) for way in ways]
-    return _worth_a_look(found, case.remats, system)
+    costs = [
+        (_dispatch_costs(case.with_layout(reduced, fields), streams), fields)
+        for fields in candidates
+    ]
+    return _prune(costs, case.remats, system)
 
 
 @functools.lru_cache(maxsize=4096)
-def _of_context(case: Case, batch: Batch) -> Numbers:
+def _context_costs(case: Case, batch: Batch) -> Costs:
     """Costs of a context, by a layout with attention's axes only.
 
     Further axes add the same to all candidates.
     """
     model, layout, method = case.model, case.layout, case.method
     streams = method.streams(batch)
-    sent = [links.beside_experts(model, layout, one, method, case.hardware) for one in streams]
+    sent = [links.non_expert_times(model, layout, one, method, case.hardware) for one in streams]
     scores = (
-        scores_kept(model, layout, batch, varied(method, remat="none")),
-        scores_at_work(model, layout, batch, method),
+        saved_score_bytes(model, layout, batch, with_fields(method, remat="none")),
+        working_score_bytes(model, layout, batch, method),
     )
-    return _numbers(case, batch.local_tokens(layout), sent, scores)
+    return _costs(case, batch.local_tokens(layout), sent, scores)
 
 
 @functools.lru_cache(maxsize=4096)
-def _of_wire(case: Case, streams: tuple[int, ...]) -> Numbers:
+def _dispatch_costs(case: Case, streams: tuple[int, ...]) -> Costs:
     """Costs of dispatch and communication dtype, by a layout with the experts' axes only."""
-    given = case.method, case.hardware
-    sent = [links.experts(case.model, case.layout, tokens, *given) for tokens in streams]
-    return _numbers(case, sum(streams), sent, ())
+    sent = [
+        links.expert_times(case.model, case.layout, tokens, case.method, case.hardware)
+        for tokens in streams
+    ]
+    return _costs(case, sum(streams), sent, ())
 
 
-def _numbers(
+def _costs(
     case: Case,
     tokens: int,
     sent: Iterable[tuple[links.Timed, links.Timed]],
     scores: tuple[float, ...],
-) -> Numbers:
-    given = case.model, case.layout, tokens, case.method
+) -> Costs:
+    model, layout, method = case.model, case.layout, case.method
     seconds = sum(time for passes in sent for timed in passes for _, time in timed)
-    of_layer = [activation_bytes(*given, remat) for remat in dict.fromkeys(("none", *case.remats))]
-    passes = passing(*given) / case.hardware.memory_bandwidth
-    return Numbers(seconds, passes, (*of_layer, *scores))
+    layer_bytes = [
+        activation_bytes(model, layout, tokens, method, remat)
+        for remat in dict.fromkeys(("none", *case.remats))
+    ]
+    passes = value_bytes(model, layout, tokens, method) / case.hardware.memory_bandwidth
+    return Costs(seconds, passes, (*layer_bytes, *scores))
 
 
-def _worth_a_look(
-    ways: Sequence[tuple[Numbers, Way]], remats: Sequence[str], system: System
-) -> Worth:
-    crossings = {times_through_memory(remat) for remat in remats}
+def _prune(
+    candidates: Sequence[tuple[Costs, Fields]], remats: Sequence[str], system: System
+) -> Candidates:
+    num_accesses = {times_through_memory(remat) for remat in remats}
     # Exposed shares of communication: all of it, or the rest where most of it is overlapped.
-    shown = {1.0, 0.0 if system.hides_chunks or system.hides_halves else 1.0 - system.hidden}
-    in_time, in_all = list[tuple[tuple[float, ...], Way]](), list[tuple[tuple[float, ...], Way]]()
-    for own, way in ways:
-        time = tuple(n * own.passes + part * own.sent for n in crossings for part in shown)
-        in_time.append((time, way))
-        in_all.append(((*time, *own.memory), way))
-    quick = _unbeaten(in_time)
-    return [(way, way in quick) for way in _unbeaten(in_all)]
+    exposed_shares = {
+        1.0,
+        0.0 if system.hides_chunks or system.hides_two_batch else 1.0 - system.hidden,
+    }
+    in_time, in_all = (
+        list[tuple[tuple[float, ...], Fields]](),
+        list[tuple[tuple[float, ...], Fields]](),
+    )
+    for costs, fields in candidates:
+        time = tuple(
+            n * costs.passes + exposed * costs.sent
+            for n in num_accesses
+            for exposed in exposed_shares
+        )
+        in_time.append((time, fields))
+        in_all.append(((*time, *costs.memory), fields))
+    quick = _pareto_front(in_time)
+    return [(fields, fields in quick) for fields in _pareto_front(in_all)]
 
 
-def _unbeaten(ways: Iterable[tuple[tuple[float, ...], Way]]) -> list[Way]:
+def _pareto_front(candidates: Iterable[tuple[tuple[float, ...], Fields]]) -> list[Fields]:
     """The Pareto front: candidates that no other equals or beats in all numbers; one of equals."""
-    found: list[tuple[tuple[float, ...], Way]] = []
-    for own, way in sorted(ways, key=lambda pair: pair[0]):
-        if not any(all(map(operator.le, other, own)) for other, _ in found):
-            found.append((own, way))
-    return [way for _, way in found]
+    front: list[tuple[tuple[float, ...], Fields]] = []
+    for costs, fields in sorted(candidates, key=lambda pair: pair[0]):
+        if not any(all(map(operator.le, other, costs)) for other, _ in front):
+            front.append((costs, fields))
+    return [fields for _, fields in front]

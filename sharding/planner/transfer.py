@@ -6,14 +6,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from sharding.compression import GROUP
+from sharding.compression import GROUP_TOKENS
 from sharding.folding import Layout
 from sharding.folding.atoms import atoms_of
 
 Side = Literal["inside", "across"]
 """Side of a sequence-parallel group, ``cp x tp``: among its ranks, or among such groups."""
 Kind = Literal["all_gather", "reduce_scatter", "all_to_all", "all_reduce", "permute"]
-BYTE, SCALE = 1, 4
+FP8_BYTES, SCALE_BYTES = 1, 4
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Transfer:
         """Devices of a group."""
         if self.side is None:
             return math.prod(getattr(layout, axis) for axis in self.axes)
-        return math.prod(size for _, size in spanned(self.axes, self.side, layout))
+        return math.prod(size for _, size in group_strides(self.axes, self.side, layout))
 
     def sent(self, layout: Layout) -> float:
         """Bytes that a device sends, with ring algorithms.
@@ -96,51 +96,60 @@ _atoms_of = functools.lru_cache(maxsize=64)(atoms_of)
 
 
 @functools.lru_cache(maxsize=8192)
-def spanned(axes: tuple[str, ...], side: Side | None, layout: Layout) -> list[tuple[int, int]]:
+def group_strides(
+    axes: tuple[str, ...], side: Side | None, layout: Layout
+) -> list[tuple[int, int]]:
     """Strides and sizes of groups over logical axes, as (ranks between neighbours, number of them).
 
     The smallest stride comes first.
     """
-    found: list[tuple[int, int]] = []
+    groups: list[tuple[int, int]] = []
     stride = 1
     for atom in reversed(_atoms_of(layout)):
         is_inside = "cp" in atom.owners or "tp" in atom.owners
         on_side = side is None or is_inside == (side == "inside")
         if atom.size > 1 and on_side and set(axes) & set(atom.owners):
-            step, size = found[-1] if found else (stride, 1)
+            step, size = groups[-1] if groups else (stride, 1)
             if step * size == stride:
-                found[-1:] = [(step, size * atom.size)]
+                groups[-1:] = [(step, size * atom.size)]
             else:
-                found.append((stride, atom.size))
+                groups.append((stride, atom.size))
         stride *= atom.size
-    return found
+    return groups
 
 
-def staged(
-    what: str, axes: tuple[str, ...], layout: Layout, part: int, itemsize: int, gradient: int = 0
+def hierarchical_gather(
+    what: str,
+    axes: tuple[str, ...],
+    layout: Layout,
+    shard_elements: int,
+    itemsize: int,
+    gradient: int = 0,
 ) -> list[Transfer]:
-    """Hierarchical all-gather of shards of `part` elements (`sharding.zero`).
+    """Hierarchical all-gather of shards of `shard_elements` elements (`sharding.zero`).
 
     It has two stages, across sequence-parallel groups and then inside; a stage of one device is
     left out. The reverse is a reduce-scatter.
     """
-    across = Transfer(what, "all_gather", axes, part, itemsize, gradient=gradient, side="across")
-    joined = part * across.group(layout)
-    inside = replace(across, elements=joined, side="inside")
-    return present([across, inside], layout)
+    across = Transfer(
+        what, "all_gather", axes, shard_elements, itemsize, gradient=gradient, side="across"
+    )
+    gathered = shard_elements * across.group(layout)
+    inside = replace(across, elements=gathered, side="inside")
+    return drop_empty([across, inside], layout)
 
 
-def present(transfers: Iterable[Transfer], layout: Layout) -> list[Transfer]:
+def drop_empty(transfers: Iterable[Transfer], layout: Layout) -> list[Transfer]:
     """The transfers that send anything: groups of one device send nothing."""
     return [t for t in transfers if t.group(layout) > 1 and t.bytes]
 
 
-def repeated(transfers: Iterable[Transfer], times: int) -> list[Transfer]:
+def repeat_transfers(transfers: Iterable[Transfer], times: int) -> list[Transfer]:
     """The transfers with `times` times as many calls."""
     return [replace(t, times=t.times * times) for t in transfers]
 
 
-def in_fp8(
+def to_fp8(
     transfer: Transfer, layout: Layout, d_model: int, is_ragged: bool = False
 ) -> tuple[list[Transfer], list[Transfer]]:
     """FP8 form of a collective of tokens (`sharding.compression`), forward and backward.
@@ -154,29 +163,29 @@ def in_fp8(
       is_ragged: it has slices, each of which may end in a group that is not full.
     """
     n, tokens = transfer.group(layout), transfer.elements // d_model
-    there, back = "all_to_all", "all_to_all"
+    forward_kind, backward_kind = "all_to_all", "all_to_all"
     if transfer.kind == "all_gather":
-        there, tokens_back, blocks = "all_gather", n * tokens, n
+        forward_kind, tokens_back, blocks = "all_gather", n * tokens, n
     elif transfer.kind == "reduce_scatter":
-        back, tokens_back, blocks = "all_gather", tokens // n, 1
+        backward_kind, tokens_back, blocks = "all_gather", tokens // n, 1
     else:
         tokens_back, blocks = tokens, n
-    groups = blocks * math.ceil(tokens_back / blocks / GROUP)
+    groups = blocks * math.ceil(tokens_back / blocks / GROUP_TOKENS)
     if is_ragged:
-        groups = tokens_back // GROUP + n
-    content = replace(transfer, kind=there, itemsize=BYTE, gradient=0)
+        groups = tokens_back // GROUP_TOKENS + n
+    content = replace(transfer, kind=forward_kind, itemsize=FP8_BYTES, gradient=0)
     forward = [
         content,
-        replace(content, what=f"scales of {transfer.what}", elements=tokens, itemsize=SCALE),
+        replace(content, what=f"scales of {transfer.what}", elements=tokens, itemsize=SCALE_BYTES),
     ]
     gradient = replace(
         content,
         what=f"gradient of {transfer.what}",
-        kind=back,
+        kind=backward_kind,
         elements=tokens_back * d_model,
         repeated=False,
     )
     scales = replace(
-        gradient, what=f"scales of {gradient.what}", elements=groups * d_model, itemsize=SCALE
+        gradient, what=f"scales of {gradient.what}", elements=groups * d_model, itemsize=SCALE_BYTES
     )
     return forward, [gradient, scales]

@@ -14,8 +14,15 @@ from sharding.folding import Layout
 from sharding.folding.layout import prime_factors
 from sharding.planner.method import Batch, Method
 from sharding.planner.models.sizes import ModelSizes
-from sharding.planner.models.weights import held, layers_on_device, spreads_vocabulary
-from sharding.planner.transfer import Kind, Transfer, in_fp8, present, repeated, staged
+from sharding.planner.models.weights import layers_on_device, shards_vocabulary, weight_groups
+from sharding.planner.transfer import (
+    Kind,
+    Transfer,
+    drop_empty,
+    hierarchical_gather,
+    repeat_transfers,
+    to_fp8,
+)
 from sharding.schedule import Schedule
 
 FLOAT32 = INT32 = 4
@@ -32,16 +39,16 @@ def layer(
     Args:
       has_experts: it is one of the layers with experts, not of the dense ones before them.
     """
-    parts = []
+    collectives = []
     for rows in method.streams(batch):
-        parts.append(beside_experts(model, layout, rows, method, has_experts))
+        collectives.append(non_expert(model, layout, rows, method, has_experts))
         if has_experts:
-            parts.append(experts(model, layout, rows.local_tokens(layout), method))
-    forward, backward = zip(*parts, strict=True)
+            collectives.append(experts(model, layout, rows.local_tokens(layout), method))
+    forward, backward = zip(*collectives, strict=True)
     return [*chain(*forward)], [*chain(*backward)]
 
 
-def beside_experts(
+def non_expert(
     model: ModelSizes, layout: Layout, batch: Batch, method: Method, has_experts: bool = True
 ) -> tuple[list[Transfer], list[Transfer]]:
     """Collectives of a block without those of `experts`, for rows that pass through it together.
@@ -78,7 +85,7 @@ def _with_repeated(
 ) -> tuple[list[Transfer], list[Transfer]]:
     if method.repeats(method.remat):
         backward = [t for t in forward if t.repeated] + backward
-    return present(forward, layout), present(backward, layout)
+    return drop_empty(forward, layout), drop_empty(backward, layout)
 
 
 def tensor_parallel(
@@ -90,9 +97,9 @@ def tensor_parallel(
     ``2 b s h (tp - 1) / (tp cp)`` of the whole micro-batch.
     """
     size, width = tokens * model.d_model, method.itemsize
-    there = Transfer(f"tokens to {what}", "all_gather", ("tp",), size, width, 1, width, True)
+    gather = Transfer(f"tokens to {what}", "all_gather", ("tp",), size, width, 1, width, True)
     size *= layout.tp
-    return [there, Transfer(f"sums of {what}", "reduce_scatter", ("tp",), size, width, 1, width)]
+    return [gather, Transfer(f"sums of {what}", "reduce_scatter", ("tp",), size, width, 1, width)]
 
 
 def context(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> list[Transfer]:
@@ -104,24 +111,28 @@ def context(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> l
     """
     keys, queries, width = tokens * model.keys, tokens * model.queries, method.itemsize
 
-    def of(what: str, kind: Kind, elements: int, repeated: bool = False) -> Transfer:
+    def make_transfer(what: str, kind: Kind, elements: int, repeated: bool = False) -> Transfer:
         return Transfer(what, kind, ("cp",), elements, width, 1, width, repeated)
 
     if layout.cp == 1:
         return []
     if method.context == "gather":
-        return [of(what, "all_gather", keys, repeated=True) for what in ("keys", "values")]
+        return [
+            make_transfer(what, "all_gather", keys, repeated=True) for what in ("keys", "values")
+        ]
     if method.context == "ring":
         sent = 2 * ring_hops(layout)[0]
-        return [replace(of("keys and values", "permute", keys), times=sent, gradient=0)]
-    traded = queries + 2 * keys * copies_of_keys(model, layout)
+        return [replace(make_transfer("keys and values", "permute", keys), times=sent, gradient=0)]
+    exchanged = queries + 2 * keys * kv_replication(model, layout)
     return [
-        of("queries, keys and values", "all_to_all", traded, method.remat == "projections"),
-        of("attention's output", "all_to_all", queries, repeated=True),
+        make_transfer(
+            "queries, keys and values", "all_to_all", exchanged, method.remat == "projections"
+        ),
+        make_transfer("attention's output", "all_to_all", queries, repeated=True),
     ]
 
 
-def copies_of_keys(model: ModelSizes, layout: Layout) -> int:
+def kv_replication(model: ModelSizes, layout: Layout) -> int:
     """Number of copies of each key/value head in Ulysses, so that ``cp`` divides a rank's heads."""
     return layout.cp // math.gcd(model.num_kv_heads // layout.tp, layout.cp)
 
@@ -168,22 +179,31 @@ def dispatch(
     """
     per_peer, k = tokens_per_peer(model, layout, tokens), model.experts_per_token
     forward, backward = [], []
-    for size, number in chunks_of(tokens, method.expert_chunks):
+    for size, count in chunk_sizes(tokens, method.expert_chunks):
         slots = min(size, per_peer)
         # With buffers of the size of even routing, as much is received.
         buffer = None if method.even else layout.ep * slots
-        given = size, slots, k, layout, model.d_model, method.itemsize, buffer
-        there, back = exchange(method.dispatch, *given, method.activation_wire)
-        forward += repeated(there, number)
-        backward += repeated(back, number)
+        forward_once, backward_once = exchange(
+            method.dispatch,
+            tokens=size,
+            per_peer=slots,
+            k=k,
+            layout=layout,
+            d_model=model.d_model,
+            itemsize=method.itemsize,
+            buffer=buffer,
+            comm_dtype=method.activation_wire,
+        )
+        forward += repeat_transfers(forward_once, count)
+        backward += repeat_transfers(backward_once, count)
     return forward, backward
 
 
-def chunks_of(tokens: int, chunks: int) -> list[tuple[int, int]]:
+def chunk_sizes(tokens: int, chunks: int) -> list[tuple[int, int]]:
     """(tokens, number of chunks of this size), as `moe.experts.dispatch.token_chunks` splits."""
     each, more = divmod(tokens, max(1, min(chunks, tokens)))
     less = max(1, min(chunks, tokens)) - more
-    return [(size, number) for size, number in ((each + 1, more), (each, less)) if number]
+    return [(size, count) for size, count in ((each + 1, more), (each, less)) if count]
 
 
 def exchange(
@@ -195,29 +215,33 @@ def exchange(
     d_model: int,
     itemsize: int,
     buffer: int | None = None,
-    wire: str | None = None,
+    comm_dtype: str | None = None,
 ) -> tuple[list[Transfer], list[Transfer]]:
     """`token_exchange` and `routing_exchange`, forward and backward.
 
     Args:
-      wire: communication dtype of tokens, sums and their gradients (`sharding.compression`);
+      comm_dtype: communication dtype of tokens, sums and their gradients (`sharding.compression`);
         None is their own.
     """
-    given, is_ragged = (implementation, tokens, per_peer, k, layout), implementation == "ragged"
-    moved = token_exchange(*given, d_model, itemsize, buffer)
-    routing = routing_exchange(*given, buffer)
-    if wire is None:
-        both = [*moved, *routing]
+    is_ragged = implementation == "ragged"
+    token_transfers = token_exchange(
+        implementation, tokens, per_peer, k, layout, d_model, itemsize, buffer
+    )
+    routing = routing_exchange(implementation, tokens, per_peer, k, layout, buffer)
+    if comm_dtype is None:
+        transfers = [*token_transfers, *routing]
         if is_ragged:
             # Only backward: offsets of slices in the other buffer, two vectors per direction.
             what = "offsets to experts"
-            both.append(Transfer(what, "all_to_all", ("ep",), layout.ep, 0, 4, gradient=INT32))
-        return both, [one.transposed(layout) for one in both if one.gradient]
+            transfers.append(Transfer(what, "all_to_all", ("ep",), layout.ep, 0, 4, gradient=INT32))
+        return transfers, [one.transposed(layout) for one in transfers if one.gradient]
     forward, backward = [], [one.transposed(layout) for one in routing if one.gradient]
-    for one in moved:
-        there, back = in_fp8(one, layout, d_model, is_ragged and one.kind == "all_to_all")
-        forward += there
-        backward += back
+    for one in token_transfers:
+        fp8_forward, fp8_backward = to_fp8(
+            one, layout, d_model, is_ragged and one.kind == "all_to_all"
+        )
+        forward += fp8_forward
+        backward += fp8_backward
     return [*forward, *routing], backward
 
 
@@ -246,23 +270,26 @@ def token_exchange(
     """
     if implementation == "all_gather":
         group, n, size = ("ep", "etp"), layout.ep * layout.etp, tokens * d_model
-        there = Transfer(
+        gather = Transfer(
             TOKENS, "all_gather", group, size, itemsize, gradient=FLOAT32, repeated=True
         )
-        back = Transfer(SUMS, "reduce_scatter", group, n * size, FLOAT32, gradient=itemsize)
-        return [there, back]
+        reduction = Transfer(SUMS, "reduce_scatter", group, n * size, FLOAT32, gradient=itemsize)
+        return [gather, reduction]
     sent, received = (
-        slots * d_model for slots in _slots(implementation, tokens, per_peer, k, layout, buffer)
+        slots * d_model
+        for slots in _slot_counts(implementation, tokens, per_peer, k, layout, buffer)
     )
 
-    def of(what: str, kind: Kind, axis: str, elements: int, repeated: bool = False) -> Transfer:
+    def make_transfer(
+        what: str, kind: Kind, axis: str, elements: int, repeated: bool = False
+    ) -> Transfer:
         return Transfer(what, kind, (axis,), elements, itemsize, 1, itemsize, repeated)
 
     return [
-        of(TOKENS, "all_to_all", "ep", sent, repeated=True),
-        of(f"{TOKENS}, over etp", "all_gather", "etp", received, repeated=True),
-        of(f"{SUMS}, over etp", "reduce_scatter", "etp", layout.etp * received),
-        of(SUMS, "all_to_all", "ep", sent),
+        make_transfer(TOKENS, "all_to_all", "ep", sent, repeated=True),
+        make_transfer(f"{TOKENS}, over etp", "all_gather", "etp", received, repeated=True),
+        make_transfer(f"{SUMS}, over etp", "reduce_scatter", "etp", layout.etp * received),
+        make_transfer(SUMS, "all_to_all", "ep", sent),
     ]
 
 
@@ -283,16 +310,16 @@ def routing_exchange(
     count from them the tokens that they will receive.
     """
     if implementation == "all_gather":
-        return _routing("all_gather", ("ep", "etp"), tokens * k)
-    sent, received = _slots(implementation, tokens, per_peer, k, layout, buffer)
+        return _routing_transfers("all_gather", ("ep", "etp"), tokens * k)
+    sent, received = _slot_counts(implementation, tokens, per_peer, k, layout, buffer)
     if implementation == "ragged":
-        moved = _routing("all_gather", ("ep",), tokens * k)
+        over_ep = _routing_transfers("all_gather", ("ep",), tokens * k)
     else:
-        moved = _routing("all_to_all", ("ep",), sent * k)
-    return [*moved, *_routing("all_gather", ("etp",), received * k)]
+        over_ep = _routing_transfers("all_to_all", ("ep",), sent * k)
+    return [*over_ep, *_routing_transfers("all_gather", ("etp",), received * k)]
 
 
-def _slots(
+def _slot_counts(
     implementation: str, tokens: int, per_peer: int, k: int, layout: Layout, buffer: int | None
 ) -> tuple[int, int]:
     """Tokens that a device sends over ``ep``, itself included, and those that it then holds."""
@@ -303,10 +330,12 @@ def _slots(
     return sent, sent if buffer is None else buffer
 
 
-def _routing(kind: Kind, axes: tuple[str, ...], numbers: int) -> list[Transfer]:
+def _routing_transfers(kind: Kind, axes: tuple[str, ...], num_values: int) -> list[Transfer]:
     return [
-        Transfer("ids of experts", kind, axes, numbers, INT32, repeated=True),
-        Transfer("probs of experts", kind, axes, numbers, FLOAT32, gradient=FLOAT32, repeated=True),
+        Transfer("ids of experts", kind, axes, num_values, INT32, repeated=True),
+        Transfer(
+            "probs of experts", kind, axes, num_values, FLOAT32, gradient=FLOAT32, repeated=True
+        ),
     ]
 
 
@@ -333,11 +362,11 @@ def embedding(model: ModelSizes, layout: Layout, tokens: int, method: Method) ->
     Each ``tp`` rank looks up the tokens of its rows; there are none where ``tp`` does not divide
     the vocabulary.
     """
-    if not spreads_vocabulary(model, layout):
+    if not shards_vocabulary(model, layout):
         return []
     size, width = tokens * layout.tp * model.d_model, method.itemsize
-    found = Transfer("rows of embedding", "reduce_scatter", ("tp",), size, width, gradient=width)
-    return present([found, found.transposed(layout)], layout)
+    lookup = Transfer("rows of embedding", "reduce_scatter", ("tp",), size, width, gradient=width)
+    return drop_empty([lookup, lookup.transposed(layout)], layout)
 
 
 def head(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> list[Transfer]:
@@ -348,17 +377,19 @@ def head(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> list
     """
     size, width, all_tokens = tokens * model.d_model, method.itemsize, tokens * layout.tp
     states = Transfer("states to head", "all_gather", ("tp",), size, width, gradient=width)
-    found = [
+    transfers = [
         states,
         Transfer("tokens to head", "all_gather", ("tp",), tokens, INT32),
         Transfer("sums of head", "all_reduce", ("tp",), 4 * all_tokens, FLOAT32),
         Transfer("gradient of sums of head", "all_reduce", ("tp",), 2 * all_tokens, FLOAT32),
         states.transposed(layout),
     ]
-    return present(found, layout)
+    return drop_empty(transfers, layout)
 
 
-def in_rows(model: ModelSizes, layout: Layout, batch: Batch, method: Method) -> list[Transfer]:
+def row_reordering(
+    model: ModelSizes, layout: Layout, batch: Batch, method: Method
+) -> list[Transfer]:
     """Reordering of the last hidden states after two-batch overlap, forward and backward.
 
     The ``tp`` ranks hold other tokens in the order of the rows than in the halves. Volume: ``T h
@@ -367,10 +398,12 @@ def in_rows(model: ModelSizes, layout: Layout, batch: Batch, method: Method) -> 
     streams, width = method.streams(batch), method.itemsize
     if len(streams) == 1:
         return []
-    sizes = [half.local_tokens(layout) * model.d_model for half in streams]
+    sizes = [stream.local_tokens(layout) * model.d_model for stream in streams]
     what = "states of halves"
-    found = [Transfer(what, "all_gather", ("tp",), size, width, gradient=width) for size in sizes]
-    return present([*found, *(one.transposed(layout) for one in found)], layout)
+    transfers = [
+        Transfer(what, "all_gather", ("tp",), size, width, gradient=width) for size in sizes
+    ]
+    return drop_empty([*transfers, *(one.transposed(layout) for one in transfers)], layout)
 
 
 def unsharding(model: ModelSizes, layout: Layout, method: Method) -> tuple[Transfer, ...]:
@@ -378,24 +411,30 @@ def unsharding(model: ModelSizes, layout: Layout, method: Method) -> tuple[Trans
 
     The reverse is the reduce-scatter of their gradients.
     """
-    found = []
-    for one in held(model, layout):
+    transfers = []
+    for one in weight_groups(model, layout):
         if one.in_layers:
-            wires = one.stored(method).weight_wire, one.stored(method).gradient_wire
-            given = one.replicas, layout, one.part(layout)
-            found += staged(f"shards of {one.what}", *given, *wires)
-    return tuple(found)
+            stored = one.stored(method)
+            transfers += hierarchical_gather(
+                f"shards of {one.what}",
+                one.replicas,
+                layout,
+                one.shard_size(layout),
+                itemsize=stored.weight_comm,
+                gradient=stored.gradient_comm,
+            )
+    return tuple(transfers)
 
 
-def summed_back(joined: Transfer, layout: Layout, method: Method) -> Transfer:
+def gradient_reduction(gather: Transfer, layout: Layout, method: Method) -> Transfer:
     """Reduce-scatter of gradients, the reverse of an all-gather of weights.
 
     Across sequence-parallel groups it is in `Method.gradient_wire`.
     """
-    summed = joined.transposed(layout)
-    if method.gradient_wire == "bfloat16" and joined.side == "across":
-        summed = replace(summed, kind="all_to_all", itemsize=BFLOAT16)
-    return summed
+    reduction = gather.transposed(layout)
+    if method.gradient_wire == "bfloat16" and gather.side == "across":
+        reduction = replace(reduction, kind="all_to_all", itemsize=BFLOAT16)
+    return reduction
 
 
 def gradients(model: ModelSizes, layout: Layout, method: Method) -> list[Transfer]:
@@ -405,23 +444,30 @@ def gradients(model: ModelSizes, layout: Layout, method: Method) -> list[Transfe
     sequence-parallel group and then across, weights gathered in reverse order; with
     `Method.overlap_grad_reduce` gradients are reduced layer by layer.
     """
-    found = []
-    for one in held(model, layout):
+    transfers = []
+    for one in weight_groups(model, layout):
         if method.fsdp and one.in_layers:
             continue
-        wires = one.stored(method).weight_wire, one.stored(method).gradient_wire
-        joined = staged(f"new weights: {one.what}", one.replicas, layout, one.part(layout), *wires)
-        summed = [
-            replace(summed_back(back, layout, method), what=f"gradients: {one.what}")
-            for back in reversed(joined)
+        stored = one.stored(method)
+        gathers = hierarchical_gather(
+            f"new weights: {one.what}",
+            one.replicas,
+            layout,
+            one.shard_size(layout),
+            itemsize=stored.weight_comm,
+            gradient=stored.gradient_comm,
+        )
+        reductions = [
+            replace(gradient_reduction(reduction, layout, method), what=f"gradients: {one.what}")
+            for reduction in reversed(gathers)
         ]
         if method.overlap_grad_reduce and one.depth:
-            summed = [
-                replace(back, elements=-(-back.elements // one.depth), times=one.depth)
-                for back in summed
+            reductions = [
+                replace(reduction, elements=-(-reduction.elements // one.depth), times=one.depth)
+                for reduction in reductions
             ]
-        found += [*summed, *joined]
-    return found
+        transfers += [*reductions, *gathers]
+    return transfers
 
 
 def step(model: ModelSizes, layout: Layout, batch: Batch, method: Method) -> list[Transfer]:
@@ -431,17 +477,19 @@ def step(model: ModelSizes, layout: Layout, batch: Batch, method: Method) -> lis
     micro-batch in one and a gradient in the next.
     """
     micro_batches, tokens = batch.num_micro_batches(layout), batch.local_tokens(layout)
-    found, depth = [], layers_on_device(model, layout)
-    for number, has_experts in ((depth, True), (model.num_dense_layers, False)):
+    transfers, depth = [], layers_on_device(model, layout)
+    for num_layers, has_experts in ((depth, True), (model.num_dense_layers, False)):
         forward, backward = layer(model, layout, batch, method, has_experts)
-        found += repeated([*forward, *backward], number)
+        transfers += repeat_transfers([*forward, *backward], num_layers)
     if method.fsdp:
-        joined = list(unsharding(model, layout, method))
-        found += repeated(joined, 2) + [summed_back(one, layout, method) for one in joined]
-    found += embedding(model, layout, tokens, method) + head(model, layout, tokens, method)
-    found += in_rows(model, layout, batch, method)
-    found = repeated(found, micro_batches)
+        gathers = list(unsharding(model, layout, method))
+        transfers += repeat_transfers(gathers, 2) + [
+            gradient_reduction(one, layout, method) for one in gathers
+        ]
+    transfers += embedding(model, layout, tokens, method) + head(model, layout, tokens, method)
+    transfers += row_reordering(model, layout, batch, method)
+    transfers = repeat_transfers(transfers, micro_batches)
     if layout.pp > 1:
         ticks = Schedule(layout.pp, micro_batches, layout.vpp).ticks
-        found += repeated([hop(model, tokens, method)], ticks)
-    return found + gradients(model, layout, method)
+        transfers += repeat_transfers([hop(model, tokens, method)], ticks)
+    return transfers + gradients(model, layout, method)

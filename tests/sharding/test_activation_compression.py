@@ -50,7 +50,7 @@ def test_a_token_is_off_by_half_a_unit():
 
 
 def test_a_channel_of_a_group_has_a_scale_of_its_own(monkeypatch):
-    monkeypatch.setattr(compression, "GROUP", 2)
+    monkeypatch.setattr(compression, "GROUP_TOKENS", 2)
     x = X.swapaxes(0, 1).reshape(1, 5, 14)
     # Traced by itself: the size of a group is no argument.
     _, scale, found = jax.device_get(jit(lambda x: by_channel(x))(x))

@@ -18,7 +18,7 @@ from sharding.collectives import (
     gather_and_widen,
     gather_tokens,
     join_shards,
-    own_shard,
+    local_shard,
     scatter_and_round,
     scatter_tokens,
     vary,
@@ -184,7 +184,7 @@ def test_own_shard_and_its_gradient(name):
     rest = tuple(axis for axis in MESH.axes if axis not in axes)
     whole, cotangent = numbers(1, count, 2 * n, WIDTH), numbers(2, 8, 2, WIDTH)
     function = jax.shard_map(
-        lambda x: own_shard(x[0], axes)[None],
+        lambda x: local_shard(x[0], axes)[None],
         mesh=MESH.mesh,
         in_specs=P(rest),
         out_specs=P(MESH.axes),

@@ -32,8 +32,8 @@ def through(layers, x):
 def test_the_bits_are_those_of_a_sum_afterwards(wire):
     mesh, draw = mesh_of("cp2 dp2"), np.random.default_rng(0)
     stored, shape = P(None, None, None), (DEPTH, WIDTH, WIDTH)
-    reduction = Reduction(mesh, stored, shard_dim(stored, shape, mesh, first=1, wire=wire))
-    assert len(reduction.cut.stages) == 2
+    reduction = Reduction(mesh, stored, shard_dim(stored, shape, mesh, first=1, comm_dtype=wire))
+    assert len(reduction.sharded_dim.stages) == 2
     weight = jnp.asarray(draw.normal(size=shape), jnp.bfloat16)
     x, before = (jnp.asarray(draw.normal(size=(4, *of)), jnp.float32) for of in [(ROWS, 8), shape])
 
@@ -46,7 +46,7 @@ def test_the_bits_are_those_of_a_sum_afterwards(wire):
         def on_the_way(place, before):
             return through(Reduced(own, before, place, reduction), x)
 
-        place = reduction.place(own)
+        place = reduction.sum_zeros(own)
         alone = reduction(jax.grad(through)(own, x).astype(jnp.float32))
         return [
             (jax.grad(on_the_way)(place, before), after),
@@ -55,7 +55,7 @@ def test_the_bits_are_those_of_a_sum_afterwards(wire):
 
     ranks = (*mesh.cp, *mesh.dp)
     cut = [None] * 3
-    cut[reduction.cut.dim] = reduction.cut.atoms
+    cut[reduction.sharded_dim.dim] = reduction.sharded_dim.atoms
     program = on_mesh(local, mesh, (P(), P(ranks), P(ranks)), P(*cut))
     for early, late in program(weight, x, before):
         assert early.shape == shape and np.any(late != 0)

@@ -87,7 +87,7 @@ def program(layout, num_micro_batches, num_chunks, forward_only=False):
         sums = pipeline.gradients(STAGES, ends, layers, micro_batches, where)
         return (
             all_sum(sums.loss, mesh.axes),
-            all_sum(sums.ends, mesh.axes),
+            all_sum(sums.embed_and_head, mesh.axes),
             *settled((sums.layers, sums.metrics, sums.statistics)),
         )
 

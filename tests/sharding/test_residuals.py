@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 from tiers import full_but
 
-from sharding.residuals import halves
+from sharding.residuals import split_passes
 
 DEPTH, WIDTH, TOKENS = 4, 5, 3
 
@@ -55,7 +55,7 @@ def test_the_gradient_is_that_of_both_at_once(how, remat):
     def at_once(weights, x):
         return function((weights, 3.0), x, OTHER)[0]
 
-    passes = halves(function, (WEIGHTS, jnp.float32(2)), X, OTHER)
+    passes = split_passes(function, (WEIGHTS, jnp.float32(2)), X, OTHER)
     # Other numbers than those it was made with.
     again = 2 * WEIGHTS, jnp.float32(3)
     (out, aux), kept = jax.jit(passes.forward)(again, 0.5 * X, OTHER)
@@ -85,7 +85,7 @@ def test_what_is_made_of_weights_is_not_kept(how):
         return RUNS[how](layer, weights, x, other, wanted), None
 
     again = WEIGHTS, jnp.float32(1)
-    passes = halves(function, again, X, OTHER)
+    passes = split_passes(function, again, X, OTHER)
     _, kept = jax.eval_shape(passes.forward, again, X, OTHER)
     assert all(WIDTH * WIDTH not in (x.size, x.size // DEPTH) for x in kept)
     # What enters each layer and what its tanh gave, `other` and little else.
@@ -97,8 +97,8 @@ def test_what_is_a_residual_twice_is_kept_once():
         y = jnp.sin(x)
         return (y * again[0], jnp.exp(y) * y), None
 
-    passes = halves(function, (X,), X)
-    assert len(passes.stored) < len(passes.places)
+    passes = split_passes(function, (X,), X)
+    assert len(passes.stored) < len(passes.output_indices)
     (out, _), kept = passes.forward((X,), X)
     _, pull = jax.vjp(lambda w, x: function((w,), x)[0], X, X)
     for one, other in zip(passes.backward((X,), kept, out), pull(out), strict=True):

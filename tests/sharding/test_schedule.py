@@ -67,7 +67,7 @@ def test_a_stage_does_one_thing_at_a_time(schedule):
 def test_forward_alone_runs_everything_once(schedule):
     ticks = {}
     for tick, stage in itertools.product(range(schedule.forward_ticks), range(schedule.stages)):
-        work = schedule.forward_alone(tick, stage)
+        work = schedule.forward_only(tick, stage)
         if work.active:
             chunk = work.chunk * schedule.stages + stage
             assert (work.micro_batch, chunk) not in ticks

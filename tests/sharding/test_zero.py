@@ -168,7 +168,7 @@ def sums_sent(jaxpr):
 def test_gradients_are_compressed_across_and_not_inside(layout, spec, stages, of_shards):
     mesh, shape = fold_abstract(Layout.parse(layout)), (48, 16)
     place = P(*(getattr(mesh, axis) if axis else None for axis in spec))
-    dim = zero.shard_dim(place, shape, mesh, int("ep" in spec), wire="bfloat16")
+    dim = zero.shard_dim(place, shape, mesh, int("ep" in spec), comm_dtype="bfloat16")
 
     def local(gradient):
         gradient = vary(gradient, mesh.axes)
@@ -196,8 +196,8 @@ def test_compressed_gradients_are_off_by_what_crosses_groups(layout):
     mesh, shape = fold(Layout.parse(layout), jax.devices()[:8]), (16, 3)
     own = np.random.default_rng(5).normal(size=(8, *shape)).astype(np.float32)
 
-    def summed(**wire):
-        dim = zero.shard_dim(P(), shape, mesh, **wire)
+    def summed(**options):
+        dim = zero.shard_dim(P(), shape, mesh, **options)
         local = jax.shard_map(
             lambda own: zero.reduce_scatter(mesh, P(), dim, own[0]),
             mesh=mesh.mesh,
@@ -206,8 +206,8 @@ def test_compressed_gradients_are_off_by_what_crosses_groups(layout):
         )
         return np.asarray(jax.jit(local)(own))
 
-    plain, compressed = summed(), summed(wire="bfloat16")
-    np.testing.assert_array_equal(summed(wire="float32"), plain)
+    plain, compressed = summed(), summed(comm_dtype="bfloat16")
+    np.testing.assert_array_equal(summed(comm_dtype="float32"), plain)
     # Groups are neighbours: dp changes slowest.
     of_groups = own.reshape(mesh.layout.dp, -1, *shape).sum(axis=1)
     error = np.abs(compressed - plain)
@@ -252,7 +252,7 @@ def test_gradients_of_shards_in_bfloat16_are_summed_in_float32(wire):
     bfloat16 would keep the 1 alone; a CPU sums in float32 whatever it is told, so the program is
     looked at too."""
     mesh = fold(Layout(dp=8), jax.devices()[:8])
-    dim = zero.shard_dim(P(), (16,), mesh, wire=wire)
+    dim = zero.shard_dim(P(), (16,), mesh, comm_dtype=wire)
 
     def local(shard, factor):
         def loss(shard):

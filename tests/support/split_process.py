@@ -32,17 +32,17 @@ LONGEST_WAIT = 20.0
 
 def decode(count: int, port: str, number: int, file: str, fails: int, how: str, m2n: str) -> int:
     start_jax(4, Processes(f"localhost:{port}", num_processes=count, process_id=number))
-    m2n_of.LONGEST_WAIT = LONGEST_WAIT
+    m2n_of.TIMEOUT_SECONDS = LONGEST_WAIT
     mesh = split_mesh(SPLIT)
     runner = Runner(CONFIG, mesh, m2n=m2n, records_choices=True)
-    offered, offer = 0, m2n_of._PostOffice.offer
+    offered, offer = 0, m2n_of._TransferServer.offer
 
     def counted(office, to, messages):
         nonlocal offered
         offered += sum(message.nbytes for message in messages)
         offer(office, to, messages)
 
-    m2n_of._PostOffice.offer = counted
+    m2n_of._TransferServer.offer = counted
 
     def goes_on(token: int) -> bool:
         if token and number == fails:

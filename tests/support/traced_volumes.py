@@ -13,7 +13,7 @@ from moe.placement import in_chunks
 from moe.weights import shapes
 from sharding.folding import Layout, fold_abstract
 from sharding.planner.method import Batch, Method
-from sharding.planner.validation.observed import of_jaxpr
+from sharding.planner.validation.observed import jaxpr_collectives
 from sharding.schedule import Schedule
 
 # A distinct size for each axis, divisible where the layouts cut it.
@@ -116,7 +116,9 @@ def traced(config, layout):
     shape = batch.rows, batch.time
     piece = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.bool_)
     weights = jax.eval_shape(lambda weights: in_chunks(weights, mesh), shapes(config))
-    return list(of_jaxpr(jax.make_jaxpr(loss_and_gradient(config, mesh))(weights, piece).jaxpr))
+    return list(
+        jaxpr_collectives(jax.make_jaxpr(loss_and_gradient(config, mesh))(weights, piece).jaxpr)
+    )
 
 
 def sent(config, layout):
@@ -138,7 +140,7 @@ def sent(config, layout):
 def given_to_collectives(program, mesh):
     """Bytes that a device gives to all collectives of a traced program, as `sent`."""
     found = Counter()
-    for one in of_jaxpr(program.jaxpr):
+    for one in jaxpr_collectives(program.jaxpr):
         over = frozenset(axis for axis in one.over if mesh.size((axis,)) > 1)
         if over:
             found[one.kind, over] += one.bytes

@@ -16,8 +16,8 @@ from moe.config import ModelConfig
 from moe.decoding import decode_step, prefill
 from moe.disaggregated.placement import Placement
 from moe.disaggregated.runner import Runner
-from moe.disaggregated.sides import SplitWeights, to_sides
 from moe.disaggregated.split import Split, SplitMesh, fold_split
+from moe.disaggregated.weights import SplitWeights, split_weights
 from moe.layers.depth import split_layer_groups
 from moe.placement import specs
 from moe.weights import Transformer, axis_sizes, shapes, table
@@ -159,7 +159,7 @@ def sides(
 ) -> SplitWeights:
     peers = mesh.experts.size(mesh.experts.ep)
     placement = placement or Placement.identity(config.num_experts, peers)
-    return to_sides(host_weights(config), config, mesh, placement)
+    return split_weights(host_weights(config), config, mesh, placement)
 
 
 def two_sides(
@@ -215,7 +215,7 @@ def two_sides(
         return None if told is None else (everywhere(taken[i]), everywhere(i))
 
     goes = lambda token: token < steps and goes_on(token)  # noqa: E731
-    runner.decode(weights, cache, ROWS, micro_batches, begin, end, goes, told=told)
+    runner.decode(weights, cache, ROWS, micro_batches, begin, end, goes, on_counts=told)
     logits = np.full((steps, ROWS, config.vocab_size), np.nan, np.float32)
     k = config.experts_per_token
     choices = np.full((steps, ROWS, config.num_expert_layers, k), -1)

@@ -81,7 +81,7 @@ def reduced_on_the_way(
     place = number - 1 if passes is None else passes - 1
     last = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, place, keepdims=False), micro_batches)
     ends = _without_stacks(own)
-    places = jax.tree.map(lambda reduction, weight: reduction.place(weight), reductions, own)
+    places = jax.tree.map(lambda reduction, weight: reduction.sum_zeros(weight), reductions, own)
     places = {name: getattr(places, name) for name in STACKS}
 
     # Differentiated by the places, not by the layers: their cotangent is the sum over devices of

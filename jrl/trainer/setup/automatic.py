@@ -15,7 +15,7 @@ from moe.counts.sizes import sizes_of
 from moe.placement import specs
 from sharding.folding import Layout, fold
 from sharding.planner.hardware import HARDWARE, Hardware, of_kind
-from sharding.planner.search import MEMORY_FRACTION, chunks_of_a_stage, illegal, layouts
+from sharding.planner.search import MEMORY_FRACTION, broken_rule, chunks_of_a_stage, layouts
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def _legal(setup: Setup, num_devices: int, hardware: Hardware) -> Iterator[Layou
     model, time = sizes_of(setup.model), setup.prompt_length + setup.response_length
     for layout in layouts(num_devices, hardware.domain):
         # Divisibility of batches and positions is checked by `on_layout`: these values always pass.
-        if illegal(model, layout, layout.dp, time * 2 * layout.cp) is not None:
+        if broken_rule(model, layout, layout.dp, time * 2 * layout.cp) is not None:
             continue
         for vpp in chunks_of_a_stage(model, layout):
             yield replace(layout, vpp=vpp)

@@ -11,8 +11,8 @@ from jrl.tasks.parts import has_environments
 from jrl.text.prompt_format import PromptFormat
 from jrl.text.tokenizer import Tokenizer
 from moe.config import ModelConfig
-from moe.disaggregated.sides import check_splits
 from moe.disaggregated.split import SplitMesh
+from moe.disaggregated.weights import check_splits
 from sharding.folding import FoldedMesh
 
 

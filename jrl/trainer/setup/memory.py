@@ -20,7 +20,7 @@ from moe.attention.latent import keeps_narrow
 from moe.cache.buffers import cache_columns
 from moe.cache.kernel import kernel_bytes
 from moe.config import ModelConfig
-from moe.disaggregated.sides import side_bytes
+from moe.disaggregated.weights import side_bytes
 from moe.layers.chunks import stored_depth
 from moe.placement import in_chunks, shard_dims, shard_specs, specs, stored_specs
 from moe.router.replay import choices_dtype

@@ -17,7 +17,7 @@ from sharding.planner.hardware import Hardware
 from sharding.planner.memory import Memory, memory
 from sharding.planner.method import Batch, Method
 from sharding.planner.models.sizes import ModelSizes
-from sharding.planner.validation.calibration import of_this_library
+from sharding.planner.validation.calibration import library_system
 
 
 def memory_of_update(model: ModelConfig, geometry: Geometry, run: RunConfig) -> Memory:
@@ -33,7 +33,7 @@ def time_of_update(
 ) -> Cost:
     """Predicted seconds of one optimizer step on a mini-batch, with GEMMs as fast as those of
     Megatron-Core and the overlap that the run requests (`sharding.planner.overlap`)."""
-    return cost(*_given(model, geometry, run), hardware, of_this_library(hardware))
+    return cost(*_given(model, geometry, run), hardware, library_system(hardware))
 
 
 def _given(
@@ -95,7 +95,7 @@ def method_of(config: ModelConfig, mesh: FoldedMesh, batch: Batch, run: RunConfi
         gradient_wire=run.gradient_wire,
         mu_dtype=run.mu_dtype,
         attention=attention_of(config, mesh, batch),
-        copies_experts=mesh.platform == "cpu",
+        duplicates_experts=mesh.platform == "cpu",
     )
 
 

@@ -6,7 +6,7 @@ from moe.attention.context_parallel.mask import Key, Output, Query, SegmentMask,
 from moe.attention.core import core_attention
 from moe.attention.mask import Marks, Mask, Window
 from moe.remat import OPERAND
-from sharding.collectives import gather_tokens, own_shard
+from sharding.collectives import gather_tokens, local_shard
 from sharding.folding import FoldedMesh
 
 
@@ -35,7 +35,7 @@ def gather(
     keys, values = (
         mask.key_sections(zigzag.restore(gather_tokens(x, mesh.cp))) for x in (key, value)
     )
-    own = mask.marks_of(Marks(*(own_shard(x, mesh.cp) for x in mask.marks)))
+    own = mask.marks_of(Marks(*(local_shard(x, mesh.cp) for x in mask.marks)))
     masks = (
         Mask(*marks, window, single=mask.single)
         for marks in zip(own, mask.key_marks(mask.whole_marks()), strict=True)

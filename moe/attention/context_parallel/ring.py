@@ -38,7 +38,7 @@ from moe.attention.mask import Marks, Window
 from moe.precision import MASK_VALUE
 from moe.remat import OPERAND, RING
 from moe.tokens.zigzag import ZigzagLayout
-from sharding.collectives import alike, vary, varying
+from sharding.collectives import match_varying, vary, varying
 from sharding.folding import FoldedMesh
 
 Result = TypeVar("Result")
@@ -84,7 +84,7 @@ def ring(
     # The rank, of which the masks are made, varies over cp.
     query = vary(query, mesh.cp)
     query, key, value = (checkpoint_name(x, OPERAND) for x in (query, key, value))
-    query, key, value, sinks = alike((query, key, value, sinks), mask.marks, window)
+    query, key, value, sinks = match_varying((query, key, value, sinks), mask.marks, window)
     plan = _Plan(mask.zigzag, mask.sources, hops_of(mesh), flash, scale)
     return _ring(query, key, value, sinks, mask.marks, window, plan)
 

@@ -10,7 +10,7 @@ from moe.attention.context_parallel.mask import Key, Output, Query, SegmentMask,
 from moe.attention.core import core_attention
 from moe.attention.mask import Mask, Window
 from moe.remat import OPERAND
-from sharding.collectives import Axes, alike, own_shard, swap_shards
+from sharding.collectives import Axes, local_shard, match_varying, swap_shards
 from sharding.folding import FoldedMesh
 
 
@@ -48,9 +48,9 @@ def ulysses(
     copies = copies_of(key.shape[1], ranks)
     key, value = (_repeated(x, copies) for x in (key, value))
     zigzag = mask.zigzag
-    traded = _whole_sequences(alike((query, key, value)), mesh.cp, ranks)
+    traded = _whole_sequences(match_varying((query, key, value)), mesh.cp, ranks)
     queries, keys, values = (zigzag.restore(checkpoint_name(x, OPERAND)) for x in traded)
-    sinks = None if sinks is None else own_shard(sinks, mesh.cp)
+    sinks = None if sinks is None else local_shard(sinks, mesh.cp)
     marks = mask.whole_marks()
     # Rows are whole and in order, and a section's own keys come last: the masks are causal, and a
     # kernel can skip the hidden half.

@@ -20,7 +20,7 @@ from moe.attention.projections import heads
 from moe.config import ModelConfig
 from moe.precision import rms_norm
 from moe.remat import PROJECTED
-from sharding.collectives import own_shard
+from sharding.collectives import local_shard
 from sharding.folding import FoldedMesh
 
 
@@ -66,7 +66,7 @@ def _filters(
     wide = filters.astype(jnp.float32)
     keys = delta.num_key_heads * delta.key_head_dim
     by_head = [
-        own_shard(part.reshape(delta.num_key_heads, -1, part.shape[-1]), mesh.tp)
+        local_shard(part.reshape(delta.num_key_heads, -1, part.shape[-1]), mesh.tp)
         for part in jnp.split(wide, [keys, 2 * keys], axis=0)
     ]
     return jnp.concatenate(by_head, axis=1)

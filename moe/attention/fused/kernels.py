@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from moe.attention.fused.sink_keys import WIDTH, between_sinks, sinks_among, with_sinks
 from moe.attention.mask import Mask, visible
-from sharding.collectives import alike
+from sharding.collectives import match_varying
 
 Kernel = Literal["xla", "cudnn"]
 
@@ -42,7 +42,7 @@ def fused_attention(
     """
     size, width = head_size(query, value, sinks), value.shape[-1]
     factor = query.shape[-1] ** -0.5 if scale is None else scale
-    query, key, value, sinks = alike((query, key, value, sinks), mask)
+    query, key, value, sinks = match_varying((query, key, value, sinks), mask)
     by_lengths, number = takes_lengths(mask), 0
     if sinks is not None:
         number = sinks_among(key.shape[1], mask.window if by_lengths else None)

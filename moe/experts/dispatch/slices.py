@@ -56,7 +56,7 @@ def plan_exchange(
 ) -> ExchangePlan:
     """Slices of `peer_slices`, and those of their scale groups."""
     at_receiver = jnp.minimum(jnp.cumsum(counts, axis=0) - counts, num_slots)
-    group_counts = -(-jnp.minimum(counts, num_slots - at_receiver) // compression.GROUP)
+    group_counts = -(-jnp.minimum(counts, num_slots - at_receiver) // compression.GROUP_TOKENS)
     group_slots = num_groups(num_slots, mesh.size(mesh.ep))
     return ExchangePlan(
         *peer_slices(counts, num_slots, mesh), *peer_slices(group_counts, group_slots, mesh)
@@ -66,7 +66,7 @@ def plan_exchange(
 def num_groups(rows: int, peers: int) -> int:
     """Largest number of scale groups in slices of `rows` rows: one group of each peer may be
     short."""
-    return rows // compression.GROUP + peers
+    return rows // compression.GROUP_TOKENS + peers
 
 
 def peer_slices(
@@ -178,5 +178,5 @@ def _group_of_rows(
     # Of slices that start at the same row, all but the last are empty.
     peer = jnp.searchsorted(slices.input_offsets, row, side="right") - 1
     within = row - slices.input_offsets[peer]
-    group = groups.input_offsets[peer] + within // compression.GROUP
+    group = groups.input_offsets[peer] + within // compression.GROUP_TOKENS
     return jnp.where(within < slices.sizes[peer], group, no_group)

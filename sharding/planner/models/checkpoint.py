@@ -6,7 +6,7 @@ from typing import Any
 
 from sharding.planner.models.sizes import ModelSizes
 
-TIED = ("gemma3_text", "smollm3")
+TIED_MODEL_TYPES = ("gemma3_text", "smollm3")
 """Architectures whose head is the embedding where the file does not say."""
 
 
@@ -40,30 +40,32 @@ def sizes_from(path: str | Path) -> ModelSizes:
     missing = [name for name in names if name not in options]
     if missing:
         raise ValueError(f"{path} states no {', '.join(missing)}: it is no decoder's config.json.")
-    heads, width = options["num_attention_heads"], options["hidden_size"]
+    heads, d_model = options["num_attention_heads"], options["hidden_size"]
     return ModelSizes(
         num_layers=options["num_hidden_layers"],
-        d_model=width,
+        d_model=d_model,
         num_heads=heads,
         num_kv_heads=options.get("num_key_value_heads") or heads,
-        head_dim=options.get("head_dim") or width // heads,
+        head_dim=options.get("head_dim") or d_model // heads,
         vocab_size=options["vocab_size"],
-        tied=bool(options.get("tie_word_embeddings", options.get("model_type") in TIED)),
+        tied=bool(
+            options.get("tie_word_embeddings", options.get("model_type") in TIED_MODEL_TYPES)
+        ),
         **_feed_forward(options),
     )
 
 
 def _feed_forward(options: dict[str, Any]) -> dict[str, int]:
     names = ("num_experts", "num_local_experts", "n_routed_experts")
-    number = next((options[name] for name in names if options.get(name)), 0)
+    num_experts = next((options[name] for name in names if options.get(name)), 0)
     dense = options.get("intermediate_size", 0)
-    if not number:
+    if not num_experts:
         return {"d_ff": dense}
     width = options.get("moe_intermediate_size") or dense
     shared = options.get("shared_expert_intermediate_size") or 0
     shared = shared or (options.get("n_shared_experts") or 0) * width
     return {
-        "num_experts": number,
+        "num_experts": num_experts,
         "experts_per_token": options["num_experts_per_tok"],
         "d_expert": width,
         "d_ff": shared,

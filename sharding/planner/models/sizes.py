@@ -77,16 +77,18 @@ class ModelSizes:
     def parameters(self) -> int:
         """Numbers in all matrices and norms."""
         norms = 2 * self.num_layers * self.d_model + self.d_model
-        ends = self.vocab_size * self.d_model * (1 if self.tied else 2)
-        like = self.num_layers - self.num_dense_layers
+        embedding_and_head = self.vocab_size * self.d_model * (1 if self.tied else 2)
+        num_main_layers = self.num_layers - self.num_dense_layers
         router = self.num_expert_layers * self.d_model * self.num_experts
         return (
             self.num_layers * self.attention_parameters
             + self.num_expert_layers * self.expert_parameters
-            + 3 * self.d_model * (like * self.d_ff + self.num_dense_layers * self.dense_d_ff)
+            + 3
+            * self.d_model
+            * (num_main_layers * self.d_ff + self.num_dense_layers * self.dense_d_ff)
             + router
             + norms
-            + ends
+            + embedding_and_head
         )
 
     @property
@@ -101,8 +103,8 @@ class ModelSizes:
         ``6 (L (h (q + 2 kv) + q h) + sum_layers 3 h f + h V) + 6 L q time``, as
         `moe.counts.flops.training_flops` counts them without windows, and Megatron-Core.
         """
-        like = self.num_layers - self.num_dense_layers
-        width = like * self.layer_width + self.num_dense_layers * self.dense_d_ff
+        num_main_layers = self.num_layers - self.num_dense_layers
+        width = num_main_layers * self.layer_width + self.num_dense_layers * self.dense_d_ff
         weights = self.num_layers * self.attention_parameters
         weights += 3 * self.d_model * width + self.d_model * self.vocab_size
         return 6.0 * (weights + self.num_layers * self.queries * time)

@@ -12,7 +12,7 @@ from sharding.planner.models.sizes import ModelSizes
 
 
 @dataclass(frozen=True)
-class Held:
+class WeightGroup:
     """Weights of one device that share a replica group.
 
     Attributes:
@@ -42,29 +42,29 @@ class Held:
             size *= getattr(layout, axis)
         return size
 
-    def part(self, layout: Layout) -> int:
+    def shard_size(self, layout: Layout) -> int:
         """Parameters of one shard, where they are sharded over the group (ZeRO)."""
         return -(-self.parameters // self.group(layout))
 
 
 @functools.lru_cache(maxsize=1024)
-def one_chunk(layout: Layout) -> Layout:
+def single_chunk(layout: Layout) -> Layout:
     """The layout with one chunk of layers on each stage."""
     return layout if layout.vpp == 1 else replace(layout, vpp=1)
 
 
-def as_held(model: ModelSizes, layout: Layout) -> Layout:
+def weight_layout(model: ModelSizes, layout: Layout) -> Layout:
     """The layout with one chunk on each stage if a device then has the same weights.
 
     It is a cache key: results are shared by all numbers of chunks.
     """
-    alone = one_chunk(layout)
-    same = layers_on_device(model, alone) == layers_on_device(model, layout)
-    return alone if same else layout
+    reduced = single_chunk(layout)
+    is_same = layers_on_device(model, reduced) == layers_on_device(model, layout)
+    return reduced if is_same else layout
 
 
 @functools.lru_cache(maxsize=1024)
-def held(model: ModelSizes, layout: Layout) -> tuple[Held, ...]:
+def weight_groups(model: ModelSizes, layout: Layout) -> tuple[WeightGroup, ...]:
     """All weights of one device.
 
     Attention and dense layers are sharded over ``tp``, experts over ``ep`` and ``etp``, layers over
@@ -75,64 +75,75 @@ def held(model: ModelSizes, layout: Layout) -> tuple[Held, ...]:
     h, tp = model.d_model, layout.tp
     layers = layers_on_device(model, layout)
     routed = layers if model.num_experts else 0
-    same, whole = ("dp", "cp"), ("dp", "cp", "tp")
-    first, ends, spread = model.num_dense_layers, ("pp", *whole), ("pp", *same)
-    is_spread = spreads_vocabulary(model, layout)
-    tables = (1 if model.tied else 2) * model.vocab_size * h // (tp if is_spread else 1)
-    found = [
-        Held("attention", layers * model.attention_parameters // tp, same, depth=layers),
-        Held("dense layers", layers * 3 * h * model.d_ff // tp, same, depth=layers),
-        Held(
+    tp_sharded, tp_replicated = ("dp", "cp"), ("dp", "cp", "tp")
+    num_first, all_stages_replicated, all_stages_sharded = (
+        model.num_dense_layers,
+        ("pp", *tp_replicated),
+        ("pp", *tp_sharded),
+    )
+    shards_tables = shards_vocabulary(model, layout)
+    tables = (1 if model.tied else 2) * model.vocab_size * h // (tp if shards_tables else 1)
+    groups = [
+        WeightGroup(
+            "attention", layers * model.attention_parameters // tp, tp_sharded, depth=layers
+        ),
+        WeightGroup("dense layers", layers * 3 * h * model.d_ff // tp, tp_sharded, depth=layers),
+        WeightGroup(
             "norms and routers",
             layers * 2 * h + routed * h * model.num_experts,
-            whole,
+            tp_replicated,
             depth=layers,
             is_precise=True,
         ),
-        Held(
+        WeightGroup(
             "experts",
             routed * model.expert_parameters // (layout.ep * layout.etp),
             ("edp",),
             depth=layers,
         ),
-        Held(
+        WeightGroup(
             "first dense layers",
-            first * (model.attention_parameters + 3 * h * model.dense_d_ff) // tp,
-            spread,
+            num_first * (model.attention_parameters + 3 * h * model.dense_d_ff) // tp,
+            all_stages_sharded,
             in_layers=False,
-            depth=first,
+            depth=num_first,
         ),
-        Held(
+        WeightGroup(
             "norms of first layers",
-            first * 2 * h,
-            ends,
+            num_first * 2 * h,
+            all_stages_replicated,
             in_layers=False,
-            depth=first,
+            depth=num_first,
             is_precise=True,
         ),
-        Held("embedding and head", tables, spread if is_spread else ends, in_layers=False),
-        Held("last norm", h, ends, in_layers=False, is_precise=True),
+        WeightGroup(
+            "embedding and head",
+            tables,
+            all_stages_sharded if shards_tables else all_stages_replicated,
+            in_layers=False,
+        ),
+        WeightGroup("last norm", h, all_stages_replicated, in_layers=False, is_precise=True),
     ]
-    return tuple(one for one in found if one.parameters)
+    return tuple(one for one in groups if one.parameters)
 
 
 def layers_on_device(model: ModelSizes, layout: Layout) -> int:
     """Layers of a pipeline stage, after the dense first ones; of the deepest if stages differ."""
-    like, chunks = model.num_layers - model.num_dense_layers, layout.pp * layout.vpp
-    return layout.vpp * -(-like // chunks)
+    num_main_layers, chunks = model.num_layers - model.num_dense_layers, layout.pp * layout.vpp
+    return layout.vpp * -(-num_main_layers // chunks)
 
 
-def spreads_vocabulary(model: ModelSizes, layout: Layout) -> bool:
+def shards_vocabulary(model: ModelSizes, layout: Layout) -> bool:
     """True if ``tp`` divides the vocabulary: else each of its ranks has all rows and columns."""
     return model.vocab_size % layout.tp == 0
 
 
 def parameters_on_device(model: ModelSizes, layout: Layout) -> int:
     """Number of parameters on a device, as they are used."""
-    return sum(one.parameters for one in held(model, layout))
+    return sum(one.parameters for one in weight_groups(model, layout))
 
 
 @functools.lru_cache(maxsize=1024)
-def parameters_in_parts(model: ModelSizes, layout: Layout) -> int:
+def sharded_parameters(model: ModelSizes, layout: Layout) -> int:
     """Number of parameters whose optimizer state a device keeps (ZeRO)."""
-    return sum(one.part(layout) for one in held(model, layout))
+    return sum(one.shard_size(layout) for one in weight_groups(model, layout))

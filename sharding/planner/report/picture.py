@@ -24,17 +24,19 @@ def draw(plans: Sequence[Plan], hardware: Hardware, path: Path, title: str = "")
     names = dict.fromkeys(
         name for plan in plans for name, seconds in plan.cost.communication.items() if seconds
     )
-    parts = {
+    time_components = {
         "products": [plan.cost.products for plan in plans],
         "memory traffic": [plan.cost.traffic for plan in plans],
         **{name: [plan.cost.communication.get(name, 0.0) for plan in plans] for name in names},
         "pipeline bubble": [plan.cost.bubble for plan in plans],
     }
     labels = [str(plan.layout) for plan in plans]
-    _stack(time, labels, parts)
+    _stack(time, labels, time_components)
     time.set_xlabel("seconds of a step")
-    held = {name: [getattr(plan.memory, name) / 1e9 for plan in plans] for name in MEMORY}
-    _stack(memory, labels, held)
+    memory_components = {
+        name: [getattr(plan.memory, name) / 1e9 for plan in plans] for name in MEMORY
+    }
+    _stack(memory, labels, memory_components)
     memory.axvline(
         MEMORY_FRACTION * hardware.memory / 1e9, color="0.2", linestyle="--", linewidth=1
     )
@@ -43,12 +45,12 @@ def draw(plans: Sequence[Plan], hardware: Hardware, path: Path, title: str = "")
     figure.savefig(path, dpi=120)
 
 
-def _stack(axes, labels: Sequence[str], parts: dict[str, list[float]]) -> None:
+def _stack(axes, labels: Sequence[str], components: dict[str, list[float]]) -> None:
     from matplotlib import colormaps
 
     left = [0.0] * len(labels)
-    for number, (name, sizes) in enumerate(parts.items()):
-        colour = colormaps["tab10"](number % 10)
+    for index, (name, sizes) in enumerate(components.items()):
+        colour = colormaps["tab10"](index % 10)
         axes.barh(labels, sizes, left=left, label=name, color=colour, height=0.7)
         left = [a + b for a, b in zip(left, sizes, strict=True)]
     axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=4)

@@ -14,13 +14,13 @@ from sharding.planner.hardware import LINK_EFFICIENCY, Hardware
 from sharding.planner.models.sizes import ModelSizes
 from sharding.planner.search import MEMORY_FRACTION
 from sharding.planner.serving import times
-from sharding.planner.serving.network import modelled
+from sharding.planner.serving.network import model_utilisation
 from sharding.planner.serving.plan import Load
-from sharding.planner.serving.times import BYTES, Times
+from sharding.planner.serving.times import ITEMSIZE, Times
 
 
 @dataclass(frozen=True)
-class Kind:
+class PlanKind:
     """Kind of co-located plans.
 
     Attributes:
@@ -33,10 +33,10 @@ class Kind:
     overlap: bool = False
 
 
-KINDS = {
-    "stages of one tensor-parallel group": Kind(wide=False),
-    "attention replicated, experts over all": Kind(),
-    "the same, two halves of a batch overlapped": Kind(overlap=True),
+PLAN_KINDS = {
+    "stages of one tensor-parallel group": PlanKind(wide=False),
+    "attention replicated, experts over all": PlanKind(),
+    "the same, two halves of a batch overlapped": PlanKind(overlap=True),
 }
 
 
@@ -50,7 +50,7 @@ class Colocated:
       ep: groups of devices that experts are sharded over, ``devices / pp / ep`` for each expert.
       overlap: two halves of the batch, one computes while the other is sent.
       batch: tokens of a micro-batch; there are `pp` of them.
-      between: seconds between two tokens of a request.
+      token_latency: seconds between two tokens of a request.
     """
 
     devices: int
@@ -59,12 +59,12 @@ class Colocated:
     ep: int
     overlap: bool
     batch: int
-    between: float
+    token_latency: float
 
     @property
     def per_device(self) -> float:
         """Tokens per second and device."""
-        return self.pp * self.batch / self.between / self.devices
+        return self.pp * self.batch / self.token_latency / self.devices
 
     def __str__(self) -> str:
         stage = self.devices // self.pp
@@ -78,7 +78,7 @@ class _Stage:
     def __init__(self, model, load, hardware: Hardware, devices, tp, pp, ep, efficiency, overlap):
         self.model, self.load, self.hardware = model, load, hardware
         self.devices, self.tp, self.pp, self.ep = devices, tp, pp, ep
-        self.overlap, self.network = overlap, modelled(hardware)
+        self.overlap, self.network = overlap, model_utilisation(hardware)
         stage = devices // pp
         self.stage, self.groups, self.etp = stage, stage // tp, stage // ep
         self.attention: Times = times.attention(model, hardware, tp, load.cached, efficiency)
@@ -95,9 +95,9 @@ class _Stage:
         model, hardware = self.model, self.hardware
         inside = hardware.inside * LINK_EFFICIENCY
         if self.groups == 1:
-            rate = BYTES * batch * model.d_model * (self.ep - 1) / self.ep
+            rate = ITEMSIZE * batch * model.d_model * (self.ep - 1) / self.ep
             return rate / inside + (self.ep - 1) * hardware.latency_inside
-        rows = BYTES * batch / self.stage * model.experts_per_token * model.d_model
+        rows = ITEMSIZE * batch / self.stage * model.experts_per_token * model.d_model
         near = min(self.stage, hardware.domain)
         within = rows * (near - 1) / self.stage / inside
         if near == self.stage:
@@ -107,33 +107,37 @@ class _Stage:
 
     def layer(self, batch):
         """Seconds of one layer."""
-        halves = 2 if self.overlap else 1
-        tokens = batch / halves
+        num_streams = 2 if self.overlap else 1
+        tokens = batch / num_streams
         computed = self.attention(tokens / self.groups)
         computed = computed + self.experts(tokens * self.model.experts_per_token / self.ep)
         sent = 2 * self.sending(tokens)
-        return halves * (np.maximum(computed, sent) if self.overlap else computed + sent)
+        return num_streams * (np.maximum(computed, sent) if self.overlap else computed + sent)
 
-    def between(self, batch):
+    def token_latency(self, batch):
         """Seconds of a token step; a stage sends its tokens through its own adapters."""
         hops = 0.0
         if self.pp > 1:
-            sent = BYTES * batch * self.model.d_model / self.stage
+            sent = ITEMSIZE * batch * self.model.d_model / self.stage
             hops = self.pp * self.network.seconds(sent, self.hardware.outside)
         return self.model.num_layers * self.layer(batch) + hops
 
     def most_in_memory(self) -> int:
         """Most tokens of a micro-batch that fit in memory."""
         model = self.model
-        apart = model.expert_parameters * model.num_layers
-        weights = BYTES * ((model.parameters - apart) / self.tp + apart / self.stage) / self.pp
+        expert_parameters = model.expert_parameters * model.num_layers
+        weights = (
+            ITEMSIZE
+            * ((model.parameters - expert_parameters) / self.tp + expert_parameters / self.stage)
+            / self.pp
+        )
         budget = MEMORY_FRACTION * self.hardware.memory - weights
-        cache = 2 * BYTES * self.load.cached * model.keys * model.num_layers
+        cache = 2 * ITEMSIZE * self.load.cached * model.keys * model.num_layers
         # Each token's cache is sharded over its tp devices and the stages; pp micro-batches fit.
         return max(0, int(budget * self.tp * self.groups / cache))
 
 
-def _stages(model, load, hardware, devices, efficiency, kind: Kind) -> Iterator[_Stage]:
+def _stages(model, load, hardware, devices, efficiency, kind: PlanKind) -> Iterator[_Stage]:
     for pp in (n for n in divisors(devices) if model.num_layers % n == 0):
         stage = devices // pp
         for tp in (n for n in divisors(stage) if n <= hardware.domain):
@@ -143,17 +147,16 @@ def _stages(model, load, hardware, devices, efficiency, kind: Kind) -> Iterator[
                 etp = stage // ep
                 if model.num_experts % ep or model.d_expert % etp or etp > hardware.domain:
                     continue
-                sizes = (devices, tp, pp, ep)
-                yield _Stage(model, load, hardware, *sizes, efficiency, kind.overlap)
+                yield _Stage(model, load, hardware, devices, tp, pp, ep, efficiency, kind.overlap)
 
 
-def best(
+def best_colocated(
     model: ModelSizes,
     load: Load,
     hardware: Hardware,
     efficiency: float = 0.6,
     devices: Sequence[int] = (8, 16, 32, 64),
-    kind: Kind | None = None,
+    kind: PlanKind | None = None,
 ) -> Colocated | None:
     """The plan with most tokens per second and device under the latency limit, or None.
 
@@ -162,18 +165,27 @@ def best(
       kind: of the plans.
     """
     times.check(model)
-    kind, found = kind or Kind(), []
-    for number in devices:
-        for stage in _stages(model, load, hardware, number, efficiency, kind):
+    kind, plans = kind or PlanKind(), []
+    for num_devices in devices:
+        for stage in _stages(model, load, hardware, num_devices, efficiency, kind):
             low, high = 0, stage.most_in_memory()
             while low < high:
                 middle = (low + high + 1) // 2
-                if stage.between(middle) <= load.slo:
+                if stage.token_latency(middle) <= load.slo:
                     low = middle
                 else:
                     high = middle - 1
             if low:
-                time = float(stage.between(low))
-                sizes = (number, stage.tp, stage.pp, stage.ep)
-                found.append(Colocated(*sizes, kind.overlap, low, time))
-    return max(found, key=lambda plan: plan.per_device, default=None)
+                time = float(stage.token_latency(low))
+                plans.append(
+                    Colocated(
+                        num_devices,
+                        tp=stage.tp,
+                        pp=stage.pp,
+                        ep=stage.ep,
+                        overlap=kind.overlap,
+                        batch=low,
+                        token_latency=time,
+                    )
+                )
+    return max(plans, key=lambda plan: plan.per_device, default=None)

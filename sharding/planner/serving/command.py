@@ -8,12 +8,12 @@ from sharding.planner.hardware import HARDWARE, Hardware
 from sharding.planner.models.sizes import ModelSizes
 from sharding.planner.serving import network, profile
 from sharding.planner.serving.network import Utilisation
-from sharding.planner.serving.plan import PREFILL, Load, Pair
-from sharding.planner.serving.profile import NOTHING, Profile
+from sharding.planner.serving.plan import PREFILL, DevicePair, Load
+from sharding.planner.serving.profile import EMPTY_PROFILE, Profile
 from sharding.planner.serving.report import report
 from sharding.planner.serving.search import Space, search
 
-FLAGS = (
+SERVING_FLAGS = (
     *("slo", "prompt", "completion", "avg_seq", "prefill", "price", "network", "profile"),
     "devices",
 )
@@ -61,7 +61,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--devices", type=int, help="at most so many, both groups together")
 
 
-def seconds(text: str) -> float:
+def parse_seconds(text: str) -> float:
     """``"150ms"`` or ``"0.15s"``.
 
     Raises:
@@ -73,7 +73,7 @@ def seconds(text: str) -> float:
     return float(match[1]) / (1000 if match[2] == "ms" else 1)
 
 
-def devices(text: str) -> list[Hardware]:
+def parse_devices(text: str) -> list[Hardware]:
     """The devices of ``"h20,l40s"``.
 
     Raises:
@@ -89,30 +89,30 @@ def devices(text: str) -> list[Hardware]:
     return [HARDWARE[name] for name in names]
 
 
-def prices(given: list[str] | None) -> dict[str, float]:
-    """Prices by device; those in `given` override the published ones.
+def parse_prices(overrides: list[str] | None) -> dict[str, float]:
+    """Prices by device; those in `overrides` override the published ones.
 
     Raises:
       ValueError: on another spelling.
     """
-    known = {name: one.price for name, one in HARDWARE.items() if one.price is not None}
-    for text in given or ():
+    price_of = {name: one.price for name, one in HARDWARE.items() if one.price is not None}
+    for text in overrides or ():
         match = re.fullmatch(r"(\w+)=(\d+(?:\.\d+)?)", text)
         if match is None or match[1] not in HARDWARE or not float(match[2]) > 0:
             raise ValueError(
                 f"--price {text} is not a device and a price above 0: write for example h100=6."
             )
-        known[match[1]] = float(match[2])
-    return known
+        price_of[match[1]] = float(match[2])
+    return price_of
 
 
-def pairs(
-    chosen: list[Hardware],
-    known: dict[str, float],
+def device_pairs(
+    hardware_types: list[Hardware],
+    price_of: dict[str, float],
     efficiency: float,
     network: Utilisation | None,
     measured: dict[str, Profile],
-) -> list[Pair]:
+) -> list[DevicePair]:
     """All pairs of a device for attention and one for experts.
 
     With a single type of device each counts as 1 instead of its price.
@@ -123,68 +123,70 @@ def pairs(
     Raises:
       ValueError: where one of multiple types has no price.
     """
-    missing = [one.name for one in chosen if one.name not in known]
-    if missing and len(chosen) > 1:
+    missing = [one.name for one in hardware_types if one.name not in price_of]
+    if missing and len(hardware_types) > 1:
         raise ValueError(
             f"{missing[0]} has no price to weigh it against another device: give one, as in "
             f"--price {missing[0]}=2.5 (an L20 is 1)."
         )
-    paid = {one.name: known[one.name] if len(chosen) > 1 else 1.0 for one in chosen}
-    found = {one.name: measured.get(one.name, NOTHING) for one in chosen}
+    paid = {
+        one.name: price_of[one.name] if len(hardware_types) > 1 else 1.0 for one in hardware_types
+    }
+    profiles = {one.name: measured.get(one.name, EMPTY_PROFILE) for one in hardware_types}
     return [
-        Pair(
+        DevicePair(
             one,
             other,
             (paid[one.name], paid[other.name]),
             efficiency,
             (network, network),
-            (found[one.name].attention, found[other.name].experts),
+            (profiles[one.name].attention, profiles[other.name].experts),
         )
-        for one in chosen
-        for other in chosen
+        for one in hardware_types
+        for other in hardware_types
     ]
 
 
-def check_flags(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+def check_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Raises:
     ValueError: on a flag of the other kind of plan.
     """
-    if given.serve:
+    if args.serve:
         others = ("tokens", "seq", "program", "top")
-        wrong = [name for name in others if getattr(given, name) != parser.get_default(name)]
+        wrong = [name for name in others if getattr(args, name) != parser.get_default(name)]
         rule = "is about training: leave it out with --serve."
     else:
-        wrong = [name for name in FLAGS if getattr(given, name) is not None]
+        wrong = [name for name in SERVING_FLAGS if getattr(args, name) is not None]
         rule = "is about serving: give --serve, too."
     if wrong:
         raise ValueError(f"--{wrong[0].replace('_', '-')} {rule}")
 
 
-def answer(model: ModelSizes, given: argparse.Namespace, efficiency: float) -> str:
+def plan_text(model: ModelSizes, args: argparse.Namespace, efficiency: float) -> str:
     """The plans of a server as text."""
-    chosen = devices(given.hardware)
+    hardware_types = parse_devices(args.hardware)
     defaults = Load()
     load = Load(
-        defaults.slo if given.slo is None else seconds(given.slo),
-        defaults.prompt if given.prompt is None else given.prompt,
-        defaults.completion if given.completion is None else given.completion,
-        given.avg_seq,
+        defaults.slo if args.slo is None else parse_seconds(args.slo),
+        defaults.prompt if args.prompt is None else args.prompt,
+        defaults.completion if args.completion is None else args.completion,
+        args.avg_seq,
     )
-    curve = None if given.network is None else network.read(given.network)
-    measured = {} if given.profile is None else profile.read(given.profile)
-    prefill = PREFILL[1:] if given.prefill == "best" else (given.prefill or PREFILL[0],)
-    if given.devices is not None and given.devices < 2:
-        raise ValueError(f"--devices {given.devices} must be at least 2: one for each group.")
-    space = Space(prefill=prefill, most_devices=given.devices)
-    choices = pairs(chosen, prices(given.price), efficiency, curve, measured)
+    curve = None if args.network is None else network.read(args.network)
+    measured = {} if args.profile is None else profile.read(args.profile)
+    prefill = PREFILL[1:] if args.prefill == "best" else (args.prefill or PREFILL[0],)
+    if args.devices is not None and args.devices < 2:
+        raise ValueError(f"--devices {args.devices} must be at least 2: one for each group.")
+    space = Space(prefill=prefill, most_devices=args.devices)
+    choices = device_pairs(hardware_types, parse_prices(args.price), efficiency, curve, measured)
     plans = search(model, load, choices, space)
     head = (
-        f"{given.model}: {model.parameters / 1e9:.4g} B parameters, {model.num_experts} experts, "
+        f"{args.model}: {model.parameters / 1e9:.4g} B parameters, {model.num_experts} experts, "
         f"{model.experts_per_token} of a token; {load.cached:,.0f} tokens in a cache, "
         f"{load.slo * 1000:g} ms between tokens"
     )
-    if given.picture is not None:
+    if args.picture is not None:
         from sharding.planner.report.timeline import draw
 
-        draw(plans[0], given.picture, f"{given.model}, the first layers of a token step")
+        draw(plans[0], args.picture, f"{args.model}, the first layers of a token step")
     return f"{head}\n\n{report(plans, model, load)}"

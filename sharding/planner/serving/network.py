@@ -38,7 +38,10 @@ class Utilisation:
             raise ValueError(f"sizes={self.sizes} must be above 0 and rise.")
         if not all(0 < fraction <= 1 for fraction in self.fractions):
             raise ValueError(f"fractions={self.fractions} must be in (0, 1]: they are of the rate.")
-        times = [size / part for size, part in zip(self.sizes, self.fractions, strict=True)]
+        times = [
+            size / fraction_of_rate
+            for size, fraction_of_rate in zip(self.sizes, self.fractions, strict=True)
+        ]
         for n, (before, after) in enumerate(pairwise(times)):
             if after < before:
                 raise ValueError(
@@ -57,7 +60,7 @@ class Utilisation:
         return inside * np.maximum(1.0, size / self.sizes[-1])
 
 
-def modelled(hardware: Hardware) -> Utilisation:
+def model_utilisation(hardware: Hardware) -> Utilisation:
     """Modelled utilisation from the latency ``t`` and the rate ``W`` of a device's adapter.
 
     ``Util(size) = e size / (size + e W t)``, e being `LINK_EFFICIENCY`. MegaScale-Infer publishes
@@ -76,16 +79,18 @@ def read(path: Path) -> Utilisation:
       ValueError: on another line.
     """
     points = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for line_number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip() or line.startswith("#"):
             continue
         try:
             size, fraction = (float(word) for word in line.split(","))
         except ValueError:
             raise ValueError(
-                f"{path}:{number}: {line!r} is not a size and a fraction: write 262144,0.6."
+                f"{path}:{line_number}: {line!r} is not a size and a fraction: write 262144,0.6."
             ) from None
         if not (math.isfinite(size) and math.isfinite(fraction)):
-            raise ValueError(f"{path}:{number}: {line!r} must be two finite numbers.")
+            raise ValueError(f"{path}:{line_number}: {line!r} must be two finite numbers.")
         points.append((size, fraction))
-    return Utilisation(tuple(size for size, _ in points), tuple(part for _, part in points))
+    return Utilisation(
+        tuple(size for size, _ in points), tuple(fraction_of_rate for _, fraction_of_rate in points)
+    )

@@ -26,7 +26,7 @@ STATIONS = ("attention", "send", "experts", "return")
 
 
 @dataclass(frozen=True)
-class Work:
+class Visit:
     """One visit of a micro-batch, both counted from 0."""
 
     station: str
@@ -34,12 +34,12 @@ class Work:
     micro_batch: int
 
 
-def order(num_layers: int, num_micro_batches: int) -> Iterator[Work]:
+def order_visits(num_layers: int, num_micro_batches: int) -> Iterator[Visit]:
     """The visits of one token step: layer by layer, micro-batch by micro-batch.
 
     Each station processes its own part of this list in order. The host enqueues that part for each
     device group, with attention of the next layer before other micro-batches' experts
-    (`moe.disaggregated.schedule.order`).
+    (`moe.disaggregated.schedule.order_programs`).
 
     Examples:
       >>> [f"{work.station[0]}{work.micro_batch}" for work in order(1, 2)]
@@ -48,7 +48,7 @@ def order(num_layers: int, num_micro_batches: int) -> Iterator[Work]:
     for layer in range(num_layers):
         for micro_batch in range(num_micro_batches):
             for station in STATIONS:
-                yield Work(station, layer, micro_batch)
+                yield Visit(station, layer, micro_batch)
 
 
 def _check(num_layers: int, num_micro_batches: int) -> None:
@@ -100,7 +100,8 @@ def simulate(
     """Start of each visit in seconds, by event simulation.
 
     A visit starts when its micro-batch has left the previous station and its station has finished
-    the visits before it in `order`. There are no other assumptions, so it is valid for all times.
+    the visits before it in `order_visits`. There are no other assumptions, so it is valid for all
+    times.
 
     Args:
       attention: ``T_a``; an array of cases, or one number. Times broadcast.
@@ -108,7 +109,7 @@ def simulate(
       sending: ``T_c``.
 
     Returns:
-      Starts of the visits; `end` has the makespan of them.
+      Starts of the visits; `finish_time` has the makespan of them.
     """
     _check(num_layers, num_micro_batches)
     attention, experts, sending = np.broadcast_arrays(attention, experts, sending)
@@ -116,15 +117,15 @@ def simulate(
     starts = np.zeros((num_layers, num_micro_batches, len(STATIONS), *attention.shape))
     free = [np.zeros(attention.shape) for _ in STATIONS]
     ready = [np.zeros(attention.shape) for _ in range(num_micro_batches)]
-    for work in order(num_layers, num_micro_batches):
-        station, number = STATIONS.index(work.station), work.micro_batch
-        start = np.maximum(ready[number], free[station])
-        starts[work.layer, number, station] = start
-        free[station] = ready[number] = start + lasts[station]
+    for work in order_visits(num_layers, num_micro_batches):
+        station, micro_batch = STATIONS.index(work.station), work.micro_batch
+        start = np.maximum(ready[micro_batch], free[station])
+        starts[work.layer, micro_batch, station] = start
+        free[station] = ready[micro_batch] = start + lasts[station]
     return starts
 
 
-def end(starts: Float[np.ndarray, "layer micro_batch station *cases"], sending):
+def finish_time(starts: Float[np.ndarray, "layer micro_batch station *cases"], sending):
     """Seconds until the last micro-batch is back."""
     return starts[-1, -1, -1] + sending
 

@@ -15,9 +15,9 @@ from sharding.planner.hardware import LINK_EFFICIENCY, Hardware
 from sharding.planner.models.sizes import ModelSizes
 from sharding.planner.search import MEMORY_FRACTION
 from sharding.planner.serving import times
-from sharding.planner.serving.network import Utilisation, modelled
+from sharding.planner.serving.network import Utilisation, model_utilisation
 from sharding.planner.serving.pingpong import makespan
-from sharding.planner.serving.times import BYTES, Times
+from sharding.planner.serving.times import ITEMSIZE, Times
 
 PREFILL = ("elsewhere", "group", "turns")
 """Devices of prefill: a cluster that the plan does not count, as in the paper; a separate group
@@ -56,7 +56,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Pair:
+class DevicePair:
     """Devices of attention and of experts, and the efficiency of their programs and adapters.
 
     Attributes:
@@ -107,7 +107,7 @@ class Server:
         self,
         model: ModelSizes,
         load: Load,
-        pair: Pair,
+        pair: DevicePair,
         tp_attention: int,
         tp_experts: int,
         experts_of_node: int,
@@ -124,15 +124,17 @@ class Server:
             model, pair.experts, tp_experts, experts_of_node, pair.efficiency
         )
         self.networks = tuple(
-            given or modelled(hardware)
-            for given, hardware in zip(pair.networks, (pair.attention, pair.experts), strict=True)
+            measured or model_utilisation(hardware)
+            for measured, hardware in zip(
+                pair.networks, (pair.attention, pair.experts), strict=True
+            )
         )
 
     def weights_fit(self) -> bool:
         """``tp_a C_a > P_a`` and ``tp_e C_e > P_e``, in bytes."""
         model = self.model
-        apart = model.expert_parameters * model.num_layers
-        on_node = BYTES * apart / self.expert_nodes
+        expert_parameters = model.expert_parameters * model.num_layers
+        on_node = ITEMSIZE * expert_parameters / self.expert_nodes
         budget = MEMORY_FRACTION * self.pair.experts.memory * self.tp_experts
         return self.most_in_memory() >= 1 and on_node < budget
 
@@ -143,24 +145,24 @@ class Server:
         """
         model = self.model
         rest = model.parameters - model.expert_parameters * model.num_layers
-        budget = MEMORY_FRACTION * self.pair.attention.memory * self.tp_attention - BYTES * rest
-        each = 2 * BYTES * self.load.cached * model.keys * model.num_layers
+        budget = MEMORY_FRACTION * self.pair.attention.memory * self.tp_attention - ITEMSIZE * rest
+        each = 2 * ITEMSIZE * self.load.cached * model.keys * model.num_layers
         return max(0, int(np.ceil(budget / each)) - 1)
 
     def rows_of_node(self, batch, nodes):
         """Rows of an expert node with even routing: ``b_e = b_a n_a K / E`` times its experts."""
         return batch * nodes * self.model.experts_per_token / self.expert_nodes
 
-    def of_layer(self, batch, nodes):
+    def layer_times(self, batch, nodes):
         """``(T_a, T_e, T_c)`` of a micro-batch of `batch` on each attention node.
 
         The last is (6): ``b_a h K / tp_a`` values leave an attention device, ``b_e h / tp_e`` reach
         an expert device, each at the utilisation of a message of that size.
         """
         model, pair = self.model, self.pair
-        sent = BYTES * batch * model.d_model * model.experts_per_token / self.tp_attention
+        sent = ITEMSIZE * batch * model.d_model * model.experts_per_token / self.tp_attention
         rows = self.rows_of_node(batch, nodes)
-        received = BYTES * rows * model.d_model / self.tp_experts
+        received = ITEMSIZE * rows * model.d_model / self.tp_experts
         sending = np.maximum(
             self.networks[0].seconds(sent, pair.attention.outside),
             self.networks[1].seconds(received, pair.experts.outside),
@@ -181,8 +183,8 @@ class Server:
 
     def cost(self, nodes):
         """Price of both groups."""
-        of_attention, of_experts = self.devices(nodes)
-        return of_attention * self.pair.prices[0] + of_experts * self.pair.prices[1]
+        attention_devices, expert_devices = self.devices(nodes)
+        return attention_devices * self.pair.prices[0] + expert_devices * self.pair.prices[1]
 
     def prompts(self, sequences, batch, nodes):
         """Seconds of prefill per token step where both groups alternate prefill and decoding.
@@ -194,13 +196,13 @@ class Server:
         pair, model = self.pair, self.model
         scores = 2 * model.queries * self.load.prompt
         peak = self.tp_attention * pair.attention.peak * pair.efficiency
-        sent = BYTES * model.d_model * model.experts_per_token
-        of_expert = 6 * model.d_model * model.d_expert
-        of_expert /= self.tp_experts * pair.experts.peak * pair.efficiency
-        of_token = (2 * times.attention_matrices(model) + scores) / peak
+        sent = ITEMSIZE * model.d_model * model.experts_per_token
+        expert_seconds = 6 * model.d_model * model.d_expert
+        expert_seconds /= self.tp_experts * pair.experts.peak * pair.efficiency
+        attention_seconds = (2 * times.attention_matrices(model) + scores) / peak
         paces = (
-            of_token / nodes,
-            of_expert * model.experts_per_token / self.expert_nodes,
+            attention_seconds / nodes,
+            expert_seconds * model.experts_per_token / self.expert_nodes,
             sent / (self.tp_attention * nodes * pair.attention.outside * LINK_EFFICIENCY),
             sent / (self.tp_experts * self.expert_nodes * pair.experts.outside * LINK_EFFICIENCY),
         )
@@ -216,16 +218,16 @@ class Server:
         `prefill` is "turns", both include that of prefill. ``T_iter`` is the paper's upper end,
         ``L max(m X, S)``.
         """
-        attention, experts, sending = self.of_layer(batch, nodes)
+        attention, experts, sending = self.layer_times(batch, nodes)
         layers = self.model.num_layers
         once = attention + experts + 2 * sending
         pace = np.maximum(np.maximum(attention, experts), sending)
-        between = layers * np.maximum(micro_batches * pace, once)
+        token_latency = layers * np.maximum(micro_batches * pace, once)
         total = makespan(attention, experts, sending, micro_batches, layers)
         if prefill == "turns":
             reading = self.prompts(batch * nodes * micro_batches, batch, nodes)
-            between, total = between + reading, total + reading
-        return between, total
+            token_latency, total = token_latency + reading, total + reading
+        return token_latency, total
 
     def hides(self, batch, nodes, micro_batches: int):
         """Constraints (2) and (3): true if communication is hidden.
@@ -233,7 +235,7 @@ class Server:
         They are ``T_c < T_f`` and ``m T_f >= S``, the exact form of ``m >= 2 (1 + T_c / T_f)``,
         which is equal to it for ``T_a = T_e``.
         """
-        attention, experts, sending = self.of_layer(batch, nodes)
+        attention, experts, sending = self.layer_times(batch, nodes)
         busier = np.maximum(attention, experts)
         filled = micro_batches * busier >= attention + experts + 2 * sending
         return (sending < busier) & filled
@@ -245,7 +247,9 @@ def prefill_devices(model: ModelSizes, load: Load, hardware: Hardware, efficienc
     Their products run at `efficiency`. A group serves many instances, so that this is not rounded.
     """
     matrices = times.attention_matrices(model) * model.num_layers
-    chosen = 3 * model.d_model * model.d_expert * model.experts_per_token * model.num_layers
+    expert_matrices = (
+        3 * model.d_model * model.d_expert * model.experts_per_token * model.num_layers
+    )
     scores = 2 * model.queries * load.prompt * model.num_layers
-    flops = 2 * (matrices + chosen) + scores
+    flops = 2 * (matrices + expert_matrices) + scores
     return flops * load.prompt / load.completion / (hardware.peak * efficiency)

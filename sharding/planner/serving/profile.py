@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sharding.planner.hardware import HARDWARE
-from sharding.planner.serving.times import Times, fitted
+from sharding.planner.serving.times import Times, fit_line
 
-SIDES = ("attention", "experts")
+DEVICE_GROUPS = ("attention", "experts")
 
 
 class Profile(NamedTuple):
@@ -24,45 +24,45 @@ class Profile(NamedTuple):
     experts: dict[int, Times]
 
 
-NOTHING = Profile({}, {})
+EMPTY_PROFILE = Profile({}, {})
 
 
 def read(path: Path) -> dict[str, Profile]:
     """Reads measured times by device from a JSON file.
 
     Its form is ``{device: {side: {devices of a node: [[batch, seconds], ...]}}}``. Each list
-    becomes the line that `sharding.planner.serving.times.fitted` fits to it.
+    becomes the line that `sharding.planner.serving.times.fit_line` fits to it.
 
     Raises:
       ValueError: on a file of another form, or times that give no line.
     """
     try:
-        given = json.loads(path.read_text(encoding="utf-8"))
+        contents = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}.") from None
-    found = dict[str, Profile]()
-    for device, sides in _items(given, f"{path}", [*HARDWARE]):
-        nodes = found[device] = Profile({}, {})
-        for side, sizes in _items(sides, f"{path}: {device}", [*SIDES]):
-            for size, points in _items(sizes, f"{path}: {device}: {side}", None):
+    profiles = dict[str, Profile]()
+    for device, device_groups in _checked_items(contents, f"{path}", [*HARDWARE]):
+        nodes = profiles[device] = Profile({}, {})
+        for side, sizes in _checked_items(device_groups, f"{path}: {device}", [*DEVICE_GROUPS]):
+            for size, points in _checked_items(sizes, f"{path}: {device}: {side}", None):
                 where = f"{path}: {device}: {side}: {size}"
                 if not (size.isascii() and size.isdecimal() and int(size) > 0):
                     raise ValueError(f"{where} is no number of devices of a node: write 1 or more.")
-                getattr(nodes, side)[int(size)] = _line(points, where)
-    return found
+                getattr(nodes, side)[int(size)] = _fit_points(points, where)
+    return profiles
 
 
-def _items(given: Any, where: str, names: list[str] | None) -> Iterator[tuple[str, Any]]:
+def _checked_items(mapping: Any, where: str, names: list[str] | None) -> Iterator[tuple[str, Any]]:
     """Entries of a JSON object, whose names must be of `names`; None allows any."""
-    if not isinstance(given, dict):
-        raise ValueError(f"{where}: {json.dumps(given)} must be an object with names.")
-    for name, value in given.items():
+    if not isinstance(mapping, dict):
+        raise ValueError(f"{where}: {json.dumps(mapping)} must be an object with names.")
+    for name, value in mapping.items():
         if names is not None and name not in names:
             raise ValueError(f"{where}: {name!r} is none of {', '.join(names)}.")
         yield name, value
 
 
-def _line(points: Any, where: str) -> Times:
+def _fit_points(points: Any, where: str) -> Times:
     pairs = points if isinstance(points, list) else [points]
     for pair in pairs:
         if not (isinstance(pair, list) and len(pair) == 2 and all(map(_is_above_zero, pair))):
@@ -71,7 +71,7 @@ def _line(points: Any, where: str) -> Times:
                 "for example [256, 3.1e-4]."
             )
     try:
-        return fitted([batch for batch, _ in pairs], [seconds for _, seconds in pairs])
+        return fit_line([batch for batch, _ in pairs], [seconds for _, seconds in pairs])
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 

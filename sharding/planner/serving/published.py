@@ -7,22 +7,22 @@ from dataclasses import replace
 
 from sharding.planner.hardware import HARDWARE
 from sharding.planner.models.presets import PRESETS
-from sharding.planner.report.columns import aligned
+from sharding.planner.report.columns import align_columns
 from sharding.planner.serving import colocated
-from sharding.planner.serving.colocated import Kind
+from sharding.planner.serving.colocated import PlanKind
 from sharding.planner.serving.pingpong import gain
-from sharding.planner.serving.plan import Load, Pair
-from sharding.planner.serving.search import Plan, Space, best, search
+from sharding.planner.serving.plan import DevicePair, Load
+from sharding.planner.serving.search import ServingPlan, Space, best_serving_plan, search
 
 MODELS = ("mixtral-8x22b", "dbrx", "scaled-moe")
-RATIOS = {"mixtral-8x22b": 0.10, "dbrx": 0.28, "scaled-moe": 0.38}
+COMMUNICATION_RATIOS = {"mixtral-8x22b": 0.10, "dbrx": 0.28, "scaled-moe": 0.38}
 """``T_c / T_f``: what the published gains of a third micro-batch come to."""
-SECOND = 1.9
+SECOND_MICRO_BATCH_GAIN = 1.9
 """The published gain of a second micro-batch, about."""
-THIRD = {"mixtral-8x22b": 1.10, "dbrx": 1.28, "scaled-moe": 1.38}
-PER_DEVICE = {"mixtral-8x22b": 1.28, "dbrx": 1.28, "scaled-moe": 1.90}
+THIRD_MICRO_BATCH_GAINS = {"mixtral-8x22b": 1.10, "dbrx": 1.28, "scaled-moe": 1.38}
+PUBLISHED_PER_DEVICE = {"mixtral-8x22b": 1.28, "dbrx": 1.28, "scaled-moe": 1.90}
 """Decoded tokens per second and device over TensorRT-LLM, on 8 servers of 8 devices of 80 GB."""
-PER_COST = 1.86
+PUBLISHED_PER_COST = 1.86
 """The same for the price, H20 with L40S over TensorRT-LLM on H20; the most of any model."""
 SLOS = (0.05, 0.075, 0.1, 0.15)
 HOMOGENEOUS = HARDWARE["a800"]
@@ -30,78 +30,83 @@ H20 = replace(HARDWARE["h20"], outside=25e9)
 """Servers of H20 have four adapters of 400 Gb/s there."""
 
 
-def ablation() -> list[list[str]]:
+def micro_batch_table() -> list[list[str]]:
     """Gains of micro-batches, published and by the simulator."""
     rows = [["model", "T_c / T_f", "m = 2", "published", "m = 3", "published", "m = 4"]]
     for name in MODELS:
-        ratio, layers = RATIOS[name], PRESETS[name].num_layers
+        ratio, layers = COMMUNICATION_RATIOS[name], PRESETS[name].num_layers
         second, third, fourth = (f"{gain(ratio, m, layers):.2f}" for m in (2, 3, 4))
-        published = f"{SECOND}", f"{THIRD[name]:.2f}"
+        published = f"{SECOND_MICRO_BATCH_GAIN}", f"{THIRD_MICRO_BATCH_GAINS[name]:.2f}"
         rows.append([name, f"{ratio:.2f}", second, published[0], third, published[1], fourth])
     return rows
 
 
-def homogeneous(name: str, slo: float) -> Plan | None:
+def best_homogeneous_plan(name: str, slo: float) -> ServingPlan | None:
     """The best plan on the 64 devices of the paper."""
-    pair = Pair(HOMOGENEOUS, HOMOGENEOUS)
-    return best(PRESETS[name], Load(slo=slo), pair, Space(most_devices=64))
+    pair = DevicePair(HOMOGENEOUS, HOMOGENEOUS)
+    return best_serving_plan(PRESETS[name], Load(slo=slo), pair, Space(most_devices=64))
 
 
-def gains(name: str, slo: float) -> tuple[Plan | None, list[colocated.Colocated | None]]:
+def gains(name: str, slo: float) -> tuple[ServingPlan | None, list[colocated.Colocated | None]]:
     """That plan, and the best co-located one of each kind."""
     model, load = PRESETS[name], Load(slo=slo)
-    found = [
-        colocated.best(model, load, HOMOGENEOUS, kind=kind) for kind in colocated.KINDS.values()
+    colocated_plans = [
+        colocated.best_colocated(model, load, HOMOGENEOUS, kind=kind)
+        for kind in colocated.PLAN_KINDS.values()
     ]
-    return homogeneous(name, slo), found
+    return best_homogeneous_plan(name, slo), colocated_plans
 
 
-def per_device() -> list[list[str]]:
+def device_table() -> list[list[str]]:
     """Tokens per second and device, and the gain over each kind of co-located plan."""
     rows = [["model", "SLO", "disaggregated", "one group", "replicated", "overlapped", "published"]]
     for name in MODELS:
         for slo in SLOS:
             plan, others = gains(name, slo)
-            published = f"{PER_DEVICE[name]:.2f}" if slo == Load().slo else ""
-            here = "none" if plan is None else f"{plan.per_device:,.0f}"
+            published = f"{PUBLISHED_PER_DEVICE[name]:.2f}" if slo == Load().slo else ""
+            throughput_text = "none" if plan is None else f"{plan.per_device:,.0f}"
             cells = [
                 "none" if plan is None or one is None else f"{plan.per_device / one.per_device:.2f}"
                 for one in others
             ]
-            rows.append([name, f"{slo * 1000:g} ms", here, *cells, published])
+            rows.append([name, f"{slo * 1000:g} ms", throughput_text, *cells, published])
     return rows
 
 
-def per_cost() -> list[list[str]]:
+def cost_table() -> list[list[str]]:
     """H20 with L40S over the best co-located plan on H20, for the price."""
     rows = [["model", "attention", "experts", "per cost", "over H20 co-located", "published"]]
     devices = H20, HARDWARE["l40s"]
     assert all(one.price for one in devices)
     price = {one.name: one.price or 1.0 for one in devices}
     pairs = [
-        Pair(one, other, (price[one.name], price[other.name]))
+        DevicePair(one, other, (price[one.name], price[other.name]))
         for one in devices
         for other in devices
     ]
     for name in MODELS:
         model, load = PRESETS[name], Load()
         plan = search(model, load, pairs)[0]
-        here = colocated.best(model, load, H20, kind=Kind(wide=False))
-        over = "none" if here is None else f"{plan.per_cost / here.per_device * price['h20']:.2f}"
+        baseline = colocated.best_colocated(model, load, H20, kind=PlanKind(wide=False))
+        over = (
+            "none"
+            if baseline is None
+            else f"{plan.per_cost / baseline.per_device * price['h20']:.2f}"
+        )
         names = plan.pair.attention.name, plan.pair.experts.name
-        rows.append([name, *names, f"{plan.per_cost:,.0f}", over, f"up to {PER_COST}"])
+        rows.append([name, *names, f"{plan.per_cost:,.0f}", over, f"up to {PUBLISHED_PER_COST}"])
     return rows
 
 
-def compared() -> str:
+def comparison_tables() -> str:
     """All three tables."""
     tables = {
-        "Micro-batches, gain of one more": ablation(),
-        "One kind of device (a800), tokens/s per device and gain over co-located": per_device(),
-        "Two kinds, tokens/s for the price of an L20": per_cost(),
+        "Micro-batches, gain of one more": micro_batch_table(),
+        "One kind of device (a800), tokens/s per device and gain over co-located": device_table(),
+        "Two kinds, tokens/s for the price of an L20": cost_table(),
     }
-    return "\n\n".join(f"{title}\n{aligned(rows)}" for title, rows in tables.items())
+    return "\n\n".join(f"{title}\n{align_columns(rows)}" for title, rows in tables.items())
 
 
 if __name__ == "__main__":
-    print(compared())
+    print(comparison_tables())

@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 
 from sharding.planner.models.sizes import ModelSizes
-from sharding.planner.report.columns import aligned
+from sharding.planner.report.columns import align_columns
 from sharding.planner.serving import colocated
 from sharding.planner.serving.pingpong import micro_batches_needed
 from sharding.planner.serving.plan import Load, Server, Shape
-from sharding.planner.serving.search import Plan, describe, largest
+from sharding.planner.serving.search import ServingPlan, describe, largest_batch
 
 COLUMNS = (
     *("attention", "experts", "m", "batch", "T_a", "T_e", "T_c", "between", "tokens/s"),
@@ -18,19 +18,19 @@ COLUMNS = (
 )
 
 
-def row_of(plan: Plan) -> list[str]:
+def row_of(plan: ServingPlan) -> list[str]:
     """A row of text under `COLUMNS`."""
     attention, experts, sending = plan.layer
     shape, pair = plan.shape, plan.pair
-    held = f" of {shape.experts_of_node}" if shape.experts_of_node > 1 else ""
+    experts_text = f" of {shape.experts_of_node}" if shape.experts_of_node > 1 else ""
     nodes = int(plan.devices[1]) // shape.tp_experts
     return [
         f"{shape.attention_nodes} x {pair.attention.name} tp{shape.tp_attention}",
-        f"{nodes} x {pair.experts.name} tp{shape.tp_experts}{held}",
+        f"{nodes} x {pair.experts.name} tp{shape.tp_experts}{experts_text}",
         str(shape.micro_batches),
         f"{plan.sequences:,}",
         *(f"{time * 1e6:.0f} us" for time in (attention, experts, sending)),
-        f"{plan.between * 1e3:.1f} ms",
+        f"{plan.token_latency * 1e3:.1f} ms",
         f"{plan.throughput:,.0f}",
         f"{plan.per_device:,.0f}",
         f"{plan.per_cost:,.0f}",
@@ -38,7 +38,7 @@ def row_of(plan: Plan) -> list[str]:
     ]
 
 
-def constraints(plan: Plan, model: ModelSizes, load: Load) -> list[list[str]]:
+def constraints(plan: ServingPlan, model: ModelSizes, load: Load) -> list[list[str]]:
     """The paper's eight constraints, with the plan's numbers."""
     shape, (attention, experts, sending) = plan.shape, plan.layer
     server = _server(plan, model, load)
@@ -56,38 +56,51 @@ def constraints(plan: Plan, model: ModelSizes, load: Load) -> list[list[str]]:
         ["(4) T_iter", f"{least * 1e3:.1f} to {m * busier * model.num_layers * 1e3:.1f} ms"],
         ["(5) T_total", f"{plan.total * 1e3:.1f} ms for {plan.sequences:,} tokens"],
         ["(6) T_c", f"{sent / 1e6:.2f} MB of a sender, {received / 1e6:.2f} MB of a receiver"],
-        ["(7) T_iter <= SLO", f"{plan.between * 1e3:.1f} of {load.slo * 1e3:g} ms"],
+        ["(7) T_iter <= SLO", f"{plan.token_latency * 1e3:.1f} of {load.slo * 1e3:g} ms"],
         ["(8) memory", f"{plan.batch * m:,} of {most:,} sequences on an attention node"],
     ]
 
 
-def _server(plan: Plan, model: ModelSizes, load: Load) -> Server:
+def _server(plan: ServingPlan, model: ModelSizes, load: Load) -> Server:
     shape = plan.shape
-    sizes = (shape.tp_attention, shape.tp_experts, shape.experts_of_node)
-    return Server(model, load, plan.pair, *sizes)
+    return Server(
+        model,
+        load,
+        plan.pair,
+        tp_attention=shape.tp_attention,
+        tp_experts=shape.tp_experts,
+        experts_of_node=shape.experts_of_node,
+    )
 
 
 def neighbours(shape: Shape) -> list[tuple[str, Shape]]:
     """Shapes that differ in one size."""
-    found = []
+    candidates = []
     for title, name in (("tp_a", "tp_attention"), ("tp_e", "tp_experts")):
         size = getattr(shape, name)
-        found += [(f"{title} {n}", replace(shape, **{name: n})) for n in (size // 2, size * 2)]
+        candidates += [(f"{title} {n}", replace(shape, **{name: n})) for n in (size // 2, size * 2)]
     nodes, m = shape.attention_nodes, shape.micro_batches
-    found += [(f"n_a {n}", replace(shape, attention_nodes=n)) for n in (nodes - 1, nodes + 1)]
-    found += [(f"m {n}", replace(shape, micro_batches=n)) for n in (m - 1, m + 1)]
+    candidates += [(f"n_a {n}", replace(shape, attention_nodes=n)) for n in (nodes - 1, nodes + 1)]
+    candidates += [(f"m {n}", replace(shape, micro_batches=n)) for n in (m - 1, m + 1)]
     per_node = shape.experts_of_node * 2
-    found.append((f"{per_node} experts on a node", replace(shape, experts_of_node=per_node)))
+    candidates.append((f"{per_node} experts on a node", replace(shape, experts_of_node=per_node)))
     sizes = ("tp_attention", "tp_experts", "attention_nodes", "micro_batches")
-    return [one for one in found if min(getattr(one[1], size) for size in sizes) >= 1]
+    return [
+        candidate
+        for candidate in candidates
+        if min(getattr(candidate[1], size) for size in sizes) >= 1
+    ]
 
 
-def why_not(plan: Plan, model: ModelSizes, load: Load) -> list[list[str]]:
+def why_not(plan: ServingPlan, model: ModelSizes, load: Load) -> list[list[str]]:
     """Reason against each neighbour: a constraint, or its tokens per second for the price."""
-    return [[title, _against(plan, shape, model, load)] for title, shape in neighbours(plan.shape)]
+    return [
+        [title, _reason_against(plan, shape, model, load)]
+        for title, shape in neighbours(plan.shape)
+    ]
 
 
-def _against(plan: Plan, shape: Shape, model: ModelSizes, load: Load) -> str:
+def _reason_against(plan: ServingPlan, shape: Shape, model: ModelSizes, load: Load) -> str:
     tp_attention, tp_experts = shape.tp_attention, shape.tp_experts
     domains = plan.pair.attention.domain, plan.pair.experts.domain
     if model.num_kv_heads % tp_attention or tp_attention > domains[0]:
@@ -100,49 +113,55 @@ def _against(plan: Plan, shape: Shape, model: ModelSizes, load: Load) -> str:
     if not server.weights_fit():
         return "does not fit"
     nodes, m = np.array([shape.attention_nodes]), shape.micro_batches
-    batch = int(largest(server, nodes, m, plan.prefill)[0])
+    batch = int(largest_batch(server, nodes, m, plan.prefill)[0])
     if not batch:
         return "no batch keeps the limit on time"
     other = describe(server, shape, batch, plan.prefill)
-    tells = f"{other.per_cost / plan.per_cost - 1:+.1%}, {max(other.layer) * 1e6:.0f} us a layer"
+    summary = f"{other.per_cost / plan.per_cost - 1:+.1%}, {max(other.layer) * 1e6:.0f} us a layer"
     if not server.hides(batch, shape.attention_nodes, m):
-        tells += ", breaks (2) or (3)"
-    return tells
+        summary += ", breaks (2) or (3)"
+    return summary
 
 
-def compared(plan: Plan, model: ModelSizes, load: Load) -> list[list[str]]:
+def colocated_rows(plan: ServingPlan, model: ModelSizes, load: Load) -> list[list[str]]:
     """The plan over the best co-located one of each kind on either device, for the price."""
     rows = []
     pair = plan.pair
-    sides = dict(zip((pair.attention, pair.experts), pair.prices, strict=True))
-    for hardware, price in sides.items():
-        for title, kind in colocated.KINDS.items():
-            found = colocated.best(model, load, hardware, pair.efficiency, kind=kind)
-            if found is None:
+    price_of = dict(zip((pair.attention, pair.experts), pair.prices, strict=True))
+    for hardware, price in price_of.items():
+        for title, kind in colocated.PLAN_KINDS.items():
+            best_colocated = colocated.best_colocated(
+                model, load, hardware, pair.efficiency, kind=kind
+            )
+            if best_colocated is None:
                 rows.append([hardware.name, title, "does not fit or takes too long", "", ""])
                 continue
-            here = found.per_device / price
-            gain = f"{plan.per_cost / here:.2f}"
-            rows.append([hardware.name, title, str(found), f"{here:,.0f}", gain])
+            throughput_per_cost = best_colocated.per_device / price
+            gain = f"{plan.per_cost / throughput_per_cost:.2f}"
+            rows.append(
+                [hardware.name, title, str(best_colocated), f"{throughput_per_cost:,.0f}", gain]
+            )
     return [["on", "co-located", "plan", "per cost", "gain"], *rows]
 
 
-def report(plans: Sequence[Plan], model: ModelSizes, load: Load) -> str:
+def report(plans: Sequence[ServingPlan], model: ModelSizes, load: Load) -> str:
     """The best plan of each pair of devices, and all about the first."""
     best = plans[0]
     limit = {"memory": "memory (8)", "time between tokens": "the SLO (7)"}
     lines = [
-        aligned([COLUMNS, *map(row_of, plans)]),
+        align_columns([COLUMNS, *map(row_of, plans)]),
         "",
         f"The first, in which {limit.get(best.limit, 'communication (2, 3)')} sets the batch:",
-        aligned([[f"  {name}", value] for name, value in constraints(best, model, load)]),
+        align_columns([[f"  {name}", value] for name, value in constraints(best, model, load)]),
         "",
         "Why not its neighbours:",
-        aligned([[f"  {name}", value] for name, value in why_not(best, model, load)]),
+        align_columns([[f"  {name}", value] for name, value in why_not(best, model, load)]),
     ]
     if best.devices[2]:
         lines += ["", f"Prompts take {best.devices[2]:.1f} devices beside it."]
     if best.prefill == "elsewhere":
         lines += ["", "Against co-located plans, tokens per second for the price:"]
-        lines += [aligned([[f"  {row[0]}", *row[1:]] for row in compared(best, model, load)])]
+        lines += [
+            align_columns([[f"  {row[0]}", *row[1:]] for row in colocated_rows(best, model, load)])
+        ]
     return "\n".join(lines)

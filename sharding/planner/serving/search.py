@@ -13,10 +13,10 @@ import numpy as np
 
 from sharding.folding.layout import divisors
 from sharding.planner.models.sizes import ModelSizes
-from sharding.planner.serving.plan import Load, Pair, Server, Shape, prefill_devices
+from sharding.planner.serving.plan import DevicePair, Load, Server, Shape, prefill_devices
 from sharding.planner.serving.times import check
 
-TP = (1, 2, 4, 8)
+TP_SIZES = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Space:
       prefill: allowed devices of prefill, of `PREFILL`.
     """
 
-    tp_attention: Sequence[int] = TP
-    tp_experts: Sequence[int] = TP
+    tp_attention: Sequence[int] = TP_SIZES
+    tp_experts: Sequence[int] = TP_SIZES
     experts_of_node: Sequence[int] | None = None
     micro_batches: Sequence[int] = (3, 4)
     most_nodes: int = 64
@@ -43,14 +43,14 @@ class Space:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ServingPlan:
     """A plan and its performance.
 
     Attributes:
       batch: ``b_a``, tokens of a micro-batch on an attention node.
       sequences: B, on all nodes in all micro-batches.
       layer: ``(T_a, T_e, T_c)``, seconds.
-      between: ``T_iter``, seconds between two tokens of a request.
+      token_latency: ``T_iter``, seconds between two tokens of a request.
       total: ``T_total``, seconds of a token step of the whole batch.
       devices: of attention, of experts, and of prompts where these have a group.
       cost: price of all of them.
@@ -58,13 +58,13 @@ class Plan:
       limit: the constraint that a larger batch would break.
     """
 
-    pair: Pair
+    pair: DevicePair
     shape: Shape
     prefill: str
     batch: int
     sequences: int
     layer: tuple[float, float, float]
-    between: float
+    token_latency: float
     total: float
     devices: tuple[float, float, float]
     cost: float
@@ -88,128 +88,137 @@ class Plan:
 
 
 def servers(
-    model: ModelSizes, load: Load, pair: Pair, space: Space
+    model: ModelSizes, load: Load, pair: DevicePair, space: Space
 ) -> Iterator[tuple[Server, int, int, int]]:
     """Pairs of nodes whose weights fit: the server, ``tp_a``, ``tp_e``, experts of a node."""
     check(model)
-    numbers = space.experts_of_node
+    node_sizes = space.experts_of_node
     for tp_attention in space.tp_attention:
         if model.num_kv_heads % tp_attention or tp_attention > pair.attention.domain:
             continue
         for tp_experts in space.tp_experts:
             if model.d_expert % tp_experts or tp_experts > pair.experts.domain:
                 continue
-            for number in divisors(model.num_experts) if numbers is None else numbers:
-                if model.num_experts % number:
+            for experts_of_node in (
+                divisors(model.num_experts) if node_sizes is None else node_sizes
+            ):
+                if model.num_experts % experts_of_node:
                     raise ValueError(
-                        f"experts_of_node={number} does not divide the {model.num_experts} experts."
+                        f"experts_of_node={experts_of_node} does not divide the "
+                        f"{model.num_experts} experts."
                     )
-                server = Server(model, load, pair, tp_attention, tp_experts, number)
+                server = Server(model, load, pair, tp_attention, tp_experts, experts_of_node)
                 if server.weights_fit():
-                    yield server, tp_attention, tp_experts, number
+                    yield server, tp_attention, tp_experts, experts_of_node
 
 
-def largest(server: Server, nodes, micro_batches: int, prefill: str):
+def largest_batch(server: Server, nodes, micro_batches: int, prefill: str):
     """Largest ``b_a`` for each ``n_a`` under (7) and (8), by bisection; 0 where there is none."""
     most = server.most_in_memory() // micro_batches
     low, high = np.zeros(nodes.shape, int), np.full(nodes.shape, most)
     while np.any(low < high):
         middle = (low + high + 1) // 2
-        between, _ = server.step(middle, nodes, micro_batches, prefill)
-        keeps = between <= server.load.slo
+        token_latency, _ = server.step(middle, nodes, micro_batches, prefill)
+        keeps = token_latency <= server.load.slo
         low, high = np.where(keeps, middle, low), np.where(keeps, high, middle - 1)
     return low
 
 
-def worth(server: Server, batch, nodes, micro_batches: int, prefill: str):
+def throughput_per_cost(server: Server, batch, nodes, micro_batches: int, prefill: str):
     """Score of a plan: tokens per second over the price of all devices that are counted."""
     _, total = server.step(batch, nodes, micro_batches, prefill)
     throughput = batch * nodes * micro_batches / total
-    return throughput / (server.cost(nodes) + throughput * _of_prompts(server, prefill)[1])
+    return throughput / (server.cost(nodes) + throughput * _prompt_devices(server, prefill)[1])
 
 
-def _of_prompts(server: Server, prefill: str) -> tuple[float, float]:
+def _prompt_devices(server: Server, prefill: str) -> tuple[float, float]:
     """Devices for prompts and their price, for each token per second: the cheaper of the two."""
     if prefill != "group":
         return 0.0, 0.0
     pair = server.pair
-    found = []
+    options = []
     for hardware, price in zip((pair.attention, pair.experts), pair.prices, strict=True):
-        number = prefill_devices(server.model, server.load, hardware, pair.efficiency)
-        found.append((number, number * price))
-    return min(found, key=lambda one: one[1])
+        num_devices = prefill_devices(server.model, server.load, hardware, pair.efficiency)
+        options.append((num_devices, num_devices * price))
+    return min(options, key=lambda one: one[1])
 
 
-def best(model: ModelSizes, load: Load, pair: Pair, space: Space | None = None) -> Plan | None:
+def best_serving_plan(
+    model: ModelSizes, load: Load, pair: DevicePair, space: Space | None = None
+) -> ServingPlan | None:
     """The plan with most tokens per second for its price; None where none is feasible."""
     return max(plans(model, load, pair, space), key=lambda plan: plan.per_cost, default=None)
 
 
-def plans(model: ModelSizes, load: Load, pair: Pair, space: Space | None = None) -> Iterator[Plan]:
+def plans(
+    model: ModelSizes, load: Load, pair: DevicePair, space: Space | None = None
+) -> Iterator[ServingPlan]:
     """The best ``n_a`` and batch for each kind of nodes, m and `prefill`."""
     space = space or Space()
     nodes = np.arange(1, space.most_nodes + 1)
-    for server, tp_attention, tp_experts, number in servers(model, load, pair, space):
+    for server, tp_attention, tp_experts, experts_of_node in servers(model, load, pair, space):
         allowed = nodes
         if space.most_devices is not None:
             allowed = nodes[sum(server.devices(nodes)) <= space.most_devices]
         for micro_batches in space.micro_batches:
             for prefill in space.prefill:
-                found = _best_nodes(server, allowed, micro_batches, prefill)
-                if found is not None:
-                    shape = Shape(tp_attention, found[0], tp_experts, number, micro_batches)
-                    yield describe(server, shape, found[1], prefill)
+                nodes_and_batch = _best_nodes(server, allowed, micro_batches, prefill)
+                if nodes_and_batch is not None:
+                    shape = Shape(
+                        tp_attention, nodes_and_batch[0], tp_experts, experts_of_node, micro_batches
+                    )
+                    yield describe(server, shape, nodes_and_batch[1], prefill)
 
 
 def _best_nodes(server: Server, nodes, micro_batches: int, prefill: str) -> tuple[int, int] | None:
     """Best ``n_a`` and ``b_a``; None where no batch is feasible."""
-    batch = largest(server, nodes, micro_batches, prefill)
+    batch = largest_batch(server, nodes, micro_batches, prefill)
     nodes, batch = nodes[batch > 0], batch[batch > 0]
-    values = worth(server, batch, nodes, micro_batches, prefill)
-    found, highest = None, 0.0
+    values = throughput_per_cost(server, batch, nodes, micro_batches, prefill)
+    best_sizes, highest = None, 0.0
     # From the highest score on: where communication is exposed, a smaller batch is needed.
-    for place in np.argsort(-values, kind="stable"):
-        if values[place] <= highest:
+    for index in np.argsort(-values, kind="stable"):
+        if values[index] <= highest:
             break
-        node, upper = int(nodes[place]), int(batch[place])
+        node, upper = int(nodes[index]), int(batch[index])
         batches = np.array([upper])
         if not server.hides(batches, node, micro_batches)[0]:
             batches = np.arange(1, upper)
             batches = batches[server.hides(batches, node, micro_batches)]
         if batches.size:
-            chosen = int(batches[-1])
-            value = float(worth(server, chosen, node, micro_batches, prefill))
+            feasible_batch = int(batches[-1])
+            value = float(throughput_per_cost(server, feasible_batch, node, micro_batches, prefill))
             if value > highest:
-                found, highest = (node, chosen), value
-    return found
+                best_sizes, highest = (node, feasible_batch), value
+    return best_sizes
 
 
-def describe(server: Server, shape: Shape, batch: int, prefill: str) -> Plan:
+def describe(server: Server, shape: Shape, batch: int, prefill: str) -> ServingPlan:
     """All numbers of a plan."""
     nodes, m = shape.attention_nodes, shape.micro_batches
-    between, total = (float(time) for time in server.step(batch, nodes, m, prefill))
+    token_latency, total = (float(time) for time in server.step(batch, nodes, m, prefill))
     sequences = batch * nodes * m
-    attention, experts, sending = server.of_layer(batch, nodes)
-    number, price = _of_prompts(server, prefill)
-    of_attention, of_experts = server.devices(nodes)
+    attention, experts, sending = server.layer_times(batch, nodes)
+    prompt_devices, price = _prompt_devices(server, prefill)
+    attention_devices, expert_devices = server.devices(nodes)
     throughput = sequences / total
-    return Plan(
+    return ServingPlan(
         server.pair,
         shape,
         prefill,
         batch,
         sequences,
         (float(attention), float(experts), float(sending)),
-        between,
+        token_latency,
         total,
-        (float(of_attention), float(of_experts), throughput * number),
+        (float(attention_devices), float(expert_devices), throughput * prompt_devices),
         float(server.cost(nodes) + throughput * price),
         server.balance(),
-        _limit(server, nodes, m, batch, prefill),
+        _binding_limit(server, nodes, m, batch, prefill),
     )
 
 
-def _limit(server: Server, nodes: int, micro_batches: int, batch: int, prefill: str) -> str:
+def _binding_limit(server: Server, nodes: int, micro_batches: int, batch: int, prefill: str) -> str:
     if (batch + 1) * micro_batches > server.most_in_memory():
         return "memory"
     if server.step(batch + 1, nodes, micro_batches, prefill)[0] > server.load.slo:
@@ -218,18 +227,20 @@ def _limit(server: Server, nodes: int, micro_batches: int, batch: int, prefill: 
 
 
 def search(
-    model: ModelSizes, load: Load, pairs: Sequence[Pair], space: Space | None = None
-) -> list[Plan]:
+    model: ModelSizes, load: Load, pairs: Sequence[DevicePair], space: Space | None = None
+) -> list[ServingPlan]:
     """The best plan of every pair of devices, the best of them first.
 
     Raises:
       ValueError: where no plan of any pair keeps every constraint.
     """
-    found = [plan for pair in pairs if (plan := best(model, load, pair, space)) is not None]
-    if not found:
+    plans_of_pairs = [
+        plan for pair in pairs if (plan := best_serving_plan(model, load, pair, space)) is not None
+    ]
+    if not plans_of_pairs:
         names = ", ".join(f"{pair.attention.name}:{pair.experts.name}" for pair in pairs)
         raise ValueError(
             f"no plan on {names} keeps {load.slo * 1000:g} ms between tokens, fits and hides its "
             "communication: allow more time, more micro-batches or other devices."
         )
-    return sorted(found, key=lambda plan: -plan.per_cost)
+    return sorted(plans_of_pairs, key=lambda plan: -plan.per_cost)

@@ -13,7 +13,7 @@ from sharding.planner.models.sizes import ModelSizes
 
 MEMORY_EFFICIENCY = 0.8
 """Share of the memory bandwidth that reading weights and caches is assumed to reach."""
-BYTES = 2
+ITEMSIZE = 2
 """Bytes of a weight, an activation, a key or a value: bfloat16."""
 
 
@@ -44,7 +44,7 @@ class Times:
         return self.products + self.tokens
 
 
-def fitted(batches: Sequence[int | float], seconds: Sequence[int | float]) -> Times:
+def fit_line(batches: Sequence[int | float], seconds: Sequence[int | float]) -> Times:
     """The straight line through measurements by least squares: slope ``k1``, start ``k2``.
 
     Raises:
@@ -63,11 +63,13 @@ def fitted(batches: Sequence[int | float], seconds: Sequence[int | float]) -> Ti
     return Times(0.0, 0.0, float(slope), max(0.0, float(constant)))
 
 
-def _summed(model: ModelSizes, hardware: Hardware, tp: int, times: int) -> tuple[float, float]:
+def _all_reduce_times(
+    model: ModelSizes, hardware: Hardware, tp: int, times: int
+) -> tuple[float, float]:
     """Seconds per token, and constant seconds, of all-reduces of a layer's output over `tp`."""
     if tp == 1:
         return 0.0, 0.0
-    sent = 2 * (tp - 1) / tp * model.d_model * BYTES
+    sent = 2 * (tp - 1) / tp * model.d_model * ITEMSIZE
     latency = 2 * (tp - 1) * hardware.latency_inside
     return times * sent / (hardware.inside * LINK_EFFICIENCY), times * latency
 
@@ -81,12 +83,12 @@ def attention(
     `context` tokens from memory, and one sum over the node (two with a shared expert).
     """
     matrices = attention_matrices(model)
-    cache = 2 * BYTES * model.keys * context / tp
-    sums, latency = _summed(model, hardware, tp, 2 if model.d_ff else 1)
+    cache = 2 * ITEMSIZE * model.keys * context / tp
+    sums, latency = _all_reduce_times(model, hardware, tp, 2 if model.d_ff else 1)
     memory = hardware.memory_bandwidth * MEMORY_EFFICIENCY
     return Times(
         products=2 * matrices / (tp * hardware.peak * efficiency),
-        weights=BYTES * matrices / (tp * memory),
+        weights=ITEMSIZE * matrices / (tp * memory),
         tokens=cache / memory + sums,
         constant=latency,
     )
@@ -100,11 +102,11 @@ def experts(
     Its batch counts a token once for each of these experts that it is sent to.
     """
     matrices = 3 * model.d_model * model.d_expert
-    sums, latency = _summed(model, hardware, tp, 1)
+    sums, latency = _all_reduce_times(model, hardware, tp, 1)
     memory = hardware.memory_bandwidth * MEMORY_EFFICIENCY
     return Times(
         products=2 * matrices / (tp * hardware.peak * efficiency),
-        weights=BYTES * matrices * experts_of_node / (tp * memory),
+        weights=ITEMSIZE * matrices * experts_of_node / (tp * memory),
         tokens=sums,
         constant=latency,
     )

@@ -12,7 +12,7 @@ from sharding.planner.cost import System
 from sharding.planner.hardware import HARDWARE, Hardware
 from sharding.planner.method import Method
 from sharding.planner.models.presets import PRESETS
-from sharding.planner.report.columns import aligned
+from sharding.planner.report.columns import align_columns
 from sharding.planner.search import Choices, Plan, best_plan
 
 
@@ -21,7 +21,7 @@ class Row:
     """A measurement.
 
     Attributes:
-      system: whose program, one of `CALIBRATED`.
+      system: whose program, one of `SYSTEMS`.
       model: one of `PRESETS`.
       layout: its mapping. Neither paper gives ``vpp``: the one that the planner finds best.
       rows: sequences of a step.
@@ -39,7 +39,7 @@ class Row:
     fsdp: bool = False
 
 
-def _folding(model: str, *rows: tuple[str, float | None, bool]) -> list[Row]:
+def _folding_rows(model: str, *rows: tuple[str, float | None, bool]) -> list[Row]:
     return [Row("Megatron-Core", model, layout, 256, 4096, mfu, fsdp) for layout, mfu, fsdp in rows]
 
 
@@ -47,28 +47,28 @@ def _folding(model: str, *rows: tuple[str, float | None, bool]) -> list[Row]:
 # expert parallelism with ZeRO-1, Megatron-Core, and Megatron-Core with folding. Without folding
 # experts are cut as attention is: etp = tp.
 MAPPINGS: dict[str, list[Row]] = {
-    "mixtral-8x22b": _folding(
+    "mixtral-8x22b": _folding_rows(
         "mixtral-8x22b",
         ("tp2 dp64 / ep8 etp2", 23.4, True),
         ("tp4 dp32 / ep8 etp4", 36.6, False),
         ("tp2 dp8 pp8 / ep4 etp2", 46.3, False),
         ("tp2 dp8 pp8 / ep8", 49.3, False),
     ),
-    "qwen2-57b-a14b": _folding(
+    "qwen2-57b-a14b": _folding_rows(
         "qwen2-57b-a14b",
         ("dp64 / ep8", 25.4, True),
         ("tp4 dp16 / ep4 etp4", 23.1, False),
         ("tp2 dp8 pp4 / ep4 etp2", 35.3, False),
         ("tp2 dp8 pp4 / ep4", 39.0, False),
     ),
-    "mixtral-8x22b-g8t8": _folding(
+    "mixtral-8x22b-g8t8": _folding_rows(
         "mixtral-8x22b-g8t8",
         ("tp4 dp32 / ep8 etp4", 9.0, True),
         ("tp8 dp16 / ep8 etp8", 8.7, False),
         ("tp2 dp8 pp8 / ep8 etp2", 17.1, False),
         ("tp4 dp4 pp8 / ep8", 28.8, False),
     ),
-    "llama3-8x70b": _folding(
+    "llama3-8x70b": _folding_rows(
         "llama3-8x70b",
         ("tp8 dp32 / ep8 etp8", 19.6, True),
         ("tp8 dp32 / ep8 etp8", None, False),
@@ -78,7 +78,7 @@ MAPPINGS: dict[str, list[Row]] = {
 }
 
 
-def _scaling(model: str, layout: str, rates: dict[int, float]) -> list[Row]:
+def _scaling_rows(model: str, layout: str, rates: dict[int, float]) -> list[Row]:
     sizes = Layout.parse(layout)
     return [
         Row(
@@ -95,17 +95,17 @@ def _scaling(model: str, layout: str, rates: dict[int, float]) -> list[Row]:
 
 # Table 4 of the same, with folding.
 SCALING = {
-    "mixtral-8x22b": _scaling(
+    "mixtral-8x22b": _scaling_rows(
         "mixtral-8x22b",
         "tp2 dp8 pp8 / ep8",
         {128: 52.2, 256: 50.7, 512: 48.9, 1024: 44.9},
     ),
-    "qwen2-57b-a14b": _scaling(
+    "qwen2-57b-a14b": _scaling_rows(
         "qwen2-57b-a14b",
         "tp2 dp8 pp4 / ep4",
         {64: 39.9, 128: 39.7, 256: 38.1, 512: 36.6, 1024: 33.4},
     ),
-    "mixtral-8x22b-g8t8": _scaling(
+    "mixtral-8x22b-g8t8": _scaling_rows(
         "mixtral-8x22b-g8t8",
         "tp4 dp4 pp8 / ep8",
         {128: 30.0, 256: 29.3, 512: 26.7, 1024: 25.5},
@@ -136,16 +136,18 @@ METHODS = {
     ),
 }
 SYSTEMS = {
-    "Megatron-Core": System(hides_hops=True, hides_gradients=True, hides_ends=True),
-    "MegaScale-MoE": System(hidden=1.0, hides_hops=True, hides_gradients=True, hides_ends=True),
+    "Megatron-Core": System(hides_hops=True, hides_gradients=True, hides_embed_and_head=True),
+    "MegaScale-MoE": System(
+        hidden=1.0, hides_hops=True, hides_gradients=True, hides_embed_and_head=True
+    ),
 }
 """Megatron-Core waits for what a layer sends; hiding it is what MegaScale-MoE is about."""
 CLUSTERS = {"Megatron-Core": HARDWARE["h100"], "MegaScale-MoE": HARDWARE["h800"]}
-POINTS = {"Megatron-Core": MAPPINGS["mixtral-8x22b"][-1], "MegaScale-MoE": MEGASCALE[0]}
+CALIBRATION_POINTS = {"Megatron-Core": MAPPINGS["mixtral-8x22b"][-1], "MegaScale-MoE": MEGASCALE[0]}
 """The one measurement that each system's `System.efficiency` is taken from."""
 
 
-def predicted(row: Row, system: System) -> Plan | float:
+def predict(row: Row, system: System) -> Plan | float:
     """The best plan for a row's layout, or the bytes that it needs at least.
 
     Neither paper gives virtual stages, rematerialisation and micro-batches: they are chosen.
@@ -164,44 +166,47 @@ def predicted(row: Row, system: System) -> Plan | float:
     )
 
 
-def rate(row: Row, system: System) -> float | None:
+def predicted_mfu(row: Row, system: System) -> float | None:
     """Model FLOPs utilisation in percent; None where it does not fit."""
-    plan = predicted(row, system)
+    plan = predict(row, system)
     return 100 * plan.cost.mfu(CLUSTERS[row.system]) if isinstance(plan, Plan) else None
 
 
 @functools.cache
-def calibrated(name: str) -> System:
-    """The system with the efficiency at which the prediction of its `POINTS` is the measurement."""
-    row = POINTS[name]
+def calibrate(name: str) -> System:
+    """The system with the efficiency that predicts the measurement of its `CALIBRATION_POINTS`."""
+    row = CALIBRATION_POINTS[name]
     low, high = 0.05, 1.5
     for _ in range(40):
         middle = (low + high) / 2
-        found = rate(row, replace(SYSTEMS[name], efficiency=middle))
-        assert found is not None
+        mfu = predicted_mfu(row, replace(SYSTEMS[name], efficiency=middle))
+        assert mfu is not None
         assert row.mfu is not None
-        low, high = (middle, high) if found < row.mfu else (low, middle)
+        low, high = (middle, high) if mfu < row.mfu else (low, middle)
     return replace(SYSTEMS[name], efficiency=(low + high) / 2)
 
 
-def of_this_library(hardware: Hardware) -> System:
+def library_system(hardware: Hardware) -> System:
     """System of this library: products as fast as Megatron-Core's, overlap as a run requests it.
 
     The overlaps are those of expert chunks, two-batch overlap and gradient reduction. None of this
     is measured on an accelerator.
     """
-    beside = hardware.overlaps
+    overlaps = hardware.overlaps
     return System(
-        calibrated("Megatron-Core").efficiency,
-        hides_gradients=beside,
-        hides_chunks=beside,
-        hides_halves=beside,
+        calibrate("Megatron-Core").efficiency,
+        hides_gradients=overlaps,
+        hides_chunks=overlaps,
+        hides_two_batch=overlaps,
     )
 
 
-def compared() -> str:
+def comparison_table() -> str:
     """Table of every published row with its prediction."""
-    lines = [f"{name}: products reach {calibrated(name).efficiency:.1%} of peak" for name in POINTS]
+    lines = [
+        f"{name}: products reach {calibrate(name).efficiency:.1%} of peak"
+        for name in CALIBRATION_POINTS
+    ]
     tables = {
         "Mappings (MoE Parallel Folding, tables 1 and 3)": [*chain(*MAPPINGS.values())],
         "Strong scaling with folding (table 4)": [*chain(*SCALING.values())],
@@ -209,22 +214,22 @@ def compared() -> str:
     }
     for title, rows in tables.items():
         cells = [("model", "layout", "vpp", "remat", "rows", "published MFU", "predicted")]
-        cells += [_compared(row) for row in rows]
-        lines += ["", title, aligned(cells)]
+        cells += [_comparison_row(row) for row in rows]
+        lines += ["", title, align_columns(cells)]
     return "\n".join(lines)
 
 
-def _compared(row: Row) -> tuple[str, ...]:
-    plan = predicted(row, calibrated(row.system))
+def _comparison_row(row: Row) -> tuple[str, ...]:
+    plan = predict(row, calibrate(row.system))
     layout = row.layout + (", weights in shards" if row.fsdp else "")
     published = "out of memory" if row.mfu is None else f"{row.mfu}"
     if not isinstance(plan, Plan):
         return row.model, layout, "", "", "", published, "does not fit"
-    found = 100 * plan.cost.mfu(CLUSTERS[row.system])
-    star = " (the point)" if row in POINTS.values() else ""
-    chosen = str(plan.layout.vpp), plan.method.remat, str(plan.batch.micro_rows)
-    return row.model, layout, *chosen, published, f"{found:.1f}{star}"
+    mfu = 100 * plan.cost.mfu(CLUSTERS[row.system])
+    star = " (the point)" if row in CALIBRATION_POINTS.values() else ""
+    settings = str(plan.layout.vpp), plan.method.remat, str(plan.batch.micro_rows)
+    return row.model, layout, *settings, published, f"{mfu:.1f}{star}"
 
 
 if __name__ == "__main__":
-    print(compared())
+    print(comparison_table())

@@ -1,8 +1,8 @@
 """Collectives of a program, extracted from it: kind, axes or groups, dtype, bytes, count.
 
-`of_jaxpr` reads a traced program, for which no device need exist and nothing is compiled;
-`of_compiled` the text of a compiled one, in which the compiler may have joined collectives or left
-some out.
+`jaxpr_collectives` reads a traced program, for which no device need exist and nothing is compiled;
+`hlo_collectives` the text of a compiled one, in which the compiler may have joined collectives or
+left some out.
 """
 
 import math
@@ -57,7 +57,9 @@ class Observed:
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize * self.times
 
 
-def of_jaxpr(jaxpr: core.Jaxpr, times: int = 1, in_branch: bool = False) -> Iterator[Observed]:
+def jaxpr_collectives(
+    jaxpr: core.Jaxpr, times: int = 1, in_branch: bool = False
+) -> Iterator[Observed]:
     """Every collective of a traced program, an entry for each input array.
 
     Raises:
@@ -68,22 +70,22 @@ def of_jaxpr(jaxpr: core.Jaxpr, times: int = 1, in_branch: bool = False) -> Iter
         if name in PRIMITIVES:
             named = equation.params.get("axes") or equation.params["axis_name"]
             axes = (named,) if isinstance(named, str) else tuple(named)
-            given, kind, hops = equation.invars, PRIMITIVES[name], times
+            operands, kind, hops = equation.invars, PRIMITIVES[name], times
             if groups := equation.params.get("axis_index_groups"):
                 # Of the arrays of the other members one is used, so it counts as so many permutes.
                 kind, hops = "permute", times * (len(groups[0]) - 1)
             if name == "ragged_all_to_all":
                 # The sent data fits in both buffers, the input and the output.
-                given = [min(given[:2], key=lambda buffer: buffer.aval.size)]  # pyright: ignore
-            for operand in given:
+                operands = [min(operands[:2], key=lambda buffer: buffer.aval.size)]  # pyright: ignore
+            for operand in operands:
                 aval: Any = operand.aval
                 yield Observed(kind, axes, aval.dtype.name, aval.shape, hops, in_branch)
         inner_times = times * equation.params["length"] if name == "scan" else times
         for inner in jaxprs_in_params(equation.params):
-            found = of_jaxpr(inner, inner_times, in_branch or name == "cond")
+            collectives = jaxpr_collectives(inner, inner_times, in_branch or name == "cond")
             if name != "while":
-                yield from found
-            elif next(found, None) is not None:
+                yield from collectives
+            elif next(collectives, None) is not None:
                 raise ValueError("a collective in a while loop runs as often as nobody can tell.")
 
 
@@ -109,7 +111,7 @@ _DTYPES = {
 }
 
 
-def of_compiled(text: str) -> Iterator[Observed]:
+def hlo_collectives(text: str) -> Iterator[Observed]:
     """Every collective of a compiled program (``compiled.as_text()``), each once, also in loops.
 
     `Observed.over` are its groups; of a permute the (from, to) pairs.
@@ -124,16 +126,16 @@ def of_compiled(text: str) -> Iterator[Observed]:
             shape = tuple(int(size) for size in sizes.split(",") if size)
             # The line has the output's shape, from which that of the input follows.
             if kind == "all_gather":
-                shape = _scaled(shape, match["rest"], 1, n)
+                shape = _scale_dim(shape, match["rest"], 1, n)
             elif kind == "reduce_scatter":
-                shape = _scaled(shape, match["rest"], n, 1)
+                shape = _scale_dim(shape, match["rest"], n, 1)
             yield Observed(kind, over, _DTYPES[dtype], shape)
 
 
-def _scaled(shape: tuple[int, ...], rest: str, times: int, over: int) -> tuple[int, ...]:
-    found = re.search(r"dimensions=\{(\d+)\}", rest)
-    assert found is not None, rest
-    dim = int(found[1])
+def _scale_dim(shape: tuple[int, ...], rest: str, times: int, over: int) -> tuple[int, ...]:
+    match = re.search(r"dimensions=\{(\d+)\}", rest)
+    assert match is not None, rest
+    dim = int(match[1])
     return tuple(size * times // over if i == dim else size for i, size in enumerate(shape))
 
 

@@ -64,8 +64,8 @@ def activations(b: int, s: int, h: int, n: int, k: int, f: float, m: int, select
     """MegaScale-MoE 3.3: elements that a layer keeps for its backward pass, ``(2 n + 2 k + 3 k f +
     12 + 5 / m) b s h / n``, or after selective rematerialisation ``(2 k f + 4 + 2 / m) b s h / n``.
     """
-    kept = 2 * k * f + 4 + 2 / m if selective else 2 * n + 2 * k + 3 * k * f + 12 + 5 / m
-    return kept * b * s * h / n
+    elements = 2 * k * f + 4 + 2 / m if selective else 2 * n + 2 * k + 3 * k * f + 12 + 5 / m
+    return elements * b * s * h / n
 
 
 def expert_exchange(tokens: int, k: int, h: int, ep: int) -> float:

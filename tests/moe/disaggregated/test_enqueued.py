@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from moe.disaggregated.schedule import Enqueued, order
+from moe.disaggregated.schedule import Enqueued, order_programs
 from sharding.planner.serving import pingpong
 
 
@@ -19,7 +19,7 @@ def until(tokens):
 def test_each_side_works_layer_by_layer_and_micro_batch_by_micro_batch(
     layers, micro_batches, tokens
 ):
-    log = list(order(layers, micro_batches, until(tokens)))
+    log = list(order_programs(layers, micro_batches, until(tokens)))
     numbers = list(itertools.product(range(tokens), range(layers), range(micro_batches)))
     for role in ("attention", "experts"):
         assert [tuple(one[1:]) for one in log if one.role == role] == numbers
@@ -41,8 +41,8 @@ def test_each_side_works_layer_by_layer_and_micro_batch_by_micro_batch(
 @pytest.mark.parametrize(("layers", "micro_batches"), [(1, 1), (2, 3), (3, 4)])
 def test_each_side_works_in_the_order_that_the_planner_counts_with(layers, micro_batches):
     """After attention the rows go out, and after the experts they come back."""
-    log = list(order(layers, micro_batches, until(1)))
-    planned = list(pingpong.order(layers, micro_batches))
+    log = list(order_programs(layers, micro_batches, until(1)))
+    planned = list(pingpong.order_visits(layers, micro_batches))
     roles = ("attention", "attention", "experts", "experts")
     for station, role in zip(pingpong.STATIONS, roles, strict=True):
         assert [(one.layer, one.micro_batch) for one in planned if one.station == station] == [
@@ -53,7 +53,7 @@ def test_each_side_works_in_the_order_that_the_planner_counts_with(layers, micro
 def test_attention_works_on_the_others_while_one_is_with_the_experts():
     """Between the rows of a micro-batch that go out and those that come back lies the attention of
     all others."""
-    log = list(order(3, 3, until(2)))
+    log = list(order_programs(3, 3, until(2)))
     for number, one in enumerate(log):
         # At the end nothing is left to work on.
         if one.role != "experts" or (one.token, one.layer) == (1, 2):
@@ -70,10 +70,10 @@ def test_whether_a_token_is_begun_is_asked_once_before_anything_of_it():
         asked.append((token, len(log)))
         return token < 2
 
-    for one in order(2, 2, goes_on):
+    for one in order_programs(2, 2, goes_on):
         log.append(one)
     assert [token for token, _ in asked] == [0, 1, 2]
     for token, length in asked[:2]:
         assert all(one.token < token for one in log[:length])
         assert log[length].token == max(token - 1, 0)
-    assert not list(order(2, 2, until(0)))
+    assert not list(order_programs(2, 2, until(0)))

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from moe.disaggregated.balance import of_devices, pack, placement, replicas
+from moe.disaggregated.balance import device_loads, pack, plan_placement, replicate_experts
 
 # The example of EPLB's README: two layers, and the experts of 16 slots on 8 devices of 2 servers.
 LOADS = np.array(
@@ -22,16 +22,18 @@ PLACED = [
 
 
 def test_the_published_example():
-    found = [placement(load, 16, 8, num_servers=2, num_groups=4).tolist() for load in LOADS]
+    found = [plan_placement(load, 16, 8, num_servers=2, num_groups=4).tolist() for load in LOADS]
     assert found == PLACED
 
 
 def test_servers_do_not_count_where_they_do_not_divide_the_groups():
     for load in LOADS:
-        apart = placement(load, 16, 8, num_servers=2, num_groups=3)
-        assert apart.tolist() == placement(load, 16, 8).tolist()
+        apart = plan_placement(load, 16, 8, num_servers=2, num_groups=3)
+        assert apart.tolist() == plan_placement(load, 16, 8).tolist()
         # Without servers no expert is bound to one, which the example's copies are.
-        assert of_devices(load, apart, 8).max() <= of_devices(load, np.array(PLACED[0]), 8).max()
+        assert (
+            device_loads(load, apart, 8).max() <= device_loads(load, np.array(PLACED[0]), 8).max()
+        )
 
 
 def best_packing(loads, num_bins, capacity=None):
@@ -82,7 +84,7 @@ def test_placement_is_within_its_bound_of_the_best(experts, slots, devices):
             -1, devices, slots // devices
         )
         best = each.sum(2).max(1).min()
-        found = of_devices(loads, placement(loads, slots, devices), devices).max()
+        found = device_loads(loads, plan_placement(loads, slots, devices), devices).max()
         assert found >= best - 1e-12
         worst = max(worst, found / best)
     # Copies are chosen before places are: the bound of packing without a capacity does not hold.
@@ -103,7 +105,7 @@ def test_copies_are_as_even_as_any_choice_of_copies():
     rng = np.random.default_rng(0)
     for _ in range(30):
         loads = rng.integers(1, 30, 4).astype(float)
-        counts = np.bincount(replicas(loads, 7), minlength=4)
+        counts = np.bincount(replicate_experts(loads, 7), minlength=4)
         others = [one for one in itertools.product(range(1, 5), repeat=4) if sum(one) == 7]
         assert max(loads / counts) == min(max(loads / np.array(one)) for one in others)
 
@@ -111,21 +113,27 @@ def test_copies_are_as_even_as_any_choice_of_copies():
 def test_every_expert_has_a_slot_and_every_device_equally_many():
     rng = np.random.default_rng(1)
     for _ in range(20):
-        placed = placement(rng.random(6), 10, 5)
+        placed = plan_placement(rng.random(6), 10, 5)
         assert set(placed.tolist()) == set(range(6))
-        assert of_devices(np.ones(6), placed, 5).shape == (5,)
+        assert device_loads(np.ones(6), placed, 5).shape == (5,)
     loads = rng.random(6)
-    assert of_devices(loads, placed, 5).sum() == pytest.approx(loads.sum())
+    assert device_loads(loads, placed, 5).sum() == pytest.approx(loads.sum())
 
 
 @pytest.mark.parametrize(
     ("call", "words"),
     [
         (lambda: pack(np.ones(5), 2, 2), "num_bins=2 of capacity=2 do not hold 5 items"),
-        (lambda: replicas(np.ones(5), 4), "num_slots=4 do not hold 5 experts"),
-        (lambda: placement(np.ones(5), 6, 4), "num_devices=4 must divide the 6 of num_slots"),
-        (lambda: placement(np.ones(6), 6, 3, 2), "num_servers=2 must divide the 3 of num_devices"),
-        (lambda: placement(np.ones(6), 6, 2, 1, 4), "num_groups=4 must divide the 6 of experts"),
+        (lambda: replicate_experts(np.ones(5), 4), "num_slots=4 do not hold 5 experts"),
+        (lambda: plan_placement(np.ones(5), 6, 4), "num_devices=4 must divide the 6 of num_slots"),
+        (
+            lambda: plan_placement(np.ones(6), 6, 3, 2),
+            "num_servers=2 must divide the 3 of num_devices",
+        ),
+        (
+            lambda: plan_placement(np.ones(6), 6, 2, 1, 4),
+            "num_groups=4 must divide the 6 of experts",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(call, words):

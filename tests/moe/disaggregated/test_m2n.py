@@ -13,12 +13,12 @@ import pytest
 from moe.disaggregated import m2n
 from moe.disaggregated.m2n import (
     Message,
-    _permuting,
-    exchange_of,
-    host_to_reach,
-    spread_over,
+    _permute_program,
+    make_exchange,
+    reachable_host,
+    row_sharding,
 )
-from moe.disaggregated.messages import message_width, read_message, written_message
+from moe.disaggregated.messages import decode_message, encode_message, message_width
 from moe.disaggregated.split import Split, fold_split
 
 
@@ -33,18 +33,18 @@ def test_messages_arrive(name, sources, targets):
     mesh, message = sides(sources, targets), Message(2, 5, jnp.dtype("uint32"))
     draw = np.random.default_rng(0)
     sent = draw.integers(0, 2**32, (sources, targets, 2, 5), np.uint32)
-    place = spread_over(mesh.attention)
+    place = row_sharding(mesh.attention)
     parts = tuple(jax.device_put(sent[:, j].reshape(-1, 5), place) for j in range(targets))
-    came = exchange_of(name, mesh.attention, mesh.experts)(parts, message)
+    came = make_exchange(name, mesh.attention, mesh.experts)(parts, message)
     assert len(came) == sources
     for i, array in enumerate(came):
-        assert array.sharding == spread_over(mesh.experts)
+        assert array.sharding == row_sharding(mesh.experts)
         np.testing.assert_array_equal(np.asarray(array).reshape(targets, 2, 5), sent[i])
 
 
 @pytest.mark.parametrize("name", ["device_put", "collective", "transfer"])
 def test_arrays_are_assembled_of_the_buffers_that_are_there(name, monkeypatch):
-    mesh, assembled, numbers = sides(2, 3), m2n._assembled, []
+    mesh, assembled, numbers = sides(2, 3), m2n._assemble, []
 
     def pointers(arrays):
         return [array.unsafe_buffer_pointer() for array in arrays]
@@ -58,11 +58,11 @@ def test_arrays_are_assembled_of_the_buffers_that_are_there(name, monkeypatch):
         numbers.extend(pointers(shards))
         return array
 
-    monkeypatch.setattr(m2n, "_assembled", watched)
-    place = spread_over(mesh.attention)
+    monkeypatch.setattr(m2n, "_assemble", watched)
+    place = row_sharding(mesh.attention)
     parts = tuple(jax.device_put(np.full((4, 5), j, np.uint32), place) for j in range(3))
     given = pointers(part.addressable_data(i) for part in parts for i in range(2))
-    came = exchange_of(name, mesh.attention, mesh.experts)(
+    came = make_exchange(name, mesh.attention, mesh.experts)(
         parts, Message(2, 5, jnp.dtype("uint32"))
     )
     # What came is what programs get, and a collective gets what is sent.
@@ -73,11 +73,11 @@ def test_arrays_are_assembled_of_the_buffers_that_are_there(name, monkeypatch):
 def test_a_message_goes_out_once_and_its_bytes_are_those_of_the_formula():
     """The permutations name each pair of devices once, and a message is what each of them sends."""
     mesh, message = sides(2, 3), Message(4, 5, jnp.dtype("uint32"))
-    exchange = exchange_of("collective", mesh.attention, mesh.experts)
+    exchange = make_exchange("collective", mesh.attention, mesh.experts)
     union = exchange._union
     shape = jax.ShapeDtypeStruct((5 * 4, 5), jnp.uint32, sharding=union)
     after = jax.ShapeDtypeStruct((5, 1), jnp.int32, sharding=union)
-    text = _permuting(union, 2, 3).lower(*[shape] * 3, after).as_text()
+    text = _permute_program(union, 2, 3).lower(*[shape] * 3, after).as_text()
     found = re.findall(
         r"collective_permute.*?source_target_pairs = dense<(\[\[.*?\]\])>.*?-> tensor<(\w+)>", text
     )
@@ -93,9 +93,11 @@ def test_a_message_gives_back_what_was_written(dtype):
     rows = jnp.asarray(draw.normal(size=(4, 6)), dtype)
     slots = jnp.asarray(draw.integers(0, 70000, (4, k)), jnp.int32)
     probs = jnp.asarray(draw.uniform(size=(4, k)), jnp.float32)
-    message = written_message(rows, slots, probs)
+    message = encode_message(rows, slots, probs)
     assert message.shape == (4, message_width(6, k, dtype))
-    for found, given in zip(read_message(message, 6, k, dtype), (rows, slots, probs), strict=True):
+    for found, given in zip(
+        decode_message(message, 6, k, dtype), (rows, slots, probs), strict=True
+    ):
         assert found.dtype == given.dtype
         np.testing.assert_array_equal(found.astype(jnp.float32), given.astype(jnp.float32))
 
@@ -103,10 +105,10 @@ def test_a_message_gives_back_what_was_written(dtype):
 @pytest.mark.slow
 def test_a_message_that_does_not_come_is_not_waited_for_without_end(monkeypatch, caplog):
     """One that is late is, and what came before it is kept."""
-    monkeypatch.setattr(m2n, "LONGEST_WAIT", 1.0)
-    office, message, device = m2n._PostOffice(), Message(2, 3, jnp.float32), jax.devices()[0]
+    monkeypatch.setattr(m2n, "TIMEOUT_SECONDS", 1.0)
+    office, message, device = m2n._TransferServer(), Message(2, 3, jnp.float32), jax.devices()[0]
     numbers = iter([1, 1, 2, 2, 3])
-    monkeypatch.setattr(office, "_number", lambda *_: next(numbers))
+    monkeypatch.setattr(office, "_transfer_id", lambda *_: next(numbers))
     sent = jnp.arange(6.0).reshape(2, 3)
     office.offer(0, [sent])
     (first,) = office.pull(0, message, [device])
@@ -141,7 +143,7 @@ def test_a_process_that_has_ended_is_not_waited_for():
 def test_unknown_ways_are_refused_in_one_line():
     mesh = sides(1, 1)
     with pytest.raises(ValueError, match="m2n='mail' is none of device_put, collective"):
-        exchange_of("mail", mesh.attention, mesh.experts)
+        make_exchange("mail", mesh.attention, mesh.experts)
 
 
 def test_a_host_is_known_by_an_address_that_others_reach(monkeypatch):
@@ -153,8 +155,8 @@ def test_a_host_is_known_by_an_address_that_others_reach(monkeypatch):
         return [(None, None, None, "", (address, 0)) for address in known[name]]
 
     monkeypatch.setattr(m2n.socket, "getaddrinfo", resolved)
-    assert host_to_reach(["b", "b"], 1) == "127.0.0.1"
-    assert host_to_reach(["b", "a"], 1) == "10.0.0.7"
+    assert reachable_host(["b", "b"], 1) == "127.0.0.1"
+    assert reachable_host(["b", "a"], 1) == "10.0.0.7"
     for name in ("b", "c"):
         with pytest.raises(ValueError, match=f"other hosts reach '{name}'.*use \"collective\""):
-            host_to_reach([name, "a"], 0)
+            reachable_host([name, "a"], 0)

@@ -24,10 +24,10 @@ from two_sides import (
 from moe.attention.rotary import YarnScaling
 from moe.config import MultiHeadLatentAttention
 from moe.disaggregated import programs
-from moe.disaggregated.balance import placement
+from moe.disaggregated.balance import plan_placement
 from moe.disaggregated.placement import Placement
 from moe.disaggregated.runner import Runner
-from moe.disaggregated.schedule import order
+from moe.disaggregated.schedule import order_programs
 from moe.disaggregated.split import devices_of
 
 CLOSE = 1e-6
@@ -39,7 +39,7 @@ LATENT = replace(
     mla=MultiHeadLatentAttention(kv_lora_rank=5, q_lora_rank=7, qk_rope_head_dim=4, v_head_dim=3),
     rope_scaling=YarnScaling(4.0, 2, score_temperature=1.0),
 )
-REPLICATED = Placement.of(
+REPLICATED = Placement.from_replicas(
     [
         *[[(expert % 2, expert // 2)] for expert in range(10)],
         [(0, 5), (1, 6)],
@@ -123,7 +123,7 @@ def test_two_sides_are_one(split, micro_batches, config, options, caplog):
     for half in halves:
         assert sum(text.startswith(f"Compiling jit({half})") for text in messages) == 2
     assert runner.log == list(
-        order(config.num_expert_layers, micro_batches, lambda token: token < STEPS)
+        order_programs(config.num_expert_layers, micro_batches, lambda token: token < STEPS)
     )
     # Each device of attention sends each of the experts room for all its tokens, and gets as much
     # back: ids and probs go out beside them.
@@ -143,8 +143,8 @@ def sides_of(split, copies, config):
     peers = mesh.experts.layout.ep
     if copies:
         loads = np.random.default_rng(1).integers(1, 60, config.num_experts)
-        placed = placement(loads.astype(float), config.num_experts + peers, peers)
-        places = Placement.holding(placed, peers)
+        placed = plan_placement(loads.astype(float), config.num_experts + peers, peers)
+        places = Placement.from_slots(placed, peers)
     runner = counted(Runner(config, mesh, placement=places, records_choices=True))
     return runner, sides(mesh, config, places)
 

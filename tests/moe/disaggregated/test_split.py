@@ -9,10 +9,10 @@ import pytest
 from two_sides import CONFIG, MIXED, host_weights, sides, split_mesh
 
 from moe.config import GatedDeltaNet
-from moe.disaggregated.placement import Placement, of_layers, slots_of_choices
+from moe.disaggregated.placement import Placement, layer_placements, lookup_slots
 from moe.disaggregated.runner import check_micro_batches
-from moe.disaggregated.sides import check_splits, moved, side_bytes
 from moe.disaggregated.split import Split, devices_of
+from moe.disaggregated.weights import check_splits, move_experts, side_bytes
 
 
 def test_a_split_is_two_groups_of_devices():
@@ -82,7 +82,7 @@ def test_each_device_holds_what_it_computes_with_and_no_more():
     # 11 tokens do not divide over tp: embedding and head are whole.
     rest = sum(x.nbytes for x in jax.tree.leaves(like)) - routed - over_tp
     held = {device: 0 for device in jax.devices()}
-    for leaf in jax.tree.leaves(replace(weights, copies=())):
+    for leaf in jax.tree.leaves(replace(weights, slot_tables=())):
         for shard in leaf.addressable_shards:
             held[shard.device] += shard.data.nbytes
     attention, experts = rest + over_tp // 2, routed // 6
@@ -92,13 +92,11 @@ def test_each_device_holds_what_it_computes_with_and_no_more():
 
 
 def test_copies_of_an_expert_share_its_tokens():
-    placement = Placement.of([[(0, 0), (1, 1)], [(0, 1)], [(1, 0)]], num_devices=2)
+    placement = Placement.from_replicas([[(0, 0), (1, 1)], [(0, 1)], [(1, 0)]], num_devices=2)
     assert placement.experts.tolist() == [0, 1, 2, 0] and not placement.is_identity
     choices = jnp.array([[0, 1], [0, 2], [3, 0], [3, 3]])
-    table = jax.tree.map(jnp.asarray, placement.table())
-    np.testing.assert_array_equal(
-        slots_of_choices(choices, table), [[0, 1], [3, 2], [4, 0], [4, 4]]
-    )
+    table = jax.tree.map(jnp.asarray, placement.slot_table())
+    np.testing.assert_array_equal(lookup_slots(choices, table), [[0, 1], [3, 2], [4, 0], [4, 4]])
     assert Placement.identity(6, 3).is_identity
 
 
@@ -109,25 +107,25 @@ def test_experts_move_bit_for_bit():
     before, after = (
         tuple(
             # Twelve experts in fifteen slots, so that some have copies.
-            Placement.holding(rng.permutation([*range(12), *rng.integers(12, size=3)]), 3)
+            Placement.from_slots(rng.permutation([*range(12), *rng.integers(12, size=3)]), 3)
             for _ in range(MIXED.num_expert_layers)
         )
         for _ in range(2)
     )
     given, wanted = (sides(mesh, MIXED, places) for places in (before, after))
-    found = moved(given, mesh, before, after)
+    found = move_experts(given, mesh, before, after)
     for a, b in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
         assert a.sharding == b.sharding
         np.testing.assert_array_equal(a, b)
 
 
 def test_layers_have_a_placement_each_of_as_many_slots():
-    one, more = Placement.identity(4, 2), Placement.holding(np.array([0, 1, 2, 3, 0, 1]), 2)
-    assert of_layers(one, 3) == (one,) * 3 and more.experts.tolist() == [0, 1, 2, 3, 0, 1]
+    one, more = Placement.identity(4, 2), Placement.from_slots(np.array([0, 1, 2, 3, 0, 1]), 2)
+    assert layer_placements(one, 3) == (one,) * 3 and more.experts.tolist() == [0, 1, 2, 3, 0, 1]
     with pytest.raises(ValueError, match="2 placements are none of 3 layers"):
-        of_layers((one, one), 3)
+        layer_placements((one, one), 3)
     with pytest.raises(ValueError, match="differ in their slots"):
-        of_layers((one, more), 2)
+        layer_placements((one, more), 2)
 
 
 @pytest.mark.parametrize(
@@ -140,5 +138,5 @@ def test_layers_have_a_placement_each_of_as_many_slots():
 )
 def test_placements_that_cannot_be_are_refused_in_one_line(copies, message):
     with pytest.raises(ValueError, match=message) as error:
-        Placement.of(copies, num_devices=2)
+        Placement.from_replicas(copies, num_devices=2)
     assert "\n" not in str(error.value)

@@ -20,7 +20,7 @@ from moe.execution import Execution
 from moe.layers.two_batch_overlap import restore_row_order
 from moe.placement import in_chunks, specs
 from moe.tokens.packing import pack_rows, pack_segments, pack_shared_prompts
-from sharding.collectives import join_shards, own_shard, vary
+from sharding.collectives import join_shards, local_shard, vary
 
 ROWS, TIME = 12, 8
 CONFIG = ModelConfig(
@@ -149,7 +149,7 @@ def test_halves_are_undone_in_the_order_of_rows(how):
         assert len(halved.half_batches) == 2 and all(
             half.is_half_batch for half in halved.half_batches
         )
-        own = own_shard(vary(halved.tokens, mesh.sequence), mesh.sequence)
+        own = local_shard(vary(halved.tokens, mesh.sequence), mesh.sequence)
         back = restore_row_order(own, halved, mesh)
         marks = [
             jnp.sort(jnp.concatenate([x.tokens * 100 + x.positions for x in batches]))

@@ -14,7 +14,7 @@ from tiers import full_but
 
 from moe.router.sequences import load_fraction, sequence_load_fractions
 from moe.tokens.packing import PackedBatch, pack_rows, pack_segments, pack_shared_prompts
-from sharding.collectives import own_shard
+from sharding.collectives import local_shard
 
 # Lengths that 4 does not divide: over cp rows are padded inside the batch.
 ROWS, PROMPT, RESPONSE, COPIES, EXPERTS = 6, 7, 11, 3, 5
@@ -86,7 +86,7 @@ def program(kind: str, layout: str) -> Any:
     mesh = mesh_of(layout)
 
     def local(counts):
-        own = own_shard(counts, mesh.sequence)
+        own = local_shard(counts, mesh.sequence)
         packed = packed_as(kind, mesh)
         assert packed.sequences is not None
         return sequence_load_fractions(own, packed.sequences, mesh)

@@ -17,7 +17,7 @@ from moe.head import logits_of
 from moe.placement import specs
 from moe.router.balance import router_loss
 from moe.tokens.packing import pack_rows, pack_segments
-from sharding.collectives import all_sum, own_shard
+from sharding.collectives import all_sum, local_shard
 
 # A distinct size for each axis; lengths that neither 4 nor 8 divides.
 BATCH, PROMPT, RESPONSE, COPIES = 6, 7, 5, 3
@@ -97,9 +97,9 @@ def trained(is_packed, layout, context=None):
             packed = pack_rows(tokens, jnp.asarray(valid), mesh, config)
         x, stats = model.run(weights, packed, config, mesh)
         logprobs = jax.nn.log_softmax(logits_of(weights, x, config, mesh))
-        chosen = own_shard(packed.zigzag.flatten(follows), mesh.sequence)
+        chosen = local_shard(packed.zigzag.flatten(follows), mesh.sequence)
         chosen = jnp.take_along_axis(logprobs, chosen[:, None], axis=1)[:, 0]
-        used = own_shard(packed.zigzag.flatten(counted), mesh.sequence)
+        used = local_shard(packed.zigzag.flatten(counted), mesh.sequence)
         own = all_sum(-jnp.sum(jnp.where(used, chosen, 0.0)) / number, mesh.sequence)
         router = router_loss(stats, config, mesh, jnp.asarray(number))
         return all_sum(own + router, mesh.except_sequence), all_sum(stats, mesh.axes)

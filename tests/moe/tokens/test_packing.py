@@ -18,7 +18,7 @@ from moe.placement import specs
 from moe.router.balance import router_loss
 from moe.tokens import alignment
 from moe.tokens.packing import pack_rows, pack_shared_prompts
-from sharding.collectives import all_sum, gather_tokens, own_shard
+from sharding.collectives import all_sum, gather_tokens, local_shard
 
 PROMPT, RESPONSE, ROWS = 6, 5, 8
 CONFIG = ModelConfig(
@@ -58,7 +58,7 @@ def plain(weights, tokens, valid, copies, config, mesh):
     x, stats = model.hidden(weights, tokens, valid, config, mesh)
     x = gather_tokens(x, mesh.tp).reshape(*tokens.shape, -1)
     before = x[:, PROMPT - 1 : -1].reshape(-1, x.shape[-1])
-    return own_shard(before, mesh.tp), stats
+    return local_shard(before, mesh.tp), stats
 
 
 def loss(weights, tokens, valid, path, copies, config, mesh):

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from sharding.folding import ATTENTION, EXPERT, Layout, fold, fold_abstract
-from sharding.folding.groups import groups
+from sharding.folding.groups import axis_groups
 
 LOGICAL = ("pp", *ATTENTION, *EXPERT)
 
@@ -43,25 +43,30 @@ def has_refinement(layout: Layout) -> bool:
 def test_worked_example_of_sixteen_ranks():
     mesh = fold_abstract(Layout(tp=2, cp=2, dp=2, pp=2, ep=4, etp=1))
     pairs = [[n, n + 4] for n in (0, 1, 2, 3, 8, 9, 10, 11)]
-    assert groups(mesh, mesh.tp) == [[n, n + 1] for n in range(0, 16, 2)]
-    assert groups(mesh, mesh.cp) == [[n, n + 2] for n in (0, 1, 4, 5, 8, 9, 12, 13)]
-    assert groups(mesh, mesh.dp) == pairs
-    assert groups(mesh, mesh.dp + mesh.cp) == [
+    assert axis_groups(mesh, mesh.tp) == [[n, n + 1] for n in range(0, 16, 2)]
+    assert axis_groups(mesh, mesh.cp) == [[n, n + 2] for n in (0, 1, 4, 5, 8, 9, 12, 13)]
+    assert axis_groups(mesh, mesh.dp) == pairs
+    assert axis_groups(mesh, mesh.dp + mesh.cp) == [
         [0, 2, 4, 6],
         [1, 3, 5, 7],
         [8, 10, 12, 14],
         [9, 11, 13, 15],
     ]
-    assert groups(mesh, mesh.pp) == [[n, n + 8] for n in range(8)]
-    assert groups(mesh, mesh.ep) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
-    assert groups(mesh, mesh.edp) == pairs
-    assert groups(mesh, mesh.etp) == [[n] for n in range(16)]
+    assert axis_groups(mesh, mesh.pp) == [[n, n + 8] for n in range(8)]
+    assert axis_groups(mesh, mesh.ep) == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+        [8, 9, 10, 11],
+        [12, 13, 14, 15],
+    ]
+    assert axis_groups(mesh, mesh.edp) == pairs
+    assert axis_groups(mesh, mesh.etp) == [[n] for n in range(16)]
 
 
 def test_worked_example_with_all_experts_in_one_stage():
     mesh = fold_abstract(Layout(tp=2, cp=2, dp=2, pp=2, ep=8))
-    assert groups(mesh, mesh.ep) == [list(range(8)), list(range(8, 16))]
-    assert groups(mesh, mesh.edp) == [[n] for n in range(16)]
+    assert axis_groups(mesh, mesh.ep) == [list(range(8)), list(range(8, 16))]
+    assert axis_groups(mesh, mesh.edp) == [[n] for n in range(16)]
 
 
 def test_every_small_layout_folds():
@@ -81,14 +86,14 @@ def test_every_small_layout_folds():
             assert math.prod(left) == 1, f"{layout}: {side} leaves devices out"
         for axis in ("pp", *ATTENTION):
             expected = megatron_groups(layout, ("pp", *ATTENTION), axis)
-            assert groups(mesh, getattr(mesh, axis)) == expected, (layout, axis)
+            assert axis_groups(mesh, getattr(mesh, axis)) == expected, (layout, axis)
         if not has_refinement(layout):
             paired += 1
             continue
         refined += 1
         for axis in ("pp", *EXPERT):
             expected = megatron_groups(layout, ("pp", *EXPERT), axis)
-            assert groups(mesh, getattr(mesh, axis)) == expected, (layout, axis)
+            assert axis_groups(mesh, getattr(mesh, axis)) == expected, (layout, axis)
     assert refined > 1000
     assert paired > 100
 

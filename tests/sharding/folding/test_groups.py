@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from sharding.folding import Layout, fold_abstract
-from sharding.folding.groups import describe, groups, roles
+from sharding.folding.groups import axis_groups, axis_ranks, describe
 
 SIXTEEN = Layout.parse("tp2 cp2 dp2 pp2 / ep4 etp1")
 
@@ -28,6 +28,6 @@ def test_description_of_sixteen_ranks():
 def test_roles_are_the_places_in_the_groups(text):
     mesh = fold_abstract(Layout.parse(text))
     for axis in ("tp", "cp", "dp", "pp", "ep", "etp", "edp"):
-        index = np.array(roles(mesh, axis))
-        for group in groups(mesh, getattr(mesh, axis)):
+        index = np.array(axis_ranks(mesh, axis))
+        for group in axis_groups(mesh, getattr(mesh, axis)):
             assert index[group].tolist() == list(range(len(group)))

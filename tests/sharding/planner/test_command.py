@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from matplotlib.image import imread
 
-from sharding.planner.__main__ import main, number
+from sharding.planner.__main__ import main, parse_count
 
 ROOT = Path(__file__).parents[3]
 MEGATRON = ("--program", "megatron-core")
@@ -126,7 +126,7 @@ def test_flags_of_a_server_need_serve(capsys):
 
 
 def test_numbers_of_tokens():
-    assert [number(text) for text in ("4M", "8K", "4096")] == [4 * 2**20, 8 * 2**10, 4096]
+    assert [parse_count(text) for text in ("4M", "8K", "4096")] == [4 * 2**20, 8 * 2**10, 4096]
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from sharding.planner.cost import System, cost
 from sharding.planner.hardware import HARDWARE
 from sharding.planner.method import Batch, Method
 from sharding.planner.models.presets import PRESETS
-from sharding.planner.overlap import IN_HALVES
+from sharding.planner.overlap import STREAM_GROUPS
 from sharding.planner.validation import published
 from sharding.schedule import Schedule
 
@@ -100,7 +100,7 @@ def test_chunks_travel_beside_products():
 def test_halves_of_the_rows_send_beside_products_of_each_other():
     """A quarter shows where products last, in four chunks a quarter of the experts' part of that;
     and what products do not last for."""
-    layout, system = "tp2 dp64 / ep8", System(hides_halves=True, hides_chunks=True)
+    layout, system = "tp2 dp64 / ep8", System(hides_two_batch=True, hides_chunks=True)
     halved = replace(MEGATRON, two_batch_overlap=True)
 
     def in_pairs(method, system=system, **changes):
@@ -110,14 +110,14 @@ def test_halves_of_the_rows_send_beside_products_of_each_other():
     ends = ("vocabulary", "new weights", "gradients")
     assert {what: halves[what] for what in ends} == {what: whole[what] for what in ends}
     # Each half has offsets of its own for the experts.
-    within = {what: time for what, time in whole.items() if what in IN_HALVES}
+    within = {what: time for what, time in whole.items() if what in STREAM_GROUPS}
     assert len(within) == 2
     for what, time in within.items():
         assert halves[what] == pytest.approx(time / 4, rel=1e-5)
     # The last states are gathered over tp once more, and their gradients scattered.
     assert set(halves) - set(whole) == {"order of rows"}
     sizes, batch = Layout.parse(layout), Batch(256, 4096, 2)
-    sent = volumes.in_rows(MIXTRAL, sizes, batch, halved)
+    sent = volumes.row_reordering(MIXTRAL, sizes, batch, halved)
     expected = 2 * sum(links.seconds(one, sizes, H100) for one in sent)
     assert halves["order of rows"] == pytest.approx(expected)
     in_chunks = in_pairs(replace(halved, expert_chunks=4))
@@ -162,7 +162,10 @@ def test_half_the_wire_is_half_the_time():
 
 
 def test_gradients_hide_under_the_last_micro_batches():
-    layout, system = "tp2 dp8 pp8 vpp7 / ep8", System(hides_gradients=True, hides_ends=True)
+    layout, system = (
+        "tp2 dp8 pp8 vpp7 / ep8",
+        System(hides_gradients=True, hides_embed_and_head=True),
+    )
     on_the_way = replace(MEGATRON, overlap_grad_reduce=True)
     bare, hidden = of(layout), of(layout, on_the_way, system)
     assert of(layout, system=system).communication == bare.communication

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from sharding.folding import Layout, fold_abstract
-from sharding.folding.groups import groups
+from sharding.folding.groups import axis_groups
 from sharding.planner import links, volumes
 from sharding.planner.hardware import HARDWARE, LINK_EFFICIENCY, Hardware
 from sharding.planner.method import Batch, Method, for_tokens
@@ -37,7 +37,7 @@ def test_members_in_a_domain_are_those_of_the_mesh(layout, domain):
         ("dp", "cp", "tp"),
     ):
         named = [atom for axis in axes for atom in getattr(mesh, axis)]
-        group = groups(mesh, named)[0]
+        group = axis_groups(mesh, named)[0]
         together = sum(rank // domain == group[0] // domain for rank in group)
         assert links.in_domain(moves("all_gather", axes), sizes, hardware) == together, axes
 
@@ -92,7 +92,7 @@ def test_stages_of_a_group_are_those_of_the_mesh(layout, domain):
                 for atom in getattr(mesh, axis)
                 if (atom in mesh.sequence) == (side == "inside")
             ]
-            group = groups(mesh, named)[0]
+            group = axis_groups(mesh, named)[0]
             assert one.group(sizes) == len(group), (axes, side)
             together = sum(rank // domain == group[0] // domain for rank in group)
             assert links.in_domain(one, sizes, hardware) == together, (axes, side)
@@ -149,22 +149,24 @@ def test_a_layer_takes_what_each_of_its_collectives_takes_on_the_whole_layout(de
         expected = [
             (one.what, links.seconds(one, layout, hardware)) for one in [*forward, *backward]
         ]
-        found = links.of_layer(MODEL, layout, batch, method, hardware)
+        found = links.layer_times(MODEL, layout, batch, method, hardware)
         assert sorted(found) == sorted(expected), layout
         ends = volumes.embedding(MODEL, layout, batch.local_tokens(layout), method)
         ends += volumes.head(MODEL, layout, batch.local_tokens(layout), method)
-        ends += volumes.in_rows(MODEL, layout, batch, method)
+        ends += volumes.row_reordering(MODEL, layout, batch, method)
         expected = [(one.what, links.seconds(one, layout, hardware)) for one in ends]
-        assert list(links.of_ends(MODEL, layout, batch, method, hardware)) == expected, layout
+        assert (
+            list(links.embed_and_head_times(MODEL, layout, batch, method, hardware)) == expected
+        ), layout
 
 
 def test_groups_that_lie_as_they_do_alone_are_asked_for_once():
     attention, experts = Layout.parse("tp2 cp2"), Layout.parse("dp8 / ep4 etp2")
     for text in ("tp2 cp2 dp4 / ep4 etp2", "tp2 cp2 dp4 pp2 vpp3 / ep4 etp2"):
-        assert links.alike(Layout.parse(text)) == (attention, experts)
+        assert links.reduced_layouts(Layout.parse(text)) == (attention, experts)
     # Three ranks that share experts are no part of two that share a row: here they lie across.
     whole = Layout.parse("cp2 dp12 / ep3")
-    assert links.alike(whole) == (Layout.parse("cp2"), whole)
+    assert links.reduced_layouts(whole) == (Layout.parse("cp2"), whole)
 
 
 def test_what_layers_send_depends_on_no_storage():

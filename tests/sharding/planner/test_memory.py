@@ -20,24 +20,24 @@ from sharding.folding import Layout, fold_abstract
 from sharding.planner import volumes
 from sharding.planner.memory import (
     activation_bytes,
-    arrived_tokens,
-    chunks_on_way,
+    chunks_in_flight,
+    comm_buffer_bytes,
     expert_rows,
-    first_chunks_on_way,
-    layers_on_way,
+    first_chunks_in_flight,
+    layers_in_flight,
     memory,
-    states,
-    wire_buffer,
+    model_states,
+    received_tokens,
 )
-from sharding.planner.method import KNOWN, Batch, Method, for_weights
+from sharding.planner.method import ALLOWED_VALUES, Batch, Method, for_weights
 from sharding.planner.models.presets import PRESETS
 from sharding.planner.models.weights import (
-    as_held,
-    held,
-    parameters_in_parts,
     parameters_on_device,
+    sharded_parameters,
+    weight_groups,
+    weight_layout,
 )
-from sharding.planner.scores import scores_at_work, scores_kept
+from sharding.planner.scores import saved_score_bytes, working_score_bytes
 from sharding.planner.volumes import tokens_per_peer
 from sharding.schedule import Schedule
 
@@ -72,13 +72,13 @@ def test_weights_and_their_parts_are_those_of_the_placement(layout, num_layers):
     sizes, config = Layout.parse(layout), replace(CONFIG, num_layers=num_layers)
     mesh, model = fold_abstract(sizes), sizes_of(config)
     assert 4 * parameters_on_device(model, sizes) == weight_bytes(config, mesh)
-    assert 4 * parameters_in_parts(model, sizes) == weight_bytes(config, mesh, parts=True)
+    assert 4 * sharded_parameters(model, sizes) == weight_bytes(config, mesh, parts=True)
 
 
 @pytest.mark.parametrize(("storage", "copies"), [("float32", (4, 8)), ("bfloat16", (4, 6))])
 def test_several_micro_batches_need_a_gradient_of_one_beside_their_sum(storage, copies):
     layout, method = Layout.parse("tp2 dp2 pp2 / ep4"), Method(storage=storage)
-    of = held(MIXTRAL, layout)
+    of = weight_groups(MIXTRAL, layout)
     for rows, of_float32, of_gradient in zip((2, 4), (4, 8), copies, strict=True):
         found = memory(MIXTRAL, layout, Batch(rows, 4096), method)
         # Norms and routers are float32 among the others, and so are their gradients.
@@ -89,15 +89,17 @@ def test_several_micro_batches_need_a_gradient_of_one_beside_their_sum(storage, 
 def test_states_are_18_bytes_of_which_12_are_cut():
     layout = Layout.parse("tp2 dp8 pp8 / ep8")
     found = memory(MIXTRAL, layout, Batch(256, 4096), Method(storage="mixed"))
-    states = sum(one.parameters * (6 + 12 / one.group(layout)) for one in held(MIXTRAL, layout))
-    assert found.weights + found.gradients + found.optimizer == pytest.approx(states)
+    model_states = sum(
+        one.parameters * (6 + 12 / one.group(layout)) for one in weight_groups(MIXTRAL, layout)
+    )
+    assert found.weights + found.gradients + found.optimizer == pytest.approx(model_states)
 
 
 def test_full_sharding_keeps_parts_of_layers():
     layout, batch = Layout.parse("tp2 dp64 / ep8"), Batch(256, 4096)
     whole = memory(MIXTRAL, layout, batch, Method(remat="full", storage="mixed"))
     parts = memory(MIXTRAL, layout, batch, Method(remat="full", storage="mixed", fsdp=True))
-    assert parts.weights == 2 * parameters_in_parts(MIXTRAL, layout)
+    assert parts.weights == 2 * sharded_parameters(MIXTRAL, layout)
     assert parts.gradients < whole.gradients / 8
     # A layer and the ends are joined while they are at work.
     assert parts.buffers > whole.buffers
@@ -110,7 +112,7 @@ def test_a_first_moment_in_bfloat16_is_two_bytes_less():
         memory(MIXTRAL, layout, batch, Method(storage="bfloat16", mu_dtype=dtype))
         for dtype in ("float32", "bfloat16")
     )
-    assert plain.optimizer - half.optimizer == 2 * parameters_in_parts(MIXTRAL, layout)
+    assert plain.optimizer - half.optimizer == 2 * sharded_parameters(MIXTRAL, layout)
 
 
 def test_what_wires_and_chunks_take():
@@ -119,7 +121,7 @@ def test_what_wires_and_chunks_take():
     plain = memory(MIXTRAL, layout, batch, method)
     # The tokens that come are kept as they came: a byte an element and a scale.
     wired = memory(MIXTRAL, layout, batch, replace(method, activation_wire="float8_e4m3fn"))
-    arrived = MIXTRAL.num_layers * arrived_tokens(MIXTRAL, layout, 2048, method)
+    arrived = MIXTRAL.num_layers * received_tokens(MIXTRAL, layout, 2048, method)
     assert plain.activations - wired.activations == arrived * (MIXTRAL.d_model - 4)
     # Gradients of a layer's experts, of three chunks more.
     chunked = memory(MIXTRAL, layout, batch, replace(method, expert_chunks=4))
@@ -129,15 +131,15 @@ def test_what_wires_and_chunks_take():
     pairs = replace(batch, micro_rows=2)
     both = replace(method, expert_chunks=2, two_batch_overlap=True)
     at_once, halved = (memory(MIXTRAL, layout, pairs, one) for one in (method, both))
-    of_layer = [one.parameters // 56 for one in held(MIXTRAL, layout) if one.in_layers]
+    of_layer = [one.parameters // 56 for one in weight_groups(MIXTRAL, layout) if one.in_layers]
     more = sum(of_layer) + 2 * MIXTRAL.expert_parameters / 8
     assert halved.buffers - at_once.buffers == 4 * more
     assert halved.activations == at_once.activations
     # Half of it is sent, half received: gate and up of all layers, more than the embedding.
-    sent = wire_buffer(MIXTRAL, layout, replace(method, gradient_wire="bfloat16"))
+    sent = comm_buffer_bytes(MIXTRAL, layout, replace(method, gradient_wire="bfloat16"))
     experts = MIXTRAL.num_layers * MIXTRAL.expert_parameters / 8
     assert sent == pytest.approx(4 * experts * 2 / 3)
-    assert wire_buffer(MIXTRAL, layout, method) == 0
+    assert comm_buffer_bytes(MIXTRAL, layout, method) == 0
 
 
 @pytest.mark.parametrize("layout", ["pp2", "pp4", "pp2 vpp2", "pp5 vpp3", "pp4 vpp7"])
@@ -146,8 +148,8 @@ def test_a_pipeline_keeps_as_many_chunks_as_its_schedule_has_places_for(layout):
     for number in range(1, 3 * sizes.pp):
         schedule = Schedule(sizes.pp, number, sizes.vpp)
         for chunks, on_way in (
-            (None, chunks_on_way(sizes, number)),
-            ([0], first_chunks_on_way(sizes, number)),
+            (None, chunks_in_flight(sizes, number)),
+            ([0], first_chunks_in_flight(sizes, number)),
         ):
             assert on_way == 1 + max(map(max, schedule.slots(chunks))), (number, chunks)
 
@@ -163,7 +165,7 @@ def test_a_pipeline_keeps_what_the_chunks_on_their_way_need():
         ("pp4 vpp7", replace(MIXTRAL, num_dense_layers=1, num_layers=57), 16, (4 * 7 + 3) * 2 + 8),
     ):
         sizes, method = Layout.parse(layout), Method(remat="selective")
-        assert layers_on_way(model, sizes, number) == layers
+        assert layers_in_flight(model, sizes, number) == layers
         batch = Batch(number * 4, 512, micro_rows=4)
         layer = activation_bytes(model, sizes, batch.local_tokens(sizes), method, "selective")
         assert memory(model, sizes, batch, method).activations == layers * layer
@@ -230,7 +232,7 @@ def test_a_program_needs_what_is_stated(layout, remat):
     # Through a pipeline go two micro-batches.
     batch = Batch((4 if sizes.pp > 1 else 2) * sizes.dp, 512, micro_rows=2)
     total = compiled_bytes(layout, batch.rows, batch.time, remat=remat, attention="blocked")
-    method = Method(remat=remat, itemsize=4, attention="blocked", copies_experts=True)
+    method = Method(remat=remat, itemsize=4, attention="blocked", duplicates_experts=True)
     stated = memory(sizes_of(CONFIG), sizes, batch, method, vocab_chunk=None)
     assert stated.total - stated.optimizer == pytest.approx(total, rel=0.15)
 
@@ -240,7 +242,7 @@ def test_a_program_needs_what_is_stated(layout, remat):
 def test_scores_and_copies_of_experts_count_where_they_are_in_memory(time, attention):
     """One device that keeps everything: of 1,024 tokens in a row they take two fifths."""
     total = compiled_bytes("dp1", 1, time, remat="none", attention=attention)
-    method = Method(itemsize=4, attention=attention, copies_experts=True)
+    method = Method(itemsize=4, attention=attention, duplicates_experts=True)
     batch = Batch(1, time)
     stated = memory(sizes_of(CONFIG), Layout.parse("dp1"), batch, method, vocab_chunk=None)
     assert stated.total - stated.optimizer == pytest.approx(total, rel=0.15)
@@ -254,7 +256,7 @@ def test_scores_of_a_device_by_hand():
 
     def found(**method):
         method = Method(**method)
-        return [f(model, layout, batch, method) for f in (scores_kept, scores_at_work)]
+        return [f(model, layout, batch, method) for f in (saved_score_bytes, working_score_bytes)]
 
     assert found(attention="plain") == [2 * every, 3 * every]
     assert found(attention="plain", context="ring") == [every, 3 * every / 2]
@@ -279,7 +281,7 @@ def test_scores_of_a_device_by_hand():
         assert of_all[1] - of_all[0] == pytest.approx(more) and (more > 0) is (several > 1)
 
 
-MEMORIES = Method(), Method(attention="plain", copies_experts=True)
+MEMORIES = Method(), Method(attention="plain", duplicates_experts=True)
 
 
 @pytest.mark.parametrize("storage", ["float32", "bfloat16", "mixed-bfloat16-wire"])
@@ -289,8 +291,8 @@ def test_states_are_those_of_one_chunk_where_stages_are_as_deep(storage):
     for chunks, is_alike in ((1, True), (2, False), (7, True)):
         layout = Layout(tp=2, cp=2, dp=4, pp=8, vpp=chunks, ep=4)
         alone = replace(layout, vpp=1)
-        assert as_held(MIXTRAL, layout) == (alone if is_alike else layout)
-        of_both = [states(MIXTRAL, one, given, True) for one in (layout, alone)]
+        assert weight_layout(MIXTRAL, layout) == (alone if is_alike else layout)
+        of_both = [model_states(MIXTRAL, one, given, True) for one in (layout, alone)]
         assert (of_both[0] == of_both[1]) is is_alike
         sent = [volumes.unsharding(MIXTRAL, one, given) for one in (layout, alone)]
         assert (sent[0] == sent[1]) is is_alike
@@ -298,12 +300,12 @@ def test_states_are_those_of_one_chunk_where_stages_are_as_deep(storage):
 
 def test_weights_depend_on_nothing_that_layers_do():
     layout, plain = Layout(tp=2, cp=2, dp=4, ep=4), Method(storage="bfloat16", fsdp=True)
-    found = states(MIXTRAL, layout, plain, True)
+    found = model_states(MIXTRAL, layout, plain, True)
     sent = volumes.gradients(MIXTRAL, layout, plain), volumes.unsharding(MIXTRAL, layout, plain)
     for name in ("dispatch", "context", "remat", "activation_wire", "attention"):
-        for choice in KNOWN[name]:
+        for choice in ALLOWED_VALUES[name]:
             other = replace(plain, **{name: choice})
             assert for_weights(other) == plain
-            assert states(MIXTRAL, layout, other, True) == found
+            assert model_states(MIXTRAL, layout, other, True) == found
             assert volumes.gradients(MIXTRAL, layout, other) == sent[0]
             assert volumes.unsharding(MIXTRAL, layout, other) == sent[1]

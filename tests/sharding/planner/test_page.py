@@ -10,9 +10,9 @@ import pytest
 
 from sharding.planner.__main__ import main
 from sharding.planner.hardware import HARDWARE
-from sharding.planner.overlap import beside_pieces
+from sharding.planner.overlap import exposed_seconds
 from sharding.planner.search import Plan, layouts
-from sharding.planner.validation.calibration import MAPPINGS, calibrated, compared, predicted
+from sharding.planner.validation.calibration import MAPPINGS, calibrate, comparison_table, predict
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")
@@ -20,7 +20,7 @@ COMMANDS = re.findall(r"(?m)^python -m sharding\.planner (.*)$", PAGE)
 
 
 def test_the_page_shows_what_is_predicted():
-    assert compared() in PAGE
+    assert comparison_table() in PAGE
 
 
 @pytest.mark.slow
@@ -52,7 +52,7 @@ def test_the_page_says_what_overlap_brings(flags, words):
 
 
 def test_the_speed_of_four_pieces_is_what_the_page_says():
-    times = [1 - part + beside_pieces(part, 1 - part, 4) for part in (0.30, 0.35)]
+    times = [1 - part + exposed_seconds(part, 1 - part, 4) for part in (0.30, 0.35)]
     assert "30 to 35% of a step is communication, four pieces make it " in PAGE
     assert f"make it {1 / times[0]:.2f} to {1 / times[1]:.2f} times as fast" in PAGE
 
@@ -88,7 +88,7 @@ def test_what_is_not_explained_is_what_the_table_says():
 
 
 def test_the_published_mapping_is_as_far_behind_as_the_page_says():
-    plans = [predicted(row, calibrated(row.system)) for row in MAPPINGS["mixtral-8x22b"][-1:]]
+    plans = [predict(row, calibrate(row.system)) for row in MAPPINGS["mixtral-8x22b"][-1:]]
     first = re.search(r"ragged .*?([\d.]+) s ", PAGE)
     assert first is not None
     assert isinstance(plans[0], Plan)

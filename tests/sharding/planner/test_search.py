@@ -22,11 +22,11 @@ from sharding.planner.models.presets import PRESETS
 from sharding.planner.search import (
     MEMORY_FRACTION,
     Choices,
-    illegal,
+    broken_rule,
     layouts,
+    method_variants,
     neighbours,
     search,
-    ways_of,
     why_not,
 )
 from sharding.planner.validation.calibration import METHODS, SYSTEMS
@@ -68,7 +68,7 @@ def test_what_is_legal_is_what_the_network_takes():
     )
     refused = 0
     for layout in layouts(24):
-        rule = illegal(sizes_of(config), layout, rows=24 * 24, time=24 * 48)
+        rule = broken_rule(sizes_of(config), layout, rows=24 * 24, time=24 * 48)
         try:
             specs(config, fold_abstract(layout))
         except ValueError:
@@ -111,7 +111,7 @@ def best_by_hand(model, layout, rows, time, method, system, choices):
         chunks = [n for n in range(1, depth + 1) if depth % n == 0 and layout.pp > 1] or [1]
         for vpp in (n for n in chunks if layout.pp * n <= model.num_layers):
             sizes = replace(layout, vpp=vpp)
-            ways = ways_of(model, sizes, batch, method, choices)
+            ways = method_variants(model, sizes, batch, method, choices)
             for way, sends in itertools.product(ways, ways_to_send(model, layout, choices)):
                 remats = (replace(way, remat=remat, **sends) for remat in choices.remat)
                 budget = MEMORY_FRACTION * H100.memory
@@ -130,7 +130,7 @@ IN_PARTS = Choices(
     overlap_grad_reduce=True,
     micro_rows=(2,),
 )
-BESIDE = System(hides_gradients=True, hides_chunks=True, hides_halves=True)
+BESIDE = System(hides_gradients=True, hides_chunks=True, hides_two_batch=True)
 
 
 WALKS = [
@@ -152,7 +152,7 @@ def test_the_search_is_a_walk_through_all_ways(preset, devices, rows, method, sy
     plans = {replace(plan.layout, vpp=1): plan for plan in found.plans}
     broken = Counter()
     for layout in layouts(devices, H100.domain):
-        rule = illegal(model, layout, rows, time)
+        rule = broken_rule(model, layout, rows, time)
         broken[rule] += rule is not None
         if rule is None:
             best = best_by_hand(model, layout, rows, time, method, system, choices)
@@ -197,14 +197,14 @@ def test_neighbours_have_as_many_devices():
 def test_overlap_is_chosen_where_a_run_can_have_it(text, micro_rows, capacity, halved, reduced):
     model, batch = replace(MIXTRAL, capacity_factor=capacity), Batch(256, 4096, micro_rows)
     choices = Choices(two_batch_overlap=True, overlap_grad_reduce=True)
-    ways = list(ways_of(model, Layout.parse(text), batch, Method(), choices))
+    ways = list(method_variants(model, Layout.parse(text), batch, Method(), choices))
     assert sorted({one.two_batch_overlap for one in ways}) == list(halved)
     assert sorted({one.overlap_grad_reduce for one in ways}) == list(reduced)
     assert len(ways) == len(halved) * len(reduced)
     # What a method has stays, and nothing else is turned on unasked.
     on = Method(two_batch_overlap=True, overlap_grad_reduce=True)
     for given in (Method(), on):
-        assert list(ways_of(model, Layout.parse(text), batch, given, Choices())) == [given]
+        assert list(method_variants(model, Layout.parse(text), batch, given, Choices())) == [given]
 
 
 def test_nothing_fits_on_too_few():

@@ -28,11 +28,11 @@ from moe.counts.sizes import sizes_of
 from moe.execution import Execution
 from moe.placement import specs
 from sharding.folding import Layout
-from sharding.folding.groups import groups
+from sharding.folding.groups import axis_groups
 from sharding.planner import volumes
 from sharding.planner.method import Batch, Method
-from sharding.planner.transfer import repeated
-from sharding.planner.validation.observed import of_compiled
+from sharding.planner.transfer import repeat_transfers
+from sharding.planner.validation.observed import hlo_collectives
 
 ALL = "pp2 dp2 cp2 tp2 / ep4 etp2"
 INTERLEAVED = "pp2 vpp2 dp2 cp2 tp2 / ep8"
@@ -178,7 +178,7 @@ def check_layer(name, layout, execution):
     passes = forward + backward
     if sizes.pp > 1:
         # A tick's program has both ways through a chunk, of which a stage goes one or none.
-        passes = repeated(passes, schedule_of(batch, sizes).ticks)
+        passes = repeat_transfers(passes, schedule_of(batch, sizes).ticks)
     assert found == stated(passes, sizes)
     assert found or sizes.tp * sizes.cp * sizes.ep * sizes.etp == 1
 
@@ -210,12 +210,12 @@ def check_rest(name, layout, execution):
     forward, backward = volumes.layer(sized, sizes, batch, method)
     embedding = volumes.embedding(sized, sizes, tokens, method)
     passes = [*forward, *backward, *embedding, *volumes.head(sized, sizes, tokens, method)]
-    passes += volumes.in_rows(sized, sizes, batch, method)
+    passes += volumes.row_reordering(sized, sizes, batch, method)
     if sizes.pp > 1:
         schedule = schedule_of(batch, sizes)
         # A tick's program has the permutes of even ticks and those of odd ones.
         hops = [volumes.hop(sized, tokens, method)] * len(senders(schedule))
-        passes = repeated([*passes, *hops], schedule.ticks)
+        passes = repeat_transfers([*passes, *hops], schedule.ticks)
     assert sent(config, layout) == stated(passes, sizes)
 
 
@@ -267,16 +267,16 @@ def test_a_compiled_layer_sends_what_is_stated(name, layout, dispatch, overlap):
     tokens = jnp.ones((batch.rows, batch.time), jnp.int32)
     compiled = forward.lower(random_weights(config, 0), tokens, tokens > 0).compile()
     found, expected = Counter(), Counter()
-    for one in of_compiled(compiled.as_text()):
+    for one in hlo_collectives(compiled.as_text()):
         found[one.kind, one.over] += one.bytes
     sizes, tokens = (sizes_of(config), mesh.layout), batch.local_tokens(mesh.layout)
     transfers = [
         *volumes.embedding(*sizes, tokens, method_of(config))[:1],
         *volumes.layer(*sizes, batch, method_of(config))[0],
     ]
-    back = volumes.in_rows(*sizes, batch, method_of(config))
+    back = volumes.row_reordering(*sizes, batch, method_of(config))
     transfers += [one for one in back if one.kind == "all_gather"]
     for one in transfers:
         axes = [atom for axis in one.axes for atom in getattr(mesh, axis)]
-        expected[one.kind, tuple(map(tuple, groups(mesh, axes)))] += one.bytes
+        expected[one.kind, tuple(map(tuple, axis_groups(mesh, axes)))] += one.bytes
     assert found == expected

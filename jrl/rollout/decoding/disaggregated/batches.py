@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 from jrl.rollout.decoding.requests import Request
 from jrl.rollout.decoding.seating import Seating
-from moe.disaggregated.batches import Predicted, lightest
+from moe.disaggregated.batches import AttentionTime, lightest_batch
 
 
 class BatchedSeating(Seating):
@@ -24,7 +24,7 @@ class BatchedSeating(Seating):
         ranks: int,
         most_tokens: int,
         parts: int,
-        predicted: Predicted,
+        predicted: AttentionTime,
         context: Callable[[int], int],
     ):
         super().__init__(slots, ranks, most_tokens)
@@ -43,7 +43,7 @@ class BatchedSeating(Seating):
             if slot // self.per_rank == rank:
                 contexts[slot // self._size - first].append(length)
         # By the tokens in the cache too: longer rows take attention longer.
-        times = [self._predicted.of_batch(lengths) for lengths in contexts]
-        slot = free[lightest(times, [len(slots) for slots in free])][0]
+        times = [self._predicted.batch_time(lengths) for lengths in contexts]
+        slot = free[lightest_batch(times, [len(slots) for slots in free])][0]
         self._free[rank].remove(slot)
         return slot

@@ -31,10 +31,10 @@ from jrl.rollout.sampling import Sampling
 from jrl.rollout.split import SplitPolicy
 from moe.cache.buffers import Cache
 from moe.config import ModelConfig
-from moe.disaggregated.batches import Predicted
+from moe.disaggregated.batches import AttentionTime
 from moe.disaggregated.runner import Runner, check_micro_batches
-from moe.disaggregated.sides import SplitWeights
-from moe.disaggregated.split import SplitMesh, is_here
+from moe.disaggregated.split import SplitMesh, has_local_devices
+from moe.disaggregated.weights import SplitWeights
 from moe.router.replay import choices_dtype
 from sharding.folding import FoldedMesh
 
@@ -113,14 +113,14 @@ class DisaggregatedEngine(SlotEngine):
         )
         if is_multiprocess():
             any_of(False)  # a barrier: all processes have compiled what came before
-            self.runner.meet()
+            self.runner.connect()
         self._sides = SplitPolicy(config, training, split, self.places.placements)
         self._resharding = self._sides
         self._loads = self._no_loads()
-        self._attends = is_here(split.attention)
+        self._attends = has_local_devices(split.attention)
 
     def _made_seating(self, slots: int, ranks: int) -> Seating:
-        predicted = Predicted.of(self.decoder.config)
+        predicted = AttentionTime.from_config(self.decoder.config)
 
         def context(slot: int) -> int:
             return int(self._lengths[slot])

@@ -4,10 +4,10 @@ import numpy as np
 
 from moe.config import ModelConfig
 from moe.disaggregated.placement import Placement
-from moe.disaggregated.replanning import Balance, Policy, Sizes, observe, start
+from moe.disaggregated.replanning import Balance, RebalancingPolicy, Sizes, initial_balance, observe
 from moe.disaggregated.split import SplitMesh
 
-ALIKE = Policy(every=1, decay=1 - 1e-9)
+ALIKE = RebalancingPolicy(every=1, decay=1 - 1e-9)
 """Policy under which each re-balancing may move experts, and all loads since the start have equal
 weight."""
 
@@ -20,8 +20,8 @@ class ExpertPlaces:
       mesh: of both device groups.
       slots: expert slots of each device along ``ep``; None is its share of the experts.
       every: tokens of a row between two re-balancings; None never re-balances.
-      fades: true for an exponential decay of older loads (`Policy.decay` for each token of a row),
-        false for equal weights since the start.
+      fades: true for an exponential decay of older loads (`RebalancingPolicy.decay` for each token
+        of a row), false for equal weights since the start.
 
     Attributes:
       moves: total number of slots that got another expert.
@@ -47,7 +47,7 @@ class ExpertPlaces:
         self._no_loads = np.zeros((config.num_expert_layers, config.num_experts))
         self.every, self.moves, self._policy = every, 0, ALIKE
         if fades and every is not None:
-            self._policy = Policy(every=1, decay=Policy.decay**every)
+            self._policy = RebalancingPolicy(every=1, decay=RebalancingPolicy.decay**every)
         self.restart()
 
     def restart(self) -> None:
@@ -60,7 +60,7 @@ class ExpertPlaces:
     def placements(self) -> tuple[Placement, ...]:
         """Placement of each layer with experts."""
         devices = self._sizes.num_devices
-        return tuple(Placement.holding(one, devices) for one in self._balance.placed)
+        return tuple(Placement.from_slots(one, devices) for one in self._balance.slot_experts)
 
     def within(self, tokens: int) -> int:
         """Bounds `tokens` of each row by those that are left until the next re-balancing."""
@@ -101,5 +101,5 @@ def first_placement(config: ModelConfig, mesh: SplitMesh, slots: int | None) -> 
             f"expert_slots={slots} on ep={devices} devices do not hold "
             f"{config.num_experts} experts: give {-(-config.num_experts // devices)} or more."
         )
-    placed = start(1, config.num_experts, Sizes(slots * devices, devices)).placed[0]
-    return Placement.holding(placed, devices)
+    placed = initial_balance(1, config.num_experts, Sizes(slots * devices, devices)).slot_experts[0]
+    return Placement.from_slots(placed, devices)

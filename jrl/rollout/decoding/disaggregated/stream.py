@@ -7,7 +7,7 @@ from jaxtyping import Array
 from jrl.losses import EntropyStatistics
 from jrl.rollout.decoding.disaggregated.engine import DisaggregatedEngine
 from jrl.rollout.decoding.stream import StreamEngine
-from moe.disaggregated.sides import SplitWeights
+from moe.disaggregated.weights import SplitWeights
 from moe.weights import Transformer
 
 

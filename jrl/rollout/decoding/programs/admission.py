@@ -22,11 +22,11 @@ from jrl.rollout.decoding.programs.tokens import Draws, appended, drawn_tokens, 
 from jrl.rollout.sampling import Sampling
 from moe.cache.buffers import ROW, over_columns
 from moe.decoding import Prefilled
-from moe.disaggregated.sides import rest_specs
+from moe.disaggregated.weights import rest_specs
 from moe.head import logits_of
 from moe.placement import specs
 from moe.weights import Transformer
-from sharding.collectives import own_shard, vary
+from sharding.collectives import local_shard, vary
 
 Leaf = TypeVar("Leaf")
 
@@ -166,7 +166,7 @@ def _admit_known_local(
     pool = _placed(decoder, pool, known, tokens, arrivals)
     # The first token is sampled from the last prefill state, every other in a decoding step.
     # The LM head runs for all slots, as the number of admitted rows is not static.
-    states = own_shard(pool.states, mesh.sequence)
+    states = local_shard(pool.states, mesh.sequence)
     logits = logits_of(weights, states, decoder.config, mesh)
     drawn = drawn_tokens(decoder, sampling, logits, pool, pool.rows, draws)
     rows, going = appended(decoder, pool, pool.rows, arrivals.sources >= 0, drawn, draws.version)

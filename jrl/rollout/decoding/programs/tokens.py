@@ -13,7 +13,7 @@ from jrl.rollout.decoding.programs.slots import Decoder, Likeliest, Pool, Rows, 
 from jrl.rollout.row_sampling import RowSampling, draw_rows, likeliest_of, row_keys
 from jrl.rollout.sampling import Sampling, draw
 from jrl.rollout.threefry import keys_of
-from sharding.collectives import join_shards, own_shard, vary
+from sharding.collectives import join_shards, local_shard, vary
 from sharding.folding import FoldedMesh
 
 
@@ -76,8 +76,8 @@ def drawn_tokens(
     key, axes = keys_of(draws.key), decoder.mesh.sequence
 
     if draws.rows is not None:
-        own = jax.tree.map(lambda x: own_shard(x, axes), draws.rows)
-        numbers = (own_shard(x, axes) for x in (pool.samples, rows.lengths - pool.responses))
+        own = jax.tree.map(lambda x: local_shard(x, axes), draws.rows)
+        numbers = (local_shard(x, axes) for x in (pool.samples, rows.lengths - pool.responses))
         drawn = draw_rows(logits, own, row_keys(key, own.seeds, *numbers))
         likeliest = None
         if decoder.top_logprobs:
@@ -92,7 +92,7 @@ def drawn_tokens(
     # Positions count from the start of the response, so that a resumed row uses the same RNG keys
     # as an uninterrupted one.
     numbers = pool.prompts, pool.samples, rows.lengths - pool.responses
-    keys = jax.vmap(own_key)(*(own_shard(x, axes) for x in numbers))
+    keys = jax.vmap(own_key)(*(local_shard(x, axes) for x in numbers))
     entropy, greedy = vary((draws.entropy, draws.greedy), decoder.mesh.axes)
     token, behaviour, old = draw(logits, sampling, keys, entropy, greedy)
     return Drawn(join_shards(token, axes), join_shards(behaviour, axes), join_shards(old, axes))

@@ -4,10 +4,10 @@ import numpy as np
 
 from jrl.rollout.decoding.disaggregated.batches import BatchedSeating
 from jrl.rollout.decoding.requests import Request
-from moe.disaggregated.batches import Predicted
+from moe.disaggregated.batches import AttentionTime
 
 RANKS, PARTS, SIZE = 2, 3, 4
-PREDICTED = Predicted(of_token=50.0, of_cached=1.0)
+PREDICTED = AttentionTime(per_token=50.0, per_cached_token=1.0)
 
 
 def request(number, length):
@@ -31,14 +31,14 @@ def times(contexts):
     batches = [[] for _ in range(RANKS * PARTS)]
     for slot, length in contexts.items():
         batches[slot // SIZE].append(length)
-    return [PREDICTED.of_batch(batch) for batch in batches]
+    return [PREDICTED.batch_time(batch) for batch in batches]
 
 
 def test_micro_batches_take_equally_long():
     lengths = np.random.default_rng(0).integers(1, 300, 18).tolist()
     found = np.reshape(times(seated(lengths)[1]), (RANKS, PARTS))
     # On each rank no two differ by more than one request, as of the lightest at any time.
-    assert np.all(np.ptp(found, axis=1) <= PREDICTED.of_batch([max(lengths)]))
+    assert np.all(np.ptp(found, axis=1) <= PREDICTED.batch_time([max(lengths)]))
     dealt = np.reshape(times(dict(enumerate(lengths))), (RANKS, PARTS))
     assert np.ptp(found) < np.ptp(dealt) / 2
 

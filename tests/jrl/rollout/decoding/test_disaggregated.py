@@ -147,8 +147,8 @@ def test_the_loads_are_the_tokens_that_experts_had():
 def test_weights_are_pushed_once_and_experts_looked_at_as_often_as_said(monkeypatch):
     """Once for each policy that is loaded, whatever is admitted and decoded; after each two tokens
     of the rows, however many the host has decoded at once."""
-    pushes, looks, run = [], [], pushing.to_sides
-    monkeypatch.setattr(pushing, "to_sides", lambda *given: pushes.append(0) or run(*given))
+    pushes, looks, run = [], [], pushing.split_weights
+    monkeypatch.setattr(pushing, "split_weights", lambda *given: pushes.append(0) or run(*given))
     asked = Asked()
     two = engine(asked, "dp1 / ep2", expert_slots=3, replan=2)
     look = two.places.look

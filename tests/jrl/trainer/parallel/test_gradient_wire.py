@@ -90,7 +90,11 @@ def test_gradients_of_an_update_are_within_the_bound(layout, monkeypatch):
     setup = setup_on(layout)
 
     def in_both(reduction, gradient):
-        cut, plain, sizes = reduction.cut, replace(reduction.cut, compressed=()), gradient
+        cut, plain, sizes = (
+            reduction.sharded_dim,
+            replace(reduction.sharded_dim, compressed=()),
+            gradient,
+        )
         for stage in cut.stages:
             if stage == cut.compressed:
                 sizes = jnp.abs(sizes)

@@ -15,7 +15,7 @@ from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.remat import rematerialised
 from moe.tokens.packing import pack_rows
-from sharding.collectives import join_shards, own_shard
+from sharding.collectives import join_shards, local_shard
 from sharding.folding import Layout, fold_abstract
 
 
@@ -55,9 +55,11 @@ def test_ulysses_repeats_heads_as_often_as_needed(ranks, kv_heads, copies, dtype
             config = network(heads, kv_heads, execution)
             packed = pack_rows(jnp.zeros((1, time), int), jnp.ones((1, time), bool), mesh, config)
             assert packed.zigzag.contiguous == (context == "ulysses")
-            own = (own_shard(packed.zigzag.flatten(x[None]), mesh.cp) for x in (query, key, value))
+            own = (
+                local_shard(packed.zigzag.flatten(x[None]), mesh.cp) for x in (query, key, value)
+            )
             out, back = jax.vjp(packed.core_attention_of_layer(0), *own)
-            grads = back(own_shard(packed.zigzag.flatten(weight[None]), mesh.cp))
+            grads = back(local_shard(packed.zigzag.flatten(weight[None]), mesh.cp))
             whole = (join_shards(x.astype(jnp.float32), mesh.cp) for x in (out, *grads))
             return [packed.zigzag.restore(x)[0][0] for x in whole]
 
@@ -113,7 +115,7 @@ def test_a_ring_leaves_out_what_is_hidden():
 
         def read(*whole):
             packed = pack_rows(jnp.zeros((1, time), int), jnp.ones((1, time), bool), mesh, config)
-            own = (own_shard(packed.zigzag.flatten(x[None]), mesh.cp) for x in whole)
+            own = (local_shard(packed.zigzag.flatten(x[None]), mesh.cp) for x in whole)
             out = packed.core_attention_of_layer(0, window)(*own)
             return packed.zigzag.restore(join_shards(out, mesh.cp))[0]
 

@@ -19,7 +19,7 @@ from moe.attention.context_parallel.choice import received
 from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.tokens.packing import pack_rows, pack_segments, pack_shared_prompts
-from sharding.collectives import join_shards, own_shard
+from sharding.collectives import join_shards, local_shard
 from sharding.folding import Layout
 
 # A distinct size for each axis; lengths that neither 4 nor 8 divides.
@@ -178,7 +178,7 @@ def test_a_ring_in_half_precision_errs_as_little_as_blocks():
                 mesh,
                 network(execution),
             )
-            own = (own_shard(packed.zigzag.flatten(x), mesh.cp) for x in given)
+            own = (local_shard(packed.zigzag.flatten(x), mesh.cp) for x in given)
             read = packed.core_attention_of_layer(0)(*own, scale=SCALE)
             return packed.zigzag.restore(join_shards(read, mesh.cp))[0]
 

@@ -24,7 +24,7 @@ from moe.router.routing import Routing
 from moe.weights import Experts
 from sharding.folding import Layout, fold_abstract
 from sharding.planner.hardware import HARDWARE, UNKNOWN
-from sharding.planner.validation.observed import of_jaxpr
+from sharding.planner.validation.observed import jaxpr_collectives
 
 H100, H800 = HARDWARE["h100"], HARDWARE["h800"]
 
@@ -151,6 +151,8 @@ def test_few_tokens_travel_as_many_do(tokens, dtype, factor, kind):
         in_specs=(spec, rows, rows),
         out_specs=rows,
     )
-    kinds = {one.kind for one in of_jaxpr(jax.make_jaxpr(program)(weights, x, routing).jaxpr)}
+    kinds = {
+        one.kind for one in jaxpr_collectives(jax.make_jaxpr(program)(weights, x, routing).jaxpr)
+    }
     assert kind in kinds
     assert len(kinds & {"all_to_all", "reduce_scatter"}) == 1

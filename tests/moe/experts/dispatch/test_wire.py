@@ -23,7 +23,7 @@ FP8 = "float8_e4m3fn"
 @pytest.fixture(autouse=True)
 def small_groups(monkeypatch):
     """Of the five tokens of a device two whole groups and a part."""
-    monkeypatch.setattr(compression, "GROUP", 2)
+    monkeypatch.setattr(compression, "GROUP_TOKENS", 2)
 
 
 def drawn():
@@ -106,7 +106,7 @@ TWINS = [("all_to_all", 2), ("all_to_all", 4), ("all_gather", 2), ("ragged", 4)]
 @pytest.mark.parametrize(("name", "peers"), full_but(TWINS, TWINS[0]))
 def test_equals_the_twin(name, peers, emulated, monkeypatch):
     if peers == 2:  # each with ten tokens
-        monkeypatch.setattr(compression, "GROUP", 4)
+        monkeypatch.setattr(compression, "GROUP_TOKENS", 4)
     weights, x, routing = drawn()
     given = weights, x, routing.probs, routing
     gradients, out = jax.device_get(jit(pulled(on(f"dp{peers} / ep{peers}", name)))(*given))

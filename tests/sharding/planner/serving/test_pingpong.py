@@ -5,11 +5,11 @@ import pytest
 
 from sharding.planner.serving.pingpong import (
     STATIONS,
-    end,
+    finish_time,
     gain,
     makespan,
     micro_batches_needed,
-    order,
+    order_visits,
     simulate,
 )
 from tests.oracles.serving import token_step
@@ -34,7 +34,9 @@ def test_the_closed_form_is_what_events_give_in_20000_cases():
         times = cases(20_000 // len(SIZES), number)
         closed = makespan(*times, m, layers)
         # A sum of at most some 300 rounded numbers.
-        np.testing.assert_allclose(end(simulate(*times, m, layers), times[2]), closed, rtol=1e-12)
+        np.testing.assert_allclose(
+            finish_time(simulate(*times, m, layers), times[2]), closed, rtol=1e-12
+        )
         busy += np.sum(m * times.max(0) >= times[0] + times[1] + 2 * times[2])
     assert 4_000 < busy < 16_000  # both cases are among them
 
@@ -44,14 +46,14 @@ def test_the_stations_need_not_be_told_the_order():
         attention, experts, sending = cases(3, number)[:, 1]
         ends, log = token_step(attention, experts, sending, m, layers)
         assert ends == pytest.approx(float(makespan(attention, experts, sending, m, layers)))
-        listed = list(order(layers, m))
+        listed = list(order_visits(layers, m))
         for station, worked in zip(STATIONS, log, strict=True):
             visits = [(one.layer, one.micro_batch) for one in listed if one.station == station]
             assert worked == visits
 
 
 def test_the_order_is_layer_by_layer_and_micro_batch_by_micro_batch():
-    assert [(one.layer, one.micro_batch, one.station) for one in order(2, 3)] == [
+    assert [(one.layer, one.micro_batch, one.station) for one in order_visits(2, 3)] == [
         (layer, number, station) for layer in (0, 1) for number in (0, 1, 2) for station in STATIONS
     ]
 

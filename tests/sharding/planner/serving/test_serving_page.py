@@ -27,7 +27,7 @@ def test_the_page_shows_the_answer(number, capsys):
 
 @pytest.mark.slow
 def test_the_page_shows_what_is_published():
-    assert published.compared() in PAGE
+    assert published.comparison_tables() in PAGE
 
 
 def row(*start):
@@ -50,7 +50,7 @@ def test_the_other_numbers_in_the_text():
     assert "The second brings 1.98" in text
     for model in published.MODELS:
         assert row(model, "h20", "l40s")[3] > "1"  # H20 for attention, L40S for experts
-        assert float(row(model, "h20", "l40s")[4]) > published.PER_COST
+        assert float(row(model, "h20", "l40s")[4]) > published.PUBLISHED_PER_COST
 
 
 @pytest.mark.slow
@@ -60,4 +60,4 @@ def test_between_which_limits_on_time_the_published_gain_lies():
         plan, (one_group, *_) = published.gains("scaled-moe", slo)
         assert plan is not None and one_group is not None
         gains.append(plan.per_device / one_group.per_device)
-    assert gains[0] > published.PER_DEVICE["scaled-moe"] > gains[1]
+    assert gains[0] > published.PUBLISHED_PER_DEVICE["scaled-moe"] > gains[1]

@@ -8,8 +8,8 @@ from sharding.planner.hardware import HARDWARE, LINK_EFFICIENCY
 from sharding.planner.models.presets import PRESETS
 from sharding.planner.models.sizes import ModelSizes
 from sharding.planner.search import MEMORY_FRACTION
-from sharding.planner.serving.plan import Load, Pair, Server
-from sharding.planner.serving.search import Space, best, plans, search
+from sharding.planner.serving.plan import DevicePair, Load, Server
+from sharding.planner.serving.search import Space, best_serving_plan, plans, search
 from sharding.planner.serving.times import MEMORY_EFFICIENCY, Times
 from tests.oracles.serving import best_plan
 
@@ -41,11 +41,11 @@ CASES = {
 @pytest.mark.parametrize("outside", [0.01e9, 2e9, 12.5e9, 40e9])
 def test_the_search_finds_what_trying_everything_finds(case, outside):
     experts = replace(EXPERTS, outside=outside)
-    pair = Pair(ATTENTION, experts, (1.85, 1.08), efficiency=0.5)
+    pair = DevicePair(ATTENTION, experts, (1.85, 1.08), efficiency=0.5)
     tried = best_plan(
         SMALL, CASES[case], pair, SPACE, MEMORY_FRACTION, LINK_EFFICIENCY, MEMORY_EFFICIENCY
     )
-    found = best(SMALL, CASES[case], pair, SPACE)
+    found = best_serving_plan(SMALL, CASES[case], pair, SPACE)
     if outside < 0.1e9:  # nothing hides what it sends
         assert found is None
         assert tried == (0.0,)
@@ -61,7 +61,7 @@ def test_the_cases_end_at_each_limit():
     limits = set()
     for load in CASES.values():
         for outside in (2e9, 40e9):
-            pair = Pair(ATTENTION, replace(EXPERTS, outside=outside), efficiency=0.5)
+            pair = DevicePair(ATTENTION, replace(EXPERTS, outside=outside), efficiency=0.5)
             limits |= {plan.limit for plan in plans(SMALL, load, pair, SPACE)}
     assert limits == {"memory", "time between tokens", "communication"}
 
@@ -69,7 +69,7 @@ def test_the_cases_end_at_each_limit():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixtral-8x22b", "dbrx", "scaled-moe"])
 def test_attention_on_h20_with_experts_on_l40s_gives_most_for_its_price(name):
-    pairs = [Pair(a, e, (a.price, e.price)) for a in (H20, L40S) for e in (H20, L40S)]
+    pairs = [DevicePair(a, e, (a.price, e.price)) for a in (H20, L40S) for e in (H20, L40S)]
     found = search(PRESETS[name], Load(), pairs, Space(experts_of_node=(1, 2), most_nodes=32))
     assert [(found[0].pair.attention.name, found[0].pair.experts.name)] == [("h20", "l40s")]
     # The paper's balance is the number of nodes found.
@@ -80,9 +80,9 @@ def test_attention_on_h20_with_experts_on_l40s_gives_most_for_its_price(name):
 
 def test_measured_times_take_the_place_of_the_roofline():
     slow = Times(0.0, 0.0, 4e-6, 1e-4)
-    pair = Pair(ATTENTION, EXPERTS, profiled=({2: slow}, {1: slow}))
+    pair = DevicePair(ATTENTION, EXPERTS, profiled=({2: slow}, {1: slow}))
     server = Server(SMALL, Load(), pair, 2, 1, 1)
-    attention, experts, _ = server.of_layer(10, 5)
+    attention, experts, _ = server.layer_times(10, 5)
     assert attention == pytest.approx(1.4e-4)
     assert experts == pytest.approx(4e-6 * 10 * 5 * 3 / 10 + 1e-4)
     assert server.balance() == pytest.approx(10 / 3)  # k1 E / (k3 K)
@@ -92,9 +92,9 @@ def test_measured_times_take_the_place_of_the_roofline():
 
 
 def test_sequences_are_conserved_and_memory_is_kept():
-    pair = Pair(H20, L40S, (1.85, 1.08))
+    pair = DevicePair(H20, L40S, (1.85, 1.08))
     model, load = PRESETS["scaled-moe"], Load()
-    plan = best(model, load, pair, NARROW)
+    plan = best_serving_plan(model, load, pair, NARROW)
     assert plan is not None
     shape = plan.shape
     server = Server(model, load, pair, shape.tp_attention, shape.tp_experts, shape.experts_of_node)
@@ -111,9 +111,9 @@ def test_sequences_are_conserved_and_memory_is_kept():
 
 
 def test_prompts_by_turns_cost_time_and_on_a_group_devices():
-    pair, model = Pair(H20, L40S, (1.85, 1.08)), PRESETS["dbrx"]
+    pair, model = DevicePair(H20, L40S, (1.85, 1.08)), PRESETS["dbrx"]
     found = {
-        place: best(model, Load(), pair, replace(NARROW, prefill=(place,)))
+        place: best_serving_plan(model, Load(), pair, replace(NARROW, prefill=(place,)))
         for place in ("elsewhere", "group", "turns")
     }
     elsewhere, group, turns = found["elsewhere"], found["group"], found["turns"]
@@ -124,7 +124,7 @@ def test_prompts_by_turns_cost_time_and_on_a_group_devices():
     shape = turns.shape
     server = Server(model, Load(), pair, shape.tp_attention, shape.tp_experts, 1)
     apart = server.step(turns.batch, shape.attention_nodes, shape.micro_batches, "elsewhere")
-    read = turns.between - apart[0]
+    read = turns.token_latency - apart[0]
     tokens = turns.sequences / Load().completion * Load().prompt
     flops = 2 * (model.attention_parameters + model.d_model * 16) + 2 * 6144 * Load().prompt
     of_attention = tokens * 40 * flops / (shape.attention_nodes * shape.tp_attention)
@@ -135,22 +135,24 @@ def test_prompts_by_turns_cost_time_and_on_a_group_devices():
         max(of_attention / (0.6 * H20.peak), of_experts / (0.6 * L40S.peak), sent)
     )
     assert max(group.per_cost, turns.per_cost) < elsewhere.per_cost
-    both = best(model, Load(), pair, replace(NARROW, prefill=("group", "turns")))
+    both = best_serving_plan(model, Load(), pair, replace(NARROW, prefill=("group", "turns")))
     assert both is not None
     assert both.per_cost == max(group.per_cost, turns.per_cost)
     # Without prompts worth mentioning there is nothing to pay for.
     short = Load(prompt=1, completion=650, context=650)
-    free = [best(model, short, pair, replace(NARROW, prefill=(place,))) for place in found]
+    free = [
+        best_serving_plan(model, short, pair, replace(NARROW, prefill=(place,))) for place in found
+    ]
     assert free[0] and free[1] and free[2]
     assert free[1].per_cost == pytest.approx(free[0].per_cost, rel=0.01)
     assert free[2].per_cost == pytest.approx(free[0].per_cost, rel=0.01)
 
 
 def test_a_cluster_is_a_limit():
-    pair = Pair(HARDWARE["a800"], HARDWARE["a800"])
+    pair = DevicePair(HARDWARE["a800"], HARDWARE["a800"])
     model = PRESETS["scaled-moe"]
-    free = best(model, Load(), pair, NARROW)
-    tight = best(model, Load(), pair, replace(NARROW, most_devices=40))
+    free = best_serving_plan(model, Load(), pair, NARROW)
+    tight = best_serving_plan(model, Load(), pair, replace(NARROW, most_devices=40))
     assert free and tight
     assert sum(tight.devices) <= 40 < sum(free.devices)
     assert tight.per_device < free.per_device
@@ -167,7 +169,7 @@ def test_a_cluster_is_a_limit():
 )
 def test_what_has_no_answer_is_refused(model, load, space, words):
     with pytest.raises(ValueError, match=words):
-        search(model, load, [Pair(H20, L40S)], space)
+        search(model, load, [DevicePair(H20, L40S)], space)
 
 
 def test_a_load_must_be_above_zero():

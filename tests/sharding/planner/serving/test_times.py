@@ -8,7 +8,7 @@ import pytest
 from sharding.planner.hardware import HARDWARE, LINK_EFFICIENCY
 from sharding.planner.models.presets import PRESETS
 from sharding.planner.serving import colocated, times
-from sharding.planner.serving.network import Utilisation, modelled, read
+from sharding.planner.serving.network import Utilisation, model_utilisation, read
 from sharding.planner.serving.plan import Load
 
 MIXTRAL = PRESETS["mixtral-8x22b"]
@@ -17,13 +17,13 @@ H100 = HARDWARE["h100"]
 
 def test_the_line_through_measurements():
     batches = [8, 16, 64, 256]
-    found = times.fitted(batches, [2e-6 * n + 3e-4 for n in batches])
+    found = times.fit_line(batches, [2e-6 * n + 3e-4 for n in batches])
     assert found.slope == pytest.approx(2e-6)
     assert found(np.array([0, 100])) == pytest.approx([3e-4, 5e-4])
     with pytest.raises(ValueError, match="4 batches and 3 times give no line"):
-        times.fitted(batches, [1.0, 2.0, 3.0])
+        times.fit_line(batches, [1.0, 2.0, 3.0])
     with pytest.raises(ValueError, match="a token more takes -1 s"):
-        times.fitted([1, 2], [3.0, 2.0])
+        times.fit_line([1, 2], [3.0, 2.0])
 
 
 def test_experts_wait_for_memory_or_for_products():
@@ -60,7 +60,7 @@ def test_a_measured_curve_is_kept_at_its_points_and_beyond():
 
 def test_without_measurements_there_are_a_latency_and_a_rate():
     sizes = np.geomspace(300, 1e8, 40)
-    found = modelled(H100).seconds(sizes, H100.outside)
+    found = model_utilisation(H100).seconds(sizes, H100.outside)
     exact = sizes / (H100.outside * LINK_EFFICIENCY) + H100.latency_outside
     # Between powers of two it is a power of the size.
     np.testing.assert_allclose(found, exact, rtol=0.02)
@@ -93,26 +93,30 @@ def test_what_is_no_curve_is_refused(sizes, fractions, words):
 
 
 def test_a_colocated_plan_is_what_its_parts_take():
-    found = colocated.best(MIXTRAL, Load(), H100, devices=(8,), kind=colocated.Kind(wide=False))
+    found = colocated.best_colocated(
+        MIXTRAL, Load(), H100, devices=(8,), kind=colocated.PlanKind(wide=False)
+    )
     assert found is not None
-    assert found.tp * found.pp == 8 and found.between <= 0.15
+    assert found.tp * found.pp == 8 and found.token_latency <= 0.15
     attention = times.attention(MIXTRAL, H100, found.tp, Load().cached, 0.6)
     etp = 8 // found.pp // found.ep
     experts = times.experts(MIXTRAL, H100, etp, MIXTRAL.num_experts // found.ep, 0.6)
     layer = attention(found.batch) + experts(found.batch * 2 / found.ep)
-    assert 56 * layer < found.between < 1.25 * 56 * layer  # the rest is sent
+    assert 56 * layer < found.token_latency < 1.25 * 56 * layer  # the rest is sent
     # One more token for every stage would be late, or would not fit.
     cache = 4 * Load().cached * MIXTRAL.keys * 56 * found.batch * found.pp
     used = (cache + 2 * MIXTRAL.parameters) / 8
-    assert found.between > 0.149 or used > 0.9 * H100.memory
+    assert found.token_latency > 0.149 or used > 0.9 * H100.memory
 
 
 def test_more_choices_are_never_worse_and_too_little_time_is_none():
     load = Load(slo=0.06)
     narrow, wide = (
-        colocated.best(MIXTRAL, load, H100, devices=(8, 16), kind=colocated.Kind(wide=choice))
+        colocated.best_colocated(
+            MIXTRAL, load, H100, devices=(8, 16), kind=colocated.PlanKind(wide=choice)
+        )
         for choice in (False, True)
     )
     assert narrow and wide
     assert wide.per_device >= narrow.per_device
-    assert colocated.best(MIXTRAL, Load(slo=1e-4), H100) is None
+    assert colocated.best_colocated(MIXTRAL, Load(slo=1e-4), H100) is None

@@ -6,32 +6,32 @@ import pytest
 
 from sharding.planner.models.presets import PRESETS
 from sharding.planner.validation.calibration import (
+    CALIBRATION_POINTS,
     CLUSTERS,
     MAPPINGS,
     MEGASCALE,
-    POINTS,
     SCALING,
-    calibrated,
-    rate,
+    calibrate,
+    predicted_mfu,
 )
 
 
 def said(row):
-    found = rate(row, calibrated(row.system))
+    found = predicted_mfu(row, calibrate(row.system))
     assert found is not None
     return found
 
 
 @pytest.mark.parametrize("system", ["Megatron-Core", "MegaScale-MoE"])
 def test_the_point_comes_out_as_measured(system):
-    row = POINTS[system]
+    row = CALIBRATION_POINTS[system]
     assert said(row) == pytest.approx(row.mfu, abs=1e-3)
-    assert 0.2 < calibrated(system).efficiency < 0.9
+    assert 0.2 < calibrate(system).efficiency < 0.9
 
 
 @pytest.mark.parametrize("model", list(MAPPINGS))
 def test_folding_is_first_of_the_published_mappings_with_a_pipeline(model):
-    *others, folded = [rate(row, calibrated(row.system)) for row in MAPPINGS[model]]
+    *others, folded = [predicted_mfu(row, calibrate(row.system)) for row in MAPPINGS[model]]
     assert folded is not None
     assert folded == max(found for found in [*others, folded] if found is not None)
 
@@ -39,7 +39,7 @@ def test_folding_is_first_of_the_published_mappings_with_a_pipeline(model):
 def test_what_ran_out_of_memory_does_not_fit():
     for rows in MAPPINGS.values():
         for row in rows:
-            assert (rate(row, calibrated(row.system)) is None) == (row.mfu is None), row
+            assert (predicted_mfu(row, calibrate(row.system)) is None) == (row.mfu is None), row
 
 
 def gain(model):
@@ -83,8 +83,8 @@ def test_published_rates_follow_from_published_times():
 def test_without_hidden_gradients_scaling_would_fall_twice_as_far():
     """What the overlap that is assumed is worth."""
     first, *_, last = SCALING["qwen2-57b-a14b"]
-    bare = replace(calibrated("Megatron-Core"), hides_gradients=False)
-    rates = [rate(row, bare) for row in (first, last)]
+    bare = replace(calibrate("Megatron-Core"), hides_gradients=False)
+    rates = [predicted_mfu(row, bare) for row in (first, last)]
     assert rates[0] is not None
     assert rates[1] is not None
     assert first.mfu is not None

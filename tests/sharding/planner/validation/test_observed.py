@@ -7,7 +7,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from sharding.folding import Layout, fold_abstract
-from sharding.planner.validation.observed import Observed, of_compiled, of_jaxpr
+from sharding.planner.validation.observed import Observed, hlo_collectives, jaxpr_collectives
 
 HLO = """\
   %a = bf16[8,6]{1,0} all-gather(bf16[2,6]{1,0} %x), channel_id=1, replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}, use_global_device_ids=true
@@ -20,7 +20,7 @@ HLO = """\
 
 
 def test_a_compiled_program():
-    found = list(of_compiled(HLO))
+    found = list(hlo_collectives(HLO))
     assert found == [
         Observed("all_gather", ((0, 1, 2, 3), (4, 5, 6, 7)), "bfloat16", (2, 6)),
         Observed("reduce_scatter", ((0, 2), (1, 3)), "float32", (3, 10)),
@@ -38,7 +38,7 @@ def test_a_compiled_program():
 def test_groups_in_an_unknown_form_are_refused(form):
     line = f"  %a = f32[8]{{0}} all-gather(f32[2]{{0}} %x), replica_groups={form}, dimensions={{0}}"
     with pytest.raises(ValueError, match="not read here"):
-        list(of_compiled(line))
+        list(hlo_collectives(line))
 
 
 def traced(local):
@@ -47,7 +47,7 @@ def traced(local):
         lambda x: local(x, mesh.dp), mesh=mesh.mesh, in_specs=(P(mesh.dp),), out_specs=P(mesh.dp)
     )
     jaxpr = jax.make_jaxpr(whole)(jax.ShapeDtypeStruct((6,), jnp.bfloat16)).jaxpr
-    return list(of_jaxpr(jaxpr)), mesh.dp
+    return list(jaxpr_collectives(jaxpr)), mesh.dp
 
 
 def test_a_traced_loop_counts_as_often_as_it_runs():

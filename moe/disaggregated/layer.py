@@ -18,8 +18,8 @@ from moe.attention.latent import LatentCore
 from moe.attention.layer import CoreAttention, attention
 from moe.config import ModelConfig
 from moe.disaggregated.m2n import Message
-from moe.disaggregated.messages import message_width, read_message, written_message
-from moe.disaggregated.placement import Copies, slots_of_choices
+from moe.disaggregated.messages import decode_message, encode_message, message_width
+from moe.disaggregated.placement import SlotTable, lookup_slots
 from moe.disaggregated.split import SplitMesh
 from moe.experts.dispatch.all_to_all import sharded_experts
 from moe.experts.dispatch.assignment import has_experts_at, slots_of
@@ -31,7 +31,7 @@ from moe.precision import rms_norm
 from moe.router.layer import route
 from moe.tokens.packing import PackedBatch
 from moe.weights import Experts, Layer
-from sharding.collectives import own_shard, vary
+from sharding.collectives import local_shard, vary
 
 Leaf = TypeVar("Leaf")
 
@@ -91,115 +91,118 @@ class Flight(Generic[Leaf]):
 
     Attributes:
       x: ``[token, d_model]`` the residual stream after the attention of a layer.
-      beside: ``[token, d_model]`` output of the layer's shared expert; None without one.
-      places: ``[token, copies]`` indices of the token's rows in the received arrays, past the end
-        for none.
+      shared_output: ``[token, d_model]`` output of the layer's shared expert; None without one.
+      row_indices: ``[token, replicas]`` indices of the token's rows in the received arrays, past
+        the end for none.
       choices: ``[layer, token, k]`` expert ids so far; None if they are not recorded.
     """
 
     x: Leaf
-    beside: Leaf | None
-    places: Leaf
+    shared_output: Leaf | None
+    row_indices: Leaf
     choices: Leaf | None
 
 
 def flight_specs(serving: Serving) -> Flight[PartitionSpec]:
     """PartitionSpecs of a `Flight`."""
-    own, config = PartitionSpec(serving.mesh.attention.axes), serving.config
+    token_spec, config = PartitionSpec(serving.mesh.attention.axes), serving.config
     choices = PartitionSpec(None, serving.mesh.attention.axes)
     return Flight(
-        x=own,
-        beside=own if config.d_ff else None,
-        places=own,
+        x=token_spec,
+        shared_output=token_spec if config.d_ff else None,
+        row_indices=token_spec,
         choices=choices if serving.records_choices else None,
     )
 
 
-def setting_out(serving: Serving, x: Float[Array, "token d_model"]) -> Flight[Array]:
+def initial_flight(serving: Serving, x: Float[Array, "token d_model"]) -> Flight[Array]:
     """Initial state of tokens, with nothing in flight to the experts."""
-    config, (number, _) = serving.config, x.shape
-    k, beside, choices = config.experts_per_token, None, None
-    rows = serving.num_targets * serving.message_out(number).rows
+    config, (num_tokens, _) = serving.config, x.shape
+    k, shared_output, choices = config.experts_per_token, None, None
+    rows = serving.num_targets * serving.message_out(num_tokens).rows
     if config.d_ff:
-        beside = jnp.zeros_like(x)
+        shared_output = jnp.zeros_like(x)
     if serving.records_choices:
-        shape = config.num_expert_layers, number, k
+        shape = config.num_expert_layers, num_tokens, k
         choices = jnp.full(shape, config.num_experts, jnp.int32)
-    places = jnp.full((number, min(serving.num_peers, k)), rows, jnp.int32)
-    flight = Flight(x, beside, places, choices)
+    row_indices = jnp.full((num_tokens, min(serving.num_peers, k)), rows, jnp.int32)
+    flight = Flight(x, shared_output, row_indices, choices)
     return vary(flight, serving.mesh.attention.axes)
 
 
-def combined(flight: Flight[Array], received: tuple[Array, ...]) -> Float[Array, "token d_model"]:
+def combine_outputs(
+    flight: Flight[Array], received: tuple[Array, ...]
+) -> Float[Array, "token d_model"]:
     """Residual stream after the whole layer: adds the expert outputs.
 
     Args:
       received: sums from each expert device.
     """
     x = flight.x
-    out = combine(jnp.concatenate(received), flight.places).astype(x.dtype)
-    out = out if flight.beside is None else out + flight.beside
+    out = combine(jnp.concatenate(received), flight.row_indices).astype(x.dtype)
+    out = out if flight.shared_output is None else out + flight.shared_output
     return x + out
 
 
-def departing(
+def attend_and_route(
     serving: Serving,
     layer: Layer[Array],
-    number: Array,
+    layer_index: Array,
     x: Float[Array, "token d_model"],
     packed: PackedBatch,
     core: CoreAttention | LatentCore,
-    copies: Copies,
+    slot_table: SlotTable,
     choices: Array | None,
 ) -> tuple[Flight[Array], tuple[Array, ...]]:
     """Attention half of a layer: returns the state and a message for each expert device.
 
     Args:
       layer: weights; its experts are a router and a selection bias.
-      number: index of the layer among those with experts.
+      layer_index: index of the layer among those with experts.
       choices: expert ids of the layers before.
     """
     config, mesh = serving.config, serving.mesh.attention
     assert layer.experts is not None
-    positions, of_all = own_shard(packed.positions, mesh.cp), number + config.num_dense_layers
-    x = x + attention(layer.attention, x, positions, core, config, mesh, of_all)
+    positions, global_index = (
+        local_shard(packed.positions, mesh.cp),
+        layer_index + config.num_dense_layers,
+    )
+    x = x + attention(layer.attention, x, positions, core, config, mesh, global_index)
     h = rms_norm(x, layer.norm, config.norm_epsilon)
     routing, stats = route(layer.experts, h, packed, config, mesh)
     if choices is not None:
         assert stats.choices is not None
-        choices = choices.at[number].set(stats.choices.astype(choices.dtype))
-    slots = slots_of_choices(routing.experts, copies)
+        choices = choices.at[layer_index].set(stats.choices.astype(choices.dtype))
+    slots = lookup_slots(routing.experts, slot_table)
 
     (num_tokens, k), peers = slots.shape, serving.num_peers
-    nobodys = peers * serving.num_slots
+    no_slot = peers * serving.num_slots
     message = serving.message_out(num_tokens)
     per_peer = message.rows * serving.num_targets // peers
     num_rows = peers * per_peer
-    goes = has_experts_at(slots, serving.num_slots, peers)
-    position = jnp.cumsum(goes, axis=0) - 1
-    row = jnp.where(goes, jnp.arange(peers)[None] * per_peer + position, num_rows)
-    token, places = slots_of(row, num_rows, k)
-    ids = jnp.where(token[:, None] < num_tokens, take_rows(slots, token), nobodys)
-    rows = permute_rows(h, token, places)
-    outward = written_message(rows, ids, take_rows(routing.probs, token))
-    flight = Flight(x, dense_term(layer, h, mesh, config.activation), places, choices)
-    parts = tuple(jnp.split(outward, serving.num_targets))
-    return vary((flight, parts), mesh.axes)
+    is_sent = has_experts_at(slots, serving.num_slots, peers)
+    position = jnp.cumsum(is_sent, axis=0) - 1
+    row = jnp.where(is_sent, jnp.arange(peers)[None] * per_peer + position, num_rows)
+    token, row_indices = slots_of(row, num_rows, k)
+    ids = jnp.where(token[:, None] < num_tokens, take_rows(slots, token), no_slot)
+    rows = permute_rows(h, token, row_indices)
+    message_rows = encode_message(rows, ids, take_rows(routing.probs, token))
+    flight = Flight(x, dense_term(layer, h, mesh, config.activation), row_indices, choices)
+    messages = tuple(jnp.split(message_rows, serving.num_targets))
+    return vary((flight, messages), mesh.axes)
 
 
-def computed(
+def compute_experts(
     serving: Serving, experts: Experts[Array], received: tuple[Array, ...]
 ) -> tuple[Array, ...]:
     """Expert half of a layer: a sum for each row, split by the device that the row came from."""
     config, mesh = serving.config, serving.mesh.experts
     k, message = config.experts_per_token, jnp.concatenate(received)
-    rows, slots, probs = read_message(message, config.d_model, k, config.dtype)
+    rows, slots, probs = decode_message(message, config.d_model, k, config.dtype)
     # Capacity for any routing: a row has at most min(k, slots) experts on this device.
     num_rows = rows.shape[0] * mesh.size(mesh.etp) * min(k, serving.num_slots)
-    products = (
-        selected_implementation(config, "experts", mesh.size(mesh.etp)),
-        None,
-        config.activation,
+    implementation = selected_implementation(config, "experts", mesh.size(mesh.etp))
+    sums, _ = sharded_experts(
+        experts, rows, slots, probs, mesh, num_rows, implementation, activation=config.activation
     )
-    done, _ = sharded_experts(experts, rows, slots, probs, mesh, num_rows, *products)
-    return tuple(jnp.split(vary(done.astype(rows.dtype), mesh.axes), serving.num_sources))
+    return tuple(jnp.split(vary(sums.astype(rows.dtype), mesh.axes), serving.num_sources))

@@ -15,8 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from moe.config import ModelConfig
-from moe.disaggregated.placement import Copies, Placement, of_layers
-from moe.disaggregated.split import SplitMesh, is_here
+from moe.disaggregated.placement import Placement, SlotTable, layer_placements
+from moe.disaggregated.split import SplitMesh, has_local_devices
 from moe.placement import specs
 from moe.weights import Experts, Layer, Transformer, cast_shapes
 from sharding.folding import FoldedMesh
@@ -31,23 +31,23 @@ class SplitWeights(Generic[Leaf]):
 
     Attributes:
       rest: embedding, last norm and head, without layers; None in a process without attention
-        devices, where `first`, `attention` and `copies` are empty.
+        devices, where `first`, `attention` and `slot_tables` are empty.
       first: the leading dense layers.
       attention: the other layers; their experts are a router and a selection bias only.
       experts: the routed experts of each of those, by the slots of a `Placement`; no router. Empty
         in a process without expert devices.
-      copies: for each of those, the table of slots of each expert, replicated over the attention
-        devices; empty in a process without them.
+      slot_tables: for each of those, the table of slots of each expert, replicated over the
+        attention devices; empty in a process without them.
     """
 
     rest: Transformer[Leaf] | None
     first: tuple[Layer[Leaf], ...]
     attention: tuple[Layer[Leaf], ...]
     experts: tuple[Experts[Leaf], ...]
-    copies: tuple[Copies, ...]
+    slot_tables: tuple[SlotTable, ...]
 
 
-def to_sides(
+def split_weights(
     weights: Transformer[Any],
     config: ModelConfig,
     mesh: SplitMesh,
@@ -67,31 +67,31 @@ def to_sides(
     Raises:
       ValueError: for a network without experts, and for sizes that do not divide.
     """
-    placed_in = of_layers(placement, config.num_expert_layers)
-    for one in placed_in:
-        check_splits(config, mesh, one)
-    rest, first, attention, copies = None, (), (), ()
+    placements = layer_placements(placement, config.num_expert_layers)
+    for each in placements:
+        check_splits(config, mesh, each)
+    rest, first, attention, slot_tables = None, (), (), ()
     # Both sides in all processes: each has a part of what is read.
-    one_side = _without_experts(weights)
-    places = _without_experts(specs(config, mesh.attention))
-    placed = _put(one_side, places, mesh.attention)
-    if is_here(mesh.attention):
-        rest, first, attention = _attention_apart(config, mesh.attention)(placed)
-        whole = NamedSharding(mesh.attention.mesh, PartitionSpec())
-        tables = tuple(one.table() for one in placed_in)
-        copies = jax.tree.map(lambda x: _put_leaf(x, whole), tables)
-    experts, routed = (), _routed(weights)
-    if not all(one.is_identity for one in placed_in):
-        held = np.stack([one.experts for one in placed_in])
-        layers = np.arange(len(held))[:, None]
-        routed = jax.tree.map(lambda x: x[layers, held], routed)
-    placed = _put(routed, expert_specs(mesh.experts, stacked=True), mesh.experts)
-    if is_here(mesh.experts):
-        experts = _experts_apart(config.num_expert_layers, mesh.experts)(placed)
-    return SplitWeights(rest, first, attention, experts, copies)
+    attention_weights = _without_experts(weights)
+    weight_specs = _without_experts(specs(config, mesh.attention))
+    sharded = _put_tree(attention_weights, weight_specs, mesh.attention)
+    if has_local_devices(mesh.attention):
+        rest, first, attention = _unstack_attention(config, mesh.attention)(sharded)
+        replicated = NamedSharding(mesh.attention.mesh, PartitionSpec())
+        tables = tuple(each.slot_table() for each in placements)
+        slot_tables = jax.tree.map(lambda x: _put_leaf(x, replicated), tables)
+    experts, routed = (), _routed_experts(weights)
+    if not all(each.is_identity for each in placements):
+        slot_experts = np.stack([each.experts for each in placements])
+        layers = np.arange(len(slot_experts))[:, None]
+        routed = jax.tree.map(lambda x: x[layers, slot_experts], routed)
+    sharded = _put_tree(routed, expert_specs(mesh.experts, stacked=True), mesh.experts)
+    if has_local_devices(mesh.experts):
+        experts = _unstack_experts(config.num_expert_layers, mesh.experts)(sharded)
+    return SplitWeights(rest, first, attention, experts, slot_tables)
 
 
-def moved(
+def move_experts(
     weights: SplitWeights[Array],
     mesh: SplitMesh,
     before: Sequence[Placement],
@@ -107,30 +107,34 @@ def moved(
       weights: their experts are donated.
       before, after: a placement for each layer, with equally many slots.
     """
-    experts, copies = list(weights.experts), list(weights.copies)
+    experts, slot_tables = list(weights.experts), list(weights.slot_tables)
     on_all = (NamedSharding(side.mesh, PartitionSpec()) for side in (mesh.attention, mesh.experts))
     on_attention, on_experts = on_all
     for layer, (old, new) in enumerate(zip(before, after, strict=True)):
         if old == new:
             continue
         if experts:
-            held = old.experts.tolist()
-            sources = np.array([held.index(expert) for expert in new.experts], np.int32)
-            experts[layer] = _taking(mesh.experts)(experts[layer], _put_leaf(sources, on_experts))
-        if copies:
-            copies[layer] = jax.tree.map(lambda x: _put_leaf(x, on_attention), new.table())
-    return replace(weights, experts=tuple(experts), copies=tuple(copies))
+            old_experts = old.experts.tolist()
+            sources = np.array([old_experts.index(expert) for expert in new.experts], np.int32)
+            experts[layer] = _gather_program(mesh.experts)(
+                experts[layer], _put_leaf(sources, on_experts)
+            )
+        if slot_tables:
+            slot_tables[layer] = jax.tree.map(
+                lambda x: _put_leaf(x, on_attention), new.slot_table()
+            )
+    return replace(weights, experts=tuple(experts), slot_tables=tuple(slot_tables))
 
 
 @cache
-def _taking(mesh: FoldedMesh) -> Callable[[Experts[Array], Array], Experts[Array]]:
+def _gather_program(mesh: FoldedMesh) -> Callable[[Experts[Array], Array], Experts[Array]]:
     """Compiled gather of the experts of a layer by slot index; the old ones are donated."""
-    places = jax.tree.map(lambda spec: NamedSharding(mesh.mesh, spec), expert_specs(mesh))
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh.mesh, spec), expert_specs(mesh))
 
     def take(experts: Experts[Array], slots: Array) -> Experts[Array]:
         return jax.tree.map(lambda x: x[slots], experts)
 
-    return jax.jit(take, out_shardings=places, donate_argnums=0)
+    return jax.jit(take, out_shardings=shardings, donate_argnums=0)
 
 
 def check_splits(config: ModelConfig, mesh: SplitMesh, placement: Placement | None = None) -> None:
@@ -164,9 +168,9 @@ def check_splits(config: ModelConfig, mesh: SplitMesh, placement: Placement | No
         )
     ep, etp = (mesh.experts.size(axes) for axes in (mesh.experts.ep, mesh.experts.etp))
     placement = placement or Placement.identity(config.num_experts, ep)
-    if len(placement.copies) != config.num_experts:
+    if len(placement.replicas) != config.num_experts:
         raise ValueError(
-            f"a placement of {len(placement.copies)} experts is none of num_experts="
+            f"a placement of {len(placement.replicas)} experts is none of num_experts="
             f"{config.num_experts}: place each of them."
         )
     if placement.num_devices != ep:
@@ -188,28 +192,32 @@ def side_bytes(
     table."""
     ep, etp = (mesh.experts.size(axes) for axes in (mesh.experts.ep, mesh.experts.etp))
     placement = placement or Placement.identity(config.num_experts, ep)
-    like = cast_shapes(config)
+    shapes = cast_shapes(config)
 
-    def on_one(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> int:
-        place = NamedSharding(mesh.attention.mesh, spec)
-        return math.prod(place.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    def local_bytes(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> int:
+        sharding = NamedSharding(mesh.attention.mesh, spec)
+        return math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
-    places = _without_experts(specs(config, mesh.attention))
-    attention = sum(jax.tree.leaves(jax.tree.map(on_one, _without_experts(like), places)))
-    routed = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(_routed(like)))
+    weight_specs = _without_experts(specs(config, mesh.attention))
+    attention = sum(
+        jax.tree.leaves(jax.tree.map(local_bytes, _without_experts(shapes), weight_specs))
+    )
+    routed = sum(
+        math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(_routed_experts(shapes))
+    )
     return attention, routed // config.num_experts * placement.num_slots // etp
 
 
 def attention_specs(config: ModelConfig, mesh: FoldedMesh) -> Layer[PartitionSpec]:
     """PartitionSpecs of a layer with experts on the attention side."""
-    return _of_layer(_without_experts(specs(config, mesh)).layers)
+    return _without_layer_axis(_without_experts(specs(config, mesh)).layers)
 
 
 def first_specs(config: ModelConfig, mesh: FoldedMesh) -> Layer[PartitionSpec]:
     """PartitionSpecs of a leading dense layer."""
     first = specs(config, mesh).first_layers
     assert first is not None
-    return _of_layer(first)
+    return _without_layer_axis(first)
 
 
 def rest_specs(config: ModelConfig, mesh: FoldedMesh) -> Transformer[PartitionSpec]:
@@ -220,9 +228,9 @@ def rest_specs(config: ModelConfig, mesh: FoldedMesh) -> Transformer[PartitionSp
 def expert_specs(mesh: FoldedMesh, stacked: bool = False) -> Experts[PartitionSpec]:
     """PartitionSpecs of the experts of a layer, or of stacked layers, with the layer axis first."""
     front = (None,) * stacked
-    nothing: Any = None
+    absent: Any = None
     return Experts(
-        router=nothing,
+        router=absent,
         gate_up=PartitionSpec(*front, mesh.ep, None, None, mesh.etp),
         down=PartitionSpec(*front, mesh.ep, mesh.etp, None),
     )
@@ -231,77 +239,81 @@ def expert_specs(mesh: FoldedMesh, stacked: bool = False) -> Experts[PartitionSp
 def _without_experts(weights: Transformer[Any]) -> Transformer[Any]:
     experts = weights.layers.experts
     assert experts is not None
-    kept: Any = replace(experts, gate_up=None, down=None)
-    return replace(weights, layers=replace(weights.layers, experts=kept))
+    router_only: Any = replace(experts, gate_up=None, down=None)
+    return replace(weights, layers=replace(weights.layers, experts=router_only))
 
 
 def _without_layers(weights: Transformer[Any]) -> Transformer[Any]:
-    nothing: Any = jax.tree.map(lambda _: None, weights.layers)
-    return replace(weights, layers=nothing, first_layers=None)
+    absent: Any = jax.tree.map(lambda _: None, weights.layers)
+    return replace(weights, layers=absent, first_layers=None)
 
 
-def _routed(weights: Transformer[Any]) -> Experts[Any]:
+def _routed_experts(weights: Transformer[Any]) -> Experts[Any]:
     experts = weights.layers.experts
     assert experts is not None
-    nothing: Any = None
-    return replace(experts, router=nothing, bias=None, router_bias=None)
+    absent: Any = None
+    return replace(experts, router=absent, bias=None, router_bias=None)
 
 
-def _of_layer(stack: Any) -> Any:
+def _without_layer_axis(stack: Any) -> Any:
     return jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), stack)
 
 
-def _put(tree: Any, places: Any, mesh: FoldedMesh) -> Any:
-    def one(leaf: Any, spec: PartitionSpec) -> Array:
+def _put_tree(tree: Any, spec_tree: Any, mesh: FoldedMesh) -> Any:
+    def put(leaf: Any, spec: PartitionSpec) -> Array:
         return _put_leaf(leaf, NamedSharding(mesh.mesh, spec))
 
-    return jax.tree.map(one, tree, places)
+    return jax.tree.map(put, tree, spec_tree)
 
 
-def _put_leaf(leaf: Any, place: NamedSharding) -> Array:
+def _put_leaf(leaf: Any, sharding: NamedSharding) -> Array:
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         leaf = multihost_utils.process_allgather(leaf, tiled=True)
     if isinstance(leaf, np.ndarray):
         return jax.make_array_from_callback(
-            leaf.shape, place, lambda index: leaf[index], dtype=leaf.dtype
+            leaf.shape, sharding, lambda index: leaf[index], dtype=leaf.dtype
         )
-    return jax.device_put(leaf, place)
+    return jax.device_put(leaf, sharding)
 
 
 @cache
-def _attention_apart(config: ModelConfig, mesh: FoldedMesh) -> Callable[[Any], Any]:
+def _unstack_attention(config: ModelConfig, mesh: FoldedMesh) -> Callable[[Any], Any]:
     """Compiled function that unstacks the layers of the attention side, in one program, so that no
     stack outlives it."""
-    places = specs(config, mesh)
+    spec_tree = specs(config, mesh)
     layers = config.num_expert_layers
-    first = () if places.first_layers is None else (first_specs(config, mesh),)
+    first = () if spec_tree.first_layers is None else (first_specs(config, mesh),)
     out = (
         rest_specs(config, mesh),
         first * config.num_dense_layers,
         (attention_specs(config, mesh),) * layers,
     )
 
-    def apart(weights: Transformer[Array]) -> Any:
+    def unstack(weights: Transformer[Array]) -> Any:
         return (
             _without_layers(weights),
-            _cut(weights.first_layers, config.num_dense_layers),
-            _cut(weights.layers, layers),
+            _unstack(weights.first_layers, config.num_dense_layers),
+            _unstack(weights.layers, layers),
         )
 
-    return _taking_apart(apart, out, mesh)
+    return _unstack_program(unstack, out, mesh)
 
 
 @cache
-def _experts_apart(layers: int, mesh: FoldedMesh) -> Callable[[Any], Any]:
-    return _taking_apart(lambda stack: _cut(stack, layers), (expert_specs(mesh),) * layers, mesh)
+def _unstack_experts(layers: int, mesh: FoldedMesh) -> Callable[[Any], Any]:
+    return _unstack_program(
+        lambda stack: _unstack(stack, layers), (expert_specs(mesh),) * layers, mesh
+    )
 
 
-def _cut(stack: Any, depth: int) -> tuple[Any, ...]:
+def _unstack(stack: Any, depth: int) -> tuple[Any, ...]:
     return tuple(jax.tree.map(lambda leaf, n=n: leaf[n], stack) for n in range(depth))
 
 
-def _taking_apart(apart: Callable[[Any], Any], out: Any, mesh: FoldedMesh) -> Callable[[Any], Any]:
+def _unstack_program(
+    unstack: Callable[[Any], Any], out: Any, mesh: FoldedMesh
+) -> Callable[[Any], Any]:
     leaves, structure = jax.tree.flatten(out)
-    placed = [NamedSharding(mesh.mesh, spec) for spec in leaves]
-    program = jax.jit(lambda weights: jax.tree.leaves(apart(weights)), out_shardings=placed)
+    shardings = [NamedSharding(mesh.mesh, spec) for spec in leaves]
+    program = jax.jit(lambda weights: jax.tree.leaves(unstack(weights)), out_shardings=shardings)
     return lambda weights: structure.unflatten(program(weights))
