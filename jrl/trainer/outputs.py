@@ -20,7 +20,7 @@ from jrl.report.metrics import check_known
 from jrl.report.page.write import write_page
 from jrl.report.plots import plot_run
 from jrl.rollout.collection.collect import sampling_of, shown_rows
-from jrl.rollout.parts import answered
+from jrl.rollout.completion_metrics import answered
 from jrl.rollout.sampler import Completion, Sampler, numbered_heldout
 from jrl.runs import loggers
 from jrl.runs.folder import RunFolder

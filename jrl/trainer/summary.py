@@ -9,7 +9,7 @@ from jaxtyping import Array
 from jrl.losses import ExplainedVariance, Mean
 from jrl.processes.agreement import to_host
 from jrl.recipes.base.batch import Batch
-from jrl.rollout.parts import answered, of_conversations, part_means, per_task
+from jrl.rollout.completion_metrics import answered, of_conversations, part_means, per_task
 from jrl.rollout.sampler import Completion, lengths_of, scores_of
 from jrl.tasks.answers.habits import habits
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from jrl.losses import pass_at_k
-from jrl.rollout.parts import of_conversations, part_means, per_task
+from jrl.rollout.completion_metrics import of_conversations, part_means, per_task
 from jrl.rollout.sampler import Completion, Sampler, correct_of, lengths_of, numbered_heldout
 from jrl.rollout.sampling import GREEDY, Sampling
 from jrl.tasks import REASONS

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from jrl.rollout.parts import of_conversations, part_means, per_task
+from jrl.rollout.completion_metrics import of_conversations, part_means, per_task
 from jrl.rollout.sampler import Sampler, accuracy, lengths_of, numbered_heldout, scores_of
 from jrl.rollout.sampling import GREEDY, Sampling
 from jrl.tasks import Example, Task

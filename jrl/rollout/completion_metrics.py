@@ -17,7 +17,10 @@ def part_means(completions: Sequence[Completion]) -> dict[str, float]:
         verdict = completion.verdict
         for name, value in () if verdict is None or verdict.parts is None else verdict.parts:
             values[name].append(value)
-    return {f"reward/{name}": float(np.mean(found)) for name, found in sorted(values.items())}
+    return {
+        f"reward/{name}": float(np.mean(component_values))
+        for name, component_values in sorted(values.items())
+    }
 
 
 def answered(completions: Sequence[Completion]) -> list[Answered]:
@@ -27,40 +30,44 @@ def answered(completions: Sequence[Completion]) -> list[Answered]:
             each.trajectory.request.prompt, each.text, each.example.answer, each.verdict.correct
         )
         for each in completions
-        if each.verdict is not None and each.trajectory.request.turns is None
+        if each.verdict is not None and each.trajectory.request.conversation is None
     ]
 
 
 def of_conversations(completions: Sequence[Completion]) -> dict[str, float]:
     """Means ``conversation/...`` over multi-turn completions: turns of the policy, truncated turns,
     tokens of the environment, and the fraction that the limit of turns ended."""
-    given = (completion.trajectory.request.turns for completion in completions)
-    turns = [each for each in given if each is not None]
-    if not turns:
+    of_completions = (completion.trajectory.request.conversation for completion in completions)
+    conversations = [each for each in of_completions if each is not None]
+    if not conversations:
         return {}
     return {
-        "conversation/turns": float(np.mean([len(each.said) for each in turns])),
-        "conversation/cut_turns": float(np.mean([len(each.cut) for each in turns])),
-        "conversation/answer_tokens": float(np.mean([each.num_answer_tokens for each in turns])),
-        "conversation/turn_limit": float(np.mean([each.turn_limit for each in turns])),
+        "conversation/turns": float(np.mean([len(each.policy_messages) for each in conversations])),
+        "conversation/cut_turns": float(
+            np.mean([len(each.truncated_turns) for each in conversations])
+        ),
+        "conversation/answer_tokens": float(
+            np.mean([each.num_answer_tokens for each in conversations])
+        ),
+        "conversation/turn_limit": float(np.mean([each.turn_limit for each in conversations])),
     }
 
 
-def per_task(completions: Sequence[Completion], way: str | None = None) -> dict[str, float]:
+def per_task(completions: Sequence[Completion], method: str | None = None) -> dict[str, float]:
     """Metrics ``task/NAME/...`` of each task of a mixture: accuracy and mean score of its
     completions with a verdict, and their number.
 
     Args:
-      way: sampling method of an evaluation, appended to the names; None for training.
+      method: sampling method of an evaluation, appended to the names; None for training.
     """
     rows: defaultdict[str, list[Completion]] = defaultdict(list)
     for completion in completions:
         if completion.verdict is not None and completion.example.task:
             rows[completion.example.task].append(completion)
-    end = "" if way is None else f"/{way}"
-    found: dict[str, float] = {}
-    for name, own in sorted(rows.items()):
-        found[f"task/{name}/accuracy{end}"] = accuracy(own)
-        found[f"task/{name}/score{end}"] = float(np.mean(scores_of(own)))
-        found[f"task/{name}/completions{end}"] = float(len(own))
-    return found
+    suffix = "" if method is None else f"/{method}"
+    metrics: dict[str, float] = {}
+    for name, task_rows in sorted(rows.items()):
+        metrics[f"task/{name}/accuracy{suffix}"] = accuracy(task_rows)
+        metrics[f"task/{name}/score{suffix}"] = float(np.mean(scores_of(task_rows)))
+        metrics[f"task/{name}/completions{suffix}"] = float(len(task_rows))
+    return metrics

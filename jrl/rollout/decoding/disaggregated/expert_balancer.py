@@ -7,12 +7,12 @@ from moe.disaggregated.placement import Placement
 from moe.disaggregated.replanning import Balance, Policy, Sizes, observe, start
 from moe.disaggregated.split import SplitMesh
 
-ALIKE = Policy(every=1, decay=1 - 1e-9)
+EQUAL_WEIGHTS = Policy(every=1, decay=1 - 1e-9)
 """Policy under which each re-balancing may move experts, and all loads since the start have equal
 weight."""
 
 
-class ExpertPlaces:
+class ExpertBalancer:
     """Expert placements of all layers, and the loads that they are planned by.
 
     Args:
@@ -20,7 +20,7 @@ class ExpertPlaces:
       mesh: of both device groups.
       slots: expert slots of each device along ``ep``; None is its share of the experts.
       every: tokens of a row between two re-balancings; None never re-balances.
-      fades: true for an exponential decay of older loads (`Policy.decay` for each token of a row),
+      decays: true for an exponential decay of older loads (`Policy.decay` for each token of a row),
         false for equal weights since the start.
 
     Attributes:
@@ -38,15 +38,15 @@ class ExpertPlaces:
         slots: int | None,
         every: int | None,
         *,
-        fades: bool = False,
+        decays: bool = False,
     ):
         first = first_placement(config, mesh, slots)
         first = first or Placement.identity(config.num_experts, mesh.experts.size(mesh.experts.ep))
         self._sizes = Sizes(first.num_slots * first.num_devices, first.num_devices)
         self._first = np.tile(first.experts, (config.num_expert_layers, 1))
         self._no_loads = np.zeros((config.num_expert_layers, config.num_experts))
-        self.every, self.moves, self._policy = every, 0, ALIKE
-        if fades and every is not None:
+        self.every, self.moves, self._policy = every, 0, EQUAL_WEIGHTS
+        if decays and every is not None:
             self._policy = Policy(every=1, decay=Policy.decay**every)
         self.restart()
 
@@ -60,9 +60,9 @@ class ExpertPlaces:
     def placements(self) -> tuple[Placement, ...]:
         """Placement of each layer with experts."""
         devices = self._sizes.num_devices
-        return tuple(Placement.holding(one, devices) for one in self._balance.placed)
+        return tuple(Placement.holding(experts, devices) for experts in self._balance.placed)
 
-    def within(self, tokens: int) -> int:
+    def limit_tokens(self, tokens: int) -> int:
         """Bounds `tokens` of each row by those that are left until the next re-balancing."""
         return tokens if self.every is None else min(tokens, self.every - self._tokens)
 
@@ -71,7 +71,7 @@ class ExpertPlaces:
         self._tokens += tokens
         return self.every is not None and self._tokens >= self.every
 
-    def look(self, loads: np.ndarray) -> bool:
+    def rebalance(self, loads: np.ndarray) -> bool:
         """Re-balances the experts; returns true if one moves.
 
         Args:
