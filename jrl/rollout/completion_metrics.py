@@ -9,7 +9,7 @@ from jrl.rollout.sampler import Completion, accuracy, scores_of
 from jrl.tasks.answers.habits import Answered
 
 
-def part_means(completions: Sequence[Completion]) -> dict[str, float]:
+def reward_means(completions: Sequence[Completion]) -> dict[str, float]:
     """Means ``reward/NAME`` of each reward component over the completions that have it, without the
     weights of the sum."""
     values: defaultdict[str, list[float]] = defaultdict(list)
@@ -23,7 +23,7 @@ def part_means(completions: Sequence[Completion]) -> dict[str, float]:
     }
 
 
-def answered(completions: Sequence[Completion]) -> list[Answered]:
+def single_turn_answers(completions: Sequence[Completion]) -> list[Answered]:
     """Single-turn completions with a verdict, as `jrl.tasks.answers.habits` reads them."""
     return [
         Answered(
@@ -34,7 +34,7 @@ def answered(completions: Sequence[Completion]) -> list[Answered]:
     ]
 
 
-def of_conversations(completions: Sequence[Completion]) -> dict[str, float]:
+def conversation_metrics(completions: Sequence[Completion]) -> dict[str, float]:
     """Means ``conversation/...`` over multi-turn completions: turns of the policy, truncated turns,
     tokens of the environment, and the fraction that the limit of turns ended."""
     of_completions = (completion.trajectory.request.conversation for completion in completions)
@@ -53,7 +53,7 @@ def of_conversations(completions: Sequence[Completion]) -> dict[str, float]:
     }
 
 
-def per_task(completions: Sequence[Completion], method: str | None = None) -> dict[str, float]:
+def task_metrics(completions: Sequence[Completion], method: str | None = None) -> dict[str, float]:
     """Metrics ``task/NAME/...`` of each task of a mixture: accuracy and mean score of its
     completions with a verdict, and their number.
 

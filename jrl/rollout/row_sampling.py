@@ -79,7 +79,7 @@ def sample_rows(
     """
     greedy = rows.temperatures == 0
 
-    def sampled() -> tuple[Array, Array]:
+    def sample() -> tuple[Array, Array]:
         scaled = logits / jnp.where(greedy, 1.0, rows.temperatures)[:, None]
         any_top_p = jnp.any((rows.top_ps < 1) & ~greedy)
         narrowed = jax.lax.cond(
@@ -92,7 +92,7 @@ def sample_rows(
     best = argmax_token(logits)
     # If every row is greedy, no noise is generated.
     tokens, behaviour = jax.lax.cond(
-        jnp.all(greedy), lambda: (best, jnp.zeros_like(logits[:, 0])), sampled
+        jnp.all(greedy), lambda: (best, jnp.zeros_like(logits[:, 0])), sample
     )
     tokens = jnp.where(greedy, best, tokens)
     return tokens, jnp.where(greedy, 0.0, behaviour), logprobs_of(logits, tokens)

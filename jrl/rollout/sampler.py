@@ -145,12 +145,12 @@ class Unverified:
         # In the first process only: an answer that timed out there did so for all.
         if is_main_process():
             to_verify = [examples[index] for index in indices]
-            their_texts = [texts[index] for index in indices]
-            verdicts = _in_background(self._task.verify, to_verify, their_texts)
+            texts_to_verify = [texts[index] for index in indices]
+            verdicts = _in_background(self._task.verify, to_verify, texts_to_verify)
         # In the order of decoding, which all processes share; verdicts may come in any order.
         self._pending.append((trajectories, examples, texts, verdicts))
 
-    def ready(self) -> list[Completion]:
+    def poll(self) -> list[Completion]:
         """Completions whose verdicts came since the last call; a collective operation in a run of
         multiple processes."""
         # From the front only: an early one waits for those before it, so that the order of
@@ -165,8 +165,8 @@ class Unverified:
         # different rows.
         return self._take(int(broadcast_from_main(done)))
 
-    def verified(self) -> list[Completion]:
-        """All completions that `ready` has not returned yet; a collective operation in a run of
+    def wait(self) -> list[Completion]:
+        """All completions that `poll` has not returned yet; a collective operation in a run of
         multiple processes."""
         with timed("timing_s/reward", self._seconds):
             return self._take(len(self._pending))
@@ -272,7 +272,7 @@ class Sampler:
         # a group before it.
         requests = self.requests(examples, num_samples)
         unverified = self.decode(requests, examples, sampling, seconds=seconds, report=report)
-        return sort_completions(unverified.verified(), examples)
+        return sort_completions(unverified.wait(), examples)
 
     def judge(
         self,

@@ -211,7 +211,7 @@ def token_scores(
     return logprobs, logprobs_of(sampler_logits(logits, sampling), tokens), entropy
 
 
-def value(
+def score_values(
     critic: Transformer[Array],
     tokens: Int[Array, "batch time"],
     valid: Bool[Array, "batch time"],
@@ -288,13 +288,13 @@ def _read_states(
         micro-batches, ``[layer, micro_batch, token, k]``.
     """
 
-    def packed(tokens, valid, choices):
+    def pack_rows(tokens, valid, choices):
         batch = pack(tokens, valid, layout, config, mesh, choices)
         return batch._replace(record_choices=record_choices)
 
     # Without pipeline stages all rows run in one batch, for the largest GEMMs.
     if mesh.layout.pp == 1:
-        x, router = model.run(weights, packed(*inputs), config, mesh)
+        x, router = model.run(weights, pack_rows(*inputs), config, mesh)
         return read(weights, x, inputs[0]), router
     rows, time = inputs[0].shape
     num_batches = num_micro_batches(rows, time, layout, mesh)
@@ -303,7 +303,7 @@ def _read_states(
     outs, router = stages.scan_micro_batches(
         weights,
         micro_batches,
-        lambda micro_batch: packed(*micro_batch),
+        lambda micro_batch: pack_rows(*micro_batch),
         lambda weights, x, micro_batch: read(weights, x, micro_batch[0]),
         config,
         mesh,

@@ -20,7 +20,7 @@ from moe.config import ModelConfig
 
 Leaf = TypeVar("Leaf")
 # No "window": recipes with partial rollouts in windows do not sample ahead.
-FINISHES: tuple[Finish, ...] = ("stop", "length")
+FINISH_REASONS: tuple[Finish, ...] = ("stop", "length")
 """Finish reasons of a response, by number."""
 
 
@@ -56,7 +56,7 @@ class AsyncBuffer(Generic[Leaf]):
       prompts: ``[entry]`` id of the prompt.
       samples: ``[entry]`` sample id, the index of the response to its prompt.
       lengths: ``[entry]`` tokens so far, 0 where it was not started; -1 where the entry is empty.
-      finishes: ``[entry]`` index of the finish reason in `FINISHES`; -1 for unfinished rows.
+      finishes: ``[entry]`` index of the finish reason in `FINISH_REASONS`; -1 for unfinished rows.
       slots: ``[entry]`` the slot that a row in flight keeps; -1 where it keeps none.
       reasons: ``[entry]`` index of the verdict's reason; -1 without a verdict.
       scores: ``[entry, 2]`` of the verdict, stored as `metrics` are.
@@ -237,7 +237,7 @@ def _write(buffer: AsyncBuffer[np.ndarray], entry: int, row: Completion | Reques
     buffer.lengths[entry], sampled = 0, request.sampled
     if isinstance(row, Completion):
         assert row.verdict is not None
-        buffer.finishes[entry] = FINISHES.index(row.trajectory.finish)
+        buffer.finishes[entry] = FINISH_REASONS.index(row.trajectory.finish)
         buffer.reasons[entry] = REASONS.index(row.verdict.reason)
     if request.slot is not None:
         buffer.slots[entry] = request.slot
@@ -282,7 +282,7 @@ def _read(
     if buffer.finishes[entry] < 0 or sampled is None:
         slot = int(buffer.slots[entry])
         return request._replace(slot=None if slot < 0 else slot)
-    finish = FINISHES[buffer.finishes[entry]]
+    finish = FINISH_REASONS[buffer.finishes[entry]]
     trajectory = Trajectory(request, sampled.tokens, finish, buffer=None, row=0)
     # The text is decoded again from the tokens; the verdict was stored.
     text = text_of(sampler.format.tokenizer, sampled.tokens)

@@ -76,9 +76,9 @@ class AsyncCollector(Groups):
             if self._compares:
                 # Verdicts of one poll are awaited after the next poll: computed meanwhile, and read
                 # at the same point whether the verifier is fast or slow.
-                self._add_verified(before.verified())
+                self._add_verified(before.wait())
             self._submit_prompts()
-        self._add_verified(self._unverified.verified())
+        self._add_verified(self._unverified.wait())
         # Rows of later batches are suspended, and continue with the next weights.
         return self._split_batch(self._sampler.engine.suspend(self._keep_pool))
 

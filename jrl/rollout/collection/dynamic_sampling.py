@@ -99,10 +99,10 @@ class DynamicSampler(Groups):
             self._submit_prompts()
             if trajectories := self._poll_engine():
                 self._sampler.judge(self._unverified, trajectories, self._examples)
-                self._add_verified(self._unverified.ready())
+                self._add_verified(self._unverified.poll())
             else:
                 # Nothing is in flight: only verdicts are missing.
-                self._add_verified(self._unverified.verified())
+                self._add_verified(self._unverified.wait())
         self._sampler.engine.cancel([prompt for prompt in self._examples if prompt not in needed])
         examples = {prompt: self._examples[prompt] for prompt in needed}
         completions = [each for prompt in needed for each in self._groups[prompt]]
@@ -125,10 +125,8 @@ class DynamicSampler(Groups):
     def _submit_prompts(self) -> None:
         """Submits all prompts that are certainly needed, and into idle slots those likely to be."""
         num_verified, num_submitted = len(self._informative), len(self._examples)
-        num_informative, num_unverified = (
-            sum(self._informative.values()),
-            num_submitted - num_verified,
-        )
+        num_informative = sum(self._informative.values())
+        num_unverified = num_submitted - num_verified
         # Needed even if all undecided groups turn out to be informative.
         missing = self._recipe.prompts - num_informative - num_unverified
         # Plus one in numerator and denominator: the fraction is never 0, and defined at the start.

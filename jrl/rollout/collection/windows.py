@@ -84,7 +84,7 @@ def sample_windows(
         )
         for n, (prompt, sample, tokens) in enumerate(now)
     ]
-    completions = sampler.decode(requests, examples, sampling, seconds=seconds).verified()
+    completions = sampler.decode(requests, examples, sampling, seconds=seconds).wait()
     # Neither log-probabilities nor KV cache: the next step trains on its own tokens only, and
     # recomputes the rest.
     continued = [

@@ -44,7 +44,7 @@ class _PendingReply:
 class ConversationEngine:
     """Multi-turn responses, on top of a single-turn engine.
 
-    Where a stop token ends a turn of a request with `Request.turns`, or the limit of a turn
+    Where a stop token ends a turn of a request with `Request.conversation`, or the limit of a turn
     truncates it, its environment is called; the row's slot is free from then on, for waiting
     requests. With the answer appended, and the end-of-turn tokens before that if the turn was
     truncated, the row is admitted again, its log-probabilities kept, and continues with the next
@@ -211,11 +211,8 @@ class ConversationEngine:
         """Submits answered rows to the engine again; returns finished trajectories."""
         done, continued = list[Trajectory](), list[tuple[Trajectory, Conversation, np.ndarray]]()
         for pending, reply in replies:
-            trajectory, conversation, length = (
-                pending.trajectory,
-                pending.conversation,
-                pending.trajectory.length,
-            )
+            trajectory, conversation = pending.trajectory, pending.conversation
+            length = trajectory.length
             if reply.failure is not None:
                 done.append(
                     self._finish_conversation(trajectory, conversation, failure=reply.failure)
@@ -267,17 +264,13 @@ class ConversationEngine:
         self, trajectory: Trajectory, conversation: Conversation, failure: str | None = None
     ) -> Trajectory:
         """Finishes a conversation: ends its environment, and adds the verdict to the trajectory."""
-        host, entry = (
-            self._environment_host(conversation.example),
-            self._environment_ids.pop(_row_id(trajectory), None),
-        )
+        host = self._environment_host(conversation.example)
+        entry = self._environment_ids.pop(_row_id(trajectory), None)
         if entry is not None and is_main_process():
             host.end(entry[0])
         verdict = host.scoring.verdict([reward for _, reward in conversation.rewards], failure)
-        max_length, conversation = (
-            _max_response_length(trajectory.request),
-            replace(conversation, verdict=verdict),
-        )
+        max_length = _max_response_length(trajectory.request)
+        conversation = replace(conversation, verdict=verdict)
         request = trajectory.request._replace(max_new_tokens=max_length, conversation=conversation)
         return replace(trajectory, request=request)
 
@@ -301,11 +294,9 @@ def _row_id(trajectory: Trajectory) -> tuple[int, int]:
 def _max_response_length(request: Request) -> int:
     """Length limit of the whole response, whatever that of its turn is."""
     conversation = request.conversation
-    return (
-        request.max_new_tokens
-        if conversation is None or conversation.limit is None
-        else conversation.limit
-    )
+    if conversation is None or conversation.limit is None:
+        return request.max_new_tokens
+    return conversation.limit
 
 
 def _append_answer(sampled: Sampled, answer: np.ndarray) -> Sampled:

@@ -11,7 +11,7 @@ MIN_WINDOW = 16
 the requested ones, if that lets attention read a shorter cache."""
 
 
-def columns_read(end: int, columns: int) -> int:
+def cache_length_to_read(end: int, columns: int) -> int:
     """Cache length for rows that end at `end`: `MIN_CACHE_LENGTH` times a power of two, or all.
 
     Args:
@@ -33,15 +33,15 @@ def plan_window(
       limits: ``[row]`` lengths at which they stop.
       columns: total length of the cache.
     """
-    few = columns_read(end_after(lengths, limits, min(MIN_WINDOW, window)), columns)
-    if few < columns_read(end_after(lengths, limits, window), columns):
+    few = cache_length_to_read(length_after(lengths, limits, min(MIN_WINDOW, window)), columns)
+    if few < cache_length_to_read(length_after(lengths, limits, window), columns):
         # Rows that stop within these positions do not matter: others get at least `MIN_WINDOW`
         # tokens.
         window = few - 1 - int(lengths[limits > few].max())
-    return window, end_after(lengths, limits, window)
+    return window, length_after(lengths, limits, window)
 
 
-def end_after(lengths: np.ndarray, limits: np.ndarray, num_tokens: int) -> int:
+def length_after(lengths: np.ndarray, limits: np.ndarray, num_tokens: int) -> int:
     """Maximum length of the longest row after `num_tokens` more tokens."""
     # One more: a row that was just admitted has a first token that the host has not counted.
     return int(np.minimum(lengths + 1 + num_tokens, limits).max())

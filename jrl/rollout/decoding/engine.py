@@ -12,7 +12,7 @@ from jrl.losses import EntropyStatistics
 from jrl.processes.agreement import to_devices, to_host
 from jrl.rollout.batching import replicated
 from jrl.rollout.decoding.admission_arrays import make_admission
-from jrl.rollout.decoding.columns import columns_read, end_after, plan_window
+from jrl.rollout.decoding.columns import cache_length_to_read, length_after, plan_window
 from jrl.rollout.decoding.output_buffer import make_output_buffer, write_to_buffer
 from jrl.rollout.decoding.programs.admission import AdmissionArrays, admit
 from jrl.rollout.decoding.programs.advance import Advanced, UnstackedPolicy, advance, unstack_policy
@@ -360,14 +360,14 @@ class SlotEngine:
     def _resize_cache(self, pool: SlotPool[Array], columns: int) -> tuple[SlotPool[Array], int]:
         """Pool with a cache of at least `columns` positions, donated if it changes, and the number
         of positions to read."""
-        return pool, columns_read(columns, self.columns)
+        return pool, cache_length_to_read(columns, self.columns)
 
     def _plan_window(self, lengths: np.ndarray, limits: np.ndarray, window: int) -> tuple[int, int]:
         """Number of tokens to decode, and the maximum length of the longest row after them."""
         if self._scheduler.waiting:
             # The scheduler runs again after a few steps, when some rows have ended: copying a part
             # of the cache for so few costs more than it saves.
-            return window, end_after(lengths, limits, window)
+            return window, length_after(lengths, limits, window)
         return plan_window(lengths, limits, window, self.columns)
 
     def _collect_finished(self, slots: Sequence[int]) -> list[Trajectory]:

@@ -82,7 +82,7 @@ def plan_rows(plan: AdmissionPlan, widths: Sequence[int]) -> RowPlan:
     ]
     starts = [first_fit(run_lengths, width) for run_lengths in lengths]
     # The maximum over ranks: the compiled function has one shape on all.
-    needed = max(max(run_lengths) // width + 1 for run_lengths in starts if run_lengths)
+    needed = max(max(offsets) // width + 1 for offsets in starts if offsets)
     return RowPlan(width, row_count(needed), starts)
 
 

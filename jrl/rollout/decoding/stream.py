@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jrl.processes.agreement import to_host
-from jrl.rollout.decoding.columns import end_after
+from jrl.rollout.decoding.columns import length_after
 from jrl.rollout.decoding.engine import SlotEngine
 from jrl.rollout.decoding.packing import (
     make_packing,
@@ -288,7 +288,7 @@ class StreamEngine(SlotEngine):
 
     def _plan_window(self, lengths: np.ndarray, limits: np.ndarray, window: int) -> tuple[int, int]:
         # The whole window: scheduler steps follow each other directly, and cache lengths differ.
-        return window, end_after(lengths, limits, window)
+        return window, length_after(lengths, limits, window)
 
     def _ensure_pool(self) -> SlotPool[Array]:
         if self._pool is None:

@@ -117,7 +117,7 @@ def memory(setup: Setup) -> dict[str, int]:
         "critic's optimizer moments": critic_parts * halves // 2,
         "reference": weights if recipe.uses_reference and not beside else 0,
         "weights gathered to score": gathered if setup.model.execution.fsdp else 0,
-        # `policy_of`: decoding uses unstacked weights.
+        # `unstack_policy`: decoding uses unstacked weights.
         "weights apart to sample": rollout.get("weights apart to sample", 0),
         "key/value cache": rollout.get("key/value cache", 0),
         DECODE_PARTS: rollout.get(DECODE_PARTS, 0),

@@ -42,7 +42,7 @@ from moe.disaggregated.split import SplitMesh, is_here
 from moe.router.replay import choices_dtype
 from sharding.folding import FoldedMesh
 
-AHEAD = 2
+STEPS_BEFORE_COUNT = 2
 """Decoding steps that the host enqueues before it checks that rows are left to decode."""
 
 
@@ -251,9 +251,11 @@ class DisaggregatedEngine(SlotEngine):
             )
             return int(totals[-1][1])
 
-        # Enqueued steps run on; counts are read `AHEAD` tokens later.
+        # Enqueued steps run on; counts are read `STEPS_BEFORE_COUNT` tokens later.
         def continues(token: int) -> bool:
-            num_live = count(token - AHEAD) if token >= AHEAD else min_live + 1
+            num_live = (
+                count(token - STEPS_BEFORE_COUNT) if token >= STEPS_BEFORE_COUNT else min_live + 1
+            )
             return token < window and num_live > min_live
 
         cache = self.runner.decode(

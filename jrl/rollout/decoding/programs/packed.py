@@ -180,10 +180,7 @@ def _copy_to_cache_local(
         return over_columns(copy_chunk, cache, prefilled)
 
     axes = decoder.mesh.axes
-    cache, prefilled, cache_copies = (
-        vary(cache, axes),
-        vary(prefilled, axes),
-        vary(cache_copies, axes),
-    )
+    cache, prefilled = vary(cache, axes), vary(prefilled, axes)
+    cache_copies = vary(cache_copies, axes)
     # The number of iterations may differ between ranks: there is no collective in the body.
     return lax.fori_loop(0, cache_copies.counts[0], copy, cache)

@@ -247,7 +247,7 @@ def with_columns(pool: SlotPool[Array], columns: int) -> SlotPool[Array]:
 
 @partial(jax.jit, static_argnums=1)
 def _resize(cache: Cache[Array], columns: int) -> Cache[Array]:
-    def resized(buffer: Array, axis: int | None) -> Array:
+    def resize(buffer: Array, axis: int | None) -> Array:
         if axis is None:
             return buffer
         sliced = jax.lax.slice_in_dim(buffer, 0, min(columns, buffer.shape[axis]), axis=axis)
@@ -255,7 +255,7 @@ def _resize(cache: Cache[Array], columns: int) -> Cache[Array]:
         more[axis] = 0, columns - sliced.shape[axis]
         return jnp.pad(sliced, more)
 
-    return over_columns(resized, cache)
+    return over_columns(resize, cache)
 
 
 def run_prefill(

@@ -8,7 +8,7 @@ from talks import RESPONSE, Echo, Echoing, LateHost, echo, talked, talking_setup
 from three_updates import random_weights
 
 from jrl.processes.agreement import to_host
-from jrl.rollout.completion_metrics import of_conversations
+from jrl.rollout.completion_metrics import conversation_metrics
 from jrl.trainer.scoring import logprobs_of
 
 TURN = 3
@@ -129,7 +129,7 @@ def test_rewards_of_turns_that_were_cut_lie_on_their_last_token(collected):
 
 
 def test_they_are_counted(collected):
-    found = of_conversations(collected.completions)
+    found = conversation_metrics(collected.completions)
     cut = [len(turns_of(completion).truncated_turns) for completion in collected.completions]
     assert found["conversation/cut_turns"] == np.mean(cut) > 0
 
