@@ -141,9 +141,9 @@ def decoding(config: Any) -> tuple[Callable[[], Any], Callable[[Any], float]]:
     import jax.numpy as jnp
 
     from jrl.rollout.batching import replicated
-    from jrl.rollout.decoding.programs.advance import advance, policy_of
+    from jrl.rollout.decoding.programs.advance import advance, unstack_policy
     from jrl.rollout.decoding.programs.slots import Decoder, empty_pool
-    from jrl.rollout.decoding.programs.tokens import Draws
+    from jrl.rollout.decoding.programs.tokens import SamplerState
     from jrl.rollout.sampling import Sampling
     from moe.weights import initialise
     from sharding.folding import Layout, fold
@@ -151,7 +151,7 @@ def decoding(config: Any) -> tuple[Callable[[], Any], Callable[[Any], float]]:
     mesh = fold(Layout(), jax.devices()[:1])
     decoder = Decoder(config, mesh, pad_id=0, stop_ids=(config.vocab_size,))
     here = replicated(mesh)
-    policy = policy_of(decoder, jax.device_put(initialise(config, jax.random.key(0)), here))
+    policy = unstack_policy(decoder, jax.device_put(initialise(config, jax.random.key(0)), here))
     key, version, steps, none = jax.device_put(
         (jax.random.key_data(jax.random.key(1)), *(jnp.asarray(n) for n in (0, STEPS, 0))), here
     )
@@ -167,14 +167,14 @@ def decoding(config: Any) -> tuple[Callable[[], Any], Callable[[Any], float]]:
     def run(compiled: Any) -> float:
         given = jax.block_until_ready(begun(pool[0]))
         began = time.process_time()
-        pool[0], advanced = compiled(policy, given, Draws(key, version), steps, none)
+        pool[0], advanced = compiled(policy, given, SamplerState(key, version), steps, none)
         jax.block_until_ready(pool[0])
         seconds = time.process_time() - began
         assert int(advanced.steps) == STEPS, "a row ended early"
         return seconds / STEPS
 
     return (
-        lambda: advance.lower(*fixed, policy, pool[0], Draws(key, version), steps, none),
+        lambda: advance.lower(*fixed, policy, pool[0], SamplerState(key, version), steps, none),
         run,
     )
 

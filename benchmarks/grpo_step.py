@@ -90,7 +90,7 @@ def measure(model: str, threads: int, steps: int) -> dict[str, float]:
         requests = sampler.requests(examples, setup.recipe.group_size)
         started = time.perf_counter()
         sampler.engine.submit(requests, sampling_of(setup.recipe))
-        while sampler.engine.poll(alone=True):
+        while sampler.engine.poll(draining=True):
             pass
         seconds["decode"].append(time.perf_counter() - started)
     median = {name: statistics.median(values) for name, values in seconds.items()}

@@ -9,7 +9,7 @@ from jax import monitoring
 
 from jrl.rollout.decoding.engine import SlotEngine
 from jrl.rollout.decoding.requests import Trajectory
-from jrl.rollout.decoding.seating import Arriving
+from jrl.rollout.decoding.scheduler import AdmissionPlan
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
@@ -52,11 +52,11 @@ class TimedEngine(SlotEngine):
         self.windows: list[Span] = []
         self._compilations = Compilations()
 
-    def _admit(self, arriving: Arriving) -> None:
+    def _admit(self, plan: AdmissionPlan) -> None:
         jax.block_until_ready(self._pool)
         before, compiled = self.usage.prefilled, self._compilations.number
         began = time.perf_counter()
-        super()._admit(arriving)
+        super()._admit(plan)
         jax.block_until_ready(self._pool)
         seconds = time.perf_counter() - began
         new = self._compilations.number > compiled
@@ -64,7 +64,7 @@ class TimedEngine(SlotEngine):
 
     def _advance(self) -> list[Trajectory]:
         # A row that has just come has one token more than the host has been told of.
-        lengths = np.asarray(self._there().rows.lengths, np.float64)
+        lengths = np.asarray(self._ensure_pool().rows.lengths, np.float64)
         usage = self.usage.copy()
         compiled, began = self._compilations.number, time.perf_counter()
         done = super()._advance()

@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 from jrl.processes.agreement import to_devices
 from jrl.recipes.base.batch import Batch
-from jrl.rollout.decoding.programs.slots import Rows
+from jrl.rollout.decoding.programs.slots import TokenRows
 from jrl.rollout.decoding.requests import Trajectory
 from sharding.folding import FoldedMesh
 
@@ -33,12 +33,12 @@ def take_rows(batch: Batch[Array], rows: np.ndarray, mesh: FoldedMesh) -> Batch[
     Args:
       rows: their indices.
     """
-    chosen = to_devices(rows.astype(np.int32), replicated(mesh))
-    return _taking(over_rows(mesh))(batch, chosen)
+    indices = to_devices(rows.astype(np.int32), replicated(mesh))
+    return _compiled_take(over_rows(mesh))(batch, indices)
 
 
 @cache
-def _taking(sharding: NamedSharding) -> Callable[[Any, Array], Any]:
+def _compiled_take(sharding: NamedSharding) -> Callable[[Any, Array], Any]:
     def take(batch: Any, rows: Array) -> Any:
         return jax.tree.map(lambda column: jnp.take(column, rows, axis=0), batch)
 
@@ -61,10 +61,10 @@ def batch_of(
       prompt_length: positions that prompts are padded to, on their left.
       response_length: positions of the responses after them.
     """
-    shelves = list({id(t.shelf): t.shelf for t in trajectories if t.shelf is not None}.values())
-    offsets = dict(zip(map(id, shelves), np.cumsum([0, *map(len, shelves)]), strict=False))
-    rows = [offsets[id(t.shelf)] + t.row for t in trajectories]
-    columns = {
+    buffers = list({id(t.buffer): t.buffer for t in trajectories if t.buffer is not None}.values())
+    offsets = dict(zip(map(id, buffers), np.cumsum([0, *map(len, buffers)]), strict=False))
+    rows = [offsets[id(t.buffer)] + t.row for t in trajectories]
+    row_fields = {
         "rows": np.array(rows, np.int32),
         "prompts": np.array([len(t.request.tokens) for t in trajectories], np.int32),
         "truncated": np.array([t.finish == "length" for t in trajectories], bool),
@@ -74,21 +74,23 @@ def batch_of(
     windows = any(t.request.window is not None for t in trajectories)
     # Without an explicit sharding XLA would choose one, which JAX then looks for on the mesh that
     # decoded, where it need not exist.
-    whole = to_devices(columns, replicated(mesh))
-    decoder = shelves[0].decoder
+    fields_on_mesh = to_devices(row_fields, replicated(mesh))
+    decoder = buffers[0].decoder
     layout = _Layout(
         prompt_length, response_length, decoder.pad_id, decoder.config.num_experts, windows
     )
-    making = _making(over_rows(mesh), layout)
-    return making(tuple(_on_devices_of(mesh, shelf.rows) for shelf in shelves), whole)
+    make_batch = _compiled_batch(over_rows(mesh), layout)
+    return make_batch(
+        tuple(_replicate_rows(mesh, buffer.rows) for buffer in buffers), fields_on_mesh
+    )
 
 
-def _on_devices_of(mesh: FoldedMesh, rows: Rows[Array]) -> Rows[Array]:
+def _replicate_rows(mesh: FoldedMesh, rows: TokenRows[Array]) -> TokenRows[Array]:
     """Copies rows from a subset of the devices of `mesh` to all of them."""
-    there = replicated(mesh)
-    if rows.lengths.sharding.device_set == there.device_set:
+    sharding = replicated(mesh)
+    if rows.lengths.sharding.device_set == sharding.device_set:
         return rows
-    return jax.device_put(rows, there)
+    return jax.device_put(rows, sharding)
 
 
 def batch_from_host(
@@ -122,10 +124,10 @@ def batch_from_host(
         begin, end = prompt_length - len(request.tokens), prompt_length + len(sampled.tokens)
         tokens[row, begin:end], valid[row, begin:end] = request.ids, True
         mask[row, prompt_length:end] = counts[row]
-        if (turns := request.turns) is not None:
-            mask[row, prompt_length:end] &= turns.of_policy(len(sampled.tokens))
-            for place, reward in turns.rewards_before_end:
-                turn_rewards[row, prompt_length + place] = reward
+        if (conversation := request.conversation) is not None:
+            mask[row, prompt_length:end] &= conversation.policy_mask(len(sampled.tokens))
+            for position, reward in conversation.rewards_before_end:
+                turn_rewards[row, prompt_length + position] = reward
         behaviour_logprobs[row, prompt_length:end] = sampled.behaviour_logprobs
         old_logprobs[row, prompt_length:end] = sampled.old_logprobs
         if choices is not None:
@@ -154,41 +156,48 @@ class _Layout(NamedTuple):
 
 
 @cache
-def _making(
+def _compiled_batch(
     sharding: NamedSharding, layout: _Layout
-) -> Callable[[tuple[Rows[Array], ...], dict[str, Array]], Batch[Array]]:
-    def make(shelves: tuple[Rows[Array], ...], given: dict[str, Array]) -> Batch[Array]:
+) -> Callable[[tuple[TokenRows[Array], ...], dict[str, Array]], Batch[Array]]:
+    def make_batch(
+        buffers: tuple[TokenRows[Array], ...], row_fields: dict[str, Array]
+    ) -> Batch[Array]:
         rows = jax.tree.map(
-            lambda *columns: jnp.take(jnp.concatenate(columns), given["rows"], axis=0), *shelves
+            lambda *columns: jnp.take(jnp.concatenate(columns), row_fields["rows"], axis=0),
+            *buffers,
         )
-        return _as_batch(rows, given, layout)
+        return _as_batch(rows, row_fields, layout)
 
-    return jax.jit(make, out_shardings=sharding)
+    return jax.jit(make_batch, out_shardings=sharding)
 
 
-def _as_batch(rows: Rows[Array], given: dict[str, Array], layout: _Layout) -> Batch[Array]:
+def _as_batch(
+    rows: TokenRows[Array], row_fields: dict[str, Array], layout: _Layout
+) -> Batch[Array]:
     """Converts left-aligned rows to a batch, in which all responses start at the same position."""
-    prompts, lengths = given["prompts"][:, None], rows.lengths[:, None]
+    prompts, lengths = row_fields["prompts"][:, None], rows.lengths[:, None]
     # Position of each token of the batch in its row; negative before the prompt.
     columns = jnp.arange(layout.prompt_length + layout.response_length)[None]
     column = columns - (layout.prompt_length - prompts)
     valid = (column >= 0) & (column < lengths)
     sampled = valid & (column >= rows.starts[:, None])
-    place = jnp.clip(column, 0, rows.tokens.shape[1] - 1)
+    positions = jnp.clip(column, 0, rows.tokens.shape[1] - 1)
 
-    def moved(x: Array, where: Array, otherwise: float | int) -> Array:
-        at = place.reshape(*place.shape, *[1] * (x.ndim - 2))
-        where = where.reshape(at.shape)
-        return jnp.where(where, jnp.take_along_axis(x, at, axis=1), jnp.asarray(otherwise, x.dtype))
+    def align(x: Array, where: Array, otherwise: float | int) -> Array:
+        index = positions.reshape(*positions.shape, *[1] * (x.ndim - 2))
+        where = where.reshape(index.shape)
+        return jnp.where(
+            where, jnp.take_along_axis(x, index, axis=1), jnp.asarray(otherwise, x.dtype)
+        )
 
     choices = rows.choices
     return Batch(
-        tokens=moved(rows.tokens, valid, layout.pad_id),
+        tokens=align(rows.tokens, valid, layout.pad_id),
         valid=valid,
-        mask=sampled & given["counts"][:, None],
-        behaviour_logprobs=moved(rows.behaviour_logprobs, sampled, 0.0),
-        old_logprobs=moved(rows.old_logprobs, sampled, 0.0),
-        truncated=given["truncated"],
-        finished=given["finished"] if layout.windows else None,
-        choices=None if choices is None else moved(choices, valid, layout.no_expert),
+        mask=sampled & row_fields["counts"][:, None],
+        behaviour_logprobs=align(rows.behaviour_logprobs, sampled, 0.0),
+        old_logprobs=align(rows.old_logprobs, sampled, 0.0),
+        truncated=row_fields["truncated"],
+        finished=row_fields["finished"] if layout.windows else None,
+        choices=None if choices is None else align(choices, valid, layout.no_expert),
     )

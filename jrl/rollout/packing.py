@@ -31,15 +31,15 @@ class PackedSizes(NamedTuple):
     Attributes:
       bins: rows of the packed batch.
       length: of a bin, in tokens.
-      places: maximum number of tokens that the LM head scores.
+      max_scored: maximum number of tokens that the LM head scores.
     """
 
     bins: int
     length: int
-    places: int
+    max_scored: int
 
 
-class Rows(NamedTuple):
+class BinnedRows(NamedTuple):
     """Rows, and their offsets in the bins.
 
     Attributes:
@@ -58,7 +58,7 @@ class Rows(NamedTuple):
 
 
 def pack(
-    rows: Rows,
+    rows: BinnedRows,
     sizes: PackedSizes,
     config: ModelConfig,
     mesh: FoldedMesh,
@@ -69,24 +69,31 @@ def pack(
     Args:
       choices: expert ids to replay, see `jrl.rollout.scoring.pack`.
     """
-    places = _places(rows, sizes)
+    positions = _bin_positions(rows, sizes)
     # Segment ids count from 1; 0 is padding.
-    own = jnp.broadcast_to(1 + jnp.arange(places.shape[0])[:, None], places.shape)
+    segment_ids = jnp.broadcast_to(1 + jnp.arange(positions.shape[0])[:, None], positions.shape)
 
-    def laid(x: Int[Array, "batch time *_"]) -> Int[Array, "bin length *_"]:
+    def to_bins(x: Int[Array, "batch time *_"]) -> Int[Array, "bin length *_"]:
         flat = jnp.zeros_like(x, shape=(sizes.bins * sizes.length, *x.shape[2:]))
-        laid_out = flat.at[places].set(x, mode="drop")
-        return laid_out.reshape(sizes.bins, sizes.length, *x.shape[2:])
+        bins = flat.at[positions].set(x, mode="drop")
+        return bins.reshape(sizes.bins, sizes.length, *x.shape[2:])
 
-    replay = None if choices is None else jnp.moveaxis(laid(choices), 2, 0)
-    given = laid(rows.tokens), laid(own), places.shape[0], mesh, config, replay
-    return pack_segments(*given, positions=laid(positions_of(rows.valid)))
+    replay = None if choices is None else jnp.moveaxis(to_bins(choices), 2, 0)
+    return pack_segments(
+        to_bins(rows.tokens),
+        to_bins(segment_ids),
+        positions.shape[0],
+        mesh,
+        config,
+        replay,
+        positions=to_bins(positions_of(rows.valid)),
+    )
 
 
 def scores_of(
     weights: Transformer[Array],
     x: Float[Array, "local d_model"],
-    rows: Rows,
+    rows: BinnedRows,
     sizes: PackedSizes,
     config: ModelConfig,
     sampling: Sampling,
@@ -94,42 +101,42 @@ def scores_of(
 ) -> Scores:
     """Scores of the tokens under the mask, as `jrl.rollout.scoring.scores_of`; all others get 0.
 
-    Communication per device: that of `_predicting` and of the head.
+    Communication per device: that of `_gather_predicting_states` and of the head.
     """
-    x, index = _predicting(x, rows, sizes, config, mesh)
+    x, index = _gather_predicting_states(x, rows, sizes, config, mesh)
     tokens = rows.tokens.reshape(-1).at[index].get(mode="fill", fill_value=0)
     tokens = local_shard(vary(tokens, mesh.axes), mesh.sequence)
     scores = token_scores(weights, x, tokens, config, sampling, mesh)
-    return Scores(*(_aligned(own, rows, index, mesh) for own in scores), router=None)
+    return Scores(*(_scatter_to_rows(values, rows, index, mesh) for values in scores), router=None)
 
 
 def values_of(
     critic: Transformer[Array],
     x: Float[Array, "local d_model"],
-    rows: Rows,
+    rows: BinnedRows,
     sizes: PackedSizes,
     config: ModelConfig,
     mesh: FoldedMesh,
 ) -> Float[Array, "batch time"]:
     """Critic values of the state before each token under the mask; all others get 0."""
-    x, index = _predicting(x, rows, sizes, config, mesh)
-    return _aligned(value_of(critic, x, config), rows, index, mesh)
+    x, index = _gather_predicting_states(x, rows, sizes, config, mesh)
+    return _scatter_to_rows(value_of(critic, x, config), rows, index, mesh)
 
 
-def _places(rows: Rows, sizes: PackedSizes) -> Int[Array, "batch time"]:
+def _bin_positions(rows: BinnedRows, sizes: PackedSizes) -> Int[Array, "batch time"]:
     """Position of each token in the concatenated bins; past the end for tokens in no bin."""
-    lies = rows.valid & (rows.starts >= 0)[:, None]
-    place = rows.starts[:, None] + positions_of(rows.valid)
-    return jnp.where(lies, place, sizes.bins * sizes.length)
+    in_bin = rows.valid & (rows.starts >= 0)[:, None]
+    position = rows.starts[:, None] + positions_of(rows.valid)
+    return jnp.where(in_bin, position, sizes.bins * sizes.length)
 
 
-def _predicting(
+def _gather_predicting_states(
     x: Float[Array, "local d_model"],
-    rows: Rows,
+    rows: BinnedRows,
     sizes: PackedSizes,
     config: ModelConfig,
     mesh: FoldedMesh,
-) -> tuple[Float[Array, "own d_model"], Int[Array, "place"]]:
+) -> tuple[Float[Array, "shard d_model"], Int[Array, "scored"]]:
     """Selects the states of a packed batch that predict the tokens under the mask, this rank's
     shard; and returns the flat indices of these tokens in all rows, on every rank.
 
@@ -138,9 +145,9 @@ def _predicting(
     Communication per device over ``cp x tp``: one `gather_tokens` of the states, ``tokens x d_model
     (n - 1) / n`` elements; backward one `scatter_tokens` as large.
     """
-    counted = rows.mask.reshape(-1)
-    (index,) = jnp.nonzero(counted, size=sizes.places, fill_value=counted.size)
-    before = _places(rows, sizes).reshape(-1) - 1
+    flat_mask = rows.mask.reshape(-1)
+    (index,) = jnp.nonzero(flat_mask, size=sizes.max_scored, fill_value=flat_mask.size)
+    before = _bin_positions(rows, sizes).reshape(-1) - 1
     source = jnp.maximum(before.at[index].get(mode="fill", fill_value=0), 0)
     # Bins are sharded over `cp`, in zig-zag order or not: maps a position to the gathered batch.
     zigzag = zigzag_of_rows((sizes.bins, sizes.length), mesh, config)
@@ -149,10 +156,10 @@ def _predicting(
     return gather_tokens(x, mesh.sequence)[local_shard(source, mesh.sequence)], index
 
 
-def _aligned(
-    own: Float[Array, "own"], rows: Rows, index: Int[Array, "place"], mesh: FoldedMesh
+def _scatter_to_rows(
+    values: Float[Array, "shard"], rows: BinnedRows, index: Int[Array, "scored"], mesh: FoldedMesh
 ) -> Float[Array, "batch time"]:
     """Scatters values of the tokens `index` to their positions in ``[batch, time]``."""
-    whole = join_shards(own, mesh.sequence)
-    flat = jnp.zeros_like(whole, shape=rows.tokens.size)
-    return flat.at[index].set(whole, mode="drop").reshape(rows.tokens.shape)
+    gathered = join_shards(values, mesh.sequence)
+    flat = jnp.zeros_like(gathered, shape=rows.tokens.size)
+    return flat.at[index].set(gathered, mode="drop").reshape(rows.tokens.shape)

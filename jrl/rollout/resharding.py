@@ -54,40 +54,40 @@ def rollout_mesh(text: str | None, training: FoldedMesh) -> FoldedMesh:
     return fold(layout, devices_of(training))
 
 
-def mesh_apart(text: str | None, number: int, training: FoldedMesh) -> FoldedMesh:
+def separate_rollout_mesh(text: str | None, num_devices: int, training: FoldedMesh) -> FoldedMesh:
     """Mesh of decoding on separate devices: those of this process after the ones of `training`.
 
     Args:
       text: the requested layout; None is data parallelism over all of them.
-      number: of devices.
+      num_devices: of devices.
 
     Raises:
       ValueError: for a layout that cannot decode, or one of another number of devices, and where
         there are too few.
     """
-    layout = Layout.parse(f"dp{number}" if text is None else text)
-    if layout.pp > 1 or layout.cp > 1 or layout.num_devices != number:
+    layout = Layout.parse(f"dp{num_devices}" if text is None else text)
+    if layout.pp > 1 or layout.cp > 1 or layout.num_devices != num_devices:
         raise ValueError(
-            f"rollout layout {text!r} cannot be that of rollout_devices={number}: its sizes must "
-            f"have that product, without pp and cp, for example 'dp{number}'."
+            f"rollout layout {text!r} cannot be that of rollout_devices={num_devices}: its sizes "
+            f"must have that product, without pp and cp, for example 'dp{num_devices}'."
         )
     learning, devices = training.layout.num_devices, jax.devices()
     if jax.process_count() > 1:
         raise ValueError(
-            f"rollout_devices={number} are devices of one process, and the run has "
+            f"rollout_devices={num_devices} are devices of one process, and the run has "
             f"{jax.process_count()}: leave it out, to sample and learn by turns."
         )
-    if len(devices) < learning + number:
+    if len(devices) < learning + num_devices:
         raise ValueError(
-            f"rollout_devices={number} beside the {learning} of layout "
-            f"{str(training.layout)!r} are {learning + number} devices and there are "
-            f"{len(devices)}: choose fewer, or --devices {learning + number} to have as many fake "
-            "ones on a CPU."
+            f"rollout_devices={num_devices} beside the {learning} of layout "
+            f"{str(training.layout)!r} are {learning + num_devices} devices and there are "
+            f"{len(devices)}: choose fewer, or --devices {learning + num_devices} to have as many "
+            "fake ones on a CPU."
         )
-    return fold(layout, devices[learning : learning + number])
+    return fold(layout, devices[learning : learning + num_devices])
 
 
-def apart(training: FoldedMesh, rollout: FoldedMesh) -> bool:
+def are_disjoint(training: FoldedMesh, rollout: FoldedMesh) -> bool:
     """True if the two meshes share no device."""
     return {*devices_of(training)}.isdisjoint(devices_of(rollout))
 
@@ -103,7 +103,7 @@ class RolloutPolicy:
 
     Args:
       config: the policy network.
-      training: the mesh of the weights that `of` receives.
+      training: the mesh of the weights that `sync` receives.
       rollout: the mesh that decodes, over the same devices in the same order or over others.
     """
 
@@ -113,13 +113,13 @@ class RolloutPolicy:
         self._source: ref[Transformer[Array]] | None = None
         self._resharded: Transformer[Array] | None = None
 
-    def of(self, weights: Transformer[Array]) -> Transformer[Array]:
+    def sync(self, weights: Transformer[Array]) -> Transformer[Array]:
         """Policy `weights` on the rollout mesh, stored as `moe.placement.in_chunks` describes."""
         _, training, rollout = self._meshes
         if rollout == training and not has_adapters(weights):
             return weights
-        known = None if self._source is None else self._source()
-        if self._resharded is None or known is not weights:
+        source = None if self._source is None else self._source()
+        if self._resharded is None or source is not weights:
             self.release()  # old and new need not fit in memory together
             self._resharded = reshard(weights, *self._meshes)
             self._source = ref(weights)
@@ -142,7 +142,7 @@ def reshard(
         process.
     """
     config = config if has_adapters(weights) else config.without_adapters()
-    if not apart(source, target):
+    if not are_disjoint(source, target):
         leaves, structure = jax.tree.flatten(weights)
         moved = _resharding(config, source, target)(leaves, structure)
         return jax.tree.unflatten(jax.tree.structure(without_adapters(weights)), moved)
@@ -152,9 +152,9 @@ def reshard(
         weights = reshard(weights, config, source, plain)
         source, config = plain, config.without_adapters()
     in_order = placement.in_layer_order(weights, source, axis_sizes(config)["layer"])
-    whole = placement.shardings(_whole(config), target)
+    target_shardings = placement.shardings(_without_fsdp(config), target)
     # Blocks: updates donate the buffers that are being read.
-    return jax.block_until_ready(jax.device_put(in_order, whole))
+    return jax.block_until_ready(jax.device_put(in_order, target_shardings))
 
 
 @cache
@@ -166,8 +166,8 @@ def _resharding(
     Args:
       config: with adapters if they are to be merged.
     """
-    whole = _whole(config.without_adapters())
-    shardings = jax.tree.leaves(placement.shardings(whole, target))
+    rollout_config = _without_fsdp(config.without_adapters())
+    shardings = jax.tree.leaves(placement.shardings(rollout_config, target))
 
     def move(leaves: list[Array], structure: Any) -> list[Array]:
         num_layers = axis_sizes(config)["layer"]
@@ -179,6 +179,6 @@ def _resharding(
     return jax.jit(move, out_shardings=shardings, static_argnums=1)
 
 
-def _whole(config: ModelConfig) -> ModelConfig:
+def _without_fsdp(config: ModelConfig) -> ModelConfig:
     """Config of the rollout without FSDP: every decoding step reads all weights."""
     return replace(config, execution=replace(config.execution, fsdp=False))

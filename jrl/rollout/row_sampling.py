@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from jrl.rollout.decoding.programs.slots import Likeliest
-from jrl.rollout.sampling import likeliest_token, logprobs_of
+from jrl.rollout.decoding.programs.slots import TopTokens
+from jrl.rollout.sampling import argmax_token, logprobs_of
 
 Leaf = TypeVar("Leaf")
 
@@ -27,48 +27,51 @@ class RowSampling(Generic[Leaf]):
       top_ps: ``[row]`` in (0, 1]: the smallest set of most probable tokens with this total
         probability is kept, and ties with the last of them.
       seeds: ``[row, 2]`` words, the low one first.
-      wants_likeliest: ``[row]`` true if the top-k tokens of each position are recorded.
+      needs_top_tokens: ``[row]`` true if the top-k tokens of each position are recorded.
     """
 
     temperatures: Leaf
     top_ps: Leaf
     seeds: Leaf
-    wants_likeliest: Leaf
+    needs_top_tokens: Leaf
 
 
-class OwnSampling(NamedTuple):
+class RequestSampling(NamedTuple):
     """Sampling parameters of one request.
 
     Attributes:
       temperature, top_p: as in `RowSampling`.
       seed: in 0..2**64 - 1.
-      wants_likeliest: as in `RowSampling`.
+      needs_top_tokens: as in `RowSampling`.
     """
 
     temperature: float = 1.0
     top_p: float = 1.0
     seed: int = 0
-    wants_likeliest: bool = False
+    needs_top_tokens: bool = False
 
 
 def row_keys(
-    key: Array, seeds: UInt32[Array, "row 2"], samples: Int[Array, "row"], places: Int[Array, "row"]
+    key: Array,
+    seeds: UInt32[Array, "row 2"],
+    samples: Int[Array, "row"],
+    positions: Int[Array, "row"],
 ) -> Array:
     """RNG key of each row's next token, from its seed, the sample id and its position in the
     response."""
 
-    def own(seed: Array, sample: Array, place: Array) -> Array:
-        of_seed = jax.random.fold_in(jax.random.fold_in(key, seed[0]), seed[1])
-        return jax.random.fold_in(jax.random.fold_in(of_seed, sample), place)
+    def row_key(seed: Array, sample: Array, position: Array) -> Array:
+        seed_key = jax.random.fold_in(jax.random.fold_in(key, seed[0]), seed[1])
+        return jax.random.fold_in(jax.random.fold_in(seed_key, sample), position)
 
-    return jax.vmap(own)(seeds, samples, places)
+    return jax.vmap(row_key)(seeds, samples, positions)
 
 
-def draw_rows(
+def sample_rows(
     logits: Float[Array, "row vocab"], rows: RowSampling[Array], keys: Array
 ) -> tuple[Int[Array, "row"], Float[Array, "row"], Float[Array, "row"]]:
-    """Samples one token per row; `jrl.rollout.sampling.draw` does it with parameters that all rows
-    share.
+    """Samples one token per row; `jrl.rollout.sampling.sample_tokens` does it with parameters
+    that all rows share.
 
     Returns:
       The tokens, their log-probabilities in the distribution sampled from (0 where it is greedy),
@@ -76,39 +79,41 @@ def draw_rows(
     """
     greedy = rows.temperatures == 0
 
-    def sampled() -> tuple[Array, Array]:
+    def sample() -> tuple[Array, Array]:
         scaled = logits / jnp.where(greedy, 1.0, rows.temperatures)[:, None]
-        cuts = jnp.any((rows.top_ps < 1) & ~greedy)
-        narrowed = jax.lax.cond(cuts, lambda: _cut(scaled, rows.top_ps), lambda: scaled)
+        any_top_p = jnp.any((rows.top_ps < 1) & ~greedy)
+        narrowed = jax.lax.cond(
+            any_top_p, lambda: _apply_top_p(scaled, rows.top_ps), lambda: scaled
+        )
         noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], logits.dtype))(keys)
-        tokens = likeliest_token(narrowed + noise)
+        tokens = argmax_token(narrowed + noise)
         return tokens, logprobs_of(narrowed, tokens)
 
-    best = likeliest_token(logits)
+    best = argmax_token(logits)
     # If every row is greedy, no noise is generated.
     tokens, behaviour = jax.lax.cond(
-        jnp.all(greedy), lambda: (best, jnp.zeros_like(logits[:, 0])), sampled
+        jnp.all(greedy), lambda: (best, jnp.zeros_like(logits[:, 0])), sample
     )
     tokens = jnp.where(greedy, best, tokens)
     return tokens, jnp.where(greedy, 0.0, behaviour), logprobs_of(logits, tokens)
 
 
-def likeliest_of(
+def top_k_tokens(
     logits: Float[Array, "row vocab"], wanted: Bool[Array, "row"], k: int
-) -> Likeliest[Array]:
+) -> TopTokens[Array]:
     """Top-k tokens of each row and their log-probabilities at temperature 1; zeros if no row
     requests them."""
 
-    def found() -> tuple[Array, Array]:
+    def compute() -> tuple[Array, Array]:
         best, tokens = jax.lax.top_k(logits, k)
         return tokens.astype(jnp.int32), best - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
 
     like = logits[:, :k]
-    nothing = jnp.zeros_like(like, jnp.int32), jnp.zeros_like(like)
-    return Likeliest(*jax.lax.cond(jnp.any(wanted), found, lambda: nothing))
+    zeros = jnp.zeros_like(like, jnp.int32), jnp.zeros_like(like)
+    return TopTokens(*jax.lax.cond(jnp.any(wanted), compute, lambda: zeros))
 
 
-def _cut(
+def _apply_top_p(
     logits: Float[Array, "row vocab"], top_ps: Float[Array, "row"]
 ) -> Float[Array, "row vocab"]:
     """Sets the logits of tokens outside of each row's top-p to -inf."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jrl.processes.agreement import broadcast_from_main, is_main_process, is_multiprocess
-from jrl.rollout.conversations.turns import Turns
+from jrl.rollout.conversations.conversation import Conversation
 from jrl.rollout.decoding.protocol import RolloutEngine
 from jrl.rollout.decoding.requests import Request, Trajectory
 from jrl.rollout.sampling import Sampling
@@ -81,9 +81,9 @@ class Completion:
             record["rewards"] = dict(self.verdict.parts)
         if self.example.task:
             record["task"] = self.example.task
-        if (turns := self.trajectory.request.turns) is not None:
-            record["messages"] = turns.records
-            record["turn_rewards"] = [reward for _, reward in turns.rewards]
+        if (dialogue := self.trajectory.request.conversation) is not None:
+            record["messages"] = dialogue.records
+            record["turn_rewards"] = [reward for _, reward in dialogue.rewards]
         # Decoded from the tokens, as the text has no special ones: to debug a template, they must
         # be visible.
         if format.template is not None:
@@ -110,9 +110,9 @@ def lengths_of(completions: Sequence[Completion]) -> np.ndarray:
 
 def sampled_lengths_of(completions: Sequence[Completion]) -> np.ndarray:
     """Tokens of each response that the policy sampled, ``[completions]``."""
-    turns = [completion.trajectory.request.turns for completion in completions]
+    conversations = [completion.trajectory.request.conversation for completion in completions]
     # The response contains the environment's tokens too, whose number is not the policy's.
-    answers = [0 if each is None else each.num_answer_tokens for each in turns]
+    answers = [0 if each is None else each.num_answer_tokens for each in conversations]
     return lengths_of(completions) - np.array(answers, np.int32)
 
 
@@ -140,17 +140,17 @@ class Unverified:
     ) -> None:
         """Adds completions and starts the verification of finished ones."""
         # `_take` applies the same filter: verdicts come for these only, in this order.
-        ended = [place for place, t in enumerate(trajectories) if _to_verify(t)]
+        indices = [index for index, t in enumerate(trajectories) if _to_verify(t)]
         verdicts = None
         # In the first process only: an answer that timed out there did so for all.
         if is_main_process():
-            asked = [examples[place] for place in ended]
-            given = [texts[place] for place in ended]
-            verdicts = _in_background(self._task.verify, asked, given)
+            to_verify = [examples[index] for index in indices]
+            texts_to_verify = [texts[index] for index in indices]
+            verdicts = _in_background(self._task.verify, to_verify, texts_to_verify)
         # In the order of decoding, which all processes share; verdicts may come in any order.
         self._pending.append((trajectories, examples, texts, verdicts))
 
-    def ready(self) -> list[Completion]:
+    def poll(self) -> list[Completion]:
         """Completions whose verdicts came since the last call; a collective operation in a run of
         multiple processes."""
         # From the front only: an early one waits for those before it, so that the order of
@@ -165,25 +165,28 @@ class Unverified:
         # different rows.
         return self._take(int(broadcast_from_main(done)))
 
-    def verified(self) -> list[Completion]:
-        """All completions that `ready` has not returned yet; a collective operation in a run of
+    def wait(self) -> list[Completion]:
+        """All completions that `poll` has not returned yet; a collective operation in a run of
         multiple processes."""
         with timed("timing_s/reward", self._seconds):
             return self._take(len(self._pending))
 
-    def _take(self, number: int) -> list[Completion]:
-        """Waits for the verdicts of the first `number` additions."""
-        taken, self._pending = self._pending[:number], self._pending[number:]
+    def _take(self, num_additions: int) -> list[Completion]:
+        """Waits for the verdicts of the first `num_additions` additions."""
+        additions, self._pending = self._pending[:num_additions], self._pending[num_additions:]
         # None in the other processes, which wait in the broadcast. An exception of a verifier is
         # raised here, in the thread of the caller.
-        futures = [future for *_, future in taken if future is not None]
-        given = [verdict for future in futures for verdict in future.result()]
-        # No broadcast of nothing: `number` is the same in all processes, so none waits forever.
-        verdicts = iter(_shared(given) if taken else [])
+        futures = [future for *_, future in additions if future is not None]
+        verdicts = [verdict for future in futures for verdict in future.result()]
+        # No broadcast of nothing: `num_additions` is the same in all processes, so none waits
+        # forever.
+        broadcast = iter(_broadcast_verdicts(verdicts) if additions else [])
         return [
             # The same predicate as in `add`: otherwise verdicts would go to other rows.
-            Completion(*row, next(verdicts) if _to_verify(row[0]) else _given(row[0]))
-            for trajectories, examples, texts, _ in taken
+            Completion(
+                *row, next(broadcast) if _to_verify(row[0]) else _conversation_verdict(row[0])
+            )
+            for trajectories, examples, texts, _ in additions
             for row in zip(trajectories, examples, texts, strict=True)
         ]
 
@@ -191,13 +194,13 @@ class Unverified:
 def _to_verify(trajectory: Trajectory) -> bool:
     """True if the task's verifier scores the trajectory. It does not score unfinished responses,
     nor conversations, which environments score."""
-    return trajectory.finish != "window" and trajectory.request.turns is None
+    return trajectory.finish != "window" and trajectory.request.conversation is None
 
 
-def _given(trajectory: Trajectory) -> Verdict | None:
+def _conversation_verdict(trajectory: Trajectory) -> Verdict | None:
     """Verdict of a conversation; None for an unfinished response."""
-    turns = trajectory.request.turns
-    return None if turns is None else turns.verdict
+    dialogue = trajectory.request.conversation
+    return None if dialogue is None else dialogue.verdict
 
 
 # Compared by identity: the arrays of an engine cannot be compared.
@@ -237,16 +240,16 @@ class Sampler:
           report: called with the number of decoded completions.
         """
         seconds, done = {} if seconds is None else seconds, 0
-        drawn = Unverified(self.task, seconds)
+        unverified = Unverified(self.task, seconds)
         with timed("timing_s/gen", seconds):
             self.engine.submit(requests, sampling)
-            # alone=True: the rows that are computed together must not depend on when others are
+            # draining=True: the rows that are computed together must not depend on when others are
             # requested, or the rounding would depend on that too.
-            while trajectories := self.engine.poll(alone=True):
-                self.judge(drawn, trajectories, examples)
+            while trajectories := self.engine.poll(draining=True):
+                self.judge(unverified, trajectories, examples)
                 done += len(trajectories)
                 report(done)
-        return drawn
+        return unverified
 
     def sample(
         self,
@@ -268,28 +271,31 @@ class Sampler:
         # In one submission: the slots stay full until the last prompts, and none of them waits for
         # a group before it.
         requests = self.requests(examples, num_samples)
-        drawn = self.decode(requests, examples, sampling, seconds=seconds, report=report)
-        return in_order(drawn.verified(), examples)
+        unverified = self.decode(requests, examples, sampling, seconds=seconds, report=report)
+        return sort_completions(unverified.wait(), examples)
 
     def judge(
-        self, drawn: Unverified, trajectories: list[Trajectory], examples: Mapping[int, Example]
+        self,
+        unverified: Unverified,
+        trajectories: list[Trajectory],
+        examples: Mapping[int, Example],
     ) -> None:
         """Starts the verification of finished trajectories."""
         # Decoded once: verifier, samples.jsonl and the page must show the same text.
         decoded = dict[tuple[str, bytes], CompletionText]()
         texts = [self._text(t, decoded) for t in trajectories]
-        drawn.add(trajectories, [examples[t.request.prompt] for t in trajectories], texts)
+        unverified.add(trajectories, [examples[t.request.prompt] for t in trajectories], texts)
 
     def requests(self, examples: Mapping[int, Example], num_samples: int) -> list[Request]:
         """Requests to the engine, `num_samples` consecutive ones per prompt."""
         requests = []
-        for number, example in examples.items():
-            ids, turns = self.encoded(example), None
+        for prompt, example in examples.items():
+            ids, dialogue = self.encoded(example), None
             if environments_of(self.task, example) is not None:
-                turns = Turns(example)
+                dialogue = Conversation(example)
             # Neighbours in the queue: prefill runs a prompt once for those admitted together.
             requests += [
-                Request(number, sample, ids, self.response_length, turns=turns)
+                Request(prompt, sample, ids, self.response_length, conversation=dialogue)
                 for sample in range(num_samples)
             ]
         return requests
@@ -306,35 +312,35 @@ class Sampler:
         Args:
           decoded: texts by their ids, extended by this one: samples of a prompt are often equal.
         """
-        turns = trajectory.request.turns
+        dialogue = trajectory.request.conversation
         # With the environment's answers in between: tokens do not show who wrote them.
-        if turns is not None:
-            return turns.text
+        if dialogue is not None:
+            return dialogue.text
         tokenizer, opened = self.format.tokenizer, ""
         if self.format.template is not None:
             # A template may open the reasoning that the policy continues: the text must show its
             # start.
             opened = opened_reasoning(tokenizer, trajectory.request.tokens.tolist())
-        given = tokenizer, trajectory.response
         key = opened, np.asarray(trajectory.response, np.int32).tobytes()
         if key not in decoded:
-            text = opened + text_of(*given)
-            decoded[key] = CompletionText(text, opened + special_text_of(*given))
+            text = opened + text_of(tokenizer, trajectory.response)
+            with_special = opened + special_text_of(tokenizer, trajectory.response)
+            decoded[key] = CompletionText(text, with_special)
         return decoded[key]
 
 
-def in_order(
+def sort_completions(
     completions: Sequence[Completion], examples: Mapping[int, Example] | None = None
 ) -> list[Completion]:
     """Sorts completions by prompt and sample: prompts in the order of `examples`, or without those
     by id."""
     # Rows finish in any order, and a group must be contiguous: baselines and shared prompts are
     # found by index.
-    place = {number: index for index, number in enumerate(examples or ())}
+    order = {prompt: index for index, prompt in enumerate(examples or ())}
 
     def rank(completion: Completion) -> tuple[int, int]:
         request = completion.trajectory.request
-        return place.get(request.prompt, request.prompt), request.sample
+        return order.get(request.prompt, request.prompt), request.sample
 
     return sorted(completions, key=rank)
 
@@ -351,18 +357,18 @@ def numbered_heldout(examples: Sequence[Example]) -> dict[int, Example]:
     return {-1 - index: example for index, example in enumerate(examples)}
 
 
-def _shared(given: list[Verdict]) -> list[Verdict]:
+def _broadcast_verdicts(verdicts: list[Verdict]) -> list[Verdict]:
     """Broadcasts the first process's verdicts to all."""
     if not is_multiprocess():
-        return given
+        return verdicts
     # As JSON values. A second verification in another process could have another result, for
     # example by a time limit.
     sent = broadcast_from_main(
-        [[float(verdict.score), verdict.reason, verdict.parts] for verdict in given]
+        [[float(verdict.score), verdict.reason, verdict.parts] for verdict in verdicts]
     )
     return [
-        Verdict(score, reason, None if parts is None else tuple((n, v) for n, v in parts))
-        for score, reason, parts in sent
+        Verdict(score, reason, None if rewards is None else tuple((n, v) for n, v in rewards))
+        for score, reason, rewards in sent
     ]
 
 

@@ -82,17 +82,17 @@ def score(
         return scores_of(weights, x, tokens, layout, config, sampling, mesh)
 
     # One tuple: a pipeline splits all three into micro-batches in the same way.
-    given = tokens, valid, choices
-    scores, router = _read_states(weights, given, layout, read, config, mesh, record_choices)
+    inputs = tokens, valid, choices
+    scores, router = _read_states(weights, inputs, layout, read, config, mesh, record_choices)
     # None without experts, and where not requested: it is the largest array of all.
     if router is None or router.choices is None:
         return scores._replace(router=router)
-    chosen = _in_rows(router.choices, tokens.shape, layout, config, mesh)
+    recorded = _gather_choices(router.choices, tokens.shape, layout, config, mesh)
     # Removed from the sums: those are summed over ranks, expert ids must not be.
-    return scores._replace(router=replace(router, choices=None), choices=chosen)
+    return scores._replace(router=replace(router, choices=None), choices=recorded)
 
 
-def ranked(
+def score_with_argmax(
     weights: Transformer[Array],
     tokens: Int[Array, "batch time"],
     valid: Bool[Array, "batch time"],
@@ -107,19 +107,21 @@ def ranked(
         x = alignment.response_states(
             x, tokens.shape, layout.prompt_length, layout.group_size, mesh, config
         )
-        own = vary(alignment.response_tokens(tokens, layout.prompt_length, mesh, config), mesh.axes)
+        response_tokens = vary(
+            alignment.response_tokens(tokens, layout.prompt_length, mesh, config), mesh.axes
+        )
         # At temperature 1: the argmax is that of the policy, whatever the sampling parameters.
-        logprobs, _ = logprobs_and_entropy(weights, x, own, config, mesh)
-        likeliest = is_likeliest(weights, x, own, config, mesh).astype(jnp.float32)
+        logprobs, _ = logprobs_and_entropy(weights, x, response_tokens, config, mesh)
+        is_argmax = is_likeliest(weights, x, response_tokens, config, mesh).astype(jnp.float32)
         return tuple(
-            alignment.expand_responses(found, tokens.shape, layout.prompt_length, mesh, config)
-            for found in (logprobs, likeliest)
+            alignment.expand_responses(values, tokens.shape, layout.prompt_length, mesh, config)
+            for values in (logprobs, is_argmax)
         )
 
-    (logprobs, likeliest), router = _read_states(
+    (logprobs, is_argmax), router = _read_states(
         weights, (tokens, valid, None), layout, read, config, mesh
     )
-    return logprobs, likeliest, router
+    return logprobs, is_argmax, router
 
 
 def mark_replicated(tree, mesh: FoldedMesh):
@@ -209,7 +211,7 @@ def token_scores(
     return logprobs, logprobs_of(sampler_logits(logits, sampling), tokens), entropy
 
 
-def value(
+def score_values(
     critic: Transformer[Array],
     tokens: Int[Array, "batch time"],
     valid: Bool[Array, "batch time"],
@@ -253,16 +255,16 @@ def num_micro_batches(num_rows: int, time: int, layout: PromptLayout, mesh: Fold
     """
     cp, ranks = mesh.size(mesh.cp), mesh.size(mesh.sequence)
 
-    def fits(number: int) -> bool:
+    def fits(count: int) -> bool:
         # Whole groups: a split group would run its prompt in each micro-batch.
-        own = num_rows // number
+        rows_per_batch = num_rows // count
         sections = (
-            (own // layout.group_size, layout.prompt_length),
-            (own, time - layout.prompt_length),
+            (rows_per_batch // layout.group_size, layout.prompt_length),
+            (rows_per_batch, time - layout.prompt_length),
         )
         # Equal shards of either section on every rank: one compiled function runs on all.
         divides = (ZigzagLayout((section,), cp).num_tokens % ranks == 0 for section in sections)
-        return num_rows % (number * layout.group_size) == 0 and all(divides)
+        return num_rows % (count * layout.group_size) == 0 and all(divides)
 
     # The largest valid number: more micro-batches mean a smaller pipeline bubble.
     return max((n for n in range(1, 4 * mesh.layout.pp + 1) if fits(n)), default=1)
@@ -270,7 +272,7 @@ def num_micro_batches(num_rows: int, time: int, layout: PromptLayout, mesh: Fold
 
 def _read_states(
     weights: Transformer[Array],
-    given: tuple[Array, Array, Array | None],
+    inputs: tuple[Array, Array, Array | None],
     layout: PromptLayout,
     read: Callable[[Transformer[Array], Array, Array], Any],
     config: ModelConfig,
@@ -281,27 +283,27 @@ def _read_states(
     the order given, and the router's sums.
 
     Args:
-      given: tokens, their valid mask, and expert ids to replay.
+      inputs: tokens, their valid mask, and expert ids to replay.
       record_choices: true to add `choices` to the sums, ``[layer, token, k]`` or, of a pipeline's
         micro-batches, ``[layer, micro_batch, token, k]``.
     """
 
-    def packed(tokens, valid, choices):
+    def pack_rows(tokens, valid, choices):
         batch = pack(tokens, valid, layout, config, mesh, choices)
         return batch._replace(record_choices=record_choices)
 
     # Without pipeline stages all rows run in one batch, for the largest GEMMs.
     if mesh.layout.pp == 1:
-        x, router = model.run(weights, packed(*given), config, mesh)
-        return read(weights, x, given[0]), router
-    rows, time = given[0].shape
-    number = num_micro_batches(rows, time, layout, mesh)
+        x, router = model.run(weights, pack_rows(*inputs), config, mesh)
+        return read(weights, x, inputs[0]), router
+    rows, time = inputs[0].shape
+    num_batches = num_micro_batches(rows, time, layout, mesh)
     # Consecutive rows: a group that shares its prompt stays in one micro-batch.
-    micro_batches = jax.tree.map(lambda x: x.reshape(number, -1, *x.shape[1:]), given)
+    micro_batches = jax.tree.map(lambda x: x.reshape(num_batches, -1, *x.shape[1:]), inputs)
     outs, router = stages.scan_micro_batches(
         weights,
         micro_batches,
-        lambda micro_batch: packed(*micro_batch),
+        lambda micro_batch: pack_rows(*micro_batch),
         lambda weights, x, micro_batch: read(weights, x, micro_batch[0]),
         config,
         mesh,
@@ -311,7 +313,7 @@ def _read_states(
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outs), router
 
 
-def _in_rows(
+def _gather_choices(
     choices: Int[Array, "layer *micro_batch token k"],
     shape: tuple[int, ...],
     layout: PromptLayout,
@@ -324,13 +326,13 @@ def _in_rows(
     by_token = choices.reshape(choices.shape[0], -1, *choices.shape[-2:]).transpose(2, 1, 0, 3)
     # Gathered on every rank: a row has tokens of all shards.
     by_token = join_shards(by_token, mesh.sequence)
-    number = by_token.shape[1]
-    own = shape[0] // number, shape[1]
+    num_batches = by_token.shape[1]
+    batch_shape = shape[0] // num_batches, shape[1]
     rows = [
         alignment.unpack_shared_prompts(
-            by_token[:, n], own, layout.prompt_length, layout.group_size, mesh, config
+            by_token[:, n], batch_shape, layout.prompt_length, layout.group_size, mesh, config
         )
-        for n in range(number)
+        for n in range(num_batches)
     ]
     # Typed as varying over `pp`, as the other results of a pipeline.
     return vary(jnp.concatenate(rows).astype(choices_dtype(config.num_experts)), mesh.pp)

@@ -18,12 +18,12 @@ from moe.weights import Transformer, axis_sizes
 from sharding.folding import FoldedMesh
 
 
-def split_mesh(text: str, number: int | None, training: FoldedMesh) -> SplitMesh:
+def split_mesh(text: str, num_devices: int | None, training: FoldedMesh) -> SplitMesh:
     """Meshes of the attention and expert device groups.
 
     Args:
       text: the split, as `moe.disaggregated.split.Split.parse` reads it.
-      number: of devices after those of training, in this process; None is those of training,
+      num_devices: of devices after those of training, in this process; None is those of training,
         time-shared (colocated).
 
     Raises:
@@ -32,7 +32,7 @@ def split_mesh(text: str, number: int | None, training: FoldedMesh) -> SplitMesh
     """
     split = Split.parse(text)
     learning = devices_of(training)
-    if number is None:
+    if num_devices is None:
         if split.num_devices != len(learning):
             raise ValueError(
                 f"rollout_split={text!r} has {split.num_devices} devices and the layout of "
@@ -42,22 +42,22 @@ def split_mesh(text: str, number: int | None, training: FoldedMesh) -> SplitMesh
         return fold_split(split, learning)
     if jax.process_count() > 1:
         raise ValueError(
-            f"rollout_devices={number} are devices of one process, and the run has "
+            f"rollout_devices={num_devices} are devices of one process, and the run has "
             f"{jax.process_count()}: leave it out, to sample and learn by turns."
         )
-    if split.num_devices != number:
+    if split.num_devices != num_devices:
         raise ValueError(
             f"rollout_split={text!r} has {split.num_devices} devices and rollout_devices="
-            f"{number}: make them the same."
+            f"{num_devices}: make them the same."
         )
     devices = jax.devices()
-    if len(devices) < len(learning) + number:
+    if len(devices) < len(learning) + num_devices:
         raise ValueError(
-            f"rollout_devices={number} beside the {len(learning)} of training are "
-            f"{len(learning) + number} devices and there are {len(devices)}: choose fewer, or "
-            f"--devices {len(learning) + number} to have as many fake ones on a CPU."
+            f"rollout_devices={num_devices} beside the {len(learning)} of training are "
+            f"{len(learning) + num_devices} devices and there are {len(devices)}: choose fewer, or "
+            f"--devices {len(learning) + num_devices} to have as many fake ones on a CPU."
         )
-    return fold_split(split, devices[len(learning) : len(learning) + number])
+    return fold_split(split, devices[len(learning) : len(learning) + num_devices])
 
 
 class SplitPolicy:
@@ -66,7 +66,7 @@ class SplitPolicy:
 
     Args:
       config: the policy network.
-      training: the mesh of the weights that `of` receives.
+      training: the mesh of the weights that `sync` receives.
       mesh: of both device groups.
       experts: expert placement of each layer with experts.
     """
@@ -81,12 +81,12 @@ class SplitPolicy:
         self._config, self._training, self._mesh = config, training, mesh
         self._placement = experts
         self._source: ref[Transformer[Array]] | None = None
-        self._sides: SplitWeights[Array] | None = None
+        self._split_weights: SplitWeights[Array] | None = None
 
-    def of(self, weights: Transformer[Array]) -> SplitWeights[Array]:
+    def sync(self, weights: Transformer[Array]) -> SplitWeights[Array]:
         """Policy `weights` of the training mesh, on both device groups."""
-        known = None if self._source is None else self._source()
-        if self._sides is None or known is not weights:
+        source = None if self._source is None else self._source()
+        if self._split_weights is None or source is not weights:
             self.release()  # old and new need not fit in memory together
             training, config, policy = self._training, self._config, weights
             if has_adapters(policy):
@@ -96,24 +96,26 @@ class SplitPolicy:
             config = config.without_adapters()
             layers = axis_sizes(config)["layer"]
             in_order = placement.in_layer_order(policy, training, layers)
-            sides = split_weights(in_order, config, self._mesh, self._placement)
+            split = split_weights(in_order, config, self._mesh, self._placement)
             # Blocks: updates donate the buffers that are being read.
-            jax.block_until_ready(sides)
-            self._sides, self._source = sides, ref(weights)
-        return self._sides
+            jax.block_until_ready(split)
+            self._split_weights, self._source = split, ref(weights)
+        return self._split_weights
 
     @property
-    def held(self) -> SplitWeights[Array]:
+    def current(self) -> SplitWeights[Array]:
         """Latest policy on the device groups."""
-        assert self._sides is not None, "no weights were pushed"
-        return self._sides
+        assert self._split_weights is not None, "no weights were pushed"
+        return self._split_weights
 
-    def place(self, experts: Sequence[Placement]) -> None:
+    def move_experts(self, experts: Sequence[Placement]) -> None:
         """Changes the expert placement; stored weights move between the devices that hold them."""
-        if self._sides is not None:
-            self._sides = move_experts(self._sides, self._mesh, self._placement, experts)
+        if self._split_weights is not None:
+            self._split_weights = move_experts(
+                self._split_weights, self._mesh, self._placement, experts
+            )
         self._placement = experts
 
     def release(self) -> None:
         """Frees the memory of the weights on both device groups."""
-        self._source = self._sides = None
+        self._source = self._split_weights = None

@@ -27,7 +27,7 @@ def keys_of(data: UInt32[Array, "... words"]) -> Array:
     """
     if data.shape[-1] != 2 or not jax.config.jax_threefry_partitionable:  # pyright: ignore[reportAttributeAccessIssue]
         return jax.random.wrap_key_data(data)
-    return jax.random.wrap_key_data(data, impl=WRITTEN_OUT)
+    return jax.random.wrap_key_data(data, impl=UNROLLED)
 
 
 def threefry(
@@ -49,7 +49,7 @@ def threefry(
     return high, low
 
 
-def _of_counts(key: UInt32[Array, "2"], shape: tuple[int, ...]) -> tuple[Array, Array]:
+def _bits_of_counts(key: UInt32[Array, "2"], shape: tuple[int, ...]) -> tuple[Array, Array]:
     # Fewer than 2**32: the high words are 0.
     counts = jnp.arange(math.prod(shape), dtype=jnp.uint32).reshape(shape)
     return threefry((key[0], key[1]), jnp.zeros_like(counts), counts)
@@ -65,16 +65,16 @@ def _fold_in(key: UInt32[Array, "2"], data: Integer[Array, ""] | int) -> UInt32[
 
 
 def _split(key: UInt32[Array, "2"], shape: tuple[int, ...]) -> UInt32[Array, "... 2"]:
-    return jnp.stack(_of_counts(key, shape), axis=-1)
+    return jnp.stack(_bits_of_counts(key, shape), axis=-1)
 
 
 def _random_bits(key: UInt32[Array, "2"], width: int, shape: tuple[int, ...]) -> Array:
-    high, low = _of_counts(key, shape)
+    high, low = _bits_of_counts(key, shape)
     of_width: dict[int, Any] = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}
     return (high ^ low).astype(of_width[width])
 
 
-WRITTEN_OUT = define_prng_impl(
+UNROLLED = define_prng_impl(
     key_shape=(2,),
     seed=_seed,
     split=_split,

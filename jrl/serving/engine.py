@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from jrl.rollout.decoding.requests import Request
-from jrl.rollout.decoding.stream import Written
+from jrl.rollout.decoding.stream import StreamChunk
 
 
 @runtime_checkable
@@ -41,4 +41,4 @@ class Engine(Protocol):
 
     def drop(self, rows: Collection[tuple[int, int]]) -> None: ...
 
-    def tick(self, window: int) -> list[Written]: ...
+    def tick(self, window: int) -> list[StreamChunk]: ...

@@ -9,8 +9,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from jrl.rollout.decoding.requests import Request
-from jrl.rollout.decoding.stream import Written
-from jrl.rollout.row_sampling import OwnSampling
+from jrl.rollout.decoding.stream import StreamChunk
+from jrl.rollout.row_sampling import RequestSampling
 from jrl.serving.engine import Engine
 from jrl.serving.job import Job, Piece
 from jrl.serving.metrics import GONE, Metrics
@@ -236,7 +236,7 @@ class Service:
         asked, tokenizer = job.asked, self._served.format.tokenizer
         self._metrics.prompt_tokens.inc(job.prompt_tokens)
         seed = secrets.randbits(SEED_BITS) if asked.seed is None else asked.seed % 2**SEED_BITS
-        own = OwnSampling(asked.temperature, asked.top_p, seed, asked.likeliest > 0)
+        own = RequestSampling(asked.temperature, asked.top_p, seed, asked.likeliest > 0)
         for place, (ids, limit) in enumerate(zip(job.prompts, job.limits, strict=True)):
             number = self._next_number()
             self._jobs[number] = job
@@ -247,7 +247,7 @@ class Service:
             for index in choices:
                 text = Transcript(tokenizer, asked.stops, asked.logprobs, before)
                 self._choices[number, index] = _Choice(index, text)
-            self._engine.ask([Request(number, c, ids, limit, own=own) for c in choices])
+            self._engine.ask([Request(number, c, ids, limit, sampling=own) for c in choices])
 
     def _next_number(self) -> int:
         """Next id that no prompt in flight has."""
@@ -256,15 +256,15 @@ class Service:
         number, self._number = self._number, (self._number + 1) % HIGHEST_NUMBER
         return number
 
-    def _tell(self, written: Sequence[Written]) -> None:
+    def _tell(self, written: Sequence[StreamChunk]) -> None:
         now, stopped = time.perf_counter(), list[tuple[int, int]]()
         for row in written:
             key = row.request.prompt, row.request.sample
             job, choice = self._jobs[key[0]], self._choices[key]
             transcript, before = choice.transcript, choice.transcript.num_tokens
             likeliest = None
-            if row.likeliest is not None:
-                pairs = zip(row.likeliest.tokens, row.likeliest.logprobs, strict=True)
+            if row.top_tokens is not None:
+                pairs = zip(row.top_tokens.tokens, row.top_tokens.logprobs, strict=True)
                 wanted = job.asked.likeliest
                 likeliest = [
                     [*zip(ids[:wanted].tolist(), values[:wanted].tolist(), strict=True)]

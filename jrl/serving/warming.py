@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jrl.rollout.decoding.requests import Request
-from jrl.rollout.row_sampling import OwnSampling
+from jrl.rollout.row_sampling import RequestSampling
 from jrl.serving.engine import Engine
 
 COMMON = 128
@@ -68,8 +68,8 @@ class Warming:
             self._common.popleft()
         # Cancellation, as of a client that leaves: at least one of so many choices is running.
         number, samples = self._next_number(), range(self._engine.slots)
-        ids, own = np.full(1, self._token, np.int32), OwnSampling()
-        requests = [Request(number, n, ids, self._window + 2, own=own) for n in samples]
+        ids, own = np.full(1, self._token, np.int32), RequestSampling()
+        requests = [Request(number, n, ids, self._window + 2, sampling=own) for n in samples]
         self._engine.ask(requests)
         self._engine.tick(self._window)
         self._engine.drop([(number, sample) for sample in samples])
@@ -86,10 +86,10 @@ class Warming:
 
     def _make(self, trial: Trial) -> None:
         engine, samples = self._engine, range(trial.samples)
-        own = OwnSampling(0.7, 0.9, wants_likeliest=trial.likeliest)
+        own = RequestSampling(0.7, 0.9, needs_top_tokens=trial.likeliest)
         for length in np.repeat(trial.lengths, engine.ranks):
             number, ids = self._next_number(), np.full(length, self._token, np.int32)
-            engine.ask([Request(number, sample, ids, 1, own=own) for sample in samples])
+            engine.ask([Request(number, sample, ids, 1, sampling=own) for sample in samples])
         while engine.busy:
             engine.tick(self._window)
 

@@ -11,11 +11,16 @@ from jaxtyping import Array
 from jrl.processes.agreement import to_devices, to_host
 from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.batching import batch_from_host, replicated
-from jrl.rollout.collection.ahead import Ahead, AheadSpec, Drawn, check_staleness
+from jrl.rollout.collection.async_buffer import (
+    AsyncBuffer,
+    AsyncBufferSpec,
+    AsyncRollouts,
+    check_staleness,
+)
+from jrl.rollout.collection.async_collector import AsyncCollector
 from jrl.rollout.collection.collect import Collected
-from jrl.rollout.collection.lookahead import LookAhead
-from jrl.rollout.decoding.programs.slots import Pool
-from jrl.rollout.resharding import apart
+from jrl.rollout.decoding.programs.slots import SlotPool
+from jrl.rollout.resharding import are_disjoint
 from jrl.rollout.sampler import Sampler
 from jrl.trainer.setup.networks import Networks
 from jrl.trainer.state import TrainState
@@ -29,8 +34,8 @@ class Stored(NamedTuple):
       seconds: spent in sampling.
     """
 
-    ahead: Ahead[Array]
-    pool: Pool[Array] | None
+    ahead: AsyncBuffer[Array]
+    pool: SlotPool[Array] | None
     seconds: dict[str, float]
 
 
@@ -63,8 +68,8 @@ class AheadOfStep:
         # path.
         spec = networks.ahead_spec
         assert spec is not None and state.ahead is not None
-        self._spec: AheadSpec = spec
-        drawn = spec.unpacked(to_host(state.ahead), sampler)
+        self._spec: AsyncBufferSpec = spec
+        drawn = spec.unpack(to_host(state.ahead), sampler)
         # In the first step nothing was sampled ahead: it samples its own batch first.
         if drawn is None:
             drawn = self._draw(int(state.prompts_seen))
@@ -101,10 +106,10 @@ class AheadOfStep:
         """
         drawn, engine = self._drawn, self._sampler.engine
 
-        def draw() -> Drawn:
+        def draw() -> AsyncRollouts:
             return self._draw(drawn.prompts_seen, drawn)
 
-        if not apart(self._networks.mesh, engine.mesh):
+        if not are_disjoint(self._networks.mesh, engine.mesh):
             # Sampled with the weights before this step's updates, as in the concurrent case: the
             # same rows either way.
             stored = self._stored(draw(), 0.0)
@@ -123,8 +128,8 @@ class AheadOfStep:
 
             yield waited
 
-    def _draw(self, first: int, behind: Drawn | None = None) -> Drawn:
-        ahead = LookAhead(
+    def _draw(self, first: int, behind: AsyncRollouts | None = None) -> AsyncRollouts:
+        ahead = AsyncCollector(
             self._sampler,
             self._recipe,
             batches=self._networks.max_staleness,
@@ -132,14 +137,14 @@ class AheadOfStep:
             keep_pool=self._networks.pool_spec is not None,
             seconds=self._seconds,
         )
-        return ahead.draw([] if behind is None else behind.pending)
+        return ahead.collect_batch([] if behind is None else behind.pending)
 
-    def _stored(self, drawn: Drawn, waited: float) -> Stored:
+    def _stored(self, drawn: AsyncRollouts, waited: float) -> Stored:
         seconds = self._seconds | {
             "timing_s/wait_for_rollout": waited,
             **self._sampler.engine.usage.since(self._before).metrics(),
         }
-        ahead = to_devices(self._spec.packed(drawn), replicated(self._networks.mesh))
+        ahead = to_devices(self._spec.pack(drawn), replicated(self._networks.mesh))
         # Removed from the engine: the slots are part of the state for a checkpoint, and the next
         # step gives them back.
         keeps_pool = self._networks.pool_spec is not None

@@ -20,7 +20,7 @@ from jrl.report.metrics import check_defined
 from jrl.report.page.write import write_page
 from jrl.report.plots import plot_run
 from jrl.rollout.collection.collect import sampling_of, shown_rows
-from jrl.rollout.parts import answered
+from jrl.rollout.completion_metrics import single_turn_answers
 from jrl.rollout.sampler import Completion, Sampler, numbered_heldout
 from jrl.runs import loggers
 from jrl.runs.folder import RunFolder
@@ -104,7 +104,7 @@ class Outputs:
         """Writes completions with full marks, those first whose full marks a second check
         disputes."""
         rows = [each for each in done.collected.completions if each.correct]
-        disputed = [each for each in rows if any(map(is_disputed, answered([each])))]
+        disputed = [each for each in rows if any(map(is_disputed, single_turn_answers([each])))]
         by_prompt: dict[int, Completion] = {}
         for each in [*disputed, *rows]:
             by_prompt.setdefault(each.trajectory.request.prompt, each)

@@ -172,7 +172,7 @@ def sums_of_turns(completions: Sequence[Completion], batch: Batch[Array]) -> np.
     none."""
     if batch.turn_rewards is None:
         return None
-    turns = [completion.trajectory.request.turns for completion in completions]
+    turns = [completion.trajectory.request.conversation for completion in completions]
     found = [() if each is None else each.rewards_before_end for each in turns]
     return np.array([sum(reward for _, reward in of_row) for of_row in found], np.float32)
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from jrl.recipes.base.batch import Batch
-from jrl.rollout.scoring import mark_replicated, ranked, score, value
+from jrl.rollout.scoring import mark_replicated, score, score_values, score_with_argmax
 from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective
 from jrl.trainer.learner.overflow import Exact, exact
 from moe import placement
@@ -29,7 +29,9 @@ def values_of(
     """Critic values of all response tokens."""
 
     def read(critic, tokens, valid):
-        return value(critic, tokens, valid, objective.layout, objective.config, objective.mesh)
+        return score_values(
+            critic, tokens, valid, objective.layout, objective.config, objective.mesh
+        )
 
     return _everywhere(read, objective, critic, tokens, valid)
 
@@ -89,7 +91,7 @@ def ranks_of(
     fixed = objective.layout, objective.config, objective.mesh
 
     def read(policy, tokens, valid):
-        *found, router = ranked(policy, tokens, valid, *fixed)
+        *found, router = score_with_argmax(policy, tokens, valid, *fixed)
         return tuple(found), router
 
     return _everywhere(read, objective, policy, tokens, valid)

@@ -15,9 +15,9 @@ from jrl.losses import EntropyStatistics
 from jrl.processes.agreement import to_devices
 from jrl.recipes.base.collection import Windows
 from jrl.rollout.batching import replicated
-from jrl.rollout.collection.ahead import Ahead
+from jrl.rollout.collection.async_buffer import AsyncBuffer
 from jrl.rollout.collection.windows import Unfinished, none_unfinished
-from jrl.rollout.decoding.programs.slots import Pool, abstract_pool, empty_pool
+from jrl.rollout.decoding.programs.slots import SlotPool, abstract_pool, empty_pool
 from jrl.runs.checkpoints import Checkpoints
 from jrl.trainer.adapters import base
 from jrl.trainer.learner import masters
@@ -64,8 +64,8 @@ class TrainState(Generic[Leaf]):
     reference: Transformer[Leaf] | None
     unfinished: Unfinished[Leaf] | None = None
     entropy_statistics: EntropyStatistics[Leaf] | None = None
-    ahead: Ahead[Leaf] | None = None
-    pool: Pool[Leaf] | None = None
+    ahead: AsyncBuffer[Leaf] | None = None
+    pool: SlotPool[Leaf] | None = None
 
 
 def init_weights(config: ModelConfig, mesh: FoldedMesh, key: Array) -> Transformer[Array]:

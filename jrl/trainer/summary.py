@@ -9,7 +9,12 @@ from jaxtyping import Array
 from jrl.losses import ExplainedVariance, Mean
 from jrl.processes.agreement import to_host
 from jrl.recipes.base.batch import Batch
-from jrl.rollout.parts import answered, of_conversations, part_means, per_task
+from jrl.rollout.completion_metrics import (
+    conversation_metrics,
+    reward_means,
+    single_turn_answers,
+    task_metrics,
+)
 from jrl.rollout.sampler import Completion, lengths_of, scores_of
 from jrl.tasks.answers.habits import answer_statistics
 
@@ -48,8 +53,10 @@ def describe(
         )
     if len(scores):
         metrics |= _of_finished(scores, lengths, rewards, truncated, group_size)
-    metrics |= part_means(completions) | per_task(completions) | of_conversations(completions)
-    metrics |= answer_statistics(answered(completions))
+    metrics |= (
+        reward_means(completions) | task_metrics(completions) | conversation_metrics(completions)
+    )
+    metrics |= answer_statistics(single_turn_answers(completions))
     return {name: float(value) for name, value in metrics.items()}
 
 

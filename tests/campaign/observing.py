@@ -13,7 +13,7 @@ from jrl.processes.agreement import to_host
 from jrl.recipes.base.batch import Batch
 from jrl.recipes.base.collection import Windows
 from jrl.rollout.batching import over_rows
-from jrl.rollout.decoding.requests import Request, taken_off
+from jrl.rollout.decoding.requests import Request, move_to_host
 from jrl.trainer.learner.learner import Learner
 from jrl.trainer.packed.plan import counts_of, without_idle
 from jrl.trainer.packed.scoring import packed_scores
@@ -249,8 +249,8 @@ def decoded(setup: Setup, batch: Batch[np.ndarray]) -> Observed:
     ]
     engine.submit(requests, sampling)
     done = {}
-    while trajectories := engine.poll(alone=True):
-        done |= {(t.request.prompt, t.request.sample): t for t in taken_off(trajectories)}
+    while trajectories := engine.poll(draining=True):
+        done |= {(t.request.prompt, t.request.sample): t for t in move_to_host(trajectories)}
     assert len(done) == len(requests), "some requests were not answered"
     rows = [done[request.prompt, request.sample].sampled for request in requests]
     engine.release()

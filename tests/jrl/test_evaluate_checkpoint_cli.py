@@ -172,7 +172,7 @@ def test_a_device_without_memory_names_what_evaluation_has(simple, monkeypatch, 
     def full(self):
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes.\nmore")
 
-    monkeypatch.setattr(SlotEngine, "_there", full)
+    monkeypatch.setattr(SlotEngine, "_ensure_pool", full)
     assert main(simple) == 1
     assert one_line(capsys.readouterr()).endswith("lower --slots or --response-length.")
 

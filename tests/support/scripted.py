@@ -7,7 +7,7 @@ import httpx
 import numpy as np
 from served import numbers
 
-from jrl.rollout.decoding.stream import Written
+from jrl.rollout.decoding.stream import StreamChunk
 from jrl.serving.application import Front
 from jrl.serving.metrics import Metrics
 from jrl.serving.policy import Served
@@ -65,7 +65,9 @@ class Scripted:
             ids = np.array(SAYS[key[1] + done : key[1] + done + count], np.int32)
             row[1] += count
             finish = "length" if row[1] == request.max_new_tokens else None
-            written.append(Written(request, ids, np.full(count, -0.5, np.float32), None, finish))
+            written.append(
+                StreamChunk(request, ids, np.full(count, -0.5, np.float32), None, finish)
+            )
             if finish:
                 del self.sitting[key]
         return written

@@ -98,6 +98,6 @@ def talked(setup, weights):
 
 def turns_of(completion):
     """The turns of a completion that is a conversation."""
-    turns = completion.trajectory.request.turns
+    turns = completion.trajectory.request.conversation
     assert turns is not None
     return turns

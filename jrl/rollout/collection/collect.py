@@ -13,9 +13,9 @@ from jrl.recipes.base.collection import DynamicSampling, Windows
 from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.batching import batch_from_host, batch_of
 from jrl.rollout.collection.dynamic_sampling import DynamicSampler
-from jrl.rollout.collection.windows import Unfinished, write_windows
-from jrl.rollout.decoding.requests import taken_off
-from jrl.rollout.sampler import Completion, Sampler, in_order
+from jrl.rollout.collection.windows import Unfinished, sample_windows
+from jrl.rollout.decoding.requests import move_to_host
+from jrl.rollout.sampler import Completion, Sampler, sort_completions
 from jrl.rollout.sampling import Sampling
 from jrl.tasks import REASONS
 from sharding.folding import FoldedMesh
@@ -74,7 +74,7 @@ def collect(
     """
     collection, sampling = recipe.collection, sampling_of(recipe)
     seconds = {"timing_s/gen": 0.0, "timing_s/reward": 0.0}
-    counts, own = np.ones(recipe.completions, bool), dict[str, float]()
+    counts, generation = np.ones(recipe.completions, bool), dict[str, float]()
     before = sampler.engine.usage.copy()
     if isinstance(collection, DynamicSampling):
         finder = DynamicSampler(
@@ -85,31 +85,33 @@ def collect(
             most=collection.max_rounds * recipe.prompts,
             seconds=seconds,
         )
-        drawn, informative = finder.find()
+        sampled, informative = finder.find()
         # Only those that were needed: prompts prefetched beyond are sampled again in the next step.
         prompts_seen += len(informative)
-        completions, counts = chosen_of(recipe, drawn, informative)
-        own = generation_metrics(recipe, informative, counts)
+        completions, counts = select_completions(recipe, sampled, informative)
+        generation = generation_metrics(recipe, informative, counts)
     elif isinstance(collection, Windows):
         assert unfinished is not None
-        written, prompts_seen, unfinished = write_windows(
+        continued, prompts_seen, unfinished = sample_windows(
             sampler, recipe, given(collection.window), sampling, prompts_seen, unfinished, seconds
         )
         # They arrive as they finish: sorted, so that the batch does not depend on that order.
-        drawn = completions = in_order(written)
+        sampled = completions = sort_completions(continued)
     else:
         # Prompt ids count in the order of the task; they determine the RNG keys of a prompt.
-        numbers = range(prompts_seen, prompts_seen + recipe.prompts)
-        asked = {number: sampler.task.train(number) for number in numbers}
-        drawn = completions = sampler.sample(asked, sampling, recipe.group_size, seconds=seconds)
-        prompts_seen = numbers.stop
+        prompts = range(prompts_seen, prompts_seen + recipe.prompts)
+        examples = {prompt: sampler.task.train(prompt) for prompt in prompts}
+        sampled = completions = sampler.sample(
+            examples, sampling, recipe.group_size, seconds=seconds
+        )
+        prompts_seen = prompts.stop
     used = sampler.engine.usage.since(before)
     return Collected(
         completions=completions,
         batch=batch_of_completions(sampler, completions, counts, mesh),
         prompts_seen=prompts_seen,
         unfinished=unfinished,
-        metrics=verifier_counts(drawn) | own,
+        metrics=verifier_counts(sampled) | generation,
         seconds=seconds | used.metrics(),
     )
 
@@ -126,29 +128,29 @@ def batch_of_completions(
     """
     trajectories = [completion.trajectory for completion in completions]
     lengths = sampler.prompt_length, sampler.response_length
-    if all(trajectory.shelf is not None for trajectory in trajectories):
+    if all(trajectory.buffer is not None for trajectory in trajectories):
         return batch_of(trajectories, counts, mesh, *lengths)
     # Conversations are on the host, where their environments are.
-    off, no_expert = taken_off(trajectories), 0
-    if (choices := off[0].sampled.choices) is not None:
+    on_host, no_expert = move_to_host(trajectories), 0
+    if (choices := on_host[0].sampled.choices) is not None:
         no_expert = int(choices[-1, 0, 0])  # the token that ended it was never run
     pad_id = sampler.format.tokenizer.pad_id
-    return batch_from_host(off, counts, mesh, *lengths, pad_id, no_expert)
+    return batch_from_host(on_host, counts, mesh, *lengths, pad_id, no_expert)
 
 
-def chosen_of(
-    recipe: Recipe, drawn: list[Completion], informative: np.ndarray
+def select_completions(
+    recipe: Recipe, sampled: list[Completion], informative: np.ndarray
 ) -> tuple[list[Completion], np.ndarray]:
     """Selects a step's completions, informative groups first; returns them with their loss flags.
 
     Args:
-      drawn: whole groups.
+      sampled: whole groups.
       informative: ``[group]`` true for groups with unequal scores.
     """
-    of_row = np.repeat(informative, recipe.group_size)
+    in_loss = np.repeat(informative, recipe.group_size)
     # Stable, so groups stay contiguous and in the order of their prompts.
-    order = np.argsort(~of_row, kind="stable")[: recipe.completions]
-    return [drawn[row] for row in order], of_row[order]
+    order = np.argsort(~in_loss, kind="stable")[: recipe.completions]
+    return [sampled[row] for row in order], in_loss[order]
 
 
 def generation_metrics(
@@ -171,10 +173,10 @@ def generation_metrics(
     return dict(zip(GENERATION, values, strict=True))
 
 
-def verifier_counts(drawn: Sequence[Completion]) -> dict[str, float]:
+def verifier_counts(completions: Sequence[Completion]) -> dict[str, float]:
     """Number of verdicts by reason, over all verified completions, including those of dropped
     groups."""
-    reasons = Counter(each.verdict.reason for each in drawn if each.verdict is not None)
+    reasons = Counter(each.verdict.reason for each in completions if each.verdict is not None)
     return {f"verifier/{reason}": float(reasons[reason]) for reason in REASONS}
 
 
@@ -188,10 +190,10 @@ def groups_of(completions: Sequence[Completion]) -> np.ndarray:
     return np.array([c.trajectory.request.prompt for c in completions], np.int32)
 
 
-def shown_rows(completions: Sequence[Completion], number: int) -> list[int]:
+def shown_rows(completions: Sequence[Completion], max_rows: int) -> list[int]:
     """Indices of completions to show, in their order: at most two per prompt while other prompts
     are left."""
     rows = np.arange(len(completions))
-    begins = np.diff(groups_of(completions), prepend=-1) != 0
-    place = rows - np.maximum.accumulate(np.where(begins, rows, 0))
-    return sorted(np.argsort(place // 2, kind="stable")[:number].tolist())
+    is_first = np.diff(groups_of(completions), prepend=-1) != 0
+    rank_in_prompt = rows - np.maximum.accumulate(np.where(is_first, rows, 0))
+    return sorted(np.argsort(rank_in_prompt // 2, kind="stable")[:max_rows].tolist())

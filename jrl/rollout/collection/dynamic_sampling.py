@@ -9,7 +9,7 @@ import numpy as np
 from jrl.losses import informative_groups
 from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.decoding.requests import Trajectory
-from jrl.rollout.sampler import Completion, Sampler, Unverified, in_order, scores_of
+from jrl.rollout.sampler import Completion, Sampler, Unverified, scores_of, sort_completions
 from jrl.rollout.sampling import Sampling
 from jrl.rollout.timing import timed
 from jrl.tasks import Example
@@ -32,33 +32,33 @@ class Groups:
     ):
         self._sampler, self._recipe, self._sampling = sampler, recipe, sampling
         self._seconds = seconds
-        self._drawn = Unverified(sampler.task, seconds)
+        self._unverified = Unverified(sampler.task, seconds)
         self._examples: dict[int, Example] = {}
         self._groups: defaultdict[int, list[Completion]] = defaultdict(list)
         self._informative: dict[int, bool] = {}
 
-    def _begin(self, numbers: range) -> None:
+    def _submit_groups(self, prompts: range) -> None:
         """Submits the groups of prompts to the engine."""
-        if numbers:
-            fresh = {number: self._sampler.task.train(number) for number in numbers}
+        if prompts:
+            fresh = {prompt: self._sampler.task.train(prompt) for prompt in prompts}
             self._examples |= fresh
             requests = self._sampler.requests(fresh, self._recipe.group_size)
             self._sampler.engine.submit(requests, self._sampling)
 
-    def _polled(self) -> list[Trajectory]:
+    def _poll_engine(self) -> list[Trajectory]:
         """Polls the engine for finished trajectories, and adds the time taken."""
         # Verification runs in the background meanwhile.
         with timed("timing_s/gen", self._seconds):
             return self._sampler.engine.poll()
 
-    def _learn(self, completions: list[Completion]) -> None:
+    def _add_verified(self, completions: list[Completion]) -> None:
         for completion in completions:
             self._groups[completion.trajectory.request.prompt].append(completion)
-        for number in {completion.trajectory.request.prompt for completion in completions}:
-            group = self._groups[number]
+        for prompt in {completion.trajectory.request.prompt for completion in completions}:
+            group = self._groups[prompt]
             # Complete groups only: a further completion may still have another score.
             if self._compares and len(group) == self._recipe.group_size:
-                self._informative[number] = is_informative(group)
+                self._informative[prompt] = is_informative(group)
 
 
 class DynamicSampler(Groups):
@@ -96,48 +96,51 @@ class DynamicSampler(Groups):
           with unequal scores.
         """
         while (needed := self._needed()) is None:
-            self._ask()
-            if trajectories := self._polled():
-                self._sampler.judge(self._drawn, trajectories, self._examples)
-                self._learn(self._drawn.ready())
+            self._submit_prompts()
+            if trajectories := self._poll_engine():
+                self._sampler.judge(self._unverified, trajectories, self._examples)
+                self._add_verified(self._unverified.poll())
             else:
                 # Nothing is in flight: only verdicts are missing.
-                self._learn(self._drawn.verified())
-        self._sampler.engine.cancel([number for number in self._examples if number not in needed])
-        examples = {number: self._examples[number] for number in needed}
-        completions = [each for number in needed for each in self._groups[number]]
-        informative = np.array([self._informative[number] for number in needed])
-        return in_order(completions, examples), informative
+                self._add_verified(self._unverified.wait())
+        self._sampler.engine.cancel([prompt for prompt in self._examples if prompt not in needed])
+        examples = {prompt: self._examples[prompt] for prompt in needed}
+        completions = [each for prompt in needed for each in self._groups[prompt]]
+        informative = np.array([self._informative[prompt] for prompt in needed])
+        return sort_completions(completions, examples), informative
 
     def _needed(self) -> range | None:
         """Prompt ids of the batch; None until they are determined."""
-        found = 0
-        for number in range(self._first, self._first + self._most):
+        num_informative = 0
+        for prompt in range(self._first, self._first + self._most):
             # In the order of prompts: a later one that is verified sooner must not replace it, or
             # the batch would depend on the timing of verdicts.
-            if number not in self._informative:
+            if prompt not in self._informative:
                 return None
-            found += self._informative[number]
-            if found == self._recipe.prompts:
-                return range(self._first, number + 1)
+            num_informative += self._informative[prompt]
+            if num_informative == self._recipe.prompts:
+                return range(self._first, prompt + 1)
         return range(self._first, self._first + self._most)
 
-    def _ask(self) -> None:
+    def _submit_prompts(self) -> None:
         """Submits all prompts that are certainly needed, and into idle slots those likely to be."""
-        known, asked = len(self._informative), len(self._examples)
-        found, undecided = sum(self._informative.values()), asked - known
+        num_verified, num_submitted = len(self._informative), len(self._examples)
+        num_informative = sum(self._informative.values())
+        num_unverified = num_submitted - num_verified
         # Needed even if all undecided groups turn out to be informative.
-        missing = self._recipe.prompts - found - undecided
+        missing = self._recipe.prompts - num_informative - num_unverified
         # Plus one in numerator and denominator: the fraction is never 0, and defined at the start.
-        likely = (found + 1) / (known + 1)
-        expected = math.ceil((self._recipe.prompts - found - undecided * likely) / likely)
-        room = self._sampler.engine.num_idle // self._recipe.group_size
-        more = max(missing, min(expected, room))
-        end = self._first + min(asked + max(more, 0), self._most)
-        self._begin(range(self._first + asked, end))
+        likely = (num_informative + 1) / (num_verified + 1)
+        expected = math.ceil(
+            (self._recipe.prompts - num_informative - num_unverified * likely) / likely
+        )
+        idle_groups = self._sampler.engine.num_idle // self._recipe.group_size
+        more = max(missing, min(expected, idle_groups))
+        end = self._first + min(num_submitted + max(more, 0), self._most)
+        self._submit_groups(range(self._first + num_submitted, end))
 
 
 def is_informative(group: Sequence[Completion]) -> bool:
     """True if the completions of a prompt have unequal scores."""
-    one_group = np.zeros(len(group), np.int32)
-    return bool(np.asarray(informative_groups(scores_of(group), one_group))[0])
+    group_ids = np.zeros(len(group), np.int32)
+    return bool(np.asarray(informative_groups(scores_of(group), group_ids))[0])

@@ -2,27 +2,29 @@
 
 import numpy as np
 
-from jrl.rollout.decoding.seating import bucket
+from jrl.rollout.decoding.scheduler import bucket
 
-NARROWEST = 64
+MIN_CACHE_LENGTH = 64
 """Minimum positions of the cache that are read, if there are so many."""
-FEW = 16
+MIN_WINDOW = 16
 """Tokens of each row that are worth a return to the host: a window is shortened to no fewer, or to
 the requested ones, if that lets attention read a shorter cache."""
 
 
-def columns_read(end: int, columns: int) -> int:
-    """Cache length for rows that end at `end`: `NARROWEST` times a power of two, or all.
+def cache_length_to_read(end: int, columns: int) -> int:
+    """Cache length for rows that end at `end`: `MIN_CACHE_LENGTH` times a power of two, or all.
 
     Args:
       columns: total length of the cache.
     """
-    read = bucket(end, columns, NARROWEST)
+    read = bucket(end, columns, MIN_CACHE_LENGTH)
     # A part of the cache is copied, before and after its steps; the whole cache is not.
     return read if 3 * read <= 2 * columns else columns
 
 
-def reach(lengths: np.ndarray, limits: np.ndarray, window: int, columns: int) -> tuple[int, int]:
+def plan_window(
+    lengths: np.ndarray, limits: np.ndarray, window: int, columns: int
+) -> tuple[int, int]:
     """Number of tokens to decode in all rows, `window` or as many as a shorter cache holds, and the
     maximum length of the longest row after them.
 
@@ -31,14 +33,15 @@ def reach(lengths: np.ndarray, limits: np.ndarray, window: int, columns: int) ->
       limits: ``[row]`` lengths at which they stop.
       columns: total length of the cache.
     """
-    few = columns_read(end_after(lengths, limits, min(FEW, window)), columns)
-    if few < columns_read(end_after(lengths, limits, window), columns):
-        # Rows that stop within these positions do not matter: others get at least `FEW` tokens.
+    few = cache_length_to_read(length_after(lengths, limits, min(MIN_WINDOW, window)), columns)
+    if few < cache_length_to_read(length_after(lengths, limits, window), columns):
+        # Rows that stop within these positions do not matter: others get at least `MIN_WINDOW`
+        # tokens.
         window = few - 1 - int(lengths[limits > few].max())
-    return window, end_after(lengths, limits, window)
+    return window, length_after(lengths, limits, window)
 
 
-def end_after(lengths: np.ndarray, limits: np.ndarray, number: int) -> int:
-    """Maximum length of the longest row after `number` more tokens."""
+def length_after(lengths: np.ndarray, limits: np.ndarray, num_tokens: int) -> int:
+    """Maximum length of the longest row after `num_tokens` more tokens."""
     # One more: a row that was just admitted has a first token that the host has not counted.
-    return int(np.minimum(lengths + 1 + number, limits).max())
+    return int(np.minimum(lengths + 1 + num_tokens, limits).max())

@@ -11,18 +11,32 @@ from jaxtyping import Array
 from jrl.losses import EntropyStatistics
 from jrl.processes.agreement import to_devices, to_host
 from jrl.rollout.batching import replicated
-from jrl.rollout.decoding.carried import arrivals_of
-from jrl.rollout.decoding.columns import columns_read, end_after, reach
-from jrl.rollout.decoding.programs.admission import Arrivals, admit
-from jrl.rollout.decoding.programs.advance import Advanced, Policy, advance, policy_of
-from jrl.rollout.decoding.programs.slots import Decoder, Pool, Rows, empty_pool, halt, over_slots
-from jrl.rollout.decoding.programs.tokens import Draws
+from jrl.rollout.decoding.admission_arrays import make_admission
+from jrl.rollout.decoding.columns import cache_length_to_read, length_after, plan_window
+from jrl.rollout.decoding.output_buffer import make_output_buffer, write_to_buffer
+from jrl.rollout.decoding.programs.admission import AdmissionArrays, admit
+from jrl.rollout.decoding.programs.advance import Advanced, UnstackedPolicy, advance, unstack_policy
+from jrl.rollout.decoding.programs.slots import (
+    Decoder,
+    SlotPool,
+    TokenRows,
+    empty_pool,
+    halt,
+    over_slots,
+)
+from jrl.rollout.decoding.programs.tokens import SamplerState
 from jrl.rollout.decoding.ranks import check_slots
-from jrl.rollout.decoding.requests import Finish, Request, Shelf, Trajectory, sampled_in
-from jrl.rollout.decoding.seating import REFILL, Arriving, Seating, bucket, own_rows, step_sizes
-from jrl.rollout.decoding.shelves import empty_shelf, shelve
+from jrl.rollout.decoding.requests import Finish, OutputBuffer, Request, Trajectory, read_sampled
+from jrl.rollout.decoding.scheduler import (
+    REFILL_DIVISOR,
+    AdmissionPlan,
+    SlotScheduler,
+    bucket,
+    plan_unpacked_rows,
+    step_sizes,
+)
 from jrl.rollout.decoding.usage import Usage
-from jrl.rollout.resharding import RolloutPolicy, apart
+from jrl.rollout.resharding import RolloutPolicy, are_disjoint
 from jrl.rollout.sampling import Sampling
 from moe.cache.buffers import cache_columns
 from moe.cache.kernel import check_kernel
@@ -57,7 +71,7 @@ class SlotEngine:
 
     most_tokens = 2**15
     """Approximate number of prompt tokens in one prefill of a rank; bounds its memory."""
-    _alone = False  # true if the number of live rows depends on their samples only
+    _may_shrink = False  # true if the number of live rows depends on their samples only
 
     def __init__(
         self,
@@ -80,32 +94,38 @@ class SlotEngine:
         # Tokens of a forward pass are sharded over ``tp``.
         self._unit = rollout.size(rollout.tp)
         self.columns = cache_columns(columns, config, rollout)
-        kept, merged = (records_choices, top_logprobs), config.without_adapters()
-        self.decoder = Decoder(merged, rollout, pad_id, stop_ids, *kept)
-        self._slots_place = NamedSharding(rollout.mesh, over_slots(rollout))
+        self.decoder = Decoder(
+            config=config.without_adapters(),
+            mesh=rollout,
+            pad_id=pad_id,
+            stop_ids=stop_ids,
+            records_choices=records_choices,
+            top_logprobs=top_logprobs,
+        )
+        self._slot_sharding = NamedSharding(rollout.mesh, over_slots(rollout))
         self.usage = Usage()
         self._resharding = RolloutPolicy(config, training, rollout)
         self._key = to_devices(jax.random.key_data(key), replicated(rollout))
         self._prompts = prompts
-        self._seating = self._made_seating(slots, rollout.size(rollout.dp))
+        self._scheduler = self._make_scheduler(slots, rollout.size(rollout.dp))
         self._weights: Transformer[Array] | None = None
-        self._policy: Policy[Array] | None = None
+        self._policy: UnstackedPolicy[Array] | None = None
         self._version, self._entropy = 0, None
-        self._placed_draws: Draws | None = None
-        self._sampling = self._placed_for = Sampling()
-        self._pool: Pool[Array] | None = None
+        self._sampler_state: SamplerState | None = None
+        self._sampling = self._state_sampling = Sampling()
+        self._pool: SlotPool[Array] | None = None
         self._lengths = np.zeros(slots, np.int32)
         self._limits = np.zeros(slots, np.int32)
-        self._shelf: Shelf | None = None
+        self._output_buffer: OutputBuffer | None = None
 
-    def _made_seating(self, slots: int, ranks: int) -> Seating:
-        return Seating(
+    def _make_scheduler(self, slots: int, ranks: int) -> SlotScheduler:
+        return SlotScheduler(
             slots,
             ranks,
             self.most_tokens,
             row_widths=self._row_widths,
             # The states of Gated DeltaNet are those of a row's last token only.
-            copies=self.decoder.config.delta is None,
+            can_copy=self.decoder.config.delta is None,
             most_prompts=None if self._prompts is None else -(-self._prompts // ranks),
         )
 
@@ -118,11 +138,11 @@ class SlotEngine:
     def step_sizes(self) -> list[int]:
         """Slots of each rank that a step may compute, ascending: each number is a compiled
         function, in which sums may round differently."""
-        return step_sizes(self._seating.per_rank, self.columns, self._unit)
+        return step_sizes(self._scheduler.per_rank, self.columns, self._unit)
 
     @property
     def num_idle(self) -> int:
-        return max(0, self._seating.num_free - len(self._seating.waiting))
+        return max(0, self._scheduler.num_free - len(self._scheduler.waiting))
 
     def load(
         self,
@@ -132,24 +152,24 @@ class SlotEngine:
     ) -> None:
         # Compared by identity: every update makes a new object.
         if weights is not self._weights:
-            self._seating.forget()
+            self._scheduler.clear_prefix_cache()
             self._policy = None
         self._weights, self._version = weights, version
-        if apart(self._training, self.mesh):
+        if are_disjoint(self._training, self.mesh):
             # Immediately: training donates its buffers while this engine samples.
-            self._resharding.of(weights)
+            self._resharding.sync(weights)
         # Four numbers through the host, from the training mesh to the rollout mesh.
-        self._entropy, self._placed_draws = to_host(entropy), None
+        self._entropy, self._sampler_state = to_host(entropy), None
 
     def release(self) -> None:
-        assert not self._seating.sitting, "rows are under way"
+        assert not self._scheduler.running, "rows are under way"
         self._resharding.release()
-        self._seating.forget()
-        self._weights = self._policy = self._pool = self._shelf = None
+        self._scheduler.clear_prefix_cache()
+        self._weights = self._policy = self._pool = self._output_buffer = None
 
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
-        seating = self._seating
-        if (seating.sitting or seating.waiting) and sampling != self._sampling:
+        scheduler = self._scheduler
+        if (scheduler.running or scheduler.waiting) and sampling != self._sampling:
             raise ValueError(
                 f"requests for {sampling} cannot be served while others for {self._sampling} are "
                 "under way: poll until nothing is."
@@ -163,9 +183,9 @@ class SlotEngine:
         self._sampling = sampling
         for request in requests:
             if request.slot is None:
-                seating.waiting.append(request)
+                scheduler.waiting.append(request)
             else:
-                seating.stay(request.slot, request)
+                scheduler.resume_in_slot(request.slot, request)
                 self._lengths[request.slot] = request.length
                 self._limits[request.slot] = request.limit
 
@@ -175,244 +195,276 @@ class SlotEngine:
 
     def _drop(self, is_dropped: Callable[[Request], bool]) -> None:
         """Aborts the selected rows and frees their slots."""
-        slots = self._seating.drop(is_dropped)
+        slots = self._scheduler.drop(is_dropped)
         if slots and self._pool is not None:
-            goes_on = np.ones(self.slots, bool)
-            goes_on[slots] = False
-            self._pool = halt(self._pool, self._over_slots(goes_on))
+            stays_live = np.ones(self.slots, bool)
+            stays_live[slots] = False
+            self._pool = halt(self._pool, self._shard_over_slots(stays_live))
 
     def suspend(self, keep_pool: bool = False) -> list[Request]:
-        seating, begun = self._seating, list[Request]()
-        if seating.sitting:
-            rows = self._to_host(self._there().rows)
+        scheduler, suspended = self._scheduler, list[Request]()
+        if scheduler.running:
+            rows = self._to_host(self._ensure_pool().rows)
             if not keep_pool:
-                self._pool = halt(self._there(), self._over_slots(np.zeros(self.slots, bool)))
-            for slot in sorted(seating.sitting):
-                request, kept = seating.leave(slot), slot if keep_pool else None
-                sampled = sampled_in(rows, slot, request)
-                begun.append(request._replace(sampled=sampled, slot=kept))
-        waiting = list(seating.waiting)
-        seating.waiting.clear()
-        return begun + waiting
+                self._pool = halt(
+                    self._ensure_pool(), self._shard_over_slots(np.zeros(self.slots, bool))
+                )
+            for slot in sorted(scheduler.running):
+                request, retained_slot = scheduler.free_slot(slot), slot if keep_pool else None
+                sampled = read_sampled(rows, slot, request)
+                suspended.append(request._replace(sampled=sampled, slot=retained_slot))
+        waiting = list(scheduler.waiting)
+        scheduler.waiting.clear()
+        return suspended + waiting
 
-    def take_pool(self) -> Pool[Array]:
-        pool, self._pool = self._there(), None
+    def take_pool(self) -> SlotPool[Array]:
+        pool, self._pool = self._ensure_pool(), None
         return pool
 
-    def give_pool(self, pool: Pool[Array]) -> None:
+    def give_pool(self, pool: SlotPool[Array]) -> None:
         self._pool = pool
 
-    def poll(self, alone: bool = False) -> list[Trajectory]:
-        self._alone = alone
-        seating, done = self._seating, list[Trajectory]()
-        while not done and (seating.waiting or seating.sitting):
-            if not seating.sitting or seating.num_free * REFILL >= self.slots:
-                for arriving in seating.arrivals():
-                    self._admit(arriving)
+    def poll(self, draining: bool = False) -> list[Trajectory]:
+        self._may_shrink = draining
+        scheduler, done = self._scheduler, list[Trajectory]()
+        while not done and (scheduler.waiting or scheduler.running):
+            if not scheduler.running or scheduler.num_free * REFILL_DIVISOR >= self.slots:
+                for plan in scheduler.schedule():
+                    self._admit(plan)
             done = self._advance()
         return done
 
-    def _admit(self, arriving: Arriving) -> None:
+    def _admit(self, plan: AdmissionPlan) -> None:
         """Runs the prefill of an admission and writes the rows into their slots."""
-        pool = self._there()
-        ranks = self._seating.ranks
-        width, number = self._row_size(arriving)
-        tokens = np.full((ranks, number, width), self.decoder.pad_id, np.int32)
-        lengths = np.zeros((ranks, number), np.int32)
-        for rank, runs in enumerate(arriving.runs):
-            for place, ids in enumerate(runs):
-                tokens[rank, place, : len(ids)], lengths[rank, place] = ids, len(ids)
-        arrivals = self._arrivals(arriving, width)
-        given = self._over_slots((tokens.reshape(-1, width), lengths.reshape(-1), arrivals))
-        self._pool = self._admitted(pool, *given)
+        pool = self._ensure_pool()
+        ranks = self._scheduler.ranks
+        width, num_rows = self._row_size(plan)
+        tokens = np.full((ranks, num_rows, width), self.decoder.pad_id, np.int32)
+        lengths = np.zeros((ranks, num_rows), np.int32)
+        for rank, runs in enumerate(plan.runs):
+            for index, ids in enumerate(runs):
+                tokens[rank, index, : len(ids)], lengths[rank, index] = ids, len(ids)
+        admission = self._make_admission(plan, width)
+        prompts, lengths, admission = self._shard_over_slots(
+            (tokens.reshape(-1, width), lengths.reshape(-1), admission)
+        )
+        self._pool = self._run_admission(pool, prompts, lengths, admission)
 
-    def _row_size(self, arriving: Arriving) -> tuple[int, int]:
+    def _row_size(self, plan: AdmissionPlan) -> tuple[int, int]:
         """Width and number of the prefill rows of a rank."""
-        return own_rows(arriving, self.columns, self._unit, self._seating.per_rank)
+        return plan_unpacked_rows(plan, self.columns, self._unit, self._scheduler.per_rank)
 
-    def _arrivals(self, arriving: Arriving, width: int) -> Arrivals[np.ndarray]:
-        """Makes the arrays of an admission (`arrivals_of`), and updates usage, lengths and
+    def _make_admission(self, plan: AdmissionPlan, width: int) -> AdmissionArrays[np.ndarray]:
+        """Makes the arrays of an admission (`make_admission`), and updates usage, lengths and
         limits."""
-        self.usage.prefilled += sum(len(ids) for runs in arriving.runs for ids in runs)
-        self.usage.admitted += len(arriving.seats)
-        arrivals = arrivals_of(arriving, self.slots, self._seating.per_rank, width, self.decoder)
-        taken = [slot for slot, *_ in arriving.seats]
-        self._lengths[taken] = arrivals.lengths[taken]
-        self._limits[taken] = arrivals.limits[taken]
-        return arrivals
+        self.usage.prefilled += sum(len(ids) for runs in plan.runs for ids in runs)
+        self.usage.admitted += len(plan.assignments)
+        admission = make_admission(plan, self.slots, self._scheduler.per_rank, width, self.decoder)
+        slots = [slot for slot, *_ in plan.assignments]
+        self._lengths[slots] = admission.lengths[slots]
+        self._limits[slots] = admission.limits[slots]
+        return admission
 
-    def _admitted(
+    def _run_admission(
         self,
-        pool: Pool[Array],
+        pool: SlotPool[Array],
         tokens: Array,
         lengths: Array,
-        arrivals: Arrivals[Array],
-    ) -> Pool[Array]:
+        admission: AdmissionArrays[Array],
+    ) -> SlotPool[Array]:
         """Admits rows to the pool, which is donated (`programs.admission.admit`)."""
-        weights = self._resharding.of(self._loaded())
-        given = tokens, lengths, arrivals, self._draws()
-        pool, overflow = admit(self.decoder, self._compiled_sampling, weights, pool, *given)
+        weights = self._resharding.sync(self._loaded_weights())
+        state, sampling = self._ensure_sampler_state(), self._compiled_sampling
+        pool, overflow = admit(
+            self.decoder, sampling, weights, pool, tokens, lengths, admission, state
+        )
         # A sum over all devices, so that all processes decide alike; reading it blocks.
         if overflow is not None and int(overflow):
             self.usage.repeated += 1
             decoder = self.decoder.for_any_routing()
-            pool, _ = admit(decoder, self._compiled_sampling, weights, pool, *given)
+            pool, _ = admit(decoder, sampling, weights, pool, tokens, lengths, admission, state)
         return pool
 
-    def _advanced(
+    def _run_decoding(
         self,
-        pool: Pool[Array],
+        pool: SlotPool[Array],
         columns: int,
         window: int,
         min_live: int,
-        some: np.ndarray | None,
-    ) -> tuple[Pool[Array], Advanced]:
+        slots: np.ndarray | None,
+    ) -> tuple[SlotPool[Array], Advanced]:
         """Decodes up to `window` tokens in every live row of the pool, which is donated; stops when
         at most `min_live` rows are live. All rows must fit into `columns` positions, and all live
-        rows must be in the slots `some`."""
-        limits = self._everywhere((np.int32(window), np.int32(min_live)))
-        given = self._taken_apart(), pool, self._draws(), *limits, self._over_slots(some)
-        return advance(self.decoder, self._compiled_sampling, columns, *given)
+        rows must be in the slots `slots`."""
+        max_steps, min_rows = self._replicate((np.int32(window), np.int32(min_live)))
+        return advance(
+            self.decoder,
+            self._compiled_sampling,
+            columns,
+            self._ensure_unstacked(),
+            pool,
+            self._ensure_sampler_state(),
+            max_steps,
+            min_rows,
+            self._shard_over_slots(slots),
+        )
 
-    def _taken_apart(self) -> Policy[Array]:
+    def _ensure_unstacked(self) -> UnstackedPolicy[Array]:
         """Unstacked weights for decoding steps."""
         if self._policy is None:
-            self._policy = policy_of(self.decoder, self._resharding.of(self._loaded()))
+            self._policy = unstack_policy(
+                self.decoder, self._resharding.sync(self._loaded_weights())
+            )
         return self._policy
 
     def _advance(self) -> list[Trajectory]:
         """Decodes until the scheduler has to act, and returns the finished trajectories."""
-        seating = self._seating
-        sitting = sorted(seating.sitting)
-        still = self._sampled(sitting, WINDOW, seating.live_to_stop(self._sizes))
-        ended = [slot for slot in sitting if not still[slot]]
+        scheduler = self._scheduler
+        running_slots = sorted(scheduler.running)
+        is_live = self._sample_window(running_slots, WINDOW, scheduler.live_to_stop(self._sizes))
+        ended = [slot for slot in running_slots if not is_live[slot]]
         # A conversation may continue: it is returned on the host, where its environment is.
-        turns = [slot for slot in ended if seating.sitting[slot].turns is not None]
-        alone = [slot for slot in ended if seating.sitting[slot].turns is None]
-        return self._shelved(alone) + self._taken_off(turns)
+        in_conversation = [
+            slot for slot in ended if scheduler.running[slot].conversation is not None
+        ]
+        single_turn = [slot for slot in ended if scheduler.running[slot].conversation is None]
+        return self._collect_finished(single_turn) + self._collect_on_host(in_conversation)
 
     @property
     def _sizes(self) -> list[int]:
-        return self.step_sizes if self._alone else self.step_sizes[-1:]
+        return self.step_sizes if self._may_shrink else self.step_sizes[-1:]
 
-    def _sampled(self, sitting: Sequence[int], window: int, min_live: int) -> np.ndarray:
+    def _sample_window(
+        self, running_slots: Sequence[int], window: int, min_live: int
+    ) -> np.ndarray:
         """Samples up to `window` tokens of each row; returns the mask of live slots."""
-        pool = self._there()
-        window, end = self._reach(self._lengths[sitting], self._limits[sitting], window)
-        pool, columns = self._with_columns(pool, end)
-        some = self._seating.some(self._sizes)
-        pool, advanced = self._advanced(pool, columns, window, min_live, some)
+        pool = self._ensure_pool()
+        window, end = self._plan_window(
+            self._lengths[running_slots], self._limits[running_slots], window
+        )
+        pool, columns = self._resize_cache(pool, end)
+        active_slots = self._scheduler.active_slots(self._sizes)
+        pool, advanced = self._run_decoding(pool, columns, window, min_live, active_slots)
         self._pool = pool
-        lengths, still = self._to_host((pool.rows.lengths, pool.live))
+        lengths, is_live = self._to_host((pool.rows.lengths, pool.live))
         steps, row_steps = to_host(advanced)
         # A writable copy, for rows that are admitted later.
         self._lengths = np.array(lengths)
         self.usage.steps += int(steps)
-        self.usage.slot_steps += int(steps) * (self.slots if some is None else len(some))
+        self.usage.slot_steps += int(steps) * (
+            self.slots if active_slots is None else len(active_slots)
+        )
         self.usage.row_steps += int(row_steps)
-        return still
+        return is_live
 
-    def _with_columns(self, pool: Pool[Array], columns: int) -> tuple[Pool[Array], int]:
+    def _resize_cache(self, pool: SlotPool[Array], columns: int) -> tuple[SlotPool[Array], int]:
         """Pool with a cache of at least `columns` positions, donated if it changes, and the number
         of positions to read."""
-        return pool, columns_read(columns, self.columns)
+        return pool, cache_length_to_read(columns, self.columns)
 
-    def _reach(self, lengths: np.ndarray, limits: np.ndarray, window: int) -> tuple[int, int]:
+    def _plan_window(self, lengths: np.ndarray, limits: np.ndarray, window: int) -> tuple[int, int]:
         """Number of tokens to decode, and the maximum length of the longest row after them."""
-        if self._seating.waiting:
+        if self._scheduler.waiting:
             # The scheduler runs again after a few steps, when some rows have ended: copying a part
             # of the cache for so few costs more than it saves.
-            return window, end_after(lengths, limits, window)
-        return reach(lengths, limits, window, self.columns)
+            return window, length_after(lengths, limits, window)
+        return plan_window(lengths, limits, window, self.columns)
 
-    def _shelved(self, slots: Sequence[int]) -> list[Trajectory]:
+    def _collect_finished(self, slots: Sequence[int]) -> list[Trajectory]:
         """Moves the rows of these slots to the output buffer, and frees the slots."""
         if not slots:
             return []
         assert self._pool is not None
-        seating, shelf = self._seating, self._shelf
-        if shelf is None or shelf.taken + len(slots) > len(shelf):
+        scheduler, buffer = self._scheduler, self._output_buffer
+        if buffer is None or buffer.used + len(slots) > len(buffer):
             # Sized for all requests in flight: a step's batch is made of one or two buffers.
-            under_way = len(seating.sitting) + len(seating.waiting)
-            size = bucket(under_way, least=self.slots)
-            shelf = Shelf(self.decoder, self._empty_shelf(size))
-        self._shelf = shelf
-        # Past the end and unique, as `shelve` requires.
-        places = len(shelf) + np.arange(self.slots, dtype=np.int32)
-        places[slots] = shelf.taken + np.arange(len(slots))
-        shelf.rows = self._on_shelf(shelf.rows, places)
+            in_flight = len(scheduler.running) + len(scheduler.waiting)
+            size = bucket(in_flight, least=self.slots)
+            buffer = OutputBuffer(self.decoder, self._make_output_buffer(size))
+        self._output_buffer = buffer
+        # Past the end and unique, as `write_to_buffer` requires.
+        destinations = len(buffer) + np.arange(self.slots, dtype=np.int32)
+        destinations[slots] = buffer.used + np.arange(len(slots))
+        buffer.rows = self._write_to_buffer(buffer.rows, destinations)
         tokens, done = self._to_host(self._pool.rows.tokens), list[Trajectory]()
         for slot in slots:
-            request, row = seating.leave(slot), shelf.taken
+            request, row = scheduler.free_slot(slot), buffer.used
             ids = tokens[slot, request.start : self._lengths[slot]]
-            done.append(Trajectory(request, ids, self._finish(request, ids), shelf, row))
-            shelf.taken += 1
+            done.append(Trajectory(request, ids, self._finish_reason(request, ids), buffer, row))
+            buffer.used += 1
         return done
 
-    def _taken_off(self, slots: Sequence[int]) -> list[Trajectory]:
+    def _collect_on_host(self, slots: Sequence[int]) -> list[Trajectory]:
         """Copies the rows of these slots to the host, and frees the slots."""
         if not slots:
             return []
-        rows, done = to_host(self._there().rows), list[Trajectory]()
+        rows, done = to_host(self._ensure_pool().rows), list[Trajectory]()
         for slot in slots:
-            request = self._seating.leave(slot)
-            sampled = sampled_in(rows, slot, request)
-            finish = self._finish(request, sampled.tokens)
+            request = self._scheduler.free_slot(slot)
+            sampled = read_sampled(rows, slot, request)
+            finish = self._finish_reason(request, sampled.tokens)
             request = request._replace(sampled=sampled)
-            done.append(Trajectory(request, sampled.tokens, finish, shelf=None, row=0))
+            done.append(Trajectory(request, sampled.tokens, finish, buffer=None, row=0))
         return done
 
-    def _finish(self, request: Request, ids: np.ndarray) -> Finish:
+    def _finish_reason(self, request: Request, ids: np.ndarray) -> Finish:
         if ids[-1] in self.decoder.stop_ids:
             return "stop"
         # A window ends a row below its limit; it continues in another step.
-        whole = len(request.response) + len(ids) == request.max_new_tokens
-        return "length" if whole else "window"
+        reached_limit = len(request.response) + len(ids) == request.max_new_tokens
+        return "length" if reached_limit else "window"
 
-    def _empty_shelf(self, size: int) -> Rows[Array]:
-        return empty_shelf(self._there().rows, size, self._slots_place)
+    def _make_output_buffer(self, size: int) -> TokenRows[Array]:
+        return make_output_buffer(self._ensure_pool().rows, size, self._slot_sharding)
 
-    def _on_shelf(self, shelf: Rows[Array], places: np.ndarray) -> Rows[Array]:
-        """Writes the row of each slot to its place in the output buffer, which is donated; places
-        past the end are dropped."""
-        return shelve(shelf, self._there().rows, self._over_slots(places), self._slots_place)
+    def _write_to_buffer(
+        self, buffer: TokenRows[Array], destinations: np.ndarray
+    ) -> TokenRows[Array]:
+        """Writes the row of each slot to its position in the output buffer, which is donated; rows
+        whose destination is past the end are dropped."""
+        return write_to_buffer(
+            buffer,
+            self._ensure_pool().rows,
+            self._shard_over_slots(destinations),
+            self._slot_sharding,
+        )
 
     def _to_host(self, tree: Any) -> Any:
         """Copies arrays of the mesh to the host, in all processes."""
         return to_host(tree)
 
-    def _over_slots(self, tree: Any) -> Any:
-        return to_devices(tree, self._slots_place)
+    def _shard_over_slots(self, tree: Any) -> Any:
+        return to_devices(tree, self._slot_sharding)
 
-    def _there(self) -> Pool[Array]:
+    def _ensure_pool(self) -> SlotPool[Array]:
         if self._pool is None:
             self._pool = empty_pool(self.decoder, self.slots, self.columns)
         return self._pool
 
-    def _loaded(self) -> Transformer[Array]:
+    def _loaded_weights(self) -> Transformer[Array]:
         assert self._weights is not None, "no weights were loaded"
         return self._weights
 
     @property
     def _compiled_sampling(self) -> Sampling:
         """Static sampling parameters of the compiled functions. Greedy decoding shares those of
-        `Sampling()`: it differs in an argument only (`Draws.greedy`)."""
+        `Sampling()`: it differs in an argument only (`SamplerState.greedy`)."""
         return Sampling() if self._sampling.greedy else self._sampling
 
-    def _draws(self) -> Draws:
-        sampling, placed = self._sampling, self._placed_draws
-        if placed is None or sampling != self._placed_for:
+    def _ensure_sampler_state(self) -> SamplerState:
+        sampling, state = self._sampling, self._sampler_state
+        if state is None or sampling != self._state_sampling:
             entropy = greedy = None
             if self._compiled_sampling == Sampling():
                 greedy = np.bool_(sampling.greedy)
             elif sampling.adaptive is not None:
                 entropy = EntropyStatistics.neutral() if self._entropy is None else self._entropy
-            version, entropy, greedy = self._everywhere(
+            version, entropy, greedy = self._replicate(
                 (np.int32(self._version), to_host(entropy), greedy)
             )
-            placed = self._placed_draws = Draws(self._key, version, entropy, greedy=greedy)
-            self._placed_for = sampling
-        return placed
+            state = self._sampler_state = SamplerState(self._key, version, entropy, greedy=greedy)
+            self._state_sampling = sampling
+        return state
 
-    def _everywhere(self, tree: Any) -> Any:
+    def _replicate(self, tree: Any) -> Any:
         return to_devices(tree, replicated(self.mesh))

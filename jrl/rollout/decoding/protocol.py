@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 from jaxtyping import Array
 
 from jrl.losses import EntropyStatistics
-from jrl.rollout.decoding.programs.slots import Pool
+from jrl.rollout.decoding.programs.slots import SlotPool
 from jrl.rollout.decoding.requests import Request, Trajectory
 from jrl.rollout.decoding.usage import Usage
 from jrl.rollout.sampling import Sampling
@@ -64,13 +64,13 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def poll(self, alone: bool = False) -> list[Trajectory]:
+    def poll(self, draining: bool = False) -> list[Trajectory]:
         """Returns responses that finished since the last call: at least one if any is in flight.
 
         Args:
-          alone: promises that nothing is submitted or suspended before all requests in flight have
-            finished. The engine may then compute fewer rows in a step as rows finish: the number
-            depends only on the samples, so that results are reproducible bit for bit.
+          draining: promises that nothing is submitted or suspended before all requests in flight
+            have finished. The engine may then compute fewer rows in a step as rows finish: the
+            number depends only on the samples, so that results are reproducible bit for bit.
         """
         ...
 
@@ -88,10 +88,10 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def take_pool(self) -> Pool[Array]:
+    def take_pool(self) -> SlotPool[Array]:
         """Removes the pool of slots from the engine and returns it."""
         ...
 
-    def give_pool(self, pool: Pool[Array]) -> None:
+    def give_pool(self, pool: SlotPool[Array]) -> None:
         """Returns the pool of `take_pool` to an engine without requests in flight."""
         ...

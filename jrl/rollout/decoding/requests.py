@@ -9,14 +9,14 @@ import numpy as np
 from jaxtyping import Array
 
 from jrl.processes.agreement import to_host
-from jrl.rollout.conversations.turns import Turns
-from jrl.rollout.decoding.programs.slots import Decoder, Rows
-from jrl.rollout.row_sampling import OwnSampling
+from jrl.rollout.conversations.conversation import Conversation
+from jrl.rollout.decoding.programs.slots import Decoder, TokenRows
+from jrl.rollout.row_sampling import RequestSampling
 
 Finish = Literal["stop", "length", "window"]
 """Finish reason of a response: a stop token, its length limit, or the window of a partial
 rollout."""
-NOTHING = np.zeros(0, np.int32)
+NO_TOKENS = np.zeros(0, np.int32)
 
 
 class Sampled(NamedTuple):
@@ -51,29 +51,29 @@ class Request(NamedTuple):
       sampled: tokens sampled after `response` before the request was suspended; the trajectory
         contains them as if they had been sampled now. None where it was not started.
       slot: slot in which its row and KV cache were kept; else None.
-      own: sampling parameters of the request, for `StreamEngine`; else None.
-      turns: the conversation in the response, of a task with environments, whose answers are tokens
-        of the response; else None.
+      sampling: sampling parameters of the request, for `StreamEngine`; else None.
+      conversation: the conversation in the response, of a task with environments, whose answers
+        are tokens of the response; else None.
     """
 
     prompt: int
     sample: int
     tokens: np.ndarray
     max_new_tokens: int
-    response: np.ndarray = NOTHING
+    response: np.ndarray = NO_TOKENS
     window: int | None = None
     sampled: Sampled | None = None
     slot: int | None = None
-    own: OwnSampling | None = None
-    turns: Turns | None = None
+    sampling: RequestSampling | None = None
+    conversation: Conversation | None = None
 
     @property
     def ids(self) -> np.ndarray:
         """Token ids so far, prompt and response."""
-        if not self.begun:
+        if not self.has_response:
             return self.tokens
         # In the order of sampling: earlier steps, then this one.
-        before = NOTHING if self.sampled is None else self.sampled.tokens
+        before = NO_TOKENS if self.sampled is None else self.sampled.tokens
         return np.concatenate([self.tokens, self.response, before])
 
     @property
@@ -87,32 +87,32 @@ class Request(NamedTuple):
         return len(self.tokens) + len(self.response)
 
     @property
-    def begun(self) -> bool:
+    def has_response(self) -> bool:
         """True if the request contains tokens of a response already."""
         return len(self.response) > 0 or self.sampled is not None
 
     @property
     def limit(self) -> int:
         """Maximum length, prompt and response, at which it is returned."""
-        whole = len(self.tokens) + self.max_new_tokens
+        max_length = len(self.tokens) + self.max_new_tokens
         if self.window is None:
-            return whole
-        return min(whole, self.start + self.window)
+            return max_length
+        return min(max_length, self.start + self.window)
 
 
 @dataclass
-class Shelf:
+class OutputBuffer:
     """Output buffer of finished rows on the rollout mesh, until a batch is made of them.
 
     Attributes:
       decoder: compile-time settings of their decoding.
       rows: copied from their slots.
-      taken: number of rows in use; the others are free.
+      used: number of rows in use; the others are free.
     """
 
     decoder: Decoder
-    rows: Rows[Array]
-    taken: int = 0
+    rows: TokenRows[Array]
+    used: int = 0
 
     def __len__(self) -> int:
         return self.rows.lengths.shape[0]
@@ -127,7 +127,7 @@ class Trajectory:
       request: the request.
       tokens: ``[response]`` ids that were sampled now, including the one that ended it.
       finish: the finish reason.
-      shelf: its output buffer on the mesh; None where it was copied to the host and
+      buffer: its output buffer on the mesh; None where it was copied to the host and
         `request.sampled` contains all of it.
       row: its row in the buffer.
     """
@@ -135,7 +135,7 @@ class Trajectory:
     request: Request
     tokens: np.ndarray
     finish: Finish
-    shelf: Shelf | None
+    buffer: OutputBuffer | None
     row: int
 
     @property
@@ -151,34 +151,34 @@ class Trajectory:
     @property
     def sampled(self) -> Sampled:
         """Sampled tokens with their records, for a trajectory that is on the host."""
-        assert self.shelf is None and self.request.sampled is not None, "it lies on the mesh"
+        assert self.buffer is None and self.request.sampled is not None, "it lies on the mesh"
         return self.request.sampled
 
     @cached_property
     def behaviour_logprobs(self) -> np.ndarray:
         """Log-probabilities ``[response]`` of `tokens` in the distribution sampled from, nats;
         fetched on first access."""
-        return self._fetched("behaviour_logprobs")
+        return self._fetch("behaviour_logprobs")
 
     @cached_property
     def old_logprobs(self) -> np.ndarray:
         """Log-probabilities ``[response]`` of `tokens` in the full policy that sampled, nats;
         fetched on first access."""
-        return self._fetched("old_logprobs")
+        return self._fetch("old_logprobs")
 
     @cached_property
     def versions(self) -> np.ndarray:
         """Versions ``[response]`` of the weights that sampled `tokens`; fetched on first access."""
-        return self._fetched("versions")
+        return self._fetch("versions")
 
-    def _fetched(self, name: str) -> np.ndarray:
-        if self.shelf is None:
+    def _fetch(self, name: str) -> np.ndarray:
+        if self.buffer is None:
             return getattr(self.sampled, name)
-        column, begin = getattr(self.shelf.rows, name), self.request.start
+        column, begin = getattr(self.buffer.rows, name), self.request.start
         return to_host(column)[self.row, begin : begin + len(self.tokens)]
 
 
-def sampled_in(rows: Rows[np.ndarray], row: int, request: Request) -> Sampled:
+def read_sampled(rows: TokenRows[np.ndarray], row: int, request: Request) -> Sampled:
     """Sampled tokens of a request so far, with their records.
 
     Args:
@@ -187,9 +187,9 @@ def sampled_in(rows: Rows[np.ndarray], row: int, request: Request) -> Sampled:
     """
     end = int(rows.lengths[row])
 
-    def column(whole: np.ndarray) -> np.ndarray:
+    def column(array: np.ndarray) -> np.ndarray:
         # A copy: a slice would keep all rows alive on the host.
-        return np.array(whole[row, request.start : end])
+        return np.array(array[row, request.start : end])
 
     return Sampled(
         column(rows.tokens),
@@ -200,18 +200,18 @@ def sampled_in(rows: Rows[np.ndarray], row: int, request: Request) -> Sampled:
     )
 
 
-def taken_off(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+def move_to_host(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
     """Copies trajectories from the mesh to the host, into `request.sampled` of each. A collective
     in a run of multiple processes."""
     # Each output buffer is copied once, however many of its rows are needed.
-    rows = {id(t.shelf): to_host(t.shelf.rows) for t in trajectories if t.shelf is not None}
+    rows = {id(t.buffer): to_host(t.buffer.rows) for t in trajectories if t.buffer is not None}
     return [
         t
-        if t.shelf is None
+        if t.buffer is None
         else replace(
             t,
-            request=t.request._replace(sampled=sampled_in(rows[id(t.shelf)], t.row, t.request)),
-            shelf=None,
+            request=t.request._replace(sampled=read_sampled(rows[id(t.buffer)], t.row, t.request)),
+            buffer=None,
             row=0,
         )
         for t in trajectories

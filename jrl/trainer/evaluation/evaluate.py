@@ -7,7 +7,11 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from jrl.losses import pass_at_k
-from jrl.rollout.parts import of_conversations, part_means, per_task
+from jrl.rollout.completion_metrics import (
+    conversation_metrics,
+    reward_means,
+    task_metrics,
+)
 from jrl.rollout.sampler import Completion, Sampler, correct_of, lengths_of, numbered_heldout
 from jrl.rollout.sampling import GREEDY, Sampling
 from jrl.tasks import REASONS
@@ -74,8 +78,10 @@ def evaluate(
         "response_length/clip_ratio": np.mean([completion.truncated for completion in sampled]),
         **{f"verifier/{reason}": reasons[reason] for reason in REASONS},
     }
-    results |= part_means(sampled) | per_task(sampled, "sampled") | per_task(greedy, "greedy")
-    results |= of_conversations(sampled)
+    results |= (
+        reward_means(sampled) | task_metrics(sampled, "sampled") | task_metrics(greedy, "greedy")
+    )
+    results |= conversation_metrics(sampled)
     return {name: np.asarray(value).item() for name, value in results.items()}
 
 

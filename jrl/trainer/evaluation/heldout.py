@@ -6,7 +6,11 @@ from typing import TypeVar
 
 import numpy as np
 
-from jrl.rollout.parts import of_conversations, part_means, per_task
+from jrl.rollout.completion_metrics import (
+    conversation_metrics,
+    reward_means,
+    task_metrics,
+)
 from jrl.rollout.sampler import Sampler, accuracy, lengths_of, numbered_heldout, scores_of
 from jrl.rollout.sampling import GREEDY, Sampling
 from jrl.tasks import Example, Task
@@ -39,9 +43,11 @@ def heldout_metrics(
     requests = sampler.requests(asked, 1)
     # The sampled completions are verified while the greedy ones are decoded.
     both = [sampler.decode(requests, asked, way) for way in (sampling, GREEDY)]
-    sampled, greedy = (drawn.verified() for drawn in both)
-    detail = part_means(sampled) | per_task(sampled, "sampled") | per_task(greedy, "greedy")
-    detail |= of_conversations(sampled)
+    sampled, greedy = (drawn.wait() for drawn in both)
+    detail = (
+        reward_means(sampled) | task_metrics(sampled, "sampled") | task_metrics(greedy, "greedy")
+    )
+    detail |= conversation_metrics(sampled)
     return {
         **{f"val/{name}": value for name, value in detail.items()},
         "val/accuracy/sampled": accuracy(sampled),

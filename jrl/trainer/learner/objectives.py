@@ -219,8 +219,8 @@ def _pack(
     return packing.pack(_rows(batch), objective.packed, config, mesh, replayed)
 
 
-def _rows(batch: Batch[Array]) -> packing.Rows:
-    return packing.Rows(batch.tokens, batch.valid, batch.mask, given(batch.starts))
+def _rows(batch: Batch[Array]) -> packing.BinnedRows:
+    return packing.BinnedRows(batch.tokens, batch.valid, batch.mask, given(batch.starts))
 
 
 def _router_metrics(router: RouterStatistics[Array] | None, mesh: FoldedMesh) -> dict[str, Any]:

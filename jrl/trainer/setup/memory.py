@@ -9,7 +9,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jrl.rollout.collection.collect import sampling_of
-from jrl.rollout.decoding.disaggregated.expert_places import first_placement
+from jrl.rollout.decoding.disaggregated.expert_balancer import first_placement
 from jrl.rollout.scoring import num_micro_batches
 from jrl.trainer.learner.masters import keeps_masters
 from jrl.trainer.setup.geometry import Geometry
@@ -117,7 +117,7 @@ def memory(setup: Setup) -> dict[str, int]:
         "critic's optimizer moments": critic_parts * halves // 2,
         "reference": weights if recipe.uses_reference and not beside else 0,
         "weights gathered to score": gathered if setup.model.execution.fsdp else 0,
-        # `policy_of`: decoding uses unstacked weights.
+        # `unstack_policy`: decoding uses unstacked weights.
         "weights apart to sample": rollout.get("weights apart to sample", 0),
         "key/value cache": rollout.get("key/value cache", 0),
         DECODE_PARTS: rollout.get(DECODE_PARTS, 0),

@@ -7,7 +7,7 @@ from jaxtyping import Array
 
 from jrl.recipes.base.batch import Batch
 from jrl.recipes.base.optimizer import Optimizer
-from jrl.rollout.collection.ahead import AheadSpec
+from jrl.rollout.collection.async_buffer import AsyncBufferSpec
 from jrl.rollout.decoding.programs.slots import Decoder
 from jrl.trainer.learner.learner import Learner, init_learner, split
 from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective, SupervisedObjective
@@ -135,12 +135,12 @@ class Networks:
         return self.policy.mesh
 
     @property
-    def ahead_spec(self) -> AheadSpec | None:
+    def ahead_spec(self) -> AsyncBufferSpec | None:
         """Sizes of the buffer of asynchronous rollouts; None without these."""
         if not self.max_staleness:
             return None
         policy = self.policy.objective
-        return AheadSpec(
+        return AsyncBufferSpec(
             policy.recipe,
             self.max_staleness,
             policy.layout.prompt_length,

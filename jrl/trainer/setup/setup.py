@@ -21,7 +21,7 @@ from jrl.rollout.conversations.engine import ConversationEngine
 from jrl.rollout.decoding.disaggregated.engine import DisaggregatedEngine
 from jrl.rollout.decoding.engine import SlotEngine
 from jrl.rollout.decoding.protocol import RolloutEngine
-from jrl.rollout.resharding import mesh_apart, rollout_mesh
+from jrl.rollout.resharding import rollout_mesh, separate_rollout_mesh
 from jrl.rollout.sampler import Sampler
 from jrl.rollout.scoring import PromptLayout
 from jrl.rollout.split import split_mesh
@@ -153,7 +153,9 @@ class Setup:
         if self.split is not None:
             return self.split.attention
         if self.run.rollout_devices is not None:
-            return mesh_apart(self.run.rollout_layout, self.run.rollout_devices, self.mesh)
+            return separate_rollout_mesh(
+                self.run.rollout_layout, self.run.rollout_devices, self.mesh
+            )
         return rollout_mesh(self.run.rollout_layout, self.mesh)
 
     @property

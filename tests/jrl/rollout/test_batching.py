@@ -8,8 +8,8 @@ from tiers import full_but
 
 from jrl.recipes import Batch
 from jrl.rollout.batching import batch_of, over_rows, take_rows
-from jrl.rollout.decoding.programs.slots import Decoder, Rows
-from jrl.rollout.decoding.requests import Request, Shelf, Trajectory
+from jrl.rollout.decoding.programs.slots import Decoder, TokenRows
+from jrl.rollout.decoding.requests import OutputBuffer, Request, Trajectory
 from jrl.rollout.resharding import rollout_mesh
 from moe.config import tiny
 from sharding.folding import Layout, fold
@@ -44,9 +44,9 @@ def shelf_on(mesh, first, size):
     columns = np.arange(10)[None]
     tokens = np.where(columns < lengths[:, None], 100 * n[:, None] + columns, 7)
     numbers = jnp.asarray(tokens / 4, jnp.float32)
-    rows = Rows(lengths, prompts, tokens, -numbers, 2 * numbers, tokens, None)
+    rows = TokenRows(lengths, prompts, tokens, -numbers, 2 * numbers, tokens, None)
     decoder = Decoder(tiny(11), mesh, PAD, (0,))
-    return Shelf(decoder, jax.device_put(jax.tree.map(jnp.asarray, rows), over_rows(mesh)))
+    return OutputBuffer(decoder, jax.device_put(jax.tree.map(jnp.asarray, rows), over_rows(mesh)))
 
 
 def trajectory(shelf, row, n, finish="stop", window=None):
@@ -94,7 +94,7 @@ def test_of_a_window_the_mask_is_what_was_sampled_now():
     shelf = shelf_on(mesh, 0, 8)
     # The third row's prompt has three tokens; its response begins in an earlier window.
     rows = shelf.rows
-    shelf.rows = Rows(**{**vars(rows), "starts": rows.starts.at[2].add(2)})
+    shelf.rows = TokenRows(**{**vars(rows), "starts": rows.starts.at[2].add(2)})
     going_on = trajectory(shelf, 2, 2, "window", window=1)
     batch = batch_of([going_on], np.ones(1, bool), mesh, PROMPT, RESPONSE)
     np.testing.assert_array_equal(batch.mask[0], np.arange(9) == 6)

@@ -9,11 +9,11 @@ from tiers import full_but
 from jrl.rollout import resharding
 from jrl.rollout.resharding import (
     RolloutPolicy,
-    apart,
-    mesh_apart,
+    are_disjoint,
     reshard,
     rollout_layout,
     rollout_mesh,
+    separate_rollout_mesh,
 )
 from moe import placement
 from moe import weights as moe_weights
@@ -91,11 +91,11 @@ def test_a_policy_moves_once_per_change(monkeypatch):
     config, mesh = small_model(vocab_size=8), mesh_of("dp2 cp2")
     policy = RolloutPolicy(config, mesh, rollout_mesh(None, mesh))
     first, second = numbered(config, mesh), numbered(config, mesh)
-    moved = policy.of(first)
-    assert policy.of(first) is moved and len(moves) == 1
-    assert policy.of(second) is not moved and len(moves) == 2
+    moved = policy.sync(first)
+    assert policy.sync(first) is moved and len(moves) == 1
+    assert policy.sync(second) is not moved and len(moves) == 2
     policy.release()
-    policy.of(second)
+    policy.sync(second)
     assert len(moves) == 3
 
 
@@ -106,7 +106,7 @@ def test_where_training_can_decode_nothing_moves():
     assert named.rollout_mesh is named.mesh
     weights = numbered(setup.model, setup.mesh)
     own = RolloutPolicy(setup.model, setup.mesh, setup.rollout_mesh)
-    assert own.of(weights) is weights
+    assert own.sync(weights) is weights
 
 
 @pytest.mark.parametrize(
@@ -133,10 +133,12 @@ def test_what_cannot_decode_is_refused(rollout, message):
 )
 def test_weights_move_to_devices_of_their_own(training, rollout):
     config, training = small_model(vocab_size=8, num_layers=4), mesh_of(training)
-    beside = mesh_apart(rollout, 2, training)
-    assert apart(training, beside) and not apart(training, rollout_mesh(None, training))
+    beside = separate_rollout_mesh(rollout, 2, training)
+    assert are_disjoint(training, beside) and not are_disjoint(
+        training, rollout_mesh(None, training)
+    )
     weights = numbered(config, training)
-    moved = RolloutPolicy(config, training, beside).of(weights)
+    moved = RolloutPolicy(config, training, beside).sync(weights)
     expected = placement.shardings(config, beside)
     for leaf, sharding in zip(jax.tree.leaves(moved), jax.tree.leaves(expected), strict=True):
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
@@ -154,14 +156,14 @@ def test_weights_move_to_devices_of_their_own(training, rollout):
 )
 def test_devices_that_are_not_there_are_refused(rollout, number, message):
     with pytest.raises(ValueError, match=message):
-        mesh_apart(rollout, number, mesh_of("tp2 dp2"))
+        separate_rollout_mesh(rollout, number, mesh_of("tp2 dp2"))
 
 
 def test_devices_of_several_processes_are_refused(monkeypatch):
     training = mesh_of("dp2")
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ValueError, match=r"rollout_devices=2 are devices of one process, and the"):
-        mesh_apart(None, 2, training)
+        separate_rollout_mesh(None, 2, training)
 
 
 def test_what_cannot_decode_is_refused_where_it_trains():

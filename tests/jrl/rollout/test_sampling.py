@@ -16,13 +16,13 @@ from jrl.recipes import AdaptiveTemperature
 from jrl.rollout.sampling import (
     GREEDY,
     Sampling,
-    likeliest_token,
+    argmax_token,
     logprobs_of,
     policy_logits,
     row_temperatures,
     sampler_logits,
 )
-from jrl.rollout.sampling import draw as draw_by_operations
+from jrl.rollout.sampling import sample_tokens as draw_by_operations
 
 draw = jax.jit(draw_by_operations, static_argnums=1)
 entropy_statistics = jax.jit(statistics_by_operations)
@@ -363,4 +363,4 @@ def test_a_temperature_follows_one_of_two_signals():
 def test_the_likeliest_token_is_the_first_of_the_largest():
     logits = np.random.default_rng(0).integers(-2, 3, (64, 9)).astype(np.float32)
     logits[0], logits[1, 3:] = -np.inf, np.inf
-    np.testing.assert_array_equal(jax.jit(likeliest_token)(logits), np.argmax(logits, axis=-1))
+    np.testing.assert_array_equal(jax.jit(argmax_token)(logits), np.argmax(logits, axis=-1))

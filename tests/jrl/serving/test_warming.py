@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from policies import CONFIG, PAD, STOPS, Asked, weights
 
-from jrl.rollout.decoding import columns, packing, seating, stream
+from jrl.rollout.decoding import columns, packing, scheduler, stream
 from jrl.rollout.decoding.disaggregated.stream import DisaggregatedStreamEngine
 from jrl.rollout.decoding.programs import packed
 from jrl.rollout.decoding.requests import Request
 from jrl.rollout.decoding.stream import StreamEngine
-from jrl.rollout.row_sampling import OwnSampling
+from jrl.rollout.row_sampling import RequestSampling
 from jrl.rollout.sampling import GREEDY
 from jrl.serving import warming
 from jrl.serving.warming import Warming, filling
@@ -39,12 +39,12 @@ def since(before: Counter[str]) -> dict[str, int]:
 def small(monkeypatch):
     """The sizes of a server, in small."""
     for module, name, value in [
-        (seating, "ALONE", 4),
-        (seating, "SHARED", 8),
+        (scheduler, "SINGLE_ROW_UNIT", 4),
+        (scheduler, "MIN_SHARED_WIDTH", 8),
         (packed, "CHUNK", 4),
         (packing, "CHUNK", 4),
-        (columns, "NARROWEST", 4),
-        (stream, "NARROWEST_CACHE", 16),
+        (columns, "MIN_CACHE_LENGTH", 4),
+        (stream, "MIN_STREAM_CACHE_LENGTH", 16),
         (warming, "COMMON", 8),
         (StreamEngine, "most_tokens", 32),
     ]:
@@ -55,10 +55,10 @@ def serve(engine, numbers, rng, longest: int, number: int, most: int) -> None:
     """Requests of all kinds, some of which are dropped."""
     for _ in range(number):
         length, samples = int(rng.integers(1, longest)), int(rng.integers(1, most))
-        own = OwnSampling(0.7, 0.9, wants_likeliest=bool(rng.integers(2)))
+        own = RequestSampling(0.7, 0.9, needs_top_tokens=bool(rng.integers(2)))
         ids, limit = np.full(length, 4, np.int32), int(rng.integers(1, 5))
         name = next(numbers)
-        engine.ask([Request(name, sample, ids, limit, own=own) for sample in range(samples)])
+        engine.ask([Request(name, sample, ids, limit, sampling=own) for sample in range(samples)])
         if rng.integers(4) == 0:
             engine.drop([(name, 0)])
         if rng.integers(2):
@@ -121,9 +121,9 @@ def test_requests_find_their_programs(small, layout):
 @pytest.mark.slow
 def test_requests_of_two_sides_find_their_programs(small, monkeypatch):
     """Where each prompt has a row of its own."""
-    for module in (seating, stream):
-        monkeypatch.setattr(module, "SMALLEST", 4)
-    monkeypatch.setattr(stream, "NARROWEST_CACHE", 8)
+    for module in (scheduler, stream):
+        monkeypatch.setattr(module, "MIN_PREFILL_WIDTH", 4)
+    monkeypatch.setattr(stream, "MIN_STREAM_CACHE_LENGTH", 8)
     monkeypatch.setattr(StreamEngine, "most_tokens", 8)
     slots, columns = 2, 12
     mesh = fold_split(Split("dp1", "ep1"), jax.devices()[:2])

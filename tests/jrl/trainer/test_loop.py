@@ -148,7 +148,7 @@ def test_a_suspicion_is_shown_once_with_its_samples():
 
     def completion(prompt, text, verdict):
         return SimpleNamespace(
-            trajectory=SimpleNamespace(request=SimpleNamespace(prompt=prompt, turns=None)),
+            trajectory=SimpleNamespace(request=SimpleNamespace(prompt=prompt, conversation=None)),
             example=SimpleNamespace(answer="42"),
             text=text,
             verdict=verdict,

@@ -17,7 +17,7 @@ from small_runs import (
 
 from jrl.rollout.decoding import engine as slot_engine
 from jrl.rollout.decoding.engine import SlotEngine
-from jrl.rollout.resharding import apart
+from jrl.rollout.resharding import are_disjoint
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.records import Appender, read
 from jrl.trainer import loop
@@ -60,9 +60,9 @@ class Watched:
             cancel = SlotEngine.cancel
 
             def counted(engine, prompts):
-                before = len(engine._seating.sitting)
+                before = len(engine._scheduler.running)
                 cancel(engine, prompts)
-                self.dropped += before - len(engine._seating.sitting)
+                self.dropped += before - len(engine._scheduler.running)
 
             monkeypatch.setattr(SlotEngine, "cancel", counted)
         step = loop.train_step
@@ -179,7 +179,7 @@ def test_devices_of_its_own_change_nothing(uninterrupted, tmp_path, monkeypatch)
     """By turns on one device, and at the same time on two."""
     expected = uninterrupted("grpo", 3, 8, True)
     setup = stale_setup(rollout_devices=1, stale_cache=True)
-    assert apart(setup.mesh, setup.rollout_mesh)
+    assert are_disjoint(setup.mesh, setup.rollout_mesh)
     run = Watched(setup, tmp_path / "run", monkeypatch)
     run.go_on()
     assert run.batches == expected.batches

@@ -197,13 +197,13 @@ is padding, and the advantages."""
 @pytest.fixture
 def looks(monkeypatch):
     """The times that sampled tokens come to the host, a number for each."""
-    times, shelved = [], engine.shelve
+    times, shelved = [], engine.write_to_buffer
 
     def counted(*arguments):
         times.append(len(times))
         return shelved(*arguments)
 
-    monkeypatch.setattr(engine, "shelve", counted)
+    monkeypatch.setattr(engine, "write_to_buffer", counted)
     return times
 
 

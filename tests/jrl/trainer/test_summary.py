@@ -126,7 +126,7 @@ def test_without_a_measurement_or_a_bound_there_is_no_alarm():
 def test_scores_are_those_of_finished_responses():
     """Rows stand in no groups: nothing is said of them."""
     scores, lengths, cut = [1.0, 0.0, 0.5, 0.0], [4, 3, 5, 3], [False, False, True, False]
-    one_turn = SimpleNamespace(request=SimpleNamespace(turns=None))
+    one_turn = SimpleNamespace(request=SimpleNamespace(conversation=None))
     completions = [
         SimpleNamespace(
             score=score, length=length, truncated=truncated, verdict=None, trajectory=one_turn

@@ -17,16 +17,20 @@ from jaxtyping import Array
 
 from jrl.processes.agreement import any_of, is_multiprocess, to_devices, to_every_host
 from jrl.rollout.batching import replicated
-from jrl.rollout.decoding.disaggregated.batches import BatchedSeating
-from jrl.rollout.decoding.disaggregated.expert_places import ExpertPlaces
+from jrl.rollout.decoding.disaggregated.expert_balancer import ExpertBalancer
+from jrl.rollout.decoding.disaggregated.scheduler import MicroBatchScheduler
 from jrl.rollout.decoding.engine import SlotEngine
-from jrl.rollout.decoding.programs.admission import Arrivals, admit_known
+from jrl.rollout.decoding.output_buffer import make_output_buffer, write_to_buffer
+from jrl.rollout.decoding.programs.admission import AdmissionArrays, admit_known
 from jrl.rollout.decoding.programs.advance import Advanced
-from jrl.rollout.decoding.programs.micro_batches import counted, sample_part, standing
-from jrl.rollout.decoding.programs.slots import Pool, Rows
+from jrl.rollout.decoding.programs.micro_batches import (
+    add_expert_loads,
+    read_step_inputs,
+    sample_micro_batch,
+)
+from jrl.rollout.decoding.programs.slots import SlotPool, TokenRows
 from jrl.rollout.decoding.requests import Request
-from jrl.rollout.decoding.seating import Seating, bucket
-from jrl.rollout.decoding.shelves import empty_shelf, shelve
+from jrl.rollout.decoding.scheduler import SlotScheduler, bucket
 from jrl.rollout.sampling import Sampling
 from jrl.rollout.split import SplitPolicy
 from moe.cache.buffers import Cache
@@ -38,7 +42,7 @@ from moe.disaggregated.weights import SplitWeights
 from moe.router.replay import choices_dtype
 from sharding.folding import FoldedMesh
 
-AHEAD = 2
+STEPS_BEFORE_COUNT = 2
 """Decoding steps that the host enqueues before it checks that rows are left to decode."""
 
 
@@ -102,11 +106,13 @@ class DisaggregatedEngine(SlotEngine):
             top_logprobs=top_logprobs,
         )
         plain = config.without_adapters()
-        self.places = ExpertPlaces(plain, split, expert_slots, replan, fades=not self._restarts)
+        self.expert_balancer = ExpertBalancer(
+            plain, split, expert_slots, replan, decays=not self._restarts
+        )
         self.runner = Runner(
             plain,
             split,
-            placement=self.places.placements[0],
+            placement=self.expert_balancer.placements[0],
             m2n=m2n,
             # Loads are counted from expert ids, recorded for a replay or not.
             records_choices=records_choices or replan is not None,
@@ -114,128 +120,152 @@ class DisaggregatedEngine(SlotEngine):
         if is_multiprocess():
             any_of(False)  # a barrier: all processes have compiled what came before
             self.runner.connect()
-        self._sides = SplitPolicy(config, training, split, self.places.placements)
-        self._resharding = self._sides
+        self._split_policy = SplitPolicy(config, training, split, self.expert_balancer.placements)
+        self._resharding = self._split_policy
         self._loads = self._no_loads()
-        self._attends = has_local_devices(split.attention)
+        self._has_attention = has_local_devices(split.attention)
 
-    def _made_seating(self, slots: int, ranks: int) -> Seating:
+    def _make_scheduler(self, slots: int, ranks: int) -> SlotScheduler:
         predicted = AttentionTime.from_config(self.decoder.config)
 
         def context(slot: int) -> int:
             return int(self._lengths[slot])
 
-        parts = self._micro_batches
-        return BatchedSeating(slots, ranks, self.most_tokens, parts, predicted, context)
+        num_micro_batches = self._micro_batches
+        return MicroBatchScheduler(
+            slots, ranks, self.most_tokens, num_micro_batches, predicted, context
+        )
 
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
-        if self._restarts and not (self._seating.sitting or self._seating.waiting):
+        if self._restarts and not (self._scheduler.running or self._scheduler.waiting):
             self._restart()
         super().submit(requests, sampling)
 
     def _restart(self) -> None:
-        moved = self.places.has_moved
-        self.places.restart()
+        moved = self.expert_balancer.has_moved
+        self.expert_balancer.restart()
         self._loads = self._no_loads()
         if moved:
-            self._sides.place(self.places.placements)
+            self._split_policy.move_experts(self.expert_balancer.placements)
             # The KV cache in the slots was computed with another placement, and rounded otherwise.
-            self._seating.forget()
+            self._scheduler.clear_prefix_cache()
 
     def _no_loads(self) -> Array:
         config = self.decoder.config
-        return self._everywhere(np.zeros((config.num_expert_layers, config.num_experts), np.int32))
+        return self._replicate(np.zeros((config.num_expert_layers, config.num_experts), np.int32))
 
-    def _look(self) -> None:
+    def _rebalance_experts(self) -> None:
         """Re-balances the experts by the loads since the last call."""
         loads = self._to_host(self._loads)
         self._loads = self._no_loads()
-        if self.places.look(loads):
-            self._sides.place(self.places.placements)
+        if self.expert_balancer.rebalance(loads):
+            self._split_policy.move_experts(self.expert_balancer.placements)
 
-    def _both_sides(self) -> SplitWeights[Array]:
-        return self._sides.of(self._loaded())
+    def _ensure_split_weights(self) -> SplitWeights[Array]:
+        return self._split_policy.sync(self._loaded_weights())
 
-    def take_pool(self) -> Pool[Array]:
+    def take_pool(self) -> SlotPool[Array]:
         raise NotImplementedError("rows of two sides are not kept over a change of weights")
 
-    def _admitted(
+    def _run_admission(
         self,
-        pool: Pool[Array],
+        pool: SlotPool[Array],
         tokens: Array,
         lengths: Array,
-        arrivals: Arrivals[Array],
-    ) -> Pool[Array]:
-        weights, known = self._both_sides(), None
+        admission: AdmissionArrays[Array],
+    ) -> SlotPool[Array]:
+        weights, prefilled = self._ensure_split_weights(), None
         if tokens.shape[0]:
-            known = self.runner.prefill(weights, tokens, lengths)
-        if not self._attends:
+            prefilled = self.runner.prefill(weights, tokens, lengths)
+        if not self._has_attention:
             return pool
         assert weights.rest is not None
-        if known is not None and known.choices is not None:
+        if prefilled is not None and prefilled.choices is not None:
             dtype = choices_dtype(self.decoder.config.num_experts)
-            kept = known.choices.astype(dtype) if self.decoder.records_choices else None
-            known = known._replace(choices=kept)
-        given = pool, known, tokens, arrivals, self._draws()
-        return admit_known(self.decoder, self._compiled_sampling, weights.rest, *given)
+            choices = prefilled.choices.astype(dtype) if self.decoder.records_choices else None
+            prefilled = prefilled._replace(choices=choices)
+        return admit_known(
+            self.decoder,
+            self._compiled_sampling,
+            weights.rest,
+            pool,
+            prefilled,
+            tokens,
+            admission,
+            self._ensure_sampler_state(),
+        )
 
     @property
     def step_sizes(self) -> list[int]:
         # Micro-batches are of one size.
-        return [self._seating.per_rank]
+        return [self._scheduler.per_rank]
 
-    def _advanced(
+    def _run_decoding(
         self,
-        pool: Pool[Array],
+        pool: SlotPool[Array],
         columns: int,
         window: int,
         min_live: int,
-        some: np.ndarray | None,
-    ) -> tuple[Pool[Array], Advanced]:
-        parts, draws, window = self._micro_batches, self._draws(), self.places.within(window)
-        numbers = [self._everywhere(np.int32(i)) for i in range(parts)]
+        slots: np.ndarray | None,
+    ) -> tuple[SlotPool[Array], Advanced]:
+        num_micro_batches, sampler_state = self._micro_batches, self._ensure_sampler_state()
+        window = self.expert_balancer.limit_tokens(window)
+        indices = [self._replicate(np.int32(i)) for i in range(num_micro_batches)]
         cache = None
-        if self._attends:
-            # The runner donates the cache layer by layer, `sample_part` the rest.
+        if self._has_attention:
+            # The runner donates the cache layer by layer, `sample_micro_batch` the rest.
             cache, pool = pool.cache, replace(pool, cache=Cache((), ()))
         # For each token and micro-batch, the number of rows that got it and of those still live.
-        counts: list[list[Any]] = [[] for _ in range(parts)]
+        counts: list[list[Any]] = [[] for _ in range(num_micro_batches)]
         totals = list[np.ndarray]()
 
         def begin(i: int) -> tuple[Array, Array, Array]:
-            return standing(self.decoder, parts, pool, numbers[i])
+            return read_step_inputs(self.decoder, num_micro_batches, pool, indices[i])
 
         def end(i: int, logits: Array, choices: Array | None) -> tuple[Array, Array]:
             nonlocal pool
-            if self.places.every is not None:
-                chosen = pool.live, choices, numbers[i]
-                self._loads = counted(self.decoder, parts, self._loads, *chosen)
+            if self.expert_balancer.every is not None:
+                self._loads = add_expert_loads(
+                    self.decoder, num_micro_batches, self._loads, pool.live, choices, indices[i]
+                )
             if not self.decoder.records_choices:
                 choices = None
-            given = pool, logits, choices, draws, numbers[i]
-            pool, *rows = sample_part(self.decoder, self._compiled_sampling, parts, *given)
-            counts[i].append((rows[0], rows[1]))
-            return rows[0], rows[1]
+            pool, num_sampled, num_live = sample_micro_batch(
+                self.decoder,
+                self._compiled_sampling,
+                num_micro_batches,
+                pool,
+                logits,
+                choices,
+                sampler_state,
+                indices[i],
+            )
+            counts[i].append((num_sampled, num_live))
+            return num_sampled, num_live
 
         def count(token: int) -> int:
             """Number of live rows after `token`, the first token that was not counted yet."""
-            each = jax.device_get([own[token] for own in counts])
-            totals.append(np.sum([np.reshape(own, -1) for own in each], axis=0))
+            each = jax.device_get([tokens_of_batch[token] for tokens_of_batch in counts])
+            totals.append(
+                np.sum([np.reshape(tokens_of_batch, -1) for tokens_of_batch in each], axis=0)
+            )
             return int(totals[-1][1])
 
-        # Enqueued steps run on; counts are read `AHEAD` tokens later.
-        def goes_on(token: int) -> bool:
-            left = count(token - AHEAD) if token >= AHEAD else min_live + 1
-            return token < window and left > min_live
+        # Enqueued steps run on; counts are read `STEPS_BEFORE_COUNT` tokens later.
+        def continues(token: int) -> bool:
+            num_live = (
+                count(token - STEPS_BEFORE_COUNT) if token >= STEPS_BEFORE_COUNT else min_live + 1
+            )
+            return token < window and num_live > min_live
 
         cache = self.runner.decode(
-            self._both_sides(),
+            self._ensure_split_weights(),
             cache,
             self.slots,
-            parts,
+            num_micro_batches,
             begin,
             end,
-            goes_on,
+            continues,
             columns,
             # A process without attention receives the counts, and decides as the others do.
             lambda i, heard: counts[i].append(heard),
@@ -246,36 +276,38 @@ class DisaggregatedEngine(SlotEngine):
         grew = np.array(totals)[:, 0]
         # An enqueued token that no row got is not a step.
         steps = int((grew > 0).sum())
-        if self.places.is_due(steps):
-            self._look()
+        if self.expert_balancer.is_due(steps):
+            self._rebalance_experts()
         advanced = Advanced(jnp.asarray(steps), jnp.asarray(grew.sum()))
         return pool if cache is None else replace(pool, cache=cache), advanced
 
-    def _empty_shelf(self, size: int) -> Rows[Array]:
+    def _make_output_buffer(self, size: int) -> TokenRows[Array]:
         if not is_multiprocess():
-            return super()._empty_shelf(size)
-        return empty_shelf(self._there().rows, size, replicated(self._training))
+            return super()._make_output_buffer(size)
+        return make_output_buffer(self._ensure_pool().rows, size, replicated(self._training))
 
-    def _on_shelf(self, shelf: Rows[Array], places: np.ndarray) -> Rows[Array]:
+    def _write_to_buffer(
+        self, buffer: TokenRows[Array], destinations: np.ndarray
+    ) -> TokenRows[Array]:
         if not is_multiprocess():
-            return super()._on_shelf(shelf, places)
+            return super()._write_to_buffer(buffer, destinations)
         # The output buffer is on all processes: rows move through their hosts, finished ones only.
-        (slots,) = np.nonzero(places < shelf.lengths.shape[0])
-        number = bucket(len(slots), self.slots, least=1)
-        chosen = np.zeros(number, np.int32)
-        where = shelf.lengths.shape[0] + np.arange(number, dtype=np.int32)
-        chosen[: len(slots)], where[: len(slots)] = slots, places[slots]
-        some = _taken(self._there().rows, self._everywhere(chosen), self.mesh)
-        place = replicated(self._training)
-        rows, where = to_devices((self._to_host(some), where), place)
-        return shelve(shelf, rows, where, place)
+        (slots,) = np.nonzero(destinations < buffer.lengths.shape[0])
+        num_rows = bucket(len(slots), self.slots, least=1)
+        sources = np.zeros(num_rows, np.int32)
+        targets = buffer.lengths.shape[0] + np.arange(num_rows, dtype=np.int32)
+        sources[: len(slots)], targets[: len(slots)] = slots, destinations[slots]
+        finished = _gather_rows(self._ensure_pool().rows, self._replicate(sources), self.mesh)
+        sharding = replicated(self._training)
+        rows, targets = to_devices((self._to_host(finished), targets), sharding)
+        return write_to_buffer(buffer, rows, targets, sharding)
 
     def _to_host(self, tree: Any) -> Any:
         return to_every_host(tree, self.mesh)
 
 
 @partial(jax.jit, static_argnums=2)
-def _taken(rows: Rows[Array], slots: Array, mesh: FoldedMesh) -> Rows[Array]:
+def _gather_rows(rows: TokenRows[Array], slots: Array, mesh: FoldedMesh) -> TokenRows[Array]:
     """Rows of the given slots, replicated on every device."""
-    taken = jax.tree.map(lambda column: jnp.take(column, slots, axis=0), rows)
-    return lax.with_sharding_constraint(taken, replicated(mesh))
+    gathered = jax.tree.map(lambda column: jnp.take(column, slots, axis=0), rows)
+    return lax.with_sharding_constraint(gathered, replicated(mesh))

@@ -28,7 +28,7 @@ class DisaggregatedStreamEngine(StreamEngine, DisaggregatedEngine):
 
     @property
     def step_sizes(self) -> list[int]:
-        return [self._seating.per_rank]
+        return [self._scheduler.per_rank]
 
     def load(
         self,
@@ -37,9 +37,9 @@ class DisaggregatedStreamEngine(StreamEngine, DisaggregatedEngine):
         entropy: EntropyStatistics[Array] | None = None,
     ) -> None:
         super().load(weights, version, entropy)
-        self._sides.of(weights)
+        self._split_policy.sync(weights)
         # Both device groups have their weights: the memory of the full copy is freed.
         self._weights = None
 
-    def _both_sides(self) -> SplitWeights[Array]:
-        return self._sides.held
+    def _ensure_split_weights(self) -> SplitWeights[Array]:
+        return self._split_policy.current

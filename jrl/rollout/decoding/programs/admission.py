@@ -12,13 +12,18 @@ from jaxtyping import Array, Int
 
 from jrl.rollout.decoding.programs.slots import (
     Decoder,
-    Pool,
-    Rows,
+    SlotPool,
+    TokenRows,
     over_slots,
     pool_specs,
-    prefilled_local,
+    run_prefill_local,
 )
-from jrl.rollout.decoding.programs.tokens import Draws, appended, drawn_tokens, draws_specs
+from jrl.rollout.decoding.programs.tokens import (
+    SamplerState,
+    append_tokens,
+    sample_next_tokens,
+    sampler_state_specs,
+)
 from jrl.rollout.sampling import Sampling
 from moe.cache.buffers import ROW, over_columns
 from moe.decoding import Prefilled
@@ -32,8 +37,8 @@ Leaf = TypeVar("Leaf")
 
 
 @struct.dataclass
-class Carried(Generic[Leaf]):
-    """Restored state of admitted rows that were sampled before, as in `Rows`.
+class RestoredRows(Generic[Leaf]):
+    """Restored state of admitted rows that were sampled before, as in `TokenRows`.
 
     Attributes:
       starts: ``[slot]``.
@@ -50,7 +55,7 @@ class Carried(Generic[Leaf]):
 
 
 @struct.dataclass
-class Arrivals(Generic[Leaf]):
+class AdmissionArrays(Generic[Leaf]):
     """Admitted rows, an entry per slot.
 
     Attributes:
@@ -58,8 +63,8 @@ class Arrivals(Generic[Leaf]):
         of the slot's rank or, without prefill, of another of its slots, whose row starts with the
         same tokens; -1 where no row is admitted.
       lengths: ``[slot]`` tokens of prompt and response so far.
-      limits, responses, prompts, samples: as in `Pool`.
-      carried: restored state; None where no row was sampled before.
+      limits, responses, prompts, samples: as in `SlotPool`.
+      restored: state of rows that were sampled before; None where there are none.
     """
 
     sources: Leaf
@@ -68,7 +73,7 @@ class Arrivals(Generic[Leaf]):
     responses: Leaf
     prompts: Leaf
     samples: Leaf
-    carried: Carried[Leaf] | None = None
+    restored: RestoredRows[Leaf] | None = None
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
@@ -76,12 +81,12 @@ def admit(
     decoder: Decoder,
     sampling: Sampling,
     weights: Transformer[Array],
-    pool: Pool[Array],
+    pool: SlotPool[Array],
     tokens: Int[Array, "rows width"],
     lengths: Int[Array, "rows"],
-    arrivals: Arrivals[Array],
-    draws: Draws,
-) -> tuple[Pool[Array], Array | None]:
+    admission: AdmissionArrays[Array],
+    sampler_state: SamplerState,
+) -> tuple[SlotPool[Array], Array | None]:
     """Runs the prefill of rows, writes them into slots and samples the next token of each. A row
     that multiple slots start with is run once.
 
@@ -90,30 +95,33 @@ def admit(
       tokens: prefill rows, as many on each ``dp`` rank; 0 rows where all admitted rows are copies
         of other slots.
       lengths: tokens of each.
-      arrivals: source and numbers of the row of each slot.
+      admission: source and numbers of the row of each slot.
 
     Returns:
       The pool and `Prefilled.overflow`: unless that is 0 or None, call this again with the returned
-      pool, the same arrivals and dropless buffers, which overwrites all that was written.
+      pool, the same admission and dropless buffers, which overwrites all that was written.
     """
     mesh = decoder.mesh
-    rows, pools, drawn = over_slots(mesh), pool_specs(mesh, pool), draws_specs(mesh, draws)
+    rows, pools = over_slots(mesh), pool_specs(mesh, pool)
+    sampler_specs = sampler_state_specs(mesh, sampler_state)
 
-    def local(weights, pool, tokens, lengths, arrivals, draws):
-        weights, known, overflow = vary(weights, mesh.axes), None, None
+    def local(weights, pool, tokens, lengths, admission, sampler_state):
+        weights, prefilled, overflow = vary(weights, mesh.axes), None, None
         # Without prefill, all admitted rows are copies of other slots.
         if tokens.shape[0]:
-            known = prefilled_local(decoder, weights, tokens, lengths)
-            overflow = known.overflow
-        given = weights, pool, known, tokens, arrivals, draws
-        return _admit_known_local(decoder, sampling, *given), overflow
+            prefilled = run_prefill_local(decoder, weights, tokens, lengths)
+            overflow = prefilled.overflow
+        pool = _admit_prefilled_local(
+            decoder, sampling, weights, pool, prefilled, tokens, admission, sampler_state
+        )
+        return pool, overflow
 
     return jax.shard_map(
         local,
         mesh=mesh.mesh,
-        in_specs=(specs(decoder.config, mesh), pools, rows, rows, rows, drawn),
+        in_specs=(specs(decoder.config, mesh), pools, rows, rows, rows, sampler_specs),
         out_specs=(pools, PartitionSpec()),
-    )(weights, pool, tokens, lengths, arrivals, draws)
+    )(weights, pool, tokens, lengths, admission, sampler_state)
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
@@ -121,132 +129,148 @@ def admit_known(
     decoder: Decoder,
     sampling: Sampling,
     rest: Transformer[Array],
-    pool: Pool[Array],
-    known: Prefilled | None,
+    pool: SlotPool[Array],
+    prefilled: Prefilled | None,
     tokens: Int[Array, "rows width"],
-    arrivals: Arrivals[Array],
-    draws: Draws,
-) -> Pool[Array]:
+    admission: AdmissionArrays[Array],
+    sampler_state: SamplerState,
+) -> SlotPool[Array]:
     """Admits rows whose prefill was run by another function; otherwise as `admit`.
 
     Args:
       rest: the weights without layers.
       pool: donated.
-      known: result of the prefill; None where all admitted rows are copies of other slots.
+      prefilled: result of the prefill; None where all admitted rows are copies of other slots.
     """
     mesh = decoder.mesh
-    rows, pools, drawn = over_slots(mesh), pool_specs(mesh, pool), draws_specs(mesh, draws)
-    ran: Any = None
-    if known is not None:
-        chosen: Any = None if known.choices is None else rows
-        spread: Any = rows
-        heads: Any = pools.cache
-        ran = Prefilled(heads, spread, chosen)
+    rows, pools = over_slots(mesh), pool_specs(mesh, pool)
+    sampler_specs = sampler_state_specs(mesh, sampler_state)
+    prefilled_specs: Any = None
+    if prefilled is not None:
+        choices_specs: Any = None if prefilled.choices is None else rows
+        row_spec: Any = rows
+        head_spec: Any = pools.cache
+        prefilled_specs = Prefilled(head_spec, row_spec, choices_specs)
     local = jax.shard_map(
-        partial(_admit_known_local, decoder, sampling),
+        partial(_admit_prefilled_local, decoder, sampling),
         mesh=mesh.mesh,
-        in_specs=(rest_specs(decoder.config, mesh), pools, ran, rows, rows, drawn),
+        in_specs=(
+            rest_specs(decoder.config, mesh),
+            pools,
+            prefilled_specs,
+            rows,
+            rows,
+            sampler_specs,
+        ),
         out_specs=pools,
     )
-    return local(rest, pool, known, tokens, arrivals, draws)
+    return local(rest, pool, prefilled, tokens, admission, sampler_state)
 
 
-def _admit_known_local(
+def _admit_prefilled_local(
     decoder: Decoder,
     sampling: Sampling,
     weights: Transformer[Array],
-    pool: Pool[Array],
-    known: Prefilled | None,
+    pool: SlotPool[Array],
+    prefilled: Prefilled | None,
     tokens: Array,
-    arrivals: Arrivals[Array],
-    draws: Draws,
-) -> Pool[Array]:
+    admission: AdmissionArrays[Array],
+    sampler_state: SamplerState,
+) -> SlotPool[Array]:
     mesh = decoder.mesh
     weights = vary(weights, mesh.axes)
-    pool = _placed(decoder, pool, known, tokens, arrivals)
+    pool = _write_rows(decoder, pool, prefilled, tokens, admission)
     # The first token is sampled from the last prefill state, every other in a decoding step.
     # The LM head runs for all slots, as the number of admitted rows is not static.
     states = local_shard(pool.states, mesh.sequence)
     logits = logits_of(weights, states, decoder.config, mesh)
-    drawn = drawn_tokens(decoder, sampling, logits, pool, pool.rows, draws)
-    rows, going = appended(decoder, pool, pool.rows, arrivals.sources >= 0, drawn, draws.version)
+    sampled = sample_next_tokens(decoder, sampling, logits, pool, pool.rows, sampler_state)
+    rows, continues = append_tokens(
+        decoder, pool, pool.rows, admission.sources >= 0, sampled, sampler_state.version
+    )
     # A row whose first token ends it is never live.
-    return replace(pool, rows=rows, live=pool.live | going)
+    return replace(pool, rows=rows, live=pool.live | continues)
 
 
-def _placed(
+def _write_rows(
     decoder: Decoder,
-    pool: Pool[Array],
-    known: Prefilled | None,
+    pool: SlotPool[Array],
+    prefilled: Prefilled | None,
     tokens: Array,
-    arrivals: Arrivals[Array],
-) -> Pool[Array]:
+    admission: AdmissionArrays[Array],
+) -> SlotPool[Array]:
     """Writes the admitted rows into the pool, not live yet."""
     rows, width = pool.rows, tokens.shape[1]
-    known_tokens = tokens
-    if known is None:
-        known, known_tokens = Prefilled(pool.cache, pool.states, rows.choices), rows.tokens
-    arrives = arrivals.sources >= 0
-    source = jnp.maximum(arrivals.sources, 0)
+    source_tokens = tokens
+    if prefilled is None:
+        prefilled, source_tokens = Prefilled(pool.cache, pool.states, rows.choices), rows.tokens
+    admitted = admission.sources >= 0
+    source = jnp.maximum(admission.sources, 0)
 
-    def where_arriving(new: Array | float | int, own: Array, row: int = 0) -> Array:
-        there = arrives.reshape([-1 if axis == row % own.ndim else 1 for axis in range(own.ndim)])
-        return jnp.where(there, jnp.asarray(new, own.dtype), own)
+    def where_admitted(new: Array | float | int, old: Array, row: int = 0) -> Array:
+        mask = admitted.reshape([-1 if axis == row % old.ndim else 1 for axis in range(old.ndim)])
+        return jnp.where(mask, jnp.asarray(new, old.dtype), old)
 
-    def begun(own: Array, known: Array, axis: int | None, row: int = 0) -> Array:
+    def copy_prefix(old: Array, source_values: Array, axis: int | None, row: int = 0) -> Array:
         """Copies the first positions of an admitted row from its source, or all of it without a
-        position axis; `own` for other slots."""
+        position axis; `old` for other slots."""
         if axis is None:
-            return where_arriving(jnp.take(known, source, axis=row), own, row)
+            return where_admitted(jnp.take(source_values, source, axis=row), old, row)
         # Positions after a row's tokens have arbitrary values: no step reads past a row's length.
-        there, known = (jax.lax.slice_in_dim(x, 0, width, axis=axis) for x in (own, known))
-        new = where_arriving(jnp.take(known, source, axis=row), there, row)
-        return jax.lax.dynamic_update_slice_in_dim(own, new, 0, axis=axis)
+        prefix, source_values = (
+            jax.lax.slice_in_dim(x, 0, width, axis=axis) for x in (old, source_values)
+        )
+        new = where_admitted(jnp.take(source_values, source, axis=row), prefix, row)
+        return jax.lax.dynamic_update_slice_in_dim(old, new, 0, axis=axis)
 
     # The source's tokens after the shared prompt do not belong to this row.
-    later = arrives[:, None] & (jnp.arange(rows.tokens.shape[1])[None] >= arrivals.lengths[:, None])
-    ids = jnp.where(later, decoder.pad_id, begun(rows.tokens, known_tokens, 1))
+    later = admitted[:, None] & (
+        jnp.arange(rows.tokens.shape[1])[None] >= admission.lengths[:, None]
+    )
+    ids = jnp.where(later, decoder.pad_id, copy_prefix(rows.tokens, source_tokens, 1))
     choices = rows.choices
     if choices is not None:
-        assert known.choices is not None
-        choices = begun(choices, known.choices, 1)
+        assert prefilled.choices is not None
+        choices = copy_prefix(choices, prefilled.choices, 1)
         none = jnp.asarray(decoder.config.num_experts, choices.dtype)
-        if arrivals.carried is not None and arrivals.carried.choices is not None:
+        if admission.restored is not None and admission.restored.choices is not None:
             # The sampler's expert ids stay on record, whatever this prefill chooses: the
             # log-probability of the token was computed with them.
-            before = _widened(arrivals.carried.choices, choices.shape[1], none)
-            choices = jnp.where(arrives[:, None, None, None] & (before != none), before, choices)
+            before = _pad_columns(admission.restored.choices, choices.shape[1], none)
+            choices = jnp.where(admitted[:, None, None, None] & (before != none), before, choices)
         choices = jnp.where(later[..., None, None], none, choices)
     # Scalars, which broadcast, where no row was sampled before.
-    starts, columns = arrivals.lengths, (0.0, 0.0, 0)
-    if arrivals.carried is not None:
-        starts, own = arrivals.carried.starts, arrivals.carried
-        given = own.behaviour_logprobs, own.old_logprobs, own.versions
-        columns = tuple(_widened(column, ids.shape[1], 0) for column in given)
+    starts, columns = admission.lengths, (0.0, 0.0, 0)
+    if admission.restored is not None:
+        starts, restored = admission.restored.starts, admission.restored
+        columns = tuple(
+            _pad_columns(column, ids.shape[1], 0)
+            for column in (restored.behaviour_logprobs, restored.old_logprobs, restored.versions)
+        )
     behaviour_logprobs, old_logprobs, versions = columns
-    return Pool(
-        rows=Rows(
-            lengths=where_arriving(arrivals.lengths, rows.lengths),
-            starts=where_arriving(starts, rows.starts),
+    return SlotPool(
+        rows=TokenRows(
+            lengths=where_admitted(admission.lengths, rows.lengths),
+            starts=where_admitted(starts, rows.starts),
             tokens=ids,
-            behaviour_logprobs=where_arriving(behaviour_logprobs, rows.behaviour_logprobs),
-            old_logprobs=where_arriving(old_logprobs, rows.old_logprobs),
-            versions=where_arriving(versions, rows.versions),
+            behaviour_logprobs=where_admitted(behaviour_logprobs, rows.behaviour_logprobs),
+            old_logprobs=where_admitted(old_logprobs, rows.old_logprobs),
+            versions=where_admitted(versions, rows.versions),
             choices=choices,
-            likeliest=rows.likeliest,
+            top_tokens=rows.top_tokens,
         ),
-        cache=over_columns(partial(begun, row=ROW), pool.cache, known.cache),
-        states=where_arriving(jnp.take(known.states, source, axis=0), pool.states),
+        cache=over_columns(partial(copy_prefix, row=ROW), pool.cache, prefilled.cache),
+        states=where_admitted(jnp.take(prefilled.states, source, axis=0), pool.states),
         # Also where it was live before: after an overflow the same rows are admitted again.
-        live=where_arriving(False, pool.live),
-        limits=where_arriving(arrivals.limits, pool.limits),
-        responses=where_arriving(arrivals.responses, pool.responses),
-        prompts=where_arriving(arrivals.prompts, pool.prompts),
-        samples=where_arriving(arrivals.samples, pool.samples),
+        live=where_admitted(False, pool.live),
+        limits=where_admitted(admission.limits, pool.limits),
+        responses=where_admitted(admission.responses, pool.responses),
+        prompts=where_admitted(admission.prompts, pool.prompts),
+        samples=where_admitted(admission.samples, pool.samples),
     )
 
 
-def _widened(x: Array, width: int, otherwise: Array | float | int) -> Array:
+def _pad_columns(x: Array, width: int, otherwise: Array | float | int) -> Array:
     """Pads `x` with `otherwise` to `width` positions."""
-    room = [(0, 0), (0, width - x.shape[1]), *[(0, 0)] * (x.ndim - 2)]
-    return jnp.pad(x, room, constant_values=otherwise)
+    padding = [(0, 0), (0, width - x.shape[1]), *[(0, 0)] * (x.ndim - 2)]
+    return jnp.pad(x, padding, constant_values=otherwise)

@@ -11,8 +11,14 @@ from flax import struct
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from jrl.rollout.decoding.programs.slots import Decoder, Pool, Rows, over_slots, pool_specs
-from jrl.rollout.decoding.programs.tokens import Draws, appended, drawn_tokens, draws_specs, written
+from jrl.rollout.decoding.programs.slots import Decoder, SlotPool, TokenRows, over_slots, pool_specs
+from jrl.rollout.decoding.programs.tokens import (
+    SamplerState,
+    append_tokens,
+    sample_next_tokens,
+    sampler_state_specs,
+    write_column,
+)
 from jrl.rollout.sampling import Sampling
 from moe.attention.rotation import turns_of
 from moe.cache.buffers import ROW, Cache, over_columns
@@ -38,7 +44,7 @@ class Advanced(NamedTuple):
 
 
 @struct.dataclass
-class Policy(Generic[Leaf]):
+class UnstackedPolicy(Generic[Leaf]):
     """Unstacked weights for decoding: every step reads all of them, so each layer's are contiguous.
 
     Attributes:
@@ -51,39 +57,41 @@ class Policy(Generic[Leaf]):
     rest: Transformer[Leaf]
 
 
-def policy_of(decoder: Decoder, weights: Transformer[Array]) -> Policy[Array]:
+def unstack_policy(decoder: Decoder, weights: Transformer[Array]) -> UnstackedPolicy[Array]:
     """Unstacks the weights, once for all steps."""
-    return _taking_apart(decoder)(weights)
+    return _compiled_unstack(decoder)(weights)
 
 
 @remembered
-def _taking_apart(decoder: Decoder) -> Any:
+def _compiled_unstack(decoder: Decoder) -> Any:
     config, mesh = decoder.config, decoder.mesh
     leaves, structure = jax.tree.flatten(_policy_specs(decoder))
-    placed = [NamedSharding(mesh.mesh, spec) for spec in leaves]
+    shardings = [NamedSharding(mesh.mesh, spec) for spec in leaves]
 
-    def take_apart(weights: Transformer[Array]) -> list[Array]:
+    def unstack(weights: Transformer[Array]) -> list[Array]:
         # Once for all steps: no step slices a layer out of its stack.
         layers = split_layer_groups(weights, config)
-        return jax.tree.leaves(Policy(layers, _without_layers(weights)))
+        return jax.tree.leaves(UnstackedPolicy(layers, _without_layers(weights)))
 
-    apart = jax.jit(take_apart, out_shardings=placed)
-    return lambda weights: structure.unflatten(apart(weights))
+    compiled = jax.jit(unstack, out_shardings=shardings)
+    return lambda weights: structure.unflatten(compiled(weights))
 
 
-def _policy_specs(decoder: Decoder) -> Policy[PartitionSpec]:
+def _policy_specs(decoder: Decoder) -> UnstackedPolicy[PartitionSpec]:
     stacked = specs(decoder.config, decoder.mesh)
 
     # A single layer has no leading layer axis; a stack that is scanned keeps it.
-    def of_part(spec: PartitionSpec, number: int | slice) -> PartitionSpec:
-        return spec if isinstance(number, slice) else PartitionSpec(*spec[1:])
+    def layer_spec(spec: PartitionSpec, index: int | slice) -> PartitionSpec:
+        return spec if isinstance(index, slice) else PartitionSpec(*spec[1:])
 
-    return Policy(map_layer_groups(stacked, decoder.config, of_part), _without_layers(stacked))
+    return UnstackedPolicy(
+        map_layer_groups(stacked, decoder.config, layer_spec), _without_layers(stacked)
+    )
 
 
 def _without_layers(weights: Transformer[Leaf]) -> Transformer[Leaf]:
-    nothing: Any = jax.tree.map(lambda _: None, weights.layers)
-    return replace(weights, layers=nothing, first_layers=None)
+    no_layers: Any = jax.tree.map(lambda _: None, weights.layers)
+    return replace(weights, layers=no_layers, first_layers=None)
 
 
 class _Loop(NamedTuple):
@@ -92,7 +100,7 @@ class _Loop(NamedTuple):
     steps: Array
     num_live: Array
     row_steps: Array
-    rows: Rows[Array]
+    rows: TokenRows[Array]
     live: Array
     cache: Cache[Array]
 
@@ -102,13 +110,13 @@ def advance(
     decoder: Decoder,
     sampling: Sampling,
     columns: int,
-    policy: Policy[Array],
-    pool: Pool[Array],
-    draws: Draws,
+    policy: UnstackedPolicy[Array],
+    pool: SlotPool[Array],
+    sampler_state: SamplerState,
     max_steps: Array,
     min_live: Array,
     slots: Array | None = None,
-) -> tuple[Pool[Array], Advanced]:
+) -> tuple[SlotPool[Array], Advanced]:
     """Samples tokens of all live rows, for `max_steps` or until at most `min_live` rows are left.
 
     The RNG key of a token is derived from the key, the prompt and sample ids, and its position in
@@ -123,37 +131,52 @@ def advance(
       slots: the slots to compute, of each ``dp`` rank, counted from its first; must include all
         live ones, none twice. None is all.
     """
-    mesh, whole = decoder.mesh, PartitionSpec()
+    mesh, replicated = decoder.mesh, PartitionSpec()
     pools = pool_specs(mesh, pool)
     local = jax.shard_map(
         partial(_advance_local, decoder, sampling, columns),
         mesh=mesh.mesh,
         in_specs=(
-            *(_policy_specs(decoder), pools, draws_specs(mesh, draws), whole, whole),
+            *(
+                _policy_specs(decoder),
+                pools,
+                sampler_state_specs(mesh, sampler_state),
+                replicated,
+                replicated,
+            ),
             over_slots(mesh),
         ),
-        out_specs=(pools, whole),
+        out_specs=(pools, replicated),
     )
-    return local(policy, pool, draws, max_steps, min_live, slots)
+    return local(policy, pool, sampler_state, max_steps, min_live, slots)
 
 
 def _advance_local(
     decoder: Decoder,
     sampling: Sampling,
     columns: int,
-    policy: Policy[Array],
-    pool: Pool[Array],
-    draws: Draws,
+    policy: UnstackedPolicy[Array],
+    pool: SlotPool[Array],
+    sampler_state: SamplerState,
     max_steps: Array,
     min_live: Array,
     slots: Array | None,
-) -> tuple[Pool[Array], Advanced]:
+) -> tuple[SlotPool[Array], Advanced]:
     if slots is not None:
         # Gathered once for all steps, whose cost is proportional to the number of rows.
-        some, draws = _rows_at(slots, pool, draws)
-        given = policy, some, draws, max_steps, min_live
-        some, advanced = _advance_local(decoder, sampling, columns, *given, None)
-        return _with_rows_at(slots, pool, some), advanced
+        gathered, sampler_state = _gather_slots(slots, pool, sampler_state)
+        gathered, advanced = _advance_local(
+            decoder,
+            sampling,
+            columns,
+            policy,
+            gathered,
+            sampler_state,
+            max_steps,
+            min_live,
+            slots=None,
+        )
+        return _scatter_slots(slots, pool, gathered), advanced
     config, mesh = decoder.config, decoder.mesh
     layers, rest = vary((policy.layers, policy.rest), mesh.axes)
 
@@ -177,62 +200,68 @@ def _advance_local(
             config,
             mesh,
             decoder.records_choices,
-            turns,
+            rope,
         )
         if rows.choices is not None:
-            rows = replace(rows, choices=written(rows.choices, loop.live, last, choices))
-        drawn = drawn_tokens(decoder, sampling, logits, pool, rows, draws)
-        rows, live = appended(decoder, pool, rows, loop.live, drawn, draws.version)
+            rows = replace(rows, choices=write_column(rows.choices, loop.live, last, choices))
+        sampled = sample_next_tokens(decoder, sampling, logits, pool, rows, sampler_state)
+        rows, live = append_tokens(decoder, pool, rows, loop.live, sampled, sampler_state.version)
         # The number of rows live before the step: the token that ends a row is part of it.
         row_steps = loop.row_steps + loop.num_live
         return _Loop(loop.steps + 1, count(live), row_steps, rows, live, cache)
 
     # A shorter cache is copied once, so that no step reads unused positions; the whole is not.
-    read = over_columns(partial(_first, columns), pool.cache)
+    read = over_columns(partial(_slice_columns, columns), pool.cache)
     # RoPE tables are computed here once; otherwise each layer would compute them in each step.
-    turns = vary(turns_of(columns, config), mesh.axes)
-    nothing = jnp.zeros((), jnp.int32)
+    rope = vary(turns_of(columns, config), mesh.axes)
+    zero = jnp.zeros((), jnp.int32)
     # A loop keeps the types of its carry: results that vary over devices must do so from the start.
     rows, live = vary((pool.rows, pool.live), mesh.except_sequence)
-    loop = _Loop(nothing, count(live), nothing, rows, live, vary(read, mesh.axes))
+    loop = _Loop(zero, count(live), zero, rows, live, vary(read, mesh.axes))
     loop = jax.lax.while_loop(
         lambda loop: (loop.steps < max_steps) & (loop.num_live > min_live), step, loop
     )
-    cache = over_columns(_with_first, pool.cache, loop.cache)
+    cache = over_columns(_update_columns, pool.cache, loop.cache)
     pool = replace(pool, rows=loop.rows, live=loop.live, cache=cache)
     return pool, Advanced(loop.steps, loop.row_steps)
 
 
-def _rows_at(slots: Array, pool: Pool[Array], draws: Draws) -> tuple[Pool[Array], Draws]:
+def _gather_slots(
+    slots: Array, pool: SlotPool[Array], sampler_state: SamplerState
+) -> tuple[SlotPool[Array], SamplerState]:
     """Gathers the given slots of a rank, with their sampling parameters."""
 
-    def taken(x: Array, axis: int = 0) -> Array:
+    def take(x: Array, axis: int = 0) -> Array:
         return jnp.take(x, slots, axis, mode="clip", unique_indices=True)
 
     # Rows are on another axis in the cache than in the other arrays.
-    cache = jax.tree.map(lambda x: taken(x, x.ndim + ROW), pool.cache)
-    some = jax.tree.map(taken, replace(pool, cache=Cache((), ())))
-    return replace(some, cache=cache), draws._replace(rows=jax.tree.map(taken, draws.rows))
+    cache = jax.tree.map(lambda x: take(x, x.ndim + ROW), pool.cache)
+    gathered = jax.tree.map(take, replace(pool, cache=Cache((), ())))
+    return replace(gathered, cache=cache), sampler_state._replace(
+        rows=jax.tree.map(take, sampler_state.rows)
+    )
 
 
-def _with_rows_at(slots: Array, pool: Pool[Array], some: Pool[Array]) -> Pool[Array]:
-    def put(own: Array, new: Array, axis: int = 0) -> Array:
-        at = own.at[*[slice(None)] * axis, slots]
-        return at.set(new, mode="clip", unique_indices=True)
+def _scatter_slots(
+    slots: Array, pool: SlotPool[Array], gathered: SlotPool[Array]
+) -> SlotPool[Array]:
+    def scatter(old: Array, new: Array, axis: int = 0) -> Array:
+        target = old.at[*[slice(None)] * axis, slots]
+        return target.set(new, mode="clip", unique_indices=True)
 
-    cache = jax.tree.map(lambda x, new: put(x, new, x.ndim + ROW), pool.cache, some.cache)
-    nothing = Cache[Array]((), ())
-    rest = jax.tree.map(put, replace(pool, cache=nothing), replace(some, cache=nothing))
+    cache = jax.tree.map(lambda x, new: scatter(x, new, x.ndim + ROW), pool.cache, gathered.cache)
+    no_cache = Cache[Array]((), ())
+    rest = jax.tree.map(scatter, replace(pool, cache=no_cache), replace(gathered, cache=no_cache))
     return replace(rest, cache=cache)
 
 
-def _first(columns: int, buffer: Array, axis: int | None) -> Array:
+def _slice_columns(columns: int, buffer: Array, axis: int | None) -> Array:
     if axis is None:
         return buffer
     return jax.lax.slice_in_dim(buffer, 0, columns, axis=axis)
 
 
-def _with_first(buffer: Array, columns: Array, axis: int | None) -> Array:
+def _update_columns(buffer: Array, columns: Array, axis: int | None) -> Array:
     if axis is None:
         return columns
     return jax.lax.dynamic_update_slice_in_dim(buffer, columns, 0, axis=axis)

@@ -54,20 +54,20 @@ class Packing(Generic[Leaf]):
 
 
 @struct.dataclass
-class Copies(Generic[Leaf]):
+class CacheCopies(Generic[Leaf]):
     """Copies of keys and values into slots: `CHUNK` positions at a time, or all if there are fewer.
 
     Attributes:
       slots: ``[copy]`` destination, an index within the rank.
-      begins: ``[copy]`` first position in the concatenated prefill rows.
+      sources: ``[copy]`` first position in the concatenated prefill rows.
       columns: ``[copy]`` first position in the slot.
-      number: ``[rank]`` number of copies; entries after them are ignored.
+      counts: ``[rank]`` number of copies; entries after them are ignored.
     """
 
     slots: Leaf
-    begins: Leaf
+    sources: Leaf
     columns: Leaf
-    number: Leaf
+    counts: Leaf
 
 
 @partial(jax.jit, static_argnums=0)
@@ -80,14 +80,14 @@ def run_packed(decoder: Decoder, weights: Transformer[Array], packing: Packing[A
     """
     mesh = decoder.mesh
     rows = over_slots(mesh)
-    heads: Any = cache_specs(decoder)
-    spread: Any = rows
-    everywhere: Any = PartitionSpec()
+    head_spec: Any = cache_specs(decoder)
+    row_spec: Any = rows
+    replicated: Any = PartitionSpec()
     return jax.shard_map(
         partial(_run_packed_local, decoder),
         mesh=mesh.mesh,
         in_specs=(specs(decoder.config, mesh), rows),
-        out_specs=Prefilled(heads, spread, spread, everywhere),
+        out_specs=Prefilled(head_spec, row_spec, row_spec, replicated),
     )(weights, packing)
 
 
@@ -98,86 +98,89 @@ def _run_packed_local(
     # Scanned over layers: there are many sizes, and unrolled each takes long to compile.
     config = replace(config, execution=replace(config.execution, scan_layers=True))
     num_slots = packing.ends.shape[0]
-    rows = packing.tokens, packing.segments, num_slots
-    packed = pack_segments(*rows, mesh, config, positions=packing.positions)
-    keep = partial(_kept, packing.tokens.size)
-    x, router, kept = run_keeping(keep, vary(weights, mesh.axes), packed, config, mesh)
-    cache = cache_of(_in_parts(kept, decoder.config))
-    (of_rows,) = packed.zigzag.restore(join_shards(x, mesh.sequence))
+    packed = pack_segments(
+        packing.tokens, packing.segments, num_slots, mesh, config, positions=packing.positions
+    )
+    keep = partial(_to_cache_layout, packing.tokens.size)
+    x, router, collected = run_keeping(keep, vary(weights, mesh.axes), packed, config, mesh)
+    cache = cache_of(_split_stacks(collected, decoder.config))
+    (row_states,) = packed.zigzag.restore(join_shards(x, mesh.sequence))
     # Slots without a prompt get the state of the first token, which is not used.
-    states = of_rows.reshape(-1, of_rows.shape[-1])[packing.ends]
+    states = row_states.reshape(-1, row_states.shape[-1])[packing.ends]
     return Prefilled(vary(cache, mesh.axes), states, None, overflow_of(router, config))
 
 
-def _kept(room: int, *arrays: Array) -> tuple[Array, ...]:
+def _to_cache_layout(num_tokens: int, *arrays: Array) -> tuple[Array, ...]:
     """Keys and values of a layer, or latent vectors, in the layout of a cache with one row."""
 
-    def kept(x: Array, column: int) -> Array:
+    def to_layout(x: Array, column: int) -> Array:
         # Padded by `CHUNK` positions: a slice that starts near the end would otherwise be clamped
         # to an earlier start.
-        in_columns = jnp.moveaxis(x.reshape(1, room, *x.shape[1:]), 1, column)
+        in_columns = jnp.moveaxis(x.reshape(1, num_tokens, *x.shape[1:]), 1, column)
         return jnp.pad(in_columns, [(0, 0)] * (4 + column) + [(0, CHUNK)] + [(0, 0)] * ~column)
 
     columns = KEY_COLUMN, VALUE_COLUMN
-    return tuple(kept(x, column) for x, column in zip(arrays, columns, strict=False))
+    return tuple(to_layout(x, column) for x, column in zip(arrays, columns, strict=False))
 
 
-def _in_parts(kept: list[tuple[Array, ...]], config: ModelConfig) -> list[tuple[Array, ...]]:
-    """Splits the arrays of scanned stacks into the parts of
-    `moe.layers.depth.split_layer_groups`."""
-    parts, dense = list[tuple[Array, ...]](), config.num_dense_layers
+def _split_stacks(stacks: list[tuple[Array, ...]], config: ModelConfig) -> list[tuple[Array, ...]]:
+    """Splits the arrays of scanned stacks as `moe.layers.depth.split_layer_groups` does."""
+    segments, dense = list[tuple[Array, ...]](), config.num_dense_layers
     for first, depth in ((0, dense), (dense, config.num_layers - dense)):
         if not depth:
             continue
         period = period_of_stack(config, depth, first)
-        own, kept = kept[:period], kept[period:]
+        stack, stacks = stacks[:period], stacks[period:]
         if is_scanned(depth, config.execution, period):
-            parts += own
+            segments += stack
         else:
-            places = (divmod(layer, period) for layer in range(depth))
-            parts += [tuple(x[number] for x in own[place]) for number, place in places]
-    return parts
+            indices = (divmod(layer, period) for layer in range(depth))
+            segments += [tuple(x[repeat] for x in stack[position]) for repeat, position in indices]
+    return segments
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
 def place(
-    decoder: Decoder, cache: Cache[Array], ran: Cache[Array], copies: Copies[Array]
+    decoder: Decoder, cache: Cache[Array], prefilled: Cache[Array], cache_copies: CacheCopies[Array]
 ) -> Cache[Array]:
     """Copies the results of a packed prefill into the KV cache of the slots.
 
     Args:
       cache: donated.
-      ran: of `run_packed`.
+      prefilled: of `run_packed`.
     """
     mesh = decoder.mesh
     heads = cache_specs(decoder)
     return jax.shard_map(
-        partial(_place_local, decoder),
+        partial(_copy_to_cache_local, decoder),
         mesh=mesh.mesh,
         in_specs=(heads, heads, over_slots(mesh)),
         out_specs=heads,
-    )(cache, ran, copies)
+    )(cache, prefilled, cache_copies)
 
 
-def _place_local(
-    decoder: Decoder, cache: Cache[Array], ran: Cache[Array], copies: Copies[Array]
+def _copy_to_cache_local(
+    decoder: Decoder, cache: Cache[Array], prefilled: Cache[Array], cache_copies: CacheCopies[Array]
 ) -> Cache[Array]:
-    def copy(number: Array, cache: Cache[Array]) -> Cache[Array]:
-        slot, begin, column = (x[number] for x in (copies.slots, copies.begins, copies.columns))
+    def copy(index: Array, cache: Cache[Array]) -> Cache[Array]:
+        slot, source_start, column = (
+            x[index] for x in (cache_copies.slots, cache_copies.sources, cache_copies.columns)
+        )
 
-        def copied(own: Array, known: Array, axis: int | None) -> Array:
+        def copy_chunk(buffer: Array, source_cache: Array, axis: int | None) -> Array:
             assert axis is not None
             # The last chunk writes arbitrary values after its prompt, at positions that are
             # overwritten before they are read.
-            size = min(CHUNK, own.shape[axis])
-            part = lax.dynamic_slice_in_dim(known, begin, size, axis=axis)
-            start: list[Any] = [0] * own.ndim
+            size = min(CHUNK, buffer.shape[axis])
+            chunk = lax.dynamic_slice_in_dim(source_cache, source_start, size, axis=axis)
+            start: list[Any] = [0] * buffer.ndim
             start[ROW], start[axis] = slot, column
-            return lax.dynamic_update_slice(own, part, start)
+            return lax.dynamic_update_slice(buffer, chunk, start)
 
-        return over_columns(copied, cache, ran)
+        return over_columns(copy_chunk, cache, prefilled)
 
     axes = decoder.mesh.axes
-    cache, ran, copies = vary(cache, axes), vary(ran, axes), vary(copies, axes)
+    cache, prefilled = vary(cache, axes), vary(prefilled, axes)
+    cache_copies = vary(cache_copies, axes)
     # The number of iterations may differ between ranks: there is no collective in the body.
-    return lax.fori_loop(0, copies.number[0], copy, cache)
+    return lax.fori_loop(0, cache_copies.counts[0], copy, cache)

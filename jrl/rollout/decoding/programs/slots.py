@@ -55,7 +55,7 @@ class Decoder(NamedTuple):
 
 
 @struct.dataclass
-class Likeliest(Generic[Leaf]):
+class TopTokens(Generic[Leaf]):
     """Top-k tokens of each position, the most probable first.
 
     Attributes:
@@ -68,7 +68,7 @@ class Likeliest(Generic[Leaf]):
 
 
 @struct.dataclass
-class Rows(Generic[Leaf]):
+class TokenRows(Generic[Leaf]):
     """Prompts and responses, ``[row, column]`` except for the first two, each from column 0 on.
 
     Attributes:
@@ -81,7 +81,7 @@ class Rows(Generic[Leaf]):
       versions: of the weights that sampled.
       choices: ``[row, column, layer, k]`` expert ids of the token, `num_experts` where it was not
         run; None where they are not recorded.
-      likeliest: ``[row, column, k]`` top tokens of rows that requested them, arbitrary values
+      top_tokens: ``[row, column, k]`` top tokens of rows that requested them, arbitrary values
         elsewhere; None where `Decoder.top_logprobs` is 0.
     """
 
@@ -92,11 +92,11 @@ class Rows(Generic[Leaf]):
     old_logprobs: Leaf
     versions: Leaf
     choices: Leaf | None
-    likeliest: Likeliest[Leaf] | None = None
+    top_tokens: TopTokens[Leaf] | None = None
 
 
 @struct.dataclass
-class Pool(Generic[Leaf]):
+class SlotPool(Generic[Leaf]):
     """State of the decoding slots, a row of tokens in each.
 
     Attributes:
@@ -111,7 +111,7 @@ class Pool(Generic[Leaf]):
       samples: ``[slot]`` sample id, the index of the response to its prompt.
     """
 
-    rows: Rows[Leaf]
+    rows: TokenRows[Leaf]
     cache: Cache[Leaf]
     states: Leaf
     live: Leaf
@@ -126,38 +126,40 @@ def over_slots(mesh: FoldedMesh) -> PartitionSpec:
     return PartitionSpec(mesh.except_sequence)
 
 
-def empty_pool(decoder: Decoder, slots: int, columns: int) -> Pool[Array]:
+def empty_pool(decoder: Decoder, slots: int, columns: int) -> SlotPool[Array]:
     """Creates a pool in which no row is live.
 
     Args:
       columns: maximum tokens of a row.
     """
-    return _making(decoder, slots, columns)[0]()
+    return _build_pool_functions(decoder, slots, columns)[0]()
 
 
-def abstract_pool(decoder: Decoder, slots: int, columns: int) -> Pool[Any]:
+def abstract_pool(decoder: Decoder, slots: int, columns: int) -> SlotPool[Any]:
     """Shapes, dtypes and shardings of `empty_pool`, without allocating it."""
-    return _making(decoder, slots, columns)[1]
+    return _build_pool_functions(decoder, slots, columns)[1]
 
 
 @remembered
-def _making(decoder: Decoder, slots: int, columns: int) -> tuple[Any, Pool[Any]]:
+def _build_pool_functions(decoder: Decoder, slots: int, columns: int) -> tuple[Any, SlotPool[Any]]:
     decoder = decoder.for_any_routing()
     config, mesh = decoder.config, decoder.mesh
     # The structure of the cache is taken from the shapes of a minimal prefill, with one row for
     # each rank of dp and a token for each of tp.
-    like = jax.eval_shape(
-        partial(prefilled, decoder),
+    prefill_shapes = jax.eval_shape(
+        partial(run_prefill, decoder),
         cast_shapes(config),
         jax.ShapeDtypeStruct((mesh.size(mesh.dp), mesh.size(mesh.tp)), jnp.int32),
         jax.ShapeDtypeStruct((mesh.size(mesh.dp),), jnp.int32),
     )
 
-    def make() -> Pool[Array]:
+    def make() -> SlotPool[Array]:
         choices = None
-        if like.choices is not None:
-            _, _, layers, k = like.choices.shape
-            choices = jnp.full((slots, columns, layers, k), config.num_experts, like.choices.dtype)
+        if prefill_shapes.choices is not None:
+            _, _, layers, k = prefill_shapes.choices.shape
+            choices = jnp.full(
+                (slots, columns, layers, k), config.num_experts, prefill_shapes.choices.dtype
+            )
 
         def empty(x: Any, column: int | None) -> Array:
             # The same axes with other sizes: one row per slot, and the maximum columns of a row.
@@ -167,62 +169,64 @@ def _making(decoder: Decoder, slots: int, columns: int) -> tuple[Any, Pool[Any]]
                 shape[column] = columns
             return jnp.zeros(shape, x.dtype)
 
-        likeliest = None
+        top_tokens = None
         if decoder.top_logprobs:
             shape = slots, columns, decoder.top_logprobs
-            likeliest = Likeliest(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
-        cache = over_columns(empty, like.cache)
-        nothing = jnp.zeros(slots, jnp.int32)
+            top_tokens = TopTokens(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
+        cache = over_columns(empty, prefill_shapes.cache)
+        zeros = jnp.zeros(slots, jnp.int32)
         of_columns = jnp.zeros((slots, columns), jnp.float32)
-        rows = Rows(
-            lengths=nothing,
-            starts=nothing,
+        rows = TokenRows(
+            lengths=zeros,
+            starts=zeros,
             tokens=jnp.full((slots, columns), decoder.pad_id, jnp.int32),
             behaviour_logprobs=of_columns,
             old_logprobs=of_columns,
             versions=jnp.zeros((slots, columns), jnp.int32),
             choices=choices,
-            likeliest=likeliest,
+            top_tokens=top_tokens,
         )
-        states = jnp.zeros((slots, config.d_model), like.states.dtype)
+        states = jnp.zeros((slots, config.d_model), prefill_shapes.states.dtype)
         live = jnp.zeros(slots, bool)
-        return Pool(rows, cache, states, live, nothing, nothing, nothing, nothing)
+        return SlotPool(rows, cache, states, live, zeros, zeros, zeros, zeros)
 
     abstract = jax.eval_shape(make)
-    placed = jax.tree.map(lambda spec: NamedSharding(mesh.mesh, spec), pool_specs(mesh, abstract))
+    shardings = jax.tree.map(
+        lambda spec: NamedSharding(mesh.mesh, spec), pool_specs(mesh, abstract)
+    )
     # Leaves instead of the dataclass: for fields that are None, JAX would insert a marker that the
     # dataclass cannot hold.
-    leaves, structure = jax.tree.flatten(placed)
-    made = jax.jit(lambda: jax.tree.leaves(make()), out_shardings=leaves)
+    leaves, structure = jax.tree.flatten(shardings)
+    compiled = jax.jit(lambda: jax.tree.leaves(make()), out_shardings=leaves)
     described = jax.tree.map(
-        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         abstract,
-        placed,
+        shardings,
     )
-    return lambda: structure.unflatten(made()), described
+    return lambda: structure.unflatten(compiled()), described
 
 
-def pool_specs(mesh: FoldedMesh, pool: Pool[Any]) -> Pool[PartitionSpec]:
+def pool_specs(mesh: FoldedMesh, pool: SlotPool[Any]) -> SlotPool[PartitionSpec]:
     """Partition specs of a pool: slots over ``dp``, heads over ``tp``."""
     rows = over_slots(mesh)
     # A row is on one dp rank, its keys and values sharded by heads over tp.
-    whole = jax.tree.map(lambda _: rows, pool)
-    return replace(whole, cache=jax.tree.map(lambda x: _over_heads(x.ndim, mesh), pool.cache))
+    sharded = jax.tree.map(lambda _: rows, pool)
+    return replace(sharded, cache=jax.tree.map(lambda x: _over_heads(x.ndim, mesh), pool.cache))
 
 
 def cache_specs(decoder: Decoder) -> Cache[PartitionSpec]:
     """Partition specs of the cache of a pool."""
     config = decoder.config
     # Abstract weights determine which layers have Gated DeltaNet, and which are stacks.
-    parts = jax.eval_shape(
+    layers = jax.eval_shape(
         lambda: split_layer_groups(initialise(config, jax.random.key(0)), config)
     )
-    spread = [
-        (isinstance(part.attention, DeltaNet), _over_heads(is_stack(part) - ROW, decoder.mesh))
-        for part in parts
+    layer_specs = [
+        (isinstance(layer.attention, DeltaNet), _over_heads(is_stack(layer) - ROW, decoder.mesh))
+        for layer in layers
     ]
-    heads = tuple(spec for is_delta, spec in spread if not is_delta)
-    deltas = tuple(spec for is_delta, spec in spread if is_delta)
+    heads = tuple(spec for is_delta, spec in layer_specs if not is_delta)
+    deltas = tuple(spec for is_delta, spec in layer_specs if is_delta)
     return Cache(heads, () if keeps_narrow(config) else heads, deltas, deltas)
 
 
@@ -233,57 +237,57 @@ def _over_heads(ndim: int, mesh: FoldedMesh) -> PartitionSpec:
 
 
 @partial(jax.jit, donate_argnums=0)
-def halt(pool: Pool[Array], goes_on: Bool[Array, "slot"]) -> Pool[Array]:
-    """Pool in which only rows of the mask `goes_on` stay live."""
-    return replace(pool, live=pool.live & goes_on)
+def halt(pool: SlotPool[Array], stays_live: Bool[Array, "slot"]) -> SlotPool[Array]:
+    """Pool in which only rows of the mask `stays_live` stay live."""
+    return replace(pool, live=pool.live & stays_live)
 
 
-def with_columns(pool: Pool[Array], columns: int) -> Pool[Array]:
+def with_columns(pool: SlotPool[Array], columns: int) -> SlotPool[Array]:
     """Pool whose cache is truncated or zero-padded to `columns`."""
-    return replace(pool, cache=_resized(pool.cache, columns))
+    return replace(pool, cache=_resize(pool.cache, columns))
 
 
 @partial(jax.jit, static_argnums=1)
-def _resized(cache: Cache[Array], columns: int) -> Cache[Array]:
-    def resized(buffer: Array, axis: int | None) -> Array:
+def _resize(cache: Cache[Array], columns: int) -> Cache[Array]:
+    def resize(buffer: Array, axis: int | None) -> Array:
         if axis is None:
             return buffer
-        kept = jax.lax.slice_in_dim(buffer, 0, min(columns, buffer.shape[axis]), axis=axis)
+        sliced = jax.lax.slice_in_dim(buffer, 0, min(columns, buffer.shape[axis]), axis=axis)
         more = [(0, 0)] * buffer.ndim
-        more[axis] = 0, columns - kept.shape[axis]
-        return jnp.pad(kept, more)
+        more[axis] = 0, columns - sliced.shape[axis]
+        return jnp.pad(sliced, more)
 
-    return over_columns(resized, cache)
+    return over_columns(resize, cache)
 
 
-def prefilled(
+def run_prefill(
     decoder: Decoder, weights: Transformer[Array], tokens: Array, lengths: Array
 ) -> Prefilled:
     """Runs `moe.decoding.prefill` on global arrays, with dropless expert buffers."""
     decoder = decoder.for_any_routing()
     mesh = decoder.mesh
     rows = over_slots(mesh)
-    heads: Any = cache_specs(decoder)
-    spread: Any = rows
+    head_spec: Any = cache_specs(decoder)
+    row_spec: Any = rows
 
     def local(weights: Transformer[Array], tokens: Array, lengths: Array) -> Prefilled:
-        return prefilled_local(decoder, vary(weights, mesh.axes), tokens, lengths)
+        return run_prefill_local(decoder, vary(weights, mesh.axes), tokens, lengths)
 
     return jax.shard_map(
         local,
         mesh=mesh.mesh,
         in_specs=(specs(decoder.config, mesh), rows, rows),
-        out_specs=Prefilled(heads, spread, spread),
+        out_specs=Prefilled(head_spec, row_spec, row_spec),
     )(weights, tokens, lengths)
 
 
-def prefilled_local(
+def run_prefill_local(
     decoder: Decoder, weights: Transformer[Array], tokens: Array, lengths: Array
 ) -> Prefilled:
     config, mesh = decoder.config, decoder.mesh
-    ran = prefill(weights, tokens, lengths, config, mesh, decoder.records_choices)
-    choices = ran.choices
+    output = prefill(weights, tokens, lengths, config, mesh, decoder.records_choices)
+    choices = output.choices
     if choices is not None:
         # One byte each where the number of experts allows, as there are tokens x layers x k ids.
         choices = choices.astype(choices_dtype(config.num_experts))
-    return ran._replace(cache=vary(ran.cache, mesh.axes), choices=choices)
+    return output._replace(cache=vary(output.cache, mesh.axes), choices=choices)

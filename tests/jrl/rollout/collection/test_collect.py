@@ -21,8 +21,8 @@ from tiers import full_but
 from jrl.recipes import RECIPES
 from jrl.rollout.batching import over_rows
 from jrl.rollout.collection.collect import collect, groups_of, shown_rows
-from jrl.rollout.decoding.programs.slots import Rows
-from jrl.rollout.decoding.requests import Request, Shelf, Trajectory
+from jrl.rollout.decoding.programs.slots import TokenRows
+from jrl.rollout.decoding.requests import OutputBuffer, Request, Trajectory
 from jrl.rollout.decoding.usage import Usage
 from jrl.rollout.sampler import Completion, Sampler, lengths_of, scores_of
 from jrl.tasks import REASONS, Example, Verdict
@@ -100,7 +100,7 @@ class ScriptedEngine:
         self._asked += requests
 
     def suspend(self, keep_pool=False):
-        raise NotImplementedError  # rows are taken back by `LookAhead` alone
+        raise NotImplementedError  # rows are taken back by `AsyncCollector` alone
 
     take_pool = give_pool = suspend
 
@@ -108,7 +108,7 @@ class ScriptedEngine:
         self.cancelled += prompts
         self._asked = [request for request in self._asked if request.prompt not in prompts]
 
-    def poll(self, alone=False):
+    def poll(self, draining=False):
         self._order.shuffle(self._asked)
         ended, self._asked = self._asked[:3], self._asked[3:]
         if not ended:
@@ -118,8 +118,8 @@ class ScriptedEngine:
         tokens = tokens.at[:, 0].set(jnp.array([request.prompt for request in ended]))
         begins = jnp.array([len(request.tokens) for request in ended])
         numbers = jnp.zeros((size, TIME), jnp.float32)
-        rows = Rows(begins + 3, begins, tokens, numbers, numbers, tokens, None)
-        shelf = Shelf(self._decoder, jax.device_put(rows, over_rows(self.mesh)))
+        rows = TokenRows(begins + 3, begins, tokens, numbers, numbers, tokens, None)
+        shelf = OutputBuffer(self._decoder, jax.device_put(rows, over_rows(self.mesh)))
         ids = np.zeros(3, np.int32)
         return [Trajectory(request, ids, "stop", shelf, row) for row, request in enumerate(ended)]
 

@@ -43,7 +43,7 @@ def test_answers_stand_in_the_context_and_not_under_the_mask(setup, collected):
     for row, completion in enumerate(collected.completions):
         turns = turns_of(completion)
         response = completion.trajectory.response
-        said, place = list(turns.said), 0
+        said, place = list(turns.policy_messages), 0
         own = np.zeros(setup.prompt_length + RESPONSE, bool)
         # What the environment answers is known from what was said to it.
         for number, text in enumerate(said):
@@ -86,7 +86,7 @@ def test_turns_and_tokens_are_bounded(weights, collected):
     setup = talking_setup(max_turns=1)
     completions = talked(setup, weights).completions
     for one, whole in zip(completions, collected.completions, strict=True):
-        assert len(turns_of(one).said) == 1
+        assert len(turns_of(one).policy_messages) == 1
         assert one.text.split("\n")[0] == whole.text.split("\n")[0]
     bounded = [turns_of(c).turn_limit for c in completions]
     assert any(bounded) and not any(turns_of(c).turn_limit for c in collected.completions)

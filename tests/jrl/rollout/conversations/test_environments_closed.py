@@ -68,7 +68,7 @@ def test_a_rollout_leaves_none_open(talk, max_turns):
     setup, sampler, counts = talk(max_turns=max_turns)
     collected = collect(sampler, setup.recipe, setup.mesh, 0)
     assert len(collected.completions) < counts.begun and counts.open == 0
-    turns = [each.trajectory.request.turns for each in collected.completions]
+    turns = [each.trajectory.request.conversation for each in collected.completions]
     assert any(each.turn_limit for each in turns) == (max_turns is not None)
 
 

@@ -8,7 +8,7 @@ from talks import RESPONSE, Echo, Echoing, LateHost, echo, talked, talking_setup
 from three_updates import random_weights
 
 from jrl.processes.agreement import to_host
-from jrl.rollout.parts import of_conversations
+from jrl.rollout.completion_metrics import conversation_metrics
 from jrl.trainer.scoring import logprobs_of
 
 TURN = 3
@@ -69,13 +69,15 @@ def test_no_turn_is_longer_and_the_conversation_goes_on(setup, collected):
         turns, response = turns_of(completion), completion.trajectory.response
         assert completion.length <= RESPONSE and turns.limit == RESPONSE
         assert completion.trajectory.request.max_new_tokens == RESPONSE
-        for number, (own, text) in enumerate(zip(own_turns(completion), turns.said, strict=True)):
+        for number, (own, text) in enumerate(
+            zip(own_turns(completion), turns.policy_messages, strict=True)
+        ):
             assert len(own) <= TURN
             whole = own[-1] == eos
-            last = number == len(turns.said) - 1
+            last = number == len(turns.policy_messages) - 1
             # Only the end of the whole response cuts a turn that is not the limit's.
-            assert (number in turns.cut) == (not whole and len(own) == TURN) or last
-            cut += number in turns.cut
+            assert (number in turns.truncated_turns) == (not whole and len(own) == TURN) or last
+            cut += number in turns.truncated_turns
             if number < len(turns.answers):
                 begin, end = turns.answers[number]
                 answer = encode("h" * (1 + len(text) % 3) + ">")
@@ -88,7 +90,7 @@ def test_no_turn_is_longer_and_the_conversation_goes_on(setup, collected):
 def test_the_environment_is_told_which_turn_was_cut(definition, collected):
     talks = [turns_of(completion) for completion in collected.completions]
     told = [message for message in definition.heard if message.get("truncated")]
-    assert len(told) == sum(len(turns.cut) for turns in talks) > 0
+    assert len(told) == sum(len(turns.truncated_turns) for turns in talks) > 0
     assert all(message["truncated"] is True for message in told)
     for turns in talks:
         flags = [
@@ -96,7 +98,7 @@ def test_the_environment_is_told_which_turn_was_cut(definition, collected):
             for message in turns.records
             if message["role"] == "assistant"
         ]
-        assert [number for number, flag in enumerate(flags) if flag] == list(turns.cut)
+        assert [number for number, flag in enumerate(flags) if flag] == list(turns.truncated_turns)
 
 
 def test_what_is_drawn_is_what_is_drawn_without_a_limit_up_to_the_cut(weights, collected):
@@ -127,8 +129,8 @@ def test_rewards_of_turns_that_were_cut_lie_on_their_last_token(collected):
 
 
 def test_they_are_counted(collected):
-    found = of_conversations(collected.completions)
-    cut = [len(turns_of(completion).cut) for completion in collected.completions]
+    found = conversation_metrics(collected.completions)
+    cut = [len(turns_of(completion).truncated_turns) for completion in collected.completions]
     assert found["conversation/cut_turns"] == np.mean(cut) > 0
 
 
@@ -138,7 +140,10 @@ def test_what_is_drawn_depends_neither_on_slots_nor_on_when_answers_come(weights
     again = talked(late, weights)
     for one, other in zip(collected.completions, again.completions, strict=True):
         assert one.trajectory.response.tolist() == other.trajectory.response.tolist()
-        assert turns_of(one).cut == turns_of(other).cut and one.verdict == other.verdict
+        assert (
+            turns_of(one).truncated_turns == turns_of(other).truncated_turns
+            and one.verdict == other.verdict
+        )
 
 
 def test_tasks_of_one_turn_have_no_such_limit():

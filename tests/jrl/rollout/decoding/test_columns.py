@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jrl.rollout.decoding.columns import FEW, columns_read, reach
+from jrl.rollout.decoding.columns import MIN_WINDOW, cache_length_to_read, plan_window
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from jrl.rollout.decoding.columns import FEW, columns_read, reach
     ],
 )
 def test_a_power_of_two_or_all_columns_are_read(end, columns, read):
-    assert columns_read(end, columns) == read
+    assert cache_length_to_read(end, columns) == read
 
 
 @pytest.mark.parametrize(
@@ -43,9 +43,9 @@ def test_a_power_of_two_or_all_columns_are_read(end, columns, read):
     ],
 )
 def test_rows_go_on_as_far_as_few_columns_hold_them(lengths, limits, window, columns, expected):
-    found = reach(np.array(lengths), np.array(limits), window, columns)
+    found = plan_window(np.array(lengths), np.array(limits), window, columns)
     assert found == expected
-    assert columns_read(found[1], columns) >= found[1]
+    assert cache_length_to_read(found[1], columns) >= found[1]
 
 
 @given(
@@ -57,7 +57,7 @@ def test_rows_always_go_on_and_within_what_is_read(rows, window, room):
     lengths = np.array([length for length, _ in rows])
     limits = lengths + 1 + [more for _, more in rows]
     columns = int(limits.max()) + room
-    tokens, end = reach(lengths, limits, window, columns)
-    assert min(FEW, window) <= tokens <= window
+    tokens, end = plan_window(lengths, limits, window, columns)
+    assert min(MIN_WINDOW, window) <= tokens <= window
     ends = np.minimum(lengths + 1 + tokens, limits)
-    assert end == ends.max() <= columns_read(end, columns) <= columns
+    assert end == ends.max() <= cache_length_to_read(end, columns) <= columns

@@ -9,7 +9,7 @@ from policies import CONFIG, PAD, Asked, answers, weights
 
 from jrl.rollout import split as pushing
 from jrl.rollout.decoding.disaggregated.engine import DisaggregatedEngine
-from jrl.rollout.decoding.requests import sampled_in
+from jrl.rollout.decoding.requests import read_sampled
 from jrl.rollout.sampling import Sampling
 from moe.adapters.settings import TARGETS, Lora
 from moe.adapters.trees import is_adapted
@@ -44,9 +44,9 @@ def engine(asked, split, micro_batches=1, **places):
 def rows_of(trajectories):
     rows = {}
     for t in trajectories:
-        if id(t.shelf) not in rows:
-            rows[id(t.shelf)] = jax.tree.map(np.asarray, t.shelf.rows)
-    return [sampled_in(rows[id(t.shelf)], t.row, t.request) for t in trajectories]
+        if id(t.buffer) not in rows:
+            rows[id(t.buffer)] = jax.tree.map(np.asarray, t.buffer.rows)
+    return [read_sampled(rows[id(t.buffer)], t.row, t.request) for t in trajectories]
 
 
 @pytest.mark.slow
@@ -106,9 +106,9 @@ def test_experts_move_while_rows_decode():
     """To where they have equally much to do, hot ones to several devices; rows do not change."""
     asked = Asked(Sampling(), slots=8, response=9)
     one, two = asked.engine(), engine(asked, "dp1 / ep2", expert_slots=3, replan=2)
-    first = two.places.placements
+    first = two.expert_balancer.placements
     given = [answers(each, asked.requests, asked.sampling) for each in (one, two)]
-    assert two.places.moves and two.places.has_moved
+    assert two.expert_balancer.moves and two.expert_balancer.has_moved
     for a, b in zip(*map(rows_of, given), strict=True):
         np.testing.assert_array_equal(b.tokens, a.tokens)
         np.testing.assert_allclose(b.old_logprobs, a.old_logprobs, atol=CLOSE)
@@ -120,7 +120,7 @@ def test_experts_move_while_rows_decode():
     two.release()
     two.load(weights(asked.config), 6)
     two.submit(asked.requests, asked.sampling)
-    assert two.places.placements == first
+    assert two.expert_balancer.placements == first
 
 
 @pytest.mark.slow
@@ -151,8 +151,10 @@ def test_weights_are_pushed_once_and_experts_looked_at_as_often_as_said(monkeypa
     monkeypatch.setattr(pushing, "split_weights", lambda *given: pushes.append(0) or run(*given))
     asked = Asked()
     two = engine(asked, "dp1 / ep2", expert_slots=3, replan=2)
-    look = two.places.look
-    monkeypatch.setattr(two.places, "look", lambda loads: looks.append(0) or look(loads))
+    look = two.expert_balancer.rebalance
+    monkeypatch.setattr(
+        two.expert_balancer, "rebalance", lambda loads: looks.append(0) or look(loads)
+    )
     for version in (6, 7):
         before, policy = two.usage.steps, replace(weights(asked.config))
         two.load(policy, version)

@@ -11,11 +11,11 @@ import pytest
 from policies import COLUMNS, CONFIG, PAD, STOPS, prompts, weights
 from tiers import full_but
 
-from jrl.rollout.decoding.disaggregated.expert_places import ExpertPlaces
+from jrl.rollout.decoding.disaggregated.expert_balancer import ExpertBalancer
 from jrl.rollout.decoding.disaggregated.stream import DisaggregatedStreamEngine
 from jrl.rollout.decoding.requests import Request
 from jrl.rollout.decoding.stream import StreamEngine
-from jrl.rollout.row_sampling import OwnSampling
+from jrl.rollout.row_sampling import RequestSampling
 from moe.disaggregated.split import Split, fold_split
 from sharding.folding import Layout, fold
 
@@ -23,8 +23,8 @@ SLOTS, K, RESPONSE, WINDOW = 4, 3, 7, 3
 CLOSE = 1e-6
 """float32: the sums of a token's experts come in another order."""
 NAMES = "tokens", "logprobs"
-GREEDILY = OwnSampling(temperature=0.0, wants_likeliest=True)
-BY_CHANCE = OwnSampling(0.7, 0.8, seed=2**40 + 5)
+GREEDILY = RequestSampling(temperature=0.0, needs_top_tokens=True)
+BY_CHANCE = RequestSampling(0.7, 0.8, seed=2**40 + 5)
 GIVEN = {
     "slots": SLOTS,
     "columns": COLUMNS,
@@ -38,7 +38,7 @@ GIVEN = {
 def asked(number, own, samples=1):
     tokens, valid = prompts()
     ids = np.asarray(tokens[number][valid[number]], np.int32)
-    return [Request(number, sample, ids, RESPONSE, own=own) for sample in range(samples)]
+    return [Request(number, sample, ids, RESPONSE, sampling=own) for sample in range(samples)]
 
 
 def scene(engine):
@@ -54,7 +54,7 @@ def scene(engine):
             parts.append(row)
         looks += 1
         if looks == 1:
-            engine.ask([*asked(2, GREEDILY), *asked(3, OwnSampling(1.3, seed=9), samples=3)])
+            engine.ask([*asked(2, GREEDILY), *asked(3, RequestSampling(1.3, seed=9), samples=3)])
             engine.drop({(1, 1), (3, 2)})
     assert engine.num_live == 0 and engine.num_idle == SLOTS
     return rows
@@ -98,17 +98,17 @@ def test_the_split_is_invisible(split, places):
         np.testing.assert_array_equal(b[0], a[0])
         np.testing.assert_allclose(b[1], a[1], atol=CLOSE)
         assert parts[-1].finish == expected[key][-1].finish
-        assert (parts[0].likeliest is not None) == (key[0] in (0, 2))
-        if parts[0].likeliest is not None:
-            best = np.concatenate([part.likeliest.logprobs for part in parts])
-            of_one = np.concatenate([part.likeliest.logprobs for part in expected[key]])
+        assert (parts[0].top_tokens is not None) == (key[0] in (0, 2))
+        if parts[0].top_tokens is not None:
+            best = np.concatenate([part.top_tokens.logprobs for part in parts])
+            of_one = np.concatenate([part.top_tokens.logprobs for part in expected[key]])
             np.testing.assert_allclose(best, of_one, atol=CLOSE)
     if "replan" in places:
-        assert engine.places.has_moved
+        assert engine.expert_balancer.has_moved
         # They stay where they are while nobody asks.
-        placed = engine.places.placements
+        placed = engine.expert_balancer.placements
         engine.ask(asked(0, GREEDILY))
-        assert engine.places.placements == placed
+        assert engine.expert_balancer.placements == placed
     policy = replace(weights())
     engine.load(policy, 6)
     known = ref(policy)
@@ -120,15 +120,15 @@ def test_what_experts_had_to_do_long_ago_says_little():
     """Where loads fade, one look that finds others busy than for long is enough to part them."""
     mesh = fold_split(Split("dp1", "ep2"), jax.devices()[:3])
     for fades in (True, False):
-        places = ExpertPlaces(CONFIG, mesh, None, 1000, fades=fades)
+        places = ExpertBalancer(CONFIG, mesh, None, 1000, decays=fades)
         for _ in range(50):
-            places.look(np.array([[100, 100, 0, 0]]))
+            places.rebalance(np.array([[100, 100, 0, 0]]))
         (own,) = (d for d in devices(places) if 0 in d)
         (beside,) = own - {0}
         assert beside != 1
         busy = np.zeros((1, 4))
         busy[0, [0, beside]] = 100
-        places.look(busy)
+        places.rebalance(busy)
         assert ({0, beside} in devices(places)) != fades
 
 

@@ -24,7 +24,7 @@ from policies import (
 
 from jrl.rollout.decoding import columns as cache_columns
 from jrl.rollout.decoding import engine as slot_engine
-from jrl.rollout.decoding import seating
+from jrl.rollout.decoding import scheduler
 from jrl.rollout.decoding.programs.admission import admit
 from jrl.rollout.decoding.programs.advance import advance
 from jrl.rollout.decoding.requests import Request
@@ -125,7 +125,7 @@ def test_greedy_rows_are_decoded_by_the_programs_of_sampled_ones():
     engine, programs = plain.engine(), (admit, advance)
 
     def tokens_of(sampling):
-        engine._seating.forget()  # prompts run again, and are not copied
+        engine._scheduler.clear_prefix_cache()  # prompts run again, and are not copied
         return [t.tokens.tolist() for t in answers(engine, plain.requests, sampling)]
 
     groups = [tokens_of(Sampling())]
@@ -213,11 +213,15 @@ def test_neither_slots_nor_windows_have_a_say(slots, window):
 def test_the_fewer_are_left_the_fewer_are_computed(monkeypatch, layout):
     """Where nothing else comes and nothing is taken back; the tokens are the same."""
     expected, full = drawn(LONG, LONG.requests)
-    for name, value in {"LONG": COLUMNS, "FEWEST": 1, "FEWER": 3}.items():
-        monkeypatch.setattr(seating, name, value)
+    for name, value in {
+        "MIN_COLUMNS_TO_SHRINK": COLUMNS,
+        "MIN_ACTIVE_SLOTS": 1,
+        "SHRINK_FACTOR": 3,
+    }.items():
+        monkeypatch.setattr(scheduler, name, value)
     engine, found = replace(LONG, layout=layout).engine(), {}
     engine.submit(LONG.requests, LONG.sampling)
-    while done := engine.poll(alone=True):
+    while done := engine.poll(draining=True):
         found |= {(t.request.prompt, t.request.sample): t for t in done}
     assert engine.step_sizes == ([2, 4, 12] if layout == "dp1" else [2, 6])
     same({key: (t.tokens, t.behaviour_logprobs) for key, t in found.items()}, expected, CLOSE)
@@ -250,9 +254,11 @@ def test_a_prompt_runs_once_for_all_that_share_it():
 def test_rows_are_shelved_at_places_of_their_own(monkeypatch):
     """Those that stay in their slots too: the scatter is told that no two are alike."""
     engine, seen = FEW.engine(), []
-    shelve = engine._on_shelf
+    shelve = engine._write_to_buffer
     monkeypatch.setattr(
-        engine, "_on_shelf", lambda shelf, places: (seen.append(places), shelve(shelf, places))[1]
+        engine,
+        "_write_to_buffer",
+        lambda shelf, places: (seen.append(places), shelve(shelf, places))[1],
     )
     answers(engine, FEW.requests, FEW.sampling)
     assert seen and all(len(set(places.tolist())) == engine.slots for places in seen)
@@ -262,7 +268,7 @@ def test_rows_are_shelved_at_places_of_their_own(monkeypatch):
 def test_attention_reads_no_more_columns_than_the_longest_live_row_needs(monkeypatch):
     """Of a wide pool: a power of two, whatever stands after it."""
     expected, _ = drawn(LONG, LONG.requests)
-    monkeypatch.setattr(cache_columns, "NARROWEST", 4)
+    monkeypatch.setattr(cache_columns, "MIN_CACHE_LENGTH", 4)
     engine, read, run = replace(FEW, slots=4).engine(), list[int](), slot_engine.advance
 
     def recorded(decoder, sampling, columns, policy, pool, *given):

@@ -47,7 +47,7 @@ def test_admissions_that_run_again_are_counted():
             engine.load(replace(own_weights), 5)
             engine.submit(requests, GREEDY)
             before = engine.usage.copy()
-            for arriving in engine._seating.arrivals():
+            for arriving in engine._scheduler.schedule():
                 engine._admit(arriving)
             counts.append(engine.usage.since(before).metrics()["perf/prefill_repeated"])
             engine.suspend()

@@ -15,11 +15,11 @@ from jrl.rollout.decoding import engine as slot_engine
 from jrl.rollout.decoding.programs.packed import run_packed
 from jrl.rollout.decoding.requests import Request
 from jrl.rollout.decoding.stream import StreamEngine
-from jrl.rollout.row_sampling import OwnSampling, RowSampling, draw_rows
-from jrl.rollout.sampling import GREEDY, Sampling, draw
+from jrl.rollout.row_sampling import RequestSampling, RowSampling, sample_rows
+from jrl.rollout.sampling import GREEDY, Sampling, sample_tokens
 
 RESPONSE, SLOTS, K = 7, 4, 3
-GREEDILY = OwnSampling(temperature=0.0, wants_likeliest=True)
+GREEDILY = RequestSampling(temperature=0.0, needs_top_tokens=True)
 
 
 def engine(layout: str = "dp1", slots: int = SLOTS, columns: int = COLUMNS) -> StreamEngine:
@@ -44,10 +44,10 @@ def ids(number: int) -> np.ndarray:
     return np.asarray(tokens[number][valid[number]], np.int32)
 
 
-def asked(number: int, own: OwnSampling, samples: int = 1, name: int | None = None):
+def asked(number: int, own: RequestSampling, samples: int = 1, name: int | None = None):
     """Samples of one of the prompts, which may go by another number."""
     prompt = number if name is None else name
-    return [Request(prompt, s, ids(number), RESPONSE, own=own) for s in range(samples)]
+    return [Request(prompt, s, ids(number), RESPONSE, sampling=own) for s in range(samples)]
 
 
 def written(made: StreamEngine, window: int, late: list[Request] | None = None):
@@ -66,7 +66,7 @@ def written(made: StreamEngine, window: int, late: list[Request] | None = None):
         key: (
             np.concatenate([part.tokens for part in parts]),
             np.concatenate([part.logprobs for part in parts]),
-            [part.likeliest for part in parts],
+            [part.top_tokens for part in parts],
             [part.finish for part in parts],
         )
         for key, parts in rows.items()
@@ -78,8 +78,8 @@ def crowd(window: int, layout: str = "dp1"):
     """Requests of several kinds, more than there are slots, some of which come late."""
     made = engine(layout)
     made.ask(asked(0, GREEDILY))
-    made.ask(asked(1, OwnSampling(0.7, 0.8, seed=2**40 + 5), samples=3))
-    late = [*asked(2, GREEDILY), *asked(3, OwnSampling(1.3, 1.0, seed=9), samples=2)]
+    made.ask(asked(1, RequestSampling(0.7, 0.8, seed=2**40 + 5), samples=3))
+    late = [*asked(2, GREEDILY), *asked(3, RequestSampling(1.3, 1.0, seed=9), samples=2)]
     rows = written(made, window, late)
     assert made.num_live == 0 and made.num_idle == SLOTS
     return rows
@@ -112,7 +112,7 @@ def test_neither_windows_nor_what_else_runs_have_a_say(window):
     rows = crowd(2)
     alone = engine()
     # The same seed under another number of its prompt.
-    alone.ask(asked(1, OwnSampling(0.7, 0.8, seed=2**40 + 5), samples=3, name=77))
+    alone.ask(asked(1, RequestSampling(0.7, 0.8, seed=2**40 + 5), samples=3, name=77))
     others = written(alone, window)
     assert len({tuple(rows[1, sample][0]) for sample in range(3)}) > 1, "the samples are equal"
     for sample in range(3):
@@ -123,7 +123,7 @@ def test_neither_windows_nor_what_else_runs_have_a_say(window):
 @pytest.mark.slow
 def test_what_is_dropped_gives_its_slots_back():
     made = engine()
-    made.ask(asked(1, OwnSampling(0.7, 0.8, seed=2**40 + 5), samples=3))
+    made.ask(asked(1, RequestSampling(0.7, 0.8, seed=2**40 + 5), samples=3))
     made.ask(asked(0, GREEDILY, samples=3))
     made.tick(1)
     made.drop({(0, 0), (0, 2), (1, 1)})  # one sits, one waits, one sits
@@ -155,9 +155,9 @@ def test_prompts_that_find_no_room_at_their_experts_run_again(monkeypatch):
 
 @pytest.mark.slow
 def test_the_cache_is_as_wide_as_its_rows_need(monkeypatch):
-    monkeypatch.setattr(stream, "NARROWEST_CACHE", 4)
-    monkeypatch.setattr(stream, "PATIENCE", 1)
-    monkeypatch.setattr(columns, "NARROWEST", 4)
+    monkeypatch.setattr(stream, "MIN_STREAM_CACHE_LENGTH", 4)
+    monkeypatch.setattr(stream, "STEPS_BEFORE_SHRINK", 1)
+    monkeypatch.setattr(columns, "MIN_CACHE_LENGTH", 4)
     made, widths, tokens = engine(columns=PROMPT + RESPONSE), list[int](), list[int]()
     made.ask(asked(0, GREEDILY))  # one token, and at most seven more
     while made.busy:
@@ -170,7 +170,7 @@ def test_the_cache_is_as_wide_as_its_rows_need(monkeypatch):
     rows = written(made, 2)
     np.testing.assert_array_equal(rows[2, 0][0], crowd(2)[2, 0][0])
     assert made._pool is not None and made._pool.cache.keys[0].shape[-1] == 12
-    made.ask([Request(9, 0, ids(0), 1, own=GREEDILY)])
+    made.ask([Request(9, 0, ids(0), 1, sampling=GREEDILY)])
     made.tick(1)
     assert made._pool.cache.keys[0].shape[-1] == 4, "it does not become narrow again"
 
@@ -187,7 +187,7 @@ def test_a_step_computes_no_more_slots_than_it_needs(monkeypatch, layout):
     monkeypatch.setattr(slot_engine, "advance", recorded)
     assert made.step_sizes == [2, 16]
     made.ask(asked(0, GREEDILY))
-    made.ask(asked(1, OwnSampling(0.7, 0.8, seed=2**40 + 5), samples=3))
+    made.ask(asked(1, RequestSampling(0.7, 0.8, seed=2**40 + 5), samples=3))
     rows = written(made, 2)
     assert computed[0] == [], "four rows stand in more than two slots"
     for key in rows:
@@ -214,14 +214,14 @@ def test_rows_that_are_alike_are_drawn_as_a_program_for_them_draws(top_p):
         temperatures=np.full(rows, 0.7, np.float32),
         top_ps=np.full(rows, top_p, np.float32),
         seeds=np.zeros((rows, 2), np.uint32),
-        wants_likeliest=np.zeros(rows, bool),
+        needs_top_tokens=np.zeros(rows, bool),
     )
 
     @jax.jit
     def drawn(logits, own):
         keys = jax.random.split(jax.random.key(4), rows)
-        alike = draw(logits, Sampling(0.7, top_p=top_p), keys)
-        return draw_rows(logits, own, keys), alike, jax.nn.log_softmax(logits)
+        alike = sample_tokens(logits, Sampling(0.7, top_p=top_p), keys)
+        return sample_rows(logits, own, keys), alike, jax.nn.log_softmax(logits)
 
     (tokens, behaviour, policy), expected, whole = drawn(logits, own)
     np.testing.assert_array_equal(tokens, expected[0])

@@ -10,7 +10,7 @@ from jrl.losses import gae
 from jrl.processes.agreement import to_host
 from jrl.rollout.batching import batch_from_host
 from jrl.rollout.collection.collect import groups_of, sampling_of
-from jrl.rollout.decoding.requests import taken_off
+from jrl.rollout.decoding.requests import move_to_host
 from jrl.rollout.sampler import numbered_heldout, scores_of
 from jrl.trainer.evaluation.critic import evaluate_critic
 from jrl.trainer.evaluation.heldout import heldout_examples
@@ -35,7 +35,7 @@ def test_turns_of_a_conversation_keep_their_rewards():
     examples = numbered_heldout(heldout_examples(setup.task, PROMPTS))
     completions = sampler.sample(examples, how, K)
     everything, pad = np.ones(len(completions), bool), setup.tokenizer.pad_id
-    trajectories = taken_off([completion.trajectory for completion in completions])
+    trajectories = move_to_host([completion.trajectory for completion in completions])
     batch = batch_from_host(
         trajectories, everything, setup.mesh, setup.prompt_length, RESPONSE, pad, 0
     )

@@ -23,9 +23,9 @@ from small_runs import (
 from three_updates import FAST_COMPILE, gradient_of, random_weights
 from tiers import full_but
 
-from jrl.rollout.decoding.programs.advance import advance, policy_of
+from jrl.rollout.decoding.programs.advance import advance, unstack_policy
 from jrl.rollout.decoding.programs.slots import abstract_pool
-from jrl.rollout.decoding.programs.tokens import Draws
+from jrl.rollout.decoding.programs.tokens import SamplerState
 from jrl.rollout.sampling import Sampling
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
@@ -319,9 +319,9 @@ def test_no_weight_is_cast_where_it_is_used(kind):
             return logprobs_of.counted.trace(*given)
         decoder = setup.sampler().engine.decoder
         pool = abstract_pool(decoder, ROWS, 16)
-        policy = jax.eval_shape(lambda weights: policy_of(decoder, weights), weights)
+        policy = jax.eval_shape(lambda weights: unstack_policy(decoder, weights), weights)
         number = jax.ShapeDtypeStruct((), jnp.int32)
-        draws = Draws(jax.ShapeDtypeStruct((2,), jnp.uint32), number)
+        draws = SamplerState(jax.ShapeDtypeStruct((2,), jnp.uint32), number)
         given = policy, pool, draws, number, number
         return advance.trace(decoder, Sampling(), 16, *given)
 

@@ -105,11 +105,11 @@ def test_the_head_sees_the_window_alone():
     wide = compiled("actor", 8, 8, 16)  # 32 tokens a row again
     assert [p.passes for p in (short, long, wide)] == [2, 4, 2]
     # The window's tokens and no place more.
-    counted = [p.passes * p.sizes.places for p in (short, long, wide)]
+    counted = [p.passes * p.sizes.max_scored for p in (short, long, wide)]
     assert counted == [8 * ROWS, 8 * ROWS, 16 * ROWS]
     # Softmax and entropy of a place, and their gradients, come on top of products.
     for more, less in ((short, long), (wide, short)):
-        of_a_place = (more.flops - less.flops) / (more.sizes.places - less.sizes.places)
+        of_a_place = (more.flops - less.flops) / (more.sizes.max_scored - less.sizes.max_scored)
         assert OF_A_PLACE < of_a_place < 1.2 * OF_A_PLACE
 
 

@@ -58,7 +58,7 @@ def test_every_row_has_a_place_of_its_own(seed):
     assert packed.sizes == again.sizes and packed.passes == again.passes
     assert (packed.rows == again.rows).all() and (packed.starts == again.starts).all()
     sizes = packed.sizes
-    assert sizes.bins == bins and sizes.length == 12 and sizes.places % 4 == 0
+    assert sizes.bins == bins and sizes.length == 12 and sizes.max_scored % 4 == 0
     filled = packed.starts >= 0
     assert sorted(packed.rows[filled]) == np.flatnonzero(tokens).tolist()
     slots = packed.slots(number)
@@ -70,7 +70,7 @@ def test_every_row_has_a_place_of_its_own(seed):
     by_micro_batch = (x.reshape(-1, rows.shape[2]) for x in (rows, starts))
     for slots, begins in zip(*by_micro_batch, strict=True):
         inside = slots[begins >= 0]
-        assert counted[inside].sum() <= sizes.places
+        assert counted[inside].sum() <= sizes.max_scored
         taken = np.zeros(sizes.bins * sizes.length, int)
         for row, start in zip(inside, begins[begins >= 0], strict=True):
             assert start // sizes.length == (start + tokens[row] - 1) // sizes.length

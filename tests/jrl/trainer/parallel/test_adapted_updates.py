@@ -109,8 +109,8 @@ def test_what_samples_is_merged_in_float32_and_rounded_once(layout):
     config, mesh = setup.model, setup.mesh
     given = weights.cast(random_weights(setup, config), config)
     policy = RolloutPolicy(config, mesh, rollout_mesh(None, mesh))
-    found = policy.of(given)
-    assert policy.of(given) is found
+    found = policy.sync(given)
+    assert policy.sync(given) is found
     in_order = jax.device_get(placement.in_layer_order(given, mesh))
     query = in_order.layers.attention.query
     added = np.einsum("ldr,lrhk->ldhk", query.a, query.b, dtype=np.float64) * query.scale

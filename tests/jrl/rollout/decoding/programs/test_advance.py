@@ -11,9 +11,9 @@ from policies import CONFIG, EOS, PAD, Asked, decode
 from tiers import full_but
 
 from jrl.rollout.decoding import engine as slot_engine
-from jrl.rollout.decoding.programs.advance import Advanced, advance, policy_of
+from jrl.rollout.decoding.programs.advance import Advanced, advance, unstack_policy
 from jrl.rollout.decoding.programs.slots import Decoder, abstract_pool
-from jrl.rollout.decoding.programs.tokens import Draws
+from jrl.rollout.decoding.programs.tokens import SamplerState
 from jrl.rollout.sampling import Sampling
 from moe.execution import Execution
 from moe.weights import shapes
@@ -29,9 +29,9 @@ def traced(layers, scanned):
     mesh = fold(Layout(), jax.devices()[:1])
     decoder = Decoder(config, mesh, PAD, (EOS,), records_choices=True)
     pool = abstract_pool(decoder, 8, COLUMNS)
-    policy = jax.eval_shape(lambda weights: policy_of(decoder, weights), shapes(config))
+    policy = jax.eval_shape(lambda weights: unstack_policy(decoder, weights), shapes(config))
     number = jax.ShapeDtypeStruct((), jnp.int32)
-    draws = Draws(jax.ShapeDtypeStruct((2,), jnp.uint32), number)
+    draws = SamplerState(jax.ShapeDtypeStruct((2,), jnp.uint32), number)
     given = decoder, Sampling(), COLUMNS, policy, pool, draws, number, number
     return advance.trace(*given), sum(x.size * 4 for x in jax.tree.leaves(pool.cache))
 
@@ -61,8 +61,8 @@ def test_rows_of_any_length_are_decoded_by_the_kernel(name, monkeypatch):
         return given[4], Advanced(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
 
     monkeypatch.setattr(slot_engine, "advance", lowered)
-    pool, columns = engine._with_columns(engine._there(), reached)
-    engine._advanced(pool, columns, 1, 0, None)
+    pool, columns = engine._resize_cache(engine._ensure_pool(), reached)
+    engine._run_decoding(pool, columns, 1, 0, None)
     assert engine.columns == 1152 and columns == read
     assert shown[0].count("custom_call @mosaic_gpu_v2") == 1
 

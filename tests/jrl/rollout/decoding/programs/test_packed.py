@@ -11,17 +11,28 @@ from jax.sharding import NamedSharding
 from policies import CONFIG, PAD, Asked, weights
 
 from jrl.rollout.decoding import packing as packing_on_host
-from jrl.rollout.decoding.packing import copies_of, packing_of, plan_rows, row_count, row_sizes
+from jrl.rollout.decoding.packing import (
+    make_packing,
+    plan_cache_copies,
+    plan_rows,
+    row_count,
+    row_sizes,
+)
 from jrl.rollout.decoding.programs import packed
 from jrl.rollout.decoding.programs.packed import CHUNK
-from jrl.rollout.decoding.programs.slots import Decoder, empty_pool, over_slots, prefilled
+from jrl.rollout.decoding.programs.slots import Decoder, empty_pool, over_slots, run_prefill
 from jrl.rollout.decoding.requests import Request
-from jrl.rollout.decoding.seating import Arriving, Seating, one_row, row_widths
+from jrl.rollout.decoding.scheduler import (
+    AdmissionPlan,
+    SlotScheduler,
+    row_widths,
+    single_row_widths,
+)
 from jrl.rollout.sampling import GREEDY
 from moe.cache.buffers import ROW, over_columns
 
 
-def arriving(runs: list[list[int]], per_rank: int) -> Arriving:
+def arriving(runs: list[list[int]], per_rank: int) -> AdmissionPlan:
     """Prompts of these lengths on each rank, a slot for each."""
     ids = [[np.full(length, 3, np.int32) for length in own] for own in runs]
     seats = [
@@ -29,15 +40,17 @@ def arriving(runs: list[list[int]], per_rank: int) -> Arriving:
         for rank, own in enumerate(ids)
         for run, tokens in enumerate(own)
     ]
-    return Arriving(ids, seats)
+    return AdmissionPlan(ids, seats)
 
 
 def test_sizes_of_rows_are_few():
     assert [row_count(least) for least in range(1, 10)] == [1, 2, 4, 4, 8, 8, 8, 8, 16]
     assert row_widths(1000, unit=3) == [66, 129, 258, 513, 1002]
     assert row_widths(40, unit=1) == [40] and row_widths(128, unit=2) == [64, 128]
-    assert one_row([64, 128]) == [64, 128, 192, 256, 320, 384] and one_row([9, 40], 46) == [54]
-    of_few = [(width, 1) for width in one_row([64])]
+    assert single_row_widths([64, 128]) == [64, 128, 192, 256, 320, 384] and single_row_widths(
+        [9, 40], 46
+    ) == [54]
+    of_few = [(width, 1) for width in single_row_widths([64])]
     of_many = [(128, 4), (128, 8), (256, 2), (256, 4), (500, 1), (500, 2)]
     assert row_sizes(row_widths(500, 1), per_rank=8, most_tokens=1024) == of_few + of_many
     assert row_sizes([9, 2048], per_rank=2, most_tokens=1024)[-2:] == [(54, 1), (2048, 1)]
@@ -50,7 +63,7 @@ def test_prompts_stand_beside_each_other_within_rows(seed):
     runs[0] += [128, 128, 128]  # no row holds them all
     asked = arriving(runs, per_rank=32)
     plan = plan_rows(asked, [64, 128, 256])
-    packing = packing_of(plan, asked, slots=64, pad_id=PAD)
+    packing = make_packing(plan, asked, slots=64, pad_id=PAD)
     assert plan.width == 128 and packing.tokens.shape == (2 * plan.num_rows, 128)
     by_rank = [x.reshape(2, -1) for x in (packing.tokens, packing.segments, packing.positions)]
     for rank, (own, starts) in enumerate(zip(runs, plan.starts, strict=True)):
@@ -74,32 +87,35 @@ def test_prompts_stand_beside_each_other_within_rows(seed):
 def test_prompts_of_all_lengths_are_one_program_where_one_row_holds_them():
     """Short, long and one that two samples share, on two ranks."""
     widths, lengths = row_widths(512, 1), [20, 200, 130, 9, 9]
-    seating = Seating(8, 2, most_tokens=1024, row_widths=widths)
+    scheduler = SlotScheduler(8, 2, most_tokens=1024, row_widths=widths)
     asked = [Request(n, 0, np.full(length, n, np.int32), 1) for n, length in enumerate(lengths)]
-    seating.waiting.extend([*asked, asked[1]._replace(sample=1)])
-    (program,) = seating.arrivals()
+    scheduler.waiting.extend([*asked, asked[1]._replace(sample=1)])
+    (program,) = scheduler.schedule()
     plan = plan_rows(program, widths)
-    packing = packing_of(plan, program, slots=8, pad_id=PAD)
-    assert plan.num_rows == 1 and plan.width == one_row(widths, max(map(len, packing.tokens)))[0]
+    packing = make_packing(plan, program, slots=8, pad_id=PAD)
+    assert (
+        plan.num_rows == 1
+        and plan.width == single_row_widths(widths, max(map(len, packing.tokens)))[0]
+    )
     rows = packing.tokens.reshape(2, -1)
-    for slot, request, _ in program.seats:
+    for slot, request, _ in program.assignments:
         end = packing.ends[slot]
         own = rows[slot // 4][end + 1 - request.length : end + 1]
         np.testing.assert_array_equal(own, request.ids)
-    assert sum(map(len, program.runs)) == 5 and len(program.seats) == 6
-    seating = Seating(8, 1, most_tokens=1024, row_widths=widths)
-    seating.waiting.extend([*asked, Request(5, 0, np.full(300, 5, np.int32), 1)])
-    assert len(seating.arrivals()) == 3, "more than a row holds: a program for each width"
+    assert sum(map(len, program.runs)) == 5 and len(program.assignments) == 6
+    scheduler = SlotScheduler(8, 1, most_tokens=1024, row_widths=widths)
+    scheduler.waiting.extend([*asked, Request(5, 0, np.full(300, 5, np.int32), 1)])
+    assert len(scheduler.schedule()) == 3, "more than a row holds: a program for each width"
 
 
 @pytest.mark.parametrize("longest", [12, 128, 400])
 def test_programs_run_so_many_tokens_at_most(longest):
     draw, widths = np.random.default_rng(longest), row_widths(512, 1)
-    seating = Seating(64, 1, most_tokens=1024, row_widths=widths)
+    scheduler = SlotScheduler(64, 1, most_tokens=1024, row_widths=widths)
     lengths = draw.integers(1, longest + 1, 64)
     asked = [Request(n, 0, np.full(length, 3, np.int32), 1) for n, length in enumerate(lengths)]
-    seating.waiting.extend(asked)
-    programs = seating.arrivals()
+    scheduler.waiting.extend(asked)
+    programs = scheduler.schedule()
     plans = [plan_rows(program, widths) for program in programs]
     known = row_sizes(widths, per_rank=64, most_tokens=1024)
     assert all((plan.width, plan.num_rows) in known for plan in plans)
@@ -122,17 +138,17 @@ def test_one_row_where_it_holds_them_all():
 
 def test_copies_reach_over_each_prompt_and_no_further_than_the_cache():
     asked = arriving([[150], [3]], per_rank=2)
-    asked.seats.append((1, asked.seats[0][1], 0))  # another sample of the first prompt
+    asked.assignments.append((1, asked.assignments[0][1], 0))  # another sample of the first prompt
     plan = plan_rows(asked, row_widths(512, 1))
-    copies = copies_of(plan, asked, slots=4, columns=512, cache_columns=150)
-    assert copies.number.tolist() == [6, 1]
+    copies = plan_cache_copies(plan, asked, slots=4, columns=512, cache_columns=150)
+    assert copies.counts.tolist() == [6, 1]
     first, second = (x.reshape(2, -1) for x in (copies.slots, copies.columns))
     assert first[0, :6].tolist() == [0] * 3 + [1] * 3 and first[1, 0] == 0
     assert second[0, :6].tolist() == [0, 64, 150 - CHUNK] * 2
-    np.testing.assert_array_equal(copies.begins, copies.columns)
+    np.testing.assert_array_equal(copies.sources, copies.columns)
     one = arriving([[5], []], per_rank=2)  # the other rank gets nothing
     plan = plan_rows(one, row_widths(512, 1))
-    assert copies_of(plan, one, 4, 512, 128).number.tolist() == [1, 0]
+    assert plan_cache_copies(plan, one, 4, 512, 128).counts.tolist() == [1, 0]
 
 
 @pytest.mark.slow
@@ -161,14 +177,14 @@ def test_a_prompt_that_shares_a_row_runs_as_in_its_own(layout, scanned, windows,
         for rank, own in enumerate(runs)
         for slot, run in taken.items()
     ]
-    asked, slots = Arriving(runs, seats), ranks * per_rank
+    asked, slots = AdmissionPlan(runs, seats), ranks * per_rank
     plan = plan_rows(asked, [2, width])
     assert plan.starts[0] == [0, 3, 8] and plan.num_rows == 2
     rows = NamedSharding(mesh.mesh, over_slots(mesh))
     packing, copies = jax.device_put(
         (
-            packing_of(plan, asked, slots, PAD),
-            copies_of(plan, asked, slots, columns, columns),
+            make_packing(plan, asked, slots, PAD),
+            plan_cache_copies(plan, asked, slots, columns, columns),
         ),
         rows,
     )
@@ -185,7 +201,7 @@ def test_a_prompt_that_shares_a_row_runs_as_in_its_own(layout, scanned, windows,
     for row, ids in enumerate(ids for own in runs for ids in own):
         tokens[row, : len(ids)] = ids
     own = jnp.asarray(tokens), jnp.asarray(lengths * ranks, jnp.int32)
-    plain = prefilled(decoder, own_weights, *own)
+    plain = run_prefill(decoder, own_weights, *own)
 
     def compared(got: Any, wanted: Any, axis: int) -> np.ndarray:
         by_token = [np.moveaxis(np.asarray(x), (axis, ROW), (0, 1)) for x in (got, wanted)]
@@ -212,5 +228,5 @@ def test_layers_of_several_kinds_go_to_their_parts(scanned):
     config = replace(CONFIG, num_layers=4, execution=execution, **windows)
     # As a scan gives them: of the first layer of each period, then of the second.
     kept = [(jnp.array([0, 2]),), (jnp.array([1, 3]),)]
-    parts = [part.tolist() for (part,) in packed._in_parts(kept, config)]
+    parts = [part.tolist() for (part,) in packed._split_stacks(kept, config)]
     assert parts == ([[0, 2], [1, 3]] if scanned else [0, 1, 2, 3])

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from small_runs import GROUP_SIZE, PROMPTS, fresh_weights, small_recipe, small_run, small_setup
 
-from jrl.rollout.collection.ahead import check_staleness, row_of
+from jrl.rollout.collection.async_buffer import check_staleness, row_of
+from jrl.rollout.collection.async_collector import AsyncCollector
 from jrl.rollout.collection.collect import METRICS
-from jrl.rollout.collection.lookahead import LookAhead
 from jrl.rollout.sampler import Completion
 from jrl.tasks import Verdict
 
@@ -22,8 +22,8 @@ def drawn():
     )
     sampler = setup.sampler()
     sampler.engine.load(fresh_weights(setup), 7)
-    ahead = LookAhead(sampler, setup.recipe, batches=3, first=8, seconds={})
-    return setup, sampler, ahead.draw([])
+    ahead = AsyncCollector(sampler, setup.recipe, batches=3, first=8, seconds={})
+    return setup, sampler, ahead.collect_batch([])
 
 
 def equal(one, other):
@@ -40,9 +40,9 @@ def test_the_next_batch_is_whole_and_later_ones_are_begun(drawn):
     assert [(request.prompt, request.sample) for request in requests] == expected
     # Some of them are finished, some in flight and some not begun.
     later = requests[len(found.ready) :]
-    flags = [(isinstance(row, Completion), row_of(row).begun) for row in found.pending]
+    flags = [(isinstance(row, Completion), row_of(row).has_response) for row in found.pending]
     assert set(flags) == {(True, True), (False, True), (False, False)}
-    assert {v for request in later if request.begun for v in request.sampled.versions} == {7}
+    assert {v for request in later if request.has_response for v in request.sampled.versions} == {7}
     assert sampler.engine.num_idle == sampler.engine.slots
 
 
@@ -50,16 +50,16 @@ def test_the_next_batch_is_whole_and_later_ones_are_begun(drawn):
 def test_arrays_and_back(drawn):
     setup, sampler, found = drawn
     spec = setup.networks.ahead_spec
-    assert spec.unpacked(spec.empty(), sampler) is None
+    assert spec.unpack(spec.empty(), sampler) is None
     # A score that 32 bits cannot hold.
     odd = replace(found.ready[0], verdict=Verdict(0.1, "partial"))
     found = replace(found, ready=[odd, *found.ready[1:]])
-    packed = spec.packed(found)
+    packed = spec.pack(found)
     empty = spec.empty()
     assert jax.tree.map(lambda x: (x.shape, x.dtype), packed) == jax.tree.map(
         lambda x: (x.shape, x.dtype), empty
     )
-    again = spec.unpacked(packed, sampler)
+    again = spec.unpack(packed, sampler)
     assert again.ready[0].score == 0.1
     assert again.metrics == found.metrics and found.metrics.keys() <= set(METRICS)
     assert len(again.pending) == len(found.pending)
@@ -67,7 +67,7 @@ def test_arrays_and_back(drawn):
         assert (one.example, one.text, one.verdict) == (other.example, other.text, other.verdict)
         assert one.trajectory.finish == other.trajectory.finish
         equal(one.trajectory.sampled, other.trajectory.sampled)
-    equal(spec.packed(again), packed)
+    equal(spec.pack(again), packed)
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import pytest
 from policies import CONFIG, Asked, answers
 
 from jrl.rollout.decoding.requests import Request, Sampled
-from jrl.rollout.decoding.seating import Seating, fewer_slots, own_rows
+from jrl.rollout.decoding.scheduler import SlotScheduler, fewer_slots, plan_unpacked_rows
 
 LENGTHS = 17, 20, 32, 9
 """Of two sizes of programs: three that differ fill the same columns of one, and one is shorter."""
@@ -36,29 +36,29 @@ def test_fewer_slots_are_a_part_of_all_rounded_up(per_rank, unit, fewer, least, 
 
 
 def test_a_size_of_programs_is_one_program():
-    seating = Seating(len(LENGTHS), 1, most_tokens=256)
-    seating.waiting.extend(requests())
-    programs = [[len(ids) for ids in program.runs[0]] for program in seating.arrivals()]
+    scheduler = SlotScheduler(len(LENGTHS), 1, most_tokens=256)
+    scheduler.waiting.extend(requests())
+    programs = [[len(ids) for ids in program.runs[0]] for program in scheduler.schedule()]
     assert programs == [[9], [17, 20, 32]]
     # As many as fit: three rows of 32 tokens are more than 64.
-    seating = Seating(len(LENGTHS), 1, most_tokens=64)
-    seating.waiting.extend(requests())
-    assert [len(program.runs[0]) for program in seating.arrivals()] == [1, 2, 1]
+    scheduler = SlotScheduler(len(LENGTHS), 1, most_tokens=64)
+    scheduler.waiting.extend(requests())
+    assert [len(program.runs[0]) for program in scheduler.schedule()] == [1, 2, 1]
 
 
 def test_more_prompts_run_in_programs_for_a_few():
-    seating = Seating(len(LENGTHS), 1, most_tokens=256, most_prompts=2)
-    seating.waiting.extend(requests())
-    programs = [[len(ids) for ids in program.runs[0]] for program in seating.arrivals()]
+    scheduler = SlotScheduler(len(LENGTHS), 1, most_tokens=256, most_prompts=2)
+    scheduler.waiting.extend(requests())
+    programs = [[len(ids) for ids in program.runs[0]] for program in scheduler.schedule()]
     assert programs == [[9], [17, 20], [32]]
     # Rows that were begun differ in number from step to step, whatever the prompts are.
-    seating = Seating(len(LENGTHS), 1, most_tokens=256, most_prompts=2)
+    scheduler = SlotScheduler(len(LENGTHS), 1, most_tokens=256, most_prompts=2)
     tokens, numbers = np.zeros(1, np.int32), np.zeros(1, np.float32)
     sampled = Sampled(tokens, numbers, numbers, tokens, None)
-    seating.waiting.extend(
+    scheduler.waiting.extend(
         each._replace(tokens=each.tokens[:-1], sampled=sampled) for each in requests()
     )
-    assert [len(program.runs[0]) for program in seating.arrivals()] == [1, 3]
+    assert [len(program.runs[0]) for program in scheduler.schedule()] == [1, 3]
 
 
 @pytest.mark.slow
@@ -76,23 +76,23 @@ def test_who_arrives_together_has_no_say():
 
 def test_no_program_is_wider_than_the_longest_row():
     lengths = [3, 33, 17, 16, 32, 20, 60, 31]
-    seating = Seating(len(lengths), 1, most_tokens=128)
-    seating.waiting.extend(
+    scheduler = SlotScheduler(len(lengths), 1, most_tokens=128)
+    scheduler.waiting.extend(
         Request(number, 0, np.full(length, 3, np.int32), 9) for number, length in enumerate(lengths)
     )
-    programs = seating.arrivals()
+    programs = scheduler.schedule()
     runs = [[len(ids) for ids in program.runs[0]] for program in programs]
     assert runs == [[3, 16], [17, 32, 20, 31], [33, 60]]
-    sizes = [own_rows(program, columns=62, unit=1, per_rank=8) for program in programs]
+    sizes = [plan_unpacked_rows(program, columns=62, unit=1, per_rank=8) for program in programs]
     assert sizes == [(16, 2), (32, 4), (62, 2)]
 
 
 def test_some_slots_are_those_with_somebody():
-    seating = Seating(12, 2, most_tokens=64)
+    scheduler = SlotScheduler(12, 2, most_tokens=64)
     for number, slot in enumerate((1, 4, 9)):
-        seating.stay(slot, Request(number, 0, np.zeros(3, np.int32), 9))
+        scheduler.resume_in_slot(slot, Request(number, 0, np.zeros(3, np.int32), 9))
     # Of each rank counted from its first, filled up with others.
-    assert seating.some([2, 3, 6]).tolist() == [1, 4, 3, 0]
-    assert seating.some([3, 6]).tolist() == [1, 4, 0, 3, 0, 1]
-    seating.stay(2, Request(3, 0, np.zeros(3, np.int32), 9))
-    assert seating.some([2, 6]) is None, "three of a rank are more than two"
+    assert scheduler.active_slots([2, 3, 6]).tolist() == [1, 4, 3, 0]
+    assert scheduler.active_slots([3, 6]).tolist() == [1, 4, 0, 3, 0, 1]
+    scheduler.resume_in_slot(2, Request(3, 0, np.zeros(3, np.int32), 9))
+    assert scheduler.active_slots([2, 6]) is None, "three of a rank are more than two"

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jrl.rollout.decoding.disaggregated.batches import BatchedSeating
+from jrl.rollout.decoding.disaggregated.scheduler import MicroBatchScheduler
 from jrl.rollout.decoding.requests import Request
 from moe.disaggregated.batches import AttentionTime
 
@@ -15,16 +15,16 @@ def request(number, length):
 
 
 def seated(lengths):
-    """A seating with requests of these lengths, the tokens in each of its slots, and how long each
-    micro-batch takes."""
+    """A scheduler with requests of these lengths, the tokens in each of its slots, and how long
+    each micro-batch takes."""
     contexts = {}
-    seating = BatchedSeating(
+    scheduler = MicroBatchScheduler(
         RANKS * PARTS * SIZE, RANKS, 4096, PARTS, PREDICTED, contexts.__getitem__
     )
-    seating.waiting.extend(request(number, length) for number, length in enumerate(lengths))
-    seating.arrivals()
-    contexts |= {slot: row.length for slot, row in seating.sitting.items()}
-    return seating, contexts
+    scheduler.waiting.extend(request(number, length) for number, length in enumerate(lengths))
+    scheduler.schedule()
+    contexts |= {slot: row.length for slot, row in scheduler.running.items()}
+    return scheduler, contexts
 
 
 def times(contexts):
@@ -45,16 +45,16 @@ def test_micro_batches_take_equally_long():
 
 def test_who_comes_later_joins_the_lightest():
     """By the tokens that stand in the slots by then, not by those that came."""
-    seating, contexts = seated([10] * 12)
+    scheduler, contexts = seated([10] * 12)
     for slot in contexts:
         # One micro-batch of each rank has short rows, as where they began anew.
         contexts[slot] = 20 if slot // SIZE % PARTS == 1 else 200
-    seating.waiting.extend(request(number, 5) for number in (100, 101))
-    (program,) = seating.arrivals()
-    assert sorted(slot // SIZE for slot, *_ in program.seats) == [1, 4]
+    scheduler.waiting.extend(request(number, 5) for number in (100, 101))
+    (program,) = scheduler.schedule()
+    assert sorted(slot // SIZE for slot, *_ in program.assignments) == [1, 4]
 
 
 def test_all_slots_are_taken_once():
-    seating, _ = seated([7] * 30)
-    assert sorted(seating.sitting) == list(range(RANKS * PARTS * SIZE))
-    assert len(seating.waiting) == 6 and seating.num_free == 0
+    scheduler, _ = seated([7] * 30)
+    assert sorted(scheduler.running) == list(range(RANKS * PARTS * SIZE))
+    assert len(scheduler.waiting) == 6 and scheduler.num_free == 0

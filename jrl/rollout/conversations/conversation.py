@@ -9,7 +9,7 @@ from jrl.tasks.task import FAILURES, Example, Verdict
 
 
 @dataclass(frozen=True)
-class Turns:
+class Conversation:
     """Conversation in a response.
 
     Attributes:
@@ -19,7 +19,7 @@ class Turns:
       rewards: of each turn of the policy that was answered, with the position of its last token in
         the response.
       turn_limit: true if the limit of turns ended it.
-      cut: indices of the policy's turns that the limit of a turn truncated.
+      truncated_turns: indices of the policy's turns that the limit of a turn truncated.
       limit: length limit of the response in tokens, where the request has that of the current turn;
         None where they are equal.
       verdict: of the whole conversation; None while it is in progress.
@@ -30,12 +30,12 @@ class Turns:
     answers: tuple[tuple[int, int], ...] = ()
     rewards: tuple[tuple[int, float], ...] = ()
     turn_limit: bool = False
-    cut: tuple[int, ...] = ()
+    truncated_turns: tuple[int, ...] = ()
     limit: int | None = None
     verdict: Verdict | None = None
 
     @property
-    def said(self) -> tuple[str, ...]:
+    def policy_messages(self) -> tuple[str, ...]:
         """The policy's messages."""
         return tuple(content for role, content in self.messages if role == "assistant")
 
@@ -56,23 +56,23 @@ class Turns:
         if self.verdict is None or self.verdict.reason in FAILURES:
             return ()
         answered = {begin - 1 for begin, _ in self.answers}
-        return tuple((place, x) for place, x in self.rewards if x and place in answered)
+        return tuple((position, x) for position, x in self.rewards if x and position in answered)
 
-    def of_policy(self, length: int) -> np.ndarray:
+    def policy_mask(self, length: int) -> np.ndarray:
         """Mask of the response tokens that the policy sampled, ``[length]`` bool."""
-        own = np.ones(length, bool)
+        mask = np.ones(length, bool)
         for begin, end in self.answers:
-            own[begin:end] = False
-        return own
+            mask[begin:end] = False
+        return mask
 
     @property
     def records(self) -> list[dict[str, Any]]:
         """Messages for samples.jsonl; truncated turns are marked."""
-        found: list[dict[str, Any]] = [{"role": r, "content": x} for r, x in self.messages]
-        own = [message for message in found if message["role"] == "assistant"]
-        for number in self.cut:
-            own[number]["truncated"] = True
-        return found
+        records: list[dict[str, Any]] = [{"role": r, "content": x} for r, x in self.messages]
+        policy_records = [message for message in records if message["role"] == "assistant"]
+        for turn in self.truncated_turns:
+            policy_records[turn]["truncated"] = True
+        return records
 
     @property
     def text(self) -> str:

@@ -8,7 +8,7 @@ import pytest
 from policies import EOS, PROMPT, SAMPLING, Asked, answers, weights
 
 from jrl.rollout.batching import batch_from_host, batch_of
-from jrl.rollout.decoding.requests import taken_off
+from jrl.rollout.decoding.requests import move_to_host
 
 PAD = 0
 ASKED = Asked(slots=4, seed=2)
@@ -36,8 +36,10 @@ def interrupted(asked, again, keep_pool=False):
     while trajectories := engine.poll():
         done |= {(t.request.prompt, t.request.sample): t for t in trajectories}
     # With a pool that is kept, only rows that were not begun are run.
-    fresh = {request.prompt: len(request.tokens) for request in suspended if not request.begun}
-    begun = sum(len(request.ids) for request in suspended if request.begun)
+    fresh = {
+        request.prompt: len(request.tokens) for request in suspended if not request.has_response
+    }
+    begun = sum(len(request.ids) for request in suspended if request.has_response)
     run = engine.usage.prefilled - prefilled
     assert run == sum(fresh.values()) + (0 if keep_pool else begun)
     before = {
@@ -102,10 +104,10 @@ def test_the_weights_of_the_moment_go_on():
         )
         # The experts of what was sampled before are those of that time; the last token before the
         # push was not run then.
-        (moved,) = taken_off([done[number]])
+        (moved,) = move_to_host([done[number]])
         run = len(request.tokens) + length - 1
         np.testing.assert_array_equal(moved.sampled.choices[:run], earlier.choices[:run])
-        (anew,) = taken_off([whole])
+        (anew,) = move_to_host([whole])
         np.testing.assert_array_equal(moved.sampled.choices[run:], anew.sampled.choices[run:])
         changed.append((moved.sampled.choices[:run] != anew.sampled.choices[:run]).any())
     assert any(changed)
@@ -143,7 +145,7 @@ def test_a_batch_from_the_host_is_that_of_the_mesh():
     given = answers(asked.engine(), asked.requests, SAMPLING)
     counts = np.arange(len(given)) % 3 > 0
     expected = jax.device_get(batch_of(given, counts, asked.mesh, PROMPT, asked.response))
-    moved = taken_off(given)
+    moved = move_to_host(given)
     for there, here in zip(given, moved, strict=True):
         np.testing.assert_array_equal(here.response, there.response)
         np.testing.assert_array_equal(here.versions, there.versions)

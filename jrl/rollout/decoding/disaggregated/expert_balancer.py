@@ -7,12 +7,11 @@ from moe.disaggregated.placement import Placement
 from moe.disaggregated.replanning import Balance, RebalancingPolicy, Sizes, initial_balance, observe
 from moe.disaggregated.split import SplitMesh
 
-ALIKE = RebalancingPolicy(every=1, decay=1 - 1e-9)
-"""Policy under which each re-balancing may move experts, and all loads since the start have equal
-weight."""
+EQUAL_WEIGHTS = RebalancingPolicy(every=1, decay=1 - 1e-9)
+"""Each re-balancing may move experts, and all loads since the start have equal weight."""
 
 
-class ExpertPlaces:
+class ExpertBalancer:
     """Expert placements of all layers, and the loads that they are planned by.
 
     Args:
@@ -20,8 +19,8 @@ class ExpertPlaces:
       mesh: of both device groups.
       slots: expert slots of each device along ``ep``; None is its share of the experts.
       every: tokens of a row between two re-balancings; None never re-balances.
-      fades: true for an exponential decay of older loads (`RebalancingPolicy.decay` for each token
-        of a row), false for equal weights since the start.
+      decays: true for an exponential decay of older loads (`RebalancingPolicy.decay` for each
+        token of a row), false for equal weights since the start.
 
     Attributes:
       moves: total number of slots that got another expert.
@@ -38,15 +37,15 @@ class ExpertPlaces:
         slots: int | None,
         every: int | None,
         *,
-        fades: bool = False,
+        decays: bool = False,
     ):
         first = first_placement(config, mesh, slots)
         first = first or Placement.identity(config.num_experts, mesh.experts.size(mesh.experts.ep))
         self._sizes = Sizes(first.num_slots * first.num_devices, first.num_devices)
         self._first = np.tile(first.experts, (config.num_expert_layers, 1))
         self._no_loads = np.zeros((config.num_expert_layers, config.num_experts))
-        self.every, self.moves, self._policy = every, 0, ALIKE
-        if fades and every is not None:
+        self.every, self.moves, self._policy = every, 0, EQUAL_WEIGHTS
+        if decays and every is not None:
             self._policy = RebalancingPolicy(every=1, decay=RebalancingPolicy.decay**every)
         self.restart()
 
@@ -60,9 +59,11 @@ class ExpertPlaces:
     def placements(self) -> tuple[Placement, ...]:
         """Placement of each layer with experts."""
         devices = self._sizes.num_devices
-        return tuple(Placement.from_slots(one, devices) for one in self._balance.slot_experts)
+        return tuple(
+            Placement.from_slots(experts, devices) for experts in self._balance.slot_experts
+        )
 
-    def within(self, tokens: int) -> int:
+    def limit_tokens(self, tokens: int) -> int:
         """Bounds `tokens` of each row by those that are left until the next re-balancing."""
         return tokens if self.every is None else min(tokens, self.every - self._tokens)
 
@@ -71,7 +72,7 @@ class ExpertPlaces:
         self._tokens += tokens
         return self.every is not None and self._tokens >= self.every
 
-    def look(self, loads: np.ndarray) -> bool:
+    def rebalance(self, loads: np.ndarray) -> bool:
         """Re-balances the experts; returns true if one moves.
 
         Args:

@@ -2,16 +2,16 @@
 
 import numpy as np
 
-from jrl.rollout.decoding.programs.admission import Arrivals, Carried
+from jrl.rollout.decoding.programs.admission import AdmissionArrays, RestoredRows
 from jrl.rollout.decoding.programs.slots import Decoder
-from jrl.rollout.decoding.seating import Arriving
+from jrl.rollout.decoding.scheduler import AdmissionPlan
 from moe.config import ModelConfig
 from moe.router.replay import choices_dtype
 
 
-def arrivals_of(
-    arriving: Arriving, slots: int, per_rank: int, width: int, decoder: Decoder
-) -> Arrivals[np.ndarray]:
+def make_admission(
+    plan: AdmissionPlan, slots: int, per_rank: int, width: int, decoder: Decoder
+) -> AdmissionArrays[np.ndarray]:
     """Arrays of the admitted requests, an entry for each slot.
 
     Args:
@@ -19,22 +19,22 @@ def arrivals_of(
       per_rank: slots of a rank.
       width: positions of the longest row, at least.
     """
-    numbers = list[tuple[int, ...]]()
-    for _, request, source in arriving.seats:
+    fields = list[tuple[int, ...]]()
+    for _, request, source in plan.assignments:
         # `~source` is a global slot; the compiled function counts the slots of its own rank.
         source = source if source >= 0 else ~source % per_rank
         length, begin = request.length, len(request.tokens)
-        numbers.append((source, length, request.limit, begin, request.prompt, request.sample))
+        fields.append((source, length, request.limit, begin, request.prompt, request.sample))
     # Vectorised: entry by entry this would take longer than the compiled function.
     columns = np.zeros((6, slots), np.int32)
     columns[0] = -1
-    columns[:, [slot for slot, *_ in arriving.seats]] = np.transpose(numbers)
-    return Arrivals(*columns, carried=carried_by(arriving, slots, width, decoder))
+    columns[:, [slot for slot, *_ in plan.assignments]] = np.transpose(fields)
+    return AdmissionArrays(*columns, restored=collect_restored(plan, slots, width, decoder))
 
 
-def carried_by(
-    arriving: Arriving, slots: int, width: int, decoder: Decoder
-) -> Carried[np.ndarray] | None:
+def collect_restored(
+    plan: AdmissionPlan, slots: int, width: int, decoder: Decoder
+) -> RestoredRows[np.ndarray] | None:
     """Restored state of rows that were sampled before: log-probabilities, versions and expert ids;
     None where none was.
 
@@ -42,27 +42,27 @@ def carried_by(
       slots: total number.
       width: positions of the longest row, at least.
     """
-    if all(request.sampled is None for _, request, _ in arriving.seats):
+    if all(request.sampled is None for _, request, _ in plan.assignments):
         return None
-    carried = Carried(
+    restored = RestoredRows(
         starts=np.zeros(slots, np.int32),
         behaviour_logprobs=np.zeros((slots, width), np.float32),
         old_logprobs=np.zeros((slots, width), np.float32),
         versions=np.zeros((slots, width), np.int32),
         choices=no_choices(decoder.config, slots, width) if decoder.records_choices else None,
     )
-    for slot, request, _ in arriving.seats:
-        carried.starts[slot], sampled = request.start, request.sampled
+    for slot, request, _ in plan.assignments:
+        restored.starts[slot], sampled = request.start, request.sampled
         if sampled is None:
             continue
         columns = slice(request.start, request.start + len(sampled.tokens))
-        carried.behaviour_logprobs[slot, columns] = sampled.behaviour_logprobs
-        carried.old_logprobs[slot, columns] = sampled.old_logprobs
-        carried.versions[slot, columns] = sampled.versions
+        restored.behaviour_logprobs[slot, columns] = sampled.behaviour_logprobs
+        restored.old_logprobs[slot, columns] = sampled.old_logprobs
+        restored.versions[slot, columns] = sampled.versions
         # From the first prompt token on: router replay covers prompt tokens too.
-        if carried.choices is not None and sampled.choices is not None:
-            carried.choices[slot, : len(sampled.choices)] = sampled.choices
-    return carried
+        if restored.choices is not None and sampled.choices is not None:
+            restored.choices[slot, : len(sampled.choices)] = sampled.choices
+    return restored
 
 
 def no_choices(config: ModelConfig, rows: int, columns: int) -> np.ndarray:

@@ -8,8 +8,8 @@ import pytest
 from small_runs import GROUP_SIZE, PROMPTS, small_recipe, small_run, small_setup
 from tiers import full_but
 
-from jrl.rollout.collection.ahead import check_staleness, row_of
-from jrl.rollout.collection.lookahead import LookAhead
+from jrl.rollout.collection.async_buffer import check_staleness, row_of
+from jrl.rollout.collection.async_collector import AsyncCollector
 from jrl.rollout.decoding.requests import Request, Sampled, Trajectory
 from jrl.rollout.decoding.usage import Usage
 from jrl.rollout.sampler import Sampler
@@ -30,7 +30,7 @@ class CountingEngine:
     def submit(self, requests, sampling):
         self._rows += requests
 
-    def poll(self, alone=False):
+    def poll(self, draining=False):
         done = []
         while self._rows and not done:
             grown = [self._longer(request) for request in self._rows[: self._slots]]
@@ -44,7 +44,7 @@ class CountingEngine:
         return rows
 
     def load(self, weights, version, entropy=None):
-        raise NotImplementedError  # the step's business, not that of `LookAhead`
+        raise NotImplementedError  # the step's business, not that of `AsyncCollector`
 
     num_idle, release, cancel, take_pool, give_pool = 0, load, load, load, load
 
@@ -106,11 +106,11 @@ def test_batches_in_order_and_none_too_old(bound, dynamic):
 
         def draw(first, pending, sampler=sampler, recipe=recipe):
             given = {"batches": bound, "first": first, "seconds": {}}
-            return LookAhead(sampler, recipe, **given).draw(pending)
+            return AsyncCollector(sampler, recipe, **given).collect_batch(pending)
 
         for step in range(STEPS):
             engine.version = step
-            drawn = spec.unpacked(ahead, sampler) or draw(first, [])
+            drawn = spec.unpack(ahead, sampler) or draw(first, [])
             check_staleness(drawn.ready, step, bound)
             numbers = [row_of(row).prompt for row in drawn.ready]
             wanted, after = list(range(first, first + PROMPTS)), first + PROMPTS
@@ -121,4 +121,4 @@ def test_batches_in_order_and_none_too_old(bound, dynamic):
             assert numbers == list(np.repeat(wanted, GROUP_SIZE))
             assert drawn.prompts_seen == after
             first = after
-            ahead = spec.packed(draw(first, drawn.pending))
+            ahead = spec.pack(draw(first, drawn.pending))

@@ -9,29 +9,29 @@ import numpy as np
 
 from jrl.rollout.decoding.requests import Request
 
-SMALLEST = 16
+MIN_PREFILL_WIDTH = 16
 """Minimum width of a prefill: narrower ones would not be faster."""
 
-OF_CONVERSATIONS = 64
+MIN_TURN_WIDTH = 64
 """Minimum width of a prefill with continued conversations."""
-ALONE, ONE_ROW = 64, 6
+SINGLE_ROW_UNIT, MAX_SINGLE_ROW_MULTIPLE = 64, 6
 """Unit and maximum multiple of the width of a single row for all prompts, of any lengths: in longer
 rows the attention scores between different prompts cost more than padding."""
-SHARED = 128
+MIN_SHARED_WIDTH = 128
 """Minimum width where prompts share multiple rows: attention computes scores between all tokens of
 a row."""
 
-REFILL = 8
+REFILL_DIVISOR = 8
 """Slots are refilled when one of this many is free: each admission costs two dispatches, which take
 as long as a few steps of the waiting slots."""
-FEWER, FEWEST = 4, 8
+SHRINK_FACTOR, MIN_ACTIVE_SLOTS = 4, 8
 """Factor by which a step computes fewer slots where most rows have ended, twice at most, and the
-minimum per rank: fewer than `FEWEST` take as long."""
-LONG = 128
+minimum per rank: fewer than `MIN_ACTIVE_SLOTS` take as long."""
+MIN_COLUMNS_TO_SHRINK = 128
 """Minimum length of rows for which it pays to compile steps with fewer slots."""
 
 
-def bucket(size: int, most: int | None = None, least: int = SMALLEST) -> int:
+def bucket(size: int, most: int | None = None, least: int = MIN_PREFILL_WIDTH) -> int:
     """Rounds `size` up to `least` times a power of two, but no more than `most`.
 
     Few sizes mean few functions to compile.
@@ -42,31 +42,33 @@ def bucket(size: int, most: int | None = None, least: int = SMALLEST) -> int:
 
 
 @dataclass
-class Arriving:
+class AdmissionPlan:
     """Requests that are admitted to slots by one prefill.
 
     Attributes:
-      seats: slot, request and the source of each: an index into `runs` of the slot's rank, or
+      assignments: slot, request and the source of each: an index into `runs` of the slot's rank, or
         ``~slot`` of another slot of the rank, which starts with the same tokens.
       runs: token sequences to run on each rank.
     """
 
     runs: list[list[np.ndarray]]
-    seats: list[tuple[int, Request, int]] = field(default_factory=list)
+    assignments: list[tuple[int, Request, int]] = field(default_factory=list)
 
     @property
     def width(self) -> int:
         """Tokens of the longest."""
-        return max(request.length for _, request, _ in self.seats)
+        return max(request.length for _, request, _ in self.assignments)
 
     @property
-    def goes_on(self) -> bool:
+    def continues_conversations(self) -> bool:
         """True if some are continued conversations, which come in groups of any size and length:
         fewer prefill sizes are compiled for them."""
-        return any(map(_goes_on, (request for _, request, _ in self.seats)))
+        return any(map(_continues_conversation, (request for _, request, _ in self.assignments)))
 
 
-def own_rows(arriving: Arriving, columns: int, unit: int, per_rank: int) -> tuple[int, int]:
+def plan_unpacked_rows(
+    plan: AdmissionPlan, columns: int, unit: int, per_rank: int
+) -> tuple[int, int]:
     """Width and number of the prefill rows of a rank where each prompt has a row of its own.
 
     Args:
@@ -75,19 +77,19 @@ def own_rows(arriving: Arriving, columns: int, unit: int, per_rank: int) -> tupl
       per_rank: slots of a rank.
     """
     # Conversations come at any length, and each width is a compiled function.
-    least = OF_CONVERSATIONS if arriving.goes_on else SMALLEST
+    least = MIN_TURN_WIDTH if plan.continues_conversations else MIN_PREFILL_WIDTH
     # Rounded up after the bucket: tokens of a prefill are sharded over the ranks of `unit`.
-    width = -(-bucket(arriving.width, columns, least) // unit) * unit
+    width = -(-bucket(plan.width, columns, least) // unit) * unit
     # The maximum over ranks: the compiled function has one shape on all.
-    most = max(map(len, arriving.runs))
+    most = max(map(len, plan.runs))
     # Few of each: every width with every number of rows is a compiled function.
-    number = bucket(most, least=1) if most else 0
-    if arriving.goes_on and most:
-        number = max(number, min(per_rank, _coarse(most)))
-    return width, number
+    num_rows = bucket(most, least=1) if most else 0
+    if plan.continues_conversations and most:
+        num_rows = max(num_rows, min(per_rank, _round_up_coarsely(most)))
+    return width, num_rows
 
 
-def _coarse(rows: int) -> int:
+def _round_up_coarsely(rows: int) -> int:
     """Rounds a number of rows up to 8, 32, 128, ...: few sizes for any number of rows."""
     size = 8
     while size < rows:
@@ -95,17 +97,18 @@ def _coarse(rows: int) -> int:
     return size
 
 
-def _goes_on(request: Request) -> bool:
+def _continues_conversation(request: Request) -> bool:
     # The first turn is a prompt like any other, whose prefill is shared.
-    return request.turns is not None and request.begun
+    return request.conversation is not None and request.has_response
 
 
 def step_sizes(per_rank: int, columns: int, unit: int) -> list[int]:
     """Slots of a rank that a step may compute (`fewer_slots`), for rows of one rollout with at most
     `columns` tokens."""
     # Short rows end before a step with fewer slots has paid for its compilation.
-    least = max(FEWEST, per_rank // FEWER**2) if columns >= LONG else per_rank
-    return fewer_slots(per_rank, unit, FEWER, least)
+    shrinks = columns >= MIN_COLUMNS_TO_SHRINK
+    least = max(MIN_ACTIVE_SLOTS, per_rank // SHRINK_FACTOR**2) if shrinks else per_rank
+    return fewer_slots(per_rank, unit, SHRINK_FACTOR, least)
 
 
 def fewer_slots(per_rank: int, unit: int, fewer: int, least: int) -> list[int]:
@@ -123,29 +126,29 @@ def fewer_slots(per_rank: int, unit: int, fewer: int, least: int) -> list[int]:
 
 
 def row_widths(columns: int, unit: int) -> list[int]:
-    """All widths of packed rows, ascending: `ALONE`, the unit of `one_row`, then `SHARED` times
-    powers of two, up to the longest row.
+    """All widths of packed rows, ascending: `SINGLE_ROW_UNIT`, the unit of `single_row_widths`,
+    then `MIN_SHARED_WIDTH` times powers of two, up to the longest row.
 
     Args:
       columns: tokens of the longest row.
       unit: divisor of the widths.
     """
-    # The first is for a single row of all prompts, the others for multiple packed rows: `one_row`
-    # multiplies it and `shared_width` skips it.
-    widths = [min(ALONE, columns), min(SHARED, columns)]
+    # The first is for a single row of all prompts, the others for multiple packed rows:
+    # `single_row_widths` multiplies it and `shared_width` skips it.
+    widths = [min(SINGLE_ROW_UNIT, columns), min(MIN_SHARED_WIDTH, columns)]
     while widths[-1] < columns:
         widths.append(min(2 * widths[-1], columns))
     return sorted({-(-width // unit) * unit for width in widths})
 
 
-def one_row(widths: Sequence[int], tokens: int | None = None) -> list[int]:
+def single_row_widths(widths: Sequence[int], tokens: int | None = None) -> list[int]:
     """Widths of a single row that holds `tokens`, ascending; None returns all widths.
 
     Args:
       widths: `row_widths`.
     """
     # Not the exact length, though it would not need padding: each width is a compiled function.
-    multiples = (widths[0] * times for times in range(1, ONE_ROW + 1))
+    multiples = (widths[0] * times for times in range(1, MAX_SINGLE_ROW_MULTIPLE + 1))
     return [width for width in multiples if tokens is None or width >= tokens]
 
 
@@ -154,7 +157,7 @@ def shared_width(widths: Sequence[int], longest: int) -> int:
     return next((w for w in widths[1:] if w >= longest), widths[-1])
 
 
-class Seating:
+class SlotScheduler:
     """Slot allocation: slots, rank after rank, the requests in them and the waiting queue.
 
     Args:
@@ -163,7 +166,7 @@ class Seating:
       most_tokens: approximate number of tokens in one prefill of a rank.
       row_widths: of packed rows, ascending (`row_widths`); without any, each prompt has a row of
         its own.
-      copies: true if a prompt may be copied from a slot whose row has continued since: a KV cache
+      can_copy: true if a prompt may be copied from a slot whose row has continued since: a KV cache
         still contains the prompt, a recurrent state does not.
       most_prompts: maximum number of rows in one prefill of a rank, where each is a prompt in a row
         of its own; None is as many as `most_tokens` allow. Each number is a compiled function.
@@ -176,42 +179,42 @@ class Seating:
         most_tokens: int,
         *,
         row_widths: Sequence[int] = (),
-        copies: bool = True,
+        can_copy: bool = True,
         most_prompts: int | None = None,
     ):
         self.per_rank, self.ranks, self._most_tokens = slots // ranks, ranks, most_tokens
         # Each process schedules for itself: everything below may depend only on requests and
         # finished rows, which are the same in all.
         self._most_prompts = most_prompts
-        self._row_widths, self._copies = row_widths, copies
-        self.sitting: dict[int, Request] = {}
+        self._row_widths, self._can_copy = row_widths, can_copy
+        self.running: dict[int, Request] = {}
         self.waiting: deque[Request] = deque()
         self._free = self._all_free()
         # Prefix cache: for rank and prompt, a slot whose row starts with the prompt, as computed by
         # the loaded weights.
-        self._begins: dict[tuple[int, int], int] = {}
+        self._prefix_slots: dict[tuple[int, int], int] = {}
 
     def _all_free(self) -> list[deque[int]]:
         per_rank = self.per_rank
         return [deque(range(r * per_rank, (r + 1) * per_rank)) for r in range(self.ranks)]
 
-    def some(self, sizes: Sequence[int]) -> np.ndarray | None:
+    def active_slots(self, sizes: Sequence[int]) -> np.ndarray | None:
         """Slots that a step computes, ``[ranks * size]``, counted from each rank's first. They
         include all occupied ones; their number is the smallest sufficient one of ascending `sizes`.
         None is all."""
-        taken: list[list[int]] = [[] for _ in range(self.ranks)]
+        active: list[list[int]] = [[] for _ in range(self.ranks)]
         # Sorted by index, not by arrival: equal slots give equal sums.
-        for slot in sorted(self.sitting):
-            taken[slot // self.per_rank].append(slot % self.per_rank)
-        size = next(size for size in sizes if size >= max(map(len, taken)))
+        for slot in sorted(self.running):
+            active[slot // self.per_rank].append(slot % self.per_rank)
+        size = next(size for size in sizes if size >= max(map(len, active)))
         # All slots are computed in place; only a subset is gathered and scattered back.
         if size == self.per_rank:
             return None
         # Padded with empty slots: all ranks compute equally many, none twice.
-        for own in taken:
-            others = sorted({*range(self.per_rank)} - {*own})
-            own.extend(others[: size - len(own)])
-        return np.array(taken, np.int32).reshape(-1)
+        for rank_slots in active:
+            others = sorted({*range(self.per_rank)} - {*rank_slots})
+            rank_slots.extend(others[: size - len(rank_slots)])
+        return np.array(active, np.int32).reshape(-1)
 
     @property
     def num_free(self) -> int:
@@ -223,45 +226,45 @@ class Seating:
         Args:
           sizes: slots of each rank that a step may compute, ascending.
         """
-        live = len(self.sitting)
+        live = len(self.running)
         if self.waiting:
             # Enough free slots for waiting requests.
-            return max(live - max(1, self.per_rank * self.ranks // REFILL), 0)
+            return max(live - max(1, self.per_rank * self.ranks // REFILL_DIVISOR), 0)
         # A step may compute fewer slots then, at the latest where one rank has all live rows; or
         # all have ended.
         fewer = [size * ranks for size in sizes[:-1] for ranks in {1, self.ranks}]
-        return max((number for number in fewer if number < live), default=0)
+        return max((num_slots for num_slots in fewer if num_slots < live), default=0)
 
-    def stay(self, slot: int, request: Request) -> None:
+    def resume_in_slot(self, slot: int, request: Request) -> None:
         """Assigns a suspended request to the slot that it had, which must be free."""
         # Its KV cache is there: in another slot it would continue with that of another row.
         self._free[slot // self.per_rank].remove(slot)
-        self.sitting[slot] = request
+        self.running[slot] = request
 
-    def leave(self, slot: int) -> Request:
+    def free_slot(self, slot: int) -> Request:
         """Frees a slot and returns its request."""
         # Last in the queue of free slots, so that its prompt can be copied for as long as possible.
         self._free[slot // self.per_rank].append(slot)
-        return self.sitting.pop(slot)
+        return self.running.pop(slot)
 
     def drop(self, is_dropped: Callable[[Request], bool]) -> list[int]:
         """Drops the selected requests from queue and slots; returns the freed slots."""
-        kept = [request for request in self.waiting if not is_dropped(request)]
+        retained = [request for request in self.waiting if not is_dropped(request)]
         self.waiting.clear()
-        self.waiting.extend(kept)
-        slots = [slot for slot, request in self.sitting.items() if is_dropped(request)]
+        self.waiting.extend(retained)
+        slots = [slot for slot, request in self.running.items() if is_dropped(request)]
         for slot in slots:
-            self.leave(slot)
+            self.free_slot(slot)
         return slots
 
-    def forget(self) -> None:
+    def clear_prefix_cache(self) -> None:
         """Clears the prefix cache, as new weights were loaded."""
-        self._begins.clear()
-        if not self.sitting:
+        self._prefix_slots.clear()
+        if not self.running:
             # Slots are assigned as in a new engine.
             self._free = self._all_free()
 
-    def arrivals(self) -> list[Arriving]:
+    def schedule(self) -> list[AdmissionPlan]:
         """Admits waiting requests to free slots, FIFO.
 
         Samples of a prompt get slots of one rank if possible, and the prompt is run once for all.
@@ -270,113 +273,128 @@ class Seating:
           Admissions, to be run in this order.
         """
         # Copies come first: the source slot may be taken by another row in this call.
-        copies = Arriving([[] for _ in range(self.ranks)])
-        programs: dict[int, list[Arriving]] = {}
-        begun: dict[tuple[int, int], tuple[Arriving, int]] = {}
-        taken: dict[int, Request] = {}
+        copy_plan = AdmissionPlan([[] for _ in range(self.ranks)])
+        plans_by_width: dict[int, list[AdmissionPlan]] = {}
+        scheduled_runs: dict[tuple[int, int], tuple[AdmissionPlan, int]] = {}
+        admitted: dict[int, Request] = {}
         # Strictly FIFO, with no wait for a better slot: groups must finish in about the order of
         # their prompts, or a step waits for its first.
         while self.waiting and self.num_free:
             request = self.waiting.popleft()
             # A resumed row has tokens of its own after the prompt, so its prefill is not shared.
-            alike = None if request.begun else request.prompt
-            rank = self._rank_for(alike, begun)
-            slot = self._slot(rank, taken)
-            taken[slot] = request
+            shared_prompt = None if request.has_response else request.prompt
+            rank = self._choose_rank(shared_prompt, scheduled_runs)
+            slot = self._take_free_slot(rank, admitted)
+            admitted[slot] = request
             # A slot holds its prompt's KV cache, finished or not, until another row takes it.
-            if alike is not None and (rank, alike) in self._begins:
-                copies.seats.append((slot, request, ~self._begins[rank, alike]))
+            if shared_prompt is not None and (rank, shared_prompt) in self._prefix_slots:
+                copy_plan.assignments.append(
+                    (slot, request, ~self._prefix_slots[rank, shared_prompt])
+                )
                 continue
-            if alike is not None and (rank, alike) in begun:
-                program, number = begun[rank, alike]
+            if shared_prompt is not None and (rank, shared_prompt) in scheduled_runs:
+                plan, run = scheduled_runs[rank, shared_prompt]
             else:
-                program = self._with_room(programs, rank, request)
-                number = len(program.runs[rank])
-                program.runs[rank].append(request.ids)
-                if alike is not None:
-                    begun[rank, alike] = program, number
-            program.seats.append((slot, request, number))
-        self.sitting |= taken
+                plan = self._find_plan(plans_by_width, rank, request)
+                run = len(plan.runs[rank])
+                plan.runs[rank].append(request.ids)
+                if shared_prompt is not None:
+                    scheduled_runs[rank, shared_prompt] = plan, run
+            plan.assignments.append((slot, request, run))
+        self.running |= admitted
         # Within one call samples share the prefill; later a recurrent state has advanced with its
         # row.
-        if not self._copies:
-            taken = {}
+        if not self._can_copy:
+            admitted = {}
         # Reassigned slots lose their entries; those that start with a prompt only can be copied
         # from now on.
-        self._begins = {key: slot for key, slot in self._begins.items() if slot not in taken} | {
+        self._prefix_slots = {
+            key: slot for key, slot in self._prefix_slots.items() if slot not in admitted
+        } | {
             (slot // self.per_rank, request.prompt): slot
-            for slot, request in taken.items()
-            if not request.begun
+            for slot, request in admitted.items()
+            if not request.has_response
         }
         # Sorted by width, not by arrival: equal requests run equal functions in equal order.
-        of_width = [program for _, several in sorted(programs.items()) for program in several]
+        in_width_order = [plan for _, plans in sorted(plans_by_width.items()) for plan in plans]
         # Without copies that admission would be an empty dispatch.
-        return [copies] * bool(copies.seats) + self._in_one_row(of_width)
+        return [copy_plan] * bool(copy_plan.assignments) + self._merge_into_single_row(
+            in_width_order
+        )
 
-    def _slot(self, rank: int, taken: Mapping[int, Request]) -> int:
+    def _take_free_slot(self, rank: int, admitted: Mapping[int, Request]) -> int:
         """Takes a free slot of the rank.
 
         Args:
-          taken: the requests that were admitted in the same call.
+          admitted: the requests that were admitted in the same call.
         """
         # The one that has been free for longest: prompts in the others may still be copied.
         return self._free[rank].popleft()
 
-    def _rank_for(
-        self, alike: int | None, begun: dict[tuple[int, int], tuple[Arriving, int]]
+    def _choose_rank(
+        self,
+        shared_prompt: int | None,
+        scheduled_runs: dict[tuple[int, int], tuple[AdmissionPlan, int]],
     ) -> int:
         if self.ranks == 1:
             return 0
         free = [len(slots) for slots in self._free]
-        if alike is not None:
+        if shared_prompt is not None:
             # A copy within a rank moves nothing between devices.
             for rank in range(self.ranks):
-                if free[rank] and ((rank, alike) in self._begins or (rank, alike) in begun):
+                if free[rank] and (
+                    (rank, shared_prompt) in self._prefix_slots
+                    or (rank, shared_prompt) in scheduled_runs
+                ):
                     return rank
         # The rank with most free slots, so that ranks fill evenly; the first of equals.
         return int(np.argmax(free))
 
-    def _with_room(
-        self, programs: dict[int, list[Arriving]], rank: int, request: Request
-    ) -> Arriving:
+    def _find_plan(
+        self, plans_by_width: dict[int, list[AdmissionPlan]], rank: int, request: Request
+    ) -> AdmissionPlan:
         """Admission with space for the request, among those of its width: the longest row
         determines the cost of all rows of a prefill."""
         if self._row_widths:
             width = shared_width(self._row_widths, request.length)
         else:
-            least = OF_CONVERSATIONS if _goes_on(request) else SMALLEST
+            least = MIN_TURN_WIDTH if _continues_conversation(request) else MIN_PREFILL_WIDTH
             width = bucket(request.length, least=least)
-        several = programs.setdefault(width, [])
+        plans = plans_by_width.setdefault(width, [])
         # Only the last is checked: those before it were full when it was started.
-        if not several or self._is_full(several[-1].runs[rank], request, width):
-            several.append(Arriving([[] for _ in range(self.ranks)]))
-        return several[-1]
+        if not plans or self._is_full(plans[-1].runs[rank], request, width):
+            plans.append(AdmissionPlan([[] for _ in range(self.ranks)]))
+        return plans[-1]
 
-    def _in_one_row(self, programs: list[Arriving]) -> list[Arriving]:
+    def _merge_into_single_row(self, plans: list[AdmissionPlan]) -> list[AdmissionPlan]:
         """Merges all admissions into one if a single row of each rank holds them."""
-        of_ranks = zip(*(program.runs for program in programs), strict=True)
+        of_ranks = zip(*(plan.runs for plan in plans), strict=True)
         tokens = max((sum(map(len, chain(*runs))) for runs in of_ranks), default=0)
         # A dispatch costs more than the padding of a few prompts: one row of different lengths is
         # faster than a prefill for each width, as long as the row is short.
-        if len(programs) < 2 or not self._row_widths or not one_row(self._row_widths, tokens):
-            return programs
-        together = Arriving([[] for _ in range(self.ranks)])
-        for program in programs:
-            before = list(map(len, together.runs))
-            for runs, own in zip(together.runs, program.runs, strict=True):
-                runs += own
-            together.seats += [
+        if (
+            len(plans) < 2
+            or not self._row_widths
+            or not single_row_widths(self._row_widths, tokens)
+        ):
+            return plans
+        merged = AdmissionPlan([[] for _ in range(self.ranks)])
+        for plan in plans:
+            num_runs = list(map(len, merged.runs))
+            for runs, more_runs in zip(merged.runs, plan.runs, strict=True):
+                runs += more_runs
+            merged.assignments += [
                 # Indices of runs are offset by the runs of the admissions before.
-                (slot, request, before[slot // self.per_rank] + source)
-                for slot, request, source in program.seats
+                (slot, request, num_runs[slot // self.per_rank] + source)
+                for slot, request, source in plan.assignments
             ]
-        return [together]
+        return [merged]
 
     def _is_full(self, runs: list[np.ndarray], request: Request, width: int) -> bool:
         """True if a prefill with these rows on a rank has no space for one more."""
         if not self._row_widths:
             most = self._most_prompts
-            if most is not None and not request.begun and len(runs) >= most:
+            if most is not None and not request.has_response and len(runs) >= most:
                 return True
             # With padding: all rows of a prefill have the same width.
             return (len(runs) + 1) * width > self._most_tokens
@@ -390,14 +408,14 @@ class Seating:
 def first_fit(lengths: Sequence[int], width: int) -> list[int]:
     """Offsets of sequences packed by first fit into bins of `width` tokens, in the concatenated
     bins."""
-    starts, taken = list[int](), list[int]()
+    starts, row_tokens = list[int](), list[int]()
     # In the order given, though longest first would pack tighter: an offset may not depend on later
     # sequences, as `_is_full` adds one at a time.
     for length in lengths:
-        free = (row for row, used in enumerate(taken) if used + length <= width)
-        row = next(free, len(taken))
-        if row == len(taken):
-            taken.append(0)
-        starts.append(row * width + taken[row])
-        taken[row] += length
+        free = (row for row, used in enumerate(row_tokens) if used + length <= width)
+        row = next(free, len(row_tokens))
+        if row == len(row_tokens):
+            row_tokens.append(0)
+        starts.append(row * width + row_tokens[row])
+        row_tokens[row] += length
     return starts
