@@ -109,7 +109,7 @@ def _evaluate(request: Request) -> dict[str, Any]:
                 num_prompts=number,
                 k=request.k,
                 report=display.update,
-                found=completions.found,
+                on_completions=completions.add,
             )
             if critic is not None and folder is not None:
                 given = folder, setup, sampler, (critic, step), display
@@ -135,7 +135,7 @@ def _evaluate(request: Request) -> dict[str, Any]:
 def _made(request: Request, folder: RunFolder | None, run: RunConfig, recipe: Recipe) -> "Setup":
     """Task, tokenizer and network, in all processes or in none. Close its task at the end."""
     from jrl.trainer.evaluation.saved_policy import load_model
-    from jrl.trainer.setup.lengths import left_out, response_origin
+    from jrl.trainer.setup.lengths import describe_left_out, response_origin
     from jrl.trainer.setup.reading import turn_ends
     from jrl.trainer.setup.setup import build_setup
 
@@ -150,7 +150,7 @@ def _made(request: Request, folder: RunFolder | None, run: RunConfig, recipe: Re
             setup = build_setup(run, recipe, tokenizer, load_model(folder), code_path)
     connect(setup.mesh)
     connect(setup.rollout_mesh)
-    for line in left_out(setup.task, setup.prompts_dropped, setup.prompt_length):
+    for line in describe_left_out(setup.task, setup.prompts_dropped, setup.prompt_length):
         _say(line)
     if folder is None and (ends := turn_ends(setup)) is not None:
         _say(ends)

@@ -174,10 +174,10 @@ def _made(request: Request):
     from jrl.serving.metrics import Metrics
     from jrl.serving.policy import Served
     from jrl.serving.service import Service
-    from jrl.trainer.evaluation.deployed import deployed
+    from jrl.trainer.evaluation.served_model import open_served_model
 
     sides = request.split, request.micro_batches, request.expert_slots, request.replan
-    policy = deployed(request.run, request.layout, SplitSettings(*sides))
+    policy = open_served_model(request.run, request.layout, SplitSettings(*sides))
     positions = policy.model.max_positions
     if request.follow and request.run.startswith("hf:"):
         raise ValueError(

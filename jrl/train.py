@@ -59,9 +59,9 @@ def _main(arguments: list[str]) -> int:
     start_jax(request.run.devices, request.processes)
     check_same(_settings(request))
     if request.run.lora_from is not None and not request.command.resume:
-        from jrl.trainer.adapters.peft import settled
+        from jrl.trainer.adapters.peft import resolve_adapter_settings
 
-        request = replace(request, run=settled(request.run))
+        request = replace(request, run=resolve_adapter_settings(request.run))
     if request.run.layout == AUTO:
         request = _laid_out(request)
     if request.command.dry_run:
@@ -76,7 +76,7 @@ def _laid_out(request: Request) -> Request:
 
     Task, network and lengths are made for it on a layout of one device, and again for the run.
     """
-    from jrl.trainer.setup.automatic import chosen_layout
+    from jrl.trainer.setup.automatic import choose_layout
 
     run, recipe = request.run, request.recipe
     if is_multiprocess():
@@ -89,14 +89,14 @@ def _laid_out(request: Request) -> Request:
     setup = _build(replace(request, run=alone, recipe=recipe.divided(1)), _resumed(request))
     with closing(setup.task):
         devices = jax.device_count() - (run.rollout_devices or 0)
-        layout, why = chosen_layout(replace(setup, run=run), recipe, devices)
+        layout, why = choose_layout(replace(setup, run=run), recipe, devices)
     print(why)
     return replace(request, run=replace(run, layout=str(layout)), recipe=recipe.divided(layout.dp))
 
 
 def _begin(request: Request) -> int:
     """A new run. Its folder is made when all that can be seen to be wrong has been looked at."""
-    from jrl.trainer.adapters.peft import given_adapters
+    from jrl.trainer.adapters.peft import load_initial_adapters
 
     setup = _build_together(request)
     with closing(setup.task):
@@ -105,7 +105,7 @@ def _begin(request: Request) -> int:
         with _open(lambda: _create(request)) as folder:
             _keep_with_run(setup, folder)
             _say_lengths(setup)
-            return _train(setup, folder, weights, given_adapters(setup), _prompts_met(setup))
+            return _train(setup, folder, weights, load_initial_adapters(setup), _prompts_met(setup))
 
 
 def _resume(request: Request) -> int:
@@ -113,7 +113,7 @@ def _resume(request: Request) -> int:
     from jrl.report.page.write import write_page
     from jrl.report.plots import plot_run
     from jrl.runs.checkpoints import Checkpoints
-    from jrl.trainer.adapters.peft import given_adapters
+    from jrl.trainer.adapters.peft import load_initial_adapters
 
     run, config = request.run, to_json(request.run, request.recipe)
     with _open(lambda: RunFolder.resume(request.command.run_dir or "")) as folder:
@@ -139,7 +139,7 @@ def _resume(request: Request) -> int:
             _keep_with_run(setup, folder)
             if step is not None:
                 return _train(setup, folder, None, None)
-            given = _given_weights(setup), given_adapters(setup), _prompts_met(setup)
+            given = _given_weights(setup), load_initial_adapters(setup), _prompts_met(setup)
             return _train(setup, folder, *given)
 
 
@@ -319,15 +319,15 @@ def _say_lengths(setup: "Setup") -> None:
     """Prints the size of a fine-tuning dataset, the prompts that were left out and the tokens that
     end a turn, where there are any; and the maximum completion length, where the user set none and
     answers do not tell how long reasoning is."""
-    from jrl.trainer.setup.lengths import left_out, response_origin
+    from jrl.trainer.setup.lengths import describe_left_out, response_origin
     from jrl.trainer.setup.reading import turn_ends
 
     if not is_main_process():
         return
     run, length = setup.run, setup.response_length
     if setup.rows is not None:
-        print("\n".join(setup.rows.described(setup.task)))
-    for line in left_out(setup.task, setup.prompts_dropped, setup.prompt_length):
+        print("\n".join(setup.rows.describe(setup.task)))
+    for line in describe_left_out(setup.task, setup.prompts_dropped, setup.prompt_length):
         print(line)
     if (ends := turn_ends(setup)) is not None:
         print(ends)

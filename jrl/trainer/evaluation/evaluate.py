@@ -15,7 +15,7 @@ from jrl.trainer.evaluation.heldout import heldout_examples
 
 Report = Callable[[str, int, int], None]
 """Callback for the progress of an evaluation: the phase, completions done, and their total."""
-Found = Callable[[str, list[Completion]], None]
+OnCompletions = Callable[[str, list[Completion]], None]
 """Callback with the completions of a phase, when all of them are verified."""
 
 
@@ -26,7 +26,7 @@ def evaluate(
     num_prompts: int,
     k: int,
     report: Report = lambda phase, done, total: None,
-    found: Found = lambda phase, completions: None,
+    on_completions: OnCompletions = lambda phase, completions: None,
 ) -> dict[str, float | int]:
     """Computes accuracies, pass@k, lengths and the verifier's reasons.
 
@@ -36,7 +36,8 @@ def evaluate(
       num_prompts: held-out prompts, or all there are if they are fewer.
       k: completions per prompt; pass@k is given for 1, 2, 4, ... and `k`.
       report: called with "sampled" or "greedy", the completions done and all there will be.
-      found: called with "sampled" or "greedy" and its completions, those of a prompt together.
+      on_completions: called with "sampled" or "greedy" and its completions, those of a prompt
+        together.
 
     Returns:
       Numbers by name; those of length and of the verifier are about the sampled completions.
@@ -49,7 +50,7 @@ def evaluate(
 
         decoded(0)
         completions = sampler.sample(examples, sampling, number, report=decoded)
-        found(phase, completions)
+        on_completions(phase, completions)
         return completions
 
     sampled, greedy = complete("sampled", sampling, k), complete("greedy", GREEDY, 1)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from programs import mesh_of
 
-from jrl.trainer.learner.overflow import Exact
+from jrl.trainer.learner.overflow import RetryOnOverflow
 from jrl.trainer.learner.program import Program
 from jrl.trainer.learner.update import update
 from jrl.trainer.packed.scoring import _scored
@@ -47,5 +47,5 @@ def test_a_mesh_says_what_its_programs_are_compiled_with(monkeypatch):
 def test_updates_and_scores_are_such_programs():
     assert isinstance(update, Program)
     for score in (values_of, logprobs_of, _scored):
-        assert isinstance(score, Exact)
-        assert isinstance(score.counted, Program) and isinstance(score.unbounded, Program)
+        assert isinstance(score, RetryOnOverflow)
+        assert isinstance(score.with_overflow, Program) and isinstance(score.dropless, Program)

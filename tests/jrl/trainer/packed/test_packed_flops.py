@@ -14,7 +14,7 @@ from three_updates import FAST_COMPILE, random_weights
 from jrl.recipes import Batch
 from jrl.rollout.packing import PackedSizes
 from jrl.trainer.learner.update import update
-from jrl.trainer.packed.plan import counts_of, place_rows, plan, without_idle
+from jrl.trainer.packed.plan import clear_idle_rows, counts_of, pack_rows, plan
 from jrl.trainer.prepare import targets_of
 from moe.config import ModelConfig
 
@@ -86,9 +86,9 @@ def compiled(network, prompts, earlier, window, *, finished=ROWS, bins=2, packed
         batch = batch.replace(mask=batch.critic_mask)
     of = setup.networks.critic if network == "critic" else setup.networks.policy
     laid = plan(*of_rows, TIME, bins, setup.mesh)
-    rows, objective, num_micro, passes = without_idle(batch), of.objective, 1, None
+    rows, objective, num_micro, passes = clear_idle_rows(batch), of.objective, 1, None
     if packed:
-        rows, passes = place_rows(rows, laid, setup.mesh), jnp.int32(laid.passes)
+        rows, passes = pack_rows(rows, laid, setup.mesh), jnp.int32(laid.passes)
         objective, num_micro = replace(objective, packed=laid.sizes), laid.num_micro_batches
     learner = of.init(random_weights(setup, of.config))
     given = objective, of.optimizer, num_micro, learner, rows, None, passes
