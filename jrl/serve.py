@@ -142,7 +142,7 @@ def _check(request: Request) -> None:
 def _serve(request: Request) -> None:
     # What listens comes first: a port that is taken is known before anything is loaded.
     from jrl.serving.listening import server
-    from jrl.serving.listening.connections import most_connections
+    from jrl.serving.listening.connections import limit_connections
 
     listening = server.listen(request.host, request.port)
     with listening:
@@ -155,7 +155,7 @@ def _serve(request: Request) -> None:
         service.start(request.warm_up)
         # Now that all other files are open.
         choices = request.slots + request.queue
-        connections, why = most_connections(request.connections, choices)
+        connections, why = limit_connections(request.connections, choices)
         if why:
             print(why, file=sys.stderr)
         host, port = listening.getsockname()[:2]
@@ -169,10 +169,10 @@ def _made(request: Request):
     import jax
 
     from jrl.config.rollout import SplitSettings
-    from jrl.serving.application import Front
-    from jrl.serving.asked import MOST_LIKELIEST
+    from jrl.serving.api_request import MAX_TOP_LOGPROBS
+    from jrl.serving.application import FrontEnd
     from jrl.serving.metrics import Metrics
-    from jrl.serving.policy import Served
+    from jrl.serving.policy import ApiModel
     from jrl.serving.service import Service
     from jrl.trainer.evaluation.served_model import open_served_model
 
@@ -198,14 +198,14 @@ def _made(request: Request):
         slots=request.slots,
         columns=length,
         key=jax.random.key(request.seed),
-        top_logprobs=min(MOST_LIKELIEST, policy.model.vocab_size),
+        top_logprobs=min(MAX_TOP_LOGPROBS, policy.model.vocab_size),
     )
     name, metrics = request.name or policy.name, Metrics(request.slots)
     format = policy.format
     if request.chat_template_kwargs is not None:
         given = template_arguments(request.chat_template_kwargs)
         format = replace(format, template_arguments=given)
-    served = Served(name, format, length, request.max_tokens, int(time.time()))
+    served = ApiModel(name, format, length, request.max_tokens, int(time.time()))
     service = Service(
         engine,
         served,
@@ -214,7 +214,7 @@ def _made(request: Request):
         queue=request.queue,
         window=request.window,
     )
-    front = Front(service, served, metrics, api_key=_key(request), most_bytes=request.max_body)
+    front = FrontEnd(service, served, metrics, api_key=_key(request), max_bytes=request.max_body)
     return service, front, name
 
 

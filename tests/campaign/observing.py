@@ -135,7 +135,11 @@ def observe(
     everything = np.arange(batch.tokens.shape[0])
 
     def counted(name: str) -> Any:
-        return None if counts is None else counts.of(name, everything, setup.recipe.whole_groups)
+        return (
+            None
+            if counts is None
+            else counts.for_network(name, everything, setup.recipe.whole_groups)
+        )
 
     statistics = None
     if setup.recipe.uses_statistics:

@@ -10,7 +10,7 @@ from programs import mesh_of
 from jrl.trainer.learner.overflow import RetryOnOverflow
 from jrl.trainer.learner.program import Program
 from jrl.trainer.learner.update import update
-from jrl.trainer.packed.scoring import _scored
+from jrl.trainer.packed.scoring import _score_packed
 from jrl.trainer.scoring import logprobs_of, values_of
 from sharding import compiler_options as asked
 from sharding.folding import FoldedMesh
@@ -46,6 +46,6 @@ def test_a_mesh_says_what_its_programs_are_compiled_with(monkeypatch):
 
 def test_updates_and_scores_are_such_programs():
     assert isinstance(update, Program)
-    for score in (values_of, logprobs_of, _scored):
+    for score in (values_of, logprobs_of, _score_packed):
         assert isinstance(score, RetryOnOverflow)
         assert isinstance(score.with_overflow, Program) and isinstance(score.dropless, Program)

@@ -81,7 +81,7 @@ def compiled(network, prompts, earlier, window, *, finished=ROWS, bins=2, packed
     setup = small_setup(recipe, small_run(), model=MODEL)
     setup = replace(setup, prompt_length=PROMPT_LENGTH, response_length=RESPONSE_LENGTH)
     batch = batch_of(setup, prompts, earlier, window, finished)
-    of_rows = counts_of(batch).of(network, np.arange(ROWS), idle=False)
+    of_rows = counts_of(batch).for_network(network, np.arange(ROWS), idle=False)
     if network == "critic":
         batch = batch.replace(mask=batch.critic_mask)
     of = setup.networks.critic if network == "critic" else setup.networks.policy

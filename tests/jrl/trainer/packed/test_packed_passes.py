@@ -138,7 +138,7 @@ def learned_from(setup, network):
     counts = counts_of(batch)
     if network == "critic":
         batch = batch.replace(mask=batch.critic_mask)
-    return clear_idle_rows(batch), counts.of(network, np.arange(8), idle=False)
+    return clear_idle_rows(batch), counts.for_network(network, np.arange(8), idle=False)
 
 
 @functools.cache

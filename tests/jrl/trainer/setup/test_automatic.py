@@ -52,7 +52,7 @@ def test_with_less_memory_it_is_another(setup, monkeypatch):
 def test_every_stage_has_as_many_chunks_as_leave_it_no_deeper(setup):
     """Seven layers on two stages are four and three: in two chunks each of two and less."""
     uneven = replace(setup, model=replace(setup.model, num_layers=7))
-    found = {(one.pp, one.vpp) for one in automatic._legal(uneven, 2, LAPTOP)}
+    found = {(one.pp, one.vpp) for one in automatic._valid_layouts(uneven, 2, LAPTOP)}
     assert found == {(1, 1), (2, 1), (2, 2)}
 
 
