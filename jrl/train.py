@@ -119,7 +119,7 @@ def _resume(request: Request) -> int:
     with _open(lambda: RunFolder.resume(request.command.run_dir or "")) as folder:
         checkpoints = Checkpoints(folder.checkpoints_path)
         step = checkpoints.latest_step()
-        if step is not None and step >= run.steps and step == checkpoints.newest_whole()[0]:
+        if step is not None and step >= run.steps and step == checkpoints.latest_valid_step()[0]:
             # It may have been killed between its last checkpoint and its end.
             if is_main_process() and not folder.plots_path.is_dir():
                 plot_run(

@@ -22,7 +22,7 @@ from jrl.report.metrics import check_known
 from jrl.report.page.write import write_page
 from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.sampler import Sampler
-from jrl.runs import belongings, versions
+from jrl.runs import provenance, versions
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
 from jrl.trainer.adapters.peft import write_adapters
@@ -153,7 +153,7 @@ def train(
             if step == run.steps:
                 write_heldout_samples(setup, sampler, state, outputs.samples)
             if step % run.checkpoint_every == 0 or step == run.steps:
-                save(checkpoints, networks, state, belongings.describe(setup.settings, folder))
+                save(checkpoints, networks, state, provenance.describe(setup.settings, folder))
                 if is_main_process() and step < run.steps:
                     write_page([folder], folder.report_path)  # of a run that is still going
             # After the checkpoint: a run resumed with a larger --max-nonfinite continues from here.
@@ -161,7 +161,7 @@ def train(
         step = int(state.step)
         # A signal may end the run between two checkpoints.
         if checkpoints.latest_step() != step:
-            save(checkpoints, networks, state, belongings.describe(setup.settings, folder))
+            save(checkpoints, networks, state, provenance.describe(setup.settings, folder))
         write_adapters(setup, folder.model_path, folder.adapters_path, state)
         outputs.warn(guard.alarms())  # since the last step: shown, but no line of metrics is left
     if is_main_process():
@@ -219,15 +219,15 @@ def _initial_state(
 
     A run killed before its first checkpoint starts again, with the same result.
     """
-    step = belongings.newest_whole(checkpoints)
+    step = provenance.find_resume_step(checkpoints)
     if step is not None:
         state = restore(checkpoints, setup.networks, step)
-        belongings.go_back(setup.settings, folder, step, checkpoints.meta(step))
+        provenance.rewind(setup.settings, folder, step, checkpoints.meta(step))
         return state
     # Files are handled by the first process, and an error there must stop all others.
     with FailTogether():
         if is_main_process():
-            folder.begin_again()
+            folder.discard_unsaved()
     metrics: dict[str, float] = {}
     # Without a pretrained checkpoint, supervised learning makes a policy that is sometimes correct.
     if weights is None:
@@ -260,7 +260,7 @@ def _initial_state(
     with appender(folder.samples_path) as lines:
         write_heldout_samples(setup, sampler, state, lines)
     # A run killed in its first steps need not repeat its warm start.
-    save(checkpoints, setup.networks, state, belongings.describe(setup.settings, folder))
+    save(checkpoints, setup.networks, state, provenance.describe(setup.settings, folder))
     return state
 
 

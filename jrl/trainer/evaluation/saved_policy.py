@@ -12,9 +12,9 @@ from jaxtyping import Array
 
 from jrl.processes.agreement import any_of, is_main_process, is_multiprocess
 from jrl.rollout.resharding import reshard
-from jrl.runs.belongings import check_files
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
+from jrl.runs.provenance import check_files
 from jrl.trainer.adapters import base
 from jrl.trainer.learner.masters import float32_shardings, weights_of
 from jrl.trainer.learner.records import abstract_array
@@ -52,7 +52,7 @@ def prompts_seen_by(folder: RunFolder) -> int:
       ValueError: where there is no checkpoint yet, or all are damaged.
     """
     checkpoints = Checkpoints(folder.checkpoints_path)
-    step, _ = checkpoints.newest_whole()
+    step, _ = checkpoints.latest_valid_step()
     return int(checkpoints.restore(step, np.zeros((), np.int32), part="prompts_seen")[0])
 
 
@@ -147,7 +147,7 @@ def _checkpoint_step(
 ) -> tuple[int | None, dict[int, str]]:
     """Step to read, and the damaged checkpoints among later ones."""
     if requested_step is None:
-        return checkpoints.newest_whole()
+        return checkpoints.latest_valid_step()
     if requested_step not in (steps := checkpoints.steps()):
         raise ValueError(
             f"step={requested_step} has no checkpoint in {checkpoints.directory}: there are "
