@@ -19,7 +19,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jrl.processes.agreement import FailTogether, broadcast_from_main, is_main_process
+from jrl.processes.agreement import RaiseInAllProcesses, broadcast_from_main, is_main_process
 from jrl.runs import manifest
 from jrl.runs.storage import StorageError, writing
 
@@ -96,7 +96,7 @@ class Checkpoints:
         Only the writer of the run may call this.
         """
         path = self.directory / f"{step}.damaged"
-        with FailTogether():
+        with RaiseInAllProcesses():
             if is_main_process():
                 number = 2
                 while path.exists():

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jrl.config.files import flag
-from jrl.processes.agreement import FailTogether, is_main_process
+from jrl.processes.agreement import RaiseInAllProcesses, is_main_process
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
 
@@ -62,7 +62,7 @@ def rewind(
     Raises:
       ValueError: where the run no longer matches the checkpoint; nothing is dropped.
     """
-    with FailTogether():
+    with RaiseInAllProcesses():
         if is_main_process():
             _check_settings(settings, folder, step, saved["settings"])
             folder.check_files(step, saved["files"])
@@ -71,7 +71,7 @@ def rewind(
 
 def check_files(folder: RunFolder, step: int, saved: Mapping[str, Any]) -> None:
     """Refuses a policy whose tokenizer or network description is not what was saved with it."""
-    with FailTogether():
+    with RaiseInAllProcesses():
         if is_main_process() and "files" in saved:
             folder.check_files(step, saved["files"])
 

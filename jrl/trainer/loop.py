@@ -15,7 +15,7 @@ from jrl.faults.collect.sources import own_gpus
 from jrl.faults.live.guard import LOOKS, Attachment, Guard, machine_name, metrics_of
 from jrl.faults.live.hook import Hook, command_hook
 from jrl.faults.standard import StandardDetector
-from jrl.processes.agreement import FailTogether, any_of, is_main_process
+from jrl.processes.agreement import RaiseInAllProcesses, any_of, is_main_process
 from jrl.processes.stopping import Stop
 from jrl.report.display import WarmStartDisplay
 from jrl.report.metrics import check_known
@@ -225,7 +225,7 @@ def _initial_state(
         provenance.rewind(setup.settings, folder, step, checkpoints.meta(step))
         return state
     # Files are handled by the first process, and an error there must stop all others.
-    with FailTogether():
+    with RaiseInAllProcesses():
         if is_main_process():
             folder.discard_unsaved()
     metrics: dict[str, float] = {}

@@ -428,7 +428,7 @@ SIZES = {"vocab_size": 8, "num_layers": 32, "num_kv_heads": 4, "head_dim": 128}
     ],
 )
 def test_the_default_length_is_the_networks_where_there_is_room(positions, slots, length):
-    found, why = serve.default_length(ModelConfig(**SIZES, max_positions=positions), slots)
+    found, why = serve.choose_length(ModelConfig(**SIZES, max_positions=positions), slots)
     assert found == length
     assert bool(why) == (positions is not None and length < positions)
     if why:

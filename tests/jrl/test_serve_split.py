@@ -29,7 +29,7 @@ def checkpoint(tmp_path_factory):
 
 def answers(request):
     """To a greedy request, and to choices that are drawn while it is answered."""
-    service, front, name = serve._made(request)
+    service, front, name = serve._build_service(request)
     service.start(warm_up=False)
 
     async def asked():
@@ -52,7 +52,7 @@ def answers(request):
 
 @pytest.mark.slow
 def test_answers_of_two_sides_are_those_of_one_mesh(checkpoint):
-    request = serve.Request(checkpoint, slots=4, length=32, window=3)
+    request = serve.ServeOptions(checkpoint, slots=4, length=32, window=3)
     of_two = replace(request, split="dp1 / ep1", micro_batches=2, expert_slots=5, replan=4)
     (_, one), (service, two) = map(answers, (request, of_two))
     assert isinstance(service._engine, DisaggregatedStreamEngine)

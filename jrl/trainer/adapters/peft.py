@@ -8,7 +8,7 @@ from jaxtyping import Array
 
 from jrl.config.files import flag
 from jrl.config.run import RunConfig
-from jrl.processes.agreement import FailTogether, is_main_process, to_host
+from jrl.processes.agreement import RaiseInAllProcesses, is_main_process, to_host
 from jrl.trainer.setup.setup import Setup
 from jrl.trainer.state import TrainState
 from moe import placement
@@ -78,7 +78,7 @@ def write_adapters(setup: Setup, model: Path, directory: Path, state: TrainState
     depth = axis_sizes(setup.model)["layer"]
     # Copied to the host outside of the block below, in which no collective may be called.
     in_order = placement.in_layer_order(to_host(adapters), setup.mesh, depth)
-    with FailTogether():
+    with RaiseInAllProcesses():
         if is_main_process():
             save_adapters(
                 directory,

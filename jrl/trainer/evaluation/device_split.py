@@ -78,7 +78,7 @@ def parse_device_split(
         )
     settings = requested
     if requested.split is None and layout is None and run.rollout_split is not None:
-        settings = requested.over(run)
+        settings = requested.with_defaults_from(run)
     if settings.split is None:
         _reject_split_settings(requested)
         return None

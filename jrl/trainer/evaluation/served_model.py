@@ -11,7 +11,7 @@ from jaxtyping import Array
 
 from jrl.config.files import configuration_of
 from jrl.config.rollout import SplitSettings
-from jrl.config.run import OF_DEVICES, RunConfig
+from jrl.config.run import IMPLEMENTATION_SETTINGS, RunConfig
 from jrl.rollout.decoding.disaggregated.stream import DisaggregatedStreamEngine
 from jrl.rollout.decoding.stream import StreamEngine
 from jrl.rollout.resharding import rollout_layout, rollout_mesh
@@ -152,7 +152,7 @@ def open_served_model(
     folder = RunFolder.read(location)
     run, _ = configuration_of(folder)
     # Implementations were chosen for the training devices; here the best that applies is used.
-    run = replace(run, **dict.fromkeys(OF_DEVICES))
+    run = replace(run, **dict.fromkeys(IMPLEMENTATION_SETTINGS))
     tokenizer = load_tokenizer(folder.tokenizer_path)
     model = load_model(folder)
     model = network_of(PRESETS[run.model](tokenizer.vocab_size) if model is None else model, run)

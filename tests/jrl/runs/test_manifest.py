@@ -162,12 +162,12 @@ port, number, folder = sys.argv[1:]
 jax.distributed.initialize(f"localhost:{port}", 2, int(number))
 folder = pathlib.Path(folder)
 manifest.write(folder, 4)
-assert manifest.damage(folder, 4) is None
+assert manifest.find_damage(folder, 4) is None
 if number == "0":
     (folder / "process_1").write_text("else")
 from jrl.processes.agreement import any_of
 any_of(False)
-print(manifest.damage(folder, 4))
+print(manifest.find_damage(folder, 4))
 """
 
 

@@ -7,8 +7,8 @@ import pytest
 from small_runs import small_model, small_recipe, small_setup
 
 from jrl.config.files import CHANGEABLE, check_resumable
-from jrl.config.flags import parse
-from jrl.config.run import NETWORK_SETTINGS, OF_DEVICES, RunConfig
+from jrl.config.flags import parse_arguments
+from jrl.config.run import IMPLEMENTATION_SETTINGS, NETWORK_SETTINGS, RunConfig
 from jrl.recipes import RECIPES
 from jrl.trainer.setup.dry_run import execution
 from jrl.trainer.setup.network import (
@@ -77,7 +77,7 @@ def test_every_field_of_execution_is_a_flag():
         for name, value in (FLAGS | OF_ROUTERS).items()
         for word in [f"--{name.replace('_', '-')}", *([] if name in ALONE else [str(value)])]
     ]
-    run = parse(["grpo", *words]).run
+    run = parse_arguments(["grpo", *words]).run
     network = network_of(LATENT, run)
     assert network.execution == Execution(**FLAGS) and OF_ROUTERS.keys() == set(NETWORK_SETTINGS)
     assert {name: getattr(network, name) for name in OF_ROUTERS} == OF_ROUTERS
@@ -100,7 +100,7 @@ def test_a_flag_names_what_there_is():
     for name, names in known.items():
         (literal, _) = get_args(hints[name])
         assert set(get_args(literal)) == set(names), name
-    assert set(OF_DEVICES) <= FLAGS.keys()
+    assert set(IMPLEMENTATION_SETTINGS) <= FLAGS.keys()
     for name in ("drop_policy", "drop_scope"):
         assert get_args(hints[name])[0] == get_type_hints(ModelConfig)[name]
 
