@@ -204,7 +204,7 @@ def save(
         base.save(checkpoints, networks, state.policy.weights)
     # Pipeline stages may store layers out of order or with padding, which must not affect a reader
     # with another layout.
-    like = _without_cast(networks, abstract(_in_layer_order(networks)))
+    like = _without_cast(networks, abstract(_with_layer_order(networks)))
     num_layers = moe_weights.axis_sizes(networks.policy.config)["layer"]
     saved_state = _restack(
         networks,
@@ -217,7 +217,7 @@ def save(
 
 def restore(checkpoints: Checkpoints, networks: Networks, step: int) -> TrainState[Array]:
     """Restores the state that `save` wrote, on the mesh of `networks`, which may be another."""
-    like = _without_cast(networks, abstract(_in_layer_order(networks)))
+    like = _without_cast(networks, abstract(_with_layer_order(networks)))
     state = checkpoints.restore(step, like)[0]
     like = _without_cast(networks, abstract(networks))
     state = _restack(
@@ -225,9 +225,9 @@ def restore(checkpoints: Checkpoints, networks: Networks, step: int) -> TrainSta
     )
     if networks.policy.config.lora is not None:
         base_weights = base.restore(checkpoints, networks.policy.config, networks.mesh)
-        return _over_learners(functools.partial(_with_base, base_weights), networks, state)
+        return _map_learners(functools.partial(_with_base, base_weights), networks, state)
     # Last: the weights are cast from masters that are sharded as in this run.
-    return _over_learners(_with_cast, networks, state)
+    return _map_learners(_with_cast, networks, state)
 
 
 def _without_cast(networks: Networks, state: TrainState[Leaf]) -> TrainState[Leaf]:
@@ -239,7 +239,7 @@ def _without_cast(networks: Networks, state: TrainState[Leaf]) -> TrainState[Lea
         trained_weights = trees.trained(learner.float32_weights, moe_weights.table(network.config))
         return replace(learner, weights=trained_weights, masters=None)
 
-    return _over_learners(keep_trained, networks, state)
+    return _map_learners(keep_trained, networks, state)
 
 
 def _with_base(
@@ -250,7 +250,7 @@ def _with_base(
     return replace(learner, weights=weights)
 
 
-def _over_learners(
+def _map_learners(
     function: Callable[[Learner[Leaf], Network[Any]], Learner[Leaf]],
     networks: Networks,
     state: TrainState[Leaf],
@@ -284,9 +284,9 @@ def _with_cast(learner: Learner[Array], network: Network[Any]) -> Learner[Array]
     return replace(learner, weights=weights, masters=learner.weights)
 
 
-def _in_layer_order(networks: Networks) -> Networks:
+def _with_layer_order(networks: Networks) -> Networks:
     """Networks on a mesh that stores weights in the order of their layers."""
-    return networks.on(placement.without_chunks(networks.policy.config, networks.mesh))
+    return networks.with_mesh(placement.without_chunks(networks.policy.config, networks.mesh))
 
 
 def _restack(
@@ -297,7 +297,7 @@ def _restack(
 ) -> TrainState[Array]:
     """Applies `stack` to all weight trees of the state, with the shapes and shardings of `like`."""
     # Only a pipeline stacks layers differently.
-    if networks.mesh == _in_layer_order(networks).mesh:
+    if networks.mesh == _with_layer_order(networks).mesh:
         return state
 
     def stack_node(node: Any) -> Any:

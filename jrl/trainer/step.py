@@ -20,7 +20,7 @@ from jrl.trainer.async_step import AsyncStep
 from jrl.trainer.learner.learner import Learner
 from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective
 from jrl.trainer.packed.plan import (
-    ROWS_OF_A_BIN,
+    MAX_ROWS_PER_BIN,
     clear_idle_rows,
     counts_of,
     pack_rows,
@@ -298,14 +298,14 @@ def update_rows(
     rows: Batch[Array],
     row_counts: tuple[np.ndarray, np.ndarray] | None,
     statistics: Any = None,
-    rows_of_a_bin: int = ROWS_OF_A_BIN,
+    max_rows_per_bin: int = MAX_ROWS_PER_BIN,
 ) -> tuple[Learner[Array], dict[str, Any]]:
     """Runs one optimizer step on a mini-batch.
 
     Args:
       row_counts: number of tokens of each row and of those in the loss mask, by which rows are
         packed; None runs unpacked rows.
-      rows_of_a_bin: maximum number of rows per bin, where they are packed.
+      max_rows_per_bin: maximum number of rows per bin, where they are packed.
     """
     if row_counts is None:
         return network.update(learner, rows, statistics)
@@ -316,7 +316,7 @@ def update_rows(
     mesh = network.mesh
     # Its sizes are static, each set of them a compiled function; `plan` rounds them to a few.
     plan_of_rows = plan(
-        tokens, loss_tokens, rows.tokens.shape[1], network.bins, mesh, rows_of_a_bin
+        tokens, loss_tokens, rows.tokens.shape[1], network.bins, mesh, max_rows_per_bin
     )
     network = replace(
         network,

@@ -70,7 +70,10 @@ def evaluate(
         "accuracy/greedy": correct_of(greedy).mean(),
         "score/sampled": scores.mean(),
         "score/greedy": best.mean(),
-        **{f"pass@{n}": np.mean([float(pass_at_k(k, c, n)) for c in counts]) for n in _up_to(k)},
+        **{
+            f"pass@{n}": np.mean([float(pass_at_k(k, c, n)) for c in counts])
+            for n in _powers_up_to(k)
+        },
         "response_length/mean": lengths_of(sampled).mean(),
         "response_length/clip_ratio": np.mean([completion.truncated for completion in sampled]),
         **{f"verifier/{reason}": reasons[reason] for reason in REASONS},
@@ -80,7 +83,7 @@ def evaluate(
     return {name: np.asarray(value).item() for name, value in results.items()}
 
 
-def _up_to(k: int) -> Iterator[int]:
+def _powers_up_to(k: int) -> Iterator[int]:
     """Powers of two below `k`, and `k` itself."""
     power = 1
     while power < k:

@@ -68,8 +68,8 @@ def policy_loss(
         kl = kl_estimate(logprobs, given(batch.reference_logprobs), batch.mask, kind="k3")
         loss = loss + recipe.kl_coef * reduced(kl)
         metrics["actor/kl_loss"] = Mean.of(kl, batch.mask)
-    auxiliary, of_auxiliary = recipe.auxiliary_loss(logprobs, batch, totals)
-    return loss if auxiliary is None else loss + auxiliary, {**metrics, **of_auxiliary}
+    auxiliary, auxiliary_metrics = recipe.auxiliary_loss(logprobs, batch, totals)
+    return loss if auxiliary is None else loss + auxiliary, {**metrics, **auxiliary_metrics}
 
 
 @dataclass(frozen=True)

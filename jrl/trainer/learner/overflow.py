@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 from jaxtyping import Array
 
+from jrl.trainer.learner.mesh_jit import MeshJit
 from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective, SupervisedObjective
-from jrl.trainer.learner.program import Program
 
 AnyObjective = PolicyObjective | CriticObjective | SupervisedObjective
 ObjectiveT = TypeVar("ObjectiveT", bound=AnyObjective)
@@ -31,7 +31,7 @@ class RetryOnOverflow:
     returns the result without the overflow.
 
     Args:
-      program: the pass, ``(objective, *args) -> (result, overflow)``; `overflow` is that of
+      function: the pass, ``(objective, *args) -> (result, overflow)``; `overflow` is that of
         `moe.router.overflow.overflow_of`.
       num_static: number of leading static arguments, the objective first.
       least_effort: true for a pass that runs rarely on a few rows, see
@@ -40,15 +40,15 @@ class RetryOnOverflow:
 
     def __init__(
         self,
-        program: Callable[..., tuple[Any, Array | None]],
+        function: Callable[..., tuple[Any, Array | None]],
         num_static: int = 1,
         least_effort: bool = False,
     ):
         options: Any = {"static_argnums": tuple(range(num_static)), "least_effort": least_effort}
-        self.with_overflow = Program(program, **options)
+        self.with_overflow = MeshJit(function, **options)
         # Dropless buffers count no overflow: the second result is None.
-        self.dropless = Program(lambda *args: program(*args)[0], **options)
-        self.__doc__ = program.__doc__
+        self.dropless = MeshJit(lambda *args: function(*args)[0], **options)
+        self.__doc__ = function.__doc__
 
     def __call__(self, objective: AnyObjective, *args: Any) -> Any:
         if objective.config.execution.buffer_factor is None:

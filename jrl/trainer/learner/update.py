@@ -29,7 +29,7 @@ from jrl.trainer.learner.accumulation import (
     accumulate_with_overlapped_reduction,
 )
 from jrl.trainer.learner.learner import Learner, split, state_shardings, transformation
-from jrl.trainer.learner.program import Program
+from jrl.trainer.learner.mesh_jit import MeshJit
 from moe import model, placement, stages
 from moe.adapters.trees import joined
 from moe.config import ModelConfig
@@ -105,7 +105,7 @@ def count(batch: Batch[Array], statistics: Any = None) -> Totals[Array]:
 
 # The learner is donated: new weights and moments reuse the buffers of the old ones. Frozen weights
 # are not donated: every step gets the same arrays.
-@partial(Program, static_argnums=(0, 1, 2), donate_argnums=3)
+@partial(MeshJit, static_argnums=(0, 1, 2), donate_argnums=3)
 def update(
     objective: Objective,
     optimizer: Optimizer,

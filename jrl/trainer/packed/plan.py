@@ -20,7 +20,7 @@ from jrl.rollout.packing import PackedSizes
 from moe.tokens.zigzag import ZigzagLayout
 from sharding.folding import FoldedMesh
 
-ROWS_OF_A_BIN = 4
+MAX_ROWS_PER_BIN = 4
 """Maximum rows of a bin: more slots would be more copies of every per-token array."""
 
 
@@ -91,7 +91,7 @@ def plan(
     time: int,
     bins: int,
     mesh: FoldedMesh,
-    rows_of_a_bin: int = ROWS_OF_A_BIN,
+    max_rows_per_bin: int = MAX_ROWS_PER_BIN,
 ) -> PackingPlan:
     """Assigns rows to ranks, bins and micro-batches. The longest row comes first, to the rank with
     the fewest tokens and there to the first bin with space (first fit decreasing). Then bins are
@@ -105,7 +105,7 @@ def plan(
       loss_tokens: ``[rows]`` number of those in the loss mask, which the LM head scores.
       time: maximum tokens of a row.
       bins: of a micro-batch.
-      rows_of_a_bin: maximum number of rows of a bin.
+      max_rows_per_bin: maximum number of rows of a bin.
 
     References:
       Johnson et al., "Worst-case performance bounds for simple one-dimensional packing algorithms",
@@ -114,7 +114,8 @@ def plan(
     # To ranks first, evenly by tokens, as all run as many passes as the fullest of them needs.
     length, ranks = bin_length(time, mesh), mesh.size(mesh.dp)
     bins_of_ranks = [
-        _first_fit(rows, tokens, length, rows_of_a_bin) for rows in _assign_to_ranks(tokens, ranks)
+        _first_fit(rows, tokens, length, max_rows_per_bin)
+        for rows in _assign_to_ranks(tokens, ranks)
     ]
     # A pass has collectives: all ranks must run the same number.
     passes = max(-(-max(map(len, bins_of_ranks)) // bins), 1)
@@ -125,7 +126,7 @@ def plan(
     # In the worst case one row per bin, where all have their full length.
     num_micro_batches = max(passes, -(-len(tokens) // (ranks * bins)))
     # A static shape, so it is that of the worst case; `passes` is how many of them run.
-    rows = np.zeros((ranks, num_micro_batches, bins * rows_of_a_bin), np.int64)
+    rows = np.zeros((ranks, num_micro_batches, bins * max_rows_per_bin), np.int64)
     # Empty by default: `_mask_empty_slots` masks empty slots.
     starts = np.full(rows.shape, -1, np.int64)
     # Estimated for full micro-batches, so that few rows do not compile another size.

@@ -19,11 +19,11 @@ from moe.config import ModelConfig
 from moe.weights import Transformer
 from sharding.folding import FoldedMesh
 
-Kind = TypeVar("Kind", PolicyObjective, CriticObjective, SupervisedObjective)
+ObjectiveT = TypeVar("ObjectiveT", PolicyObjective, CriticObjective, SupervisedObjective)
 
 
 @dataclass(frozen=True)
-class Network(Generic[Kind]):
+class Network(Generic[ObjectiveT]):
     """Trained network with its objective and its optimizer.
 
     Attributes:
@@ -33,7 +33,7 @@ class Network(Generic[Kind]):
       bins: of a micro-batch, where rows are packed.
     """
 
-    objective: Kind
+    objective: ObjectiveT
     optimizer: Optimizer
     num_micro_batches: int
     bins: int = 1
@@ -91,7 +91,7 @@ class Network(Generic[Kind]):
         )
         return replace(learner, weights=trees.joined(learner.weights, frozen)), metrics
 
-    def on(self, mesh: FoldedMesh) -> "Network[Kind]":
+    def with_mesh(self, mesh: FoldedMesh) -> "Network[ObjectiveT]":
         """Copy on another mesh."""
         return replace(self, objective=replace(self.objective, mesh=mesh))
 
@@ -159,7 +159,7 @@ class Networks:
         objective = replace(objective, config=replace(objective.config, lora=lora))
         return replace(self, policy=replace(self.policy, objective=objective))
 
-    def on(self, mesh: FoldedMesh) -> "Networks":
+    def with_mesh(self, mesh: FoldedMesh) -> "Networks":
         """Copy on another mesh."""
-        critic = None if self.critic is None else self.critic.on(mesh)
-        return replace(self, policy=self.policy.on(mesh), critic=critic)
+        critic = None if self.critic is None else self.critic.with_mesh(mesh)
+        return replace(self, policy=self.policy.with_mesh(mesh), critic=critic)

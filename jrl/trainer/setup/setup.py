@@ -59,7 +59,7 @@ from moe.disaggregated.split import SplitMesh
 from moe.router.capacity import can_drop
 from sharding.folding import FoldedMesh, Layout, fold
 
-FEW_PROMPTS = 64
+MIN_PREFILL_PROMPTS = 64
 """Minimum number of prompts of a prefill where that many are requested: with fewer, dispatching a
 prefill takes longer than running it."""
 
@@ -206,7 +206,7 @@ class Setup:
         }
         if self.split is None:
             # Evaluations and the checks of the warm start share the compiled prefill of a step.
-            options["prompts"] = max(self.recipe.prompts, FEW_PROMPTS)
+            options["prompts"] = max(self.recipe.prompts, MIN_PREFILL_PROMPTS)
             return SlotEngine(self.model, self.mesh, self.rollout_mesh, **options)
         options["micro_batches"] = self.run.rollout_micro_batches
         options["m2n"] = self.run.rollout_m2n

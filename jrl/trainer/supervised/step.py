@@ -16,7 +16,7 @@ from jrl.trainer.step import NonFinite, update_rows
 from jrl.trainer.summary import count_updates, summarise
 from jrl.trainer.supervised.rows import ChatRows
 
-ROWS_OF_A_BIN = 16
+MAX_ROWS_PER_BIN = 16
 """Maximum conversations of a bin: many are far shorter than the longest."""
 
 
@@ -41,7 +41,7 @@ def supervised_step(
     batch = rows.batch(batch_chats, recipe.completions, pad_id, networks.mesh)
     row_counts = (tokens, loss_tokens) if networks.packs else None
     learner, update_metrics = update_rows(
-        networks.policy, state.policy, batch, row_counts, rows_of_a_bin=ROWS_OF_A_BIN
+        networks.policy, state.policy, batch, row_counts, max_rows_per_bin=MAX_ROWS_PER_BIN
     )
     # Reading them blocks until the update has finished, for the timing.
     history = [{"actor": to_host(update_metrics)}]

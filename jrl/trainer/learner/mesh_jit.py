@@ -12,7 +12,7 @@ Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
 
-class Program(Generic[Params, Result]):
+class MeshJit(Generic[Params, Result]):
     """Jitted function of an objective, whose mesh determines the compiler options.
 
     Args:
@@ -28,7 +28,7 @@ class Program(Generic[Params, Result]):
         self._jitted: dict[tuple[tuple[str, Any], ...], Any] = {}
         self.__doc__ = function.__doc__
 
-    def on(self, mesh: FoldedMesh) -> Any:
+    def jit_for(self, mesh: FoldedMesh) -> Any:
         """Jitted function for a mesh; the same for meshes with the same options."""
         # Options belong to `jax.jit` and not to a call, so there is one function for each set.
         compiler_settings = compiler_options(mesh, least_effort=self._least_effort)
@@ -40,15 +40,15 @@ class Program(Generic[Params, Result]):
         return self._jitted[key]
 
     def __call__(self, *args: Params.args, **kwargs: Params.kwargs) -> Result:
-        return self.on(_mesh_of(args))(*args, **kwargs)
+        return self.jit_for(_mesh_of(args))(*args, **kwargs)
 
     def lower(self, *args: Params.args, **kwargs: Params.kwargs) -> Any:
         """Lowers the function, as `jax.jit`'s `lower`."""
-        return self.on(_mesh_of(args)).lower(*args, **kwargs)
+        return self.jit_for(_mesh_of(args)).lower(*args, **kwargs)
 
     def trace(self, *args: Params.args, **kwargs: Params.kwargs) -> Any:
         """Traces the function, as `jax.jit`'s `trace`."""
-        return self.on(_mesh_of(args)).trace(*args, **kwargs)
+        return self.jit_for(_mesh_of(args)).trace(*args, **kwargs)
 
 
 def _mesh_of(args: tuple[Any, ...]) -> FoldedMesh:
