@@ -18,15 +18,15 @@ from jaxtyping import Array
 
 from jrl.config.command_line import exit_status, start_jax
 from jrl.config.evaluation import (
-    OF_SAMPLING,
-    Request,
-    configuration,
-    learned_from,
-    num_prompts,
+    SAMPLING_SETTINGS,
+    EvaluateOptions,
+    choose_num_prompts,
+    evaluation_configuration,
+    training_data_notes,
 )
 from jrl.config.files import flag
 from jrl.config.run import RunConfig
-from jrl.processes.agreement import FailTogether, check_same, connect, is_main_process
+from jrl.processes.agreement import RaiseInAllProcesses, check_same, connect, is_main_process
 from jrl.recipes import Recipe
 from jrl.report.compilation import CompilationWatch
 from jrl.report.evaluation.display import EvaluationDisplay
@@ -45,118 +45,127 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status."""
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    return exit_status(lambda: _main(given), "lower --slots or --response-length")
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    return exit_status(lambda: _main(words), "lower --slots or --response-length")
 
 
 def _main(arguments: list[str]) -> int:
-    request = tyro.cli(
-        Request,
+    options = tyro.cli(
+        EvaluateOptions,
         prog="python -m jrl.evaluate",
         description="Evaluates the policy of a run or of a public checkpoint: sampled, greedy, "
         "pass@k.",
         args=arguments,
     )
-    request.check()
-    temperature = 1.0 if request.temperature is None else request.temperature
-    Sampling(temperature, request.top_k, request.top_p)
-    results = _evaluate(request)
+    options.check()
+    temperature = 1.0 if options.temperature is None else options.temperature
+    Sampling(temperature, options.top_k, options.top_p)
+    results = _evaluate(options)
     print_results(results)
-    if request.json is not None and is_main_process():
-        Path(request.json).write_text(json.dumps(results, indent=2, allow_nan=False) + "\n")
+    if options.json is not None and is_main_process():
+        Path(options.json).write_text(json.dumps(results, indent=2, allow_nan=False) + "\n")
     return 0
 
 
-def _evaluate(request: Request) -> dict[str, Any]:
+def _evaluate(options: EvaluateOptions) -> dict[str, Any]:
     """Runs the evaluation; returns its settings and results, as they are printed and written."""
-    folder = None if request.is_checkpoint else RunFolder.read(request.run)
-    run, recipe = configuration(request, folder)
-    start_jax(run.devices, request.processes)
-    own = ("json", "samples", "processes")
-    names = [field.name for field in fields(request) if field.name not in own]
-    check_same({flag(name): getattr(request, name) for name in names})
-    if request.diagnostics and not recipe.uses_critic:
+    folder = None if options.is_checkpoint else RunFolder.read(options.run)
+    run, recipe = evaluation_configuration(options, folder)
+    start_jax(run.devices, options.processes)
+    local_options = ("json", "samples", "processes")
+    shared_options = [field.name for field in fields(options) if field.name not in local_options]
+    check_same({flag(name): getattr(options, name) for name in shared_options})
+    if options.diagnostics and not recipe.uses_critic:
         if folder is None:
-            raise ValueError(f"{request.run} is a checkpoint, which has no critic to diagnose.")
+            raise ValueError(f"{options.run} is a checkpoint, which has no critic to diagnose.")
         raise ValueError(
             f"run {folder.path} is one of recipe {recipe.name}, which trains no critic: "
             "--diagnostics needs one, as ppo and vapo have it."
         )
-    _say(f"evaluating {request.run} on {run.task}")
-    for note in learned_from(request, folder):
-        _say(note)
-    setup = _made(request, folder, run, recipe)
+    _print_line(f"evaluating {options.run} on {run.task}")
+    for note in training_data_notes(options, folder):
+        _print_line(note)
+    setup = _build_setup(options, folder, run, recipe)
     # What builds and runs a network is imported once the flags are known to be right.
     from jrl.rollout.collection.collect import sampling_of
     from jrl.trainer.evaluation.completions import Completions
     from jrl.trainer.evaluation.evaluate import evaluate
 
     watch = CompilationWatch() if is_main_process() else nullcontext()
-    path = request.samples if is_main_process() else None
-    completions = Completions(path, setup.format, request.show)
+    path = options.samples if is_main_process() else None
+    completions = Completions(path, setup.format, options.show)
     with closing(setup.task), watch, completions:
         size = setup.task.heldout_size
-        most = num_prompts(request, size)
-        number = most if size is None else min(most, size)
-        setup = _with_slots(setup, number * request.k)
-        sampler = setup.sampler(request.seed)
-        critic, step = _load(request, folder, setup, sampler)
+        requested_prompts = choose_num_prompts(options, size)
+        num_prompts = requested_prompts if size is None else min(requested_prompts, size)
+        setup = _with_slots(setup, num_prompts * options.k)
+        sampler = setup.sampler(options.seed)
+        critic, step = _load(options, folder, setup, sampler)
         usage = sampler.engine.usage
         with EvaluationDisplay(tokens=lambda: usage.row_steps + usage.admitted) as display:
-            numbers = evaluate(
+            results = evaluate(
                 sampler,
                 sampling_of(setup.recipe),
-                num_prompts=number,
-                k=request.k,
+                num_prompts=num_prompts,
+                k=options.k,
                 report=display.update,
-                found=completions.found,
+                on_completions=completions.add,
             )
             if critic is not None and folder is not None:
-                given = folder, setup, sampler, (critic, step), display
-                numbers |= _diagnose(request, number, *given)
+                results |= _diagnose(
+                    options,
+                    num_prompts,
+                    folder=folder,
+                    setup=setup,
+                    sampler=sampler,
+                    critic=(critic, step),
+                    display=display,
+                )
     if is_main_process():
         print_completions(completions.shown)
-    about = {
-        "run": request.run,
+    header = {
+        "run": options.run,
         "recipe": "checkpoint" if folder is None else setup.recipe.name,
         "task": run.task,
         "step": step,
         "prompts_there": size,
         "everything": parse_heldout(run.held_out).everything,
-        "k": request.k,
-        "seed": request.seed,
-        **{name: getattr(setup.recipe, name) for name in OF_SAMPLING},
+        "k": options.k,
+        "seed": options.seed,
+        **{name: getattr(setup.recipe, name) for name in SAMPLING_SETTINGS},
     }
     if setup.prompts_dropped:
-        numbers["prompts_dropped"] = setup.prompts_dropped
-    return {**about, **numbers}
+        results["prompts_dropped"] = setup.prompts_dropped
+    return {**header, **results}
 
 
-def _made(request: Request, folder: RunFolder | None, run: RunConfig, recipe: Recipe) -> "Setup":
+def _build_setup(
+    options: EvaluateOptions, folder: RunFolder | None, run: RunConfig, recipe: Recipe
+) -> "Setup":
     """Task, tokenizer and network, in all processes or in none. Close its task at the end."""
     from jrl.trainer.evaluation.saved_policy import load_model
-    from jrl.trainer.setup.lengths import left_out, response_origin
+    from jrl.trainer.setup.lengths import describe_left_out, response_origin
     from jrl.trainer.setup.reading import turn_ends
     from jrl.trainer.setup.setup import build_setup
 
-    with FailTogether():
+    with RaiseInAllProcesses():
         if folder is None:
             setup = build_setup(run, recipe)
         else:
             tokenizer = load_tokenizer(folder.tokenizer_path)
-            if request.chat_template is not None:
+            if options.chat_template is not None:
                 tokenizer = with_template(run, tokenizer)
-            code_path = folder.code_path if request.task is None else None
+            code_path = folder.code_path if options.task is None else None
             setup = build_setup(run, recipe, tokenizer, load_model(folder), code_path)
     connect(setup.mesh)
     connect(setup.rollout_mesh)
-    for line in left_out(setup.task, setup.prompts_dropped, setup.prompt_length):
-        _say(line)
+    for line in describe_left_out(setup.task, setup.prompts_dropped, setup.prompt_length):
+        _print_line(line)
     if folder is None and (ends := turn_ends(setup)) is not None:
-        _say(ends)
+        _print_line(ends)
     if folder is None and run.response_length is None:
         length = setup.response_length
-        _say(f"completions of at most {length:,} tokens: {response_origin(run, length)}")
+        _print_line(f"completions of at most {length:,} tokens: {response_origin(run, length)}")
     return setup
 
 
@@ -165,23 +174,23 @@ def _with_slots(setup: "Setup", rows: int) -> "Setup":
     from jrl.trainer.evaluation.slots import evaluation_slots
 
     slots, line = evaluation_slots(setup, rows)
-    _say(line)
+    _print_line(line)
     return replace(setup, run=replace(setup.run, slots=slots))
 
 
 def _load(
-    request: Request, folder: RunFolder | None, setup: "Setup", sampler: "Sampler"
+    options: EvaluateOptions, folder: RunFolder | None, setup: "Setup", sampler: "Sampler"
 ) -> "tuple[Transformer[Array] | None, int]":
     """Loads the policy into the sampler; returns the critic, if requested, and the step of both."""
     from jrl.trainer.evaluation.saved_policy import load_both, load_checkpoint, load_policy
 
     # The characters of another task may be none of the tokenizer's.
     setup.tokenizer.encode(setup.task.characters)
-    _say("loading the weights")
+    _print_line("loading the weights")
     critic = None
     if folder is None:
         policy, step = load_checkpoint(setup.run.checkpoint or "", setup.networks), 0
-    elif request.diagnostics:
+    elif options.diagnostics:
         policy, critic, step = load_both(folder, setup.networks)
     else:
         policy, step = load_policy(folder, setup.networks)
@@ -189,13 +198,13 @@ def _load(
     return critic, step
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     if is_main_process():
         print(line, flush=True)
 
 
 def _diagnose(
-    request: Request,
+    options: EvaluateOptions,
     num_prompts: int,
     folder: RunFolder,
     setup: "Setup",
@@ -223,7 +232,7 @@ def _diagnose(
         weights,
         sampling_of(setup.recipe),
         num_prompts=num_prompts,
-        k=request.k,
+        k=options.k,
         report=display.update,
     )
     report = critic_diagnostics(rollout)

@@ -28,7 +28,7 @@ from jrl.text.load import load_tokenizer
 from jrl.text.tokenizer import Tokenizer
 from moe.config import PRESETS, ModelConfig
 
-ABOUT = (
+COPIED_OPTIONS = (
     "attention_dropout",
     "bos_token_id",
     "eos_token_id",
@@ -42,7 +42,7 @@ run began from."""
 
 
 @dataclass(frozen=True)
-class Request:
+class ExportOptions:
     """Arguments of ``python -m jrl.export``."""
 
     run: tyro.conf.Positional[str]
@@ -67,46 +67,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: list[str]) -> int:
-    request = tyro.cli(
-        Request,
+    options = tyro.cli(
+        ExportOptions,
         prog="python -m jrl.export",
         description="Writes the policy of a run as a checkpoint that transformers and vLLM read.",
         args=arguments,
     )
-    folder = RunFolder.read(request.run)
+    folder = RunFolder.read(options.run)
     run, _ = configuration_of(folder)
-    _check(request, folder)
+    _check(options, folder)
     # On the host, whatever the run learned on: nothing is computed.
     start_jax(1)
-    _export(request, folder, run)
+    _export(options, folder, run)
     return 0
 
 
-def _check(request: Request, folder: RunFolder) -> None:
+def _check(options: ExportOptions, folder: RunFolder) -> None:
     """Raises ValueError or OSError for what cannot be, before anything is read or written."""
     if find_spec("safetensors") is None or find_spec("tokenizers") is None:
         raise ValueError(
             "an export needs safetensors and tokenizers, of which one is not installed: run "
             'pip install -e ".[hf]"'
         )
-    target = Path(request.to)
+    target = Path(options.to)
     if target.exists() or target.is_symlink():
-        raise ValueError(f"to={request.to!r} is there already: choose a folder that is not.")
+        raise ValueError(f"to={options.to!r} is there already: choose a folder that is not.")
     # Of a run that has them the file says so; one without any has no such setting.
     adapted = folder.config()["run"].get("lora_rank") is not None
-    if adapted and not request.merge:
+    if adapted and not options.merge:
         raise ValueError(
             f"run {folder.path} trains adapters, which lie in {folder.path / 'adapters'} in the "
             "format of PEFT: give --merge for whole weights with the adapters in them."
         )
-    if request.merge and not adapted:
+    if options.merge and not adapted:
         raise ValueError(
             f"merge=True has nothing to merge: run {folder.path} has no adapters. Leave out "
             "--merge."
         )
 
 
-def _export(request: Request, folder: RunFolder, run: RunConfig) -> None:
+def _export(options: ExportOptions, folder: RunFolder, run: RunConfig) -> None:
     import jax  # its devices are chosen by now
 
     from jrl.text.published import checkpoint_files
@@ -118,23 +118,30 @@ def _export(request: Request, folder: RunFolder, run: RunConfig) -> None:
     from sharding.folding import Layout, fold
 
     tokenizer = load_tokenizer(folder.tokenizer_path)
-    model, came_as, about = _described(run, folder, tokenizer)
-    architecture = request.architecture or came_as
+    model, original_architecture, extra_options = _describe_network(run, folder, tokenizer)
+    architecture = options.architecture or original_architecture
     network = network_of(model, run)
     mesh = fold(Layout(), jax.devices()[:1])
-    weights, step = load_policy_of(folder, network, mesh, float32=True, step=request.step)
+    weights, step = load_policy_of(folder, network, mesh, float32=True, step=options.step)
     # A checkpoint's own factor (Gemma's) is its architecture's; others know none.
-    if came_as is None and model.embedding_scale != 1.0:
+    if original_architecture is None and model.embedding_scale != 1.0:
         model, weights = fold_embedding_scale(model, weights)
-    dtype = request.dtype or network.dtype
+    dtype = options.dtype or network.dtype
     files = checkpoint_files(tokenizer, folder.origin_path)
     architecture = family_for(model, architecture).architecture
-    with _whole(Path(request.to)) as place:
+    with _atomic_folder(Path(options.to)) as folder_in_progress:
         for name, content in files.items():
-            (place / name).write_bytes(content)
-        save(place, model, weights, architecture=architecture, dtype=dtype, about=about)
+            (folder_in_progress / name).write_bytes(content)
+        save(
+            folder_in_progress,
+            model,
+            weights,
+            architecture=architecture,
+            dtype=dtype,
+            about=extra_options,
+        )
     print(
-        f"{request.to}: {architecture}, {num_parameters(model):,} parameters in {dtype}, "
+        f"{options.to}: {architecture}, {num_parameters(model):,} parameters in {dtype}, "
         f"{folder.path} after step {step}"
     )
     print(f"beside the weights: {', '.join(sorted(files))}")
@@ -145,20 +152,24 @@ def _export(request: Request, folder: RunFolder, run: RunConfig) -> None:
         )
 
 
-def _described(
+def _describe_network(
     run: RunConfig, folder: RunFolder, tokenizer: Tokenizer
 ) -> tuple[ModelConfig, str | None, dict[str, Any]]:
     """The network, the architecture that it came as, and what else config.json shall say."""
     from jrl.text.published import token_ids
     from moe.huggingface.configuration import described
 
-    about = token_ids(tokenizer)
+    extra_options = token_ids(tokenizer)
     if not folder.model_path.exists():
-        return PRESETS[run.model](tokenizer.vocab_size), None, about
+        return PRESETS[run.model](tokenizer.vocab_size), None, extra_options
     model, family = described(folder.model_path)
-    stated = json.loads(folder.model_path.read_bytes())
-    own = {name: stated[name] for name in ABOUT if stated.get(name) is not None}
-    return model, family.architecture, about | own
+    original_options = json.loads(folder.model_path.read_bytes())
+    copied_options = {
+        name: original_options[name]
+        for name in COPIED_OPTIONS
+        if original_options.get(name) is not None
+    }
+    return model, family.architecture, extra_options | copied_options
 
 
 def _is_alive(process: int) -> bool:
@@ -175,22 +186,22 @@ def _is_alive(process: int) -> bool:
 
 
 @contextmanager
-def _whole(target: Path) -> Iterator[Path]:
+def _atomic_folder(target: Path) -> Iterator[Path]:
     """A folder that gets its name when all is in it, and goes where that fails; those of processes
     of this host that were killed go first."""
-    begins = f"{target.name}.writing-{socket.gethostname()}-"
-    for left in target.absolute().parent.glob(f"{glob.escape(begins)}*"):
-        number = left.name.removeprefix(begins)
+    prefix = f"{target.name}.writing-{socket.gethostname()}-"
+    for leftover in target.absolute().parent.glob(f"{glob.escape(prefix)}*"):
+        number = leftover.name.removeprefix(prefix)
         if number.isdecimal() and not _is_alive(int(number)):
-            shutil.rmtree(left)
-    place = target.absolute().parent / f"{begins}{os.getpid()}"
-    place.mkdir(parents=True)
+            shutil.rmtree(leftover)
+    temporary = target.absolute().parent / f"{prefix}{os.getpid()}"
+    temporary.mkdir(parents=True)
     try:
-        yield place
+        yield temporary
         # Of two exports to one place the later one fails here, on a folder that is not empty.
-        place.rename(target)
+        temporary.rename(target)
     except BaseException:
-        shutil.rmtree(place)
+        shutil.rmtree(temporary)
         raise
 
 

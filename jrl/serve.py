@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from moe.config import ModelConfig
 
 KEY_VARIABLE = "JRL_API_KEY"
-LENGTH = 1024
+DEFAULT_LENGTH = 1024
 """Tokens of prompt and completion of a network that says nothing of its positions."""
-CACHE = 4 << 30
+DEFAULT_CACHE_BYTES = 4 << 30
 """Bytes of the KV cache that a length which nobody chose may take."""
 
 
 @dataclass(frozen=True)
-class Request:
+class ServeOptions:
     """Arguments of ``python -m jrl.serve``."""
 
     run: tyro.conf.Positional[str]
@@ -102,123 +102,125 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: list[str]) -> int:
-    request = tyro.cli(
-        Request,
+    options = tyro.cli(
+        ServeOptions,
         prog="python -m jrl.serve",
         description="Serves a policy: completions and chats by OpenAI's protocol.",
         args=arguments,
     )
-    _check(request)
-    _serve(request)
+    _check(options)
+    _serve(options)
     return 0
 
 
-def _check(request: Request) -> None:
+def _check(options: ServeOptions) -> None:
     """Raises ValueError for flags that cannot be."""
-    check_least(request, ("slots", "window", "max_body", "max_tokens", "devices", "connections"))
-    check_least(request, ("micro_batches", "expert_slots", "replan"))
-    check_least(request, ("queue", "port"), 0)
-    check_least(request, ("length",), 2)
-    if request.port >= 2**16:
-        raise ValueError(f"port={request.port} must lie in 0..65535.")
-    if request.api_key == "":
+    check_least(options, ("slots", "window", "max_body", "max_tokens", "devices", "connections"))
+    check_least(options, ("micro_batches", "expert_slots", "replan"))
+    check_least(options, ("queue", "port"), 0)
+    check_least(options, ("length",), 2)
+    if options.port >= 2**16:
+        raise ValueError(f"port={options.port} must lie in 0..65535.")
+    if options.api_key == "":
         raise ValueError(
             "api_key is empty, which any client could show: give one, or leave it out."
         )
-    check_seed(request.seed)
-    template_arguments(request.chat_template_kwargs)
-    found = {
+    check_seed(options.seed)
+    template_arguments(options.chat_template_kwargs)
+    modules = {
         "starlette": find_spec("starlette"),
         "uvicorn": find_spec("uvicorn"),
         "prometheus-client": find_spec("prometheus_client"),
     }
-    missing = [name for name, there in found.items() if there is None]
+    missing = [name for name, module in modules.items() if module is None]
     if missing:
         raise ValueError(
             f'serving needs {", ".join(missing)}: run pip install -e ".[serve]" in the clone.'
         )
 
 
-def _serve(request: Request) -> None:
+def _serve(options: ServeOptions) -> None:
     # What listens comes first: a port that is taken is known before anything is loaded.
     from jrl.serving.listening import server
-    from jrl.serving.listening.connections import most_connections
+    from jrl.serving.listening.connections import limit_connections
 
-    listening = server.listen(request.host, request.port)
+    listening = server.listen(options.host, options.port)
     with listening:
-        if not (request.allow_anyone or _key(request)):
-            server.check_private(request.host, listening)
-        start_jax(request.devices)
-        service, front, name = _made(request)
-        if request.warm_up:
+        if not (options.allow_anyone or _key(options)):
+            server.check_private(options.host, listening)
+        start_jax(options.devices)
+        service, front, name = _build_service(options)
+        if options.warm_up:
             print(f"compiling what {name} is served with, or loading what is kept", file=sys.stderr)
-        service.start(request.warm_up)
+        service.start(options.warm_up)
         # Now that all other files are open.
-        choices = request.slots + request.queue
-        connections, why = most_connections(request.connections, choices)
-        if why:
-            print(why, file=sys.stderr)
+        choices = options.slots + options.queue
+        connections, note = limit_connections(options.connections, choices)
+        if note:
+            print(note, file=sys.stderr)
         host, port = listening.getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
         print(f"serving {name} (step {service.version}) on http://{host}:{port}/v1", flush=True)
-        server.run(service, front, listening, follow=request.follow, connections=connections)
+        server.run(service, front, listening, follow=options.follow, connections=connections)
 
 
-def _made(request: Request):
+def _build_service(options: ServeOptions):
     """The service, what stands before it, and the name of the model."""
     import jax
 
     from jrl.config.rollout import SplitSettings
-    from jrl.serving.application import Front
-    from jrl.serving.asked import MOST_LIKELIEST
+    from jrl.serving.api_request import MAX_TOP_LOGPROBS
+    from jrl.serving.application import FrontEnd
     from jrl.serving.metrics import Metrics
-    from jrl.serving.policy import Served
+    from jrl.serving.policy import ApiModel
     from jrl.serving.service import Service
-    from jrl.trainer.evaluation.deployed import deployed
+    from jrl.trainer.evaluation.served_model import open_served_model
 
-    sides = request.split, request.micro_batches, request.expert_slots, request.replan
-    policy = deployed(request.run, request.layout, SplitSettings(*sides))
+    split = SplitSettings(
+        options.split, options.micro_batches, options.expert_slots, options.replan
+    )
+    policy = open_served_model(options.run, options.layout, split)
     positions = policy.model.max_positions
-    if request.follow and request.run.startswith("hf:"):
+    if options.follow and options.run.startswith("hf:"):
         raise ValueError(
-            f"follow=True has nothing to follow: {request.run} is a checkpoint of one version. "
+            f"follow=True has nothing to follow: {options.run} is a checkpoint of one version. "
             "Leave out --follow, or serve a run."
         )
-    length = request.length
+    length = options.length
     if length is None:
-        length, why = default_length(policy.model, request.slots)
-        if why:
-            print(why, file=sys.stderr)
+        length, note = choose_length(policy.model, options.slots)
+        if note:
+            print(note, file=sys.stderr)
     if positions is not None and length > positions:
         raise ValueError(
             f"length={length} is more than the {positions} positions that the network was made "
             "for: lower --length."
         )
     engine = policy.engine(
-        slots=request.slots,
+        slots=options.slots,
         columns=length,
-        key=jax.random.key(request.seed),
-        top_logprobs=min(MOST_LIKELIEST, policy.model.vocab_size),
+        key=jax.random.key(options.seed),
+        top_logprobs=min(MAX_TOP_LOGPROBS, policy.model.vocab_size),
     )
-    name, metrics = request.name or policy.name, Metrics(request.slots)
+    name, metrics = options.name or policy.name, Metrics(options.slots)
     format = policy.format
-    if request.chat_template_kwargs is not None:
-        given = template_arguments(request.chat_template_kwargs)
-        format = replace(format, template_arguments=given)
-    served = Served(name, format, length, request.max_tokens, int(time.time()))
+    if options.chat_template_kwargs is not None:
+        arguments = template_arguments(options.chat_template_kwargs)
+        format = replace(format, template_arguments=arguments)
+    served = ApiModel(name, format, length, options.max_tokens, int(time.time()))
     service = Service(
         engine,
         served,
         policy.versions,
         metrics,
-        queue=request.queue,
-        window=request.window,
+        queue=options.queue,
+        window=options.window,
     )
-    front = Front(service, served, metrics, api_key=_key(request), most_bytes=request.max_body)
+    front = FrontEnd(service, served, metrics, api_key=_key(options), max_bytes=options.max_body)
     return service, front, name
 
 
-def default_length(model: "ModelConfig", slots: int) -> tuple[int, str]:
+def choose_length(model: "ModelConfig", slots: int) -> tuple[int, str]:
     """Tokens of a row where nobody chose their number: what the network was made for, or as much of
     it as has room; and a line that says so where it is less."""
     import jax
@@ -228,27 +230,27 @@ def default_length(model: "ModelConfig", slots: int) -> tuple[int, str]:
 
     positions = model.max_positions
     if positions is None:
-        return LENGTH, ""
+        return DEFAULT_LENGTH, ""
     one_device = fold(Layout(), jax.devices()[:1])
 
-    def takes(length: int) -> int:
+    def cache_bytes_of(length: int) -> int:
         return cache_bytes(model, one_device, slots, length)
 
     length = positions
     # Halves, so that lengths are as even as those of published networks.
-    while length > LENGTH and takes(length) > CACHE:
+    while length > DEFAULT_LENGTH and cache_bytes_of(length) > DEFAULT_CACHE_BYTES:
         length //= 2
     if length == positions:
         return length, ""
     return length, (
         f"length: {length} of the {positions} tokens that the network was made for: a KV cache of "
-        f"{slots} slots takes {takes(length) / 2**30:.2g} GiB for these, and "
-        f"{takes(positions) / 2**30:.2g} GiB with --length {positions}"
+        f"{slots} slots takes {cache_bytes_of(length) / 2**30:.2g} GiB for these, and "
+        f"{cache_bytes_of(positions) / 2**30:.2g} GiB with --length {positions}"
     )
 
 
-def _key(request: Request) -> str | None:
-    return request.api_key if request.api_key is not None else os.environ.get(KEY_VARIABLE) or None
+def _key(options: ServeOptions) -> str | None:
+    return options.api_key if options.api_key is not None else os.environ.get(KEY_VARIABLE) or None
 
 
 if __name__ == "__main__":

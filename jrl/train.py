@@ -18,13 +18,13 @@ from jaxtyping import Array
 
 from jrl.config.command_line import exit_status, start_jax
 from jrl.config.files import configuration_of, flag, to_json
-from jrl.config.flags import PROGRAM, Request, parse
-from jrl.config.rollout import ON_ONE_MESH
+from jrl.config.flags import PROGRAM, TrainOptions, parse_arguments
+from jrl.config.rollout import SINGLE_MESH_SETTINGS
 from jrl.config.run import AUTO, RunConfig
 from jrl.config.settings_file import settings_text
-from jrl.config.supervised import without_idle
+from jrl.config.supervised import drop_idle
 from jrl.processes.agreement import (
-    FailTogether,
+    RaiseInAllProcesses,
     broadcast_from_main,
     check_same,
     connect,
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from moe.adapters.settings import Lora
     from moe.weights import Transformer
 
-RUNS = Path("runs")
+RUNS_PATH = Path("runs")
 """Default folder of runs, below the working directory."""
 
 
@@ -55,141 +55,147 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: list[str]) -> int:
-    request = parse(arguments)
-    start_jax(request.run.devices, request.processes)
-    check_same(_settings(request))
-    if request.run.lora_from is not None and not request.command.resume:
-        from jrl.trainer.adapters.peft import settled
+    options = parse_arguments(arguments)
+    start_jax(options.run.devices, options.processes)
+    check_same(_shared_settings(options))
+    if options.run.lora_from is not None and not options.command.resume:
+        from jrl.trainer.adapters.peft import resolve_adapter_settings
 
-        request = replace(request, run=settled(request.run))
-    if request.run.layout == AUTO:
-        request = _laid_out(request)
-    if request.command.dry_run:
-        return _show(request)
-    if request.command.resume:
-        return _resume(request)
-    return _begin(request)
+        options = replace(options, run=resolve_adapter_settings(options.run))
+    if options.run.layout == AUTO:
+        options = _with_chosen_layout(options)
+    if options.command.dry_run:
+        return _dry_run(options)
+    if options.command.resume:
+        return _resume(options)
+    return _start_run(options)
 
 
-def _laid_out(request: Request) -> Request:
+def _with_chosen_layout(options: TrainOptions) -> TrainOptions:
     """With the layout that the planner chooses, which the run has from here on.
 
     Task, network and lengths are made for it on a layout of one device, and again for the run.
     """
-    from jrl.trainer.setup.automatic import chosen_layout
+    from jrl.trainer.setup.automatic import choose_layout
 
-    run, recipe = request.run, request.recipe
+    run, recipe = options.run, options.recipe
     if is_multiprocess():
         raise ValueError(
             f"layout={AUTO!r} is chosen in one process: ask there, with --dry-run and as many "
             "--devices, and give all processes the layout that it prints."
         )
-    alone = replace(run, layout="dp1", rollout_layout=None, rollout_devices=None, slots=None)
-    alone = replace(alone, **ON_ONE_MESH)
-    setup = _build(replace(request, run=alone, recipe=recipe.divided(1)), _resumed(request))
+    single_device = replace(
+        run, layout="dp1", rollout_layout=None, rollout_devices=None, slots=None
+    )
+    single_device = replace(single_device, **SINGLE_MESH_SETTINGS)
+    setup = _build(
+        replace(options, run=single_device, recipe=recipe.divided(1)), _open_resumed(options)
+    )
     with closing(setup.task):
         devices = jax.device_count() - (run.rollout_devices or 0)
-        layout, why = chosen_layout(replace(setup, run=run), recipe, devices)
-    print(why)
-    return replace(request, run=replace(run, layout=str(layout)), recipe=recipe.divided(layout.dp))
+        layout, reason_line = choose_layout(replace(setup, run=run), recipe, devices)
+    print(reason_line)
+    return replace(options, run=replace(run, layout=str(layout)), recipe=recipe.divided(layout.dp))
 
 
-def _begin(request: Request) -> int:
+def _start_run(options: TrainOptions) -> int:
     """A new run. Its folder is made when all that can be seen to be wrong has been looked at."""
-    from jrl.trainer.adapters.peft import given_adapters
+    from jrl.trainer.adapters.peft import load_initial_adapters
 
-    setup = _build_together(request)
+    setup = _build_in_all_processes(options)
     with closing(setup.task):
-        weights = _given_weights(setup)
-        request = replace(request, run=setup.run)  # with the steps that its epochs take
-        with _open(lambda: _create(request)) as folder:
-            _keep_with_run(setup, folder)
-            _say_lengths(setup)
-            return _train(setup, folder, weights, given_adapters(setup), _prompts_met(setup))
+        weights = _load_initial_weights(setup)
+        options = replace(options, run=setup.run)  # with the steps that its epochs take
+        with _open(lambda: _create(options)) as folder:
+            _save_inputs(setup, folder)
+            _print_lengths(setup)
+            return _train(
+                setup, folder, weights, load_initial_adapters(setup), _count_prompts_seen(setup)
+            )
 
 
-def _resume(request: Request) -> int:
+def _resume(options: TrainOptions) -> int:
     """An old run from its last checkpoint; from its beginning if it was killed before the first."""
     from jrl.report.page.write import write_page
     from jrl.report.plots import plot_run
     from jrl.runs.checkpoints import Checkpoints
-    from jrl.trainer.adapters.peft import given_adapters
+    from jrl.trainer.adapters.peft import load_initial_adapters
 
-    run, config = request.run, to_json(request.run, request.recipe)
-    with _open(lambda: RunFolder.resume(request.command.run_dir or "")) as folder:
+    run, config = options.run, to_json(options.run, options.recipe)
+    with _open(lambda: RunFolder.resume(options.command.run_dir or "")) as folder:
         checkpoints = Checkpoints(folder.checkpoints_path)
         step = checkpoints.latest_step()
-        if step is not None and step >= run.steps and step == checkpoints.newest_whole()[0]:
+        if step is not None and step >= run.steps and step == checkpoints.latest_valid_step()[0]:
             # It may have been killed between its last checkpoint and its end.
             if is_main_process() and not folder.plots_path.is_dir():
                 plot_run(
                     folder.metrics_path,
                     folder.plots_path,
-                    f"{run.task}, {request.recipe.name}",
+                    f"{run.task}, {options.recipe.name}",
                 )
             # The page comes after the plots.
             if is_main_process() and not folder.report_path.is_file():
                 write_page([folder], folder.report_path)
             print(f"{folder.path} is finished after {step} steps; --steps may be raised.")
             return 0
-        setup = _build_together(request, folder)
+        setup = _build_in_all_processes(options, folder)
         with closing(setup.task):
             if is_main_process() and folder.config() != config:
                 folder.change_config(config)
-            _keep_with_run(setup, folder)
+            _save_inputs(setup, folder)
             if step is not None:
                 return _train(setup, folder, None, None)
-            given = _given_weights(setup), given_adapters(setup), _prompts_met(setup)
-            return _train(setup, folder, *given)
+            weights, adapters = _load_initial_weights(setup), load_initial_adapters(setup)
+            return _train(setup, folder, weights, adapters, _count_prompts_seen(setup))
 
 
-def _settings(request: Request) -> dict[str, Any]:
+def _shared_settings(options: TrainOptions) -> dict[str, Any]:
     """Settings that all processes of a run must have in common."""
-    command = {"--resume": request.command.resume, "--dry-run": request.command.dry_run}
-    config, source = to_json(request.run, request.recipe), source_of(request.recipe)
+    command = {"--resume": options.command.resume, "--dry-run": options.command.dry_run}
+    config, source = to_json(options.run, options.recipe), source_of(options.recipe)
     fields = {**config["run"], **config["hyperparameters"]}
     return {
         "the recipe": config["recipe"],
         "the recipe's file": None if source is None else sha256(source).hexdigest()[:12],
-        "the files of task and rewards": _hashes(request),
+        "the files of task and rewards": _file_hashes(options),
         "the version of JAX": jax.__version__,
         **command,
         **{flag(name): value for name, value in fields.items()},
     }
 
 
-def _hashes(request: Request) -> dict[str, str]:
+def _file_hashes(options: TrainOptions) -> dict[str, str]:
     """Of the user's own files, which tell versions apart."""
-    folder = _resumed(request)
+    folder = _open_resumed(options)
     code_path = None if folder is None else folder.code_path
-    files = custom_files(request.run.task, request.run.reward, code_path)
+    files = custom_files(options.run.task, options.run.reward, code_path)
     return {name: sha256(source).hexdigest()[:12] for name, source in files.items()}
 
 
-def _show(request: Request) -> int:
+def _dry_run(options: TrainOptions) -> int:
     from jrl.trainer.setup.dry_run import print_dry_run
 
-    setup = _build_together(request, _resumed(request))
+    setup = _build_in_all_processes(options, _open_resumed(options))
     with closing(setup.task):
         print_dry_run(setup)
     return 0
 
 
-def _resumed(request: Request) -> RunFolder | None:
+def _open_resumed(options: TrainOptions) -> RunFolder | None:
     """The run to resume, opened for reading; None for a new one."""
-    return RunFolder.read(request.command.run_dir or "") if request.command.resume else None
+    return RunFolder.read(options.command.run_dir or "") if options.command.resume else None
 
 
-def _build_together(request: Request, folder: RunFolder | None = None) -> "Setup":
+def _build_in_all_processes(options: TrainOptions, folder: RunFolder | None = None) -> "Setup":
     """`_build` in all processes or in none, which are then connected."""
-    with FailTogether():
-        setup = _build(request, folder)
+    with RaiseInAllProcesses():
+        setup = _build(options, folder)
     connect(setup.mesh)
     connect(setup.rollout_mesh)
     return setup
 
 
-def _build(request: Request, folder: RunFolder | None = None) -> "Setup":
+def _build(options: TrainOptions, folder: RunFolder | None = None) -> "Setup":
     """The fixed parts of the run, looked over. Close its task at the end.
 
     Args:
@@ -202,16 +208,16 @@ def _build(request: Request, folder: RunFolder | None = None) -> "Setup":
     from jrl.trainer.setup.setup import build_setup
     from moe.placement import specs
 
-    for destination in request.run.log_to:
+    for destination in options.run.log_to:
         check_installed(destination)
-    if request.run.faults:
+    if options.run.faults:
         import_psutil()
-    if request.run.faults_port is not None:
+    if options.run.faults_port is not None:
         import_client()
     model = None if folder is None else load_model(folder)
     code_path = None if folder is None else folder.code_path
-    tokenizer = _tokenizer(request.run, folder)
-    setup = build_setup(request.run, request.recipe, tokenizer, model, code_path)
+    tokenizer = _tokenizer(options.run, folder)
+    setup = build_setup(options.run, options.recipe, tokenizer, model, code_path)
     try:
         setup.tokenizer.encode(setup.task.characters)
         specs(setup.model, setup.mesh)
@@ -243,7 +249,7 @@ def _tokenizer(run: RunConfig, folder: RunFolder | None) -> Tokenizer | None:
     return with_template(run, load_tokenizer(RunFolder.read(run.weights).tokenizer_path))
 
 
-def _given_weights(setup: "Setup") -> "Transformer[Array] | None":
+def _load_initial_weights(setup: "Setup") -> "Transformer[Array] | None":
     """The policy that --weights asks for, or that of a public checkpoint; None without."""
     from jrl.trainer.evaluation.saved_policy import load_checkpoint, load_policy
 
@@ -254,13 +260,13 @@ def _given_weights(setup: "Setup") -> "Transformer[Array] | None":
         print(f"starting from the checkpoint in {directory}")
         return weights
     folder = RunFolder.read(setup.run.weights)
-    networks = setup.networks.with_adapters(_adapters_of(setup, folder))
+    networks = setup.networks.with_adapters(_lora_of(setup, folder))
     weights, step = load_policy(folder, networks, float32=True)
     print(f"starting from {setup.run.weights} after step {step}")
     return weights
 
 
-def _prompts_met(setup: "Setup") -> int:
+def _count_prompts_seen(setup: "Setup") -> int:
     """Training prompts that the policy of --weights has met, where its run drew from the same
     stream: this one goes on after them, or it would ask again what a warm start imitated."""
     from jrl.trainer.evaluation.saved_policy import prompts_seen_by
@@ -269,12 +275,12 @@ def _prompts_met(setup: "Setup") -> int:
     if run.weights is None:
         return 0
     folder = RunFolder.read(run.weights)
-    before = folder.config().get("run", {})
-    same = (before.get("task"), before.get("seed")) == (run.task, run.seed)
-    return prompts_seen_by(folder) if same else 0
+    source_run = folder.config().get("run", {})
+    same_stream = (source_run.get("task"), source_run.get("seed")) == (run.task, run.seed)
+    return prompts_seen_by(folder) if same_stream else 0
 
 
-def _adapters_of(setup: "Setup", folder: RunFolder) -> "Lora | None":
+def _lora_of(setup: "Setup", folder: RunFolder) -> "Lora | None":
     """The adapters of another run, None of one without."""
     from jrl.trainer.setup.network import lora_of
 
@@ -286,17 +292,17 @@ def _adapters_of(setup: "Setup", folder: RunFolder) -> "Lora | None":
 def _open(make: Callable[[], RunFolder]) -> RunFolder:
     """The folder of the run, made and locked by the first process; the others only read it."""
     folder = None
-    with FailTogether():
+    with RaiseInAllProcesses():
         if is_main_process():
             folder = make()
     path = broadcast_from_main(None if folder is None else str(folder.path.absolute()))
     return RunFolder(path) if folder is None else folder
 
 
-def _keep_with_run(setup: "Setup", folder: RunFolder) -> None:
+def _save_inputs(setup: "Setup", folder: RunFolder) -> None:
     """Saves the tokenizer, and copies a checkpoint's description of its network: the run can resume
     after the checkpoint was moved."""
-    with FailTogether():
+    with RaiseInAllProcesses():
         if not is_main_process():
             return
         checkpoint = setup.run.checkpoint
@@ -305,29 +311,29 @@ def _keep_with_run(setup: "Setup", folder: RunFolder) -> None:
                 from jrl.text.published import copy_checkpoint_files  # needs an extra
 
                 # The tokenizer is that of the weights.
-                given = setup.run.weights
-                origin = Path(checkpoint) if given is None else RunFolder(given).origin_path
+                source = setup.run.weights
+                origin = Path(checkpoint) if source is None else RunFolder(source).origin_path
                 copy_checkpoint_files(origin, folder.origin_path)
             records.replace(folder.model_path, (Path(checkpoint) / "config.json").read_bytes())
         setup.tokenizer.save(folder.tokenizer_path)
-        again = f"repeats this run: {PROGRAM} --config {shlex.quote(str(folder.settings_path))}"
-        said = without_idle(folder.config(), type(setup.recipe))
-        records.replace(folder.settings_path, settings_text(said, again).encode())
+        comment = f"repeats this run: {PROGRAM} --config {shlex.quote(str(folder.settings_path))}"
+        config = drop_idle(folder.config(), type(setup.recipe))
+        records.replace(folder.settings_path, settings_text(config, comment).encode())
 
 
-def _say_lengths(setup: "Setup") -> None:
+def _print_lengths(setup: "Setup") -> None:
     """Prints the size of a fine-tuning dataset, the prompts that were left out and the tokens that
     end a turn, where there are any; and the maximum completion length, where the user set none and
     answers do not tell how long reasoning is."""
-    from jrl.trainer.setup.lengths import left_out, response_origin
+    from jrl.trainer.setup.lengths import describe_left_out, response_origin
     from jrl.trainer.setup.reading import turn_ends
 
     if not is_main_process():
         return
     run, length = setup.run, setup.response_length
     if setup.rows is not None:
-        print("\n".join(setup.rows.described(setup.task)))
-    for line in left_out(setup.task, setup.prompts_dropped, setup.prompt_length):
+        print("\n".join(setup.rows.describe(setup.task)))
+    for line in describe_left_out(setup.task, setup.prompts_dropped, setup.prompt_length):
         print(line)
     if (ends := turn_ends(setup)) is not None:
         print(ends)
@@ -336,27 +342,31 @@ def _say_lengths(setup: "Setup") -> None:
         print(f"completions of at most {length:,} tokens: {response_origin(run, length)}")
 
 
-def _say_dispatch(setup: "Setup") -> None:
+def _print_dispatch(setup: "Setup") -> None:
     """Prints the dispatch method to experts on other devices, if the user chose none."""
     from jrl.trainer.setup.network import dispatch_explained
 
-    chosen = dispatch_explained(setup.model, setup.run, setup.mesh)
-    if chosen is not None and is_main_process():
-        print(f"dispatch {chosen}")
+    explanation = dispatch_explained(setup.model, setup.run, setup.mesh)
+    if explanation is not None and is_main_process():
+        print(f"dispatch {explanation}")
 
 
-def _create(request: Request) -> RunFolder:
+def _create(options: TrainOptions) -> RunFolder:
     """The requested folder, or the next with a number: one above the highest that exists."""
-    config, source = to_json(request.run, request.recipe), source_of(request.recipe)
-    code = custom_files(request.run.task, request.run.reward)
-    if request.command.run_dir is not None:
-        return RunFolder.create(request.command.run_dir, config, source, code)
-    kind, _, rest = request.run.task.partition(":")
-    words = [request.recipe.name, Path(kind).stem, *([Path(rest).stem] if rest else [])]
-    name = re.sub(r"[^a-z0-9]+", "-", "-".join(words).lower())
-    taken = [re.fullmatch(rf"{name}-(\d+)", path.name) for path in RUNS.glob(f"{name}-*")]
-    number = 1 + max((int(match[1]) for match in taken if match), default=0)
-    return RunFolder.create(RUNS / f"{name}-{number}", config, source, code)
+    config, source = to_json(options.run, options.recipe), source_of(options.recipe)
+    code = custom_files(options.run.task, options.run.reward)
+    if options.command.run_dir is not None:
+        return RunFolder.create(options.command.run_dir, config, source, code)
+    task_kind, _, task_file = options.run.task.partition(":")
+    name_words = [
+        options.recipe.name,
+        Path(task_kind).stem,
+        *([Path(task_file).stem] if task_file else []),
+    ]
+    name = re.sub(r"[^a-z0-9]+", "-", "-".join(name_words).lower())
+    matches = [re.fullmatch(rf"{name}-(\d+)", path.name) for path in RUNS_PATH.glob(f"{name}-*")]
+    number = 1 + max((int(match[1]) for match in matches if match), default=0)
+    return RunFolder.create(RUNS_PATH / f"{name}-{number}", config, source, code)
 
 
 def _train(
@@ -370,7 +380,7 @@ def _train(
     from jrl.trainer.loop import train
 
     resume = f"{PROGRAM} --resume --run-dir {shlex.quote(str(folder.path))}"
-    _say_dispatch(setup)
+    _print_dispatch(setup)
     print(f"run folder: {folder.path}", flush=True)
     try:
         with CompilationWatch() if is_main_process() else nullcontext():

@@ -133,10 +133,10 @@ def test_train_reads(command, monkeypatch, tmp_path):
             Path(word).write_text("recipe: grpo\n")
     if "--help" in words:
         with pytest.raises(SystemExit) as ended:
-            flags.parse(words)
+            flags.parse_arguments(words)
         assert ended.value.code == 0
     else:
-        layout = flags.parse(words).run.layout
+        layout = flags.parse_arguments(words).run.layout
         assert layout == AUTO or Layout.parse(layout)
 
 

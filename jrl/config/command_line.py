@@ -9,14 +9,20 @@ from types import TracebackType
 
 import jax
 
-from jrl.processes.coordinator import ALONE, Processes, join, leave_at_once, look_over
+from jrl.processes.coordinator import (
+    SINGLE_PROCESS,
+    Processes,
+    check_devices,
+    exit_without_waiting,
+    join_processes,
+)
 
 OUR_PACKAGES = ("jrl", "moe", "sharding")
-OF_TRAINING = "lower --micro-batch; --dry-run shows what needs the memory"
+MEMORY_REMEDY = "lower --micro-batch; --dry-run shows what needs the memory"
 """Advice for a device that is out of memory."""
 
 
-def exit_status(command: Callable[[], int], remedy: str = OF_TRAINING) -> int:
+def exit_status(command: Callable[[], int], remedy: str = MEMORY_REMEDY) -> int:
     """Runs a command, and reports errors of the caller or the run in one line on standard error.
 
     A ValueError that a `raise` of this project made is an error of the caller. One that comes out
@@ -37,7 +43,7 @@ def exit_status(command: Callable[[], int], remedy: str = OF_TRAINING) -> int:
         return status
     finally:
         if status not in (0, 2):
-            leave_at_once(1 if status is None else status)
+            exit_without_waiting(1 if status is None else status)
 
 
 def _exit_status(command: Callable[[], int], remedy: str) -> int:
@@ -45,29 +51,29 @@ def _exit_status(command: Callable[[], int], remedy: str) -> int:
         return command()
     except ValueError as error:
         if _raised_by_us(error.__traceback__):
-            return _say(error, 2)
+            return _print_error(error, 2)
         # So JAX raises what goes wrong in a collective that runs as soon as it is enqueued.
-        if (what := _lost_process(error)) is None:
+        if (message := _lost_process(error)) is None:
             raise
-        return _say(what, 1)
+        return _print_error(message, 1)
     except KeyboardInterrupt:
-        return _say("interrupted", 130)
+        return _print_error("interrupted", 130)
     except BrokenPipeError:  # the reader of the output has exited, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
         if error.filename is None:
             raise
-        return _say(f"{error.filename}: {error.strerror}", 1)
+        return _print_error(f"{error.filename}: {error.strerror}", 1)
     except RuntimeError as error:
         if type(error).__module__.split(".")[0] in OUR_PACKAGES:
-            return _say(error, 1)
-        if (lost := _lost_process(error)) is not None:
-            return _say(lost, 1)
-        what = str(error).splitlines()[0]
-        if "RESOURCE_EXHAUSTED" not in what:
+            return _print_error(error, 1)
+        if (message_of_lost := _lost_process(error)) is not None:
+            return _print_error(message_of_lost, 1)
+        message = str(error).splitlines()[0]
+        if "RESOURCE_EXHAUSTED" not in message:
             raise
-        return _say(f"{what}: {remedy}.", 1)
+        return _print_error(f"{message}: {remedy}.", 1)
 
 
 def _lost_process(error: Exception) -> str | None:
@@ -78,7 +84,7 @@ def _lost_process(error: Exception) -> str | None:
     return f"another process of the run has ended or cannot be reached: {what}"
 
 
-def start_jax(devices: int | None, processes: Processes = ALONE) -> None:
+def start_jax(devices: int | None, processes: Processes = SINGLE_PROCESS) -> None:
     """Chooses the devices before JAX starts, and turns on the compilation cache.
 
     Args:
@@ -94,19 +100,19 @@ def start_jax(devices: int | None, processes: Processes = ALONE) -> None:
     if share is not None:
         _fake_devices(share)
     keep_compilations()
-    has_joined = join(processes)
+    has_joined = join_processes(processes)
     try:
         jax.devices()
     except RuntimeError as error:
         raise ValueError(f"JAX cannot start: {' '.join(str(error).split())}") from error
     except AssertionError as error:  # JAX's, of JAX_PLATFORMS=cuda where it sees no NVIDIA GPU
-        asked = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+        platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
         raise ValueError(
-            f"JAX cannot start: it finds no device for JAX_PLATFORMS={asked!r}: leave that out, or "
-            "see with nvidia-smi whether this machine shows its GPUs."
+            f"JAX cannot start: it finds no device for JAX_PLATFORMS={platforms!r}: leave that "
+            "out, or see with nvidia-smi whether this machine shows its GPUs."
         ) from error
     if has_joined:
-        look_over()
+        check_devices()
 
 
 def keep_compilations() -> None:
@@ -158,6 +164,6 @@ def _raised_by_us(traceback: TracebackType | None) -> bool:
     return at_raise and (name == "__main__" or name.split(".")[0] in OUR_PACKAGES)
 
 
-def _say(error: Exception | str, status: int) -> int:
+def _print_error(error: Exception | str, status: int) -> int:
     print("error:", " ".join(str(error).split()), file=sys.stderr)
     return status

@@ -9,35 +9,35 @@ import tyro
 
 from jrl.config.files import configuration_of
 from jrl.config.numbers import check_least, check_seed
-from jrl.config.rollout import ON_ONE_MESH
-from jrl.config.run import OF_DEVICES, RunConfig
-from jrl.processes.coordinator import ALONE, Processes
+from jrl.config.rollout import SINGLE_MESH_SETTINGS
+from jrl.config.run import IMPLEMENTATION_SETTINGS, RunConfig
+from jrl.processes.coordinator import SINGLE_PROCESS, Processes
 from jrl.recipes import Recipe
 from jrl.recipes.grpo import Grpo
 from jrl.runs.folder import RunFolder
 from jrl.tasks.data.split import HELDOUT_SHARE
 from jrl.tasks.load import listed_names
 
-OF_TASK = (
+TASK_SETTINGS = (
     *("held_out", "reward", "reward_weights", "prompt_length", "max_turns", "turn_length"),
     *("prompt_field", "answer_field", "messages_field"),
 )
 """Settings of a run that are chosen for its task."""
-OF_SAMPLING = ("temperature", "top_k", "top_p")
+SAMPLING_SETTINGS = ("temperature", "top_k", "top_p")
 """Settings of a recipe that control sampling."""
-OTHERS = (
+OTHER_SETTINGS = (
     *("answers", "reward_seconds", "failed_reward", "overlong_prompts", "response_length"),
     *("system_prompt", "chat_template", "chat_template_kwargs"),
     *("dtype", "verifiers", "slots", "devices"),
 )
 """Other settings of a run that flags change."""
-PROMPTS = 256
+DEFAULT_PROMPTS = 256
 """Default number of prompts to evaluate, of those that a run holds out and of a task without an
 end."""
 
 
 @dataclass(frozen=True)
-class Request:
+class EvaluateOptions:
     """Settings of an evaluation: the policy, the prompts, the sampling and the devices."""
 
     run: tyro.conf.Positional[str]
@@ -131,7 +131,7 @@ class Request:
     """Number of fake CPU devices; None does as the run did."""
     diagnostics: bool = False
     """Measure the critic of the run as well, and draw plots/value_diagnostics.png in its folder."""
-    processes: tyro.conf.OmitArgPrefixes[Processes] = ALONE
+    processes: tyro.conf.OmitArgPrefixes[Processes] = SINGLE_PROCESS
 
     @property
     def is_checkpoint(self) -> bool:
@@ -160,7 +160,9 @@ class Request:
                 Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
 
 
-def configuration(request: Request, folder: RunFolder | None) -> tuple[RunConfig, Recipe]:
+def evaluation_configuration(
+    options: EvaluateOptions, folder: RunFolder | None
+) -> tuple[RunConfig, Recipe]:
     """Settings of the run or of a checkpoint, with the changes that the flags make.
 
     Args:
@@ -170,64 +172,68 @@ def configuration(request: Request, folder: RunFolder | None) -> tuple[RunConfig
       ValueError: for a checkpoint without a task, and for invalid settings.
     """
     if folder is None:
-        if request.task is None:
-            raise ValueError(f"{request.run} is a checkpoint, which has no task: give --task.")
-        run, recipe = RunConfig(model=request.run, steps=0, tokenizer=request.tokenizer), Grpo()
+        if options.task is None:
+            raise ValueError(f"{options.run} is a checkpoint, which has no task: give --task.")
+        run, recipe = RunConfig(model=options.run, steps=0, tokenizer=options.tokenizer), Grpo()
     else:
         run, recipe = configuration_of(folder)
-        if run.lora_rank is not None and request.dtype is not None:
+        if run.lora_rank is not None and options.dtype is not None:
             raise ValueError(
-                f"dtype={request.dtype!r} is not that of the weights which run {folder.path} keeps "
+                f"dtype={options.dtype!r} is not that of the weights which run {folder.path} keeps "
                 "beside its adapters: leave it out."
             )
-    given = {name: getattr(request, name) for name in (*OF_TASK, *OTHERS)}
-    given = {name: value for name, value in given.items() if value is not None}
-    if request.task is not None:
+    changes = {name: getattr(options, name) for name in (*TASK_SETTINGS, *OTHER_SETTINGS)}
+    changes = {name: value for name, value in changes.items() if value is not None}
+    if options.task is not None:
         # What was chosen for the run's own task need not fit another. Prompts have no answers to
         # imitate here, and need none.
-        fresh = RunConfig()
+        default_run_config = RunConfig()
         if recipe.supervised:
             recipe = Grpo()  # tasks have rewards, and not conversations
         # Nothing of them is trained on.
-        given.setdefault("held_out", "1.0" if listed_names(request.task) else None)
-        usual = {name: getattr(fresh, name) for name in OF_TASK}
-        given = {**usual, **given, "task": request.task, "warm_start_steps": 0}
-    if request.unsafe_tools:
-        given["unsafe_tools"] = True
+        changes.setdefault("held_out", "1.0" if listed_names(options.task) else None)
+        task_defaults = {name: getattr(default_run_config, name) for name in TASK_SETTINGS}
+        changes = {**task_defaults, **changes, "task": options.task, "warm_start_steps": 0}
+    if options.unsafe_tools:
+        changes["unsafe_tools"] = True
     # Implementations were chosen for the training devices; here the best that applies is used.
     # Slots were chosen for their memory, and for the run's own lengths.
-    elsewhere = {**dict.fromkeys(OF_DEVICES), **ON_ONE_MESH, "slots": None}
+    device_settings = {
+        **dict.fromkeys(IMPLEMENTATION_SETTINGS),
+        **SINGLE_MESH_SETTINGS,
+        "slots": None,
+    }
     if run.rollout_devices is not None:
         # There is no training here: the layout's own devices sample.
-        elsewhere |= {"rollout_devices": None, "rollout_layout": None}
-    if request.layout is not None:
-        elsewhere |= {"layout": request.layout, "rollout_layout": None}
-    if request.rollout_layout is not None:
-        elsewhere["rollout_layout"] = request.rollout_layout
-    sampling = {name: getattr(request, name) for name in OF_SAMPLING}
+        device_settings |= {"rollout_devices": None, "rollout_layout": None}
+    if options.layout is not None:
+        device_settings |= {"layout": options.layout, "rollout_layout": None}
+    if options.rollout_layout is not None:
+        device_settings["rollout_layout"] = options.rollout_layout
+    sampling = {name: getattr(options, name) for name in SAMPLING_SETTINGS}
     recipe = replace(recipe, **{name: v for name, v in sampling.items() if v is not None})
-    return replace(run, **{**elsewhere, **given}), recipe
+    return replace(run, **{**device_settings, **changes}), recipe
 
 
-def num_prompts(request: Request, size: int | None) -> int:
+def choose_num_prompts(options: EvaluateOptions, size: int | None) -> int:
     """Maximum number of prompts to evaluate.
 
     Args:
       size: number of prompts of the task; None is an endless supply.
     """
-    if request.prompts is not None:
-        return request.prompts
-    return PROMPTS if request.task is None or size is None else size
+    if options.prompts is not None:
+        return options.prompts
+    return DEFAULT_PROMPTS if options.task is None or size is None else size
 
 
-def learned_from(request: Request, folder: RunFolder | None) -> list[str]:
+def training_data_notes(options: EvaluateOptions, folder: RunFolder | None) -> list[str]:
     """Notes on evaluated training data: a line for each list that is evaluated in full although
     the run was trained on it."""
-    if folder is None or request.task is None or request.held_out is not None:
+    if folder is None or options.task is None or options.held_out is not None:
         return []
     run, _ = configuration_of(folder)
-    apart = run.held_out or f"{HELDOUT_SHARE:g}"
+    held_out = run.held_out or f"{HELDOUT_SHARE:g}"
     return [
-        f"note: the run has learned from {task}; --held-out {apart} is the part that it has not"
-        for task in sorted(listed_names(request.task) & listed_names(run.task))
+        f"note: the run has learned from {task}; --held-out {held_out} is the part that it has not"
+        for task in sorted(listed_names(options.task) & listed_names(run.task))
     ]

@@ -11,7 +11,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from jrl.config.run import OF_DEVICES, RunConfig
+from jrl.config.run import IMPLEMENTATION_SETTINGS, RunConfig
 from jrl.recipes import Recipe
 from jrl.recipes.base.load import load_recipe, reference_of
 from jrl.runs.folder import RunFolder
@@ -23,7 +23,7 @@ CHANGEABLE = (
     *("rollout_micro_batches", "rollout_m2n", "rollout_expert_slots", "rollout_replan"),
     *("devices", "slots", "micro_batch", "packing", "verifiers", "unsafe_tools"),
     # Implementations of the network.
-    *OF_DEVICES,
+    *IMPLEMENTATION_SETTINGS,
     *("exchange_rate", "latent", "remat", "fsdp", "overlap_grad_reduce", "buffer_factor"),
     *("expert_chunks", "two_batch_overlap", "scan_layers", "vocab_chunk"),
     # Checkpoints and logs.
@@ -33,7 +33,7 @@ CHANGEABLE = (
 """Fields that a resumed run may change: none of them changes what a step computes. Steps only grow;
 another layout or micro-batch sums in another order, which changes the rounding."""
 
-LATER = {
+LATER_FIELDS = {
     "chat_template_kwargs": None,
     "answers": "evaluated",
     "unsafe_tools": False,
@@ -50,34 +50,34 @@ def to_json(run: RunConfig, recipe: Recipe) -> dict[str, Any]:
     return {"recipe": reference_of(recipe), "run": asdict(run), "hyperparameters": asdict(recipe)}
 
 
-def from_json(config: Mapping[str, Any], place: Path | str) -> tuple[RunConfig, Recipe]:
+def from_json(config: Mapping[str, Any], path: Path | str) -> tuple[RunConfig, Recipe]:
     """Restores the run and the recipe from the JSON object of `to_json`.
 
     Args:
-      place: the file that the configuration was read from; the path of a recipe of the user's own
+      path: the file that the configuration was read from; the path of a recipe of the user's own
         is relative to its folder.
 
     Raises:
       ValueError: for a field that is unknown, missing or of another type, or an unknown recipe.
     """
-    _check_names(config, ("recipe", "run", "hyperparameters"), "", place)
+    _check_names(config, ("recipe", "run", "hyperparameters"), "", path)
     name = config["recipe"]
     if not isinstance(name, str):
-        raise ValueError(f"{place}: recipe is {name!r}, not the name of one.")
+        raise ValueError(f"{path}: recipe is {name!r}, not the name of one.")
     try:
-        kind = load_recipe(name, Path(place).parent)
+        kind = load_recipe(name, Path(path).parent)
     except ValueError as error:
-        raise ValueError(f"{place}: {error}") from error
-    run = _record(RunConfig, config["run"], "run", place)
-    return run, _record(kind, config["hyperparameters"], "hyperparameters", place)
+        raise ValueError(f"{path}: {error}") from error
+    run = _record(RunConfig, config["run"], "run", path)
+    return run, _record(kind, config["hyperparameters"], "hyperparameters", path)
 
 
 def fixed_settings(run: RunConfig, recipe: Recipe) -> dict[str, Any]:
     """Recipe name and every field that a resumed run may not change, as JSON values."""
     config = to_json(run, recipe)
     fields = {"recipe": config["recipe"], **config["run"], **config["hyperparameters"]}
-    fixed = {name: value for name, value in fields.items() if name not in CHANGEABLE}
-    return json.loads(json.dumps(fixed))
+    unchangeable = {name: value for name, value in fields.items() if name not in CHANGEABLE}
+    return json.loads(json.dumps(unchangeable))
 
 
 def configuration_of(folder: RunFolder) -> tuple[RunConfig, Recipe]:
@@ -85,13 +85,13 @@ def configuration_of(folder: RunFolder) -> tuple[RunConfig, Recipe]:
     return from_json(folder.config(), folder.config_path)
 
 
-def check_resumable(stored: tuple[RunConfig, Recipe], given: tuple[RunConfig, Recipe]) -> None:
+def check_resumable(stored: tuple[RunConfig, Recipe], requested: tuple[RunConfig, Recipe]) -> None:
     """Rejects settings under which a resumed run would be another run.
 
     Raises:
       ValueError: naming every flag that may not differ, its value in the run and the new one.
     """
-    differences = list(_differences(stored, given))
+    differences = list(_differences(stored, requested))
     if differences:
         raise ValueError(
             f"a resumed run keeps its settings: {'; '.join(differences)}. "
@@ -105,67 +105,70 @@ def flag(field: str) -> str:
 
 
 def _differences(
-    stored: tuple[RunConfig, Recipe], given: tuple[RunConfig, Recipe]
+    stored: tuple[RunConfig, Recipe], requested: tuple[RunConfig, Recipe]
 ) -> Iterator[str]:
     # Checkpoints store the KV cache in the layout that the layers read.
-    kept = ("scan_layers", "latent") if stored[0].stale_cache else ()
-    for before, after in zip(stored, given, strict=True):
-        for field in fields(before):
-            old, new = getattr(before, field.name), getattr(after, field.name)
+    cache_fields = ("scan_layers", "latent") if stored[0].stale_cache else ()
+    for stored_record, requested_record in zip(stored, requested, strict=True):
+        for field in fields(stored_record):
+            old, new = (
+                getattr(stored_record, field.name),
+                getattr(requested_record, field.name),
+            )
             if field.name == "steps" and new < old:
                 yield f"--steps is {old} in the run and can be raised only, {new} was given"
-            elif old != new and (field.name not in CHANGEABLE or field.name in kept):
+            elif old != new and (field.name not in CHANGEABLE or field.name in cache_fields):
                 yield f"{flag(field.name)} is {old} in the run, {new} was given"
 
 
-def _record(kind: type[Record], values: Any, name: str, place: Path | str) -> Record:
+def _record(kind: type[Record], values: Any, name: str, path: Path | str) -> Record:
     if not isinstance(values, Mapping):
-        raise ValueError(f"{place}: {name} is {values!r}, not an object.")
+        raise ValueError(f"{path}: {name} is {values!r}, not an object.")
     hints = get_type_hints(kind)
     names = [field.name for field in fields(kind)]  # pyright: ignore[reportArgumentType]
-    values = {name: value for name, value in LATER.items() if name in names} | dict(values)
-    _check_names(values, names, f"{name}.", place)
+    values = {name: value for name, value in LATER_FIELDS.items() if name in names} | dict(values)
+    _check_names(values, names, f"{name}.", path)
     for field in names:
-        if not fits(values[field], hints[field]):
+        if not has_type(values[field], hints[field]):
             raise ValueError(
-                f"{place}: {name}.{field} is {values[field]!r}, not {spelled(hints[field])}."
+                f"{path}: {name}.{field} is {values[field]!r}, not {type_name(hints[field])}."
             )
     try:
-        return kind(**{field: converted(values[field], hints[field]) for field in names})
+        return kind(**{field: convert_value(values[field], hints[field]) for field in names})
     except ValueError as error:
-        raise ValueError(f"{place}: {error}") from error
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _check_names(
-    values: Mapping[str, Any], names: tuple[str, ...] | list[str], prefix: str, place: Path | str
+    values: Mapping[str, Any], names: tuple[str, ...] | list[str], prefix: str, path: Path | str
 ) -> None:
     unknown = [prefix + name for name in values if name not in names]
     missing = [prefix + name for name in names if name not in values]
     if unknown or missing:
-        parts = [f"unknown {', '.join(unknown)}"] if unknown else []
-        parts += [f"missing {', '.join(missing)}"] if missing else []
+        complaints = [f"unknown {', '.join(unknown)}"] if unknown else []
+        complaints += [f"missing {', '.join(missing)}"] if missing else []
         raise ValueError(
-            f"{place} is not a configuration of this version: {'; '.join(parts)}. "
+            f"{path} is not a configuration of this version: {'; '.join(complaints)}. "
             "Use the version that wrote it, or mend the file."
         )
 
 
-def fits(value: Any, annotation: Any) -> bool:
+def has_type(value: Any, annotation: Any) -> bool:
     """True if a JSON value is of this type. A whole number is valid for a float."""
     origin, options = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
-        return any(fits(value, option) for option in options)
+        return any(has_type(value, option) for option in options)
     if origin is Literal:
         return isinstance(value, str) and value in options
     if origin is tuple:
-        return isinstance(value, list | tuple) and all(fits(item, options[0]) for item in value)
+        return isinstance(value, list | tuple) and all(has_type(item, options[0]) for item in value)
     if annotation is float:
         # Only whole numbers within the range of a float.
         return type(value) is float or (type(value) is int and abs(value) < 2**1023)
     return type(value) is annotation
 
 
-def converted(value: Any, annotation: Any) -> Any:
+def convert_value(value: Any, annotation: Any) -> Any:
     """Converts a valid JSON value to the type of its field: lists to tuples, numbers to floats."""
     if isinstance(value, list):
         return tuple(value)
@@ -174,7 +177,7 @@ def converted(value: Any, annotation: Any) -> Any:
     return value
 
 
-def spelled(annotation: Any) -> str:
+def type_name(annotation: Any) -> str:
     """Name of a type for error messages."""
     if get_origin(annotation) is Literal:
         return " | ".join(map(repr, get_args(annotation)))

@@ -10,8 +10,8 @@ import tyro
 from jrl.config.files import check_resumable, configuration_of
 from jrl.config.run import AUTO, RunConfig
 from jrl.config.settings_file import Settings, read_settings
-from jrl.config.supervised import HELP, check_idle, defaults, idle
-from jrl.processes.coordinator import ALONE, Processes
+from jrl.config.supervised import HELP, check_idle, default_run, idle_fields
+from jrl.processes.coordinator import SINGLE_PROCESS, Processes
 from jrl.recipes import RECIPES, Recipe
 from jrl.recipes.base.load import LIBRARY, load_recipe
 from jrl.runs.folder import RunFolder
@@ -58,16 +58,16 @@ class Command:
 
 
 @dataclass(frozen=True)
-class Request:
+class TrainOptions:
     """Parsed command line: the command, the run, its recipe and its processes."""
 
     command: Command
     run: RunConfig
     recipe: Recipe
-    processes: Processes = ALONE
+    processes: Processes = SINGLE_PROCESS
 
 
-def parse(arguments: list[str]) -> Request:
+def parse_arguments(arguments: list[str]) -> TrainOptions:
     """Parses a command line. Settings that it lacks come from its --config; those that both lack
     come, on --resume, from the run.
 
@@ -75,21 +75,21 @@ def parse(arguments: list[str]) -> Request:
       ValueError: on an unknown recipe, on invalid settings, and on --resume on settings that differ
         from the run's.
     """
-    word, arguments = _recipe_word(arguments)
+    recipe_word, arguments = _recipe_word(arguments)
     settings = _settings(arguments)
-    kind = load_recipe(word) if word else _recipe_of(settings)
-    stored = _stored(arguments, settings)
+    kind = load_recipe(recipe_word) if recipe_word else _recipe_from(settings)
+    stored = _stored_configuration(arguments, settings)
     if stored is None:
         recipe = (kind or load_recipe(DEFAULT_RECIPE))()
-        run = defaults(type(recipe))
+        run = default_run(type(recipe))
     else:
         run, recipe = stored
         # A user's own recipe is identified by its content: another version is another class.
         if kind is not None and kind is not type(recipe):
-            given = word or (settings and settings.recipe)
+            requested = recipe_word or (settings and settings.recipe)
             raise ValueError(
                 f"a resumed run keeps its settings: the recipe is {recipe.name} in the run, "
-                f"{given} was given. Leave it out, or start a new run."
+                f"{requested} was given. Leave it out, or start a new run."
             )
     command, processes, new_run, new_recipe = _parse_flags(arguments, run, recipe, settings)
     if stored is not None:
@@ -99,7 +99,7 @@ def parse(arguments: list[str]) -> Request:
     check_trains(run.held_out)
     if run.layout != AUTO:
         recipe = recipe.divided(Layout.parse(run.layout).dp)
-    return Request(command, run, recipe, processes)
+    return TrainOptions(command, run, recipe, processes)
 
 
 def _recipe_word(arguments: list[str]) -> tuple[str | None, list[str]]:
@@ -112,14 +112,14 @@ def _recipe_word(arguments: list[str]) -> tuple[str | None, list[str]]:
     parser.add_argument("--recipe")
     if "--recipe" in arguments[-1:]:
         raise ValueError("--recipe needs a name, or path/to/file.py:Name.")
-    known, others = parser.parse_known_args(arguments)
-    if known.recipe is not None:
-        return known.recipe, others
+    parsed, others = parser.parse_known_args(arguments)
+    if parsed.recipe is not None:
+        return parsed.recipe, others
     if arguments and not arguments[0].startswith("-"):
         return arguments[0], arguments[1:]
-    for number, (before, word) in enumerate(pairwise(arguments)):
-        if word in LIBRARY and (not before.startswith("-") or "=" in before):
-            return word, [*arguments[: number + 1], *arguments[number + 2 :]]
+    for index, (previous, word) in enumerate(pairwise(arguments)):
+        if word in LIBRARY and (not previous.startswith("-") or "=" in previous):
+            return word, [*arguments[: index + 1], *arguments[index + 2 :]]
     return None, arguments
 
 
@@ -129,31 +129,33 @@ def _settings(arguments: list[str]) -> Settings | None:
     parser.add_argument("--config")
     if "--config" in arguments[-1:]:
         raise ValueError("--config needs a YAML file, or preset:NAME.")
-    given = parser.parse_known_args(arguments)[0].config
-    return None if given is None else read_settings(given)
+    reference = parser.parse_known_args(arguments)[0].config
+    return None if reference is None else read_settings(reference)
 
 
-def _recipe_of(settings: Settings | None) -> type[Recipe] | None:
+def _recipe_from(settings: Settings | None) -> type[Recipe] | None:
     """Recipe that a settings file names; None where it names none."""
     if settings is None or settings.recipe is None:
         return None
     try:
-        return load_recipe(settings.recipe, settings.place.parent)
+        return load_recipe(settings.recipe, settings.path.parent)
     except ValueError as error:
-        raise ValueError(f"{settings.place}: {error}") from error
+        raise ValueError(f"{settings.path}: {error}") from error
 
 
-def _stored(arguments: list[str], settings: Settings | None) -> tuple[RunConfig, Recipe] | None:
+def _stored_configuration(
+    arguments: list[str], settings: Settings | None
+) -> tuple[RunConfig, Recipe] | None:
     """Configuration of the run to resume; None without --resume."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--run-dir", "--run_dir", nargs="?")
     parser.add_argument("-h", "--help", action="store_true")
-    known, _ = parser.parse_known_args(arguments)
-    if not known.resume or known.help:
+    parsed, _ = parser.parse_known_args(arguments)
+    if not parsed.resume or parsed.help:
         return None
-    told = Command() if settings is None else settings.onto(Command())
-    run_dir = known.run_dir or told.run_dir
+    file_command = Command() if settings is None else settings.apply_to(Command())
+    run_dir = parsed.run_dir or file_command.run_dir
     if run_dir is None:
         raise ValueError("--resume needs --run-dir: give the folder of the run to go on with.")
     return configuration_of(RunFolder.read(run_dir))
@@ -168,17 +170,17 @@ def _parse_flags(
     command, processes, run, recipe = _with_settings(
         settings, _unchecked(run, kind), _unchecked(recipe, kind)
     )
-    known = tuple(dict.fromkeys((*LIBRARY, recipe.name)))
-    names = Literal[known]  # pyright: ignore[reportInvalidTypeForm]
-    about = (
+    recipe_names = tuple(dict.fromkeys((*LIBRARY, recipe.name)))
+    recipe_literal = Literal[recipe_names]  # pyright: ignore[reportInvalidTypeForm]
+    help_text = (
         "Comes first. One of your own is path/to/file.py:Name. Each recipe has flags of its own: "
         f"{PROGRAM} dapo --help"
     )
-    name = tyro.conf.arg(name="recipe", help=about)
+    name = tyro.conf.arg(name="recipe", help=help_text)
     flags = make_dataclass(
         "Flags",
         [
-            ("word", Annotated[names, tyro.conf.Positional, name]),
+            ("word", Annotated[recipe_literal, tyro.conf.Positional, name]),
             ("command", tyro.conf.OmitArgPrefixes[Command]),
             ("processes", tyro.conf.OmitArgPrefixes[Processes]),
             ("run", tyro.conf.OmitArgPrefixes[type(run)]),
@@ -204,28 +206,28 @@ def _with_settings(
 ) -> tuple[Command, Processes, RunConfig, Recipe]:
     """All records of a command line with the values of a settings file."""
     if settings is None:
-        return Command(), ALONE, run, recipe
+        return Command(), SINGLE_PROCESS, run, recipe
     settings.check_names(Command, Processes, type(run), type(recipe), but=ON_COMMAND_LINE)
-    onto = settings.onto
-    return onto(Command()), onto(ALONE), onto(run), onto(recipe)
+    apply = settings.apply_to
+    return apply(Command()), apply(SINGLE_PROCESS), apply(run), apply(recipe)
 
 
 def _unchecked(record: Record, recipe: type[Recipe]) -> Record:
     """Copy of the record that accepts any values, so that all flags are parsed before any is
     validated; without the flags that have no effect in a recipe, and with the recipe's help texts
     for the others."""
-    kind, named = type(record), _values(record)
+    kind, values = type(record), _values(record)
     hints = get_type_hints(kind, include_extras=True)
-    hidden = idle(recipe) & named.keys()
-    helped = {name: text for name, text in HELP.items() if recipe.supervised and name in named}
-    changed: dict[str, Any] = {
+    hidden = idle_fields(recipe) & values.keys()
+    help_texts = {name: text for name, text in HELP.items() if recipe.supervised and name in values}
+    annotations: dict[str, Any] = {
         name: Annotated[hints[name], tyro.conf.Fixed, tyro.conf.Suppress] for name in hidden
     }
-    changed |= {
-        name: Annotated[hints[name], tyro.conf.arg(help=text)] for name, text in helped.items()
+    annotations |= {
+        name: Annotated[hints[name], tyro.conf.arg(help=text)] for name, text in help_texts.items()
     }
     body = {
-        "__annotations__": changed,
+        "__annotations__": annotations,
         "__post_init__": lambda self: None,
         "__module__": kind.__module__,
         "__doc__": kind.__doc__,

@@ -3,10 +3,13 @@
 from dataclasses import dataclass, fields
 from typing import Any, Protocol, runtime_checkable
 
-OF_TWO_SIDES = ("rollout_split", "rollout_m2n", "rollout_expert_slots", "rollout_replan")
+DISAGGREGATED_SETTINGS = ("rollout_split", "rollout_m2n", "rollout_expert_slots", "rollout_replan")
 """Settings that apply to `rollout_engine="disaggregated"` only."""
 
-ON_ONE_MESH: dict[str, Any] = {"rollout_engine": "slots", **dict.fromkeys(OF_TWO_SIDES)}
+SINGLE_MESH_SETTINGS: dict[str, Any] = {
+    "rollout_engine": "slots",
+    **dict.fromkeys(DISAGGREGATED_SETTINGS),
+}
 """The settings of a run that samples on one mesh."""
 
 
@@ -20,12 +23,14 @@ class SplitSettings:
     expert_slots: int | None = None
     replan: int | None = None
 
-    def over(self, run: object) -> "SplitSettings":
+    def with_defaults_from(self, run: object) -> "SplitSettings":
         """These settings, with those of a run where they are unset."""
         names = [field.name for field in fields(self)]
-        own = {name: getattr(self, name) for name in names}
-        before = {name: getattr(run, f"rollout_{name}") for name in names}
-        return SplitSettings(**{n: before[n] if own[n] is None else own[n] for n in names})
+        values = {name: getattr(self, name) for name in names}
+        run_values = {name: getattr(run, f"rollout_{name}") for name in names}
+        return SplitSettings(
+            **{n: run_values[n] if values[n] is None else values[n] for n in names}
+        )
 
 
 @runtime_checkable
@@ -49,7 +54,7 @@ def check_rollout(run: RolloutSettings) -> None:
       ValueError: naming them.
     """
     if run.rollout_engine == "slots":
-        for name in OF_TWO_SIDES:
+        for name in DISAGGREGATED_SETTINGS:
             if getattr(run, name) is not None:
                 raise ValueError(
                     f"{name}={getattr(run, name)!r} needs --rollout-engine disaggregated: "

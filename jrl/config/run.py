@@ -21,10 +21,17 @@ ROUTER_SETTINGS = (
 NETWORK_SETTINGS = (*ROUTER_SETTINGS, "capacity_factor", "drop_policy", "drop_scope")
 """Fields of `RunConfig` that replace those of the network where they are given; the first ones are
 numbers from 0."""
-OF_DEVICES = ("context", "dispatch", "attention", "decode_attention", "router", "experts")
+IMPLEMENTATION_SETTINGS = (
+    "context",
+    "dispatch",
+    "attention",
+    "decode_attention",
+    "router",
+    "experts",
+)
 """Fields of `RunConfig` that select an implementation for the devices; None is the best that
 applies."""
-FROM_ONE = (
+POSITIVE_SETTINGS = (
     *("devices", "rollout_devices", "verifiers"),
     *("max_turns", "turn_length", "max_nonfinite"),
     *("rollout_micro_batches", "rollout_expert_slots", "rollout_replan"),
@@ -358,7 +365,7 @@ class RunConfig:
         check_seed(self.seed)
         _ = self.rewards, self.template_arguments
         parse_heldout(self.held_out)
-        check_least(self, FROM_ONE)
+        check_least(self, POSITIVE_SETTINGS)
         check_range(self, ("warm_start_steps", "warm_start_learning_rate"), 0)
         if self.steps < 0:
             raise ValueError(f"steps={self.steps} must not be negative: 0 is the warm start alone.")
@@ -386,8 +393,8 @@ class RunConfig:
         if self.drift_alarm is not None and not 0 < self.drift_alarm < math.inf:
             raise ValueError(f"drift_alarm={self.drift_alarm} must be above 0 nats; None is off.")
         if not any(f"{kind}:" in self.task for kind in KINDS):
-            for name, usual in (("prompt", "prompt"), ("answer", "answer"), ("messages", None)):
-                if getattr(self, f"{name}_field") != usual:
+            for name, default in (("prompt", "prompt"), ("answer", "answer"), ("messages", None)):
+                if getattr(self, f"{name}_field") != default:
                     raise ValueError(
                         f"{name}_field={getattr(self, f'{name}_field')!r} needs --task jsonl:FILE, "
                         f"not {self.task!r}: leave it out."

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, get_type_hints
 
 import yaml
 
-from jrl.config.files import converted, fits, flag, spelled
+from jrl.config.files import convert_value, flag, has_type, type_name
 
 RECIPE, GROUPS = "recipe", ("run", "hyperparameters")
 PREFIX = "preset:"
@@ -67,12 +67,12 @@ class Settings:
     """Parsed settings file.
 
     Attributes:
-      place: the file; the path of a recipe of the user's own is relative to its folder.
+      path: the file; the path of a recipe of the user's own is relative to its folder.
       recipe: the recipe that it names, None where it names none.
       values: of all other settings, by the names of their fields.
     """
 
-    place: Path
+    path: Path
     recipe: str | None
     values: Mapping[str, Any]
 
@@ -82,34 +82,34 @@ class Settings:
         Args:
           but: fields for the command line only.
         """
-        known = [field.name for kind in kinds for field in fields(kind)]
+        field_names = [field.name for kind in kinds for field in fields(kind)]
         for name in self.values:
             if name in but:
                 raise ValueError(
-                    f"{self.place}: {name} is for the command line alone: leave it out here and "
+                    f"{self.path}: {name} is for the command line alone: leave it out here and "
                     f"give {flag(name)} there."
                 )
-            if name not in known:
-                usable = [other for other in known if other not in but]
+            if name not in field_names:
+                usable = [other for other in field_names if other not in but]
                 near = difflib.get_close_matches(name, [RECIPE, *usable], n=2)
                 hint = f"near: {', '.join(near)}" if near else "--help lists them"
-                raise ValueError(f"{self.place}: {name} is no setting of this recipe; {hint}.")
+                raise ValueError(f"{self.path}: {name} is no setting of this recipe; {hint}.")
 
-    def onto(self, record: Record) -> Record:
+    def apply_to(self, record: Record) -> Record:
         """Copy of the record with the values of its fields from the file.
 
         Raises:
           ValueError: for a value of another type.
         """
-        hints, found = get_type_hints(type(record)), {}
+        hints, changes = get_type_hints(type(record)), {}
         for field in fields(record):  # pyright: ignore[reportArgumentType]
             if field.name not in self.values:
                 continue
             value, kind = self.values[field.name], hints[field.name]
-            if not fits(value, kind):
-                raise ValueError(f"{self.place}: {field.name} is {value!r}, not {spelled(kind)}.")
-            found[field.name] = converted(value, kind)
-        return replace(record, **found)  # pyright: ignore[reportArgumentType]
+            if not has_type(value, kind):
+                raise ValueError(f"{self.path}: {field.name} is {value!r}, not {type_name(kind)}.")
+            changes[field.name] = convert_value(value, kind)
+        return replace(record, **changes)  # pyright: ignore[reportArgumentType]
 
 
 def read_settings(reference: str) -> Settings:
@@ -118,39 +118,39 @@ def read_settings(reference: str) -> Settings:
     Raises:
       ValueError: there is no such file or preset, it is not YAML, or names a setting twice.
     """
-    place = _preset(reference) if reference.startswith(PREFIX) else Path(reference)
+    path = _preset_path(reference) if reference.startswith(PREFIX) else Path(reference)
     try:
-        content = yaml.load(place.read_text(encoding="utf-8"), _Loader)
+        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise ValueError(
             f"config={reference!r} cannot be read ({error.strerror}): give a YAML file of settings."
         ) from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"{place} is not text: give a YAML file of settings.") from error
+        raise ValueError(f"{path} is not text: give a YAML file of settings.") from error
     except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"{place} is not YAML: {_said(error)}.") from error
+        raise ValueError(f"{path} is not YAML: {_error_text(error)}.") from error
     except RecursionError as error:
-        raise ValueError(f"{place} is nested too deeply to be settings: name: value.") from error
+        raise ValueError(f"{path} is nested too deeply to be settings: name: value.") from error
     content = {} if content is None else content
     if not isinstance(content, dict):
-        raise ValueError(f"{place} holds a {type(content).__name__}, not settings: name: value.")
+        raise ValueError(f"{path} holds a {type(content).__name__}, not settings: name: value.")
     values: dict[str, Any] = {}
-    for name, value in _flat(content):
+    for name, value in _flatten(content):
         if name in values:
-            raise ValueError(f"{place}: {name} is there twice: leave one out.")
+            raise ValueError(f"{path}: {name} is there twice: leave one out.")
         values[name] = value
     recipe = values.pop(RECIPE, None)
     if recipe is not None and not isinstance(recipe, str):
-        raise ValueError(f"{place}: recipe is {recipe!r}, not the name of one.")
-    return Settings(place, recipe, values)
+        raise ValueError(f"{path}: recipe is {recipe!r}, not the name of one.")
+    return Settings(path, recipe, values)
 
 
-def settings_text(config: Mapping[str, Any], about: str = "") -> str:
+def settings_text(config: Mapping[str, Any], comment: str = "") -> str:
     """YAML text of the settings file that repeats a run.
 
     Args:
       config: contents of its config.json.
-      about: a comment for the first line.
+      comment: a comment for the first line.
     """
     flat = {RECIPE: config[RECIPE]} | {
         name: value for group in GROUPS for name, value in config[group].items()
@@ -158,22 +158,22 @@ def settings_text(config: Mapping[str, Any], about: str = "") -> str:
     flat = {
         name: list(value) if isinstance(value, tuple) else value for name, value in flat.items()
     }
-    written = yaml.dump(flat, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
-    return f"# {about}\n{written}" if about else written
+    text = yaml.dump(flat, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
+    return f"# {comment}\n{text}" if comment else text
 
 
-def _flat(content: Mapping[Any, Any]) -> list[tuple[str, Any]]:
+def _flatten(content: Mapping[Any, Any]) -> list[tuple[str, Any]]:
     """Flattens groups into one list of names and values."""
-    found: list[tuple[str, Any]] = []
+    pairs: list[tuple[str, Any]] = []
     for name, value in content.items():
         if name in GROUPS and isinstance(value, dict):
-            found += _flat(value)
+            pairs += _flatten(value)
         else:
-            found.append((str(name).replace("-", "_"), value))
-    return found
+            pairs.append((str(name).replace("-", "_"), value))
+    return pairs
 
 
-def _preset(reference: str) -> Path:
+def _preset_path(reference: str) -> Path:
     name = reference.removeprefix(PREFIX)
     names = sorted(path.stem for path in PRESETS.glob("*.yaml"))
     if name not in names:
@@ -182,10 +182,10 @@ def _preset(reference: str) -> Path:
     return PRESETS / f"{name}.yaml"
 
 
-def _said(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     """One-line message of a YAML error."""
     if not isinstance(error, yaml.MarkedYAMLError):
         return str(error).splitlines()[0]
     mark = error.problem_mark
-    where = "" if mark is None else f" (line {mark.line + 1})"
-    return f"{error.problem}{where}"
+    position = "" if mark is None else f" (line {mark.line + 1})"
+    return f"{error.problem}{position}"

@@ -7,7 +7,7 @@ from typing import Any
 from jrl.config.run import RunConfig
 from jrl.recipes import Recipe
 
-IDLE = frozenset(
+IDLE_FIELDS = frozenset(
     {
         # Prompts, rewards and verifiers.
         *("overlong_prompts", "prompt_length", "answers"),
@@ -66,14 +66,14 @@ HELP = {
 """Help texts of flags that mean something else here, or more."""
 
 
-def defaults(kind: type[Recipe]) -> RunConfig:
+def default_run(kind: type[Recipe]) -> RunConfig:
     """Default run settings of a command line with this recipe."""
     return RunConfig(**DEFAULTS) if kind.supervised else RunConfig()
 
 
-def idle(kind: type[Recipe]) -> frozenset[str]:
+def idle_fields(kind: type[Recipe]) -> frozenset[str]:
     """Fields without effect in this recipe, which are no flags of it."""
-    return IDLE if kind.supervised else frozenset()
+    return IDLE_FIELDS if kind.supervised else frozenset()
 
 
 def check_idle(run: RunConfig, recipe: Recipe) -> None:
@@ -83,23 +83,23 @@ def check_idle(run: RunConfig, recipe: Recipe) -> None:
       ValueError: naming the field.
     """
     kind = type(recipe)
-    for record, usual in ((run, defaults(kind)), (recipe, kind)):
+    for record, defaults in ((run, default_run(kind)), (recipe, kind)):
         for field in fields(record):
-            if field.name not in idle(kind):
+            if field.name not in idle_fields(kind):
                 continue
             value = getattr(record, field.name)
-            default = field.default if usual is kind else getattr(usual, field.name)
+            default = field.default if defaults is kind else getattr(defaults, field.name)
             if default is not MISSING and value != default:
                 raise ValueError(
                     f"{field.name}={value!r} changes nothing in {recipe.name}: leave it out."
                 )
 
 
-def without_idle(config: Mapping[str, Any], kind: type[Recipe]) -> dict[str, Any]:
+def drop_idle(config: Mapping[str, Any], kind: type[Recipe]) -> dict[str, Any]:
     """Contents of config.json without the fields that are no flags."""
     groups = {name: v for name, v in config.items() if isinstance(v, Mapping)}
-    kept = {
-        name: {key: value for key, value in group.items() if key not in idle(kind)}
+    remaining = {
+        name: {key: value for key, value in group.items() if key not in idle_fields(kind)}
         for name, group in groups.items()
     }
-    return {**config, **kept}
+    return {**config, **remaining}

@@ -43,22 +43,22 @@ def connect(mesh: FoldedMesh) -> None:
     if not is_multiprocess():
         return
     any_of(False)  # a barrier: no process joins while another still compiles
-    over_all = NamedSharding(mesh.mesh, PartitionSpec(mesh.axes))
-    numbers = to_devices(np.ones(mesh.layout.num_devices, np.float32), over_all)
-    jax.block_until_ready(_meeting(mesh)(numbers))
+    sharding = NamedSharding(mesh.mesh, PartitionSpec(mesh.axes))
+    ones = to_devices(np.ones(mesh.layout.num_devices, np.float32), sharding)
+    jax.block_until_ready(_compiled_group_sums(mesh)(ones))
 
 
 @cache
-def _meeting(mesh: FoldedMesh) -> Callable[[jax.Array], jax.Array]:
+def _compiled_group_sums(mesh: FoldedMesh) -> Callable[[jax.Array], jax.Array]:
     """Compiled function that sums over every group of devices."""
     axes = [axis for axis in mesh.axes if mesh.size((axis,)) > 1]
     groups = [group for n in range(len(axes)) for group in combinations(axes, n + 1)]
 
-    def meet(number: jax.Array) -> jax.Array:
+    def sum_over_groups(number: jax.Array) -> jax.Array:
         return sum((vary(all_sum(number, group), mesh.axes) for group in groups), number)
 
     local = jax.shard_map(
-        meet,
+        sum_over_groups,
         mesh=mesh.mesh,
         in_specs=PartitionSpec(mesh.axes),
         out_specs=PartitionSpec(mesh.axes),
@@ -73,12 +73,12 @@ def to_host(tree: Any) -> Any:
     each array that is sharded over processes, none for the others.
     """
 
-    def whole(leaf: Any) -> Any:
+    def gather_leaf(leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated:
             return leaf
         return multihost_utils.process_allgather(leaf, tiled=True)
 
-    return jax.device_get(jax.tree.map(whole, tree))
+    return jax.device_get(jax.tree.map(gather_leaf, tree))
 
 
 def to_every_host(tree: Any, mesh: FoldedMesh) -> Any:
@@ -88,19 +88,21 @@ def to_every_host(tree: Any, mesh: FoldedMesh) -> Any:
     bytes each.
     """
     assert isinstance(mesh.mesh, jax.sharding.Mesh)
-    having = {device.process_index for device in mesh.mesh.devices.flat}
-    if len(having) == jax.process_count():
+    owners = {device.process_index for device in mesh.mesh.devices.flat}
+    if len(owners) == jax.process_count():
         return to_host(tree)
     leaves, structure = jax.tree.flatten(tree)
-    here = jax.process_index()
-    values = to_host(leaves) if here in having else [np.zeros(x.shape, x.dtype) for x in leaves]
+    process = jax.process_index()
+    values = to_host(leaves) if process in owners else [np.zeros(x.shape, x.dtype) for x in leaves]
     # As bytes: they are added to the zeros of the others, and -0.0 + 0.0 is 0.0.
     content = np.concatenate([x.reshape(-1).view(np.uint8) for x in values])
-    sent = multihost_utils.broadcast_one_to_all(content, is_source=here == min(having))
-    ends = np.cumsum([x.nbytes for x in values])
-    parts = np.split(np.asarray(sent), ends[:-1])
-    whole = [np.array(p).view(x.dtype).reshape(x.shape) for p, x in zip(parts, values, strict=True)]
-    return structure.unflatten(whole)
+    received = multihost_utils.broadcast_one_to_all(content, is_source=process == min(owners))
+    boundaries = np.cumsum([x.nbytes for x in values])
+    segments = np.split(np.asarray(received), boundaries[:-1])
+    arrays = [
+        np.array(p).view(x.dtype).reshape(x.shape) for p, x in zip(segments, values, strict=True)
+    ]
+    return structure.unflatten(arrays)
 
 
 def to_devices(tree: Any, sharding: NamedSharding) -> Any:
@@ -113,13 +115,13 @@ def to_devices(tree: Any, sharding: NamedSharding) -> Any:
     if sharding.is_fully_addressable:
         return jax.device_put(tree, sharding)
 
-    def place(leaf: Any) -> jax.Array:
+    def make_array(leaf: Any) -> jax.Array:
         host = np.asarray(leaf)
         return jax.make_array_from_callback(
             host.shape, sharding, lambda index: host[index], dtype=host.dtype
         )
 
-    return jax.tree.map(place, tree)
+    return jax.tree.map(make_array, tree)
 
 
 def any_of(flag: bool) -> bool:
@@ -137,10 +139,10 @@ def broadcast_from_main(value: Any) -> Any:
     """
     if not is_multiprocess():
         return value
-    content = _encoded(value if is_main_process() else None)
+    content = _encode(value if is_main_process() else None)
     size = int(multihost_utils.broadcast_one_to_all(np.asarray(content.size, np.int32)))
-    sent = multihost_utils.broadcast_one_to_all(_padded(content, size))
-    return _decoded(sent, size)
+    received = multihost_utils.broadcast_one_to_all(_pad(content, size))
+    return _decode(received, size)
 
 
 def gather(value: Any) -> list[Any]:
@@ -151,10 +153,10 @@ def gather(value: Any) -> list[Any]:
     """
     if not is_multiprocess():
         return [value]
-    content = _encoded(value)
+    content = _encode(value)
     sizes = multihost_utils.process_allgather(np.asarray(content.size, np.int32))
-    rows = multihost_utils.process_allgather(_padded(content, int(max(sizes))))
-    return [_decoded(row, int(size)) for row, size in zip(rows, sizes, strict=True)]
+    rows = multihost_utils.process_allgather(_pad(content, int(max(sizes))))
+    return [_decode(row, int(size)) for row, size in zip(rows, sizes, strict=True)]
 
 
 def check_same(settings: Mapping[str, Any]) -> None:
@@ -166,23 +168,23 @@ def check_same(settings: Mapping[str, Any]) -> None:
     Raises:
       ValueError: in all processes, with the differences to process 0.
     """
-    every = gather(dict(settings))
-    for number, theirs in enumerate(every):
-        first = every[0]
+    settings_of_processes = gather(dict(settings))
+    for process, other in enumerate(settings_of_processes):
+        first = settings_of_processes[0]
         differences = [
-            f"{name} is {theirs.get(name)} there and {first.get(name)} in process 0"
-            for name in sorted({*first, *theirs})
-            if first.get(name) != theirs.get(name)
+            f"{name} is {other.get(name)} there and {first.get(name)} in process 0"
+            for name in sorted({*first, *other})
+            if first.get(name) != other.get(name)
         ]
         if differences:
             raise ValueError(
-                f"process {number} was started for another run than process 0: "
+                f"process {process} was started for another run than process 0: "
                 f"{'; '.join(differences)}. Start all processes with the same flags but for "
                 "--process-id."
             )
 
 
-class FailTogether:
+class RaiseInAllProcesses:
     """Context manager that raises in every process if its block raises in one, to avoid deadlocks.
 
     No collective may be called in the block: the process that failed would not take part.
@@ -207,16 +209,16 @@ class FailTogether:
                     raise ValueError(f"process {number}: {message}")
 
 
-def _encoded(value: Any) -> np.ndarray:
+def _encode(value: Any) -> np.ndarray:
     return np.frombuffer(json.dumps(value).encode(), np.uint8)
 
 
-def _padded(content: np.ndarray, size: int) -> np.ndarray:
+def _pad(content: np.ndarray, size: int) -> np.ndarray:
     """Pads to `size` bytes rounded up to a power of two, so that few variants are compiled."""
     padded = np.zeros(1 << (size - 1).bit_length(), np.uint8)
     padded[: content.size] = content[: padded.size]
     return padded
 
 
-def _decoded(padded: Any, size: int) -> Any:
+def _decode(padded: Any, size: int) -> Any:
     return json.loads(np.asarray(padded)[:size].tobytes())

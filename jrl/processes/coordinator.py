@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import jax
 
 AUTO = "auto"
-RETRY = 0.2
+RETRY_SECONDS = 0.2
 """Seconds between two attempts to reach the coordinator."""
-PATIENCE = 60
+SHUTDOWN_SECONDS = 60
 """Seconds that a process waits at its end for processes that have not ended."""
-GRACE = 10.0
+GRACE_SECONDS = 10.0
 """Most seconds for which process 0, without which JAX ends the others, lets them print their own
 errors."""
 
@@ -50,7 +50,7 @@ class Processes:
                 )
             return
         if self.coordinator != AUTO:
-            _parsed(self.coordinator)
+            _parse_address(self.coordinator)
             if number is None or index is None:
                 raise ValueError(
                     f"coordinator={self.coordinator!r} needs --num-processes and --process-id."
@@ -83,11 +83,11 @@ class Processes:
         return devices // self.num_processes
 
 
-ALONE = Processes()
+SINGLE_PROCESS = Processes()
 """A run of one process."""
 
 
-def join(processes: Processes) -> bool:
+def join_processes(processes: Processes) -> bool:
     """Connects this process with the others, before JAX touches any device.
 
     Returns:
@@ -112,7 +112,7 @@ def join(processes: Processes) -> bool:
     return True
 
 
-def look_over() -> None:
+def check_devices() -> None:
     """Checks that all joined processes have equally many devices, and mutes stdout of all but one.
 
     Raises:
@@ -120,12 +120,14 @@ def look_over() -> None:
     """
     counts = Counter(device.process_index for device in jax.devices())
     if len(set(counts.values())) > 1:
-        numbers = ", ".join(f"{counts[index]} in process {index}" for index in sorted(counts))
-        raise ValueError(f"every process needs as many devices as the others; there are {numbers}.")
-    _leave_stdout(jax.process_index() == 0)
+        counts_text = ", ".join(f"{counts[index]} in process {index}" for index in sorted(counts))
+        raise ValueError(
+            f"every process needs as many devices as the others; there are {counts_text}."
+        )
+    _redirect_stdout(jax.process_index() == 0)
 
 
-def leave_at_once(status: int) -> None:
+def exit_without_waiting(status: int) -> None:
     """Ends this process with `status` at its exit without waiting for the others.
 
     They see its connections close. It is for errors of this process only.
@@ -139,26 +141,26 @@ def _exit(status: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     if jax.process_index() == 0:
-        _let_others_end()
+        _wait_for_others()
     os._exit(status)
 
 
-def _let_others_end() -> None:
+def _wait_for_others() -> None:
     """Closes this process's connections except those of the coordinator, and waits for the others.
 
     The others notice it and end; the wait is until they have left the coordinator too, and at most
-    `GRACE` seconds.
+    `GRACE_SECONDS` seconds.
     """
     port = _port()
-    for own in _connections():
-        if port not in (own.getsockname()[1], own.getpeername()[1]):
-            own.shutdown(socket.SHUT_RDWR)
-    deadline = time.monotonic() + GRACE
+    for connection in _connections():
+        if port not in (connection.getsockname()[1], connection.getpeername()[1]):
+            connection.shutdown(socket.SHUT_RDWR)
+    deadline = time.monotonic() + GRACE_SECONDS
     # One of those that are connected with the coordinator is this process.
-    while sum(own.getsockname()[1] == port for own in _connections()) > 1:
+    while sum(connection.getsockname()[1] == port for connection in _connections()) > 1:
         if time.monotonic() > deadline:
             return
-        time.sleep(RETRY / 4)
+        time.sleep(RETRY_SECONDS / 4)
 
 
 def _port() -> int:
@@ -166,33 +168,38 @@ def _port() -> int:
     from jax._src.distributed import global_state
 
     assert global_state.coordinator_address is not None
-    return _parsed(global_state.coordinator_address)[1]
+    return _parse_address(global_state.coordinator_address)[1]
 
 
 def _connections() -> Iterator[socket.socket]:
     """Connected TCP sockets of this process."""
-    for number in map(int, os.listdir("/dev/fd")):
+    for descriptor in map(int, os.listdir("/dev/fd")):
         with contextlib.suppress(OSError):
-            if not stat.S_ISSOCK(os.fstat(number).st_mode):
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 continue
-            with socket.socket(fileno=os.dup(number)) as own:
-                if own.family in (socket.AF_INET, socket.AF_INET6) and own.getpeername():
-                    yield own
+            with socket.socket(fileno=os.dup(descriptor)) as connection:
+                if (
+                    connection.family in (socket.AF_INET, socket.AF_INET6)
+                    and connection.getpeername()
+                ):
+                    yield connection
 
 
-def _leave_stdout(first: bool) -> None:
+def _redirect_stdout(first: bool) -> None:
     """Redirects output that libraries write to file descriptor 1, as Gloo does per connection.
 
     In the first process it goes to standard error, and Python's standard output remains the user's.
     In the others both are discarded.
     """
     sys.stdout.flush()
-    own = os.dup(1) if first else os.open(os.devnull, os.O_WRONLY)
-    sys.stdout = os.fdopen(own, "w", 1, encoding=sys.stdout.encoding, errors=sys.stdout.errors)
-    os.dup2(2 if first else own, 1)
+    descriptor = os.dup(1) if first else os.open(os.devnull, os.O_WRONLY)
+    sys.stdout = os.fdopen(
+        descriptor, "w", 1, encoding=sys.stdout.encoding, errors=sys.stdout.errors
+    )
+    os.dup2(2 if first else descriptor, 1)
 
 
-def _parsed(address: str) -> tuple[str, int]:
+def _parse_address(address: str) -> tuple[str, int]:
     """Host and port of a coordinator."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
@@ -209,7 +216,7 @@ def _initialize(processes: Processes) -> None:
     jax.config.update("jax_enable_preemption_service", False)
     auto, seconds = processes.coordinator == AUTO, processes.coordinator_timeout
     # JAX aborts a process whose wait times out with a long report: this is earlier, and one line.
-    alarm = threading.Timer(seconds, _give_up, (processes,))
+    alarm = threading.Timer(seconds, _abort_start, (processes,))
     alarm.daemon = True
     alarm.start()
     try:
@@ -218,7 +225,7 @@ def _initialize(processes: Processes) -> None:
             processes.num_processes,
             processes.process_id,
             initialization_timeout=2 * seconds,
-            shutdown_timeout_seconds=PATIENCE,
+            shutdown_timeout_seconds=SHUTDOWN_SECONDS,
             cluster_detection_method=None if auto else "deactivate",
         )
     except ValueError as error:
@@ -237,7 +244,7 @@ def _initialize(processes: Processes) -> None:
         alarm.cancel()
 
 
-def _give_up(processes: Processes) -> None:
+def _abort_start(processes: Processes) -> None:
     number = processes.num_processes or "some"
     print(
         f"error: coordinator={processes.coordinator!r}: not all of {number} processes came within "
@@ -250,7 +257,7 @@ def _give_up(processes: Processes) -> None:
 
 def _check_free(coordinator: str) -> None:
     """Checks that the port of the coordinator, which this process will be, is free."""
-    _, port = _parsed(coordinator)
+    _, port = _parse_address(coordinator)
     dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
     try:
@@ -267,7 +274,7 @@ def _await(coordinator: str, seconds: int) -> None:
     deadline = time.monotonic() + seconds
     while True:
         try:
-            socket.create_connection(_parsed(coordinator), timeout=seconds).close()
+            socket.create_connection(_parse_address(coordinator), timeout=seconds).close()
             return
         except OSError as error:
             if time.monotonic() > deadline:
@@ -275,4 +282,4 @@ def _await(coordinator: str, seconds: int) -> None:
                     f"coordinator={coordinator!r} does not answer within {seconds} s ({error}): "
                     "start process 0 on that host, with the same --coordinator."
                 ) from error
-            time.sleep(RETRY)
+            time.sleep(RETRY_SECONDS)

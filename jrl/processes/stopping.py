@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-PATIENCE = 3.0
+GRACE_SECONDS = 3.0
 """Seconds that a second Ctrl-C gives the main thread, which may be in a long call of a library."""
 
 _NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
@@ -26,15 +26,15 @@ class Stop:
     handlers, no signal is handled.
 
     Args:
-      last: cleanup that is called before the process is ended without its main thread.
+      cleanup: cleanup that is called before the process is ended without its main thread.
     """
 
-    def __init__(self, last: Callable[[], None] = lambda: None):
+    def __init__(self, cleanup: Callable[[], None] = lambda: None):
         self.doing = "finishing what is under way"
         """Current work, as the message prints it; the loop updates it."""
-        self._last = last
+        self._cleanup = cleanup
         self._received: list[int] = []
-        self._before: dict[int, Any] = {}
+        self._previous_handlers: dict[int, Any] = {}
         self._sockets: tuple[socket.socket, socket.socket] | None = None
         self._wakeup = -1
 
@@ -44,58 +44,60 @@ class Stop:
     def __enter__(self) -> "Stop":
         if threading.current_thread() is not threading.main_thread():
             return self
-        self._sockets = ours, theirs = socket.socketpair()
-        theirs.setblocking(False)
-        self._wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
-        threading.Thread(target=self._watch, args=(ours,), name="jrl signals", daemon=True).start()
+        self._sockets = local_socket, wakeup_socket = socket.socketpair()
+        wakeup_socket.setblocking(False)
+        self._wakeup = signal.set_wakeup_fd(wakeup_socket.fileno(), warn_on_full_buffer=False)
+        threading.Thread(
+            target=self._watch, args=(local_socket,), name="jrl signals", daemon=True
+        ).start()
         for number in _NAMES:
             # One that is ignored, as Ctrl-C is in a shell's background job, stays so.
             if signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._receive)
+                self._previous_handlers[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(self, *error: object) -> None:
         if self._sockets is None:
             return
-        for number, handler in self._before.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup)
-        _, theirs = self._sockets
-        theirs.close()  # the thread reads the end, and closes its side
+        _, wakeup_socket = self._sockets
+        wakeup_socket.close()  # the thread reads the end, and closes its side
         self._sockets = None
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        again = number == signal.SIGINT and number in self._received
+        is_repeated = number == signal.SIGINT and number in self._received
         self._received.append(number)
-        if again:
+        if is_repeated:
             raise KeyboardInterrupt
 
-    def _watch(self, ours: socket.socket) -> None:
+    def _watch(self, local_socket: socket.socket) -> None:
         """Prints a message for each signal, and ends the process at the second Ctrl-C."""
         interrupts = 0
-        with ours:
-            while content := ours.recv(64):
+        with local_socket:
+            while content := local_socket.recv(64):
                 for number in content:
                     interrupts += number == signal.SIGINT
                     if interrupts > 1:
-                        self._end(ours)
+                        self._exit_at_deadline(local_socket)
                     elif number in _NAMES:
-                        name, again = _NAMES[signal.Signals(number)], "again " * interrupts
-                        _say(f"{name}: {self.doing}; Ctrl-C {again}ends at once")
+                        name, repetition = _NAMES[signal.Signals(number)], "again " * interrupts
+                        _print_line(f"{name}: {self.doing}; Ctrl-C {repetition}ends at once")
 
-    def _end(self, ours: socket.socket) -> None:
+    def _exit_at_deadline(self, local_socket: socket.socket) -> None:
         """Ends the process unless the main thread leaves the block in time."""
-        ours.settimeout(PATIENCE)
+        local_socket.settimeout(GRACE_SECONDS)
         try:
-            while ours.recv(64):
+            while local_socket.recv(64):
                 pass
         except TimeoutError:
-            _say("ended at once; what has been saved is kept")
-            self._last()
+            _print_line("ended at once; what has been saved is kept")
+            self._cleanup()
             if sys.stdout.isatty():
                 os.write(1, b"\x1b[?25h")  # a progress display has hidden the cursor
             os._exit(130)
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     print(line, file=sys.stderr, flush=True)

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jrl.processes.agreement import FailTogether, broadcast_from_main, is_main_process
+from jrl.processes.agreement import RaiseInAllProcesses, broadcast_from_main, is_main_process
 from jrl.runs import manifest
 from jrl.runs.storage import StorageError, writing
 
@@ -42,8 +42,8 @@ class Checkpoints:
             raise ValueError(f"keep={keep} would leave no checkpoint to resume: give 1 or more")
         self.directory = Path(directory).absolute()
         self.keep = keep
-        self._whole: set[int] = set()  # found so by this object
-        self._has_place = self.directory.parent.is_dir()
+        self._valid: set[int] = set()  # found so by this object
+        self._had_parent = self.directory.parent.is_dir()
         self._orbax = ocp.Checkpointer(
             ocp.CompositeCheckpointHandler(
                 state=ocp.PyTreeCheckpointHandler(),
@@ -66,7 +66,7 @@ class Checkpoints:
         """Return the newest step of which a checkpoint was completed, or None."""
         return max(self.steps(), default=None)
 
-    def newest_whole(self) -> tuple[int | None, dict[int, str]]:
+    def latest_valid_step(self) -> tuple[int | None, dict[int, str]]:
         """Return the newest step whose checkpoint is as it was written, None where there is none at
         all, and what is damaged of the newer ones, by step. All files are read for that.
 
@@ -77,13 +77,13 @@ class Checkpoints:
         # A run that is being written may drop the one looked at: that is no damage.
         while steps := [step for step in self.steps() if step not in damaged]:
             step = steps[-1]
-            why = self._damage(step)
-            if why is None:
+            reason = self._damage(step)
+            if reason is None:
                 return step, {later: damaged[later] for later in damaged if later > step}
             if step in self.steps():
-                damaged[step] = why
+                damaged[step] = reason
         if damaged:
-            listed = "; ".join(f"of step {step}: {why}" for step, why in damaged.items())
+            listed = "; ".join(f"of step {step}: {reason}" for step, reason in damaged.items())
             raise ValueError(
                 f"no checkpoint in {self.directory} is whole ({listed}): put back a copy of one, "
                 "or begin a new run in another folder"
@@ -96,7 +96,7 @@ class Checkpoints:
         Only the writer of the run may call this.
         """
         path = self.directory / f"{step}.damaged"
-        with FailTogether():
+        with RaiseInAllProcesses():
             if is_main_process():
                 number = 2
                 while path.exists():
@@ -130,15 +130,19 @@ class Checkpoints:
             json.dumps(meta, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise ValueError(f"meta cannot be written as JSON: {error}") from None
-        if self._has_place and not self.directory.parent.is_dir():
+        if self._had_parent and not self.directory.parent.is_dir():
             # Orbax would make it again, and half a run would be there.
             raise StorageError(
                 f"{self.directory.parent} is gone: the checkpoint of step {step} has no place. Put "
                 "the folder back, or begin again in another."
             )
         path = self.directory / f"{step}.writing"
-        kept = "there is no earlier one" if latest is None else f"that of step {latest} stays whole"
-        with writing(self.directory, f"The checkpoint of step {step} was not written, {kept}."):
+        remaining = (
+            "there is no earlier one" if latest is None else f"that of step {latest} stays whole"
+        )
+        with writing(
+            self.directory, f"The checkpoint of step {step} was not written, {remaining}."
+        ):
             self._remove_leftovers()
             self._orbax.save(
                 path,
@@ -177,29 +181,29 @@ class Checkpoints:
           ValueError: where there is no such checkpoint, it is damaged, or it is one of another
             model; the message then lists every leaf that is missing, extra or differs.
         """
-        step, found = self._find(step)
+        step, items = self._find(step)
         named = _named_leaves(like).items()
-        wanted = {"/".join(filter(None, (part, name))): leaf for name, leaf in named}
-        within = f"{part}/" if part else ""
-        there = {n: leaf for n, leaf in found["tree"].items() if f"{n}/".startswith(within)}
+        requested = {"/".join(filter(None, (part, name))): leaf for name, leaf in named}
+        prefix = f"{part}/" if part else ""
+        saved_leaves = {n: leaf for n, leaf in items["tree"].items() if f"{n}/".startswith(prefix)}
         path = self.directory / str(step)
-        _check_same(path, there, {n: _describe(leaf) for n, leaf in wanted.items()})
-        stored = {name: leaf for name, leaf in wanted.items() if leaf.size}
+        _check_same(path, saved_leaves, {n: _describe(leaf) for n, leaf in requested.items()})
+        nonempty = {name: leaf for name, leaf in requested.items() if leaf.size}
         arrays = self._orbax.restore(
             path,
             args=ocp.args.Composite(
                 state=ocp.args.PyTreeRestore(
-                    item={name: 0 for name in stored},
-                    restore_args={name: _restore_args(leaf) for name, leaf in stored.items()},
+                    item={name: 0 for name in nonempty},
+                    restore_args={name: _restore_args(leaf) for name, leaf in nonempty.items()},
                     partial_restore=bool(part),
                 )
             ),
         )["state"]
         state = [
-            _typed(arrays[name], leaf, found["tree"][name]) if leaf.size else _empty(leaf)
-            for name, leaf in wanted.items()
+            _typed(arrays[name], leaf, items["tree"][name]) if leaf.size else _empty(leaf)
+            for name, leaf in requested.items()
         ]
-        return jax.tree.unflatten(jax.tree.structure(like), state), found["meta"]
+        return jax.tree.unflatten(jax.tree.structure(like), state), items["meta"]
 
     def meta(self, step: int | None = None) -> dict[str, Any]:
         """Return the `meta` of one checkpoint (None: the newest) without its arrays."""
@@ -213,27 +217,27 @@ class Checkpoints:
         """Return the requested step and the two JSON items of its checkpoint, which is valid."""
         steps = self.steps()
         if not steps or (step is not None and step not in steps):
-            wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-            there = f"there are {', '.join(map(str, steps))}" if steps else "there is none"
-            raise ValueError(f"{wanted} in {self.directory}: {there}")
+            missing_text = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+            available_text = f"there are {', '.join(map(str, steps))}" if steps else "there is none"
+            raise ValueError(f"{missing_text} in {self.directory}: {available_text}")
         step = steps[-1] if step is None else step
-        if step not in self._whole and (why := self._damage(step)) is not None:
+        if step not in self._valid and (reason := self._damage(step)) is not None:
             raise ValueError(
-                f"checkpoint {self.directory / str(step)} is damaged: {why}; put back a copy of "
+                f"checkpoint {self.directory / str(step)} is damaged: {reason}; put back a copy of "
                 "it, or take an older one"
             )
-        found = self._orbax.restore(
+        items = self._orbax.restore(
             self.directory / str(step),
             args=ocp.args.Composite(tree=ocp.args.JsonRestore(), meta=ocp.args.JsonRestore()),
         )
-        return step, {"tree": found["tree"], "meta": found["meta"]}
+        return step, {"tree": items["tree"], "meta": items["meta"]}
 
     def _damage(self, step: int) -> str | None:
         """Reason why a checkpoint is not as it was written; None if it is."""
-        why = manifest.damage(self.directory / str(step), step)
-        if why is None:
-            self._whole.add(step)
-        return why
+        reason = manifest.find_damage(self.directory / str(step), step)
+        if reason is None:
+            self._valid.add(step)
+        return reason
 
     def _delete(self, steps: Iterable[int]) -> None:
         if not is_main_process():
@@ -309,18 +313,18 @@ def _empty(leaf: Any) -> Any:
     return jax.device_put(jax.numpy.empty(leaf.shape, leaf.dtype), _sharding(leaf))
 
 
-def _check_same(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+def _check_same(path: Path, saved: Mapping[str, Any], requested: Mapping[str, Any]) -> None:
     """Refuse a checkpoint whose leaves are not those wanted, naming all that differ."""
 
     def text(description: Mapping[str, Any]) -> str:
         return f"{description['dtype']}[{','.join(map(str, description['shape']))}]"
 
-    differences = [f"missing {name}" for name in wanted if name not in found]
-    differences += [f"extra {name}" for name in found if name not in wanted]
+    differences = [f"missing {name}" for name in requested if name not in saved]
+    differences += [f"extra {name}" for name in saved if name not in requested]
     differences += [
-        f"{name} is {text(found[name])}, not {text(wanted[name])}"
-        for name in wanted
-        if name in found and text(found[name]) != text(wanted[name])
+        f"{name} is {text(saved[name])}, not {text(requested[name])}"
+        for name in requested
+        if name in saved and text(saved[name]) != text(requested[name])
     ]
     if differences:
         raise ValueError(

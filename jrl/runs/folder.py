@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jrl.runs import marks, records
+from jrl.runs import offsets, records
 
 LOCK = ".lock"
 
@@ -69,11 +69,11 @@ class RunFolder:
         """
         content = _config_bytes(config)
         folder, code = cls(path), {} if code is None else code
-        folder._refuse_occupied(recipe, code)
+        folder._reject_occupied(recipe, code)
         folder.path.mkdir(parents=True, exist_ok=True)
         folder._acquire()
         try:
-            folder._refuse_occupied(recipe, code)  # another process may have come first
+            folder._reject_occupied(recipe, code)  # another process may have come first
             if recipe is not None:
                 records.replace(folder.recipe_path, recipe)
             if code:
@@ -120,45 +120,50 @@ class RunFolder:
         """Replace the configuration of a run that is being resumed."""
         records.replace(self.config_path, _config_bytes(config))
 
-    def line_marks(self) -> dict[str, marks.Mark]:
+    def line_offsets(self) -> dict[str, offsets.FileOffset]:
         """Return the offsets of the run's lines, for the checkpoint that continues after them."""
-        return {path.name: marks.mark(path) for path in (self.metrics_path, self.samples_path)}
-
-    def file_marks(self) -> dict[str, marks.Mark]:
-        """Return what the files of the run hold that never change."""
-        kept = (self.recipe_path, self.tokenizer_path, self.model_path)
-        of_user = sorted(self.code_path.glob("*.py"))
         return {
-            **{path.name: marks.mark(path) for path in kept},
-            **{f"{self.code_path.name}/{path.name}": marks.mark(path) for path in of_user},
+            path.name: offsets.read_offset(path) for path in (self.metrics_path, self.samples_path)
         }
 
-    def check_files(self, step: int, found: Mapping[str, marks.Mark]) -> None:
+    def file_hashes(self) -> dict[str, offsets.FileOffset]:
+        """Return what the files of the run hold that never change."""
+        unchanged_files = (self.recipe_path, self.tokenizer_path, self.model_path)
+        user_files = sorted(self.code_path.glob("*.py"))
+        return {
+            **{path.name: offsets.read_offset(path) for path in unchanged_files},
+            **{
+                f"{self.code_path.name}/{path.name}": offsets.read_offset(path)
+                for path in user_files
+            },
+        }
+
+    def check_files(self, step: int, saved: Mapping[str, offsets.FileOffset]) -> None:
         """Refuse files that are not what they were at the checkpoint of `step`.
 
         Args:
-          found: `file_marks` at that checkpoint.
+          saved: `file_hashes` at that checkpoint.
         """
-        for name, now in self.file_marks().items():
-            if name in found and now != found[name]:
+        for name, current in self.file_hashes().items():
+            if name in saved and current != saved[name]:
                 raise ValueError(
                     f"{self.path / name} is not what it was at the checkpoint of step {step}: it "
                     "was changed, or is that of another run; put the file back as it was"
                 )
 
-    def go_back(self, step: int, found: Mapping[str, marks.Mark]) -> None:
+    def rewind(self, step: int, saved: Mapping[str, offsets.FileOffset]) -> None:
         """Drop the metrics and samples that a checkpoint of `step` writes again.
 
         Args:
-          found: `line_marks` at that checkpoint.
+          saved: `line_offsets` at that checkpoint.
 
         Raises:
           ValueError: where what comes before them is not what was there then.
         """
-        marks.go_back(self.metrics_path, found["metrics.jsonl"], step, every_step=True)
-        marks.go_back(self.samples_path, found["samples.jsonl"], step, every_step=False)
+        offsets.truncate(self.metrics_path, saved["metrics.jsonl"], step, every_step=True)
+        offsets.truncate(self.samples_path, saved["samples.jsonl"], step, every_step=False)
 
-    def begin_again(self) -> None:
+    def discard_unsaved(self) -> None:
         """Drop what a run wrote that was killed before its first checkpoint.
 
         Raises:
@@ -186,7 +191,7 @@ class RunFolder:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _refuse_occupied(self, recipe: bytes | None, code: Mapping[str, bytes]) -> None:
+    def _reject_occupied(self, recipe: bytes | None, code: Mapping[str, bytes]) -> None:
         if self.config_path.exists():
             raise ValueError(
                 f"run folder {self.path} already holds a run: "
@@ -196,15 +201,15 @@ class RunFolder:
             raise ValueError(f"run folder {self.path} is a file: choose another --run-dir")
         # A kill before config.json leaves these, and only these.
         names = self.config_path.name, self.recipe_path.name
-        ours = {LOCK, *(name + ".tmp" for name in names)}
+        expected_names = {LOCK, *(name + ".tmp" for name in names)}
         # A recipe is ours if it is the one to be written; any other is the user's.
         if self.recipe_path.is_file() and self.recipe_path.read_bytes() == recipe:
-            ours.add(self.recipe_path.name)
+            expected_names.add(self.recipe_path.name)
         if self.code_path.is_dir() and all(
             entry.name.removesuffix(".tmp") in code for entry in self.code_path.iterdir()
         ):
-            ours.add(self.code_path.name)
-        if self.path.is_dir() and {entry.name for entry in self.path.iterdir()} - ours:
+            expected_names.add(self.code_path.name)
+        if self.path.is_dir() and {entry.name for entry in self.path.iterdir()} - expected_names:
             raise ValueError(
                 f"run folder {self.path} holds files but no run: choose another --run-dir"
             )

@@ -18,7 +18,7 @@ import jax
 from jrl.processes.agreement import broadcast_from_main, gather, is_main_process
 from jrl.runs import records
 
-NAME = "manifest.json"
+MANIFEST_NAME = "manifest.json"
 THREADS = min(8, os.cpu_count() or 1)
 """Files read at once: hashing leaves the interpreter free."""
 
@@ -31,38 +31,45 @@ def write(folder: Path, step: int) -> None:
       step: what the folder is of, so that one under the name of another step is noticed.
     """
     names = broadcast_from_main(_files(folder) if is_main_process() else None)
-    parts = gather(dict(_each(_own(names), lambda name: _measure(folder / name))))
+    manifests = gather(
+        dict(_map_files(_local_files(names), lambda name: _size_and_hash(folder / name)))
+    )
     if is_main_process():
-        files = {name: found for part in parts for name, found in part.items()}
+        files = {name: entry for manifest in manifests for name, entry in manifest.items()}
         content = {"step": step, "files": dict(sorted(files.items()))}
-        content["sha256"] = _own_hash(content)
-        records.replace(folder / NAME, json.dumps(content, indent=1).encode())
+        content["sha256"] = _content_hash(content)
+        records.replace(folder / MANIFEST_NAME, json.dumps(content, indent=1).encode())
     gather(None)  # until it is there
 
 
-def damage(folder: Path, step: int) -> str | None:
+def find_damage(folder: Path, step: int) -> str | None:
     """Reason why the folder is not as it was written; None if every byte is. Files that the
     manifest does not name are not checked."""
     files = broadcast_from_main(_read(folder, step) if is_main_process() else None)
     if isinstance(files, str):
         return files
-    complaints = _each(_own(files), lambda name: _complaint(folder / name, files[name]))
-    found = sorted(
-        f"{name} {why}" for part in gather(dict(complaints)) for name, why in part.items() if why
+    damage_of_files = _map_files(
+        _local_files(files), lambda name: _file_damage(folder / name, files[name])
     )
-    if not found:
+    damaged = sorted(
+        f"{name} {reason}"
+        for damages in gather(dict(damage_of_files))
+        for name, reason in damages.items()
+        if reason
+    )
+    if not damaged:
         return None
-    more = f", and {len(found) - 1} more of its files are damaged" if len(found) > 1 else ""
-    return found[0] + more
+    more = f", and {len(damaged) - 1} more of its files are damaged" if len(damaged) > 1 else ""
+    return damaged[0] + more
 
 
 def _files(folder: Path) -> list[str]:
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     names = [path.relative_to(folder).as_posix() for path in paths]
-    return [name for name in names if name != NAME]
+    return [name for name in names if name != MANIFEST_NAME]
 
 
-def _own(names: Iterable[str]) -> list[str]:
+def _local_files(names: Iterable[str]) -> list[str]:
     """The files that this process reads: those with its number in their path, as Orbax has it, and
     all without one in the first."""
 
@@ -73,12 +80,12 @@ def _own(names: Iterable[str]) -> list[str]:
     return [name for name in names if owner(name) == jax.process_index()]
 
 
-def _each(names: list[str], function: Any) -> Iterable[tuple[str, Any]]:
+def _map_files(names: list[str], function: Any) -> Iterable[tuple[str, Any]]:
     with ThreadPoolExecutor(THREADS) as pool:
         return list(zip(names, pool.map(function, names), strict=True))
 
 
-def _measure(path: Path) -> list[int | str]:
+def _size_and_hash(path: Path) -> list[int | str]:
     """Size in bytes and SHA-256 of a file."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -88,34 +95,34 @@ def _measure(path: Path) -> list[int | str]:
 def _read(folder: Path, step: int) -> dict[str, list[int | str]] | str:
     """Size and hash of each file as the manifest has them, or what is wrong with it."""
     try:
-        content = json.loads((folder / NAME).read_bytes())
+        content = json.loads((folder / MANIFEST_NAME).read_bytes())
     except (FileNotFoundError, NotADirectoryError):
-        return f"{NAME} is missing"
+        return f"{MANIFEST_NAME} is missing"
     except OSError as error:
-        return f"{NAME} cannot be read ({error.strerror})"
+        return f"{MANIFEST_NAME} cannot be read ({error.strerror})"
     except (ValueError, RecursionError):
-        return f"{NAME} is not JSON"
-    if not isinstance(content, dict) or content.pop("sha256", None) != _own_hash(content):
-        return f"{NAME} has other content than was written"
+        return f"{MANIFEST_NAME} is not JSON"
+    if not isinstance(content, dict) or content.pop("sha256", None) != _content_hash(content):
+        return f"{MANIFEST_NAME} has other content than was written"
     if content["step"] != step:
-        return f"{NAME} is that of step {content['step']}"
+        return f"{MANIFEST_NAME} is that of step {content['step']}"
     return content["files"]
 
 
-def _own_hash(content: dict[str, Any]) -> str:
+def _content_hash(content: dict[str, Any]) -> str:
     """SHA-256 of the other fields of a manifest."""
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-def _complaint(path: Path, wanted: list[int | str]) -> str | None:
+def _file_damage(path: Path, expected: list[int | str]) -> str | None:
     try:
         if not path.is_file():
             return "is a directory" if path.is_dir() else "is missing"
-        found = _measure(path)
+        actual = _size_and_hash(path)
     except OSError as error:
         return f"cannot be read ({error.strerror})"
-    if found == wanted:
+    if actual == expected:
         return None
-    if found[0] != wanted[0]:
-        return f"has {found[0]} bytes instead of {wanted[0]}"
+    if actual[0] != expected[0]:
+        return f"has {actual[0]} bytes instead of {expected[0]}"
     return "has other content than was written"

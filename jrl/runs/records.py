@@ -1,4 +1,4 @@
-"""Files of JSON lines that survive a kill: append and read; `jrl.runs.marks` truncates them.
+"""Files of JSON lines that survive a kill: append and read; `jrl.runs.offsets` truncates them.
 
 Every line is one JSON object with an integer ``"step"``. Floats are written as the shortest decimal
 that reads back to the same bits. JSON has no NaN and no infinity, so they become the strings
@@ -79,7 +79,7 @@ def read(path: Path | str) -> list[dict[str, Any]]:
     if last and record_of(last) is not None:
         # Killed between the record and its newline: nothing of it is missing.
         lines.append(last)
-    found = []
+    records = []
     for number, line in enumerate(lines, start=1):
         record = record_of(line)
         if record is None:
@@ -87,8 +87,8 @@ def read(path: Path | str) -> list[dict[str, Any]]:
                 f"{path}:{number} is not a JSON object with an integer step: {line[:60]!r}; "
                 "put the file back as it was, or repair that line"
             )
-        found.append(record)
-    return found
+        records.append(record)
+    return records
 
 
 def read_metrics(path: Path | str) -> list[dict[str, float | int]]:
@@ -120,11 +120,11 @@ def read_samples(path: Path | str) -> list[dict[str, Any]]:
     samples = read(path)
     for number, sample in enumerate(samples, start=1):
         for name in ("kind", "prompt", "completion", "score"):
-            is_right = _number if name == "score" else _text
-            if is_right(sample.get(name)) is None:
-                found = f"has {name} {_short(sample[name])}" if name in sample else f"lacks {name}"
+            parse = _number if name == "score" else _text
+            if parse(sample.get(name)) is None:
+                defect = f"has {name} {_short(sample[name])}" if name in sample else f"lacks {name}"
                 raise ValueError(
-                    f"{path}:{number}: the sample {found}: each has texts kind, prompt and "
+                    f"{path}:{number}: the sample {defect}: each has texts kind, prompt and "
                     "completion and a number score; put the file back as it was, or delete that "
                     "line"
                 )
@@ -146,20 +146,20 @@ def replace(path: Path, content: bytes) -> None:
         raise
 
 
-def read_object(path: Path, mend: str) -> dict[str, Any]:
+def read_object(path: Path, remedy: str) -> dict[str, Any]:
     """Return the JSON object that a file holds.
 
     Args:
       path: of the file.
-      mend: what a user can do where it holds something else.
+      remedy: what a user can do where it holds something else.
     """
     try:
-        found = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}; {mend}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds {type(found).__name__}, not an object; {mend}")
-    return found
+        raise ValueError(f"{path} is not JSON: {error}; {remedy}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds {type(content).__name__}, not an object; {remedy}")
+    return content
 
 
 def record_of(line: bytes) -> dict[str, Any] | None:

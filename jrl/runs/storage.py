@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-REFUSALS = {
+REMEDIES = {
     errno.ENOSPC: "make room on that disk",
     errno.EDQUOT: "make room in the quota",
     errno.EMFILE: "raise the limit of open files (ulimit -n 4096)",
@@ -28,15 +28,15 @@ class StorageError(RuntimeError):
     """A file that the operating system did not let the run write."""
 
 
-def refusal_of(error: BaseException) -> int | None:
+def errno_of(error: BaseException) -> int | None:
     """The number of the operating system's error that an exception, or what caused it, comes from:
     libraries in C++ have it in their text alone."""
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, OSError) and seen.errno in REFUSALS:
+        if isinstance(seen, OSError) and seen.errno in REMEDIES:
             return seen.errno
         text = str(seen)
-        for number in REFUSALS:
+        for number in REMEDIES:
             if re.search(rf"{re.escape(os.strerror(number))}|\b{errno.errorcode[number]}\b", text):
                 return number
         seen = seen.__cause__ or seen.__context__
@@ -62,19 +62,19 @@ def writing(path: Path, remedy: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        number = refusal_of(error)
+        number = errno_of(error)
         if number is None:
             raise
         # What Orbax left half done complains once more when the interpreter ends.
-        atexit.register(_be_silent)
-        raise StorageError(f"{path}: {os.strerror(number)}: {REFUSALS[number]}. {remedy}") from None
+        atexit.register(_silence_stderr)
+        raise StorageError(f"{path}: {os.strerror(number)}: {REMEDIES[number]}. {remedy}") from None
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
         sys.unraisablehook = hook
 
 
-def _be_silent() -> None:
+def _silence_stderr() -> None:
     sys.stderr.flush()
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 2)

@@ -16,18 +16,20 @@ def write(folder: RunFolder, device: str) -> None:
     Args:
       device: the kind of accelerator, and how many.
     """
-    records.replace(folder.versions_path, (json.dumps(_found(device), indent=2) + "\n").encode())
+    records.replace(
+        folder.versions_path, (json.dumps(_collect_versions(device), indent=2) + "\n").encode()
+    )
 
 
 def read(folder: RunFolder) -> dict[str, str]:
     """The versions of a run; none for one that was made before they were kept."""
     if not folder.versions_path.exists():
         return {}
-    found = records.read_object(folder.versions_path, "delete it, or put it back as it was")
-    return {str(name): str(version) for name, version in found.items()}
+    versions = records.read_object(folder.versions_path, "delete it, or put it back as it was")
+    return {str(name): str(version) for name, version in versions.items()}
 
 
-def _found(device: str) -> dict[str, str]:
+def _collect_versions(device: str) -> dict[str, str]:
     installed = {dist: _version(dist) for dist in PACKAGES}
     return {
         "python": platform.python_version(),

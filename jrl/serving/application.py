@@ -17,23 +17,23 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jrl.serving.answers import Answer, event, fingerprint
-from jrl.serving.asked import Asked, chat_of, check_model, completion_of
+from jrl.serving.api_request import ApiRequest, check_model, parse_chat, parse_completion
+from jrl.serving.errors import ApiError, one_line
 from jrl.serving.job import Event, Job
-from jrl.serving.metrics import GONE, Metrics
-from jrl.serving.policy import Served
-from jrl.serving.refusal import Refused, one_line
-from jrl.serving.service import Service, closing
-from jrl.serving.transcript import Pieces
+from jrl.serving.metrics import CLIENT_GONE, Metrics
+from jrl.serving.policy import ApiModel
+from jrl.serving.responses import ResponseBuilder, event, fingerprint
+from jrl.serving.service import Service, closing_error
+from jrl.serving.transcript import TokenStrings
 
 BODY_SECONDS = 60.0
 """Timeout of a request's body."""
-PATIENCE = 8
+MAX_DISCARDED_BODIES = 8
 """Multiple of the largest body that is read and discarded, so that the client gets the error."""
 STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
-class Front:
+class FrontEnd:
     """HTTP front end between connections and the service.
 
     Args:
@@ -41,21 +41,21 @@ class Front:
       served: the model.
       metrics: of the server.
       api_key: required of clients, except at ``/health``; None requires none.
-      most_bytes: limit of a body.
+      max_bytes: limit of a body.
     """
 
     def __init__(
         self,
         service: Service,
-        served: Served,
+        served: ApiModel,
         metrics: Metrics,
         *,
         api_key: str | None,
-        most_bytes: int,
+        max_bytes: int,
     ):
         self._service, self._served, self._metrics = service, served, metrics
-        self._api_key, self._most_bytes = api_key, most_bytes
-        self._pieces = Pieces(served.format.tokenizer)
+        self._api_key, self._max_bytes = api_key, max_bytes
+        self._token_strings = TokenStrings(served.format.tokenizer)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._outbox: list[tuple[asyncio.Queue[Event | None], Event]] = []
         self._open: set[asyncio.Timeout] = set()
@@ -67,18 +67,18 @@ class Front:
         """All endpoints."""
         routes = [
             Route(
-                "/v1/completions", self._endpoint("completions", completion_of), methods=["POST"]
+                "/v1/completions", self._endpoint("completions", parse_completion), methods=["POST"]
             ),
-            Route("/v1/chat/completions", self._endpoint("chat", chat_of), methods=["POST"]),
-            Route("/v1/models", self._guarded(self._models)),
-            Route("/v1/models/{name:path}", self._guarded(self._model)),
-            Route("/v1/load", self._guarded(self._load), methods=["POST"]),
+            Route("/v1/chat/completions", self._endpoint("chat", parse_chat), methods=["POST"]),
+            Route("/v1/models", self._require_key(self._models)),
+            Route("/v1/models/{name:path}", self._require_key(self._model)),
+            Route("/v1/load", self._require_key(self._load), methods=["POST"]),
             Route("/health", self._health),
-            Route("/metrics", self._guarded(self._show_metrics)),
+            Route("/metrics", self._require_key(self._show_metrics)),
         ]
         # Unknown paths and methods are answered in OpenAI's format too, and so are internal errors,
         # whose traceback the server logs.
-        handlers: dict[Any, Any] = {HTTPException: _no_such, Exception: _went_wrong}
+        handlers: dict[Any, Any] = {HTTPException: _handle_http_error, Exception: _handle_exception}
         return Starlette(routes=routes, exception_handlers=handlers)
 
     @property
@@ -97,7 +97,7 @@ class Front:
                 scope.reschedule(self._end)
 
     @asynccontextmanager
-    async def _within(self, seconds: float | None) -> AsyncIterator[None]:
+    async def _timeout(self, seconds: float | None) -> AsyncIterator[None]:
         """Raises TimeoutError after so many seconds (None: no timeout) or at the server's end."""
         async with asyncio.timeout(seconds) as scope:
             if self._end is not None:
@@ -116,20 +116,20 @@ class Front:
                 self._loop.call_soon_threadsafe(_deliver, outbox)
 
     def _endpoint(
-        self, name: str, parse: Callable[[Mapping[str, Any]], Asked]
+        self, name: str, parse: Callable[[Mapping[str, Any]], ApiRequest]
     ) -> Callable[[Call], Awaitable[ASGIApp]]:
         async def serve(call: Call) -> ASGIApp:
             self._loop = asyncio.get_running_loop()
             try:
                 self._check_key(call)
-                asked = parse(await self._body(call))
-                check_model(asked, self._served.name)
-                return self._begin(name, asked)
-            except Refused as refused:
+                request = parse(await self._body(call))
+                check_model(request, self._served.name)
+                return self._begin(name, request)
+            except ApiError as refused:
                 self._count(name, str(refused.status))
-                return said(refused)
-            except _Gone:
-                self._count(name, GONE)
+                return error_response(refused)
+            except _ClientGone:
+                self._count(name, CLIENT_GONE)
                 return Response(status_code=400)
             except Exception:
                 self._count(name, "500")
@@ -137,68 +137,68 @@ class Front:
 
         return serve
 
-    def _begin(self, name: str, asked: Asked) -> ASGIApp:
+    def _begin(self, name: str, request: ApiRequest) -> ASGIApp:
         """Submits a request, and returns the ASGI app that sends its response."""
-        prompts = self._served.prompts(asked)
-        limits = [self._served.limit(asked, prompt) for prompt in prompts]
+        prompts = self._served.prompts(request)
+        limits = [self._served.limit(request, prompt) for prompt in prompts]
         events: asyncio.Queue[Event | None] = asyncio.Queue()
-        job = Job(asked, prompts, limits, lambda e: self._outbox.append((events, e)))
+        job = Job(request, prompts, limits, lambda e: self._outbox.append((events, e)))
         self._service.submit(job)
         tokenizer = self._served.format.tokenizer
-        echoes = [tokenizer.decode(prompt.tolist()) for prompt in prompts] if asked.echo else []
-        answer = Answer(asked, self._pieces, job.prompt_tokens, echoes)
-        return partial(self._answer, name, job, answer, events)
+        echoes = [tokenizer.decode(prompt.tolist()) for prompt in prompts] if request.echo else []
+        answer = ResponseBuilder(request, self._token_strings, job.prompt_tokens, echoes)
+        return partial(self._send_answer, name, job, answer, events)
 
     def _count(self, endpoint: str, status: str) -> None:
         self._metrics.requests.labels(endpoint, status).inc()
 
-    async def _answer(
+    async def _send_answer(
         self,
         name: str,
         job: Job,
-        answer: Answer,
+        answer: ResponseBuilder,
         events: "asyncio.Queue[Event | None]",
         scope: Scope,
         receive: Receive,
         send: Send,
     ) -> None:
         """Sends the response as it is generated, or nothing more once its client has left."""
-        watch = asyncio.create_task(_until_gone(receive))
-        watch.add_done_callback(lambda _: events.put_nowait(None))
-        status = GONE
+        disconnect = asyncio.create_task(_until_disconnect(receive))
+        disconnect.add_done_callback(lambda _: events.put_nowait(None))
+        status = CLIENT_GONE
         try:
-            async with self._within(None):
-                streamed = _stream if job.asked.stream else _at_once
-                status = await streamed(answer, events, send)
+            async with self._timeout(None):
+                send_response = _stream if job.request.stream else _send_full
+                status = await send_response(answer, events, send)
         except OSError:  # the connection broke during a send, or the client does not read
             pass
         except Exception:
             status = "500"
             raise
         finally:
-            watch.cancel()
+            disconnect.cancel()
             if not answer.finished:
-                self._service.leave(job)
+                self._service.cancel(job)
             self._count(name, status)
 
-    def _guarded(
+    def _require_key(
         self, handler: Callable[[Call], Awaitable[Response]]
     ) -> Callable[[Call], Awaitable[Response]]:
         async def serve(call: Call) -> Response:
             try:
                 self._check_key(call)
                 return await handler(call)
-            except Refused as refused:
-                return said(refused)
+            except ApiError as refused:
+                return error_response(refused)
 
         return serve
 
     def _check_key(self, call: Call) -> None:
         if self._api_key is None:
             return
-        given = call.headers.get("authorization", "").removeprefix("Bearer ").strip()
-        if not hmac.compare_digest(given.encode(), self._api_key.encode()):
-            raise Refused(
+        key = call.headers.get("authorization", "").removeprefix("Bearer ").strip()
+        if not hmac.compare_digest(key.encode(), self._api_key.encode()):
+            raise ApiError(
                 401,
                 "the API key is missing or not that of this server: send the header "
                 "Authorization: Bearer KEY.",
@@ -208,26 +208,26 @@ class Front:
     async def _body(self, call: Call) -> Mapping[str, Any]:
         content, size = bytearray(), 0
         try:
-            async with self._within(BODY_SECONDS):
-                async for part in _parts(call.receive):
-                    size += len(part)
-                    if size <= self._most_bytes:
-                        content += part
-                    elif size > PATIENCE * self._most_bytes:
+            async with self._timeout(BODY_SECONDS):
+                async for chunk in _body_chunks(call.receive):
+                    size += len(chunk)
+                    if size <= self._max_bytes:
+                        content += chunk
+                    elif size > MAX_DISCARDED_BODIES * self._max_bytes:
                         break
         except TimeoutError as error:
             if self._service.closing:
-                raise closing() from error
-            raise Refused(
+                raise closing_error() from error
+            raise ApiError(
                 408,
                 f"{size} bytes of the body came within {BODY_SECONDS:g} s, and not its end: send "
                 "all that Content-Length says, or less at a time.",
                 code="body_timeout",
             ) from error
-        if size > self._most_bytes:
-            raise Refused(
+        if size > self._max_bytes:
+            raise ApiError(
                 413,
-                f"the body has more than {self._most_bytes} bytes: send less at a time, or serve "
+                f"the body has more than {self._max_bytes} bytes: send less at a time, or serve "
                 "with a larger --max-body.",
                 code="body_too_large",
             )
@@ -235,26 +235,26 @@ class Front:
             body = json.loads(bytes(content))
             _check_characters(body)
         except (ValueError, RecursionError) as error:
-            raise Refused(400, f"the body is not JSON: {error}.") from error
+            raise ApiError(400, f"the body is not JSON: {error}.") from error
         if not isinstance(body, dict):
-            raise Refused(400, f"the body is a JSON {type(body).__name__}, not an object.")
+            raise ApiError(400, f"the body is a JSON {type(body).__name__}, not an object.")
         return body
 
     async def _models(self, call: Call) -> Response:
-        return JSONResponse({"object": "list", "data": [self._about()]})
+        return JSONResponse({"object": "list", "data": [self._model_entry()]})
 
     async def _model(self, call: Call) -> Response:
         name = call.path_params["name"]
         if name != self._served.name:
-            raise Refused(
+            raise ApiError(
                 404,
                 f"model {name!r} is not served here: ask for {self._served.name!r}.",
                 "model",
                 "model_not_found",
             )
-        return JSONResponse(self._about())
+        return JSONResponse(self._model_entry())
 
-    def _about(self) -> dict[str, Any]:
+    def _model_entry(self) -> dict[str, Any]:
         return {
             "id": self._served.name,
             "object": "model",
@@ -266,7 +266,7 @@ class Front:
 
     async def _load(self, call: Call) -> Response:
         if self._api_key is None:
-            raise Refused(
+            raise ApiError(
                 403,
                 "a policy is loaded for whoever shows the API key, and this server has none: "
                 "serve with --api-key, or with --follow.",
@@ -274,11 +274,11 @@ class Front:
         future: Future[int] = self._service.load()
         try:
             version = await asyncio.wrap_future(future)
-        except Refused:
+        except ApiError:
             raise
         except Exception as error:
             what = f"no policy could be loaded: {one_line(error)}"
-            raise Refused(409, what, code="not_loaded") from error
+            raise ApiError(409, what, code="not_loaded") from error
         return JSONResponse({"version": version, "system_fingerprint": fingerprint(version)})
 
     async def _health(self, call: Call) -> Response:
@@ -291,86 +291,90 @@ class Front:
         return Response(self._metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
-class _Gone(Exception):
+class _ClientGone(Exception):
     """A client left before its request was read."""
 
 
-def said(refused: Refused) -> Response:
+def error_response(error: ApiError) -> Response:
     """HTTP response of a rejected request."""
-    return JSONResponse(refused.body, refused.status, refused.headers)
+    return JSONResponse(error.body, error.status, error.headers)
 
 
-async def _no_such(call: Call, error: Exception) -> Response:
+async def _handle_http_error(call: Call, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what = f"{call.method} {call.url.path}: {error.detail}."
-    return JSONResponse(Refused(error.status_code, what).body, error.status_code, error.headers)
+    return JSONResponse(ApiError(error.status_code, what).body, error.status_code, error.headers)
 
 
-async def _went_wrong(call: Call, error: Exception) -> Response:
+async def _handle_exception(call: Call, error: Exception) -> Response:
     what = "the server made a mistake with this request, of which its log has the traceback."
-    return said(Refused(500, what))
+    return error_response(ApiError(500, what))
 
 
 def _check_characters(body: object) -> None:
-    """Raises Refused for a lone surrogate in a text of the body, which JSON can escape."""
+    """Raises ApiError for a lone surrogate in a text of the body, which JSON can escape."""
     try:
         json.dumps(body, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        half = f"\\u{ord(error.object[error.start]):04x}"
-        raise Refused(
+        surrogate = f"\\u{ord(error.object[error.start]):04x}"
+        raise ApiError(
             400,
-            f"the body has {half}, a half of a character in UTF-16, without the other: send whole "
-            "characters.",
+            f"the body has {surrogate}, a half of a character in UTF-16, without the other: send "
+            "whole characters.",
         ) from error
 
 
-async def _parts(receive: Receive) -> AsyncIterator[bytes]:
+async def _body_chunks(receive: Receive) -> AsyncIterator[bytes]:
     more = True
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise _Gone
+            raise _ClientGone
         more = message.get("more_body", False)
         yield message.get("body", b"")
 
 
-async def _until_gone(receive: Receive) -> None:
+async def _until_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def _at_once(answer: Answer, events: "asyncio.Queue[Event | None]", send: Send) -> str:
+async def _send_full(
+    answer: ResponseBuilder, events: "asyncio.Queue[Event | None]", send: Send
+) -> str:
     """Sends the full response when it is complete, and returns its status."""
     while not answer.finished:
-        piece = await events.get()
-        if piece is None:
-            return GONE
-        if isinstance(piece, Refused):
-            await _send_whole(send, piece.status, piece.body)
-            return str(piece.status)
-        answer.take(piece)
-    await _send_whole(send, 200, answer.whole())
+        delta = await events.get()
+        if delta is None:
+            return CLIENT_GONE
+        if isinstance(delta, ApiError):
+            await _send_json(send, delta.status, delta.body)
+            return str(delta.status)
+        answer.append(delta)
+    await _send_json(send, 200, answer.body())
     return "200"
 
 
-async def _stream(answer: Answer, events: "asyncio.Queue[Event | None]", send: Send) -> str:
+async def _stream(
+    answer: ResponseBuilder, events: "asyncio.Queue[Event | None]", send: Send
+) -> str:
     """Sends a stream of events, and returns its status."""
     await send({"type": "http.response.start", "status": 200, "headers": STREAM})
     status = "200"
     while not answer.finished:
-        piece, text = await events.get(), ""
+        delta, text = await events.get(), ""
         # Events that arrived meanwhile are sent together.
         while True:
-            if piece is None:
-                return GONE
-            if isinstance(piece, Refused):
-                text, status = text + event(piece.body), str(piece.status)
+            if delta is None:
+                return CLIENT_GONE
+            if isinstance(delta, ApiError):
+                text, status = text + event(delta.body), str(delta.status)
                 break
-            answer.take(piece)
-            text += answer.chunks(piece)
+            answer.append(delta)
+            text += answer.chunks(delta)
             if events.empty():
                 break
-            piece = events.get_nowait()
+            delta = events.get_nowait()
         await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
         if status != "200":
             break
@@ -379,7 +383,7 @@ async def _stream(answer: Answer, events: "asyncio.Queue[Event | None]", send: S
     return status
 
 
-async def _send_whole(send: Send, status: int, body: Mapping[str, Any]) -> None:
+async def _send_json(send: Send, status: int, body: Mapping[str, Any]) -> None:
     content = json.dumps(body, ensure_ascii=False).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))]
     await send({"type": "http.response.start", "status": status, "headers": headers})
@@ -387,5 +391,5 @@ async def _send_whole(send: Send, status: int, body: Mapping[str, Any]) -> None:
 
 
 def _deliver(outbox: "list[tuple[asyncio.Queue[Event | None], Event]]") -> None:
-    for events, piece in outbox:
-        events.put_nowait(piece)
+    for events, delta in outbox:
+        events.put_nowait(delta)

@@ -6,19 +6,19 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jrl.serving.asked import Asked
-from jrl.serving.refusal import Refused
-from jrl.serving.transcript import Place
+from jrl.serving.api_request import ApiRequest
+from jrl.serving.errors import ApiError
+from jrl.serving.transcript import TokenLogprobs
 
 
 @dataclass(frozen=True)
-class Piece:
+class ChoiceDelta:
     """Increment of a choice that is sent to its client.
 
     Attributes:
       index: of the choice.
       text: text that is final.
-      places: tokens that start in the text, if log-probabilities were requested.
+      logprobs: tokens that start in the text, if log-probabilities were requested.
       num_tokens: sampled so far.
       finish: "stop" or "length" where it has ended, else None.
       version: of the policy that generates it.
@@ -26,14 +26,14 @@ class Piece:
 
     index: int
     text: str
-    places: list[Place]
+    logprobs: list[TokenLogprobs]
     num_tokens: int
     finish: str | None
     version: int
 
 
-Event = Piece | Refused
-"""Event of a request: a piece, or the error that ends it."""
+Event = ChoiceDelta | ApiError
+"""Event of a request: a delta, or the error that ends it."""
 
 
 @dataclass(eq=False)
@@ -41,21 +41,21 @@ class Job:
     """Request between its arrival and its end.
 
     Attributes:
-      asked: the parsed request.
+      request: the parsed request.
       prompts: token ids of each prompt.
       limits: most tokens of a completion, for each prompt.
-      tell: callback for events, called from the engine's thread.
+      on_event: callback for events, called from the engine's thread.
       arrived: time of arrival by `time.perf_counter`.
-      numbers: ids of its prompts in the engine, once it is scheduled.
+      prompt_ids: ids of its prompts in the engine, once it is scheduled.
       num_left: choices that have not finished.
     """
 
-    asked: Asked
+    request: ApiRequest
     prompts: Sequence[np.ndarray]
     limits: Sequence[int]
-    tell: Callable[[Event], None]
+    on_event: Callable[[Event], None]
     arrived: float = field(default_factory=time.perf_counter)
-    numbers: tuple[int, ...] = ()
+    prompt_ids: tuple[int, ...] = ()
     num_left: int = field(init=False)
 
     def __post_init__(self):
@@ -63,7 +63,7 @@ class Job:
 
     @property
     def num_choices(self) -> int:
-        return len(self.prompts) * self.asked.n
+        return len(self.prompts) * self.request.n
 
     @property
     def prompt_tokens(self) -> int:
@@ -75,9 +75,9 @@ class Job:
 
         It is empty before the request is scheduled.
         """
-        n = self.asked.n
+        n = self.request.n
         return [
-            (number, index)
-            for place, number in enumerate(self.numbers)
-            for index in range(place * n, (place + 1) * n)
+            (prompt_id, index)
+            for prompt_index, prompt_id in enumerate(self.prompt_ids)
+            for index in range(prompt_index * n, (prompt_index + 1) * n)
         ]

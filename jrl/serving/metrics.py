@@ -8,9 +8,9 @@ from prometheus_client import (
     generate_latest,
 )
 
-FIRST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
-BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
-GONE = "gone"
+FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+INTER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+CLIENT_GONE = "gone"
 """The status of a request whose client left before its end."""
 
 
@@ -25,7 +25,8 @@ class Metrics:
         self._registry = registry = CollectorRegistry()
         self.requests = Counter(
             "jrl_requests",
-            f"Requests that have ended, by the status of HTTP; {GONE} where the client left.",
+            f"Requests that have ended, by the status of HTTP; {CLIENT_GONE} where the client "
+            "left.",
             ("endpoint", "status"),
             registry=registry,
         )
@@ -62,13 +63,13 @@ class Metrics:
         self.first_token = Histogram(
             "jrl_time_to_first_token_seconds",
             "From a request's arrival to the first token of each of its choices.",
-            buckets=FIRST,
+            buckets=FIRST_TOKEN_BUCKETS,
             registry=registry,
         )
         self.between_tokens = Histogram(
             "jrl_time_between_tokens_seconds",
             "Of a choice's later tokens, the mean over those that came together.",
-            buckets=BETWEEN,
+            buckets=INTER_TOKEN_BUCKETS,
             registry=registry,
         )
 

@@ -6,13 +6,13 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Array
 
-from jrl.serving.asked import Asked
-from jrl.serving.refusal import Refused, wrong
+from jrl.serving.api_request import ApiRequest
+from jrl.serving.errors import ApiError, invalid_argument
 from jrl.tasks import Example
 from jrl.text.prompt_format import PromptFormat
 from moe.weights import Transformer
 
-OF_COMPLETION = 16
+DEFAULT_MAX_TOKENS = 16
 """Default `max_tokens` of a completion, as in OpenAI's API; chats have no default limit."""
 
 
@@ -34,7 +34,7 @@ class Versions(Protocol):
 
 
 @dataclass(frozen=True)
-class Served:
+class ApiModel:
     """A model as clients know it.
 
     Attributes:
@@ -51,22 +51,24 @@ class Served:
     max_tokens: int | None
     created: int
 
-    def prompts(self, asked: Asked) -> list[np.ndarray]:
+    def prompts(self, request: ApiRequest) -> list[np.ndarray]:
         """Token ids of a request, a row for each prompt.
 
         Raises:
-          Refused: where template or tokenizer reject it, and for a prompt without any token.
+          ApiError: where template or tokenizer reject it, and for a prompt without any token.
         """
         try:
-            rows = [self._conversation(asked)] if asked.prompts is None else self._texts(asked)
+            rows = (
+                [self._conversation(request)] if request.prompts is None else self._texts(request)
+            )
         except ValueError as error:
-            param = "messages" if asked.chat else "prompt"
-            raise wrong(param, " ".join(str(error).split())) from error
+            param = "messages" if request.chat else "prompt"
+            raise invalid_argument(param, " ".join(str(error).split())) from error
         return [np.array(row, np.int32) for row in rows]
 
-    def _conversation(self, asked: Asked) -> list[int]:
+    def _conversation(self, request: ApiRequest) -> list[int]:
         if self.format.template is None:
-            raise Refused(
+            raise ApiError(
                 400,
                 f"model {self.name!r} has no chat template to write messages with: ask "
                 "/v1/completions, or serve a checkpoint that has one.",
@@ -74,13 +76,13 @@ class Served:
                 "no_chat_template",
             )
         return self.format.encode(
-            Example("", "", asked.messages, template_arguments=asked.template_arguments)
+            Example("", "", request.messages, template_arguments=request.template_arguments)
         )
 
-    def _texts(self, asked: Asked) -> list[list[int]]:
-        assert asked.prompts is not None
+    def _texts(self, request: ApiRequest) -> list[list[int]]:
+        assert request.prompts is not None
         tokenizer, rows = self.format.tokenizer, list[list[int]]()
-        for prompt in asked.prompts:
+        for prompt in request.prompts:
             if isinstance(prompt, str):
                 ids = tokenizer.with_prefix(tokenizer.encode(prompt))
             else:
@@ -91,30 +93,30 @@ class Served:
             rows.append(ids)
         return rows
 
-    def limit(self, asked: Asked, prompt: np.ndarray) -> int:
+    def limit(self, request: ApiRequest, prompt: np.ndarray) -> int:
         """Limit of the completion's tokens for this prompt.
 
         Raises:
-          Refused: where they exceed the server's limit or the context length.
+          ApiError: where they exceed the server's limit or the context length.
         """
-        room = self.length - len(prompt)
-        wanted = asked.max_tokens
-        if wanted is None:
-            limits = (room, self.max_tokens, None if asked.chat else OF_COMPLETION)
-            wanted = min(limit for limit in limits if limit is not None)
-        param = "messages" if asked.chat else "prompt"
-        if self.max_tokens is not None and wanted > self.max_tokens:
-            raise wrong(
+        available = self.length - len(prompt)
+        max_tokens = request.max_tokens
+        if max_tokens is None:
+            limits = (available, self.max_tokens, None if request.chat else DEFAULT_MAX_TOKENS)
+            max_tokens = min(limit for limit in limits if limit is not None)
+        param = "messages" if request.chat else "prompt"
+        if self.max_tokens is not None and max_tokens > self.max_tokens:
+            raise invalid_argument(
                 "max_tokens",
-                f"max_tokens={wanted} is more than this server gives: ask for {self.max_tokens} at "
-                "most.",
+                f"max_tokens={max_tokens} is more than this server gives: ask for "
+                f"{self.max_tokens} at most.",
             )
-        if room < max(wanted, 1):
-            raise wrong(
+        if available < max(max_tokens, 1):
+            raise invalid_argument(
                 param,
-                f"the prompt has {len(prompt)} tokens and max_tokens={max(wanted, 1)}, "
-                f"{len(prompt) + max(wanted, 1)} in all, and the model is served with a length of "
-                f"{self.length}: shorten the prompt, or lower max_tokens.",
+                f"the prompt has {len(prompt)} tokens and max_tokens={max(max_tokens, 1)}, "
+                f"{len(prompt) + max(max_tokens, 1)} in all, and the model is served with a length "
+                f"of {self.length}: shorten the prompt, or lower max_tokens.",
                 "context_length_exceeded",
             )
-        return wanted
+        return max_tokens

@@ -12,15 +12,15 @@ from jrl.rollout.decoding.requests import Request
 from jrl.rollout.decoding.stream import StreamChunk
 from jrl.rollout.row_sampling import RequestSampling
 from jrl.serving.engine import Engine
-from jrl.serving.job import Job, Piece
-from jrl.serving.metrics import GONE, Metrics
-from jrl.serving.policy import Served, Versions
-from jrl.serving.refusal import Refused
+from jrl.serving.errors import ApiError
+from jrl.serving.job import ChoiceDelta, Job
+from jrl.serving.metrics import CLIENT_GONE, Metrics
+from jrl.serving.policy import ApiModel, Versions
 from jrl.serving.transcript import Transcript
-from jrl.serving.warming import Warming
+from jrl.serving.warm_up import WarmUp
 
 SEED_BITS = 64
-HIGHEST_NUMBER = 2**31 - 1
+MAX_PROMPT_ID = 2**31 - 1
 
 
 @dataclass
@@ -32,7 +32,7 @@ class _Choice:
 
 
 class Service:
-    """Generation service: takes requests and emits pieces of their choices, from its own thread.
+    """Generation service: takes requests and emits deltas of their choices, from its own thread.
 
     Only this thread touches the engine and runs computations on the devices. Between two windows it
     drops requests of disconnected clients, admits queued requests first come first served, and
@@ -51,7 +51,7 @@ class Service:
     def __init__(
         self,
         engine: Engine,
-        served: Served,
+        served: ApiModel,
         versions: Versions,
         metrics: Metrics,
         *,
@@ -62,24 +62,24 @@ class Service:
         self._metrics, self._queue, self._window = metrics, queue, window
         self.flush: Callable[[], None] = lambda: None
         """Called after each round of `Job.tell`, from the thread."""
-        self._door = threading.Condition()
+        self._changed = threading.Condition()
         self._waiting: deque[Job] = deque()
-        self._left: list[Job] = []
+        self._cancelled: list[Job] = []
         self._loads: list[Future[int]] = []
         self.closing = False
         """True if it accepts no more requests."""
         self._jobs: dict[int, Job] = {}
         self._choices: dict[tuple[int, int], _Choice] = {}
-        self._number = 0
-        self._num_taken = 0  # choices that have not finished, running or queued
+        self._candidate_id = 0
+        self._num_unfinished = 0  # choices that have not finished, running or queued
         self._num_live = 0
-        self._pace = 1.0  # moving average of a request's seconds
+        self._mean_seconds = 1.0  # moving average of a request's seconds
         self._weights: object = None
         self.version = -1
         self.failure: BaseException | None = None
         """Exception that ended the thread, if any."""
         token, longest = served.format.tokenizer.eos_id, served.length - 1
-        self._warming = Warming(engine, self._next_number, token, longest, window)
+        self._warm_up = WarmUp(engine, self._next_id, token, longest, window)
         self._thread = threading.Thread(target=self._run, name="jrl engine", daemon=True)
 
     def start(self, warm_up: bool = True) -> None:
@@ -92,79 +92,84 @@ class Service:
         Raises:
           ValueError: where there is no policy to load.
         """
-        self._take(*self._versions.load())
+        self._load_weights(*self._versions.load())
         if warm_up:
-            self._warming.make_common()
+            self._warm_up.compile_common()
         else:
-            self._warming.skip()
+            self._warm_up.skip()
         self._thread.start()
 
     @property
     def num_uncompiled(self) -> int:
         """Warm-up trials that are left; they compile functions while the server is idle."""
-        return self._warming.num_left
+        return self._warm_up.num_left
 
     def submit(self, job: Job) -> None:
         """Queues the choices of a request.
 
         Raises:
-          Refused: for more choices than slots and queue hold, where the queue is full, and where no
-            more requests are accepted.
+          ApiError: for more choices than slots and queue hold, where the queue is full, and where
+            no more requests are accepted.
         """
-        count, most = job.num_choices, self._engine.slots + self._queue
-        if count > most:
-            raise Refused(
+        count, capacity = job.num_choices, self._engine.slots + self._queue
+        if count > capacity:
+            raise ApiError(
                 400,
-                f"the request has {count} choices, n of each prompt, and this server takes {most} "
-                "at a time: ask for fewer, or serve with more --slots or a longer --queue.",
+                f"the request has {count} choices, n of each prompt, and this server takes "
+                f"{capacity} at a time: ask for fewer, or serve with more --slots or a longer "
+                "--queue.",
                 code="too_many_choices",
             )
-        with self._door:
+        with self._changed:
             self._check_open()
-            if self._num_taken + count > most:
-                wait = self._pace * (self._num_taken - self._num_live + 1) / self._engine.slots
-                raise Refused(
+            if self._num_unfinished + count > capacity:
+                wait = (
+                    self._mean_seconds
+                    * (self._num_unfinished - self._num_live + 1)
+                    / self._engine.slots
+                )
+                raise ApiError(
                     429,
-                    f"{self._num_taken} choices are written or wait already, of {most} at most, "
-                    f"and there is no room for {count} more: try again later, or serve with more "
-                    "--slots or a longer --queue.",
+                    f"{self._num_unfinished} choices are written or wait already, of {capacity} at "
+                    f"most, and there is no room for {count} more: try again later, or serve with "
+                    "more --slots or a longer --queue.",
                     code="queue_full",
                     retry_after=max(1, round(wait)),
                 )
-            self._num_taken += count
+            self._num_unfinished += count
             self._waiting.append(job)
             self._count_waiting()
-            self._door.notify()
+            self._changed.notify()
 
     def _check_open(self) -> None:
         if self.failure is not None:
-            raise Refused(500, "the engine has failed: restart the server.")
+            raise ApiError(500, "the engine has failed: restart the server.")
         if self.closing:
-            raise closing()
+            raise closing_error()
 
     def _count_waiting(self) -> None:
-        self._metrics.queued.set(max(0, self._num_taken - self._num_live))
+        self._metrics.queued.set(max(0, self._num_unfinished - self._num_live))
 
-    def leave(self, job: Job) -> None:
+    def cancel(self, job: Job) -> None:
         """Cancels the request of a client that has left; no effect if it has finished."""
-        with self._door:
-            self._left.append(job)
-            self._door.notify()
+        with self._changed:
+            self._cancelled.append(job)
+            self._changed.notify()
 
     def load(self) -> "Future[int]":
         """Loads the newest policy as soon as no request is in flight; a future of its version."""
         future: Future[int] = Future()
-        with self._door:
+        with self._changed:
             self._check_open()
             self._loads.append(future)
-            self._door.notify()
+            self._changed.notify()
         return future
 
     def close(self) -> None:
         """Accepts no more requests; the thread ends when those it has are finished."""
-        with self._door:
+        with self._changed:
             self.closing = True
-            self._door.notify()
+            self._changed.notify()
 
     @property
     def ended(self) -> bool:
@@ -178,111 +183,117 @@ class Service:
 
     def _run(self) -> None:
         try:
-            while self._round():
+            while self._step():
                 self.flush()
         except BaseException as error:
-            failed = Refused(500, f"the engine has failed: {error}")
-            with self._door:
+            failure = ApiError(500, f"the engine has failed: {error}")
+            with self._changed:
                 self.failure = error
                 loads, self._loads = self._loads, []
-                everyone = {id(job): job for job in (*self._jobs.values(), *self._waiting)}
+                jobs = {id(job): job for job in (*self._jobs.values(), *self._waiting)}
                 self._waiting.clear()
-            for job in everyone.values():
-                job.tell(failed)
+            for job in jobs.values():
+                job.on_event(failure)
             for future in loads:
                 if future.set_running_or_notify_cancel():
-                    future.set_exception(failed)
+                    future.set_exception(failure)
         finally:
             self.flush()
 
-    def _round(self) -> bool:
+    def _step(self) -> bool:
         """One scheduler step and one decoding window; False when there is nothing left to do."""
         engine = self._engine
-        with self._door:
-            while not (self._waiting or self._left or self._loads or engine.busy):
+        with self._changed:
+            while not (self._waiting or self._cancelled or self._loads or engine.busy):
                 if self.closing:
                     return False
-                if self._warming.num_left:
+                if self._warm_up.num_left:
                     break
-                self._door.wait()
-            left, self._left = self._left, []
-            idle = not (self._waiting or left or self._loads or engine.busy)
+                self._changed.wait()
+            cancelled, self._cancelled = self._cancelled, []
+            idle = not (self._waiting or cancelled or self._loads or engine.busy)
         if idle:
-            self._warming.make_one()
+            self._warm_up.compile_next()
             return True
-        for job in left:
-            self._drop(job)
+        for job in cancelled:
+            self._remove(job)
         if self._loads and not engine.busy:
             self._load()
         elif not self._loads:
-            self._seat()
+            self._admit()
         if engine.busy:
-            self._tell(engine.tick(self._window))
-        with self._door:
+            self._emit(engine.tick(self._window))
+        with self._changed:
             self._num_live = engine.num_live
             self._count_waiting()
         self._metrics.live.set(engine.num_live)
         return True
 
-    def _seat(self) -> None:
+    def _admit(self) -> None:
         while self._engine.num_idle:
-            with self._door:
+            with self._changed:
                 job = self._waiting.popleft() if self._waiting else None
             if job is None:
                 return
-            self._ask(job)
+            self._start(job)
 
-    def _ask(self, job: Job) -> None:
-        asked, tokenizer = job.asked, self._served.format.tokenizer
+    def _start(self, job: Job) -> None:
+        request, tokenizer = job.request, self._served.format.tokenizer
         self._metrics.prompt_tokens.inc(job.prompt_tokens)
-        seed = secrets.randbits(SEED_BITS) if asked.seed is None else asked.seed % 2**SEED_BITS
-        own = RequestSampling(asked.temperature, asked.top_p, seed, asked.likeliest > 0)
-        for place, (ids, limit) in enumerate(zip(job.prompts, job.limits, strict=True)):
-            number = self._next_number()
-            self._jobs[number] = job
-            job.numbers = (*job.numbers, number)
-            before = () if asked.chat else ids.tolist()
+        seed = secrets.randbits(SEED_BITS) if request.seed is None else request.seed % 2**SEED_BITS
+        sampling = RequestSampling(
+            request.temperature, request.top_p, seed, request.top_logprobs > 0
+        )
+        for prompt_index, (ids, limit) in enumerate(zip(job.prompts, job.limits, strict=True)):
+            prompt_id = self._next_id()
+            self._jobs[prompt_id] = job
+            job.prompt_ids = (*job.prompt_ids, prompt_id)
+            context = () if request.chat else ids.tolist()
             # Indices run over all prompts, so that a repeated prompt gets different completions.
-            choices = range(place * asked.n, (place + 1) * asked.n)
+            choices = range(prompt_index * request.n, (prompt_index + 1) * request.n)
             for index in choices:
-                text = Transcript(tokenizer, asked.stops, asked.logprobs, before)
-                self._choices[number, index] = _Choice(index, text)
-            self._engine.ask([Request(number, c, ids, limit, sampling=own) for c in choices])
+                text = Transcript(tokenizer, request.stops, request.logprobs, context)
+                self._choices[prompt_id, index] = _Choice(index, text)
+            self._engine.ask(
+                [Request(prompt_id, index, ids, limit, sampling=sampling) for index in choices]
+            )
 
-    def _next_number(self) -> int:
+    def _next_id(self) -> int:
         """Next id that no prompt in flight has."""
-        while self._number in self._jobs:
-            self._number = (self._number + 1) % HIGHEST_NUMBER
-        number, self._number = self._number, (self._number + 1) % HIGHEST_NUMBER
-        return number
+        while self._candidate_id in self._jobs:
+            self._candidate_id = (self._candidate_id + 1) % MAX_PROMPT_ID
+        prompt_id, self._candidate_id = self._candidate_id, (self._candidate_id + 1) % MAX_PROMPT_ID
+        return prompt_id
 
-    def _tell(self, written: Sequence[StreamChunk]) -> None:
+    def _emit(self, rows: Sequence[StreamChunk]) -> None:
         now, stopped = time.perf_counter(), list[tuple[int, int]]()
-        for row in written:
+        for row in rows:
             key = row.request.prompt, row.request.sample
             job, choice = self._jobs[key[0]], self._choices[key]
-            transcript, before = choice.transcript, choice.transcript.num_tokens
-            likeliest = None
+            transcript, tokens_before = choice.transcript, choice.transcript.num_tokens
+            top_logprobs = None
             if row.top_tokens is not None:
                 pairs = zip(row.top_tokens.tokens, row.top_tokens.logprobs, strict=True)
-                wanted = job.asked.likeliest
-                likeliest = [
-                    [*zip(ids[:wanted].tolist(), values[:wanted].tolist(), strict=True)]
+                num_top = job.request.top_logprobs
+                top_logprobs = [
+                    [*zip(ids[:num_top].tolist(), values[:num_top].tolist(), strict=True)]
                     for ids, values in pairs
                 ]
             finish: str | None = row.finish
-            text, places = transcript.add(
-                row.tokens.tolist(), row.logprobs.tolist(), likeliest, finish is not None
+            text, logprobs = transcript.add(
+                row.tokens.tolist(), row.logprobs.tolist(), top_logprobs, finish is not None
             )
             if transcript.stopped:
                 if finish is None:
                     stopped.append(key)
                 finish = "stop"
-            self._measure(job, choice, transcript.num_tokens - before, now)
+            self._measure(job, choice, transcript.num_tokens - tokens_before, now)
             if finish is not None:
-                self._end(key, finish)
-            piece = Piece(choice.index, text, places, transcript.num_tokens, finish, self.version)
-            job.tell(piece)
+                self._finish(key, finish)
+            delta = ChoiceDelta(
+                choice.index, text, logprobs, transcript.num_tokens, finish, self.version
+            )
+            job.on_event(delta)
         self._engine.drop(stopped)
 
     def _measure(self, job: Job, choice: _Choice, count: int, now: float) -> None:
@@ -294,37 +305,37 @@ class Service:
             metrics.between_tokens.observe((now - choice.seen) / count)
         choice.seen = now
 
-    def _end(self, key: tuple[int, int], finish: str) -> None:
+    def _finish(self, key: tuple[int, int], finish: str) -> None:
         """Removes a finished choice, and with the last one its request."""
         self._metrics.choices.labels(finish).inc()
         del self._choices[key]
         job = self._jobs[key[0]]
         job.num_left -= 1
-        with self._door:
-            self._num_taken -= 1
+        with self._changed:
+            self._num_unfinished -= 1
         if not job.num_left:
-            for number in job.numbers:
-                del self._jobs[number]
-            self._pace += 0.1 * (time.perf_counter() - job.arrived - self._pace)
+            for prompt_id in job.prompt_ids:
+                del self._jobs[prompt_id]
+            self._mean_seconds += 0.1 * (time.perf_counter() - job.arrived - self._mean_seconds)
 
-    def _drop(self, job: Job) -> None:
+    def _remove(self, job: Job) -> None:
         """Frees the queue entry or slots of a request whose client has left."""
-        with self._door:
+        with self._changed:
             if job in self._waiting:
                 self._waiting.remove(job)
-                self._num_taken -= job.num_choices
+                self._num_unfinished -= job.num_choices
         rows = [row for row in job.rows if row in self._choices]
         if rows:
             self._engine.drop(rows)
         for row in rows:
-            self._end(row, GONE)
+            self._finish(row, CLIENT_GONE)
 
     def _load(self) -> None:
-        with self._door:
+        with self._changed:
             loads, self._loads = self._loads, []
         futures = [future for future in loads if future.set_running_or_notify_cancel()]
         try:
-            self._take(*self._versions.load())
+            self._load_weights(*self._versions.load())
         except Exception as error:  # a failed load must not affect running requests
             self._metrics.loads.labels("failed").inc()
             for future in futures:
@@ -335,7 +346,7 @@ class Service:
         for future in futures:
             future.set_result(self.version)
 
-    def _take(self, weights: object, version: int) -> None:
+    def _load_weights(self, weights: object, version: int) -> None:
         try:
             self._engine.load(weights, version)
         except Exception:
@@ -346,6 +357,6 @@ class Service:
         self._metrics.version.set(version)
 
 
-def closing() -> Refused:
+def closing_error() -> ApiError:
     """Error 503 for requests that arrive after the server was asked to end."""
-    return Refused(503, "the server is ending: ask another one.", code="server_ending")
+    return ApiError(503, "the server is ending: ask another one.", code="server_ending")

@@ -5,22 +5,22 @@ from dataclasses import dataclass
 
 from jrl.text.tokenizer import Tokenizer
 
-UNREADABLE = "\ufffd"
+REPLACEMENT_CHARACTER = "\ufffd"
 """Replacement character, to which incomplete UTF-8 sequences are decoded."""
-LONGEST_CHARACTER = 4
+MAX_CHARACTER_BYTES = 4
 """Most bytes of a UTF-8 character: one fewer replacement characters may still become one."""
-PATIENCE = 64
+MAX_INCOMPLETE_TOKENS = 64
 """Tokens after which incomplete bytes are emitted as replacement characters."""
-CONTEXT = 5
+CONTEXT_TOKENS = 5
 """Prompt tokens that are decoded as context of the completion's first tokens."""
 
 
-class Unfolding:
+class Detokenizer:
     """Incremental detokenizer that emits each character once it is complete.
 
-    The concatenated pieces, the last by `rest`, are the text of all tokens. A tokenizer may decode
-    a token depending on the one before, so a piece is what its tokens add to the text of the
-    preceding ones.
+    The concatenated segments, the last by `rest`, are the text of all tokens. A tokenizer may
+    decode a token depending on the one before, so a segment is what its tokens add to the text of
+    the preceding ones.
 
     Args:
       tokenizer: special tokens give no text.
@@ -29,12 +29,12 @@ class Unfolding:
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()):
         self._tokenizer = tokenizer
-        self._ids = list(before[-CONTEXT:])
-        self._given = tokenizer.decode(self._ids)  # text of the decoded ids, as far as emitted
-        if self._given.endswith(UNREADABLE):
-            self._ids, self._given = [], ""
+        self._ids = list(before[-CONTEXT_TOKENS:])
+        self._emitted = tokenizer.decode(self._ids)  # text of the decoded ids, as far as emitted
+        if self._emitted.endswith(REPLACEMENT_CHARACTER):
+            self._ids, self._emitted = [], ""
         # Start of the ids that are decoded, and start of those that are not final yet.
-        self._begin, self._whole = 0, len(self._ids)
+        self._begin, self._final = 0, len(self._ids)
 
     def add(self, ids: Sequence[int]) -> str:
         """Appends tokens and returns the text that they complete."""
@@ -42,65 +42,67 @@ class Unfolding:
         text = self._tokenizer.decode(self._ids[self._begin :])
         # A few replacement characters at the end may be the start of a character; earlier ones
         # are final.
-        sure = max(len(text.rstrip(UNREADABLE)), len(text) - LONGEST_CHARACTER + 1)
-        waits = len(self._ids) - self._whole < PATIENCE
-        settled = text[:sure] if waits else text
-        if waits and not settled.startswith(self._given):
+        sure_length = max(
+            len(text.rstrip(REPLACEMENT_CHARACTER)), len(text) - MAX_CHARACTER_BYTES + 1
+        )
+        is_pending = len(self._ids) - self._final < MAX_INCOMPLETE_TOKENS
+        final_text = text[:sure_length] if is_pending else text
+        if is_pending and not final_text.startswith(self._emitted):
             return ""
-        piece = settled[len(self._given) :]
-        self._given = settled
-        if len(settled) == len(text):
+        new_text = final_text[len(self._emitted) :]
+        self._emitted = final_text
+        if len(final_text) == len(text):
             # The newest tokens are the context of the next ones.
-            self._begin, self._whole = self._whole, len(self._ids)
-            self._given = self._tokenizer.decode(self._ids[self._begin :])
-        return piece
+            self._begin, self._final = self._final, len(self._ids)
+            self._emitted = self._tokenizer.decode(self._ids[self._begin :])
+        return new_text
 
     def rest(self) -> str:
         """Remaining text when no more tokens come: incomplete bytes as replacement characters."""
         text = self._tokenizer.decode(self._ids[self._begin :])
-        piece = text[len(self._given) :]
-        self._given = text
-        return piece
+        new_text = text[len(self._emitted) :]
+        self._emitted = text
+        return new_text
 
 
-class Stops:
-    """Stop strings of a streamed text, which may span pieces.
+class StopStrings:
+    """Stop strings of a streamed text, which may span calls of `add`.
 
     Args:
       stops: none of them empty.
     """
 
     def __init__(self, stops: Sequence[str]):
-        self._stops, self._held = tuple(stops), ""
-        self.met = False
+        self._stops, self._withheld = tuple(stops), ""
+        self.stopped = False
         """True if one of them has occurred."""
 
-    def add(self, piece: str) -> str:
-        """Appends a piece and returns the text that certainly precedes any stop string."""
-        if not self._stops or self.met:
-            return "" if self.met else piece
-        text = self._held + piece
-        places = [place for stop in self._stops if (place := text.find(stop)) >= 0]
-        if places:
-            self.met, self._held = True, ""
-            return text[: min(places)]
-        held = max(self._begun(text, stop) for stop in self._stops)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+    def add(self, new_text: str) -> str:
+        """Appends text and returns the text that certainly precedes any stop string."""
+        if not self._stops or self.stopped:
+            return "" if self.stopped else new_text
+        text = self._withheld + new_text
+        positions = [position for stop in self._stops if (position := text.find(stop)) >= 0]
+        if positions:
+            self.stopped, self._withheld = True, ""
+            return text[: min(positions)]
+        withheld = max(self._partial_match(text, stop) for stop in self._stops)
+        self._withheld = text[len(text) - withheld :]
+        return text[: len(text) - withheld]
 
     def rest(self) -> str:
         """Text that was held back, when no more comes."""
-        held, self._held = self._held, ""
-        return held
+        withheld, self._withheld = self._withheld, ""
+        return withheld
 
     @staticmethod
-    def _begun(text: str, stop: str) -> int:
+    def _partial_match(text: str, stop: str) -> int:
         """Number of characters at the end of the text that may be the start of the stop string."""
         longest = min(len(stop) - 1, len(text))
         return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
 
-class Pieces:
+class TokenStrings:
     """Strings of single tokens, as log-probabilities list them.
 
     A token is written as its text, or, if it is a part of a character, as its bytes in the form
@@ -113,7 +115,7 @@ class Pieces:
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         self._special = {identity: text for text, identity in tokenizer.special_tokens.items()}
-        self._known: dict[int, str] = {}
+        self._cached: dict[int, str] = {}
         self._before = next(
             (
                 ([identity], text)
@@ -124,42 +126,49 @@ class Pieces:
             ([], ""),
         )
 
-    def of(self, token: int) -> str:
+    def string_of(self, token: int) -> str:
         """String of a token, a leading blank included; the name of a special token."""
-        if token not in self._known:
-            self._known[token] = self._read(token)
-        return self._known[token]
+        if token not in self._cached:
+            self._cached[token] = self._read(token)
+        return self._cached[token]
 
     def bytes_of(self, token: int) -> bytes:
         """Bytes that a token adds to a text."""
-        own = self._tokenizer.bytes_of(token)
-        return self.of(token).encode() if own is None else own
+        token_bytes = self._tokenizer.bytes_of(token)
+        return self.string_of(token).encode() if token_bytes is None else token_bytes
 
     def _read(self, token: int) -> str:
         if token in self._tokenizer.special_ids:
             return self._special.get(token, "")
         # Some tokenizers drop a leading blank of a text: the token is decoded after another.
         ids, text = self._before
-        both, own = self._tokenizer.decode([*ids, token]), self._tokenizer.bytes_of(token)
-        if UNREADABLE in both and own is not None:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own)
-        return both[len(text) :] if both.startswith(text) else self._tokenizer.decode([token])
+        joint_text, token_bytes = (
+            self._tokenizer.decode([*ids, token]),
+            self._tokenizer.bytes_of(token),
+        )
+        if REPLACEMENT_CHARACTER in joint_text and token_bytes is not None:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)
+        return (
+            joint_text[len(text) :]
+            if joint_text.startswith(text)
+            else self._tokenizer.decode([token])
+        )
 
 
 @dataclass(frozen=True)
-class Place:
+class TokenLogprobs:
     """Token of a choice with its log-probabilities.
 
     Attributes:
       token: its id.
       logprob: in the policy at temperature 1, nats.
-      likeliest: ids and log-probabilities of the top tokens at this position.
+      top_logprobs: ids and log-probabilities of the top tokens at this position.
       offset: characters of the choice before it.
     """
 
     token: int
     logprob: float
-    likeliest: tuple[tuple[int, float], ...]
+    top_logprobs: tuple[tuple[int, float], ...]
     offset: int
 
 
@@ -169,7 +178,7 @@ class Transcript:
     Args:
       tokenizer: of the policy.
       stops: stop strings; it ends before the first.
-      keeps_places: true if its tokens are returned with log-probabilities.
+      keeps_logprobs: true if its tokens are returned with log-probabilities.
       before: tokens of the text that it continues.
     """
 
@@ -177,36 +186,36 @@ class Transcript:
         self,
         tokenizer: Tokenizer,
         stops: Sequence[str],
-        keeps_places: bool,
+        keeps_logprobs: bool,
         before: Sequence[int] = (),
     ):
-        self._unfolding, self._stops = Unfolding(tokenizer, before), Stops(stops)
+        self._detokenizer, self._stops = Detokenizer(tokenizer, before), StopStrings(stops)
         self._ends = frozenset(tokenizer.stop_ids)
         # If the token of each character matters, tokens are decoded one by one.
-        self._one_by_one = keeps_places or bool(stops)
-        self._keeps_places = keeps_places
+        self._token_by_token = keeps_logprobs or bool(stops)
+        self._keeps_logprobs = keeps_logprobs
         self._read = 0  # characters unfolded
-        self._given = 0  # characters that went out
-        self._waiting: list[Place] = []
+        self._emitted = 0  # characters that went out
+        self._pending: list[TokenLogprobs] = []
         self.num_tokens = 0
         """Tokens sampled so far, up to the one that ended it."""
 
     @property
     def stopped(self) -> bool:
         """True if a stop string has occurred."""
-        return self._stops.met
+        return self._stops.stopped
 
     def add(
         self,
         tokens: Sequence[int],
         logprobs: Sequence[float],
-        likeliest: Sequence[Sequence[tuple[int, float]]] | None,
+        top_logprobs: Sequence[Sequence[tuple[int, float]]] | None,
         last: bool,
-    ) -> tuple[str, list[Place]]:
+    ) -> tuple[str, list[TokenLogprobs]]:
         """Appends tokens.
 
         Args:
-          tokens, logprobs, likeliest: of the positions, in order; the likeliest where they are
+          tokens, logprobs, top_logprobs: of the positions, in order; the likeliest where they are
             recorded.
           last: true if no more come.
 
@@ -215,36 +224,38 @@ class Transcript:
         """
         text, ended = "", bool(tokens) and last and tokens[-1] in self._ends
         readable = tokens[:-1] if ended else tokens
-        if not self._one_by_one:
-            text = self._unfolding.add(readable)
+        if not self._token_by_token:
+            text = self._detokenizer.add(readable)
             self.num_tokens += len(tokens)
         else:
-            for number, token in enumerate(readable):
-                if self._keeps_places:
-                    others = tuple(likeliest[number]) if likeliest is not None else ()
-                    self._waiting.append(Place(token, logprobs[number], others, self._read))
-                piece = self._unfolding.add([token])
-                self._read += len(piece)
-                text += self._stops.add(piece)
+            for index, token in enumerate(readable):
+                if self._keeps_logprobs:
+                    alternatives = tuple(top_logprobs[index]) if top_logprobs is not None else ()
+                    self._pending.append(
+                        TokenLogprobs(token, logprobs[index], alternatives, self._read)
+                    )
+                new_text = self._detokenizer.add([token])
+                self._read += len(new_text)
+                text += self._stops.add(new_text)
                 self.num_tokens += 1
                 if self.stopped:
                     break
             self.num_tokens += ended and not self.stopped
         if last and not self.stopped:
-            rest = self._unfolding.rest()
+            rest = self._detokenizer.rest()
             text += self._stops.add(rest) + ("" if self.stopped else self._stops.rest())
-        self._given += len(text)
-        return text, self._places(last or self.stopped)
+        self._emitted += len(text)
+        return text, self._take_emitted(last or self.stopped)
 
-    def _places(self, all_of_them: bool) -> list[Place]:
+    def _take_emitted(self, all_tokens: bool) -> list[TokenLogprobs]:
         """Tokens whose first character was emitted, removed from those that wait.
 
         At the end they are joined by tokens without text, unless a stop string ended the choice.
         """
         ready = [
-            place
-            for place in self._waiting
-            if place.offset < self._given or (all_of_them and not self.stopped)
+            token
+            for token in self._pending
+            if token.offset < self._emitted or (all_tokens and not self.stopped)
         ]
-        self._waiting = self._waiting[len(ready) :]
+        self._pending = self._pending[len(ready) :]
         return ready

@@ -15,34 +15,34 @@ from jrl.faults.collect.sources import local_gpus
 from jrl.faults.live.guard import DETECTION_INTERVAL, Attachment, Guard, machine_name, metrics_of
 from jrl.faults.live.hook import Hook, command_hook
 from jrl.faults.standard import StandardDetector
-from jrl.processes.agreement import FailTogether, any_of, is_main_process
+from jrl.processes.agreement import RaiseInAllProcesses, any_of, is_main_process
 from jrl.processes.stopping import Stop
 from jrl.report.display import WarmStartDisplay
 from jrl.report.metrics import check_defined
 from jrl.report.page.write import write_page
 from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.sampler import Sampler
-from jrl.runs import belongings, versions
+from jrl.runs import provenance, versions
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
 from jrl.trainer.adapters.peft import write_adapters
 from jrl.trainer.evaluation.heldout import heldout_examples, heldout_metrics
 from jrl.trainer.outputs import (
-    SHOWN,
+    NUM_SHOWN,
     Outputs,
     appender,
     finish,
-    opened,
+    open_outputs,
     save_nonfinite,
     write_heldout_samples,
 )
 from jrl.trainer.setup.setup import Setup
 from jrl.trainer.stage import Stage
 from jrl.trainer.state import TrainState, init_adapters, init_state, init_weights, restore, save
-from jrl.trainer.step import TO_SHOW, Done, Step, train_step
+from jrl.trainer.step import SAMPLES_TIMING, RolloutStepResult, StepResult, train_step
 from jrl.trainer.summary import drift_alarm
 from jrl.trainer.supervised.stage import Supervised
-from jrl.trainer.token_records import Watched
+from jrl.trainer.token_records import TokenLogConfig
 from jrl.trainer.warm_start import WarmStartStopped, prompts_imitated, shortfall, warm_start
 from moe.disaggregated.split import devices_of
 from moe.weights import Transformer
@@ -105,45 +105,55 @@ def train(
         stop = stack.enter_context(Stop(setup.task.close))
         guard = stack.enter_context(Guard(_attachment(setup.run, folder, on_fault)))
         try:
-            given = weights, adapters, prompts_seen
-            state = _first_state(setup, stage, sampler, folder, checkpoints, *given, stop, on_step)
+            state = _initial_state(
+                setup,
+                stage,
+                sampler,
+                folder,
+                checkpoints,
+                weights=weights,
+                adapters=adapters,
+                prompts_seen=prompts_seen,
+                stop=stop,
+                on_step=on_step,
+            )
         except WarmStartStopped:
             return Outcome(0, stopped=True, saved=False)
         # After the folder was reset to the checkpoint: totals continue from its last line.
-        outputs = stack.enter_context(opened(run, setup.recipe, folder, int(state.step)))
+        outputs = stack.enter_context(open_outputs(run, setup.recipe, folder, int(state.step)))
         # Processes stop together: one that left alone would block the others in a collective.
         while int(state.step) < run.steps and not any_of(bool(stop)):
             # A signal ends the run after this step, never during an update.
             stop.doing = f"finishing step {int(state.step) + 1} and saving it"
             started = time.perf_counter()
-            state, done = stage.step(state)
-            step, metrics = int(state.step), done.metrics
+            state, result = stage.step(state)
+            step, metrics = int(state.step), result.metrics
             # Samples for people and evaluation are not part of the step's time.
-            seconds = time.perf_counter() - started - metrics.get(TO_SHOW, 0.0)
-            metrics |= _speed(setup, metrics["training/tokens"], seconds)
+            seconds = time.perf_counter() - started - metrics.get(SAMPLES_TIMING, 0.0)
+            metrics |= _throughput_metrics(setup, metrics["training/tokens"], seconds)
             if step % run.eval_every == 0 or step == run.steps:
-                metrics |= stage.evaluated(state)
+                metrics |= stage.evaluate(state)
             guard.step_ended(seconds)
             alarms = guard.alarms()
             metrics |= metrics_of(alarms) | drift_alarm(metrics, run.drift_alarm)
             outputs.warn(alarms)
             outputs.warn_of_drift(step, metrics)
-            if outputs.warn_of_suspicion(step, metrics) and isinstance(done, Step):
-                outputs.write_suspicious(setup.format, step, done)
+            if outputs.warn_of_suspicion(step, metrics) and isinstance(result, RolloutStepResult):
+                outputs.write_suspicious(setup.format, step, result)
             if step % run.samples_every == 0:
-                stage.write_samples(outputs, state, done)
+                stage.write_samples(outputs, state, result)
             # Lines are written before the checkpoint that records them: after a kill in between,
             # resuming drops them and writes them again, bitwise identical.
             outputs.log(step, metrics)
             if is_main_process():
                 on_step(step, metrics)
-            for number, skipped_update in enumerate(done.nonfinite):
+            for number, skipped_update in enumerate(result.nonfinite):
                 save_nonfinite(folder, f"{step}-{number}-{skipped_update.network}", skipped_update)
             # Before the last checkpoint, like all lines: it records the offsets of all files.
             if step == run.steps:
                 write_heldout_samples(setup, sampler, state, outputs.samples)
             if step % run.checkpoint_every == 0 or step == run.steps:
-                save(checkpoints, networks, state, belongings.describe(setup.settings, folder))
+                save(checkpoints, networks, state, provenance.describe(setup.settings, folder))
                 if is_main_process() and step < run.steps:
                     write_page([folder], folder.report_path)  # of a run that is still going
             # After the checkpoint: a run resumed with a larger --max-nonfinite continues from here.
@@ -151,7 +161,7 @@ def train(
         step = int(state.step)
         # A signal may end the run between two checkpoints.
         if checkpoints.latest_step() != step:
-            save(checkpoints, networks, state, belongings.describe(setup.settings, folder))
+            save(checkpoints, networks, state, provenance.describe(setup.settings, folder))
         write_adapters(setup, folder.model_path, folder.adapters_path, state)
         outputs.warn(guard.alarms())  # since the last step: shown, but no line of metrics is left
     if is_main_process():
@@ -166,7 +176,7 @@ class Reinforcement:
         self._setup, self._sampler, self._networks = setup, sampler, setup.networks
         self._heldout = heldout_examples(setup.task, setup.run.eval_prompts)
 
-    def step(self, state: TrainState[Array]) -> tuple[TrainState[Array], Done]:
+    def step(self, state: TrainState[Array]) -> tuple[TrainState[Array], StepResult]:
         setup, run = self._setup, self._setup.run
         to_show = (int(state.step) + 1) % run.samples_every == 0 and run.sample_tokens > 0
         return train_step(
@@ -176,24 +186,24 @@ class Reinforcement:
             state,
             setup.randomness,
             shuffle_rewards=run.shuffle_rewards,
-            watched=Watched(SHOWN, run.sample_tokens) if to_show else None,
+            token_log=TokenLogConfig(NUM_SHOWN, run.sample_tokens) if to_show else None,
         )
 
-    def evaluated(self, state: TrainState[Array]) -> dict[str, float]:
+    def evaluate(self, state: TrainState[Array]) -> dict[str, float]:
         # Without statistics of a step: an adaptive temperature stays at its base.
         self._sampler.engine.load(state.policy.weights, int(state.step))
         return heldout_metrics(self._sampler, sampling_of(self._setup.recipe), self._heldout)
 
-    def left_out(self) -> dict[str, float]:
+    def data_metrics(self) -> dict[str, float]:
         dropped = self._setup.prompts_dropped
         return {"data/prompts_dropped": float(dropped)} if dropped else {}
 
-    def write_samples(self, outputs: Outputs, state: TrainState[Array], done: Done) -> None:
-        assert isinstance(done, Step)
-        outputs.write_samples(self._setup.format, int(state.step), done)
+    def write_samples(self, outputs: Outputs, state: TrainState[Array], result: StepResult) -> None:
+        assert isinstance(result, RolloutStepResult)
+        outputs.write_samples(self._setup.format, int(state.step), result)
 
 
-def _first_state(
+def _initial_state(
     setup: Setup,
     stage: Stage,
     sampler: Sampler,
@@ -209,15 +219,15 @@ def _first_state(
 
     A run killed before its first checkpoint starts again, with the same result.
     """
-    step = belongings.newest_whole(checkpoints)
+    step = provenance.find_resume_step(checkpoints)
     if step is not None:
         state = restore(checkpoints, setup.networks, step)
-        belongings.go_back(setup.settings, folder, step, checkpoints.meta(step))
+        provenance.rewind(setup.settings, folder, step, checkpoints.meta(step))
         return state
     # Files are handled by the first process, and an error there must stop all others.
-    with FailTogether():
+    with RaiseInAllProcesses():
         if is_main_process():
-            folder.begin_again()
+            folder.discard_unsaved()
     metrics: dict[str, float] = {}
     # Without a pretrained checkpoint, supervised learning makes a policy that is sometimes correct.
     if weights is None:
@@ -241,7 +251,7 @@ def _first_state(
         key = setup.randomness.key("adapters")
         adapters = init_adapters(setup.model, setup.mesh, key)
     state = init_state(setup.networks, weights, critic_key, prompts_seen, adapters)
-    metrics |= stage.evaluated(state) | stage.left_out()
+    metrics |= stage.evaluate(state) | stage.data_metrics()
     with appender(folder.metrics_path) as lines:
         check_defined(metrics)
         lines.append(0, metrics)
@@ -250,7 +260,7 @@ def _first_state(
     with appender(folder.samples_path) as lines:
         write_heldout_samples(setup, sampler, state, lines)
     # A run killed in its first steps need not repeat its warm start.
-    save(checkpoints, setup.networks, state, belongings.describe(setup.settings, folder))
+    save(checkpoints, setup.networks, state, provenance.describe(setup.settings, folder))
     return state
 
 
@@ -276,7 +286,7 @@ def _attachment(run: RunConfig, folder: RunFolder, on_fault: Hook | None) -> Att
     )
 
 
-def _speed(setup: Setup, tokens: float, seconds: float) -> dict[str, float]:
+def _throughput_metrics(setup: Setup, tokens: float, seconds: float) -> dict[str, float]:
     """Throughput metrics of a step; `tokens` is the total over all devices and processes."""
     meshes = [setup.mesh, setup.rollout_mesh, *([setup.split.experts] if setup.split else [])]
     num_devices = len({device for mesh in meshes for device in devices_of(mesh)})

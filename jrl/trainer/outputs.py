@@ -30,9 +30,9 @@ from jrl.text.prompt_format import PromptFormat
 from jrl.trainer.evaluation.heldout import heldout_examples
 from jrl.trainer.setup.setup import Setup
 from jrl.trainer.state import TrainState
-from jrl.trainer.step import NonFinite, Step
+from jrl.trainer.step import NonFinite, RolloutStepResult
 
-SHOWN = 4
+NUM_SHOWN = 4
 """Held-out prompts shown before and after, and completions per step in samples.jsonl."""
 
 
@@ -49,7 +49,7 @@ class Outputs:
     samples: Appender
     loggers: list[loggers.Logger]
     display: TrainingDisplay
-    own_metrics: Mapping[str, str]
+    recipe_metrics: Mapping[str, str]
     total_tokens: float
     total_skipped: float
     total_empty: float
@@ -63,7 +63,7 @@ class Outputs:
         metrics["training/total_tokens"] = self.total_tokens
         metrics["training/nonfinite_skipped_total"] = self.total_skipped
         metrics["training/empty_skipped_total"] = self.total_empty
-        check_defined(metrics, self.own_metrics)
+        check_defined(metrics, self.recipe_metrics)
         self.metrics.append(step, metrics)
         for logger in self.loggers:
             logger.log(step, metrics)
@@ -100,23 +100,29 @@ class Outputs:
         )
         return True
 
-    def write_suspicious(self, format: PromptFormat, step: int, done: Step) -> None:
+    def write_suspicious(self, format: PromptFormat, step: int, result: RolloutStepResult) -> None:
         """Writes completions with full marks, those first whose full marks a second check
         disputes."""
-        rows = [each for each in done.collected.completions if each.correct]
-        disputed = [each for each in rows if any(map(is_disputed, single_turn_answers([each])))]
+        correct_rows = [
+            completion for completion in result.collected.completions if completion.correct
+        ]
+        disputed = [
+            completion
+            for completion in correct_rows
+            if any(map(is_disputed, single_turn_answers([completion])))
+        ]
         by_prompt: dict[int, Completion] = {}
-        for each in [*disputed, *rows]:
-            by_prompt.setdefault(each.trajectory.request.prompt, each)
-        for completion in list(by_prompt.values())[:SHOWN]:
+        for completion in [*disputed, *correct_rows]:
+            by_prompt.setdefault(completion.trajectory.request.prompt, completion)
+        for completion in list(by_prompt.values())[:NUM_SHOWN]:
             self.samples.append(step, {"kind": "suspicious", **completion.record(format)})
 
-    def write_samples(self, format: PromptFormat, step: int, done: Step) -> None:
-        completions = done.collected.completions
-        for row in shown_rows(completions, SHOWN):
+    def write_samples(self, format: PromptFormat, step: int, result: RolloutStepResult) -> None:
+        completions = result.collected.completions
+        for row in shown_rows(completions, NUM_SHOWN):
             record = {"kind": "training", **completions[row].record(format)}
-            if row in done.tokens:
-                record["tokens"] = done.tokens[row].record(format.tokenizer)
+            if row in result.tokens:
+                record["tokens"] = result.tokens[row].record(format.tokenizer)
             self.samples.append(step, record)
 
 
@@ -124,7 +130,7 @@ def write_heldout_samples(
     setup: Setup, sampler: Sampler, state: TrainState[Array], lines: Appender
 ) -> None:
     """Samples completions of a few held-out prompts, and writes them to samples.jsonl."""
-    examples = numbered_heldout(heldout_examples(setup.task, SHOWN))
+    examples = numbered_heldout(heldout_examples(setup.task, NUM_SHOWN))
     sampler.engine.load(state.policy.weights, int(state.step))
     for completion in sampler.sample(examples, sampling_of(setup.recipe), 1):
         record = completion.record(setup.format)
@@ -132,7 +138,7 @@ def write_heldout_samples(
 
 
 @contextmanager
-def opened(run: RunConfig, recipe: Recipe, folder: RunFolder, step: int) -> Iterator[Outputs]:
+def open_outputs(run: RunConfig, recipe: Recipe, folder: RunFolder, step: int) -> Iterator[Outputs]:
     """Context manager of the outputs of a run that continues after `step`."""
     history = read_metrics(folder.metrics_path) if is_main_process() else []
     rewards = [line["critic/score/mean"] for line in history if "critic/score/mean" in line]
@@ -154,7 +160,7 @@ def opened(run: RunConfig, recipe: Recipe, folder: RunFolder, step: int) -> Iter
             samples=stack.enter_context(appender(folder.samples_path)),
             loggers=extra,
             display=stack.enter_context(TrainingDisplay(run.steps, step, rewards)),
-            own_metrics=recipe.metrics,
+            recipe_metrics=recipe.metrics,
             total_tokens=last.get("training/total_tokens", 0.0),
             total_skipped=last.get("training/nonfinite_skipped_total", 0.0),
             total_empty=last.get("training/empty_skipped_total", 0.0),

@@ -40,12 +40,12 @@ def targets_of(recipe: Recipe, batch: Batch[Array]) -> Targets[Array]:
     return recipe.targets(batch)
 
 
-corrected = jax.jit(Correction.correct, static_argnums=0)
+correct_mismatch = jax.jit(Correction.correct, static_argnums=0)
 """Mismatch correction of a step's batch, `Correction.correct`, compiled."""
 
 
 @jax.jit
-def difference(logprobs: Array, old_logprobs: Array, mask: Array) -> dict[str, Array]:
+def mismatch_metrics(logprobs: Array, old_logprobs: Array, mask: Array) -> dict[str, Array]:
     """Metrics of the mismatch between sampler and trainer, in the full policy of both."""
     differences = sampling_differences(logprobs, old_logprobs, mask)
     return {name: metric.value() for name, metric in differences.items()}
@@ -78,24 +78,24 @@ def prepare(
     """
     seconds, rescored = dict[str, float](), None
     full = np.asarray(scores == 1.0) if correct is None else correct
-    batch = verified(recipe, completions, scores, full, batch, response_length, networks.mesh)
+    batch = add_verdicts(recipe, completions, scores, full, batch, response_length, networks.mesh)
     # Forward passes with the weights before the first update: none is repeated per epoch.
     if state.critic is not None:
         assert networks.critic is not None
         with timed("timing_s/values", seconds):
-            values = _values(networks, networks.critic, state.critic.weights, batch)
+            values = _compute_values(networks, networks.critic, state.critic.weights, batch)
             batch = replace(batch, old_values=jax.block_until_ready(values))
     if (reference := reference_of(networks, state)) is not None:
         with timed("timing_s/ref", seconds):
             # Another network with its own routing: nothing is replayed.
-            scored = _logprobs(*reference, batch, replays=False)
+            scored = _compute_logprobs(*reference, batch, replays=False)
             batch = replace(batch, reference_logprobs=jax.block_until_ready(scored)[0])
     if recipe.router_replay == "R3":
-        _check_recorded(batch, networks.policy.config)
+        _check_recorded_choices(batch, networks.policy.config)
     # The sampler's own log-probabilities are the old ones by default, which saves a pass.
     if recipe.rescores:
         with timed("timing_s/old_log_prob", seconds):
-            batch, rescored = _rescored(networks, recipe, state, batch)
+            batch, rescored = _rescore(networks, recipe, state, batch)
     with timed("timing_s/adv", seconds):
         batch, metrics = _with_targets(recipe, batch, rescored)
         jax.block_until_ready(batch)
@@ -103,7 +103,7 @@ def prepare(
     return batch, metrics | seconds
 
 
-def _values(
+def _compute_values(
     networks: Networks,
     network: Network[CriticObjective],
     critic: Transformer[Array],
@@ -121,7 +121,7 @@ def _values(
     return values
 
 
-def _logprobs(
+def _compute_logprobs(
     networks: Networks, policy: Transformer[Array], batch: Batch[Array], replays: bool
 ) -> tuple[Array, Array]:
     objective = networks.policy.objective
@@ -133,7 +133,7 @@ def _logprobs(
     return logprobs_of(objective, policy, batch.tokens, batch.valid, replayed)
 
 
-def verified(
+def add_verdicts(
     recipe: Recipe,
     completions: Sequence[Completion],
     scores: np.ndarray,
@@ -152,7 +152,7 @@ def verified(
       mesh: of training.
     """
     lengths = lengths_of(completions)
-    before_end = sums_of_turns(completions, batch)
+    before_end = sum_earlier_turn_rewards(completions, batch)
     # Rewards of turns before the last are not transformed: the recipe's `rewards` applies to the
     # end.
     final = jnp.asarray(scores if before_end is None else scores - before_end)
@@ -164,56 +164,67 @@ def verified(
         "lengths": sampled_lengths_of(completions),
     }
     batch = replace(batch, **to_devices(columns, over_rows(mesh)))
-    return batch if batch.finished is None else _only_finished(batch, batch.finished)
+    return batch if batch.finished is None else _clear_unfinished(batch, batch.finished)
 
 
-def sums_of_turns(completions: Sequence[Completion], batch: Batch[Array]) -> np.ndarray | None:
+def sum_earlier_turn_rewards(
+    completions: Sequence[Completion], batch: Batch[Array]
+) -> np.ndarray | None:
     """Sum of the rewards of turns before the last, ``[completions]``; None where the batch has
     none."""
     if batch.turn_rewards is None:
         return None
-    turns = [completion.trajectory.request.conversation for completion in completions]
-    found = [() if each is None else each.rewards_before_end for each in turns]
-    return np.array([sum(reward for _, reward in of_row) for of_row in found], np.float32)
+    conversations = [completion.trajectory.request.conversation for completion in completions]
+    earlier_rewards = [
+        () if conversation is None else conversation.rewards_before_end
+        for conversation in conversations
+    ]
+    return np.array(
+        [sum(reward for _, reward in row_rewards) for row_rewards in earlier_rewards], np.float32
+    )
 
 
 @jax.jit
-def _only_finished(batch: Batch[Array], finished: Array) -> Batch[Array]:
+def _clear_unfinished(batch: Batch[Array], finished: Array) -> Batch[Array]:
     """Sets the rewards of unfinished responses to 0, as they were not verified."""
     rewards = jnp.where(finished, given(batch.rewards), 0.0)
     return replace(batch, rewards=rewards, correct=given(batch.correct) & finished)
 
 
-def _check_recorded(batch: Batch[Array], config: ModelConfig) -> None:
+def _check_recorded_choices(batch: Batch[Array], config: ModelConfig) -> None:
     """Checks that the rollout recorded expert ids for all layers with experts."""
     expected = (*batch.tokens.shape, config.num_expert_layers, config.experts_per_token)
-    found = None if batch.choices is None else batch.choices.shape
-    if found != expected:
+    recorded = None if batch.choices is None else batch.choices.shape
+    if recorded != expected:
         raise ValueError(
             "router_replay='R3' replays the experts that the sampler chose, "
             f"{list(expected)} numbers (batch, time, layers with experts, experts per token), and "
-            f"the rollout gave {'none' if found is None else list(found)}: sample with an engine "
-            "that records them, or choose R2."
+            f"the rollout gave {'none' if recorded is None else list(recorded)}: sample with an "
+            "engine that records them, or choose R2."
         )
 
 
-def _rescored(
+def _rescore(
     networks: Networks, recipe: Recipe, state: TrainState[Array], batch: Batch[Array]
 ) -> tuple[Batch[Array], Array]:
     """Scores the batch with the policy; returns the batch and the policy's log-probabilities. The
     batch gets the policy's expert ids under R2, and its entropy for an adaptive temperature."""
-    policy = networks.policy.objective, state.policy.weights, batch.tokens, batch.valid
+    objective, policy = networks.policy.objective, state.policy.weights
     # R2 with an adaptive temperature takes two passes: the second, for the entropy, replays the
     # expert ids of the first, as every update does.
     if recipe.router_replay == "R2":
-        rescored, choices = jax.block_until_ready(logprobs_and_choices_of(*policy))
+        rescored, choices = jax.block_until_ready(
+            logprobs_and_choices_of(objective, policy, batch.tokens, batch.valid)
+        )
         batch = replace(batch, choices=choices)
         if recipe.temperature_rule is None:
             return batch, rescored
     if recipe.temperature_rule is None:
-        scored = _logprobs(networks, state.policy.weights, batch, replays=True)
+        scored = _compute_logprobs(networks, policy, batch, replays=True)
         return batch, jax.block_until_ready(scored)[0]
-    scored = logprobs_and_entropy_of(*policy, networks.policy.objective.replayed(batch))
+    scored = logprobs_and_entropy_of(
+        objective, policy, batch.tokens, batch.valid, objective.replayed(batch)
+    )
     rescored, entropy = jax.block_until_ready(scored)
     return replace(batch, old_entropy=entropy), rescored
 
@@ -228,26 +239,26 @@ def _with_targets(
     """
     # Both as returned by `collect`: the mask before tokens are removed, and the sampler's own
     # log-probabilities, which the correction compares with even if the old ones are recomputed.
-    sampled, as_sampled = batch.mask, given(batch.old_logprobs)
+    sampled_mask, sampler_logprobs = batch.mask, given(batch.old_logprobs)
     if recipe.old_logprobs == "recompute":
         batch = replace(batch, old_logprobs=given(rescored))
     # Over the whole batch: baselines need their group, whitening needs every token.
     targets = targets_of(recipe, batch)
     # Rejection comes after the advantages, so that rejected samples are still part of baselines.
-    mask = sampled if targets.mask is None else targets.mask
+    mask = sampled_mask if targets.mask is None else targets.mask
     critic_mask = targets.critic_mask
     if recipe.overlong_filter:
         # Set before the filter: the critic is trained on truncated completions too.
         critic_mask = mask if critic_mask is None and targets.returns is not None else critic_mask
         mask = overlong_filter(mask, given(batch.truncated))
-    learned = Corrected(mask, None, {})
+    correction = Corrected(mask, None, {})
     if rescored is not None or recipe.correction.on:
         # Compared in the full policy: neither top-k and top-p nor an adaptive temperature is a
         # mismatch. The correction chooses the denominator of the weights.
-        learned = corrected(
+        correction = correct_mismatch(
             recipe.correction,
             rescored,
-            as_sampled,
+            sampler_logprobs,
             mask,
             old_logprobs=given(batch.old_logprobs),
             behaviour_logprobs=given(batch.behaviour_logprobs),
@@ -256,17 +267,17 @@ def _with_targets(
         # Rejected tokens are removed for both networks.
         # Tokens outside of `mask` (truncated, or of earlier windows) were not candidates for
         # rejection, so they stay in the critic's mask.
-        critic_mask = critic_mask & (learned.mask | ~mask)
-    metrics = learned.metrics
+        critic_mask = critic_mask & (correction.mask | ~mask)
+    metrics = correction.metrics
     if recipe.temperature_rule is not None:
         # Updates compute no log-probabilities at an adaptive temperature (`PolicyObjective`).
-        metrics = metrics | difference(given(rescored), as_sampled, sampled)
+        metrics = metrics | mismatch_metrics(given(rescored), sampler_logprobs, sampled_mask)
     batch = replace(
         batch,
-        mask=learned.mask,
+        mask=correction.mask,
         advantages=targets.advantages,
         returns=targets.returns,
         critic_mask=critic_mask,
-        importance_weights=learned.importance_weights,
+        importance_weights=correction.importance_weights,
     )
     return batch, metrics

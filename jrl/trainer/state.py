@@ -21,8 +21,8 @@ from jrl.rollout.decoding.programs.slots import SlotPool, abstract_pool, empty_p
 from jrl.runs.checkpoints import Checkpoints
 from jrl.trainer.adapters import base
 from jrl.trainer.learner import masters
-from jrl.trainer.learner.learner import Learner, copied, state_shardings
-from jrl.trainer.learner.records import described, making
+from jrl.trainer.learner.learner import Learner, copy_arrays, state_shardings
+from jrl.trainer.learner.records import abstract_array, jit_sharded
 from jrl.trainer.setup.networks import Network, Networks
 from jrl.trainer.temperature import first_statistics
 from moe import placement
@@ -76,7 +76,7 @@ def init_weights(config: ModelConfig, mesh: FoldedMesh, key: Array) -> Transform
 @functools.cache
 def _initialiser(config: ModelConfig, mesh: FoldedMesh) -> Callable[[Array], Transformer[Array]]:
     """Compiled function of `init_weights`, cached."""
-    return making(
+    return jit_sharded(
         lambda key: placement.in_chunks(moe_weights.initialise(config, key), mesh),
         masters.float32_shardings(config, mesh),
     )
@@ -85,7 +85,7 @@ def _initialiser(config: ModelConfig, mesh: FoldedMesh) -> Callable[[Array], Tra
 def init_adapters(config: ModelConfig, mesh: FoldedMesh, key: Array) -> Transformer[Array]:
     """Initialises adapters, and the value head of a critic, sharded on the mesh; None in the place
     of frozen weights."""
-    make = making(
+    make = jit_sharded(
         lambda key: placement.in_chunks(moe_weights.initialise_trained(config, key), mesh),
         trees.trained(placement.shardings(config, mesh), moe_weights.table(config)),
     )
@@ -112,30 +112,32 @@ def init_state(
     # Frozen weights have no masters: they are cast once, and policy and critic share the arrays.
     if config.lora is not None:
         assert adapters is not None, "a policy with adapters begins with some"
-        fixed = masters.weights_of(policy, config.without_adapters(), networks.mesh)
-        policy = trees.with_base(fixed, adapters, moe_weights.table(config))
+        base_weights = masters.weights_of(policy, config.without_adapters(), networks.mesh)
+        policy = trees.with_base(base_weights, adapters, moe_weights.table(config))
         if networks.critic is not None:
-            own = networks.critic.config
-            learned = init_adapters(own, networks.mesh, critic_key)
-            whole = trees.with_base(fixed, learned, moe_weights.table(own))
-            critic = networks.critic.init(whole)
+            critic_config = networks.critic.config
+            critic_adapters = init_adapters(critic_config, networks.mesh, critic_key)
+            critic_weights = trees.with_base(
+                base_weights, critic_adapters, moe_weights.table(critic_config)
+            )
+            critic = networks.critic.init(critic_weights)
     elif networks.critic is not None:
         # It starts as the policy with a value head of zeros, so that values start at 0.
-        own = networks.critic
-        head = init_weights(own.config, own.mesh, critic_key).head
-        critic = own.init(replace(policy, head=head))
+        network = networks.critic
+        head = init_weights(network.config, network.mesh, critic_key).head
+        critic = network.init(replace(policy, head=head))
 
     # `+ 0` makes a new buffer: `device_put` may return one that another field has.
-    def number(value: int) -> Array:
+    def counter(value: int) -> Array:
         return jax.device_put(jnp.asarray(value, jnp.int32), replicated(networks.mesh)) + 0
 
     learner, reference = networks.policy.init(policy), None
     if networks.keeps_reference and config.lora is None:
         # A copy, as the first update donates the policy's buffers.
-        reference = copied(learner.weights)
+        reference = copy_arrays(learner.weights)
     return TrainState(
-        step=number(0),
-        prompts_seen=number(prompts_seen),
+        step=counter(0),
+        prompts_seen=counter(prompts_seen),
         policy=learner,
         critic=critic,
         reference=reference,
@@ -153,8 +155,8 @@ def _unfinished(networks: Networks) -> Unfinished[Array] | None:
     objective = networks.policy.objective
     if not isinstance(objective.recipe.collection, Windows):
         return None
-    nothing = none_unfinished(objective.recipe, objective.response_length)
-    return to_devices(nothing, replicated(networks.mesh))
+    empty_rows = none_unfinished(objective.recipe, objective.response_length)
+    return to_devices(empty_rows, replicated(networks.mesh))
 
 
 def abstract(networks: Networks) -> TrainState[Any]:
@@ -162,25 +164,25 @@ def abstract(networks: Networks) -> TrainState[Any]:
     into."""
     policy, critic, mesh = networks.policy, networks.critic, networks.mesh
 
-    def begun(weights: Transformer[Array], key: Array) -> TrainState[Array]:
+    def initial_state(weights: Transformer[Array], key: Array) -> TrainState[Array]:
         adapters = None
         if policy.config.lora is not None:
             adapters = init_adapters(policy.config, mesh, key)
         return init_state(networks, placement.in_chunks(weights, mesh), key, adapters=adapters)
 
     state = jax.eval_shape(
-        begun,
+        initial_state,
         moe_weights.shapes(policy.config.without_adapters()),
         jax.eval_shape(lambda: jax.random.key(0)),
     )
     weights = placement.shardings(policy.config, mesh)
-    apart = "policy", "critic", "pool"
-    others = {name: x for name, x in vars(state).items() if name not in apart}
+    separate_fields = "policy", "critic", "pool"
+    other_fields = {name: x for name, x in vars(state).items() if name not in separate_fields}
     return replace(
         state,
-        **_laid_out(others, weights, mesh),
-        policy=_learner_laid_out(state.policy, policy),
-        critic=None if critic is None else _learner_laid_out(state.critic, critic),
+        **_abstract_tree(other_fields, weights, mesh),
+        policy=_abstract_learner(state.policy, policy),
+        critic=None if critic is None else _abstract_learner(state.critic, critic),
         pool=None if networks.pool_spec is None else abstract_pool(*networks.pool_spec),
     )
 
@@ -202,53 +204,53 @@ def save(
         base.save(checkpoints, networks, state.policy.weights)
     # Pipeline stages may store layers out of order or with padding, which must not affect a reader
     # with another layout.
-    like = _without_cast(networks, abstract(_in_order(networks)))
+    like = _without_cast(networks, abstract(_with_layer_order(networks)))
     num_layers = moe_weights.axis_sizes(networks.policy.config)["layer"]
-    stored = _restacked(
+    saved_state = _restack(
         networks,
         _without_cast(networks, state),
         like,
         lambda weights: placement.in_layer_order(weights, networks.mesh, num_layers),
     )
-    checkpoints.save(int(state.step), stored, meta)
+    checkpoints.save(int(state.step), saved_state, meta)
 
 
 def restore(checkpoints: Checkpoints, networks: Networks, step: int) -> TrainState[Array]:
     """Restores the state that `save` wrote, on the mesh of `networks`, which may be another."""
-    like = _without_cast(networks, abstract(_in_order(networks)))
+    like = _without_cast(networks, abstract(_with_layer_order(networks)))
     state = checkpoints.restore(step, like)[0]
     like = _without_cast(networks, abstract(networks))
-    state = _restacked(
+    state = _restack(
         networks, state, like, lambda weights: placement.in_chunks(weights, networks.mesh)
     )
     if networks.policy.config.lora is not None:
-        fixed = base.restore(checkpoints, networks.policy.config, networks.mesh)
-        return _over_learners(functools.partial(_with_base, fixed), networks, state)
+        base_weights = base.restore(checkpoints, networks.policy.config, networks.mesh)
+        return _map_learners(functools.partial(_with_base, base_weights), networks, state)
     # Last: the weights are cast from masters that are sharded as in this run.
-    return _over_learners(_with_cast, networks, state)
+    return _map_learners(_with_cast, networks, state)
 
 
 def _without_cast(networks: Networks, state: TrainState[Leaf]) -> TrainState[Leaf]:
     """State with only the float32 weights that are trained."""
 
-    def of(learner: Learner[Leaf], network: Network[Any]) -> Learner[Leaf]:
+    def keep_trained(learner: Learner[Leaf], network: Network[Any]) -> Learner[Leaf]:
         # Neither cast nor frozen weights: both can be restored otherwise, and would double the size
         # of a checkpoint.
-        learned = trees.trained(learner.float32_weights, moe_weights.table(network.config))
-        return replace(learner, weights=learned, masters=None)
+        trained_weights = trees.trained(learner.float32_weights, moe_weights.table(network.config))
+        return replace(learner, weights=trained_weights, masters=None)
 
-    return _over_learners(of, networks, state)
+    return _map_learners(keep_trained, networks, state)
 
 
 def _with_base(
-    fixed: Transformer[Array], learner: Learner[Array], network: Network[Any]
+    base_weights: Transformer[Array], learner: Learner[Array], network: Network[Any]
 ) -> Learner[Array]:
     """Inverse of `_without_cast` for a network with adapters."""
-    whole = trees.with_base(fixed, learner.weights, moe_weights.table(network.config))
-    return replace(learner, weights=whole)
+    weights = trees.with_base(base_weights, learner.weights, moe_weights.table(network.config))
+    return replace(learner, weights=weights)
 
 
-def _over_learners(
+def _map_learners(
     function: Callable[[Learner[Leaf], Network[Any]], Learner[Leaf]],
     networks: Networks,
     state: TrainState[Leaf],
@@ -282,12 +284,12 @@ def _with_cast(learner: Learner[Array], network: Network[Any]) -> Learner[Array]
     return replace(learner, weights=weights, masters=learner.weights)
 
 
-def _in_order(networks: Networks) -> Networks:
+def _with_layer_order(networks: Networks) -> Networks:
     """Networks on a mesh that stores weights in the order of their layers."""
-    return networks.on(placement.without_chunks(networks.policy.config, networks.mesh))
+    return networks.with_mesh(placement.without_chunks(networks.policy.config, networks.mesh))
 
 
-def _restacked(
+def _restack(
     networks: Networks,
     state: TrainState[Array],
     like: TrainState[Any],
@@ -295,44 +297,44 @@ def _restacked(
 ) -> TrainState[Array]:
     """Applies `stack` to all weight trees of the state, with the shapes and shardings of `like`."""
     # Only a pipeline stacks layers differently.
-    if networks.mesh == _in_order(networks).mesh:
+    if networks.mesh == _with_layer_order(networks).mesh:
         return state
 
-    def moved(node: Any) -> Any:
+    def stack_node(node: Any) -> Any:
         return stack(node) if isinstance(node, Transformer) else node
 
     # The pool has no stacked layers, and may be on other devices.
-    restack = making(
-        lambda state: jax.tree.map(moved, state, is_leaf=_is_network),
+    restack = jit_sharded(
+        lambda state: jax.tree.map(stack_node, state, is_leaf=_is_network),
         jax.tree.map(lambda leaf: leaf.sharding, replace(like, pool=None)),
     )
     return replace(restack(replace(state, pool=None)), pool=state.pool)
 
 
-def _learner_laid_out(learner: Learner[Any], network: Network[Any]) -> Learner[Any]:
+def _abstract_learner(learner: Learner[Any], network: Network[Any]) -> Learner[Any]:
     """Shapes and shardings of a learner, as of `update.init_learner` and `update.update`."""
     config, mesh = network.config, network.mesh
     # Separately: moments are trees like the weights, and are sharded where weights may be
     # replicated.
     others = replace(learner, opt_state=None)
-    whole = _laid_out(others, placement.shardings(config, mesh), mesh)
-    of_state = state_shardings(learner.opt_state, config, mesh)
+    abstract_learner = _abstract_tree(others, placement.shardings(config, mesh), mesh)
+    opt_shardings = state_shardings(learner.opt_state, config, mesh)
     return replace(
-        whole,
-        opt_state=jax.tree.map(described, learner.opt_state, of_state),
-        masters=_laid_out(learner.masters, placement.shard_shardings(config, mesh), mesh),
+        abstract_learner,
+        opt_state=jax.tree.map(abstract_array, learner.opt_state, opt_shardings),
+        masters=_abstract_tree(learner.masters, placement.shard_shardings(config, mesh), mesh),
     )
 
 
-def _laid_out(tree: Any, shardings: Transformer[NamedSharding], mesh: FoldedMesh) -> Any:
+def _abstract_tree(tree: Any, shardings: Transformer[NamedSharding], mesh: FoldedMesh) -> Any:
     """Shapes and shardings of a tree: weights by `shardings`, everything else replicated."""
 
-    def place(node: Any) -> Any:
+    def abstract_node(node: Any) -> Any:
         if isinstance(node, Transformer):
-            return jax.tree.map(described, node, shardings)
-        return described(node, replicated(mesh))
+            return jax.tree.map(abstract_array, node, shardings)
+        return abstract_array(node, replicated(mesh))
 
-    return jax.tree.map(place, tree, is_leaf=_is_network)
+    return jax.tree.map(abstract_node, tree, is_leaf=_is_network)
 
 
 def _is_network(node: Any) -> bool:

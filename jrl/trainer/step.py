@@ -16,26 +16,26 @@ from jrl.rollout.batching import replicated, take_rows
 from jrl.rollout.collection.collect import Collected, collect
 from jrl.rollout.sampler import Sampler, correct_of, scores_of
 from jrl.rollout.timing import timed
-from jrl.trainer.ahead import AheadOfStep
+from jrl.trainer.async_step import AsyncStep
 from jrl.trainer.learner.learner import Learner
 from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective
 from jrl.trainer.packed.plan import (
-    ROWS_OF_A_BIN,
+    MAX_ROWS_PER_BIN,
+    clear_idle_rows,
     counts_of,
-    place_rows,
+    pack_rows,
     plan,
-    without_idle,
 )
-from jrl.trainer.prepare import difference, prepare
+from jrl.trainer.prepare import mismatch_metrics, prepare
 from jrl.trainer.scoring import logprobs_of, statistics_of
 from jrl.trainer.setup.networks import Network, Networks
 from jrl.trainer.setup.randomness import Randomness
 from jrl.trainer.state import TrainState
 from jrl.trainer.summary import count_updates, describe, summarise
 from jrl.trainer.temperature import statistics_of_step, temperatures
-from jrl.trainer.token_records import TokenRecord, Watched, token_records
+from jrl.trainer.token_records import TokenLogConfig, TokenRecord, token_records
 
-TO_SHOW = "timing_s/samples"
+SAMPLES_TIMING = "timing_s/samples"
 """Seconds spent on samples for people, which are no part of the step."""
 
 
@@ -50,7 +50,7 @@ class NonFinite:
 
 
 @dataclass(frozen=True)
-class Done:
+class StepResult:
     """Result of a training step of any stage.
 
     Attributes:
@@ -63,7 +63,7 @@ class Done:
 
 
 @dataclass(frozen=True)
-class Step(Done):
+class RolloutStepResult(StepResult):
     """Result of a training step on sampled completions.
 
     Attributes:
@@ -83,25 +83,38 @@ def train_step(
     randomness: Randomness,
     *,
     shuffle_rewards: bool = False,
-    watched: Watched | None = None,
-) -> tuple[TrainState[Array], Step]:
+    token_log: TokenLogConfig | None = None,
+) -> tuple[TrainState[Array], RolloutStepResult]:
     """Runs one training step: samples, scores and updates. With asynchronous rollouts
     (`Networks.max_staleness`), the step trains on a batch that was sampled before, and samples for
     later steps.
 
     Args:
       shuffle_rewards: true to permute the scores among the completions, a control experiment.
-      watched: number of token records to make; None makes none.
+      token_log: number of token records to make; None makes none.
     """
-    fixed = networks, recipe, sampler.response_length, randomness, shuffle_rewards, watched
+
+    def train_on(collected: Collected) -> tuple[TrainState[Array], RolloutStepResult]:
+        return _train_on_collected(
+            networks,
+            recipe,
+            state,
+            collected,
+            response_length=sampler.response_length,
+            randomness=randomness,
+            shuffle_rewards=shuffle_rewards,
+            token_log=token_log,
+        )
+
     if networks.max_staleness:
-        ahead = AheadOfStep(sampler, networks, recipe, state)
+        async_step = AsyncStep(sampler, networks, recipe, state)
         # Meanwhile the sampler uses the weights from the start of this step.
-        with ahead.sampling() as sampled:
-            state, done = _learned(*fixed, state, ahead.collected())
-            stored = sampled()
-        done = replace(done, metrics=done.metrics | stored.seconds)
-        return replace(state, ahead=stored.ahead, pool=stored.pool), done
+        with async_step.sampling() as wait_for_sampler:
+            new_state, result = train_on(async_step.collected())
+            async_result = wait_for_sampler()
+        result = replace(result, metrics=result.metrics | async_result.seconds)
+        new_state = replace(new_state, ahead=async_result.buffer, pool=async_result.pool)
+        return new_state, result
     # Collect: the policy is frozen while it samples, so all completions of a step are on-policy.
     sampler.engine.load(state.policy.weights, int(state.step), state.entropy_statistics)
     # A task returns the same example for an id: the number of prompts used is all its state.
@@ -114,19 +127,20 @@ def train_step(
     )
     # A rollout with another layout has a copy of the weights, which is freed for the updates.
     sampler.engine.release()
-    return _learned(*fixed, state, collected)
+    return train_on(collected)
 
 
-def _learned(
+def _train_on_collected(
     networks: Networks,
     recipe: Recipe,
+    state: TrainState[Array],
+    collected: Collected,
+    *,
     response_length: int,
     randomness: Randomness,
     shuffle_rewards: bool,
-    watched: Watched | None,
-    state: TrainState[Array],
-    collected: Collected,
-) -> tuple[TrainState[Array], Step]:
+    token_log: TokenLogConfig | None,
+) -> tuple[TrainState[Array], RolloutStepResult]:
     """Runs the rest of a step after its completions were collected."""
     number, scores = int(state.step), scores_of(collected.completions)
     correct = correct_of(collected.completions)
@@ -136,7 +150,7 @@ def _learned(
         scores, correct = scores[order], correct[order]
         # Rewards of turns are dropped: they would not match the permuted scores.
         collected = replace(collected, batch=replace(collected.batch, turn_rewards=None))
-    batch, prepared = prepare(
+    batch, prepare_metrics = prepare(
         networks,
         recipe,
         state,
@@ -149,15 +163,18 @@ def _learned(
     sampled, sampling = collected.batch.mask, networks.policy.objective.sampling
     # Over all sampled tokens: `prepare` may have removed tokens from the mask of `batch`.
     if state.entropy_statistics is not None:
-        found = to_host(temperatures(sampling, batch, sampled, state.entropy_statistics))
-        prepared |= {name: float(value) for name, value in found.items()}
+        temperature_metrics = to_host(
+            temperatures(sampling, batch, sampled, state.entropy_statistics)
+        )
+        prepare_metrics |= {name: float(value) for name, value in temperature_metrics.items()}
     tokens = dict[int, TokenRecord]()
-    if watched is not None:
+    if token_log is not None:
         # Scored before the updates, which donate the buffers of these weights.
         policy = state.policy.weights
-        before = collected.completions, collected.batch
-        with timed(TO_SHOW, prepared):
-            tokens = token_records(networks, policy, *before, batch, watched)
+        with timed(SAMPLES_TIMING, prepare_metrics):
+            tokens = token_records(
+                networks, policy, collected.completions, collected.batch, batch, token_log
+            )
     # With the policy that sampled: before the updates, for the sampler of the next step.
     statistics = statistics_of_step(recipe, batch, sampled, state.entropy_statistics, networks.mesh)
     state, history, nonfinite, seconds = train_on_batch(networks, recipe, state, batch, randomness)
@@ -184,7 +201,7 @@ def _learned(
         **summarise(history),
         **count_updates(history),
         **collected.seconds,
-        **prepared,
+        **prepare_metrics,
         **seconds,
     }
     # The sampler is compared with the trainer in the first update of the policy; without one, here.
@@ -197,7 +214,7 @@ def _learned(
     if state.critic is not None:
         assert networks.critic is not None
         metrics["critic/lr"] = networks.critic.optimizer.rate_at(int(state.critic.updates) - 1)
-    return state, Step(metrics, nonfinite, collected, tokens)
+    return state, RolloutStepResult(metrics, nonfinite, collected, tokens)
 
 
 def train_on_batch(
@@ -223,7 +240,7 @@ def train_on_batch(
     counts = counts_of(batch) if networks.packs else None
 
     def learn(
-        name: str, learner: Learner[Array], rows: Batch[Array], chosen: np.ndarray
+        name: str, learner: Learner[Array], rows: Batch[Array], row_indices: np.ndarray
     ) -> Learner[Array]:
         begin = time.perf_counter()
         # The critic's mask may contain more tokens (T-PPO) or fewer than the policy's.
@@ -231,13 +248,15 @@ def train_on_batch(
             rows = replace(rows, mask=rows.critic_mask)
         # A row of windows may have no token in this network's loss mask.
         if not recipe.whole_groups:
-            rows = without_idle(rows)
-        of_rows = None if counts is None else counts.of(name, chosen, recipe.whole_groups)
+            rows = clear_idle_rows(rows)
+        row_counts = (
+            None if counts is None else counts.for_network(name, row_indices, recipe.whole_groups)
+        )
         if name == "actor":
-            learner, metrics = _update_policy(networks, recipe, learner, rows, of_rows)
+            learner, metrics = _update_policy(networks, recipe, learner, rows, row_counts)
         else:
             assert networks.critic is not None
-            learner, metrics = update_rows(networks.critic, learner, rows, of_rows)
+            learner, metrics = update_rows(networks.critic, learner, rows, row_counts)
         # Scalars; reading them blocks until the update has finished, for the timing.
         history[-1][name] = metrics = to_host(metrics)
         if not metrics["finite"]:
@@ -247,15 +266,15 @@ def train_on_batch(
         return learner
 
     for epoch in range(recipe.epochs):
-        for chosen in mini_batches(recipe, randomness.shuffler(int(state.step), epoch)):
+        for row_indices in mini_batches(recipe, randomness.shuffler(int(state.step), epoch)):
             # A gather on the mesh: the batch is not copied to the host.
-            rows = take_rows(batch, chosen, networks.mesh)
+            rows = take_rows(batch, row_indices, networks.mesh)
             history.append({})
             # The critic comes first; neither update uses the other's new weights in this step.
             if state.critic is not None:
-                state = replace(state, critic=learn("critic", state.critic, rows, chosen))
+                state = replace(state, critic=learn("critic", state.critic, rows, row_indices))
             if not pretraining:
-                state = replace(state, policy=learn("actor", state.policy, rows, chosen))
+                state = replace(state, policy=learn("actor", state.policy, rows, row_indices))
     return state, history, nonfinite, seconds
 
 
@@ -264,47 +283,49 @@ def _update_policy(
     recipe: Recipe,
     learner: Learner[Array],
     rows: Batch[Array],
-    of_rows: tuple[np.ndarray, np.ndarray] | None,
+    row_counts: tuple[np.ndarray, np.ndarray] | None,
 ) -> tuple[Learner[Array], dict[str, Any]]:
     policy, statistics = networks.policy, None
     if recipe.uses_statistics:
         # With the current policy: a quantile over the mini-batch changes with every update.
         statistics = statistics_of(policy.objective, learner.weights, rows)
-    return update_rows(policy, learner, rows, of_rows, statistics)
+    return update_rows(policy, learner, rows, row_counts, statistics)
 
 
 def update_rows(
     network: Network[PolicyObjective] | Network[CriticObjective],
     learner: Learner[Array],
     rows: Batch[Array],
-    of_rows: tuple[np.ndarray, np.ndarray] | None,
+    row_counts: tuple[np.ndarray, np.ndarray] | None,
     statistics: Any = None,
-    rows_of_a_bin: int = ROWS_OF_A_BIN,
+    max_rows_per_bin: int = MAX_ROWS_PER_BIN,
 ) -> tuple[Learner[Array], dict[str, Any]]:
     """Runs one optimizer step on a mini-batch.
 
     Args:
-      of_rows: number of tokens of each row and of those in the loss mask, by which rows are packed;
-        None runs unpacked rows.
-      rows_of_a_bin: maximum number of rows per bin, where they are packed.
+      row_counts: number of tokens of each row and of those in the loss mask, by which rows are
+        packed; None runs unpacked rows.
+      max_rows_per_bin: maximum number of rows per bin, where they are packed.
     """
-    if of_rows is None:
+    if row_counts is None:
         return network.update(learner, rows, statistics)
-    tokens, counted = of_rows
-    if not counted.any():
+    tokens, loss_tokens = row_counts
+    if not loss_tokens.any():
         # Known to all processes alike; the update would change nothing.
         return learner, {"finite": np.True_, "empty": np.True_}
     mesh = network.mesh
     # Its sizes are static, each set of them a compiled function; `plan` rounds them to a few.
-    packed = plan(tokens, counted, rows.tokens.shape[1], network.bins, mesh, rows_of_a_bin)
+    plan_of_rows = plan(
+        tokens, loss_tokens, rows.tokens.shape[1], network.bins, mesh, max_rows_per_bin
+    )
     network = replace(
         network,
-        objective=replace(network.objective, packed=packed.sizes),
-        num_micro_batches=packed.num_micro_batches,
+        objective=replace(network.objective, packed=plan_of_rows.sizes),
+        num_micro_batches=plan_of_rows.num_micro_batches,
     )
     # The number of micro-batches with rows is an argument, without recompilation.
-    passes = to_devices(np.int32(packed.passes), replicated(mesh))
-    return network.update(learner, place_rows(rows, packed, mesh), statistics, passes)
+    passes = to_devices(np.int32(plan_of_rows.passes), replicated(mesh))
+    return network.update(learner, pack_rows(rows, plan_of_rows, mesh), statistics, passes)
 
 
 def mini_batches(recipe: Recipe, shuffler: np.random.Generator) -> np.ndarray:
@@ -314,10 +335,10 @@ def mini_batches(recipe: Recipe, shuffler: np.random.Generator) -> np.ndarray:
     prompt in a forward pass, and single rows where they do not. The order does not depend on layout
     or micro-batch: a step is the same however it is split.
     """
-    together = recipe.group_size if recipe.whole_groups else 1
-    together = 1 if recipe.mini_batch_size % together else together
-    groups = np.arange(recipe.completions).reshape(-1, together)
-    return shuffler.permutation(groups).reshape(-1, recipe.mini_batch_size)
+    unit_size = recipe.group_size if recipe.whole_groups else 1
+    unit_size = 1 if recipe.mini_batch_size % unit_size else unit_size
+    units = np.arange(recipe.completions).reshape(-1, unit_size)
+    return shuffler.permutation(units).reshape(-1, recipe.mini_batch_size)
 
 
 def sampling_difference(
@@ -326,16 +347,22 @@ def sampling_difference(
     """Metrics of the mismatch between sampler and trainer for a step without an update of the
     policy; empty for an adaptive temperature, where `prepare` has computed them."""
     # The policy was not updated in this step: these weights are those that sampled.
-    objective, rows = networks.policy.objective, (batch.tokens, batch.valid)
+    objective = networks.policy.objective
     if objective.sampling.adaptive is not None:
         return {}
-    _, again = logprobs_of(objective, state.policy.weights, *rows, objective.replayed(batch))
+    _, recomputed = logprobs_of(
+        objective, state.policy.weights, batch.tokens, batch.valid, objective.replayed(batch)
+    )
     # Reduced on the devices: one number per name is copied to the host.
-    found = to_host(_compared(again, given(batch.behaviour_logprobs), batch.mask))
-    return {name: float(value) for name, value in found["differences"].items() if found["some"]}
+    compared = to_host(_mismatch_of(recomputed, given(batch.behaviour_logprobs), batch.mask))
+    return {
+        name: float(value)
+        for name, value in compared["differences"].items()
+        if compared["any_token"]
+    }
 
 
 @jax.jit
-def _compared(logprobs: Array, sampled: Array, mask: Array) -> dict[str, Any]:
+def _mismatch_of(logprobs: Array, sampled: Array, mask: Array) -> dict[str, Any]:
     """Mismatch metrics of two log-probabilities, and true if any token is in the mask."""
-    return {"differences": difference(logprobs, sampled, mask), "some": jnp.any(mask)}
+    return {"differences": mismatch_metrics(logprobs, sampled, mask), "any_token": jnp.any(mask)}

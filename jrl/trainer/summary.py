@@ -40,10 +40,10 @@ def describe(
         (batch.rewards, batch.advantages, sampled, batch.valid, batch.finished)
     )
     # Dynamic sampling may end without any informative group.
-    counted = advantages[mask] if mask.any() else np.zeros(1)
+    masked_advantages = advantages[mask] if mask.any() else np.zeros(1)
     truncated = np.array([completion.truncated for completion in completions])
     metrics = {
-        **_spread("critic/advantages", counted),
+        **_spread("critic/advantages", masked_advantages),
         "training/tokens": valid.sum(),
     }
     # Unfinished responses are not verified: their score of 0 has no meaning.
@@ -52,7 +52,7 @@ def describe(
             x[finished] for x in (scores, lengths, rewards, truncated)
         )
     if len(scores):
-        metrics |= _of_finished(scores, lengths, rewards, truncated, group_size)
+        metrics |= _finished_metrics(scores, lengths, rewards, truncated, group_size)
     metrics |= (
         reward_means(completions) | task_metrics(completions) | conversation_metrics(completions)
     )
@@ -60,7 +60,7 @@ def describe(
     return {name: float(value) for name, value in metrics.items()}
 
 
-def _of_finished(
+def _finished_metrics(
     scores: np.ndarray,
     lengths: np.ndarray,
     rewards: np.ndarray,
@@ -77,8 +77,8 @@ def _of_finished(
     if group_size is not None:
         metrics["critic/score/group_std"] = scores.reshape(-1, group_size).std(axis=1).mean()
     if group_size is not None and group_size > 1:
-        of_groups = rewards.reshape(-1, group_size)
-        metrics["frac_reward_zero_std"] = (np.ptp(of_groups, axis=1) == 0).mean()
+        group_rewards = rewards.reshape(-1, group_size)
+        metrics["frac_reward_zero_std"] = (np.ptp(group_rewards, axis=1) == 0).mean()
     return metrics
 
 
@@ -100,33 +100,33 @@ def summarise(history: list[dict[str, dict[str, Any]]]) -> dict[str, float]:
         if not updates:
             continue
         for name, first in updates[0].items():
-            every = [entry[name] for entry in updates]
+            values = [entry[name] for entry in updates]
             # Later mini-batches compare an updated policy, which is no mismatch of the sampler.
             if name.startswith("sampling/"):
                 summary[name] = float(first.value())
             elif isinstance(first, Mean | ExplainedVariance):
                 # Sums are divided last: a mini-batch is weighted by its number of tokens.
-                summary[name] = float(sum(every[1:], first).value())
+                summary[name] = float(sum(values[1:], first).value())
             elif name == "load":
                 # The critic's experts are balanced too, and not plotted.
-                summary |= _load(np.sum(every, axis=0)) if network == "actor" else {}
+                summary |= _load_imbalance(np.sum(values, axis=0)) if network == "actor" else {}
             elif name not in ("finite", "empty", "overflow"):
-                own = f"{network}/{name}" if name in ("loss", "grad_norm") else name
-                summary[own] = float(np.mean(every))
+                full_name = f"{network}/{name}" if name in ("loss", "grad_norm") else name
+                summary[full_name] = float(np.mean(values))
     return summary
 
 
 def count_updates(history: list[dict[str, dict[str, Any]]]) -> dict[str, float]:
     """Number of updates of a step that were made and skipped and, under a `buffer_factor`,
     recomputed."""
-    everything = [metrics for entry in history for metrics in entry.values()]
+    all_updates = [metrics for entry in history for metrics in entry.values()]
     actor = [entry["actor"] for entry in history if "actor" in entry]
-    overflows = [metrics["overflow"] for metrics in everything if "overflow" in metrics]
+    overflows = [metrics["overflow"] for metrics in all_updates if "overflow" in metrics]
     counts = {
         "training/optimizer_steps": float(sum(m["finite"] and not m["empty"] for m in actor)),
-        "training/nonfinite_skipped": float(sum(not metrics["finite"] for metrics in everything)),
+        "training/nonfinite_skipped": float(sum(not metrics["finite"] for metrics in all_updates)),
         # Skipped for lack of tokens in the loss mask only.
-        "training/empty_skipped": float(sum(m["finite"] and m["empty"] for m in everything)),
+        "training/empty_skipped": float(sum(m["finite"] and m["empty"] for m in all_updates)),
     }
     if overflows:
         counts["training/overflow_repeated"] = float(np.count_nonzero(overflows))
@@ -143,7 +143,7 @@ def drift_alarm(metrics: Mapping[str, float], bound: float | None) -> dict[str, 
     return {"sampling/drift_alarm": float(not metrics["sampling/k3_kl"] <= bound)}
 
 
-def _load(assignments: np.ndarray) -> dict[str, float]:
+def _load_imbalance(assignments: np.ndarray) -> dict[str, float]:
     """Load imbalance of the experts, from counts ``[layer, expert]``: 1 is even."""
     share = assignments / np.maximum(assignments.mean(axis=1, keepdims=True), 1.0)
     return {

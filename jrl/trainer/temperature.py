@@ -25,8 +25,8 @@ def first_statistics(sampling: Sampling, mesh: FoldedMesh) -> EntropyStatistics[
     if sampling.adaptive is None:
         return None
     # Distinct buffers, as everywhere in the state.
-    place = replicated(mesh)
-    return jax.tree.map(lambda x: jax.device_put(x, place) + 0, EntropyStatistics.neutral())
+    sharding = replicated(mesh)
+    return jax.tree.map(lambda x: jax.device_put(x, sharding) + 0, EntropyStatistics.neutral())
 
 
 def statistics_of_step(
@@ -49,15 +49,17 @@ def statistics_of_step(
 
 
 @cache
-def _statistics(recipe: Recipe, place: NamedSharding) -> Callable[..., Any]:
+def _statistics(recipe: Recipe, sharding: NamedSharding) -> Callable[..., Any]:
     def latest(batch: Batch[Array], before: EntropyStatistics[Array]) -> Any:
         # Without tokens there are no statistics, but the sampler needs some.
-        some = jnp.any(batch.mask)
+        any_token = jnp.any(batch.mask)
         return jax.tree.map(
-            lambda new, old: jnp.where(some, new, old), recipe.entropy_statistics(batch), before
+            lambda new, old: jnp.where(any_token, new, old),
+            recipe.entropy_statistics(batch),
+            before,
         )
 
-    return jax.jit(latest, out_shardings=place)
+    return jax.jit(latest, out_shardings=sharding)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -74,9 +76,14 @@ def temperatures(
     assert sampling.adaptive is not None
     entropy, base = given(batch.old_entropy), sampling.temperature
     # The sampler's rule applied to the trainer's entropies: no temperatures need be recorded.
-    at = sampling.adaptive.at(entropy, sampled, before, base)
-    outside = jnp.asarray(base, at.dtype)  # reported where no token is in the mask
-    low, high = jnp.min(jnp.where(sampled, at, jnp.inf)), jnp.max(jnp.where(sampled, at, -jnp.inf))
-    some = jnp.any(sampled)
-    spread = {"mean": Mean.of(at, sampled).value(), "min": low, "max": high}
-    return {f"sampling/temperature/{n}": jnp.where(some, x, outside) for n, x in spread.items()}
+    token_temperatures = sampling.adaptive.at(entropy, sampled, before, base)
+    fallback = jnp.asarray(base, token_temperatures.dtype)  # reported where no token is in the mask
+    low, high = (
+        jnp.min(jnp.where(sampled, token_temperatures, jnp.inf)),
+        jnp.max(jnp.where(sampled, token_temperatures, -jnp.inf)),
+    )
+    any_token = jnp.any(sampled)
+    spread = {"mean": Mean.of(token_temperatures, sampled).value(), "min": low, "max": high}
+    return {
+        f"sampling/temperature/{n}": jnp.where(any_token, x, fallback) for n, x in spread.items()
+    }

@@ -24,7 +24,7 @@ DIGITS = 4
 """Significant digits of a number in samples.jsonl, which is for people only."""
 
 
-class Watched(NamedTuple):
+class TokenLogConfig(NamedTuple):
     """Size of a step's token records.
 
     Attributes:
@@ -73,7 +73,7 @@ def token_records(
     completions: Sequence[Completion],
     as_sampled: Batch[Array],
     batch: Batch[Array],
-    watched: Watched,
+    token_log: TokenLogConfig,
 ) -> dict[int, TokenRecord]:
     """Makes token records of some rows of a step, by one forward pass over these rows only.
 
@@ -87,10 +87,10 @@ def token_records(
       The records of the rows that `shown_rows` selects, by row index.
     """
     mesh, objective = networks.mesh, networks.policy.objective
-    chosen = shown_rows(completions, watched.completions)
+    row_indices = shown_rows(completions, token_log.completions)
     # Padded to divide over the devices; rows do not share prompts here.
-    num_rows = -(-len(chosen) // ranks(mesh)) * ranks(mesh)
-    numbers = np.resize(np.asarray(chosen, np.int32), num_rows)
+    num_rows = -(-len(row_indices) // ranks(mesh)) * ranks(mesh)
+    gathered_rows = np.resize(np.asarray(row_indices, np.int32), num_rows)
     layout = objective.layout._replace(group_size=1)
     objective = replace(objective, layout=layout, packed=None)
     columns = Batch(
@@ -103,27 +103,27 @@ def token_records(
         advantages=batch.advantages,
         choices=batch.choices,
     )
-    rows = take_rows(columns, numbers, mesh)
+    rows = take_rows(columns, gathered_rows, mesh)
     scored = logprobs_and_entropy_of_few(
         objective, policy, rows.tokens, rows.valid, objective.replayed(rows)
     )
     # Expert ids are the largest array, and are not needed.
     logprobs, entropy, rows = to_host((*scored, replace(rows, choices=None)))
     records = {}
-    for place, row in enumerate(chosen):
+    for index, row in enumerate(row_indices):
         length, begin = completions[row].length, layout.prompt_length
-        kept = slice(begin, begin + min(length, watched.tokens))
-        counts, drawn = rows.mask[place, kept], given(rows.critic_mask)[place, kept]
+        recorded = slice(begin, begin + min(length, token_log.tokens))
+        in_loss, was_sampled = rows.mask[index, recorded], given(rows.critic_mask)[index, recorded]
         # A group outside of the loss has an empty mask, but all its tokens were sampled.
-        drawn = drawn | ~given(rows.critic_mask)[place].any()
-        sampled = np.where(drawn, given(rows.old_logprobs)[place, kept], np.nan)
+        was_sampled = was_sampled | ~given(rows.critic_mask)[index].any()
+        sampled = np.where(was_sampled, given(rows.old_logprobs)[index, recorded], np.nan)
         records[row] = TokenRecord(
-            ids=rows.tokens[place, kept],
+            ids=rows.tokens[index, recorded],
             length=length,
-            advantage=np.where(counts, given(rows.advantages)[place, kept], np.nan),
+            advantage=np.where(in_loss, given(rows.advantages)[index, recorded], np.nan),
             sampler_logprob=sampled,
-            gap=logprobs[place, kept] - sampled,
-            entropy=entropy[place, kept],
+            gap=logprobs[index, recorded] - sampled,
+            entropy=entropy[index, recorded],
         )
     return records
 

@@ -12,13 +12,13 @@ from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.sampler import Sampler, accuracy, numbered
 from jrl.tasks import Example
 from jrl.text.conversation import reference_rows
-from jrl.trainer.evaluation.heldout import filled_up
+from jrl.trainer.evaluation.heldout import pad_with_repeats
 from jrl.trainer.setup.setup import Setup
 from moe.weights import Transformer
 
 CHECK_EVERY = 10
 """Steps between measurements of the accuracy."""
-NEAR = 0.75
+REACHED_FRACTION = 0.75
 """Fraction of the target that counts as reached: the accuracy of a batch is not more exact."""
 
 
@@ -56,7 +56,7 @@ def warm_start(
       WarmStartFailed: when a loss or gradient was not finite.
       WarmStartStopped: when `stop` returned true.
     """
-    run, imitator, reached = setup.run, setup.imitator, 0.0
+    run, imitator, accuracy_now = setup.run, setup.imitator, 0.0
     rows = setup.geometry.supervised_rows(run.warm_start_batch)
     # A copy: updates donate their buffers, and `weights` is the caller's.
     learner = imitator.init(weights)
@@ -81,16 +81,16 @@ def warm_start(
                 f"(now {run.warm_start_learning_rate})."
             )
         # Prompts of the next step: not trained on yet, and measuring does not use them up.
-        fresh = numbered(_training_examples(setup, step), prompts_imitated(setup.run, step))
+        unseen = numbered(_training_examples(setup, step), prompts_imitated(setup.run, step))
         sampler.engine.load(learner.weights, 0)
-        reached = accuracy(sampler.sample(fresh, sampling_of(setup.recipe), 1))
-        report(step, loss, reached)
-        if reached >= run.warm_start_accuracy:
+        accuracy_now = accuracy(sampler.sample(unseen, sampling_of(setup.recipe), 1))
+        report(step, loss, accuracy_now)
+        if accuracy_now >= run.warm_start_accuracy:
             break
     # Training starts from the float32 masters, not from the rounded weights.
     return learner.float32_weights, {
         "warm_start/loss": loss,
-        "warm_start/accuracy": reached,
+        "warm_start/accuracy": accuracy_now,
         "warm_start/steps": float(step),
     }
 
@@ -110,7 +110,7 @@ def prompts_imitated(run: RunConfig, steps: int) -> int:
 def shortfall(run: RunConfig, metrics: Mapping[str, float]) -> str | None:
     """Warning about a warm start that ended far below its target; None where it did not."""
     accuracy, target = metrics["warm_start/accuracy"], run.warm_start_accuracy
-    if accuracy >= NEAR * target:
+    if accuracy >= REACHED_FRACTION * target:
         return None
     return (
         f"warning: the warm start reached an accuracy of {accuracy:.3f} in "
@@ -128,9 +128,10 @@ def supervised_batch(setup: Setup, examples: list[Example], rows: int) -> Batch[
     Args:
       rows: of the batch, which divide over the devices; padding rows are outside of the loss mask.
     """
-    count, examples = len(examples), filled_up(examples, rows)
-    lengths = setup.prompt_length, setup.response_length
-    tokens, valid, mask = reference_rows(setup.format, examples, *lengths)
+    count, examples = len(examples), pad_with_repeats(examples, rows)
+    tokens, valid, mask = reference_rows(
+        setup.format, examples, setup.prompt_length, setup.response_length
+    )
     # Padding rows have no valid token: they affect neither the loss nor the routers' balance.
     mask[count:] = valid[count:] = False
     return to_devices(Batch(tokens=tokens, valid=valid, mask=mask), over_rows(setup.mesh))

@@ -15,7 +15,7 @@ from jrl.recipes.base.collection import Windows
 from jrl.rollout.batching import over_rows
 from jrl.rollout.decoding.requests import Request, move_to_host
 from jrl.trainer.learner.learner import Learner
-from jrl.trainer.packed.plan import counts_of, without_idle
+from jrl.trainer.packed.plan import clear_idle_rows, counts_of
 from jrl.trainer.packed.scoring import packed_scores
 from jrl.trainer.scoring import (
     logprobs_and_choices_of,
@@ -130,12 +130,16 @@ def observe(
     policy = networks.policy
     learner = policy.init(weights_of(policy, setup.run.seed))
     found["scores"] = _scores(networks, learner.weights, device_batch)
-    rows = device_batch if setup.recipe.whole_groups else without_idle(device_batch)
+    rows = device_batch if setup.recipe.whole_groups else clear_idle_rows(device_batch)
     counts = counts_of(device_batch) if networks.packs else None
     everything = np.arange(batch.tokens.shape[0])
 
     def counted(name: str) -> Any:
-        return None if counts is None else counts.of(name, everything, setup.recipe.whole_groups)
+        return (
+            None
+            if counts is None
+            else counts.for_network(name, everything, setup.recipe.whole_groups)
+        )
 
     statistics = None
     if setup.recipe.uses_statistics:
@@ -145,7 +149,7 @@ def observe(
         learner = critic.init(weights_of(critic, setup.run.seed + 1))
         found["values"] = {"values": _values(networks, learner.weights, device_batch)}
         if rows.critic_mask is not None:
-            rows = without_idle(replace(device_batch, mask=device_batch.critic_mask))
+            rows = clear_idle_rows(replace(device_batch, mask=device_batch.critic_mask))
         found |= _updated("critic", critic, learner, rows, counted("critic"), None)
     return found
 

@@ -19,7 +19,7 @@ import experiments.tppo_efficiency.run as windows
 from experiments.commands import complete
 from experiments.figures import draw_curves, draw_finals, final_table, spread
 from experiments.study import Curve, Study, _run, arguments_of, folder_of, read, write
-from jrl.config.flags import parse
+from jrl.config.flags import parse_arguments
 
 FOLDERS = sorted(path.parent.name for path in ROOT.glob("experiments/*/run.py"))
 QUICK = ("staleness",)
@@ -87,7 +87,7 @@ def test_every_variant_is_a_command_that_training_takes(folder, tmp_path):
     assert study.folder == ROOT / "experiments" / folder
     assert len(set(study.variants.values())) == len(study.variants) >= 2
     for variant, line in study.variants.items():
-        request = parse(arguments_of(study, variant, tmp_path, 2))
+        request = parse_arguments(arguments_of(study, variant, tmp_path, 2))
         assert request.recipe.name == line.split()[0]
         assert request.run.seed == 2 and request.recipe.completions == 128
 
@@ -124,7 +124,7 @@ def test_what_is_spent_until_an_accuracy_is_compared_seed_by_seed():
 def test_both_tasks_of_conversations_are_commands_that_training_takes(tmp_path):
     for task in conversations.TASKS:
         _, module, program, *arguments = conversations.command(task, 1, tmp_path)
-        request = parse(arguments)
+        request = parse_arguments(arguments)
         assert (module, program) == ("-m", "jrl.train")
         assert (request.run.task, request.run.seed) == (task, 1)
         assert request.run.steps == conversations.STEPS

@@ -199,11 +199,11 @@ def test_slots_have_room_in_the_memory(setup, monkeypatch):
     row = cache_bytes(setup.model, setup.rollout_mesh, 1, columns)
     assert evaluation_slots(setup, 3)[0] == 3
     assert evaluation_slots(setup, 10**6)[0] == 512
-    monkeypatch.setattr(slots_of, "OF_A_PROCESSOR", 7 * row + 1)
+    monkeypatch.setattr(slots_of, "CPU_CACHE_BYTES", 7 * row + 1)
     slots, line = evaluation_slots(setup, 10**6)
     assert slots == 7 and "1,000,000 completions" in line and "as many as have room in" in line
     # One row there is, though it has no room: the device may say no.
-    monkeypatch.setattr(slots_of, "OF_A_PROCESSOR", 1)
+    monkeypatch.setattr(slots_of, "CPU_CACHE_BYTES", 1)
     assert evaluation_slots(setup, 100)[0] == 1
     chosen = replace(setup, run=replace(setup.run, slots=40))
     assert evaluation_slots(chosen, 10**6)[0] == 40

@@ -130,9 +130,9 @@ def test_a_run_that_learned_on_other_devices_can_be_evaluated(run, tmp_path):
 
 
 def test_k_itself_is_always_among_the_ks():
-    assert list(evaluating._up_to(1)) == [1]
-    assert list(evaluating._up_to(6)) == [1, 2, 4, 6]
-    assert list(evaluating._up_to(8)) == [1, 2, 4, 8]
+    assert list(evaluating._powers_up_to(1)) == [1]
+    assert list(evaluating._powers_up_to(6)) == [1, 2, 4, 6]
+    assert list(evaluating._powers_up_to(8)) == [1, 2, 4, 8]
 
 
 def test_pass_at_k_counts_by_prompt(run, tmp_path, monkeypatch):

@@ -32,7 +32,7 @@ def rollouts(monkeypatch):
 @pytest.fixture(autouse=True)
 def _batches(monkeypatch):
     """Eight prompts of four completions in batches of three prompts."""
-    monkeypatch.setattr(critic_evaluation, "ROWS_AT_ONCE", 12)
+    monkeypatch.setattr(critic_evaluation, "MAX_ROWS_PER_CALL", 12)
 
 
 @pytest.mark.slow

@@ -323,10 +323,10 @@ def test_a_template_of_the_run_takes_the_place_of_the_checkpoints(tmp_path):
 def test_a_run_with_a_tokenizer_of_its_own(tmp_path, monkeypatch, capsys):
     """The factor on embeddings goes into them, as no architecture has it."""
     given = jax.device_put(random_weights(replace(MICRO, vocab_size=15), 1))
-    begin = train_module._given_weights
-    monkeypatch.setattr(train_module, "_given_weights", lambda setup: given)
+    begin = train_module._load_initial_weights
+    monkeypatch.setattr(train_module, "_load_initial_weights", lambda setup: given)
     begun(["--model=micro", "--task=sort"], tmp_path / "run", monkeypatch)
-    monkeypatch.setattr(train_module, "_given_weights", begin)
+    monkeypatch.setattr(train_module, "_load_initial_weights", begin)
     to = tmp_path / "model"
     assert export.main([str(tmp_path / "run"), "--to", str(to)]) == 0
     assert "SentencePiece model, which transformers has no class for" in capsys.readouterr().out
@@ -367,6 +367,6 @@ def test_what_a_killed_export_left_goes_with_the_next(tmp_path):
     for name in {*names, *kept}:
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").touch()
-    with export._whole(tmp_path / "to") as place:
+    with export._atomic_folder(tmp_path / "to") as place:
         assert place.name == names[1] and not list(place.iterdir())
     assert {path.name for path in tmp_path.iterdir()} == {"to", *kept}

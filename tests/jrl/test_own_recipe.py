@@ -8,7 +8,7 @@ from command_runs import FLAGS, metrics, one_line
 from places import ROOT
 
 from jrl import evaluate, train
-from jrl.config.flags import parse
+from jrl.config.flags import parse_arguments
 from jrl.train import main
 
 PAGE = (ROOT / "docs" / "recipes.md").read_text()
@@ -60,7 +60,7 @@ def test_it_trains_goes_on_and_is_evaluated(tmp_path, capsys):
 def test_processes_must_have_the_same_file(tmp_path):
     (tmp_path / "other.py").write_text(SOURCE.replace("1.05", "1.25"))
     said = [
-        train._settings(parse([f"{name}.py:Sapo", "--tau-negative=2"]))
+        train._shared_settings(parse_arguments([f"{name}.py:Sapo", "--tau-negative=2"]))
         for name in ("soft", "other")
     ]
     assert {name for name in said[0] if said[0][name] != said[1][name]} == {"the recipe's file"}

@@ -7,7 +7,7 @@ import pytest
 from command_runs import FLAGS, metrics, one_line
 
 from jrl import evaluate, train
-from jrl.config.flags import parse
+from jrl.config.flags import parse_arguments
 from jrl.train import main
 
 SOURCE = """
@@ -83,9 +83,9 @@ def test_settings_are_judged_before_anything_starts(capsys):
 
 def test_processes_must_have_the_same_files(tmp_path):
     command = ["--task", "own.py:make", *FLAGS]
-    before = train._settings(parse(command))
+    before = train._shared_settings(parse_arguments(command))
     (tmp_path / "own.py").write_text(SOURCE.replace("0.5", "0.25"))
-    after = train._settings(parse(command))
+    after = train._shared_settings(parse_arguments(command))
     assert [name for name in before if before[name] != after[name]] == [
         "the files of task and rewards"
     ]

@@ -8,7 +8,7 @@ from command_runs import FLAGS, metrics
 from places import ROOT
 
 from jrl import evaluate
-from jrl.config.flags import parse
+from jrl.config.flags import parse_arguments
 from jrl.tasks import load_task
 from jrl.train import main
 
@@ -47,7 +47,7 @@ def test_from_a_reward_to_a_curve(tmp_path, pictures, capsys):
 
 
 def test_several_rewards():
-    run = parse(TRAIN[1].split()).run
+    run = parse_arguments(TRAIN[1].split()).run
     task = load_task(run.task, run.seed, workers=1, rewards=run.rewards)
     example = task.train(0)
     (verdict,) = task.verify([example], [example.answer])

@@ -25,7 +25,7 @@ from jrl.rollout.decoding.requests import Request
 from jrl.rollout.sampling import GREEDY
 from jrl.serve import main
 from jrl.tasks.data.conversations import Conversation
-from jrl.trainer.evaluation.deployed import deployed
+from jrl.trainer.evaluation.served_model import open_served_model
 from moe.config import ModelConfig
 
 KEY, SLOTS, LENGTH = "secret", 8, 64
@@ -76,7 +76,7 @@ def client(server):
 @pytest.mark.slow
 def test_tokens_are_the_engines_own_streamed_and_whole(checkpoint, client):
     """Greedy: text, tokens and log-probabilities, of completions and of chats."""
-    policy = deployed(f"hf:{checkpoint}")
+    policy = open_served_model(f"hf:{checkpoint}")
     tokenizer, count = policy.format.tokenizer, 21
     assert policy.format.template is not None
     rows = [tokenizer.encode(PROMPT), policy.format.template.encode(ASKED)]
@@ -428,7 +428,7 @@ SIZES = {"vocab_size": 8, "num_layers": 32, "num_kv_heads": 4, "head_dim": 128}
     ],
 )
 def test_the_default_length_is_the_networks_where_there_is_room(positions, slots, length):
-    found, why = serve.default_length(ModelConfig(**SIZES, max_positions=positions), slots)
+    found, why = serve.choose_length(ModelConfig(**SIZES, max_positions=positions), slots)
     assert found == length
     assert bool(why) == (positions is not None and length < positions)
     if why:

@@ -18,8 +18,8 @@ from jrl.config.run import RunConfig
 from jrl.rollout.decoding.disaggregated.stream import DisaggregatedStreamEngine
 from jrl.rollout.decoding.requests import Request
 from jrl.rollout.row_sampling import RequestSampling
-from jrl.trainer.evaluation.deployed import deployed
-from jrl.trainer.evaluation.sides import sides_of
+from jrl.trainer.evaluation.device_split import parse_device_split
+from jrl.trainer.evaluation.served_model import open_served_model
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def checkpoint(tmp_path_factory):
 
 def answers(request):
     """To a greedy request, and to choices that are drawn while it is answered."""
-    service, front, name = serve._made(request)
+    service, front, name = serve._build_service(request)
     service.start(warm_up=False)
 
     async def asked():
@@ -52,7 +52,7 @@ def answers(request):
 
 @pytest.mark.slow
 def test_answers_of_two_sides_are_those_of_one_mesh(checkpoint):
-    request = serve.Request(checkpoint, slots=4, length=32, window=3)
+    request = serve.ServeOptions(checkpoint, slots=4, length=32, window=3)
     of_two = replace(request, split="dp1 / ep1", micro_batches=2, expert_slots=5, replan=4)
     (_, one), (service, two) = map(answers, (request, of_two))
     assert isinstance(service._engine, DisaggregatedStreamEngine)
@@ -81,17 +81,17 @@ def test_answers_of_two_sides_are_those_of_one_mesh(checkpoint):
 )
 def test_what_does_not_go_together_is_refused_in_one_line(checkpoint, given, layout, message):
     with pytest.raises(ValueError, match=message) as error:
-        deployed(checkpoint, layout, SplitSettings(**given))
+        open_served_model(checkpoint, layout, SplitSettings(**given))
     assert "\n" not in str(error.value)
 
 
 def test_slots_and_networks_that_two_sides_cannot_have(checkpoint, tmp_path):
-    policy = deployed(checkpoint, split=SplitSettings("dp2 / ep1", micro_batches=3))
+    policy = open_served_model(checkpoint, split=SplitSettings("dp2 / ep1", micro_batches=3))
     with pytest.raises(ValueError, match=r"slots=16 .* x micro_batches=3: .* in multiples of 6"):
         policy.engine(slots=16, columns=32, key=jax.random.key(0), top_logprobs=0)
     dense = write_checkpoint(tmp_path / "dense")
     with pytest.raises(ValueError, match="decode a dense network on one mesh"):
-        deployed(f"hf:{dense}", split=SplitSettings("dp1 / ep1"))
+        open_served_model(f"hf:{dense}", split=SplitSettings("dp1 / ep1"))
 
 
 @pytest.mark.slow
@@ -102,7 +102,7 @@ def test_a_run_is_served_on_its_own_split(grpo_run, tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     written = []
     for layout in (None, "dp1"):
-        policy = deployed(str(folder), layout)
+        policy = open_served_model(str(folder), layout)
         engine = policy.engine(slots=4, columns=32, key=jax.random.key(0), top_logprobs=0)
         assert isinstance(engine, DisaggregatedStreamEngine) == (layout is None)
         engine.load(*policy.versions.load())
@@ -123,12 +123,12 @@ def test_the_split_of_a_run_is_taken_where_nothing_else_is_said():
         rollout_micro_batches=3,
         rollout_replan=7,
     )
-    own = sides_of(SplitSettings(), None, run)
+    own = parse_device_split(SplitSettings(), None, run)
     assert own is not None and own.mesh.attention.layout.dp == 2
     assert (own.micro_batches, own.replan) == (3, 7)
-    changed = sides_of(SplitSettings(replan=5), None, run)
+    changed = parse_device_split(SplitSettings(replan=5), None, run)
     assert changed is not None and (changed.micro_batches, changed.replan) == (3, 5)
     # What was chosen for those devices says nothing of others.
-    other = sides_of(SplitSettings("dp1 / ep2"), None, run)
+    other = parse_device_split(SplitSettings("dp1 / ep2"), None, run)
     assert other is not None and (other.micro_batches, other.replan) == (2, None)
-    assert sides_of(SplitSettings(), "dp1", run) is None
+    assert parse_device_split(SplitSettings(), "dp1", run) is None

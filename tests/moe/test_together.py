@@ -15,7 +15,7 @@ from programs import jit, mesh_of, random_weights
 from small_networks import ROUTED, any_choices, ragged_rows
 from whole_network import loss_and_gradient, replay_of, token_loss
 
-from jrl.trainer.learner.accumulation import reduced_on_the_way
+from jrl.trainer.learner.accumulation import accumulate_with_overlapped_reduction
 from moe import model
 from moe.execution import Execution
 from moe.placement import in_chunks, in_layer_order, shard_dims, shard_specs, specs
@@ -48,7 +48,7 @@ def on_their_way(config, mesh):
 
         pieces = jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), piece)
         given = vary(weights, mesh.axes), reductions, pieces, None, mesh.axes
-        loss, grads, stats = reduced_on_the_way(loss_of, *given)
+        loss, grads, stats = accumulate_with_overlapped_reduction(loss_of, *given)
         return (loss, jax.tree.map(lambda x: jnp.sum(x, axis=0), stats)), grads
 
     return jax.shard_map(

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jrl.config.command_line import start_jax
 from jrl.processes.agreement import (
-    FailTogether,
+    RaiseInAllProcesses,
     any_of,
     broadcast_from_main,
     check_same,
@@ -40,7 +40,7 @@ def said(function) -> str:
 
 
 def fail(numbers: tuple[int, ...]) -> None:
-    with FailTogether():
+    with RaiseInAllProcesses():
         if jax.process_index() in numbers:
             raise ValueError(f"it went wrong in {jax.process_index()}")
 

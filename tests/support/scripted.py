@@ -8,9 +8,9 @@ import numpy as np
 from served import numbers
 
 from jrl.rollout.decoding.stream import StreamChunk
-from jrl.serving.application import Front
+from jrl.serving.application import FrontEnd
 from jrl.serving.metrics import Metrics
-from jrl.serving.policy import Served
+from jrl.serving.policy import ApiModel
 from jrl.serving.service import Service
 from jrl.text.prompt_format import PromptFormat
 from jrl.text.tokenizer import Tokenizer
@@ -93,7 +93,7 @@ class House:
 
     def __init__(self, slots=2, queue=1, api_key=None, most_bytes=400, warm_up=False):
         self.engine, self.versions, self.metrics = Scripted(slots), Newer(), Metrics(slots)
-        served = Served("m", PromptFormat(TOKENIZER), LENGTH, 30, 0)
+        served = ApiModel("m", PromptFormat(TOKENIZER), LENGTH, 30, 0)
         self.service = Service(
             self.engine,
             served,
@@ -102,8 +102,8 @@ class House:
             queue=queue,
             window=3,
         )
-        self.front = Front(
-            self.service, served, self.metrics, api_key=api_key, most_bytes=most_bytes
+        self.front = FrontEnd(
+            self.service, served, self.metrics, api_key=api_key, max_bytes=most_bytes
         )
         self.application = self.front.application()
         self.service.start(warm_up)

@@ -25,7 +25,7 @@ from jrl.text.tokenizer import Tokenizer
 from jrl.trainer.loop import Outcome, train
 from jrl.trainer.setup.setup import Setup
 from jrl.trainer.state import TrainState, init_state, init_weights
-from jrl.trainer.step import Step, train_step
+from jrl.trainer.step import RolloutStepResult, train_step
 from moe.config import ModelConfig
 from moe.weights import Transformer
 from sharding.folding import Layout, fold
@@ -135,7 +135,9 @@ def fresh_state(setup: Setup, weights: Transformer[jax.Array]) -> TrainState[jax
     return init_state(setup.networks, weights, setup.randomness.key("critic"))
 
 
-def one_step(setup: Setup, state: TrainState[jax.Array]) -> tuple[TrainState[jax.Array], Step]:
+def one_step(
+    setup: Setup, state: TrainState[jax.Array]
+) -> tuple[TrainState[jax.Array], RolloutStepResult]:
     """A training step, as a run takes it."""
     fixed = (setup.sampler(), setup.networks, setup.recipe)
     return train_step(*fixed, state, setup.randomness)

@@ -18,14 +18,14 @@ KEEP_ALIVE = 30
 """Seconds that a connection waits for a further request."""
 DELIVERY_SECONDS = 60.0
 """Timeout in which a client takes the rest of a complete response."""
-LOOK = 1.0
+CHECK_SECONDS = 1.0
 """Seconds between two checks for connections past their timeout."""
-BESIDE = 128
+EXTRA_CONNECTIONS = 128
 """Connections in addition to those of running and queued choices."""
-SPARE = 64
+RESERVED_FILES = 64
 """Open files that are reserved for all else: checkpoints that are loaded, and connections that are
 accepted before others are closed."""
-FULL = b"all connections of this server are in use: try again later.\n"
+FULL_MESSAGE = b"all connections of this server are in use: try again later.\n"
 
 
 class Connection(H11Protocol):
@@ -50,7 +50,7 @@ class Connection(H11Protocol):
         super().on_response_complete()
 
     @property
-    def asks_for_nothing(self) -> bool:
+    def is_idle(self) -> bool:
         """True if no complete request awaits its response, and no response is being sent."""
         if self._is_between:
             return not self.transport.get_write_buffer_size()
@@ -82,32 +82,32 @@ class Connection(H11Protocol):
         self.connections_of_server.leave(self)
         self.transport.abort()
 
-    def refuse(self) -> None:
+    def reject(self) -> None:
         """Closes it with the status 503."""
         self.connections_of_server.leave(self)
         head = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nRetry-After: 1\r\n"
-        size = b"Content-Type: text/plain\r\nContent-Length: %d\r\n\r\n" % len(FULL)
-        self.transport.write(head + size + FULL)
+        size = b"Content-Type: text/plain\r\nContent-Length: %d\r\n\r\n" % len(FULL_MESSAGE)
+        self.transport.write(head + size + FULL_MESSAGE)
         self.transport.close()
 
 
 class Connections:
     """All connections of a server.
 
-    If there are more than `most`, the connection that has been idle for the longest is dropped; if
-    all are being served, the new one is rejected. So a client that sends its request immediately is
-    served, however many idle connections there are.
+    If there are more than `max_connections`, the connection that has been idle for the longest is
+    dropped; if all are being served, the new one is rejected. So a client that sends its request
+    immediately is served, however many idle connections there are.
 
     Args:
-      most: connections at a time.
+      max_connections: connections at a time.
     """
 
-    def __init__(self, most: int):
-        self.most = most
-        self._there: set[Connection] = set()
+    def __init__(self, max_connections: int):
+        self.max_connections = max_connections
+        self._open: set[Connection] = set()
 
     def __len__(self) -> int:
-        return len(self._there)
+        return len(self._open)
 
     @property
     def protocol(self) -> type[Connection]:
@@ -116,65 +116,69 @@ class Connections:
 
     def enter(self, new: Connection) -> None:
         """Counts a connection; over the limit it drops the oldest idle one or rejects this one."""
-        self._there.add(new)
-        if len(self._there) <= self.most:
+        self._open.add(new)
+        if len(self._open) <= self.max_connections:
             return
-        idle = (each for each in self._there if each is not new and each.asks_for_nothing)
-        oldest = min(idle, key=lambda each: each.since, default=None)
+        idle = (
+            connection for connection in self._open if connection is not new and connection.is_idle
+        )
+        oldest = min(idle, key=lambda connection: connection.since, default=None)
         if oldest is None:
-            new.refuse()
+            new.reject()
         else:
             oldest.drop()
 
     def leave(self, connection: Connection) -> None:
         """Removes a connection that has ended; repeated calls do no harm."""
-        self._there.discard(connection)
+        self._open.discard(connection)
 
     async def watch(self) -> None:
         """Drops connections past their timeout, until this is cancelled."""
         while True:
-            await asyncio.sleep(LOOK)
+            await asyncio.sleep(CHECK_SECONDS)
             now = asyncio.get_running_loop().time()
-            for each in [each for each in self._there if each.has_expired(now)]:
-                each.drop()
+            for connection in [
+                connection for connection in self._open if connection.has_expired(now)
+            ]:
+                connection.drop()
 
 
-def most_connections(wanted: int | None, choices: int) -> tuple[int, str]:
+def limit_connections(requested: int | None, choices: int) -> tuple[int, str]:
     """Limit of a server's connections, with a note if the limit of open files lowers it.
 
     Args:
-      wanted: connections; None is one for each choice, plus `BESIDE`.
+      requested: connections; None is one for each choice, plus `EXTRA_CONNECTIONS`.
       choices: most choices that may run or be queued, in total.
 
     Raises:
-      ValueError: where the limit of open files is too low for `wanted` connections, or for any.
+      ValueError: where the limit of open files is too low for `requested` connections, or for any.
     """
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    usual = choices + BESIDE if wanted is None else wanted
+    default = choices + EXTRA_CONNECTIONS if requested is None else requested
     if limit == resource.RLIM_INFINITY:
-        return usual, ""
-    room = limit - len(os.listdir("/dev/fd")) - SPARE
-    if room < 1 or (wanted is not None and wanted > room):
-        asked = "a connection" if wanted is None else f"connections={wanted}"
+        return default, ""
+    available = limit - len(os.listdir("/dev/fd")) - RESERVED_FILES
+    if available < 1 or (requested is not None and requested > available):
+        subject = "a connection" if requested is None else f"connections={requested}"
         raise ValueError(
-            f"{asked} and all else need more than the {limit} files that this process may have "
-            f"open, which leave {max(room, 0)} for connections: raise the limit with ulimit -n, or "
-            "lower --connections."
+            f"{subject} and all else need more than the {limit} files that this process may have "
+            f"open, which leave {max(available, 0)} for connections: raise the limit with ulimit "
+            "-n, or lower --connections."
         )
-    if room >= usual:
-        return usual, ""
-    return room, (
-        f"connections: {room}, as the limit of {limit} open files (ulimit -n) leaves no room for "
-        f"{usual}"
+    if available >= default:
+        return default, ""
+    return available, (
+        f"connections: {available}, as the limit of {limit} open files (ulimit -n) leaves no room "
+        f"for {default}"
     )
 
 
-def settings() -> dict[str, Any]:
+def uvicorn_settings() -> dict[str, Any]:
     """Settings of uvicorn that concern connections."""
     return {
         "timeout_keep_alive": KEEP_ALIVE,
         # Connections accepted at a time, before those over the limit can be closed.
-        "backlog": SPARE // 4,
+        "backlog": RESERVED_FILES // 4,
         "h11_max_incomplete_event_size": 2**14,
         "ws": "none",
         # Invalid requests of unknown clients are not worth a line of log.

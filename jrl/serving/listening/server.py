@@ -10,19 +10,19 @@ from ipaddress import ip_address
 import uvicorn
 
 from jrl.processes.stopping import Stop
-from jrl.serving.application import Front
-from jrl.serving.listening.connections import Connections, settings
-from jrl.serving.refusal import one_line
+from jrl.serving.application import FrontEnd
+from jrl.serving.errors import one_line
+from jrl.serving.listening.connections import Connections, uvicorn_settings
 from jrl.serving.service import Service
 
-LOOK = 0.1
+POLL_SECONDS = 0.1
 """Seconds between two checks for a request to end the server."""
-DELIVERY = 5
+DELIVERY_SECONDS = 5
 """Seconds after the end of the engine in which clients may take the rest of their responses, and as
 many again for what the operating system still buffers of these."""
 BACKLOG = 1024
 """Connections that the operating system queues until they are accepted."""
-FOLLOW = 2.0
+FOLLOW_SECONDS = 2.0
 """Seconds between two polls for a later policy."""
 
 
@@ -36,8 +36,8 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         # asyncio uses the number of connections that it accepts at a time as the listen backlog.
-        for each in sockets or []:
-            each.listen(BACKLOG)
+        for listener in sockets or []:
+            listener.listen(BACKLOG)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -51,18 +51,18 @@ def listen(host: str, port: int) -> socket.socket:
       ValueError: where the port is not available.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    made = socket.socket(family, socket.SOCK_STREAM)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        made.bind((host, port))
+        listener.bind((host, port))
     except OSError as error:
-        made.close()
+        listener.close()
         raise ValueError(
             f"host={host} port={port} cannot be had ({error.strerror}): choose another --port, or "
             "an address of this machine as --host."
         ) from error
-    made.listen(BACKLOG)
-    return made
+    listener.listen(BACKLOG)
+    return listener
 
 
 def check_private(host: str, listening: socket.socket) -> None:
@@ -81,7 +81,7 @@ def check_private(host: str, listening: socket.socket) -> None:
 
 def run(
     service: Service,
-    front: Front,
+    front: FrontEnd,
     listening: socket.socket,
     *,
     follow: bool,
@@ -107,25 +107,25 @@ def run(
 
 async def serve(
     service: Service,
-    front: Front,
+    front: FrontEnd,
     listening: socket.socket,
     stop: Stop,
     follow: bool,
-    most_connections: int,
+    max_connections: int,
 ) -> None:
     """Serves until `stop` is true and running requests are finished; arguments as for `run`."""
-    connections = Connections(most_connections)
+    connections = Connections(max_connections)
     config = uvicorn.Config(
         front.application(),
         http=connections.protocol,
         access_log=False,
-        timeout_graceful_shutdown=DELIVERY,
-        **settings(),
+        timeout_graceful_shutdown=DELIVERY_SECONDS,
+        **uvicorn_settings(),
     )
     server = _Server(config)
     watching = asyncio.create_task(connections.watch())
     following = asyncio.create_task(_follow(service)) if follow else None
-    ending = asyncio.create_task(_until_ended(server, service, front, stop))
+    ending = asyncio.create_task(_stop_when_done(server, service, front, stop))
     try:
         await server.serve(sockets=[listening])
     finally:
@@ -135,33 +135,35 @@ async def serve(
             following.cancel()
 
 
-async def _until_ended(server: uvicorn.Server, service: Service, front: Front, stop: Stop) -> None:
+async def _stop_when_done(
+    server: uvicorn.Server, service: Service, front: FrontEnd, stop: Stop
+) -> None:
     while not stop and service.failure is None:
-        await asyncio.sleep(LOOK)
+        await asyncio.sleep(POLL_SECONDS)
     service.close()
     while not service.ended:
-        await asyncio.sleep(LOOK)
-    front.end(DELIVERY)
+        await asyncio.sleep(POLL_SECONDS)
+    front.end(DELIVERY_SECONDS)
     while front.num_open:
-        await asyncio.sleep(LOOK)
+        await asyncio.sleep(POLL_SECONDS)
     server.should_exit = True
 
 
 async def _follow(service: Service) -> None:
-    refused, said = None, ""
+    rejected, printed = None, ""
     while not service.closing:
-        await asyncio.sleep(FOLLOW)
+        await asyncio.sleep(FOLLOW_SECONDS)
         newest = None
         try:
             newest = await asyncio.to_thread(lambda: service.newest)
-            if newest is None or newest in (service.version, refused) or service.closing:
+            if newest is None or newest in (service.version, rejected) or service.closing:
                 continue
             version = await asyncio.wrap_future(service.load())
             line = f"serving step {version}"
         except Exception as error:  # of whatever library reads them: what is served goes on
-            refused = newest
-            which = "a later step" if newest is None else f"step {newest}"
-            line = f"warning: {which} is not served: {one_line(error)}"
-        if line != said:
-            said = line
+            rejected = newest
+            subject = "a later step" if newest is None else f"step {newest}"
+            line = f"warning: {subject} is not served: {one_line(error)}"
+        if line != printed:
+            printed = line
             print(line, file=sys.stderr, flush=True)

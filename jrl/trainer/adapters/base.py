@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 from jrl.rollout.resharding import reshard
 from jrl.runs.checkpoints import Checkpoints
-from jrl.trainer.learner.records import described
+from jrl.trainer.learner.records import abstract_array
 from jrl.trainer.setup.networks import Networks
 from moe import placement
 from moe.adapters.trees import without_adapters
@@ -22,16 +22,16 @@ from sharding.folding import FoldedMesh
 def save(checkpoints: Checkpoints, networks: Networks, weights: Transformer[Array]) -> None:
     """Writes the base weights of a policy with adapters, unless they are stored already."""
     config, mesh = networks.policy.config.without_adapters(), networks.mesh
-    place = _place(checkpoints)
+    base_checkpoints = _base_checkpoints(checkpoints)
     if checkpoints.latest_step() is None:
-        place.drop_after(-1)  # of a run that was killed before its first checkpoint
-    if place.steps():
+        base_checkpoints.drop_after(-1)  # of a run that was killed before its first checkpoint
+    if base_checkpoints.steps():
         return
     in_order, plain = without_adapters(weights), placement.without_chunks(config, mesh)
     # Layers in order, as in every checkpoint: a run on another layout reads them too.
     if mesh != plain:
         in_order = reshard(in_order, config, mesh, plain)
-    place.save(0, in_order)
+    base_checkpoints.save(0, in_order)
 
 
 def restore(checkpoints: Checkpoints, config: ModelConfig, mesh: FoldedMesh) -> Transformer[Array]:
@@ -45,14 +45,14 @@ def restore(checkpoints: Checkpoints, config: ModelConfig, mesh: FoldedMesh) -> 
     """
     config = config.without_adapters()
     plain = placement.without_chunks(config, mesh)
-    like = jax.tree.map(described, cast_shapes(config), placement.shardings(config, plain))
-    in_order, _ = _place(checkpoints).restore(0, like)
+    like = jax.tree.map(abstract_array, cast_shapes(config), placement.shardings(config, plain))
+    in_order, _ = _base_checkpoints(checkpoints).restore(0, like)
     if mesh == plain:
         return in_order
     # `reshard` returns unsharded weights (no FSDP); training may need them sharded.
-    moved = reshard(in_order, config, plain, mesh)
-    return jax.device_put(moved, placement.shardings(config, mesh))
+    resharded = reshard(in_order, config, plain, mesh)
+    return jax.device_put(resharded, placement.shardings(config, mesh))
 
 
-def _place(checkpoints: Checkpoints) -> Checkpoints:
+def _base_checkpoints(checkpoints: Checkpoints) -> Checkpoints:
     return Checkpoints(checkpoints.directory / "base")

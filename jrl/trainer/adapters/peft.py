@@ -8,7 +8,7 @@ from jaxtyping import Array
 
 from jrl.config.files import flag
 from jrl.config.run import RunConfig
-from jrl.processes.agreement import FailTogether, is_main_process, to_host
+from jrl.processes.agreement import RaiseInAllProcesses, is_main_process, to_host
 from jrl.trainer.setup.setup import Setup
 from jrl.trainer.state import TrainState
 from moe import placement
@@ -16,7 +16,7 @@ from moe.adapters.trees import trained
 from moe.weights import Transformer, axis_sizes, table
 
 
-def settled(run: RunConfig) -> RunConfig:
+def resolve_adapter_settings(run: RunConfig) -> RunConfig:
     """Copies rank, alpha and targets of the adapters that a new run starts from into its settings.
 
     Raises:
@@ -33,23 +33,23 @@ def settled(run: RunConfig) -> RunConfig:
     from moe.huggingface import adapters_of, architecture_of, config_from  # needs an extra
 
     lora = adapters_of(directory, config_from(run.checkpoint), architecture_of(run.checkpoint))
-    found = {
+    adapter_settings = {
         "lora_rank": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_targets": ",".join(lora.targets),
         "lora_rank_stabilised": lora.rank_stabilised,
     }
-    for name, value in found.items():
-        given = getattr(run, name)
-        if given not in (None, False, value):
+    for name, value in adapter_settings.items():
+        requested = getattr(run, name)
+        if requested not in (None, False, value):
             raise ValueError(
-                f"{name}={given!r} differs from the {value!r} of lora_from={directory!r}: leave "
-                f"out {flag(name)}."
+                f"{name}={requested!r} differs from the {value!r} of lora_from={directory!r}: "
+                f"leave out {flag(name)}."
             )
-    return replace(run, **found)
+    return replace(run, **adapter_settings)
 
 
-def given_adapters(setup: Setup) -> Transformer[Array] | None:
+def load_initial_adapters(setup: Setup) -> Transformer[Array] | None:
     """Loads the adapters that the run starts from; None for fresh adapters, or a run without."""
     run = setup.run
     if run.lora_from is None or run.checkpoint is None:
@@ -74,11 +74,11 @@ def write_adapters(setup: Setup, model: Path, directory: Path, state: TrainState
         return
     from moe.huggingface import architecture_of, save_adapters  # needs an extra
 
-    learned = trained(state.policy.weights, table(setup.model))
+    adapters = trained(state.policy.weights, table(setup.model))
     depth = axis_sizes(setup.model)["layer"]
     # Copied to the host outside of the block below, in which no collective may be called.
-    in_order = placement.in_layer_order(to_host(learned), setup.mesh, depth)
-    with FailTogether():
+    in_order = placement.in_layer_order(to_host(adapters), setup.mesh, depth)
+    with RaiseInAllProcesses():
         if is_main_process():
             save_adapters(
                 directory,

@@ -27,16 +27,16 @@ class Completions:
         self._stack = ExitStack()
         self.shown: list[dict[str, Any]] = []
 
-    def found(self, phase: str, completions: Sequence[Completion]) -> None:
+    def add(self, phase: str, completions: Sequence[Completion]) -> None:
         """Takes the completions of a phase, "sampled" or "greedy"."""
         for completion in completions:
-            asked = completion.trajectory.request
+            request = completion.trajectory.request
             # Held-out prompts count down from -1.
-            place = {"kind": phase, "number": -1 - asked.prompt, "sample": asked.sample}
-            shows = phase == "sampled" and asked.sample == 0 and len(self.shown) < self._show
+            position = {"kind": phase, "number": -1 - request.prompt, "sample": request.sample}
+            shows = phase == "sampled" and request.sample == 0 and len(self.shown) < self._show
             if self._file is None and not shows:
                 continue
-            record = {**place, **completion.record(self._format)}
+            record = {**position, **completion.record(self._format)}
             if shows:
                 self.shown.append(record)
             if self._file is not None:

@@ -16,15 +16,15 @@ from jrl.rollout.decoding.ranks import ranks
 from jrl.rollout.sampler import Sampler, correct_of, numbered_heldout, scores_of
 from jrl.rollout.sampling import Sampling
 from jrl.rollout.scoring import PromptLayout
-from jrl.trainer.evaluation.heldout import filled_up, heldout_examples
+from jrl.trainer.evaluation.heldout import heldout_examples, pad_with_repeats
 from jrl.trainer.learner.objectives import CriticObjective
-from jrl.trainer.prepare import verified
+from jrl.trainer.prepare import add_verdicts
 from jrl.trainer.scoring import values_of
 from jrl.trainer.setup.networks import Network
 from moe.weights import Transformer
 from sharding.folding import FoldedMesh
 
-ROWS_AT_ONCE = 1024
+MAX_ROWS_PER_CALL = 1024
 """Approximate number of completions decoded and scored in one call; bounds the memory."""
 
 _rewards = jax.jit(rewards_of_turns)
@@ -60,24 +60,33 @@ def evaluate_critic(
     examples = numbered_heldout(heldout_examples(sampler.task, num_prompts))
     report("critic", 0, len(examples) * k)
     size = _batch_size(network.mesh, len(examples), k)
-    pieces, numbers = [], list(examples)
-    for start in range(0, len(numbers), size):
-        some = {number: examples[number] for number in numbers[start : start + size]}
-        drawn = sampler.sample(some, sampling, k)
+    batches, prompt_ids = [], list(examples)
+    for start in range(0, len(prompt_ids), size):
+        batch_examples = {
+            prompt_id: examples[prompt_id] for prompt_id in prompt_ids[start : start + size]
+        }
+        completions = sampler.sample(batch_examples, sampling, k)
         # The last batch is padded to divide over the devices; padding is removed below.
-        rows = filled_up(drawn, size * k)
-        everything = np.ones(len(rows), bool)
-        batch = batch_of_completions(sampler, rows, everything, network.mesh)
-        judged = scores_of(rows), correct_of(rows)
-        batch = verified(recipe, rows, *judged, batch, sampler.response_length, network.mesh)
+        rows = pad_with_repeats(completions, size * k)
+        all_rows = np.ones(len(rows), bool)
+        batch = batch_of_completions(sampler, rows, all_rows, network.mesh)
+        batch = add_verdicts(
+            recipe,
+            rows,
+            scores=scores_of(rows),
+            correct=correct_of(rows),
+            batch=batch,
+            response_length=sampler.response_length,
+            mesh=network.mesh,
+        )
         values = values_of(objective, critic, batch.tokens, batch.valid)
         # The critic was trained to predict rewards of the recipe, not scores.
-        seen = to_host((values, _rewards(batch), batch.mask, batch.lengths))
-        columns = (*seen, correct_of(rows), groups_of(rows))
-        pieces.append([column[: len(drawn)] for column in columns])
+        arrays = to_host((values, _rewards(batch), batch.mask, batch.lengths))
+        columns = (*arrays, correct_of(rows), groups_of(rows))
+        batches.append([column[: len(completions)] for column in columns])
         report("critic", min(start + size, len(examples)) * k, len(examples) * k)
-    joined = map(np.concatenate, zip(*pieces, strict=True))
-    values, rewards, mask, lengths, correct, groups = joined
+    arrays_of_all = map(np.concatenate, zip(*batches, strict=True))
+    values, rewards, mask, lengths, correct, groups = arrays_of_all
     return CriticRollout(
         values=values,
         rewards=rewards,
@@ -95,4 +104,4 @@ def evaluate_critic(
 def _batch_size(mesh: FoldedMesh, num_prompts: int, k: int) -> int:
     """Number of prompts that are decoded and scored at a time, divisible over the devices."""
     unit = ranks(mesh)
-    return min(num_prompts, max(1, ROWS_AT_ONCE // k)) // unit * unit or unit
+    return min(num_prompts, max(1, MAX_ROWS_PER_CALL // k)) // unit * unit or unit

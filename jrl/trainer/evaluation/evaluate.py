@@ -19,7 +19,7 @@ from jrl.trainer.evaluation.heldout import heldout_examples
 
 Report = Callable[[str, int, int], None]
 """Callback for the progress of an evaluation: the phase, completions done, and their total."""
-Found = Callable[[str, list[Completion]], None]
+OnCompletions = Callable[[str, list[Completion]], None]
 """Callback with the completions of a phase, when all of them are verified."""
 
 
@@ -30,7 +30,7 @@ def evaluate(
     num_prompts: int,
     k: int,
     report: Report = lambda phase, done, total: None,
-    found: Found = lambda phase, completions: None,
+    on_completions: OnCompletions = lambda phase, completions: None,
 ) -> dict[str, float | int]:
     """Computes accuracies, pass@k, lengths and the verifier's reasons.
 
@@ -40,7 +40,8 @@ def evaluate(
       num_prompts: held-out prompts, or all there are if they are fewer.
       k: completions per prompt; pass@k is given for 1, 2, 4, ... and `k`.
       report: called with "sampled" or "greedy", the completions done and all there will be.
-      found: called with "sampled" or "greedy" and its completions, those of a prompt together.
+      on_completions: called with "sampled" or "greedy" and its completions, those of a prompt
+        together.
 
     Returns:
       Numbers by name; those of length and of the verifier are about the sampled completions.
@@ -53,7 +54,7 @@ def evaluate(
 
         decoded(0)
         completions = sampler.sample(examples, sampling, number, report=decoded)
-        found(phase, completions)
+        on_completions(phase, completions)
         return completions
 
     sampled, greedy = complete("sampled", sampling, k), complete("greedy", GREEDY, 1)
@@ -73,7 +74,10 @@ def evaluate(
         "accuracy/greedy": correct_of(greedy).mean(),
         "score/sampled": scores.mean(),
         "score/greedy": best.mean(),
-        **{f"pass@{n}": np.mean([float(pass_at_k(k, c, n)) for c in counts]) for n in _up_to(k)},
+        **{
+            f"pass@{n}": np.mean([float(pass_at_k(k, c, n)) for c in counts])
+            for n in _powers_up_to(k)
+        },
         "response_length/mean": lengths_of(sampled).mean(),
         "response_length/clip_ratio": np.mean([completion.truncated for completion in sampled]),
         **{f"verifier/{reason}": reasons[reason] for reason in REASONS},
@@ -85,7 +89,7 @@ def evaluate(
     return {name: np.asarray(value).item() for name, value in results.items()}
 
 
-def _up_to(k: int) -> Iterator[int]:
+def _powers_up_to(k: int) -> Iterator[int]:
     """Powers of two below `k`, and `k` itself."""
     power = 1
     while power < k:

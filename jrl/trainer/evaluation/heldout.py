@@ -26,7 +26,7 @@ def heldout_examples(task: Task, number: int) -> list[Example]:
 Row = TypeVar("Row")
 
 
-def filled_up(examples: Sequence[Row], unit: int) -> list[Row]:
+def pad_with_repeats(examples: Sequence[Row], unit: int) -> list[Row]:
     """Pads the examples to a multiple of `unit` with repetitions, so that they divide over devices.
     The caller has to ignore the padding."""
     return [examples[index % len(examples)] for index in range(-(-len(examples) // unit) * unit)]
@@ -39,11 +39,13 @@ def heldout_metrics(
     begin = time.perf_counter()
     # RNG keys depend on the prompt ids: every evaluation of a run uses the same keys (common random
     # numbers), so that two of them are paired.
-    asked = numbered_heldout(examples)
-    requests = sampler.requests(asked, 1)
+    prompts = numbered_heldout(examples)
+    requests = sampler.requests(prompts, 1)
     # The sampled completions are verified while the greedy ones are decoded.
-    both = [sampler.decode(requests, asked, way) for way in (sampling, GREEDY)]
-    sampled, greedy = (drawn.wait() for drawn in both)
+    decodings = [
+        sampler.decode(requests, prompts, sampling_mode) for sampling_mode in (sampling, GREEDY)
+    ]
+    sampled, greedy = (decoding.wait() for decoding in decodings)
     detail = (
         reward_means(sampled) | task_metrics(sampled, "sampled") | task_metrics(greedy, "greedy")
     )

@@ -12,12 +12,12 @@ from jaxtyping import Array
 
 from jrl.processes.agreement import any_of, is_main_process, is_multiprocess
 from jrl.rollout.resharding import reshard
-from jrl.runs.belongings import check_files
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
+from jrl.runs.provenance import check_files
 from jrl.trainer.adapters import base
 from jrl.trainer.learner.masters import float32_shardings, weights_of
-from jrl.trainer.learner.records import described
+from jrl.trainer.learner.records import abstract_array
 from jrl.trainer.setup.networks import Networks
 from moe import placement
 from moe import weights as moe_weights
@@ -52,7 +52,7 @@ def prompts_seen_by(folder: RunFolder) -> int:
       ValueError: where there is no checkpoint yet, or all are damaged.
     """
     checkpoints = Checkpoints(folder.checkpoints_path)
-    step, _ = checkpoints.newest_whole()
+    step, _ = checkpoints.latest_valid_step()
     return int(checkpoints.restore(step, np.zeros((), np.int32), part="prompts_seen")[0])
 
 
@@ -100,7 +100,7 @@ def _load(
     models: Mapping[str, ModelConfig],
     mesh: FoldedMesh,
     float32: bool = False,
-    chosen: int | None = None,
+    requested_step: int | None = None,
 ) -> tuple[list[Transformer[Array]], int]:
     """Loads parts of the latest valid checkpoint, or of the chosen one, all of the same one, and
     its step.
@@ -109,89 +109,95 @@ def _load(
     everything is read again. Damaged checkpoints are not moved.
     """
     checkpoints = Checkpoints(folder.checkpoints_path)
-    like = {part: _described(model, mesh) for part, model in models.items()}
+    like = {part: _abstract_weights(model, mesh) for part, model in models.items()}
     while True:
-        step, damaged = _found(checkpoints, chosen)
+        step, damaged = _checkpoint_step(checkpoints, requested_step)
         if step is None:
             raise ValueError(
                 f"run {folder.path} has no checkpoint yet: the first comes after its warm start."
             )
-        place = checkpoints.directory / str(step)
+        path = checkpoints.directory / str(step)
         # Recorded before anything is read, to detect a folder that replaced this one.
-        before = _identity(place)
+        identity_before = _identity(path)
         try:
-            read = [checkpoints.restore(step, like[part], part=part) for part in models]
+            restored = [checkpoints.restore(step, like[part], part=part) for part in models]
         except (ValueError, OSError):
             # Other processes may have succeeded: they would not retry together with this one.
-            if is_multiprocess() or (before is not None and _identity(place) == before):
+            if is_multiprocess() or (
+                identity_before is not None and _identity(path) == identity_before
+            ):
                 raise
         else:
             # The checkpoint may have been replaced meanwhile, and the parts be of both.
-            if not any_of(_identity(place) != before):
-                check_files(folder, step, read[0][1])
+            if not any_of(_identity(path) != identity_before):
+                check_files(folder, step, restored[0][1])
                 _warn(checkpoints, damaged, step)
-                model, fixed = models["policy/weights"], None
+                model, frozen = models["policy/weights"], None
                 if model.lora is not None:
-                    fixed = base.restore(checkpoints, model, mesh)
-                pairs = zip(read, models.values(), strict=True)
+                    frozen = base.restore(checkpoints, model, mesh)
+                pairs = zip(restored, models.values(), strict=True)
                 return [
-                    _placed(found, model, mesh, float32, fixed) for (found, _), model in pairs
+                    _shard_weights(weights, model, mesh, float32, frozen)
+                    for (weights, _), model in pairs
                 ], step
 
 
-def _found(checkpoints: Checkpoints, chosen: int | None) -> tuple[int | None, dict[int, str]]:
+def _checkpoint_step(
+    checkpoints: Checkpoints, requested_step: int | None
+) -> tuple[int | None, dict[int, str]]:
     """Step to read, and the damaged checkpoints among later ones."""
-    if chosen is None:
-        return checkpoints.newest_whole()
-    if chosen not in (steps := checkpoints.steps()):
+    if requested_step is None:
+        return checkpoints.latest_valid_step()
+    if requested_step not in (steps := checkpoints.steps()):
         raise ValueError(
-            f"step={chosen} has no checkpoint in {checkpoints.directory}: there are "
+            f"step={requested_step} has no checkpoint in {checkpoints.directory}: there are "
             f"{', '.join(map(str, steps)) or 'none yet'}."
         )
-    return chosen, {}
+    return requested_step, {}
 
 
-def _described(model: ModelConfig, mesh: FoldedMesh) -> Any:
+def _abstract_weights(model: ModelConfig, mesh: FoldedMesh) -> Any:
     """Shapes and shardings of a network's trained weights as stored in a checkpoint: float32, the
     layers in order."""
     # `save` stores layers in order, so that checkpoints do not depend on the layout.
     plain = placement.without_chunks(model, mesh)
-    places = float32_shardings(model, plain)
-    everything = jax.tree.map(described, moe_weights.shapes(model), places)
-    return trees.trained(everything, moe_weights.table(model))
+    shardings = float32_shardings(model, plain)
+    all_weights = jax.tree.map(abstract_array, moe_weights.shapes(model), shardings)
+    return trees.trained(all_weights, moe_weights.table(model))
 
 
-def _beside(
-    fixed: Transformer[Array],
-    learned: Transformer[Array],
+def _shard_with_base(
+    frozen: Transformer[Array],
+    adapters: Transformer[Array],
     model: ModelConfig,
     mesh: FoldedMesh,
     float32: bool,
 ) -> Transformer[Array]:
-    """Places adapters on the mesh of the run, as `_placed`, together with their base weights."""
-    statement = moe_weights.table(model)
-    learned = placement.in_chunks(learned, mesh)
-    places = trees.trained(placement.shardings(model, mesh), statement)
-    weights = trees.with_base(fixed, jax.device_put(learned, places), statement)
+    """Places adapters on the mesh of the run, as `_shard_weights`, together with their base
+    weights."""
+    weight_table = moe_weights.table(model)
+    adapters = placement.in_chunks(adapters, mesh)
+    shardings = trees.trained(placement.shardings(model, mesh), weight_table)
+    weights = trees.with_base(frozen, jax.device_put(adapters, shardings), weight_table)
     if not float32:
         return weights
     # Widened first, so that `reshard` merges adapters without rounding to the dtype of the base.
-    wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), weights)
+    float32_weights = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), weights)
     plain = model.without_adapters()
-    whole = reshard(wide, model, mesh, mesh)
-    return jax.device_put(whole, float32_shardings(plain, mesh))
+    replicated = reshard(float32_weights, model, mesh, mesh)
+    return jax.device_put(replicated, float32_shardings(plain, mesh))
 
 
-def _placed(
+def _shard_weights(
     weights: Transformer[Array],
     model: ModelConfig,
     mesh: FoldedMesh,
     float32: bool,
-    fixed: Transformer[Array] | None,
+    frozen: Transformer[Array] | None,
 ) -> Transformer[Array]:
     """Places the weights on the mesh of the run."""
-    if fixed is not None:
-        return _beside(fixed, weights, model, mesh, float32)
+    if frozen is not None:
+        return _shard_with_base(frozen, weights, model, mesh, float32)
     weights = placement.in_chunks(weights, mesh)
     weights = jax.device_put(weights, float32_shardings(model, mesh))
     return weights if float32 else weights_of(weights, model, mesh)
@@ -200,18 +206,18 @@ def _placed(
 def _identity(path: Path) -> tuple[int, int] | None:
     """Identity of a folder, which differs for one that replaces it; None where there is none."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_ino, found.st_mtime_ns
+    return status.st_ino, status.st_mtime_ns
 
 
 def _warn(checkpoints: Checkpoints, damaged: Mapping[int, str], step: int) -> None:
     """Prints a warning that an older checkpoint is used."""
-    for later, why in damaged.items():
+    for later, reason in damaged.items():
         if is_main_process():
             print(
-                f"warning: checkpoint {checkpoints.directory / str(later)} is damaged ({why}); "
+                f"warning: checkpoint {checkpoints.directory / str(later)} is damaged ({reason}); "
                 f"taking the one of step {step}",
                 file=sys.stderr,
             )

@@ -6,20 +6,20 @@ from typing import Any
 import jax
 
 from jrl.rollout.decoding.ranks import ranks
-from jrl.trainer.setup.geometry import MOST_SLOTS
+from jrl.trainer.setup.geometry import MAX_SLOTS
 from jrl.trainer.setup.memory import cache_bytes, weight_bytes
 from jrl.trainer.setup.setup import Setup
 from sharding.folding import FoldedMesh
 
-OF_A_PROCESSOR = 2 << 30
+CPU_CACHE_BYTES = 2 << 30
 """Bytes of the KV cache of a process on a CPU, whose memory other programs share."""
 
 
 def evaluation_slots(setup: Setup, rows: int) -> tuple[int, str]:
     """Number of slots for the completions of an evaluation, and a line that describes it.
 
-    The run's own number, if set; else as many as there are completions, at most `MOST_SLOTS`, whose
-    KV cache fits: into `OF_A_PROCESSOR`, or into half of the memory that the weights leave on an
+    The run's own number, if set; else as many as there are completions, at most `MAX_SLOTS`, whose
+    KV cache fits: into `CPU_CACHE_BYTES`, or into half of the memory that the weights leave on an
     accelerator. It depends on the kind of machine, not on other processes there.
 
     Args:
@@ -28,31 +28,32 @@ def evaluation_slots(setup: Setup, rows: int) -> tuple[int, str]:
     Raises:
       ValueError: for a number that does not divide over the devices, or whose cache does not fit.
     """
-    mesh, wanted = setup.rollout_mesh, setup.run.slots
-    unit, total = ranks(mesh) * setup.geometry.rollout_parts, memory_of(mesh)
+    mesh, requested = setup.rollout_mesh, setup.run.slots
+    unit, total = ranks(mesh) * setup.geometry.rollout_micro_batches, memory_of(mesh)
     columns = setup.prompt_length + setup.response_length
 
-    def takes(slots: int) -> int:
+    def cache_bytes_of(slots: int) -> int:
         return cache_bytes(setup.model.without_adapters(), mesh, slots, columns)
 
-    if wanted is None:
+    if requested is None:
         budget = _budget(setup, total)
         # Rounded up: a few slots may stay empty, and each rank has at least one.
-        needed = -(-min(rows, MOST_SLOTS) // unit) * unit
-        fitting = unit * max(1, budget // takes(unit))
+        needed = -(-min(rows, MAX_SLOTS) // unit) * unit
+        fitting = unit * max(1, budget // cache_bytes_of(unit))
         slots = min(needed, fitting)
         limited = slots < needed
     else:
-        slots, limited = setup.geometry.slots(wanted), False
-        if total is not None and takes(slots) > total:
+        slots, limited = setup.geometry.slots(requested), False
+        if total is not None and cache_bytes_of(slots) > total:
             raise ValueError(
-                f"slots={slots} take a KV cache of {_size(takes(slots))} for rows of {columns:,} "
-                f"tokens, and there are {_size(total)}: lower --slots or --response-length."
+                f"slots={slots} take a KV cache of {_size(cache_bytes_of(slots))} for rows of "
+                f"{columns:,} tokens, and there are {_size(total)}: lower --slots or "
+                "--response-length."
             )
-    why = "as many as have room in" if limited else "with"
+    fit_text = "as many as have room in" if limited else "with"
     return slots, (
         f"{rows:,} completions of at most {setup.response_length:,} tokens, {slots:,} at a time "
-        f"(--slots), {why} a KV cache of {_size(takes(slots))}"
+        f"(--slots), {fit_text} a KV cache of {_size(cache_bytes_of(slots))}"
     )
 
 
@@ -73,16 +74,16 @@ def _budget(setup: Setup, total: int | None) -> int:
     mesh = setup.rollout_mesh
     devices = _devices(mesh)
     if total is None or devices[0].platform == "cpu":
-        return OF_A_PROCESSOR // len(devices)
+        return CPU_CACHE_BYTES // len(devices)
     # Twice: as loaded, and unstacked by layers for decoding.
-    left = total - 2 * weight_bytes(setup.model.without_adapters(), mesh)
-    return max(left // 2, 0)
+    free = total - 2 * weight_bytes(setup.model.without_adapters(), mesh)
+    return max(free // 2, 0)
 
 
 def _devices(mesh: FoldedMesh) -> list[Any]:
     """Devices of the mesh in this process."""
-    found: Any = mesh.mesh.devices
-    return [device for device in found.flat if device.process_index == jax.process_index()]
+    devices: Any = mesh.mesh.devices
+    return [device for device in devices.flat if device.process_index == jax.process_index()]
 
 
 def _size(number: int) -> str:

@@ -13,7 +13,7 @@ from jaxtyping import Array
 
 from jrl.recipes.base.optimizer import Optimizer
 from jrl.trainer.learner import masters
-from jrl.trainer.learner.records import making
+from jrl.trainer.learner.records import jit_sharded
 from moe import placement
 from moe.adapters import trees
 from moe.config import ModelConfig
@@ -78,57 +78,59 @@ def init_learner(
     """
     if config.lora is not None:
         # Moments of trained weights only: those of a frozen weight would be zeros for ever.
-        learned, base = split(weights, config)
-        own = copied(learned)
-        moments = _first_moments(optimizer, own, config, mesh)
-        return Learner(trees.joined(own, base), moments, *_zeros(mesh))
+        trainable, base = split(weights, config)
+        trained_weights = copy_arrays(trainable)
+        moments = _init_moments(optimizer, trained_weights, config, mesh)
+        return Learner(trees.joined(trained_weights, base), moments, *_zero_counters(mesh))
     keeps = masters.keeps_masters(config)
-    own = masters.to_masters(config, mesh)(weights) if keeps else copied(weights)
-    opt_state = _first_moments(optimizer, own, config, mesh)
+    trained_weights = masters.to_masters(config, mesh)(weights) if keeps else copy_arrays(weights)
+    opt_state = _init_moments(optimizer, trained_weights, config, mesh)
     if not keeps:
-        return Learner(own, opt_state, *_zeros(mesh))
-    weights = masters.weights_of(own, config, mesh)
-    return Learner(weights, opt_state, *_zeros(mesh), masters=own)
+        return Learner(trained_weights, opt_state, *_zero_counters(mesh))
+    weights = masters.weights_of(trained_weights, config, mesh)
+    return Learner(weights, opt_state, *_zero_counters(mesh), masters=trained_weights)
 
 
-def copied(tree: Tree) -> Tree:
+def copy_arrays(tree: Tree) -> Tree:
     """Copies all arrays in one compiled function, as updates donate their inputs."""
     leaves, structure = jax.tree.flatten(tree)
-    return structure.unflatten(_copies(leaves))
+    return structure.unflatten(_copy_leaves(leaves))
 
 
 @jax.jit
-def _copies(leaves: list[Array]) -> list[Array]:
-    # A list for the reason of `jrl.trainer.learner.records.making`.
+def _copy_leaves(leaves: list[Array]) -> list[Array]:
+    # A list for the reason of `jrl.trainer.learner.records.jit_sharded`.
     return [jnp.copy(leaf) for leaf in leaves]
 
 
-def _first_moments(optimizer: Optimizer, own: Any, config: ModelConfig, mesh: FoldedMesh) -> Any:
-    leaves, structure = jax.tree.flatten(own)
+def _init_moments(
+    optimizer: Optimizer, trained_weights: Any, config: ModelConfig, mesh: FoldedMesh
+) -> Any:
+    leaves, structure = jax.tree.flatten(trained_weights)
     sizes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
-    return _moments_program(optimizer, structure, sizes, config, mesh)(own)
+    return _compiled_moments_init(optimizer, structure, sizes, config, mesh)(trained_weights)
 
 
 @functools.cache
-def _moments_program(
+def _compiled_moments_init(
     optimizer: Optimizer,
     structure: Any,
     sizes: tuple[jax.ShapeDtypeStruct, ...],
     config: ModelConfig,
     mesh: FoldedMesh,
 ) -> Callable[[Any], Any]:
-    """Compiled function of `_first_moments`, cached."""
+    """Compiled function of `_init_moments`, cached."""
     init = transformation(optimizer).init
     like = jax.eval_shape(init, structure.unflatten(sizes))
-    return making(init, state_shardings(like, config, mesh))
+    return jit_sharded(init, state_shardings(like, config, mesh))
 
 
-def _zeros(mesh: FoldedMesh) -> tuple[Array, Array, Array]:
+def _zero_counters(mesh: FoldedMesh) -> tuple[Array, Array, Array]:
     """Counters of a new learner."""
     # Distinct buffers: a donated argument may not name one twice.
-    whole = NamedSharding(mesh.mesh, PartitionSpec())
+    replicated = NamedSharding(mesh.mesh, PartitionSpec())
     updates, skipped, in_a_row = (
-        jax.device_put(jnp.zeros((), jnp.int32), whole) + 0 for _ in range(3)
+        jax.device_put(jnp.zeros((), jnp.int32), replicated) + 0 for _ in range(3)
     )
     return updates, skipped, in_a_row
 
@@ -137,8 +139,8 @@ def split(
     weights: Transformer[Leaf], config: ModelConfig
 ) -> tuple[Transformer[Leaf], Transformer[Leaf]]:
     """Splits the weights into trained and frozen ones."""
-    statement = table(config)
-    return trees.trained(weights, statement), trees.fixed(weights, statement)
+    weight_table = table(config)
+    return trees.trained(weights, weight_table), trees.fixed(weights, weight_table)
 
 
 def state_shardings(opt_state: Any, config: ModelConfig, mesh: FoldedMesh) -> Any:
@@ -146,8 +148,8 @@ def state_shardings(opt_state: Any, config: ModelConfig, mesh: FoldedMesh) -> An
     replicated."""
     shards = split(placement.shard_shardings(config, mesh), config)[0]
 
-    def place(node: Any) -> Any:
-        whole = NamedSharding(mesh.mesh, PartitionSpec())
-        return shards if isinstance(node, Transformer) else whole
+    def sharding_of(node: Any) -> Any:
+        replicated = NamedSharding(mesh.mesh, PartitionSpec())
+        return shards if isinstance(node, Transformer) else replicated
 
-    return jax.tree.map(place, opt_state, is_leaf=lambda node: isinstance(node, Transformer))
+    return jax.tree.map(sharding_of, opt_state, is_leaf=lambda node: isinstance(node, Transformer))

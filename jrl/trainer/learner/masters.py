@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from jrl.trainer.learner.records import making
+from jrl.trainer.learner.records import jit_sharded
 from moe import placement
 from moe.adapters.trees import trained
 from moe.config import ModelConfig
@@ -37,8 +37,8 @@ def keeps_masters(config: ModelConfig) -> bool:
 def float32_shardings(config: ModelConfig, mesh: FoldedMesh) -> Transformer[NamedSharding]:
     """Shardings of the float32 weights of a network: of masters sharded, of weights that are their
     own masters those of the network."""
-    places = placement.shard_shardings if keeps_masters(config) else placement.shardings
-    return places(config, mesh)
+    shardings = placement.shard_shardings if keeps_masters(config) else placement.shardings
+    return shardings(config, mesh)
 
 
 @cache
@@ -46,7 +46,7 @@ def to_masters(config: ModelConfig, mesh: FoldedMesh) -> Callable[..., Transform
     """Compiled function that copies weights of any dtype and sharding to new masters, shaped as
     `mesh` stores them."""
     # A copy where it is float32 already: updates donate the buffers.
-    return making(
+    return jit_sharded(
         lambda weights: jax.tree.map(lambda leaf: jnp.copy(leaf.astype(jnp.float32)), weights),
         placement.shard_shardings(config, mesh),
     )
@@ -60,18 +60,18 @@ def weights_of(
     return _to_weights(config, mesh)(masters) if keeps_masters(config) else masters
 
 
-def gathered(
+def cast_and_gather(
     masters: Transformer[Array], config: ModelConfig, mesh: FoldedMesh
 ) -> Transformer[Array]:
     """Casts and all-gathers sharded masters, inside a jitted step: cast first, so that a device
     sends and receives the bytes of the weights, not those of the masters."""
-    statement = table(config)
-    specs = trained(placement.specs(config, mesh), statement)
-    shard_specs = trained(placement.shard_specs(config, mesh), statement)
-    shard_dims = trained(placement.shard_dims(config, mesh), statement)
+    weight_table = table(config)
+    specs = trained(placement.specs(config, mesh), weight_table)
+    shard_specs = trained(placement.shard_specs(config, mesh), weight_table)
+    shard_dims = trained(placement.shard_dims(config, mesh), weight_table)
     # Adapters and their base weights have no masters.
     weights = masters if config.lora is not None else cast(masters, config)
-    shards = laid_out(weights, shard_specs, mesh)
+    shards = constrain_sharding(weights, shard_specs, mesh)
     # Left in shards: each layer is gathered where it runs, forward and again backward.
     if config.execution.fsdp:
         return shards
@@ -86,14 +86,14 @@ def gathered(
     return gather(shards)
 
 
-def laid_out(
+def constrain_sharding(
     weights: Transformer[Array], specs: Transformer[PartitionSpec], mesh: FoldedMesh
 ) -> Transformer[Array]:
     """Constrains the sharding of global arrays to `specs`."""
-    places = jax.tree.map(lambda spec: NamedSharding(mesh.mesh, spec), specs)
-    return jax.lax.with_sharding_constraint(weights, places)
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh.mesh, spec), specs)
+    return jax.lax.with_sharding_constraint(weights, shardings)
 
 
 @cache
 def _to_weights(config: ModelConfig, mesh: FoldedMesh) -> Callable[..., Transformer[Array]]:
-    return making(lambda masters: cast(masters, config), placement.shardings(config, mesh))
+    return jit_sharded(lambda masters: cast(masters, config), placement.shardings(config, mesh))

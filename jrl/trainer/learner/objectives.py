@@ -68,8 +68,8 @@ def policy_loss(
         kl = kl_estimate(logprobs, given(batch.reference_logprobs), batch.mask, kind="k3")
         loss = loss + recipe.kl_coef * reduced(kl)
         metrics["actor/kl_loss"] = Mean.of(kl, batch.mask)
-    auxiliary, of_auxiliary = recipe.auxiliary_loss(logprobs, batch, totals)
-    return loss if auxiliary is None else loss + auxiliary, {**metrics, **of_auxiliary}
+    auxiliary, auxiliary_metrics = recipe.auxiliary_loss(logprobs, batch, totals)
+    return loss if auxiliary is None else loss + auxiliary, {**metrics, **auxiliary_metrics}
 
 
 @dataclass(frozen=True)
@@ -100,14 +100,17 @@ class PolicyObjective:
         config, sampling, mesh = self.config, self.sampling, self.mesh
         if self.packed is None:
             return scores_of(weights, x, batch.tokens, self.layout, config, sampling, mesh)
-        return packing.scores_of(weights, x, _rows(batch), self.packed, config, sampling, mesh)
+        return packing.scores_of(
+            weights, x, _packing_rows(batch), self.packed, config, sampling, mesh
+        )
 
     def loss(
         self, weights: Transformer[Array], x: Array, batch: Batch[Array], totals: Totals[Array]
     ) -> tuple[Array, dict[str, Any]]:
         scores = self.scores(weights, x, batch)
-        arrays = scores.logprobs, scores.entropy, batch, totals
-        loss, metrics = policy_loss(self.recipe, *arrays, self.response_length)
+        loss, metrics = policy_loss(
+            self.recipe, scores.logprobs, scores.entropy, batch, totals, self.response_length
+        )
         if self.sampling.adaptive is not None or batch.behaviour_logprobs is None:
             # A pass over the tokens does not compute the distribution at an adaptive temperature:
             # `prepare` has compared the full policy. Given tokens have no sampler to compare with.
@@ -168,7 +171,9 @@ class CriticObjective:
         """Values of the states before the tokens in the mask, from the last hidden states."""
         if self.packed is None:
             return values_of(weights, x, batch.tokens, self.layout, self.config, self.mesh)
-        return packing.values_of(weights, x, _rows(batch), self.packed, self.config, self.mesh)
+        return packing.values_of(
+            weights, x, _packing_rows(batch), self.packed, self.config, self.mesh
+        )
 
     def loss(
         self, weights: Transformer[Array], x: Array, batch: Batch[Array], totals: Totals[Array]
@@ -216,10 +221,10 @@ def _pack(
     config, mesh = objective.config, objective.mesh
     if objective.packed is None:
         return pack(batch.tokens, batch.valid, objective.layout, config, mesh, replayed)
-    return packing.pack(_rows(batch), objective.packed, config, mesh, replayed)
+    return packing.pack(_packing_rows(batch), objective.packed, config, mesh, replayed)
 
 
-def _rows(batch: Batch[Array]) -> packing.BinnedRows:
+def _packing_rows(batch: Batch[Array]) -> packing.BinnedRows:
     return packing.BinnedRows(batch.tokens, batch.valid, batch.mask, given(batch.starts))
 
 

@@ -14,24 +14,24 @@ from typing import Any, TypeVar
 
 from jaxtyping import Array
 
+from jrl.trainer.learner.mesh_jit import MeshJit
 from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective, SupervisedObjective
-from jrl.trainer.learner.program import Program
 
 AnyObjective = PolicyObjective | CriticObjective | SupervisedObjective
-Kind = TypeVar("Kind", bound=AnyObjective)
+ObjectiveT = TypeVar("ObjectiveT", bound=AnyObjective)
 
 
-def for_any_routing(objective: Kind) -> Kind:
+def with_dropless_buffers(objective: ObjectiveT) -> ObjectiveT:
     """Same objective with dropless buffers, for any routing."""
     return replace(objective, config=objective.config.for_any_routing())
 
 
-class Exact:
+class RetryOnOverflow:
     """Compiled pass without a gradient that is recomputed with dropless buffers on overflow. A call
     returns the result without the overflow.
 
     Args:
-      program: the pass, ``(objective, *given) -> (found, overflow)``; `overflow` is that of
+      function: the pass, ``(objective, *args) -> (result, overflow)``; `overflow` is that of
         `moe.router.overflow.overflow_of`.
       num_static: number of leading static arguments, the objective first.
       least_effort: true for a pass that runs rarely on a few rows, see
@@ -40,30 +40,32 @@ class Exact:
 
     def __init__(
         self,
-        program: Callable[..., tuple[Any, Array | None]],
+        function: Callable[..., tuple[Any, Array | None]],
         num_static: int = 1,
         least_effort: bool = False,
     ):
         options: Any = {"static_argnums": tuple(range(num_static)), "least_effort": least_effort}
-        self.counted = Program(program, **options)
+        self.with_overflow = MeshJit(function, **options)
         # Dropless buffers count no overflow: the second result is None.
-        self.unbounded = Program(lambda *given: program(*given)[0], **options)
-        self.__doc__ = program.__doc__
+        self.dropless = MeshJit(lambda *args: function(*args)[0], **options)
+        self.__doc__ = function.__doc__
 
-    def __call__(self, objective: AnyObjective, *given: Any) -> Any:
+    def __call__(self, objective: AnyObjective, *args: Any) -> Any:
         if objective.config.execution.buffer_factor is None:
-            return self.unbounded(objective, *given)
+            return self.dropless(objective, *args)
         # A sum over all devices, so that all processes decide alike; reading it blocks.
-        found, overflow = self.counted(objective, *given)
+        result, overflow = self.with_overflow(objective, *args)
         if overflow is None or not int(overflow):
-            return found
-        return self.unbounded(for_any_routing(objective), *given)
+            return result
+        return self.dropless(with_dropless_buffers(objective), *args)
 
-    def lower(self, objective: AnyObjective, *given: Any) -> Any:
+    def lower(self, objective: AnyObjective, *args: Any) -> Any:
         """Lowers the pass with dropless buffers."""
-        return self.unbounded.lower(for_any_routing(objective), *given)
+        return self.dropless.lower(with_dropless_buffers(objective), *args)
 
 
-def exact(num_static: int = 1) -> Callable[[Callable[..., tuple[Any, Array | None]]], Exact]:
-    """Decorator that makes an `Exact` of a pass."""
-    return partial(Exact, num_static=num_static)
+def retry_on_overflow(
+    num_static: int = 1,
+) -> Callable[[Callable[..., tuple[Any, Array | None]]], RetryOnOverflow]:
+    """Decorator that makes a `RetryOnOverflow` of a pass."""
+    return partial(RetryOnOverflow, num_static=num_static)

@@ -27,8 +27,8 @@ def scan_first(
     if passes is None:
         return jax.lax.scan(body, carry, xs)
 
-    def step(carry: Any, given: tuple[Array, Any]) -> tuple[Any, Any]:
-        number, x = given
+    def step(carry: Any, indexed_x: tuple[Array, Any]) -> tuple[Any, Any]:
+        index, x = indexed_x
         # Traced for its types only: skipped iterations must return zeros of the same types.
         _, outs = jax.eval_shape(body, carry, x)
 
@@ -39,7 +39,7 @@ def scan_first(
         def skip(carry: Any, x: Any) -> tuple[Any, Any]:
             return carry, jax.tree.map(zeros, outs)
 
-        return jax.lax.cond(number < passes, body, skip, carry, x)
+        return jax.lax.cond(index < passes, body, skip, carry, x)
 
     length = jax.tree.leaves(xs)[0].shape[0]
     return jax.lax.scan(step, carry, (jnp.arange(length, dtype=jnp.int32), xs))

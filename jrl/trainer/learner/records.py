@@ -8,17 +8,17 @@ import jax
 from jax.sharding import Sharding
 
 
-def making(make: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
-    """Compiles `make`, with its result sharded by `shardings`, a dataclass of the same structure.
+def jit_sharded(build: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
+    """Compiles `build`, with its result sharded by `shardings`, a dataclass of the same structure.
 
     The compiled function itself returns a list: for fields that are None JAX would insert a marker,
     which the dataclass cannot hold.
     """
-    places, structure = jax.tree.flatten(shardings)
-    program = jax.jit(lambda *given: jax.tree.leaves(make(*given)), out_shardings=places)
-    return lambda *given: structure.unflatten(program(*given))
+    leaf_shardings, structure = jax.tree.flatten(shardings)
+    compiled = jax.jit(lambda *args: jax.tree.leaves(build(*args)), out_shardings=leaf_shardings)
+    return lambda *args: structure.unflatten(compiled(*args))
 
 
-def described(leaf: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
+def abstract_array(leaf: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
     """Shape, dtype and sharding of an array."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

@@ -24,9 +24,12 @@ from jaxtyping import Array
 from jrl.recipes.base.batch import Batch, Totals
 from jrl.recipes.base.optimizer import Optimizer
 from jrl.trainer.learner import masters
-from jrl.trainer.learner.accumulation import accumulated, reduced_on_the_way
+from jrl.trainer.learner.accumulation import (
+    accumulate_gradients,
+    accumulate_with_overlapped_reduction,
+)
 from jrl.trainer.learner.learner import Learner, split, state_shardings, transformation
-from jrl.trainer.learner.program import Program
+from jrl.trainer.learner.mesh_jit import MeshJit
 from moe import model, placement, stages
 from moe.adapters.trees import joined
 from moe.config import ModelConfig
@@ -102,7 +105,7 @@ def count(batch: Batch[Array], statistics: Any = None) -> Totals[Array]:
 
 # The learner is donated: new weights and moments reuse the buffers of the old ones. Frozen weights
 # are not donated: every step gets the same arrays.
-@partial(Program, static_argnums=(0, 1, 2), donate_argnums=3)
+@partial(MeshJit, static_argnums=(0, 1, 2), donate_argnums=3)
 def update(
     objective: Objective,
     optimizer: Optimizer,
@@ -111,7 +114,7 @@ def update(
     batch: Batch[Array],
     statistics: Any = None,
     passes: Array | None = None,
-    fixed: Transformer[Array] | None = None,
+    frozen: Transformer[Array] | None = None,
 ) -> tuple[Learner[Array], dict[str, Any]]:
     """Runs one optimizer step on a mini-batch.
 
@@ -130,7 +133,7 @@ def update(
       statistics: statistics of the whole mini-batch for the loss, in addition to its counts.
       passes: ``[]`` number of micro-batches to run, the first ones; the others have no tokens.
         None runs all.
-      fixed: the frozen weights of a network with adapters; those of `learner` are the others then
+      frozen: the frozen weights of a network with adapters; those of `learner` are the others then
         (`moe.adapters.trees`), before and after.
 
     Returns:
@@ -141,8 +144,16 @@ def update(
     shards, _ = split(placement.shard_specs(config, mesh), config)
     # Denominators of the whole mini-batch, computed before it is split: micro-batches are summed.
     totals = count(batch, statistics)
-    given = learner.weights, fixed, batch, totals, passes
-    loss, grads, metrics = _gradients(objective, optimizer.gradient_wire, num_micro_batches, *given)
+    loss, grads, metrics = _gradients(
+        objective,
+        optimizer.gradient_wire,
+        num_micro_batches,
+        weights=learner.weights,
+        frozen=frozen,
+        batch=batch,
+        totals=totals,
+        passes=passes,
+    )
     # Of global arrays, so it is the global norm, whatever the layout, as clipping requires.
     grad_norm = optax.tree.norm(grads)
     # A NaN or an infinity anywhere in the gradient is one in its norm.
@@ -150,21 +161,23 @@ def update(
     empty = totals.num_tokens == 0
     # ZeRO-1: each device updates the shard whose moments it keeps; the all-gather comes after.
     # `Any`, as optax's types do not include dataclasses.
-    weights: Any = masters.laid_out(learner.float32_weights, shards, mesh)
+    weights: Any = masters.constrain_sharding(learner.float32_weights, shards, mesh)
     # Masters take the place of the cast weights, which are cast from them again after the step.
     learner = replace(learner, weights=weights, masters=None)
     # Optax relies on the standard promotions, which a caller may have disabled.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        steps, opt_state = transformation(optimizer).update(grads, learner.opt_state, weights)
+        optimizer_updates, opt_state = transformation(optimizer).update(
+            grads, learner.opt_state, weights
+        )
     # In float32, so that a step below the rounding error of a bfloat16 weight is not lost.
-    stepped: Any = optax.apply_updates(weights, steps)
+    new_weights: Any = optax.apply_updates(weights, optimizer_updates)
     # DeepSeek-V3's auxiliary-loss-free balancing: the bias is no parameter of the optimizer.
-    if config.selection_bias and fixed is None:
+    if config.selection_bias and frozen is None:
         rate = config.bias_update_rate
-        stepped = with_updated_bias(weights, stepped, metrics["load"], rate, mesh)
-    moved = replace(
+        new_weights = with_updated_bias(weights, new_weights, metrics["load"], rate, mesh)
+    updated = replace(
         learner,
-        weights=stepped,
+        weights=new_weights,
         opt_state=opt_state,
         updates=learner.updates + 1,
         skipped_in_a_row=jnp.zeros_like(learner.skipped_in_a_row),
@@ -173,18 +186,18 @@ def update(
     # (`Network.update`), and does not count as a skipped update.
     fits = metrics["overflow"] == 0 if "overflow" in metrics else jnp.ones((), bool)
     skipped = (~finite & fits).astype(learner.skipped.dtype)
-    stayed = replace(
+    unchanged = replace(
         learner,
         skipped=learner.skipped + skipped,
         skipped_in_a_row=learner.skipped_in_a_row + skipped,
     )
     # Selected on the device: the host need not block on the outcome.
-    moves = finite & ~empty & fits
-    learner = jax.tree.map(lambda new, old: jnp.where(moves, new, old), moved, stayed)
+    applies = finite & ~empty & fits
+    learner = jax.tree.map(lambda new, old: jnp.where(applies, new, old), updated, unchanged)
     learner = replace(
         learner,
         # After the selection between moved and stayed, which is then done on shards only.
-        weights=masters.gathered(learner.weights, config, mesh),
+        weights=masters.cast_and_gather(learner.weights, config, mesh),
         masters=learner.weights if masters.keeps_masters(config) else None,
         # Sharded as the input, so that it fits the donated buffers.
         opt_state=jax.lax.with_sharding_constraint(
@@ -197,81 +210,95 @@ def update(
 
 def _gradients(
     objective: Objective,
-    wire: str,
+    comm_dtype: str,
     num_micro_batches: int,
     weights: Transformer[Array],
-    fixed: Transformer[Array] | None,
+    frozen: Transformer[Array] | None,
     batch: Batch[Array],
     totals: Totals[Array],
     passes: Array | None,
 ) -> tuple[Array, Any, dict[str, Any]]:
     """Loss of a mini-batch, its sharded gradient and its metrics, on global arrays."""
-    config, mesh, whole = objective.config, objective.mesh, PartitionSpec()
-    stored, of_fixed = split(placement.stored_specs(config, mesh), config)
+    config, mesh, replicated = objective.config, objective.mesh, PartitionSpec()
+    trained_specs, frozen_specs = split(placement.stored_specs(config, mesh), config)
     local = jax.shard_map(
-        partial(_local_gradients, objective, wire, num_micro_batches),
+        partial(_local_gradients, objective, comm_dtype, num_micro_batches),
         mesh=mesh.mesh,
         in_specs=(
-            stored,
-            None if fixed is None else of_fixed,
+            trained_specs,
+            None if frozen is None else frozen_specs,
             PartitionSpec(mesh.dp),
-            *[whole] * 2,
+            *[replicated] * 2,
         ),
-        out_specs=(whole, split(placement.shard_specs(config, mesh), config)[0], whole),
+        out_specs=(replicated, split(placement.shard_specs(config, mesh), config)[0], replicated),
     )
-    return local(weights, fixed, batch, totals, passes)
+    return local(weights, frozen, batch, totals, passes)
 
 
 def _local_gradients(
     objective: Objective,
-    wire: str,
+    comm_dtype: str,
     num_micro_batches: int,
     weights: Transformer[Array],
-    fixed: Transformer[Array] | None,
+    frozen: Transformer[Array] | None,
     batch: Batch[Array],
     totals: Totals[Array],
     passes: Array | None,
 ) -> tuple[Array, Transformer[Array], dict[str, Any]]:
     config, mesh = objective.config, objective.mesh
-    all_dims = placement.shard_dims(config, mesh, wire)
-    shard_dims, fixed_dims = split(all_dims, config)
+    all_dims = placement.shard_dims(config, mesh, comm_dtype)
+    shard_dims, frozen_dims = split(all_dims, config)
     specs, _ = split(placement.specs(config, mesh), config)
-    sharded = config.execution.fsdp
+    fsdp = config.execution.fsdp
     # Typed as varying over every axis, they get the gradient of this device only; the sum over
     # micro-batches is summed over devices once.
-    own, fixed = vary((weights, fixed), mesh.axes)
-    if sharded:
+    local_weights, frozen = vary((weights, frozen), mesh.axes)
+    if fsdp:
         # Layers stay sharded until they run, and their gradients are reduced there.
-        own = replace(zero.unshard(own, shard_dims), layers=own.layers)
-        if fixed is not None:
-            fixed = replace(zero.unshard(fixed, fixed_dims), layers=fixed.layers)
+        local_weights = replace(
+            zero.unshard(local_weights, shard_dims), layers=local_weights.layers
+        )
+        if frozen is not None:
+            frozen = replace(zero.unshard(frozen, frozen_dims), layers=frozen.layers)
     # Rows of this `dp` rank only: splitting them needs no communication.
     # Consecutive rows: samples of a prompt stay in one micro-batch if possible, and share it.
     micro_batches = jax.tree.map(lambda x: x.reshape(num_micro_batches, -1, *x.shape[1:]), batch)
-    given = objective, own, fixed, micro_batches, totals
-    of_layers = all_dims.layers if sharded else None
+    layer_shard_dims = all_dims.layers if fsdp else None
     # Under fsdp the transpose of a layer's gather has reduce-scattered its gradient already.
     is_sharded = replace(
         jax.tree.map(lambda _: False, shard_dims),
-        layers=jax.tree.map(lambda _: sharded, shard_dims.layers),
+        layers=jax.tree.map(lambda _: fsdp, shard_dims.layers),
     )
     reductions = jax.tree.map(partial(Reduction, mesh), specs, shard_dims, is_sharded)
     # A scan holds the activations of one micro-batch; a pipeline interleaves several.
     if mesh.layout.pp == 1:
-        return _one_by_one(*given, of_layers, reductions, passes)
+        return _sequential_gradients(
+            objective,
+            local_weights,
+            frozen,
+            micro_batches,
+            totals,
+            shard_dims=layer_shard_dims,
+            reductions=reductions,
+            passes=passes,
+        )
     assert passes is None, "a pipeline runs all micro-batches"
-    loss, grads, metrics = _through_stages(*given, of_layers)
-    return loss, _reduced(reductions, grads), metrics
+    loss, grads, metrics = _pipeline_gradients(
+        objective, local_weights, frozen, micro_batches, totals, shard_dims=layer_shard_dims
+    )
+    return loss, _reduce_gradients(reductions, grads), metrics
 
 
-def _reduced(reductions: Transformer[Any], grads: Transformer[Array]) -> Transformer[Array]:
+def _reduce_gradients(
+    reductions: Transformer[Any], grads: Transformer[Array]
+) -> Transformer[Array]:
     return jax.tree.map(lambda reduction, gradient: reduction(gradient), reductions, grads)
 
 
-def _one_by_one(
+def _sequential_gradients(
     objective: Objective,
-    own: Transformer[Array],
-    fixed: Transformer[Array] | None,
+    local_weights: Transformer[Array],
+    frozen: Transformer[Array] | None,
     micro_batches: Batch[Array],
     totals: Totals[Array],
     shard_dims: Layer[zero.ShardDim] | None,
@@ -282,30 +309,35 @@ def _one_by_one(
     micro-batch."""
     config, mesh = objective.config, objective.mesh
 
-    def micro_batch_loss(own, micro_batch, mark):
+    def micro_batch_loss(local_weights, micro_batch, wrap):
         micro_batch = vary(micro_batch, mesh.except_sequence)
-        weights = mark(own if fixed is None else joined(own, fixed))
+        weights = wrap(local_weights if frozen is None else joined(local_weights, frozen))
         x, router = model.run(weights, objective.pack(micro_batch), config, mesh, shard_dims)
         loss, metrics = objective.loss(weights, x, micro_batch, totals)
         loss = loss + router_loss(router, config, mesh, totals.num_valid)
         # Ranks of cp and tp have the same loss, which counts once.
-        metrics = {**metrics, **_of_router(objective, router)}
+        metrics = {**metrics, **_router_metrics(objective, router)}
         return all_sum(loss, mesh.except_sequence), metrics
 
-    given = micro_batches, passes, mesh.axes
     if config.execution.overlap_grad_reduce:
-        loss, grads, metrics = reduced_on_the_way(micro_batch_loss, own, reductions, *given)
+        loss, grads, metrics = accumulate_with_overlapped_reduction(
+            micro_batch_loss, local_weights, reductions, micro_batches, passes, mesh.axes
+        )
     else:
-        loss, grads, metrics = accumulated(micro_batch_loss, own, *given)
-        grads = _reduced(reductions, grads)
-    metrics = {name: _join(metric, mesh.except_sequence) for name, metric in metrics.items()}
+        loss, grads, metrics = accumulate_gradients(
+            micro_batch_loss, local_weights, micro_batches, passes, mesh.axes
+        )
+        grads = _reduce_gradients(reductions, grads)
+    metrics = {
+        name: _reduce_metric(metric, mesh.except_sequence) for name, metric in metrics.items()
+    }
     return loss, grads, metrics
 
 
-def _through_stages(
+def _pipeline_gradients(
     objective: Objective,
-    own: Transformer[Array],
-    fixed: Transformer[Array] | None,
+    local_weights: Transformer[Array],
+    frozen: Transformer[Array] | None,
     micro_batches: Batch[Array],
     totals: Totals[Array],
     shard_dims: Layer[zero.ShardDim] | None,
@@ -313,7 +345,7 @@ def _through_stages(
     """Loss, this device's gradient, and metrics, on a pipeline."""
     config, mesh = objective.config, objective.mesh
     loss, grads, metrics, router = stages.gradients(
-        own,
+        local_weights,
         vary(micro_batches, mesh.except_sequence),
         objective.pack,
         lambda weights, x, micro_batch: objective.loss(weights, x, micro_batch, totals),
@@ -321,24 +353,26 @@ def _through_stages(
         config,
         mesh,
         shard_dims,
-        fixed,
+        frozen,
     )
     # Already summed over micro-batches: a stack of one.
-    of_router = jax.tree.map(lambda x: x[None], _of_router(objective, router))
+    router_metrics = jax.tree.map(lambda x: x[None], _router_metrics(objective, router))
     # Stages have the same metrics, which count once, and each its own share of the loss.
-    others = tuple(axis for axis in mesh.except_sequence if axis not in mesh.pp)
-    joined = {name: _join(m, others) for name, m in {**metrics, **of_router}.items()}
-    return all_sum(loss, mesh.except_sequence), grads, joined
+    metric_axes = tuple(axis for axis in mesh.except_sequence if axis not in mesh.pp)
+    reduced_metrics = {
+        name: _reduce_metric(m, metric_axes) for name, m in {**metrics, **router_metrics}.items()
+    }
+    return all_sum(loss, mesh.except_sequence), grads, reduced_metrics
 
 
-def _of_router(objective: Objective, router: RouterStatistics[Array] | None) -> dict[str, Any]:
+def _router_metrics(objective: Objective, router: RouterStatistics[Array] | None) -> dict[str, Any]:
     metrics = objective.router_metrics(router)
     if router is None or router.overflow is None:
         return metrics
     return metrics | {"overflow": all_sum(router.overflow, objective.mesh.sequence)}
 
 
-def _join(metric: Any, axes: tuple[str, ...]) -> Any:
+def _reduce_metric(metric: Any, axes: tuple[str, ...]) -> Any:
     """Reduces a metric that is stacked over micro-batches, over them and the devices of `axes`."""
     if isinstance(metric, Max):
         return Max(jax.lax.pmax(jnp.max(vary(metric.maximum, axes)), axes))

@@ -1,6 +1,6 @@
 """Packing plan of a mini-batch: assignment of rows to ranks, micro-batches and bins, load-balanced.
 
-Rows are assigned on the host, by their token counts (`Counts`), which all processes have. The
+Rows are assigned on the host, by their token counts (`TokenCounts`), which all processes have. The
 number of micro-batches is dynamic (`jrl.trainer.learner.passes`), so that one compiled function
 serves every mini-batch.
 """
@@ -20,11 +20,11 @@ from jrl.rollout.packing import PackedSizes
 from moe.tokens.zigzag import ZigzagLayout
 from sharding.folding import FoldedMesh
 
-ROWS_OF_A_BIN = 4
+MAX_ROWS_PER_BIN = 4
 """Maximum rows of a bin: more slots would be more copies of every per-token array."""
 
 
-class Counts(NamedTuple):
+class TokenCounts(NamedTuple):
     """Token counts of each row of a batch, ``[batch]`` on the host.
 
     Attributes:
@@ -37,7 +37,9 @@ class Counts(NamedTuple):
     actor: np.ndarray
     critic: np.ndarray
 
-    def of(self, network: str, rows: np.ndarray, idle: bool) -> tuple[np.ndarray, np.ndarray]:
+    def for_network(
+        self, network: str, rows: np.ndarray, idle: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Numbers of tokens of some rows that a network runs, and of those in its loss mask.
 
         Args:
@@ -45,12 +47,12 @@ class Counts(NamedTuple):
           idle: true to run rows without a token in the loss mask too.
         """
         # The two may have different loss masks (T-PPO), and are packed by their own.
-        counted = (self.actor if network == "actor" else self.critic)[rows]
+        loss_tokens = (self.actor if network == "actor" else self.critic)[rows]
         # `plan` leaves out rows with 0 tokens.
-        return np.where(idle | (counted > 0), self.valid[rows], 0), counted
+        return np.where(idle | (loss_tokens > 0), self.valid[rows], 0), loss_tokens
 
 
-class Plan(NamedTuple):
+class PackingPlan(NamedTuple):
     """Packing of a mini-batch: slots for rows, a contiguous range of them for each micro-batch, in
     the order of the data-parallel ranks.
 
@@ -78,19 +80,19 @@ class Plan(NamedTuple):
         return slots
 
 
-def counts_of(batch: Batch[Array]) -> Counts:
+def counts_of(batch: Batch[Array]) -> TokenCounts:
     """Token counts of a batch for a plan; three numbers per row are copied to the host."""
-    return Counts(*to_host(_counts(batch)))
+    return TokenCounts(*to_host(_counts(batch)))
 
 
 def plan(
     tokens: np.ndarray,
-    counted: np.ndarray,
+    loss_tokens: np.ndarray,
     time: int,
     bins: int,
     mesh: FoldedMesh,
-    rows_of_a_bin: int = ROWS_OF_A_BIN,
-) -> Plan:
+    max_rows_per_bin: int = MAX_ROWS_PER_BIN,
+) -> PackingPlan:
     """Assigns rows to ranks, bins and micro-batches. The longest row comes first, to the rank with
     the fewest tokens and there to the first bin with space (first fit decreasing). Then bins are
     assigned, those with most loss tokens first, to the micro-batch with the fewest.
@@ -100,10 +102,10 @@ def plan(
 
     Args:
       tokens: ``[rows]`` number of tokens that are not padding; rows without any are left out.
-      counted: ``[rows]`` number of those in the loss mask, which the LM head scores.
+      loss_tokens: ``[rows]`` number of those in the loss mask, which the LM head scores.
       time: maximum tokens of a row.
       bins: of a micro-batch.
-      rows_of_a_bin: maximum number of rows of a bin.
+      max_rows_per_bin: maximum number of rows of a bin.
 
     References:
       Johnson et al., "Worst-case performance bounds for simple one-dimensional packing algorithms",
@@ -111,34 +113,40 @@ def plan(
     """
     # To ranks first, evenly by tokens, as all run as many passes as the fullest of them needs.
     length, ranks = bin_length(time, mesh), mesh.size(mesh.dp)
-    filled = [_first_fit(rows, tokens, length, rows_of_a_bin) for rows in _of_ranks(tokens, ranks)]
+    bins_of_ranks = [
+        _first_fit(rows, tokens, length, max_rows_per_bin)
+        for rows in _assign_to_ranks(tokens, ranks)
+    ]
     # A pass has collectives: all ranks must run the same number.
-    passes = max(-(-max(map(len, filled)) // bins), 1)
-    dealt = [_dealt_out(of_rank, counted, passes, bins) for of_rank in filled]
+    passes = max(-(-max(map(len, bins_of_ranks)) // bins), 1)
+    micro_batches_of_ranks = [
+        _assign_to_micro_batches(rank_bins, loss_tokens, passes, bins)
+        for rank_bins in bins_of_ranks
+    ]
     # In the worst case one row per bin, where all have their full length.
-    number = max(passes, -(-len(tokens) // (ranks * bins)))
+    num_micro_batches = max(passes, -(-len(tokens) // (ranks * bins)))
     # A static shape, so it is that of the worst case; `passes` is how many of them run.
-    rows = np.zeros((ranks, number, bins * rows_of_a_bin), np.int64)
-    # Empty by default: `_placed` masks empty slots.
+    rows = np.zeros((ranks, num_micro_batches, bins * max_rows_per_bin), np.int64)
+    # Empty by default: `_mask_empty_slots` masks empty slots.
     starts = np.full(rows.shape, -1, np.int64)
     # Estimated for full micro-batches, so that few rows do not compile another size.
-    num_bins = max(sum(map(len, filled)), 1)
-    most = -(-int(counted[tokens > 0].sum()) * bins // num_bins)
-    for rank, of_rank in enumerate(dealt):
-        for micro_batch, own_bins in enumerate(of_rank):
-            inside = [row for own in own_bins for row in own]
-            rows[rank, micro_batch, : len(inside)] = inside
-            starts[rank, micro_batch, : len(inside)] = [
-                bin * length + int(tokens[own[:n]].sum())
-                for bin, own in enumerate(own_bins)
-                for n in range(len(own))
+    num_bins = max(sum(map(len, bins_of_ranks)), 1)
+    max_loss_tokens = -(-int(loss_tokens[tokens > 0].sum()) * bins // num_bins)
+    for rank, rank_bins in enumerate(micro_batches_of_ranks):
+        for micro_batch, micro_batch_bins in enumerate(rank_bins):
+            micro_batch_rows = [row for bin_rows in micro_batch_bins for row in bin_rows]
+            rows[rank, micro_batch, : len(micro_batch_rows)] = micro_batch_rows
+            starts[rank, micro_batch, : len(micro_batch_rows)] = [
+                bin * length + int(tokens[bin_rows[:n]].sum())
+                for bin, bin_rows in enumerate(micro_batch_bins)
+                for n in range(len(bin_rows))
             ]
             # No micro-batch may have more loss tokens than the LM head's buffer.
-            most = max(most, int(counted[inside].sum()))
+            max_loss_tokens = max(max_loss_tokens, int(loss_tokens[micro_batch_rows].sum()))
     # The buffer is sharded over the ranks of cp and tp, so it divides by them.
     shards = mesh.size(mesh.sequence)
-    sizes = PackedSizes(bins, length, -(-rounded_up(most) // shards) * shards)
-    return Plan(rows.reshape(-1), starts.reshape(-1), number, passes, sizes)
+    sizes = PackedSizes(bins, length, -(-round_up_size(max_loss_tokens) // shards) * shards)
+    return PackingPlan(rows.reshape(-1), starts.reshape(-1), num_micro_batches, passes, sizes)
 
 
 def bin_length(time: int, mesh: FoldedMesh) -> int:
@@ -149,7 +157,7 @@ def bin_length(time: int, mesh: FoldedMesh) -> int:
     return int(-(-length // unit) * unit)
 
 
-def rounded_up(number: int) -> int:
+def round_up_size(number: int) -> int:
     """Rounds up to one of 1, 2, 3, 4, 6, 8, 12, 16, ...: at most 1.5 times as much, with two sizes
     to compile for every doubling."""
     # Finer steps would waste less buffer and compile more sizes: the number differs between
@@ -158,64 +166,67 @@ def rounded_up(number: int) -> int:
     return 3 * power // 4 if power >= 4 and number <= 3 * power // 4 else power
 
 
-def place_rows(batch: Batch[Array], packed: Plan, mesh: FoldedMesh) -> Batch[Array]:
+def pack_rows(batch: Batch[Array], plan_of_batch: PackingPlan, mesh: FoldedMesh) -> Batch[Array]:
     """Moves the rows to their slots; empty slots have no valid token and an empty loss mask."""
     # A gather on the mesh: only the offsets of rows come from the host.
-    starts = to_devices(packed.starts.astype(np.int32), over_rows(mesh))
-    return _placed(take_rows(batch, packed.rows, mesh), starts)
+    starts = to_devices(plan_of_batch.starts.astype(np.int32), over_rows(mesh))
+    return _mask_empty_slots(take_rows(batch, plan_of_batch.rows, mesh), starts)
 
 
 @jax.jit
-def without_idle(rows: Batch[Array]) -> Batch[Array]:
+def clear_idle_rows(rows: Batch[Array]) -> Batch[Array]:
     """Clears `valid` of rows without a token in the loss mask, so that they affect neither the
     computation nor the routers' balance."""
     return replace(rows, valid=rows.valid & jnp.any(rows.mask, axis=1, keepdims=True))
 
 
-def _of_ranks(tokens: np.ndarray, ranks: int) -> list[list[int]]:
+def _assign_to_ranks(tokens: np.ndarray, ranks: int) -> list[list[int]]:
     """Assigns the rows that have tokens to ranks, the longest first."""
-    of_ranks: list[list[int]] = [[] for _ in range(ranks)]
+    rows_of_ranks: list[list[int]] = [[] for _ in range(ranks)]
     loads = np.zeros(ranks, np.int64)
     # Stable, as every process makes the plan for itself: rows of one length keep their order.
     for row in np.argsort(-tokens, kind="stable"):
         if tokens[row]:
             rank = int(np.argmin(loads))
-            of_ranks[rank].append(int(row))
+            rows_of_ranks[rank].append(int(row))
             loads[rank] += tokens[row]
-    return of_ranks
+    return rows_of_ranks
 
 
-def _first_fit(rows: list[int], tokens: np.ndarray, length: int, most: int) -> list[list[int]]:
-    """Packs rows, given in descending length, into bins by first fit, at most `most` per bin."""
+def _first_fit(rows: list[int], tokens: np.ndarray, length: int, max_rows: int) -> list[list[int]]:
+    """Packs rows, given in descending length, into bins by first fit, at most `max_rows` per
+    bin."""
     bins: list[list[int]] = []
-    left: list[int] = []
+    free: list[int] = []
     for row in rows:
         number = int(tokens[row])
         # The number of rows is limited too: slots of a bin are a static shape.
-        fits = (n for n, own in enumerate(bins) if left[n] >= number and len(own) < most)
+        fits = (
+            n for n, bin_rows in enumerate(bins) if free[n] >= number and len(bin_rows) < max_rows
+        )
         bin = next(fits, len(bins))
         if bin == len(bins):
             bins.append([])
-            left.append(length)
+            free.append(length)
         bins[bin].append(row)
-        left[bin] -= number
+        free[bin] -= number
     return bins
 
 
-def _dealt_out(
-    bins: list[list[int]], counted: np.ndarray, passes: int, most: int
+def _assign_to_micro_batches(
+    bins: list[list[int]], loss_tokens: np.ndarray, passes: int, max_bins: int
 ) -> list[list[list[int]]]:
-    """Assigns bins to micro-batches, at most `most` to each, balanced by loss tokens."""
+    """Assigns bins to micro-batches, at most `max_bins` to each, balanced by loss tokens."""
     micro_batches: list[list[list[int]]] = [[] for _ in range(passes)]
     loads = np.zeros(passes, np.int64)
-    of_bins = np.array([counted[own].sum() for own in bins], np.int64)
+    loss_tokens_of_bins = np.array([loss_tokens[bin_rows].sum() for bin_rows in bins], np.int64)
     # The LM head's buffer is sized for the fullest micro-batch: balancing keeps it small.
-    for bin in np.argsort(-of_bins, kind="stable"):
-        open_ = [n for n, micro_batch in enumerate(micro_batches) if len(micro_batch) < most]
+    for bin in np.argsort(-loss_tokens_of_bins, kind="stable"):
+        open_ = [n for n, micro_batch in enumerate(micro_batches) if len(micro_batch) < max_bins]
         # One is always open: `passes` was counted for the rank with most bins.
         micro_batch = min(open_, key=lambda n: loads[n])
         micro_batches[micro_batch].append(bins[bin])
-        loads[micro_batch] += of_bins[bin]
+        loads[micro_batch] += loss_tokens_of_bins[bin]
     return micro_batches
 
 
@@ -224,12 +235,12 @@ def _counts(batch: Batch[Array]) -> tuple[Array, Array, Array]:
     # Without a mask of its own the critic uses that of the policy.
     critic = batch.mask if batch.critic_mask is None else batch.critic_mask
     masks = batch.valid, batch.mask, critic
-    of_rows = [jnp.sum(mask, axis=1, dtype=jnp.int32) for mask in masks]
-    return of_rows[0], of_rows[1], of_rows[2]
+    sums = [jnp.sum(mask, axis=1, dtype=jnp.int32) for mask in masks]
+    return sums[0], sums[1], sums[2]
 
 
 @jax.jit
-def _placed(rows: Batch[Array], starts: Array) -> Batch[Array]:
+def _mask_empty_slots(rows: Batch[Array], starts: Array) -> Batch[Array]:
     # A gather fills every slot with some row: in an empty slot it would count twice.
     filled = (starts >= 0)[:, None]
     return replace(rows, starts=starts, valid=rows.valid & filled, mask=rows.mask & filled)

@@ -14,16 +14,16 @@ from jrl.recipes.base.batch import Batch, given
 from jrl.rollout.batching import replicated, take_rows
 from jrl.rollout.scoring import mark_replicated
 from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective
-from jrl.trainer.learner.overflow import exact
+from jrl.trainer.learner.overflow import retry_on_overflow
 from jrl.trainer.learner.passes import scan_first
-from jrl.trainer.packed.plan import counts_of, place_rows, plan
+from jrl.trainer.packed.plan import counts_of, pack_rows, plan
 from moe import model, placement
 from moe.router.overflow import overflow_of
 from moe.weights import Transformer
 
 
-@exact(num_static=2)
-def _scored(
+@retry_on_overflow(num_static=2)
+def _score_packed(
     objective: CriticObjective | PolicyObjective,
     num_micro_batches: int,
     weights: Transformer[Array],
@@ -35,7 +35,7 @@ def _scored(
     config, mesh = objective.config, objective.mesh
 
     # The networks differ only in what is computed from the last states.
-    def read(weights: Transformer[Array], x: Array, rows: Batch[Array]) -> tuple[Array, ...]:
+    def outputs(weights: Transformer[Array], x: Array, rows: Batch[Array]) -> tuple[Array, ...]:
         if isinstance(objective, CriticObjective):
             return (objective.values(weights, x, rows),)
         scores = objective.scores(weights, x, rows)
@@ -43,27 +43,27 @@ def _scored(
 
     def local(weights, rows, passes):
         # No carry: without a gradient there is nothing to sum over micro-batches.
-        def one(_, micro_batch):
+        def score_micro_batch(_, micro_batch):
             x, router = model.run(weights, objective.pack(micro_batch), config, mesh)
             return (), (
-                mark_replicated(read(weights, x, micro_batch), mesh),
+                mark_replicated(outputs(weights, x, micro_batch), mesh),
                 overflow_of(router, config),
             )
 
         # Slots of a micro-batch are contiguous, so that a reshape splits them.
-        cut = jax.tree.map(lambda x: x.reshape(num_micro_batches, -1, *x.shape[1:]), rows)
-        _, (found, overflow) = scan_first(one, (), cut, passes)
+        micro_batches = jax.tree.map(lambda x: x.reshape(num_micro_batches, -1, *x.shape[1:]), rows)
+        _, (results, overflow) = scan_first(score_micro_batch, (), micro_batches, passes)
         # Micro-batches that `passes` skipped are zeros, and have no row.
-        in_rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)
+        scores_of_rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), results)
         # Summed over passes: an overflow in one recomputes all of them.
-        return in_rows, None if overflow is None else jnp.sum(overflow)
+        return scores_of_rows, None if overflow is None else jnp.sum(overflow)
 
-    of_rows = PartitionSpec(mesh.dp)
+    row_spec = PartitionSpec(mesh.dp)
     return jax.shard_map(
         local,
         mesh=mesh.mesh,
-        in_specs=(placement.specs(config, mesh), of_rows, PartitionSpec()),
-        out_specs=(of_rows, PartitionSpec()),
+        in_specs=(placement.specs(config, mesh), row_spec, PartitionSpec()),
+        out_specs=(row_spec, PartitionSpec()),
     )(weights, rows, passes)
 
 
@@ -80,15 +80,17 @@ def packed_scores(
     batch = Batch(batch.tokens, batch.valid, batch.mask, choices=batch.choices)
     num_rows, time = batch.tokens.shape
     # This batch has only one mask, for either network; rows without any token in it are left out.
-    tokens, counted = counts_of(batch).of("actor", np.arange(num_rows), idle=False)
-    packed = plan(tokens, counted, time, bins, mesh)
-    rows = place_rows(batch, packed, mesh)
+    tokens, loss_tokens = counts_of(batch).for_network("actor", np.arange(num_rows), idle=False)
+    plan_of_batch = plan(tokens, loss_tokens, time, bins, mesh)
+    rows = pack_rows(batch, plan_of_batch, mesh)
     # In the static argument, as sizes are shapes; `passes` is an array, without recompilation.
-    objective = replace(objective, packed=packed.sizes)
-    passes = to_devices(np.int32(packed.passes), replicated(mesh))
-    found = _scored(objective, packed.num_micro_batches, weights, rows, passes)
+    objective = replace(objective, packed=plan_of_batch.sizes)
+    passes = to_devices(np.int32(plan_of_batch.passes), replicated(mesh))
+    packed_arrays = _score_packed(objective, plan_of_batch.num_micro_batches, weights, rows, passes)
     # `old_values` is used as a carrier, to gather them.
     # A row that is in no bin gets the values of an empty slot: zeros.
-    back = packed.slots(num_rows)
-    columns = [take_rows(replace(rows, old_values=x), back, mesh).old_values for x in found]
+    slots = plan_of_batch.slots(num_rows)
+    columns = [
+        take_rows(replace(rows, old_values=x), slots, mesh).old_values for x in packed_arrays
+    ]
     return [given(column) for column in columns]

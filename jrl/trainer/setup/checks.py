@@ -49,9 +49,9 @@ def check_may_converse(run: RunConfig, recipe: Recipe) -> None:
 def check_tools(task: Task, format: PromptFormat) -> None:
     """Rejects tools that the prompt format does not show to the policy, or whose calls it cannot
     parse."""
-    for each in task.sources if isinstance(task, Mixture) else (task,):
-        if has_environments(each):
-            format.check_tools(each.train(0))
+    for source in task.sources if isinstance(task, Mixture) else (task,):
+        if has_environments(source):
+            format.check_tools(source.train(0))
 
 
 def check_fits(

@@ -11,11 +11,11 @@ from rich.table import Table
 from jrl.config.files import flag
 from jrl.config.run import NETWORK_SETTINGS
 from jrl.recipes.base.recipe import Recipe
-from jrl.trainer.setup.lengths import left_out, response_origin
+from jrl.trainer.setup.lengths import describe_left_out, response_origin
 from jrl.trainer.setup.memory import memory, rollout_memory
-from jrl.trainer.setup.network import OF_EXPERTS, dispatch_explained
+from jrl.trainer.setup.network import EXPERT_FIELDS, dispatch_explained
 from jrl.trainer.setup.predicted import memory_of_update, time_of_update, times_with_overlap
-from jrl.trainer.setup.reading import print_read
+from jrl.trainer.setup.reading import print_first_input
 from jrl.trainer.setup.setup import Setup
 from jrl.trainer.supervised.arithmetic import chat_arithmetic
 from moe.attention.context_parallel.choice import context_of, received
@@ -53,15 +53,17 @@ def print_dry_run(setup: Setup, console: Console | None = None) -> None:
     _print(console, f"Batch: {described}", batch)
     _print(console, f"Parameters: {setup.run.model}", parameters(setup.model, setup.recipe))
     _print(console, "Execution", execution(setup))
-    needs = memory(setup)
-    rows = {name: readable_bytes(number) for name, number in needs.items()}
-    rows["together, without activations"] = readable_bytes(sum(needs.values()))
+    memory_bytes = memory(setup)
+    rows = {name: readable_bytes(number) for name, number in memory_bytes.items()}
+    rows["together, without activations"] = readable_bytes(sum(memory_bytes.values()))
     _print(console, "Memory per device", rows)
     if setup.model.mla is None and setup.model.delta is None:
         _print(console, "An update of the policy, predicted", prediction(setup))
     if setup.run.rollout_devices is not None:
-        own = {name: readable_bytes(number) for name, number in rollout_memory(setup).items()}
-        _print(console, "Memory per device that samples", own)
+        rollout_rows = {
+            name: readable_bytes(number) for name, number in rollout_memory(setup).items()
+        }
+        _print(console, "Memory per device that samples", rollout_rows)
     devices = f"{_count(size, 'device', 'devices')} ({jax.devices()[0].device_kind})"
     _print(console, f"Layout: {setup.run.layout} on {devices}", axes(setup.mesh))
     if setup.rollout_mesh != setup.mesh:
@@ -70,9 +72,9 @@ def print_dry_run(setup: Setup, console: Console | None = None) -> None:
         if setup.split is not None:
             title = f"Rollout split: {setup.run.rollout_split} on {where}, attention"
         _print(console, title, axes(setup.rollout_mesh))
-    for line in left_out(setup.task, setup.prompts_dropped, setup.prompt_length):
+    for line in describe_left_out(setup.task, setup.prompts_dropped, setup.prompt_length):
         console.print(line, highlight=False)
-    print_read(setup, console)
+    print_first_input(setup, console)
     recipe, steps = setup.recipe, setup.run.steps
     if recipe.value_pretraining_steps >= steps:
         console.print(
@@ -102,9 +104,9 @@ def batch_arithmetic(setup: Setup) -> dict[str, str]:
         f"= {recipe.completions:,}"
     }
     if recipe.dynamic_sampling:
-        most = recipe.max_generation_rounds * recipe.completions
+        max_sampled = recipe.max_generation_rounds * recipe.completions
         rows["sampled per step at most"] = (
-            f"{recipe.max_generation_rounds} rounds x {recipe.completions:,} = {most:,}"
+            f"{recipe.max_generation_rounds} rounds x {recipe.completions:,} = {max_sampled:,}"
         )
     rows |= {
         "mini-batches": f"{recipe.completions:,} / {mini:,} = {num_mini:,}",
@@ -136,18 +138,18 @@ def batch_arithmetic(setup: Setup) -> dict[str, str]:
 def execution(setup: Setup) -> dict[str, str]:
     """Rows of the network's execution settings, by flag, and of its router settings."""
     model, mesh = setup.model, setup.mesh
-    chosen = {field.name: getattr(model.execution, field.name) for field in fields(Execution)}
-    if chosen["context"] is None and mesh.layout.cp > 1:
-        chosen["context"] = f"{context_of(model, mesh)} (sends least)"
-    chosen["dispatch"] = dispatch_explained(model, setup.run, mesh) or chosen["dispatch"]
+    settings = {field.name: getattr(model.execution, field.name) for field in fields(Execution)}
+    if settings["context"] is None and mesh.layout.cp > 1:
+        settings["context"] = f"{context_of(model, mesh)} (sends least)"
+    settings["dispatch"] = dispatch_explained(model, setup.run, mesh) or settings["dispatch"]
     # Settings that do not apply to the network are left out.
     hidden = {"latent"} if model.mla is None else set()
     if mesh.layout.cp == 1:
         hidden.add("context")
     if not model.num_experts:
-        hidden |= set(OF_EXPERTS)
+        hidden |= set(EXPERT_FIELDS)
     else:
-        chosen |= {name: getattr(model, name) for name in NETWORK_SETTINGS}
+        settings |= {name: getattr(model, name) for name in NETWORK_SETTINGS}
     if model.capacity_factor is None:
         hidden |= {"drop_policy", "drop_scope"}
     if not model.selection_bias:
@@ -159,17 +161,19 @@ def execution(setup: Setup) -> dict[str, str]:
     meaning |= {name: choice for name in KERNELS if (choice := explain_selection(model, name, etp))}
     meaning |= {"exchange_rate": "the planner's", "activation_wire": "that of activations"}
     rows = {
-        flag(name): meaning.get(name, "the best that applies") if value is None else _said(value)
-        for name, value in chosen.items()
+        flag(name): meaning.get(name, "the best that applies")
+        if value is None
+        else _format_value(value)
+        for name, value in settings.items()
         if name not in hidden
     }
     if mesh.layout.cp > 1:
-        numbers = f"{received(model, mesh):,} numbers per token and layer, forward"
-        rows["sent over cp by attention"] = numbers
+        sent_text = f"{received(model, mesh):,} numbers per token and layer, forward"
+        rows["sent over cp by attention"] = sent_text
     return rows
 
 
-def _said(value: object) -> str:
+def _format_value(value: object) -> str:
     return ("off", "on")[value] if isinstance(value, bool) else str(value)
 
 
@@ -181,11 +185,11 @@ def parameters(model: ModelConfig, recipe: Recipe) -> dict[str, str]:
         "of which a token passes": f"{num_active_parameters(model):,}",
     }
     if model.lora is not None:
-        rows["of which learn"] = _learning(model)
+        rows["of which learn"] = _trained_text(model)
     if recipe.uses_critic:
         rows["critic"] = f"{num_parameters(critic):,}"
         if model.lora is not None:
-            rows["of which learn, beside the policy's"] = _learning(critic)
+            rows["of which learn, beside the policy's"] = _trained_text(critic)
     if recipe.uses_reference:
         rows["reference"] = (
             f"{num_parameters(model):,}" if model.lora is None else "the policy without adapters"
@@ -193,7 +197,7 @@ def parameters(model: ModelConfig, recipe: Recipe) -> dict[str, str]:
     return rows
 
 
-def _learning(config: ModelConfig) -> str:
+def _trained_text(config: ModelConfig) -> str:
     number = num_trained_parameters(config)
     return f"{number:,} in adapters, {readable_bytes(4 * number)}"
 
@@ -201,35 +205,41 @@ def _learning(config: ModelConfig) -> str:
 def prediction(setup: Setup) -> dict[str, str]:
     """Predicted activation memory of an update, in addition to `memory`, and its predicted time on
     an accelerator that the planner supports; not a measurement."""
-    given = setup.model, setup.geometry, setup.run
-    needs = memory_of_update(*given)
+    model, geometry, run = setup.model, setup.geometry, setup.run
+    memory_needed = memory_of_update(model, geometry, run)
     rows = {
-        "activations": readable_bytes(round(needs.activations)),
-        "a layer and logits at work": readable_bytes(round(needs.buffers)),
+        "activations": readable_bytes(round(memory_needed.activations)),
+        "a layer and logits at work": readable_bytes(round(memory_needed.buffers)),
     }
     hardware = of_kind(jax.devices()[0].device_kind)
     if hardware is None:
         return rows
-    takes = time_of_update(*given, hardware)
-    parts = {
-        "products": takes.products,
-        "memory traffic": takes.traffic,
-        "communication": takes.exposed,
-        "pipeline bubble": takes.bubble,
+    cost = time_of_update(model, geometry, run, hardware)
+    components = {
+        "products": cost.products,
+        "memory traffic": cost.traffic,
+        "communication": cost.exposed,
+        "pipeline bubble": cost.bubble,
     }
     return rows | {
-        "seconds": f"{takes.total:.3g}",
-        **{f"of which {name}": f"{time / takes.total:.0%}" for name, time in parts.items() if time},
-        "model FLOPs utilisation": f"{takes.mfu(hardware):.1%}",
+        "seconds": f"{cost.total:.3g}",
         **{
-            f"seconds with {flag(name)}, at best": f"{other.total:.3g}"
-            for name, other in times_with_overlap(*given, hardware).items()
+            f"of which {name}": f"{time / cost.total:.0%}"
+            for name, time in components.items()
+            if time
+        },
+        "model FLOPs utilisation": f"{cost.mfu(hardware):.1%}",
+        **{
+            f"seconds with {flag(name)}, at best": f"{cost_with_overlap.total:.3g}"
+            for name, cost_with_overlap in times_with_overlap(
+                model, geometry, run, hardware
+            ).items()
         },
     }
 
 
-def _count(number: int, one: str, several: str) -> str:
-    return f"{number:,} {one if number == 1 else several}"
+def _count(number: int, singular: str, plural: str) -> str:
+    return f"{number:,} {singular if number == 1 else plural}"
 
 
 def readable_bytes(number: int) -> str:

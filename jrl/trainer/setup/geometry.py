@@ -9,7 +9,7 @@ from jrl.rollout.scoring import PromptLayout
 from moe.tokens.zigzag import ZigzagLayout
 from sharding.folding import FoldedMesh
 
-MOST_SLOTS = 512
+MAX_SLOTS = 512
 """Maximum number of slots by default."""
 
 
@@ -24,7 +24,7 @@ class Geometry:
       mesh: of training.
       rollout_mesh: of sampling.
       layout, rollout_layout: names of the two in messages.
-      rollout_parts: micro-batches of the decoded rows, on each device.
+      rollout_micro_batches: micro-batches of the decoded rows, on each device.
     """
 
     recipe: Recipe
@@ -34,7 +34,7 @@ class Geometry:
     rollout_mesh: FoldedMesh
     layout: str
     rollout_layout: str
-    rollout_parts: int = 1
+    rollout_micro_batches: int = 1
 
     @property
     def num_micro_batches(self) -> int:
@@ -53,10 +53,12 @@ class Geometry:
         every device gets whole groups."""
         group, dp = self.recipe.group_size, self.mesh.size(self.mesh.dp)
         # A group that is split over two devices or micro-batches would run its prompt in each.
-        whole = self.recipe.micro_batch_size // dp % group == 0
-        return PromptLayout(self.prompt_length, group if whole and self.recipe.whole_groups else 1)
+        fits_groups = self.recipe.micro_batch_size // dp % group == 0
+        return PromptLayout(
+            self.prompt_length, group if fits_groups and self.recipe.whole_groups else 1
+        )
 
-    def overlapping(self, packing: bool | None) -> tuple[int, tuple[int, ...]]:
+    def overlap_units(self, packing: bool | None) -> tuple[int, tuple[int, ...]]:
         """Number of independent parts of a micro-batch on a device: packed rows, or prompts with
         their responses; and the tokens of each half of them, as `Execution.two_batch_overlap`
         splits them. No tokens for packed rows, which always divide over the devices of a sequence.
@@ -73,33 +75,33 @@ class Geometry:
 
         return number, (tokens(-(-number // 2)), tokens(number // 2))
 
-    def slots(self, wanted: int | None) -> int:
+    def slots(self, requested: int | None) -> int:
         """Number of decoding slots.
 
         Args:
-          wanted: the requested number; None takes the rows of a step, at most `MOST_SLOTS`.
+          requested: the requested number; None takes the rows of a step, at most `MAX_SLOTS`.
 
         Raises:
           ValueError: for a number that does not divide over the devices.
         """
         # Rows must divide over the ranks, and over the micro-batches of each.
-        number = ranks(self.rollout_mesh) * self.rollout_parts
+        unit = ranks(self.rollout_mesh) * self.rollout_micro_batches
         # Rounded up, so that a few slots may stay empty: ranks must have equally many.
-        if wanted is None:
-            return -(-min(self.recipe.rows_decoded, MOST_SLOTS) // number) * number
-        if wanted < 1 or wanted % number:
-            over = "dp x tp" if self.rollout_parts == 1 else "dp x tp x micro-batches"
+        if requested is None:
+            return -(-min(self.recipe.rows_decoded, MAX_SLOTS) // unit) * unit
+        if requested < 1 or requested % unit:
+            over = "dp x tp" if self.rollout_micro_batches == 1 else "dp x tp x micro-batches"
             raise ValueError(
-                f"slots={wanted} does not divide over {over} = {number} of {self.rollout_layout}: "
-                f"choose a multiple of {number}, or another --rollout-layout."
+                f"slots={requested} does not divide over {over} = {unit} of {self.rollout_layout}: "
+                f"choose a multiple of {unit}, or another --rollout-layout."
             )
-        return wanted
+        return requested
 
-    def supervised_rows(self, wanted: int) -> int:
-        """Number of rows of a supervised batch: `wanted`, padded to divide over the devices."""
+    def supervised_rows(self, requested: int) -> int:
+        """Number of rows of a supervised batch: `requested`, padded to divide over the devices."""
         dp, ranks = self.mesh.size(self.mesh.dp), self.mesh.size(self.mesh.sequence)
         lengths = self.prompt_length, self.response_length
-        rows = -(-wanted // dp)
+        rows = -(-requested // dp)
         # Tokens divide at the latest when the rows of a rank do.
         while any(self._tokens((rows, time)) % ranks for time in lengths):
             rows += 1
@@ -111,12 +113,12 @@ class Geometry:
         if self.recipe.micro_batch is not None:
             return self
         for size in near_divisors(self.recipe.mini_batch_size, MICRO_BATCH):
-            chosen = replace(self, recipe=replace(self.recipe, micro_batch=size))
+            candidate = replace(self, recipe=replace(self.recipe, micro_batch=size))
             try:
-                chosen.check()
+                candidate.check()
             except ValueError:
                 continue
-            return chosen
+            return candidate
         return self
 
     def check(self) -> None:

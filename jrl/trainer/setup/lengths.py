@@ -25,8 +25,8 @@ def longest_prompt(task: Task, format: PromptFormat) -> int:
 
 
 def _longest_prompt(task: Any, format: PromptFormat) -> int:
-    if (found := as_prompt_list(task)) is not None:
-        return max(len(format.encode(example)) for example in found.examples)
+    if (prompt_list := as_prompt_list(task)) is not None:
+        return max(len(format.encode(example)) for example in prompt_list.examples)
     encode, tools = format.tokenizer.encode, task.train(0).tools
     around = max(
         len(format.encode(Example(c, "", tools=tools))) - len(encode(c)) for c in task.characters
@@ -41,9 +41,11 @@ def longest_answer(task: Task, tokenizer: Tokenizer) -> int:
 
 
 def _longest_answer(task: Any, tokenizer: Tokenizer) -> int:
-    if (found := as_prompt_list(task)) is not None:
+    if (prompt_list := as_prompt_list(task)) is not None:
         plain = PromptFormat(tokenizer)
-        return max(len(reference_conversation(plain, example)[0]) for example in found.examples)
+        return max(
+            len(reference_conversation(plain, example)[0]) for example in prompt_list.examples
+        )
     return _bound(task.max_response_length, task, tokenizer) + 1
 
 
@@ -74,7 +76,7 @@ def prompt_length(run: RunConfig, task: Task, format: PromptFormat) -> int:
     return run.prompt_length
 
 
-def fitted_prompts(run: RunConfig, task: Task, format: PromptFormat) -> tuple[int, int]:
+def fit_prompts(run: RunConfig, task: Task, format: PromptFormat) -> tuple[int, int]:
     """Tokens that prompts are padded to, and the number of overlong prompts of lists left out.
 
     Raises:
@@ -87,15 +89,15 @@ def fitted_prompts(run: RunConfig, task: Task, format: PromptFormat) -> tuple[in
     return prompt_length(run, task, format), dropped
 
 
-def left_out(task: Task, dropped: int, prompt_length: int) -> list[str]:
+def describe_left_out(task: Task, dropped: int, prompt_length: int) -> list[str]:
     """Summary of the prompts of a task's lists that are left out, a line for each reason.
 
     Args:
       dropped: number of those left out for their length.
       prompt_length: maximum tokens of a prompt.
     """
-    repeated = sum(found.num_repeated for found in lists_of(task))
-    shared = sum(found.num_shared for found in lists_of(task))
+    repeated = sum(prompt_list.num_repeated for prompt_list in lists_of(task))
+    shared = sum(prompt_list.num_shared for prompt_list in lists_of(task))
     counts = [
         (repeated, "records whose prompts had come before, with the same answer"),
         (shared, "training prompts that are held out (--held-out)"),
@@ -113,7 +115,7 @@ def check_answers(run: RunConfig, task: Task) -> None:
     """
     if run.checkpoint is not None:
         return
-    missing = sum(not e.answer for found in lists_of(task) for e in found.examples)
+    missing = sum(not e.answer for prompt_list in lists_of(task) for e in prompt_list.examples)
     if missing and run.weights is None and run.warm_start_steps:
         raise ValueError(
             f"task={run.task}: {missing} records have no answer, and the warm start imitates "
@@ -152,14 +154,16 @@ def response_length(
     if run.checkpoint is None:
         return -(-5 * longest_answer(task, tokenizer) // 4)
     longest = model.max_positions
-    left = CHECKPOINT_RESPONSE if longest is None else min(longest - prompt, CHECKPOINT_RESPONSE)
-    if left < 1:
+    remaining = (
+        CHECKPOINT_RESPONSE if longest is None else min(longest - prompt, CHECKPOINT_RESPONSE)
+    )
+    if remaining < 1:
         raise ValueError(
             f"prompts of {prompt} tokens leave no room for a completion: the network of "
             f"{run.model} was made for sequences of {longest} tokens. Leave out the "
             "longest prompts, or say --response-length."
         )
-    return left
+    return remaining
 
 
 def response_origin(run: RunConfig, length: int) -> str:
@@ -168,5 +172,5 @@ def response_origin(run: RunConfig, length: int) -> str:
         return "--response-length"
     if run.checkpoint is None:
         return "a quarter above the task's longest answer; --response-length sets it"
-    why = "" if length == CHECKPOINT_RESPONSE else ", cut to the checkpoint's positions"
-    return f"the default of a checkpoint{why}; --response-length sets it"
+    note = "" if length == CHECKPOINT_RESPONSE else ", cut to the checkpoint's positions"
+    return f"the default of a checkpoint{note}; --response-length sets it"

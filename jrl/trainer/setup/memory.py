@@ -32,7 +32,7 @@ from sharding.zero import ShardDim
 
 LOGITS, STAGE_INPUTS = "logits of a forward pass", "inputs kept by a stage"
 GRADIENTS_SENT = "a gradient on its way in bfloat16"
-DECODE_PARTS = "parts of decoding attention"
+DECODE_PARTIALS = "parts of decoding attention"
 """Rows of `memory` that are temporary buffers, for `jrl.trainer.setup.automatic`."""
 
 
@@ -82,15 +82,18 @@ def memory(setup: Setup) -> dict[str, int]:
     time = setup.prompt_length + setup.response_length
     # The 0 below is for a recipe without a critic.
     networks = [setup.model, *([setup.model.as_critic()] if recipe.uses_critic else [])]
-    held = partial(weight_bytes, parts=setup.model.execution.fsdp)
-    weights, critic = (*(held(network, mesh) for network in networks), 0)[:2]
-    beside = setup.model.lora is not None
-    if beside and critic:
+    bytes_held = partial(weight_bytes, shards=setup.model.execution.fsdp)
+    weights, critic = (*(bytes_held(network, mesh) for network in networks), 0)[:2]
+    has_adapters = setup.model.lora is not None
+    if has_adapters and critic:
         # The critic's base weights are the policy's.
-        critic -= held(setup.model.as_critic(), mesh, fixed=True)
-    parts, critic_parts = (*(float32_part_bytes(network, mesh) for network in networks), 0)[:2]
+        critic -= bytes_held(setup.model.as_critic(), mesh, frozen=True)
+    shard_bytes, critic_shard_bytes = (
+        *(float32_shard_bytes(network, mesh) for network in networks),
+        0,
+    )[:2]
     # In halves of a float32 copy: two for the second moment, two or one for the first.
-    halves = 2 + jax.numpy.dtype(run.mu_dtype).itemsize // 2
+    moment_bf16_units = 2 + jax.numpy.dtype(run.mu_dtype).itemsize // 2
     # Policy and critic are updated one after the other: the larger one counts.
     gradients = max(gradient_bytes(network, mesh, shapes(network)) for network in networks)
     # Those of a micro-batch are in the dtypes of the weights; their sum is float32.
@@ -110,22 +113,22 @@ def memory(setup: Setup) -> dict[str, int]:
     rows = {
         "weights": weights,
         "gradients": gradients + (summand if setup.geometry.num_micro_batches > 1 else 0),
-        "float32 masters": parts if keeps_masters(setup.model) else 0,
-        "optimizer moments": parts * halves // 2,
+        "float32 masters": shard_bytes if keeps_masters(setup.model) else 0,
+        "optimizer moments": shard_bytes * moment_bf16_units // 2,
         "critic": critic,
-        "critic's float32 masters": critic_parts if keeps_masters(setup.model) else 0,
-        "critic's optimizer moments": critic_parts * halves // 2,
-        "reference": weights if recipe.uses_reference and not beside else 0,
+        "critic's float32 masters": critic_shard_bytes if keeps_masters(setup.model) else 0,
+        "critic's optimizer moments": critic_shard_bytes * moment_bf16_units // 2,
+        "reference": weights if recipe.uses_reference and not has_adapters else 0,
         "weights gathered to score": gathered if setup.model.execution.fsdp else 0,
         # `unstack_policy`: decoding uses unstacked weights.
         "weights apart to sample": rollout.get("weights apart to sample", 0),
         "key/value cache": rollout.get("key/value cache", 0),
-        DECODE_PARTS: rollout.get(DECODE_PARTS, 0),
+        DECODE_PARTIALS: rollout.get(DECODE_PARTIALS, 0),
         LOGITS: logits_bytes(setup.model, setup.geometry, max(forward)),
         "choices of experts": choices_bytes(setup.model, tokens) if replays else 0,
         "policy of the rollout": rollout.get("policy of the rollout", 0),
         STAGE_INPUTS: stage_input_bytes(setup.model, setup.geometry) if mesh.layout.pp > 1 else 0,
-        GRADIENTS_SENT: max(sent_bytes(one, mesh, run.gradient_wire) for one in networks),
+        GRADIENTS_SENT: max(sent_bytes(network, mesh, run.gradient_wire) for network in networks),
     }
     return {name: number for name, number in rows.items() if number}
 
@@ -136,43 +139,46 @@ def rollout_memory(setup: Setup) -> dict[str, int]:
     model, mesh = setup.model.without_adapters(), setup.rollout_mesh
     slots = setup.geometry.slots(setup.run.slots)
     columns = setup.prompt_length + setup.response_length
-    needs = {"key/value cache": cache_bytes(model, mesh, slots, columns)}
+    rollout_bytes = {"key/value cache": cache_bytes(model, mesh, slots, columns)}
     micro_batches = 1 if setup.split is None else setup.run.rollout_micro_batches
     rows = slots // mesh.size(mesh.dp) // micro_batches
-    parts = kernel_bytes(model, mesh, rows, cache_columns(columns, model, mesh))
-    if parts:
-        needs[DECODE_PARTS] = parts
+    partials = kernel_bytes(model, mesh, rows, cache_columns(columns, model, mesh))
+    if partials:
+        rollout_bytes[DECODE_PARTIALS] = partials
     if setup.split is not None:
         placement = first_placement(model, setup.split, setup.run.rollout_expert_slots)
-        return {**needs, "policy of the rollout": max(side_bytes(model, setup.split, placement))}
+        return {
+            **rollout_bytes,
+            "policy of the rollout": max(side_bytes(model, setup.split, placement)),
+        }
     weights = weight_bytes(model, mesh)
     is_copy = mesh != setup.mesh or setup.model.lora is not None
     return {
         "weights apart to sample": weights,
-        **needs,
+        **rollout_bytes,
         "policy of the rollout": weights if is_copy else 0,
     }
 
 
 def weight_bytes(
-    config: ModelConfig, mesh: FoldedMesh, *, parts: bool = False, fixed: bool = False
+    config: ModelConfig, mesh: FoldedMesh, *, shards: bool = False, frozen: bool = False
 ) -> int:
     """Bytes of a network's weights on one device, as used in computation.
 
     Args:
-      parts: true for the device's optimizer shards only.
-      fixed: true for frozen weights only.
+      shards: true for the device's optimizer shards only.
+      frozen: true for frozen weights only.
     """
-    places = shard_specs(config, mesh) if parts else specs(config, mesh)
-    everything = _bytes_on_one(cast_shapes(config), mesh, places)
-    return _total(trees.fixed(everything, table(config)) if fixed else everything)
+    shard_or_full_specs = shard_specs(config, mesh) if shards else specs(config, mesh)
+    bytes_of_weights = _local_bytes(cast_shapes(config), mesh, shard_or_full_specs)
+    return _total(trees.fixed(bytes_of_weights, table(config)) if frozen else bytes_of_weights)
 
 
-def float32_part_bytes(config: ModelConfig, mesh: FoldedMesh) -> int:
+def float32_shard_bytes(config: ModelConfig, mesh: FoldedMesh) -> int:
     """Bytes of the float32 shard of trained weights: masters, or one of the moments."""
     # `shapes` are float32, `cast_shapes` have the dtypes of computation.
-    everything = _bytes_on_one(shapes(config), mesh, shard_specs(config, mesh))
-    return _total(trees.trained(everything, table(config)))
+    bytes_of_weights = _local_bytes(shapes(config), mesh, shard_specs(config, mesh))
+    return _total(trees.trained(bytes_of_weights, table(config)))
 
 
 def gradient_bytes(
@@ -182,46 +188,46 @@ def gradient_bytes(
     layers are sharded under fsdp."""
     # Under fsdp a layer's gradient is reduce-scattered immediately; those of embedding and LM head
     # are unsharded until the end.
-    whole = _bytes_on_one(like, mesh, specs(config, mesh))
-    layers = _bytes_on_one(like, mesh, stored_specs(config, mesh)).layers
-    return _total(trees.trained(replace(whole, layers=layers), table(config)))
+    unsharded = _local_bytes(like, mesh, specs(config, mesh))
+    layers = _local_bytes(like, mesh, stored_specs(config, mesh)).layers
+    return _total(trees.trained(replace(unsharded, layers=layers), table(config)))
 
 
-def sent_bytes(network: ModelConfig, mesh: FoldedMesh, wire: str) -> int:
+def sent_bytes(network: ModelConfig, mesh: FoldedMesh, comm_dtype: str) -> int:
     """Bytes of the communication buffers of the largest gradient that is sent in bfloat16 across
     sequence-parallel groups (`sharding.compression`); 0 where gradients are sent in float32."""
-    if wire == "float32":
+    if comm_dtype == "float32":
         return 0
-    cuts = shard_dims(network, mesh, wire)
-    numbers = _bytes_on_one(shapes(network), mesh, specs(network, mesh))
+    dims = shard_dims(network, mesh, comm_dtype)
+    float32_bytes = _local_bytes(shapes(network), mesh, specs(network, mesh))
 
-    def sent(cut: ShardDim, float32: int) -> int:
-        inside = [stage for stage in cut.stages if stage != cut.compressed]
-        shard = float32 // math.prod(mesh.size(stage) for stage in inside)
+    def bytes_sent(dim: ShardDim, float32: int) -> int:
+        uncompressed_stages = [stage for stage in dim.stages if stage != dim.compressed]
+        shard = float32 // math.prod(mesh.size(stage) for stage in uncompressed_stages)
         # Two copies, each of half the bytes.
-        return shard if cut.compressed else 0
+        return shard if dim.compressed else 0
 
-    return max(jax.tree.leaves(jax.tree.map(sent, cuts, numbers)))
+    return max(jax.tree.leaves(jax.tree.map(bytes_sent, dims, float32_bytes)))
 
 
 def _total(bytes_of: Transformer[int]) -> int:
     return sum(jax.tree.leaves(bytes_of))
 
 
-def _bytes_on_one(
+def _local_bytes(
     like: Transformer[jax.ShapeDtypeStruct],
     mesh: FoldedMesh,
-    places: Transformer[PartitionSpec],
+    spec_tree: Transformer[PartitionSpec],
 ) -> Transformer[int]:
     """Bytes of each weight on one device."""
 
-    def on_one(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> int:
+    def local_bytes(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> int:
         sharding = NamedSharding(mesh.mesh, spec)
         return math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
     # As stored: uneven pipeline stages are padded to equal depth.
-    stored = jax.eval_shape(lambda weights: in_chunks(weights, mesh), like)
-    return jax.tree.map(on_one, stored, places)
+    stored_shapes = jax.eval_shape(lambda weights: in_chunks(weights, mesh), like)
+    return jax.tree.map(local_bytes, stored_shapes, spec_tree)
 
 
 def cache_bytes(model: ModelConfig, mesh: FoldedMesh, slots: int, columns: int) -> int:
@@ -268,17 +274,17 @@ def logits_bytes(model: ModelConfig, geometry: Geometry, rows: int) -> int:
     section = -(-rows // mesh.size(mesh.dp)), geometry.response_length
     tokens = ZigzagLayout((section,), mesh.size(mesh.cp)).num_tokens // mesh.size(mesh.cp)
     width, chunk = -(-vocab_size // mesh.size(mesh.tp)), model.execution.vocab_chunk
-    numbers = tokens * (width if chunk is None else min(chunk, width))
+    num_logits = tokens * (width if chunk is None else min(chunk, width))
     # Top-k and top-p need all logits of a row: rows are sharded over tp instead of the vocabulary.
     if sampling_of(geometry.recipe).truncates:
-        numbers = max(numbers, tokens // mesh.size(mesh.tp) * vocab_size)
-    return 4 * numbers
+        num_logits = max(num_logits, tokens // mesh.size(mesh.tp) * vocab_size)
+    return 4 * num_logits
 
 
 def choices_bytes(model: ModelConfig, tokens: int) -> int:
     """Bytes of the expert ids of `tokens`."""
-    numbers = tokens * model.num_expert_layers * model.experts_per_token
-    return numbers * choices_dtype(model.num_experts).itemsize
+    num_ids = tokens * model.num_expert_layers * model.experts_per_token
+    return num_ids * choices_dtype(model.num_experts).itemsize
 
 
 def stage_input_bytes(model: ModelConfig, geometry: Geometry) -> int:

@@ -21,7 +21,7 @@ from moe.router.capacity import can_drop
 from moe.weights import targets_of
 from sharding.folding import FoldedMesh
 
-OF_EXPERTS = (
+EXPERT_FIELDS = (
     "dispatch",
     "exchange_rate",
     "activation_wire",
@@ -39,53 +39,56 @@ def network_of(model: ModelConfig, run: RunConfig) -> ModelConfig:
     Raises:
       ValueError: for a setting that has no effect in such a network.
     """
-    given = {name: getattr(run, name) for name in NETWORK_SETTINGS}
-    given = {name: value for name, value in given.items() if value is not None}
-    for name, value in given.items():
+    requested = {name: getattr(run, name) for name in NETWORK_SETTINGS}
+    requested = {name: value for name, value in requested.items() if value is not None}
+    for name, value in requested.items():
         if name == "bias_update_rate" and value and not model.selection_bias:
-            raise _changes_nothing(name, value, run, "selection bias")
+            raise _no_effect_error(name, value, run, "selection bias")
         if value and not model.num_experts:
-            raise _changes_nothing(name, value, run, "experts")
-    capacity = given.get("capacity_factor", model.capacity_factor)
+            raise _no_effect_error(name, value, run, "experts")
+    capacity = requested.get("capacity_factor", model.capacity_factor)
     for name in ("drop_policy", "drop_scope"):
-        if name in given and capacity is None:
+        if name in requested and capacity is None:
             raise ValueError(
-                f"{name}={given[name]!r} changes nothing without a capacity, which is what makes "
-                f"experts drop: give --capacity-factor, or leave out {flag(name)}."
+                f"{name}={requested[name]!r} changes nothing without a capacity, which is what "
+                f"makes experts drop: give --capacity-factor, or leave out {flag(name)}."
             )
-    for name in OF_EXPERTS:
+    for name in EXPERT_FIELDS:
         if getattr(run, name) != getattr(Execution, name) and not model.num_experts:
-            raise _changes_nothing(name, getattr(run, name), run, "experts")
+            raise _no_effect_error(name, getattr(run, name), run, "experts")
     if run.latent is not None and model.mla is None:
-        raise _changes_nothing("latent", run.latent, run, "latent attention")
+        raise _no_effect_error("latent", run.latent, run, "latent attention")
     execution = Execution(**{field.name: getattr(run, field.name) for field in fields(Execution)})
     dtype = model.dtype if run.dtype is None else run.dtype
-    lora, moved = lora_of(model, run), given.get("bias_update_rate", model.bias_update_rate)
-    if lora is not None and model.selection_bias and moved:
+    lora, bias_update_rate = (
+        lora_of(model, run),
+        requested.get("bias_update_rate", model.bias_update_rate),
+    )
+    if lora is not None and model.selection_bias and bias_update_rate:
         raise ValueError(
-            f"bias_update_rate={moved} moves a weight that lora_rank={lora.rank} keeps as it is: "
-            "give --bias-update-rate 0."
+            f"bias_update_rate={bias_update_rate} moves a weight that lora_rank={lora.rank} keeps "
+            "as it is: give --bias-update-rate 0."
         )
-    return replace(model, **given, dtype=dtype, execution=execution, lora=lora)
+    return replace(model, **requested, dtype=dtype, execution=execution, lora=lora)
 
 
 def lora_of(model: ModelConfig, run: RunConfig) -> Lora | None:
     """LoRA settings of a run; None without adapters."""
     if run.lora_rank is None:
         return None
-    there = targets_of(model)
+    available = targets_of(model)
     # The head is adapted only where it is named.
-    usual = tuple(target for target in there if target != "head")
-    named = usual if run.lora_targets is None else tuple(run.lora_targets.split(","))
+    default_targets = tuple(target for target in available if target != "head")
+    targets = default_targets if run.lora_targets is None else tuple(run.lora_targets.split(","))
     alpha = 2.0 * run.lora_rank if run.lora_alpha is None else run.lora_alpha
-    lora = Lora(run.lora_rank, alpha, named, run.lora_rank_stabilised)
-    absent = [target for target in named if target not in there]
+    lora = Lora(run.lora_rank, alpha, targets, run.lora_rank_stabilised)
+    absent = [target for target in targets if target not in available]
     if absent:
         raise ValueError(
             f"lora_targets={run.lora_targets!r} has {', '.join(absent)}, which the network of "
-            f"{run.model} has not got: choose among {','.join(there)}."
+            f"{run.model} has not got: choose among {','.join(available)}."
         )
-    if run.experts in FUSED_KERNELS and "experts" in named:
+    if run.experts in FUSED_KERNELS and "experts" in targets:
         raise ValueError(
             f"experts={run.experts!r} has no adapters between its two products: give --experts "
             "mosaic, or leave experts out of --lora-targets."
@@ -99,19 +102,19 @@ def with_dispatch(model: ModelConfig, run: RunConfig, mesh: FoldedMesh) -> Model
     dropless buffers and on layouts of their own too."""
     name = run.dispatch
     # Chosen once, for the training mesh: other passes must not choose another for theirs.
-    if name is None and travels(model, mesh):
+    if name is None and dispatches_tokens(model, mesh):
         name = cheapest(exchange_of(model, mesh), mesh)
     return replace(model, execution=replace(model.execution, dispatch=name))
 
 
 def dispatch_explained(model: ModelConfig, run: RunConfig, mesh: FoldedMesh) -> str | None:
     """Explanation of the choice of `with_dispatch`, in a line; None without a choice."""
-    if run.dispatch is not None or not travels(model, mesh):
+    if run.dispatch is not None or not dispatches_tokens(model, mesh):
         return None
     return explain_choice(exchange_of(model, mesh), mesh)
 
 
-def travels(model: ModelConfig, mesh: FoldedMesh) -> bool:
+def dispatches_tokens(model: ModelConfig, mesh: FoldedMesh) -> bool:
     """True if tokens are dispatched to experts on other devices."""
     return bool(model.num_experts) and mesh.layout.ep * mesh.layout.etp > 1
 
@@ -119,14 +122,22 @@ def travels(model: ModelConfig, mesh: FoldedMesh) -> bool:
 def exchange_of(model: ModelConfig, mesh: FoldedMesh) -> TokenExchange:
     """Sizes of a layer's token dispatch, for the cost model."""
     execution, k = model.execution, model.experts_per_token
-    factors = model.capacity_factor, execution.buffer_factor
-    peer_capacity = peer_capacity_of(k, mesh.layout.ep, *factors)
+    peer_capacity = peer_capacity_of(
+        k, mesh.layout.ep, model.capacity_factor, execution.buffer_factor
+    )
     itemsize = 2 if model.dtype == "bfloat16" else 4
-    sizes = model.num_experts, k, model.d_model, itemsize
-    return TokenExchange(*sizes, peer_capacity, execution.exchange_rate, execution.activation_wire)
+    return TokenExchange(
+        model.num_experts,
+        k,
+        model.d_model,
+        itemsize,
+        peer_capacity,
+        execution.exchange_rate,
+        execution.activation_wire,
+    )
 
 
-def check_served(model: ModelConfig, mesh: FoldedMesh) -> None:
+def check_supported(model: ModelConfig, mesh: FoldedMesh) -> None:
     """Rejects, before compilation, implementations that the devices do not support or that are
     incompatible; those that depend on the sizes of a batch are rejected where they run.
 
@@ -137,7 +148,7 @@ def check_served(model: ModelConfig, mesh: FoldedMesh) -> None:
     context_of(model, mesh)
     if execution.dispatch is not None:
         check_dispatch(execution.dispatch, mesh)
-    if execution.activation_wire is not None and not travels(model, mesh):
+    if execution.activation_wire is not None and not dispatches_tokens(model, mesh):
         raise ValueError(
             f"activation_wire={execution.activation_wire!r} changes nothing on layout "
             f"{mesh.layout}: no token goes to the experts of another device. Leave out "
@@ -177,7 +188,7 @@ def check_served(model: ModelConfig, mesh: FoldedMesh) -> None:
             )
 
 
-def check_places(model: ModelConfig, *meshes: FoldedMesh) -> None:
+def check_shardable(model: ModelConfig, *meshes: FoldedMesh) -> None:
     """Rejects meshes over which the weights cannot be sharded.
 
     Args:
@@ -191,14 +202,14 @@ def check_places(model: ModelConfig, *meshes: FoldedMesh) -> None:
 
 
 def check_overlaps(
-    model: ModelConfig, mesh: FoldedMesh, parts: int, halves: Sequence[int] = ()
+    model: ModelConfig, mesh: FoldedMesh, num_units: int, half_tokens: Sequence[int] = ()
 ) -> None:
     """Rejects overlap of communication and computation where it has no effect or is not supported.
 
     Args:
-      parts: number of independent parts of a device's micro-batch: bins, or prompts with their
+      num_units: number of independent parts of a device's micro-batch: bins, or prompts with their
         responses.
-      halves: tokens of each half of them.
+      half_tokens: tokens of each half of them.
 
     Raises:
       ValueError: naming the flag.
@@ -222,14 +233,14 @@ def check_overlaps(
             f"two_batch_overlap with capacity_factor={model.capacity_factor} would drop other "
             "choices: an expert has room for those of all tokens together. Leave out one of them."
         )
-    if parts < 2:
+    if num_units < 2:
         raise ValueError(
             "two_batch_overlap=True has nothing to halve: a micro-batch has one row on a device, "
             "one prompt with its responses or one packed row. Choose a larger --micro-batch, or "
             f"leave out {flag('two_batch_overlap')}."
         )
     ranks = mesh.size(mesh.sequence)
-    for tokens in halves:
+    for tokens in half_tokens:
         if tokens % ranks:
             raise ValueError(
                 f"two_batch_overlap=True: a half of {tokens} tokens cannot be split over cp x tp = "
@@ -238,9 +249,9 @@ def check_overlaps(
             )
 
 
-def _changes_nothing(name: str, value: object, run: RunConfig, lacking: str) -> ValueError:
-    said = repr(value) if isinstance(value, str) else value
+def _no_effect_error(name: str, value: object, run: RunConfig, lacking: str) -> ValueError:
+    value_text = repr(value) if isinstance(value, str) else value
     return ValueError(
-        f"{name}={said} changes nothing: the network of {run.model} has no {lacking}. Leave out "
-        f"{flag(name)}."
+        f"{name}={value_text} changes nothing: the network of {run.model} has no {lacking}. Leave "
+        f"out {flag(name)}."
     )

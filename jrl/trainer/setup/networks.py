@@ -11,7 +11,7 @@ from jrl.rollout.collection.async_buffer import AsyncBufferSpec
 from jrl.rollout.decoding.programs.slots import Decoder
 from jrl.trainer.learner.learner import Learner, init_learner, split
 from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective, SupervisedObjective
-from jrl.trainer.learner.overflow import for_any_routing
+from jrl.trainer.learner.overflow import with_dropless_buffers
 from jrl.trainer.learner.update import update
 from moe.adapters import trees
 from moe.adapters.settings import Lora
@@ -19,11 +19,11 @@ from moe.config import ModelConfig
 from moe.weights import Transformer
 from sharding.folding import FoldedMesh
 
-Kind = TypeVar("Kind", PolicyObjective, CriticObjective, SupervisedObjective)
+ObjectiveT = TypeVar("ObjectiveT", PolicyObjective, CriticObjective, SupervisedObjective)
 
 
 @dataclass(frozen=True)
-class Network(Generic[Kind]):
+class Network(Generic[ObjectiveT]):
     """Trained network with its objective and its optimizer.
 
     Attributes:
@@ -33,7 +33,7 @@ class Network(Generic[Kind]):
       bins: of a micro-batch, where rows are packed.
     """
 
-    objective: Kind
+    objective: ObjectiveT
     optimizer: Optimizer
     num_micro_batches: int
     bins: int = 1
@@ -59,37 +59,41 @@ class Network(Generic[Kind]):
     ) -> tuple[Learner[Array], dict[str, Any]]:
         """Runs one optimizer step, see `jrl.trainer.learner.update.update`; on an overflow of the
         expert buffers it is recomputed with dropless ones (`jrl.trainer.learner.overflow`)."""
-        how, given = (self.optimizer, self.num_micro_batches), (batch, statistics, passes)
-        learner, metrics = _updated(self.objective, *how, learner, *given)
+        learner, metrics = self._update_once(self.objective, learner, batch, statistics, passes)
         overflow = metrics.get("overflow", 0)
         # Without a buffer factor nothing is read, and the host does not block on the device.
         if "overflow" in metrics and int(overflow):
             # Nothing changed: the returned learner equals the donated one, in its buffers.
-            objective = for_any_routing(self.objective)
-            learner, metrics = _updated(objective, *how, learner, *given)
+            objective = with_dropless_buffers(self.objective)
+            learner, metrics = self._update_once(objective, learner, batch, statistics, passes)
             metrics["overflow"] = overflow
         return learner, metrics
 
-    def on(self, mesh: FoldedMesh) -> "Network[Kind]":
+    def _update_once(
+        self,
+        objective: Any,
+        learner: Learner[Array],
+        batch: Batch[Array],
+        statistics: Any,
+        passes: Array | None,
+    ) -> tuple[Learner[Array], dict[str, Any]]:
+        """Calls `jrl.trainer.learner.update.update`. A network with adapters donates only these:
+        its frozen weights may be shared with others."""
+        optimizer, num_micro_batches = self.optimizer, self.num_micro_batches
+        if objective.config.lora is None:
+            return update(
+                objective, optimizer, num_micro_batches, learner, batch, statistics, passes
+            )
+        adapters, frozen = split(learner.weights, objective.config)
+        learner = replace(learner, weights=adapters)
+        learner, metrics = update(
+            objective, optimizer, num_micro_batches, learner, batch, statistics, passes, frozen
+        )
+        return replace(learner, weights=trees.joined(learner.weights, frozen)), metrics
+
+    def with_mesh(self, mesh: FoldedMesh) -> "Network[ObjectiveT]":
         """Copy on another mesh."""
         return replace(self, objective=replace(self.objective, mesh=mesh))
-
-
-def _updated(
-    objective: Any,
-    optimizer: Optimizer,
-    num_micro_batches: int,
-    learner: Learner[Array],
-    *given: Any,
-) -> tuple[Learner[Array], dict[str, Any]]:
-    """Calls `jrl.trainer.learner.update.update`. A network with adapters donates only these: its
-    frozen weights may be shared with others."""
-    if objective.config.lora is None:
-        return update(objective, optimizer, num_micro_batches, learner, *given)
-    learned, fixed = split(learner.weights, objective.config)
-    learner = replace(learner, weights=learned)
-    learner, metrics = update(objective, optimizer, num_micro_batches, learner, *given, fixed)
-    return replace(learner, weights=trees.joined(learner.weights, fixed)), metrics
 
 
 class PoolSpec(NamedTuple):
@@ -119,7 +123,7 @@ class Networks:
       max_staleness: maximum staleness of training tokens, in versions of the policy.
       pool_spec: of an engine whose rows in flight keep their KV cache, None where that is
         recomputed.
-      reward_parts: names of the reward components that a verdict can have.
+      reward_components: names of the reward components that a verdict can have.
     """
 
     policy: Network[PolicyObjective]
@@ -128,7 +132,7 @@ class Networks:
     packs: bool = False
     max_staleness: int = 0
     pool_spec: PoolSpec | None = None
-    reward_parts: tuple[str, ...] = ()
+    reward_components: tuple[str, ...] = ()
 
     @property
     def mesh(self) -> FoldedMesh:
@@ -146,7 +150,7 @@ class Networks:
             policy.layout.prompt_length,
             policy.response_length,
             policy.config if policy.recipe.router_replay == "R3" else None,
-            self.reward_parts,
+            self.reward_components,
         )
 
     def with_adapters(self, lora: Lora | None) -> "Networks":
@@ -155,7 +159,7 @@ class Networks:
         objective = replace(objective, config=replace(objective.config, lora=lora))
         return replace(self, policy=replace(self.policy, objective=objective))
 
-    def on(self, mesh: FoldedMesh) -> "Networks":
+    def with_mesh(self, mesh: FoldedMesh) -> "Networks":
         """Copy on another mesh."""
-        critic = None if self.critic is None else self.critic.on(mesh)
-        return replace(self, policy=self.policy.on(mesh), critic=critic)
+        critic = None if self.critic is None else self.critic.with_mesh(mesh)
+        return replace(self, policy=self.policy.with_mesh(mesh), critic=critic)

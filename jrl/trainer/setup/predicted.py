@@ -25,7 +25,7 @@ def memory_of_update(model: ModelConfig, geometry: Geometry, run: RunConfig) -> 
 
     Sequences count with their full length; where completions share a prompt it is less.
     """
-    return memory(*_given(model, geometry, run), model.execution.vocab_chunk)
+    return memory(*_planner_args(model, geometry, run), model.execution.vocab_chunk)
 
 
 def time_of_update(
@@ -33,10 +33,10 @@ def time_of_update(
 ) -> Cost:
     """Predicted seconds of one optimizer step on a mini-batch, with GEMMs as fast as those of
     Megatron-Core and the overlap that the run requests (`sharding.planner.overlap`)."""
-    return cost(*_given(model, geometry, run), hardware, library_system(hardware))
+    return cost(*_planner_args(model, geometry, run), hardware, library_system(hardware))
 
 
-def _given(
+def _planner_args(
     model: ModelConfig, geometry: Geometry, run: RunConfig
 ) -> tuple[ModelSizes, Layout, Batch, Method]:
     """Arguments of the planner for an update."""
@@ -52,19 +52,19 @@ def times_with_overlap(
     model: ModelConfig, geometry: Geometry, run: RunConfig, hardware: Hardware
 ) -> dict[str, Cost]:
     """Predicted time of an update with each of `OVERLAPS` that the run does not use but could."""
-    found = {}
+    costs = {}
     for name in OVERLAPS:
         execution = replace(model.execution, **{name: True})
-        other = replace(model, execution=execution)
-        if execution == model.execution or can_drop(other):
+        overlapped = replace(model, execution=execution)
+        if execution == model.execution or can_drop(overlapped):
             continue
         # The same check as for a run that requests it.
         try:
-            check_overlaps(other, geometry.mesh, *geometry.overlapping(run.packing))
+            check_overlaps(overlapped, geometry.mesh, *geometry.overlap_units(run.packing))
         except ValueError:
             continue
-        found[name] = time_of_update(other, geometry, run, hardware)
-    return found
+        costs[name] = time_of_update(overlapped, geometry, run, hardware)
+    return costs
 
 
 def batch_of(geometry: Geometry) -> Batch:
@@ -102,10 +102,10 @@ def method_of(config: ModelConfig, mesh: FoldedMesh, batch: Batch, run: RunConfi
 def attention_of(config: ModelConfig, mesh: FoldedMesh, batch: Batch) -> str | None:
     """Attention implementation that stores scores in memory, for `Method.attention`: the one that
     `moe.attention.core` would choose for a micro-batch; None for a kernel."""
-    named = config.execution.attention
+    implementation = config.execution.attention
     # Fused kernels store no scores: None.
-    if named is not None:
-        return {"plain": "plain", "xla": "plain", "blocked": "blocked"}.get(named)
+    if implementation is not None:
+        return {"plain": "plain", "xla": "plain", "blocked": "blocked"}.get(implementation)
     # GPUs use cuDNN; devices of an unknown platform are assumed to be GPUs.
     if mesh.platform in ("gpu", None) and config.dtype == "bfloat16":
         return None
@@ -113,5 +113,5 @@ def attention_of(config: ModelConfig, mesh: FoldedMesh, batch: Batch) -> str | N
     # Between layers tokens are sharded over tp; in attention a rank has all tokens and some heads.
     queries = batch.local_tokens(layout) * layout.tp
     scores = config.num_heads // layout.tp * queries * batch.time
-    most = LARGEST_PLAIN if mesh.platform == "cpu" else LARGEST_KEPT
-    return "blocked" if scores > most else "plain"
+    max_scores = LARGEST_PLAIN if mesh.platform == "cpu" else LARGEST_KEPT
+    return "blocked" if scores > max_scores else "plain"

@@ -15,14 +15,14 @@ from jrl.trainer.setup.setup import Setup
 from jrl.trainer.supervised.step import training_chats
 
 
-def print_read(setup: Setup, console: Console) -> None:
+def print_first_input(setup: Setup, console: Console) -> None:
     """Prints the first training conversation with special tokens, and its tokens in the loss mask;
     or the first prompt, if a chat template formats it."""
     if setup.rows is not None:
         assert isinstance(setup.task, Chats)
-        own = setup.rows.encoded[training_chats(setup.task, 0, 1)[0].index]
-        _print(setup, console, "The first conversation as the network reads it", own.ids)
-        _print(setup, console, "What is learned of it", own.ids[own.loss_mask])
+        chat = setup.rows.encoded[training_chats(setup.task, 0, 1)[0].index]
+        _print(setup, console, "The first conversation as the network reads it", chat.ids)
+        _print(setup, console, "What is learned of it", chat.ids[chat.loss_mask])
     elif setup.format.template is not None:
         ids = setup.format.encode(setup.task.train(0))
         _print(setup, console, "The first prompt as the network reads it", ids)
@@ -37,17 +37,17 @@ def turn_ends(setup: Setup) -> str | None:
     template, tokenizer = setup.format.template, setup.tokenizer
     if template is None:
         return None
-    spelled = {token: text for text, token in tokenizer.special_tokens.items()}
-    names = [spelled.get(token, str(token)) for token in tokenizer.stop_ids]
-    of_template = tokenizer.usage.turn_end
-    if of_template is not None:
-        own = spelled[of_template]
-        others = [name for name in names if name != own]
-        also = f"; {' and '.join(others)} end them too" if others else ""
-        return f"turns end with {own}, as the chat template writes them{also}"
+    token_texts = {token: text for text, token in tokenizer.special_tokens.items()}
+    names = [token_texts.get(token, str(token)) for token in tokenizer.stop_ids]
+    template_turn_end = tokenizer.usage.turn_end
+    if template_turn_end is not None:
+        template_end = token_texts[template_turn_end]
+        other_ends = [name for name in names if name != template_end]
+        also = f"; {' and '.join(other_ends)} end them too" if other_ends else ""
+        return f"turns end with {template_end}, as the chat template writes them{also}"
     closing = template.turn_suffix
-    written = f"{closing!r}, which is no token," if closing else "nothing that ends a turn"
-    return f"the chat template writes {written} behind a turn: turns end with {' or '.join(names)}"
+    ending = f"{closing!r}, which is no token," if closing else "nothing that ends a turn"
+    return f"the chat template writes {ending} behind a turn: turns end with {' or '.join(names)}"
 
 
 def tools_called(setup: Setup) -> str | None:
@@ -56,11 +56,15 @@ def tools_called(setup: Setup) -> str | None:
     format = setup.format.tool_format
     if setup.rows is not None or format is None or not has_environments(setup.task):
         return None
-    known = example_tools(setup.task.train(0))
-    return f"tools ({', '.join(known)}) are called in the format {format.name}" if known else None
+    tool_names = example_tools(setup.task.train(0))
+    return (
+        f"tools ({', '.join(tool_names)}) are called in the format {format.name}"
+        if tool_names
+        else None
+    )
 
 
 def _print(setup: Setup, console: Console, title: str, ids: Iterable[SupportsInt]) -> None:
     console.print(title, style="bold")
-    written = conversation(setup.tokenizer, [int(token) for token in ids])
-    console.print(Text(written), highlight=False, soft_wrap=True)
+    text = conversation(setup.tokenizer, [int(token) for token in ids])
+    console.print(Text(text), highlight=False, soft_wrap=True)

@@ -43,11 +43,11 @@ from jrl.text.tokenizer import Tokenizer
 from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective, SupervisedObjective
 from jrl.trainer.setup.checks import check_fits, check_may_be_stale, check_may_converse, check_tools
 from jrl.trainer.setup.geometry import Geometry
-from jrl.trainer.setup.lengths import check_answers, fitted_prompts, response_length
+from jrl.trainer.setup.lengths import check_answers, fit_prompts, response_length
 from jrl.trainer.setup.network import (
     check_overlaps,
-    check_places,
-    check_served,
+    check_shardable,
+    check_supported,
     network_of,
     with_dispatch,
 )
@@ -59,7 +59,7 @@ from moe.disaggregated.split import SplitMesh
 from moe.router.capacity import can_drop
 from sharding.folding import FoldedMesh, Layout, fold
 
-FEW_PROMPTS = 64
+MIN_PREFILL_PROMPTS = 64
 """Minimum number of prompts of a prefill where that many are requested: with fewer, dispatching a
 prefill takes longer than running it."""
 
@@ -163,17 +163,25 @@ class Setup:
         """Geometry of batches on the devices."""
         layout = rollout = f"layout {self.run.layout!r}"
         if self.rollout_mesh != self.mesh:
-            own = self.run.rollout_layout or str(self.rollout_mesh.layout)
-            rollout = f"rollout layout {own!r}"
-        parts = 1
+            rollout_layout = self.run.rollout_layout or str(self.rollout_mesh.layout)
+            rollout = f"rollout layout {rollout_layout!r}"
+        micro_batches = 1
         if self.split is not None:
-            parts = self.run.rollout_micro_batches
+            micro_batches = self.run.rollout_micro_batches
             rollout = f"rollout split {self.run.rollout_split!r}"
-        lengths = self.prompt_length, self.response_length
+        prompt_length, response_length = self.prompt_length, self.response_length
         if self.rows is not None:
-            lengths = self.rows.before, self.rows.after
-        meshes = self.mesh, self.rollout_mesh
-        return Geometry(self.recipe, *lengths, *meshes, layout, rollout, parts)
+            prompt_length, response_length = self.rows.before, self.rows.after
+        return Geometry(
+            self.recipe,
+            prompt_length=prompt_length,
+            response_length=response_length,
+            mesh=self.mesh,
+            rollout_mesh=self.rollout_mesh,
+            layout=layout,
+            rollout_layout=rollout,
+            rollout_micro_batches=micro_batches,
+        )
 
     def sampler(self, seed: int | None = None) -> Sampler:
         """Creates a sampler of the task's completions, without weights.
@@ -184,12 +192,13 @@ class Setup:
         randomness = self.randomness if seed is None else Randomness(seed)
         engine: RolloutEngine = self._engine(randomness)
         if has_environments(self.task):
-            bounds = self.run.max_turns, self.run.turn_length
-            engine = ConversationEngine(engine, self.task, self.format, *bounds)
+            engine = ConversationEngine(
+                engine, self.task, self.format, self.run.max_turns, self.run.turn_length
+            )
         return Sampler(engine, self.task, self.format, self.prompt_length, self.response_length)
 
     def _engine(self, randomness: Randomness) -> SlotEngine:
-        given: dict[str, Any] = {
+        options: dict[str, Any] = {
             "slots": self.geometry.slots(self.run.slots),
             "columns": self.prompt_length + self.response_length,
             "pad_id": self.tokenizer.pad_id,
@@ -199,30 +208,32 @@ class Setup:
         }
         if self.split is None:
             # Evaluations and the checks of the warm start share the compiled prefill of a step.
-            given["prompts"] = max(self.recipe.prompts, FEW_PROMPTS)
-            return SlotEngine(self.model, self.mesh, self.rollout_mesh, **given)
-        given["micro_batches"] = self.run.rollout_micro_batches
-        given["m2n"] = self.run.rollout_m2n
-        given["expert_slots"] = self.run.rollout_expert_slots
-        given["replan"] = self.run.rollout_replan
-        return DisaggregatedEngine(self.model, self.mesh, self.split, **given)
+            options["prompts"] = max(self.recipe.prompts, MIN_PREFILL_PROMPTS)
+            return SlotEngine(self.model, self.mesh, self.rollout_mesh, **options)
+        options["micro_batches"] = self.run.rollout_micro_batches
+        options["m2n"] = self.run.rollout_m2n
+        options["expert_slots"] = self.run.rollout_expert_slots
+        options["replan"] = self.run.rollout_replan
+        return DisaggregatedEngine(self.model, self.mesh, self.split, **options)
 
     @property
     def networks(self) -> Networks:
         """Trained networks with their objectives and optimizers."""
         recipe, layout = self.recipe, self.geometry.prompt_layout
-        sizes, response = (
-            (self.geometry.num_micro_batches, self.geometry.bins),
-            self.response_length,
-        )
-        of_policy = PolicyObjective(
+        num_micro_batches, bins = self.geometry.num_micro_batches, self.geometry.bins
+        response = self.response_length
+        policy_objective = PolicyObjective(
             self.model, self.mesh, layout, recipe, sampling_of(recipe), response
         )
         critic = None
         if recipe.uses_critic:
-            of_critic = CriticObjective(self.model.as_critic(), self.mesh, layout, recipe, response)
-            critic = Network(of_critic, self._stepping(recipe.critic_optimizer), *sizes)
-        policy = Network(of_policy, self._stepping(recipe.optimizer), *sizes)
+            critic_objective = CriticObjective(
+                self.model.as_critic(), self.mesh, layout, recipe, response
+            )
+            optimizer = self._with_run_settings(recipe.critic_optimizer)
+            critic = Network(critic_objective, optimizer, num_micro_batches, bins)
+        optimizer = self._with_run_settings(recipe.optimizer)
+        policy = Network(policy_objective, optimizer, num_micro_batches, bins)
         packs = self.run.packing
         if packs is None:
             # With windows, most tokens of a step only provide context; most conversations are far
@@ -235,8 +246,16 @@ class Setup:
             engine = self._engine(self.randomness)
             pool = PoolSpec(engine.decoder, engine.slots, engine.columns)
         staleness = self.run.max_staleness
-        parts = part_names(self.task)
-        return Networks(policy, critic, recipe.uses_reference, packs, staleness, pool, parts)
+        reward_components = part_names(self.task)
+        return Networks(
+            policy,
+            critic,
+            keeps_reference=recipe.uses_reference,
+            packs=packs,
+            max_staleness=staleness,
+            pool_spec=pool,
+            reward_components=reward_components,
+        )
 
     @property
     def imitator(self) -> Network[SupervisedObjective]:
@@ -246,10 +265,10 @@ class Setup:
         # Rows of different prompts, which share nothing.
         layout = PromptLayout(self.prompt_length, group_size=1)
         objective = SupervisedObjective(model, self.mesh, layout)
-        optimizer = self._stepping(Optimizer(self.run.warm_start_learning_rate))
+        optimizer = self._with_run_settings(Optimizer(self.run.warm_start_learning_rate))
         return Network(objective, optimizer, 1)
 
-    def _stepping(self, optimizer: Optimizer) -> Optimizer:
+    def _with_run_settings(self, optimizer: Optimizer) -> Optimizer:
         """Optimizer of the recipe with the run's dtypes of moments and gradient communication."""
         run = self.run
         # A decreasing rate needs the last step, which is a setting of the run, not of the recipe.
@@ -290,7 +309,7 @@ def build_setup(
             f"run have {len(devices)}: each must have its part, so choose a layout of all."
         )
     if run.checkpoint is not None and model is None:
-        model = _of_checkpoint(run.checkpoint)
+        model = _checkpoint_config(run.checkpoint)
     elif run.checkpoint is None and run.model not in PRESETS:
         near = difflib.get_close_matches(run.model, PRESETS) or list(PRESETS)
         raise ValueError(f"model={run.model!r} is no preset; near: {', '.join(near)}.")
@@ -314,7 +333,7 @@ def build_setup(
         else:
             check_answers(run, task)
             check_tools(task, format)
-            prompt, dropped = fitted_prompts(run, task, format)
+            prompt, dropped = fit_prompts(run, task, format)
             response = response_length(run, task, tokenizer, network, prompt)
         setup = Setup(
             run=run,
@@ -332,13 +351,20 @@ def build_setup(
         # lengths.
         setup = replace(setup, recipe=recipe.fitted(setup.response_length))
         setup = replace(setup, recipe=setup.geometry.with_micro_batch().recipe)
-        check_served(network, setup.mesh)
-        check_places(network, setup.mesh, setup.rollout_mesh)
+        check_supported(network, setup.mesh)
+        check_shardable(network, setup.mesh, setup.rollout_mesh)
         setup.geometry.check()
-        check_overlaps(network, setup.mesh, *setup.geometry.overlapping(run.packing))
+        check_overlaps(network, setup.mesh, *setup.geometry.overlap_units(run.packing))
         setup.geometry.slots(run.slots)
-        given = setup.tokenizer, setup.model, setup.run, setup.recipe, setup.mesh
-        check_fits(*given, setup.split, setup.response_length)
+        check_fits(
+            setup.tokenizer,
+            setup.model,
+            setup.run,
+            setup.recipe,
+            mesh=setup.mesh,
+            split=setup.split,
+            response_length=setup.response_length,
+        )
     # Worker processes must not outlive a run that is rejected or interrupted.
     except BaseException:
         task.close()
@@ -371,12 +397,13 @@ def _task(run: RunConfig, recipe: Recipe, code_path: Path | None) -> Task:
 
 def _format(run: RunConfig, recipe: Recipe, tokenizer: Tokenizer) -> PromptFormat:
     """Encoding of prompts to tokens, or of conversations for SFT."""
-    made = prompt_format(run, tokenizer)
+    format = prompt_format(run, tokenizer)
     if recipe.supervision is None:
-        return made
+        return format
     last = recipe.supervision.last_turn
-    shared = made.tokenizer, made.template, made.system_prompt, made.template_arguments
-    return ChatFormat(*shared, last)
+    return ChatFormat(
+        format.tokenizer, format.template, format.system_prompt, format.template_arguments, last
+    )
 
 
 def _tokenizer(run: RunConfig, task: Task, model: ModelConfig | None) -> Tokenizer:
@@ -400,7 +427,7 @@ def _tokenizer(run: RunConfig, task: Task, model: ModelConfig | None) -> Tokeniz
     return Tokenizer.train_characters(task.characters)
 
 
-def _of_checkpoint(directory: str) -> ModelConfig:
+def _checkpoint_config(directory: str) -> ModelConfig:
     if find_spec("safetensors") is None or find_spec("tokenizers") is None:
         raise ValueError(
             f"model=hf:{directory} needs safetensors and tokenizers, of which one is not "

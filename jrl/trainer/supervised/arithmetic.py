@@ -9,16 +9,19 @@ def chat_arithmetic(setup: Setup) -> dict[str, str]:
     """Lines of the arithmetic from conversations to optimizer steps."""
     chats, rows, recipe, run = setup.task, setup.rows, setup.recipe, setup.run
     assert isinstance(chats, Chats) and rows is not None
-    found = list(rows.encoded.values())
-    tokens, learned = sum(len(own.ids) for own in found), sum(own.loss_mask.sum() for own in found)
+    encoded_chats = list(rows.encoded.values())
+    tokens, loss_tokens = (
+        sum(len(chat.ids) for chat in encoded_chats),
+        sum(chat.loss_mask.sum() for chat in encoded_chats),
+    )
     num_micro_batches, layout = setup.geometry.num_micro_batches, setup.mesh.layout
     micro = recipe.micro_batch_size
     epochs = run.steps * recipe.completions / chats.num_train
     lines = {
         "conversations": f"{chats.num_train:,} to learn from, {chats.heldout_size:,} held out",
         "left out, cut": f"{rows.dropped:,}, {rows.truncated:,}",
-        "tokens": f"{tokens:,}, of which {learned:,} are learned ({learned / tokens:.1%})",
-        "tokens of the longest": f"{max(len(own.ids) for own in found):,}",
+        "tokens": f"{tokens:,}, of which {loss_tokens:,} are learned ({loss_tokens / tokens:.1%})",
+        "tokens of the longest": f"{max(len(chat.ids) for chat in encoded_chats):,}",
         "steps": f"{run.steps:,} x {recipe.completions:,} conversations = {epochs:.3g} epochs",
         "micro-batches per step": f"{recipe.completions:,} / {micro:,} = {num_micro_batches:,}",
         "packed": "yes" if setup.networks.packs else "no",

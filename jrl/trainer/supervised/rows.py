@@ -43,22 +43,26 @@ class ChatRows:
 
     def counts(self, chats: Sequence[Chat]) -> tuple[np.ndarray, np.ndarray]:
         """Number of tokens of each conversation, and of those in the loss mask, ``[chats]``."""
-        found = [self.encoded[chat.index] for chat in chats]
+        encoded_chats = [self.encoded[chat.index] for chat in chats]
         sizes = [
-            (len(encoded_chat.ids), int(encoded_chat.loss_mask.sum())) for encoded_chat in found
+            (len(encoded_chat.ids), int(encoded_chat.loss_mask.sum()))
+            for encoded_chat in encoded_chats
         ]
-        tokens, learned = np.array(sizes, np.int64).reshape(-1, 2).T
-        return tokens, learned
+        tokens, loss_tokens = np.array(sizes, np.int64).reshape(-1, 2).T
+        return tokens, loss_tokens
 
-    def described(self, task: Task) -> list[str]:
+    def describe(self, task: Task) -> list[str]:
         """Summary lines of the training data, and of conversations left out or truncated."""
-        learned = sum(int(encoded_chat.loss_mask.sum()) for encoded_chat in self.encoded.values())
+        loss_tokens = sum(
+            int(encoded_chat.loss_mask.sum()) for encoded_chat in self.encoded.values()
+        )
         tokens = sum(len(encoded_chat.ids) for encoded_chat in self.encoded.values())
         longest = max(len(encoded_chat.ids) for encoded_chat in self.encoded.values())
-        held = task.heldout_size or 0
+        num_heldout = task.heldout_size or 0
         lines = [
-            f"{len(self.encoded) - held:,} conversations to learn from and {held:,} held out, "
-            f"{tokens:,} tokens, of which {learned:,} are the assistant's and {longest:,} in one"
+            f"{len(self.encoded) - num_heldout:,} conversations to learn from and {num_heldout:,} "
+            f"held out, {tokens:,} tokens, of which {loss_tokens:,} are the assistant's and "
+            f"{longest:,} in one"
         ]
         if self.dropped:
             lines.append(
@@ -78,8 +82,8 @@ class ChatRows:
         for row, chat in enumerate(chats):
             encoded_chat = self.encoded[chat.index]
             # One token is before the predicted positions: each prediction needs a state before it.
-            place = slice(self.before - 1, self.before - 1 + len(encoded_chat.ids))
-            tokens[row, place], mask[row, place], valid[row, place] = (
+            columns = slice(self.before - 1, self.before - 1 + len(encoded_chat.ids))
+            tokens[row, columns], mask[row, columns], valid[row, columns] = (
                 encoded_chat.ids,
                 encoded_chat.loss_mask,
                 True,
@@ -97,19 +101,19 @@ def chat_rows(
       ValueError: for a conversation that cannot be encoded, a length above the checkpoint's maximum
         positions, and where too few conversations are left.
     """
-    most = [n for n in (supervision.max_length, model.max_positions) if n is not None]
-    if len(most) == 2 and most[0] > most[1]:
+    limits = [n for n in (supervision.max_length, model.max_positions) if n is not None]
+    if len(limits) == 2 and limits[0] > limits[1]:
         raise ValueError(
-            f"max_length={most[0]} is more than the {most[1]} positions that the network was made "
-            f"for: give --max-length {most[1]} or less."
+            f"max_length={limits[0]} is more than the {limits[1]} positions that the network was "
+            f"made for: give --max-length {limits[1]} or less."
         )
     # All before the first step: the longest row is a static shape of every compiled function.
     encoded: dict[int, Encoded] = {}
     truncated = 0
     for chat in chats.chats:
         encoded_chat: Encoded | None = encode_chat(format, chat, last=format.last)
-        if most and len(encoded_chat.ids) > most[0]:
-            encoded_chat = encoded_chat.truncate(most[0]) if supervision.truncates else None
+        if limits and len(encoded_chat.ids) > limits[0]:
+            encoded_chat = encoded_chat.truncate(limits[0]) if supervision.truncates else None
             truncated += encoded_chat is not None
         if encoded_chat is not None:
             encoded[chat.index] = encoded_chat
@@ -118,7 +122,13 @@ def chat_rows(
         {number: _turn_text(format, encoded_chat) for number, encoded_chat in encoded.items()}
     )
     longest = max(len(encoded_chat.ids) for encoded_chat in encoded.values())
-    return ChatRows(encoded, _divided(1, mesh), _divided(longest - 1, mesh), dropped, truncated)
+    return ChatRows(
+        encoded,
+        _round_up_positions(1, mesh),
+        _round_up_positions(longest - 1, mesh),
+        dropped,
+        truncated,
+    )
 
 
 def _turn_text(format: ChatFormat, encoded_chat: Encoded) -> str:
@@ -136,30 +146,30 @@ text after an answer shows."""
 
 
 def sampled_lengths(
-    chats: Chats, rows: ChatRows, model: ModelConfig, wanted: int | None
+    chats: Chats, rows: ChatRows, model: ModelConfig, requested: int | None
 ) -> tuple[int, int]:
     """Maximum tokens of the prompts and of the completions that are sampled for display.
 
     Args:
-      wanted: tokens of a completion; None is a quarter more than the longest held-out turn
+      requested: tokens of a completion; None is a quarter more than the longest held-out turn
         (reasoning, calls and end included), and `EXTRA_TOKENS` more at least, within the network's
         positions but never less than that turn.
     """
     heldout = [chats.heldout(index) for index in range(chats.heldout_size or 0)]
-    found = [rows.encoded[chat.index] for chat in heldout if isinstance(chat, Chat)]
-    prompt = max(encoded_chat.context for encoded_chat in found)
-    if wanted is None:
-        longest = max(encoded_chat.turn_length for encoded_chat in found)
-        wanted = longest + max(-(-longest // 4), EXTRA_TOKENS)
+    heldout_chats = [rows.encoded[chat.index] for chat in heldout if isinstance(chat, Chat)]
+    prompt = max(encoded_chat.context for encoded_chat in heldout_chats)
+    if requested is None:
+        longest = max(encoded_chat.turn_length for encoded_chat in heldout_chats)
+        requested = longest + max(-(-longest // 4), EXTRA_TOKENS)
         if model.max_positions is not None:
             # The longest turn fits behind its own prompt, which is mostly not the longest one.
-            wanted = max(min(wanted, model.max_positions - prompt), longest)
-    if wanted < 1:
-        raise ValueError(f"response_length={wanted} must be at least 1.")
-    return prompt, wanted
+            requested = max(min(requested, model.max_positions - prompt), longest)
+    if requested < 1:
+        raise ValueError(f"response_length={requested} must be at least 1.")
+    return prompt, requested
 
 
-def _divided(columns: int, mesh: FoldedMesh) -> int:
+def _round_up_positions(columns: int, mesh: FoldedMesh) -> int:
     """Rounds up a number of positions so that those of any number of rows divide over
     ``cp x tp``."""
     cp, ranks = mesh.size(mesh.cp), mesh.size(mesh.sequence)

@@ -8,7 +8,7 @@ from jrl.trainer.evaluation.heldout import heldout_examples
 from jrl.trainer.outputs import Outputs, write_heldout_samples
 from jrl.trainer.setup.setup import Setup
 from jrl.trainer.state import TrainState
-from jrl.trainer.step import Done
+from jrl.trainer.step import StepResult
 from jrl.trainer.supervised.heldout import heldout_loss
 from jrl.trainer.supervised.rows import ChatRows
 from jrl.trainer.supervised.step import supervised_step
@@ -29,15 +29,21 @@ class Supervised:
         self._recipe = recipe
         self._chats: Chats = chats
         self._rows: ChatRows = rows
-        asked = heldout_examples(chats, setup.run.eval_prompts)
-        self._heldout = [chat for chat in asked if isinstance(chat, Chat)]
+        examples = heldout_examples(chats, setup.run.eval_prompts)
+        self._heldout = [chat for chat in examples if isinstance(chat, Chat)]
 
-    def step(self, state: TrainState[Array]) -> tuple[TrainState[Array], Done]:
-        given = self._networks, self._recipe, self._chats, self._rows
-        state, metrics, skipped = supervised_step(*given, self._setup.tokenizer.pad_id, state)
-        return state, Done(metrics, skipped)
+    def step(self, state: TrainState[Array]) -> tuple[TrainState[Array], StepResult]:
+        state, metrics, skipped = supervised_step(
+            self._networks,
+            self._recipe,
+            self._chats,
+            self._rows,
+            pad_id=self._setup.tokenizer.pad_id,
+            state=state,
+        )
+        return state, StepResult(metrics, skipped)
 
-    def evaluated(self, state: TrainState[Array]) -> dict[str, float]:
+    def evaluate(self, state: TrainState[Array]) -> dict[str, float]:
         return heldout_loss(
             self._networks.policy.objective,
             state.policy.weights,
@@ -47,10 +53,10 @@ class Supervised:
             self._setup.tokenizer.pad_id,
         )
 
-    def left_out(self) -> dict[str, float]:
+    def data_metrics(self) -> dict[str, float]:
         counts = {"dropped": self._rows.dropped, "truncated": self._rows.truncated}
         return {f"data/chats_{name}": float(number) for name, number in counts.items() if number}
 
-    def write_samples(self, outputs: Outputs, state: TrainState[Array], done: Done) -> None:
+    def write_samples(self, outputs: Outputs, state: TrainState[Array], result: StepResult) -> None:
         if int(state.step) < self._setup.run.steps:  # after the last step every run shows them
             write_heldout_samples(self._setup, self._sampler, state, outputs.samples)

@@ -16,7 +16,7 @@ from jrl.trainer.step import NonFinite, update_rows
 from jrl.trainer.summary import count_updates, summarise
 from jrl.trainer.supervised.rows import ChatRows
 
-ROWS_OF_A_BIN = 16
+MAX_ROWS_PER_BIN = 16
 """Maximum conversations of a bin: many are far shorter than the longest."""
 
 
@@ -35,16 +35,16 @@ def supervised_step(
     """
     # The position in the stream of conversations is the only data state of a checkpoint.
     seen = int(state.prompts_seen)
-    chosen = training_chats(chats, seen, recipe.completions)
-    tokens, learned = rows.counts(chosen)
+    batch_chats = training_chats(chats, seen, recipe.completions)
+    tokens, loss_tokens = rows.counts(batch_chats)
     begin = time.perf_counter()
-    batch = rows.batch(chosen, recipe.completions, pad_id, networks.mesh)
-    of_rows = (tokens, learned) if networks.packs else None
-    learner, found = update_rows(
-        networks.policy, state.policy, batch, of_rows, rows_of_a_bin=ROWS_OF_A_BIN
+    batch = rows.batch(batch_chats, recipe.completions, pad_id, networks.mesh)
+    row_counts = (tokens, loss_tokens) if networks.packs else None
+    learner, update_metrics = update_rows(
+        networks.policy, state.policy, batch, row_counts, max_rows_per_bin=MAX_ROWS_PER_BIN
     )
     # Reading them blocks until the update has finished, for the timing.
-    history = [{"actor": to_host(found)}]
+    history = [{"actor": to_host(update_metrics)}]
     seconds = time.perf_counter() - begin
     seen += recipe.completions
     state = replace(
@@ -58,7 +58,7 @@ def supervised_step(
         **count_updates(history),
         "actor/lr": float(networks.policy.optimizer.rate_at(int(learner.updates) - 1)),
         "training/tokens": float(tokens.sum()),
-        "training/learned_tokens": float(learned.sum()),
+        "training/learned_tokens": float(loss_tokens.sum()),
         "training/epoch": seen / chats.num_train,
         "timing_s/update_actor": seconds,
     }
@@ -70,5 +70,5 @@ def supervised_step(
 
 def training_chats(chats: Chats, first: int, number: int) -> list[Chat]:
     """Training conversations `first` to `first + number`; each epoch has another order."""
-    found = [chats.train(index) for index in range(first, first + number)]
-    return [chat for chat in found if isinstance(chat, Chat)]
+    examples = [chats.train(index) for index in range(first, first + number)]
+    return [chat for chat in examples if isinstance(chat, Chat)]

@@ -6,7 +6,7 @@ import pytest
 from chat_checkpoint import write_tokenizer
 from tiers import full_but
 
-from jrl.config.flags import parse
+from jrl.config.flags import parse_arguments
 from jrl.config.settings_file import PRESETS
 from jrl.trainer.setup.memory import memory
 from jrl.trainer.setup.predicted import memory_of_update
@@ -45,7 +45,7 @@ def test_a_preset_fits_its_accelerator(name, checkpoint, tmp_path):
     data = tmp_path / "data.jsonl"
     data.write_text('{"prompt": "1+1?", "answer": 2}\n{"prompt": "1+2?", "answer": 3}\n')
     given = [f"--model=hf:{checkpoint}", f"--task=jsonl:{data}", "--verifiers=1"]
-    request = parse([f"--config=preset:{name}", *given])
+    request = parse_arguments([f"--config=preset:{name}", *given])
     setup = build_setup(request.run, request.recipe)
     setup.task.close()
     needs, update = memory(setup), memory_of_update(setup.model, setup.geometry, setup.run)

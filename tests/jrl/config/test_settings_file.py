@@ -8,7 +8,7 @@ import pytest
 from tiers import full_but
 
 from jrl.config.files import to_json
-from jrl.config.flags import parse
+from jrl.config.flags import parse_arguments
 from jrl.config.run import RunConfig
 from jrl.config.settings_file import read_settings, settings_text
 from jrl.recipes import RECIPES
@@ -25,7 +25,7 @@ def file(tmp_path):
 
 
 def read(path, *flags):
-    request = parse([*flags, "--config", str(path)])
+    request = parse_arguments([*flags, "--config", str(path)])
     return request.run, request.recipe
 
 
@@ -48,7 +48,7 @@ def test_a_file_says_what_flags_would_say(file):
     flags = ["--task=jsonl:a b.jsonl", "--learning-rate=1e-6", "--group-size=4", "--prompts=8"]
     flags += ["--mini-batch=8", "--temperature=1", "--system-prompt=no"]
     flags += ["--log-to", "tensorboard", "wandb"]
-    request = parse(["dapo", *flags])
+    request = parse_arguments(["dapo", *flags])
     assert read(path) == (request.run, request.recipe)
     assert request.run.system_prompt == "no" and request.recipe.learning_rate == 1e-6
 
@@ -57,10 +57,10 @@ def test_flags_come_first_in_any_order(file):
     path = file("recipe: dapo\nsteps: 7\nseed: 5\nrun_dir: there\ntemperature: 0.5\n")
     run, recipe = read(path, "--steps=9", "--temperature=0.7")
     assert (run.steps, run.seed, recipe.name, recipe.temperature) == (9, 5, "dapo", 0.7)
-    request = parse(["grpo", "--config", str(path), "--steps=9", "--run-dir=here"])
+    request = parse_arguments(["grpo", "--config", str(path), "--steps=9", "--run-dir=here"])
     assert (request.run.steps, request.recipe.name) == (9, "grpo")
     assert request.command.run_dir == "here"
-    assert parse([f"--config={path}"]).command.run_dir == "there"
+    assert parse_arguments([f"--config={path}"]).command.run_dir == "there"
 
 
 def test_settings_are_judged_together_with_the_flags(file):
@@ -139,7 +139,7 @@ def test_files_that_are_not_there(tmp_path):
     with pytest.raises(ValueError, match=r"no preset; near: .*qwen3-0.6b-24gb"):
         read("preset:qwen3-0.6b")
     with pytest.raises(ValueError, match="--config needs a YAML file"):
-        parse(["--config"])
+        parse_arguments(["--config"])
 
 
 def test_the_finished_run_has_the_file_that_repeats_it(grpo_run):
@@ -153,8 +153,8 @@ def test_the_finished_run_has_the_file_that_repeats_it(grpo_run):
 
 def test_a_resumed_run_keeps_to_its_settings(grpo_run, file):
     resume = ["--resume", "--run-dir", str(grpo_run)]
-    assert parse([*resume, "--config", str(file("steps: 9"))]).run.steps == 9
+    assert parse_arguments([*resume, "--config", str(file("steps: 9"))]).run.steps == 9
     where = file(f"run_dir: {grpo_run}")
-    assert parse(["--resume", "--config", str(where)]).run.steps == 2
+    assert parse_arguments(["--resume", "--config", str(where)]).run.steps == 2
     with pytest.raises(ValueError, match="--seed is 0 in the run, 5 was given"):
-        parse([*resume, "--config", str(file("seed: 5"))])
+        parse_arguments([*resume, "--config", str(file("seed: 5"))])

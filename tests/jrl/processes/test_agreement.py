@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from places import ROOT, SUPPORT
 
 from jrl.processes.agreement import (
-    FailTogether,
+    RaiseInAllProcesses,
     any_of,
     broadcast_from_main,
     check_same,
@@ -96,7 +96,7 @@ def test_one_process_gives_back_what_it_was_given():
     assert gather(value)[0] is value
     assert (any_of(False), any_of(True)) == (False, True)
     check_same({"--steps": object()})
-    with pytest.raises(KeyError, match="a"), FailTogether():
+    with pytest.raises(KeyError, match="a"), RaiseInAllProcesses():
         raise KeyError("a")
 
 

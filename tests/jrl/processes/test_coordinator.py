@@ -4,14 +4,14 @@ import time
 import pytest
 
 from jrl.config.command_line import start_jax
-from jrl.processes.coordinator import Processes, join
+from jrl.processes.coordinator import Processes, join_processes
 
 
 def test_one_process_joins_nothing():
     Processes().check()
     assert Processes().share(None) is None
     assert Processes().share(3) == 3
-    join(Processes())
+    join_processes(Processes())
 
 
 def test_devices_are_shared_evenly():
@@ -76,7 +76,7 @@ def test_a_port_that_is_taken_is_refused():
     with socket.create_server(("", 0)) as server:
         address = f"localhost:{server.getsockname()[1]}"
         with pytest.raises(ValueError, match=r"process 0 cannot listen there .*another port"):
-            join(Processes(address, num_processes=2, process_id=0))
+            join_processes(Processes(address, num_processes=2, process_id=0))
 
 
 def test_a_coordinator_that_does_not_answer_is_given_up():
@@ -84,5 +84,5 @@ def test_a_coordinator_that_does_not_answer_is_given_up():
         address = f"localhost:{server.getsockname()[1]}"
     begun = time.monotonic()
     with pytest.raises(ValueError, match=r"does not answer within 1 s .*: start process 0"):
-        join(Processes(address, num_processes=2, process_id=1, coordinator_timeout=1))
+        join_processes(Processes(address, num_processes=2, process_id=1, coordinator_timeout=1))
     assert 1 <= time.monotonic() - begun < 10

@@ -85,7 +85,7 @@ def test_a_second_interrupt_ends_a_process_that_is_in_a_long_call():
         "import hashlib, importlib.util, sys\n"
         f"spec = importlib.util.spec_from_file_location('stopping', {stopping.__file__!r})\n"
         "stopping = importlib.util.module_from_spec(spec); spec.loader.exec_module(stopping)\n"
-        "stopping.PATIENCE = 0.2\n"
+        "stopping.GRACE_SECONDS = 0.2\n"
         "with stopping.Stop(lambda: print('closed', flush=True)):\n"
         "    print('ready', flush=True)\n"
         "    hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)\n"

@@ -79,20 +79,20 @@ def write_steps(folder, *steps):
 def test_going_back_cuts_metrics_and_samples(path):
     with RunFolder.create(path, CONFIG) as folder:
         write_steps(folder, 0, 1, 2)
-        marks = folder.line_marks()
+        marks = folder.line_offsets()
         write_steps(folder, 3, 4)
-        folder.go_back(2, marks)
+        folder.rewind(2, marks)
         for file in (folder.metrics_path, folder.samples_path):
             assert [record["step"] for record in records.read(file)] == [0, 1, 2]
 
 
 def test_beginning_again(path):
     with RunFolder.create(path, CONFIG) as folder:
-        folder.begin_again()
+        folder.discard_unsaved()
         write_steps(folder, 0)
         with folder.metrics_path.open("ab") as file:
             file.write(b'{"step"')  # killed while it wrote
-        folder.begin_again()
+        folder.discard_unsaved()
         assert not folder.metrics_path.exists() and not folder.samples_path.exists()
 
 
@@ -100,14 +100,14 @@ def test_a_run_whose_checkpoints_are_lost_does_not_begin_again(path):
     with RunFolder.create(path, CONFIG) as folder:
         write_steps(folder, 0, 1)
         with pytest.raises(ValueError, match=r"goes up to step 1 and there is no checkpoint in "):
-            folder.begin_again()
+            folder.discard_unsaved()
         assert len(records.read(folder.metrics_path)) == 2
 
 
 def test_a_file_that_never_changes_has_changed(path):
     with RunFolder.create(path, CONFIG) as folder:
         folder.tokenizer_path.write_bytes(b"pieces")
-        marks = folder.file_marks()
+        marks = folder.file_hashes()
         folder.check_files(3, marks)
         folder.tokenizer_path.write_bytes(b"Pieces")
         with pytest.raises(ValueError, match=r"tokenizer\.model is not what it was .* of step 3"):

@@ -60,12 +60,12 @@ def test_a_run_resumed_at_its_first_checkpoint_hides_later_steps(tmp_path):
     setup = small_setup(run=small_run(log_to=("tensorboard",)))
     with RunFolder.create(tmp_path / "run", {}) as folder:
         folder.metrics_path.touch()
-        with outputs.opened(setup.run, setup.recipe, folder, 0):
+        with outputs.open_outputs(setup.run, setup.recipe, folder, 0):
             pass
         assert session_starts(folder.tensorboard_path) == []
         for file in folder.tensorboard_path.iterdir():
             file.unlink()  # two files of one second have one name
-        with outputs.opened(setup.run, setup.recipe, folder, 0):
+        with outputs.open_outputs(setup.run, setup.recipe, folder, 0):
             pass
         assert session_starts(folder.tensorboard_path) == [1]
 

@@ -51,7 +51,7 @@ def assert_is_of(checkpoints, step):
 def assert_gives_way(two, copy, damage, name):
     shutil.copytree(two, copy)
     damage(copy / "7" / name)
-    step, damaged = Checkpoints(copy).newest_whole()
+    step, damaged = Checkpoints(copy).latest_valid_step()
     assert step == 3 and list(damaged) == [7], f"{damage.__name__} {name}"
     assert damaged[7].startswith(f"{name} "), damaged
 
@@ -75,9 +75,9 @@ def test_every_damage_gives_way_to_the_one_before(two, tmp_path, name):
 
 
 def test_whole_ones_are_whole(two):
-    assert Checkpoints(two).newest_whole() == (7, {})
+    assert Checkpoints(two).latest_valid_step() == (7, {})
     assert_is_of(Checkpoints(two), 7)
-    assert Checkpoints(two / "none").newest_whole() == (None, {})
+    assert Checkpoints(two / "none").latest_valid_step() == (None, {})
 
 
 @pytest.mark.parametrize(
@@ -102,25 +102,25 @@ def test_reading_what_is_damaged_says_what_is(copy, damage, why):
 def test_several_files_are_counted(copy):
     for name in ("_METADATA", "_sharding", "manifest.ocdbt"):
         flip_a_bit(copy / "7" / "state" / name)
-    _, damaged = Checkpoints(copy).newest_whole()
+    _, damaged = Checkpoints(copy).latest_valid_step()
     assert damaged[7].startswith("state/_METADATA has other content than was written, and 2 more")
 
 
 def test_one_that_was_copied_to_another_step_is_noticed(copy):
     shutil.copytree(copy / "3", copy / "9")
-    step, damaged = Checkpoints(copy).newest_whole()
+    step, damaged = Checkpoints(copy).latest_valid_step()
     assert (step, damaged) == (7, {9: "manifest.json is that of step 3"})
 
 
 def test_when_all_are_damaged_it_is_said_of_each(copy):
     delete(copy / "7" / "state")
-    (copy / "3" / manifest.NAME).write_text(json.dumps({"step": 3, "files": {}}))
+    (copy / "3" / manifest.MANIFEST_NAME).write_text(json.dumps({"step": 3, "files": {}}))
     message = r"no checkpoint in .* is whole \(of step 7: state/_METADATA is missing, and \d+ more "
     message += (
         r"of its files are damaged; of step 3: manifest\.json has other content than was written\)"
     )
     with pytest.raises(ValueError, match=message):
-        Checkpoints(copy).newest_whole()
+        Checkpoints(copy).latest_valid_step()
 
 
 def test_what_is_set_aside_is_kept_and_is_no_checkpoint(copy):
@@ -138,11 +138,11 @@ def test_what_is_set_aside_is_kept_and_is_no_checkpoint(copy):
 
 def test_a_file_that_nobody_wrote_does_no_harm(copy):
     (copy / "7" / "notes.txt").write_text("the good one")
-    assert Checkpoints(copy).newest_whole() == (7, {})
+    assert Checkpoints(copy).latest_valid_step() == (7, {})
 
 
 def test_a_checkpoint_that_goes_while_it_is_looked_at_is_not_damaged(copy, monkeypatch):
-    looked = manifest.damage
+    looked = manifest.find_damage
 
     def late(folder, step):
         if step == 7:
@@ -150,8 +150,8 @@ def test_a_checkpoint_that_goes_while_it_is_looked_at_is_not_damaged(copy, monke
             manifest.write(copy / "11", 11)
         return looked(folder, step)
 
-    monkeypatch.setattr(manifest, "damage", late)
-    assert Checkpoints(copy).newest_whole() == (11, {})
+    monkeypatch.setattr(manifest, "find_damage", late)
+    assert Checkpoints(copy).latest_valid_step() == (11, {})
 
 
 # Each process hashes the files with its own number; both see the damage that one of them finds.
@@ -162,12 +162,12 @@ port, number, folder = sys.argv[1:]
 jax.distributed.initialize(f"localhost:{port}", 2, int(number))
 folder = pathlib.Path(folder)
 manifest.write(folder, 4)
-assert manifest.damage(folder, 4) is None
+assert manifest.find_damage(folder, 4) is None
 if number == "0":
     (folder / "process_1").write_text("else")
 from jrl.processes.agreement import any_of
 any_of(False)
-print(manifest.damage(folder, 4))
+print(manifest.find_damage(folder, 4))
 """
 
 
@@ -189,5 +189,5 @@ def test_two_processes_share_the_files(tmp_path):
             process.kill()
     # Gloo speaks as well.
     assert [text.splitlines()[-1] for text in said] == ["process_1 has 4 bytes instead of 9"] * 2
-    listed = json.loads((tmp_path / manifest.NAME).read_text())["files"]
+    listed = json.loads((tmp_path / manifest.MANIFEST_NAME).read_text())["files"]
     assert sorted(listed) == ["process_0", "process_1", "whole"]

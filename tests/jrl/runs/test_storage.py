@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jrl.runs.checkpoints import Checkpoints
-from jrl.runs.storage import StorageError, refusal_of, writing
+from jrl.runs.storage import StorageError, errno_of, writing
 
 
 @pytest.mark.parametrize(
@@ -24,10 +24,10 @@ from jrl.runs.storage import StorageError, refusal_of, writing
     ],
 )
 def test_refusals_are_told_from_faults(error, number):
-    assert refusal_of(error) == number
+    assert errno_of(error) == number
     wrapped = RuntimeError("a thread failed")
     wrapped.__cause__ = error
-    assert refusal_of(wrapped) == number
+    assert errno_of(wrapped) == number
 
 
 def test_a_fault_of_ours_stays_what_it_is(tmp_path):
@@ -46,7 +46,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints._orbax, "save", full)
     with pytest.raises(StorageError, match=r"No space left.*make room.*step 1 stays whole"):
         checkpoints.save(2, state)
-    assert checkpoints.newest_whole()[0] == 1
+    assert checkpoints.latest_valid_step()[0] == 1
 
 
 def test_a_run_folder_that_is_gone_does_not_come_back(tmp_path):

@@ -5,8 +5,8 @@ from chat_checkpoint import START, chat_tokenizer
 from chat_kinds import BEGIN, KINDS, write
 from chat_records import RECORDS, TEMPLATE
 
-from jrl.serving.asked import chat_of, completion_of
-from jrl.serving.policy import Served
+from jrl.serving.api_request import parse_chat, parse_completion
+from jrl.serving.policy import ApiModel
 from jrl.tasks import Example
 from jrl.tasks.data.conversations import Conversation
 from jrl.text.chat import ChatTemplate
@@ -17,7 +17,7 @@ ASKED = {"role": "user", "content": "How many pens has she?"}
 
 
 def ids_of(format, asked):
-    served = Served("m", format, 100, None, 0)
+    served = ApiModel("m", format, 100, None, 0)
     (row,) = served.prompts(asked)
     return row.tolist()
 
@@ -29,7 +29,7 @@ def test_a_beginning_of_sequence_comes_once_however_it_is_asked_for(kind, templa
     begin = tokenizer.special_tokens[BEGIN]
     with_template = PromptFormat(tokenizer, ChatTemplate(tokenizer))
     alone = PromptFormat(tokenizer)
-    chat = ids_of(with_template, chat_of({"model": "m", "messages": [ASKED]}))
+    chat = ids_of(with_template, parse_chat({"model": "m", "messages": [ASKED]}))
     written = with_template.template.render(Conversation.from_pairs([("user", ASKED["content"])]))
     if kind == "bytes":  # names no beginning
         assert begin not in chat
@@ -37,10 +37,10 @@ def test_a_beginning_of_sequence_comes_once_however_it_is_asked_for(kind, templa
         assert written.startswith(BEGIN) and chat.count(begin) == 1
     # The same text as a prompt, to the server and in training without a template.
     for format in (with_template, alone):
-        assert ids_of(format, completion_of({"model": "m", "prompt": written})) == chat
+        assert ids_of(format, parse_completion({"model": "m", "prompt": written})) == chat
     assert alone.encode(Example(written, "7")) == chat
     # A text that has none is begun where the checkpoint begins texts.
-    plain = ids_of(alone, completion_of({"model": "m", "prompt": ASKED["content"]}))
+    plain = ids_of(alone, parse_completion({"model": "m", "prompt": ASKED["content"]}))
     assert plain == alone.encode(Example(ASKED["content"], "7"))
     assert plain[: len(tokenizer.prefix)] == tokenizer.prefix
     assert plain.count(begin) == len(tokenizer.prefix)
@@ -54,6 +54,6 @@ def test_a_conversation_is_asked_as_the_record_is_in_training(tmp_path):
     for given, expected in ((record, prompt), ({}, prompt.removesuffix("<think></think>"))):
         body = {"model": "m", "messages": record["messages"]}
         kwargs = given.get("chat_template_kwargs")
-        ids = ids_of(format, chat_of({**body, "chat_template_kwargs": kwargs}))
+        ids = ids_of(format, parse_chat({**body, "chat_template_kwargs": kwargs}))
         assert tokenizer.decode_special(ids) == expected
         assert expected.startswith(START)

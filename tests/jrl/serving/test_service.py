@@ -7,7 +7,7 @@ import pytest
 from scripted import LENGTH, House, asking, until
 
 from jrl.serving import application
-from jrl.serving.refusal import Refused
+from jrl.serving.errors import ApiError
 
 
 def events(text):
@@ -278,12 +278,12 @@ def test_an_engine_that_fails_says_so_to_everyone():
     assert [first.status_code, second.status_code, health.status_code] == [500, 500, 503]
     assert first.json()["error"]["message"] == "the engine has failed: no memory"
     assert isinstance(house.service.failure, RuntimeError)
-    with pytest.raises(Refused, match="the engine has failed: restart the server"):
+    with pytest.raises(ApiError, match="the engine has failed: restart the server"):
         house.service.load()
 
 
 @pytest.mark.parametrize(
-    ("holder", "name"), [(application, "completion_of"), (application.Answer, "whole")]
+    ("holder", "name"), [(application, "parse_completion"), (application.ResponseBuilder, "body")]
 )
 def test_a_mistake_of_the_server_is_in_openais_form_and_counted(holder, name, monkeypatch):
     def broken(*arguments):

@@ -6,7 +6,7 @@ import random
 import pytest
 from chat_checkpoint import chat_tokenizer
 
-from jrl.serving.transcript import Pieces, Stops, Transcript, Unfolding
+from jrl.serving.transcript import Detokenizer, StopStrings, TokenStrings, Transcript
 from jrl.text.tokenizer import Tokenizer
 
 
@@ -34,7 +34,7 @@ def test_pieces_are_the_text_whatever_comes_together(tokenizer, seed):
     draw = random.Random(seed)
     ids = tokenizer.encode(TEXT)
     assert len(ids) > len(TEXT), "no character is several tokens"
-    unfolding, shown = Unfolding(tokenizer), ""
+    unfolding, shown = Detokenizer(tokenizer), ""
     for part in dealt(ids, [draw.randrange(4) for _ in range(30)]):
         piece = unfolding.add(part)
         assert "\ufffd" not in piece, "a part of a character was shown"
@@ -50,7 +50,7 @@ def test_bytes_that_are_no_text_come_out_as_the_tokenizer_reads_them(tokenizer, 
     ids = draw.choices(ids, k=200)
     whole = tokenizer.decode(ids)
     assert whole.count("\ufffd") > 20
-    unfolding = Unfolding(tokenizer)
+    unfolding = Detokenizer(tokenizer)
     parts = [ids[begin : begin + size] for begin in range(0, len(ids), size)]
     assert "".join(map(unfolding.add, parts)) + unfolding.rest() == whole
 
@@ -67,9 +67,9 @@ def test_a_completion_keeps_the_blank_that_it_begins_with():
         def decode(self, ids):
             return "".join(f" {'abcdef'[token]}" for token in ids).removeprefix(" ")
 
-    unfolding = Unfolding(Words(), before=[0, 1])
+    unfolding = Detokenizer(Words(), before=[0, 1])
     assert [unfolding.add([2]), unfolding.add([3, 4])] == [" c", " d e"]
-    unfolding = Unfolding(Words())
+    unfolding = Detokenizer(Words())
     assert [unfolding.add([2]), unfolding.add([3, 4])] == ["c", " d e"]
 
 
@@ -86,12 +86,12 @@ def test_a_completion_keeps_the_blank_that_it_begins_with():
 )
 @pytest.mark.parametrize("size", [1, 2, 5, 13])
 def test_a_text_ends_before_a_stop(stops, expected, met, size):
-    text, cut, shown = "one two three", Stops(stops), ""
+    text, cut, shown = "one two three", StopStrings(stops), ""
     for begin in range(0, len(text), size):
         shown += cut.add(text[begin : begin + size])
         assert expected.startswith(shown), "something was shown that is taken back"
     assert shown + cut.rest() == expected
-    assert cut.met == met
+    assert cut.stopped == met
 
 
 def written(tokenizer, ids, sizes, stops=(), places=True):
@@ -117,11 +117,11 @@ def test_the_end_is_counted_and_not_shown(tokenizer, sizes, places):
     assert transcript.num_tokens == len(ids)
     assert [place.token for place in kept] == (ids[:-1] if places else [])
     if places:
-        pieces = [Pieces(tokenizer).of(place.token) for place in kept]
+        pieces = [TokenStrings(tokenizer).string_of(place.token) for place in kept]
         assert "".join(pieces) == text
         offsets = [sum(map(len, pieces[:n])) for n in range(len(pieces))]
         assert [place.offset for place in kept] == offsets
-        assert {place.likeliest for place in kept} == {((7, -0.5),)}
+        assert {place.top_logprobs for place in kept} == {((7, -0.5),)}
 
 
 @pytest.mark.parametrize("sizes", [[], [1] * 30, [4, 0, 9]])
@@ -138,16 +138,16 @@ def test_tokens_after_a_stop_are_neither_shown_nor_counted(tokenizer, sizes):
 
 
 def test_tokens_are_written_as_text_or_as_the_bytes_that_they_are(tokenizer):
-    pieces, ids = Pieces(tokenizer), tokenizer.encode("\u20ac")
-    assert [pieces.of(i) for i in ids] == ["bytes:\\xe2", "bytes:\\x82", "bytes:\\xac"]
+    pieces, ids = TokenStrings(tokenizer), tokenizer.encode("\u20ac")
+    assert [pieces.string_of(i) for i in ids] == ["bytes:\\xe2", "bytes:\\x82", "bytes:\\xac"]
     assert b"".join(map(pieces.bytes_of, ids)).decode() == "\u20ac"
-    assert pieces.of(tokenizer.eos_id) == "<|im_end|>"
+    assert pieces.string_of(tokenizer.eos_id) == "<|im_end|>"
     blank = tokenizer.encode(" ")[0]
-    assert (pieces.of(blank), pieces.bytes_of(blank)) == (" ", b" ")
+    assert (pieces.string_of(blank), pieces.bytes_of(blank)) == (" ", b" ")
 
 
 def test_a_character_model_has_no_bytes():
     tokenizer = Tokenizer.train_characters("abc ")
-    pieces, (token,) = Pieces(tokenizer), tokenizer.encode(" ")
+    pieces, (token,) = TokenStrings(tokenizer), tokenizer.encode(" ")
     assert tokenizer.bytes_of(token) is None
-    assert (pieces.of(token), pieces.bytes_of(token)) == (" ", b" ")
+    assert (pieces.string_of(token), pieces.bytes_of(token)) == (" ", b" ")

@@ -105,7 +105,7 @@ def test_all_of_a_list_is_held_out_to_evaluate_on(tmp_path):
 
 def test_nothing_is_trained_where_all_is_held_out():
     with pytest.raises(ValueError, match=r"held_out=1\.0 leaves nothing to train on, and is"):
-        flags.parse(["--task=jsonl:a.jsonl", "--held-out=1.0"])
+        flags.parse_arguments(["--task=jsonl:a.jsonl", "--held-out=1.0"])
 
 
 def test_files_and_own_tasks_are_lists():

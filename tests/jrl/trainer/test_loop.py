@@ -210,10 +210,10 @@ def test_speed_leaves_evaluation_and_samples_out(tmp_path, monkeypatch):
 
 def test_speed_is_that_of_all_devices_and_of_each():
     setup = small_setup(run=small_run(layout="dp2"))
-    speed = loop._speed(setup, tokens=18.0, seconds=3.0)
+    speed = loop._throughput_metrics(setup, tokens=18.0, seconds=3.0)
     assert (speed["perf/tokens_per_second"], speed["perf/throughput"]) == (6.0, 3.0)
     apart = small_setup(run=small_run(layout="dp2", max_staleness=1, rollout_devices=1))
-    assert loop._speed(apart, tokens=18.0, seconds=3.0)["perf/throughput"] == 2.0
+    assert loop._throughput_metrics(apart, tokens=18.0, seconds=3.0)["perf/throughput"] == 2.0
 
 
 @pytest.mark.slow

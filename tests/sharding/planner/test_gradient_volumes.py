@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec
 from traced_volumes import CONFIGS, MIXTRAL, given_to_collectives, method_of, stated
 from whole_network import token_loss
 
-from jrl.trainer.learner.accumulation import reduced_on_the_way
-from jrl.trainer.learner.masters import gathered
+from jrl.trainer.learner.accumulation import accumulate_with_overlapped_reduction
+from jrl.trainer.learner.masters import cast_and_gather
 from moe import model
 from moe.counts.sizes import sizes_of
 from moe.execution import Execution
@@ -118,7 +118,9 @@ def test_a_step_with_gradients_on_their_way_sends_what_is_stated(layout, wire, e
             one = jnp.int32(1)
             return all_sum(token_loss(own, x, piece, one, config, mesh), mesh.except_sequence), {}
 
-        return reduced_on_the_way(loss_of, own, reductions, micro_batches, None, mesh.axes)[1]
+        return accumulate_with_overlapped_reduction(
+            loss_of, own, reductions, micro_batches, None, mesh.axes
+        )[1]
 
     step = jax.shard_map(
         local, mesh=mesh.mesh, in_specs=(stored, PartitionSpec(mesh.dp)), out_specs=parts
@@ -143,7 +145,7 @@ def test_a_step_with_gradients_on_their_way_sends_what_is_stated(layout, wire, e
 def test_new_weights_are_gathered_as_stated(layout):
     sizes = Layout.parse(layout)
     config, mesh = replace(MIXTRAL, num_layers=2 * sizes.pp), fold_abstract(sizes)
-    gather = jax.make_jaxpr(lambda masters: gathered(masters, config, mesh))
+    gather = jax.make_jaxpr(lambda masters: cast_and_gather(masters, config, mesh))
     found = given_to_collectives(gather(shapes(config)), mesh)
     expected = volumes.gradients(sizes_of(config), sizes, Method(storage="bfloat16"))
     assert found == stated([t for t in expected if t.kind == "all_gather"], sizes)

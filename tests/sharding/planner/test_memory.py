@@ -72,7 +72,7 @@ def test_weights_and_their_parts_are_those_of_the_placement(layout, num_layers):
     sizes, config = Layout.parse(layout), replace(CONFIG, num_layers=num_layers)
     mesh, model = fold_abstract(sizes), sizes_of(config)
     assert 4 * parameters_on_device(model, sizes) == weight_bytes(config, mesh)
-    assert 4 * sharded_parameters(model, sizes) == weight_bytes(config, mesh, parts=True)
+    assert 4 * sharded_parameters(model, sizes) == weight_bytes(config, mesh, shards=True)
 
 
 @pytest.mark.parametrize(("storage", "copies"), [("float32", (4, 8)), ("bfloat16", (4, 6))])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jrl.config.run import RunConfig
-from jrl.config.supervised import IDLE, check_idle, defaults, without_idle
+from jrl.config.supervised import IDLE_FIELDS, check_idle, default_run, drop_idle
 from jrl.recipes import Grpo, Sft
 from jrl.recipes.base.load import load_recipe, reference_of
 from jrl.recipes.base.optimizer import Optimizer
@@ -49,8 +49,8 @@ def test_learning_rates_fall_to_the_last_step():
 
 
 def test_what_changes_nothing_is_refused_and_not_written():
-    run, recipe = defaults(Sft), Sft()
-    assert (run.steps, run.warm_start_steps) == (0, 0) and defaults(Grpo) == RunConfig()
+    run, recipe = default_run(Sft), Sft()
+    assert (run.steps, run.warm_start_steps) == (0, 0) and default_run(Grpo) == RunConfig()
     check_idle(run, recipe)
     with pytest.raises(ValueError, match=r"kl_coef=0\.1 changes nothing in sft: leave it out"):
         check_idle(run, Sft(kl_coef=0.1))
@@ -59,6 +59,6 @@ def test_what_changes_nothing_is_refused_and_not_written():
     check_idle(RunConfig(warm_start_steps=5), Grpo(kl_coef=0.1))
     config = {"recipe": "sft", "run": {"seed": 1, "slots": None}, "hyperparameters": {"top_k": 5}}
     kept = {"recipe": "sft", "run": {"seed": 1}, "hyperparameters": {}}
-    assert without_idle(config, Sft) == kept and without_idle(config, Grpo) == config
+    assert drop_idle(config, Sft) == kept and drop_idle(config, Grpo) == config
     # Every name is one of a field.
-    assert {*vars(RunConfig()), *vars(recipe)} >= IDLE
+    assert {*vars(RunConfig()), *vars(recipe)} >= IDLE_FIELDS

@@ -34,7 +34,7 @@ async def connected(listening, content):
 
 def test_it_ends_though_clients_neither_send_nor_read(monkeypatch):
     """One sends one byte of a hundred, two do not take their answers, streamed and whole."""
-    monkeypatch.setattr(server, "DELIVERY", 0.2)
+    monkeypatch.setattr(server, "DELIVERY_SECONDS", 0.2)
     house, stop = House(slots=64, queue=64, most_bytes=2000), Stop()
     listening = server.listen("127.0.0.1", 0)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
@@ -44,7 +44,7 @@ def test_it_ends_though_clients_neither_send_nor_read(monkeypatch):
     async def scene():
         serving = asyncio.create_task(
             server.serve(
-                house.service, house.front, listening, stop, follow=False, most_connections=8
+                house.service, house.front, listening, stop, follow=False, max_connections=8
             )
         )
         begun = await connected(listening, posting(b"{", 100))
@@ -72,7 +72,7 @@ def test_it_ends_though_clients_neither_send_nor_read(monkeypatch):
 
 
 def test_whatever_a_later_step_fails_by_is_one_line_and_it_is_followed_on(monkeypatch, capsys):
-    monkeypatch.setattr(server, "FOLLOW", 0.01)
+    monkeypatch.setattr(server, "FOLLOW_SECONDS", 0.01)
     house = House()
     versions, newest = house.versions, house.versions.newest
 

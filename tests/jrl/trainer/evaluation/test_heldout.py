@@ -11,7 +11,7 @@ from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.sampler import Sampler
 from jrl.tasks import Example, Task
 from jrl.tasks.procedural import ProceduralTask
-from jrl.trainer.evaluation.heldout import filled_up, heldout_examples, heldout_metrics
+from jrl.trainer.evaluation.heldout import heldout_examples, heldout_metrics, pad_with_repeats
 from jrl.trainer.step import train_step
 
 
@@ -108,9 +108,9 @@ def test_no_heldout_prompt_is_left_out(layout, size, expected):
 
 def test_what_fills_up_a_batch():
     one, two, three = (Example(f"{i}=", "0") for i in range(3))
-    assert filled_up([one, two, three], 4) == [one, two, three, one]
-    assert filled_up([one, two], 5) == [one, two, one, two, one]
-    assert filled_up([one, two, three], 3) == [one, two, three]
+    assert pad_with_repeats([one, two, three], 4) == [one, two, three, one]
+    assert pad_with_repeats([one, two], 5) == [one, two, one, two, one]
+    assert pad_with_repeats([one, two, three], 3) == [one, two, three]
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ from jrl.rollout.sampling import Sampling
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
 from jrl.trainer.evaluation.saved_policy import load_both, load_policy
-from jrl.trainer.learner.learner import copied
+from jrl.trainer.learner.learner import copy_arrays
 from jrl.trainer.learner.update import count, update
 from jrl.trainer.scoring import logprobs_of
 from jrl.trainer.setup.memory import memory
@@ -92,7 +92,7 @@ def three_steps(setup, num_micro=2, weights=None):
     """The learner after each of three steps, on the host but the last, and the metrics."""
     learner, step, batch = program_of(setup, num_micro)
     # A step gives up what it is given.
-    learner = copied(learner)
+    learner = copy_arrays(learner)
     if weights is not None:
         learner = setup.networks.policy.init(weights)
     found = []
@@ -191,7 +191,7 @@ def test_what_is_not_finite_moves_no_master():
     learner, step, batch = program_of(setup_on(), 2)
     before = jax.device_get(learner)
     bad = replace(batch, advantages=jnp.full_like(batch.advantages, jnp.nan))
-    after, metrics = step(copied(learner), bad)
+    after, metrics = step(copy_arrays(learner), bad)
     assert not metrics["finite"] and int(after.skipped) == 1
     same_bits((after.masters, after.weights), (before.masters, before.weights))
 
@@ -316,7 +316,7 @@ def test_no_weight_is_cast_where_it_is_used(kind):
         if kind == "forward":
             batch = small_batch(setup, ROWS)
             given = setup.networks.policy.objective, weights, batch.tokens, batch.valid
-            return logprobs_of.counted.trace(*given)
+            return logprobs_of.with_overflow.trace(*given)
         decoder = setup.sampler().engine.decoder
         pool = abstract_pool(decoder, ROWS, 16)
         policy = jax.eval_shape(lambda weights: unstack_policy(decoder, weights), weights)

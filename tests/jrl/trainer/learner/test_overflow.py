@@ -137,7 +137,7 @@ def test_scores_do_not_depend_on_room():
     # The first attempt at each would have given something else.
     policy, batch = setup.networks.policy.objective, small_batch(setup, ROWS)
     weights = weights_of(setup, policy.config, to_one_device=True)
-    first, overflow = logprobs_of.counted(policy, weights, batch.tokens, batch.valid)
+    first, overflow = logprobs_of.with_overflow(policy, weights, batch.tokens, batch.valid)
     assert int(overflow) > 0
     assert np.abs(np.asarray(first[0]) - found[0][0]).max() > 1e-3
 

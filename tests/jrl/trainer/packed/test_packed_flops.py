@@ -14,7 +14,7 @@ from three_updates import FAST_COMPILE, random_weights
 from jrl.recipes import Batch
 from jrl.rollout.packing import PackedSizes
 from jrl.trainer.learner.update import update
-from jrl.trainer.packed.plan import counts_of, place_rows, plan, without_idle
+from jrl.trainer.packed.plan import clear_idle_rows, counts_of, pack_rows, plan
 from jrl.trainer.prepare import targets_of
 from moe.config import ModelConfig
 
@@ -81,14 +81,14 @@ def compiled(network, prompts, earlier, window, *, finished=ROWS, bins=2, packed
     setup = small_setup(recipe, small_run(), model=MODEL)
     setup = replace(setup, prompt_length=PROMPT_LENGTH, response_length=RESPONSE_LENGTH)
     batch = batch_of(setup, prompts, earlier, window, finished)
-    of_rows = counts_of(batch).of(network, np.arange(ROWS), idle=False)
+    of_rows = counts_of(batch).for_network(network, np.arange(ROWS), idle=False)
     if network == "critic":
         batch = batch.replace(mask=batch.critic_mask)
     of = setup.networks.critic if network == "critic" else setup.networks.policy
     laid = plan(*of_rows, TIME, bins, setup.mesh)
-    rows, objective, num_micro, passes = without_idle(batch), of.objective, 1, None
+    rows, objective, num_micro, passes = clear_idle_rows(batch), of.objective, 1, None
     if packed:
-        rows, passes = place_rows(rows, laid, setup.mesh), jnp.int32(laid.passes)
+        rows, passes = pack_rows(rows, laid, setup.mesh), jnp.int32(laid.passes)
         objective, num_micro = replace(objective, packed=laid.sizes), laid.num_micro_batches
     learner = of.init(random_weights(setup, of.config))
     given = objective, of.optimizer, num_micro, learner, rows, None, passes

@@ -28,11 +28,11 @@ from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective
 from jrl.trainer.learner.update import Max
 from jrl.trainer.packed.plan import (
     bin_length,
+    clear_idle_rows,
     counts_of,
-    place_rows,
+    pack_rows,
     plan,
-    rounded_up,
-    without_idle,
+    round_up_size,
 )
 from jrl.trainer.packed.scoring import packed_scores
 from jrl.trainer.prepare import targets_of
@@ -105,7 +105,9 @@ def test_how_many_passes_there_are_is_no_shape():
 
 
 def test_sizes_are_rounded_up_to_few():
-    found = [rounded_up(number) for number in (0, 1, 2, 3, 4, 5, 6, 7, 9, 12, 13, 17, 24, 25, 97)]
+    found = [
+        round_up_size(number) for number in (0, 1, 2, 3, 4, 5, 6, 7, 9, 12, 13, 17, 24, 25, 97)
+    ]
     assert found == [1, 1, 2, 3, 4, 6, 6, 8, 12, 12, 16, 24, 24, 32, 128]
 
 
@@ -136,7 +138,7 @@ def learned_from(setup, network):
     counts = counts_of(batch)
     if network == "critic":
         batch = batch.replace(mask=batch.critic_mask)
-    return without_idle(batch), counts.of(network, np.arange(8), idle=False)
+    return clear_idle_rows(batch), counts.for_network(network, np.arange(8), idle=False)
 
 
 @functools.cache
@@ -150,7 +152,7 @@ def one_update(network, layout, bins, packed, context=None):
     laid, num_micro, passes = None, 1, None
     if packed:
         laid = plan(*of_rows, TIME, bins, mesh)
-        rows = place_rows(rows, laid, mesh)
+        rows = pack_rows(rows, laid, mesh)
         objective, num_micro = replace(objective, packed=laid.sizes), laid.num_micro_batches
         passes = to_devices(np.int32(laid.passes), replicated(mesh))
     given = learner, rows, None, passes

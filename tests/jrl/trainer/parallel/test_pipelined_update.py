@@ -27,7 +27,7 @@ from three_updates import (
 
 from jrl.rollout.scoring import PromptLayout, num_micro_batches
 from jrl.runs.checkpoints import Checkpoints
-from jrl.trainer.learner.overflow import for_any_routing
+from jrl.trainer.learner.overflow import with_dropless_buffers
 from jrl.trainer.learner.update import update
 from jrl.trainer.scoring import logprobs_of, values_of
 from jrl.trainer.state import abstract, restore, save
@@ -90,7 +90,7 @@ def scores_on(layout, context=None):
 
     def scored(function, objective, config):
         given = random_weights(setup, config), batch.tokens, batch.valid
-        traced = function.unbounded.trace(for_any_routing(objective), *given)
+        traced = function.dropless.trace(with_dropless_buffers(objective), *given)
         check_permutes(traced.jaxpr.jaxpr)
         return traced.lower().compile(FAST_COMPILE)(*given)
 

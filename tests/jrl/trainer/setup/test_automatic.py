@@ -9,7 +9,7 @@ import pytest
 from jrl.config.run import RunConfig
 from jrl.recipes import Grpo
 from jrl.trainer.setup import automatic
-from jrl.trainer.setup.automatic import Candidate, candidate, chosen_layout, on_layout
+from jrl.trainer.setup.automatic import Candidate, choose_layout, make_candidate, with_layout
 from jrl.trainer.setup.memory import memory
 from jrl.trainer.setup.predicted import memory_of_update
 from jrl.trainer.setup.setup import build_setup
@@ -26,39 +26,39 @@ def setup():
 
 def on_hardware(monkeypatch, **sizes):
     changed = replace(LAPTOP, **sizes)
-    monkeypatch.setattr(automatic, "hardware_at_hand", lambda: changed)
+    monkeypatch.setattr(automatic, "detect_hardware", lambda: changed)
     return changed
 
 
 def test_nothing_that_can_be_had_is_faster(setup):
-    layout, why = chosen_layout(setup, Grpo(), 8)
+    layout, why = choose_layout(setup, Grpo(), 8)
     assert layout.num_devices == 8
     assert str(layout) in why
-    best = candidate(setup, Grpo(), layout, LAPTOP)
+    best = make_candidate(setup, Grpo(), layout, LAPTOP)
     for text in ("dp8", "dp8 / ep8", "tp2 dp4", "tp2 dp4 / ep8"):
-        assert candidate(setup, Grpo(), Layout.parse(text), LAPTOP).seconds >= best.seconds
+        assert make_candidate(setup, Grpo(), Layout.parse(text), LAPTOP).seconds >= best.seconds
 
 
 def test_with_less_memory_it_is_another(setup, monkeypatch):
-    roomy, _ = chosen_layout(setup, Grpo(), 4)
-    needs = candidate(setup, Grpo(), roomy, LAPTOP).bytes()
+    roomy, _ = choose_layout(setup, Grpo(), 4)
+    needs = make_candidate(setup, Grpo(), roomy, LAPTOP).bytes()
     hardware = on_hardware(monkeypatch, memory=0.99 * needs / automatic.MEMORY_FRACTION)
-    tight, why = chosen_layout(setup, Grpo(), 4)
+    tight, why = choose_layout(setup, Grpo(), 4)
     assert tight != roomy
-    assert candidate(setup, Grpo(), tight, hardware).bytes() < needs
+    assert make_candidate(setup, Grpo(), tight, hardware).bytes() < needs
     assert re.search(r" but \d+, which need too much memory;", why)
 
 
 def test_every_stage_has_as_many_chunks_as_leave_it_no_deeper(setup):
     """Seven layers on two stages are four and three: in two chunks each of two and less."""
     uneven = replace(setup, model=replace(setup.model, num_layers=7))
-    found = {(one.pp, one.vpp) for one in automatic._legal(uneven, 2, LAPTOP)}
+    found = {(one.pp, one.vpp) for one in automatic._valid_layouts(uneven, 2, LAPTOP)}
     assert found == {(1, 1), (2, 1), (2, 2)}
 
 
 def test_a_pipeline_keeps_its_inputs_once(setup):
     """And the logits of an update are not those of a forward pass beside them."""
-    one = candidate(setup, Grpo(), Layout.parse("pp2"), LAPTOP)
+    one = make_candidate(setup, Grpo(), Layout.parse("pp2"), LAPTOP)
     own, stays = one.setup, memory(one.setup)
     update = memory_of_update(own.model, own.geometry, own.run)
     twice = sum(stays.values()) + update.activations + update.buffers
@@ -82,7 +82,7 @@ def test_dispatch_is_chosen_for_each_layout(setup):
     execution = replace(setup.model.execution, buffer_factor=0.9)
     little = replace(little, model=replace(setup.model, execution=execution))
     chosen = {
-        layout: on_layout(little, Grpo(), Layout.parse(layout)).model.execution.dispatch
+        layout: with_layout(little, Grpo(), Layout.parse(layout)).model.execution.dispatch
         for layout in ("dp2 / ep2", "dp8 / ep8", "dp2")
     }
     assert chosen == {"dp2 / ep2": "all_gather", "dp8 / ep8": "all_to_all", "dp2": None}
@@ -92,13 +92,13 @@ def test_layouts_that_refuse_the_overlap_that_is_asked_for_are_left_out(setup):
     execution = replace(setup.model.execution, overlap_grad_reduce=True)
     asked = replace(setup, model=replace(setup.model, execution=execution))
     with pytest.raises(ValueError, match="the stages of a pipeline sum gradients after"):
-        on_layout(asked, Grpo(), Layout.parse("pp2 dp2"))
-    on_layout(asked, Grpo(), Layout.parse("dp4"))
+        with_layout(asked, Grpo(), Layout.parse("pp2 dp2"))
+    with_layout(asked, Grpo(), Layout.parse("dp4"))
 
 
 def test_slow_links_between_devices_are_avoided(setup, monkeypatch):
     on_hardware(monkeypatch, inside=1e3, outside=1e3)
-    layout, _ = chosen_layout(setup, Grpo(), 4)
+    layout, _ = choose_layout(setup, Grpo(), 4)
     assert (layout.tp, layout.cp, layout.ep, layout.etp) == (1, 1, 1, 1)
 
 
@@ -106,7 +106,7 @@ def test_slow_links_between_devices_are_avoided(setup, monkeypatch):
 def test_where_nothing_fits_it_says_what_is_missing(setup, monkeypatch):
     on_hardware(monkeypatch, memory=1e6)
     with pytest.raises(ValueError, match=r"nothing fits on 2 devices with 0.00092 GB .* --fsdp"):
-        chosen_layout(setup, Grpo(), 2)
+        choose_layout(setup, Grpo(), 2)
 
 
 def test_where_no_layout_is_possible_it_says_why(setup):
@@ -114,17 +114,17 @@ def test_where_no_layout_is_possible_it_says_why(setup):
     with pytest.raises(
         ValueError, match=r"no layout of 4 devices can have this run, .*dp3.* has 4: .*that. Choose"
     ):
-        chosen_layout(setup, Grpo(), 4)
+        choose_layout(setup, Grpo(), 4)
 
 
 def test_batches_are_those_of_the_layout(setup):
-    there = on_layout(setup, Grpo(), Layout.parse("dp4"))
+    there = with_layout(setup, Grpo(), Layout.parse("dp4"))
     built = build_setup(RunConfig(layout="dp4"), Grpo().divided(4))
     assert there.recipe == built.recipe
     assert there.geometry.num_micro_batches == built.geometry.num_micro_batches
     with pytest.raises(ValueError, match="cannot be had with pp"):
         packed = replace(setup, run=replace(setup.run, packing=True))
-        on_layout(packed, Grpo(), Layout.parse("pp3"))
+        with_layout(packed, Grpo(), Layout.parse("pp3"))
 
 
 def test_an_unknown_accelerator_is_named(monkeypatch):
@@ -133,4 +133,4 @@ def test_an_unknown_accelerator_is_named(monkeypatch):
 
     monkeypatch.setattr(jax, "devices", lambda: [Device()])
     with pytest.raises(ValueError, match='knows nothing of "Somebody\'s Accelerator"'):
-        automatic.hardware_at_hand()
+        automatic.detect_hardware()

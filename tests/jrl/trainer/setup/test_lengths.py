@@ -15,7 +15,7 @@ from jrl.text.prompt_format import PromptFormat, prompt_format
 from jrl.text.tokenizer import Tokenizer
 from jrl.trainer.setup.lengths import (
     check_answers,
-    fitted_prompts,
+    fit_prompts,
     longest_answer,
     longest_prompt,
     prompt_length,
@@ -66,7 +66,7 @@ def test_fewer_tokens_than_the_longest_prompt_has_are_refused(tokenizer):
     assert prompt_length(RunConfig(prompt_length=needed), task, plain) == needed
     refusing = RunConfig(prompt_length=needed - 1, overlong_prompts="refuse")
     with pytest.raises(ValueError, match=rf"={needed - 1} is too short: the task needs {needed} t"):
-        fitted_prompts(refusing, task, plain)
+        fit_prompts(refusing, task, plain)
 
 
 def test_longer_prompts_are_left_out_and_counted(tokenizer):
@@ -74,10 +74,10 @@ def test_longer_prompts_are_left_out_and_counted(tokenizer):
     needed = longest_prompt(task, plain)
     longest = sum(len(plain.encode(example)) == needed for example in EXAMPLES)
     run = RunConfig(prompt_length=needed - 1)
-    assert fitted_prompts(run, task, plain) == (needed - 1, longest)
+    assert fit_prompts(run, task, plain) == (needed - 1, longest)
     assert longest_prompt(task, plain) < needed
     with pytest.raises(ValueError, match=r"prompt_length=2 is too short: the task needs"):
-        fitted_prompts(RunConfig(prompt_length=2), largest(0), plain)
+        fit_prompts(RunConfig(prompt_length=2), largest(0), plain)
 
 
 def test_prompts_without_answers_are_refused_where_answers_are_needed():

@@ -7,14 +7,14 @@ import pytest
 from small_runs import small_model, small_recipe, small_setup
 
 from jrl.config.files import CHANGEABLE, check_resumable
-from jrl.config.flags import parse
-from jrl.config.run import NETWORK_SETTINGS, OF_DEVICES, RunConfig
+from jrl.config.flags import parse_arguments
+from jrl.config.run import IMPLEMENTATION_SETTINGS, NETWORK_SETTINGS, RunConfig
 from jrl.recipes import RECIPES
 from jrl.trainer.setup.dry_run import execution
 from jrl.trainer.setup.network import (
     check_overlaps,
-    check_places,
-    check_served,
+    check_shardable,
+    check_supported,
     network_of,
 )
 from jrl.trainer.setup.setup import build_setup
@@ -77,7 +77,7 @@ def test_every_field_of_execution_is_a_flag():
         for name, value in (FLAGS | OF_ROUTERS).items()
         for word in [f"--{name.replace('_', '-')}", *([] if name in ALONE else [str(value)])]
     ]
-    run = parse(["grpo", *words]).run
+    run = parse_arguments(["grpo", *words]).run
     network = network_of(LATENT, run)
     assert network.execution == Execution(**FLAGS) and OF_ROUTERS.keys() == set(NETWORK_SETTINGS)
     assert {name: getattr(network, name) for name in OF_ROUTERS} == OF_ROUTERS
@@ -100,7 +100,7 @@ def test_a_flag_names_what_there_is():
     for name, names in known.items():
         (literal, _) = get_args(hints[name])
         assert set(get_args(literal)) == set(names), name
-    assert set(OF_DEVICES) <= FLAGS.keys()
+    assert set(IMPLEMENTATION_SETTINGS) <= FLAGS.keys()
     for name in ("drop_policy", "drop_scope"):
         assert get_args(hints[name])[0] == get_type_hints(ModelConfig)[name]
 
@@ -173,19 +173,21 @@ def test_drops_need_a_capacity(given, message):
 def test_what_cannot_serve_is_refused_before_anything_is_compiled(given, layout, message):
     config = replace(small_model(11), execution=Execution(**given))
     with pytest.raises(ValueError, match=message):
-        check_served(config, fold_abstract(Layout.parse(layout), "cpu"))
+        check_supported(config, fold_abstract(Layout.parse(layout), "cpu"))
     assert "\n" not in message
-    check_served(replace(config, execution=Execution()), fold_abstract(Layout.parse(layout), "cpu"))
+    check_supported(
+        replace(config, execution=Execution()), fold_abstract(Layout.parse(layout), "cpu")
+    )
 
 
 def test_meshes_of_learning_and_of_sampling_are_refused_before_anything_is_compiled():
     model = small_model(11)  # two heads of keys
     whole, cut = (fold_abstract(Layout.parse(layout)) for layout in ("dp4", "tp4"))
     with pytest.raises(ValueError, match=r"'kv_head' of size 2 .* over 4 devices \(layout tp4 "):
-        check_places(model, cut, whole)
+        check_shardable(model, cut, whole)
     with pytest.raises(ValueError, match=r"'kv_head' of size 2 .* over 4 devices \(layout tp4 "):
-        check_places(model, whole, cut)
-    check_places(model, whole, fold_abstract(Layout.parse("tp2 dp2")))
+        check_shardable(model, whole, cut)
+    check_shardable(model, whole, fold_abstract(Layout.parse("tp2 dp2")))
     run = RunConfig(layout="dp4", rollout_layout="tp4")
     with pytest.raises(ValueError, match=r"'kv_head' of size 2 .* over 4 devices \(layout tp4 "):
         build_setup(run, RECIPES["grpo"]())
@@ -204,9 +206,9 @@ def test_kernels_are_refused_on_gpus_that_they_are_not_written_for(monkeypatch):
             if name in names:
                 message = rf"{name}='{value}' cannot serve GPUs of capability {capability}.*leave"
                 with pytest.raises(ValueError, match=message):
-                    check_served(config, gpu)
+                    check_supported(config, gpu)
             else:
-                check_served(config, gpu)
+                check_supported(config, gpu)
 
 
 @pytest.mark.parametrize(
@@ -221,10 +223,10 @@ def test_a_cache_that_the_kernel_cannot_read_is_refused(config, message):
     attends = replace(config, execution=Execution(attention="mosaic"))
     instead = "" if config.dtype == "bfloat16" else ", or give --dtype bfloat16"
     with pytest.raises(ValueError, match=rf"cannot serve: .*: leave out --attention{instead}\.$"):
-        check_served(attends, gpu)
+        check_supported(attends, gpu)
     config = replace(config, execution=Execution(decode_attention="mosaic"))
     with pytest.raises(ValueError, match=rf"decode_attention='mosaic' cannot serve: {message}"):
-        check_served(config, gpu)
+        check_supported(config, gpu)
 
 
 def test_a_cache_of_latent_attention_has_a_kernel():
@@ -233,14 +235,14 @@ def test_a_cache_of_latent_attention_has_a_kernel():
     for kept in (None, "expanded"):
         execution = Execution(decode_attention="mosaic", latent=kept)
         gpu = fold_abstract(Layout.parse("dp1"), "gpu")
-        check_served(replace(config, execution=execution), gpu)
+        check_supported(replace(config, execution=execution), gpu)
 
 
 def test_one_device_takes_any_way_over_cp():
     """A layout may change when a run is resumed."""
     for name in context.IMPLEMENTATIONS:
         config = small_model(11, execution=Execution(context=name, attention="plain"))
-        check_served(config, fold_abstract(Layout.parse("dp2"), "cpu"))
+        check_supported(config, fold_abstract(Layout.parse("dp2"), "cpu"))
 
 
 def test_a_dry_run_shows_how_it_computes():
@@ -288,12 +290,12 @@ def test_halves_that_cannot_be_had_are_refused_before_anything_is_compiled():
     model = small_model(11, num_kv_heads=4, execution=Execution(two_batch_overlap=True))
     setup = small_setup(small_recipe(micro_batch=4), run, model=model)
     geometry = replace(setup.geometry, prompt_length=8, response_length=5)
-    parts, halves = geometry.overlapping(packing=None)
-    assert (parts, halves) == (2, (18, 18)) and geometry.overlapping(packing=True)[1] == ()
+    parts, halves = geometry.overlap_units(packing=None)
+    assert (parts, halves) == (2, (18, 18)) and geometry.overlap_units(packing=True)[1] == ()
     with pytest.raises(ValueError, match=r"a half of 18 tokens cannot be split over cp x tp = 4 "):
         check_overlaps(model, setup.mesh, parts, halves)
     whole = replace(geometry, response_length=6)
-    check_overlaps(model, setup.mesh, *whole.overlapping(packing=None))
+    check_overlaps(model, setup.mesh, *whole.overlap_units(packing=None))
     full = replace(model, capacity_factor=0.8)
     with pytest.raises(ValueError, match=r"capacity_factor=0\.8 would drop other choices"):
-        check_overlaps(full, setup.mesh, *whole.overlapping(packing=None))
+        check_overlaps(full, setup.mesh, *whole.overlap_units(packing=None))

@@ -20,7 +20,7 @@ from jrl.trainer.learner.update import count
 from jrl.trainer.setup.setup import build_setup
 from jrl.trainer.step import update_rows
 from jrl.trainer.supervised.heldout import heldout_loss
-from jrl.trainer.supervised.step import ROWS_OF_A_BIN, training_chats
+from jrl.trainer.supervised.step import MAX_ROWS_PER_BIN, training_chats
 from moe import model
 from moe.placement import specs
 
@@ -56,7 +56,9 @@ def updated(setup):
     of_rows = setup.rows.counts(chats) if setup.networks.packs else None
     network = setup.networks.policy
     learner = network.init(random_weights(setup, setup.model))
-    learner, metrics = update_rows(network, learner, batch, of_rows, rows_of_a_bin=ROWS_OF_A_BIN)
+    learner, metrics = update_rows(
+        network, learner, batch, of_rows, max_rows_per_bin=MAX_ROWS_PER_BIN
+    )
     return gradient_of(learner, setup.mesh, setup.model.num_layers), to_host(metrics)
 
 

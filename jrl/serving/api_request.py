@@ -10,25 +10,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jrl.rollout.sampling import LEAST_TEMPERATURE, LEAST_TOP_P
-from jrl.serving.refusal import Refused, wrong
+from jrl.serving.errors import ApiError, invalid_argument
 from jrl.tasks.data.conversations import checked_arguments
 from jrl.tasks.data.fields import short
 
-MOST_CHOICES = 128
+MAX_CHOICES = 128
 """Limit of choices over all prompts of a request."""
-MOST_TOKENS = 2**31 - 1
+MAX_TOKENS = 2**31 - 1
 """Limit of a completion's tokens, as counts are 32-bit integers."""
-MOST_STOPS = 4
-MOST_LIKELIEST = 20
+MAX_STOPS = 4
+MAX_TOP_LOGPROBS = 20
 """Limit of top log-probabilities per position."""
-MOST_PROMPTS = 128
+MAX_PROMPTS = 128
 
 Message = tuple[str, str]
 """Role and content."""
 
 
 @dataclass(frozen=True)
-class Asked:
+class ApiRequest:
     """A valid request.
 
     Attributes:
@@ -43,7 +43,7 @@ class Asked:
       stream: true if the response is streamed.
       include_usage: true if a stream ends with its usage.
       logprobs: true if log-probabilities are returned.
-      likeliest: number of top log-probabilities per position.
+      top_logprobs: number of top log-probabilities per position.
       echo: true if the prompt precedes the completion.
       template_arguments: variables passed to the chat template.
     """
@@ -60,7 +60,7 @@ class Asked:
     stream: bool
     include_usage: bool
     logprobs: bool
-    likeliest: int
+    top_logprobs: int
     echo: bool
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
 
@@ -70,93 +70,107 @@ class Asked:
         return self.prompts is None
 
 
-def completion_of(body: Mapping[str, Any]) -> Asked:
+def parse_completion(body: Mapping[str, Any]) -> ApiRequest:
     """Parses the body of ``/v1/completions``.
 
     Raises:
-      Refused: for invalid or unsupported arguments.
+      ApiError: for invalid or unsupported arguments.
     """
-    _check_names(body, (*COMMON, "prompt", "max_tokens", "logprobs", "echo"), NEUTRAL_COMPLETION)
-    likeliest = _whole(body, "logprobs", 0, MOST_LIKELIEST)
+    _check_names(
+        body, (*COMMON_ARGUMENTS, "prompt", "max_tokens", "logprobs", "echo"), NEUTRAL_COMPLETION
+    )
+    top_logprobs = _integer(body, "logprobs", 0, MAX_TOP_LOGPROBS)
     echo = _boolean(body, "echo")
-    if echo and likeliest is not None:
-        raise wrong(
+    if echo and top_logprobs is not None:
+        raise invalid_argument(
             "echo",
             "echo=true with logprobs would need the log-probabilities of the prompt, which are not "
             "served: leave out one of the two.",
         )
     common, prompts = _common(body), _prompts(body)
-    if len(prompts) * common["n"] > MOST_CHOICES:
-        raise wrong(
+    if len(prompts) * common["n"] > MAX_CHOICES:
+        raise invalid_argument(
             "n",
             f"n={common['n']} of {len(prompts)} prompts are {len(prompts) * common['n']} choices: "
-            f"ask for {MOST_CHOICES} at most at a time.",
+            f"ask for {MAX_CHOICES} at most at a time.",
         )
-    return Asked(
+    return ApiRequest(
         **common,
         prompts=prompts,
         messages=(),
-        max_tokens=_whole(body, "max_tokens", 1, None),
-        logprobs=likeliest is not None,
-        likeliest=likeliest or 0,
+        max_tokens=_integer(body, "max_tokens", 1, None),
+        logprobs=top_logprobs is not None,
+        top_logprobs=top_logprobs or 0,
         echo=echo,
     )
 
 
-def chat_of(body: Mapping[str, Any]) -> Asked:
+def parse_chat(body: Mapping[str, Any]) -> ApiRequest:
     """Parses the body of ``/v1/chat/completions``.
 
     Raises:
-      Refused: for invalid or unsupported arguments.
+      ApiError: for invalid or unsupported arguments.
     """
-    own = ("messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs")
-    _check_names(body, (*COMMON, *own, TEMPLATE_ARGUMENTS), NEUTRAL_CHAT)
+    chat_arguments = ("messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs")
+    _check_names(body, (*COMMON_ARGUMENTS, *chat_arguments, TEMPLATE_ARGUMENTS), NEUTRAL_CHAT)
     logprobs = _boolean(body, "logprobs")
-    likeliest = _whole(body, "top_logprobs", 0, MOST_LIKELIEST)
-    if likeliest is not None and not logprobs:
-        raise wrong("top_logprobs", f"top_logprobs={likeliest} needs logprobs=true.")
+    top_logprobs = _integer(body, "top_logprobs", 0, MAX_TOP_LOGPROBS)
+    if top_logprobs is not None and not logprobs:
+        raise invalid_argument("top_logprobs", f"top_logprobs={top_logprobs} needs logprobs=true.")
     limits = {
         name: value
         for name in ("max_completion_tokens", "max_tokens")
-        if (value := _whole(body, name, 1, None)) is not None
+        if (value := _integer(body, name, 1, None)) is not None
     }
     if len(set(limits.values())) > 1:
-        raise wrong(
+        raise invalid_argument(
             "max_tokens",
             f"max_tokens={limits['max_tokens']} and max_completion_tokens="
             f"{limits['max_completion_tokens']} differ: give one of them.",
         )
-    return Asked(
+    return ApiRequest(
         **_common(body),
         prompts=None,
         messages=_messages(body),
         max_tokens=next(iter(limits.values()), None),
         logprobs=logprobs,
-        likeliest=likeliest or 0,
+        top_logprobs=top_logprobs or 0,
         echo=False,
         template_arguments=_template_arguments(body),
     )
 
 
 TEMPLATE_ARGUMENTS = "chat_template_kwargs"
-COMMON = ("model", "n", "temperature", "top_p", "seed", "stop", "stream", "stream_options", "user")
+COMMON_ARGUMENTS = (
+    "model",
+    "n",
+    "temperature",
+    "top_p",
+    "seed",
+    "stop",
+    "stream",
+    "stream_options",
+    "user",
+)
 """Arguments of both; `user` names the client and has no effect."""
 
 
 def _is(*values: Any) -> Callable[[Any], bool]:
-    return lambda given: any(given == value and type(given) is type(value) for value in values)
+    return lambda argument: any(
+        argument == value and type(argument) is type(value) for value in values
+    )
 
 
 _ZERO = _is(0, 0.0)
-NEUTRAL: Mapping[str, Callable[[Any], bool]] = {
+NEUTRAL_VALUES: Mapping[str, Callable[[Any], bool]] = {
     "frequency_penalty": _ZERO,
     "presence_penalty": _ZERO,
     "logit_bias": _is({}),
 }
 """Unsupported arguments, each with a predicate that is true for its neutral values."""
-NEUTRAL_COMPLETION = {**NEUTRAL, "best_of": _is(1), "suffix": _is("")}
+NEUTRAL_COMPLETION = {**NEUTRAL_VALUES, "best_of": _is(1), "suffix": _is("")}
 NEUTRAL_CHAT = {
-    **NEUTRAL,
+    **NEUTRAL_VALUES,
     "response_format": _is({"type": "text"}),
     "tools": _is([]),
     "tool_choice": _is("none"),
@@ -171,12 +185,14 @@ NEUTRAL_CHAT = {
 
 
 def _check_names(
-    body: Mapping[str, Any], known: tuple[str, ...], neutral: Mapping[str, Callable[[Any], bool]]
+    body: Mapping[str, Any],
+    supported: tuple[str, ...],
+    neutral: Mapping[str, Callable[[Any], bool]],
 ) -> None:
     for name, value in body.items():
-        if name in known or value is None or (name in neutral and neutral[name](value)):
+        if name in supported or value is None or (name in neutral and neutral[name](value)):
             continue
-        raise wrong(
+        raise invalid_argument(
             name,
             f"{name}={short(value)} is not served here: leave it out.",
             "unsupported_parameter" if name in neutral else "unknown_parameter",
@@ -188,26 +204,28 @@ def _common(body: Mapping[str, Any]) -> dict[str, Any]:
     options = body.get("stream_options")
     if options is not None:
         if not stream:
-            raise wrong("stream_options", "stream_options needs stream=true.")
+            raise invalid_argument("stream_options", "stream_options needs stream=true.")
         if not isinstance(options, dict) or set(options) - {"include_usage"}:
-            raise wrong(
+            raise invalid_argument(
                 "stream_options",
                 f'stream_options={short(options)} must be {{"include_usage": true or false}}.',
             )
-    n = _whole(body, "n", 1, MOST_CHOICES)
+    n = _integer(body, "n", 1, MAX_CHOICES)
     temperature, top_p = _number(body, "temperature", 0.0, 2.0), _number(body, "top_p", 0.0, 1.0)
     greedy = "use temperature=0 for the likeliest token"
     if temperature is not None and 0 < temperature < LEAST_TEMPERATURE:
-        least = f"less than {LEAST_TEMPERATURE:g}, by which logits are no number in float32"
-        raise wrong("temperature", f"temperature={temperature:g} is {least}: {greedy}.")
+        too_low = f"less than {LEAST_TEMPERATURE:g}, by which logits are no number in float32"
+        raise invalid_argument(
+            "temperature", f"temperature={temperature:g} is {too_low}: {greedy}."
+        )
     if top_p is not None and top_p < LEAST_TOP_P:
-        raise wrong("top_p", f"top_p={top_p:g} leaves no token in float32: {greedy}.")
+        raise invalid_argument("top_p", f"top_p={top_p:g} leaves no token in float32: {greedy}.")
     return {
         "model": _model(body),
         "n": 1 if n is None else n,
         "temperature": 1.0 if temperature is None else temperature,
         "top_p": 1.0 if top_p is None else top_p,
-        "seed": _whole(body, "seed", -(2**63), 2**63 - 1),
+        "seed": _integer(body, "seed", -(2**63), 2**63 - 1),
         "stops": _stops(body),
         "stream": stream,
         "include_usage": bool(options) and _boolean(options, "include_usage"),
@@ -217,24 +235,26 @@ def _common(body: Mapping[str, Any]) -> dict[str, Any]:
 def _model(body: Mapping[str, Any]) -> str:
     model = body.get("model")
     if not isinstance(model, str) or not model:
-        raise wrong("model", "model must be the name of one, as GET /v1/models lists it.")
+        raise invalid_argument(
+            "model", "model must be the name of one, as GET /v1/models lists it."
+        )
     return model
 
 
 def _prompts(body: Mapping[str, Any]) -> tuple[str | tuple[int, ...], ...]:
     prompt: Any = body.get("prompt")
-    several: list[Any] = prompt if isinstance(prompt, list) and not _is_ids(prompt) else [prompt]
-    if not several or not all(isinstance(each, str) or _is_ids(each) for each in several):
-        raise wrong(
+    prompts: list[Any] = prompt if isinstance(prompt, list) and not _is_ids(prompt) else [prompt]
+    if not prompts or not all(isinstance(item, str) or _is_ids(item) for item in prompts):
+        raise invalid_argument(
             "prompt",
             f"prompt={short(prompt)} must be a text, a list of token ids, or a list of several of "
             "one of these.",
         )
-    if len(several) > MOST_PROMPTS:
-        raise wrong(
-            "prompt", f"prompt has {len(several)} prompts: send {MOST_PROMPTS} at most at a time."
+    if len(prompts) > MAX_PROMPTS:
+        raise invalid_argument(
+            "prompt", f"prompt has {len(prompts)} prompts: send {MAX_PROMPTS} at most at a time."
         )
-    return tuple(tuple(each) if isinstance(each, list) else each for each in several)
+    return tuple(tuple(item) if isinstance(item, list) else item for item in prompts)
 
 
 def _template_arguments(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -242,7 +262,7 @@ def _template_arguments(body: Mapping[str, Any]) -> dict[str, Any]:
     try:
         return {} if value is None else checked_arguments(value, TEMPLATE_ARGUMENTS)
     except ValueError as error:
-        raise wrong(TEMPLATE_ARGUMENTS, f"{error}.") from error
+        raise invalid_argument(TEMPLATE_ARGUMENTS, f"{error}.") from error
 
 
 def _is_ids(value: Any) -> bool:
@@ -252,91 +272,101 @@ def _is_ids(value: Any) -> bool:
 def _messages(body: Mapping[str, Any]) -> tuple[Message, ...]:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise wrong(
+        raise invalid_argument(
             "messages",
             f'messages={short(messages)} must be a list of {{"role": ..., "content": ...}}.',
         )
     return tuple(_message(f"messages[{index}]", each) for index, each in enumerate(messages))
 
 
-def _message(where: str, message: Any) -> Message:
+def _message(path: str, message: Any) -> Message:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise wrong(where, f'{where}={short(message)} must be {{"role": ..., "content": ...}}.')
+        raise invalid_argument(
+            path, f'{path}={short(message)} must be {{"role": ..., "content": ...}}.'
+        )
     for name, value in message.items():
         if name not in ("role", "content") and value not in (None, []):
-            raise wrong(
-                f"{where}.{name}",
-                f"{where}.{name}={short(value)} is not served here: leave it out.",
+            raise invalid_argument(
+                f"{path}.{name}",
+                f"{path}.{name}={short(value)} is not served here: leave it out.",
                 "unsupported_parameter",
             )
     content = message.get("content")
     if isinstance(content, list):
-        content = "".join(_part(f"{where}.content[{i}]", part) for i, part in enumerate(content))
+        content = "".join(_part(f"{path}.content[{i}]", part) for i, part in enumerate(content))
     if not isinstance(content, str):
-        raise wrong(
-            f"{where}.content",
-            f"{where}.content={short(content)} must be a text, or a list of parts that are.",
+        raise invalid_argument(
+            f"{path}.content",
+            f"{path}.content={short(content)} must be a text, or a list of parts that are.",
         )
     return message["role"], content
 
 
-def _part(where: str, part: Any) -> str:
+def _part(path: str, part: Any) -> str:
     if not isinstance(part, dict) or part.get("type") != "text":
         kind = part.get("type") if isinstance(part, dict) else part
-        raise wrong(
-            where,
-            f'{where} is of type {short(kind)}: only {{"type": "text", "text": ...}} is served.',
+        raise invalid_argument(
+            path,
+            f'{path} is of type {short(kind)}: only {{"type": "text", "text": ...}} is served.',
             "unsupported_parameter",
         )
     if not isinstance(part.get("text"), str):
-        raise wrong(where, f"{where}.text={short(part.get('text'))} must be a text.")
+        raise invalid_argument(path, f"{path}.text={short(part.get('text'))} must be a text.")
     return part["text"]
 
 
 def _stops(body: Mapping[str, Any]) -> tuple[str, ...]:
-    given = body.get("stop")
-    several = [] if given is None else given if isinstance(given, list) else [given]
-    if not all(isinstance(each, str) and each for each in several) or len(several) > MOST_STOPS:
-        raise wrong(
+    stop = body.get("stop")
+    stops = [] if stop is None else stop if isinstance(stop, list) else [stop]
+    if not all(isinstance(text, str) and text for text in stops) or len(stops) > MAX_STOPS:
+        raise invalid_argument(
             "stop",
-            f"stop={short(given)} must be a text that is not empty, or a list of {MOST_STOPS} at "
+            f"stop={short(stop)} must be a text that is not empty, or a list of {MAX_STOPS} at "
             "most.",
         )
-    return tuple(several)
+    return tuple(stops)
 
 
 def _boolean(body: Mapping[str, Any], name: str) -> bool:
     value = body.get(name)
     if value is not None and type(value) is not bool:
-        raise wrong(name, f"{name}={short(value)} must be true or false.")
+        raise invalid_argument(name, f"{name}={short(value)} must be true or false.")
     return bool(value)
 
 
-def _whole(body: Mapping[str, Any], name: str, least: int, most: int | None) -> int | None:
+def _integer(body: Mapping[str, Any], name: str, minimum: int, maximum: int | None) -> int | None:
     value = body.get(name)
     if value is None:
         return None
-    if type(value) is not int or not least <= value <= (MOST_TOKENS if most is None else most):
-        span = f"from {least} to {MOST_TOKENS}" if most is None else f"in {least}..{most}"
-        raise wrong(name, f"{name}={short(value)} must be a whole number {span}.")
+    if type(value) is not int or not minimum <= value <= (
+        MAX_TOKENS if maximum is None else maximum
+    ):
+        span = f"from {minimum} to {MAX_TOKENS}" if maximum is None else f"in {minimum}..{maximum}"
+        raise invalid_argument(name, f"{name}={short(value)} must be a whole number {span}.")
     return value
 
 
-def _number(body: Mapping[str, Any], name: str, least: float, most: float) -> float | None:
+def _number(body: Mapping[str, Any], name: str, minimum: float, maximum: float) -> float | None:
     value = body.get(name)
     if value is None:
         return None
-    if type(value) not in (int, float) or not least <= value <= most or not math.isfinite(value):
-        raise wrong(name, f"{name}={short(value)} must be a number in {least:g}..{most:g}.")
+    if (
+        type(value) not in (int, float)
+        or not minimum <= value <= maximum
+        or not math.isfinite(value)
+    ):
+        raise invalid_argument(
+            name, f"{name}={short(value)} must be a number in {minimum:g}..{maximum:g}."
+        )
     return float(value)
 
 
-def check_model(asked: Asked, name: str) -> None:
-    """Raises Refused if another model is requested."""
-    if asked.model != name:
-        raise Refused(
+def check_model(request: ApiRequest, name: str) -> None:
+    """Raises ApiError if another model is requested."""
+    if request.model != name:
+        raise ApiError(
             404,
-            f"model={short(asked.model)} is not served here: ask for {name!r}.",
+            f"model={short(request.model)} is not served here: ask for {name!r}.",
             "model",
             "model_not_found",
         )

@@ -26,20 +26,20 @@ from jrl.trainer.setup.networks import Networks
 from jrl.trainer.state import TrainState
 
 
-class Stored(NamedTuple):
+class AsyncResult(NamedTuple):
     """Result of asynchronous sampling, stored in the state for the next step.
 
     Attributes:
-      ahead, pool: of the state.
+      buffer, pool: of the state.
       seconds: spent in sampling.
     """
 
-    ahead: AsyncBuffer[Array]
+    buffer: AsyncBuffer[Array]
     pool: SlotPool[Array] | None
     seconds: dict[str, float]
 
 
-class AheadOfStep:
+class AsyncStep:
     """Completions of a step, which are available, and sampling of the next batch.
 
     On separate devices the sampler runs concurrently with the updates, else before them, with the
@@ -69,12 +69,12 @@ class AheadOfStep:
         spec = networks.ahead_spec
         assert spec is not None and state.ahead is not None
         self._spec: AsyncBufferSpec = spec
-        drawn = spec.unpack(to_host(state.ahead), sampler)
+        async_batch = spec.unpack(to_host(state.ahead), sampler)
         # In the first step nothing was sampled ahead: it samples its own batch first.
-        if drawn is None:
-            drawn = self._draw(int(state.prompts_seen))
-        staleness = check_staleness(drawn.ready, version, bound)
-        self._drawn = drawn
+        if async_batch is None:
+            async_batch = self._draw(int(state.prompts_seen))
+        staleness = check_staleness(async_batch.ready, version, bound)
+        self._async_batch = async_batch
         self._metrics = {
             "staleness/mean": float(staleness.mean()),
             "staleness/max": float(staleness.max()),
@@ -82,37 +82,38 @@ class AheadOfStep:
 
     def collected(self) -> Collected:
         """Training batch of the step."""
-        drawn, networks, sampler = self._drawn, self._networks, self._sampler
+        async_batch, networks, sampler = self._async_batch, self._networks, self._sampler
         batch = batch_from_host(
-            [completion.trajectory for completion in drawn.ready],
-            drawn.counts,
+            [completion.trajectory for completion in async_batch.ready],
+            async_batch.counts,
             networks.mesh,
             sampler.prompt_length,
             sampler.response_length,
             sampler.format.tokenizer.pad_id,
             networks.policy.config.num_experts,
         )
-        metrics = drawn.metrics | self._metrics
-        # No times: the batch was sampled in the step before. Those of this step are in `Stored`.
-        return Collected(drawn.ready, batch, drawn.prompts_seen, None, metrics, {})
+        metrics = async_batch.metrics | self._metrics
+        # No times: the batch was sampled in the step before. Those of this step are in
+        # `AsyncResult`.
+        return Collected(async_batch.ready, batch, async_batch.prompts_seen, None, metrics, {})
 
     @contextmanager
-    def sampling(self) -> Iterator[Callable[[], Stored]]:
+    def sampling(self) -> Iterator[Callable[[], AsyncResult]]:
         """Context manager around the updates of the step, which samples ahead.
 
         Yields:
           A function that returns the sampled rows after the step; it waits for the sampler, as the
           end of the block does.
         """
-        drawn, engine = self._drawn, self._sampler.engine
+        async_batch, engine = self._async_batch, self._sampler.engine
 
         def draw() -> AsyncRollouts:
-            return self._draw(drawn.prompts_seen, drawn)
+            return self._draw(async_batch.prompts_seen, async_batch)
 
         if not are_disjoint(self._networks.mesh, engine.mesh):
             # Sampled with the weights before this step's updates, as in the concurrent case: the
             # same rows either way.
-            stored = self._stored(draw(), 0.0)
+            stored = self._store(draw(), 0.0)
             engine.release()  # memory for the updates
             yield lambda: stored
             return
@@ -121,15 +122,15 @@ class AheadOfStep:
         with ThreadPoolExecutor(1, "jrl rollout") as thread:
             future = thread.submit(draw)
 
-            def waited() -> Stored:
+            def wait_for_sampler() -> AsyncResult:
                 begin = time.perf_counter()
                 after = future.result()
-                return self._stored(after, time.perf_counter() - begin)
+                return self._store(after, time.perf_counter() - begin)
 
-            yield waited
+            yield wait_for_sampler
 
-    def _draw(self, first: int, behind: AsyncRollouts | None = None) -> AsyncRollouts:
-        ahead = AsyncCollector(
+    def _draw(self, first: int, previous: AsyncRollouts | None = None) -> AsyncRollouts:
+        collector = AsyncCollector(
             self._sampler,
             self._recipe,
             batches=self._networks.max_staleness,
@@ -137,15 +138,17 @@ class AheadOfStep:
             keep_pool=self._networks.pool_spec is not None,
             seconds=self._seconds,
         )
-        return ahead.collect_batch([] if behind is None else behind.pending)
+        return collector.collect_batch([] if previous is None else previous.pending)
 
-    def _stored(self, drawn: AsyncRollouts, waited: float) -> Stored:
+    def _store(self, async_batch: AsyncRollouts, waited: float) -> AsyncResult:
         seconds = self._seconds | {
             "timing_s/wait_for_rollout": waited,
             **self._sampler.engine.usage.since(self._before).metrics(),
         }
-        ahead = to_devices(self._spec.pack(drawn), replicated(self._networks.mesh))
+        buffer = to_devices(self._spec.pack(async_batch), replicated(self._networks.mesh))
         # Removed from the engine: the slots are part of the state for a checkpoint, and the next
         # step gives them back.
         keeps_pool = self._networks.pool_spec is not None
-        return Stored(ahead, self._sampler.engine.take_pool() if keeps_pool else None, seconds)
+        return AsyncResult(
+            buffer, self._sampler.engine.take_pool() if keeps_pool else None, seconds
+        )

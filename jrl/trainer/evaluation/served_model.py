@@ -11,7 +11,7 @@ from jaxtyping import Array
 
 from jrl.config.files import configuration_of
 from jrl.config.rollout import SplitSettings
-from jrl.config.run import OF_DEVICES, RunConfig
+from jrl.config.run import IMPLEMENTATION_SETTINGS, RunConfig
 from jrl.rollout.decoding.disaggregated.stream import DisaggregatedStreamEngine
 from jrl.rollout.decoding.stream import StreamEngine
 from jrl.rollout.resharding import rollout_layout, rollout_mesh
@@ -19,17 +19,17 @@ from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
 from jrl.text.load import load_tokenizer
 from jrl.text.prompt_format import PromptFormat, prompt_format
+from jrl.trainer.evaluation.device_split import DeviceSplit, parse_device_split
 from jrl.trainer.evaluation.saved_policy import load_model, load_policy_of
-from jrl.trainer.evaluation.sides import Sides, sides_of
 from jrl.trainer.learner.masters import float32_shardings, weights_of
-from jrl.trainer.setup.network import check_served, network_of
+from jrl.trainer.setup.network import check_supported, network_of
 from moe.config import PRESETS, ModelConfig
 from moe.weights import Transformer
 from sharding.folding import FoldedMesh, Layout, fold
 
 
 @dataclass(frozen=True)
-class OfRun:
+class RunSource:
     """Source of weights: a run, which may still be training.
 
     Attributes:
@@ -56,7 +56,7 @@ class OfRun:
 
 
 @dataclass(frozen=True)
-class OfCheckpoint:
+class CheckpointSource:
     """Source of weights: a public checkpoint, of which there is one version.
 
     Attributes:
@@ -77,20 +77,20 @@ class OfCheckpoint:
         """Loads its weights, as version 0."""
         from moe.huggingface import load_weights  # needs an extra
 
-        places = float32_shardings(self.model, self.mesh)
-        weights = load_weights(self.directory, self.model, self.mesh, places)
+        shardings = float32_shardings(self.model, self.mesh)
+        weights = load_weights(self.directory, self.model, self.mesh, shardings)
         return weights_of(weights, self.model, self.mesh), 0
 
 
 @dataclass(frozen=True)
-class Deployed:
+class ServedModel:
     """Policy for serving.
 
     Attributes:
       name: of the run, or of the folder of the checkpoint.
       model: its network.
       mesh: the mesh that samples; with disaggregation all devices, on which weights are loaded.
-      sides: device groups of attention and experts; None on one mesh.
+      device_split: device groups of attention and experts; None on one mesh.
       format: encoding of the prompts.
       versions: source of its weights.
     """
@@ -98,9 +98,9 @@ class Deployed:
     name: str
     model: ModelConfig
     mesh: FoldedMesh
-    sides: Sides | None
+    device_split: DeviceSplit | None
     format: PromptFormat
-    versions: OfRun | OfCheckpoint
+    versions: RunSource | CheckpointSource
 
     def engine(self, *, slots: int, columns: int, key: Array, top_logprobs: int) -> StreamEngine:
         """Creates its serving engine, without weights; arguments are those of `StreamEngine`.
@@ -109,7 +109,7 @@ class Deployed:
           ValueError: for slots that do not divide over the devices.
         """
         tokenizer = self.format.tokenizer
-        given: dict[str, Any] = {
+        options: dict[str, Any] = {
             "slots": slots,
             "columns": columns,
             "pad_id": tokenizer.pad_id,
@@ -117,21 +117,23 @@ class Deployed:
             "key": key,
             "top_logprobs": top_logprobs,
         }
-        if (sides := self.sides) is None:
-            return StreamEngine(self.model, self.mesh, self.mesh, **given)
-        sides.check_slots(slots)
+        if (device_split := self.device_split) is None:
+            return StreamEngine(self.model, self.mesh, self.mesh, **options)
+        device_split.check_slots(slots)
         return DisaggregatedStreamEngine(
             self.model,
             self.mesh,
-            sides.mesh,
-            **given,
-            micro_batches=sides.micro_batches,
-            expert_slots=sides.expert_slots,
-            replan=sides.replan,
+            device_split.mesh,
+            **options,
+            micro_batches=device_split.micro_batches,
+            expert_slots=device_split.expert_slots,
+            replan=device_split.replan,
         )
 
 
-def deployed(place: str, layout: str | None = None, split: SplitSettings | None = None) -> Deployed:
+def open_served_model(
+    location: str, layout: str | None = None, split: SplitSettings | None = None
+) -> ServedModel:
     """Policy of a run folder, or of ``hf:DIR``, for serving.
 
     Args:
@@ -145,22 +147,22 @@ def deployed(place: str, layout: str | None = None, split: SplitSettings | None 
         not available.
     """
     split = split or SplitSettings()
-    if place.startswith("hf:"):
-        return _of_checkpoint(Path(place.removeprefix("hf:")), layout, split)
-    folder = RunFolder.read(place)
+    if location.startswith("hf:"):
+        return _open_checkpoint(Path(location.removeprefix("hf:")), layout, split)
+    folder = RunFolder.read(location)
     run, _ = configuration_of(folder)
     # Implementations were chosen for the training devices; here the best that applies is used.
-    run = replace(run, **dict.fromkeys(OF_DEVICES))
+    run = replace(run, **dict.fromkeys(IMPLEMENTATION_SETTINGS))
     tokenizer = load_tokenizer(folder.tokenizer_path)
     model = load_model(folder)
     model = network_of(PRESETS[run.model](tokenizer.vocab_size) if model is None else model, run)
-    sides = sides_of(split, layout, run)
-    mesh = _mesh(model, _layout_of(run) if layout is None else layout, sides)
-    format, versions = prompt_format(run, tokenizer), OfRun(folder, model, mesh)
-    return Deployed(folder.path.resolve().name, model, mesh, sides, format, versions)
+    device_split = parse_device_split(split, layout, run)
+    mesh = _mesh(model, _default_layout(run) if layout is None else layout, device_split)
+    format, versions = prompt_format(run, tokenizer), RunSource(folder, model, mesh)
+    return ServedModel(folder.path.resolve().name, model, mesh, device_split, format, versions)
 
 
-def _of_checkpoint(directory: Path, layout: str | None, split: SplitSettings) -> Deployed:
+def _open_checkpoint(directory: Path, layout: str | None, split: SplitSettings) -> ServedModel:
     if find_spec("safetensors") is None or find_spec("tokenizers") is None:
         raise ValueError(
             f"hf:{directory} needs safetensors and tokenizers, of which one is not installed: run "
@@ -171,24 +173,24 @@ def _of_checkpoint(directory: Path, layout: str | None, split: SplitSettings) ->
 
     run = RunConfig(model=f"hf:{directory}")
     model = network_of(config_from(directory), run)
-    sides = sides_of(split, layout, run)
-    mesh = _mesh(model, layout or "dp1", sides)
+    device_split = parse_device_split(split, layout, run)
+    mesh = _mesh(model, layout or "dp1", device_split)
     format = prompt_format(run, checkpoint_tokenizer(directory, model.vocab_size))
-    name, versions = directory.resolve().name, OfCheckpoint(directory, model, mesh)
-    return Deployed(name, model, mesh, sides, format, versions)
+    name, versions = directory.resolve().name, CheckpointSource(directory, model, mesh)
+    return ServedModel(name, model, mesh, device_split, format, versions)
 
 
-def _layout_of(run: RunConfig) -> str:
+def _default_layout(run: RunConfig) -> str:
     if run.rollout_devices is not None:
         return run.rollout_layout or f"dp{run.rollout_devices}"
     return run.rollout_layout or str(rollout_layout(Layout.parse(run.layout)))
 
 
-def _mesh(model: ModelConfig, text: str, sides: Sides | None) -> FoldedMesh:
+def _mesh(model: ModelConfig, text: str, device_split: DeviceSplit | None) -> FoldedMesh:
     """Mesh of a layout that can serve the network; with disaggregation that of all devices."""
-    if sides is not None:
-        sides.check(model)
-        mesh = sides.reading(model)
+    if device_split is not None:
+        device_split.check(model)
+        mesh = device_split.loading_mesh(model)
     else:
         layout, devices = Layout.parse(text), jax.devices()
         if len(devices) < layout.num_devices:
@@ -198,5 +200,5 @@ def _mesh(model: ModelConfig, text: str, sides: Sides | None) -> FoldedMesh:
                 "on a CPU."
             )
         mesh = rollout_mesh(text, fold(layout, devices[: layout.num_devices]))
-    check_served(model, mesh)
+    check_supported(model, mesh)
     return mesh

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jrl.config.files import flag
-from jrl.processes.agreement import FailTogether, is_main_process
+from jrl.processes.agreement import RaiseInAllProcesses, is_main_process
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
 
@@ -26,63 +26,63 @@ def describe(settings: Mapping[str, Any], folder: RunFolder) -> dict[str, Any]:
         return {}
     return {
         "settings": dict(settings),
-        "files": folder.file_marks(),
-        "lines": folder.line_marks(),
+        "files": folder.file_hashes(),
+        "lines": folder.line_offsets(),
     }
 
 
-def newest_whole(checkpoints: Checkpoints) -> int | None:
+def find_resume_step(checkpoints: Checkpoints) -> int | None:
     """Step of the latest valid checkpoint, to resume from; None without any checkpoint. Later
     checkpoints that are damaged are set aside, each with a warning.
 
     Raises:
       ValueError: where all are damaged.
     """
-    step, damaged = checkpoints.newest_whole()
-    for later, why in damaged.items():
+    step, damaged = checkpoints.latest_valid_step()
+    for later, reason in damaged.items():
         path = checkpoints.set_aside(later)
         if is_main_process():
             print(
-                f"warning: the checkpoint of step {later} is damaged ({why}) and now lies in "
+                f"warning: the checkpoint of step {later} is damaged ({reason}) and now lies in "
                 f"{path}; going on from step {step}",
                 file=sys.stderr,
             )
     return step
 
 
-def go_back(
-    settings: Mapping[str, Any], folder: RunFolder, step: int, found: Mapping[str, Any]
+def rewind(
+    settings: Mapping[str, Any], folder: RunFolder, step: int, saved: Mapping[str, Any]
 ) -> None:
     """Drops the lines after a checkpoint, which its run writes again.
 
     Args:
       settings: as for `describe`, now.
-      found: result of `describe` when it was saved.
+      saved: result of `describe` when it was saved.
 
     Raises:
       ValueError: where the run no longer matches the checkpoint; nothing is dropped.
     """
-    with FailTogether():
+    with RaiseInAllProcesses():
         if is_main_process():
-            _check_settings(settings, folder, step, found["settings"])
-            folder.check_files(step, found["files"])
-            folder.go_back(step, found["lines"])
+            _check_settings(settings, folder, step, saved["settings"])
+            folder.check_files(step, saved["files"])
+            folder.rewind(step, saved["lines"])
 
 
-def check_files(folder: RunFolder, step: int, found: Mapping[str, Any]) -> None:
+def check_files(folder: RunFolder, step: int, saved: Mapping[str, Any]) -> None:
     """Refuses a policy whose tokenizer or network description is not what was saved with it."""
-    with FailTogether():
-        if is_main_process() and "files" in found:
-            folder.check_files(step, found["files"])
+    with RaiseInAllProcesses():
+        if is_main_process() and "files" in saved:
+            folder.check_files(step, saved["files"])
 
 
 def _check_settings(
-    now: Mapping[str, Any], folder: RunFolder, step: int, saved: Mapping[str, Any]
+    current: Mapping[str, Any], folder: RunFolder, step: int, saved: Mapping[str, Any]
 ) -> None:
     differences = [
-        f"{flag(name)} is {now[name]!r} and was {saved[name]!r}"
-        for name in now
-        if name in saved and now[name] != saved[name]
+        f"{flag(name)} is {current[name]!r} and was {saved[name]!r}"
+        for name in current
+        if name in saved and current[name] != saved[name]
     ]
     if differences:
         raise ValueError(

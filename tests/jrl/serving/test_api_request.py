@@ -2,19 +2,19 @@
 
 import pytest
 
-from jrl.serving.asked import chat_of, completion_of
-from jrl.serving.refusal import Refused
+from jrl.serving.api_request import parse_chat, parse_completion
+from jrl.serving.errors import ApiError
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 COMPLETION = {"model": "m", "prompt": "hello"}
 
 
 def test_what_is_left_out_is_as_openai_has_it():
-    asked = completion_of(COMPLETION)
+    asked = parse_completion(COMPLETION)
     assert (asked.prompts, asked.max_tokens, asked.n) == (("hello",), None, 1)
     assert (asked.temperature, asked.top_p, asked.seed, asked.stops) == (1.0, 1.0, None, ())
     assert not (asked.stream or asked.logprobs or asked.echo or asked.chat)
-    asked = chat_of(CHAT)
+    asked = parse_chat(CHAT)
     assert asked.chat and asked.max_tokens is None
     assert asked.messages == (("user", "hello"),)
 
@@ -28,21 +28,21 @@ def test_what_is_left_out_is_as_openai_has_it():
     ],
 )
 def test_prompts_are_texts_or_ids(prompt, expected):
-    assert completion_of({**COMPLETION, "prompt": prompt}).prompts == expected
+    assert parse_completion({**COMPLETION, "prompt": prompt}).prompts == expected
 
 
 def test_arguments_of_the_template():
     given = {"chat_template_kwargs": {"enable_thinking": False}}
-    assert chat_of({**CHAT, **given}).template_arguments == {"enable_thinking": False}
-    assert chat_of({**CHAT, "chat_template_kwargs": None}).template_arguments == {}
+    assert parse_chat({**CHAT, **given}).template_arguments == {"enable_thinking": False}
+    assert parse_chat({**CHAT, "chat_template_kwargs": None}).template_arguments == {}
     for wrong in (3, [], {"messages": []}):
-        with pytest.raises(Refused) as refused:
-            chat_of({**CHAT, "chat_template_kwargs": wrong})
+        with pytest.raises(ApiError) as refused:
+            parse_chat({**CHAT, "chat_template_kwargs": wrong})
         assert refused.value.body["error"]["param"] == "chat_template_kwargs"
 
 
 def test_everything_that_is_served_is_read():
-    asked = chat_of(
+    asked = parse_chat(
         {
             "model": "m",
             "messages": [
@@ -71,7 +71,7 @@ def test_everything_that_is_served_is_read():
     assert asked.messages[0] == ("system", "be be ")
     assert (asked.max_tokens, asked.n, asked.seed, asked.stops) == (7, 2, -3, ("a", "b"))
     assert (asked.temperature, asked.top_p) == (0.0, 0.5)
-    assert asked.stream and asked.include_usage and asked.logprobs and asked.likeliest == 4
+    assert asked.stream and asked.include_usage and asked.logprobs and asked.top_logprobs == 4
 
 
 BOTH = [
@@ -133,12 +133,15 @@ OF_CHATS = [
 @pytest.mark.parametrize(
     ("parse", "body", "param", "message"),
     [
-        *((completion_of, {**COMPLETION, **more}, *said) for more, *said in BOTH + OF_COMPLETIONS),
-        *((chat_of, {**CHAT, **more}, *said) for more, *said in BOTH + OF_CHATS),
+        *(
+            (parse_completion, {**COMPLETION, **more}, *said)
+            for more, *said in BOTH + OF_COMPLETIONS
+        ),
+        *((parse_chat, {**CHAT, **more}, *said) for more, *said in BOTH + OF_CHATS),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(parse, body, param, message):
-    with pytest.raises(Refused, match=message) as refused:
+    with pytest.raises(ApiError, match=message) as refused:
         parse(body)
     error = refused.value.body["error"]
     assert refused.value.status == 400

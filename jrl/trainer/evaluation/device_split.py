@@ -15,7 +15,7 @@ from sharding.folding import FoldedMesh, Layout, fold
 
 
 @dataclass(frozen=True)
-class Sides:
+class DeviceSplit:
     """Device groups of attention and experts, and the settings of decoding on them.
 
     Attributes:
@@ -43,16 +43,16 @@ class Sides:
         Raises:
           ValueError: for such a number.
         """
-        layout, parts = self.mesh.attention.layout, self.micro_batches
-        unit = layout.num_devices * parts
+        layout, micro_batches = self.mesh.attention.layout, self.micro_batches
+        unit = layout.num_devices * micro_batches
         if slots % unit:
             raise ValueError(
                 f"slots={slots} does not divide over dp={layout.dp} x tp={layout.tp} devices of "
-                f"attention x micro_batches={parts}: choose --slots in multiples of {unit}, or "
-                "another --micro-batches."
+                f"attention x micro_batches={micro_batches}: choose --slots in multiples of "
+                f"{unit}, or another --micro-batches."
             )
 
-    def reading(self, model: ModelConfig) -> FoldedMesh:
+    def loading_mesh(self, model: ModelConfig) -> FoldedMesh:
         """Mesh over all devices, on which weights are loaded before they are sent to the groups:
         data parallel, with experts over as many devices as divide them."""
         devices = [*devices_of(self.mesh.attention), *devices_of(self.mesh.experts)]
@@ -60,7 +60,9 @@ class Sides:
         return fold(Layout(dp=number, ep=math.gcd(number, model.num_experts)), devices)
 
 
-def sides_of(given: SplitSettings, layout: str | None, run: RunConfig) -> Sides | None:
+def parse_device_split(
+    requested: SplitSettings, layout: str | None, run: RunConfig
+) -> DeviceSplit | None:
     """Requested device groups, or those that the run samples on; None for one mesh.
 
     Args:
@@ -69,35 +71,35 @@ def sides_of(given: SplitSettings, layout: str | None, run: RunConfig) -> Sides 
     Raises:
       ValueError: for incompatible settings, and for more devices than there are.
     """
-    if given.split is not None and layout is not None:
+    if requested.split is not None and layout is not None:
         raise ValueError(
-            f"layout={layout!r} is a layout of one mesh, and split={given.split!r} has two: leave "
-            "out --layout."
+            f"layout={layout!r} is a layout of one mesh, and split={requested.split!r} has two: "
+            "leave out --layout."
         )
-    wanted = given
-    if given.split is None and layout is None and run.rollout_split is not None:
-        wanted = given.over(run)
-    if wanted.split is None:
-        _check_alone(given)
+    settings = requested
+    if requested.split is None and layout is None and run.rollout_split is not None:
+        settings = requested.with_defaults_from(run)
+    if settings.split is None:
+        _reject_split_settings(requested)
         return None
-    split, devices = Split.parse(wanted.split), jax.devices()
+    split, devices = Split.parse(settings.split), jax.devices()
     number = split.num_devices
     if len(devices) < number:
         raise ValueError(
-            f"split={wanted.split!r} needs {number} devices and there are {len(devices)}: give "
+            f"split={settings.split!r} needs {number} devices and there are {len(devices)}: give "
             f"--layout dp1 to serve on one mesh, or --devices {number} to have as many fake ones "
             "on a CPU."
         )
-    parts = wanted.micro_batches
-    if parts is None:
-        parts = RunConfig.rollout_micro_batches
+    micro_batches = settings.micro_batches
+    if micro_batches is None:
+        micro_batches = RunConfig.rollout_micro_batches
     mesh = fold_split(split, devices[:number])
-    return Sides(mesh, parts, wanted.expert_slots, wanted.replan)
+    return DeviceSplit(mesh, micro_batches, settings.expert_slots, settings.replan)
 
 
-def _check_alone(given: SplitSettings) -> None:
+def _reject_split_settings(requested: SplitSettings) -> None:
     for name in ("micro_batches", "expert_slots", "replan"):
-        if (value := getattr(given, name)) is not None:
+        if (value := getattr(requested, name)) is not None:
             raise ValueError(
                 f"{name}={value} needs the devices of both sides: give --split, for example "
                 f'"tp1 dp2 / ep2", or leave out --{name.replace("_", "-")}.'

@@ -15,8 +15,7 @@ from jrl.rollout.decoding.requests import Request
 from jrl.rollout.decoding.stream import StreamEngine
 from jrl.rollout.row_sampling import RequestSampling
 from jrl.rollout.sampling import GREEDY
-from jrl.serving import warming
-from jrl.serving.warming import Warming, filling
+from jrl.serving.warm_up import WarmUp, fill_prompts
 from moe.disaggregated.split import Split, fold_split
 
 COLUMNS, SLOTS, WINDOW, K = 30, 8, 3, 3
@@ -45,7 +44,7 @@ def small(monkeypatch):
         (packing, "CHUNK", 4),
         (columns, "MIN_CACHE_LENGTH", 4),
         (stream, "MIN_STREAM_CACHE_LENGTH", 16),
-        (warming, "COMMON", 8),
+        (warm_up, "SHORT_PROMPT", 8),
         (StreamEngine, "most_tokens", 32),
     ]:
         monkeypatch.setattr(module, name, value)
@@ -68,11 +67,13 @@ def serve(engine, numbers, rng, longest: int, number: int, most: int) -> None:
 
 
 def test_prompts_fill_rows():
-    assert filling(192, 1, longest=127, most=8) == (127, 65)
-    assert filling(128, 4, longest=200, most=8) == (128,) * 4
-    assert filling(256, 2, longest=191, most=4) == (191, 65) * 2
-    assert filling(128, 8, longest=127, most=8) == (127,) * 8  # each prompt in a row of its own
-    assert filling(128, 8, longest=127, most=3) == (127,) * 3
+    assert fill_prompts(192, 1, longest=127, max_prompts=8) == (127, 65)
+    assert fill_prompts(128, 4, longest=200, max_prompts=8) == (128,) * 4
+    assert fill_prompts(256, 2, longest=191, max_prompts=4) == (191, 65) * 2
+    assert (
+        fill_prompts(128, 8, longest=127, max_prompts=8) == (127,) * 8
+    )  # each prompt in a row of its own
+    assert fill_prompts(128, 8, longest=127, max_prompts=3) == (127,) * 3
 
 
 @pytest.mark.slow
@@ -97,24 +98,24 @@ def test_requests_find_their_programs(small, layout):
     ]
     assert engine.cache_sizes == [16, 24, 30] and engine.step_sizes == [1, 8]
     before, numbers = COMPILED.copy(), count()
-    made = Warming(engine, lambda: next(numbers), 3, COLUMNS - 1, WINDOW)
+    made = WarmUp(engine, lambda: next(numbers), 3, COLUMNS - 1, WINDOW)
     every = made.num_left
-    made.make_common()
+    made.compile_common()
     common = since(before)
     # Rows of seven sizes for short prompts; one size of the cache.
     assert common == dict(zip(KINDS, (7, 7, 1, 2, 0, 2, 1), strict=True))
     assert 0 < made.num_left < every
     rng = np.random.default_rng(0)
-    serve(engine, numbers, rng, longest=8, number=40, most=2)
+    serve(engine, numbers, rng, longest=8, number=40, max_prompts=2)
     assert since(before) == common, "a short request waited for a compiler"
     while made.num_left:
-        made.make_one()
+        made.compile_next()
     # A program for each size of the rows; for each number of their tokens, which is 4 to 24, 32 and
     # 30, and each size of the cache, but that 30 come into the widest alone; and for each size of
     # the step and of the cache. Copies are made in each size of the cache.
     everything = common | {"run_packed": 9, "place": 7 + 7 + 8, "advance": 2 * 3, "admit": 3}
     assert since(before) == everything
-    serve(engine, numbers, rng, longest=COLUMNS - 6, number=60, most=2 * SLOTS)
+    serve(engine, numbers, rng, longest=COLUMNS - 6, number=60, max_prompts=2 * SLOTS)
     assert since(before) == everything, "a request waited for a compiler"
 
 
@@ -142,14 +143,14 @@ def test_requests_of_two_sides_find_their_programs(small, monkeypatch):
     assert engine.prefill_sizes == [(4, 1), (4, 2), (8, 1), (12, 1)]
     assert engine.cache_sizes == [8, 12] and engine.step_sizes == [2]
     numbers, rng = count(), np.random.default_rng(0)
-    made = Warming(engine, lambda: next(numbers), 3, columns - 1, WINDOW)
-    made.make_common()
+    made = WarmUp(engine, lambda: next(numbers), 3, columns - 1, WINDOW)
+    made.compile_common()
     common = COMPILED.total()
-    serve(engine, numbers, rng, longest=4, number=10, most=2)
+    serve(engine, numbers, rng, longest=4, number=10, max_prompts=2)
     assert COMPILED.total() == common, "a short request waited for a compiler"
     while made.num_left:
-        made.make_one()
+        made.compile_next()
     everything = COMPILED.total()
     assert everything > common
-    serve(engine, numbers, rng, longest=columns - 4, number=30, most=2 * slots)
+    serve(engine, numbers, rng, longest=columns - 4, number=30, max_prompts=2 * slots)
     assert COMPILED.total() == everything, "a request waited for a compiler"

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-MOST_SAID = 300
+MAX_MESSAGE_LENGTH = 300
 """Most characters of an exception's message that a client receives."""
 
 
-class Refused(Exception):
+class ApiError(Exception):
     """A rejected request, with the error that its client receives.
 
     Args:
@@ -39,11 +39,11 @@ class Refused(Exception):
     @property
     def headers(self) -> dict[str, str]:
         # After 408 the rest of a body would be taken for the next request.
-        own = {401: {"WWW-Authenticate": "Bearer"}, 408: {"Connection": "close"}}
-        own = own.get(self.status, {})
+        headers = {401: {"WWW-Authenticate": "Bearer"}, 408: {"Connection": "close"}}
+        headers = headers.get(self.status, {})
         if self.retry_after is not None:
-            own = {**own, "Retry-After": str(self.retry_after)}
-        return own
+            headers = {**headers, "Retry-After": str(self.retry_after)}
+        return headers
 
 
 KINDS = {
@@ -63,14 +63,14 @@ def one_line(error: BaseException) -> str:
     """Message of an exception in one line of limited length.
 
     The exception's class precedes it, unless the message is written for the caller (ValueError,
-    OSError, Refused).
+    OSError, ApiError).
     """
     text = " ".join(str(error).split())
-    text = text if len(text) <= MOST_SAID else text[: MOST_SAID - 3] + "..."
-    spoken = isinstance(error, ValueError | OSError | Refused)
-    return text if spoken else f"{type(error).__name__}: {text}"
+    text = text if len(text) <= MAX_MESSAGE_LENGTH else text[: MAX_MESSAGE_LENGTH - 3] + "..."
+    is_plain = isinstance(error, ValueError | OSError | ApiError)
+    return text if is_plain else f"{type(error).__name__}: {text}"
 
 
-def wrong(param: str, message: str, code: str | None = None) -> Refused:
+def invalid_argument(param: str, message: str, code: str | None = None) -> ApiError:
     """Error 400 for an invalid argument."""
-    return Refused(400, message, param, code)
+    return ApiError(400, message, param, code)

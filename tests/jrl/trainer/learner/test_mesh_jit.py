@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import pytest
 from programs import mesh_of
 
-from jrl.trainer.learner.overflow import Exact
-from jrl.trainer.learner.program import Program
+from jrl.trainer.learner.mesh_jit import MeshJit
+from jrl.trainer.learner.overflow import RetryOnOverflow
 from jrl.trainer.learner.update import update
-from jrl.trainer.packed.scoring import _scored
+from jrl.trainer.packed.scoring import _score_packed
 from jrl.trainer.scoring import logprobs_of, values_of
 from sharding import compiler_options as asked
 from sharding.folding import FoldedMesh
@@ -30,11 +30,11 @@ def test_a_mesh_says_what_its_programs_are_compiled_with(monkeypatch):
         traced.append(objective)
         return objective.scale * x
 
-    program = Program(scaled, static_argnums=0)
+    program = MeshJit(scaled, static_argnums=0)
     one, two = Objective(mesh_of("dp1")), Objective(mesh_of("dp2"))
     x = jnp.arange(5.0)
     assert program(two, x)[4] == program.lower(two, x).compile()(x)[4] == 12.0
-    assert program.on(one.mesh) is program.on(two.mesh)
+    assert program.jit_for(one.mesh) is program.jit_for(two.mesh)
     assert program.__doc__ == "What it says." and traced == [two]
     monkeypatch.setitem(asked.BY_PLATFORM, "cpu", {"xla_of_nobody": True})
     # Of one device there is nothing to ask.
@@ -45,7 +45,7 @@ def test_a_mesh_says_what_its_programs_are_compiled_with(monkeypatch):
 
 
 def test_updates_and_scores_are_such_programs():
-    assert isinstance(update, Program)
-    for score in (values_of, logprobs_of, _scored):
-        assert isinstance(score, Exact)
-        assert isinstance(score.counted, Program) and isinstance(score.unbounded, Program)
+    assert isinstance(update, MeshJit)
+    for score in (values_of, logprobs_of, _score_packed):
+        assert isinstance(score, RetryOnOverflow)
+        assert isinstance(score.with_overflow, MeshJit) and isinstance(score.dropless, MeshJit)

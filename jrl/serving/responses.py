@@ -1,0 +1,173 @@
+"""Responses in OpenAI's format: full ones, and the chunks of a stream.
+
+https://platform.openai.com/docs/api-reference/completions and .../chat
+"""
+
+import json
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from jrl.serving.api_request import ApiRequest
+from jrl.serving.job import ChoiceDelta
+from jrl.serving.transcript import TokenLogprobs, TokenStrings
+
+DONE_EVENT = "data: [DONE]\n\n"
+"""The last event of a stream."""
+
+
+class ResponseBuilder:
+    """Response to one request, built up incrementally.
+
+    Args:
+      request: the request.
+      token_strings: text of single tokens.
+      prompt_tokens: of all its prompts.
+      echoes: texts of the prompts, if they precede the completions.
+    """
+
+    def __init__(
+        self,
+        request: ApiRequest,
+        token_strings: TokenStrings,
+        prompt_tokens: int,
+        echoes: Sequence[str] = (),
+    ):
+        self._request, self._token_strings, self._prompt_tokens = (
+            request,
+            token_strings,
+            prompt_tokens,
+        )
+        kind = "chatcmpl" if request.chat else "cmpl"
+        self._id, self._created = f"{kind}-{secrets.token_hex(12)}", int(time.time())
+        prompts = 1 if request.prompts is None else len(request.prompts)
+        num_choices = prompts * request.n
+        self._texts = [echoes[index // request.n] if echoes else "" for index in range(num_choices)]
+        self._logprobs_of_choices: list[list[TokenLogprobs]] = [[] for _ in range(num_choices)]
+        self._finishes: list[str | None] = [None] * num_choices
+        self._tokens, self._started = [0] * num_choices, [False] * num_choices
+        self._version = 0
+
+    @property
+    def finished(self) -> bool:
+        """True if all choices have finished."""
+        return None not in self._finishes
+
+    def append(self, delta: ChoiceDelta) -> None:
+        """Appends a delta to its choice."""
+        index = delta.index
+        self._texts[index] += delta.text
+        self._logprobs_of_choices[index] += delta.logprobs
+        self._tokens[index], self._finishes[index] = delta.num_tokens, delta.finish
+        self._version = delta.version
+
+    def body(self) -> dict[str, Any]:
+        """Body of a response that is not a stream."""
+        choices = []
+        for index, text in enumerate(self._texts):
+            content: dict[str, Any] = {"text": text}
+            if self._request.chat:
+                content = {"message": {"role": "assistant", "content": text, "refusal": None}}
+            choices.append(
+                {
+                    "index": index,
+                    **content,
+                    "logprobs": self._logprobs(self._logprobs_of_choices[index]),
+                    "finish_reason": self._finishes[index],
+                }
+            )
+        kind = "chat.completion" if self._request.chat else "text_completion"
+        return {**self._head(kind), "choices": choices, "usage": self._usage()}
+
+    def chunks(self, delta: ChoiceDelta) -> str:
+        """Server-sent events of a delta in a stream; `append` it first."""
+        index, events = delta.index, ""
+        if not self._started[index]:
+            self._started[index] = True
+            if self._request.chat:
+                events += self._chunk(index, {"delta": {"role": "assistant", "content": ""}})
+            elif echo := self._texts[index][: len(self._texts[index]) - len(delta.text)]:
+                events += self._chunk(index, {"text": echo})
+        if delta.text or delta.logprobs:
+            content: dict[str, Any] = {"text": delta.text}
+            if self._request.chat:
+                content = {"delta": {"content": delta.text}}
+            content["logprobs"] = self._logprobs(delta.logprobs)
+            events += self._chunk(index, content)
+        if delta.finish is not None:
+            content = {"delta": {}} if self._request.chat else {"text": ""}
+            events += self._chunk(index, {**content, "finish_reason": delta.finish})
+        return events
+
+    def end(self) -> str:
+        """The last events of a stream."""
+        if not self._request.include_usage:
+            return DONE_EVENT
+        return event({**self._chunk_head(), "choices": [], "usage": self._usage()}) + DONE_EVENT
+
+    def _chunk(self, index: int, content: dict[str, Any]) -> str:
+        choice = {"index": index, "logprobs": None, "finish_reason": None, **content}
+        usage = {"usage": None} if self._request.include_usage else {}
+        return event({**self._chunk_head(), "choices": [choice], **usage})
+
+    def _chunk_head(self) -> dict[str, Any]:
+        return self._head("chat.completion.chunk" if self._request.chat else "text_completion")
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self._request.model,
+            "system_fingerprint": fingerprint(self._version),
+        }
+
+    def _usage(self) -> dict[str, int]:
+        sampled = sum(self._tokens)
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": sampled,
+            "total_tokens": self._prompt_tokens + sampled,
+        }
+
+    def _logprobs(self, positions: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+        if not self._request.logprobs:
+            return None
+        if self._request.chat:
+            return {
+                "content": [self._logprobs_entry(position) for position in positions],
+                "refusal": None,
+            }
+        strings, top_logprobs = [], []
+        for position in positions:
+            strings.append(self._token_strings.string_of(position.token))
+            alternatives = {
+                self._token_strings.string_of(token): value
+                for token, value in position.top_logprobs
+            }
+            top_logprobs.append({**alternatives, strings[-1]: position.logprob})
+        return {
+            "tokens": strings,
+            "token_logprobs": [position.logprob for position in positions],
+            "top_logprobs": top_logprobs,
+            "text_offset": [position.offset for position in positions],
+        }
+
+    def _logprobs_entry(self, position: TokenLogprobs) -> dict[str, Any]:
+        alternatives = [self._token_entry(token, value) for token, value in position.top_logprobs]
+        return {**self._token_entry(position.token, position.logprob), "top_logprobs": alternatives}
+
+    def _token_entry(self, token: int, logprob: float) -> dict[str, Any]:
+        content = list(self._token_strings.bytes_of(token))
+        return {"token": self._token_strings.string_of(token), "logprob": logprob, "bytes": content}
+
+
+def fingerprint(version: int) -> str:
+    """`system_fingerprint` of a response: the policy version that generated it."""
+    return f"step-{version}"
+
+
+def event(content: dict[str, Any]) -> str:
+    """A server-sent event."""
+    return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n"
