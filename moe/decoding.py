@@ -19,7 +19,7 @@ from moe.attention.delta.weights import DeltaNet
 from moe.attention.latent import LatentCore
 from moe.attention.layer import CoreAttention
 from moe.attention.mask import Window
-from moe.attention.rotation import Turns
+from moe.attention.rotation import RotaryCache
 from moe.cache.buffers import Cache, cache_of, kept_columns
 from moe.cache.step import StepCore
 from moe.config import ModelConfig
@@ -144,7 +144,7 @@ def packed_step(
     live: Bool[Array, "row"],
     core: CoreAttention | LatentCore | None = None,
     record_choices: bool = False,
-    turns: Turns | None = None,
+    turns: RotaryCache | None = None,
 ) -> PackedBatch:
     """Packed batch of one token of each row; nothing is trained on it."""
 
@@ -174,7 +174,7 @@ def decode_step(
     config: ModelConfig,
     mesh: FoldedMesh,
     record_choices: bool = False,
-    turns: Turns | None = None,
+    turns: RotaryCache | None = None,
 ) -> tuple[Float[Array, "local vocab"], Cache[Array], Int[Array, "row layer k"] | None]:
     """Decode step: appends one token to every live row and returns the logits of the next.
 
@@ -198,7 +198,7 @@ def decode_step(
       for rows that are not live; None if they were not requested.
     """
     config = for_step(config)
-    own = None if turns is None else turns.at(positions)
+    own = None if turns is None else turns.gather(positions)
     packed = packed_step(tokens, positions, live, record_choices=record_choices, turns=own)
     step = _Step(packed, positions, live, config, mesh)
     x, kept, choices, first = embed(weights, tokens, config, mesh), [], [], 0
@@ -300,7 +300,7 @@ def _after_layer(
         own = DeltaState(*(_at(x, place) for x in before))
         after = list[DeltaState]()
         advance = partial(one_step, step.config.delta, own, step.live)
-        core = DeltaCore(advance).watched(after.append)
+        core = DeltaCore(advance).record_states(after.append)
         x, router = block(layer, x, step.packed, core, step.config, step.mesh, number)
         kept: Buffers = DeltaState(
             *(_with_at(x, new, place) for x, new in zip(before, *after, strict=True))

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 from moe.architecture.delta import delta_layers
 from moe.attention.delta.sequences import DeltaCore, delta_core
 from moe.attention.delta.weights import DeltaNet
-from moe.attention.latent import LatentCore, expanded, keeps_narrow
+from moe.attention.latent import LatentCore, caches_latent, expand_latent
 from moe.attention.layer import CoreAttention
 from moe.attention.mask import Window, window_of_layer
 from moe.config import ModelConfig
@@ -161,7 +161,7 @@ def blocks(
             if keep is not None:
                 assert not isinstance(core, LatentCore) and len(cores) == 1
                 if isinstance(core, DeltaCore):
-                    core = core.watched(kept.append)
+                    core = core.record_states(kept.append)
                 else:
                     core = watched(core, keep, kept, config)
             return block(layer, x, own[half], core, config, mesh, number)
@@ -244,9 +244,9 @@ def watched(
 
     def of_narrow(query: Array, narrow: Array, up: Array) -> Array:
         kept.append(keep(narrow[:, None]))
-        return core_attention(query, *expanded(narrow, up, config))
+        return core_attention(query, *expand_latent(narrow, up, config))
 
-    return LatentCore(of_narrow) if keeps_narrow(config) else of_heads
+    return LatentCore(of_narrow) if caches_latent(config) else of_heads
 
 
 def last_norm(

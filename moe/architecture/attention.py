@@ -109,7 +109,7 @@ def _check_rotation(config: Any) -> None:
             f"sliding_window={config.sliding_window}: leave it out where all layers rotate alike."
         )
     scaling = config.rope_scaling
-    if (nope or base is not None) and scaling is not None and scaling.sharpness != 1:
+    if (nope or base is not None) and scaling is not None and scaling.score_factor != 1:
         raise ValueError(
             f"rope_scaling={scaling} multiplies the scores of every layer, which cannot "
             f"be had with nope_layers={nope} and window_rope_base={base}: leave out "

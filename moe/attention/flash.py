@@ -105,7 +105,7 @@ def _attend(
 
 def _forward(query, key, value, sinks, mask, scale, flash):
     out, log_sum = flash.attend(query, key, value, mask, scale)
-    out, log_sum = beside_sinks(out, log_sum, sinks)
+    out, log_sum = add_sinks(out, log_sum, sinks)
     out, log_sum = (checkpoint_name(x, ATTENDED) for x in (out.astype(value.dtype), log_sum))
     return out, (query, key, value, sinks, mask, out, log_sum)
 
@@ -114,22 +114,23 @@ def _backward(scale, flash, residuals, out_gradient):
     query, key, value, sinks, mask, out, log_sum = residuals
     mean = slope_mean(out, out_gradient)
     grads = flash.attend_gradient(query, key, value, mask, log_sum, mean, out_gradient, scale)
-    given = zip(grads, (query, key, value), strict=True)
-    of_heads = (gradient.astype(x.dtype) for gradient, x in given)
-    of_sinks = None if sinks is None else sinks_gradient(sinks, log_sum, mean)
-    return *of_heads, of_sinks, None
+    input_gradients = (
+        gradient.astype(x.dtype) for gradient, x in zip(grads, (query, key, value), strict=True)
+    )
+    sinks_gradients = None if sinks is None else sinks_gradient(sinks, log_sum, mean)
+    return *input_gradients, sinks_gradients, None
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def beside_sinks(
+def add_sinks(
     out: Output, log_sum: PerQuery, sinks: Float[Array, "heads"] | None
 ) -> tuple[Output, PerQuery]:
     """Attention output and log-sum-exp with the sink of each head as one more score."""
     if sinks is None:
         return out, log_sum
-    total = jnp.logaddexp(log_sum, _of_queries(sinks, log_sum))
+    total = jnp.logaddexp(log_sum, _broadcast_sinks(sinks, log_sum))
     return out * jnp.exp(log_sum - total)[..., None], total
 
 
@@ -142,11 +143,11 @@ def sinks_gradient(
       log_sum: log-sum-exp with the sinks included.
       mean: `slope_mean`.
     """
-    through = jnp.exp(_of_queries(sinks, log_sum) - log_sum) * mean
-    return -jnp.sum(through, axis=(0, -1)).reshape(-1)
+    per_query = jnp.exp(_broadcast_sinks(sinks, log_sum) - log_sum) * mean
+    return -jnp.sum(per_query, axis=(0, -1)).reshape(-1)
 
 
-def _of_queries(sinks: Float[Array, "heads"], log_sum: PerQuery) -> PerQuery:
+def _broadcast_sinks(sinks: Float[Array, "heads"], log_sum: PerQuery) -> PerQuery:
     return jnp.broadcast_to(sinks.reshape(1, *log_sum.shape[1:3], 1), log_sum.shape)
 
 

@@ -5,7 +5,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from moe.attention.cached import cached_attention
-from moe.attention.latent import LatentCore, absorbed, keeps_narrow, released
+from moe.attention.latent import LatentCore, absorb_keys, caches_latent, project_values
 from moe.attention.layer import CoreAttention
 from moe.attention.mask import window_of_layer
 from moe.cache.buffers import KEY_COLUMN, ROW, VALUE_COLUMN
@@ -70,7 +70,7 @@ class StepCore:
     @property
     def attend(self) -> CoreAttention | LatentCore:
         """Core attention to pass to a block."""
-        return LatentCore(self._of_narrow) if keeps_narrow(self._config) else self._of_heads
+        return LatentCore(self._of_narrow) if caches_latent(self._config) else self._of_heads
 
     def _of_heads(
         self,
@@ -94,7 +94,7 @@ class StepCore:
     def _of_narrow(self, query: Array, narrow: Array, up: Array) -> Array:
         config, rank = self._config, up.shape[0]
         self.keys = self._write(self.keys, narrow[:, None], KEY_COLUMN)
-        query, scale = absorbed(query, up, config), config.head_dim**-0.5
+        query, scale = absorb_keys(query, up, config), config.head_dim**-0.5
         if self._name in (None, "plain"):
             vectors = self._own(self.keys, KEY_COLUMN)
             values = jnp.swapaxes(vectors[:, :, :rank], 2, 3)
@@ -105,7 +105,7 @@ class StepCore:
             read = latent_decode_attention(
                 *given, rank=rank, layer=self._layer, implementation=named
             )
-        return released(read, up, config)
+        return project_values(read, up, config)
 
     @property
     def _layer(self) -> Array | None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from moe.attention.latent import LatentCore, keeps_narrow
+from moe.attention.latent import LatentCore, caches_latent
 from moe.attention.layer import CoreAttention
 from moe.attention.mask import window_of_layer
 from moe.cache.buffers import kept_columns
@@ -322,7 +322,7 @@ def _given_specs(serving: Serving, given: Given) -> Any:
 def _buffer_specs(serving: Serving) -> Any:
     mesh = serving.mesh.attention
     heads: Any = PartitionSpec(mesh.except_sequence, mesh.sequence)
-    return Buffers(heads, None if keeps_narrow(serving.config) else heads)
+    return Buffers(heads, None if caches_latent(serving.config) else heads)
 
 
 def _attention_args(serving: Serving, buffers: Buffers, given: Given) -> tuple[Any, ...]:

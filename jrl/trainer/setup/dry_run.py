@@ -18,7 +18,7 @@ from jrl.trainer.setup.predicted import memory_of_update, time_of_update, times_
 from jrl.trainer.setup.reading import print_read
 from jrl.trainer.setup.setup import Setup
 from jrl.trainer.supervised.arithmetic import chat_arithmetic
-from moe.attention.context_parallel.choice import context_of, received
+from moe.attention.context_parallel.choice import context_of, received_elements
 from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.layers.implementations import KERNELS, explained
@@ -164,7 +164,7 @@ def execution(setup: Setup) -> dict[str, str]:
         if name not in hidden
     }
     if mesh.layout.cp > 1:
-        numbers = f"{received(model, mesh):,} numbers per token and layer, forward"
+        numbers = f"{received_elements(model, mesh):,} numbers per token and layer, forward"
         rows["sent over cp by attention"] = numbers
     return rows
 

@@ -16,7 +16,7 @@ from jrl.trainer.setup.geometry import Geometry
 from jrl.trainer.setup.setup import Setup
 from moe.adapters import trees
 from moe.architecture.delta import delta_layers
-from moe.attention.latent import keeps_narrow
+from moe.attention.latent import caches_latent
 from moe.cache.buffers import cache_columns
 from moe.cache.kernel import kernel_bytes
 from moe.config import ModelConfig
@@ -235,7 +235,7 @@ def cache_bytes(model: ModelConfig, mesh: FoldedMesh, slots: int, columns: int) 
     tp = mesh.size(mesh.tp)
     slots //= mesh.size(mesh.dp)
     columns = cache_columns(columns, model, mesh)
-    if keeps_narrow(model):
+    if caches_latent(model):
         # Replicated over tp: every head needs all of it.
         assert model.mla is not None
         widths = model.mla.kv_lora_rank + model.mla.qk_rope_head_dim

@@ -91,10 +91,10 @@ def one_token(state: Array, token: Tokens) -> tuple[Array, Array]:
       state: ``[row, key_heads, group, key_dim, value_dim]``.
       token: without the dimension of time.
     """
-    kept = jnp.where(token.starts[:, None, None], 0.0, jnp.exp(token.log_decay))
-    state = state * kept[..., None, None]
-    held = _product("rhgkv,rhk->rhgv", state, token.key)
-    new = (token.value - held) * token.strength[..., None]
+    decay = jnp.where(token.starts[:, None, None], 0.0, jnp.exp(token.log_decay))
+    state = state * decay[..., None, None]
+    predicted = _product("rhgkv,rhk->rhgv", state, token.key)
+    new = (token.value - predicted) * token.strength[..., None]
     state = state + _product("rhk,rhgv->rhgkv", token.key, new)
     return state, _product("rhgkv,rhk->rhgv", state, token.query)
 
@@ -115,36 +115,36 @@ def chunked(tokens: Tokens, state: Array) -> tuple[Array, Array]:
     size = min(CHUNK, time)
     chunks = Tokens(*(_in_chunks(x, size) for x in tokens))
     # Log-decay from the start of the chunk, and the number of sequences that started since.
-    decayed = jnp.cumsum(jnp.moveaxis(chunks.log_decay, 2, -1), axis=-1)
-    begun = jnp.cumsum(chunks.starts.astype(jnp.int32), axis=-1)[:, :, None, None]
-    decay = _decay_between(decayed, begun)
+    log_decays = jnp.cumsum(jnp.moveaxis(chunks.log_decay, 2, -1), axis=-1)
+    num_starts = jnp.cumsum(chunks.starts.astype(jnp.int32), axis=-1)[:, :, None, None]
+    decay = _decay_between(log_decays, num_starts)
     same_keys = _product("nrihk,nrjhk->nrhij", chunks.key, chunks.key)[:, :, :, None]
     strength = jnp.moveaxis(chunks.strength, 2, -1)
     system = strength[..., None] * same_keys * decay
-    carried = jnp.where(begun == 0, jnp.exp(decayed), 0.0)
+    start_decay = jnp.where(num_starts == 0, jnp.exp(log_decays), 0.0)
     keys = jnp.moveaxis(chunks.key, 2, 3)[:, :, :, None]
     values = jnp.moveaxis(chunks.value, 2, 4)
     # `triangular_solve` reads neither the upper triangle nor the diagonal, which counts as ones.
-    sides = jnp.concatenate(
-        [strength[..., None] * values, (strength * carried)[..., None] * keys], axis=-1
+    rhs = jnp.concatenate(
+        [strength[..., None] * values, (strength * start_decay)[..., None] * keys], axis=-1
     )
     solved = lax.linalg.triangular_solve(
-        system, sides, left_side=True, lower=True, unit_diagonal=True
+        system, rhs, left_side=True, lower=True, unit_diagonal=True
     )
     new, seen = jnp.split(solved, [values.shape[-1]], axis=-1)
     queries = jnp.moveaxis(chunks.query, 2, 3)
     scores = _product("nrhik,nrhjk->nrhij", queries, keys[:, :, :, 0])[:, :, :, None] * decay
 
-    def chunk(state: Array, given: tuple[Array, ...]) -> tuple[Array, Array]:
-        new, seen, queries, scores, keys, carried, to_end = given
+    def chunk(state: Array, inputs: tuple[Array, ...]) -> tuple[Array, Array]:
+        new, seen, queries, scores, keys, start_decay, to_end = inputs
         new = new - _product("rhgik,rhgkv->rhgiv", seen, state)
-        read = carried[..., None] * _product("rhik,rhgkv->rhgiv", queries, state)
+        read = start_decay[..., None] * _product("rhik,rhgkv->rhgiv", queries, state)
         read = read + _product("rhgij,rhgjv->rhgiv", scores, new)
         added = _product("rhik,rhgi,rhgiv->rhgkv", keys, to_end, new)
-        return state * carried[..., -1, None, None] + added, read
+        return state * start_decay[..., -1, None, None] + added, read
 
-    given = new, seen, queries, scores, keys[:, :, :, 0], carried, decay[..., -1, :]
-    state, read = lax.scan(chunk, state, given)
+    inputs = new, seen, queries, scores, keys[:, :, :, 0], start_decay, decay[..., -1, :]
+    state, read = lax.scan(chunk, state, inputs)
     # [chunk, row, head, group, token, value_dim]
     read = jnp.moveaxis(read, (0, 4), (1, 2))
     return read.reshape(read.shape[0], -1, *read.shape[3:])[:, :time], state
@@ -158,11 +158,11 @@ def _in_chunks(x: Array, size: int) -> Array:
 
 
 def _decay_between(
-    decayed: Float[Array, "*batch token"], begun: Int[Array, "*_batch token"]
+    log_decays: Float[Array, "*batch token"], num_starts: Int[Array, "*_batch token"]
 ) -> Float[Array, "*batch token token"]:
     """Decay from each earlier token j of a chunk to each token i, ``a_{j+1} ... a_i``; 0 where they
     belong to different sequences, and above the diagonal."""
-    meet = jnp.tril(begun[..., :, None] == begun[..., None, :])
-    between = decayed[..., :, None] - decayed[..., None, :]
+    same_sequence = jnp.tril(num_starts[..., :, None] == num_starts[..., None, :])
+    between = log_decays[..., :, None] - log_decays[..., None, :]
     # Above the diagonal the difference is positive and could overflow, in the gradient too.
-    return jnp.where(meet, jnp.exp(jnp.where(meet, between, 0.0)), 0.0)
+    return jnp.where(same_sequence, jnp.exp(jnp.where(same_sequence, between, 0.0)), 0.0)

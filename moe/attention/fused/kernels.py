@@ -47,8 +47,8 @@ def fused_attention(
     if sinks is not None:
         number = sinks_among(key.shape[1], mask.window if by_lengths else None)
         query, key, value = with_sinks(query, key, value, sinks, factor, number)
-    query, key, value = (_widened(x, size) for x in (query, key, value))
-    attend = _by_lengths if by_lengths else _by_mask
+    query, key, value = (_pad_heads(x, size) for x in (query, key, value))
+    attend = _attend_by_lengths if by_lengths else _attend_by_mask
     out = attend(query, key, value, mask, factor, implementation, number)
     return out[:, number:, :, :width]
 
@@ -73,7 +73,7 @@ def head_size(query: Array, value: Array, sinks: Array | None = None) -> int:
     return -(-max(wide, value.shape[-1]) // 8) * 8
 
 
-def _by_mask(
+def _attend_by_mask(
     query: Array,
     key: Array,
     value: Array,
@@ -86,8 +86,8 @@ def _by_mask(
     seen = visible(mask.query, mask.key, mask.window)
     seen = jnp.pad(seen, ((0, 0), (sinks, 0), (sinks, 0))).at[:, :, :sinks].set(True)
     out = jax.nn.dot_product_attention(
-        *(_even(x, 1) for x in (query, key, value)),
-        mask=_even(_even(seen, 1), 2)[:, None],
+        *(_pad_to_even(x, 1) for x in (query, key, value)),
+        mask=_pad_to_even(_pad_to_even(seen, 1), 2)[:, None],
         is_causal=mask.causal and time == source,
         scale=scale,
         implementation=implementation,
@@ -95,7 +95,7 @@ def _by_mask(
     return out[:, :time]
 
 
-def _by_lengths(
+def _attend_by_lengths(
     query: Array,
     key: Array,
     value: Array,
@@ -119,9 +119,9 @@ def _by_lengths(
     within = (jnp.arange(source)[None] < lengths[:, None])[..., None, None]
     query = jnp.pad(query, ((0, 0), (source - time, 0), (0, 0), (0, 0)))
     # Zeros after them: whatever a kernel writes there, forward or backward, is not read.
-    moved = (jnp.where(within, _moved(x, order, back), 0) for x in (query, key, value))
+    moved = (jnp.where(within, _permute(x, order, back), 0) for x in (query, key, value))
     out = jax.nn.dot_product_attention(
-        *(_even(x, 1) for x in moved),
+        *(_pad_to_even(x, 1) for x in moved),
         is_causal=True,
         scale=scale,
         query_seq_lengths=lengths,
@@ -129,11 +129,11 @@ def _by_lengths(
         local_window_size=None if reach is None else (reach - 1, 0),
         implementation=implementation,
     )
-    return _moved(jnp.where(within, out[:, :source], 0), back, order)[:, source - time :]
+    return _permute(jnp.where(within, out[:, :source], 0), back, order)[:, source - time :]
 
 
 @jax.custom_vjp
-def _moved(
+def _permute(
     x: Shaped[Array, "batch time *rest"],
     order: Int[Array, "batch time"],
     back: Int[Array, "batch time"],
@@ -144,22 +144,22 @@ def _moved(
     return jnp.take_along_axis(x, order.reshape(*order.shape, *rest), axis=1)
 
 
-def _moved_forward(x, order, back):
-    return _moved(x, order, back), (order, back)
+def _permute_forward(x, order, back):
+    return _permute(x, order, back), (order, back)
 
 
-def _moved_backward(orders, gradient):
+def _permute_backward(orders, gradient):
     order, back = orders
-    return _moved(gradient, back, order), None, None
+    return _permute(gradient, back, order), None, None
 
 
-_moved.defvjp(_moved_forward, _moved_backward)
+_permute.defvjp(_permute_forward, _permute_backward)
 
 
-def _widened(x: Array, size: int) -> Array:
+def _pad_heads(x: Array, size: int) -> Array:
     return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, size - x.shape[-1])))
 
 
-def _even(x: Array, axis: int) -> Array:
+def _pad_to_even(x: Array, axis: int) -> Array:
     """`x` padded to an even length: the gradient's kernel does not take an odd one."""
     return jnp.pad(x, [(0, x.shape[axis] % 2 if n == axis else 0) for n in range(x.ndim)])

@@ -57,7 +57,7 @@ def between_sinks(
     source = order.shape[1]
     number = sinks_among(source, window)
     stride = 1 + (source if window is None else window)
-    place = jnp.arange(source + number)
-    sink = place // stride
-    token = number + order[:, jnp.maximum(place - sink - 1, 0)]
-    return jnp.where(place % stride == 0, sink, token)
+    index = jnp.arange(source + number)
+    sink = index // stride
+    token = number + order[:, jnp.maximum(index - sink - 1, 0)]
+    return jnp.where(index % stride == 0, sink, token)

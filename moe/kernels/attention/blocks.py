@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from moe.attention.mask import Marks, Window, all_meet, may_meet
+from moe.attention.mask import TokenIndices, Window, is_fully_visible, may_be_visible
 from moe.kernels.mosaic import Target
 
 UNIT = 64
@@ -32,14 +32,14 @@ def filled_up(x: Array, axis: int) -> Array:
     return jnp.pad(x, [(0, missing if n == axis % x.ndim else 0) for n in range(x.ndim)])
 
 
-def filled_marks(marks: Marks) -> Marks:
+def filled_marks(marks: TokenIndices) -> TokenIndices:
     """Pads marks as `filled_up`: the added tokens have segment 0, so they count as padding."""
-    return Marks(*(filled_up(x, 1) for x in marks))
+    return TokenIndices(*(filled_up(x, 1) for x in marks))
 
 
-def cut(marks: Marks, size: int) -> Marks:
+def cut(marks: TokenIndices, size: int) -> TokenIndices:
     """Reshapes ``[row, time]`` to ``[row, block, token]``."""
-    return Marks(*(x.reshape(x.shape[0], -1, size) for x in marks))
+    return TokenIndices(*(x.reshape(x.shape[0], -1, size) for x in marks))
 
 
 def in_blocks(
@@ -71,7 +71,7 @@ class Visited(NamedTuple):
 
 
 def bounds(
-    query: Marks, key: Marks, window: Window, *, by_query: bool
+    query: TokenIndices, key: TokenIndices, window: Window, *, by_query: bool
 ) -> Int[Array, "row block bound"]:
     """Table of `Visited`: for each block of queries the blocks of keys, or for each block of keys
     those of queries.
@@ -86,7 +86,9 @@ def bounds(
         return found if by_query else jnp.swapaxes(found, 1, 2)
 
     # All pairs of blocks, but only their ranges: a few numbers for each pair, not each score.
-    met, whole = (of_pairs(partial(test, window=window)) for test in (may_meet, all_meet))
+    met, whole = (
+        of_pairs(partial(test, window=window)) for test in (may_be_visible, is_fully_visible)
+    )
     block, end = lax.broadcasted_iota(jnp.int32, met.shape, 2), met.shape[2]
     stop = jnp.max(jnp.where(met, block + 1, 0), axis=2)
     # An empty range where nothing is visible: `first` is then not past `stop`, which is 0.
@@ -106,7 +108,7 @@ def visited(table: Any, block: Any) -> Visited:
 
 
 def marked(
-    query: Marks, key: Marks, window: Window
+    query: TokenIndices, key: TokenIndices, window: Window
 ) -> tuple[Int[Array, "block mark token"], Int[Array, "key_block mark key_token"]]:
     """Operands of `masked` for the queries and for the keys of all rows: the column and the
     segment, and with a window the position.

@@ -9,7 +9,7 @@ from programs import jit
 from moe.adapters.adapted import Adapted
 from moe.adapters.settings import TARGETS, Lora
 from moe.adapters.trees import merged, trained
-from moe.attention.projections import heads, joined_heads
+from moe.attention.projections import heads, join_heads
 from moe.config import ModelConfig
 from moe.experts.feed_forward import routed_experts
 from moe.weights import num_trained_parameters, shapes, table, targets_of
@@ -51,7 +51,7 @@ def of_query(layer):
 
 
 def of_out(layer):
-    return joined_heads(numbers(TOKENS, 4, 6), layer.attention.out)
+    return join_heads(numbers(TOKENS, 4, 6), layer.attention.out)
 
 
 def of_experts(layer):

@@ -10,7 +10,7 @@ from tiers import full_but
 
 from moe.attention import blocked, blocking, core
 from moe.attention.blocked import blocked_attention
-from moe.attention.mask import Marks, Mask, visible
+from moe.attention.mask import Mask, TokenIndices, visible
 from moe.attention.plain import plain_attention
 
 BATCH, KV_HEADS, GROUP, HEAD_DIM, V_HEAD_DIM = 4, 3, 5, 6, 7
@@ -48,7 +48,7 @@ def mask_of(time, source, causal, window=None):
     own = slice(source - time, None)
     if not causal:
         own = np.arange(time) % source
-    marks = (Marks(*map(jnp.asarray, x)) for x in ([x[:, own] for x in keys], keys))
+    marks = (TokenIndices(*map(jnp.asarray, x)) for x in ([x[:, own] for x in keys], keys))
     return Mask(*marks, window, causal)
 
 
@@ -144,7 +144,7 @@ def test_hidden_blocks_are_not_computed(monkeypatch):
     time = 40
     query, key, value, _ = arrays(time, time)
     column = np.broadcast_to(np.arange(time, dtype=np.int32), (BATCH, time))
-    marks = Marks(*map(jnp.asarray, (column, column, np.ones_like(column))))
+    marks = TokenIndices(*map(jnp.asarray, (column, column, np.ones_like(column))))
 
     def read(window, poisoned):
         """What the last block of queries gets."""

@@ -14,7 +14,7 @@ from moe.attention import blocking
 from moe.attention.cached import cached_attention
 from moe.attention.core import core_attention
 from moe.attention.fused.sink_keys import with_sinks
-from moe.attention.mask import Marks, Mask
+from moe.attention.mask import Mask, TokenIndices
 from moe.cache.step import StepCore
 from moe.config import ModelConfig
 from moe.execution import Execution
@@ -52,7 +52,7 @@ def by_definition():
 
 def mask(window=WINDOW, causal=True, single=True):
     place = jnp.broadcast_to(jnp.arange(TIME), (BATCH, TIME))
-    marks = Marks(place, place, jnp.asarray(valid(), jnp.int32))
+    marks = TokenIndices(place, place, jnp.asarray(valid(), jnp.int32))
     return Mask(marks, marks, window, causal, single)
 
 

@@ -14,7 +14,7 @@ from jaxtyping import Array
 from jrl.rollout.decoding.programs.slots import Decoder, Pool, Rows, over_slots, pool_specs
 from jrl.rollout.decoding.programs.tokens import Draws, appended, drawn_tokens, draws_specs, written
 from jrl.rollout.sampling import Sampling
-from moe.attention.rotation import turns_of
+from moe.attention.rotation import rotary_tables
 from moe.cache.buffers import ROW, Cache, over_columns
 from moe.decoding import decode_step
 from moe.layers.depth import mapped_parts, parts_of
@@ -190,7 +190,7 @@ def _advance_local(
     # A shorter cache is copied once, so that no step reads unused positions; the whole is not.
     read = over_columns(partial(_first, columns), pool.cache)
     # RoPE tables are computed here once; otherwise each layer would compute them in each step.
-    turns = vary(turns_of(columns, config), mesh.axes)
+    turns = vary(rotary_tables(columns, config), mesh.axes)
     nothing = jnp.zeros((), jnp.int32)
     # A loop keeps the types of its carry: results that vary over devices must do so from the start.
     rows, live = vary((pool.rows, pool.live), mesh.except_sequence)
