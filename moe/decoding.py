@@ -20,7 +20,7 @@ from moe.attention.latent import LatentCore
 from moe.attention.layer import CoreAttention
 from moe.attention.mask import Window
 from moe.attention.rotation import RotaryCache
-from moe.cache.buffers import Cache, cache_of, kept_columns
+from moe.cache.buffers import Cache, cache_of, to_cache_layout
 from moe.cache.step import StepCore
 from moe.config import ModelConfig
 from moe.embedding import embed
@@ -83,7 +83,7 @@ def prefill(
         )
     config = for_prefill(config)
     packed = packed_prefill(tokens, lengths, config, mesh, record_choices)
-    keep = partial(kept_columns, tokens.shape)
+    keep = partial(to_cache_layout, tokens.shape)
     x, router, kept = run_keeping(keep, weights, packed, config, mesh)
     chosen = None
     if record_choices:

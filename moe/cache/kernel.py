@@ -51,7 +51,9 @@ def kernel_bytes(config: ModelConfig, mesh: FoldedMesh, rows: int, columns: int)
     tp = mesh.size(mesh.tp)
     heads, kv_heads = config.num_heads // tp, config.num_kv_heads // tp
     if config.mla is not None and caches_latent(config):
-        parts = latent_decode.written(rows, heads, config.mla.kv_lora_rank, columns)
+        partial_results = latent_decode.written(rows, heads, config.mla.kv_lora_rank, columns)
     else:
-        parts = decode_attention.written(rows, heads, kv_heads, config.v_head_dim, columns)
-    return sum(math.prod(part.shape) * part.dtype.itemsize for part in parts)
+        partial_results = decode_attention.written(
+            rows, heads, kv_heads, config.v_head_dim, columns
+        )
+    return sum(math.prod(array.shape) * array.dtype.itemsize for array in partial_results)

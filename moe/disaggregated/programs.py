@@ -12,7 +12,7 @@ from jaxtyping import Array
 from moe.attention.latent import LatentCore, caches_latent
 from moe.attention.layer import CoreAttention
 from moe.attention.mask import window_of_layer
-from moe.cache.buffers import kept_columns
+from moe.cache.buffers import to_cache_layout
 from moe.cache.step import StepCore
 from moe.decoding import by_row, packed_prefill, packed_step
 from moe.disaggregated.halves import (
@@ -294,7 +294,7 @@ class _Core:
         self.packed = _packed(serving, given, None)
         core = self.packed.core_attention_of_layer(number, window_of_layer(config, number))
         assert not isinstance(core, LatentCore)
-        keep = partial(kept_columns, given.tokens.shape)
+        keep = partial(to_cache_layout, given.tokens.shape)
         self.attend = watched(core, keep, self._kept, config)
 
     @property
