@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from moe import model
-from moe.adapters.trees import joined
+from moe.adapters.trees import combine_trees
 from moe.config import ModelConfig
 from moe.embedding import embed
 from moe.layers import chunks
@@ -87,8 +87,8 @@ def gradients(
       apply_head: gives a loss and metrics.
       num_tokens: valid tokens of the whole batch, for the routers' losses.
       shard_dims: of the layers, as in `moe.model.blocks`.
-      fixed: frozen weights, which are None in `weights` (`moe.adapters.trees.fixed`); None if all
-        weights are trained.
+      fixed: frozen weights, which are None in `weights` (`moe.adapters.trees.select_frozen`); None
+        if all weights are trained.
 
     Returns:
       The loss of this device, which adds up over stages; its gradient with respect to `weights`,
@@ -153,12 +153,12 @@ def _beside(stages: Stages, fixed: Transformer[Array], mesh: FoldedMesh) -> Stag
         # A constant index where there is one chunk: its layers are then a view and not a gather.
         own = 0 if mesh.layout.vpp == 1 else number // mesh.layout.pp
         of_chunk = jax.tree.map(lambda x: x[own], layers)
-        return stages.chunk(joined(others, of_chunk), x, micro_batch, number)
+        return stages.chunk(combine_trees(others, of_chunk), x, micro_batch, number)
 
     return Stages(
-        lambda others, micro_batch: stages.first(joined(others, ends), micro_batch),
+        lambda others, micro_batch: stages.first(combine_trees(others, ends), micro_batch),
         chunk,
-        lambda others, x, micro_batch: stages.last(joined(others, ends), x, micro_batch),
+        lambda others, x, micro_batch: stages.last(combine_trees(others, ends), x, micro_batch),
     )
 
 

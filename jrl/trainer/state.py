@@ -87,7 +87,7 @@ def init_adapters(config: ModelConfig, mesh: FoldedMesh, key: Array) -> Transfor
     of frozen weights."""
     make = making(
         lambda key: placement.in_chunks(moe_weights.initialise_trained(config, key), mesh),
-        trees.trained(placement.shardings(config, mesh), moe_weights.table(config)),
+        trees.select_trained(placement.shardings(config, mesh), moe_weights.table(config)),
     )
     return make(key)
 
@@ -234,7 +234,7 @@ def _without_cast(networks: Networks, state: TrainState[Leaf]) -> TrainState[Lea
     def of(learner: Learner[Leaf], network: Network[Any]) -> Learner[Leaf]:
         # Neither cast nor frozen weights: both can be restored otherwise, and would double the size
         # of a checkpoint.
-        learned = trees.trained(learner.float32_weights, moe_weights.table(network.config))
+        learned = trees.select_trained(learner.float32_weights, moe_weights.table(network.config))
         return replace(learner, weights=learned, masters=None)
 
     return _over_learners(of, networks, state)

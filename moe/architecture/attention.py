@@ -6,7 +6,7 @@ Functions take a `moe.config.ModelConfig`, whose constructor calls them.
 from dataclasses import dataclass
 from typing import Any
 
-NOT_OF_LATENT_ATTENTION = (
+UNSUPPORTED_WITH_LATENT_ATTENTION = (
     "qkv_bias",
     "attention_gate",
     "attention_out_bias",
@@ -86,7 +86,7 @@ def check_attention(config: Any) -> None:
             f"latent attention has as many key/value heads as heads: set num_kv_heads="
             f"{config.num_kv_heads} to num_heads={config.num_heads}."
         )
-    for name in NOT_OF_LATENT_ATTENTION:
+    for name in UNSUPPORTED_WITH_LATENT_ATTENTION:
         if getattr(config, name):
             raise ValueError(
                 f"latent attention has no {name}, not {getattr(config, name)!r}: leave it out."

@@ -57,7 +57,7 @@ def heads(
     bias: Float[Array, "heads width"] | None = None,
 ) -> Heads:
     """``h W + b`` for each head."""
-    out = product(_per_head, h, matrix, outward=_per_head)
+    out = product(_per_head, h, matrix, dot_b=_per_head)
     return out if bias is None else out + bias.astype(h.dtype)[None]
 
 
@@ -67,7 +67,7 @@ def _per_head(h: Array, matrix: Array) -> Array:
 
 def join_heads(x: Heads, matrix: Float[Array, "heads width outer"] | Matrix) -> Array:
     """``sum_h x_h W_h`` over the heads of this ``tp`` rank."""
-    return product(_sum_over_heads, x, matrix, inward=_sum_over_heads)
+    return product(_sum_over_heads, x, matrix, dot_a=_sum_over_heads)
 
 
 def _sum_over_heads(x: Array, matrix: Array) -> Array:

@@ -27,7 +27,7 @@ from jaxtyping import Array
 
 from moe.adapters.adapted import Adapted
 from moe.adapters.settings import Lora
-from moe.adapters.trees import is_adapted, trained
+from moe.adapters.trees import is_adapted, select_trained
 from moe.config import ModelConfig
 from moe.huggingface.adapter_options import AdapterOptions
 from moe.huggingface.configuration import family_for
@@ -211,7 +211,7 @@ def load_adapters(
             f"{directory / TENSORS} does not hold adapters of this network "
             f"({len(wrong)} differ): {'; '.join(wrong)}."
         )
-    places = trained(shardings(config, mesh), statement)
+    places = select_trained(shardings(config, mesh), statement)
     return jax.device_put(in_chunks(empty, mesh), places)
 
 

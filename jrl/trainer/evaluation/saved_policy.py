@@ -158,7 +158,7 @@ def _described(model: ModelConfig, mesh: FoldedMesh) -> Any:
     plain = placement.without_chunks(model, mesh)
     places = float32_shardings(model, plain)
     everything = jax.tree.map(described, moe_weights.shapes(model), places)
-    return trees.trained(everything, moe_weights.table(model))
+    return trees.select_trained(everything, moe_weights.table(model))
 
 
 def _beside(
@@ -171,7 +171,7 @@ def _beside(
     """Places adapters on the mesh of the run, as `_placed`, together with their base weights."""
     statement = moe_weights.table(model)
     learned = placement.in_chunks(learned, mesh)
-    places = trees.trained(placement.shardings(model, mesh), statement)
+    places = trees.select_trained(placement.shardings(model, mesh), statement)
     weights = trees.with_base(fixed, jax.device_put(learned, places), statement)
     if not float32:
         return weights

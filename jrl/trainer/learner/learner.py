@@ -81,7 +81,7 @@ def init_learner(
         learned, base = split(weights, config)
         own = copied(learned)
         moments = _first_moments(optimizer, own, config, mesh)
-        return Learner(trees.joined(own, base), moments, *_zeros(mesh))
+        return Learner(trees.combine_trees(own, base), moments, *_zeros(mesh))
     keeps = masters.keeps_masters(config)
     own = masters.to_masters(config, mesh)(weights) if keeps else copied(weights)
     opt_state = _first_moments(optimizer, own, config, mesh)
@@ -138,7 +138,7 @@ def split(
 ) -> tuple[Transformer[Leaf], Transformer[Leaf]]:
     """Splits the weights into trained and frozen ones."""
     statement = table(config)
-    return trees.trained(weights, statement), trees.fixed(weights, statement)
+    return trees.select_trained(weights, statement), trees.select_frozen(weights, statement)
 
 
 def state_shardings(opt_state: Any, config: ModelConfig, mesh: FoldedMesh) -> Any:

@@ -21,7 +21,7 @@ from jaxtyping import Array
 
 from jrl.trainer.learner.records import making
 from moe import placement
-from moe.adapters.trees import trained
+from moe.adapters.trees import select_trained
 from moe.config import ModelConfig
 from moe.weights import Transformer, cast, table
 from sharding.folding import FoldedMesh
@@ -66,9 +66,9 @@ def gathered(
     """Casts and all-gathers sharded masters, inside a jitted step: cast first, so that a device
     sends and receives the bytes of the weights, not those of the masters."""
     statement = table(config)
-    specs = trained(placement.specs(config, mesh), statement)
-    shard_specs = trained(placement.shard_specs(config, mesh), statement)
-    shard_dims = trained(placement.shard_dims(config, mesh), statement)
+    specs = select_trained(placement.specs(config, mesh), statement)
+    shard_specs = select_trained(placement.shard_specs(config, mesh), statement)
+    shard_dims = select_trained(placement.shard_dims(config, mesh), statement)
     # Adapters and their base weights have no masters.
     weights = masters if config.lora is not None else cast(masters, config)
     shards = laid_out(weights, shard_specs, mesh)

@@ -28,7 +28,7 @@ from jrl.trainer.learner.accumulation import accumulated, reduced_on_the_way
 from jrl.trainer.learner.learner import Learner, split, state_shardings, transformation
 from jrl.trainer.learner.program import Program
 from moe import model, placement, stages
-from moe.adapters.trees import joined
+from moe.adapters.trees import combine_trees
 from moe.config import ModelConfig
 from moe.router.balance import router_loss
 from moe.router.bias import with_updated_bias
@@ -284,7 +284,7 @@ def _one_by_one(
 
     def micro_batch_loss(own, micro_batch, mark):
         micro_batch = vary(micro_batch, mesh.except_sequence)
-        weights = mark(own if fixed is None else joined(own, fixed))
+        weights = mark(own if fixed is None else combine_trees(own, fixed))
         x, router = model.run(weights, objective.pack(micro_batch), config, mesh, shard_dims)
         loss, metrics = objective.loss(weights, x, micro_batch, totals)
         loss = loss + router_loss(router, config, mesh, totals.num_valid)

@@ -165,14 +165,14 @@ def weight_bytes(
     """
     places = shard_specs(config, mesh) if parts else specs(config, mesh)
     everything = _bytes_on_one(cast_shapes(config), mesh, places)
-    return _total(trees.fixed(everything, table(config)) if fixed else everything)
+    return _total(trees.select_frozen(everything, table(config)) if fixed else everything)
 
 
 def float32_part_bytes(config: ModelConfig, mesh: FoldedMesh) -> int:
     """Bytes of the float32 shard of trained weights: masters, or one of the moments."""
     # `shapes` are float32, `cast_shapes` have the dtypes of computation.
     everything = _bytes_on_one(shapes(config), mesh, shard_specs(config, mesh))
-    return _total(trees.trained(everything, table(config)))
+    return _total(trees.select_trained(everything, table(config)))
 
 
 def gradient_bytes(
@@ -184,7 +184,7 @@ def gradient_bytes(
     # are unsharded until the end.
     whole = _bytes_on_one(like, mesh, specs(config, mesh))
     layers = _bytes_on_one(like, mesh, stored_specs(config, mesh)).layers
-    return _total(trees.trained(replace(whole, layers=layers), table(config)))
+    return _total(trees.select_trained(replace(whole, layers=layers), table(config)))
 
 
 def sent_bytes(network: ModelConfig, mesh: FoldedMesh, wire: str) -> int:

@@ -89,7 +89,7 @@ def _updated(
     learned, fixed = split(learner.weights, objective.config)
     learner = replace(learner, weights=learned)
     learner, metrics = update(objective, optimizer, num_micro_batches, learner, *given, fixed)
-    return replace(learner, weights=trees.joined(learner.weights, fixed)), metrics
+    return replace(learner, weights=trees.combine_trees(learner.weights, fixed)), metrics
 
 
 class PoolSpec(NamedTuple):
