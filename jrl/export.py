@@ -150,12 +150,12 @@ def _described(
 ) -> tuple[ModelConfig, str | None, dict[str, Any]]:
     """The network, the architecture that it came as, and what else config.json shall say."""
     from jrl.text.published import token_ids
-    from moe.huggingface.configuration import described
+    from moe.huggingface.configuration import read_config
 
     about = token_ids(tokenizer)
     if not folder.model_path.exists():
         return PRESETS[run.model](tokenizer.vocab_size), None, about
-    model, family = described(folder.model_path)
+    model, family = read_config(folder.model_path)
     stated = json.loads(folder.model_path.read_bytes())
     own = {name: stated[name] for name in ABOUT if stated.get(name) is not None}
     return model, family.architecture, about | own
