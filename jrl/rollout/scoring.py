@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 from jrl.rollout.sampling import Sampling, logprobs_of, sampler_logits
 from moe import model, stages
 from moe.config import ModelConfig
-from moe.head import is_likeliest, logits_of, logprobs_and_entropy, value_of
+from moe.head import is_argmax, logits_of, logprobs_and_entropy, value_of
 from moe.router.replay import choices_dtype
 from moe.router.statistics import RouterStatistics
 from moe.tokens import alignment
@@ -110,7 +110,7 @@ def ranked(
         own = vary(alignment.response_tokens(tokens, layout.prompt_length, mesh, config), mesh.axes)
         # At temperature 1: the argmax is that of the policy, whatever the sampling parameters.
         logprobs, _ = logprobs_and_entropy(weights, x, own, config, mesh)
-        likeliest = is_likeliest(weights, x, own, config, mesh).astype(jnp.float32)
+        likeliest = is_argmax(weights, x, own, config, mesh).astype(jnp.float32)
         return tuple(
             alignment.on_responses(found, tokens.shape, layout.prompt_length, mesh, config)
             for found in (logprobs, likeliest)

@@ -29,7 +29,7 @@ from moe.disaggregated.sides import attention_specs, expert_specs, first_specs, 
 from moe.embedding import embed
 from moe.head import logits_of
 from moe.layers.block import block
-from moe.model import last_norm, watched
+from moe.model import last_norm, record_kv
 from moe.tokens.packing import PackedBatch
 from moe.weights import Experts, Layer, Transformer
 from sharding.collectives import join_shards, vary
@@ -295,7 +295,7 @@ class _Core:
         core = self.packed.core_attention_of_layer(number, window_of_layer(config, number))
         assert not isinstance(core, LatentCore)
         keep = partial(to_cache_layout, given.tokens.shape)
-        self.attend = watched(core, keep, self._kept, config)
+        self.attend = record_kv(core, keep, self._kept, config)
 
     @property
     def after(self) -> Buffers:

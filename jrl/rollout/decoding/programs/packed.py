@@ -21,7 +21,7 @@ from moe.cache.buffers import KEY_COLUMN, ROW, VALUE_COLUMN, Cache, cache_of, ov
 from moe.config import ModelConfig
 from moe.decoding import Prefilled, for_prefill
 from moe.layers.depth import is_scanned, period_of_stack
-from moe.model import run_keeping
+from moe.model import run_with_kv
 from moe.placement import specs
 from moe.router.overflow import overflow_of
 from moe.tokens.packing import pack_segments
@@ -101,7 +101,7 @@ def _run_packed_local(
     rows = packing.tokens, packing.segments, num_slots
     packed = pack_segments(*rows, mesh, config, positions=packing.positions)
     keep = partial(_kept, packing.tokens.size)
-    x, router, kept = run_keeping(keep, vary(weights, mesh.axes), packed, config, mesh)
+    x, router, kept = run_with_kv(keep, vary(weights, mesh.axes), packed, config, mesh)
     cache = cache_of(_in_parts(kept, decoder.config))
     (of_rows,) = packed.zigzag.restore(join_shards(x, mesh.sequence))
     # Slots without a prompt get the state of the first token, which is not used.
