@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from moe.attention.delta.sequences import DeltaCore, DeltaState, one_step
+from moe.attention.delta.sequences import DeltaCore, DeltaState, run_step
 from moe.attention.delta.weights import DeltaNet
 from moe.attention.latent import LatentCore
 from moe.attention.layer import CoreAttention
@@ -148,7 +148,9 @@ def packed_step(
 ) -> PackedBatch:
     """Packed batch of one token of each row; nothing is trained on it."""
 
-    def of_layer(index: int | Array, window: Window = None) -> CoreAttention | LatentCore:
+    def core_attention_of_layer(
+        index: int | Array, window: Window = None
+    ) -> CoreAttention | LatentCore:
         assert core is not None
         return core
 
@@ -156,7 +158,7 @@ def packed_step(
         tokens=tokens,
         positions=positions,
         multiplicity=live.astype(jnp.float32),
-        core_attention_of_layer=of_layer,
+        core_attention_of_layer=core_attention_of_layer,
         sequences=None,
         zigzag=ZigzagLayout(((tokens.shape[0], 1),), ranks=1),
         record_choices=record_choices,
@@ -265,12 +267,12 @@ def _run_layer_group(
     def after_period(
         carry: tuple[Array, tuple[Buffers, ...]], inputs: tuple[Array, tuple[Layer[Array], ...]]
     ) -> tuple[tuple[Array, tuple[Buffers, ...]], list[Array | None]]:
-        (x, stored), (number, layers) = carry, inputs
+        (x, stored), (period, layers) = carry, inputs
         updated, choices = list[Buffers](), list[Array | None]()
         for index, layer in enumerate(layers):
-            of_layer = first + number * len(run) + index
+            layer_index = first + period * len(run) + index
             x, layer_buffers, chosen = _run_layer(
-                step, of_layer, layer, x, stored[index], (number,)
+                step, layer_index, layer, x, stored[index], (period,)
             )
             updated.append(layer_buffers)
             choices.append(chosen)
@@ -278,52 +280,54 @@ def _run_layer_group(
 
     # The buffers are in the carry, and a layer writes its part of them. As inputs and outputs per
     # iteration they would be copied completely.
-    numbers = jnp.arange(run[0].norm.shape[0])
-    (x, buffers), choices = lax.scan(after_period, (x, buffers), (numbers, run))
+    periods = jnp.arange(run[0].norm.shape[0])
+    (x, buffers), choices = lax.scan(after_period, (x, buffers), (periods, run))
     expert_ids = [chosen for chosen in choices if chosen is not None]
     return x, buffers, layers_in_order(*expert_ids) if expert_ids else None
 
 
 def _run_layer(
     step: _Step,
-    number: int | Array,
+    layer_index: int | Array,
     layer: Layer[Array],
     x: Array,
     before: Buffers,
-    layer_index: tuple[Array, ...],
+    stack_index: tuple[Array, ...],
 ) -> tuple[Array, Buffers, Array | None]:
     """Runs a layer: the hidden states, its buffers after it, and its expert ids.
 
     Args:
-      layer_index: index of the layer in buffers with layers in front.
+      stack_index: index of the layer in buffers with layers in front.
     """
     if isinstance(before, DeltaState):
         assert step.config.delta is not None
         # Rows that are not live stay as they are.
-        state = DeltaState(*(_index_layer(x, layer_index) for x in before))
+        state = DeltaState(*(_index_layer(x, stack_index) for x in before))
         new_states = list[DeltaState]()
-        run_step = partial(one_step, step.config.delta, state, step.live)
-        core = DeltaCore(run_step).record_states(new_states.append)
-        x, router = block(layer, x, step.packed, core, step.config, step.mesh, number)
+        run_delta = partial(run_step, step.config.delta, state, step.live)
+        core = DeltaCore(run_delta).record_states(new_states.append)
+        x, router = block(layer, x, step.packed, core, step.config, step.mesh, layer_index)
         updated: Buffers = DeltaState(
             *(
-                _update_layer(x, new, layer_index)
+                _update_layer(x, new, stack_index)
                 for x, new in zip(before, *new_states, strict=True)
             )
         )
     else:
         keys, values = before[0], before[1] if len(before) > 1 else None
-        core = StepCore(step.config, number, keys, values, step.positions, step.live, layer_index)
-        x, router = block(layer, x, step.packed, core.attend, step.config, step.mesh, number)
+        core = StepCore(
+            step.config, layer_index, keys, values, step.positions, step.live, stack_index
+        )
+        x, router = block(layer, x, step.packed, core.attend, step.config, step.mesh, layer_index)
         updated = tuple(buffer for buffer in (core.keys, core.values) if buffer is not None)
     return x, updated, None if router is None else router.choices
 
 
-def _index_layer(buffer: Array, layer_index: tuple[Array, ...]) -> Array:
-    return lax.dynamic_index_in_dim(buffer, *layer_index, keepdims=False) if layer_index else buffer
+def _index_layer(buffer: Array, stack_index: tuple[Array, ...]) -> Array:
+    return lax.dynamic_index_in_dim(buffer, *stack_index, keepdims=False) if stack_index else buffer
 
 
-def _update_layer(buffer: Array, new: Array, layer_index: tuple[Array, ...]) -> Array:
+def _update_layer(buffer: Array, new: Array, stack_index: tuple[Array, ...]) -> Array:
     return (
-        lax.dynamic_update_index_in_dim(buffer, new, *layer_index, axis=0) if layer_index else new
+        lax.dynamic_update_index_in_dim(buffer, new, *stack_index, axis=0) if stack_index else new
     )

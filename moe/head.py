@@ -267,7 +267,7 @@ def _forward(x, columns, tokens, skipped, chunking):
 
 def _backward(chunking, residuals, gradients):
     x, columns, tokens, skipped, saved_logits, *rest = residuals
-    maximum, log_total, entropy = (number[:, None] for number in rest)
+    maximum, log_total, entropy = (per_token[:, None] for per_token in rest)
     logprob_gradient, entropy_gradient = (gradient[:, None] for gradient in gradients)
 
     # Logits are made a second time: what was saved of them is a maximum and two sums per token.
@@ -323,10 +323,10 @@ def _fold_chunks(
     step: Callable[[Carry, int | Array], Carry], carry: Carry, columns: Array, chunking: _Chunking
 ) -> Carry:
     """`step` with the number of each chunk in turn."""
-    number = _num_chunks(columns, chunking)
-    if number == 1:
+    num_chunks = _num_chunks(columns, chunking)
+    if num_chunks == 1:
         return step(carry, 0)
-    return lax.scan(lambda carry, i: (step(carry, i), None), carry, jnp.arange(number))[0]
+    return lax.scan(lambda carry, i: (step(carry, i), None), carry, jnp.arange(num_chunks))[0]
 
 
 def _num_chunks(columns: Array, chunking: _Chunking) -> int:

@@ -146,7 +146,7 @@ def blocks(
     )
 
     def run_layer(
-        number: int | Int[Array, ""],
+        layer_index: int | Int[Array, ""],
         packed_streams: Sequence[PackedBatch],
         cores: Sequence[CoreAttention | LatentCore | DeltaCore],
         layer: Layer[Array],
@@ -166,12 +166,12 @@ def blocks(
                     core = core.record_states(cached_kv.append)
                 else:
                     core = record_kv(core, collect_kv, cached_kv, config)
-            return block(layer, x, packed_streams[half], core, config, mesh, number)
+            return block(layer, x, packed_streams[half], core, config, mesh, layer_index)
 
         streams, stats = through(run_half, layer, streams, config, mesh)
         return streams, (stats, cached_kv[0] if cached_kv else None)
 
-    def window_at(offset: int, number: int | Int[Array, ""]) -> Window:
+    def window_at(offset: int, layer_index: int | Int[Array, ""]) -> Window:
         """Window of a layer at this offset in its period."""
         if static_first is not None:
             windows = [
@@ -181,22 +181,22 @@ def blocks(
             if all(window == windows[0] for window in windows):
                 # Kernels take a window that is known while the program is made.
                 return windows[0]
-        return window_of_layer(config, number)
+        return window_of_layer(config, layer_index)
 
     def run_numbered(index: int | Int[Array, ""], like: int, layer: Layer[Array], streams: Streams):
-        number = first + index
+        layer_index = first + index
         # Choices are recorded for the layers that have experts.
         packed_streams = [
-            half.of_layer(number - config.num_dense_layers) for half in packed.streams
+            half.of_layer(layer_index - config.num_dense_layers) for half in packed.streams
         ]
-        window = window_at(like, number)
+        window = window_at(like, layer_index)
         cores = [
             delta_core(half.mask, config)
             if like in of_delta
-            else half.core_attention_of_layer(number, window)
+            else half.core_attention_of_layer(layer_index, window)
             for half in packed_streams
         ]
-        run_one = partial(run_layer, number, packed_streams, cores)
+        run_one = partial(run_layer, layer_index, packed_streams, cores)
         if present is None or not (scanned or index == depth - 1):
             return remat(run_one)(layer, streams)
         is_present = index < present

@@ -136,9 +136,9 @@ class _Passes:
 
     def _evaluate(self, outvars: list[Any], inputs: list[Array]) -> list[Array]:
         jaxpr = _replace_jaxpr(self.program.jaxpr, self.program.jaxpr.invars, outvars)
-        number = len(jaxpr.invars)
+        num_inputs = len(jaxpr.invars)
         pruned, used = dce_jaxpr(jaxpr, [True] * len(outvars))
-        args, consts = inputs[:number], inputs[number:]
+        args, consts = inputs[:num_inputs], inputs[num_inputs:]
         return core.eval_jaxpr(
             pruned, consts, *(x for x, is_used in zip(args, used, strict=True) if is_used)
         )

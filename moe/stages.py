@@ -58,11 +58,11 @@ def scan_micro_batches(
       as ``[layer, micro_batch, token, k]``.
     """
     num_tokens = jnp.zeros((), jnp.int32)  # the losses of the routers are not asked for
-    number = jax.tree.leaves(micro_batches)[0].shape[0]
+    num_micro_batches = jax.tree.leaves(micro_batches)[0].shape[0]
     stages = _number_micro_batches(
-        _stages(weights, pack, apply_head, num_tokens, config, mesh), number
+        _stages(weights, pack, apply_head, num_tokens, config, mesh), num_micro_batches
     )
-    numbered = jnp.arange(number), micro_batches
+    numbered = jnp.arange(num_micro_batches), micro_batches
     outs, stats = pipeline.apply(
         stages, _ends(weights), _chunks_of(weights, mesh), numbered, _pipeline(mesh)
     )
@@ -130,10 +130,10 @@ def _stages(
         x = embed(full_weights, packed.tokens, config, mesh)
         return model.first_blocks(full_weights, x, packed, config, mesh)[0]
 
-    def chunk(layers, x, micro_batch, number):
+    def chunk(layers, x, micro_batch, chunk_index):
         # Traced: a stage learns only at run time which model chunk, and so which layers, it runs.
-        before = config.num_dense_layers + starts[number]
-        present = None if chunks.is_even(stacked, mesh) else depths[number]
+        before = config.num_dense_layers + starts[chunk_index]
+        present = None if chunks.is_even(stacked, mesh) else depths[chunk_index]
         x, stats, _ = model.blocks(
             layers, x, pack(micro_batch), config, mesh, before, shard_dims, present=present
         )
@@ -151,11 +151,11 @@ def _with_frozen(stages: Stages, frozen: Transformer[Array], mesh: FoldedMesh) -
     are not saved for the backward pass, as those derived from trained ones are not."""
     ends, layers = _ends(frozen), _chunks_of(frozen, mesh)
 
-    def chunk(trained, x, micro_batch, number):
+    def chunk(trained, x, micro_batch, chunk_index):
         # A constant index where there is one chunk: its layers are then a view and not a gather.
-        index = 0 if mesh.layout.vpp == 1 else number // mesh.layout.pp
-        of_chunk = jax.tree.map(lambda x: x[index], layers)
-        return stages.chunk(combine_trees(trained, of_chunk), x, micro_batch, number)
+        local_chunk = 0 if mesh.layout.vpp == 1 else chunk_index // mesh.layout.pp
+        frozen_layers = jax.tree.map(lambda x: x[local_chunk], layers)
+        return stages.chunk(combine_trees(trained, frozen_layers), x, micro_batch, chunk_index)
 
     return Stages(
         lambda trained, micro_batch: stages.first(combine_trees(trained, ends), micro_batch),
@@ -168,9 +168,9 @@ def _number_micro_batches(stages: Stages, num_micro_batches: int) -> Stages:
     """The same stages for numbered micro-batches: expert ids of each have a slot of their own in
     the sums over micro-batches."""
 
-    def chunk(layers, x, micro_batch, number):
+    def chunk(layers, x, micro_batch, chunk_index):
         index, inputs = micro_batch
-        x, loss, stats = stages.chunk(layers, x, inputs, number)
+        x, loss, stats = stages.chunk(layers, x, inputs, chunk_index)
         if stats is None or stats.choices is None:
             return x, loss, stats
         is_slot = (jnp.arange(num_micro_batches) == index).reshape(-1, *(1,) * stats.choices.ndim)

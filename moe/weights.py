@@ -32,7 +32,7 @@ Leaf = TypeVar("Leaf")
 
 TRUNCATED_DEVIATION = 0.87962566103423978
 """Standard deviation of a standard normal cut at two."""
-FLAT = 2**22
+MAX_FLAT_SAMPLES = 2**22
 """Maximum size of a weight that is sampled as a flat array: a CPU's compiler takes a fifth of the
 time for it. A larger weight is sampled in its own shape, so that each device makes its shard."""
 
@@ -242,11 +242,13 @@ def _in_first_layers(layer: Layer[Weight]) -> Layer[Weight]:
     """The same weights, stacked over the first layers and as wide as their dense layers are."""
     names = {"layer": "first_layer", "d_ff": "dense_d_ff"}
 
-    def renamed(axes: str) -> str:
+    def rename_axes(axes: str) -> str:
         return " ".join(names.get(axis, axis) for axis in axes.split())
 
     return jax.tree.map(
-        lambda weight: replace(weight, axes=renamed(weight.axes), fan_in=renamed(weight.fan_in)),
+        lambda weight: replace(
+            weight, axes=rename_axes(weight.axes), fan_in=rename_axes(weight.fan_in)
+        ),
         layer,
     )
 
@@ -310,8 +312,8 @@ def _sample_weights(
     keys = iter(jax.random.split(key, sum(num_keys)))
     return treedef.unflatten(
         [
-            _initial(weight, sizes, [next(keys) for _ in range(number)])
-            for weight, number in zip(weights, num_keys, strict=True)
+            _initial(weight, sizes, [next(keys) for _ in range(count)])
+            for weight, count in zip(weights, num_keys, strict=True)
         ]
     )
 
@@ -329,7 +331,7 @@ def _initial(weight: Weight, sizes: dict[str, int], keys: Sequence[jax.Array]) -
     fan_in = math.prod(sizes[axis] for axis in weight.fan_in.split())
     # The cut takes away part of the variance of the normal that is cut.
     deviation = weight.scale / math.sqrt(fan_in) / TRUNCATED_DEVIATION
-    sampled_shape = (math.prod(shape),) if math.prod(shape) <= FLAT else shape
+    sampled_shape = (math.prod(shape),) if math.prod(shape) <= MAX_FLAT_SAMPLES else shape
     # The bits of an element depend on its flat index only, so both shapes give the same values.
     normal = jax.random.truncated_normal(keys[0], -2, 2, sampled_shape, jnp.float32)
     return deviation * normal.reshape(shape)

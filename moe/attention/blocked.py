@@ -37,7 +37,7 @@ from moe.attention.mask import Mask, TokenIndices, Window, may_be_visible, visib
 from moe.precision import MASK_VALUE
 from sharding.collectives import vary, varying
 
-SCORES = 2**18
+MAX_BLOCK_SCORES = 2**18
 """Scores of a block of multiple short rows, at most: about as many as a core's cache holds."""
 
 
@@ -53,9 +53,9 @@ def blocked_attention(
     that saves the output and one number per query instead of all scores (`moe.attention.flash`).
 
     Args:
-      mask: where it is `causal`, about half of the work is skipped; in rows with more than `KEYS`
-        keys, also each block whose ranges of positions and segment ids show it to be hidden, for
-        example by a window.
+      mask: where it is `causal`, about half of the work is skipped; in rows with more than
+        `MAX_BLOCK_KEYS` keys, also each block whose ranges of positions and segment ids show it to
+        be hidden, for example by a window.
       scale: multiplies the scores; None is ``head_dim**-0.5``.
       sinks: as for `plain_attention`.
     """
@@ -119,8 +119,8 @@ BLOCKED = Flash(attend, attend_gradient)
 def _rows_per_step(query: Array, key: Array, blocking: Blocking) -> int:
     """Number of rows per loop iteration: a divisor of the batch, so that one compiled body does."""
     batch, kv_heads, group = query.shape[:3]
-    most = max(SCORES // (kv_heads * group * blocking.queries * key.shape[2]), 1)
-    return max(rows for rows in range(1, min(most, batch) + 1) if batch % rows == 0)
+    max_rows = max(MAX_BLOCK_SCORES // (kv_heads * group * blocking.queries * key.shape[2]), 1)
+    return max(rows for rows in range(1, min(max_rows, batch) + 1) if batch % rows == 0)
 
 
 def _map_rows(function, arrays, rows: int):
@@ -171,11 +171,11 @@ def _attend_row(
             state = softmax(query, key, value, visible(indices, key_indices, window))
             return state.out / state.total[..., None], state.top + jnp.log(state.total)
 
-        def add(number: Array, state: _Softmax) -> _Softmax:
-            chunk_indices = TokenIndices(*(chunk_of(x, number, span, -1) for x in key_indices))
+        def add(chunk_index: Array, state: _Softmax) -> _Softmax:
+            chunk_indices = TokenIndices(*(chunk_of(x, chunk_index, span, -1) for x in key_indices))
 
             def add_chunk(state: _Softmax) -> _Softmax:
-                keys, values = (chunk_of(x, number, span, -2) for x in (key, value))
+                keys, values = (chunk_of(x, chunk_index, span, -2) for x in (key, value))
                 seen = visible(indices, chunk_indices, window)
                 return _merge(state, softmax(query, keys, values, seen))
 
@@ -258,9 +258,9 @@ def _attend_row_gradient(
             query_gradient, *key_gradients = slopes(query_block, key, value, key_indices)
             return tuple(a + b for a, b in zip(sums, key_gradients, strict=True)), query_gradient
 
-        def add(number: Array, sums):
-            chunk_indices = TokenIndices(*(chunk_of(x, number, span, -1) for x in key_indices))
-            keys, values = (chunk_of(x, number, span, -2) for x in (key, value))
+        def add(chunk_index: Array, sums):
+            chunk_indices = TokenIndices(*(chunk_of(x, chunk_index, span, -1) for x in key_indices))
+            keys, values = (chunk_of(x, chunk_index, span, -2) for x in (key, value))
 
             def hidden():
                 shapes = query_block[0].shape, keys.shape, values.shape
@@ -273,7 +273,10 @@ def _attend_row_gradient(
             )
             added = (
                 lax.dynamic_update_slice_in_dim(
-                    total, chunk_of(total, number, span, -2) + new, number * span.chunk, axis=-2
+                    total,
+                    chunk_of(total, chunk_index, span, -2) + new,
+                    chunk_index * span.chunk,
+                    axis=-2,
                 )
                 for total, new in zip(sums[1:], key_gradients, strict=True)
             )

@@ -64,26 +64,31 @@ def flash_attention(
         scores and without value.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    grouped = in_groups(query, key.shape[2]), by_head(key), by_head(value), sinks
-    return in_heads(_attend(*alike(grouped, mask), mask, scale, flash))
+    grouped = (
+        group_query_heads(query, key.shape[2]),
+        heads_before_time(key),
+        heads_before_time(value),
+        sinks,
+    )
+    return flatten_heads(_attend(*alike(grouped, mask), mask, scale, flash))
 
 
-def in_groups(
+def group_query_heads(
     x: Float[Array, "batch time heads width"], kv_heads: int
 ) -> Float[Array, "batch kv_head group time width"]:
     """Groups the query heads of queries, or of attention outputs, by key/value head."""
     return jnp.moveaxis(x.reshape(*x.shape[:2], kv_heads, -1, x.shape[-1]), 1, 3)
 
 
-def in_heads(
+def flatten_heads(
     x: Float[Array, "batch kv_head group time width"],
 ) -> Float[Array, "batch time heads width"]:
-    """The reverse of `in_groups`."""
+    """The reverse of `group_query_heads`."""
     x = jnp.moveaxis(x, 3, 1)
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 
-def by_head(
+def heads_before_time(
     x: Float[Array, "batch time kv_heads width"],
 ) -> Float[Array, "batch kv_head time width"]:
     """Moves the head axis of keys and values before time; applied twice it is the identity."""

@@ -54,7 +54,7 @@ def attention(
     core_attention: CoreAttention | LatentCore | DeltaCore,
     config: ModelConfig,
     mesh: FoldedMesh,
-    number: int | Int[Array, ""],
+    layer_index: int | Int[Array, ""],
 ) -> Float[Array, "local d_model"]:
     """The attention term of a block, for this rank's shard of the tokens.
 
@@ -66,7 +66,7 @@ def attention(
       x: the residual stream, sharded over ``cp`` and ``tp`` along the flattened tokens.
       positions: of each gathered token (the tokens of this ``cp`` rank).
       core_attention: attention between the projections; has the heads of this rank only.
-      number: index of the layer.
+      layer_index: index of the layer.
     """
     h = norm_before(x, weights.norm, config)
     # Norm before gather: each rank normalises its own tokens (sequence parallelism).
@@ -84,7 +84,9 @@ def attention(
             out = core_attention(query, *latent.expand_latent(narrow, weights.up, config))
     else:
         assert not isinstance(core_attention, (LatentCore, DeltaCore))
-        query, key, value, gate = queries_keys_values(weights, h, positions, config, mesh, number)
+        query, key, value, gate = queries_keys_values(
+            weights, h, positions, config, mesh, layer_index
+        )
         out = core_attention(query, key, value, config.attention_scale, weights.sinks)
         if gate is not None:
             out = out * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(out.dtype)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Int
 
 from moe.config import ModelConfig
 
-LARGEST = 2**30
+MAX_INDEX = 2**30
 """Larger than any column, position or segment id."""
 
 Window = int | Int[Array, ""] | None
@@ -74,12 +74,12 @@ def may_be_visible(
     """True unless the ranges of the indices show that no key is visible to any query: False is
     certain, True is not."""
     last = jnp.max(_mask_padding(query, query.column, -1), axis=-1)
-    first = jnp.min(_mask_padding(key, key.column, LARGEST), axis=-1)
+    first = jnp.min(_mask_padding(key, key.column, MAX_INDEX), axis=-1)
     possible = last >= first
     (low, high), (key_low, key_high) = (_segment_range(indices) for indices in (query, key))
     possible &= jnp.maximum(low, key_low) <= jnp.minimum(high, key_high)
     if window is not None:
-        first = jnp.min(_mask_padding(query, query.position, LARGEST), axis=-1)
+        first = jnp.min(_mask_padding(query, query.position, MAX_INDEX), axis=-1)
         last = jnp.max(_mask_padding(key, key.position, -1), axis=-1)
         possible &= first - last < window
     return jnp.any(possible)
@@ -100,15 +100,17 @@ def is_fully_visible(
     return jnp.all(certain)
 
 
-def window_of_layer(config: ModelConfig, number: int | Int[Array, ""]) -> Window:
+def window_of_layer(config: ModelConfig, layer_index: int | Int[Array, ""]) -> Window:
     """Sliding window of a layer, whose index a pipeline stage knows only at run time."""
     window, full = config.sliding_window, config.full_attention_layers
     if window is None or not full:
         return window
-    if isinstance(number, int):
-        return None if number in full else window
-    every = [LARGEST if layer in full else window for layer in range(config.num_layers)]
-    return jnp.asarray(every, jnp.int32)[number]
+    if isinstance(layer_index, int):
+        return None if layer_index in full else window
+    window_per_layer = [
+        MAX_INDEX if layer in full else window for layer in range(config.num_layers)
+    ]
+    return jnp.asarray(window_per_layer, jnp.int32)[layer_index]
 
 
 def _mask_padding(indices: TokenIndices, x: Array, fill: int) -> Array:
@@ -116,5 +118,5 @@ def _mask_padding(indices: TokenIndices, x: Array, fill: int) -> Array:
 
 
 def _segment_range(indices: TokenIndices) -> tuple[Array, Array]:
-    low = jnp.min(_mask_padding(indices, indices.segment, LARGEST), axis=-1)
+    low = jnp.min(_mask_padding(indices, indices.segment, MAX_INDEX), axis=-1)
     return low, jnp.max(indices.segment, axis=-1)

@@ -24,7 +24,7 @@ def queries_keys_values(
     positions: Positions,
     config: ModelConfig,
     mesh: FoldedMesh,
-    number: int | Int[Array, ""],
+    layer_index: int | Int[Array, ""],
 ) -> tuple[Heads, Heads, Heads, Heads | None]:
     """Queries and keys with rotary positions, and values, for the heads of this ``tp`` rank: one
     matrix each, with the biases and norms that the weights have. The fourth is the gate of the
@@ -32,7 +32,7 @@ def queries_keys_values(
 
     Args:
       h: normalised tokens, all of this rank's sequences.
-      number: index of the layer.
+      layer_index: index of the layer.
     """
     query = heads(h, weights.query, weights.query_bias)
     key = heads(h, weights.key, weights.key_bias)
@@ -44,8 +44,8 @@ def queries_keys_values(
     query = _normalise(query, weights.query_norm, config.num_heads, config, mesh)
     key = _normalise(key, weights.key_norm, config.num_kv_heads, config, mesh)
     return (
-        scale_queries(apply_rotary(query, positions, config, number), config),
-        apply_rotary(key, positions, config, number),
+        scale_queries(apply_rotary(query, positions, config, layer_index), config),
+        apply_rotary(key, positions, config, layer_index),
         value,
         gate,
     )

@@ -61,25 +61,27 @@ def rotary_tables(num_positions: int, config: ModelConfig) -> RotaryCache:
 
 
 def apply_rotary(
-    x: Heads, positions: Positions, config: ModelConfig, number: int | Int[Array, ""]
+    x: Heads, positions: Positions, config: ModelConfig, layer_index: int | Int[Array, ""]
 ) -> Heads:
     """Queries or keys with the rotary positions of a layer.
 
     Args:
-      number: index of the layer, which a pipeline stage knows only at run time.
+      layer_index: index of the layer, which a pipeline stage knows only at run time.
     """
     width = x.shape[-1] if config.rotary_dim is None else config.rotary_dim
     if width == x.shape[-1]:
-        return _rotate(x, positions, config, number)
-    first = _rotate(x[..., :width], positions, config, number)
+        return _rotate(x, positions, config, layer_index)
+    first = _rotate(x[..., :width], positions, config, layer_index)
     return jnp.concatenate([first, x[..., width:]], axis=-1)
 
 
-def rotary_settings_of_layer(config: ModelConfig, number: int) -> RotarySettings | None:
+def rotary_settings_of_layer(config: ModelConfig, layer_index: int) -> RotarySettings | None:
     """Rotary settings of a layer; None for one without rotary positions (NoPE)."""
-    if number in config.nope_layers:
+    if layer_index in config.nope_layers:
         return None
-    has_window = config.sliding_window is not None and number not in config.full_attention_layers
+    has_window = (
+        config.sliding_window is not None and layer_index not in config.full_attention_layers
+    )
     if has_window and config.window_rope_base is not None:
         return RotarySettings(config.window_rope_base, None)
     return RotarySettings(config.rope_base, config.rope_scaling)
@@ -109,15 +111,17 @@ def _frequencies_and_scaling(kind: RotarySettings | None, width: int) -> tuple[A
 
 
 def _rotate(
-    x: Heads, positions: Positions, config: ModelConfig, number: int | Int[Array, ""]
+    x: Heads, positions: Positions, config: ModelConfig, layer_index: int | Int[Array, ""]
 ) -> Heads:
     by_layer, kinds = _settings_by_layer(config), _distinct_settings(config)
-    is_static = len(kinds) == 1 or isinstance(number, int)
-    settings = by_layer[number if isinstance(number, int) else 0]
+    is_static = len(kinds) == 1 or isinstance(layer_index, int)
+    settings = by_layer[layer_index if isinstance(layer_index, int) else 0]
     if is_static and settings is None:
         return x
     kind_of_layer = [kinds.index(each) for each in by_layer]
-    kind = kinds.index(settings) if is_static else jnp.asarray(kind_of_layer, jnp.int32)[number]
+    kind = (
+        kinds.index(settings) if is_static else jnp.asarray(kind_of_layer, jnp.int32)[layer_index]
+    )
     if isinstance(positions, RotaryCache):
         cos, sin = positions
         return rotate_by_tables(x, cos[kind], sin[kind], config.rope_interleaved)

@@ -20,12 +20,12 @@ class StepCore:
     """Core attention of one token per row, which is written into the layer's cache first.
 
     Args:
-      number: index of the layer.
+      layer_index: index of the layer.
       keys, values: buffers of the cache that contain the layer's; None for values with latent
         vectors.
       positions: positions of the tokens, for rows of the buffers from `first` on.
       live: rows that are being decoded; nothing is written for the others.
-      layer_index: index of the layer in a buffer with layers in front.
+      stack_index: index of the layer in a buffer with layers in front.
       first: row of the buffers that the first token belongs to.
       columns: number of columns that are read, None for all; every live row must be within them.
 
@@ -39,26 +39,26 @@ class StepCore:
     def __init__(
         self,
         config: ModelConfig,
-        number: int | Array,
+        layer_index: int | Array,
         keys: Array,
         values: Array | None,
         positions: Int[Array, "row"],
         live: Bool[Array, "row"],
-        layer_index: tuple[Array, ...] = (),
+        stack_index: tuple[Array, ...] = (),
         first: Array | None = None,
         columns: int | None = None,
     ):
         self._config, self._name = config, selected_implementation(config, "decode_attention")
         check_kernel(config)
         self.keys, self.values = keys, values
-        self._layer_index, self._first, self._live = layer_index, first, live
+        self._stack_index, self._first, self._live = stack_index, first, live
         capacity = keys.shape[KEY_COLUMN]
         self._columns = capacity if columns is None else columns
         # Past the end, where a write has no effect: rows that are not live stay unchanged.
         self._write_columns = jnp.where(live, positions, capacity)
         self._rows = jnp.arange(positions.shape[0]) + (0 if first is None else first)
         seen = jnp.arange(self._columns)[None]
-        visible, window = seen <= positions[:, None], window_of_layer(config, number)
+        visible, window = seen <= positions[:, None], window_of_layer(config, layer_index)
         oldest = jnp.zeros_like(positions)
         if window is not None:
             visible &= seen > positions[:, None] - window
@@ -116,7 +116,7 @@ class StepCore:
 
     @property
     def _layer(self) -> Array | None:
-        return self._layer_index[0] if self._layer_index else None
+        return self._stack_index[0] if self._stack_index else None
 
     def _buffers(self) -> list[tuple[Array, int]]:
         assert self.values is not None
@@ -124,7 +124,7 @@ class StepCore:
 
     def _write(self, buffer: Array, new: Array, column: int) -> Array:
         index = (
-            *self._layer_index,
+            *self._stack_index,
             self._rows,
             *[slice(None)] * (column - ROW - 1),
             self._write_columns,
@@ -133,14 +133,14 @@ class StepCore:
 
     def _slice_layer(self, buffer: Array, column: int) -> Array:
         """Slice of a buffer that is read: the layer, its rows and columns."""
-        if self._layer_index:
-            buffer = lax.dynamic_index_in_dim(buffer, *self._layer_index, keepdims=False)
+        if self._stack_index:
+            buffer = lax.dynamic_index_in_dim(buffer, *self._stack_index, keepdims=False)
         return self._slice_rows(buffer, column)
 
     def _slice_rows(self, buffer: Array, column: int) -> Array:
         if self._first is not None:
-            number = self._rows.shape[0]
-            buffer = lax.dynamic_slice_in_dim(buffer, self._first, number, axis=buffer.ndim + ROW)
+            num_rows = self._rows.shape[0]
+            buffer = lax.dynamic_slice_in_dim(buffer, self._first, num_rows, axis=buffer.ndim + ROW)
         if self._columns < buffer.shape[column]:
             buffer = lax.slice_in_dim(buffer, 0, self._columns, axis=buffer.ndim + column)
         return buffer

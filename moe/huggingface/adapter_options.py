@@ -122,8 +122,8 @@ class AdapterOptions:
             rank,
             float(alpha),
             options.take("use_rslora", default=False),
-            _patterns(options, "rank_pattern", _is_rank),
-            _patterns(options, "alpha_pattern", _is_number),
+            _read_patterns(options, "rank_pattern", _is_rank),
+            _read_patterns(options, "alpha_pattern", _is_number),
             str(path),
         )
         options.take(*WITHOUT_EFFECT, default=None)
@@ -134,11 +134,11 @@ class AdapterOptions:
 
     def rank_of(self, module: str) -> int:
         """The rank of a module's adapter."""
-        return self.ranks.get(_key(self.ranks, module), self.rank)
+        return self.ranks.get(_matching_pattern(self.ranks, module), self.rank)
 
     def alpha_of(self, module: str) -> float:
         """The alpha of a module's adapter."""
-        return float(self.alphas.get(_key(self.alphas, module), self.alpha))
+        return float(self.alphas.get(_matching_pattern(self.alphas, module), self.alpha))
 
     def scale_of(self, module: str) -> float:
         """LoRA scale: the factor on the product of a module's two matrices."""
@@ -167,7 +167,7 @@ def _check_start(path: Path, start: Any) -> None:
         )
 
 
-def _patterns(options: Options, name: str, fits: Any) -> Mapping[str, Any]:
+def _read_patterns(options: Options, name: str, fits: Any) -> Mapping[str, Any]:
     """An option that maps regular expressions to numbers."""
     patterns = options.take(name, default=None) or {}
     if not isinstance(patterns, dict) or not all(map(fits, patterns.values())):
@@ -180,7 +180,7 @@ def _patterns(options: Options, name: str, fits: Any) -> Mapping[str, Any]:
     return patterns
 
 
-def _key(patterns: Mapping[str, Any], module: str) -> str:
+def _matching_pattern(patterns: Mapping[str, Any], module: str) -> str:
     """The first of the patterns that a module's name ends with, as PEFT matches them."""
     matching = (key for key in patterns if re.match(rf"(.*\.)?({key})$", module))
     return next(matching, module)

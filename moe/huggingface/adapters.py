@@ -56,7 +56,7 @@ class _Module:
       target: what adapter_config.json calls it.
       is_parameter: whether that is one of ``target_parameters``.
       key: what the patterns of adapter_config.json are matched with.
-      number: of the weight among those with adapters.
+      weight_index: of the weight among those with adapters.
       index: in the stack of the weight.
     """
 
@@ -64,7 +64,7 @@ class _Module:
     target: str
     is_parameter: bool
     key: str
-    number: int
+    weight_index: int
     index: tuple[int, ...]
 
 
@@ -96,7 +96,7 @@ def save_adapters(
     modules, orders = _modules(config, architecture), _orders(config, architecture)
     tensors = {}
     for module in modules:
-        leaf, order = leaves[module.number], orders[module.number]
+        leaf, order = leaves[module.weight_index], orders[module.weight_index]
         a, b = (np.asarray(x[module.index], np.float32) for x in (leaf.a, leaf.b))
         tensors[f"{PREFIX}{module.name}.lora_A.weight"] = order.a_to_theirs(a)
         tensors[f"{PREFIX}{module.name}.lora_B.weight"] = order.b_to_theirs(b)
@@ -182,7 +182,7 @@ def load_adapters(
     with _open(directory) as file:
         present = set(file.keys())
         for module in modules:
-            leaf, order = leaves[module.number], orders[module.number]
+            leaf, order = leaves[module.weight_index], orders[module.weight_index]
             names = [f"{PREFIX}{module.name}.lora_{half}.weight" for half in "AB"]
             expected.update(names)
             if not present.intersection(names):
@@ -198,7 +198,7 @@ def load_adapters(
                     wrong.append(f"{name.removeprefix(PREFIX)} has {x.shape}, not {shape}")
             if wrong:
                 continue
-            a, b = (order.padded(half, x, rank) for half, x in zip("AB", theirs, strict=True))
+            a, b = (order.pad_rank(half, x, rank) for half, x in zip("AB", theirs, strict=True))
             module_scale, scale = options.scale_of(module.key), _lora_of(config).scale
             if module_scale != scale:
                 b = b * np.float32(module_scale / scale)
@@ -240,7 +240,7 @@ class _Order:
         width = prod(self.a if half == "A" else self.b) // (experts * self.rank)
         return (experts * rank, width) if half == "A" else (width, experts * rank)
 
-    def padded(self, half: str, theirs: np.ndarray, rank: int) -> np.ndarray:
+    def pad_rank(self, half: str, theirs: np.ndarray, rank: int) -> np.ndarray:
         """PEFT's tensor with zeros for the ranks that it has fewer than ours."""
         if rank == self.rank:
             return theirs
@@ -319,14 +319,14 @@ def _is_of_experts(stated: Adapted[Any]) -> bool:
 def _modules(config: ModelConfig, architecture: str | None) -> list[_Module]:
     modules = []
     fused = family_for(config.without_adapters(), architecture).fused_in_peft
-    for number, (name, stated, plan) in enumerate(_adapted_weights(config, architecture)):
+    for weight_index, (name, stated, plan) in enumerate(_adapted_weights(config, architecture)):
         if _is_of_experts(stated):
             parameter, suffix = STACKED[name]
             for layer in range(plan.sizes["layer"]):
                 module = f"model.layers.{plan.layers[layer]}.{EXPERTS}{suffix}"
                 target = f"{EXPERTS}.{parameter}"
                 key = f"model.layers.{plan.layers[layer]}.{target}"
-                modules.append(_Module(module, target, True, key, number, (layer,)))
+                modules.append(_Module(module, target, True, key, weight_index, (layer,)))
             continue
         for index, tensor in plan.names():
             module = tensor.removesuffix(".weight")
@@ -335,7 +335,7 @@ def _modules(config: ModelConfig, architecture: str | None) -> list[_Module]:
             by_weight = fused and module.endswith(PROJECTIONS)
             suffix = ".weight" if by_weight else ""
             modules.append(
-                _Module(module, target + suffix, by_weight, module + suffix, number, index)
+                _Module(module, target + suffix, by_weight, module + suffix, weight_index, index)
             )
     return modules
 

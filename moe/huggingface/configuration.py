@@ -81,11 +81,11 @@ def read_config(path: str | Path, dtype: Dtype | None = None) -> tuple[ModelConf
         raise options.not_fitting(f"one of its options is of another type ({error})") from error
     stored = options.take("dtype", "torch_dtype", default=None)
     options.finish()
-    chosen = dtype or ("bfloat16" if stored == "bfloat16" else "float32")
+    activation_dtype = dtype or ("bfloat16" if stored == "bfloat16" else "float32")
     for name, value in model_fields.items():
         if not _fits(value, _HINTS[name]):
             raise options.not_fitting(f"{name} would be {value!r}")
-    return ModelConfig(**model_fields, **UNBALANCED, dtype=chosen), family
+    return ModelConfig(**model_fields, **UNBALANCED, dtype=activation_dtype), family
 
 
 def architecture_of(path: str | Path) -> str:

@@ -93,7 +93,7 @@ def _open(directory: Path, stack: ExitStack) -> dict[str, PlainTensor]:
     index = directory / "model.safetensors.index.json"
     if index.exists():
         # A directory may also hold the same tensors in one piece, under another name.
-        paths = [directory / name for name in sorted(set(_listed(index).values()))]
+        paths = [directory / name for name in sorted(set(_read_weight_map(index).values()))]
     if not paths:
         raise ValueError(f"{directory} has no .safetensors file: convert the checkpoint to them.")
     files: dict[str, PlainTensor] = {}
@@ -106,20 +106,20 @@ def _open(directory: Path, stack: ExitStack) -> dict[str, PlainTensor]:
     return files
 
 
-def _listed(index: Path) -> dict[str, str]:
+def _read_weight_map(index: Path) -> dict[str, str]:
     """The file of each tensor, as an index has it."""
     try:
         content = json.loads(index.read_bytes())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{index} is not JSON: {error}.") from error
-    listed = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(listed, dict) or not all(
-        isinstance(name, str) and name.isprintable() for name in listed.values()
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(name, str) and name.isprintable() for name in weight_map.values()
     ):
         raise ValueError(
             f'{index} has no "weight_map" from tensors to files: take the file of the checkpoint.'
         )
-    return listed
+    return weight_map
 
 
 def _check(
@@ -139,7 +139,7 @@ def _check(
     for name in sorted(files):
         shape, kind = files[name].shape, files[name].kind
         if name not in expected:
-            if not _needless(name, config, family):
+            if not _is_ignored(name, config, family):
                 wrong.append(f"unknown {name} {shape}")
         elif shape != expected[name]:
             wrong.append(f"{name} is {shape}, not {expected[name]}")
@@ -152,7 +152,7 @@ def _check(
         )
 
 
-def _needless(name: str, config: ModelConfig, family: Family) -> bool:
+def _is_ignored(name: str, config: ModelConfig, family: Family) -> bool:
     """Tensors that say nothing: a tied head again, rotary tables, layers that predict further
     tokens and come after the network's own."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)

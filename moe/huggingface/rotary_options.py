@@ -49,11 +49,11 @@ def read_rotary(
     Raises:
       ValueError: for a kind of scaling, or one of its options, that is not supported.
     """
-    parameters = _parameters(options)
+    parameters = _rope_parameters(options)
     base = parameters.get("rope_theta", options.take("rope_theta", default=default_base))
     return {
-        "rope_base": as_base(base),
-        "rope_scaling": _scaling(options, parameters, temperatures, partial),
+        "rope_base": to_float_base(base),
+        "rope_scaling": _read_scaling(options, parameters, temperatures, partial),
     }
 
 
@@ -66,7 +66,7 @@ def read_rotary_by_window(
       default_base: of layers without a window.
       window_base: of those with one, where the options say none; None is that of the others.
     """
-    parameters, theta = _parameters(options), options.take("rope_theta", default=default_base)
+    parameters, theta = _rope_parameters(options), options.take("rope_theta", default=default_base)
     local = options.take("rope_local_base_freq", default=window_base)
     if not set(parameters) <= {_FULL, _SLIDING}:
         parameters = {_FULL: parameters}
@@ -76,15 +76,15 @@ def read_rotary_by_window(
             raise options.unsupported(
                 "rope_parameters", parameters, "an object for each kind of layer"
             )
-    base, scaling = full.get("rope_theta", theta), _scaling(options, full)
+    base, scaling = full.get("rope_theta", theta), _read_scaling(options, full)
     local = sliding.get("rope_theta", base if local is None else local)
-    if _scaling(options, sliding) is not None:
+    if _read_scaling(options, sliding) is not None:
         raise options.unsupported("rope_parameters", parameters, f"no scaling of {_SLIDING}")
     same = local == base and scaling is None
     return {
-        "rope_base": as_base(base),
+        "rope_base": to_float_base(base),
         "rope_scaling": scaling,
-        **({} if same else {"window_rope_base": as_base(local)}),
+        **({} if same else {"window_rope_base": to_float_base(local)}),
     }
 
 
@@ -95,24 +95,24 @@ def read_rotary_dim(options: Options, head_dim: int, default: float = 1.0) -> di
       default: the fraction where the options say none.
     """
     fraction = options.take("partial_rotary_factor", default=default)
-    fraction = _parameters(options).get("partial_rotary_factor", fraction)
+    fraction = _rope_parameters(options).get("partial_rotary_factor", fraction)
     dim = int(head_dim * fraction)
     return {} if dim == head_dim else {"rotary_dim": dim}
 
 
-def as_base(base: Any) -> Any:
+def to_float_base(base: Any) -> Any:
     """A base as a number, or as it is where it is none, which the caller says."""
     return float(base) if type(base) is int and abs(base) < 2**1023 else base
 
 
-def _parameters(options: Options) -> Mapping[str, Any]:
+def _rope_parameters(options: Options) -> Mapping[str, Any]:
     parameters = options.take("rope_parameters", "rope_scaling", default=None) or {}
     if not isinstance(parameters, Mapping):
         raise options.unsupported("rope_parameters", parameters, "an object there")
     return parameters
 
 
-def _scaling(
+def _read_scaling(
     options: Options,
     parameters: Mapping[str, Any],
     temperatures: bool = False,

@@ -61,15 +61,15 @@ def save(
     if any(directory.glob("*.safetensors*")):
         raise ValueError(f"{directory} already holds .safetensors files: choose another.")
     entries = [
-        (name, plan, number, index)
-        for number, plan in enumerate(tensors_of(config, family))
+        (name, plan, weight_index, index)
+        for weight_index, plan in enumerate(tensors_of(config, family))
         for index, name in plan.names()
     ]
     files = _files(entries, jnp.dtype(dtype).itemsize, file_bytes)
     for file, file_entries in files.items():
         tensors = {
-            name: _tensor(leaves[number], plan, index, dtype)
-            for name, plan, number, index in file_entries
+            name: _tensor(leaves[weight_index], plan, index, dtype)
+            for name, plan, weight_index, index in file_entries
         }
         write_tensors(tensors, directory / file)
     if len(files) > 1:

@@ -91,9 +91,10 @@ def choose_method(execution: Execution, heads: int, kv_heads: int, ranks: int) -
     """
     name = execution.context
     if name is None:
-        sizes = heads, kv_heads, ranks
-        fewer = heads_sent("ulysses", *sizes) < heads_sent("gather", *sizes)
-        return "ulysses" if fewer and heads % ranks == 0 else "gather"
+        fewer_sent = heads_sent("ulysses", heads, kv_heads, ranks) < heads_sent(
+            "gather", heads, kv_heads, ranks
+        )
+        return "ulysses" if fewer_sent and heads % ranks == 0 else "gather"
     if name not in IMPLEMENTATIONS:
         raise ValueError(
             f"execution.context={name!r} is not known: choose among {', '.join(IMPLEMENTATIONS)}, "
@@ -116,8 +117,8 @@ def heads_sent(name: str, heads: int, kv_heads: int, ranks: int) -> float:
 
 def received_elements(config: ModelConfig, mesh: FoldedMesh) -> int:
     """`heads_sent` in elements, for a network on a mesh."""
-    sizes = *_heads(config, mesh), mesh.size(mesh.cp)
-    heads = heads_sent(context_of(config, mesh), *sizes)
+    ranks = mesh.size(mesh.cp)
+    heads = heads_sent(context_of(config, mesh), *_heads(config, mesh), ranks)
     return round(heads * (config.head_dim + config.v_head_dim))
 
 

@@ -70,14 +70,14 @@ def pairs_of(
 ) -> list[Pair]:
     """Pairs of sections of queries of a rank and keys of another one, or of the same one if
     `same_rank`."""
-    of_rank, of_source = (
-        mask.indices_by_section(_indices_of_rank(mask, number)) for number in (rank, source)
+    query_indices, key_indices = (
+        mask.indices_by_section(_indices_of_rank(mask, each_rank)) for each_rank in (rank, source)
     )
     pairs = []
     for section, sources in enumerate(mask.sources):
         for key_source in sources:
-            query, before = of_rank[section], None
-            key = TokenIndices(*(key_source.rows(x) for x in of_source[key_source.section]))
+            query, before = query_indices[section], None
+            key = TokenIndices(*(key_source.rows(x) for x in key_indices[key_source.section]))
             # Only own keys of the same section are in the order that `Mask.causal` promises.
             causal = same_rank and key_source.section == section
             # Keys of an earlier section come before all queries: no half of those scores is hidden.

@@ -28,9 +28,9 @@ from moe.attention.context_parallel.pairs import Pair, pairs_of
 from moe.attention.flash import (
     Flash,
     add_sinks,
-    by_head,
-    in_groups,
-    in_heads,
+    flatten_heads,
+    group_query_heads,
+    heads_before_time,
     sinks_gradient,
     slope_mean,
 )
@@ -111,11 +111,11 @@ class _RingSettings(NamedTuple):
 
     def split(self, x: Array) -> tuple[Array, ...]:
         """Splits keys or values of a rank by section."""
-        return tuple(by_head(section) for section in self.zigzag.split(x))
+        return tuple(heads_before_time(section) for section in self.zigzag.split(x))
 
     def join(self, sections: list[Array]) -> Array:
         """The reverse of `split`."""
-        return self.zigzag.join(*(by_head(section) for section in sections))
+        return self.zigzag.join(*(heads_before_time(section) for section in sections))
 
 
 class _Softmax(NamedTuple):
@@ -148,7 +148,7 @@ def _ring(
 
 def _forward(query, key, value, sinks, indices, window, settings):
     hops, rank, mask = settings.hops, lax.axis_index(settings.hops.axes), settings.mask(indices)
-    queries = [in_groups(x, key.shape[1]) for x in settings.zigzag.split(query)]
+    queries = [group_query_heads(x, key.shape[1]) for x in settings.zigzag.split(query)]
 
     def visit(states: list[_Softmax], key: Array, value: Array, source: Array, same_rank: bool):
         """Merges the attention over a rank's keys into the result so far, `states`."""
@@ -167,8 +167,8 @@ def _forward(query, key, value, sinks, indices, window, settings):
         def visit_and_send(carry, hop):
             states, key, value = carry
             # The next hop does not depend on this one's scores, so XLA may overlap the two.
-            following = hops.send(key, hop), hops.send(value, hop)
-            return (visit(states, key, value, hops.source(rank, hop), False), *following)
+            sent = hops.send(key, hop), hops.send(value, hop)
+            return (visit(states, key, value, hops.source(rank, hop), False), *sent)
 
         carry = states, hops.send(key, 0), hops.send(value, 0)
         states, key_here, value_here = hops.loop(visit_and_send, carry)
@@ -178,7 +178,7 @@ def _forward(query, key, value, sinks, indices, window, settings):
         )
     # Sinks enter once, after all keys: in a hop, every rank's keys would add them again.
     states = [_Softmax(*add_sinks(*x, sinks)) for x in states]
-    out = settings.zigzag.join(*(in_heads(x.out.astype(value.dtype)) for x in states))
+    out = settings.zigzag.join(*(flatten_heads(x.out.astype(value.dtype)) for x in states))
     # Recomputing the output would repeat the hops, so every remat policy saves it.
     out = checkpoint_name(out, RING)
     log_sums = [checkpoint_name(x.log_sum, RING) for x in states]
@@ -189,7 +189,7 @@ def _backward(settings, residuals, out_gradient):
     query, key, value, sinks, indices, window, out, log_sums = residuals
     hops, rank, mask = settings.hops, lax.axis_index(settings.hops.axes), settings.mask(indices)
     queries, outs, slopes = (
-        [in_groups(section, key.shape[1]) for section in settings.zigzag.split(x)]
+        [group_query_heads(section, key.shape[1]) for section in settings.zigzag.split(x)]
         for x in (query, out, out_gradient)
     )
     # Row sums of output times its gradient are over all keys: computed once, not per hop.
@@ -260,7 +260,7 @@ def _backward(settings, residuals, out_gradient):
             sinks_gradient(sinks, log_sum, mean)
             for log_sum, mean in zip(log_sums, means, strict=True)
         )
-    query_gradient = settings.zigzag.join(*(in_heads(x) for x in query_gradients))
+    query_gradient = settings.zigzag.join(*(flatten_heads(x) for x in query_gradients))
     return (
         query_gradient.astype(query.dtype),
         key_gradient.astype(key.dtype),

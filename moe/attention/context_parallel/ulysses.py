@@ -86,7 +86,7 @@ def _gather_sequences(
     # One array, with the parts for each receiving rank side by side: one collective for all three,
     # whatever their heads and widths.
     rows = [x.reshape(x.shape[0], ranks, -1) for x in arrays]
-    ends = [sum(x.shape[2] for x in rows[:number]) for number in range(1, len(rows))]
+    ends = [sum(x.shape[2] for x in rows[:count]) for count in range(1, len(rows))]
     exchanged = swap_shards(jnp.concatenate(rows, axis=2), axes, split=1, join=0)
     split = jnp.split(exchanged[:, 0], ends, axis=1)
     return tuple(

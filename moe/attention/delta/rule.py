@@ -30,7 +30,7 @@ from jaxtyping import Array, Float, Int
 from sharding.collectives import vary, varying
 
 IMPLEMENTATIONS = ("chunked", "recurrent")
-CHUNK = 64
+MAX_CHUNK_TOKENS = 64
 """Tokens of a chunk, at most: the width of a tile of the products."""
 
 State = Float[Array, "row value_heads key_dim value_dim"]
@@ -84,7 +84,7 @@ def gated_delta_rule(
     return read.reshape(*read.shape[:2], -1, read.shape[-1]), state.reshape(initial.shape)
 
 
-def one_token(state: Array, token: Tokens) -> tuple[Array, Array]:
+def step_token(state: Array, token: Tokens) -> tuple[Array, Array]:
     """One step of the recurrence: the state after a token of each row, and the token's output.
 
     Args:
@@ -102,7 +102,7 @@ def one_token(state: Array, token: Tokens) -> tuple[Array, Array]:
 def recurrent(tokens: Tokens, state: Array) -> tuple[Array, Array]:
     """Reference implementation: the recurrence token by token."""
     by_token = Tokens(*(jnp.moveaxis(x, 1, 0) for x in tokens))
-    state, read = lax.scan(one_token, state, by_token)
+    state, read = lax.scan(step_token, state, by_token)
     return jnp.moveaxis(read, 0, 1), state
 
 
@@ -112,12 +112,12 @@ def chunked(tokens: Tokens, state: Array) -> tuple[Array, Array]:
     time = tokens.key.shape[1]
     if time == 0:
         return tokens.value, state
-    size = min(CHUNK, time)
-    chunks = Tokens(*(_in_chunks(x, size) for x in tokens))
+    size = min(MAX_CHUNK_TOKENS, time)
+    chunks = Tokens(*(_split_chunks(x, size) for x in tokens))
     # Log-decay from the start of the chunk, and the number of sequences that started since.
     log_decays = jnp.cumsum(jnp.moveaxis(chunks.log_decay, 2, -1), axis=-1)
     num_starts = jnp.cumsum(chunks.starts.astype(jnp.int32), axis=-1)[:, :, None, None]
-    decay = _decay_between(log_decays, num_starts)
+    decay = _pairwise_decay(log_decays, num_starts)
     same_keys = _product("nrihk,nrjhk->nrhij", chunks.key, chunks.key)[:, :, :, None]
     strength = jnp.moveaxis(chunks.strength, 2, -1)
     system = strength[..., None] * same_keys * decay
@@ -150,14 +150,14 @@ def chunked(tokens: Tokens, state: Array) -> tuple[Array, Array]:
     return read.reshape(read.shape[0], -1, *read.shape[3:])[:, :time], state
 
 
-def _in_chunks(x: Array, size: int) -> Array:
+def _split_chunks(x: Array, size: int) -> Array:
     """Reshapes ``[row, time, ...]`` to ``[chunk, row, size, ...]``, padded with zeros."""
     missing = -x.shape[1] % size
     x = jnp.pad(x, ((0, 0), (0, missing), *((0, 0) for _ in x.shape[2:])))
     return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
 
 
-def _decay_between(
+def _pairwise_decay(
     log_decays: Float[Array, "*batch token"], num_starts: Int[Array, "*_batch token"]
 ) -> Float[Array, "*batch token token"]:
     """Decay from each earlier token j of a chunk to each token i, ``a_{j+1} ... a_i``; 0 where they

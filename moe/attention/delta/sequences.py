@@ -17,8 +17,8 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from moe.architecture.delta import GatedDeltaNet
 from moe.attention.context_parallel.mask import SegmentMask
 from moe.attention.delta.convolution import prepend_tail, short_convolution, tail_after
-from moe.attention.delta.rule import Tokens, gated_delta_rule, one_token
-from moe.attention.mask import LARGEST
+from moe.attention.delta.rule import Tokens, gated_delta_rule, step_token
+from moe.attention.mask import MAX_INDEX
 from moe.config import ModelConfig
 from sharding.collectives import vary, varying
 
@@ -81,10 +81,10 @@ class DeltaCore:
 def delta_core(mask: SegmentMask | None, config: ModelConfig) -> DeltaCore:
     """Core for the sequences of a packed batch."""
     assert mask is not None and config.delta is not None
-    return DeltaCore(partial(over_sections, mask, config.delta))
+    return DeltaCore(partial(run_sections, mask, config.delta))
 
 
-def over_sections(
+def run_sections(
     mask: SegmentMask, delta: GatedDeltaNet, mixed: Mixed, filters: Array
 ) -> tuple[Outputs, DeltaState]:
     """Runs the sequences of a packed batch, section after section: rows that follow those of
@@ -108,7 +108,7 @@ def over_sections(
     return mask.zigzag.join(*reads), states[-1]
 
 
-def one_step(
+def run_step(
     delta: GatedDeltaNet,
     before: DeltaState,
     live: Bool[Array, "row"],
@@ -119,12 +119,12 @@ def one_step(
     live stays unchanged."""
     row = Mixed(*(x[:, None] for x in mixed))
     content = row.content.astype(jnp.float32)
-    reach = jnp.full(content.shape[:2], LARGEST)
+    reach = jnp.full(content.shape[:2], MAX_INDEX)
     tail = before.tail.astype(jnp.float32)
     tokens = _tokens(short_convolution(content, filters, tail, reach), row, reach < 0, delta)
     heads = tokens.value.shape[2:4]
     state = before.state.reshape(-1, *heads, *before.state.shape[2:])
-    state, read = one_token(state, Tokens(*(x[:, 0] for x in tokens)))
+    state, read = step_token(state, Tokens(*(x[:, 0] for x in tokens)))
     tail = jnp.moveaxis(prepend_tail(row.content, before.tail)[:, 1:], 1, -1)
     read = read.reshape(read.shape[0], -1, read.shape[-1])
     after = DeltaState(state.reshape(before.state.shape), tail)
@@ -148,12 +148,12 @@ def _run_rows(
       segments: the sequence of each token within its row, 0 for padding.
       single: the one sequence of a row continues from `before`; otherwise each starts from zeros.
     """
-    order = jnp.argsort(jnp.where(segments > 0, segments, LARGEST), axis=1, stable=True)
+    order = jnp.argsort(jnp.where(segments > 0, segments, MAX_INDEX), axis=1, stable=True)
     segments = _reorder(segments, order)
     valid, lengths = segments > 0, jnp.sum(segments > 0, axis=1, dtype=jnp.int32)
     ordered = Mixed(*(_reorder(x, order) for x in mixed))
     column = jnp.broadcast_to(jnp.arange(segments.shape[1])[None], segments.shape)
-    starts, reach = jnp.zeros_like(valid), jnp.full_like(column, LARGEST)
+    starts, reach = jnp.zeros_like(valid), jnp.full_like(column, MAX_INDEX)
     if not single:
         new = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
         starts = new & valid

@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from moe.attention.fused.sink_keys import WIDTH, between_sinks, sinks_among, with_sinks
+from moe.attention.fused.sink_keys import SINK_ELEMENTS, between_sinks, sinks_among, with_sinks
 from moe.attention.mask import Mask, visible
 from sharding.collectives import alike
 
 Kernel = Literal["xla", "cudnn"]
 
-LARGEST_MASK = 2**27
+MAX_MASK_ELEMENTS = 2**27
 """Elements of a mask, at most: 256 MiB of half precision, and as much again for the gradient of the
 mask that the kernel computes."""
 
@@ -43,21 +43,21 @@ def fused_attention(
     size, width = head_size(query, value, sinks), value.shape[-1]
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     query, key, value, sinks = alike((query, key, value, sinks), mask)
-    by_lengths, number = takes_lengths(mask), 0
+    by_lengths, num_sinks = takes_lengths(mask), 0
     if sinks is not None:
-        number = sinks_among(key.shape[1], mask.window if by_lengths else None)
-        query, key, value = with_sinks(query, key, value, sinks, factor, number)
+        num_sinks = sinks_among(key.shape[1], mask.window if by_lengths else None)
+        query, key, value = with_sinks(query, key, value, sinks, factor, num_sinks)
     query, key, value = (_pad_heads(x, size) for x in (query, key, value))
     attend = _attend_by_lengths if by_lengths else _attend_by_mask
-    out = attend(query, key, value, mask, factor, implementation, number)
-    return out[:, number:, :, :width]
+    out = attend(query, key, value, mask, factor, implementation, num_sinks)
+    return out[:, num_sinks:, :, :width]
 
 
 def takes_lengths(mask: Mask) -> bool:
     """True if row lengths can replace the mask array."""
     time, source = mask.query.column.shape[1], mask.key.column.shape[1]
     static = mask.window is None or isinstance(mask.window, int)
-    few = 2 * time < source and mask_size(mask) <= LARGEST_MASK
+    few = 2 * time < source and mask_size(mask) <= MAX_MASK_ELEMENTS
     return mask.causal and mask.single and static and not few
 
 
@@ -69,7 +69,7 @@ def mask_size(mask: Mask) -> int:
 def head_size(query: Array, value: Array, sinks: Array | None = None) -> int:
     """Head size for the kernels, which take one size for queries, keys and values, a multiple of 8;
     the zeros that pad them change no score."""
-    wide = query.shape[-1] + (0 if sinks is None else WIDTH)
+    wide = query.shape[-1] + (0 if sinks is None else SINK_ELEMENTS)
     return -(-max(wide, value.shape[-1]) // 8) * 8
 
 
@@ -119,9 +119,9 @@ def _attend_by_lengths(
     within = (jnp.arange(source)[None] < lengths[:, None])[..., None, None]
     query = jnp.pad(query, ((0, 0), (source - time, 0), (0, 0), (0, 0)))
     # Zeros after them: whatever a kernel writes there, forward or backward, is not read.
-    moved = (jnp.where(within, _permute(x, order, back), 0) for x in (query, key, value))
+    packed = (jnp.where(within, _permute(x, order, back), 0) for x in (query, key, value))
     out = jax.nn.dot_product_attention(
-        *(_pad_to_even(x, 1) for x in moved),
+        *(_pad_to_even(x, 1) for x in packed),
         is_causal=True,
         scale=scale,
         query_seq_lengths=lengths,

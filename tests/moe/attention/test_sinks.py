@@ -79,8 +79,8 @@ def test_a_sink_takes_its_part_of_every_softmax():
 @pytest.mark.slow
 def test_blocks_are_all_scores_at_once(monkeypatch):
     # Several blocks of queries and of keys.
-    monkeypatch.setattr(blocking, "QUERIES", 4)
-    monkeypatch.setattr(blocking, "KEYS", 8)
+    monkeypatch.setattr(blocking, "MAX_BLOCK_QUERIES", 4)
+    monkeypatch.setattr(blocking, "MAX_BLOCK_KEYS", 8)
     seen = valid()[..., None, None]
     for found, expected in zip(outcome("blocked"), outcome("plain"), strict=True):
         if found.ndim == 4:
@@ -120,7 +120,7 @@ def test_a_sink_is_rounded_to_more_digits_than_the_queries_have():
     """In half precision by two numbers: 1 + 2^-8 is none of bfloat16's."""
     given = [np.asarray(x, jnp.bfloat16) for x in arrays()[:3]]
     sinks = np.full(HEADS, SCALE * (1 + 2**-8), np.float32)
-    query, *_ = jit(lambda *of: with_sinks(*of, scale=SCALE, number=1))(*given, sinks)
+    query, *_ = jit(lambda *of: with_sinks(*of, scale=SCALE, num_sinks=1))(*given, sinks)
     scores = np.float32(query[:, 1:, :, -2:]).sum(axis=-1)
     np.testing.assert_allclose(scores, 1 + 2**-8, rtol=2**-16)
 
