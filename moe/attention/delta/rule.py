@@ -107,8 +107,9 @@ def recurrent(tokens: Tokens, state: Array) -> tuple[Array, Array]:
 
 
 def chunked(tokens: Tokens, state: Array) -> tuple[Array, Array]:
-    """The rule chunk by chunk. It takes at most ``CHUNK (5 key_dim + 3 value_dim) / 2 + 3 key_dim
-    value_dim`` multiplications per token and value head; `recurrent` takes the last term alone."""
+    """The rule chunk by chunk. It takes at most ``C (5 key_dim + 3 value_dim) / 2 + 3 key_dim
+    value_dim`` multiplications per token and value head, C being `MAX_CHUNK_TOKENS`; `recurrent`
+    takes the last term alone."""
     time = tokens.key.shape[1]
     if time == 0:
         return tokens.value, state
