@@ -157,12 +157,12 @@ def _describe_network(
 ) -> tuple[ModelConfig, str | None, dict[str, Any]]:
     """The network, the architecture that it came as, and what else config.json shall say."""
     from jrl.text.published import token_ids
-    from moe.huggingface.configuration import described
+    from moe.huggingface.configuration import read_config
 
     extra_options = token_ids(tokenizer)
     if not folder.model_path.exists():
         return PRESETS[run.model](tokenizer.vocab_size), None, extra_options
-    model, family = described(folder.model_path)
+    model, family = read_config(folder.model_path)
     original_options = json.loads(folder.model_path.read_bytes())
     copied_options = {
         name: original_options[name]

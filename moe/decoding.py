@@ -14,20 +14,20 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from moe.attention.delta.sequences import DeltaCore, DeltaState, one_step
+from moe.attention.delta.sequences import DeltaCore, DeltaState, run_step
 from moe.attention.delta.weights import DeltaNet
 from moe.attention.latent import LatentCore
 from moe.attention.layer import CoreAttention
 from moe.attention.mask import Window
-from moe.attention.rotation import Turns
-from moe.cache.buffers import Cache, cache_of, kept_columns
+from moe.attention.rotation import RotaryCache
+from moe.cache.buffers import Cache, cache_of, to_cache_layout
 from moe.cache.step import StepCore
 from moe.config import ModelConfig
 from moe.embedding import embed
 from moe.head import logits_of
 from moe.layers.block import block
 from moe.layers.depth import depth_of, is_stack, runs_of
-from moe.model import run_keeping
+from moe.model import run_with_kv
 from moe.precision import rms_norm
 from moe.router.overflow import overflow_of
 from moe.router.statistics import layers_in_order
@@ -83,15 +83,15 @@ def prefill(
         )
     config = for_prefill(config)
     packed = packed_prefill(tokens, lengths, config, mesh, record_choices)
-    keep = partial(kept_columns, tokens.shape)
-    x, router, kept = run_keeping(keep, weights, packed, config, mesh)
-    chosen = None
+    collect_kv = partial(to_cache_layout, tokens.shape)
+    x, router, cached_kv = run_with_kv(collect_kv, weights, packed, config, mesh)
+    expert_ids = None
     if record_choices:
         assert router is not None
-        chosen = router.choices
-        assert chosen is not None
-    states, choices = by_row(x, chosen, packed, lengths, mesh)
-    return Prefilled(cache_of(kept), states, choices, overflow_of(router, config))
+        expert_ids = router.choices
+        assert expert_ids is not None
+    states, choices = by_row(x, expert_ids, packed, lengths, mesh)
+    return Prefilled(cache_of(cached_kv), states, choices, overflow_of(router, config))
 
 
 def for_prefill(config: ModelConfig) -> ModelConfig:
@@ -144,11 +144,13 @@ def packed_step(
     live: Bool[Array, "row"],
     core: CoreAttention | LatentCore | None = None,
     record_choices: bool = False,
-    turns: Turns | None = None,
+    rope: RotaryCache | None = None,
 ) -> PackedBatch:
     """Packed batch of one token of each row; nothing is trained on it."""
 
-    def of_layer(index: int | Array, window: Window = None) -> CoreAttention | LatentCore:
+    def core_attention_of_layer(
+        index: int | Array, window: Window = None
+    ) -> CoreAttention | LatentCore:
         assert core is not None
         return core
 
@@ -156,11 +158,11 @@ def packed_step(
         tokens=tokens,
         positions=positions,
         multiplicity=live.astype(jnp.float32),
-        core_attention_of_layer=of_layer,
+        core_attention_of_layer=core_attention_of_layer,
         sequences=None,
         zigzag=ZigzagLayout(((tokens.shape[0], 1),), ranks=1),
         record_choices=record_choices,
-        rope=turns,
+        rope=rope,
     )
 
 
@@ -174,7 +176,7 @@ def decode_step(
     config: ModelConfig,
     mesh: FoldedMesh,
     record_choices: bool = False,
-    turns: Turns | None = None,
+    rope: RotaryCache | None = None,
 ) -> tuple[Float[Array, "local vocab"], Cache[Array], Int[Array, "row layer k"] | None]:
     """Decode step: appends one token to every live row and returns the logits of the next.
 
@@ -187,7 +189,7 @@ def decode_step(
       positions: position of each token in its row, from 0; less than the cache's columns.
       live: rows that are being decoded; results of the others are undefined.
       record_choices: also return the expert ids of each token.
-      turns: rotary cos/sin tables of all positions, computed once outside the loop; None computes
+      rope: rotary cos/sin tables of all positions, computed once outside the loop; None computes
         them for the tokens.
 
     Raises:
@@ -198,27 +200,28 @@ def decode_step(
       for rows that are not live; None if they were not requested.
     """
     config = for_step(config)
-    own = None if turns is None else turns.at(positions)
-    packed = packed_step(tokens, positions, live, record_choices=record_choices, turns=own)
+    token_rope = None if rope is None else rope.gather(positions)
+    packed = packed_step(tokens, positions, live, record_choices=record_choices, rope=token_rope)
     step = _Step(packed, positions, live, config, mesh)
-    x, kept, choices, first = embed(weights, tokens, config, mesh), [], [], 0
+    x, cached_kv, choices, first = embed(weights, tokens, config, mesh), [], [], 0
     # Latent vectors are keys and values at once.
-    of_heads = zip(cache.keys, *[cache.values] * bool(cache.values), strict=True)
-    of_deltas = zip(cache.states, cache.tails, strict=True)
+    kv_buffers = zip(cache.keys, *[cache.values] * bool(cache.values), strict=True)
+    delta_buffers = zip(cache.states, cache.tails, strict=True)
     for run in runs_of(layers, config):
         buffers = tuple(
-            DeltaState(*next(of_deltas)) if _is_delta(part) else next(of_heads) for part in run
+            DeltaState(*next(delta_buffers)) if _is_delta(part) else next(kv_buffers)
+            for part in run
         )
-        x, buffers, chosen = _after_run(step, first, run, x, buffers)
+        x, buffers, expert_ids = _run_layer_group(step, first, run, x, buffers)
         first += depth_of(run)
-        kept += buffers
-        if chosen is not None:
-            choices.append(chosen)
+        cached_kv += buffers
+        if expert_ids is not None:
+            choices.append(expert_ids)
     x = rms_norm(x, weights.norm, config.norm_epsilon)
-    chosen = None
+    expert_ids = None
     if record_choices:
-        chosen = join_shards(jnp.moveaxis(jnp.concatenate(choices), 0, 1), mesh.sequence)
-    return logits_of(weights, x, config, mesh), cache_of(kept), chosen
+        expert_ids = join_shards(jnp.moveaxis(jnp.concatenate(choices), 0, 1), mesh.sequence)
+    return logits_of(weights, x, config, mesh), cache_of(cached_kv), expert_ids
 
 
 class _Step(NamedTuple):
@@ -240,7 +243,7 @@ def _is_delta(part: Layer[Array]) -> bool:
     return isinstance(part.attention, DeltaNet)
 
 
-def _after_run(
+def _run_layer_group(
     step: _Step,
     first: int,
     run: tuple[Layer[Array], ...],
@@ -258,64 +261,73 @@ def _after_run(
       requested or the layers have no experts.
     """
     if not is_stack(run[0]):
-        x, own, chosen = _after_layer(step, first, run[0], x, buffers[0], ())
-        return x, (own,), None if chosen is None else chosen[None]
+        x, layer_buffers, chosen = _run_layer(step, first, run[0], x, buffers[0], ())
+        return x, (layer_buffers,), None if chosen is None else chosen[None]
 
     def after_period(
-        carry: tuple[Array, tuple[Buffers, ...]], given: tuple[Array, tuple[Layer[Array], ...]]
+        carry: tuple[Array, tuple[Buffers, ...]], inputs: tuple[Array, tuple[Layer[Array], ...]]
     ) -> tuple[tuple[Array, tuple[Buffers, ...]], list[Array | None]]:
-        (x, before), (number, layers) = carry, given
-        after, choices = list[Buffers](), list[Array | None]()
-        for place, layer in enumerate(layers):
-            of_layer = first + number * len(run) + place
-            x, own, chosen = _after_layer(step, of_layer, layer, x, before[place], (number,))
-            after.append(own)
+        (x, stored), (period, layers) = carry, inputs
+        updated, choices = list[Buffers](), list[Array | None]()
+        for index, layer in enumerate(layers):
+            layer_index = first + period * len(run) + index
+            x, layer_buffers, chosen = _run_layer(
+                step, layer_index, layer, x, stored[index], (period,)
+            )
+            updated.append(layer_buffers)
             choices.append(chosen)
-        return (x, tuple(after)), choices
+        return (x, tuple(updated)), choices
 
     # The buffers are in the carry, and a layer writes its part of them. As inputs and outputs per
     # iteration they would be copied completely.
-    numbers = jnp.arange(run[0].norm.shape[0])
-    (x, buffers), choices = lax.scan(after_period, (x, buffers), (numbers, run))
-    made = [chosen for chosen in choices if chosen is not None]
-    return x, buffers, layers_in_order(*made) if made else None
+    periods = jnp.arange(run[0].norm.shape[0])
+    (x, buffers), choices = lax.scan(after_period, (x, buffers), (periods, run))
+    expert_ids = [chosen for chosen in choices if chosen is not None]
+    return x, buffers, layers_in_order(*expert_ids) if expert_ids else None
 
 
-def _after_layer(
+def _run_layer(
     step: _Step,
-    number: int | Array,
+    layer_index: int | Array,
     layer: Layer[Array],
     x: Array,
     before: Buffers,
-    place: tuple[Array, ...],
+    stack_index: tuple[Array, ...],
 ) -> tuple[Array, Buffers, Array | None]:
     """Runs a layer: the hidden states, its buffers after it, and its expert ids.
 
     Args:
-      place: index of the layer in buffers with layers in front.
+      stack_index: index of the layer in buffers with layers in front.
     """
     if isinstance(before, DeltaState):
         assert step.config.delta is not None
         # Rows that are not live stay as they are.
-        own = DeltaState(*(_at(x, place) for x in before))
-        after = list[DeltaState]()
-        advance = partial(one_step, step.config.delta, own, step.live)
-        core = DeltaCore(advance).watched(after.append)
-        x, router = block(layer, x, step.packed, core, step.config, step.mesh, number)
-        kept: Buffers = DeltaState(
-            *(_with_at(x, new, place) for x, new in zip(before, *after, strict=True))
+        state = DeltaState(*(_index_layer(x, stack_index) for x in before))
+        new_states = list[DeltaState]()
+        run_delta = partial(run_step, step.config.delta, state, step.live)
+        core = DeltaCore(run_delta).record_states(new_states.append)
+        x, router = block(layer, x, step.packed, core, step.config, step.mesh, layer_index)
+        updated: Buffers = DeltaState(
+            *(
+                _update_layer(x, new, stack_index)
+                for x, new in zip(before, *new_states, strict=True)
+            )
         )
     else:
         keys, values = before[0], before[1] if len(before) > 1 else None
-        core = StepCore(step.config, number, keys, values, step.positions, step.live, place)
-        x, router = block(layer, x, step.packed, core.attend, step.config, step.mesh, number)
-        kept = tuple(own for own in (core.keys, core.values) if own is not None)
-    return x, kept, None if router is None else router.choices
+        core = StepCore(
+            step.config, layer_index, keys, values, step.positions, step.live, stack_index
+        )
+        x, router = block(layer, x, step.packed, core.attend, step.config, step.mesh, layer_index)
+        updated = tuple(buffer for buffer in (core.keys, core.values) if buffer is not None)
+    return x, updated, None if router is None else router.choices
 
 
-def _at(buffer: Array, place: tuple[Array, ...]) -> Array:
-    return lax.dynamic_index_in_dim(buffer, *place, keepdims=False) if place else buffer
+def _index_layer(buffer: Array, stack_index: tuple[Array, ...]) -> Array:
+    return lax.dynamic_index_in_dim(buffer, *stack_index, keepdims=False) if stack_index else buffer
 
 
-def _with_at(buffer: Array, new: Array, place: tuple[Array, ...]) -> Array:
-    return lax.dynamic_update_index_in_dim(buffer, new, *place, axis=0) if place else new
+def _update_layer(buffer: Array, new: Array, stack_index: tuple[Array, ...]) -> Array:
+    return (
+        lax.dynamic_update_index_in_dim(buffer, new, *stack_index, axis=0) if stack_index else new
+    )

@@ -50,8 +50,8 @@ def embed(
     # Past the end the lookup gives zeros and no gradient; a negative index would count from the
     # end.
     row = jnp.where(row < 0, num_rows, row)
-    found = lookup(weights.embedding, row)
-    return scatter_tokens((found * scale).astype(config.dtype), mesh.tp)
+    rows = lookup(weights.embedding, row)
+    return scatter_tokens((rows * scale).astype(config.dtype), mesh.tp)
 
 
 def lookup(
@@ -74,15 +74,15 @@ def _lookup(table: Array, tokens: Array, shape: tuple[int, ...], dtype: Any) -> 
 def _forward(
     table: Array, tokens: Array, shape: tuple[int, ...], dtype: Any
 ) -> tuple[Array, Array]:
-    found = table.at[tokens].get(mode="fill", fill_value=0)
-    return found.astype(jnp.float32), tokens
+    rows = table.at[tokens].get(mode="fill", fill_value=0)
+    return rows.astype(jnp.float32), tokens
 
 
 def _backward(
     shape: tuple[int, ...], dtype: Any, tokens: Array, gradient: Array
 ) -> tuple[Array, None]:
-    nothing = vary(jnp.zeros(shape, jnp.float32), tuple(varying(gradient)))
-    return nothing.at[tokens].add(gradient, mode="drop").astype(dtype), None
+    zeros = vary(jnp.zeros(shape, jnp.float32), tuple(varying(gradient)))
+    return zeros.at[tokens].add(gradient, mode="drop").astype(dtype), None
 
 
 _lookup.defvjp(_forward, _backward)

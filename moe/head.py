@@ -92,16 +92,17 @@ def logprobs_and_entropy(
       joined). https://arxiv.org/abs/1805.02867
     """
     x, head = _head(weights, x, config)
-    columns, start, skipped = _own_columns(head, config.vocab_size, mesh)
+    columns, start, skipped = _local_columns(head, config.vocab_size, mesh)
     # Every rank needs all tokens of the tp group: it has columns of its own, for each of them.
-    of_group = gather_tokens(x, mesh.tp), gather_tokens(tokens, mesh.tp)
-    given = vary((of_group[0], columns, of_group[1] - start, skipped), mesh.axes)
-    scores: Any = _scores(*given, _Chunking(mesh.tp, config.execution.vocab_chunk, temperature))
-    own = local_shard(jnp.stack(scores, axis=1), mesh.tp)
-    return own[:, 0], own[:, 1]
+    x, tokens = gather_tokens(x, mesh.tp), gather_tokens(tokens, mesh.tp)
+    x, columns, tokens, skipped = vary((x, columns, tokens - start, skipped), mesh.axes)
+    chunking = _Chunking(mesh.tp, config.execution.vocab_chunk, temperature)
+    scores: Any = _scores(x, columns, tokens, skipped, chunking)
+    local_scores = local_shard(jnp.stack(scores, axis=1), mesh.tp)
+    return local_scores[:, 0], local_scores[:, 1]
 
 
-def is_likeliest(
+def is_argmax(
     weights: Transformer[Array],
     x: Float[Array, "local d_model"],
     tokens: Int[Array, "local"],
@@ -122,23 +123,23 @@ def is_likeliest(
       ValueError: the network is a critic.
     """
     x, head = _head(weights, x, config)
-    columns, start, skipped = _own_columns(head, config.vocab_size, mesh)
-    of_group = gather_tokens(x, mesh.tp), gather_tokens(tokens, mesh.tp)
-    x, columns, tokens, skipped = vary(
-        (of_group[0], columns, of_group[1] - start, skipped), mesh.axes
-    )
+    columns, start, skipped = _local_columns(head, config.vocab_size, mesh)
+    x, tokens = gather_tokens(x, mesh.tp), gather_tokens(tokens, mesh.tp)
+    x, columns, tokens, skipped = vary((x, columns, tokens - start, skipped), mesh.axes)
     chunking = _Chunking(mesh.tp, config.execution.vocab_chunk, 1.0)
 
-    def add(found: tuple[Array, Array], index: int | Array) -> tuple[Array, Array]:
+    def add(maxima: tuple[Array, Array], index: int | Array) -> tuple[Array, Array]:
         chunk = _chunk(x, columns, tokens, skipped, chunking, index, None)
-        own = jnp.max(chunk.logits, axis=1, where=chunk.chosen, initial=MASK_VALUE)
-        return jnp.maximum(found[0], jnp.max(chunk.logits, axis=1)), jnp.maximum(found[1], own)
+        token_logit = jnp.max(chunk.logits, axis=1, where=chunk.chosen, initial=MASK_VALUE)
+        return jnp.maximum(maxima[0], jnp.max(chunk.logits, axis=1)), jnp.maximum(
+            maxima[1], token_logit
+        )
 
-    none = vary(jnp.full(tokens.shape, MASK_VALUE, jnp.float32), tuple(varying(x)))
-    highest, own = (
-        lax.pmax(found, mesh.tp) for found in _over_chunks(add, (none, none), columns, chunking)
+    empty = vary(jnp.full(tokens.shape, MASK_VALUE, jnp.float32), tuple(varying(x)))
+    highest, token_logit = (
+        lax.pmax(logit, mesh.tp) for logit in _fold_chunks(add, (empty, empty), columns, chunking)
     )
-    return local_shard(own >= highest, mesh.tp)
+    return local_shard(token_logit >= highest, mesh.tp)
 
 
 def _head(
@@ -160,9 +161,9 @@ def _head(
     return jnp.concatenate([x, narrow], axis=1), both
 
 
-def _own_columns(
+def _local_columns(
     head: Float[Array, "d_model columns"], vocab_size: int, mesh: FoldedMesh
-) -> tuple[Float[Array, "d_model own"], Int[Array, ""], Int[Array, ""]]:
+) -> tuple[Float[Array, "d_model local_columns"], Int[Array, ""], Int[Array, ""]]:
     """The columns that this ``tp`` rank computes, as many as on every other.
 
     Where they do not divide, the last ranks begin earlier and skip what others compute.
@@ -212,7 +213,7 @@ class _Sums(NamedTuple):
     moment: Array
     chosen: Array
 
-    def below(self, maximum: Array) -> "_Sums":
+    def rebase(self, maximum: Array) -> "_Sums":
         """The same sums with a larger maximum subtracted."""
         down = self.maximum - maximum
         scale = jnp.exp(down)
@@ -226,28 +227,28 @@ def _scores(x, columns, tokens, skipped, chunking):
 
 
 def _forward(x, columns, tokens, skipped, chunking):
-    saved_logits = _logits(x, columns, chunking) if _number(columns, chunking) == 1 else None
+    saved_logits = _logits(x, columns, chunking) if _num_chunks(columns, chunking) == 1 else None
 
     # The online softmax: a chunk may raise the maximum, and sums so far are taken below the new
     # one.
     def add(sums: _Sums, index) -> _Sums:
         chunk = _chunk(x, columns, tokens, skipped, chunking, index, saved_logits)
         maximum = jnp.maximum(sums.maximum, jnp.max(chunk.logits, axis=1))
-        sums = sums.below(maximum)
+        sums = sums.rebase(maximum)
         shifted = chunk.logits - maximum[:, None]
-        power = jnp.exp(shifted)
+        exponentials = jnp.exp(shifted)
         return _Sums(
             maximum,
-            sums.total + jnp.sum(power, axis=1),
-            sums.moment + jnp.sum(power * shifted, axis=1),
+            sums.total + jnp.sum(exponentials, axis=1),
+            sums.moment + jnp.sum(exponentials * shifted, axis=1),
             sums.chosen + jnp.sum(chunk.logits, axis=1, where=chunk.chosen),
         )
 
-    none = vary(jnp.zeros(tokens.shape, jnp.float32), tuple(varying(x)))
-    sums = _over_chunks(add, _Sums(none + MASK_VALUE, none, none, none), columns, chunking)
+    zeros = vary(jnp.zeros(tokens.shape, jnp.float32), tuple(varying(x)))
+    sums = _fold_chunks(add, _Sums(zeros + MASK_VALUE, zeros, zeros, zeros), columns, chunking)
     # Ranks join as chunks do: each takes its sums below the maximum of all.
     maximum = lax.pmax(sums.maximum, chunking.axes)
-    total, moment, chosen = lax.psum(jnp.stack(sums.below(maximum)[1:]), chunking.axes)
+    total, moment, chosen = lax.psum(jnp.stack(sums.rebase(maximum)[1:]), chunking.axes)
     log_total = jnp.log(total)
     entropy = log_total - moment / total
     # Differences first: maximum and logarithm together would round large logits.
@@ -266,28 +267,34 @@ def _forward(x, columns, tokens, skipped, chunking):
 
 def _backward(chunking, residuals, gradients):
     x, columns, tokens, skipped, saved_logits, *rest = residuals
-    maximum, log_total, entropy = (number[:, None] for number in rest)
-    of_logprob, of_entropy = (gradient[:, None] for gradient in gradients)
+    maximum, log_total, entropy = (per_token[:, None] for per_token in rest)
+    logprob_gradient, entropy_gradient = (gradient[:, None] for gradient in gradients)
 
     # Logits are made a second time: what was saved of them is a maximum and two sums per token.
     def add(sums, index):
-        of_x, of_columns = sums
+        x_gradient, columns_gradient = sums
         chunk = _chunk(x, columns, tokens, skipped, chunking, index, saved_logits)
         log_p = chunk.logits - maximum - log_total
         p = jnp.exp(log_p)
-        of_logits = jnp.where(chunk.chosen, of_logprob, 0.0) - p * of_logprob
-        of_logits = of_logits - of_entropy * (p * (log_p + entropy))
+        logits_gradient = jnp.where(chunk.chosen, logprob_gradient, 0.0) - p * logprob_gradient
+        logits_gradient = logits_gradient - entropy_gradient * (p * (log_p + entropy))
         # Rounded to the dtype of the states: two products of that dtype follow.
-        of_logits = (of_logits / chunking.temperature).astype(x.dtype)
-        of_matrix = _dot(x.T, of_logits).astype(columns.dtype)
+        logits_gradient = (logits_gradient / chunking.temperature).astype(x.dtype)
+        matrix_gradient = _dot(x.T, logits_gradient).astype(columns.dtype)
         # Chunks overlap where they do not divide, and each gives 0 to what the other counts.
-        so_far = lax.dynamic_slice_in_dim(of_columns, chunk.start, of_matrix.shape[1], axis=1)
-        of_columns = lax.dynamic_update_slice(of_columns, so_far + of_matrix, (0, chunk.start))
-        return of_x + _dot(of_logits, chunk.matrix.T), of_columns
+        so_far = lax.dynamic_slice_in_dim(
+            columns_gradient, chunk.start, matrix_gradient.shape[1], axis=1
+        )
+        columns_gradient = lax.dynamic_update_slice(
+            columns_gradient, so_far + matrix_gradient, (0, chunk.start)
+        )
+        return x_gradient + _dot(logits_gradient, chunk.matrix.T), columns_gradient
 
-    nothing = jnp.zeros(x.shape, jnp.float32), jnp.zeros(columns.shape, columns.dtype)
-    of_x, of_columns = _over_chunks(add, vary(nothing, tuple(varying(x))), columns, chunking)
-    return of_x.astype(x.dtype), of_columns, None, None
+    zeros = jnp.zeros(x.shape, jnp.float32), jnp.zeros(columns.shape, columns.dtype)
+    x_gradient, columns_gradient = _fold_chunks(
+        add, vary(zeros, tuple(varying(x))), columns, chunking
+    )
+    return x_gradient.astype(x.dtype), columns_gradient, None, None
 
 
 _scores.defvjp(_forward, _backward)
@@ -298,7 +305,7 @@ def _chunk(
 ) -> _Chunk:
     """Chunk `index`, whose logits may have been saved; the last begins earlier where chunks do not
     divide."""
-    size = _size(columns, chunking)
+    size = _chunk_size(columns, chunking)
     start = jnp.minimum(index * size, columns.shape[1] - size)
     matrix = lax.dynamic_slice_in_dim(columns, start, size, axis=1).astype(x.dtype)
     logits = _logits(x, matrix, chunking) if saved_logits is None else saved_logits
@@ -312,21 +319,21 @@ def _logits(x: Array, matrix: Array, chunking: _Chunking) -> Array:
     return _dot(x, matrix.astype(x.dtype)) / chunking.temperature
 
 
-def _over_chunks(
+def _fold_chunks(
     step: Callable[[Carry, int | Array], Carry], carry: Carry, columns: Array, chunking: _Chunking
 ) -> Carry:
     """`step` with the number of each chunk in turn."""
-    number = _number(columns, chunking)
-    if number == 1:
+    num_chunks = _num_chunks(columns, chunking)
+    if num_chunks == 1:
         return step(carry, 0)
-    return lax.scan(lambda carry, i: (step(carry, i), None), carry, jnp.arange(number))[0]
+    return lax.scan(lambda carry, i: (step(carry, i), None), carry, jnp.arange(num_chunks))[0]
 
 
-def _number(columns: Array, chunking: _Chunking) -> int:
-    return -(-columns.shape[1] // _size(columns, chunking))
+def _num_chunks(columns: Array, chunking: _Chunking) -> int:
+    return -(-columns.shape[1] // _chunk_size(columns, chunking))
 
 
-def _size(columns: Array, chunking: _Chunking) -> int:
+def _chunk_size(columns: Array, chunking: _Chunking) -> int:
     return columns.shape[1] if chunking.chunk is None else min(chunking.chunk, columns.shape[1])
 
 

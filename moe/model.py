@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 from moe.architecture.delta import delta_layers
 from moe.attention.delta.sequences import DeltaCore, delta_core
 from moe.attention.delta.weights import DeltaNet
-from moe.attention.latent import LatentCore, expanded, keeps_narrow
+from moe.attention.latent import LatentCore, caches_latent, expand_latent
 from moe.attention.layer import CoreAttention
 from moe.attention.mask import Window, window_of_layer
 from moe.config import ModelConfig
@@ -34,7 +34,7 @@ from moe.layers.two_batch_overlap import (
     split_streams,
 )
 from moe.precision import rms_norm
-from moe.remat import KEPT, KEPT_BEFORE_NORMS, WITHOUT, rematerialised
+from moe.remat import SAVED, SAVED_BEFORE_NORMS, UNSAVED, rematerialise
 from moe.router.statistics import RouterStatistics, sums_over_layers
 from moe.tokens.alignment import align_to_tokens, response_states
 from moe.tokens.packing import PackedBatch, pack_rows, pack_shared_prompts
@@ -47,7 +47,7 @@ from sharding.zero import ShardDim, unshard
 Tokens = Int[Array, "batch time"]
 Valid = Bool[Array, "batch time"]
 Choices = Integer[Array, "layer batch time k"]
-Keep = Callable[..., Any]
+KVCollector = Callable[..., Any]
 """(keys and values of a layer's tokens, or latent vectors) -> cached arrays. For Gated DeltaNet a
 `DeltaState` is returned as it is."""
 
@@ -70,12 +70,12 @@ def run(
       The hidden states and, with experts, the router's sums over layers on this device, `load`
       with a row per layer that has them.
     """
-    x, stats, _ = run_keeping(None, weights, packed, config, mesh, shard_dims)
+    x, stats, _ = run_with_kv(None, weights, packed, config, mesh, shard_dims)
     return x, stats
 
 
-def run_keeping(
-    keep: Keep | None,
+def run_with_kv(
+    collect_kv: KVCollector | None,
     weights: Transformer[Array],
     packed: PackedBatch,
     config: ModelConfig,
@@ -84,13 +84,19 @@ def run_keeping(
 ) -> tuple[Float[Array, "local d_model"], RouterStatistics[Array] | None, list[Any]]:
     """`run`, which also returns the cached keys and values of all layers: an entry for each of
     `moe.layers.depth.split_layer_groups`."""
-    _check_whole(mesh)
-    check_runs(packed.tokens.shape[0], mesh)
+    _check_single_stage(mesh)
+    check_num_tokens(packed.tokens.shape[0], mesh)
     x = embed(weights, packed.tokens, config, mesh)
-    x, first_kept = first_blocks(weights, x, packed, config, mesh, keep)
+    x, first_cached_kv = first_blocks(weights, x, packed, config, mesh, collect_kv)
     first = config.num_dense_layers
-    x, stats, kept = blocks(weights.layers, x, packed, config, mesh, first, shard_dims, keep)
-    return last_norm(weights, restore_row_order(x, packed, mesh), config), stats, first_kept + kept
+    x, stats, cached_kv = blocks(
+        weights.layers, x, packed, config, mesh, first, shard_dims, collect_kv
+    )
+    return (
+        last_norm(weights, restore_row_order(x, packed, mesh), config),
+        stats,
+        first_cached_kv + cached_kv,
+    )
 
 
 def first_blocks(
@@ -99,14 +105,14 @@ def first_blocks(
     packed: PackedBatch,
     config: ModelConfig,
     mesh: FoldedMesh,
-    keep: Keep | None = None,
+    collect_kv: KVCollector | None = None,
 ) -> tuple[Float[Array, "local d_model"], list[Any]]:
     """Residual stream after the leading dense layers of some networks, and their cached keys and
     values."""
     if weights.first_layers is None:
         return x, []
-    x, _, kept = blocks(weights.first_layers, x, packed, config, mesh, keep=keep)
-    return x, kept
+    x, _, cached_kv = blocks(weights.first_layers, x, packed, config, mesh, collect_kv=collect_kv)
+    return x, cached_kv
 
 
 def blocks(
@@ -117,7 +123,7 @@ def blocks(
     mesh: FoldedMesh,
     first: int | Int[Array, ""] = 0,
     shard_dims: Layer[ShardDim] | None = None,
-    keep: Keep | None = None,
+    collect_kv: KVCollector | None = None,
     present: Int[Array, ""] | None = None,
 ) -> tuple[Float[Array, "local d_model"], RouterStatistics[Array] | None, list[Any]]:
     """The residual stream after a stack of layers, the router's sums over them, `load` with a row
@@ -130,29 +136,29 @@ def blocks(
       first: the number of the first of them in the network.
       shard_dims: how each layer is cut into the shards that devices have, which are joined when it
         is its turn (FSDP); None where they have it whole.
-      keep: what comes out of each layer's keys and values, in the entries of `run_layers`; None
-        is nothing.
+      collect_kv: what comes out of each layer's keys and values, in the entries of `run_layers`;
+        None is nothing.
       present: how many layers of the stack there are, all or all but the last, which is padding
         then and does not run; None is all.
     """
     execution, depth = config.execution, jax.tree.leaves(layers.norm)[0].shape[0]
     # In a pipeline all chunks are alike in them (`moe.layers.chunks.check_delta_layers`).
     of_delta = tuple(layer for layer in delta_layers(config) if layer < depth)
-    known = first if isinstance(first, int) else None
-    period = period_of_stack(config, depth, known)
+    static_first = first if isinstance(first, int) else None
+    period = period_of_stack(config, depth, static_first)
     scanned = is_scanned(depth, execution, period)
     normed = config.mla is not None or config.query_key_norm is not None
     remat = partial(
-        rematerialised,
+        rematerialise,
         policy=execution.remat,
         # A loop keeps its bodies apart by itself, but not the layers of one.
         in_scan=scanned and period == 1,
-        kept=KEPT_BEFORE_NORMS if normed else KEPT,
+        saved=SAVED_BEFORE_NORMS if normed else SAVED,
     )
 
     def run_layer(
-        number: int | Int[Array, ""],
-        own: Sequence[PackedBatch],
+        layer_index: int | Int[Array, ""],
+        packed_streams: Sequence[PackedBatch],
         cores: Sequence[CoreAttention | LatentCore | DeltaCore],
         layer: Layer[Array],
         streams: Streams,
@@ -163,62 +169,65 @@ def blocks(
             layer = unshard(
                 layer, select_attention(shard_dims, isinstance(layer.attention, DeltaNet))
             )
-        kept: list[Any] = []
+        cached_kv: list[Any] = []
 
         def run_half(half: int, layer: Layer[Array], x: Array):
             core = cores[half]
-            if keep is not None:
+            if collect_kv is not None:
                 assert not isinstance(core, LatentCore) and len(cores) == 1
                 if isinstance(core, DeltaCore):
-                    core = core.watched(kept.append)
+                    core = core.record_states(cached_kv.append)
                 else:
-                    core = watched(core, keep, kept, config)
-            return block(layer, x, own[half], core, config, mesh, number)
+                    core = record_kv(core, collect_kv, cached_kv, config)
+            return block(layer, x, packed_streams[half], core, config, mesh, layer_index)
 
         streams, stats = run_streams(run_half, layer, streams, config, mesh)
-        return streams, (stats, kept[0] if kept else None)
+        return streams, (stats, cached_kv[0] if cached_kv else None)
 
-    def window_at(place: int, number: int | Int[Array, ""]) -> Window:
-        """That of a layer in this place of its period."""
-        if known is not None:
-            alike = [
-                window_of_layer(config, known + index) for index in range(place, depth, period)
+    def window_at(offset: int, layer_index: int | Int[Array, ""]) -> Window:
+        """Window of a layer at this offset in its period."""
+        if static_first is not None:
+            windows = [
+                window_of_layer(config, static_first + index)
+                for index in range(offset, depth, period)
             ]
-            if all(window == alike[0] for window in alike):
+            if all(window == windows[0] for window in windows):
                 # Kernels take a window that is known while the program is made.
-                return alike[0]
-        return window_of_layer(config, number)
+                return windows[0]
+        return window_of_layer(config, layer_index)
 
     def run_numbered(index: int | Int[Array, ""], like: int, layer: Layer[Array], streams: Streams):
-        number = first + index
+        layer_index = first + index
         # Choices are recorded for the layers that have experts.
-        own = [half.for_layer(number - config.num_dense_layers) for half in packed.streams]
-        window = window_at(like, number)
+        packed_streams = [
+            half.for_layer(layer_index - config.num_dense_layers) for half in packed.streams
+        ]
+        window = window_at(like, layer_index)
         cores = [
             delta_core(half.mask, config)
             if like in of_delta
-            else half.core_attention_of_layer(number, window)
-            for half in own
+            else half.core_attention_of_layer(layer_index, window)
+            for half in packed_streams
         ]
-        run_one = partial(run_layer, number, own, cores)
+        run_one = partial(run_layer, layer_index, packed_streams, cores)
         if present is None or not (scanned or index == depth - 1):
             return remat(run_one)(layer, streams)
         is_present = index < present
-        if execution.remat in WITHOUT:
+        if execution.remat in UNSAVED:
             after, outs = remat(run_one, present=is_present)(layer, streams)
             return jax.tree.map(partial(jnp.where, is_present), after, streams), outs
         # Inside what is rematerialised, which keeps what it was given and so no copies of the
         # weights.
-        return remat(_where_present(is_present, run_one))(layer, streams)
+        return remat(_run_if_present(is_present, run_one))(layer, streams)
 
     streams = split_streams(x, packed, mesh)
     streams, outs = run_layers(run_numbered, layers, streams, execution, period, of_delta)
-    collected, kept = ([out[place] for out in outs] for place in range(2))
+    collected, cached_kv = ([out[entry] for out in outs] for entry in range(2))
     stats = restore_choices_order(sums_over_layers(collected, scanned), packed, mesh)
-    return join_streams(streams), stats, kept
+    return join_streams(streams), stats, cached_kv
 
 
-def _where_present(is_present: Array, run_layer: Callable[..., Any]) -> Callable[..., Any]:
+def _run_if_present(is_present: Array, run_layer: Callable[..., Any]) -> Callable[..., Any]:
     """`run_layer` if the layer is present; otherwise the unchanged residual stream and sums of
     zero."""
 
@@ -235,27 +244,30 @@ def _where_present(is_present: Array, run_layer: Callable[..., Any]) -> Callable
     return lambda layer, x: lax.cond(is_present, run_layer, skip, layer, x)
 
 
-def watched(
-    core_attention: CoreAttention, keep: Keep, kept: list[Any], config: ModelConfig
+def record_kv(
+    core_attention: CoreAttention,
+    collect_kv: KVCollector,
+    cached_kv: list[Any],
+    config: ModelConfig,
 ) -> CoreAttention | LatentCore:
-    """Wraps core attention to record the layer's keys and values: appends the result of `keep` to
-    `kept`."""
+    """Wraps core attention to record the layer's keys and values: appends the result of
+    `collect_kv` to `cached_kv`."""
 
-    def of_heads(
+    def attend_heads(
         query: Array,
         key: Array,
         value: Array,
         scale: float | None = None,
         sinks: Array | None = None,
     ) -> Array:
-        kept.append(keep(key, value))
+        cached_kv.append(collect_kv(key, value))
         return core_attention(query, key, value, scale, sinks)
 
-    def of_narrow(query: Array, narrow: Array, up: Array) -> Array:
-        kept.append(keep(narrow[:, None]))
-        return core_attention(query, *expanded(narrow, up, config))
+    def attend_latent(query: Array, narrow: Array, up: Array) -> Array:
+        cached_kv.append(collect_kv(narrow[:, None]))
+        return core_attention(query, *expand_latent(narrow, up, config))
 
-    return LatentCore(of_narrow) if keeps_narrow(config) else of_heads
+    return LatentCore(attend_latent) if caches_latent(config) else attend_heads
 
 
 def last_norm(
@@ -362,7 +374,7 @@ def values(
     return align_to_tokens(value_of(weights, x, config), tokens.shape, mesh, config), stats
 
 
-def check_runs(num_tokens: int, mesh: FoldedMesh) -> None:
+def check_num_tokens(num_tokens: int, mesh: FoldedMesh) -> None:
     """Checks that the devices of a sequence-parallel group divide the number of tokens.
 
     Raises:
@@ -375,7 +387,7 @@ def check_runs(num_tokens: int, mesh: FoldedMesh) -> None:
         )
 
 
-def _check_whole(mesh: FoldedMesh) -> None:
+def _check_single_stage(mesh: FoldedMesh) -> None:
     if mesh.layout.pp > 1:
         raise ValueError(
             f"layout {mesh.layout} cuts the layers into pipeline stages, and what is asked for "

@@ -18,7 +18,7 @@ from sharding import zero
 from sharding.folding import FoldedMesh
 from sharding.rules import partition_spec, weight_rules
 
-CUT_INTO_CHUNKS = ("layer", "attention_layer", "delta_layer")
+CHUNKED_AXES = ("layer", "attention_layer", "delta_layer")
 """Axes of layers that the stages of a pipeline share."""
 
 
@@ -47,7 +47,7 @@ def specs(config: ModelConfig, mesh: FoldedMesh) -> Transformer[PartitionSpec]:
             )
 
     def spec_of(weight: Weight) -> PartitionSpec:
-        cut = num_chunks > 1 and weight.axes.split()[0] in CUT_INTO_CHUNKS
+        cut = num_chunks > 1 and weight.axes.split()[0] in CHUNKED_AXES
         return partition_spec(f"chunk {weight.axes}" if cut else weight.axes, rules)
 
     return jax.tree.map(spec_of, table(config))
@@ -60,39 +60,39 @@ def shard_specs(config: ModelConfig, mesh: FoldedMesh) -> Transformer[PartitionS
     def spec_of(spec: PartitionSpec, shape: jax.ShapeDtypeStruct, first: int) -> PartitionSpec:
         return zero.shard_spec(spec, shape.shape, mesh, first)
 
-    return _each_weight(spec_of, config, mesh)
+    return _map_weights(spec_of, config, mesh)
 
 
 def shard_dims(
-    config: ModelConfig, mesh: FoldedMesh, wire: str = "float32"
+    config: ModelConfig, mesh: FoldedMesh, gradient_dtype: str = "float32"
 ) -> Transformer[zero.ShardDim]:
     """Shard dimension of each weight for `shard_specs`; gradients across nodes are sent in the
-    dtype `wire`."""
+    dtype `gradient_dtype`."""
 
     def dim_of(spec: PartitionSpec, shape: jax.ShapeDtypeStruct, first: int) -> zero.ShardDim:
-        return zero.shard_dim(spec, shape.shape, mesh, first, wire)
+        return zero.shard_dim(spec, shape.shape, mesh, first, gradient_dtype)
 
-    return _each_weight(dim_of, config, mesh)
+    return _map_weights(dim_of, config, mesh)
 
 
-def _each_weight(
-    of: Callable[[PartitionSpec, jax.ShapeDtypeStruct, int], Leaf],
+def _map_weights(
+    function: Callable[[PartitionSpec, jax.ShapeDtypeStruct, int], Leaf],
     config: ModelConfig,
     mesh: FoldedMesh,
 ) -> Transformer[Leaf]:
-    """Maps `of` over the PartitionSpec of each weight, its shape as stored, and the number of
+    """Maps `function` over the PartitionSpec of each weight, its shape as stored, and the number of
     leading dimensions that must not be sharded: those of the stack of layers, if layers are
     unsharded one by one."""
     # First, so that an unsupported layout raises with its own reason.
-    whole_specs = specs(config, mesh)
+    full_specs = specs(config, mesh)
     stored = jax.eval_shape(lambda weights: in_chunks(weights, mesh), shapes(config))
     # Sharded along the stack, each device would have whole layers, and no layer could be gathered
     # alone.
-    whole = (1 if mesh.layout.vpp == 1 else 2) if config.execution.fsdp else 0
+    stack_dims = (1 if mesh.layout.vpp == 1 else 2) if config.execution.fsdp else 0
     first = replace(
-        jax.tree.map(lambda _: 0, stored), layers=jax.tree.map(lambda _: whole, stored.layers)
+        jax.tree.map(lambda _: 0, stored), layers=jax.tree.map(lambda _: stack_dims, stored.layers)
     )
-    return jax.tree.map(of, whole_specs, stored, first)
+    return jax.tree.map(function, full_specs, stored, first)
 
 
 def in_chunks(weights: Transformer[jax.Array], mesh: FoldedMesh) -> Transformer[jax.Array]:
@@ -103,18 +103,18 @@ def in_chunks(weights: Transformer[jax.Array], mesh: FoldedMesh) -> Transformer[
     The chunks of a stage are not neighbours in the network; sharding the second axis places them
     together on the stage. Inverse of `in_layer_order`.
     """
-    return replace(weights, layers=jax.tree.map(partial(stacked, mesh), weights.layers))
+    return replace(weights, layers=jax.tree.map(partial(stack_chunks, mesh), weights.layers))
 
 
-def stacked(mesh: FoldedMesh, x: Any) -> Any:
+def stack_chunks(mesh: FoldedMesh, x: Any) -> Any:
     """Reshapes ``[layer, ...]``, a NumPy or JAX array, to the layout of `in_chunks`."""
     num_layers, num_chunks = x.shape[0], mesh.layout.vpp
     if not chunks.is_even(num_layers, mesh):
         depth = chunks.stored_depth(num_layers, mesh)
         source = np.full(mesh.layout.pp * num_chunks * depth, -1)
         source[chunks.storage_indices(num_layers, mesh)] = np.arange(num_layers)
-        there = (source >= 0).reshape(-1, *(1,) * (x.ndim - 1))
-        x = jnp.where(there, x[np.maximum(source, 0)], jnp.zeros((), x.dtype))
+        is_layer = (source >= 0).reshape(-1, *(1,) * (x.ndim - 1))
+        x = jnp.where(is_layer, x[np.maximum(source, 0)], jnp.zeros((), x.dtype))
     return x if num_chunks == 1 else x.reshape(num_chunks, -1, *x.shape[1:])
 
 
@@ -155,15 +155,17 @@ def stored_specs(config: ModelConfig, mesh: FoldedMesh) -> Transformer[Partition
 
 def shardings(config: ModelConfig, mesh: FoldedMesh) -> Transformer[NamedSharding]:
     """`stored_specs` on the devices of `mesh`."""
-    return _on_devices(stored_specs(config, mesh), mesh)
+    return _to_shardings(stored_specs(config, mesh), mesh)
 
 
 def shard_shardings(config: ModelConfig, mesh: FoldedMesh) -> Transformer[NamedSharding]:
     """`shard_specs` on the devices of `mesh`."""
-    return _on_devices(shard_specs(config, mesh), mesh)
+    return _to_shardings(shard_specs(config, mesh), mesh)
 
 
-def _on_devices(places: Transformer[PartitionSpec], mesh: FoldedMesh) -> Transformer[NamedSharding]:
+def _to_shardings(
+    partition_specs: Transformer[PartitionSpec], mesh: FoldedMesh
+) -> Transformer[NamedSharding]:
     if not isinstance(mesh.mesh, jax.sharding.Mesh):
         raise ValueError("shardings need real devices: fold the layout over some.")
-    return jax.tree.map(lambda spec: NamedSharding(mesh.mesh, spec), places)
+    return jax.tree.map(lambda spec: NamedSharding(mesh.mesh, spec), partition_specs)

@@ -42,17 +42,17 @@ def rms_norm(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
-def shared(weights: Tree, parts: int) -> tuple[Tree, ...]:
+def shared(weights: Tree, num_uses: int) -> tuple[Tree, ...]:
     """Returns the weights once for each part of a batch. The gradients of the parts are summed in
     float32 and rounded once."""
-    return (weights,) * parts
+    return (weights,) * num_uses
 
 
-def _shared_forward(weights: Any, parts: int) -> tuple[Any, None]:
-    return shared(weights, parts), None
+def _shared_forward(weights: Any, num_uses: int) -> tuple[Any, None]:
+    return shared(weights, num_uses), None
 
 
-def _shared_backward(parts: int, _: None, gradients: Any) -> tuple[Any]:
+def _shared_backward(num_uses: int, _: None, gradients: Any) -> tuple[Any]:
     def add(*leaves: Array) -> Array:
         first, *others = (leaf.astype(jnp.float32) for leaf in leaves)
         return sum(others, first).astype(leaves[0].dtype)

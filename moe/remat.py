@@ -39,7 +39,7 @@ from typing import Any
 import jax
 from jaxtyping import Array
 
-from moe.repeated import repeating
+from moe.repeated import save_only_named
 from sharding.collectives import COLLECTIVE, SUM
 
 PRODUCT = "product"
@@ -70,33 +70,34 @@ returns with them."""
 CUDNN = "dot_product_attention_fwd_wrapper"
 """The primitive of cuDNN's attention, which returns output and log-sum-exp without a name."""
 
-KEPT = frozenset({PRODUCT, OPERAND, ATTENDED, RING, CUDNN, STREAM, ROUTED, SUM})
+SAVED = frozenset({PRODUCT, OPERAND, ATTENDED, RING, CUDNN, STREAM, ROUTED, SUM})
 """Names of the values that "selective" saves."""
 
-KEPT_BEFORE_NORMS = (KEPT - {OPERAND}) | {PROJECTED}
+SAVED_BEFORE_NORMS = (SAVED - {OPERAND}) | {PROJECTED}
 """The same if norms or further products follow the first products: these are recomputed."""
 
-WITHOUT = {"selective": frozenset[str](), "projections": frozenset({OPERAND, PROJECTED})}
+UNSAVED = {"selective": frozenset[str](), "projections": frozenset({OPERAND, PROJECTED})}
 """Names that policies which save values by name do not save."""
 
-POLICIES = ("none", *WITHOUT, "full")
+POLICIES = ("none", *UNSAVED, "full")
 
 
-def rematerialised(
+def rematerialise(
     function: Callable[..., Any],
     policy: str,
     in_scan: bool = False,
-    kept: Collection[str] = KEPT,
+    saved: Collection[str] = SAVED,
     present: Array | None = None,
 ) -> Callable[..., Any]:
     """Wraps `function` in a remat policy; values and gradients stay the same.
 
     Args:
-      function: of arrays alone; policies of `WITHOUT` have no gradient for closed-over arrays.
+      function: of arrays alone; policies of `UNSAVED` have no gradient for closed-over arrays.
       in_scan: it is the body of a scan, whose separate forward and backward loops already keep the
         compiler from merging recomputation with the forward pass.
-      kept: names of the values that "selective" saves.
-      present: for policies of `WITHOUT`, true if the function runs, see `moe.repeated.repeating`.
+      saved: names of the values that "selective" saves.
+      present: for policies of `UNSAVED`, true if the function runs, see
+        `moe.repeated.save_only_named`.
 
     Raises:
       ValueError: on an unknown policy.
@@ -105,8 +106,8 @@ def rematerialised(
         raise ValueError(f"execution.remat={policy!r} is not known: use {', '.join(POLICIES)}.")
     if policy == "none":
         return function
-    if policy in WITHOUT:
-        return repeating(function, frozenset(kept) - WITHOUT[policy], in_scan, present)
+    if policy in UNSAVED:
+        return save_only_named(function, frozenset(saved) - UNSAVED[policy], in_scan, present)
     # `jax.checkpoint` has a barrier over the gradient too. "full" needs it: whatever is recomputed
     # early stays in memory from then on.
     save = jax.checkpoint_policies.save_only_these_names(COLLECTIVE, SUM, RING, DISPATCHED)

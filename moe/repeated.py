@@ -24,7 +24,7 @@ from jaxtyping import Array
 from sharding.collectives import vary
 
 
-def repeating(
+def save_only_named(
     function: Callable[..., Any],
     names: Collection[str],
     in_scan: bool = False,
@@ -47,48 +47,48 @@ def repeating(
     """
 
     def run(*args: Any) -> Any:
-        given, structure = jax.tree.flatten(args)
-        passes = _traced(lambda leaves: function(*structure.unflatten(leaves)), given, names)
-        held = [given, passes.program.consts, [] if present is None else [present]]
+        leaves, structure = jax.tree.flatten(args)
+        passes = _trace_passes(lambda xs: function(*structure.unflatten(xs)), leaves, names)
+        operands = [leaves, passes.program.consts, [] if present is None else [present]]
 
         def where_present(
-            runs: list[Array], compute: Callable[..., list[Array]], *operands: Any
+            flags: list[Array], compute: Callable[..., list[Array]], *arguments: Any
         ) -> list[Array]:
-            if not runs:
-                return compute(*operands)
-            return lax.cond(runs[0], compute, _nothing_of(compute, *operands), *operands)
+            if not flags:
+                return compute(*arguments)
+            return lax.cond(flags[0], compute, _zeros_like_outputs(compute, *arguments), *arguments)
 
         @jax.custom_vjp
-        def whole(held: list[list[Array]]) -> list[Array]:
-            return where_present(held[2], passes.results, held[0] + held[1])
+        def rematerialised(operands: list[list[Array]]) -> list[Array]:
+            return where_present(operands[2], passes.results, operands[0] + operands[1])
 
-        def forward(held: list[list[Array]]) -> tuple[list[Array], Any]:
-            inputs = held[0] + held[1]
-            outs = where_present(held[2], passes.forward, inputs)
+        def forward(operands: list[list[Array]]) -> tuple[list[Array], Any]:
+            inputs = operands[0] + operands[1]
+            outs = where_present(operands[2], passes.forward, inputs)
             cut = len(outs) - len(passes.named)
-            return outs[:cut], (passes.inputs_of(inputs), outs[cut:], held[2])
+            return outs[:cut], (passes.inputs_of(inputs), outs[cut:], operands[2])
 
-        def backward(kept: Any, gradients: list[Any]) -> Any:
+        def backward(residuals: Any, gradients: list[Any]) -> Any:
             if not in_scan:
                 # A barrier over the saved values, so that the compiler cannot merge recomputation
                 # with the forward pass; none over the gradients, for which recomputation need not
                 # wait. One barrier for each: arrays keep their types and do not wait for each
                 # other.
-                kept = jax.tree.map(lax.optimization_barrier, kept)
-            inputs, named, runs = kept
-            slopes = [x for x in gradients if _is_float(x)]
-            found = where_present(runs, passes.backward, inputs, named, slopes)
-            of_args = iter(found)
+                residuals = jax.tree.map(lax.optimization_barrier, residuals)
+            inputs, named, flags = residuals
+            float_gradients = [x for x in gradients if _is_float(x)]
+            arg_gradients = where_present(flags, passes.backward, inputs, named, float_gradients)
+            remaining = iter(arg_gradients)
             return (
                 [
-                    [next(of_args) if is_float else None for is_float in passes.floats],
+                    [next(remaining) if is_float else None for is_float in passes.floats],
                     [None] * len(passes.program.consts),
-                    [None] * len(runs),
+                    [None] * len(flags),
                 ],
             )
 
-        whole.defvjp(forward, backward)
-        return passes.structure.unflatten(whole(held))
+        rematerialised.defvjp(forward, backward)
+        return passes.structure.unflatten(rematerialised(operands))
 
     return run
 
@@ -101,7 +101,7 @@ class _Passes:
       program: jaxpr of the forward pass with residuals: from the arguments to results and
         residuals.
       structure: tree structure of the results.
-      pull: tree structure of the backward pass as a function of residuals.
+      vjp_tree: tree structure of the backward pass as a function of residuals.
       floats: true for arguments that have a gradient.
       repeat: jaxpr from the constants, arguments and `named` values to the residuals.
       used: indices of the inputs that `repeat` takes.
@@ -110,7 +110,7 @@ class _Passes:
 
     program: Any
     structure: Any
-    pull: Any
+    vjp_tree: Any
     floats: list[bool]
     repeat: Any
     used: list[int]
@@ -118,54 +118,54 @@ class _Passes:
 
     def results(self, inputs: list[Array]) -> list[Array]:
         """Results, from the arguments and the constants."""
-        return self._evaluated(self.program.jaxpr.outvars[: self.structure.num_leaves], inputs)
+        return self._evaluate(self.program.jaxpr.outvars[: self.structure.num_leaves], inputs)
 
     def forward(self, inputs: list[Array]) -> list[Array]:
         """Results, and the values that are saved."""
         results = self.program.jaxpr.outvars[: self.structure.num_leaves]
-        return self._evaluated([*results, *self.named], inputs)
+        return self._evaluate([*results, *self.named], inputs)
 
     def inputs_of(self, inputs: list[Array]) -> list[Array]:
         """Inputs that are saved."""
-        return [inputs[place] for place in self.used]
+        return [inputs[index] for index in self.used]
 
     def backward(self, inputs: list[Array], named: list[Array], gradients: Any) -> list[Array]:
         """Gradients of the arguments that have one."""
         residuals = core.eval_jaxpr(self.repeat, (), *inputs, *named)
-        return self.pull.unflatten(residuals)(gradients)[0]
+        return self.vjp_tree.unflatten(residuals)(gradients)[0]
 
-    def _evaluated(self, outvars: list[Any], inputs: list[Array]) -> list[Array]:
-        jaxpr = _of(self.program.jaxpr, self.program.jaxpr.invars, outvars)
-        number = len(jaxpr.invars)
-        alone, used = dce_jaxpr(jaxpr, [True] * len(outvars))
-        args, consts = inputs[:number], inputs[number:]
+    def _evaluate(self, outvars: list[Any], inputs: list[Array]) -> list[Array]:
+        jaxpr = _replace_jaxpr(self.program.jaxpr, self.program.jaxpr.invars, outvars)
+        num_inputs = len(jaxpr.invars)
+        pruned, used = dce_jaxpr(jaxpr, [True] * len(outvars))
+        args, consts = inputs[:num_inputs], inputs[num_inputs:]
         return core.eval_jaxpr(
-            alone, consts, *(x for x, is_used in zip(args, used, strict=True) if is_used)
+            pruned, consts, *(x for x, is_used in zip(args, used, strict=True) if is_used)
         )
 
 
-def _traced(
-    function: Callable[[list[Array]], Any], given: list[Array], names: Collection[str]
+def _trace_passes(
+    function: Callable[[list[Array]], Any], arguments: list[Array], names: Collection[str]
 ) -> _Passes:
-    floats = [_is_float(x) for x in given]
+    floats = [_is_float(x) for x in arguments]
     structures: list[Any] = []
 
-    def run(given: list[Array]) -> tuple[list[Array], list[Array]]:
-        def of_floats(some: list[Array]) -> tuple[list[Array], list[Array]]:
-            left = iter(some)
-            leaves = [next(left) if f else x for f, x in zip(floats, given, strict=True)]
+    def run(arguments: list[Array]) -> tuple[list[Array], list[Array]]:
+        def of_float_leaves(float_leaves: list[Array]) -> tuple[list[Array], list[Array]]:
+            remaining = iter(float_leaves)
+            leaves = [next(remaining) if f else x for f, x in zip(floats, arguments, strict=True)]
             results, structure = jax.tree.flatten(function(leaves))
             structures.append(structure)
             return [x for x in results if _is_float(x)], results
 
-        some = [x for f, x in zip(floats, given, strict=True) if f]
-        _, pull, results = jax.vjp(of_floats, some, has_aux=True)
-        residuals, structure = jax.tree.flatten(pull)
+        float_leaves = [x for f, x in zip(floats, arguments, strict=True) if f]
+        _, vjp_fn, results = jax.vjp(of_float_leaves, float_leaves, has_aux=True)
+        residuals, structure = jax.tree.flatten(vjp_fn)
         structures.append(structure)
         return results, residuals
 
-    program = jax.make_jaxpr(run)(given)
-    structure, pull = structures
+    program = jax.make_jaxpr(run)(arguments)
+    structure, vjp_tree = structures
     jaxpr = program.jaxpr
     named = [
         variable
@@ -177,17 +177,17 @@ def _traced(
     cut = set(map(id, named))
     equations = [e for e in jaxpr.eqns if not any(id(v) in cut for v in e.outvars)]
     residuals = jaxpr.outvars[structure.num_leaves :]
-    repeat = _of(jaxpr, [*inputs, *named], residuals, equations, constvars=[])
+    repeat = _replace_jaxpr(jaxpr, [*inputs, *named], residuals, equations, constvars=[])
     repeat, is_used = dce_jaxpr(repeat, [True] * len(residuals))
-    used = [place for place, is_used in enumerate(is_used) if is_used]
+    used = [index for index, is_used in enumerate(is_used) if is_used]
     return _Passes(
         program,
         structure,
-        pull,
+        vjp_tree,
         floats,
         repeat,
-        [place for place in used if place < len(inputs)],
-        [named[place - len(inputs)] for place in used if place >= len(inputs)],
+        [index for index in used if index < len(inputs)],
+        [named[index - len(inputs)] for index in used if index >= len(inputs)],
     )
 
 
@@ -200,7 +200,7 @@ def _is_float(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def _of(
+def _replace_jaxpr(
     jaxpr: Any,
     invars: list[Any],
     outvars: list[Any],
@@ -218,13 +218,15 @@ def _of(
     )
 
 
-def _nothing_of(compute: Callable[..., list[Array]], *operands: Any) -> Callable[..., list[Array]]:
+def _zeros_like_outputs(
+    compute: Callable[..., list[Array]], *operands: Any
+) -> Callable[..., list[Array]]:
     """Function that returns zeros of the output types of `compute`."""
     likes = jax.eval_shape(compute, *operands)
     axes = [x.manual_axis_type for x in likes]
     return lambda *_: [
         jnp.zeros(like.shape, like.dtype)
-        if own is None
-        else vary(jnp.zeros(like.shape, like.dtype), tuple(sorted(own.varying)))
-        for like, own in zip(likes, axes, strict=True)
+        if axis_type is None
+        else vary(jnp.zeros(like.shape, like.dtype), tuple(sorted(axis_type.varying)))
+        for like, axis_type in zip(likes, axes, strict=True)
     ]

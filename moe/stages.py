@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from moe import model
-from moe.adapters.trees import joined
+from moe.adapters.trees import combine_trees
 from moe.config import ModelConfig
 from moe.embedding import embed
 from moe.layers import chunks
@@ -58,13 +58,15 @@ def scan_micro_batches(
       as ``[layer, micro_batch, token, k]``.
     """
     num_tokens = jnp.zeros((), jnp.int32)  # the losses of the routers are not asked for
-    number = jax.tree.leaves(micro_batches)[0].shape[0]
-    stages = _apart(_stages(weights, pack, apply_head, num_tokens, config, mesh), number)
-    numbered = jnp.arange(number), micro_batches
+    num_micro_batches = jax.tree.leaves(micro_batches)[0].shape[0]
+    stages = _number_micro_batches(
+        _stages(weights, pack, apply_head, num_tokens, config, mesh), num_micro_batches
+    )
+    numbered = jnp.arange(num_micro_batches), micro_batches
     outs, stats = pipeline.apply(
         stages, _ends(weights), _chunks_of(weights, mesh), numbered, _pipeline(mesh)
     )
-    return outs, _joined(stats, config, mesh)
+    return outs, _join_statistics(stats, config, mesh)
 
 
 def gradients(
@@ -76,7 +78,7 @@ def gradients(
     config: ModelConfig,
     mesh: FoldedMesh,
     shard_dims: Layer[ShardDim] | None = None,
-    fixed: Transformer[Array] | None = None,
+    frozen: Transformer[Array] | None = None,
 ) -> tuple[Float[Array, ""], Transformer[Array], dict[str, Any], RouterStatistics[Array] | None]:
     """Loss of the micro-batches, auxiliary losses of the routers included, and its gradient.
 
@@ -87,8 +89,8 @@ def gradients(
       apply_head: gives a loss and metrics.
       num_tokens: valid tokens of the whole batch, for the routers' losses.
       shard_dims: of the layers, as in `moe.model.blocks`.
-      fixed: frozen weights, which are None in `weights` (`moe.adapters.trees.fixed`); None if all
-        weights are trained.
+      frozen: weights that are not trained, None in `weights` (`moe.adapters.trees.select_frozen`);
+        None if all weights are trained.
 
     Returns:
       The loss of this device, which adds up over stages; its gradient with respect to `weights`,
@@ -96,15 +98,15 @@ def gradients(
       and the router's sums, as in `scan_micro_batches`.
     """
     stages = _stages(weights, pack, apply_head, num_tokens, config, mesh, shard_dims)
-    if fixed is not None:
-        stages = _beside(stages, fixed, mesh)
+    if frozen is not None:
+        stages = _with_frozen(stages, frozen, mesh)
     sums = pipeline.gradients(
         stages, _ends(weights), _chunks_of(weights, mesh), micro_batches, _pipeline(mesh)
     )
     # One chunk per stage was given a dimension of its own (`_chunks_of`), which goes again.
     layers = jax.tree.map(lambda x, like: x.reshape(like.shape), sums.layers, weights.layers)
     grads = replace(_with_ends(weights, sums.embed_and_head), layers=layers)
-    return sums.loss, grads, sums.metrics, _joined(sums.statistics, config, mesh)
+    return sums.loss, grads, sums.metrics, _join_statistics(sums.statistics, config, mesh)
 
 
 def _stages(
@@ -123,56 +125,56 @@ def _stages(
 
     def first(ends, micro_batch):
         # Gradients are taken with respect to `ends`: these, not those of `weights`, must be used.
-        packed, whole = pack(micro_batch), _with_ends(weights, ends)
-        model.check_runs(packed.tokens.shape[0], mesh)
-        x = embed(whole, packed.tokens, config, mesh)
-        return model.first_blocks(whole, x, packed, config, mesh)[0]
+        packed, full_weights = pack(micro_batch), _with_ends(weights, ends)
+        model.check_num_tokens(packed.tokens.shape[0], mesh)
+        x = embed(full_weights, packed.tokens, config, mesh)
+        return model.first_blocks(full_weights, x, packed, config, mesh)[0]
 
-    def chunk(layers, x, micro_batch, number):
+    def chunk(layers, x, micro_batch, chunk_index):
         # Traced: a stage learns only at run time which model chunk, and so which layers, it runs.
-        before = config.num_dense_layers + starts[number]
-        present = None if chunks.is_even(stacked, mesh) else depths[number]
+        before = config.num_dense_layers + starts[chunk_index]
+        present = None if chunks.is_even(stacked, mesh) else depths[chunk_index]
         x, stats, _ = model.blocks(
             layers, x, pack(micro_batch), config, mesh, before, shard_dims, present=present
         )
         return x, router_loss(stats, config, mesh, num_tokens), stats
 
     def last(ends, x, micro_batch):
-        whole, x = _with_ends(weights, ends), restore_row_order(x, pack(micro_batch), mesh)
-        return apply_head(whole, model.last_norm(whole, x, config), micro_batch)
+        full_weights, x = _with_ends(weights, ends), restore_row_order(x, pack(micro_batch), mesh)
+        return apply_head(full_weights, model.last_norm(full_weights, x, config), micro_batch)
 
     return Stages(first, chunk, last)
 
 
-def _beside(stages: Stages, fixed: Transformer[Array], mesh: FoldedMesh) -> Stages:
+def _with_frozen(stages: Stages, frozen: Transformer[Array], mesh: FoldedMesh) -> Stages:
     """The same stages as functions of the trained weights alone. Values derived from frozen weights
     are not saved for the backward pass, as those derived from trained ones are not."""
-    ends, layers = _ends(fixed), _chunks_of(fixed, mesh)
+    ends, layers = _ends(frozen), _chunks_of(frozen, mesh)
 
-    def chunk(others, x, micro_batch, number):
+    def chunk(trained, x, micro_batch, chunk_index):
         # A constant index where there is one chunk: its layers are then a view and not a gather.
-        own = 0 if mesh.layout.vpp == 1 else number // mesh.layout.pp
-        of_chunk = jax.tree.map(lambda x: x[own], layers)
-        return stages.chunk(joined(others, of_chunk), x, micro_batch, number)
+        local_chunk = 0 if mesh.layout.vpp == 1 else chunk_index // mesh.layout.pp
+        frozen_layers = jax.tree.map(lambda x: x[local_chunk], layers)
+        return stages.chunk(combine_trees(trained, frozen_layers), x, micro_batch, chunk_index)
 
     return Stages(
-        lambda others, micro_batch: stages.first(joined(others, ends), micro_batch),
+        lambda trained, micro_batch: stages.first(combine_trees(trained, ends), micro_batch),
         chunk,
-        lambda others, x, micro_batch: stages.last(joined(others, ends), x, micro_batch),
+        lambda trained, x, micro_batch: stages.last(combine_trees(trained, ends), x, micro_batch),
     )
 
 
-def _apart(stages: Stages, num_micro_batches: int) -> Stages:
+def _number_micro_batches(stages: Stages, num_micro_batches: int) -> Stages:
     """The same stages for numbered micro-batches: expert ids of each have a slot of their own in
     the sums over micro-batches."""
 
-    def chunk(layers, x, micro_batch, number):
-        own, given = micro_batch
-        x, loss, stats = stages.chunk(layers, x, given, number)
+    def chunk(layers, x, micro_batch, chunk_index):
+        index, inputs = micro_batch
+        x, loss, stats = stages.chunk(layers, x, inputs, chunk_index)
         if stats is None or stats.choices is None:
             return x, loss, stats
-        place = (jnp.arange(num_micro_batches) == own).reshape(-1, *(1,) * stats.choices.ndim)
-        return x, loss, replace(stats, choices=jnp.where(place, stats.choices[None], 0))
+        is_slot = (jnp.arange(num_micro_batches) == index).reshape(-1, *(1,) * stats.choices.ndim)
+        return x, loss, replace(stats, choices=jnp.where(is_slot, stats.choices[None], 0))
 
     return Stages(
         lambda ends, micro_batch: stages.first(ends, micro_batch[1]),
@@ -203,7 +205,7 @@ def _chunks_of(weights: Transformer[Array], mesh: FoldedMesh) -> Any:
     return jax.tree.map(lambda x: x[None], weights.layers)
 
 
-def _joined(
+def _join_statistics(
     stats: RouterStatistics[Array] | None, config: ModelConfig, mesh: FoldedMesh
 ) -> RouterStatistics[Array] | None:
     """The sums over all layers, from those of each chunk: what is by layer in their order."""

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from moe.adapters.statement import targets_in, with_adapters
-from moe.adapters.trees import trained, with_base
+from moe.adapters.trees import select_trained, with_base
 from moe.architecture.weight import Weight, norm_weight
 from moe.attention.delta.weights import DeltaNet, delta_sizes, delta_weights
 from moe.config import ModelConfig
@@ -32,7 +32,7 @@ Leaf = TypeVar("Leaf")
 
 TRUNCATED_DEVIATION = 0.87962566103423978
 """Standard deviation of a standard normal cut at two."""
-FLAT = 2**22
+MAX_FLAT_SAMPLES = 2**22
 """Maximum size of a weight that is sampled as a flat array: a CPU's compiler takes a fifth of the
 time for it. A larger weight is sampled in its own shape, so that each device makes its shard."""
 
@@ -136,11 +136,11 @@ def table(config: ModelConfig) -> Transformer[Weight]:
 def _without_adapters(config: ModelConfig) -> Transformer[Weight]:
     # Each block adds two terms to the residual stream; this keeps its variance level at the start.
     out_scale = 1 / math.sqrt(2 * config.num_layers)
-    norm, inward = norm_weight("layer d_model"), "d_model"
+    norm, fan_in = norm_weight("layer d_model"), "d_model"
     with_bias = config.expert_bias
     experts = Experts(
-        router=Weight("layer d_model route", inward, float32=True),
-        gate_up=Weight("layer expert d_model half d_expert", inward, drawn_along="half"),
+        router=Weight("layer d_model route", fan_in, float32=True),
+        gate_up=Weight("layer expert d_model half d_expert", fan_in, sampled_along="half"),
         down=Weight("layer expert d_expert d_model", "d_expert", out_scale),
         bias=Weight("layer route", scale=0.0, float32=True) if config.selection_bias else None,
         router_bias=Weight("layer route", scale=0.0, float32=True) if config.router_bias else None,
@@ -148,25 +148,25 @@ def _without_adapters(config: ModelConfig) -> Transformer[Weight]:
         down_bias=Weight("layer expert d_model", scale=0.0) if with_bias else None,
     )
     dense = Dense(
-        gate_up=Weight("layer d_model half d_ff", inward, drawn_along="half"),
+        gate_up=Weight("layer d_model half d_ff", fan_in, sampled_along="half"),
         down=Weight("layer d_ff d_model", "d_ff", out_scale),
     )
     heads = {
         "tied": None,
-        "untied": Weight("d_model vocab", inward),
+        "untied": Weight("d_model vocab", fan_in),
         "value": Weight("d_model", scale=0.0, float32=True),
     }
     attention = _attention(config, out_scale)
     out_norm = norm if config.norm_placement == "both" else None
     return Transformer(
         # Embeddings start small because a tied head also multiplies by them.
-        embedding=Weight("vocab d_model", inward),
+        embedding=Weight("vocab d_model", fan_in),
         layers=Layer(
             attention=attention,
             norm=norm,
             experts=experts if config.num_experts else None,
             dense=dense if config.d_ff else None,
-            shared_gate=Weight("layer d_model", inward) if config.shared_expert_gate else None,
+            shared_gate=Weight("layer d_model", fan_in) if config.shared_expert_gate else None,
             out_norm=out_norm,
             delta=None if config.delta is None else delta_weights(config, out_scale),
         ),
@@ -183,17 +183,17 @@ def _without_adapters(config: ModelConfig) -> Transformer[Weight]:
 def _attention(
     config: ModelConfig, out_scale: float
 ) -> Attention[Weight] | LatentAttention[Weight]:
-    norm, inward = norm_weight("layer d_model"), "d_model"
+    norm, fan_in = norm_weight("layer d_model"), "d_model"
     out_norm = norm if config.norm_placement == "both" else None
     if config.mla is not None:
         narrow = "d_model" if config.mla.q_lora_rank is None else "q_lora"
         has_q_lora = config.mla.q_lora_rank is not None
         return LatentAttention(
             norm=norm,
-            query_down=Weight("layer d_model q_lora", inward) if has_q_lora else None,
+            query_down=Weight("layer d_model q_lora", fan_in) if has_q_lora else None,
             query_norm=norm_weight("layer q_lora") if has_q_lora else None,
             query=Weight(f"layer {narrow} head head_dim", narrow),
-            down=Weight("layer d_model kv_lora_and_rope", inward),
+            down=Weight("layer d_model kv_lora_and_rope", fan_in),
             down_norm=norm_weight("layer kv_lora"),
             up=Weight("layer kv_lora head key_and_value", "kv_lora"),
             out=Weight("layer head v_head_dim d_model", "head v_head_dim", out_scale),
@@ -223,9 +223,9 @@ def _attention(
     width = "query_and_gate" if config.attention_gate else "head_dim"
     return Attention(
         norm=norm,
-        query=Weight(f"{layer} d_model head {width}", inward),
-        key=Weight(f"{layer} d_model kv_head head_dim", inward),
-        value=Weight(f"{layer} d_model kv_head head_dim", inward),
+        query=Weight(f"{layer} d_model head {width}", fan_in),
+        key=Weight(f"{layer} d_model kv_head head_dim", fan_in),
+        value=Weight(f"{layer} d_model kv_head head_dim", fan_in),
         out=Weight(f"{layer} head head_dim d_model", "head head_dim", out_scale),
         out_norm=out_norm,
         **biases,
@@ -242,11 +242,13 @@ def _in_first_layers(layer: Layer[Weight]) -> Layer[Weight]:
     """The same weights, stacked over the first layers and as wide as their dense layers are."""
     names = {"layer": "first_layer", "d_ff": "dense_d_ff"}
 
-    def renamed(axes: str) -> str:
+    def rename_axes(axes: str) -> str:
         return " ".join(names.get(axis, axis) for axis in axes.split())
 
     return jax.tree.map(
-        lambda weight: replace(weight, axes=renamed(weight.axes), fan_in=renamed(weight.fan_in)),
+        lambda weight: replace(
+            weight, axes=rename_axes(weight.axes), fan_in=rename_axes(weight.fan_in)
+        ),
         layer,
     )
 
@@ -290,7 +292,7 @@ def initialise(config: ModelConfig, key: jax.Array) -> Transformer[jax.Array]:
     """Initial weights, float32. They depend on the key alone and not on the mesh; the base weights
     of adapters are equal to the weights of the network without adapters."""
     if config.lora is None:
-        return _drawn(table(config), axis_sizes(config), key)
+        return _sample_weights(table(config), axis_sizes(config), key)
     base = initialise(config.without_adapters(), key)
     learned = initialise_trained(config, jax.random.fold_in(key, 0))
     return with_base(base, learned, table(config))
@@ -299,37 +301,37 @@ def initialise(config: ModelConfig, key: jax.Array) -> Transformer[jax.Array]:
 def initialise_trained(config: ModelConfig, key: jax.Array) -> Transformer[jax.Array]:
     """Initial values of the trained weights, float32, with None in place of frozen ones."""
     statement = table(config)
-    return _drawn(trained(statement, statement), axis_sizes(config), key)
+    return _sample_weights(select_trained(statement, statement), axis_sizes(config), key)
 
 
-def _drawn(
+def _sample_weights(
     statement: Transformer[Weight], sizes: dict[str, int], key: jax.Array
 ) -> Transformer[jax.Array]:
     weights, treedef = jax.tree.flatten(statement)
-    draws = [sizes[w.drawn_along] if w.drawn_along else 1 for w in weights]
-    keys = iter(jax.random.split(key, sum(draws)))
+    num_keys = [sizes[w.sampled_along] if w.sampled_along else 1 for w in weights]
+    keys = iter(jax.random.split(key, sum(num_keys)))
     return treedef.unflatten(
         [
-            _initial(weight, sizes, [next(keys) for _ in range(number)])
-            for weight, number in zip(weights, draws, strict=True)
+            _initial(weight, sizes, [next(keys) for _ in range(count)])
+            for weight, count in zip(weights, num_keys, strict=True)
         ]
     )
 
 
 def _initial(weight: Weight, sizes: dict[str, int], keys: Sequence[jax.Array]) -> jax.Array:
     axes = weight.axes.split()
-    if weight.drawn_along is not None:
-        rest = " ".join(axis for axis in axes if axis != weight.drawn_along)
-        apart = replace(weight, axes=rest, drawn_along=None)
-        drawn = [_initial(apart, sizes, [key]) for key in keys]
-        return jnp.stack(drawn, axis=axes.index(weight.drawn_along))
+    if weight.sampled_along is not None:
+        rest = " ".join(axis for axis in axes if axis != weight.sampled_along)
+        separate = replace(weight, axes=rest, sampled_along=None)
+        samples = [_initial(separate, sizes, [key]) for key in keys]
+        return jnp.stack(samples, axis=axes.index(weight.sampled_along))
     shape = tuple(sizes[axis] for axis in axes)
     if not weight.fan_in:
         return jnp.full(shape, weight.scale, jnp.float32)
     fan_in = math.prod(sizes[axis] for axis in weight.fan_in.split())
     # The cut takes away part of the variance of the normal that is cut.
     deviation = weight.scale / math.sqrt(fan_in) / TRUNCATED_DEVIATION
-    sampled_shape = (math.prod(shape),) if math.prod(shape) <= FLAT else shape
+    sampled_shape = (math.prod(shape),) if math.prod(shape) <= MAX_FLAT_SAMPLES else shape
     # The bits of an element depend on its flat index only, so both shapes give the same values.
     normal = jax.random.truncated_normal(keys[0], -2, 2, sampled_shape, jnp.float32)
     return deviation * normal.reshape(shape)
@@ -344,11 +346,11 @@ def cast(weights: Transformer[jax.Array], config: ModelConfig) -> Transformer[ja
     """Casts each weight to the dtype that the network computes with: that of `config`, or float32
     where `Weight.float32` is set. A weight that has its dtype already is returned unchanged."""
 
-    def one(leaf: jax.Array, weight: Weight) -> jax.Array:
+    def cast_leaf(leaf: jax.Array, weight: Weight) -> jax.Array:
         dtype = jnp.dtype(jnp.float32 if weight.float32 else config.dtype)
         return leaf if leaf.dtype == dtype else leaf.astype(dtype)
 
-    return jax.tree.map(one, weights, table(config))
+    return jax.tree.map(cast_leaf, weights, table(config))
 
 
 def cast_shapes(config: ModelConfig) -> Transformer[jax.ShapeDtypeStruct]:
@@ -364,7 +366,8 @@ def num_parameters(config: ModelConfig) -> int:
 def num_trained_parameters(config: ModelConfig) -> int:
     """Number of trained parameters."""
     return sum(
-        math.prod(leaf.shape) for leaf in jax.tree.leaves(trained(shapes(config), table(config)))
+        math.prod(leaf.shape)
+        for leaf in jax.tree.leaves(select_trained(shapes(config), table(config)))
     )
 
 

@@ -70,10 +70,10 @@ def _program(
     import jax.numpy as jnp
 
     from moe.attention.core import core_attention
-    from moe.attention.mask import Marks, Mask
+    from moe.attention.mask import Mask, TokenIndices
 
     column = jnp.broadcast_to(jnp.arange(length)[None], (batch, length))
-    marks = Marks(column, column, jnp.ones_like(column))
+    marks = TokenIndices(column, column, jnp.ones_like(column))
     mask = Mask(marks, marks, window, causal=True, single=True)
 
     def forward(query, key, value, sinks=None):

@@ -267,10 +267,10 @@ def _trained(settings: Settings, case: Attended, form: str) -> Figures:
     import jax.numpy as jnp
 
     from moe.attention.core import core_attention
-    from moe.attention.mask import Marks, Mask, visible
+    from moe.attention.mask import Mask, TokenIndices, visible
 
-    keys = Marks(*map(jnp.asarray, marks(case)))
-    queries = Marks(*(x[:, slice(*case.columns)] for x in keys))
+    keys = TokenIndices(*map(jnp.asarray, marks(case)))
+    queries = TokenIndices(*(x[:, slice(*case.columns)] for x in keys))
     mask = Mask(queries, keys, case.window)
     rows, source = keys.column.shape
     time, heads = queries.column.shape[1], case.kv_heads * case.group

@@ -11,7 +11,7 @@ import jax
 from jaxtyping import Array
 
 from moe import placement
-from moe.adapters.trees import has_adapters, merged, without_adapters
+from moe.adapters.trees import has_adapters, merge_adapters, without_adapters
 from moe.config import ModelConfig
 from moe.disaggregated.split import devices_of
 from moe.weights import Transformer, axis_sizes, table
@@ -134,7 +134,7 @@ def reshard(
     weights: Transformer[Array], config: ModelConfig, source: FoldedMesh, target: FoldedMesh
 ) -> Transformer[Array]:
     """Reshards weights from `source` to `target`, with equal bits; adapters are merged
-    (`moe.adapters.trees.merged`).
+    (`moe.adapters.trees.merge_adapters`).
 
     Args:
       config: the network of the weights.
@@ -173,7 +173,7 @@ def _resharding(
         num_layers = axis_sizes(config)["layer"]
         in_order = placement.in_layer_order(structure.unflatten(leaves), source, num_layers)
         if config.lora is not None:
-            in_order = merged(in_order, table(config))
+            in_order = merge_adapters(in_order, table(config))
         return jax.tree.leaves(placement.in_chunks(in_order, target))
 
     return jax.jit(move, out_shardings=shardings, static_argnums=1)

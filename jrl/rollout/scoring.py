@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 from jrl.rollout.sampling import Sampling, logprobs_of, sampler_logits
 from moe import model, stages
 from moe.config import ModelConfig
-from moe.head import is_likeliest, logits_of, logprobs_and_entropy, value_of
+from moe.head import is_argmax, logits_of, logprobs_and_entropy, value_of
 from moe.router.replay import choices_dtype
 from moe.router.statistics import RouterStatistics
 from moe.tokens import alignment
@@ -112,16 +112,16 @@ def score_with_argmax(
         )
         # At temperature 1: the argmax is that of the policy, whatever the sampling parameters.
         logprobs, _ = logprobs_and_entropy(weights, x, response_tokens, config, mesh)
-        is_argmax = is_likeliest(weights, x, response_tokens, config, mesh).astype(jnp.float32)
+        matches_argmax = is_argmax(weights, x, response_tokens, config, mesh).astype(jnp.float32)
         return tuple(
             alignment.expand_responses(values, tokens.shape, layout.prompt_length, mesh, config)
-            for values in (logprobs, is_argmax)
+            for values in (logprobs, matches_argmax)
         )
 
-    (logprobs, is_argmax), router = _read_states(
+    (logprobs, matches_argmax), router = _read_states(
         weights, (tokens, valid, None), layout, read, config, mesh
     )
-    return logprobs, is_argmax, router
+    return logprobs, matches_argmax, router
 
 
 def mark_replicated(tree, mesh: FoldedMesh):

@@ -87,7 +87,7 @@ def init_adapters(config: ModelConfig, mesh: FoldedMesh, key: Array) -> Transfor
     of frozen weights."""
     make = jit_sharded(
         lambda key: placement.in_chunks(moe_weights.initialise_trained(config, key), mesh),
-        trees.trained(placement.shardings(config, mesh), moe_weights.table(config)),
+        trees.select_trained(placement.shardings(config, mesh), moe_weights.table(config)),
     )
     return make(key)
 
@@ -236,7 +236,9 @@ def _without_cast(networks: Networks, state: TrainState[Leaf]) -> TrainState[Lea
     def keep_trained(learner: Learner[Leaf], network: Network[Any]) -> Learner[Leaf]:
         # Neither cast nor frozen weights: both can be restored otherwise, and would double the size
         # of a checkpoint.
-        trained_weights = trees.trained(learner.float32_weights, moe_weights.table(network.config))
+        trained_weights = trees.select_trained(
+            learner.float32_weights, moe_weights.table(network.config)
+        )
         return replace(learner, weights=trained_weights, masters=None)
 
     return _map_learners(keep_trained, networks, state)

@@ -42,8 +42,8 @@ def product(
     dot: Product,
     x: Array,
     weight: Matrix,
-    inward: Product = jnp.matmul,
-    outward: Product = jnp.matmul,
+    dot_a: Product = jnp.matmul,
+    dot_b: Product = jnp.matmul,
 ) -> Array:
     """``x W``, of an adapted weight ``x W + s (x A) B``.
 
@@ -53,10 +53,10 @@ def product(
 
     Args:
       dot: the product with W.
-      inward: the product with A.
-      outward: the product with B.
+      dot_a: the product with A.
+      dot_b: the product with B.
     """
     if not isinstance(weight, Adapted):
         return dot(x, weight)
-    narrow = inward(x, weight.a.astype(x.dtype)) * weight.scale
-    return dot(x, weight.base) + outward(narrow, weight.b.astype(x.dtype))
+    low_rank = dot_a(x, weight.a.astype(x.dtype)) * weight.scale
+    return dot(x, weight.base) + dot_b(low_rank, weight.b.astype(x.dtype))

@@ -37,37 +37,37 @@ def with_adapters(plain: Tree, config: ModelConfig) -> Tree:
     if lora is None:
         return plain
 
-    def of(path: Any, weight: Any) -> Any:
+    def adapt(path: Any, weight: Any) -> Any:
         names = _names(path)
         if names == ["head"] and config.head == "value":
             return weight
-        fixed = replace(weight, fixed=True)
+        base = replace(weight, frozen=True)
         if _target_of(names, config) not in lora.targets:
-            return fixed
-        axes, inward = weight.axes.split(), weight.fan_in.split()
+            return base
+        axes, in_axes = weight.axes.split(), weight.fan_in.split()
         # PEFT adapts gate and up of a dense layer separately, and those of stacked experts as the
         # one parameter that they are there: with the same shapes, its files can be loaded.
         stacks = STACKS if "expert" in axes else (*STACKS, "half")
         stack = [axis for axis in axes if axis in stacks]
-        outward = [axis for axis in axes if axis not in (*stack, *inward)]
-        new = replace(weight, drawn_along=None, float32=True)
-        a = " ".join([*stack, *inward, "lora_rank"])
-        b = " ".join([*stack, "lora_rank", *outward])
+        out_axes = [axis for axis in axes if axis not in (*stack, *in_axes)]
+        new = replace(weight, sampled_along=None, float32=True)
+        a = " ".join([*stack, *in_axes, "lora_rank"])
+        b = " ".join([*stack, "lora_rank", *out_axes])
         return Adapted(
-            base=fixed,
+            base=base,
             a=replace(new, axes=a, scale=1 / math.sqrt(3)),
             b=replace(new, axes=b, fan_in="", scale=0.0),
             scale=lora.scale,
         )
 
-    return jax.tree_util.tree_map_with_path(of, plain)
+    return jax.tree_util.tree_map_with_path(adapt, plain)
 
 
 def targets_in(plain: Any, config: ModelConfig) -> tuple[str, ...]:
     """Those of `TARGETS` that a network has, from its table without adapters."""
-    listed = jax.tree_util.tree_leaves_with_path(plain)
-    found = {_target_of(_names(path), config) for path, _ in listed}
-    return tuple(target for target in TARGETS if target in found)
+    leaves = jax.tree_util.tree_leaves_with_path(plain)
+    present = {_target_of(_names(path), config) for path, _ in leaves}
+    return tuple(target for target in TARGETS if target in present)
 
 
 def _names(path: Any) -> list[str]:
@@ -81,5 +81,5 @@ def _target_of(names: Sequence[str], config: ModelConfig) -> str | None:
     record, name = names[-2:] if len(names) > 1 else ("", names[-1])
     if name not in MATRICES.get(record, ()):
         return None
-    beside_experts = record == "dense" and names[0] == "layers" and config.num_experts
-    return "shared" if beside_experts else record
+    is_shared_expert = record == "dense" and names[0] == "layers" and config.num_experts
+    return "shared" if is_shared_expert else record

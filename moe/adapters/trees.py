@@ -18,29 +18,30 @@ from moe.adapters.adapted import Adapted
 Tree = TypeVar("Tree")
 
 
-def trained(tree: Tree, statement: Any) -> Tree:
+def select_trained(tree: Tree, statement: Any) -> Tree:
     """The leaves of the trained weights; None in place of those of the frozen ones."""
-    return _some(tree, statement, fixed=False)
+    return _select(tree, statement, frozen=False)
 
 
-def fixed(tree: Tree, statement: Any) -> Tree:
+def select_frozen(tree: Tree, statement: Any) -> Tree:
     """The leaves of the frozen weights; None in place of those of the trained ones."""
-    return _some(tree, statement, fixed=True)
+    return _select(tree, statement, frozen=True)
 
 
-def _some(tree: Tree, statement: Any, *, fixed: bool) -> Tree:
+def _select(tree: Tree, statement: Any, *, frozen: bool) -> Tree:
     return jax.tree.map(
-        lambda weight, leaf: leaf if weight.fixed == fixed else None, statement, tree
+        lambda weight, leaf: leaf if weight.frozen == frozen else None, statement, tree
     )
 
 
-def joined(some: Tree, others: Tree) -> Tree:
-    """Merges the trees of `trained` and `fixed` again: leaves of `others` where `some` has None."""
+def combine_trees(selected: Tree, others: Tree) -> Tree:
+    """Merges the trees of `select_trained` and `select_frozen` again: leaves of `others` where
+    `selected` has None."""
     return jax.tree.map(
-        lambda one, other: other if one is None else one,
-        some,
+        lambda leaf, other: other if leaf is None else leaf,
+        selected,
         others,
-        is_leaf=lambda leaf: leaf is None,
+        is_leaf=lambda node: node is None,
     )
 
 
@@ -50,16 +51,16 @@ def with_base(base: Any, learned: Tree, statement: Any) -> Tree:
     Args:
       base: weights of the network without adapters; its head is ignored where that of the network
         is trained.
-      learned: the trained leaves, as `trained` gives them.
+      learned: the trained leaves, as `select_trained` gives them.
     """
     head = statement.head
-    if head is not None and not is_adapted(head) and not head.fixed:
+    if head is not None and not is_adapted(head) and not head.frozen:
         base = replace(base, head=None)
 
-    def place(weight: Any, leaf: Any) -> Any:
+    def wrap(weight: Any, leaf: Any) -> Any:
         return Adapted(leaf, None, None, weight.scale) if is_adapted(weight) else leaf
 
-    return joined(learned, jax.tree.map(place, statement, base, is_leaf=is_adapted))
+    return combine_trees(learned, jax.tree.map(wrap, statement, base, is_leaf=is_adapted))
 
 
 def without_adapters(weights: Any) -> Any:
@@ -69,17 +70,17 @@ def without_adapters(weights: Any) -> Any:
     )
 
 
-def merged(weights: Any, statement: Any) -> Any:
+def merge_adapters(weights: Any, statement: Any) -> Any:
     """``W + s A B`` in the place of each adapted weight, computed in float32 and rounded to the
     dtype of W once; all others as they are."""
 
-    def one(weight: Any, leaf: Any) -> Any:
+    def merge_leaf(weight: Any, leaf: Any) -> Any:
         if not is_adapted(weight):
             return leaf
-        added = _low_rank(leaf, weight)
-        return (leaf.base.astype(jnp.float32) + added).astype(leaf.base.dtype)
+        low_rank = _low_rank(leaf, weight)
+        return (leaf.base.astype(jnp.float32) + low_rank).astype(leaf.base.dtype)
 
-    return jax.tree.map(one, statement, weights, is_leaf=is_adapted)
+    return jax.tree.map(merge_leaf, statement, weights, is_leaf=is_adapted)
 
 
 def has_adapters(weights: Any) -> bool:
@@ -92,14 +93,18 @@ def is_adapted(node: Any) -> bool:
     return isinstance(node, Adapted)
 
 
-def _low_rank(leaf: Adapted[Array], stated: Adapted[Any]) -> Array:
+def _low_rank(leaf: Adapted[Array], specs: Adapted[Any]) -> Array:
     """``s A B`` in the axes of W, multiplied in float32 at highest precision on every device."""
     letters: Iterator[str] = map(chr, count(ord("a")))
     letter_of: dict[str, str] = {}
 
-    def spelled(axes: str) -> str:
+    def subscripts_of(axes: str) -> str:
         return "".join(letter_of.setdefault(axis, next(letters)) for axis in axes.split())
 
-    a, b, w = (spelled(stated.a.axes), spelled(stated.b.axes), spelled(stated.base.axes))
+    a, b, w = (
+        subscripts_of(specs.a.axes),
+        subscripts_of(specs.b.axes),
+        subscripts_of(specs.base.axes),
+    )
     summed = jnp.einsum(f"{a},{b}->{w}", leaf.a, leaf.b, precision=jax.lax.Precision.HIGHEST)
     return summed * leaf.scale

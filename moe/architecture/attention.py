@@ -6,7 +6,7 @@ Functions take a `moe.config.ModelConfig`, whose constructor calls them.
 from dataclasses import dataclass
 from typing import Any
 
-NOT_OF_LATENT_ATTENTION = (
+UNSUPPORTED_WITH_LATENT_ATTENTION = (
     "qkv_bias",
     "attention_gate",
     "attention_out_bias",
@@ -86,7 +86,7 @@ def check_attention(config: Any) -> None:
             f"latent attention has as many key/value heads as heads: set num_kv_heads="
             f"{config.num_kv_heads} to num_heads={config.num_heads}."
         )
-    for name in NOT_OF_LATENT_ATTENTION:
+    for name in UNSUPPORTED_WITH_LATENT_ATTENTION:
         if getattr(config, name):
             raise ValueError(
                 f"latent attention has no {name}, not {getattr(config, name)!r}: leave it out."
@@ -109,7 +109,7 @@ def _check_rotation(config: Any) -> None:
             f"sliding_window={config.sliding_window}: leave it out where all layers rotate alike."
         )
     scaling = config.rope_scaling
-    if (nope or base is not None) and scaling is not None and scaling.sharpness != 1:
+    if (nope or base is not None) and scaling is not None and scaling.score_factor != 1:
         raise ValueError(
             f"rope_scaling={scaling} multiplies the scores of every layer, which cannot "
             f"be had with nope_layers={nope} and window_rope_base={base}: leave out "

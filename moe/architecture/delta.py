@@ -8,7 +8,7 @@ from typing import Any
 
 from moe.architecture.repetition import period_of
 
-NOT_BESIDE_DELTA = ("mla", "num_dense_layers")
+UNSUPPORTED_WITH_DELTA = ("mla", "num_dense_layers")
 """Fields of `ModelConfig` that a network with Gated DeltaNet does not support."""
 
 
@@ -65,13 +65,13 @@ def check_delta(config: Any) -> None:
             f"delta.num_value_heads={delta.num_value_heads} is not a multiple of num_key_heads="
             f"{delta.num_key_heads}: each key head serves the same number of value heads."
         )
-    known = sorted(set(delta.layers) & set(range(config.num_layers)))
-    if list(delta.layers) != known or not 0 < len(known) < config.num_layers:
+    valid = sorted(set(delta.layers) & set(range(config.num_layers)))
+    if list(delta.layers) != valid or not 0 < len(valid) < config.num_layers:
         raise ValueError(
             f"delta.layers={delta.layers} must be some of the layers 0 to {config.num_layers - 1}, "
             "in order, beside others with attention."
         )
-    for name in NOT_BESIDE_DELTA:
+    for name in UNSUPPORTED_WITH_DELTA:
         if getattr(config, name):
             raise ValueError(
                 f"layers with Gated DeltaNet cannot be had with {name}={getattr(config, name)!r}: "

@@ -12,21 +12,21 @@ class Weight:
       fan_in: the axes summed over where the weight is used; values start normal, truncated at two
         standard deviations, with variance ``scale^2 / fan-in``. Empty: all values start at `scale`.
       scale: see `fan_in`.
-      drawn_along: an axis whose entries are sampled each with an RNG key of its own, as separate
+      sampled_along: an axis whose entries are sampled each with an RNG key of its own, as separate
         weights are.
       float32: it is computed with in float32, whatever `ModelConfig.dtype` is: the scale of a norm,
         of which a bfloat16 near 1 has no more than two digits, and weights on which the selection
         of experts or a value depends (`moe.precision`). They are few: a vector or a narrow matrix
         a layer, and adapters, which are their own float32 master weights.
-      fixed: it is frozen and has no gradient: a base weight of adapters.
+      frozen: it is not trained and has no gradient: a base weight of adapters.
     """
 
     axes: str
     fan_in: str = ""
     scale: float = 1.0
-    drawn_along: str | None = None
+    sampled_along: str | None = None
     float32: bool = False
-    fixed: bool = False
+    frozen: bool = False
 
 
 def norm_weight(axes: str) -> Weight:

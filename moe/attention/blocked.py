@@ -18,10 +18,10 @@ from moe.attention.blocking import (
     blocking_of,
     blocks_of,
     chunk_of,
-    joined,
+    join_blocks,
     keys_of,
-    lengthened,
-    marks_in_blocks,
+    pad_to_blocks,
+    split_indices,
 )
 from moe.attention.flash import (
     Flash,
@@ -33,11 +33,11 @@ from moe.attention.flash import (
     flash_attention,
     product,
 )
-from moe.attention.mask import Marks, Mask, Window, may_meet, visible
+from moe.attention.mask import Mask, TokenIndices, Window, may_be_visible, visible
 from moe.precision import MASK_VALUE
 from sharding.collectives import vary, varying
 
-SCORES = 2**18
+MAX_BLOCK_SCORES = 2**18
 """Scores of a block of multiple short rows, at most: about as many as a core's cache holds."""
 
 
@@ -53,9 +53,9 @@ def blocked_attention(
     that saves the output and one number per query instead of all scores (`moe.attention.flash`).
 
     Args:
-      mask: where it is `causal`, about half of the work is skipped; in rows with more than `KEYS`
-        keys, also each block whose ranges of positions and segment ids show it to be hidden, for
-        example by a window.
+      mask: where it is `causal`, about half of the work is skipped; in rows with more than
+        `MAX_BLOCK_KEYS` keys, also each block whose ranges of positions and segment ids show it to
+        be hidden, for example by a window.
       scale: multiplies the scores; None is ``head_dim**-0.5``.
       sinks: as for `plain_attention`.
     """
@@ -74,10 +74,12 @@ def attend(
     """
     time, blocking = query.shape[-2], blocking_of(query.shape[-2], key.shape[-2], mask.causal)
     # Padded queries see nothing, and their results are cut off.
-    marks = marks_in_blocks(mask.query, blocking)
-    given = lengthened(query, blocking, -2), key, value, marks, mask.key
-    out, log_sum = _over_rows(
-        partial(_row, blocking, scale, mask.window), given, _rows(query, key, blocking)
+    query_indices = split_indices(mask.query, blocking)
+    arrays = pad_to_blocks(query, blocking, -2), key, value, query_indices, mask.key
+    out, log_sum = _map_rows(
+        partial(_attend_row, blocking, scale, mask.window),
+        arrays,
+        _rows_per_step(query, key, blocking),
     )
     return out[..., :time, :], log_sum[..., :time]
 
@@ -99,12 +101,14 @@ def attend_gradient(
       mean: `slope_mean` of the output over all keys.
     """
     time, blocking = query.shape[-2], blocking_of(query.shape[-2], key.shape[-2], mask.causal)
-    marks = marks_in_blocks(mask.query, blocking)
-    query, out_gradient = (lengthened(x, blocking, -2) for x in (query, out_gradient))
-    log_sum, mean = (lengthened(x, blocking, -1) for x in (log_sum, mean))
-    given = query, key, value, marks, mask.key, log_sum, mean, out_gradient
-    grads = _over_rows(
-        partial(_row_gradient, blocking, scale, mask.window), given, _rows(query, key, blocking)
+    query_indices = split_indices(mask.query, blocking)
+    query, out_gradient = (pad_to_blocks(x, blocking, -2) for x in (query, out_gradient))
+    log_sum, mean = (pad_to_blocks(x, blocking, -1) for x in (log_sum, mean))
+    arrays = query, key, value, query_indices, mask.key, log_sum, mean, out_gradient
+    grads = _map_rows(
+        partial(_attend_row_gradient, blocking, scale, mask.window),
+        arrays,
+        _rows_per_step(query, key, blocking),
     )
     return grads[0][..., :time, :], grads[1], grads[2]
 
@@ -112,16 +116,16 @@ def attend_gradient(
 BLOCKED = Flash(attend, attend_gradient)
 
 
-def _rows(query: Array, key: Array, blocking: Blocking) -> int:
+def _rows_per_step(query: Array, key: Array, blocking: Blocking) -> int:
     """Number of rows per loop iteration: a divisor of the batch, so that one compiled body does."""
     batch, kv_heads, group = query.shape[:3]
-    most = max(SCORES // (kv_heads * group * blocking.queries * key.shape[2]), 1)
-    return max(rows for rows in range(1, min(most, batch) + 1) if batch % rows == 0)
+    max_rows = max(MAX_BLOCK_SCORES // (kv_heads * group * blocking.queries * key.shape[2]), 1)
+    return max(rows for rows in range(1, min(max_rows, batch) + 1) if batch % rows == 0)
 
 
-def _over_rows(function, given, rows: int):
+def _map_rows(function, arrays, rows: int):
     # One row at a time is not a batch of one: under `vmap` a `cond` computes both branches.
-    return lax.map(lambda x: function(*x), given, batch_size=rows if rows > 1 else None)
+    return lax.map(lambda x: function(*x), arrays, batch_size=rows if rows > 1 else None)
 
 
 class _Softmax(NamedTuple):
@@ -135,15 +139,15 @@ class _Softmax(NamedTuple):
     out: Array
 
 
-def _row(
+def _attend_row(
     blocking: Blocking,
     scale: float,
     window: Window,
     query: Query,
     key: Key,
     value: Value,
-    marks: Marks,
-    source_marks: Marks,
+    indices: TokenIndices,
+    key_indices: TokenIndices,
 ) -> tuple[Output, PerQuery]:
     """Attention output of one row's queries, and the log-sum-exp of their scores."""
 
@@ -155,42 +159,58 @@ def _row(
         total = jnp.sum(powers, axis=-1)
         return _Softmax(top, total, product("vgts,vsd->vgtd", powers.astype(value.dtype), value))
 
-    def block(span: Span, key: Key, value: Value, sources: Marks, query: Query, marks: Marks):
+    def block(
+        span: Span,
+        key: Key,
+        value: Value,
+        key_indices: TokenIndices,
+        query: Query,
+        indices: TokenIndices,
+    ):
         if span.num_chunks == 1:
-            found = softmax(query, key, value, visible(marks, sources, window))
-            return found.out / found.total[..., None], found.top + jnp.log(found.total)
+            state = softmax(query, key, value, visible(indices, key_indices, window))
+            return state.out / state.total[..., None], state.top + jnp.log(state.total)
 
-        def add(number: Array, found: _Softmax) -> _Softmax:
-            of_chunk = Marks(*(chunk_of(x, number, span, -1) for x in sources))
+        def add(chunk_index: Array, state: _Softmax) -> _Softmax:
+            chunk_indices = TokenIndices(*(chunk_of(x, chunk_index, span, -1) for x in key_indices))
 
-            def met(found: _Softmax) -> _Softmax:
-                keys, values = (chunk_of(x, number, span, -2) for x in (key, value))
-                seen = visible(marks, of_chunk, window)
-                return _merged(found, softmax(query, keys, values, seen))
+            def add_chunk(state: _Softmax) -> _Softmax:
+                keys, values = (chunk_of(x, chunk_index, span, -2) for x in (key, value))
+                seen = visible(indices, chunk_indices, window)
+                return _merge(state, softmax(query, keys, values, seen))
 
-            return lax.cond(may_meet(marks, of_chunk, window), met, lambda x: x, found)
+            return lax.cond(
+                may_be_visible(indices, chunk_indices, window), add_chunk, lambda x: x, state
+            )
 
-        nothing = jnp.zeros((*query.shape[:-1], value.shape[-1]), jnp.float32)
-        start = _Softmax(nothing[..., 0] + MASK_VALUE, nothing[..., 0], nothing)
+        zeros = jnp.zeros((*query.shape[:-1], value.shape[-1]), jnp.float32)
+        start = _Softmax(zeros[..., 0] + MASK_VALUE, zeros[..., 0], zeros)
         start = vary(start, tuple(varying(query)))
-        found = lax.fori_loop(0, span.num_chunks, add, start)
-        total = jnp.where(found.total == 0, 1, found.total)
-        return found.out / total[..., None], found.top + jnp.log(total)
+        state = lax.fori_loop(0, span.num_chunks, add, start)
+        total = jnp.where(state.total == 0, 1, state.total)
+        return state.out / total[..., None], state.top + jnp.log(total)
 
     # One compiled loop per span, as shapes differ. The lambda's defaults bind this span's arrays.
-    parts = []
+    outputs = []
     for span in blocking.spans:
-        own = (
+        query_blocks = (
             blocks_of(query, span, blocking, 2),
-            Marks(*(x[blocking.blocks(span)] for x in marks)),
+            TokenIndices(*(x[blocking.blocks(span)] for x in indices)),
         )
-        known = keys_of(span, key, value, source_marks)
-        parts.append(lax.map(lambda own, span=span, known=known: block(span, *known, *own), own))
-    out, log_sum = (jnp.concatenate(part) for part in zip(*parts, strict=True))
-    return joined(out), joined(log_sum)
+        span_keys = keys_of(span, key, value, key_indices)
+        outputs.append(
+            lax.map(
+                lambda query_blocks, span=span, span_keys=span_keys: block(
+                    span, *span_keys, *query_blocks
+                ),
+                query_blocks,
+            )
+        )
+    out, log_sum = (jnp.concatenate(output) for output in zip(*outputs, strict=True))
+    return join_blocks(out), join_blocks(log_sum)
 
 
-def _merged(a: _Softmax, b: _Softmax) -> _Softmax:
+def _merge(a: _Softmax, b: _Softmax) -> _Softmax:
     """Combines two online softmax states into one over the keys of both."""
     top = jnp.maximum(a.top, b.top)
     of_a, of_b = jnp.exp(a.top - top), jnp.exp(b.top - top)
@@ -201,15 +221,15 @@ def _merged(a: _Softmax, b: _Softmax) -> _Softmax:
     )
 
 
-def _row_gradient(
+def _attend_row_gradient(
     blocking: Blocking,
     scale: float,
     window: Window,
     query: Query,
     key: Key,
     value: Value,
-    marks: Marks,
-    source_marks: Marks,
+    indices: TokenIndices,
+    key_indices: TokenIndices,
     log_sum: PerQuery,
     mean: PerQuery,
     out_gradient: Output,
@@ -217,65 +237,78 @@ def _row_gradient(
     """Gradients of one row's queries, keys and values."""
     dtype = query.dtype
 
-    def slopes(own, key: Key, value: Value, sources: Marks) -> tuple[Array, Array, Array]:
-        query, marks, log_sum, mean, out_gradient = own
+    def slopes(
+        query_block, key: Key, value: Value, key_indices: TokenIndices
+    ) -> tuple[Array, Array, Array]:
+        query, indices, log_sum, mean, out_gradient = query_block
         # Keys before queries: none of the following products needs a transposed copy of the scores.
-        seen = jnp.swapaxes(visible(marks, sources, window), 0, 1)[None, :, None]
+        seen = jnp.swapaxes(visible(indices, key_indices, window), 0, 1)[None, :, None]
         scores = product("vsd,vgtd->vsgt", key, query) * scale
         probs = jnp.where(seen, jnp.exp(scores - log_sum[:, None]), 0)
-        through = product("vsd,vgtd->vsgt", value, out_gradient) - mean[:, None]
-        slopes = (probs * through * scale).astype(dtype)
+        prob_slopes = product("vsd,vgtd->vsgt", value, out_gradient) - mean[:, None]
+        slopes = (probs * prob_slopes * scale).astype(dtype)
         return (
             jnp.moveaxis(product("vsd,vsgt->vdgt", key, slopes), 1, 3),
             product("vsgt,vgtd->vsd", slopes, query),
             product("vsgt,vgtd->vsd", probs.astype(dtype), out_gradient),
         )
 
-    def block(span: Span, key: Key, value: Value, sources: Marks, sums, own):
+    def block(span: Span, key: Key, value: Value, key_indices: TokenIndices, sums, query_block):
         if span.num_chunks == 1:
-            of_query, *of_keys = slopes(own, key, value, sources)
-            return tuple(a + b for a, b in zip(sums, of_keys, strict=True)), of_query
+            query_gradient, *key_gradients = slopes(query_block, key, value, key_indices)
+            return tuple(a + b for a, b in zip(sums, key_gradients, strict=True)), query_gradient
 
-        def add(number: Array, sums):
-            of_chunk = Marks(*(chunk_of(x, number, span, -1) for x in sources))
-            keys, values = (chunk_of(x, number, span, -2) for x in (key, value))
+        def add(chunk_index: Array, sums):
+            chunk_indices = TokenIndices(*(chunk_of(x, chunk_index, span, -1) for x in key_indices))
+            keys, values = (chunk_of(x, chunk_index, span, -2) for x in (key, value))
 
             def hidden():
-                shapes = own[0].shape, keys.shape, values.shape
-                nothing = tuple(jnp.zeros(shape, jnp.float32) for shape in shapes)
-                return vary(nothing, tuple(varying(own[0])))
+                shapes = query_block[0].shape, keys.shape, values.shape
+                zeros = tuple(jnp.zeros(shape, jnp.float32) for shape in shapes)
+                return vary(zeros, tuple(varying(query_block[0])))
 
-            meet = may_meet(own[1], of_chunk, window)
-            of_query, *of_keys = lax.cond(meet, lambda: slopes(own, keys, values, of_chunk), hidden)
+            possible = may_be_visible(query_block[1], chunk_indices, window)
+            query_gradient, *key_gradients = lax.cond(
+                possible, lambda: slopes(query_block, keys, values, chunk_indices), hidden
+            )
             added = (
                 lax.dynamic_update_slice_in_dim(
-                    whole, chunk_of(whole, number, span, -2) + part, number * span.chunk, axis=-2
+                    total,
+                    chunk_of(total, chunk_index, span, -2) + new,
+                    chunk_index * span.chunk,
+                    axis=-2,
                 )
-                for whole, part in zip(sums[1:], of_keys, strict=True)
+                for total, new in zip(sums[1:], key_gradients, strict=True)
             )
-            return sums[0] + of_query, *added
+            return sums[0] + query_gradient, *added
 
-        of_query = vary(jnp.zeros(own[0].shape, jnp.float32), tuple(varying(own[0])))
-        of_query, *sums = lax.fori_loop(0, span.num_chunks, add, (of_query, *sums))
-        return tuple(sums), of_query
+        query_gradient = vary(
+            jnp.zeros(query_block[0].shape, jnp.float32), tuple(varying(query_block[0]))
+        )
+        query_gradient, *sums = lax.fori_loop(0, span.num_chunks, add, (query_gradient, *sums))
+        return tuple(sums), query_gradient
 
     # A query is in one block. A key is in the scores of many blocks, whose gradients are summed.
     queries = []
     sums = [vary(jnp.zeros(x.shape, jnp.float32), tuple(varying(x))) for x in (key, value)]
     for span in blocking.spans:
-        own = (
+        query_blocks = (
             blocks_of(query, span, blocking, 2),
-            Marks(*(x[blocking.blocks(span)] for x in marks)),
+            TokenIndices(*(x[blocking.blocks(span)] for x in indices)),
             *(blocks_of(x, span, blocking, 2) for x in (log_sum, mean, out_gradient)),
         )
-        known = keys_of(span, key, value, source_marks)
-        so_far = keys_of(span, sums[0], sums[1], source_marks)[:2]
-        of_keys, of_query = lax.scan(
-            lambda sums, own, span=span, known=known: block(span, *known, sums, own), so_far, own
+        span_keys = keys_of(span, key, value, key_indices)
+        so_far = keys_of(span, sums[0], sums[1], key_indices)[:2]
+        key_gradients, query_gradient = lax.scan(
+            lambda sums, query_block, span=span, span_keys=span_keys: block(
+                span, *span_keys, sums, query_block
+            ),
+            so_far,
+            query_blocks,
         )
-        queries.append(of_query)
+        queries.append(query_gradient)
         sums = [
-            whole.at[:, : span.sources].set(part[:, : span.sources])
-            for whole, part in zip(sums, of_keys, strict=True)
+            total.at[:, : span.sources].set(new[:, : span.sources])
+            for total, new in zip(sums, key_gradients, strict=True)
         ]
-    return joined(jnp.concatenate(queries)), sums[0], sums[1]
+    return join_blocks(jnp.concatenate(queries)), sums[0], sums[1]

@@ -6,14 +6,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from moe.attention.mask import Marks
+from moe.attention.mask import TokenIndices
 
-QUERIES = 128
+MAX_BLOCK_QUERIES = 128
 """Queries of a block, at most. Smaller blocks skip more of what a causal mask hides; larger ones
 give more efficient matrix products."""
-KEYS = 2048
+MAX_BLOCK_KEYS = 2048
 """Keys of a block, at most."""
-SPANS = 8
+MAX_SPANS = 8
 """Ranges of queries that are compiled separately, at most, each with keys up to its own end."""
 
 
@@ -32,7 +32,7 @@ class Span(NamedTuple):
     @property
     def num_chunks(self) -> int:
         """Number of blocks of keys."""
-        return -(-self.sources // KEYS)
+        return -(-self.sources // MAX_BLOCK_KEYS)
 
     @property
     def chunk(self) -> int:
@@ -60,53 +60,57 @@ class Blocking(NamedTuple):
 
 def blocking_of(time: int, source: int, causal: bool) -> Blocking:
     """A split into blocks of equal size, with equally many of them in each span."""
-    num_blocks = -(-time // QUERIES)
-    of_span = -(-num_blocks // SPANS) if causal else num_blocks
-    num_spans = -(-num_blocks // of_span)
-    queries = -(-time // (num_spans * of_span))
+    num_blocks = -(-time // MAX_BLOCK_QUERIES)
+    blocks_per_span = -(-num_blocks // MAX_SPANS) if causal else num_blocks
+    num_spans = -(-num_blocks // blocks_per_span)
+    queries = -(-time // (num_spans * blocks_per_span))
     # Each span is a loop with its own number of keys. Shapes are static in a loop, so the blocks of
     # a causal row cannot each have their own number.
-    width = of_span * queries
-    ends = [(number + 1) * width for number in range(num_spans)]
+    width = blocks_per_span * queries
+    ends = [(index + 1) * width for index in range(num_spans)]
     before = source - time
     spans = tuple(
         Span(end - width, end, min(before + end, source) if causal else source) for end in ends
     )
-    return Blocking(queries, num_spans * of_span, spans)
+    return Blocking(queries, num_spans * blocks_per_span, spans)
 
 
-def lengthened(x: Array, blocking: Blocking, axis: int) -> Array:
+def pad_to_blocks(x: Array, blocking: Blocking, axis: int) -> Array:
     """Queries, or an array per query, padded with zeros to a whole number of blocks."""
     missing = blocking.num_blocks * blocking.queries - x.shape[axis]
     after = [(0, missing if n == axis % x.ndim else 0) for n in range(x.ndim)]
     return jnp.pad(x, after)
 
 
-def marks_in_blocks(marks: Marks, blocking: Blocking) -> Marks:
+def split_indices(indices: TokenIndices, blocking: Blocking) -> TokenIndices:
     """Reshapes ``[row, time]`` of queries to ``[row, block, query]``, with padding after the last.
 
     It is done before a loop takes one row after the other. If the loop split a row that it also
-    reads whole, as the marks of keys, XLA's CPU back end would compute the index of every element
+    reads whole, as the indices of keys, XLA's CPU back end would compute the index of every element
     again for each score.
     """
-    cut = (lengthened(x, blocking, -1).reshape(x.shape[0], -1, blocking.queries) for x in marks)
-    return Marks(*cut)
+    blocks = (
+        pad_to_blocks(x, blocking, -1).reshape(x.shape[0], -1, blocking.queries) for x in indices
+    )
+    return TokenIndices(*blocks)
 
 
-def keys_of(span: Span, key: Array, value: Array, marks: Marks) -> tuple[Array, Array, Marks]:
-    """Keys, values and marks of a span, padded with zeros to a whole number of chunks."""
+def keys_of(
+    span: Span, key: Array, value: Array, indices: TokenIndices
+) -> tuple[Array, Array, TokenIndices]:
+    """Keys, values and token indices of a span, padded with zeros to a whole number of chunks."""
     beyond = span.num_chunks * span.chunk - span.sources
 
     def of_span(x: Array, axis: int) -> Array:
         x = lax.slice_in_dim(x, 0, span.sources, axis=axis)
         return jnp.pad(x, [(0, beyond if n == axis % x.ndim else 0) for n in range(x.ndim)])
 
-    return of_span(key, -2), of_span(value, -2), Marks(*(of_span(x, -1) for x in marks))
+    return of_span(key, -2), of_span(value, -2), TokenIndices(*(of_span(x, -1) for x in indices))
 
 
-def chunk_of(x: Array, number: Array, span: Span, axis: int) -> Array:
+def chunk_of(x: Array, chunk_index: Array, span: Span, axis: int) -> Array:
     """Slice of one block of keys."""
-    return lax.dynamic_slice_in_dim(x, number * span.chunk, span.chunk, axis)
+    return lax.dynamic_slice_in_dim(x, chunk_index * span.chunk, span.chunk, axis)
 
 
 def blocks_of(x: Array, span: Span, blocking: Blocking, axis: int) -> Array:
@@ -117,7 +121,7 @@ def blocks_of(x: Array, span: Span, blocking: Blocking, axis: int) -> Array:
     return jnp.moveaxis(x, axis, 0)
 
 
-def joined(x: Array) -> Array:
+def join_blocks(x: Array) -> Array:
     """Reshapes ``[block, kv_head, group, query, ...]`` to ``[kv_head, group, time, ...]``."""
     x = jnp.moveaxis(x, 0, 2)
     return x.reshape(*x.shape[:2], -1, *x.shape[4:])

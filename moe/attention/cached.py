@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from moe.attention.plain import softmax_beside
+from moe.attention.plain import softmax_with_sinks
 from moe.precision import MASK_VALUE
 
 
@@ -30,7 +30,7 @@ def cached_attention(
     scores = jnp.einsum("rvgk,rvkc->rvgc", by_kv_head, keys, preferred_element_type=jnp.float32)
     scores = scores * (head_dim**-0.5 if scale is None else scale)
     scores = jnp.where(visible[:, None, None], scores, MASK_VALUE)
-    own = None if sinks is None else sinks.reshape(1, keys.shape[1], -1, 1)
-    probs = softmax_beside(scores, own).astype(values.dtype)
+    grouped_sinks = None if sinks is None else sinks.reshape(1, keys.shape[1], -1, 1)
+    probs = softmax_with_sinks(scores, grouped_sinks).astype(values.dtype)
     out = jnp.einsum("rvgc,rvck->rvgk", probs, values, preferred_element_type=jnp.float32)
     return out.astype(values.dtype).reshape(rows, heads, values.shape[-1])

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 from moe.attention.blocked import BLOCKED, blocked_attention
 from moe.attention.flash import Flash
 from moe.attention.fused.kernels import (
-    LARGEST_MASK,
+    MAX_MASK_ELEMENTS,
     fused_attention,
     head_size,
     mask_size,
@@ -18,9 +18,9 @@ from moe.attention.plain import plain_attention
 from moe.kernels.attention.training import FLASH, mosaic_attention, obstacle
 
 IMPLEMENTATIONS = ("plain", "blocked", "xla", "cudnn", "mosaic")
-LARGEST_PLAIN = 2**21
+MAX_PLAIN_SCORES_CPU = 2**21
 """Scores up to which a CPU is faster with all of them in memory: about what its caches hold."""
-LARGEST_KEPT = 2**28
+MAX_PLAIN_SCORES_ACCELERATOR = 2**28
 """Scores up to which another device has all of them in memory: 1 GiB of float32, in a layer."""
 
 
@@ -45,7 +45,8 @@ def core_attention(
     Args:
       scale: multiplies the scores; None is ``head_dim**-0.5``.
       implementation: None is "cudnn" where it applies; else "blocked" where there are more scores
-        than `LARGEST_PLAIN` on a CPU or `LARGEST_KEPT` elsewhere; else "plain".
+        than `MAX_PLAIN_SCORES_CPU` on a CPU or `MAX_PLAIN_SCORES_ACCELERATOR` elsewhere; else
+        "plain".
       sinks: as for `plain_attention`; to "xla" and "cudnn" they are keys
         (`moe.attention.fused.sink_keys`).
 
@@ -56,7 +57,7 @@ def core_attention(
       Dao, "FlashAttention-2", 2023. https://arxiv.org/abs/2307.08691
     """
     if implementation is None:
-        implementation = _best(query, key, value, mask, sinks)
+        implementation = _select_implementation(query, key, value, mask, sinks)
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"execution.attention={implementation!r} is not known: "
@@ -72,7 +73,7 @@ def core_attention(
         return mosaic_attention(query, key, value, mask, scale, sinks)
     if implementation == "xla":
         return fused_attention(query, key, value, mask, scale, "xla", sinks)
-    reason = _why_not_cudnn(query, value, mask, sinks)
+    reason = _cudnn_obstacle(query, value, mask, sinks)
     if reason is not None:
         raise ValueError(f'execution.attention="cudnn" cannot serve here: {reason}.')
     return fused_attention(query, key, value, mask, scale, "cudnn", sinks)
@@ -103,16 +104,20 @@ def _check_kernel(query: Array, key: Array, value: Array) -> None:
         )
 
 
-def _best(query: Array, key: Array, value: Array, mask: Mask, sinks: Array | None = None) -> str:
+def _select_implementation(
+    query: Array, key: Array, value: Array, mask: Mask, sinks: Array | None = None
+) -> str:
     """The implementation chosen for these arrays where none is named."""
-    if _why_not_cudnn(query, value, mask, sinks) is None:
+    if _cudnn_obstacle(query, value, mask, sinks) is None:
         return "cudnn"
     batch, time, heads, _ = query.shape
-    most = LARGEST_PLAIN if jax.default_backend() == "cpu" else LARGEST_KEPT
-    return "blocked" if batch * heads * time * key.shape[1] > most else "plain"
+    max_scores = (
+        MAX_PLAIN_SCORES_CPU if jax.default_backend() == "cpu" else MAX_PLAIN_SCORES_ACCELERATOR
+    )
+    return "blocked" if batch * heads * time * key.shape[1] > max_scores else "plain"
 
 
-def _why_not_cudnn(
+def _cudnn_obstacle(
     query: Array, value: Array, mask: Mask, sinks: Array | None = None
 ) -> str | None:
     """The reason why cuDNN's kernel does not support these arrays, and the remedy; None if it
@@ -125,10 +130,10 @@ def _why_not_cudnn(
     widest = 256 if float(jax.devices()[0].compute_capability) >= 9 else 128
     if size > widest:
         return f'heads of {size} are wider than {widest}: choose narrower ones, or "plain"'
-    if not takes_lengths(mask) and mask_size(mask) > LARGEST_MASK:
+    if not takes_lengths(mask) and mask_size(mask) > MAX_MASK_ELEMENTS:
         return (
             f"a mask of {mask_size(mask)} numbers, which rows of several sequences, parts of rows "
-            f"and windows that are looked up need, is larger than {LARGEST_MASK}: choose "
+            f"and windows that are looked up need, is larger than {MAX_MASK_ELEMENTS}: choose "
             '"blocked"'
         )
     return None

@@ -64,26 +64,31 @@ def flash_attention(
         scores and without value.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    grouped = in_groups(query, key.shape[2]), by_head(key), by_head(value), sinks
-    return in_heads(_attend(*match_varying(grouped, mask), mask, scale, flash))
+    grouped = (
+        group_query_heads(query, key.shape[2]),
+        heads_before_time(key),
+        heads_before_time(value),
+        sinks,
+    )
+    return flatten_heads(_attend(*match_varying(grouped, mask), mask, scale, flash))
 
 
-def in_groups(
+def group_query_heads(
     x: Float[Array, "batch time heads width"], kv_heads: int
 ) -> Float[Array, "batch kv_head group time width"]:
     """Groups the query heads of queries, or of attention outputs, by key/value head."""
     return jnp.moveaxis(x.reshape(*x.shape[:2], kv_heads, -1, x.shape[-1]), 1, 3)
 
 
-def in_heads(
+def flatten_heads(
     x: Float[Array, "batch kv_head group time width"],
 ) -> Float[Array, "batch time heads width"]:
-    """The reverse of `in_groups`."""
+    """The reverse of `group_query_heads`."""
     x = jnp.moveaxis(x, 3, 1)
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 
-def by_head(
+def heads_before_time(
     x: Float[Array, "batch time kv_heads width"],
 ) -> Float[Array, "batch kv_head time width"]:
     """Moves the head axis of keys and values before time; applied twice it is the identity."""
@@ -105,7 +110,7 @@ def _attend(
 
 def _forward(query, key, value, sinks, mask, scale, flash):
     out, log_sum = flash.attend(query, key, value, mask, scale)
-    out, log_sum = beside_sinks(out, log_sum, sinks)
+    out, log_sum = add_sinks(out, log_sum, sinks)
     out, log_sum = (checkpoint_name(x, ATTENDED) for x in (out.astype(value.dtype), log_sum))
     return out, (query, key, value, sinks, mask, out, log_sum)
 
@@ -114,22 +119,23 @@ def _backward(scale, flash, residuals, out_gradient):
     query, key, value, sinks, mask, out, log_sum = residuals
     mean = slope_mean(out, out_gradient)
     grads = flash.attend_gradient(query, key, value, mask, log_sum, mean, out_gradient, scale)
-    given = zip(grads, (query, key, value), strict=True)
-    of_heads = (gradient.astype(x.dtype) for gradient, x in given)
-    of_sinks = None if sinks is None else sinks_gradient(sinks, log_sum, mean)
-    return *of_heads, of_sinks, None
+    input_gradients = (
+        gradient.astype(x.dtype) for gradient, x in zip(grads, (query, key, value), strict=True)
+    )
+    sinks_gradients = None if sinks is None else sinks_gradient(sinks, log_sum, mean)
+    return *input_gradients, sinks_gradients, None
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def beside_sinks(
+def add_sinks(
     out: Output, log_sum: PerQuery, sinks: Float[Array, "heads"] | None
 ) -> tuple[Output, PerQuery]:
     """Attention output and log-sum-exp with the sink of each head as one more score."""
     if sinks is None:
         return out, log_sum
-    total = jnp.logaddexp(log_sum, _of_queries(sinks, log_sum))
+    total = jnp.logaddexp(log_sum, _broadcast_sinks(sinks, log_sum))
     return out * jnp.exp(log_sum - total)[..., None], total
 
 
@@ -142,11 +148,11 @@ def sinks_gradient(
       log_sum: log-sum-exp with the sinks included.
       mean: `slope_mean`.
     """
-    through = jnp.exp(_of_queries(sinks, log_sum) - log_sum) * mean
-    return -jnp.sum(through, axis=(0, -1)).reshape(-1)
+    per_query = jnp.exp(_broadcast_sinks(sinks, log_sum) - log_sum) * mean
+    return -jnp.sum(per_query, axis=(0, -1)).reshape(-1)
 
 
-def _of_queries(sinks: Float[Array, "heads"], log_sum: PerQuery) -> PerQuery:
+def _broadcast_sinks(sinks: Float[Array, "heads"], log_sum: PerQuery) -> PerQuery:
     return jnp.broadcast_to(sinks.reshape(1, *log_sum.shape[1:3], 1), log_sum.shape)
 
 

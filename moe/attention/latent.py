@@ -21,8 +21,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from moe.adapters.adapted import Matrix, product
-from moe.attention.projections import Heads, heads, sharpened
-from moe.attention.rotation import Positions, rotated
+from moe.attention.projections import Heads, heads, scale_queries
+from moe.attention.rotation import Positions, apply_rotary
 from moe.config import ModelConfig, MultiHeadLatentAttention
 from moe.precision import rms_norm
 from moe.remat import PROJECTED
@@ -45,7 +45,7 @@ class LatentCore:
     attend: Callable[[Heads, Narrow, Up], Heads]
 
 
-def keeps_narrow(config: ModelConfig) -> bool:
+def caches_latent(config: ModelConfig) -> bool:
     """True if the KV cache holds latent vectors instead of expanded keys and values.
 
     Raises:
@@ -74,11 +74,11 @@ def queries(
     query, content = heads(narrow, weights.query), _content_dim(config)
     if weights.query_down is None:
         query = checkpoint_name(query, PROJECTED)
-    turned = rotated(query[..., content:], positions, config, 0)
-    return sharpened(jnp.concatenate([query[..., :content], turned], axis=-1), config)
+    rotated = apply_rotary(query[..., content:], positions, config, 0)
+    return scale_queries(jnp.concatenate([query[..., :content], rotated], axis=-1), config)
 
 
-def narrow_vectors(
+def latent_vectors(
     weights: LatentAttention[Array],
     h: Float[Array, "token d_model"],
     positions: Positions,
@@ -88,12 +88,12 @@ def narrow_vectors(
     rank = _mla(config).kv_lora_rank
     down = checkpoint_name(product(_times, h, weights.down), PROJECTED)
     # All layers with latent attention have the same rotary settings.
-    shared = rotated(down[:, None, rank:], positions, config, 0)[:, 0]
+    shared = apply_rotary(down[:, None, rank:], positions, config, 0)[:, 0]
     content = rms_norm(down[:, :rank], weights.down_norm, config.norm_epsilon)
     return jnp.concatenate([content, shared], axis=-1)
 
 
-def expanded(narrow: Narrow, up: Up | Matrix, config: ModelConfig) -> tuple[Heads, Heads]:
+def expand_latent(narrow: Narrow, up: Up | Matrix, config: ModelConfig) -> tuple[Heads, Heads]:
     """Keys and values of each head, expanded from latent vectors."""
     rank, content = _mla(config).kv_lora_rank, _content_dim(config)
     both, shared = heads(narrow[:, :rank], up), narrow[:, None, rank:]
@@ -101,15 +101,15 @@ def expanded(narrow: Narrow, up: Up | Matrix, config: ModelConfig) -> tuple[Head
     return jnp.concatenate([both[..., :content], shared], axis=-1), both[..., content:]
 
 
-def absorbed(query: Heads, up: Up, config: ModelConfig) -> Heads:
+def absorb_keys(query: Heads, up: Up, config: ModelConfig) -> Heads:
     """Queries whose products with latent vectors equal those of `query` with expanded keys."""
     content = _content_dim(config)
     matrix = up[..., :content].astype(query.dtype)
-    own = jnp.einsum("nhk,rhk->nhr", query[..., :content], matrix)
-    return jnp.concatenate([own, query[..., content:]], axis=-1)
+    absorbed = jnp.einsum("nhk,rhk->nhr", query[..., :content], matrix)
+    return jnp.concatenate([absorbed, query[..., content:]], axis=-1)
 
 
-def released(read: Float[Array, "token heads rank"], up: Up, config: ModelConfig) -> Heads:
+def project_values(read: Float[Array, "token heads rank"], up: Up, config: ModelConfig) -> Heads:
     """Attention output over values, from the weighted sum of latent vectors."""
     matrix = up[..., _content_dim(config) :].astype(read.dtype)
     return jnp.einsum("nhr,rhk->nhk", read, matrix)

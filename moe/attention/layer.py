@@ -18,7 +18,7 @@ from moe.attention.delta.layer import delta_heads
 from moe.attention.delta.sequences import DeltaCore
 from moe.attention.delta.weights import DeltaNet
 from moe.attention.latent import LatentCore
-from moe.attention.projections import joined_heads, queries_keys_values
+from moe.attention.projections import join_heads, queries_keys_values
 from moe.attention.rotation import Positions
 from moe.config import ModelConfig
 from moe.precision import rms_norm
@@ -54,7 +54,7 @@ def attention(
     core_attention: CoreAttention | LatentCore | DeltaCore,
     config: ModelConfig,
     mesh: FoldedMesh,
-    number: int | Int[Array, ""],
+    layer_index: int | Int[Array, ""],
 ) -> Float[Array, "local d_model"]:
     """The attention term of a block, for this rank's shard of the tokens.
 
@@ -66,7 +66,7 @@ def attention(
       x: the residual stream, sharded over ``cp`` and ``tp`` along the flattened tokens.
       positions: of each gathered token (the tokens of this ``cp`` rank).
       core_attention: attention between the projections; has the heads of this rank only.
-      number: index of the layer.
+      layer_index: index of the layer.
     """
     h = norm_before(x, weights.norm, config)
     # Norm before gather: each rank normalises its own tokens (sequence parallelism).
@@ -77,19 +77,20 @@ def attention(
     elif isinstance(weights, LatentAttention):
         assert not isinstance(core_attention, DeltaCore)
         query = latent.queries(weights, h, positions, config)
-        narrow = latent.narrow_vectors(weights, h, positions, config)
+        narrow = latent.latent_vectors(weights, h, positions, config)
         if isinstance(core_attention, LatentCore):
             out = core_attention.attend(query, narrow, weights.up)
         else:
-            out = core_attention(query, *latent.expanded(narrow, weights.up, config))
+            out = core_attention(query, *latent.expand_latent(narrow, weights.up, config))
     else:
         assert not isinstance(core_attention, (LatentCore, DeltaCore))
-        given = weights, h, positions, config, mesh, number
-        query, key, value, gate = queries_keys_values(*given)
+        query, key, value, gate = queries_keys_values(
+            weights, h, positions, config, mesh, layer_index
+        )
         out = core_attention(query, key, value, config.attention_scale, weights.sinks)
         if gate is not None:
             out = out * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(out.dtype)
-    term = scatter_tokens(joined_heads(out, weights.out), mesh.tp)
+    term = scatter_tokens(join_heads(out, weights.out), mesh.tp)
     if isinstance(weights, Attention) and weights.out_bias is not None:
         term = term + weights.out_bias[None].astype(term.dtype)
     return norm_after(term, weights.norm, weights.out_norm, config)
@@ -114,5 +115,5 @@ def norm_after(
     if config.norm_placement == "before":
         return term
     # Saved as the stream is, so that no backward pass repeats the collective that gave it.
-    term, own = checkpoint_name(term, STREAM), norm if out_norm is None else out_norm
-    return rms_norm(term, own, config.norm_epsilon)
+    term, scale = checkpoint_name(term, STREAM), norm if out_norm is None else out_norm
+    return rms_norm(term, scale, config.norm_epsilon)

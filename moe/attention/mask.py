@@ -12,14 +12,14 @@ from jaxtyping import Array, Bool, Int
 
 from moe.config import ModelConfig
 
-LARGEST = 2**30
+MAX_INDEX = 2**30
 """Larger than any column, position or segment id."""
 
 Window = int | Int[Array, ""] | None
 """How many positions a query may look back, itself included; None is no limit."""
 
 
-class Marks(NamedTuple):
+class TokenIndices(NamedTuple):
     """Column, position and segment id of tokens, from which masks are computed; arrays
     ``[*batch, time]``.
 
@@ -47,65 +47,76 @@ class Mask:
       single: promises that a row has no segments but 1 and padding.
     """
 
-    query: Marks
-    key: Marks
+    query: TokenIndices
+    key: TokenIndices
     window: Any = None  # a leaf: transformations put other things than arrays here
     causal: bool = struct.field(pytree_node=False, default=False)
     single: bool = struct.field(pytree_node=False, default=False)
 
 
-def visible(query: Marks, key: Marks, window: Window = None) -> Bool[Array, "*batch time source"]:
+def visible(
+    query: TokenIndices, key: TokenIndices, window: Window = None
+) -> Bool[Array, "*batch time source"]:
     """Boolean mask of the keys that each query may attend to."""
-    q, k = (Marks(*(x[..., :, None] for x in query)), Marks(*(x[..., None, :] for x in key)))
+    q, k = (
+        TokenIndices(*(x[..., :, None] for x in query)),
+        TokenIndices(*(x[..., None, :] for x in key)),
+    )
     # Columns, not positions: padding and earlier segments of the row keep their columns.
     seen = (q.column >= k.column) & (q.segment == k.segment) & (k.segment > 0)
     # Positions, not columns: padding between two tokens of a sequence is no distance.
     return seen if window is None else seen & (q.position - k.position < window)
 
 
-def may_meet(query: Marks, key: Marks, window: Window = None) -> Bool[Array, ""]:
-    """True unless the ranges of the marks show that no key is visible to any query: False is
+def may_be_visible(
+    query: TokenIndices, key: TokenIndices, window: Window = None
+) -> Bool[Array, ""]:
+    """True unless the ranges of the indices show that no key is visible to any query: False is
     certain, True is not."""
-    last = jnp.max(_tokens(query, query.column, -1), axis=-1)
-    first = jnp.min(_tokens(key, key.column, LARGEST), axis=-1)
-    meet = last >= first
-    (low, high), (key_low, key_high) = (_segments(marks) for marks in (query, key))
-    meet &= jnp.maximum(low, key_low) <= jnp.minimum(high, key_high)
+    last = jnp.max(_mask_padding(query, query.column, -1), axis=-1)
+    first = jnp.min(_mask_padding(key, key.column, MAX_INDEX), axis=-1)
+    possible = last >= first
+    (low, high), (key_low, key_high) = (_segment_range(indices) for indices in (query, key))
+    possible &= jnp.maximum(low, key_low) <= jnp.minimum(high, key_high)
     if window is not None:
-        first = jnp.min(_tokens(query, query.position, LARGEST), axis=-1)
-        last = jnp.max(_tokens(key, key.position, -1), axis=-1)
-        meet &= first - last < window
-    return jnp.any(meet)
+        first = jnp.min(_mask_padding(query, query.position, MAX_INDEX), axis=-1)
+        last = jnp.max(_mask_padding(key, key.position, -1), axis=-1)
+        possible &= first - last < window
+    return jnp.any(possible)
 
 
-def all_meet(query: Marks, key: Marks, window: Window = None) -> Bool[Array, ""]:
-    """True if the ranges of the marks show that every key is visible to every query: True is
+def is_fully_visible(
+    query: TokenIndices, key: TokenIndices, window: Window = None
+) -> Bool[Array, ""]:
+    """True if the ranges of the indices show that every key is visible to every query: True is
     certain, False is not."""
-    meet = jnp.min(query.column, axis=-1) >= jnp.max(key.column, axis=-1)
+    certain = jnp.min(query.column, axis=-1) >= jnp.max(key.column, axis=-1)
     segments = query.segment, key.segment
     low, key_low = (jnp.min(x, axis=-1) for x in segments)
     high, key_high = (jnp.max(x, axis=-1) for x in segments)
-    meet &= (low > 0) & (low == high) & (low == key_low) & (low == key_high)
+    certain &= (low > 0) & (low == high) & (low == key_low) & (low == key_high)
     if window is not None:
-        meet &= jnp.max(query.position, axis=-1) - jnp.min(key.position, axis=-1) < window
-    return jnp.all(meet)
+        certain &= jnp.max(query.position, axis=-1) - jnp.min(key.position, axis=-1) < window
+    return jnp.all(certain)
 
 
-def window_of_layer(config: ModelConfig, number: int | Int[Array, ""]) -> Window:
+def window_of_layer(config: ModelConfig, layer_index: int | Int[Array, ""]) -> Window:
     """Sliding window of a layer, whose index a pipeline stage knows only at run time."""
     window, full = config.sliding_window, config.full_attention_layers
     if window is None or not full:
         return window
-    if isinstance(number, int):
-        return None if number in full else window
-    every = [LARGEST if layer in full else window for layer in range(config.num_layers)]
-    return jnp.asarray(every, jnp.int32)[number]
+    if isinstance(layer_index, int):
+        return None if layer_index in full else window
+    window_per_layer = [
+        MAX_INDEX if layer in full else window for layer in range(config.num_layers)
+    ]
+    return jnp.asarray(window_per_layer, jnp.int32)[layer_index]
 
 
-def _tokens(marks: Marks, x: Array, instead: int) -> Array:
-    return jnp.where(marks.segment > 0, x, instead)
+def _mask_padding(indices: TokenIndices, x: Array, fill: int) -> Array:
+    return jnp.where(indices.segment > 0, x, fill)
 
 
-def _segments(marks: Marks) -> tuple[Array, Array]:
-    low = jnp.min(_tokens(marks, marks.segment, LARGEST), axis=-1)
-    return low, jnp.max(marks.segment, axis=-1)
+def _segment_range(indices: TokenIndices) -> tuple[Array, Array]:
+    low = jnp.min(_mask_padding(indices, indices.segment, MAX_INDEX), axis=-1)
+    return low, jnp.max(indices.segment, axis=-1)

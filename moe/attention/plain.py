@@ -28,20 +28,20 @@ def plain_attention(
 
     Args:
       scale: multiplies the scores; None is ``head_dim**-0.5``.
-      sinks: a score of each head that no key has, float32: `softmax_beside`.
+      sinks: a score of each head that no key has, float32: `softmax_with_sinks`.
     """
     batch, time, heads, _ = query.shape
     scores = scaled_scores(query, key, scale)
     scores = jnp.where(visible[:, None, None], scores, MASK_VALUE)
-    own = None if sinks is None else sinks.reshape(1, key.shape[2], -1, 1, 1)
-    probs = softmax_beside(scores, own).astype(value.dtype)
+    grouped_sinks = None if sinks is None else sinks.reshape(1, key.shape[2], -1, 1, 1)
+    probs = softmax_with_sinks(scores, grouped_sinks).astype(value.dtype)
     out = jnp.einsum("bvgts,bsvk->btvgk", probs, value, preferred_element_type=jnp.float32).astype(
         value.dtype
     )
     return checkpoint_name(out.reshape(batch, time, heads, value.shape[-1]), ATTENDED)
 
 
-def softmax_beside(
+def softmax_with_sinks(
     scores: Float[Array, "*batch source"], sinks: Float[Array, "*_batch one"] | None
 ) -> Float[Array, "*batch source"]:
     """Softmax over the last axis with a sink in the denominator: ``exp(s) / (sum exp(s) +
@@ -52,8 +52,8 @@ def softmax_beside(
     """
     if sinks is None:
         return jax.nn.softmax(scores, axis=-1)
-    beside = jnp.broadcast_to(sinks, (*scores.shape[:-1], 1))
-    return jax.nn.softmax(jnp.concatenate([scores, beside], axis=-1), axis=-1)[..., :-1]
+    sink_scores = jnp.broadcast_to(sinks, (*scores.shape[:-1], 1))
+    return jax.nn.softmax(jnp.concatenate([scores, sink_scores], axis=-1), axis=-1)[..., :-1]
 
 
 def scaled_scores(

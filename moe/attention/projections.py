@@ -7,7 +7,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from moe.adapters.adapted import Matrix, product
-from moe.attention.rotation import Positions, rotated
+from moe.attention.rotation import Positions, apply_rotary
 from moe.config import ModelConfig
 from moe.remat import PROJECTED
 from moe.weights import Attention
@@ -24,7 +24,7 @@ def queries_keys_values(
     positions: Positions,
     config: ModelConfig,
     mesh: FoldedMesh,
-    number: int | Int[Array, ""],
+    layer_index: int | Int[Array, ""],
 ) -> tuple[Heads, Heads, Heads, Heads | None]:
     """Queries and keys with rotary positions, and values, for the heads of this ``tp`` rank: one
     matrix each, with the biases and norms that the weights have. The fourth is the gate of the
@@ -32,7 +32,7 @@ def queries_keys_values(
 
     Args:
       h: normalised tokens, all of this rank's sequences.
-      number: index of the layer.
+      layer_index: index of the layer.
     """
     query = heads(h, weights.query, weights.query_bias)
     key = heads(h, weights.key, weights.key_bias)
@@ -41,11 +41,11 @@ def queries_keys_values(
     gate = None
     if config.attention_gate:
         query, gate = jnp.split(query, 2, axis=-1)
-    query = _normalised(query, weights.query_norm, config.num_heads, config, mesh)
-    key = _normalised(key, weights.key_norm, config.num_kv_heads, config, mesh)
+    query = _normalise(query, weights.query_norm, config.num_heads, config, mesh)
+    key = _normalise(key, weights.key_norm, config.num_kv_heads, config, mesh)
     return (
-        sharpened(rotated(query, positions, config, number), config),
-        rotated(key, positions, config, number),
+        scale_queries(apply_rotary(query, positions, config, layer_index), config),
+        apply_rotary(key, positions, config, layer_index),
         value,
         gate,
     )
@@ -57,7 +57,7 @@ def heads(
     bias: Float[Array, "heads width"] | None = None,
 ) -> Heads:
     """``h W + b`` for each head."""
-    out = product(_per_head, h, matrix, outward=_per_head)
+    out = product(_per_head, h, matrix, dot_b=_per_head)
     return out if bias is None else out + bias.astype(h.dtype)[None]
 
 
@@ -65,16 +65,16 @@ def _per_head(h: Array, matrix: Array) -> Array:
     return jnp.einsum("nd,dhk->nhk", h, matrix.astype(h.dtype))
 
 
-def joined_heads(x: Heads, matrix: Float[Array, "heads width outer"] | Matrix) -> Array:
+def join_heads(x: Heads, matrix: Float[Array, "heads width outer"] | Matrix) -> Array:
     """``sum_h x_h W_h`` over the heads of this ``tp`` rank."""
-    return product(_over_heads, x, matrix, inward=_over_heads)
+    return product(_sum_over_heads, x, matrix, dot_a=_sum_over_heads)
 
 
-def _over_heads(x: Array, matrix: Array) -> Array:
+def _sum_over_heads(x: Array, matrix: Array) -> Array:
     return jnp.einsum("nhk,hkd->nd", x, matrix.astype(x.dtype))
 
 
-def _normalised(
+def _normalise(
     x: Heads, scale: Array | None, num_heads: int, config: ModelConfig, mesh: FoldedMesh
 ) -> Heads:
     """RMSNorm of each head, or of the `num_heads` heads of all ``tp`` ranks together.
@@ -88,12 +88,12 @@ def _normalised(
         mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
         scale = scale[None]
     else:
-        own = jnp.sum(jnp.square(wide), axis=(-2, -1), keepdims=True)
-        mean_square = all_sum(own, mesh.tp) / (num_heads * x.shape[-1])
+        local_sum = jnp.sum(jnp.square(wide), axis=(-2, -1), keepdims=True)
+        mean_square = all_sum(local_sum, mesh.tp) / (num_heads * x.shape[-1])
     return (wide * jax.lax.rsqrt(mean_square + config.norm_epsilon) * scale[None]).astype(x.dtype)
 
 
-def sharpened(query: Heads, config: ModelConfig) -> Heads:
+def scale_queries(query: Heads, config: ModelConfig) -> Heads:
     """Queries times the score factor of the rotary scaling (YaRN's ``mscale_all_dim``)."""
-    sharpness = 1.0 if config.rope_scaling is None else config.rope_scaling.sharpness
-    return query if sharpness == 1.0 else query * sharpness
+    factor = 1.0 if config.rope_scaling is None else config.rope_scaling.score_factor
+    return query if factor == 1.0 else query * factor

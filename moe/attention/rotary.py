@@ -11,22 +11,22 @@ from jaxtyping import Array, Float, Int
 from sharding.collectives import match_varying
 
 
-class _WavelengthsAlone:
+class _FrequencyScaling:
     """Scaling of the frequencies only: queries, keys and scores have factor 1."""
 
     @property
-    def amplitude(self) -> float:
+    def attention_scaling(self) -> float:
         """Factor on the rotated queries and keys."""
         return 1.0
 
     @property
-    def sharpness(self) -> float:
+    def score_factor(self) -> float:
         """Factor on the attention scores."""
         return 1.0
 
 
 @dataclass(frozen=True)
-class LlamaScaling(_WavelengthsAlone):
+class LlamaScaling(_FrequencyScaling):
     """Long wavelengths are stretched by `factor`, short ones kept, those between are blended.
 
     Args:
@@ -54,7 +54,7 @@ class LlamaScaling(_WavelengthsAlone):
                 f"high_frequency_factor={self.high_frequency_factor}."
             )
 
-    def stretched(self, frequencies: np.ndarray, base: float) -> np.ndarray:
+    def scale_frequencies(self, frequencies: np.ndarray, base: float) -> np.ndarray:
         rotations = self.original_context * frequencies / (2 * math.pi)
         width = self.high_frequency_factor - self.low_frequency_factor
         unscaled = np.clip((rotations - self.low_frequency_factor) / width, 0, 1)
@@ -62,7 +62,7 @@ class LlamaScaling(_WavelengthsAlone):
 
 
 @dataclass(frozen=True)
-class LinearScaling(_WavelengthsAlone):
+class LinearScaling(_FrequencyScaling):
     """All wavelengths are stretched by `factor` (position interpolation).
 
     References:
@@ -75,7 +75,7 @@ class LinearScaling(_WavelengthsAlone):
     def __post_init__(self):
         _check_factor(self.factor)
 
-    def stretched(self, frequencies: np.ndarray, base: float) -> np.ndarray:
+    def scale_frequencies(self, frequencies: np.ndarray, base: float) -> np.ndarray:
         return frequencies / self.factor
 
 
@@ -116,8 +116,8 @@ class YarnScaling:
                 f"beta_slow={self.beta_slow} must not be above beta_fast={self.beta_fast}."
             )
 
-    def stretched(self, frequencies: np.ndarray, base: float) -> np.ndarray:
-        low, high = (self._dimension(turns, frequencies, base) for turns in self._borders)
+    def scale_frequencies(self, frequencies: np.ndarray, base: float) -> np.ndarray:
+        low, high = (self._dimension(rotations, frequencies, base) for rotations in self._borders)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, 2 * frequencies.size - 1)
@@ -129,17 +129,17 @@ class YarnScaling:
     def _borders(self) -> tuple[float, float]:
         return self.beta_fast, self.beta_slow
 
-    def _dimension(self, turns: float, frequencies: np.ndarray, base: float) -> float:
-        """The (fractional) index of the frequency that makes `turns` rotations in the original
+    def _dimension(self, rotations: float, frequencies: np.ndarray, base: float) -> float:
+        """The (fractional) index of the frequency that makes `rotations` rotations in the original
         context."""
-        wavelength = self.original_context / (2 * math.pi * turns)
+        wavelength = self.original_context / (2 * math.pi * rotations)
         return frequencies.size * math.log(wavelength) / math.log(base)
 
     def _temperature(self, mscale: float) -> float:
         return 0.1 * mscale * math.log(self.factor) + 1.0
 
     @property
-    def amplitude(self) -> float:
+    def attention_scaling(self) -> float:
         """Factor on the rotated queries and keys."""
         if self.attention_factor is not None:
             return self.attention_factor
@@ -150,7 +150,7 @@ class YarnScaling:
         return self._temperature(1.0)
 
     @property
-    def sharpness(self) -> float:
+    def score_factor(self) -> float:
         """Factor on the attention scores."""
         return self._temperature(self.score_temperature or 0.0) ** 2
 
@@ -162,7 +162,7 @@ def frequencies_of(head_dim: int, base: float, scaling: RopeScaling | None) -> n
     """Radians per position of each pair, ``base^(-2i / head_dim)`` before `scaling`; float64."""
     half = head_dim // 2
     frequencies = float(base) ** (-np.arange(half) / half)
-    return frequencies if scaling is None else scaling.stretched(frequencies, base)
+    return frequencies if scaling is None else scaling.scale_frequencies(frequencies, base)
 
 
 def rope(
@@ -182,9 +182,9 @@ def rope(
     References:
       Su et al., "RoFormer", 2021, eq. 34. https://arxiv.org/abs/2104.09864
     """
-    amplitude = 1.0 if scaling is None else float(scaling.amplitude)
+    attention_scaling = 1.0 if scaling is None else float(scaling.attention_scaling)
     frequencies = pair_frequencies(x.shape[-1], base, scaling)
-    return turn(x, positions, frequencies, amplitude, interleaved)
+    return rotate(x, positions, frequencies, attention_scaling, interleaved)
 
 
 def pair_frequencies(
@@ -197,32 +197,34 @@ def pair_frequencies(
     return jnp.asarray(frequencies_of(head_dim, base, scaling), jnp.float32)
 
 
-def turn(
+def rotate(
     x: Float[Array, "token heads head_dim"],
     positions: Int[Array, "token"],
     frequencies: Float[Array, "pair"],
-    amplitude: float | Float[Array, ""] = 1.0,
+    attention_scaling: float | Float[Array, ""] = 1.0,
     interleaved: bool = False,
 ) -> Float[Array, "token heads head_dim"]:
     """`rope` with given frequencies (radians per position of each pair) and a factor on the
     result."""
-    return turn_by(x, *cosines_and_sines(positions, frequencies, amplitude), interleaved)
+    return rotate_by_tables(
+        x, *cosines_and_sines(positions, frequencies, attention_scaling), interleaved
+    )
 
 
 def cosines_and_sines(
     positions: Int[Array, "token"],
     frequencies: Float[Array, "pair"],
-    amplitude: float | Float[Array, ""] = 1.0,
+    attention_scaling: float | Float[Array, ""] = 1.0,
 ) -> tuple[Float[Array, "token pair"], Float[Array, "token pair"]]:
-    """Cosine and sine of the rotation angle of each pair of a token, times the amplitude."""
+    """Cosine and sine of the rotation angle of each pair of a token, times `attention_scaling`."""
     angles = positions.astype(jnp.float32)[:, None] * frequencies[None, :]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
-    if isinstance(amplitude, jax.Array) or amplitude != 1:
-        cos, sin = cos * amplitude, sin * amplitude
+    if isinstance(attention_scaling, jax.Array) or attention_scaling != 1:
+        cos, sin = cos * attention_scaling, sin * attention_scaling
     return cos, sin
 
 
-def turn_by(
+def rotate_by_tables(
     x: Float[Array, "token heads head_dim"],
     cos: Float[Array, "token pair"],
     sin: Float[Array, "token pair"],
@@ -232,27 +234,27 @@ def turn_by(
     if interleaved:
         x = jnp.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
     cos, sin = cos[:, None], sin[:, None]
-    return _turned(*match_varying((x, cos, sin)))
+    return _rotate_pairs(*match_varying((x, cos, sin)))
 
 
 @jax.custom_vjp
-def _turned(x: Array, cos: Array, sin: Array) -> Array:
+def _rotate_pairs(x: Array, cos: Array, sin: Array) -> Array:
     """Rotation of the first half of each head with the second. The gradient is the reverse
     rotation, in one pass; XLA's would pad the gradients of the halves and add them."""
     low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], -1).astype(x.dtype)
 
 
-def _turned_forward(x, cos, sin):
-    return _turned(x, cos, sin), (cos, sin)
+def _rotate_forward(x, cos, sin):
+    return _rotate_pairs(x, cos, sin), (cos, sin)
 
 
-def _turned_backward(angles, gradient):
+def _rotate_backward(angles, gradient):
     cos, sin = angles
-    return _turned(gradient, cos, -sin), None, None
+    return _rotate_pairs(gradient, cos, -sin), None, None
 
 
-_turned.defvjp(_turned_forward, _turned_backward)
+_rotate_pairs.defvjp(_rotate_forward, _rotate_backward)
 
 
 def _check_factor(factor: float) -> None:

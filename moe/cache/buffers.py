@@ -59,24 +59,24 @@ def over_columns(function: Callable[..., Leaf], *caches: Cache[Leaf]) -> Cache[L
     more; the axis is None for a buffer without columns."""
     columns = {"keys": KEY_COLUMN, "values": VALUE_COLUMN, "states": None, "tails": None}
 
-    def mapped(name: str, column: int | None) -> tuple[Leaf, ...]:
+    def map_buffers(name: str, column: int | None) -> tuple[Leaf, ...]:
         buffers = zip(*(getattr(cache, name) for cache in caches), strict=True)
-        return tuple(function(*own, column) for own in buffers)
+        return tuple(function(*corresponding, column) for corresponding in buffers)
 
-    return Cache(**{name: mapped(name, column) for name, column in columns.items()})
+    return Cache(**{name: map_buffers(name, column) for name, column in columns.items()})
 
 
-def cache_of(kept: Sequence[tuple[Leaf, ...]]) -> Cache[Leaf]:
+def cache_of(entries: Sequence[tuple[Leaf, ...]]) -> Cache[Leaf]:
     """Builds a cache from what each layer returns: keys and, unless they are latent vectors,
     values; or a `DeltaState`."""
-    heads = [own for own in kept if not isinstance(own, DeltaState)]
-    deltas = [own for own in kept if isinstance(own, DeltaState)]
+    heads = [entry for entry in entries if not isinstance(entry, DeltaState)]
+    deltas = [entry for entry in entries if isinstance(entry, DeltaState)]
     keys, *values = zip(*heads, strict=True)
     states, tails = zip(*deltas, strict=True) if deltas else ((), ())
     return Cache(keys, values[0] if values else (), states, tails)
 
 
-def kept_columns(shape: tuple[int, ...], *arrays: Array) -> tuple[Array, ...]:
+def to_cache_layout(shape: tuple[int, ...], *arrays: Array) -> tuple[Array, ...]:
     """Reshapes keys and values of the tokens of rows, or latent vectors, to the layout of a cache.
 
     Args:

@@ -3,7 +3,7 @@ takes."""
 
 import math
 
-from moe.attention.latent import keeps_narrow
+from moe.attention.latent import caches_latent
 from moe.config import ModelConfig
 from moe.kernels import decode_attention, latent_decode
 from moe.kernels.choice import NAMES
@@ -50,8 +50,10 @@ def kernel_bytes(config: ModelConfig, mesh: FoldedMesh, rows: int, columns: int)
         return 0
     tp = mesh.size(mesh.tp)
     heads, kv_heads = config.num_heads // tp, config.num_kv_heads // tp
-    if config.mla is not None and keeps_narrow(config):
-        parts = latent_decode.output_shapes(rows, heads, config.mla.kv_lora_rank, columns)
+    if config.mla is not None and caches_latent(config):
+        partial_results = latent_decode.output_shapes(rows, heads, config.mla.kv_lora_rank, columns)
     else:
-        parts = decode_attention.output_shapes(rows, heads, kv_heads, config.v_head_dim, columns)
-    return sum(math.prod(part.shape) * part.dtype.itemsize for part in parts)
+        partial_results = decode_attention.output_shapes(
+            rows, heads, kv_heads, config.v_head_dim, columns
+        )
+    return sum(math.prod(array.shape) * array.dtype.itemsize for array in partial_results)

@@ -5,7 +5,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from moe.attention.cached import cached_attention
-from moe.attention.latent import LatentCore, absorbed, keeps_narrow, released
+from moe.attention.latent import LatentCore, absorb_keys, caches_latent, project_values
 from moe.attention.layer import CoreAttention
 from moe.attention.mask import window_of_layer
 from moe.cache.buffers import KEY_COLUMN, ROW, VALUE_COLUMN
@@ -20,12 +20,12 @@ class StepCore:
     """Core attention of one token per row, which is written into the layer's cache first.
 
     Args:
-      number: index of the layer.
+      layer_index: index of the layer.
       keys, values: buffers of the cache that contain the layer's; None for values with latent
         vectors.
       positions: positions of the tokens, for rows of the buffers from `first` on.
       live: rows that are being decoded; nothing is written for the others.
-      place: index of the layer in a buffer with layers in front.
+      stack_index: index of the layer in a buffer with layers in front.
       first: row of the buffers that the first token belongs to.
       columns: number of columns that are read, None for all; every live row must be within them.
 
@@ -39,26 +39,26 @@ class StepCore:
     def __init__(
         self,
         config: ModelConfig,
-        number: int | Array,
+        layer_index: int | Array,
         keys: Array,
         values: Array | None,
         positions: Int[Array, "row"],
         live: Bool[Array, "row"],
-        place: tuple[Array, ...] = (),
+        stack_index: tuple[Array, ...] = (),
         first: Array | None = None,
         columns: int | None = None,
     ):
         self._config, self._name = config, selected_implementation(config, "decode_attention")
         check_kernel(config)
         self.keys, self.values = keys, values
-        self._place, self._first, self._live = place, first, live
-        room = keys.shape[KEY_COLUMN]
-        self._columns = room if columns is None else columns
+        self._stack_index, self._first, self._live = stack_index, first, live
+        capacity = keys.shape[KEY_COLUMN]
+        self._columns = capacity if columns is None else columns
         # Past the end, where a write has no effect: rows that are not live stay unchanged.
-        self._written = jnp.where(live, positions, room)
+        self._write_columns = jnp.where(live, positions, capacity)
         self._rows = jnp.arange(positions.shape[0]) + (0 if first is None else first)
         seen = jnp.arange(self._columns)[None]
-        visible, window = seen <= positions[:, None], window_of_layer(config, number)
+        visible, window = seen <= positions[:, None], window_of_layer(config, layer_index)
         oldest = jnp.zeros_like(positions)
         if window is not None:
             visible &= seen > positions[:, None] - window
@@ -70,9 +70,11 @@ class StepCore:
     @property
     def attend(self) -> CoreAttention | LatentCore:
         """Core attention to pass to a block."""
-        return LatentCore(self._of_narrow) if keeps_narrow(self._config) else self._of_heads
+        return (
+            LatentCore(self._attend_latent) if caches_latent(self._config) else self._attend_heads
+        )
 
-    def _of_heads(
+    def _attend_heads(
         self,
         query: Array,
         key: Array,
@@ -84,51 +86,61 @@ class StepCore:
         self.keys = self._write(self.keys, key, KEY_COLUMN)
         self.values = self._write(self.values, value, VALUE_COLUMN)
         if self._name in (None, "plain"):
-            keys, values = (self._own(x, c) for x, c in self._buffers())
+            keys, values = (self._slice_layer(x, c) for x, c in self._buffers())
             return cached_attention(query, keys, values, self._visible, scale, sinks)
-        keys, values = (self._own_rows(x, c) for x, c in self._buffers())
+        keys, values = (self._slice_rows(x, c) for x, c in self._buffers())
         return decode_attention(
             query, keys, values, *self._ends, scale, layer=self._layer, implementation=self._name
         )
 
-    def _of_narrow(self, query: Array, narrow: Array, up: Array) -> Array:
+    def _attend_latent(self, query: Array, narrow: Array, up: Array) -> Array:
         config, rank = self._config, up.shape[0]
         self.keys = self._write(self.keys, narrow[:, None], KEY_COLUMN)
-        query, scale = absorbed(query, up, config), config.head_dim**-0.5
+        query, scale = absorb_keys(query, up, config), config.head_dim**-0.5
         if self._name in (None, "plain"):
-            vectors = self._own(self.keys, KEY_COLUMN)
+            vectors = self._slice_layer(self.keys, KEY_COLUMN)
             values = jnp.swapaxes(vectors[:, :, :rank], 2, 3)
             read = cached_attention(query, vectors, values, self._visible, scale)
         else:
-            vectors, named = self._own_rows(self.keys, KEY_COLUMN), self._name
-            given = query, vectors, *self._ends, scale
+            vectors, named = self._slice_rows(self.keys, KEY_COLUMN), self._name
             read = latent_decode_attention(
-                *given, rank=rank, layer=self._layer, implementation=named
+                query,
+                vectors,
+                *self._ends,
+                scale,
+                rank=rank,
+                layer=self._layer,
+                implementation=named,
             )
-        return released(read, up, config)
+        return project_values(read, up, config)
 
     @property
     def _layer(self) -> Array | None:
-        return self._place[0] if self._place else None
+        return self._stack_index[0] if self._stack_index else None
 
     def _buffers(self) -> list[tuple[Array, int]]:
         assert self.values is not None
         return [(self.keys, KEY_COLUMN), (self.values, VALUE_COLUMN)]
 
     def _write(self, buffer: Array, new: Array, column: int) -> Array:
-        there = (*self._place, self._rows, *[slice(None)] * (column - ROW - 1), self._written)
-        return buffer.at[there].set(new, mode="drop", unique_indices=True, indices_are_sorted=True)
+        index = (
+            *self._stack_index,
+            self._rows,
+            *[slice(None)] * (column - ROW - 1),
+            self._write_columns,
+        )
+        return buffer.at[index].set(new, mode="drop", unique_indices=True, indices_are_sorted=True)
 
-    def _own(self, buffer: Array, column: int) -> Array:
+    def _slice_layer(self, buffer: Array, column: int) -> Array:
         """Slice of a buffer that is read: the layer, its rows and columns."""
-        if self._place:
-            buffer = lax.dynamic_index_in_dim(buffer, *self._place, keepdims=False)
-        return self._own_rows(buffer, column)
+        if self._stack_index:
+            buffer = lax.dynamic_index_in_dim(buffer, *self._stack_index, keepdims=False)
+        return self._slice_rows(buffer, column)
 
-    def _own_rows(self, buffer: Array, column: int) -> Array:
+    def _slice_rows(self, buffer: Array, column: int) -> Array:
         if self._first is not None:
-            number = self._rows.shape[0]
-            buffer = lax.dynamic_slice_in_dim(buffer, self._first, number, axis=buffer.ndim + ROW)
+            num_rows = self._rows.shape[0]
+            buffer = lax.dynamic_slice_in_dim(buffer, self._first, num_rows, axis=buffer.ndim + ROW)
         if self._columns < buffer.shape[column]:
             buffer = lax.slice_in_dim(buffer, 0, self._columns, axis=buffer.ndim + column)
         return buffer

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from moe.attention.latent import LatentCore, keeps_narrow
+from moe.attention.latent import LatentCore, caches_latent
 from moe.attention.layer import CoreAttention
 from moe.attention.mask import window_of_layer
-from moe.cache.buffers import kept_columns
+from moe.cache.buffers import to_cache_layout
 from moe.cache.step import StepCore
 from moe.decoding import by_row, packed_prefill, packed_step
 from moe.disaggregated.layer import (
@@ -29,7 +29,7 @@ from moe.disaggregated.weights import attention_specs, expert_specs, first_specs
 from moe.embedding import embed
 from moe.head import logits_of
 from moe.layers.block import block
-from moe.model import last_norm, watched
+from moe.model import last_norm, record_kv
 from moe.tokens.packing import PackedBatch
 from moe.weights import Experts, Layer, Transformer
 from sharding.collectives import join_shards, vary
@@ -296,8 +296,8 @@ class _Core:
             layer_index, window_of_layer(config, layer_index)
         )
         assert not isinstance(core, LatentCore)
-        keep = partial(kept_columns, inputs.tokens.shape)
-        self.attend = watched(core, keep, self._recorded, config)
+        keep = partial(to_cache_layout, inputs.tokens.shape)
+        self.attend = record_kv(core, keep, self._recorded, config)
 
     @property
     def updated_buffers(self) -> Buffers:
@@ -326,7 +326,7 @@ def _input_specs(serving: Serving, inputs: Inputs) -> Any:
 def _buffer_specs(serving: Serving) -> Any:
     mesh = serving.mesh.attention
     heads: Any = PartitionSpec(mesh.except_sequence, mesh.sequence)
-    return Buffers(heads, None if keeps_narrow(serving.config) else heads)
+    return Buffers(heads, None if caches_latent(serving.config) else heads)
 
 
 def _attention_specs(serving: Serving, buffers: Buffers, inputs: Inputs) -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
-from moe.attention.latent import keeps_narrow
+from moe.attention.latent import caches_latent
 from moe.cache.buffers import Cache
 from moe.config import ModelConfig
 from moe.decoding import Prefilled, for_prefill, for_step
@@ -365,10 +365,10 @@ def check_micro_batches(num_rows: int, micro_batches: int, mesh: SplitMesh) -> N
 
 def _join_buffers(buffers: list[Buffers], config: ModelConfig) -> Cache[Array]:
     keys: Any = tuple(b.keys for b in buffers)
-    values: Any = () if keeps_narrow(config) else tuple(b.values for b in buffers)
+    values: Any = () if caches_latent(config) else tuple(b.values for b in buffers)
     return Cache(keys, values)
 
 
 def _split_cache(cache: Cache[Array], config: ModelConfig) -> list[Buffers]:
-    values: Any = (None,) * len(cache.keys) if keeps_narrow(config) else cache.values
+    values: Any = (None,) * len(cache.keys) if caches_latent(config) else cache.values
     return [Buffers(*pair) for pair in zip(cache.keys, values, strict=True)]

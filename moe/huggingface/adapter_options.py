@@ -52,7 +52,7 @@ CONVERT = (
     "what its start had left of the weights"
 )
 PLAIN = "train a plain LoRA"
-REFUSED = {
+REJECTED = {
     "alora_invocation_tokens": ("it counts after some tokens only (aLoRA)", PLAIN),
     "arrow_config": (
         "it chooses among several adapters (Arrow)",
@@ -82,7 +82,7 @@ class AdapterOptions:
       rank, alpha: of modules that no pattern names.
       rank_stabilised: the scale is ``alpha / sqrt(rank)``, not ``alpha / rank``.
       ranks, alphas: other ones, by a regular expression for the end of a module's name.
-      place: the file, for messages.
+      source: the file, for messages.
     """
 
     rank: int
@@ -90,7 +90,7 @@ class AdapterOptions:
     rank_stabilised: bool
     ranks: Mapping[str, int]
     alphas: Mapping[str, float | int]
-    place: str
+    source: str
 
     @classmethod
     def read(cls, path: Path) -> "AdapterOptions":
@@ -103,40 +103,42 @@ class AdapterOptions:
         options = Options.read(path)
         kind = options.take("peft_type", default=None)
         if kind != "LORA":
-            raise _refused(path, "peft_type", kind, "only LORA is read", f"where PEFT can, {MERGE}")
+            raise _rejection(
+                path, "peft_type", kind, "only LORA is read", f"where PEFT can, {MERGE}"
+            )
         _check_start(path, options.take("init_lora_weights", default=True))
         bias = options.take("bias", default="none")
         if bias != "none":
-            raise _refused(path, "bias", bias, "it has trained biases", MERGE)
-        for name, (why, fix) in REFUSED.items():
+            raise _rejection(path, "bias", bias, "it has trained biases", MERGE)
+        for name, (why, fix) in REJECTED.items():
             value = options.take(name, default=None)
             if value:
-                raise _refused(path, name, value, why, fix)
+                raise _rejection(path, name, value, why, fix)
         rank, alpha = options.take("r"), options.take("lora_alpha")
         if not _is_rank(rank) or not _is_number(alpha):
             raise options.not_fitting(f"r={rank!r} and lora_alpha={alpha!r} must be numbers")
-        options.demand("use_rslora", True, False, default=False)
-        found = cls(
+        options.require("use_rslora", True, False, default=False)
+        adapter_options = cls(
             rank,
             float(alpha),
             options.take("use_rslora", default=False),
-            _patterns(options, "rank_pattern", _is_rank),
-            _patterns(options, "alpha_pattern", _is_number),
+            _read_patterns(options, "rank_pattern", _is_rank),
+            _read_patterns(options, "alpha_pattern", _is_number),
             str(path),
         )
         options.take(*WITHOUT_EFFECT, default=None)
         # What later versions have, as PEFT writes it where it is off.
         options.take(*(name for name, value in options.values.items() if not value), default=None)
         options.finish()
-        return found
+        return adapter_options
 
     def rank_of(self, module: str) -> int:
         """The rank of a module's adapter."""
-        return self.ranks.get(_key(self.ranks, module), self.rank)
+        return self.ranks.get(_matching_pattern(self.ranks, module), self.rank)
 
     def alpha_of(self, module: str) -> float:
         """The alpha of a module's adapter."""
-        return float(self.alphas.get(_key(self.alphas, module), self.alpha))
+        return float(self.alphas.get(_matching_pattern(self.alphas, module), self.alpha))
 
     def scale_of(self, module: str) -> float:
         """LoRA scale: the factor on the product of a module's two matrices."""
@@ -153,19 +155,19 @@ def _check_start(path: Path, start: Any) -> None:
         # PEFT initialises again when it reads, with the same values only if none is sampled.
         fix = f"{MERGE}; or {CONVERT}" if named in ("pissa", "olora") else CONVERT
         why = "its start took a part off the weights that the adapter is beside"
-        raise _refused(path, "init_lora_weights", start, why, fix)
+        raise _rejection(path, "init_lora_weights", start, why, fix)
     if named not in STARTS:
-        known = ", ".join(STARTS)
-        raise _refused(
+        supported = ", ".join(STARTS)
+        raise _rejection(
             path,
             "init_lora_weights",
             start,
-            f"known are true, false, {known}",
+            f"known are true, false, {supported}",
             "write true there where that start leaves the weights as they are",
         )
 
 
-def _patterns(options: Options, name: str, fits: Any) -> Mapping[str, Any]:
+def _read_patterns(options: Options, name: str, fits: Any) -> Mapping[str, Any]:
     """An option that maps regular expressions to numbers."""
     patterns = options.take(name, default=None) or {}
     if not isinstance(patterns, dict) or not all(map(fits, patterns.values())):
@@ -178,7 +180,7 @@ def _patterns(options: Options, name: str, fits: Any) -> Mapping[str, Any]:
     return patterns
 
 
-def _key(patterns: Mapping[str, Any], module: str) -> str:
+def _matching_pattern(patterns: Mapping[str, Any], module: str) -> str:
     """The first of the patterns that a module's name ends with, as PEFT matches them."""
     matching = (key for key in patterns if re.match(rf"(.*\.)?({key})$", module))
     return next(matching, module)
@@ -192,7 +194,7 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float)
 
 
-def _refused(path: Path, name: str, value: Any, why: str, fix: str) -> ValueError:
+def _rejection(path: Path, name: str, value: Any, why: str, fix: str) -> ValueError:
     shown = repr(value)
     shown = shown if len(shown) <= 60 else shown[:57] + "..."
     return ValueError(f"{path}: {name}={shown} is not supported, for {why}: {fix}.")

@@ -27,7 +27,7 @@ from jaxtyping import Array
 
 from moe.adapters.adapted import Adapted
 from moe.adapters.settings import Lora
-from moe.adapters.trees import is_adapted, trained
+from moe.adapters.trees import is_adapted, select_trained
 from moe.config import ModelConfig
 from moe.huggingface.adapter_options import AdapterOptions
 from moe.huggingface.configuration import family_for
@@ -56,16 +56,16 @@ class _Module:
       target: what adapter_config.json calls it.
       is_parameter: whether that is one of ``target_parameters``.
       key: what the patterns of adapter_config.json are matched with.
-      number: of the weight among those with adapters.
-      place: in the stack of the weight.
+      weight_index: of the weight among those with adapters.
+      index: in the stack of the weight.
     """
 
     name: str
     target: str
     is_parameter: bool
     key: str
-    number: int
-    place: tuple[int, ...]
+    weight_index: int
+    index: tuple[int, ...]
 
 
 def save_adapters(
@@ -96,8 +96,8 @@ def save_adapters(
     modules, orders = _modules(config, architecture), _orders(config, architecture)
     tensors = {}
     for module in modules:
-        leaf, order = leaves[module.number], orders[module.number]
-        a, b = (np.asarray(x[module.place], np.float32) for x in (leaf.a, leaf.b))
+        leaf, order = leaves[module.weight_index], orders[module.weight_index]
+        a, b = (np.asarray(x[module.index], np.float32) for x in (leaf.a, leaf.b))
         tensors[f"{PREFIX}{module.name}.lora_A.weight"] = order.a_to_theirs(a)
         tensors[f"{PREFIX}{module.name}.lora_B.weight"] = order.b_to_theirs(b)
     options = {
@@ -136,23 +136,23 @@ def adapters_of(
     directory = Path(directory)
     options = AdapterOptions.read(directory / CONFIG)
     plain = config.without_adapters()
-    every = Lora(options.rank, options.alpha, targets_of(plain), options.rank_stabilised)
+    all_targets = Lora(options.rank, options.alpha, targets_of(plain), options.rank_stabilised)
     with _open(directory) as file:
         names = set(file.keys())
-    found = dict[str, list[_Module]]()
-    for target in every.targets:
-        modules = _modules(_with(plain, every, (target,)), architecture)
-        there = [each for each in modules if f"{PREFIX}{each.name}.lora_A.weight" in names]
-        if there:
-            found[target] = there
-    if not found:
+    modules_by_target = dict[str, list[_Module]]()
+    for target in all_targets.targets:
+        modules = _modules(_with_targets(plain, all_targets, (target,)), architecture)
+        present = [module for module in modules if f"{PREFIX}{module.name}.lora_A.weight" in names]
+        if present:
+            modules_by_target[target] = present
+    if not modules_by_target:
         raise ValueError(f"{directory} has no adapter of a weight of this network: is it another?")
     widest = max(
-        (each for modules in found.values() for each in modules),
-        key=lambda each: options.rank_of(each.key),
+        (module for modules in modules_by_target.values() for module in modules),
+        key=lambda module: options.rank_of(module.key),
     )
     rank, alpha = options.rank_of(widest.key), options.alpha_of(widest.key)
-    return Lora(rank, alpha, tuple(found), options.rank_stabilised)
+    return Lora(rank, alpha, tuple(modules_by_target), options.rank_stabilised)
 
 
 def load_adapters(
@@ -178,16 +178,16 @@ def load_adapters(
     empty = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), shapes)
     leaves = [leaf for leaf in jax.tree.leaves(empty, is_leaf=is_adapted) if is_adapted(leaf)]
     modules, orders = _modules(config, architecture), _orders(config, architecture)
-    wrong, known = list[str](), set[str]()
+    wrong, expected = list[str](), set[str]()
     with _open(directory) as file:
-        there = set(file.keys())
+        present = set(file.keys())
         for module in modules:
-            leaf, order = leaves[module.number], orders[module.number]
+            leaf, order = leaves[module.weight_index], orders[module.weight_index]
             names = [f"{PREFIX}{module.name}.lora_{half}.weight" for half in "AB"]
-            known.update(names)
-            if not there.intersection(names):
+            expected.update(names)
+            if not present.intersection(names):
                 continue
-            if not there.issuperset(names):
+            if not present.issuperset(names):
                 wrong.append(f"{module.name} has one of lora_A and lora_B alone")
                 continue
             theirs = [np.asarray(file.get_tensor(name)).astype(np.float32) for name in names]
@@ -198,21 +198,21 @@ def load_adapters(
                     wrong.append(f"{name.removeprefix(PREFIX)} has {x.shape}, not {shape}")
             if wrong:
                 continue
-            a, b = (order.padded(half, x, rank) for half, x in zip("AB", theirs, strict=True))
-            own, scale = options.scale_of(module.key), _lora_of(config).scale
-            if own != scale:
-                b = b * np.float32(own / scale)
-            leaf.a[module.place], leaf.b[module.place] = order.a_to_ours(a), order.b_to_ours(b)
+            a, b = (order.pad_rank(half, x, rank) for half, x in zip("AB", theirs, strict=True))
+            module_scale, scale = options.scale_of(module.key), _lora_of(config).scale
+            if module_scale != scale:
+                b = b * np.float32(module_scale / scale)
+            leaf.a[module.index], leaf.b[module.index] = order.a_to_ours(a), order.b_to_ours(b)
     # PEFT keeps a copy of a head that has an adapter.
-    known |= {f"{PREFIX}lm_head.base_layer.weight"}
-    wrong += [f"unknown {name}" for name in sorted(there - known)]
+    expected |= {f"{PREFIX}lm_head.base_layer.weight"}
+    wrong += [f"unknown {name}" for name in sorted(present - expected)]
     if wrong:
         raise ValueError(
             f"{directory / TENSORS} does not hold adapters of this network "
             f"({len(wrong)} differ): {'; '.join(wrong)}."
         )
-    places = trained(shardings(config, mesh), statement)
-    return jax.device_put(in_chunks(empty, mesh), places)
+    target_shardings = select_trained(shardings(config, mesh), statement)
+    return jax.device_put(in_chunks(empty, mesh), target_shardings)
 
 
 @dataclass(frozen=True)
@@ -237,10 +237,10 @@ class _Order:
     def shape_of(self, half: str, rank: int) -> tuple[int, int]:
         """Of PEFT's ``lora_A`` or ``lora_B`` where it has some rank."""
         experts = self.a[0] if self.experts else 1
-        own = prod(self.a if half == "A" else self.b) // (experts * self.rank)
-        return (experts * rank, own) if half == "A" else (own, experts * rank)
+        width = prod(self.a if half == "A" else self.b) // (experts * self.rank)
+        return (experts * rank, width) if half == "A" else (width, experts * rank)
 
-    def padded(self, half: str, theirs: np.ndarray, rank: int) -> np.ndarray:
+    def pad_rank(self, half: str, theirs: np.ndarray, rank: int) -> np.ndarray:
         """PEFT's tensor with zeros for the ranks that it has fewer than ours."""
         if rank == self.rank:
             return theirs
@@ -272,14 +272,14 @@ class _Order:
         if self.experts:
             flat = theirs.reshape(prod(self.b[2:]), self.b[1], self.b[0]).transpose(2, 1, 0)
             ordered = flat.reshape(*self.b[:2], *(self.b[axis] for axis in self._out(2)))
-            return ordered.transpose(0, 1, *(2 + place for place in np.argsort(self.out)))
+            return ordered.transpose(0, 1, *(2 + dim for dim in np.argsort(self.out)))
         return theirs.T.reshape(self.b)
 
     def _out(self, first: int) -> tuple[int, ...]:
         return tuple(first + axis for axis in self.out)
 
 
-def _stated(
+def _adapted_weights(
     config: ModelConfig, architecture: str | None
 ) -> Iterator[tuple[str, Adapted[Any], Tensors]]:
     """Name, statement and tensors of each weight with an adapter, in the order of the leaves."""
@@ -293,43 +293,49 @@ def _stated(
 
 def _orders(config: ModelConfig, architecture: str | None) -> list[_Order]:
     sizes, orders = axis_sizes(config), []
-    for _, stated, plan in _stated(config, architecture):
-        experts = _of_experts(stated)
+    for _, stated, plan in _adapted_weights(config, architecture):
+        experts = _is_of_experts(stated)
         front = 1 if experts else len(plan.stack)
         a, b = (weight.axes.split()[front:] for weight in (stated.a, stated.b))
-        own = [axis for axis in b if axis not in ("expert", "lora_rank")]
+        out_axes = [axis for axis in b if axis not in ("expert", "lora_rank")]
         # One parameter that a checkpoint has as one too has its elements as they are there.
-        whole = experts and "expert" not in plan.stack
-        lies = [axis for axes in plan.dimensions for axis in axes if axis in own] if whole else own
-        of_a, of_b = (tuple(sizes[axis] for axis in axes) for axes in (a, b))
-        orders.append(_Order(of_a, of_b, experts, tuple(own.index(axis) for axis in lies)))
+        is_fused = experts and "expert" not in plan.stack
+        stored_axes = (
+            [axis for axes in plan.dimensions for axis in axes if axis in out_axes]
+            if is_fused
+            else out_axes
+        )
+        a_shape, b_shape = (tuple(sizes[axis] for axis in axes) for axes in (a, b))
+        orders.append(
+            _Order(a_shape, b_shape, experts, tuple(out_axes.index(axis) for axis in stored_axes))
+        )
     return orders
 
 
-def _of_experts(stated: Adapted[Any]) -> bool:
+def _is_of_experts(stated: Adapted[Any]) -> bool:
     return "expert" in stated.base.axes.split()
 
 
 def _modules(config: ModelConfig, architecture: str | None) -> list[_Module]:
     modules = []
     fused = family_for(config.without_adapters(), architecture).fused_in_peft
-    for number, (name, stated, plan) in enumerate(_stated(config, architecture)):
-        if _of_experts(stated):
-            parameter, after = STACKED[name]
+    for weight_index, (name, stated, plan) in enumerate(_adapted_weights(config, architecture)):
+        if _is_of_experts(stated):
+            parameter, suffix = STACKED[name]
             for layer in range(plan.sizes["layer"]):
-                module = f"model.layers.{plan.layers[layer]}.{EXPERTS}{after}"
+                module = f"model.layers.{plan.layers[layer]}.{EXPERTS}{suffix}"
                 target = f"{EXPERTS}.{parameter}"
                 key = f"model.layers.{plan.layers[layer]}.{target}"
-                modules.append(_Module(module, target, True, key, number, (layer,)))
+                modules.append(_Module(module, target, True, key, weight_index, (layer,)))
             continue
-        for place, tensor in plan.names():
+        for index, tensor in plan.names():
             module = tensor.removesuffix(".weight")
             # The same for all layers: what follows the layer's number.
             target = module.split(".", 3)[-1] if plan.stack else module
             by_weight = fused and module.endswith(PROJECTIONS)
-            after = ".weight" if by_weight else ""
+            suffix = ".weight" if by_weight else ""
             modules.append(
-                _Module(module, target + after, by_weight, module + after, number, place)
+                _Module(module, target + suffix, by_weight, module + suffix, weight_index, index)
             )
     return modules
 
@@ -340,7 +346,7 @@ def _lora_of(config: ModelConfig) -> Lora:
     return config.lora
 
 
-def _with(plain: ModelConfig, lora: Lora, targets: tuple[str, ...]) -> ModelConfig:
+def _with_targets(plain: ModelConfig, lora: Lora, targets: tuple[str, ...]) -> ModelConfig:
     return replace(plain, lora=replace(lora, targets=targets))
 
 

@@ -9,8 +9,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from moe.config import ModelConfig
 from moe.huggingface.families.family import Family
-from moe.huggingface.families.known import FAMILIES
 from moe.huggingface.families.shared_options import common_fields, common_options
+from moe.huggingface.families.supported import FAMILIES
 from moe.huggingface.options import Options
 
 Dtype = Literal["float32", "bfloat16"]
@@ -66,26 +66,26 @@ def config_from(path: str | Path, dtype: Dtype | None = None) -> ModelConfig:
     Raises:
       ValueError: when the architecture or one of the options is not supported; it is named.
     """
-    return described(path, dtype)[0]
+    return read_config(path, dtype)[0]
 
 
-def described(path: str | Path, dtype: Dtype | None = None) -> tuple[ModelConfig, Family]:
+def read_config(path: str | Path, dtype: Dtype | None = None) -> tuple[ModelConfig, Family]:
     """`config_from`, and the architecture that names the tensors."""
     path = Path(path)
     options = Options.read(path / "config.json" if path.is_dir() else path)
     family = _family(options)
     try:
-        found = common_fields(options)
-        found |= family.read(options, found)
+        model_fields = common_fields(options)
+        model_fields |= family.read(options, model_fields)
     except (TypeError, AttributeError, ArithmeticError) as error:
         raise options.not_fitting(f"one of its options is of another type ({error})") from error
     stored = options.take("dtype", "torch_dtype", default=None)
     options.finish()
-    chosen = dtype or ("bfloat16" if stored == "bfloat16" else "float32")
-    for name, value in found.items():
+    activation_dtype = dtype or ("bfloat16" if stored == "bfloat16" else "float32")
+    for name, value in model_fields.items():
         if not _fits(value, _HINTS[name]):
             raise options.not_fitting(f"{name} would be {value!r}")
-    return ModelConfig(**found, **UNBALANCED, dtype=chosen), family
+    return ModelConfig(**model_fields, **UNBALANCED, dtype=activation_dtype), family
 
 
 def architecture_of(path: str | Path) -> str:
@@ -94,7 +94,7 @@ def architecture_of(path: str | Path) -> str:
     Args:
       path: as for `config_from`.
     """
-    return described(path)[1].architecture
+    return read_config(path)[1].architecture
 
 
 def options_from(config: ModelConfig, architecture: str | None = None) -> dict[str, Any]:
@@ -107,22 +107,22 @@ def options_from(config: ModelConfig, architecture: str | None = None) -> dict[s
       ValueError: when none can, or the one asked for cannot: with the fields that it lacks.
     """
     family = family_for(config, architecture)
-    return _written(config, family)
+    return _write_options(config, family)
 
 
 def family_for(config: ModelConfig, architecture: str | None = None) -> Family:
     """The architecture that a network is written as; see `options_from`."""
-    known = {family.architecture: family for family in FAMILIES}
-    if architecture is not None and architecture not in known:
+    families = {family.architecture: family for family in FAMILIES}
+    if architecture is not None and architecture not in families:
         raise ValueError(
-            f"architecture={architecture!r} is not supported; there are {', '.join(known)}."
+            f"architecture={architecture!r} is not supported; there are {', '.join(families)}."
         )
     if config.head == "value":
         raise ValueError('head="value" is a critic, which no public architecture has.')
     if architecture is not None:
-        lacking = {architecture: _lost(config, known[architecture])}
+        lacking = {architecture: _lost_fields(config, families[architecture])}
     else:
-        lacking = _lost_by_each(config)
+        lacking = _lost_fields_by_architecture(config)
     nearest = min(lacking, key=lambda name: len(lacking[name]))
     if lacking[nearest]:
         lost = ", ".join(f"{name}={getattr(config, name)!r}" for name in lacking[nearest])
@@ -133,15 +133,15 @@ def family_for(config: ModelConfig, architecture: str | None = None) -> Family:
             + (fold if "embedding_scale" in lacking[nearest] else "")
             + "."
         )
-    return known[nearest]
+    return families[nearest]
 
 
-def _lost_by_each(config: ModelConfig) -> dict[str, list[str]]:
-    """`_lost` for every architecture that can read at all what is written for it."""
+def _lost_fields_by_architecture(config: ModelConfig) -> dict[str, list[str]]:
+    """`_lost_fields` for every architecture that can read at all what is written for it."""
     lacking: dict[str, list[str]] = {}
     for family in FAMILIES:
         with contextlib.suppress(ValueError):
-            lacking[family.architecture] = _lost(config, family)
+            lacking[family.architecture] = _lost_fields(config, family)
     if not lacking:
         raise ValueError(
             f"no architecture expresses this network; rope_scaling={config.rope_scaling} may be "
@@ -174,28 +174,32 @@ def _family(options: Options) -> Family:
     for family in FAMILIES:
         if kind == family.model_type or kind in family.also:
             return family
-    known = ", ".join(name for family in FAMILIES for name in (family.model_type, *family.also))
-    raise options.unsupported("model_type", kind, f"one of {known}")
+    supported = ", ".join(name for family in FAMILIES for name in (family.model_type, *family.also))
+    raise options.unsupported("model_type", kind, f"one of {supported}")
 
 
-def _written(config: ModelConfig, family: Family) -> dict[str, Any]:
+def _write_options(config: ModelConfig, family: Family) -> dict[str, Any]:
     return {
         "architectures": [family.architecture],
         "model_type": family.model_type,
         **common_options(config),
-        **family.written(config),
+        **family.write(config),
     }
 
 
-def _lost(config: ModelConfig, family: Family) -> list[str]:
+def _lost_fields(config: ModelConfig, family: Family) -> list[str]:
     """Fields that come back changed when the network is written as `family` and read again."""
     names = [field.name for field in fields(ModelConfig)]
-    options = Options(_written(config, family), f"a {family.model_type} configuration")
-    found = common_fields(options)
+    options = Options(_write_options(config, family), f"a {family.model_type} configuration")
+    model_fields = common_fields(options)
     # Not made a ModelConfig of: an architecture may read what it cannot express as nonsense.
-    back = {**vars(_network(ModelConfig(1))), **found, **family.read(options, found)}
-    own = vars(_network(config))
-    return [name for name in names if name not in TRAINING and back[name] != own[name]]
+    read_back = {
+        **vars(_network(ModelConfig(1))),
+        **model_fields,
+        **family.read(options, model_fields),
+    }
+    expected = vars(_network(config))
+    return [name for name in names if name not in TRAINING and read_back[name] != expected[name]]
 
 
 def _network(config: ModelConfig) -> ModelConfig:

@@ -48,11 +48,11 @@ class Options:
 
     Args:
       values: what config.json holds.
-      place: where it was read, for messages.
+      source: where it was read, for messages.
     """
 
-    def __init__(self, values: Mapping[str, Any], place: str):
-        self._values, self._place, self._taken = values, place, set[str]()
+    def __init__(self, values: Mapping[str, Any], source: str):
+        self._values, self._source, self._consumed = values, source, set[str]()
 
     @classmethod
     def read(cls, path: Path) -> "Options":
@@ -84,15 +84,15 @@ class Options:
         Raises:
           ValueError: it has no default and is not there.
         """
-        self._taken.update(names)
+        self._consumed.update(names)
         for name in names:
             if name in self._values:
                 return self._values[name]
         if default is _ABSENT:
-            raise ValueError(f"{self._place} has no option {' or '.join(names)}.")
+            raise ValueError(f"{self._source} has no option {' or '.join(names)}.")
         return default
 
-    def demand(self, name: str, *accepted: Any, default: Any = None) -> None:
+    def require(self, name: str, *accepted: Any, default: Any = None) -> None:
         """Takes an option of which only some values are supported, `default` being its value when
         absent."""
         value = self.take(name, default=default)
@@ -101,20 +101,20 @@ class Options:
 
     def unsupported(self, name: str, value: Any, accepted: str) -> ValueError:
         return ValueError(
-            f"{self._place}: {name}={value!r} is not supported; the network here has {accepted}."
+            f"{self._source}: {name}={value!r} is not supported; the network here has {accepted}."
         )
 
     def not_fitting(self, why: str) -> ValueError:
         return ValueError(
-            f"{self._place} describes no network: {why}; take the file of the checkpoint."
+            f"{self._source} describes no network: {why}; take the file of the checkpoint."
         )
 
     def finish(self) -> None:
         """Refuses options that were not taken and could change the network."""
-        rest = sorted(set(self._values) - self._taken - WITHOUT_EFFECT)
+        rest = sorted(set(self._values) - self._consumed - WITHOUT_EFFECT)
         if rest:
             listed = ", ".join(f"{name}={self._values[name]!r}" for name in rest)
             raise ValueError(
-                f"{self._place} has options that are not supported: {listed}. Where they change "
+                f"{self._source} has options that are not supported: {listed}. Where they change "
                 "nothing, delete them from the file."
             )

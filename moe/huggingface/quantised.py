@@ -54,37 +54,43 @@ def read_quantisation(options: Options) -> Quantisation | None:
     Raises:
       ValueError: for a format that is not supported.
     """
-    given = options.take("quantization_config", default=None)
-    if given is None:
+    quantization_config = options.take("quantization_config", default=None)
+    if quantization_config is None:
         return None
-    own = Options(given if isinstance(given, dict) else {}, "quantization_config")
-    method = own.take("quant_method", default=None)
+    quantization = Options(
+        quantization_config if isinstance(quantization_config, dict) else {}, "quantization_config"
+    )
+    method = quantization.take("quant_method", default=None)
     if method not in (FP8, MXFP4):
-        raise options.unsupported("quantization_config", given, f"{FP8} and {MXFP4}, or none")
+        raise options.unsupported(
+            "quantization_config", quantization_config, f"{FP8} and {MXFP4}, or none"
+        )
     # Not needed: the names of tensors tell which are quantised.
-    own.take("modules_to_not_convert", "ignored_layers", default=None)
+    quantization.take("modules_to_not_convert", "ignored_layers", default=None)
     if method == MXFP4:
-        own.finish()
+        quantization.finish()
         return Quantisation(MXFP4)
-    own.demand("fmt", "e4m3", default="e4m3")
+    quantization.require("fmt", "e4m3", default="e4m3")
     # Rounding of activations by serving engines; here activations are not quantised.
     for name in ("activation_scheme", "scale_fmt"):
-        own.take(name, default=None)
-    block = own.take("weight_block_size", default=None)
-    own.finish()
+        quantization.take(name, default=None)
+    block = quantization.take("weight_block_size", default=None)
+    quantization.finish()
     if not (
         isinstance(block, list)
         and len(block) == 2
         and all(type(size) is int and size > 0 for size in block)
     ):
         raise options.unsupported(
-            "quantization_config", given, "a factor for each block: weight_block_size of two sizes"
+            "quantization_config",
+            quantization_config,
+            "a factor for each block: weight_block_size of two sizes",
         )
     return Quantisation(FP8, (block[0], block[1]))
 
 
 @runtime_checkable
-class Source(Protocol):
+class TensorSource(Protocol):
     """A tensor that can be read in parts.
 
     Attributes:
@@ -102,7 +108,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class Plain:
+class PlainTensor:
     """A tensor as it is.
 
     Args:
@@ -135,15 +141,15 @@ class Plain:
 
 
 @dataclass(frozen=True)
-class Blocks:
+class Fp8Tensor:
     """Of "fp8": ``[row, column]`` bytes, and a factor for each block.
 
     Args:
       block: rows and columns of a block.
     """
 
-    numbers: Plain
-    scales: Plain
+    numbers: PlainTensor
+    scales: PlainTensor
     block: tuple[int, int]
     kind: str = "F32"
 
@@ -152,23 +158,23 @@ class Blocks:
         return self.numbers.shape
 
     def read(self, where: Slices) -> np.ndarray:
-        values, of_blocks, within = E4M3[self.numbers.bytes()[where]], [], []
-        for part, size, length in zip(where, self.block, self.shape, strict=True):
-            start, stop, _ = part.indices(length)
+        values, block_slices, within = E4M3[self.numbers.bytes()[where]], [], []
+        for selected, size, length in zip(where, self.block, self.shape, strict=True):
+            start, stop, _ = selected.indices(length)
             first = start // size
-            of_blocks.append(slice(first, -(-stop // size)))
+            block_slices.append(slice(first, -(-stop // size)))
             within.append(np.arange(start, stop) // size - first)
-        scales = self.scales.read(tuple(of_blocks)).astype(np.float32)
+        scales = self.scales.read(tuple(block_slices)).astype(np.float32)
         return values * scales[np.ix_(*within)]
 
 
 @dataclass(frozen=True)
-class Groups:
+class Mxfp4Tensor:
     """Of "mxfp4": ``[expert, out, group, 16]`` bytes of two numbers each, the lower half first, and
     the exponent of each group; as ``[expert, in, out]``."""
 
-    numbers: Plain
-    scales: Plain
+    numbers: PlainTensor
+    scales: PlainTensor
     kind: str = "F32"
 
     @property
@@ -177,49 +183,51 @@ class Groups:
         return experts, groups * GROUP, out
 
     def read(self, where: Slices) -> np.ndarray:
-        experts, inward, out = where
-        start, stop, _ = inward.indices(self.shape[1])
+        experts, in_slice, out_slice = where
+        start, stop, _ = in_slice.indices(self.shape[1])
         first = start // GROUP
         groups = slice(first, -(-stop // GROUP))
-        halves = self.numbers.read((experts, out, groups, slice(None)))
-        values = E2M1[np.stack([halves & 15, halves >> 4], axis=-1)]
-        exponents = self.scales.read((experts, out, groups)).astype(np.int32) - 127
-        values = np.ldexp(values.reshape(*halves.shape[:3], GROUP), exponents[..., None])
-        values = values.reshape(*halves.shape[:2], -1)
+        pairs = self.numbers.read((experts, out_slice, groups, slice(None)))
+        values = E2M1[np.stack([pairs & 15, pairs >> 4], axis=-1)]
+        exponents = self.scales.read((experts, out_slice, groups)).astype(np.int32) - 127
+        values = np.ldexp(values.reshape(*pairs.shape[:3], GROUP), exponents[..., None])
+        values = values.reshape(*pairs.shape[:2], -1)
         return values[..., start - first * GROUP : stop - first * GROUP].swapaxes(1, 2)
 
 
-def sources_of(plain: Mapping[str, Plain], quantisation: Quantisation | None) -> dict[str, Source]:
+def tensor_sources(
+    plain: Mapping[str, PlainTensor], quantisation: Quantisation | None
+) -> dict[str, TensorSource]:
     """All tensors of a checkpoint by name, quantised ones under the name of the tensor they encode.
 
     Raises:
       ValueError: where the factors of one are of another number than its blocks.
     """
-    found: dict[str, Source] = dict(plain)
+    sources: dict[str, TensorSource] = dict(plain)
     if quantisation is None:
-        return found
+        return sources
     if quantisation.method == FP8:
         for name in [name for name in plain if name + FP8_SCALES in plain]:
             numbers, scales = plain[name], plain[name + FP8_SCALES]
             if numbers.kind != "F8_E4M3" or len(numbers.shape) != 2:
                 continue
             counts = zip(numbers.shape, quantisation.block, strict=True)
-            _demand(scales, tuple(-(-length // size) for length, size in counts))
-            found[name] = Blocks(numbers, scales, quantisation.block)
-            del found[name + FP8_SCALES]
-        return found
+            _require_shape(scales, tuple(-(-length // size) for length, size in counts))
+            sources[name] = Fp8Tensor(numbers, scales, quantisation.block)
+            del sources[name + FP8_SCALES]
+        return sources
     for blocks in [name for name in plain if name.endswith(MXFP4_BLOCKS)]:
         name = blocks.removesuffix(MXFP4_BLOCKS)
         numbers, scales = plain[blocks], plain.get(name + MXFP4_SCALES)
         if scales is None or numbers.kind != "U8" or numbers.shape[3:] != (GROUP // 2,):
             continue
-        _demand(scales, numbers.shape[:3])
-        found[name] = Groups(numbers, scales)
-        del found[blocks], found[name + MXFP4_SCALES]
-    return found
+        _require_shape(scales, numbers.shape[:3])
+        sources[name] = Mxfp4Tensor(numbers, scales)
+        del sources[blocks], sources[name + MXFP4_SCALES]
+    return sources
 
 
-def _demand(scales: Plain, shape: tuple[int, ...]) -> None:
+def _require_shape(scales: PlainTensor, shape: tuple[int, ...]) -> None:
     if scales.shape != shape:
         raise ValueError(
             f"{scales.path}: {scales.name} is {scales.shape}, not {shape}, a factor for each "

@@ -49,11 +49,11 @@ def read_rotary(
     Raises:
       ValueError: for a kind of scaling, or one of its options, that is not supported.
     """
-    given = _parameters(options)
-    base = given.get("rope_theta", options.take("rope_theta", default=default_base))
+    parameters = _rope_parameters(options)
+    base = parameters.get("rope_theta", options.take("rope_theta", default=default_base))
     return {
-        "rope_base": as_base(base),
-        "rope_scaling": _scaling(options, given, temperatures, partial),
+        "rope_base": to_float_base(base),
+        "rope_scaling": _read_scaling(options, parameters, temperatures, partial),
     }
 
 
@@ -66,23 +66,25 @@ def read_rotary_by_window(
       default_base: of layers without a window.
       window_base: of those with one, where the options say none; None is that of the others.
     """
-    given, theta = _parameters(options), options.take("rope_theta", default=default_base)
+    parameters, theta = _rope_parameters(options), options.take("rope_theta", default=default_base)
     local = options.take("rope_local_base_freq", default=window_base)
-    if not set(given) <= {_FULL, _SLIDING}:
-        given = {_FULL: given}
-    of_full, of_sliding = (given.get(kind) or {} for kind in (_FULL, _SLIDING))
-    for one in (of_full, of_sliding):
-        if not isinstance(one, Mapping):
-            raise options.unsupported("rope_parameters", given, "an object for each kind of layer")
-    base, scaling = of_full.get("rope_theta", theta), _scaling(options, of_full)
-    local = of_sliding.get("rope_theta", base if local is None else local)
-    if _scaling(options, of_sliding) is not None:
-        raise options.unsupported("rope_parameters", given, f"no scaling of {_SLIDING}")
+    if not set(parameters) <= {_FULL, _SLIDING}:
+        parameters = {_FULL: parameters}
+    full, sliding = (parameters.get(kind) or {} for kind in (_FULL, _SLIDING))
+    for each in (full, sliding):
+        if not isinstance(each, Mapping):
+            raise options.unsupported(
+                "rope_parameters", parameters, "an object for each kind of layer"
+            )
+    base, scaling = full.get("rope_theta", theta), _read_scaling(options, full)
+    local = sliding.get("rope_theta", base if local is None else local)
+    if _read_scaling(options, sliding) is not None:
+        raise options.unsupported("rope_parameters", parameters, f"no scaling of {_SLIDING}")
     same = local == base and scaling is None
     return {
-        "rope_base": as_base(base),
+        "rope_base": to_float_base(base),
         "rope_scaling": scaling,
-        **({} if same else {"window_rope_base": as_base(local)}),
+        **({} if same else {"window_rope_base": to_float_base(local)}),
     }
 
 
@@ -93,56 +95,60 @@ def read_rotary_dim(options: Options, head_dim: int, default: float = 1.0) -> di
       default: the fraction where the options say none.
     """
     fraction = options.take("partial_rotary_factor", default=default)
-    fraction = _parameters(options).get("partial_rotary_factor", fraction)
+    fraction = _rope_parameters(options).get("partial_rotary_factor", fraction)
     dim = int(head_dim * fraction)
     return {} if dim == head_dim else {"rotary_dim": dim}
 
 
-def as_base(base: Any) -> Any:
+def to_float_base(base: Any) -> Any:
     """A base as a number, or as it is where it is none, which the caller says."""
     return float(base) if type(base) is int and abs(base) < 2**1023 else base
 
 
-def _parameters(options: Options) -> Mapping[str, Any]:
-    given = options.take("rope_parameters", "rope_scaling", default=None) or {}
-    if not isinstance(given, Mapping):
-        raise options.unsupported("rope_parameters", given, "an object there")
-    return given
+def _rope_parameters(options: Options) -> Mapping[str, Any]:
+    parameters = options.take("rope_parameters", "rope_scaling", default=None) or {}
+    if not isinstance(parameters, Mapping):
+        raise options.unsupported("rope_parameters", parameters, "an object there")
+    return parameters
 
 
-def _scaling(
+def _read_scaling(
     options: Options,
-    given: Mapping[str, Any],
+    parameters: Mapping[str, Any],
     temperatures: bool = False,
     partial: bool = False,
 ) -> RopeScaling | None:
-    kind = given.get("rope_type", given.get("type", "default"))
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
     others = {"rope_theta", "rope_type", "type"} | ({"partial_rotary_factor"} if partial else set())
     rest = {
-        name: value for name, value in given.items() if name not in others and value is not None
+        name: value
+        for name, value in parameters.items()
+        if name not in others and value is not None
     }
     if kind == "default":
         scaling: RopeScaling | None = None
         unknown = set(rest)
     elif isinstance(kind, str) and kind in _KINDS:
         record, names = _KINDS[kind]
-        known = set(names.values()) - (set() if temperatures else {"mscale", "mscale_all_dim"})
-        unknown = set(rest) - known
+        supported = set(names.values()) - (set() if temperatures else {"mscale", "mscale_all_dim"})
+        unknown = set(rest) - supported
         fields = {field: rest[name] for field, name in names.items() if name in rest}
-        missing = {"factor", "original_max_position_embeddings"} & known - set(rest)
+        missing = {"factor", "original_max_position_embeddings"} & supported - set(rest)
         if missing:
-            raise options.unsupported("rope_scaling", given, f"{', '.join(sorted(missing))} too")
+            raise options.unsupported(
+                "rope_scaling", parameters, f"{', '.join(sorted(missing))} too"
+            )
         scaling = None if unknown else record(**fields)
     else:
         raise options.unsupported("rope_type", kind, f"default, {', '.join(_KINDS)}")
     if unknown:
         raise options.unsupported(
-            "rope_scaling", given, f"none of its {', '.join(sorted(unknown))}"
+            "rope_scaling", parameters, f"none of its {', '.join(sorted(unknown))}"
         )
     return scaling
 
 
-def written_rotary(config: ModelConfig) -> dict[str, Any]:
+def write_rotary(config: ModelConfig) -> dict[str, Any]:
     """The options that `read_rotary` reads, as every version of `transformers` knows them."""
     scaling = config.rope_scaling
     if scaling is None:
@@ -151,17 +157,17 @@ def written_rotary(config: ModelConfig) -> dict[str, Any]:
         (kind, names) for kind, (record, names) in _KINDS.items() if isinstance(scaling, record)
     )
     values = {name: getattr(scaling, field) for field, name in names.items()}
-    given = {name: value for name, value in values.items() if value is not None}
+    parameters = {name: value for name, value in values.items() if value is not None}
     return {
         "rope_theta": config.rope_base,
-        "rope_scaling": {"rope_type": kind, **given},
+        "rope_scaling": {"rope_type": kind, **parameters},
     }
 
 
-def written_rotary_by_window(config: ModelConfig) -> dict[str, Any]:
+def write_rotary_by_window(config: ModelConfig) -> dict[str, Any]:
     """The options that `read_rotary_by_window` reads, in the words of old versions of
     `transformers` and, as new ones do not read those of windows, in theirs."""
-    plain, local = written_rotary(config), config.window_rope_base
+    plain, local = write_rotary(config), config.window_rope_base
     local = config.rope_base if local is None else local
     return {
         **plain,
@@ -176,7 +182,7 @@ def written_rotary_by_window(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def written_rotary_dim(config: ModelConfig) -> dict[str, Any]:
+def write_rotary_dim(config: ModelConfig) -> dict[str, Any]:
     """The option that `read_rotary_dim` reads."""
     dim = config.head_dim if config.rotary_dim is None else config.rotary_dim
     return {"partial_rotary_factor": dim / config.head_dim}

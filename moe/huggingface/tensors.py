@@ -24,7 +24,7 @@ from moe.weights import Weight, axis_sizes, table
 
 STACKS = ("layer", "first_layer", "attention_layer", "delta_layer", "expert", "half")
 """Axes of a weight along which a checkpoint has a tensor for each index."""
-HALVES = ("gate", "up")
+GATE_AND_UP = ("gate", "up")
 """What the entries of the axis ``half`` are called."""
 
 Slices = tuple[slice, ...]
@@ -35,8 +35,8 @@ class Tensors:
     """The tensors of one weight.
 
     Args:
-      names_of_halves: of a tensor, with ``{layer}`` and ``{expert}``; one for each of `HALVES`, or
-        one alone.
+      name_templates: names of a tensor with ``{layer}`` and ``{expert}``; one for each of
+        `GATE_AND_UP`, or a single one.
       layers: the number of each layer of the stack.
       stack: the axes stacked over, in our order.
       dims: which of the weight's dimensions they are.
@@ -46,7 +46,7 @@ class Tensors:
       offset: added to a tensor's numbers to make ours.
     """
 
-    names_of_halves: tuple[str, ...]
+    name_templates: tuple[str, ...]
     layers: tuple[int, ...]
     stack: tuple[str, ...]
     dims: tuple[int, ...]
@@ -61,57 +61,59 @@ class Tensors:
         return tuple(math.prod(self.sizes[axis] for axis in axes) for axes in self.dimensions)
 
     def names(self) -> Iterator[tuple[tuple[int, ...], str]]:
-        """Each place in the stack and the name of its tensor."""
-        for place in np.ndindex(*(self.sizes[axis] for axis in self.stack)):
-            yield place, self.name_at(place)
+        """Each index in the stack and the name of its tensor."""
+        for index in np.ndindex(*(self.sizes[axis] for axis in self.stack)):
+            yield index, self.name_at(index)
 
-    def name_at(self, place: tuple[int, ...]) -> str:
-        index = dict(zip(self.stack, place, strict=True))
-        of_stack = (index[axis] for axis in self.stack if axis.endswith("layer"))
+    def name_at(self, index: tuple[int, ...]) -> str:
+        by_axis = dict(zip(self.stack, index, strict=True))
+        of_stack = (by_axis[axis] for axis in self.stack if axis.endswith("layer"))
         layer = self.layers[next(of_stack, 0)]
-        name = self.names_of_halves[index.get("half", 0)]
-        return name.format(layer=layer, expert=index.get("expert", 0))
+        name = self.name_templates[by_axis.get("half", 0)]
+        return name.format(layer=layer, expert=by_axis.get("expert", 0))
 
-    def at(self, place: tuple[int, ...]) -> tuple[int | slice, ...]:
+    def index_in_weight(self, index: tuple[int, ...]) -> tuple[int | slice, ...]:
         """Index of one tensor in the weight, along all our axes."""
-        picked: list[int | slice] = [slice(None)] * (len(self.stack) + len(self.axes))
-        for dim, index in zip(self.dims, place, strict=True):
-            picked[dim] = index
-        return tuple(picked)
+        selection: list[int | slice] = [slice(None)] * (len(self.stack) + len(self.axes))
+        for dim, position in zip(self.dims, index, strict=True):
+            selection[dim] = position
+        return tuple(selection)
 
-    def part(self, own: Slices) -> Slices:
-        """Slices of a tensor with the elements that `own` selects along our axes, and as few others
-        as slices allow: a dimension made of multiple axes is sliced along the first."""
-        wanted = dict(zip(self.axes, own, strict=True))
-        return tuple(self._range(axes, wanted) for axes in self.dimensions)
+    def slices_in_tensor(self, selection: Slices) -> Slices:
+        """Slices of a tensor with the elements that `selection` selects along our axes, and as few
+        others as slices allow: a dimension made of multiple axes is sliced along the first."""
+        by_axis = dict(zip(self.axes, selection, strict=True))
+        return tuple(self._range(axes, by_axis) for axes in self.dimensions)
 
-    def _range(self, axes: tuple[str, ...], wanted: dict[str, slice]) -> slice:
+    def _range(self, axes: tuple[str, ...], by_axis: dict[str, slice]) -> slice:
         if not axes:
             return slice(0, 1)
         inner = math.prod(self.sizes[axis] for axis in axes[1:])
-        start, stop, _ = wanted[axes[0]].indices(self.sizes[axes[0]])
+        start, stop, _ = by_axis[axes[0]].indices(self.sizes[axes[0]])
         return slice(start * inner, stop * inner)
 
-    def to_ours(self, part: np.ndarray, own: Slices) -> np.ndarray:
-        """Elements that `own` selects along our axes, from the `part` of a tensor that contains
+    def to_ours(self, elements: np.ndarray, selection: Slices) -> np.ndarray:
+        """Elements that `selection` selects along our axes, from those of a tensor that contain
         them."""
-        wanted, theirs = dict(zip(self.axes, own, strict=True)), self._theirs
+        by_axis, theirs = dict(zip(self.axes, selection, strict=True)), self._theirs
         cut = {axes[0] for axes in self.dimensions if axes}
         # Of the axes that a dimension is made of, the first is cut already.
         sizes = [
-            len(range(*wanted[axis].indices(self.sizes[axis]))) if axis in cut else self.sizes[axis]
+            len(range(*by_axis[axis].indices(self.sizes[axis])))
+            if axis in cut
+            else self.sizes[axis]
             for axis in theirs
         ]
-        split = part.reshape(sizes)
-        split = split[tuple(slice(None) if a in cut else wanted[a] for a in theirs)]
+        split = elements.reshape(sizes)
+        split = split[tuple(slice(None) if a in cut else by_axis[a] for a in theirs)]
         ours = split.transpose([theirs.index(axis) for axis in self.axes]).astype(np.float32)
         return ours + np.float32(self.offset) if self.offset else ours
 
-    def to_theirs(self, own: np.ndarray) -> np.ndarray:
+    def to_theirs(self, weight: np.ndarray) -> np.ndarray:
         """A whole tensor of ours as the checkpoint orders it."""
         order = [self.axes.index(axis) for axis in self._theirs]
-        own = own.transpose(order).reshape(self.shape)
-        return own - np.float32(self.offset) if self.offset else own
+        weight = weight.transpose(order).reshape(self.shape)
+        return weight - np.float32(self.offset) if self.offset else weight
 
     @property
     def _theirs(self) -> tuple[str, ...]:
@@ -123,29 +125,35 @@ def tensors_of(config: ModelConfig, family: Family) -> list[Tensors]:
     """The tensors of every weight, in the order of `jax.tree.leaves` of the table."""
     sizes = axis_sizes(config)
     listed = jax.tree_util.tree_leaves_with_path(table(config))
-    return [_tensors(_dotted(path), weight, config, family, sizes) for path, weight in listed]
+    return [_tensors(_dotted_path(path), weight, config, family, sizes) for path, weight in listed]
 
 
 def _tensors(
     path: str, weight: Weight, config: ModelConfig, family: Family, sizes: dict[str, int]
 ) -> Tensors:
     axes = weight.axes.split()
-    whole = _stored(path, config, family)
-    if whole is None:
-        stored = [_stored(path.replace("gate_up", half), config, family) for half in HALVES]
+    fused = _stored_tensor(path, config, family)
+    if fused is None:
+        stored = [
+            _stored_tensor(path.replace("gate_up", name), config, family) for name in GATE_AND_UP
+        ]
     else:
-        stored = [whole]
+        stored = [fused]
     tensors = [tensor for tensor in stored if tensor is not None]
-    inward = tuple(weight.fan_in.split())
+    in_axes = tuple(weight.fan_in.split())
     if tensors[0].dimensions is None:
         stack = tuple(axis for axis in axes if axis in STACKS)
-        out = tuple(axis for axis in axes if axis not in (*stack, *inward))
-        dimensions = (out, inward) if inward else (out,)
+        out_axes = tuple(axis for axis in axes if axis not in (*stack, *in_axes))
+        dimensions = (out_axes, in_axes) if in_axes else (out_axes,)
     else:
-        dimensions = tuple(tuple(part.split()) for part in tensors[0].dimensions.split(","))
-        stack = tuple(axis for axis in axes if not any(axis in part for part in dimensions))
+        dimensions = tuple(
+            tuple(named_axes.split()) for named_axes in tensors[0].dimensions.split(",")
+        )
+        stack = tuple(
+            axis for axis in axes if not any(axis in named_axes for named_axes in dimensions)
+        )
     return Tensors(
-        names_of_halves=tuple(tensor.name for tensor in tensors),
+        name_templates=tuple(tensor.name for tensor in tensors),
         layers=_layers(axes[0], config),
         stack=stack,
         dims=tuple(axes.index(axis) for axis in stack),
@@ -158,18 +166,18 @@ def _tensors(
 
 def _layers(axis: str, config: ModelConfig) -> tuple[int, ...]:
     """The numbers of the layers that a weight is stacked over."""
-    dense, of_delta = config.num_dense_layers, delta_layers(config)
-    every = range(dense, config.num_layers)
+    dense, with_delta = config.num_dense_layers, delta_layers(config)
+    all_layers = range(dense, config.num_layers)
     stacks = {
         "first_layer": range(dense),
-        "layer": every,
-        "attention_layer": [layer for layer in every if layer not in of_delta],
-        "delta_layer": of_delta,
+        "layer": all_layers,
+        "attention_layer": [layer for layer in all_layers if layer not in with_delta],
+        "delta_layer": with_delta,
     }
     return tuple(stacks.get(axis, (0,)))
 
 
-def _stored(path: str, config: ModelConfig, family: Family) -> Stored | None:
+def _stored_tensor(path: str, config: ModelConfig, family: Family) -> Stored | None:
     """The tensor of a weight; None where its halves have one each."""
     ends = {
         "embedding": Stored("model.embed_tokens.weight"),
@@ -178,20 +186,22 @@ def _stored(path: str, config: ModelConfig, family: Family) -> Stored | None:
     }
     if path in ends:
         return ends[path]
-    stack, _, own = path.partition(".")
+    stack, _, path_in_layer = path.partition(".")
     names = {**COMMON_NAMES, **family.names}
-    plain = own.startswith("dense.") and (stack == "first_layers" or not config.num_experts)
-    without_latent = own == "attention.query" and (
+    is_plain_dense = path_in_layer.startswith("dense.") and (
+        stack == "first_layers" or not config.num_experts
+    )
+    without_latent = path_in_layer == "attention.query" and (
         config.mla is None or config.mla.q_lora_rank is None
     )
-    if plain or without_latent:
+    if is_plain_dense or without_latent:
         names = COMMON_NAMES
-    if own.endswith(".gate_up") and own not in names:
+    if path_in_layer.endswith(".gate_up") and path_in_layer not in names:
         return None
-    named = names[own]
-    named = Stored(named) if isinstance(named, str) else named
-    return replace(named, name="model.layers.{layer}." + named.name)
+    tensor = names[path_in_layer]
+    tensor = Stored(tensor) if isinstance(tensor, str) else tensor
+    return replace(tensor, name="model.layers.{layer}." + tensor.name)
 
 
-def _dotted(path: tuple[Any, ...]) -> str:
+def _dotted_path(path: tuple[Any, ...]) -> str:
     return ".".join(entry.name for entry in path)

@@ -20,7 +20,7 @@ from moe.huggingface.tensors import Tensors, tensors_of
 from moe.weights import Transformer, shapes
 
 Entry = tuple[str, Tensors, int, tuple[int, ...]]
-"""Name, how it is ordered, the number of its weight, its place in the weight's stack."""
+"""Name, how it is ordered, the index of its weight, its index in the weight's stack."""
 
 
 def save(
@@ -54,21 +54,22 @@ def save(
     """
     directory = Path(directory)
     family = family_for(config, architecture)
-    options = options_from(config, family.architecture) | _about(about or {})
+    options = options_from(config, family.architecture) | _check_about(about or {})
     options |= {"dtype": dtype, "torch_dtype": dtype}
-    leaves = _checked(config, weights)
+    leaves = _check_weights(config, weights)
     directory.mkdir(parents=True, exist_ok=True)
     if any(directory.glob("*.safetensors*")):
         raise ValueError(f"{directory} already holds .safetensors files: choose another.")
     entries = [
-        (name, plan, number, place)
-        for number, plan in enumerate(tensors_of(config, family))
-        for place, name in plan.names()
+        (name, plan, weight_index, index)
+        for weight_index, plan in enumerate(tensors_of(config, family))
+        for index, name in plan.names()
     ]
     files = _files(entries, jnp.dtype(dtype).itemsize, file_bytes)
-    for file, held in files.items():
+    for file, file_entries in files.items():
         tensors = {
-            name: _tensor(leaves[number], plan, place, dtype) for name, plan, number, place in held
+            name: _tensor(leaves[weight_index], plan, index, dtype)
+            for name, plan, weight_index, index in file_entries
         }
         write_tensors(tensors, directory / file)
     if len(files) > 1:
@@ -102,15 +103,15 @@ def fold_embedding_scale(
     )
 
 
-def _about(given: Mapping[str, Any]) -> dict[str, Any]:
-    if unknown := sorted(set(given) - WITHOUT_EFFECT):
+def _check_about(about: Mapping[str, Any]) -> dict[str, Any]:
+    if unknown := sorted(set(about) - WITHOUT_EFFECT):
         raise ValueError(
             f"about has {', '.join(unknown)}, which the network itself decides: leave them out."
         )
-    return dict(given)
+    return dict(about)
 
 
-def _checked(config: ModelConfig, weights: Transformer[Any]) -> list[Array | np.ndarray]:
+def _check_weights(config: ModelConfig, weights: Transformer[Any]) -> list[Array | np.ndarray]:
     wanted, leaves = shapes(config), jax.tree.leaves(weights)
     if jax.tree.structure(wanted) != jax.tree.structure(weights):
         raise ValueError("weights are not those of config: their records differ.")
@@ -129,14 +130,14 @@ def _checked(config: ModelConfig, weights: Transformer[Any]) -> list[Array | np.
 def _files(entries: list[Entry], itemsize: int, file_bytes: int) -> dict[str, list[Entry]]:
     """The tensors of each file, in order, as many in each as fit."""
     groups: list[list[Entry]] = [[]]
-    room = file_bytes
+    free_bytes = file_bytes
     for entry in entries:
         size = int(np.prod(entry[1].shape)) * itemsize
-        if groups[-1] and size > room:
+        if groups[-1] and size > free_bytes:
             groups.append([])
-            room = file_bytes
+            free_bytes = file_bytes
         groups[-1].append(entry)
-        room -= size
+        free_bytes -= size
     if len(groups) == 1:
         return {"model.safetensors": groups[0]}
     total = len(groups)
@@ -147,17 +148,21 @@ def _files(entries: list[Entry], itemsize: int, file_bytes: int) -> dict[str, li
 
 
 def _tensor(
-    leaf: Array | np.ndarray, plan: Tensors, place: tuple[int, ...], dtype: Dtype
+    leaf: Array | np.ndarray, plan: Tensors, index: tuple[int, ...], dtype: Dtype
 ) -> np.ndarray:
-    theirs = plan.to_theirs(np.asarray(leaf[plan.at(place)]))
+    theirs = plan.to_theirs(np.asarray(leaf[plan.index_in_weight(index)]))
     return np.ascontiguousarray(theirs.astype(jnp.dtype(dtype)))
 
 
 def _write_index(directory: Path, files: dict[str, list[Entry]], itemsize: int) -> None:
-    size = sum(int(np.prod(entry[1].shape)) for held in files.values() for entry in held)
+    size = sum(
+        int(np.prod(entry[1].shape)) for file_entries in files.values() for entry in file_entries
+    )
     index = {
         "metadata": {"total_size": size * itemsize},
-        "weight_map": {entry[0]: file for file, held in files.items() for entry in held},
+        "weight_map": {
+            entry[0]: file for file, file_entries in files.items() for entry in file_entries
+        },
     }
     _write_json(directory / "model.safetensors.index.json", index)
 

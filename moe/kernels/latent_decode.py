@@ -66,7 +66,7 @@ def latent_decode_attention(
     sums are float32. The contents of other columns have no effect, even NaN. It has no gradient.
 
     Args:
-      query: absorbed (`moe.attention.latent.absorbed`).
+      query: absorbed (`moe.attention.latent.absorb_keys`).
       vectors: in the layout of `moe.cache.buffers.Cache`.
       first, stop: range of columns that a row sees, at least one.
       scale: multiplies the scores.

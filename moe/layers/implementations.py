@@ -8,7 +8,7 @@ default of the operation applies. `benchmarks/results` has the measurements.
 from collections.abc import Callable
 from typing import NamedTuple
 
-from moe.attention.latent import keeps_narrow
+from moe.attention.latent import caches_latent
 from moe.config import ModelConfig
 from moe.kernels import decode_attention, latent_decode
 from moe.kernels.choice import capability, foreign_gpus
@@ -71,7 +71,7 @@ def unsupported_by_decode_kernel(config: ModelConfig) -> str | None:
     """The reason why the decode kernels do not support the network's heads; None if they do."""
     if config.attention_sinks:
         return "attention sinks in the softmax"
-    if config.mla is not None and keeps_narrow(config):
+    if config.mla is not None and caches_latent(config):
         rank = config.mla.kv_lora_rank
         return latent_decode.unsupported_vectors(
             config.dtype, rank + config.mla.qk_rope_head_dim, rank

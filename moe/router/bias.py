@@ -5,7 +5,7 @@ from dataclasses import replace
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moe.placement import stacked
+from moe.placement import stack_chunks
 from moe.weights import Transformer
 from sharding.folding import FoldedMesh
 
@@ -50,5 +50,5 @@ def with_updated_bias(
     if old is None or new is None or old.bias is None:
         raise ValueError("selection_bias=False has no bias to move: set it in the configuration.")
     # Stored in chunks, by other names of the same order.
-    experts = replace(new, bias=updated_bias(old.bias, stacked(mesh, load), rate))
+    experts = replace(new, bias=updated_bias(old.bias, stack_chunks(mesh, load), rate))
     return replace(after, layers=replace(after.layers, experts=experts))

@@ -5,7 +5,7 @@ the load-balancing loss, which is computed per sequence. Both are functions of t
 `pack_rows` has one sequence per row; `pack_shared_prompts` runs a prompt once for all completions
 that share it (prefix sharing); `pack_segments` has multiple sequences per row. Each has a
 `ZigzagLayout`, so that it can be sharded over ``cp`` and ``tp``, in the order that context-parallel
-attention needs (`moe.attention.context_parallel.choice.wants_contiguous`).
+attention needs (`moe.attention.context_parallel.choice.prefers_contiguous`).
 """
 
 from collections.abc import Callable, Sequence
@@ -19,13 +19,13 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 
 from moe.attention.context_parallel.choice import (
     context_parallel_attention,
-    wants_contiguous,
+    prefers_contiguous,
 )
-from moe.attention.context_parallel.mask import SegmentMask, Source
+from moe.attention.context_parallel.mask import KeySource, SegmentMask
 from moe.attention.latent import LatentCore
 from moe.attention.layer import CoreAttention
-from moe.attention.mask import Marks, Window
-from moe.attention.rotation import Turns
+from moe.attention.mask import TokenIndices, Window
+from moe.attention.rotation import RotaryCache
 from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.router.capacity import can_drop
@@ -74,7 +74,7 @@ class PackedBatch(NamedTuple):
     record_choices: bool = False
     half_batches: tuple["PackedBatch", ...] = ()
     is_half_batch: bool = False
-    rope: Turns | None = None
+    rope: RotaryCache | None = None
 
     @property
     def streams(self) -> tuple["PackedBatch", ...]:
@@ -222,7 +222,7 @@ def pack_shared_prompts(
     )
     positions, multiplicity = split(positions_of(valid)), valid.astype(jnp.float32)
     prompt_multiplicity, response_multiplicity = split(multiplicity)
-    sources = (Source(0, 1),), (Source(0, num_samples), Source(1, 1))
+    sources = (KeySource(0, 1),), (KeySource(0, num_samples), KeySource(1, 1))
     mask = _causal_mask(zigzag, positions, split(valid.astype(jnp.int32)), sources, True)
     packed = PackedBatch(
         tokens=zigzag.flatten(*split(tokens)),
@@ -327,11 +327,11 @@ def zigzag_of_prompts(
 def _layout(
     sections: tuple[tuple[int, int], ...], mesh: FoldedMesh, config: ModelConfig | None
 ) -> ZigzagLayout:
-    contiguous = config is not None and wants_contiguous(config, mesh)
+    contiguous = config is not None and prefers_contiguous(config, mesh)
     return ZigzagLayout(sections, mesh.size(mesh.cp), contiguous)
 
 
-SAME_ROWS = ((Source(0, 1),),)
+SAME_ROWS = ((KeySource(0, 1),),)
 """One section, whose queries attend to the same rows."""
 
 
@@ -357,7 +357,7 @@ def _causal_mask(
     zigzag: ZigzagLayout,
     positions: Sequence[Array],
     segments: Sequence[Array],
-    sources: tuple[tuple[Source, ...], ...],
+    sources: tuple[tuple[KeySource, ...], ...],
     single: bool,
 ) -> SegmentMask:
     """Mask that shows earlier columns of the same segment; a section's columns follow those of the
@@ -367,7 +367,7 @@ def _causal_mask(
         column = start + jnp.arange(length, dtype=jnp.int32)
         columns.append(jnp.broadcast_to(column[None], (num_rows, length)))
         start += length
-    mask_ids = Marks(*(zigzag.flatten(*x) for x in (columns, positions, segments)))
+    mask_ids = TokenIndices(*(zigzag.flatten(*x) for x in (columns, positions, segments)))
     return SegmentMask(zigzag, mask_ids, sources, single)
 
 

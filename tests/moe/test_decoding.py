@@ -12,7 +12,7 @@ from small_networks import ROUTED
 from tiers import full_but
 
 from moe import model
-from moe.attention.latent import keeps_narrow
+from moe.attention.latent import caches_latent
 from moe.attention.rotary import YarnScaling
 from moe.cache.buffers import KEY_COLUMN
 from moe.config import GatedDeltaNet, MultiHeadLatentAttention
@@ -252,7 +252,7 @@ def test_a_latent_cache_holds_narrow_vectors(latent, keys, values):
 
 def test_an_unknown_name_is_refused():
     with pytest.raises(ValueError, match=r"execution.latent='wide' is not known: choose among abs"):
-        keeps_narrow(replace(ROUTED, execution=Execution(latent="wide")))
+        caches_latent(replace(ROUTED, execution=Execution(latent="wide")))
 
 
 def test_a_cache_holds_whole_rows():

@@ -16,7 +16,7 @@ from tiers import full_but
 
 from moe.config import Head, ModelConfig
 from moe.execution import Execution
-from moe.head import is_likeliest, logits_of, logprobs_and_entropy
+from moe.head import is_argmax, logits_of, logprobs_and_entropy
 from moe.placement import specs
 from sharding.collectives import all_sum, vary
 
@@ -318,7 +318,7 @@ def test_a_token_is_the_likeliest_where_no_logit_is_higher(layout, vocab_size, c
     by_token = P((*mesh.dp, *mesh.sequence))
 
     def local(weights, x, tokens):
-        found = is_likeliest(weights, x, tokens, config, mesh).astype(jnp.int32)
+        found = is_argmax(weights, x, tokens, config, mesh).astype(jnp.int32)
         return jax.lax.pmax(
             found, tuple(a for a in mesh.axes if a not in (*mesh.dp, *mesh.sequence))
         )

@@ -19,8 +19,8 @@ from moe import model
 from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.placement import in_chunks, specs
-from moe.remat import KEPT_BEFORE_NORMS, POLICIES
-from moe.repeated import repeating
+from moe.remat import POLICIES, SAVED_BEFORE_NORMS
+from moe.repeated import save_only_named
 from moe.router.balance import router_loss
 from moe.tokens.packing import pack_rows
 from sharding.collectives import all_sum, vary
@@ -262,9 +262,9 @@ def test_nothing_that_is_repeated_waits_for_the_gradient():
         traced(wrapped)
         for wrapped in (
             lambda run: run,
-            lambda run: repeating(run, KEPT_BEFORE_NORMS),
+            lambda run: save_only_named(run, SAVED_BEFORE_NORMS),
             lambda run: jax.checkpoint(
-                run, policy=jax.checkpoint_policies.save_only_these_names(*KEPT_BEFORE_NORMS)
+                run, policy=jax.checkpoint_policies.save_only_these_names(*SAVED_BEFORE_NORMS)
             ),
         )
     )
@@ -289,11 +289,11 @@ def test_nothing_that_is_repeated_waits_for_the_gradient_when_compiled():
             for which in (True, False)
         ]
 
-    once, ours = found(lambda run: run), found(lambda run: repeating(run, KEPT_BEFORE_NORMS))
+    once, ours = found(lambda run: run), found(lambda run: save_only_named(run, SAVED_BEFORE_NORMS))
     assert ours[0] == once[0]
     assert Counter() < ours[1] - once[1] <= Counter(AGAIN)
 
 
 def test_unknown_policies_are_refused():
     with pytest.raises(ValueError, match=r"execution.remat='some' is not known: use none, sel"):
-        model.rematerialised(loss, "some")
+        model.rematerialise(loss, "some")

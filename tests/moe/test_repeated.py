@@ -8,7 +8,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import jaxprs_in_params
 
-from moe.repeated import repeating
+from moe.repeated import save_only_named
 
 TOKENS, WIDTH, DEPTH = 3, 4, 5
 
@@ -32,7 +32,7 @@ def layer(weight, x, numbers):
 
 
 def repeated(in_scan=False, names=("product",), present=None):
-    return repeating(layer, names, in_scan, present)
+    return save_only_named(layer, names, in_scan, present)
 
 
 def unrolled(run, weights, x):

@@ -169,7 +169,7 @@ def test_initial_values_depend_on_the_key_only():
 
 @pytest.mark.parametrize("flat", [0, 2**22])
 def test_the_axes_that_a_weight_is_drawn_along_have_no_say(monkeypatch, flat):
-    monkeypatch.setattr(moe_weights, "FLAT", flat)
+    monkeypatch.setattr(moe_weights, "MAX_FLAT_SAMPLES", flat)
     shape = 3, 4, 5
     sizes = dict(zip("abc", shape, strict=True))
     drawn = jit(lambda key: _initial(Weight("a b c", "b"), sizes, [key]))(jax.random.key(1))

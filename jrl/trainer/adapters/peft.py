@@ -12,7 +12,7 @@ from jrl.processes.agreement import RaiseInAllProcesses, is_main_process, to_hos
 from jrl.trainer.setup.setup import Setup
 from jrl.trainer.state import TrainState
 from moe import placement
-from moe.adapters.trees import trained
+from moe.adapters.trees import select_trained
 from moe.weights import Transformer, axis_sizes, table
 
 
@@ -74,7 +74,7 @@ def write_adapters(setup: Setup, model: Path, directory: Path, state: TrainState
         return
     from moe.huggingface import architecture_of, save_adapters  # needs an extra
 
-    adapters = trained(state.policy.weights, table(setup.model))
+    adapters = select_trained(state.policy.weights, table(setup.model))
     depth = axis_sizes(setup.model)["layer"]
     # Copied to the host outside of the block below, in which no collective may be called.
     in_order = placement.in_layer_order(to_host(adapters), setup.mesh, depth)

@@ -163,7 +163,7 @@ def _abstract_weights(model: ModelConfig, mesh: FoldedMesh) -> Any:
     plain = placement.without_chunks(model, mesh)
     shardings = float32_shardings(model, plain)
     all_weights = jax.tree.map(abstract_array, moe_weights.shapes(model), shardings)
-    return trees.trained(all_weights, moe_weights.table(model))
+    return trees.select_trained(all_weights, moe_weights.table(model))
 
 
 def _shard_with_base(
@@ -177,7 +177,7 @@ def _shard_with_base(
     weights."""
     weight_table = moe_weights.table(model)
     adapters = placement.in_chunks(adapters, mesh)
-    shardings = trees.trained(placement.shardings(model, mesh), weight_table)
+    shardings = trees.select_trained(placement.shardings(model, mesh), weight_table)
     weights = trees.with_base(frozen, jax.device_put(adapters, shardings), weight_table)
     if not float32:
         return weights

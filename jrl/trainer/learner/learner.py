@@ -81,7 +81,7 @@ def init_learner(
         trainable, base = split(weights, config)
         trained_weights = copy_arrays(trainable)
         moments = _init_moments(optimizer, trained_weights, config, mesh)
-        return Learner(trees.joined(trained_weights, base), moments, *_zero_counters(mesh))
+        return Learner(trees.combine_trees(trained_weights, base), moments, *_zero_counters(mesh))
     keeps = masters.keeps_masters(config)
     trained_weights = masters.to_masters(config, mesh)(weights) if keeps else copy_arrays(weights)
     opt_state = _init_moments(optimizer, trained_weights, config, mesh)
@@ -140,7 +140,7 @@ def split(
 ) -> tuple[Transformer[Leaf], Transformer[Leaf]]:
     """Splits the weights into trained and frozen ones."""
     weight_table = table(config)
-    return trees.trained(weights, weight_table), trees.fixed(weights, weight_table)
+    return trees.select_trained(weights, weight_table), trees.select_frozen(weights, weight_table)
 
 
 def state_shardings(opt_state: Any, config: ModelConfig, mesh: FoldedMesh) -> Any:

@@ -21,7 +21,7 @@ from jaxtyping import Array
 
 from jrl.trainer.learner.records import jit_sharded
 from moe import placement
-from moe.adapters.trees import trained
+from moe.adapters.trees import select_trained
 from moe.config import ModelConfig
 from moe.weights import Transformer, cast, table
 from sharding.folding import FoldedMesh
@@ -66,9 +66,9 @@ def cast_and_gather(
     """Casts and all-gathers sharded masters, inside a jitted step: cast first, so that a device
     sends and receives the bytes of the weights, not those of the masters."""
     weight_table = table(config)
-    specs = trained(placement.specs(config, mesh), weight_table)
-    shard_specs = trained(placement.shard_specs(config, mesh), weight_table)
-    shard_dims = trained(placement.shard_dims(config, mesh), weight_table)
+    specs = select_trained(placement.specs(config, mesh), weight_table)
+    shard_specs = select_trained(placement.shard_specs(config, mesh), weight_table)
+    shard_dims = select_trained(placement.shard_dims(config, mesh), weight_table)
     # Adapters and their base weights have no masters.
     weights = masters if config.lora is not None else cast(masters, config)
     shards = constrain_sharding(weights, shard_specs, mesh)

@@ -31,7 +31,7 @@ from jrl.trainer.learner.accumulation import (
 from jrl.trainer.learner.learner import Learner, split, state_shardings, transformation
 from jrl.trainer.learner.mesh_jit import MeshJit
 from moe import model, placement, stages
-from moe.adapters.trees import joined
+from moe.adapters.trees import combine_trees
 from moe.config import ModelConfig
 from moe.router.balance import router_loss
 from moe.router.bias import with_updated_bias
@@ -311,7 +311,7 @@ def _sequential_gradients(
 
     def micro_batch_loss(local_weights, micro_batch, wrap):
         micro_batch = vary(micro_batch, mesh.except_sequence)
-        weights = wrap(local_weights if frozen is None else joined(local_weights, frozen))
+        weights = wrap(local_weights if frozen is None else combine_trees(local_weights, frozen))
         x, router = model.run(weights, objective.pack(micro_batch), config, mesh, shard_dims)
         loss, metrics = objective.loss(weights, x, micro_batch, totals)
         loss = loss + router_loss(router, config, mesh, totals.num_valid)

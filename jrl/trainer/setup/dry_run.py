@@ -18,7 +18,7 @@ from jrl.trainer.setup.predicted import memory_of_update, time_of_update, times_
 from jrl.trainer.setup.reading import print_first_input
 from jrl.trainer.setup.setup import Setup
 from jrl.trainer.supervised.arithmetic import chat_arithmetic
-from moe.attention.context_parallel.choice import context_of, received
+from moe.attention.context_parallel.choice import context_of, received_elements
 from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.layers.implementations import KERNELS, explain_selection
@@ -168,7 +168,7 @@ def execution(setup: Setup) -> dict[str, str]:
         if name not in hidden
     }
     if mesh.layout.cp > 1:
-        sent_text = f"{received(model, mesh):,} numbers per token and layer, forward"
+        sent_text = f"{received_elements(model, mesh):,} numbers per token and layer, forward"
         rows["sent over cp by attention"] = sent_text
     return rows
 

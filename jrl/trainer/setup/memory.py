@@ -16,7 +16,7 @@ from jrl.trainer.setup.geometry import Geometry
 from jrl.trainer.setup.setup import Setup
 from moe.adapters import trees
 from moe.architecture.delta import delta_layers
-from moe.attention.latent import keeps_narrow
+from moe.attention.latent import caches_latent
 from moe.cache.buffers import cache_columns
 from moe.cache.kernel import kernel_bytes
 from moe.config import ModelConfig
@@ -171,14 +171,16 @@ def weight_bytes(
     """
     shard_or_full_specs = shard_specs(config, mesh) if shards else specs(config, mesh)
     bytes_of_weights = _local_bytes(cast_shapes(config), mesh, shard_or_full_specs)
-    return _total(trees.fixed(bytes_of_weights, table(config)) if frozen else bytes_of_weights)
+    return _total(
+        trees.select_frozen(bytes_of_weights, table(config)) if frozen else bytes_of_weights
+    )
 
 
 def float32_shard_bytes(config: ModelConfig, mesh: FoldedMesh) -> int:
     """Bytes of the float32 shard of trained weights: masters, or one of the moments."""
     # `shapes` are float32, `cast_shapes` have the dtypes of computation.
     bytes_of_weights = _local_bytes(shapes(config), mesh, shard_specs(config, mesh))
-    return _total(trees.trained(bytes_of_weights, table(config)))
+    return _total(trees.select_trained(bytes_of_weights, table(config)))
 
 
 def gradient_bytes(
@@ -190,7 +192,7 @@ def gradient_bytes(
     # are unsharded until the end.
     unsharded = _local_bytes(like, mesh, specs(config, mesh))
     layers = _local_bytes(like, mesh, stored_specs(config, mesh)).layers
-    return _total(trees.trained(replace(unsharded, layers=layers), table(config)))
+    return _total(trees.select_trained(replace(unsharded, layers=layers), table(config)))
 
 
 def sent_bytes(network: ModelConfig, mesh: FoldedMesh, comm_dtype: str) -> int:
@@ -241,7 +243,7 @@ def cache_bytes(model: ModelConfig, mesh: FoldedMesh, slots: int, columns: int) 
     tp = mesh.size(mesh.tp)
     slots //= mesh.size(mesh.dp)
     columns = cache_columns(columns, model, mesh)
-    if keeps_narrow(model):
+    if caches_latent(model):
         # Replicated over tp: every head needs all of it.
         assert model.mla is not None
         widths = model.mla.kv_lora_rank + model.mla.qk_rope_head_dim

@@ -89,7 +89,7 @@ class Network(Generic[ObjectiveT]):
         learner, metrics = update(
             objective, optimizer, num_micro_batches, learner, batch, statistics, passes, frozen
         )
-        return replace(learner, weights=trees.joined(learner.weights, frozen)), metrics
+        return replace(learner, weights=trees.combine_trees(learner.weights, frozen)), metrics
 
     def with_mesh(self, mesh: FoldedMesh) -> "Network[ObjectiveT]":
         """Copy on another mesh."""

@@ -7,7 +7,7 @@ from jrl.trainer.learner.masters import keeps_masters
 from jrl.trainer.setup.geometry import Geometry
 from jrl.trainer.setup.network import check_overlaps
 from moe.attention.context_parallel.choice import context_of
-from moe.attention.core import LARGEST_KEPT, LARGEST_PLAIN
+from moe.attention.core import MAX_PLAIN_SCORES_ACCELERATOR, MAX_PLAIN_SCORES_CPU
 from moe.config import ModelConfig
 from moe.counts.sizes import sizes_of
 from moe.router.capacity import can_drop
@@ -113,5 +113,5 @@ def attention_of(config: ModelConfig, mesh: FoldedMesh, batch: Batch) -> str | N
     # Between layers tokens are sharded over tp; in attention a rank has all tokens and some heads.
     queries = batch.local_tokens(layout) * layout.tp
     scores = config.num_heads // layout.tp * queries * batch.time
-    max_scores = LARGEST_PLAIN if mesh.platform == "cpu" else LARGEST_KEPT
+    max_scores = MAX_PLAIN_SCORES_CPU if mesh.platform == "cpu" else MAX_PLAIN_SCORES_ACCELERATOR
     return "blocked" if scores > max_scores else "plain"

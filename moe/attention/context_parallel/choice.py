@@ -12,7 +12,7 @@ is "gather" with plain attention.
 from moe.attention.context_parallel.gather import gather
 from moe.attention.context_parallel.mask import Key, Output, Query, SegmentMask, Sinks, Value
 from moe.attention.context_parallel.ring import ring
-from moe.attention.context_parallel.ulysses import copies_of, ulysses
+from moe.attention.context_parallel.ulysses import num_replicas_of, ulysses
 from moe.attention.core import flash_of
 from moe.attention.mask import Window
 from moe.config import ModelConfig
@@ -37,7 +37,7 @@ def context_parallel_attention(
 
     Args:
       query, key, value: of this rank's tokens, for the heads of this ``tp`` rank.
-      execution: its `context` is as `chosen` takes it.
+      execution: its `context` is as `choose_method` takes it.
       scale: multiplies the scores; None is ``head_dim**-0.5``.
       window: number of positions that a query may look back, itself included.
       sinks: a score of each head of this ``tp`` rank that belongs to no key.
@@ -46,7 +46,7 @@ def context_parallel_attention(
       ValueError: on an unknown name, and where the named method is not supported.
     """
     ranks = mesh.size(mesh.cp)
-    name = _served(execution, query.shape[1], key.shape[1], ranks)
+    name = _checked_method(execution, query.shape[1], key.shape[1], ranks)
     # One rank has whole sequences as they are.
     if name == "ulysses" or ranks == 1:
         return ulysses(query, key, value, mask, execution.attention, mesh, scale, window, sinks)
@@ -57,15 +57,15 @@ def context_parallel_attention(
 
 
 def context_of(config: ModelConfig, mesh: FoldedMesh) -> str:
-    """Context-parallel method of a network's attention on a mesh, see `chosen`.
+    """Context-parallel method of a network's attention on a mesh, see `choose_method`.
 
     Raises:
       ValueError: on an unknown name, and where the named method is not supported.
     """
-    return _served(config.execution, *_heads(config, mesh), mesh.size(mesh.cp))
+    return _checked_method(config.execution, *_heads(config, mesh), mesh.size(mesh.cp))
 
 
-def wants_contiguous(config: ModelConfig, mesh: FoldedMesh) -> bool:
+def prefers_contiguous(config: ModelConfig, mesh: FoldedMesh) -> bool:
     """True if a rank of ``cp`` should have contiguous parts of rows instead of zig-zag ones.
 
     It should with "ulysses", where every rank attends in whole sequences. With "gather" and "ring"
@@ -74,10 +74,10 @@ def wants_contiguous(config: ModelConfig, mesh: FoldedMesh) -> bool:
     scores.
     """
     ranks = mesh.size(mesh.cp)
-    return ranks > 1 and chosen(config.execution, *_heads(config, mesh), ranks) == "ulysses"
+    return ranks > 1 and choose_method(config.execution, *_heads(config, mesh), ranks) == "ulysses"
 
 
-def chosen(execution: Execution, heads: int, kv_heads: int, ranks: int) -> str:
+def choose_method(execution: Execution, heads: int, kv_heads: int, ranks: int) -> str:
     """The method that `execution.context` names. For None it is "ulysses" where the ranks divide
     the query heads and it sends less than "gather": fewer elements, and whole causal sequences for
     the kernel; otherwise "gather".
@@ -91,9 +91,10 @@ def chosen(execution: Execution, heads: int, kv_heads: int, ranks: int) -> str:
     """
     name = execution.context
     if name is None:
-        sizes = heads, kv_heads, ranks
-        fewer = heads_sent("ulysses", *sizes) < heads_sent("gather", *sizes)
-        return "ulysses" if fewer and heads % ranks == 0 else "gather"
+        fewer_sent = heads_sent("ulysses", heads, kv_heads, ranks) < heads_sent(
+            "gather", heads, kv_heads, ranks
+        )
+        return "ulysses" if fewer_sent and heads % ranks == 0 else "gather"
     if name not in IMPLEMENTATIONS:
         raise ValueError(
             f"execution.context={name!r} is not known: choose among {', '.join(IMPLEMENTATIONS)}, "
@@ -107,17 +108,17 @@ def heads_sent(name: str, heads: int, kv_heads: int, ranks: int) -> float:
     token; a head counts as the width of a key and that of a value.
 
     "gather" and "ring": the keys and values of every other rank, ``K (cp - 1)``; "ulysses":
-    ``(H + K c) (cp - 1) / cp``, with c copies of each (`ulysses.copies_of`).
+    ``(H + K c) (cp - 1) / cp``, with c copies of each (`ulysses.num_replicas_of`).
     """
     if name == "ulysses":
-        return (heads + kv_heads * copies_of(kv_heads, ranks)) * (ranks - 1) / ranks
+        return (heads + kv_heads * num_replicas_of(kv_heads, ranks)) * (ranks - 1) / ranks
     return float(kv_heads * (ranks - 1))
 
 
-def received(config: ModelConfig, mesh: FoldedMesh) -> int:
+def received_elements(config: ModelConfig, mesh: FoldedMesh) -> int:
     """`heads_sent` in elements, for a network on a mesh."""
-    sizes = *_heads(config, mesh), mesh.size(mesh.cp)
-    heads = heads_sent(context_of(config, mesh), *sizes)
+    ranks = mesh.size(mesh.cp)
+    heads = heads_sent(context_of(config, mesh), *_heads(config, mesh), ranks)
     return round(heads * (config.head_dim + config.v_head_dim))
 
 
@@ -127,13 +128,13 @@ def _heads(config: ModelConfig, mesh: FoldedMesh) -> tuple[int, int]:
     return config.num_heads // tp, config.num_kv_heads // tp
 
 
-def _served(execution: Execution, heads: int, kv_heads: int, ranks: int) -> str:
-    """`chosen`, after a check that the method is supported.
+def _checked_method(execution: Execution, heads: int, kv_heads: int, ranks: int) -> str:
+    """`choose_method`, after a check that the method is supported.
 
     Raises:
       ValueError: where it is not, with the fix.
     """
-    name = chosen(execution, heads, kv_heads, ranks)
+    name = choose_method(execution, heads, kv_heads, ranks)
     # One rank has whole sequences, and nothing to trade.
     if ranks == 1:
         return name

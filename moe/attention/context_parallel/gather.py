@@ -4,7 +4,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from moe.attention.context_parallel.mask import Key, Output, Query, SegmentMask, Sinks, Value
 from moe.attention.core import core_attention
-from moe.attention.mask import Marks, Mask, Window
+from moe.attention.mask import Mask, TokenIndices, Window
 from moe.remat import OPERAND
 from sharding.collectives import gather_tokens, local_shard
 from sharding.folding import FoldedMesh
@@ -35,10 +35,12 @@ def gather(
     keys, values = (
         mask.key_sections(zigzag.restore(gather_tokens(x, mesh.cp))) for x in (key, value)
     )
-    own = mask.marks_of(Marks(*(local_shard(x, mesh.cp) for x in mask.marks)))
-    masks = (
-        Mask(*marks, window, single=mask.single)
-        for marks in zip(own, mask.key_marks(mask.whole_marks()), strict=True)
+    query_indices = mask.indices_by_section(
+        TokenIndices(*(local_shard(x, mesh.cp) for x in mask.indices))
     )
-    given = zip(zigzag.split(query), keys, values, masks, strict=True)
-    return zigzag.join(*(core_attention(*each, scale, attention, sinks) for each in given))
+    masks = (
+        Mask(*indices, window, single=mask.single)
+        for indices in zip(query_indices, mask.key_indices(mask.full_indices()), strict=True)
+    )
+    sections = zip(zigzag.split(query), keys, values, masks, strict=True)
+    return zigzag.join(*(core_attention(*each, scale, attention, sinks) for each in sections))

@@ -92,11 +92,11 @@ class Exchange:
 
     def source(self, rank: Int[Array, ""], hop: int) -> Int[Array, ""]:
         # Digit by digit the shard has moved up by the code word, so its rank is that much lower.
-        found, stride = jnp.zeros_like(rank), 1
+        source_rank, stride = jnp.zeros_like(rank), 1
         for radix, moved in zip(self.radices, self.code(hop), strict=True):
-            found += (rank // stride - moved) % radix * stride
+            source_rank += (rank // stride - moved) % radix * stride
             stride *= radix
-        return found
+        return source_rank
 
     def send(self, x: Array, hop: int) -> Array:
         """Sends `x` along a hop, as `Ring.send`.

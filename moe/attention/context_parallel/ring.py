@@ -17,24 +17,24 @@ from jaxtyping import Array
 from moe.attention.context_parallel.hops import Exchange, Ring, hops_of
 from moe.attention.context_parallel.mask import (
     Key,
+    KeySource,
     Output,
     Query,
     SegmentMask,
     Sinks,
-    Source,
     Value,
 )
 from moe.attention.context_parallel.pairs import Pair, pairs_of
 from moe.attention.flash import (
     Flash,
-    beside_sinks,
-    by_head,
-    in_groups,
-    in_heads,
+    add_sinks,
+    flatten_heads,
+    group_query_heads,
+    heads_before_time,
     sinks_gradient,
     slope_mean,
 )
-from moe.attention.mask import Marks, Window
+from moe.attention.mask import TokenIndices, Window
 from moe.precision import MASK_VALUE
 from moe.remat import OPERAND, RING
 from moe.tokens.zigzag import ZigzagLayout
@@ -64,7 +64,8 @@ def ring(
     number.
 
     A hop computes the half of the scores that the zig-zag order leaves (`pairs`), the same amount
-    on every device, and nothing where the marks show that nothing is visible, as beyond a window.
+    on every device, and nothing where token indices show that nothing is visible, as beyond a
+    window.
 
     Communication per device and layer, forward: ``2 (cp - 1)`` hops that send ``2 T K D (cp - 1) /
     cp`` elements in total, none of which waits for computation; backward as many hops that send
@@ -84,12 +85,12 @@ def ring(
     # The rank, of which the masks are made, varies over cp.
     query = vary(query, mesh.cp)
     query, key, value = (checkpoint_name(x, OPERAND) for x in (query, key, value))
-    query, key, value, sinks = match_varying((query, key, value, sinks), mask.marks, window)
-    plan = _Plan(mask.zigzag, mask.sources, hops_of(mesh), flash, scale)
-    return _ring(query, key, value, sinks, mask.marks, window, plan)
+    query, key, value, sinks = match_varying((query, key, value, sinks), mask.indices, window)
+    settings = _RingSettings(mask.zigzag, mask.sources, hops_of(mesh), flash, scale)
+    return _ring(query, key, value, sinks, mask.indices, window, settings)
 
 
-class _Plan(NamedTuple):
+class _RingSettings(NamedTuple):
     """Static arguments of a ring.
 
     Attributes:
@@ -100,21 +101,21 @@ class _Plan(NamedTuple):
     """
 
     zigzag: ZigzagLayout
-    sources: tuple[tuple[Source, ...], ...]
+    sources: tuple[tuple[KeySource, ...], ...]
     hops: Ring | Exchange
     flash: Flash
     scale: float
 
-    def mask(self, marks: Marks) -> SegmentMask:
-        return SegmentMask(self.zigzag, marks, self.sources, single=False)
+    def mask(self, indices: TokenIndices) -> SegmentMask:
+        return SegmentMask(self.zigzag, indices, self.sources, single=False)
 
     def split(self, x: Array) -> tuple[Array, ...]:
         """Splits keys or values of a rank by section."""
-        return tuple(by_head(part) for part in self.zigzag.split(x))
+        return tuple(heads_before_time(section) for section in self.zigzag.split(x))
 
-    def join(self, parts: list[Array]) -> Array:
+    def join(self, sections: list[Array]) -> Array:
         """The reverse of `split`."""
-        return self.zigzag.join(*(by_head(part) for part in parts))
+        return self.zigzag.join(*(heads_before_time(section) for section in sections))
 
 
 class _Softmax(NamedTuple):
@@ -138,123 +139,133 @@ def _ring(
     key: Array,
     value: Array,
     sinks: Sinks,
-    marks: Marks,
+    indices: TokenIndices,
     window: Window,
-    plan: _Plan,
+    settings: _RingSettings,
 ) -> Array:
-    return _forward(query, key, value, sinks, marks, window, plan)[0]
+    return _forward(query, key, value, sinks, indices, window, settings)[0]
 
 
-def _forward(query, key, value, sinks, marks, window, plan):
-    hops, rank, mask = plan.hops, lax.axis_index(plan.hops.axes), plan.mask(marks)
-    queries = [in_groups(x, key.shape[1]) for x in plan.zigzag.split(query)]
+def _forward(query, key, value, sinks, indices, window, settings):
+    hops, rank, mask = settings.hops, lax.axis_index(settings.hops.axes), settings.mask(indices)
+    queries = [group_query_heads(x, key.shape[1]) for x in settings.zigzag.split(query)]
 
-    def visit(found: list[_Softmax], key: Array, value: Array, source: Array, own: bool):
-        """Merges the attention over a rank's keys into the result so far, `found`."""
+    def visit(states: list[_Softmax], key: Array, value: Array, source: Array, same_rank: bool):
+        """Merges the attention over a rank's keys into the result so far, `states`."""
         # A copy, so that the caller's list stays unchanged.
-        keys, values, found = plan.split(key), plan.split(value), list(found)
-        for pair in pairs_of(mask, window, rank, source, own):
+        keys, values, states = settings.split(key), settings.split(value), list(states)
+        for pair in pairs_of(mask, window, rank, source, same_rank):
             key, value = (pair.source.rows(x[pair.source.section]) for x in (keys, values))
-            added = _softmax(pair, queries[pair.section], key, value, plan)
-            found[pair.section] = _merged(found[pair.section], added)
-        return found
+            added = _softmax(pair, queries[pair.section], key, value, settings)
+            states[pair.section] = _merge(states[pair.section], added)
+        return states
 
-    nothing = [_nothing(x, value.shape[-1]) for x in queries]
-    found = visit(nothing, key, value, rank, own=True)
+    empty = [_empty_softmax(x, value.shape[-1]) for x in queries]
+    states = visit(empty, key, value, rank, same_rank=True)
     if hops.ranks > 1:
 
         def visit_and_send(carry, hop):
-            found, key, value = carry
+            states, key, value = carry
             # The next hop does not depend on this one's scores, so XLA may overlap the two.
-            following = hops.send(key, hop), hops.send(value, hop)
-            return (visit(found, key, value, hops.source(rank, hop), False), *following)
+            sent = hops.send(key, hop), hops.send(value, hop)
+            return (visit(states, key, value, hops.source(rank, hop), False), *sent)
 
-        carry = found, hops.send(key, 0), hops.send(value, 0)
-        found, key_here, value_here = hops.loop(visit_and_send, carry)
+        carry = states, hops.send(key, 0), hops.send(value, 0)
+        states, key_here, value_here = hops.loop(visit_and_send, carry)
         # The last keys are outside the loop: they are not sent on.
-        found = visit(found, key_here, value_here, hops.source(rank, hops.ranks - 1), own=False)
+        states = visit(
+            states, key_here, value_here, hops.source(rank, hops.ranks - 1), same_rank=False
+        )
     # Sinks enter once, after all keys: in a hop, every rank's keys would add them again.
-    found = [_Softmax(*beside_sinks(*x, sinks)) for x in found]
-    out = plan.zigzag.join(*(in_heads(x.out.astype(value.dtype)) for x in found))
+    states = [_Softmax(*add_sinks(*x, sinks)) for x in states]
+    out = settings.zigzag.join(*(flatten_heads(x.out.astype(value.dtype)) for x in states))
     # Recomputing the output would repeat the hops, so every remat policy saves it.
     out = checkpoint_name(out, RING)
-    log_sums = [checkpoint_name(x.log_sum, RING) for x in found]
-    return out, (query, key, value, sinks, marks, window, out, log_sums)
+    log_sums = [checkpoint_name(x.log_sum, RING) for x in states]
+    return out, (query, key, value, sinks, indices, window, out, log_sums)
 
 
-def _backward(plan, residuals, out_gradient):
-    query, key, value, sinks, marks, window, out, log_sums = residuals
-    hops, rank, mask = plan.hops, lax.axis_index(plan.hops.axes), plan.mask(marks)
+def _backward(settings, residuals, out_gradient):
+    query, key, value, sinks, indices, window, out, log_sums = residuals
+    hops, rank, mask = settings.hops, lax.axis_index(settings.hops.axes), settings.mask(indices)
     queries, outs, slopes = (
-        [in_groups(part, key.shape[1]) for part in plan.zigzag.split(x)]
+        [group_query_heads(section, key.shape[1]) for section in settings.zigzag.split(x)]
         for x in (query, out, out_gradient)
     )
     # Row sums of output times its gradient are over all keys: computed once, not per hop.
     means = [slope_mean(*pair) for pair in zip(outs, slopes, strict=True)]
 
-    def visit(key, value, source, own: bool):
+    def visit(key, value, source, same_rank: bool):
         """Gradients from the scores with the keys of a rank: of all local queries, and of these
         keys and values."""
-        keys, values = plan.split(key), plan.split(value)
+        keys, values = settings.split(key), settings.split(value)
         grads = [[jnp.zeros(x.shape, jnp.float32) for x in xs] for xs in (queries, keys, values)]
         # Sums are float32 over sections and hops; they are rounded once, at the end.
-        for pair in pairs_of(mask, window, rank, source, own):
-            section, theirs = pair.section, pair.source.section
-            found = _gradients(
+        for pair in pairs_of(mask, window, rank, source, same_rank):
+            section, key_section = pair.section, pair.source.section
+            gradients = _gradients(
                 pair,
                 queries[section],
-                pair.source.rows(keys[theirs]),
-                pair.source.rows(values[theirs]),
+                pair.source.rows(keys[key_section]),
+                pair.source.rows(values[key_section]),
                 log_sums[section],
                 means[section],
                 slopes[section],
-                plan,
+                settings,
             )
-            grads[0][section] += found.query
-            grads[1][theirs] += pair.source.sums(found.key)
-            grads[2][theirs] += pair.source.sums(found.value)
-        return grads[0], plan.join(grads[1]), plan.join(grads[2])
+            grads[0][section] += gradients.query
+            grads[1][key_section] += pair.source.sums(gradients.key)
+            grads[2][key_section] += pair.source.sums(gradients.value)
+        return grads[0], settings.join(grads[1]), settings.join(grads[2])
 
-    def apart(both: Array) -> tuple[Array, Array]:
+    def split_key_value(both: Array) -> tuple[Array, Array]:
         return both[..., : key.shape[-1]], both[..., key.shape[-1] :]
 
     # Gradients of the local keys stay here; those of other ranks' keys travel with the keys, and
     # the two are added when the latter come back.
-    of_queries, *of_own = visit(key, value, rank, own=True)
-    of_own = jnp.concatenate(of_own, axis=-1)
+    query_gradients, *local_gradient = visit(key, value, rank, same_rank=True)
+    local_gradient = jnp.concatenate(local_gradient, axis=-1)
     if hops.ranks > 1:
         last = hops.ranks - 1
 
-        def gradients_at(of_queries, of_theirs, theirs, hop):
-            key, value = apart(theirs)
-            added, *more = visit(key, value, hops.source(rank, hop), own=False)
-            added = [a + b for a, b in zip(of_queries, added, strict=True)]
+        def gradients_at(query_gradients, remote_gradient, keys_and_values, hop):
+            key, value = split_key_value(keys_and_values)
+            added, *key_value_gradients = visit(key, value, hops.source(rank, hop), same_rank=False)
+            added = [a + b for a, b in zip(query_gradients, added, strict=True)]
             # The gradients follow their keys one hop behind, and the last hop brings them back to
             # the rank of the keys.
-            return added, hops.send(of_theirs + jnp.concatenate(more, axis=-1), hop)
+            return added, hops.send(
+                remote_gradient + jnp.concatenate(key_value_gradients, axis=-1), hop
+            )
 
         def visit_and_send(carry, hop):
-            of_queries, of_theirs, theirs = carry
-            return *gradients_at(of_queries, of_theirs, theirs, hop), hops.send(theirs, hop)
+            query_gradients, remote_gradient, keys_and_values = carry
+            return *gradients_at(query_gradients, remote_gradient, keys_and_values, hop), hops.send(
+                keys_and_values, hop
+            )
 
         # Keys and values in one array. If these hops were equal to those of the forward pass, XLA's
         # common-subexpression elimination would merge them, and keep all ranks' keys in memory.
-        theirs = hops.send(jnp.concatenate([key, value], axis=-1), 0)
-        carry = of_queries, jnp.zeros_like(of_own), theirs
-        of_queries, of_theirs, theirs = hops.loop(visit_and_send, carry)
-        of_queries, of_theirs = gradients_at(of_queries, of_theirs, theirs, last)
-        of_own += of_theirs
-    of_key, of_value = apart(of_own)
-    of_sinks = None
+        keys_and_values = hops.send(jnp.concatenate([key, value], axis=-1), 0)
+        carry = query_gradients, jnp.zeros_like(local_gradient), keys_and_values
+        query_gradients, remote_gradient, keys_and_values = hops.loop(visit_and_send, carry)
+        query_gradients, remote_gradient = gradients_at(
+            query_gradients, remote_gradient, keys_and_values, last
+        )
+        local_gradient += remote_gradient
+    key_gradient, value_gradient = split_key_value(local_gradient)
+    sinks_gradients = None
     if sinks is not None:
-        parts = zip(log_sums, means, strict=True)
-        of_sinks = sum(sinks_gradient(sinks, *part) for part in parts)
-    of_query = plan.zigzag.join(*(in_heads(x) for x in of_queries))
+        sinks_gradients = sum(
+            sinks_gradient(sinks, log_sum, mean)
+            for log_sum, mean in zip(log_sums, means, strict=True)
+        )
+    query_gradient = settings.zigzag.join(*(flatten_heads(x) for x in query_gradients))
     return (
-        of_query.astype(query.dtype),
-        of_key.astype(key.dtype),
-        of_value.astype(value.dtype),
-        of_sinks,
+        query_gradient.astype(query.dtype),
+        key_gradient.astype(key.dtype),
+        value_gradient.astype(value.dtype),
+        sinks_gradients,
         None,
         None,
     )
@@ -263,32 +274,34 @@ def _backward(plan, residuals, out_gradient):
 _ring.defvjp(_forward, _backward)
 
 
-def _softmax(pair: Pair, query: Array, key: Array, value: Array, plan: _Plan) -> _Softmax:
+def _softmax(
+    pair: Pair, query: Array, key: Array, value: Array, settings: _RingSettings
+) -> _Softmax:
     """Attention of a pair's queries over its keys, for all local queries of the section."""
-    query = pair.query_pieces(query, -2)
-    key, value = (pair.key_pieces(x, -2) for x in (key, value))
+    query = pair.query_chunks(query, -2)
+    key, value = (pair.key_chunks(x, -2) for x in (key, value))
 
-    def met() -> _Softmax:
-        return _Softmax(*plan.flash.attend(query, key, value, pair.mask, plan.scale))
+    def attend() -> _Softmax:
+        return _Softmax(*settings.flash.attend(query, key, value, pair.mask, settings.scale))
 
-    found = _if_met(pair, met, _nothing(query, value.shape[-1]))
+    state = _if_visible(pair, attend, _empty_softmax(query, value.shape[-1]))
     if pair.before is None:
-        return found
-    # If the keys come before, the two pieces are the early and the late chunk of queries. Else both
+        return state
+    # If the keys come before, the two are the early and the late chunk of queries. Else both
     # are the late chunk, over different keys, and are merged.
-    (one, other), (log_sum, other_log_sum) = (jnp.split(x, 2) for x in found)
-    one, other = _Softmax(one, log_sum), _Softmax(other, other_log_sum)
+    (first, second), (log_sum, second_log_sum) = (jnp.split(x, 2) for x in state)
+    first, second = _Softmax(first, log_sum), _Softmax(second, second_log_sum)
     # A selection by `before`, not a branch: which rank is earlier differs between devices.
-    none = _nothing(one.out, one.out.shape[-1])
-    late = _merged(_chosen(pair.before, none, one), other)
-    early = _chosen(pair.before, one, none)
+    empty = _empty_softmax(first.out, first.out.shape[-1])
+    late = _merge(_select(pair.before, empty, first), second)
+    early = _select(pair.before, first, empty)
     return _Softmax(
         jnp.concatenate([early.out, late.out], -2),
         jnp.concatenate([early.log_sum, late.log_sum], -1),
     )
 
 
-def _chosen(condition: Array, a: _Softmax, b: _Softmax) -> _Softmax:
+def _select(condition: Array, a: _Softmax, b: _Softmax) -> _Softmax:
     return _Softmax(*(jnp.where(condition, x, y) for x, y in zip(a, b, strict=True)))
 
 
@@ -300,39 +313,48 @@ def _gradients(
     log_sum: Array,
     mean: Array,
     out_gradient: Array,
-    plan: _Plan,
+    settings: _RingSettings,
 ) -> _Gradients:
     """Gradients of a pair's queries, keys and values from their scores with each other."""
-    query, out_gradient = (pair.query_pieces(x, -2) for x in (query, out_gradient))
-    log_sum, mean = (pair.query_pieces(x, -1) for x in (log_sum, mean))
-    key, value = (pair.key_pieces(x, -2) for x in (key, value))
+    query, out_gradient = (pair.query_chunks(x, -2) for x in (query, out_gradient))
+    log_sum, mean = (pair.query_chunks(x, -1) for x in (log_sum, mean))
+    key, value = (pair.key_chunks(x, -2) for x in (key, value))
 
-    def met() -> _Gradients:
-        given = query, key, value, pair.mask, log_sum, mean, out_gradient
-        return _Gradients(*plan.flash.attend_gradient(*given, plan.scale))
+    def attend_gradient() -> _Gradients:
+        return _Gradients(
+            *settings.flash.attend_gradient(
+                query, key, value, pair.mask, log_sum, mean, out_gradient, settings.scale
+            )
+        )
 
     # Both branches of the `cond` must vary over the same mesh axes.
-    nothing = (jnp.zeros(x.shape, jnp.float32) for x in (query, key, value))
-    found = _if_met(pair, met, _Gradients(*vary(tuple(nothing), tuple(varying(query)))))
+    zeros = (jnp.zeros(x.shape, jnp.float32) for x in (query, key, value))
+    gradients = _if_visible(
+        pair, attend_gradient, _Gradients(*vary(tuple(zeros), tuple(varying(query))))
+    )
     return _Gradients(
-        pair.query_sums(found.query, -2),
-        pair.key_sums(found.key, -2),
-        pair.key_sums(found.value, -2),
+        pair.query_sums(gradients.query, -2),
+        pair.key_sums(gradients.key, -2),
+        pair.key_sums(gradients.value, -2),
     )
 
 
-def _if_met(pair: Pair, met: Callable[[], Result], nothing: Result) -> Result:
+def _if_visible(pair: Pair, compute: Callable[[], Result], otherwise: Result) -> Result:
     # Devices may take different branches, as neither contains a collective.
-    return met() if pair.meets is None else lax.cond(pair.meets, met, lambda: nothing)
+    return (
+        compute()
+        if pair.any_visible is None
+        else lax.cond(pair.any_visible, compute, lambda: otherwise)
+    )
 
 
-def _nothing(query: Array, width: int) -> _Softmax:
-    """Attention over no keys: the neutral element of `_merged`."""
+def _empty_softmax(query: Array, width: int) -> _Softmax:
+    """Attention over no keys: the neutral element of `_merge`."""
     out = vary(jnp.zeros((*query.shape[:-1], width), jnp.float32), tuple(varying(query)))
     return _Softmax(out, out[..., 0] + MASK_VALUE)
 
 
-def _merged(a: _Softmax, b: _Softmax) -> _Softmax:
+def _merge(a: _Softmax, b: _Softmax) -> _Softmax:
     """Attention over the keys of both."""
     # `MASK_VALUE` is finite: where neither has a visible key, the weights are 1/2 and not NaN.
     log_sum = jnp.logaddexp(a.log_sum, b.log_sum)

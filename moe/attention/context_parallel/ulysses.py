@@ -29,7 +29,7 @@ def ulysses(
     query heads, which ``cp`` must divide.
 
     Where ``cp`` does not divide the key/value heads, each of them is repeated the least number of
-    times that helps (`copies_of`); the gradients of its copies are summed in float32.
+    times that helps (`num_replicas_of`); the gradients of its copies are summed in float32.
 
     Communication per device and layer, forward: one all-to-all of queries, keys and values in one
     array, ``T (H + 2 K c) D (cp - 1) / cp^2`` elements sent, and one back of ``T H D (cp - 1) /
@@ -45,50 +45,51 @@ def ulysses(
       the same devices for the experts). https://arxiv.org/abs/2505.11432
     """
     ranks = mesh.size(mesh.cp)
-    copies = copies_of(key.shape[1], ranks)
-    key, value = (_repeated(x, copies) for x in (key, value))
+    replicas = num_replicas_of(key.shape[1], ranks)
+    key, value = (_repeat_heads(x, replicas) for x in (key, value))
     zigzag = mask.zigzag
-    traded = _whole_sequences(match_varying((query, key, value)), mesh.cp, ranks)
-    queries, keys, values = (zigzag.restore(checkpoint_name(x, OPERAND)) for x in traded)
+    exchanged = _gather_sequences(match_varying((query, key, value)), mesh.cp, ranks)
+    queries, keys, values = (zigzag.restore(checkpoint_name(x, OPERAND)) for x in exchanged)
     sinks = None if sinks is None else local_shard(sinks, mesh.cp)
-    marks = mask.whole_marks()
+    query_indices = mask.full_indices()
     # Rows are whole and in order, and a section's own keys come last: the masks are causal, and a
     # kernel can skip the hidden half.
     masks = (
-        Mask(*own, window, causal=True, single=mask.single)
-        for own in zip(marks, mask.key_marks(marks), strict=True)
+        Mask(*indices, window, causal=True, single=mask.single)
+        for indices in zip(query_indices, mask.key_indices(query_indices), strict=True)
     )
-    given = zip(queries, mask.key_sections(keys), mask.key_sections(values), masks, strict=True)
-    out = zigzag.flatten(*(core_attention(*each, scale, attention, sinks) for each in given))
+    sections = zip(queries, mask.key_sections(keys), mask.key_sections(values), masks, strict=True)
+    out = zigzag.flatten(*(core_attention(*each, scale, attention, sinks) for each in sections))
     return swap_shards(out, mesh.cp, split=0, join=1)
 
 
-def copies_of(kv_heads: int, ranks: int) -> int:
+def num_replicas_of(kv_heads: int, ranks: int) -> int:
     """Copies of each key/value head: the least number for which `ranks` divides all copies."""
     return ranks // math.gcd(kv_heads, ranks)
 
 
-def _repeated(x: Shaped[Array, "token heads width"], copies: int) -> Array:
-    if copies == 1:
+def _repeat_heads(x: Shaped[Array, "token heads width"], replicas: int) -> Array:
+    if replicas == 1:
         return x
     # Cast to float32 for the gradient alone: the sum over bfloat16 copies is then in float32 and
     # rounded once.
-    return jnp.repeat(x.astype(jnp.float32), copies, axis=1).astype(x.dtype)
+    return jnp.repeat(x.astype(jnp.float32), replicas, axis=1).astype(x.dtype)
 
 
-def _whole_sequences(
-    parts: tuple[Array, ...], axes: Axes, ranks: int
-) -> tuple[Shaped[Array, "whole _heads _width"], ...]:
+def _gather_sequences(
+    arrays: tuple[Array, ...], axes: Axes, ranks: int
+) -> tuple[Shaped[Array, "all_tokens _heads _width"], ...]:
     """All-to-all of arrays ``[token, heads, width]``: from this rank's tokens and all heads to all
     tokens and this rank's part of the heads."""
     if ranks == 1:
-        return parts
+        return arrays
     # One array, with the parts for each receiving rank side by side: one collective for all three,
     # whatever their heads and widths.
-    rows = [x.reshape(x.shape[0], ranks, -1) for x in parts]
-    ends = [sum(x.shape[2] for x in rows[:number]) for number in range(1, len(rows))]
-    moved = swap_shards(jnp.concatenate(rows, axis=2), axes, split=1, join=0)
-    split = jnp.split(moved[:, 0], ends, axis=1)
+    rows = [x.reshape(x.shape[0], ranks, -1) for x in arrays]
+    ends = [sum(x.shape[2] for x in rows[:count]) for count in range(1, len(rows))]
+    exchanged = swap_shards(jnp.concatenate(rows, axis=2), axes, split=1, join=0)
+    split = jnp.split(exchanged[:, 0], ends, axis=1)
     return tuple(
-        own.reshape(own.shape[0], -1, x.shape[2]) for own, x in zip(split, parts, strict=True)
+        received.reshape(received.shape[0], -1, x.shape[2])
+        for received, x in zip(split, arrays, strict=True)
     )

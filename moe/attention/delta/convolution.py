@@ -19,11 +19,11 @@ def short_convolution(
       reach: number of tokens that a token may look back; earlier ones count as 0.
     """
     time, width = x.shape[1], filters.shape[-1]
-    lengthened = extended(x, tail)
+    extended = prepend_tail(x, tail)
     terms = []
     for back in range(width):
         first = width - 1 - back
-        earlier = lengthened[:, first : first + time]
+        earlier = extended[:, first : first + time]
         reached = (back <= reach)[:, :, None, None]
         terms.append(jnp.where(reached, earlier, 0.0) * filters[None, None, :, :, first])
     return jax.nn.silu(sum(terms[1:], terms[0]))
@@ -31,11 +31,11 @@ def short_convolution(
 
 def tail_after(x: Channels, tail: Tail, lengths: Int[Array, "row"]) -> Tail:
     """Convolution state (the last ``width - 1`` inputs) after `lengths` tokens of each row."""
-    places = lengths[:, None] + jnp.arange(tail.shape[-1])[None]
-    last = jax.vmap(lambda row, place: row[place])(extended(x, tail), places)
+    indices = lengths[:, None] + jnp.arange(tail.shape[-1])[None]
+    last = jax.vmap(lambda row, index: row[index])(prepend_tail(x, tail), indices)
     return jnp.moveaxis(last, 1, -1)
 
 
-def extended(x: Channels, tail: Tail) -> Float[Array, "row extended key_heads channel"]:
+def prepend_tail(x: Channels, tail: Tail) -> Float[Array, "row extended key_heads channel"]:
     """Concatenates the tail and the tokens along time."""
     return jnp.concatenate([jnp.moveaxis(tail, -1, 1), x], axis=1)

@@ -38,9 +38,9 @@ def delta_heads(
     """
     delta = config.delta
     assert delta is not None  # the table gives these weights only with it
-    inward = checkpoint_name(heads(h, weights.inward), PROJECTED)
+    projected = checkpoint_name(heads(h, weights.inward), PROJECTED)
     pair = checkpoint_name(heads(h, weights.strength_and_decay), PROJECTED)
-    content, gate = jnp.split(inward, [delta.content_dim], axis=-1)
+    content, gate = jnp.split(projected, [delta.content_dim], axis=-1)
     strength, rate = jnp.split(pair.astype(jnp.float32), 2, axis=-1)
     bias, log_rate = (
         x.reshape(1, -1, delta.values_per_key) for x in (weights.rate_bias, weights.log_rate)
@@ -48,19 +48,19 @@ def delta_heads(
     log_decay = -jnp.exp(log_rate) * jax.nn.softplus(rate + bias)
     mixed = Mixed(content, log_decay, jax.nn.sigmoid(strength))
     read, _ = core.run(mixed, _filters(weights.filters, delta, mesh))
-    normed = _normalised(read, weights.read_norm, config)
+    normed = _normalise(read, weights.read_norm, config)
     gate = gate.reshape(read.shape).astype(jnp.float32)
     return (normed * jax.nn.silu(gate)).astype(h.dtype)
 
 
-def _normalised(read: Array, scale: Array, config: ModelConfig) -> Array:
+def _normalise(read: Array, scale: Array, config: ModelConfig) -> Array:
     flat = rms_norm(read.reshape(-1, read.shape[-1]), scale, config.norm_epsilon)
     return flat.reshape(read.shape)
 
 
 def _filters(
     filters: Float[Array, "channel width"], delta: GatedDeltaNet, mesh: FoldedMesh
-) -> Float[Array, "key_heads own_channel width"]:
+) -> Float[Array, "key_heads local_channel width"]:
     """Convolution filters of the key heads of this ``tp`` rank, float32. In `filters` all channels
     of queries come first, then all of keys, then all of values."""
     wide = filters.astype(jnp.float32)

@@ -30,7 +30,7 @@ from jaxtyping import Array, Float, Int
 from sharding.collectives import vary, varying
 
 IMPLEMENTATIONS = ("chunked", "recurrent")
-CHUNK = 64
+MAX_CHUNK_TOKENS = 64
 """Tokens of a chunk, at most: the width of a tile of the products."""
 
 State = Float[Array, "row value_heads key_dim value_dim"]
@@ -84,17 +84,17 @@ def gated_delta_rule(
     return read.reshape(*read.shape[:2], -1, read.shape[-1]), state.reshape(initial.shape)
 
 
-def one_token(state: Array, token: Tokens) -> tuple[Array, Array]:
+def step_token(state: Array, token: Tokens) -> tuple[Array, Array]:
     """One step of the recurrence: the state after a token of each row, and the token's output.
 
     Args:
       state: ``[row, key_heads, group, key_dim, value_dim]``.
       token: without the dimension of time.
     """
-    kept = jnp.where(token.starts[:, None, None], 0.0, jnp.exp(token.log_decay))
-    state = state * kept[..., None, None]
-    held = _product("rhgkv,rhk->rhgv", state, token.key)
-    new = (token.value - held) * token.strength[..., None]
+    decay = jnp.where(token.starts[:, None, None], 0.0, jnp.exp(token.log_decay))
+    state = state * decay[..., None, None]
+    predicted = _product("rhgkv,rhk->rhgv", state, token.key)
+    new = (token.value - predicted) * token.strength[..., None]
     state = state + _product("rhk,rhgv->rhgkv", token.key, new)
     return state, _product("rhgkv,rhk->rhgv", state, token.query)
 
@@ -102,67 +102,68 @@ def one_token(state: Array, token: Tokens) -> tuple[Array, Array]:
 def recurrent(tokens: Tokens, state: Array) -> tuple[Array, Array]:
     """Reference implementation: the recurrence token by token."""
     by_token = Tokens(*(jnp.moveaxis(x, 1, 0) for x in tokens))
-    state, read = lax.scan(one_token, state, by_token)
+    state, read = lax.scan(step_token, state, by_token)
     return jnp.moveaxis(read, 0, 1), state
 
 
 def chunked(tokens: Tokens, state: Array) -> tuple[Array, Array]:
-    """The rule chunk by chunk. It takes at most ``CHUNK (5 key_dim + 3 value_dim) / 2 + 3 key_dim
-    value_dim`` multiplications per token and value head; `recurrent` takes the last term alone."""
+    """The rule chunk by chunk. It takes at most ``C (5 key_dim + 3 value_dim) / 2 + 3 key_dim
+    value_dim`` multiplications per token and value head, C being `MAX_CHUNK_TOKENS`; `recurrent`
+    takes the last term alone."""
     time = tokens.key.shape[1]
     if time == 0:
         return tokens.value, state
-    size = min(CHUNK, time)
-    chunks = Tokens(*(_in_chunks(x, size) for x in tokens))
+    size = min(MAX_CHUNK_TOKENS, time)
+    chunks = Tokens(*(_split_chunks(x, size) for x in tokens))
     # Log-decay from the start of the chunk, and the number of sequences that started since.
-    decayed = jnp.cumsum(jnp.moveaxis(chunks.log_decay, 2, -1), axis=-1)
-    begun = jnp.cumsum(chunks.starts.astype(jnp.int32), axis=-1)[:, :, None, None]
-    decay = _decay_between(decayed, begun)
+    log_decays = jnp.cumsum(jnp.moveaxis(chunks.log_decay, 2, -1), axis=-1)
+    num_starts = jnp.cumsum(chunks.starts.astype(jnp.int32), axis=-1)[:, :, None, None]
+    decay = _pairwise_decay(log_decays, num_starts)
     same_keys = _product("nrihk,nrjhk->nrhij", chunks.key, chunks.key)[:, :, :, None]
     strength = jnp.moveaxis(chunks.strength, 2, -1)
     system = strength[..., None] * same_keys * decay
-    carried = jnp.where(begun == 0, jnp.exp(decayed), 0.0)
+    start_decay = jnp.where(num_starts == 0, jnp.exp(log_decays), 0.0)
     keys = jnp.moveaxis(chunks.key, 2, 3)[:, :, :, None]
     values = jnp.moveaxis(chunks.value, 2, 4)
     # `triangular_solve` reads neither the upper triangle nor the diagonal, which counts as ones.
-    sides = jnp.concatenate(
-        [strength[..., None] * values, (strength * carried)[..., None] * keys], axis=-1
+    rhs = jnp.concatenate(
+        [strength[..., None] * values, (strength * start_decay)[..., None] * keys], axis=-1
     )
     solved = lax.linalg.triangular_solve(
-        system, sides, left_side=True, lower=True, unit_diagonal=True
+        system, rhs, left_side=True, lower=True, unit_diagonal=True
     )
     new, seen = jnp.split(solved, [values.shape[-1]], axis=-1)
     queries = jnp.moveaxis(chunks.query, 2, 3)
     scores = _product("nrhik,nrhjk->nrhij", queries, keys[:, :, :, 0])[:, :, :, None] * decay
 
-    def chunk(state: Array, given: tuple[Array, ...]) -> tuple[Array, Array]:
-        new, seen, queries, scores, keys, carried, to_end = given
+    def chunk(state: Array, inputs: tuple[Array, ...]) -> tuple[Array, Array]:
+        new, seen, queries, scores, keys, start_decay, to_end = inputs
         new = new - _product("rhgik,rhgkv->rhgiv", seen, state)
-        read = carried[..., None] * _product("rhik,rhgkv->rhgiv", queries, state)
+        read = start_decay[..., None] * _product("rhik,rhgkv->rhgiv", queries, state)
         read = read + _product("rhgij,rhgjv->rhgiv", scores, new)
         added = _product("rhik,rhgi,rhgiv->rhgkv", keys, to_end, new)
-        return state * carried[..., -1, None, None] + added, read
+        return state * start_decay[..., -1, None, None] + added, read
 
-    given = new, seen, queries, scores, keys[:, :, :, 0], carried, decay[..., -1, :]
-    state, read = lax.scan(chunk, state, given)
+    inputs = new, seen, queries, scores, keys[:, :, :, 0], start_decay, decay[..., -1, :]
+    state, read = lax.scan(chunk, state, inputs)
     # [chunk, row, head, group, token, value_dim]
     read = jnp.moveaxis(read, (0, 4), (1, 2))
     return read.reshape(read.shape[0], -1, *read.shape[3:])[:, :time], state
 
 
-def _in_chunks(x: Array, size: int) -> Array:
+def _split_chunks(x: Array, size: int) -> Array:
     """Reshapes ``[row, time, ...]`` to ``[chunk, row, size, ...]``, padded with zeros."""
     missing = -x.shape[1] % size
     x = jnp.pad(x, ((0, 0), (0, missing), *((0, 0) for _ in x.shape[2:])))
     return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
 
 
-def _decay_between(
-    decayed: Float[Array, "*batch token"], begun: Int[Array, "*_batch token"]
+def _pairwise_decay(
+    log_decays: Float[Array, "*batch token"], num_starts: Int[Array, "*_batch token"]
 ) -> Float[Array, "*batch token token"]:
     """Decay from each earlier token j of a chunk to each token i, ``a_{j+1} ... a_i``; 0 where they
     belong to different sequences, and above the diagonal."""
-    meet = jnp.tril(begun[..., :, None] == begun[..., None, :])
-    between = decayed[..., :, None] - decayed[..., None, :]
+    same_sequence = jnp.tril(num_starts[..., :, None] == num_starts[..., None, :])
+    between = log_decays[..., :, None] - log_decays[..., None, :]
     # Above the diagonal the difference is positive and could overflow, in the gradient too.
-    return jnp.where(meet, jnp.exp(jnp.where(meet, between, 0.0)), 0.0)
+    return jnp.where(same_sequence, jnp.exp(jnp.where(same_sequence, between, 0.0)), 0.0)

@@ -16,9 +16,9 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from moe.architecture.delta import GatedDeltaNet
 from moe.attention.context_parallel.mask import SegmentMask
-from moe.attention.delta.convolution import extended, short_convolution, tail_after
-from moe.attention.delta.rule import Tokens, gated_delta_rule, one_token
-from moe.attention.mask import LARGEST
+from moe.attention.delta.convolution import prepend_tail, short_convolution, tail_after
+from moe.attention.delta.rule import Tokens, gated_delta_rule, step_token
+from moe.attention.mask import MAX_INDEX
 from moe.config import ModelConfig
 from sharding.collectives import vary, varying
 
@@ -67,12 +67,12 @@ class DeltaCore:
 
     run: Callable[[Mixed, Array], tuple[Outputs, DeltaState]]
 
-    def watched(self, see: Callable[[DeltaState], None]) -> "DeltaCore":
-        """The same core, which calls `see` with the state of the rows after the tokens."""
+    def record_states(self, record: Callable[[DeltaState], None]) -> "DeltaCore":
+        """The same core, which calls `record` with the state of the rows after the tokens."""
 
         def run(mixed: Mixed, filters: Array) -> tuple[Outputs, DeltaState]:
             read, after = self.run(mixed, filters)
-            see(after)
+            record(after)
             return read, after
 
         return DeltaCore(run)
@@ -81,10 +81,10 @@ class DeltaCore:
 def delta_core(mask: SegmentMask | None, config: ModelConfig) -> DeltaCore:
     """Core for the sequences of a packed batch."""
     assert mask is not None and config.delta is not None
-    return DeltaCore(partial(over_sections, mask, config.delta))
+    return DeltaCore(partial(run_sections, mask, config.delta))
 
 
-def over_sections(
+def run_sections(
     mask: SegmentMask, delta: GatedDeltaNet, mixed: Mixed, filters: Array
 ) -> tuple[Outputs, DeltaState]:
     """Runs the sequences of a packed batch, section after section: rows that follow those of
@@ -97,18 +97,18 @@ def over_sections(
     assert mask.zigzag.ranks == 1  # `moe.placement.specs` refuses the others
     sections = zip(*map(mask.zigzag.split, mixed), strict=True)
     reads, states = [], list[DeltaState]()
-    for given, marks, sources in zip(sections, mask.whole_marks(), mask.sources, strict=True):
-        own = Mixed(*given)
-        before = _nothing(own, filters, delta)
+    for fields, indices, sources in zip(sections, mask.full_indices(), mask.sources, strict=True):
+        section = Mixed(*fields)
+        before = _zero_state(section, filters, delta)
         if len(sources) > 1:
             before = DeltaState(*map(sources[-2].rows, states[sources[-2].section]))
-        read, after = _over_rows(own, filters, marks.segment, before, mask.single, delta)
+        read, after = _run_rows(section, filters, indices.segment, before, mask.single, delta)
         reads.append(read)
         states.append(after)
     return mask.zigzag.join(*reads), states[-1]
 
 
-def one_step(
+def run_step(
     delta: GatedDeltaNet,
     before: DeltaState,
     live: Bool[Array, "row"],
@@ -119,20 +119,22 @@ def one_step(
     live stays unchanged."""
     row = Mixed(*(x[:, None] for x in mixed))
     content = row.content.astype(jnp.float32)
-    reach = jnp.full(content.shape[:2], LARGEST)
+    reach = jnp.full(content.shape[:2], MAX_INDEX)
     tail = before.tail.astype(jnp.float32)
     tokens = _tokens(short_convolution(content, filters, tail, reach), row, reach < 0, delta)
     heads = tokens.value.shape[2:4]
     state = before.state.reshape(-1, *heads, *before.state.shape[2:])
-    state, read = one_token(state, Tokens(*(x[:, 0] for x in tokens)))
-    tail = jnp.moveaxis(extended(row.content, before.tail)[:, 1:], 1, -1)
+    state, read = step_token(state, Tokens(*(x[:, 0] for x in tokens)))
+    tail = jnp.moveaxis(prepend_tail(row.content, before.tail)[:, 1:], 1, -1)
     read = read.reshape(read.shape[0], -1, read.shape[-1])
     after = DeltaState(state.reshape(before.state.shape), tail)
-    going = live[:, None, None, None]
-    return read, DeltaState(*(jnp.where(going, *pair) for pair in zip(after, before, strict=True)))
+    is_live = live[:, None, None, None]
+    return read, DeltaState(
+        *(jnp.where(is_live, *pair) for pair in zip(after, before, strict=True))
+    )
 
 
-def _over_rows(
+def _run_rows(
     mixed: Mixed,
     filters: Array,
     segments: Int[Array, "row time"],
@@ -146,27 +148,27 @@ def _over_rows(
       segments: the sequence of each token within its row, 0 for padding.
       single: the one sequence of a row continues from `before`; otherwise each starts from zeros.
     """
-    order = jnp.argsort(jnp.where(segments > 0, segments, LARGEST), axis=1, stable=True)
-    segments = _in_order(segments, order)
+    order = jnp.argsort(jnp.where(segments > 0, segments, MAX_INDEX), axis=1, stable=True)
+    segments = _reorder(segments, order)
     valid, lengths = segments > 0, jnp.sum(segments > 0, axis=1, dtype=jnp.int32)
-    own = Mixed(*(_in_order(x, order) for x in mixed))
-    place = jnp.broadcast_to(jnp.arange(segments.shape[1])[None], segments.shape)
-    starts, reach = jnp.zeros_like(valid), jnp.full_like(place, LARGEST)
+    ordered = Mixed(*(_reorder(x, order) for x in mixed))
+    column = jnp.broadcast_to(jnp.arange(segments.shape[1])[None], segments.shape)
+    starts, reach = jnp.zeros_like(valid), jnp.full_like(column, MAX_INDEX)
     if not single:
         new = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
         starts = new & valid
-        reach = place - lax.cummax(jnp.where(starts, place, 0), axis=1)
+        reach = column - lax.cummax(jnp.where(starts, column, 0), axis=1)
     # Padding leaves the state unchanged: no decay, no correction.
-    counted = valid[:, :, None, None]
-    own = own._replace(
-        log_decay=jnp.where(counted, own.log_decay, 0.0),
-        strength=jnp.where(counted, own.strength, 0.0),
+    is_token = valid[:, :, None, None]
+    ordered = ordered._replace(
+        log_decay=jnp.where(is_token, ordered.log_decay, 0.0),
+        strength=jnp.where(is_token, ordered.strength, 0.0),
     )
-    content, tail = own.content.astype(jnp.float32), before.tail.astype(jnp.float32)
-    tokens = _tokens(short_convolution(content, filters, tail, reach), own, starts, delta)
+    content, tail = ordered.content.astype(jnp.float32), before.tail.astype(jnp.float32)
+    tokens = _tokens(short_convolution(content, filters, tail, reach), ordered, starts, delta)
     read, state = gated_delta_rule(tokens, before.state)
-    after = DeltaState(state, tail_after(own.content, before.tail, lengths))
-    return _in_order(read, jnp.argsort(order, axis=1)), after
+    after = DeltaState(state, tail_after(ordered.content, before.tail, lengths))
+    return _reorder(read, jnp.argsort(order, axis=1)), after
 
 
 def _tokens(
@@ -179,20 +181,20 @@ def _tokens(
     width = delta.key_head_dim
     query, key, value = jnp.split(content, [width, 2 * width], axis=-1)
     value = value.reshape(*value.shape[:-1], delta.values_per_key, delta.value_head_dim)
-    query = _of_length_one(query) * width**-0.5
-    return Tokens(query, _of_length_one(key), value, mixed.log_decay, mixed.strength, starts)
+    query = _normalise(query) * width**-0.5
+    return Tokens(query, _normalise(key), value, mixed.log_decay, mixed.strength, starts)
 
 
-def _of_length_one(x: Array) -> Array:
+def _normalise(x: Array) -> Array:
     return x * lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + NORM_EPSILON)
 
 
-def _in_order(x: Shaped[Array, "row time *rest"], order: Int[Array, "row time"]) -> Array:
+def _reorder(x: Shaped[Array, "row time *rest"], order: Int[Array, "row time"]) -> Array:
     """Gathers the tokens of each row in another order."""
-    return jax.vmap(lambda row, own: row.at[own].get(unique_indices=True))(x, order)
+    return jax.vmap(lambda row, index: row.at[index].get(unique_indices=True))(x, order)
 
 
-def _nothing(mixed: Mixed, filters: Array, delta: GatedDeltaNet) -> DeltaState:
+def _zero_state(mixed: Mixed, filters: Array, delta: GatedDeltaNet) -> DeltaState:
     """State before the first token of a sequence: zeros."""
     rows, _, keys, channel = mixed.content.shape
     heads = keys * delta.values_per_key

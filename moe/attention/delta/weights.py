@@ -43,11 +43,11 @@ def delta_weights(config: ModelConfig, out_scale: float) -> DeltaNet[Weight]:
     Args:
       out_scale: scale of the initial values of the output projection.
     """
-    norm, inward = norm_weight("delta_layer d_model"), "d_model"
+    norm, fan_in = norm_weight("delta_layer d_model"), "d_model"
     return DeltaNet(
         norm=norm,
-        inward=Weight("delta_layer d_model delta_key_head delta_in", inward),
-        strength_and_decay=Weight("delta_layer d_model delta_key_head delta_pair", inward),
+        inward=Weight("delta_layer d_model delta_key_head delta_in", fan_in),
+        strength_and_decay=Weight("delta_layer d_model delta_key_head delta_pair", fan_in),
         filters=Weight("delta_layer delta_channel delta_width", "delta_width"),
         # A state loses a twentieth per token at the start, more or less as the token says.
         rate_bias=Weight("delta_layer delta_value_head", scale=-3.0, float32=True),

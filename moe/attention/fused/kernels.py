@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from moe.attention.fused.sink_keys import WIDTH, between_sinks, sinks_among, with_sinks
+from moe.attention.fused.sink_keys import SINK_ELEMENTS, between_sinks, sinks_among, with_sinks
 from moe.attention.mask import Mask, visible
 from sharding.collectives import match_varying
 
 Kernel = Literal["xla", "cudnn"]
 
-LARGEST_MASK = 2**27
+MAX_MASK_ELEMENTS = 2**27
 """Elements of a mask, at most: 256 MiB of half precision, and as much again for the gradient of the
 mask that the kernel computes."""
 
@@ -43,21 +43,21 @@ def fused_attention(
     size, width = head_size(query, value, sinks), value.shape[-1]
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     query, key, value, sinks = match_varying((query, key, value, sinks), mask)
-    by_lengths, number = takes_lengths(mask), 0
+    by_lengths, num_sinks = takes_lengths(mask), 0
     if sinks is not None:
-        number = sinks_among(key.shape[1], mask.window if by_lengths else None)
-        query, key, value = with_sinks(query, key, value, sinks, factor, number)
-    query, key, value = (_widened(x, size) for x in (query, key, value))
-    attend = _by_lengths if by_lengths else _by_mask
-    out = attend(query, key, value, mask, factor, implementation, number)
-    return out[:, number:, :, :width]
+        num_sinks = sinks_among(key.shape[1], mask.window if by_lengths else None)
+        query, key, value = with_sinks(query, key, value, sinks, factor, num_sinks)
+    query, key, value = (_pad_heads(x, size) for x in (query, key, value))
+    attend = _attend_by_lengths if by_lengths else _attend_by_mask
+    out = attend(query, key, value, mask, factor, implementation, num_sinks)
+    return out[:, num_sinks:, :, :width]
 
 
 def takes_lengths(mask: Mask) -> bool:
     """True if row lengths can replace the mask array."""
     time, source = mask.query.column.shape[1], mask.key.column.shape[1]
     static = mask.window is None or isinstance(mask.window, int)
-    few = 2 * time < source and mask_size(mask) <= LARGEST_MASK
+    few = 2 * time < source and mask_size(mask) <= MAX_MASK_ELEMENTS
     return mask.causal and mask.single and static and not few
 
 
@@ -69,11 +69,11 @@ def mask_size(mask: Mask) -> int:
 def head_size(query: Array, value: Array, sinks: Array | None = None) -> int:
     """Head size for the kernels, which take one size for queries, keys and values, a multiple of 8;
     the zeros that pad them change no score."""
-    wide = query.shape[-1] + (0 if sinks is None else WIDTH)
+    wide = query.shape[-1] + (0 if sinks is None else SINK_ELEMENTS)
     return -(-max(wide, value.shape[-1]) // 8) * 8
 
 
-def _by_mask(
+def _attend_by_mask(
     query: Array,
     key: Array,
     value: Array,
@@ -86,8 +86,8 @@ def _by_mask(
     seen = visible(mask.query, mask.key, mask.window)
     seen = jnp.pad(seen, ((0, 0), (sinks, 0), (sinks, 0))).at[:, :, :sinks].set(True)
     out = jax.nn.dot_product_attention(
-        *(_even(x, 1) for x in (query, key, value)),
-        mask=_even(_even(seen, 1), 2)[:, None],
+        *(_pad_to_even(x, 1) for x in (query, key, value)),
+        mask=_pad_to_even(_pad_to_even(seen, 1), 2)[:, None],
         is_causal=mask.causal and time == source,
         scale=scale,
         implementation=implementation,
@@ -95,7 +95,7 @@ def _by_mask(
     return out[:, :time]
 
 
-def _by_lengths(
+def _attend_by_lengths(
     query: Array,
     key: Array,
     value: Array,
@@ -119,9 +119,9 @@ def _by_lengths(
     within = (jnp.arange(source)[None] < lengths[:, None])[..., None, None]
     query = jnp.pad(query, ((0, 0), (source - time, 0), (0, 0), (0, 0)))
     # Zeros after them: whatever a kernel writes there, forward or backward, is not read.
-    moved = (jnp.where(within, _moved(x, order, back), 0) for x in (query, key, value))
+    packed = (jnp.where(within, _permute(x, order, back), 0) for x in (query, key, value))
     out = jax.nn.dot_product_attention(
-        *(_even(x, 1) for x in moved),
+        *(_pad_to_even(x, 1) for x in packed),
         is_causal=True,
         scale=scale,
         query_seq_lengths=lengths,
@@ -129,11 +129,11 @@ def _by_lengths(
         local_window_size=None if reach is None else (reach - 1, 0),
         implementation=implementation,
     )
-    return _moved(jnp.where(within, out[:, :source], 0), back, order)[:, source - time :]
+    return _permute(jnp.where(within, out[:, :source], 0), back, order)[:, source - time :]
 
 
 @jax.custom_vjp
-def _moved(
+def _permute(
     x: Shaped[Array, "batch time *rest"],
     order: Int[Array, "batch time"],
     back: Int[Array, "batch time"],
@@ -144,22 +144,22 @@ def _moved(
     return jnp.take_along_axis(x, order.reshape(*order.shape, *rest), axis=1)
 
 
-def _moved_forward(x, order, back):
-    return _moved(x, order, back), (order, back)
+def _permute_forward(x, order, back):
+    return _permute(x, order, back), (order, back)
 
 
-def _moved_backward(orders, gradient):
+def _permute_backward(orders, gradient):
     order, back = orders
-    return _moved(gradient, back, order), None, None
+    return _permute(gradient, back, order), None, None
 
 
-_moved.defvjp(_moved_forward, _moved_backward)
+_permute.defvjp(_permute_forward, _permute_backward)
 
 
-def _widened(x: Array, size: int) -> Array:
+def _pad_heads(x: Array, size: int) -> Array:
     return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, size - x.shape[-1])))
 
 
-def _even(x: Array, axis: int) -> Array:
+def _pad_to_even(x: Array, axis: int) -> Array:
     """`x` padded to an even length: the gradient's kernel does not take an odd one."""
     return jnp.pad(x, [(0, x.shape[axis] % 2 if n == axis else 0) for n in range(x.ndim)])

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-WIDTH = 2
+SINK_ELEMENTS = 2
 """Elements that sinks add to a head."""
 
 
@@ -27,23 +27,27 @@ def with_sinks(
     value: Float[Array, "batch source kv_heads v_head_dim"],
     sinks: Float[Array, "heads"],
     scale: float,
-    number: int,
+    num_sinks: int,
 ) -> tuple[
     Float[Array, "batch more_queries heads wider"],
     Float[Array, "batch more kv_heads wider"],
     Float[Array, "batch more kv_heads v_head_dim"],
 ]:
-    """Queries, keys and values with `number` sinks in front; the queries there are zeros."""
+    """Queries, keys and values with `num_sinks` sinks in front; the queries there are zeros."""
     scores = sinks.astype(jnp.float32) / scale
     kind = jnp.finfo(query.dtype)
     # Not two casts: the compiler may remove a cast to a narrow dtype and back.
     rounded = lax.reduce_precision(scores, kind.nexp, kind.nmant)
     # The gradient goes through the first element alone: both are parts of one number.
     rest = lax.stop_gradient(scores - rounded)
-    both = jnp.broadcast_to(jnp.stack([scores, rest], -1), (*query.shape[:3], WIDTH))
+    both = jnp.broadcast_to(jnp.stack([scores, rest], -1), (*query.shape[:3], SINK_ELEMENTS))
     query = jnp.concatenate([query, both.astype(query.dtype)], axis=-1)
-    in_front = (0, 0), (number, 0), (0, 0), (0, 0)
-    key = jnp.pad(key, (*in_front[:3], (0, WIDTH))).at[:, :number, :, -WIDTH:].set(1)
+    in_front = (0, 0), (num_sinks, 0), (0, 0), (0, 0)
+    key = (
+        jnp.pad(key, (*in_front[:3], (0, SINK_ELEMENTS)))
+        .at[:, :num_sinks, :, -SINK_ELEMENTS:]
+        .set(1)
+    )
     return jnp.pad(query, in_front), key, jnp.pad(value, in_front)
 
 
@@ -55,9 +59,9 @@ def between_sinks(
     It indexes arrays in which the sinks come before all tokens (`with_sinks`).
     """
     source = order.shape[1]
-    number = sinks_among(source, window)
+    num_sinks = sinks_among(source, window)
     stride = 1 + (source if window is None else window)
-    place = jnp.arange(source + number)
-    sink = place // stride
-    token = number + order[:, jnp.maximum(place - sink - 1, 0)]
-    return jnp.where(place % stride == 0, sink, token)
+    index = jnp.arange(source + num_sinks)
+    sink = index // stride
+    token = num_sinks + order[:, jnp.maximum(index - sink - 1, 0)]
+    return jnp.where(index % stride == 0, sink, token)

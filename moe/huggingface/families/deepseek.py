@@ -5,19 +5,19 @@ from typing import Any
 from moe.config import ModelConfig, MultiHeadLatentAttention
 from moe.huggingface.families.family import Fields
 from moe.huggingface.families.shared_options import (
-    demand_no_biases,
     read_groups,
-    written_grouped_mixture,
+    require_no_biases,
+    write_grouped_mixture,
 )
 from moe.huggingface.options import Options
-from moe.huggingface.rotary_options import read_rotary, written_rotary
+from moe.huggingface.rotary_options import read_rotary, write_rotary
 
 
 def read_deepseek(options: Options, fields: Fields) -> Fields:
-    demand_no_biases(options, "attention_bias")
-    options.demand("scoring_func", "sigmoid", default="sigmoid")
-    options.demand("topk_method", "noaux_tc", default="noaux_tc")
-    options.demand("moe_layer_freq", 1, default=1)
+    require_no_biases(options, "attention_bias")
+    options.require("scoring_func", "sigmoid", default="sigmoid")
+    options.require("topk_method", "noaux_tc", default="noaux_tc")
+    options.require("moe_layer_freq", 1, default=1)
     options.take("head_dim", default=None)  # of the rotated part, as the next but two
     d_expert = options.take("moe_intermediate_size")
     qk_rope_head_dim = options.take("qk_rope_head_dim")
@@ -50,7 +50,7 @@ def read_deepseek(options: Options, fields: Fields) -> Fields:
     }
 
 
-def written_deepseek(config: ModelConfig) -> dict[str, Any]:
+def write_deepseek(config: ModelConfig) -> dict[str, Any]:
     mla = config.mla
     if mla is None:
         return {}
@@ -62,6 +62,6 @@ def written_deepseek(config: ModelConfig) -> dict[str, Any]:
         "kv_lora_rank": mla.kv_lora_rank,
         "q_lora_rank": mla.q_lora_rank,
         "rope_interleave": config.rope_interleaved,
-        **written_grouped_mixture(config),
-        **written_rotary(config),
+        **write_grouped_mixture(config),
+        **write_rotary(config),
     }

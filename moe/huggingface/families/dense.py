@@ -5,16 +5,16 @@ from typing import Any
 from moe.config import ModelConfig
 from moe.huggingface.families.family import Fields
 from moe.huggingface.families.shared_options import (
-    demand_no_biases,
     head_dim_of,
+    require_no_biases,
 )
-from moe.huggingface.families.windows import read_windows, slides_last, written_windows
+from moe.huggingface.families.windows import read_windows, slides_last, write_windows
 from moe.huggingface.options import Options
-from moe.huggingface.rotary_options import read_rotary, written_rotary
+from moe.huggingface.rotary_options import read_rotary, write_rotary
 
 
 def read_llama(options: Options, fields: Fields) -> Fields:
-    demand_no_biases(options, "attention_bias", "mlp_bias")
+    require_no_biases(options, "attention_bias", "mlp_bias")
     return {
         "d_ff": options.take("intermediate_size"),
         "head_dim": head_dim_of(options, fields),
@@ -22,13 +22,13 @@ def read_llama(options: Options, fields: Fields) -> Fields:
     }
 
 
-def written_llama(config: ModelConfig) -> dict[str, Any]:
+def write_llama(config: ModelConfig) -> dict[str, Any]:
     return {
         "attention_bias": False,
         "mlp_bias": False,
         "intermediate_size": config.d_ff,
         "head_dim": config.head_dim,
-        **written_rotary(config),
+        **write_rotary(config),
     }
 
 
@@ -42,17 +42,17 @@ def read_mistral(options: Options, fields: Fields) -> Fields:
     }
 
 
-def written_mistral(config: ModelConfig) -> dict[str, Any]:
+def write_mistral(config: ModelConfig) -> dict[str, Any]:
     return {
         "intermediate_size": config.d_ff,
         "head_dim": config.head_dim,
         "sliding_window": config.sliding_window,
-        **written_rotary(config),
+        **write_rotary(config),
     }
 
 
 def read_qwen2(options: Options, fields: Fields) -> Fields:
-    options.demand("head_dim", None, fields["d_model"] // fields["num_heads"])
+    options.require("head_dim", None, fields["d_model"] // fields["num_heads"])
     return {
         "d_ff": options.take("intermediate_size"),
         "head_dim": fields["d_model"] // fields["num_heads"],
@@ -62,16 +62,16 @@ def read_qwen2(options: Options, fields: Fields) -> Fields:
     }
 
 
-def written_qwen2(config: ModelConfig) -> dict[str, Any]:
+def write_qwen2(config: ModelConfig) -> dict[str, Any]:
     return {
-        **written_windows(config),
+        **write_windows(config),
         "intermediate_size": config.d_ff,
-        **written_rotary(config),
+        **write_rotary(config),
     }
 
 
 def read_qwen3(options: Options, fields: Fields) -> Fields:
-    demand_no_biases(options, "attention_bias")
+    require_no_biases(options, "attention_bias")
     return {
         "d_ff": options.take("intermediate_size"),
         "head_dim": options.take("head_dim", default=128),
@@ -81,11 +81,11 @@ def read_qwen3(options: Options, fields: Fields) -> Fields:
     }
 
 
-def written_qwen3(config: ModelConfig) -> dict[str, Any]:
+def write_qwen3(config: ModelConfig) -> dict[str, Any]:
     return {
-        **written_windows(config),
+        **write_windows(config),
         "attention_bias": False,
         "intermediate_size": config.d_ff,
         "head_dim": config.head_dim,
-        **written_rotary(config),
+        **write_rotary(config),
     }

@@ -34,7 +34,7 @@ class Family:
       architecture: its class in `transformers`.
       model_type: its name in config.json.
       read: fields of `ModelConfig` out of the options that are its own.
-      written: the same options from a configuration.
+      write: the same options from a configuration.
       names: of the tensors of a layer that are its own, by the path of the weight in `Layer`.
       last_norm: the last one, before the head.
       also: other names in config.json of the same architecture, which it is not written under.
@@ -45,7 +45,7 @@ class Family:
     architecture: str
     model_type: str
     read: Callable[[Options, Fields], Fields]
-    written: Callable[[ModelConfig], dict[str, Any]]
+    write: Callable[[ModelConfig], dict[str, Any]]
     names: Mapping[str, str | Stored]
     last_norm: Stored = Stored("model.norm.weight")
     also: tuple[str, ...] = ()

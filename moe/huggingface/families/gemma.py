@@ -5,13 +5,13 @@ from typing import Any
 from moe.config import ModelConfig
 from moe.huggingface.families.family import Fields, Stored
 from moe.huggingface.families.shared_options import (
-    demand_no_biases,
     read_activation,
-    written_activation,
+    require_no_biases,
+    write_activation,
 )
-from moe.huggingface.families.windows import read_listed_windows, written_listed_windows
+from moe.huggingface.families.windows import read_listed_windows, write_listed_windows
 from moe.huggingface.options import Options
-from moe.huggingface.rotary_options import read_rotary_by_window, written_rotary_by_window
+from moe.huggingface.rotary_options import read_rotary_by_window, write_rotary_by_window
 
 LAST_NORM = Stored("model.norm.weight", offset=1.0)
 GEMMA3_NAMES = {
@@ -28,9 +28,9 @@ GEMMA3_NAMES = {
 
 
 def read_gemma3(options: Options, fields: Fields) -> Fields:
-    demand_no_biases(options, "attention_bias", "use_bidirectional_attention")
+    require_no_biases(options, "attention_bias", "use_bidirectional_attention")
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-        options.demand(name, None)
+        options.require(name, None)
     head_dim = options.take("head_dim", default=256)
     scalar = options.take("query_pre_attn_scalar", default=256)
     period = options.take("sliding_window_pattern", "_sliding_window_pattern", default=6)
@@ -48,17 +48,17 @@ def read_gemma3(options: Options, fields: Fields) -> Fields:
     }
 
 
-def written_gemma3(config: ModelConfig) -> dict[str, Any]:
+def write_gemma3(config: ModelConfig) -> dict[str, Any]:
     scale, local = config.attention_scale, config.window_rope_base
     return {
         "attention_bias": False,
         "intermediate_size": config.d_ff,
         "head_dim": config.head_dim,
         "query_pre_attn_scalar": config.head_dim if scale is None else round(scale**-2),
-        "hidden_activation": written_activation(config),
+        "hidden_activation": write_activation(config),
         "attn_logit_softcapping": None,
         "final_logit_softcapping": None,
         "rope_local_base_freq": config.rope_base if local is None else local,
-        **written_listed_windows(config),
-        **written_rotary_by_window(config),
+        **write_listed_windows(config),
+        **write_rotary_by_window(config),
     }

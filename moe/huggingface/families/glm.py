@@ -8,14 +8,14 @@ from moe.huggingface.families.family import Fields
 from moe.huggingface.families.shared_options import (
     head_dim_of,
     read_groups,
-    written_grouped_mixture,
+    write_grouped_mixture,
 )
 from moe.huggingface.options import Options
 from moe.huggingface.rotary_options import (
     read_rotary,
     read_rotary_dim,
-    written_rotary,
-    written_rotary_dim,
+    write_rotary,
+    write_rotary_dim,
 )
 
 
@@ -46,12 +46,12 @@ def read_glm4_moe(options: Options, fields: Fields) -> Fields:
     }
 
 
-def written_glm4_moe(config: ModelConfig) -> dict[str, Any]:
+def write_glm4_moe(config: ModelConfig) -> dict[str, Any]:
     return {
         "head_dim": config.head_dim,
         "attention_bias": config.qkv_bias,
         "use_qk_norm": config.query_key_norm is not None,
-        **written_grouped_mixture(config),
-        **written_rotary_dim(config),
-        **written_rotary(config),
+        **write_grouped_mixture(config),
+        **write_rotary_dim(config),
+        **write_rotary(config),
     }

@@ -5,9 +5,9 @@ from typing import Any
 from moe.architecture.activation import ClampedSwiGLU
 from moe.config import ModelConfig
 from moe.huggingface.families.family import Fields, Stored
-from moe.huggingface.families.windows import read_listed_windows, written_listed_windows
+from moe.huggingface.families.windows import read_listed_windows, write_listed_windows
 from moe.huggingface.options import Options
-from moe.huggingface.rotary_options import read_rotary, written_rotary
+from moe.huggingface.rotary_options import read_rotary, write_rotary
 
 GPT_OSS_NAMES = {
     "attention.sinks": "self_attn.sinks",
@@ -46,7 +46,7 @@ def read_gpt_oss(options: Options, fields: Fields) -> Fields:
     }
 
 
-def written_gpt_oss(config: ModelConfig) -> dict[str, Any]:
+def write_gpt_oss(config: ModelConfig) -> dict[str, Any]:
     activation = config.activation
     if not isinstance(activation, ClampedSwiGLU):
         activation = ClampedSwiGLU(1.702, 7.0)  # which reads back as another one
@@ -58,6 +58,6 @@ def written_gpt_oss(config: ModelConfig) -> dict[str, Any]:
         "intermediate_size": config.d_expert,
         "swiglu_alpha": activation.alpha,
         "swiglu_limit": activation.limit,
-        **written_listed_windows(config),
-        **written_rotary(config),
+        **write_listed_windows(config),
+        **write_rotary(config),
     }

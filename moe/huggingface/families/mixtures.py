@@ -5,14 +5,14 @@ from typing import Any
 from moe.config import ModelConfig
 from moe.huggingface.families.family import Fields
 from moe.huggingface.families.shared_options import (
-    demand_no_biases,
     head_dim_of,
     read_dense_layers,
-    written_dense_layers,
+    require_no_biases,
+    write_dense_layers,
 )
-from moe.huggingface.families.windows import read_windows, slides_alternately, written_windows
+from moe.huggingface.families.windows import read_windows, slides_alternately, write_windows
 from moe.huggingface.options import Options
-from moe.huggingface.rotary_options import read_rotary, written_rotary
+from moe.huggingface.rotary_options import read_rotary, write_rotary
 
 
 def read_mixtral(options: Options, fields: Fields) -> Fields:
@@ -26,19 +26,19 @@ def read_mixtral(options: Options, fields: Fields) -> Fields:
     }
 
 
-def written_mixtral(config: ModelConfig) -> dict[str, Any]:
+def write_mixtral(config: ModelConfig) -> dict[str, Any]:
     return {
         "head_dim": config.head_dim,
         "num_local_experts": config.num_experts,
         "num_experts_per_tok": config.experts_per_token,
         "intermediate_size": config.d_expert,
         "sliding_window": config.sliding_window,
-        **written_rotary(config),
+        **write_rotary(config),
     }
 
 
 def read_qwen2_moe(options: Options, fields: Fields) -> Fields:
-    options.demand("head_dim", None, fields["d_model"] // fields["num_heads"])
+    options.require("head_dim", None, fields["d_model"] // fields["num_heads"])
     return {
         "head_dim": fields["d_model"] // fields["num_heads"],
         "qkv_bias": options.take("qkv_bias", default=True),
@@ -54,22 +54,22 @@ def read_qwen2_moe(options: Options, fields: Fields) -> Fields:
     }
 
 
-def written_qwen2_moe(config: ModelConfig) -> dict[str, Any]:
+def write_qwen2_moe(config: ModelConfig) -> dict[str, Any]:
     return {
-        **written_windows(config),
+        **write_windows(config),
         "qkv_bias": config.qkv_bias,
         "num_experts": config.num_experts,
         "num_experts_per_tok": config.experts_per_token,
         "moe_intermediate_size": config.d_expert,
         "shared_expert_intermediate_size": config.d_ff,
         "norm_topk_prob": config.renormalise,
-        **written_dense_layers(config),
-        **written_rotary(config),
+        **write_dense_layers(config),
+        **write_rotary(config),
     }
 
 
 def read_qwen3_moe(options: Options, fields: Fields) -> Fields:
-    demand_no_biases(options, "attention_bias")
+    require_no_biases(options, "attention_bias")
     return {
         "head_dim": head_dim_of(options, fields),
         "query_key_norm": "head",
@@ -83,24 +83,24 @@ def read_qwen3_moe(options: Options, fields: Fields) -> Fields:
     }
 
 
-def written_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
+def write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
     return {
-        **written_windows(config, listed=False),
+        **write_windows(config, listed=False),
         "attention_bias": False,
         "head_dim": config.head_dim,
         "num_experts": config.num_experts,
         "num_experts_per_tok": config.experts_per_token,
         "moe_intermediate_size": config.d_expert,
         "norm_topk_prob": config.renormalise,
-        **written_dense_layers(config),
-        **written_rotary(config),
+        **write_dense_layers(config),
+        **write_rotary(config),
     }
 
 
 def read_olmoe(options: Options, fields: Fields) -> Fields:
-    demand_no_biases(options, "attention_bias")
-    options.demand("clip_qkv", None)
-    options.demand("head_dim", None, fields["d_model"] // fields["num_heads"])
+    require_no_biases(options, "attention_bias")
+    options.require("clip_qkv", None)
+    options.require("head_dim", None, fields["d_model"] // fields["num_heads"])
     return {
         "head_dim": fields["d_model"] // fields["num_heads"],
         "query_key_norm": "projection",
@@ -112,7 +112,7 @@ def read_olmoe(options: Options, fields: Fields) -> Fields:
     }
 
 
-def written_olmoe(config: ModelConfig) -> dict[str, Any]:
+def write_olmoe(config: ModelConfig) -> dict[str, Any]:
     return {
         "attention_bias": False,
         "clip_qkv": None,
@@ -120,5 +120,5 @@ def written_olmoe(config: ModelConfig) -> dict[str, Any]:
         "num_experts_per_tok": config.experts_per_token,
         "intermediate_size": config.d_expert,
         "norm_topk_prob": config.renormalise,
-        **written_rotary(config),
+        **write_rotary(config),
     }

@@ -34,7 +34,7 @@ def common_fields(options: Options) -> Fields:
 def common_options(config: ModelConfig) -> dict[str, Any]:
     """The options that `common_fields` reads."""
     return {
-        "hidden_act": written_activation(config),
+        "hidden_act": write_activation(config),
         "vocab_size": config.vocab_size,
         "num_hidden_layers": config.num_layers,
         "hidden_size": config.d_model,
@@ -52,13 +52,13 @@ def common_options(config: ModelConfig) -> dict[str, Any]:
 
 def read_activation(options: Options, name: str, default: str) -> Activation:
     """Activation of gate and up, from its name in `transformers`."""
-    given = options.take(name, default=default)
-    if given not in ACTIVATIONS:
-        raise options.unsupported(name, given, " or ".join(map(repr, ACTIVATIONS)))
-    return ACTIVATIONS[given]
+    activation = options.take(name, default=default)
+    if activation not in ACTIVATIONS:
+        raise options.unsupported(name, activation, " or ".join(map(repr, ACTIVATIONS)))
+    return ACTIVATIONS[activation]
 
 
-def written_activation(config: ModelConfig) -> str:
+def write_activation(config: ModelConfig) -> str:
     """The name that `read_activation` reads; of any other, which reads back as another one, the
     first."""
     names = [name for name, ours in ACTIVATIONS.items() if ours == config.activation]
@@ -66,18 +66,18 @@ def written_activation(config: ModelConfig) -> str:
 
 
 def head_dim_of(options: Options, fields: Fields) -> int:
-    given = options.take("head_dim", default=None)
-    return fields["d_model"] // fields["num_heads"] if given is None else given
+    head_dim = options.take("head_dim", default=None)
+    return fields["d_model"] // fields["num_heads"] if head_dim is None else head_dim
 
 
-def demand_no_biases(options: Options, *names: str) -> None:
+def require_no_biases(options: Options, *names: str) -> None:
     for name in names:
-        options.demand(name, False, default=False)
+        options.require(name, False, default=False)
 
 
 def read_dense_layers(options: Options, fields: Fields) -> Fields:
     """Qwen's dense layers among those with experts: supported where they come first."""
-    options.demand("decoder_sparse_step", 1, default=1)
+    options.require("decoder_sparse_step", 1, default=1)
     layers = options.take("mlp_only_layers", default=None) or []
     if sorted(layers) != list(range(len(layers))):
         raise options.unsupported("mlp_only_layers", layers, "dense layers before all others only")
@@ -85,7 +85,7 @@ def read_dense_layers(options: Options, fields: Fields) -> Fields:
     return {"num_dense_layers": len(layers), "dense_d_ff": width if layers else 0}
 
 
-def written_dense_layers(config: ModelConfig) -> dict[str, Any]:
+def write_dense_layers(config: ModelConfig) -> dict[str, Any]:
     return {
         "decoder_sparse_step": 1,
         "mlp_only_layers": list(range(config.num_dense_layers)),
@@ -93,16 +93,18 @@ def written_dense_layers(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def read_groups(options: Options, groups: int, chosen: int) -> int:
-    """Experts that a token chooses among those of the `chosen` best of its groups."""
+def read_groups(options: Options, groups: int, groups_per_token: int) -> int:
+    """Experts that a token chooses among those of the `groups_per_token` best of its groups."""
     k = options.take("num_experts_per_tok")
-    if groups > 1 and k != 2 * chosen:
+    if groups > 1 and k != 2 * groups_per_token:
         # There a group is judged by its best two, here by its best k / chosen.
-        raise options.unsupported("num_experts_per_tok", k, f"2 x topk_group = {2 * chosen}")
+        raise options.unsupported(
+            "num_experts_per_tok", k, f"2 x topk_group = {2 * groups_per_token}"
+        )
     return k
 
 
-def written_grouped_mixture(config: ModelConfig) -> dict[str, Any]:
+def write_grouped_mixture(config: ModelConfig) -> dict[str, Any]:
     """Routed experts chosen in groups, shared ones beside them, dense layers first."""
     return {
         "n_routed_experts": config.num_experts,

@@ -28,13 +28,13 @@ def read_windows(
     default = [SLIDING if slides is None or slides(layer, last) else FULL for layer in layers]
     if window is None:
         default = [FULL for _ in layers]
-    given = default if kinds is None else kinds
-    if len(given) != len(layers) or set(given) - {FULL, SLIDING}:
+    layer_types = default if kinds is None else kinds
+    if len(layer_types) != len(layers) or set(layer_types) - {FULL, SLIDING}:
         raise options.unsupported("layer_types", kinds, f"{FULL} or {SLIDING} for each layer")
-    if given != default and (slides is None or window is None):
+    if layer_types != default and (slides is None or window is None):
         why = "use_sliding_window=true" if window is None else "the same window in every layer"
         raise options.unsupported("layer_types", kinds, f"{SLIDING} with {why}")
-    full = tuple(layer for layer, kind in zip(layers, given, strict=True) if kind == FULL)
+    full = tuple(layer for layer, kind in zip(layers, layer_types, strict=True) if kind == FULL)
     if len(full) == len(layers):
         return {}
     return {"sliding_window": window, "full_attention_layers": full}
@@ -51,10 +51,12 @@ def read_listed_windows(
     """
     window = options.take("sliding_window", default=window)
     kinds, layers = options.take("layer_types", default=None), range(fields["num_layers"])
-    given = [SLIDING if slides(layer) else FULL for layer in layers] if kinds is None else kinds
-    if len(given) != len(layers) or set(given) - {FULL, SLIDING}:
+    layer_types = (
+        [SLIDING if slides(layer) else FULL for layer in layers] if kinds is None else kinds
+    )
+    if len(layer_types) != len(layers) or set(layer_types) - {FULL, SLIDING}:
         raise options.unsupported("layer_types", kinds, f"{FULL} or {SLIDING} for each layer")
-    full = tuple(layer for layer, kind in zip(layers, given, strict=True) if kind == FULL)
+    full = tuple(layer for layer, kind in zip(layers, layer_types, strict=True) if kind == FULL)
     if len(full) == len(layers):
         return {}
     if window is None:
@@ -62,7 +64,7 @@ def read_listed_windows(
     return {"sliding_window": window, "full_attention_layers": full}
 
 
-def written_listed_windows(config: ModelConfig) -> dict[str, Any]:
+def write_listed_windows(config: ModelConfig) -> dict[str, Any]:
     """The options that `read_listed_windows` reads."""
     has_window, full = config.sliding_window is not None, config.full_attention_layers
     kinds = [
@@ -71,7 +73,7 @@ def written_listed_windows(config: ModelConfig) -> dict[str, Any]:
     return {"sliding_window": config.sliding_window, "layer_types": kinds}
 
 
-def written_windows(config: ModelConfig, listed: bool = True) -> dict[str, Any]:
+def write_windows(config: ModelConfig, listed: bool = True) -> dict[str, Any]:
     """The options that `read_windows` reads.
 
     Args:

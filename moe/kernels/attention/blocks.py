@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from moe.attention.mask import Marks, Window, all_meet, may_meet
+from moe.attention.mask import TokenIndices, Window, is_fully_visible, may_be_visible
 from moe.kernels.mosaic import Target
 
 UNIT = 64
@@ -32,15 +32,15 @@ def pad_to_blocks(x: Array, axis: int) -> Array:
     return jnp.pad(x, [(0, missing if n == axis % x.ndim else 0) for n in range(x.ndim)])
 
 
-def pad_mask(mask: Marks) -> Marks:
+def pad_mask(mask: TokenIndices) -> TokenIndices:
     """Pads mask fields as `pad_to_blocks`: the added tokens have segment 0, so they count as
     padding."""
-    return Marks(*(pad_to_blocks(x, 1) for x in mask))
+    return TokenIndices(*(pad_to_blocks(x, 1) for x in mask))
 
 
-def block_mask(mask: Marks, size: int) -> Marks:
+def block_mask(mask: TokenIndices, size: int) -> TokenIndices:
     """Reshapes ``[row, time]`` to ``[row, block, token]``."""
-    return Marks(*(x.reshape(x.shape[0], -1, size) for x in mask))
+    return TokenIndices(*(x.reshape(x.shape[0], -1, size) for x in mask))
 
 
 def in_blocks(
@@ -72,7 +72,7 @@ class VisitRange(NamedTuple):
 
 
 def visit_table(
-    query: Marks, key: Marks, window: Window, *, by_query: bool
+    query: TokenIndices, key: TokenIndices, window: Window, *, by_query: bool
 ) -> Int[Array, "row block bound"]:
     """Table of `VisitRange`: for each block of queries the blocks of keys, or for each block of
     keys those of queries.
@@ -88,7 +88,7 @@ def visit_table(
 
     # All pairs of blocks, but only their ranges: a few numbers for each pair, not each score.
     visible, fully_visible = (
-        compare_pairs(partial(test, window=window)) for test in (may_meet, all_meet)
+        compare_pairs(partial(test, window=window)) for test in (may_be_visible, is_fully_visible)
     )
     block, end = lax.broadcasted_iota(jnp.int32, visible.shape, 2), visible.shape[2]
     stop = jnp.max(jnp.where(visible, block + 1, 0), axis=2)
@@ -110,7 +110,7 @@ def read_visits(table: Any, block: Any) -> VisitRange:
 
 
 def mask_operands(
-    query: Marks, key: Marks, window: Window
+    query: TokenIndices, key: TokenIndices, window: Window
 ) -> tuple[Int[Array, "block field token"], Int[Array, "key_block field key_token"]]:
     """Operands of `apply_mask` for the queries and for the keys of all rows: the column and the
     segment, and with a window the position.

@@ -8,8 +8,8 @@ from programs import jit
 
 from moe.adapters.adapted import Adapted
 from moe.adapters.settings import TARGETS, Lora
-from moe.adapters.trees import merged, trained
-from moe.attention.projections import heads, joined_heads
+from moe.adapters.trees import merge_adapters, select_trained
+from moe.attention.projections import heads, join_heads
 from moe.config import ModelConfig
 from moe.experts.feed_forward import routed_experts
 from moe.weights import num_trained_parameters, shapes, table, targets_of
@@ -38,7 +38,7 @@ def of_layer():
     weights = jax.tree.map(
         lambda leaf: (0.4 * draw.normal(size=leaf.shape)).astype(np.float32), shapes(CONFIG)
     )
-    both = weights, jit(lambda weights: merged(weights, table(CONFIG)))(weights)
+    both = weights, jit(lambda weights: merge_adapters(weights, table(CONFIG)))(weights)
     return [jax.tree.map(lambda x: x[0], given.layers) for given in jax.device_get(both)]
 
 
@@ -51,7 +51,7 @@ def of_query(layer):
 
 
 def of_out(layer):
-    return joined_heads(numbers(TOKENS, 4, 6), layer.attention.out)
+    return join_heads(numbers(TOKENS, 4, 6), layer.attention.out)
 
 
 def of_experts(layer):
@@ -112,8 +112,8 @@ def test_the_table_has_adapters_for_every_target():
         "layer expert d_model lora_rank",
         "layer expert lora_rank half d_expert",
     )
-    assert stacked.base.fixed and not stacked.a.fixed and stacked.scale == 4.5 / 3**0.5
-    learned = trained(shapes(CONFIG), statement)
+    assert stacked.base.frozen and not stacked.a.frozen and stacked.scale == 4.5 / 3**0.5
+    learned = select_trained(shapes(CONFIG), statement)
     numbers = sum(leaf.size for leaf in jax.tree.leaves(learned))
     assert num_trained_parameters(CONFIG) == numbers
     attention = 2 * 3 * (4 * 10 + 2 * 24 + 2 * 12)  # of query and out, of key and value

@@ -10,7 +10,7 @@ from tiers import full_but
 
 from moe.attention import blocked, blocking, core
 from moe.attention.blocked import blocked_attention
-from moe.attention.mask import Marks, Mask, visible
+from moe.attention.mask import Mask, TokenIndices, visible
 from moe.attention.plain import plain_attention
 
 BATCH, KV_HEADS, GROUP, HEAD_DIM, V_HEAD_DIM = 4, 3, 5, 6, 7
@@ -19,9 +19,9 @@ BATCH, KV_HEADS, GROUP, HEAD_DIM, V_HEAD_DIM = 4, 3, 5, 6, 7
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Several blocks to a span and several spans to a row, two rows at a time."""
-    monkeypatch.setattr(blocking, "QUERIES", 5)
-    monkeypatch.setattr(blocking, "SPANS", 2)
-    monkeypatch.setattr(blocked, "SCORES", 2 * KV_HEADS * GROUP * 5 * 19)
+    monkeypatch.setattr(blocking, "MAX_BLOCK_QUERIES", 5)
+    monkeypatch.setattr(blocking, "MAX_SPANS", 2)
+    monkeypatch.setattr(blocked, "MAX_BLOCK_SCORES", 2 * KV_HEADS * GROUP * 5 * 19)
 
 
 def arrays(time, source, dtype=np.float32):
@@ -48,7 +48,7 @@ def mask_of(time, source, causal, window=None):
     own = slice(source - time, None)
     if not causal:
         own = np.arange(time) % source
-    marks = (Marks(*map(jnp.asarray, x)) for x in ([x[:, own] for x in keys], keys))
+    marks = (TokenIndices(*map(jnp.asarray, x)) for x in ([x[:, own] for x in keys], keys))
     return Mask(*marks, window, causal)
 
 
@@ -106,7 +106,7 @@ READINGS = [
 def test_values_and_gradients_are_those_of_all_scores_at_once(
     time, source, causal, window, keys, monkeypatch
 ):
-    monkeypatch.setattr(blocking, "KEYS", keys)
+    monkeypatch.setattr(blocking, "MAX_BLOCK_KEYS", keys)
     *given, weight = arrays(time, source)
     mask = mask_of(time, source, causal, window)
     seen = seen_of(mask)
@@ -139,12 +139,12 @@ def test_a_window_known_at_run_time_is_the_same():
 @pytest.mark.slow
 def test_hidden_blocks_are_not_computed(monkeypatch):
     """What is hidden whole may hold anything, NaN too: nothing looks at it."""
-    monkeypatch.setattr(blocking, "KEYS", 4)
-    monkeypatch.setattr(blocked, "SCORES", 1)
+    monkeypatch.setattr(blocking, "MAX_BLOCK_KEYS", 4)
+    monkeypatch.setattr(blocked, "MAX_BLOCK_SCORES", 1)
     time = 40
     query, key, value, _ = arrays(time, time)
     column = np.broadcast_to(np.arange(time, dtype=np.int32), (BATCH, time))
-    marks = Marks(*map(jnp.asarray, (column, column, np.ones_like(column))))
+    marks = TokenIndices(*map(jnp.asarray, (column, column, np.ones_like(column))))
 
     def read(window, poisoned):
         """What the last block of queries gets."""
@@ -237,5 +237,5 @@ def test_many_scores_on_a_cpu_are_computed_in_blocks(monkeypatch):
         return str(jax.make_jaxpr(lambda *x: core.core_attention(*x, mask))(*given)).count("scan")
 
     assert scans() == 0
-    monkeypatch.setattr(core, "LARGEST_PLAIN", BATCH * KV_HEADS * GROUP * 19 * 19 - 1)
+    monkeypatch.setattr(core, "MAX_PLAIN_SCORES_CPU", BATCH * KV_HEADS * GROUP * 19 * 19 - 1)
     assert scans() > 0

@@ -13,7 +13,7 @@ from tiers import full_but
 
 from moe.attention import core
 from moe.attention.core import core_attention
-from moe.attention.mask import Marks, Mask, visible
+from moe.attention.mask import Mask, TokenIndices, visible
 
 BATCH, TIME, SOURCE, HEADS, KV_HEADS = 2, 5, 7, 6, 3
 
@@ -40,7 +40,7 @@ def mask_of(time, source, single, window=None):
     same = (segments[:, :, None] == segments[:, None, :]) & np.tri(source, k=-1, dtype=bool)
     keys = [x.astype(np.int32) for x in (column, same.sum(axis=2), segments)]
     queries = [x[:, source - time :] for x in keys]
-    marks = (Marks(*map(jnp.asarray, each)) for each in (queries, keys))
+    marks = (TokenIndices(*map(jnp.asarray, each)) for each in (queries, keys))
     return Mask(*marks, window, causal=True, single=single)
 
 
@@ -136,7 +136,8 @@ def hopper(monkeypatch):
 def rows_of(batch, time, source, window=None, causal=True, single=True):
     """The shapes of a mask, and no numbers."""
     query, key = (
-        Marks(*[jax.ShapeDtypeStruct((batch, size), jnp.int32)] * 3) for size in (time, source)
+        TokenIndices(*[jax.ShapeDtypeStruct((batch, size), jnp.int32)] * 3)
+        for size in (time, source)
     )
     return Mask(query, key, window, causal, single)
 
@@ -165,7 +166,7 @@ def test_none_on_a_gpu_is_what_fits(mask, chosen, hopper):
         found = []
 
         def choose(query, value, sinks, found=found):
-            found.append(core._best(query, value, value, mask, sinks))
+            found.append(core._select_implementation(query, value, value, mask, sinks))
 
         jax.eval_shape(choose, query, value, sinks)
         assert found == [chosen]

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from programs import jit
 
-from moe.attention.mask import Marks, may_meet, visible, window_of_layer
+from moe.attention.mask import TokenIndices, may_be_visible, visible, window_of_layer
 from moe.config import ModelConfig
 
 
@@ -16,11 +16,11 @@ def marks_of(segments):
     same = (segments[:, :, None] == segments[:, None, :]) & np.tri(
         segments.shape[1], k=-1, dtype=bool
     )
-    return Marks(*(x.astype(np.int32) for x in (column, same.sum(axis=2), segments)))
+    return TokenIndices(*(x.astype(np.int32) for x in (column, same.sum(axis=2), segments)))
 
 
 see = jit(visible)
-meets = jit(may_meet)
+meets = jit(may_be_visible)
 
 
 @pytest.mark.parametrize("window", [None, 1, 3])
@@ -43,7 +43,7 @@ def test_what_may_not_meet_is_hidden(window):
     for _ in range(40):
         marks = marks_of(np.sort(draw.integers(0, 4, sizes), axis=1))
         a, b = draw.integers(0, 19, 2)
-        query, key = (Marks(*(x[:, start : start + 5] for x in marks)) for start in (a, b))
+        query, key = (TokenIndices(*(x[:, start : start + 5] for x in marks)) for start in (a, b))
         meet = bool(meets(query, key, window))
         assert meet or not np.any(see(query, key, window))
         hidden += not meet
@@ -52,7 +52,9 @@ def test_what_may_not_meet_is_hidden(window):
 
 def test_blocks_are_told_apart_by_column_segment_and_window():
     marks = marks_of(np.array([[1, 1, 1, 1, 2, 2, 2, 2]]))
-    first, second, third = (Marks(*(x[:, start : start + 2] for x in marks)) for start in (0, 2, 4))
+    first, second, third = (
+        TokenIndices(*(x[:, start : start + 2] for x in marks)) for start in (0, 2, 4)
+    )
     assert meets(second, first)
     assert not meets(first, second)
     assert not meets(third, first)

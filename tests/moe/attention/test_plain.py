@@ -10,7 +10,7 @@ from programs import jit
 
 from moe.attention import core
 from moe.attention.blocked import blocked_attention
-from moe.attention.mask import Marks, Mask
+from moe.attention.mask import Mask, TokenIndices
 from moe.attention.plain import causal_mask, plain_attention
 
 BATCH, TIME, HEADS, KV_HEADS, HEAD_DIM, D_MODEL = 3, 5, 6, 2, 4, 7
@@ -129,8 +129,8 @@ def test_half_precision_errs_as_little_as_in_blocks(name):
         @jit
         def all_of(*given):
             column = jnp.broadcast_to(jnp.arange(source)[None], (BATCH, source))
-            keys = Marks(column, column, jnp.ones_like(column))
-            mask = Mask(Marks(*(x[:, -time:] for x in keys)), keys, causal=True)
+            keys = TokenIndices(column, column, jnp.ones_like(column))
+            mask = Mask(TokenIndices(*(x[:, -time:] for x in keys)), keys, causal=True)
             out, back = jax.vjp(lambda *given: read(*given, mask), *given)
             return out, *back(pull)
 

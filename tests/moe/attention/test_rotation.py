@@ -9,7 +9,7 @@ from programs import jit
 
 from moe.architecture.attention import MultiHeadLatentAttention
 from moe.attention.rotary import LinearScaling, YarnScaling, rope
-from moe.attention.rotation import rotated, turns_of
+from moe.attention.rotation import apply_rotary, rotary_tables
 from moe.config import ModelConfig
 
 SCALING = YarnScaling(4.0, 16, attention_factor=1.3)
@@ -37,24 +37,24 @@ def test_a_layer_rotates_with_its_own_wavelengths(layer):
         first = rope(HEADS[..., :8], POSITIONS, *kinds[layer])
         expected = jnp.concatenate([first, HEADS[..., 8:]], axis=-1)
         assert np.abs(expected[1:, :, :8] - HEADS[1:, :, :8]).max() > 0.1
-    found = rotated(HEADS, POSITIONS, CONFIG, layer)
+    found = apply_rotary(HEADS, POSITIONS, CONFIG, layer)
     np.testing.assert_array_equal(found, expected)
 
 
 def test_a_number_known_at_run_time_gives_the_same():
-    run = jit(lambda number: rotated(HEADS, POSITIONS, CONFIG, number))
+    run = jit(lambda number: apply_rotary(HEADS, POSITIONS, CONFIG, number))
     for layer in range(4):
-        expected = rotated(HEADS, POSITIONS, CONFIG, layer)
+        expected = apply_rotary(HEADS, POSITIONS, CONFIG, layer)
         # Powers and sines of two programs: the last digits.
         np.testing.assert_allclose(run(jnp.int32(layer)), expected, atol=1e-5, err_msg=str(layer))
 
 
 def test_what_places_are_turned_by_can_be_looked_up():
-    turns = turns_of(31, CONFIG).at(POSITIONS)
-    run = jit(lambda number: rotated(HEADS, turns, CONFIG, number))
+    turns = rotary_tables(31, CONFIG).gather(POSITIONS)
+    run = jit(lambda number: apply_rotary(HEADS, turns, CONFIG, number))
     for layer in range(4):
-        expected = rotated(HEADS, POSITIONS, CONFIG, layer)
-        found = rotated(HEADS, turns, CONFIG, layer)
+        expected = apply_rotary(HEADS, POSITIONS, CONFIG, layer)
+        found = apply_rotary(HEADS, turns, CONFIG, layer)
         np.testing.assert_array_equal(found, expected, err_msg=str(layer))
         # Sines and sums of two programs: the last digits.
         np.testing.assert_allclose(run(jnp.int32(layer)), expected, atol=1e-5, err_msg=str(layer))
@@ -63,9 +63,9 @@ def test_what_places_are_turned_by_can_be_looked_up():
 def test_latent_attention_turns_a_part_of_its_own_width():
     mla = MultiHeadLatentAttention(8, q_lora_rank=None, qk_rope_head_dim=4, v_head_dim=6)
     config = ModelConfig(7, num_heads=2, num_kv_heads=2, head_dim=12, mla=mla)
-    turns = turns_of(31, config).at(POSITIONS)
-    expected = rotated(HEADS[..., 8:], POSITIONS, config, 0)
-    np.testing.assert_array_equal(rotated(HEADS[..., 8:], turns, config, 0), expected)
+    turns = rotary_tables(31, config).gather(POSITIONS)
+    expected = apply_rotary(HEADS[..., 8:], POSITIONS, config, 0)
+    np.testing.assert_array_equal(apply_rotary(HEADS[..., 8:], turns, config, 0), expected)
 
 
 def test_interpolated_positions_are_shorter():

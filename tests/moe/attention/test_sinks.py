@@ -14,7 +14,7 @@ from moe.attention import blocking
 from moe.attention.cached import cached_attention
 from moe.attention.core import core_attention
 from moe.attention.fused.sink_keys import with_sinks
-from moe.attention.mask import Marks, Mask
+from moe.attention.mask import Mask, TokenIndices
 from moe.cache.step import StepCore
 from moe.config import ModelConfig
 from moe.execution import Execution
@@ -52,7 +52,7 @@ def by_definition():
 
 def mask(window=WINDOW, causal=True, single=True):
     place = jnp.broadcast_to(jnp.arange(TIME), (BATCH, TIME))
-    marks = Marks(place, place, jnp.asarray(valid(), jnp.int32))
+    marks = TokenIndices(place, place, jnp.asarray(valid(), jnp.int32))
     return Mask(marks, marks, window, causal, single)
 
 
@@ -79,8 +79,8 @@ def test_a_sink_takes_its_part_of_every_softmax():
 @pytest.mark.slow
 def test_blocks_are_all_scores_at_once(monkeypatch):
     # Several blocks of queries and of keys.
-    monkeypatch.setattr(blocking, "QUERIES", 4)
-    monkeypatch.setattr(blocking, "KEYS", 8)
+    monkeypatch.setattr(blocking, "MAX_BLOCK_QUERIES", 4)
+    monkeypatch.setattr(blocking, "MAX_BLOCK_KEYS", 8)
     seen = valid()[..., None, None]
     for found, expected in zip(outcome("blocked"), outcome("plain"), strict=True):
         if found.ndim == 4:
@@ -120,7 +120,7 @@ def test_a_sink_is_rounded_to_more_digits_than_the_queries_have():
     """In half precision by two numbers: 1 + 2^-8 is none of bfloat16's."""
     given = [np.asarray(x, jnp.bfloat16) for x in arrays()[:3]]
     sinks = np.full(HEADS, SCALE * (1 + 2**-8), np.float32)
-    query, *_ = jit(lambda *of: with_sinks(*of, scale=SCALE, number=1))(*given, sinks)
+    query, *_ = jit(lambda *of: with_sinks(*of, scale=SCALE, num_sinks=1))(*given, sinks)
     scores = np.float32(query[:, 1:, :, -2:]).sum(axis=-1)
     np.testing.assert_allclose(scores, 1 + 2**-8, rtol=2**-16)
 

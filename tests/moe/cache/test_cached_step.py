@@ -37,7 +37,7 @@ def test_the_kernel_is_given_what_a_step_sees_of_narrow_vectors(monkeypatch):
     def attended(name, buffer, query, narrow, up):
         config = replace(LATENT, execution=Execution(decode_attention=name))
         ends = jnp.asarray(POSITIONS), jnp.asarray(LIVE)
-        step = StepCore(config, 1, buffer, None, *ends, place=(jnp.int32(1),))
+        step = StepCore(config, 1, buffer, None, *ends, stack_index=(jnp.int32(1),))
         return step.attend.attend(query, narrow, up), step.keys
 
     draw = np.random.default_rng(0)

@@ -8,7 +8,7 @@ import pytest
 from moe.experts.fused import fused_experts
 from moe.experts.gated import apply_gate
 from moe.experts.grouped.dot import grouped_dot
-from moe.remat import rematerialised
+from moe.remat import rematerialise
 
 KERNEL = "custom_call @mosaic_gpu_v2"
 TRANSPOSES = tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 12)
@@ -65,7 +65,7 @@ def test_it_is_two_kernels_there_and_four_back_on_cuda(remat):
     """Where products are kept, neither of the two runs again for the way back."""
 
     def run(rows, gate_up, down, probs, pull, sizes):
-        function = rematerialised(lambda *of: fused_experts(*of, sizes), remat)
+        function = rematerialise(lambda *of: fused_experts(*of, sizes), remat)
         out, back = jax.vjp(function, rows, gate_up, down, probs)
         return out, *back(pull)
 

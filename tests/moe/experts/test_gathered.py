@@ -12,7 +12,7 @@ from moe.experts.fused import fused_experts
 from moe.experts.gathered import gathered_experts
 from moe.experts.permutation import permute_rows, unpermute_rows
 from moe.kernels.layout import SortedLayout, sorted_layout
-from moe.remat import rematerialised
+from moe.remat import rematerialise
 
 KERNEL = "custom_call @mosaic_gpu_v2"
 SLOTS, WIDTH, HIDDEN, SIZES = 90, 128, 64, (50, 0, 21)
@@ -66,7 +66,7 @@ def exported(scattered, remat, tokens, k, slots, width, hidden, experts):
         return jax.ShapeDtypeStruct(shape, dtype)
 
     def run(x, gate_up, down, probs, pull, layout):
-        function = rematerialised(
+        function = rematerialise(
             lambda x, layout, *of: gathered_experts(
                 x, layout, *of, layout.sizes, scattered=scattered
             ),

@@ -15,7 +15,7 @@ from tiers import full_but
 from moe import huggingface
 from moe.config import tiny
 from moe.execution import Execution
-from moe.huggingface.families.known import FAMILIES
+from moe.huggingface.families.supported import FAMILIES
 from moe.placement import in_layer_order, shardings
 
 
@@ -63,7 +63,7 @@ def test_a_shard_is_read_without_the_rest_of_its_tensor(monkeypatch):
 
     def counted(files, plan, index):
         out = shard(files, plan, index)
-        read.append((plan.names_of_halves, out.size))
+        read.append((plan.name_templates, out.size))
         return out
 
     monkeypatch.setattr(reading, "_shard", counted)

@@ -15,7 +15,7 @@ from benchmarks.kernel_cases import ATTENDED, marks
 from moe.attention import blocked
 from moe.attention.core import core_attention
 from moe.attention.flash import slope_mean
-from moe.attention.mask import Marks, Mask, visible
+from moe.attention.mask import Mask, TokenIndices, visible
 from moe.attention.plain import plain_attention
 from moe.config import ModelConfig
 from moe.execution import Execution
@@ -34,7 +34,7 @@ SCALE = 0.1
 def mask_of(case):
     keys = [jnp.asarray(x) for x in marks(case)]
     queries = [x[:, slice(*case.columns)] for x in keys]
-    return Mask(Marks(*queries), Marks(*keys), case.window)
+    return Mask(TokenIndices(*queries), TokenIndices(*keys), case.window)
 
 
 def given(case, dtype=jnp.bfloat16):
@@ -174,7 +174,9 @@ def test_programs_visit_what_they_must(window):
             order = draw.permutation(order.reshape(-1, size)).reshape(-1)
         key = [x.astype(np.int32)[:, order] for x in (column, same.sum(axis=2), segments)]
         first = 4 * draw.integers(0, 5)
-        mask = Mask(Marks(*(x[:, first : first + 16] for x in key)), Marks(*key), window)
+        mask = Mask(
+            TokenIndices(*(x[:, first : first + 16] for x in key)), TokenIndices(*key), window
+        )
         seen = np.asarray(seen_by(mask)).reshape(2, 4, size, 8, size)
         found = tables(block_mask(mask.query, size), block_mask(mask.key, size), window)
         for table, pairs in zip(found, (seen, seen.transpose(0, 3, 4, 1, 2)), strict=True):
@@ -191,7 +193,7 @@ def test_programs_visit_what_they_must(window):
 
 def test_causal_rows_are_half_of_the_work():
     column = np.arange(32, dtype=np.int32)[None]
-    row = block_mask(Marks(column, column, np.ones_like(column)), 4)
+    row = block_mask(TokenIndices(column, column, np.ones_like(column)), 4)
     of_query, of_key = (np.asarray(x)[0] for x in tables(row, row, None))
     number = np.arange(8)
     np.testing.assert_array_equal(of_query[:, 1], number + 1)
@@ -207,11 +209,13 @@ def shaped(*shape, dtype=jnp.bfloat16):
 
 
 def rows_of(batch, time, source, window=None):
-    query, key = (Marks(*[shaped(batch, size, dtype=jnp.int32)] * 3) for size in (time, source))
+    query, key = (
+        TokenIndices(*[shaped(batch, size, dtype=jnp.int32)] * 3) for size in (time, source)
+    )
     return Mask(query, key, window, causal=True)
 
 
-def trained(query, key, value, mask):
+def select_trained(query, key, value, mask):
     attend = partial(core_attention, mask=mask, implementation="mosaic")
     out, back = jax.vjp(attend, query, key, value)
     return out, *back(out)

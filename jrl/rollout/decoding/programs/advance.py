@@ -20,7 +20,7 @@ from jrl.rollout.decoding.programs.tokens import (
     write_column,
 )
 from jrl.rollout.sampling import Sampling
-from moe.attention.rotation import turns_of
+from moe.attention.rotation import rotary_tables
 from moe.cache.buffers import ROW, Cache, over_columns
 from moe.decoding import decode_step
 from moe.layers.depth import map_layer_groups, split_layer_groups
@@ -213,7 +213,7 @@ def _advance_local(
     # A shorter cache is copied once, so that no step reads unused positions; the whole is not.
     read = over_columns(partial(_slice_columns, columns), pool.cache)
     # RoPE tables are computed here once; otherwise each layer would compute them in each step.
-    rope = vary(turns_of(columns, config), mesh.axes)
+    rope = vary(rotary_tables(columns, config), mesh.axes)
     zero = jnp.zeros((), jnp.int32)
     # A loop keeps the types of its carry: results that vary over devices must do so from the start.
     rows, live = vary((pool.rows, pool.live), mesh.except_sequence)

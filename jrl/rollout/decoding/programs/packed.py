@@ -21,7 +21,7 @@ from moe.cache.buffers import KEY_COLUMN, ROW, VALUE_COLUMN, Cache, cache_of, ov
 from moe.config import ModelConfig
 from moe.decoding import Prefilled, for_prefill
 from moe.layers.depth import is_scanned, period_of_stack
-from moe.model import run_keeping
+from moe.model import run_with_kv
 from moe.placement import specs
 from moe.router.overflow import overflow_of
 from moe.tokens.packing import pack_segments
@@ -102,7 +102,7 @@ def _run_packed_local(
         packing.tokens, packing.segments, num_slots, mesh, config, positions=packing.positions
     )
     keep = partial(_to_cache_layout, packing.tokens.size)
-    x, router, collected = run_keeping(keep, vary(weights, mesh.axes), packed, config, mesh)
+    x, router, collected = run_with_kv(keep, vary(weights, mesh.axes), packed, config, mesh)
     cache = cache_of(_split_stacks(collected, decoder.config))
     (row_states,) = packed.zigzag.restore(join_shards(x, mesh.sequence))
     # Slots without a prompt get the state of the first token, which is not used.

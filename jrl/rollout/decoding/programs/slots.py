@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool
 
 from moe.attention.delta.weights import DeltaNet
-from moe.attention.latent import keeps_narrow
+from moe.attention.latent import caches_latent
 from moe.cache.buffers import ROW, Cache, over_columns
 from moe.config import ModelConfig
 from moe.decoding import Prefilled, prefill
@@ -227,7 +227,7 @@ def cache_specs(decoder: Decoder) -> Cache[PartitionSpec]:
     ]
     heads = tuple(spec for is_delta, spec in layer_specs if not is_delta)
     deltas = tuple(spec for is_delta, spec in layer_specs if is_delta)
-    return Cache(heads, () if keeps_narrow(config) else heads, deltas, deltas)
+    return Cache(heads, () if caches_latent(config) else heads, deltas, deltas)
 
 
 def _over_heads(ndim: int, mesh: FoldedMesh) -> PartitionSpec:

@@ -52,7 +52,7 @@ def weights_of(setup):
     if setup.model.lora is None:
         return weights, None
     statement = table(setup.model)
-    return trees.trained(weights, statement), trees.fixed(weights, statement)
+    return trees.select_trained(weights, statement), trees.select_frozen(weights, statement)
 
 
 def equations(jaxpr):

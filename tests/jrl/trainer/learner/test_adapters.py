@@ -105,7 +105,7 @@ def test_a_run_learns_adapters_alone_and_goes_on_bit_for_bit(run, tmp_path):
     # What another run begins from has them merged.
     merged, _ = load_policy(RunFolder.read(path), setup.networks, float32=True)
     assert not trees.has_adapters(merged)
-    twin = trees.merged(expected, moe_weights.table(setup.model))
+    twin = trees.merge_adapters(expected, moe_weights.table(setup.model))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), merged, twin)
 
 

@@ -240,7 +240,7 @@ def test_memory_of_adapters_is_that_of_what_learns(dtype):
     needs, counters = memory(setup), 8  # of steps
     assert needs["weights"] == on(state.policy.weights)
     assert needs["optimizer moments"] == on(state.policy.opt_state) - counters
-    learned = trees.trained(state.critic.weights, weights.table(setup.model.as_critic()))
+    learned = trees.select_trained(state.critic.weights, weights.table(setup.model.as_critic()))
     assert needs["critic"] == on(learned)
     assert needs["critic's optimizer moments"] == on(state.critic.opt_state) - counters
     assert needs["gradients"] < needs["weights"] / 2

@@ -13,7 +13,7 @@ from tiers import full_but
 
 from moe.config import ModelConfig
 from moe.execution import Execution
-from moe.remat import rematerialised
+from moe.remat import rematerialise
 from moe.tokens.packing import pack_rows
 from sharding.collectives import join_shards, local_shard
 from sharding.folding import Layout, fold_abstract
@@ -86,7 +86,7 @@ def traced_cost(context, ranks, time, heads, dtype, remat="none", window=None):
     def local(query, key, value):
         config = network(num_heads, kv_heads, Execution(context=context))
         packed = pack_rows(jnp.zeros((1, time), int), jnp.ones((1, time), bool), mesh, config)
-        attend = rematerialised(packed.core_attention_of_layer(0, window), remat)
+        attend = rematerialise(packed.core_attention_of_layer(0, window), remat)
         out, pull = jax.vjp(attend, query, key, value)
         kept.append(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pull)))
         return pull(out)

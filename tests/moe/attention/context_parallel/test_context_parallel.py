@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from programs import jit, mesh_of, on_mesh
 from tiers import full_but
 
-from moe.attention.context_parallel.choice import received
+from moe.attention.context_parallel.choice import received_elements
 from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.tokens.packing import pack_rows, pack_segments, pack_shared_prompts
@@ -274,7 +274,7 @@ def test_sends_what_the_docstring_says(context, layout):
     keys, queries = (heads // tp * (HEAD_DIM + V_HEAD_DIM) for heads in (KV_HEADS, HEADS))
     forward = tokens * (cp - 1) / cp * ((queries + keys) / cp if context == "ulysses" else keys)
     config = replace(network(Execution(context=context)), head_dim=HEAD_DIM)
-    both = (HEAD_DIM + V_HEAD_DIM) / (2 * HEAD_DIM)  # `received` knows heads of one width
-    assert received(config, mesh_of(layout)) * tokens / cp * both == forward
+    both = (HEAD_DIM + V_HEAD_DIM) / (2 * HEAD_DIM)  # `received_elements` knows heads of one width
+    assert received_elements(config, mesh_of(layout)) * tokens / cp * both == forward
     # A ring's keys and values go round twice, and their gradients once.
     assert total == (3 if context == "ring" else 2) * forward

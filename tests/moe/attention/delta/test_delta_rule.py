@@ -58,7 +58,7 @@ def by_hand(tokens, state):
 
 @pytest.mark.parametrize("time", full_but([1, 8, 13], 13))
 def test_chunks_equal_tokens_and_both_a_loop(time, monkeypatch):
-    monkeypatch.setattr(rule, "CHUNK", 4)
+    monkeypatch.setattr(rule, "MAX_CHUNK_TOKENS", 4)
     tokens, state = inputs(time)
     weighed = np.random.default_rng(1).normal(size=(ROWS, time, KEY_HEADS * GROUP, VALUE_DIM))
 

@@ -8,7 +8,7 @@ from programs import jit, mesh_of
 from tiers import full_but
 
 from moe.architecture.delta import GatedDeltaNet
-from moe.attention.delta.sequences import Mixed, over_sections
+from moe.attention.delta.sequences import Mixed, run_sections
 from moe.tokens.packing import pack_rows, pack_segments, pack_shared_prompts
 
 DELTA = GatedDeltaNet((0,), 2, 4, key_head_dim=3, value_head_dim=5, conv_width=4)
@@ -103,7 +103,7 @@ def test_a_sequence_reads_what_it_reads_alone(case):
     valid = np.isin(np.arange(number), tokens)
 
     def total(mixed):
-        read, after = over_sections(mask, DELTA, mixed, jnp.asarray(FILTERS, jnp.float32))
+        read, after = run_sections(mask, DELTA, mixed, jnp.asarray(FILTERS, jnp.float32))
         counted = jnp.where(valid[:, None, None], read, 0.0)
         return jnp.sum(counted**2), (read, after)
 

@@ -17,7 +17,7 @@ from moe.execution import Execution
 from moe.experts.dispatch.choice import dispatch
 from moe.experts.dispatch.token_chunks import chunk_sizes
 from moe.experts.feed_forward import dense_reference
-from moe.remat import rematerialised
+from moe.remat import rematerialise
 from moe.router.routing import Routing
 from moe.weights import Experts
 from sharding.collectives import all_sum
@@ -48,7 +48,7 @@ def forward(mesh, remat="none", **options):
     spec = Experts(P(), P(mesh.ep, None, None, mesh.etp), P(mesh.ep, mesh.etp))
 
     def local(weights, x, routing):
-        send = rematerialised(partial(dispatch, mesh=mesh, **options), remat)
+        send = rematerialise(partial(dispatch, mesh=mesh, **options), remat)
         out, overflow = send(weights, x, routing)
         return out, all_sum(overflow, mesh.axes)
 

@@ -5,21 +5,21 @@ from typing import Any
 from moe.config import GatedDeltaNet, ModelConfig
 from moe.huggingface.families.family import Fields, Stored
 from moe.huggingface.families.shared_options import (
-    demand_no_biases,
     head_dim_of,
     read_dense_layers,
-    written_dense_layers,
+    require_no_biases,
+    write_dense_layers,
 )
 from moe.huggingface.families.tensor_names import PROJECTED_EXPERTS, dense_names
-from moe.huggingface.families.windows import FULL, read_listed_windows, written_listed_windows
+from moe.huggingface.families.windows import FULL, read_listed_windows, write_listed_windows
 from moe.huggingface.options import Options
 from moe.huggingface.rotary_options import (
     read_rotary,
     read_rotary_by_window,
     read_rotary_dim,
-    written_rotary,
-    written_rotary_by_window,
-    written_rotary_dim,
+    write_rotary,
+    write_rotary_by_window,
+    write_rotary_dim,
 )
 
 LINEAR = "linear_attention"
@@ -49,7 +49,7 @@ QWEN3_NEXT_NAMES = {
 
 
 def read_olmo3(options: Options, fields: Fields) -> Fields:
-    demand_no_biases(options, "attention_bias")
+    require_no_biases(options, "attention_bias")
     return {
         "d_ff": options.take("intermediate_size"),
         "head_dim": head_dim_of(options, fields),
@@ -61,29 +61,31 @@ def read_olmo3(options: Options, fields: Fields) -> Fields:
     }
 
 
-def written_olmo3(config: ModelConfig) -> dict[str, Any]:
+def write_olmo3(config: ModelConfig) -> dict[str, Any]:
     return {
         "attention_bias": False,
         "intermediate_size": config.d_ff,
         "head_dim": config.head_dim,
-        **written_listed_windows(config),
-        **written_rotary_by_window(config),
+        **write_listed_windows(config),
+        **write_rotary_by_window(config),
     }
 
 
 def read_smollm3(options: Options, fields: Fields) -> Fields:
-    demand_no_biases(options, "attention_bias", "mlp_bias")
+    require_no_biases(options, "attention_bias", "mlp_bias")
     layers = range(fields["num_layers"])
     interval = options.take("no_rope_layer_interval", default=4)
     listed = options.take("no_rope_layers", default=None)
     # 1 is a layer that rotates.
     rotates = [(layer + 1) % interval != 0 for layer in layers] if listed is None else listed
-    if len(rotates) < len(layers) or any(one not in (0, 1) for one in rotates):
+    if len(rotates) < len(layers) or any(flag not in (0, 1) for flag in rotates):
         raise options.unsupported("no_rope_layers", listed, "1 or 0 for each layer")
-    still = tuple(layer for layer in layers if not rotates[layer])
+    nope_layers = tuple(layer for layer in layers if not rotates[layer])
     # Without the first option the file may still name a window, which nothing has.
     slides = options.take("use_sliding_window", default=False)
-    windows = read_listed_windows(options, fields, None, lambda layer: slides and layer in still)
+    windows = read_listed_windows(
+        options, fields, None, lambda layer: slides and layer in nope_layers
+    )
     if windows and not slides:
         raise options.unsupported(
             "layer_types", options.values["layer_types"], "windows with use_sliding_window=true"
@@ -92,13 +94,13 @@ def read_smollm3(options: Options, fields: Fields) -> Fields:
         "d_ff": options.take("intermediate_size"),
         "head_dim": head_dim_of(options, fields),
         "head": "tied" if options.take("tie_word_embeddings", default=True) else "untied",
-        "nope_layers": still,
+        "nope_layers": nope_layers,
         **windows,
         **read_rotary(options, default_base=2e6),
     }
 
 
-def written_smollm3(config: ModelConfig) -> dict[str, Any]:
+def write_smollm3(config: ModelConfig) -> dict[str, Any]:
     return {
         "attention_bias": False,
         "mlp_bias": False,
@@ -108,22 +110,24 @@ def written_smollm3(config: ModelConfig) -> dict[str, Any]:
             int(layer not in config.nope_layers) for layer in range(config.num_layers)
         ],
         "use_sliding_window": config.sliding_window is not None,
-        **written_listed_windows(config),
-        **written_rotary(config),
+        **write_listed_windows(config),
+        **write_rotary(config),
     }
 
 
 def read_qwen3_next(options: Options, fields: Fields) -> Fields:
-    demand_no_biases(options, "attention_bias", "use_sliding_window")
+    require_no_biases(options, "attention_bias", "use_sliding_window")
     # Of the convolutions too, after which nothing but silu stands here.
-    options.demand("hidden_act", "silu", default="silu")
+    options.require("hidden_act", "silu", default="silu")
     head_dim, layers = options.take("head_dim", default=256), range(fields["num_layers"])
     period = options.take("full_attention_interval", default=4)
     kinds = options.take("layer_types", default=None)
     default = [FULL if (layer + 1) % period == 0 else LINEAR for layer in layers]
-    given = default if kinds is None else kinds
-    linear = tuple(layer for layer, kind in zip(layers, given, strict=False) if kind == LINEAR)
-    if len(given) != len(layers) or set(given) != {FULL, LINEAR}:
+    layer_types = default if kinds is None else kinds
+    linear = tuple(
+        layer for layer, kind in zip(layers, layer_types, strict=False) if kind == LINEAR
+    )
+    if len(layer_types) != len(layers) or set(layer_types) != {FULL, LINEAR}:
         raise options.unsupported("layer_types", kinds, f"{FULL} or {LINEAR} for each, and both")
     return {
         "head_dim": head_dim,
@@ -149,7 +153,7 @@ def read_qwen3_next(options: Options, fields: Fields) -> Fields:
     }
 
 
-def written_qwen3_next(config: ModelConfig) -> dict[str, Any]:
+def write_qwen3_next(config: ModelConfig) -> dict[str, Any]:
     delta = config.delta
     if delta is None:
         return {}
@@ -169,7 +173,7 @@ def written_qwen3_next(config: ModelConfig) -> dict[str, Any]:
         "moe_intermediate_size": config.d_expert,
         "shared_expert_intermediate_size": config.d_ff,
         "norm_topk_prob": config.renormalise,
-        **written_dense_layers(config),
-        **written_rotary_dim(config),
-        **written_rotary(config),
+        **write_dense_layers(config),
+        **write_rotary_dim(config),
+        **write_rotary(config),
     }
