@@ -115,7 +115,7 @@ def routed_experts(
         "mosaic_scattered" they also write their rows in the order of tokens
         (`moe.experts.gathered`). Products with adapters are as narrow as their rank, and use the
         best implementation that applies.
-      activation: f, see `moe.experts.apply_gate.apply_activation`.
+      activation: f, see `moe.experts.gated.apply_activation`.
 
     Returns:
       The sums, and the number of expert ids beyond the capacity, which the sums do not contain.

@@ -34,6 +34,10 @@ def drawn(seed: int, number: int) -> Crossing:
         "run": run,
         "recipe": recipe,
     }
+    if "capacity_factor" in model and layout["dp"] > 1:
+        # What an expert drops is decided in each rank's micro-batch, and the loss compares with the
+        # load of those of all ranks: no micro-batches of one device are both.
+        model.pop("global_balance_coef", None)
     compares = model.get("batch_balance_coef") or model.get("global_balance_coef")
     if compares and (recipe["name"] == "tppo" or "packing" in run):
         # Packed micro-batches have other rows, and so loads that the losses compare with.

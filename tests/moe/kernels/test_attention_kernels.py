@@ -215,7 +215,7 @@ def rows_of(batch, time, source, window=None):
     return Mask(query, key, window, causal=True)
 
 
-def select_trained(query, key, value, mask):
+def trained(query, key, value, mask):
     attend = partial(core_attention, mask=mask, implementation="mosaic")
     out, back = jax.vjp(attend, query, key, value)
     return out, *back(out)
