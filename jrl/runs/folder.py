@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jrl.runs import offsets, records
+from sharding.former_names import former_members
 
 LOCK = ".lock"
 
@@ -27,6 +28,13 @@ class RunFolder:
     `create` starts a run and `resume` continues one; both hold the lock until `close`. `read` opens
     a run that another process may be writing.
     """
+
+    __getattr__ = former_members(
+        line_marks="line_offsets",
+        file_marks="file_hashes",
+        go_back="rewind",
+        begin_again="discard_unsaved",
+    )
 
     def __init__(self, path: Path | str):
         self.path = Path(path)

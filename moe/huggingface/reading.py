@@ -23,6 +23,7 @@ from moe.huggingface.tensors import Slices, Tensors, tensors_of
 from moe.placement import in_chunks, shard_shardings, shardings, without_chunks
 from moe.weights import Transformer, shapes
 from sharding.folding import FoldedMesh
+from sharding.former_names import former_keywords
 
 DTYPES = ("F32", "BF16", "F16")
 """Of tensors that can be read, beside those of `moe.huggingface.quantised`; all become float32."""
@@ -44,6 +45,7 @@ def load(
     return config, load_weights(directory, config, mesh)
 
 
+@former_keywords(places="target_shardings")
 def load_weights(
     directory: str | Path,
     config: ModelConfig,

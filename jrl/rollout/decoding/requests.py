@@ -12,6 +12,7 @@ from jrl.processes.agreement import to_host
 from jrl.rollout.conversations.conversation import Conversation
 from jrl.rollout.decoding.programs.slots import Decoder, TokenRows
 from jrl.rollout.row_sampling import RequestSampling
+from sharding.former_names import former_members
 
 Finish = Literal["stop", "length", "window"]
 """Finish reason of a response: a stop token, its length limit, or the window of a partial
@@ -66,6 +67,8 @@ class Request(NamedTuple):
     slot: int | None = None
     sampling: RequestSampling | None = None
     conversation: Conversation | None = None
+
+    __getattr__ = former_members(own="sampling", turns="conversation", begun="has_response")
 
     @property
     def ids(self) -> np.ndarray:
@@ -137,6 +140,8 @@ class Trajectory:
     finish: Finish
     buffer: OutputBuffer | None
     row: int
+
+    __getattr__ = former_members(shelf="buffer")
 
     @property
     def response(self) -> np.ndarray:

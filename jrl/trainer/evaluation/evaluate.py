@@ -16,6 +16,7 @@ from jrl.rollout.sampler import Completion, Sampler, correct_of, lengths_of, num
 from jrl.rollout.sampling import GREEDY, Sampling
 from jrl.tasks import REASONS
 from jrl.trainer.evaluation.heldout import heldout_examples
+from sharding.former_names import former_keywords
 
 Report = Callable[[str, int, int], None]
 """Callback for the progress of an evaluation: the phase, completions done, and their total."""
@@ -23,6 +24,7 @@ OnCompletions = Callable[[str, list[Completion]], None]
 """Callback with the completions of a phase, when all of them are verified."""
 
 
+@former_keywords(found="on_completions")
 def evaluate(
     sampler: Sampler,
     sampling: Sampling,
