@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from jaxtyping import Array, Float
 
 from jrl.losses import Aggregation, dr_grpo_advantages
-from jrl.recipes.base.batch import Batch, given
+from jrl.recipes.base.batch import Batch, required
 from jrl.recipes.base.group_relative import GroupRelative
 
 
@@ -22,4 +22,4 @@ class DrGrpo(GroupRelative):
     aggregation: Aggregation = "seq-mean-token-sum-norm"
 
     def row_advantages(self, batch: Batch[Array]) -> Float[Array, "batch"]:
-        return dr_grpo_advantages(given(batch.rewards), given(batch.groups))
+        return dr_grpo_advantages(required(batch.rewards), required(batch.groups))

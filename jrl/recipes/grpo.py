@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from jaxtyping import Array, Float
 
 from jrl.losses import grpo_advantages
-from jrl.recipes.base.batch import Batch, given
+from jrl.recipes.base.batch import Batch, required
 from jrl.recipes.base.group_relative import GroupRelative
 
 
@@ -24,7 +24,7 @@ class Grpo(GroupRelative):
         # Without the scale, as in Dr. GRPO, groups that are nearly all correct or all wrong have
         # the same weight as others.
         scale = "group" if self.scale_by_std else None
-        return grpo_advantages(given(batch.rewards), given(batch.groups), scale=scale)
+        return grpo_advantages(required(batch.rewards), required(batch.groups), scale=scale)
 
 
 def paper() -> Grpo:

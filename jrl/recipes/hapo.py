@@ -54,7 +54,7 @@ from jrl.losses import (
     hapo_loss,
     token_level_group_average,
 )
-from jrl.recipes.base.batch import Batch, Targets, given
+from jrl.recipes.base.batch import Batch, Targets, required
 from jrl.recipes.base.mismatch import Denominator, Weighting
 from jrl.recipes.base.recipe import Metrics
 from jrl.recipes.base.temperature import AdaptiveTemperature, TemperatureSignal
@@ -140,8 +140,8 @@ class Hapo(Dapo):
         # would be biased towards the sign of the longer responses.
         return Targets(
             token_level_group_average(
-                given(batch.rewards),
-                given(batch.groups),
+                required(batch.rewards),
+                required(batch.groups),
                 batch.mask,
                 fallback=self.group_average_fallback,
             )
@@ -168,10 +168,10 @@ class Hapo(Dapo):
         # flows.
         return hapo_loss(
             logprobs,
-            given(batch.old_logprobs),
-            given(batch.advantages),
+            required(batch.old_logprobs),
+            required(batch.advantages),
             batch.mask,
-            entropy_signal(entropy, batch.mask, statistics=given(statistics)),
+            entropy_signal(entropy, batch.mask, statistics=required(statistics)),
             clip_low=self.clip_low,
             clip_high=self.clip_high,
             # A component that is off has strength 0: DAPO's bounds, DAPO's advantages.

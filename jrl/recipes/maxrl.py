@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from jaxtyping import Array, Float
 
 from jrl.losses import maxrl_advantages
-from jrl.recipes.base.batch import Batch, given
+from jrl.recipes.base.batch import Batch, required
 from jrl.recipes.base.group_relative import GroupRelative
 
 
@@ -27,4 +27,4 @@ class Maxrl(GroupRelative):
             )
 
     def row_advantages(self, batch: Batch[Array]) -> Float[Array, "batch"]:
-        return maxrl_advantages(given(batch.rewards), given(batch.groups))
+        return maxrl_advantages(required(batch.rewards), required(batch.groups))

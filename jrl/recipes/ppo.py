@@ -12,7 +12,7 @@ from jaxtyping import Array, Int
 
 from jrl.losses import gae, whiten
 from jrl.recipes.base.actor_critic import ActorCritic
-from jrl.recipes.base.batch import Batch, Targets, given
+from jrl.recipes.base.batch import Batch, Targets, required
 from jrl.recipes.base.token_rewards import penalised_rewards
 
 
@@ -45,7 +45,7 @@ class Ppo(ActorCritic):
         rewards = penalised_rewards(batch, self.kl_reward_coef)
         # One lambda for both; VAPO has two, see there.
         advantages, returns = gae(
-            rewards, given(batch.old_values), mask, gamma=self.gamma, lam=self.lam
+            rewards, required(batch.old_values), mask, gamma=self.gamma, lam=self.lam
         )
         if self.whiten_advantages:
             # Returns stay as they are: the critic's targets are in units of reward.

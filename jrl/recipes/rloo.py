@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from jaxtyping import Array, Float
 
 from jrl.losses import rloo_advantages
-from jrl.recipes.base.batch import Batch, given
+from jrl.recipes.base.batch import Batch, required
 from jrl.recipes.base.group_relative import GroupRelative
 
 
@@ -21,4 +21,4 @@ class Rloo(GroupRelative):
 
     def row_advantages(self, batch: Batch[Array]) -> Float[Array, "batch"]:
         # A baseline without the completion's own reward keeps the gradient unbiased.
-        return rloo_advantages(given(batch.rewards), given(batch.groups))
+        return rloo_advantages(required(batch.rewards), required(batch.groups))

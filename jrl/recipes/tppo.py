@@ -27,7 +27,7 @@ from jrl.losses import (
 )
 from jrl.losses.settings import Sides
 from jrl.recipes.base.actor_critic import ImitatingActorCritic
-from jrl.recipes.base.batch import Batch, Targets, given, responses_of
+from jrl.recipes.base.batch import Batch, Targets, required, responses_of
 from jrl.recipes.base.collection import Windows
 from jrl.recipes.base.token_rewards import terminal_rewards
 
@@ -107,15 +107,15 @@ class Tppo(ImitatingActorCritic):
     def num_ignored(self) -> int:
         """Tokens at the end of an unfinished window that are masked out of the policy's loss."""
         # A window of fewer tokens than are ignored would leave nothing to train on.
-        return min(self.ignore_last, given(self.window) // 4)
+        return min(self.ignore_last, required(self.window) // 4)
 
     def policy_lambda(self, lengths: Int[Array, "batch"]) -> Float[Array, "batch 1"]:
         return self._lambda(lengths, jnp.zeros_like(lengths, bool))
 
     def targets(self, batch: Batch[Array]) -> Targets[Array]:
         # Lengths are of whole responses so far, the mask is of this window only.
-        values, lengths = given(batch.old_values), given(batch.lengths)
-        rewards, unfinished = given(batch.rewards), _unfinished(batch)
+        values, lengths = required(batch.old_values), required(batch.lengths)
+        rewards, unfinished = required(batch.rewards), _unfinished(batch)
         # A cut is no end: the value after it is taken to be that before the last token (the paper's
         # assumption), where GAE would use 0 and punish every unfinished response.
         advantages, _, policy_mask = extended_gae(
@@ -147,14 +147,14 @@ class Tppo(ImitatingActorCritic):
     ) -> Float[Array, "batch 1"]:
         # An unfinished response is assumed to be half a window longer: it ends somewhere in the
         # next one.
-        expected = effective_length(lengths, unfinished, window=given(self.window))
+        expected = effective_length(lengths, unfinished, window=required(self.window))
         return length_adaptive_lambda(expected, alpha=self.lam_alpha, floor=self.lam_floor)[:, None]
 
 
 def _unfinished(batch: Batch[Array]) -> Bool[Array, "batch"]:
     """Mask of the responses that continue in another step."""
     if batch.finished is None:
-        return jnp.zeros_like(given(batch.lengths), bool)
+        return jnp.zeros_like(required(batch.lengths), bool)
     return ~batch.finished
 
 

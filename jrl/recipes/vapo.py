@@ -13,8 +13,8 @@ from jaxtyping import Array, Float, Int
 
 from jrl.losses import Aggregation, gae, length_adaptive_lambda, whiten
 from jrl.recipes.base.actor_critic import ImitatingActorCritic
-from jrl.recipes.base.batch import Batch, Targets, given
-from jrl.recipes.base.token_rewards import rewards_of_turns
+from jrl.recipes.base.batch import Batch, Targets, required
+from jrl.recipes.base.token_rewards import per_turn_rewards
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ class Vapo(ImitatingActorCritic):
         return length_adaptive_lambda(lengths, alpha=self.lam_alpha)[:, None]
 
     def targets(self, batch: Batch[Array]) -> Targets[Array]:
-        mask, values = batch.mask, given(batch.old_values)
-        rewards = rewards_of_turns(batch)
+        mask, values = batch.mask, required(batch.old_values)
+        rewards = per_turn_rewards(batch)
         # Sampled tokens only: an environment's answer in between is no action.
-        lam = self.policy_lambda(given(batch.lengths))
+        lam = self.policy_lambda(required(batch.lengths))
         # Decoupled GAE (VC-PPO): the policy trades bias for variance, the critic must not.
         advantages, _ = gae(rewards, values, mask, gamma=self.gamma, lam=lam)
         _, returns = gae(rewards, values, mask, gamma=self.gamma, lam=self.lam_critic)

@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 from jrl.losses import overlong_filter
 from jrl.processes.agreement import to_devices, to_host
-from jrl.recipes.base.batch import Batch, Targets, given, responses_of
+from jrl.recipes.base.batch import Batch, Targets, required, responses_of
 from jrl.recipes.base.mismatch import Corrected, Correction
 from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.batching import over_rows
@@ -187,8 +187,8 @@ def sum_earlier_turn_rewards(
 @jax.jit
 def _clear_unfinished(batch: Batch[Array], finished: Array) -> Batch[Array]:
     """Sets the rewards of unfinished responses to 0, as they were not verified."""
-    rewards = jnp.where(finished, given(batch.rewards), 0.0)
-    return replace(batch, rewards=rewards, correct=given(batch.correct) & finished)
+    rewards = jnp.where(finished, required(batch.rewards), 0.0)
+    return replace(batch, rewards=rewards, correct=required(batch.correct) & finished)
 
 
 def _check_recorded_choices(batch: Batch[Array], config: ModelConfig) -> None:
@@ -239,9 +239,9 @@ def _with_targets(
     """
     # Both as returned by `collect`: the mask before tokens are removed, and the sampler's own
     # log-probabilities, which the correction compares with even if the old ones are recomputed.
-    sampled_mask, sampler_logprobs = batch.mask, given(batch.old_logprobs)
+    sampled_mask, sampler_logprobs = batch.mask, required(batch.old_logprobs)
     if recipe.old_logprobs == "recompute":
-        batch = replace(batch, old_logprobs=given(rescored))
+        batch = replace(batch, old_logprobs=required(rescored))
     # Over the whole batch: baselines need their group, whitening needs every token.
     targets = targets_of(recipe, batch)
     # Rejection comes after the advantages, so that rejected samples are still part of baselines.
@@ -250,7 +250,7 @@ def _with_targets(
     if recipe.overlong_filter:
         # Set before the filter: the critic is trained on truncated completions too.
         critic_mask = mask if critic_mask is None and targets.returns is not None else critic_mask
-        mask = overlong_filter(mask, given(batch.truncated))
+        mask = overlong_filter(mask, required(batch.truncated))
     correction = Corrected(mask, None, {})
     if rescored is not None or recipe.correction.on:
         # Compared in the full policy: neither top-k and top-p nor an adaptive temperature is a
@@ -260,8 +260,8 @@ def _with_targets(
             rescored,
             sampler_logprobs,
             mask,
-            old_logprobs=given(batch.old_logprobs),
-            behaviour_logprobs=given(batch.behaviour_logprobs),
+            old_logprobs=required(batch.old_logprobs),
+            behaviour_logprobs=required(batch.behaviour_logprobs),
         )
     if critic_mask is not None:
         # Rejected tokens are removed for both networks.
@@ -271,7 +271,7 @@ def _with_targets(
     metrics = correction.metrics
     if recipe.temperature_rule is not None:
         # Updates compute no log-probabilities at an adaptive temperature (`PolicyObjective`).
-        metrics = metrics | mismatch_metrics(given(rescored), sampler_logprobs, sampled_mask)
+        metrics = metrics | mismatch_metrics(required(rescored), sampler_logprobs, sampled_mask)
     batch = replace(
         batch,
         mask=correction.mask,

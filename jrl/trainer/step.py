@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jrl.processes.agreement import to_devices, to_host
-from jrl.recipes.base.batch import Batch, given
+from jrl.recipes.base.batch import Batch, required
 from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.batching import replicated, take_rows
 from jrl.rollout.collection.collect import Collected, collect
@@ -196,7 +196,7 @@ def _train_on_collected(
             collected.completions,
             batch,
             sampled,
-            recipe.group_size if recipe.whole_groups else None,
+            recipe.group_size if recipe.has_complete_groups else None,
         ),
         **summarise(history),
         **count_updates(history),
@@ -247,11 +247,11 @@ def train_on_batch(
         if name == "critic" and rows.critic_mask is not None:
             rows = replace(rows, mask=rows.critic_mask)
         # A row of windows may have no token in this network's loss mask.
-        if not recipe.whole_groups:
+        if not recipe.has_complete_groups:
             rows = clear_idle_rows(rows)
-        row_counts = (
-            None if counts is None else counts.for_network(name, row_indices, recipe.whole_groups)
-        )
+        row_counts = None
+        if counts is not None:
+            row_counts = counts.for_network(name, row_indices, recipe.has_complete_groups)
         if name == "actor":
             learner, metrics = _update_policy(networks, recipe, learner, rows, row_counts)
         else:
@@ -335,7 +335,7 @@ def mini_batches(recipe: Recipe, shuffler: np.random.Generator) -> np.ndarray:
     prompt in a forward pass, and single rows where they do not. The order does not depend on layout
     or micro-batch: a step is the same however it is split.
     """
-    unit_size = recipe.group_size if recipe.whole_groups else 1
+    unit_size = recipe.group_size if recipe.has_complete_groups else 1
     unit_size = 1 if recipe.mini_batch_size % unit_size else unit_size
     units = np.arange(recipe.completions).reshape(-1, unit_size)
     return shuffler.permutation(units).reshape(-1, recipe.mini_batch_size)
@@ -354,7 +354,7 @@ def sampling_difference(
         objective, state.policy.weights, batch.tokens, batch.valid, objective.replayed(batch)
     )
     # Reduced on the devices: one number per name is copied to the host.
-    compared = to_host(_mismatch_of(recomputed, given(batch.behaviour_logprobs), batch.mask))
+    compared = to_host(_mismatch_of(recomputed, required(batch.behaviour_logprobs), batch.mask))
     return {
         name: float(value)
         for name, value in compared["differences"].items()

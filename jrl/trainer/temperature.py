@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from jrl.losses import EntropyStatistics, Mean
-from jrl.recipes.base.batch import Batch, given
+from jrl.recipes.base.batch import Batch, required
 from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.batching import replicated
 from jrl.rollout.sampling import Sampling
@@ -74,7 +74,7 @@ def temperatures(
       before: the statistics of the step before this one.
     """
     assert sampling.adaptive is not None
-    entropy, base = given(batch.old_entropy), sampling.temperature
+    entropy, base = required(batch.old_entropy), sampling.temperature
     # The sampler's rule applied to the trainer's entropies: no temperatures need be recorded.
     token_temperatures = sampling.adaptive.at(entropy, sampled, before, base)
     fallback = jnp.asarray(base, token_temperatures.dtype)  # reported where no token is in the mask

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jrl.processes.agreement import to_host
-from jrl.recipes.base.batch import Batch, given
+from jrl.recipes.base.batch import Batch, required
 from jrl.rollout.batching import take_rows
 from jrl.rollout.collection.collect import shown_rows
 from jrl.rollout.decoding.ranks import ranks
@@ -113,14 +113,17 @@ def token_records(
     for index, row in enumerate(row_indices):
         length, begin = completions[row].length, layout.prompt_length
         recorded = slice(begin, begin + min(length, token_log.tokens))
-        in_loss, was_sampled = rows.mask[index, recorded], given(rows.critic_mask)[index, recorded]
+        in_loss, was_sampled = (
+            rows.mask[index, recorded],
+            required(rows.critic_mask)[index, recorded],
+        )
         # A group outside of the loss has an empty mask, but all its tokens were sampled.
-        was_sampled = was_sampled | ~given(rows.critic_mask)[index].any()
-        sampled = np.where(was_sampled, given(rows.old_logprobs)[index, recorded], np.nan)
+        was_sampled = was_sampled | ~required(rows.critic_mask)[index].any()
+        sampled = np.where(was_sampled, required(rows.old_logprobs)[index, recorded], np.nan)
         records[row] = TokenRecord(
             ids=rows.tokens[index, recorded],
             length=length,
-            advantage=np.where(in_loss, given(rows.advantages)[index, recorded], np.nan),
+            advantage=np.where(in_loss, required(rows.advantages)[index, recorded], np.nan),
             sampler_logprob=sampled,
             gap=logprobs[index, recorded] - sampled,
             entropy=entropy[index, recorded],

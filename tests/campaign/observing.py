@@ -130,7 +130,7 @@ def observe(
     policy = networks.policy
     learner = policy.init(weights_of(policy, setup.run.seed))
     found["scores"] = _scores(networks, learner.weights, device_batch)
-    rows = device_batch if setup.recipe.whole_groups else clear_idle_rows(device_batch)
+    rows = device_batch if setup.recipe.has_complete_groups else clear_idle_rows(device_batch)
     counts = counts_of(device_batch) if networks.packs else None
     everything = np.arange(batch.tokens.shape[0])
 
@@ -138,7 +138,7 @@ def observe(
         return (
             None
             if counts is None
-            else counts.for_network(name, everything, setup.recipe.whole_groups)
+            else counts.for_network(name, everything, setup.recipe.has_complete_groups)
         )
 
     statistics = None

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 from jrl.config.numbers import check_range
 from jrl.losses import ExplainedVariance, Mean, positive_example_loss, value_loss
 from jrl.losses.settings import Sides
-from jrl.recipes.base.batch import Batch, Totals, given
+from jrl.recipes.base.batch import Batch, Totals, required
 from jrl.recipes.base.optimizer import Optimizer
 from jrl.recipes.base.recipe import Metrics, Recipe
 
@@ -63,8 +63,8 @@ class ActorCritic(Recipe):
         """Half the mean squared error of the values, aggregated as the policy's loss."""
         loss, metrics = value_loss(
             values,
-            given(batch.old_values),
-            given(batch.returns),
+            required(batch.old_values),
+            required(batch.returns),
             batch.mask,
             clip=self.value_clip_sides,
             aggregation=self.aggregation,
@@ -91,6 +91,6 @@ class ImitatingActorCritic(ActorCritic):
         """Negative log-likelihood of the completions with full marks, the mean over their tokens in
         the mask (VAPO, arXiv:2504.05118, section 4.3)."""
         imitation, imitated = positive_example_loss(
-            logprobs, given(batch.correct), batch.mask, num_tokens=totals.num_correct_tokens
+            logprobs, required(batch.correct), batch.mask, num_tokens=totals.num_correct_tokens
         )
         return self.positive_coef * imitation, {"actor/positive_loss": imitated["positive_nll"]}

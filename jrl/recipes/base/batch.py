@@ -107,7 +107,7 @@ class Totals(Generic[Leaf]):
     statistics: Any = None
 
 
-def given(leaf: Leaf | None) -> Leaf:
+def required(leaf: Leaf | None) -> Leaf:
     """Asserts that `leaf` is not None and returns it; the trainer provides what a recipe needs."""
     assert leaf is not None, "the trainer left out what the recipe needs"
     return leaf
@@ -119,4 +119,4 @@ def responses_of(batch: Batch[Array]) -> Bool[Array, "batch time"]:
     # Counted from the end: prompts vary in length, responses end with the row's last token.
     # (Conversations, whose masks have holes, are not sampled in windows.)
     remaining = jnp.flip(jnp.cumsum(jnp.flip(batch.valid, 1), 1, dtype=jnp.int32), 1)
-    return batch.valid & (remaining <= given(batch.lengths)[:, None])
+    return batch.valid & (remaining <= required(batch.lengths)[:, None])

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jrl.losses import grpo_advantages
-from jrl.recipes.base.batch import Batch, Targets, given
+from jrl.recipes.base.batch import Batch, Targets, required
 from jrl.recipes.base.recipe import Recipe
 
 
@@ -24,7 +24,7 @@ class GroupRelative(Recipe):
 
     def row_advantages(self, batch: Batch[Array]) -> Float[Array, "batch"]:
         """Advantage of each completion relative to those of its prompt."""
-        return grpo_advantages(given(batch.rewards), given(batch.groups))
+        return grpo_advantages(required(batch.rewards), required(batch.groups))
 
     def targets(self, batch: Batch[Array]) -> Targets[Array]:
         advantages = self.row_advantages(batch)

@@ -22,7 +22,7 @@ from jrl.losses import (
     Mean,
     ppo_loss,
 )
-from jrl.recipes.base.batch import Batch, Targets, Totals, given
+from jrl.recipes.base.batch import Batch, Targets, Totals, required
 from jrl.recipes.base.collection import Collection, DynamicSampling, OneRound, Supervision, Windows
 from jrl.recipes.base.hyperparameters import Hyperparameters
 from jrl.recipes.base.mismatch import (
@@ -171,7 +171,7 @@ class Recipe(Hyperparameters):
         return OneRound()
 
     @property
-    def whole_groups(self) -> bool:
+    def has_complete_groups(self) -> bool:
         """True if the completions of a step are whole groups, one after the other; partial rollouts
         in windows finish at different steps."""
         # Read by code that shares prompts in a pass, shuffles groups or reports by group.
@@ -202,7 +202,7 @@ class Recipe(Hyperparameters):
         if self.temperature_rule is None:
             return None
         # Over the mask before rejection: the sampler also samples tokens that are rejected later.
-        return self.temperature_rule.statistics(given(batch.old_entropy), batch.mask)
+        return self.temperature_rule.statistics(required(batch.old_entropy), batch.mask)
 
     def targets(self, batch: Batch[Array]) -> Targets[Array]:
         """Advantages for the policy and, with a critic, returns for the critic.
@@ -255,8 +255,8 @@ class Recipe(Hyperparameters):
         # Not aggregated: the trainer reduces, with denominators of the mini-batch.
         return self.policy_loss(
             logprobs,
-            given(batch.old_logprobs),
-            given(batch.advantages),
+            required(batch.old_logprobs),
+            required(batch.advantages),
             batch.mask,
             **self.policy_loss_settings,
             aggregation=None,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Array
 
-from jrl.recipes.base.batch import Batch, given
+from jrl.recipes.base.batch import Batch, required
 from jrl.recipes.base.collection import DynamicSampling, Windows
 from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.batching import batch_from_host, batch_of
@@ -93,7 +93,13 @@ def collect(
     elif isinstance(collection, Windows):
         assert unfinished is not None
         continued, prompts_seen, unfinished = sample_windows(
-            sampler, recipe, given(collection.window), sampling, prompts_seen, unfinished, seconds
+            sampler,
+            recipe,
+            required(collection.window),
+            sampling,
+            prompts_seen,
+            unfinished,
+            seconds,
         )
         # They arrive as they finish: sorted, so that the batch does not depend on that order.
         sampled = completions = sort_completions(continued)

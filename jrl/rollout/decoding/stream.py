@@ -21,8 +21,8 @@ from jrl.rollout.decoding.packing import (
     row_sizes,
     unpacked_row_sizes,
 )
-from jrl.rollout.decoding.programs.admission import AdmissionArrays, admit_known
-from jrl.rollout.decoding.programs.packed import place, run_packed
+from jrl.rollout.decoding.programs.admission import AdmissionArrays, admit_prefilled
+from jrl.rollout.decoding.programs.packed import copy_to_cache, run_packed
 from jrl.rollout.decoding.programs.slots import SlotPool, TokenRows, TopTokens, with_columns
 from jrl.rollout.decoding.programs.tokens import SamplerState
 from jrl.rollout.decoding.requests import Finish, Request
@@ -232,13 +232,13 @@ class StreamEngine(SlotEngine):
         if prefill.overflow is not None and int(prefill.overflow):
             self.usage.repeated += 1
             prefill = run_packed(self.decoder.for_any_routing(), weights, packing)
-        # The cache is handled separately: with it `admit_known` would be compiled for each of its
+        # The cache is handled separately: `admit_prefilled` would be compiled for each of its
         # lengths.
-        cache = place(self.decoder, pool.cache, prefill.cache, cache_copies)
+        cache = copy_to_cache(self.decoder, pool.cache, prefill.cache, cache_copies)
         no_cache = Cache[Array]((), ())
         pool_without_cache = replace(pool, cache=no_cache)
         prefilled = prefill._replace(cache=no_cache, overflow=None)
-        pool_without_cache = admit_known(
+        pool_without_cache = admit_prefilled(
             self.decoder,
             self._compiled_sampling,
             self._ensure_unstacked().rest,

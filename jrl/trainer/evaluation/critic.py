@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jrl.processes.agreement import to_host
-from jrl.recipes.base.token_rewards import rewards_of_turns
+from jrl.recipes.base.token_rewards import per_turn_rewards
 from jrl.report.critic import CriticRollout
 from jrl.rollout.collection.collect import batch_of_completions, groups_of
 from jrl.rollout.decoding.ranks import ranks
@@ -27,7 +27,7 @@ from sharding.folding import FoldedMesh
 MAX_ROWS_PER_CALL = 1024
 """Approximate number of completions decoded and scored in one call; bounds the memory."""
 
-_rewards = jax.jit(rewards_of_turns)
+_rewards = jax.jit(per_turn_rewards)
 
 
 def evaluate_critic(

@@ -96,7 +96,7 @@ def accumulate_with_overlapped_reduction(
     )
     outside_layers = _without_layers(local_weights)
     zeros = jax.tree.map(
-        lambda reduction, weight: reduction.place(weight), reductions, local_weights
+        lambda reduction, weight: reduction.sum_zeros(weight), reductions, local_weights
     )
     zeros = {name: getattr(zeros, name) for name in LAYER_FIELDS}
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jrl.losses import Mean, aggregate, kl_estimate, mismatch_statistics
-from jrl.recipes.base.batch import Batch, Totals, given
+from jrl.recipes.base.batch import Batch, Totals, required
 from jrl.recipes.base.recipe import Metrics, Recipe
 from jrl.rollout import packing
 from jrl.rollout.packing import PackedSizes
@@ -65,7 +65,7 @@ def policy_loss(
         loss = loss - recipe.entropy_coef * reduced(entropy)
     if recipe.kl_coef is not None:
         # k3 is 0 or more at every token; k1, minimised, would fall without bound.
-        kl = kl_estimate(logprobs, given(batch.reference_logprobs), batch.mask, kind="k3")
+        kl = kl_estimate(logprobs, required(batch.reference_logprobs), batch.mask, kind="k3")
         loss = loss + recipe.kl_coef * reduced(kl)
         metrics["actor/kl_loss"] = Mean.of(kl, batch.mask)
     auxiliary, auxiliary_metrics = recipe.auxiliary_loss(logprobs, batch, totals)
@@ -90,7 +90,7 @@ class PolicyObjective:
 
     def replayed(self, batch: Batch[Array]) -> Array | None:
         """Expert ids that each pass over `batch` replays; None without router replay."""
-        return None if self.recipe.router_replay is None else given(batch.choices)
+        return None if self.recipe.router_replay is None else required(batch.choices)
 
     def pack(self, batch: Batch[Array]) -> PackedBatch:
         return _pack(self, batch, self.replayed(batch))
@@ -115,7 +115,7 @@ class PolicyObjective:
             # A pass over the tokens does not compute the distribution at an adaptive temperature:
             # `prepare` has compared the full policy. Given tokens have no sampler to compare with.
             return loss, dict(metrics)
-        sampled = given(batch.behaviour_logprobs)
+        sampled = required(batch.behaviour_logprobs)
         differences = sampling_differences(scores.behaviour_logprobs, sampled, batch.mask)
         return loss, {**metrics, **differences}
 
@@ -225,7 +225,7 @@ def _pack(
 
 
 def _packing_rows(batch: Batch[Array]) -> packing.BinnedRows:
-    return packing.BinnedRows(batch.tokens, batch.valid, batch.mask, given(batch.starts))
+    return packing.BinnedRows(batch.tokens, batch.valid, batch.mask, required(batch.starts))
 
 
 def _router_metrics(router: RouterStatistics[Array] | None, mesh: FoldedMesh) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from jrl.processes.agreement import to_devices
-from jrl.recipes.base.batch import Batch, given
+from jrl.recipes.base.batch import Batch, required
 from jrl.rollout.batching import replicated, take_rows
 from jrl.rollout.scoring import mark_replicated
 from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective
@@ -93,4 +93,4 @@ def packed_scores(
     columns = [
         take_rows(replace(rows, old_values=x), slots, mesh).old_values for x in packed_arrays
     ]
-    return [given(column) for column in columns]
+    return [required(column) for column in columns]

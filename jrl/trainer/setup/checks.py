@@ -1,7 +1,7 @@
 """Compatibility checks between the parts of a run."""
 
 from jrl.config.run import RunConfig
-from jrl.recipes.base.batch import given
+from jrl.recipes.base.batch import required
 from jrl.recipes.base.collection import Windows
 from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.decoding.disaggregated.expert_balancer import first_placement
@@ -85,7 +85,7 @@ def check_fits(
             "--packing, or choose a layout without pp."
         )
     collection = recipe.collection
-    if isinstance(collection, Windows) and given(collection.window) >= response_length:
+    if isinstance(collection, Windows) and required(collection.window) >= response_length:
         raise ValueError(
             f"window={collection.window} cuts no response of at most {response_length} "
             "tokens: choose a smaller --window, or a larger --response-length."

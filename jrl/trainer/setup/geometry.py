@@ -55,7 +55,7 @@ class Geometry:
         # A group that is split over two devices or micro-batches would run its prompt in each.
         fits_groups = self.recipe.micro_batch_size // dp % group == 0
         return PromptLayout(
-            self.prompt_length, group if fits_groups and self.recipe.whole_groups else 1
+            self.prompt_length, group if fits_groups and self.recipe.has_complete_groups else 1
         )
 
     def overlap_units(self, packing: bool | None) -> tuple[int, tuple[int, ...]]:

@@ -156,7 +156,7 @@ def test_without_windows_every_response_is_finished():
 def test_what_is_collected():
     assert Tppo(window=5).collection == Tppo(window=5).fitted(99).collection == Windows(5)
     assert Tppo().fitted(12).collection == Windows(9)
-    assert not Tppo().whole_groups
+    assert not Tppo().has_complete_groups
     assert Tppo().value_clip_sides == (0.5, 0.6)
     assert Tppo(value_clip=None).value_clip_sides is None
     assert Tppo(value_clip_up=None).value_clip_sides == (0.5, 0.5)

@@ -19,7 +19,7 @@ from jrl.serving.warm_up import WarmUp, fill_prompts
 from moe.disaggregated.split import Split, fold_split
 
 COLUMNS, SLOTS, WINDOW, K = 30, 8, 3, 3
-KINDS = "run_packed", "place", "admit_known", "advance", "admit", "_columns", "halt"
+KINDS = "run_packed", "copy_to_cache", "admit_prefilled", "advance", "admit", "_columns", "halt"
 COMPILED = Counter[str]()
 
 
@@ -113,7 +113,12 @@ def test_requests_find_their_programs(small, layout):
     # A program for each size of the rows; for each number of their tokens, which is 4 to 24, 32 and
     # 30, and each size of the cache, but that 30 come into the widest alone; and for each size of
     # the step and of the cache. Copies are made in each size of the cache.
-    everything = common | {"run_packed": 9, "place": 7 + 7 + 8, "advance": 2 * 3, "admit": 3}
+    everything = common | {
+        "run_packed": 9,
+        "copy_to_cache": 7 + 7 + 8,
+        "advance": 2 * 3,
+        "admit": 3,
+    }
     assert since(before) == everything
     serve(engine, numbers, rng, longest=COLUMNS - 6, number=60, max_prompts=2 * SLOTS)
     assert since(before) == everything, "a request waited for a compiler"

@@ -97,7 +97,7 @@ def test_what_a_run_leaves_behind(name, finished):
     for step, line in enumerate(lines[1:], start=1):
         learned = step > pretraining
         # Rows that are written in windows stand in no groups.
-        whole = run.setup.recipe.whole_groups
+        whole = run.setup.recipe.has_complete_groups
         assert line.keys() >= (EVERY_STEP if whole else EVERY_STEP - OF_GROUPS)
         assert (line.keys() >= OF_POLICY) == learned
         assert (line.keys() >= OF_CRITIC) == run.setup.recipe.uses_critic

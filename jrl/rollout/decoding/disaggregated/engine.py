@@ -21,7 +21,7 @@ from jrl.rollout.decoding.disaggregated.expert_balancer import ExpertBalancer
 from jrl.rollout.decoding.disaggregated.scheduler import MicroBatchScheduler
 from jrl.rollout.decoding.engine import SlotEngine
 from jrl.rollout.decoding.output_buffer import make_output_buffer, write_to_buffer
-from jrl.rollout.decoding.programs.admission import AdmissionArrays, admit_known
+from jrl.rollout.decoding.programs.admission import AdmissionArrays, admit_prefilled
 from jrl.rollout.decoding.programs.advance import Advanced
 from jrl.rollout.decoding.programs.micro_batches import (
     add_expert_loads,
@@ -184,7 +184,7 @@ class DisaggregatedEngine(SlotEngine):
             dtype = choices_dtype(self.decoder.config.num_experts)
             choices = prefilled.choices.astype(dtype) if self.decoder.records_choices else None
             prefilled = prefilled._replace(choices=choices)
-        return admit_known(
+        return admit_prefilled(
             self.decoder,
             self._compiled_sampling,
             weights.rest,

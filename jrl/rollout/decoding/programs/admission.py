@@ -125,7 +125,7 @@ def admit(
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
-def admit_known(
+def admit_prefilled(
     decoder: Decoder,
     sampling: Sampling,
     rest: Transformer[Array],

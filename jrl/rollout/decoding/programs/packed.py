@@ -140,7 +140,7 @@ def _split_stacks(stacks: list[tuple[Array, ...]], config: ModelConfig) -> list[
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
-def place(
+def copy_to_cache(
     decoder: Decoder, cache: Cache[Array], prefilled: Cache[Array], cache_copies: CacheCopies[Array]
 ) -> Cache[Array]:
     """Copies the results of a packed prefill into the KV cache of the slots.

@@ -32,7 +32,7 @@ from jrl.text.chat import ChatTemplate
 from jrl.text.prompt_format import PromptFormat
 
 TIME = PROMPT_LENGTH + RESPONSE_LENGTH
-WHOLE_GROUPS = [name for name in RECIPES if RECIPES[name]().whole_groups]
+WHOLE_GROUPS = [name for name in RECIPES if RECIPES[name]().has_complete_groups]
 TIMES = {"timing_s/gen", "timing_s/reward", *Usage().metrics()}
 
 

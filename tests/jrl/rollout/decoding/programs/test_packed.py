@@ -195,7 +195,9 @@ def test_a_prompt_that_shares_a_row_runs_as_in_its_own(layout, scanned, windows,
     if layout == "dp1":
         assert packed.run_packed(decoder._replace(config=tight), own_weights, packing).overflow > 0
     pool = empty_pool(decoder, slots, columns)
-    cache = packed.place(decoder, jax.tree.map(lambda x: x - 7, pool.cache), ran.cache, copies)
+    cache = packed.copy_to_cache(
+        decoder, jax.tree.map(lambda x: x - 7, pool.cache), ran.cache, copies
+    )
 
     tokens = np.zeros((ranks * 3, width), np.int32)
     for row, ids in enumerate(ids for own in runs for ids in own):
