@@ -161,10 +161,8 @@ def _calibration(axes: "Axes", rollout: CriticRollout, report: CriticReport) -> 
     middles = (np.arange(BINS) + 0.5) / BINS
     axes.bar(middles, share, width=0.09, color=GRID, label="share of tokens")
     axes.plot([0, 1], [0, 1], color=MUTED, linewidth=1.2, linestyle=(0, (4, 3)))
-    predicted, observed = (
-        np.asarray(calibration.predicted)[has_tokens],
-        np.asarray(calibration.observed)[has_tokens],
-    )
+    predicted = np.asarray(calibration.predicted)[has_tokens]
+    observed = np.asarray(calibration.observed)[has_tokens]
     axes.plot(predicted, observed, color=PURPLE, linewidth=2.2)
     axes.scatter(predicted, observed, s=20 + 220 * share[has_tokens], color=PURPLE, zorder=3)
     axes.set_xlim(0, 1)
@@ -213,10 +211,8 @@ def _reach(axes: "Axes", rollout: CriticRollout, report: CriticReport) -> None:
 
 def _sensitivity(axes: "Axes", rollout: CriticRollout, report: CriticReport) -> None:
     sensitivity = report.sensitivity
-    correlation, agreement = (
-        np.asarray(sensitivity.correlation),
-        np.asarray(sensitivity.sign_agreement),
-    )
+    correlation = np.asarray(sensitivity.correlation)
+    agreement = np.asarray(sensitivity.sign_agreement)
     _pairs(axes, _length_buckets(rollout), correlation, agreement, ("correlation", "equal sign"))
     axes.set_ylim(min(0.0, float(correlation.min()) - 0.05), 1.25)
     axes.set_yticks([0, 0.5, 1])

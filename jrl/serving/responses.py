@@ -34,11 +34,9 @@ class ResponseBuilder:
         prompt_tokens: int,
         echoes: Sequence[str] = (),
     ):
-        self._request, self._token_strings, self._prompt_tokens = (
-            request,
-            token_strings,
-            prompt_tokens,
-        )
+        self._request = request
+        self._token_strings = token_strings
+        self._prompt_tokens = prompt_tokens
         kind = "chatcmpl" if request.chat else "cmpl"
         self._id, self._created = f"{kind}-{secrets.token_hex(12)}", int(time.time())
         prompts = 1 if request.prompts is None else len(request.prompts)

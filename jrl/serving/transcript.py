@@ -142,10 +142,8 @@ class TokenStrings:
             return self._special.get(token, "")
         # Some tokenizers drop a leading blank of a text: the token is decoded after another.
         ids, text = self._before
-        joint_text, token_bytes = (
-            self._tokenizer.decode([*ids, token]),
-            self._tokenizer.bytes_of(token),
-        )
+        joint_text = self._tokenizer.decode([*ids, token])
+        token_bytes = self._tokenizer.bytes_of(token)
         if REPLACEMENT_CHARACTER in joint_text and token_bytes is not None:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)
         return (

@@ -78,10 +78,8 @@ def temperatures(
     # The sampler's rule applied to the trainer's entropies: no temperatures need be recorded.
     token_temperatures = sampling.adaptive.at(entropy, sampled, before, base)
     fallback = jnp.asarray(base, token_temperatures.dtype)  # reported where no token is in the mask
-    low, high = (
-        jnp.min(jnp.where(sampled, token_temperatures, jnp.inf)),
-        jnp.max(jnp.where(sampled, token_temperatures, -jnp.inf)),
-    )
+    low = jnp.min(jnp.where(sampled, token_temperatures, jnp.inf))
+    high = jnp.max(jnp.where(sampled, token_temperatures, -jnp.inf))
     any_token = jnp.any(sampled)
     spread = {"mean": Mean.of(token_temperatures, sampled).value(), "min": low, "max": high}
     return {

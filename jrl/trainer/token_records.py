@@ -113,10 +113,8 @@ def token_records(
     for index, row in enumerate(row_indices):
         length, begin = completions[row].length, layout.prompt_length
         recorded = slice(begin, begin + min(length, token_log.tokens))
-        in_loss, was_sampled = (
-            rows.mask[index, recorded],
-            required(rows.critic_mask)[index, recorded],
-        )
+        in_loss = rows.mask[index, recorded]
+        was_sampled = required(rows.critic_mask)[index, recorded]
         # A group outside of the loss has an empty mask, but all its tokens were sampled.
         was_sampled = was_sampled | ~required(rows.critic_mask)[index].any()
         sampled = np.where(was_sampled, required(rows.old_logprobs)[index, recorded], np.nan)

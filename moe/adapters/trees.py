@@ -101,10 +101,8 @@ def _low_rank(leaf: Adapted[Array], specs: Adapted[Any]) -> Array:
     def subscripts_of(axes: str) -> str:
         return "".join(letter_of.setdefault(axis, next(letters)) for axis in axes.split())
 
-    a, b, w = (
-        subscripts_of(specs.a.axes),
-        subscripts_of(specs.b.axes),
-        subscripts_of(specs.base.axes),
-    )
+    a = subscripts_of(specs.a.axes)
+    b = subscripts_of(specs.b.axes)
+    w = subscripts_of(specs.base.axes)
     summed = jnp.einsum(f"{a},{b}->{w}", leaf.a, leaf.b, precision=jax.lax.Precision.HIGHEST)
     return summed * leaf.scale

@@ -58,10 +58,8 @@ def visible(
     query: TokenIndices, key: TokenIndices, window: Window = None
 ) -> Bool[Array, "*batch time source"]:
     """Boolean mask of the keys that each query may attend to."""
-    q, k = (
-        TokenIndices(*(x[..., :, None] for x in query)),
-        TokenIndices(*(x[..., None, :] for x in key)),
-    )
+    q = TokenIndices(*(x[..., :, None] for x in query))
+    k = TokenIndices(*(x[..., None, :] for x in key))
     # Columns, not positions: padding and earlier segments of the row keep their columns.
     seen = (q.column >= k.column) & (q.segment == k.segment) & (k.segment > 0)
     # Positions, not columns: padding between two tokens of a sequence is no distance.

@@ -163,10 +163,8 @@ def attend_and_route(
     """
     config, mesh = serving.config, serving.mesh.attention
     assert layer.experts is not None
-    positions, global_index = (
-        local_shard(packed.positions, mesh.cp),
-        layer_index + config.num_dense_layers,
-    )
+    positions = local_shard(packed.positions, mesh.cp)
+    global_index = layer_index + config.num_dense_layers
     x = x + attention(layer.attention, x, positions, core, config, mesh, global_index)
     h = rms_norm(x, layer.norm, config.norm_epsilon)
     routing, stats = route(layer.experts, h, packed, config, mesh)

@@ -137,10 +137,8 @@ class Collective:
         shards_to_send = (
             [{}] * len(self._targets) if arrays is None else [_shards(array) for array in arrays]
         )
-        shards_to_send, last_token = (
-            [zeros | shard_of for shard_of in shards_to_send],
-            _last_tokens(frozenset(local_devices)),
-        )
+        shards_to_send = [zeros | shard_of for shard_of in shards_to_send]
+        last_token = _last_tokens(frozenset(local_devices))
         inputs = [
             _assemble([shard_of[d] for d in local_devices], num_devices, self._union)
             for shard_of in (*shards_to_send, last_token)

@@ -66,10 +66,8 @@ class Runner:
         every = (devices_of(side) for side in (mesh.attention, mesh.experts))
         attending, computing = ({d.process_index for d in devices} for devices in every)
         self._sends_counts = not computing <= attending
-        self._attends, self._computes = (
-            has_local_devices(mesh.attention),
-            has_local_devices(mesh.experts),
-        )
+        self._attends = has_local_devices(mesh.attention)
+        self._computes = has_local_devices(mesh.experts)
         self._numbers: dict[int, Array] = {}
         self.keeps_log, self.log, self.bytes_sent = False, list[Enqueued](), 0
         self._is_multi_process = len(attending | computing) > 1

@@ -154,10 +154,8 @@ def _prune(
         1.0,
         0.0 if system.hides_chunks or system.hides_two_batch else 1.0 - system.hidden,
     }
-    in_time, in_all = (
-        list[tuple[tuple[float, ...], Fields]](),
-        list[tuple[tuple[float, ...], Fields]](),
-    )
+    in_time = list[tuple[tuple[float, ...], Fields]]()
+    in_all = list[tuple[tuple[float, ...], Fields]]()
     for costs, fields in candidates:
         time = tuple(
             n * costs.passes + exposed * costs.sent

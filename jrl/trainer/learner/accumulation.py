@@ -78,11 +78,9 @@ def accumulate_with_overlapped_reduction(
     """
     num_micro_batches = jax.tree.leaves(micro_batches)[0].shape[0]
     # None is an empty sum: the gradient of a single micro-batch is not added to zeros.
-    loss, total, metrics = (
-        jnp.zeros((), jnp.float32),
-        jax.tree.map(lambda _: None, local_weights),
-        None,
-    )
+    loss = jnp.zeros((), jnp.float32)
+    total = jax.tree.map(lambda _: None, local_weights)
+    metrics = None
     if num_micro_batches > 1:
         other_micro_batches = jax.tree.map(lambda x: x[:-1], micro_batches)
         other_passes = None if passes is None else passes - 1

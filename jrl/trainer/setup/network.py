@@ -60,10 +60,8 @@ def network_of(model: ModelConfig, run: RunConfig) -> ModelConfig:
         raise _no_effect_error("latent", run.latent, run, "latent attention")
     execution = Execution(**{field.name: getattr(run, field.name) for field in fields(Execution)})
     dtype = model.dtype if run.dtype is None else run.dtype
-    lora, bias_update_rate = (
-        lora_of(model, run),
-        requested.get("bias_update_rate", model.bias_update_rate),
-    )
+    lora = lora_of(model, run)
+    bias_update_rate = requested.get("bias_update_rate", model.bias_update_rate)
     if lora is not None and model.selection_bias and bias_update_rate:
         raise ValueError(
             f"bias_update_rate={bias_update_rate} moves a weight that lora_rank={lora.rank} keeps "

@@ -10,10 +10,8 @@ def chat_arithmetic(setup: Setup) -> dict[str, str]:
     chats, rows, recipe, run = setup.task, setup.rows, setup.recipe, setup.run
     assert isinstance(chats, Chats) and rows is not None
     encoded_chats = list(rows.encoded.values())
-    tokens, loss_tokens = (
-        sum(len(chat.ids) for chat in encoded_chats),
-        sum(chat.loss_mask.sum() for chat in encoded_chats),
-    )
+    tokens = sum(len(chat.ids) for chat in encoded_chats)
+    loss_tokens = sum(chat.loss_mask.sum() for chat in encoded_chats)
     num_micro_batches, layout = setup.geometry.num_micro_batches, setup.mesh.layout
     micro = recipe.micro_batch_size
     epochs = run.steps * recipe.completions / chats.num_train

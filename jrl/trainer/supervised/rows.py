@@ -83,11 +83,9 @@ class ChatRows:
             encoded_chat = self.encoded[chat.index]
             # One token is before the predicted positions: each prediction needs a state before it.
             columns = slice(self.before - 1, self.before - 1 + len(encoded_chat.ids))
-            tokens[row, columns], mask[row, columns], valid[row, columns] = (
-                encoded_chat.ids,
-                encoded_chat.loss_mask,
-                True,
-            )
+            tokens[row, columns] = encoded_chat.ids
+            mask[row, columns] = encoded_chat.loss_mask
+            valid[row, columns] = True
         return to_devices(Batch(tokens=tokens, valid=valid, mask=mask), over_rows(mesh))
 
 

@@ -76,11 +76,9 @@ def weight_groups(model: ModelSizes, layout: Layout) -> tuple[WeightGroup, ...]:
     layers = layers_on_device(model, layout)
     routed = layers if model.num_experts else 0
     tp_sharded, tp_replicated = ("dp", "cp"), ("dp", "cp", "tp")
-    num_first, all_stages_replicated, all_stages_sharded = (
-        model.num_dense_layers,
-        ("pp", *tp_replicated),
-        ("pp", *tp_sharded),
-    )
+    num_first = model.num_dense_layers
+    all_stages_replicated = ("pp", *tp_replicated)
+    all_stages_sharded = ("pp", *tp_sharded)
     shards_tables = shards_vocabulary(model, layout)
     tables = (1 if model.tied else 2) * model.vocab_size * h // (tp if shards_tables else 1)
     groups = [
