@@ -1,8 +1,12 @@
 """What one is told to install is this project: its name, its extras, its licence."""
 
 import functools
+import os
 import re
+import subprocess
+import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -72,3 +76,39 @@ def test_the_licence_is_there():
     text = (ROOT / "LICENSE").read_text()
     assert re.search(r"Apache License\s+Version 2\.0, January 2004", text)
     assert text.rstrip().endswith("limitations under the License.")
+
+
+@pytest.mark.slow
+def test_the_wheel_is_the_whole_library_and_runs(tmp_path):
+    """Built, installed and run where nothing of the checkout is on the path."""
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+    build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(ROOT)]
+    subprocess.run(build, check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.startswith(f"jrl_reasoning-{PROJECT['version']}-py3-none-any")
+    listed = ["git", "-c", "safe.directory=*", "ls-files", "-co", "--exclude-standard"]
+    tracked = subprocess.run(
+        [*listed, "jrl", "moe", "sharding"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
+    packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert packed == {name for name in tracked if (ROOT / name).exists()}
+
+    site = tmp_path / "site"
+    subprocess.run([*pip, "install", "--no-deps", "--target", str(site), str(wheel)], check=True)
+    run = subprocess.run(
+        [sys.executable, "-m", "jrl.train", "--dry-run"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "Batch: grpo on sort" in run.stdout
+    where = [sys.executable, "-c", "import jrl; print(jrl.__file__)"]
+    env = {**os.environ, "PYTHONPATH": str(site)}
+    printed = subprocess.run(where, cwd=tmp_path, env=env, capture_output=True, text=True).stdout
+    assert printed.startswith(str(site))
+
+
+def test_the_changelog_has_the_version():
+    assert f"\n## {PROJECT['version']} - " in (ROOT / "CHANGELOG.md").read_text()
