@@ -103,8 +103,8 @@ class ModelConfig:
         activations have the default precision of the device (TF32 on recent NVIDIA GPUs;
         `jax_default_matmul_precision` sets it), except those of the router and of the value head,
         which are float32 everywhere.
-      execution: implementations and memory settings; no value depends on it, except through its
-        `activation_wire`.
+      execution: implementations and memory settings, with the same values up to rounding; the
+        exceptions are in `moe.execution`.
       lora: LoRA adapters, which are trained while all other weights are frozen (of a critic its
         value head is trained too); None trains all weights.
     """

@@ -1,9 +1,12 @@
 """Prefill and the decode step, over a KV cache.
 
-The keys and values of a row's token at position p are in column p, for any state of the other rows:
-rows may be at different positions, and the results of a row do not depend on when it was admitted.
-The cache has one buffer per layer, key and value, or one for all layers of a scanned stack
-(`moe.layers.depth`), updated in place: a loop that carries it never copies it.
+The token at position p of a row is cached in column p of that row, whatever the other rows do: rows
+may be at different positions, and the results of a row do not depend on when it was admitted. The
+cache has a buffer of keys and one of values for each layer or, with a scanned stack, for each of
+its layer groups (`moe.layers.depth`). They are updated in place: a loop that carries them never
+copies them.
+
+Functions run inside one `jax.shard_map`, on the rows of a ``dp`` rank.
 """
 
 from dataclasses import replace
@@ -43,13 +46,13 @@ class Prefilled(NamedTuple):
 
     Attributes:
       cache: as long as the rows; the columns after each row's tokens are undefined.
-      states: ``[row, d_model]`` the last hidden state of each row's last token, replicated over
-        ``tp``.
+      states: ``[row, d_model]`` the hidden state of each row's last token after the last norm, as
+        `moe.head.logits_of` takes it, but replicated over ``tp``.
       choices: ``[row, column, layer, k]`` expert ids of each token, `num_experts` after each row's
         tokens; None if they were not requested.
       overflow: ``[]`` number of expert ids on all devices that exceeded the buffers: unless it is
         0, the rows must be recomputed with buffers for any routing (`Execution.buffer_factor`).
-        None if the buffers have that size.
+        None if the buffers are large enough for any routing, or without experts.
     """
 
     cache: Cache[Array]
@@ -74,7 +77,8 @@ def prefill(
       record_choices: also return the expert ids of each token.
 
     Raises:
-      ValueError: on a layout with ``cp``: a cache holds whole rows.
+      ValueError: on a layout with ``cp``, as a cache holds whole rows, or with ``pp``; or if ``tp``
+        does not divide the number of tokens, rows times columns.
     """
     if mesh.layout.cp > 1:
         raise ValueError(
@@ -95,7 +99,8 @@ def prefill(
 
 
 def for_prefill(config: ModelConfig) -> ModelConfig:
-    """Configuration of a prefill: no backward pass follows, and no token is dropped."""
+    """Configuration of a prefill: no remat, no capacity that drops tokens, full weights (no FSDP),
+    rows in their order (no two-batch overlap)."""
     execution = replace(config.execution, remat="none", fsdp=False, two_batch_overlap=False)
     return replace(config, execution=execution, capacity_factor=None)
 
@@ -107,7 +112,17 @@ def packed_prefill(
     mesh: FoldedMesh,
     record_choices: bool,
 ) -> PackedBatch:
-    """Packed batch of the rows of a prefill."""
+    """Packed batch of the rows of a prefill, one sequence per row.
+
+    Args:
+      tokens: ids; those of a row start in its first column.
+      lengths: number of tokens of each row.
+      config: as `for_prefill` returns it.
+      record_choices: the router statistics contain the expert ids.
+
+    Returns:
+      The batch of all rows times columns tokens, row after row, equal on every ``tp`` rank.
+    """
     valid = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
     packed = pack_rows(tokens, valid, mesh, config)
     return packed._replace(record_choices=record_choices)
@@ -115,25 +130,31 @@ def packed_prefill(
 
 def by_row(
     x: Float[Array, "local d_model"],
-    chosen: Int[Array, "layer local k"] | None,
+    expert_ids: Int[Array, "layer local k"] | None,
     packed: PackedBatch,
     lengths: Int[Array, "row"],
     mesh: FoldedMesh,
 ) -> tuple[Array, Array | None]:
-    """States and expert ids by row, as in `Prefilled`, from those of all tokens."""
-    (of_rows,) = packed.zigzag.restore(join_shards(x, mesh.sequence))
+    """States and expert ids by row, as in `Prefilled`, from those of all tokens.
+
+    Args:
+      x: hidden states after the last norm, this rank's shard.
+      expert_ids: of the layers with experts, before dropping; None if they were not recorded.
+    """
+    (states_of_rows,) = packed.zigzag.restore(join_shards(x, mesh.sequence))
     last = jnp.maximum(lengths - 1, 0)[:, None, None]
-    states, choices = jnp.take_along_axis(of_rows, last, axis=1)[:, 0], None
-    if chosen is not None:
-        by_token = join_shards(jnp.moveaxis(chosen, 0, 1), mesh.sequence)
+    states, choices = jnp.take_along_axis(states_of_rows, last, axis=1)[:, 0], None
+    if expert_ids is not None:
+        by_token = join_shards(jnp.moveaxis(expert_ids, 0, 1), mesh.sequence)
         (choices,) = packed.zigzag.restore(by_token)
     return states, choices
 
 
 def for_step(config: ModelConfig) -> ModelConfig:
-    """Configuration of a decode step: its few tokens are dispatched in one chunk."""
+    """Configuration of a decode step: one dispatch chunk, no capacity that drops tokens, and expert
+    buffers for any routing."""
     execution = replace(config.execution, expert_chunks=1)
-    # A step has few tokens, and cannot be recomputed after an overflow: buffers for any routing.
+    # A step has few tokens, and cannot be recomputed after an overflow.
     config = replace(config, execution=execution, capacity_factor=None)
     return config.for_any_routing()
 
@@ -146,7 +167,16 @@ def packed_step(
     record_choices: bool = False,
     rope: RotaryCache | None = None,
 ) -> PackedBatch:
-    """Packed batch of one token of each row; nothing is trained on it."""
+    """Packed batch of a decode step: one token of each row.
+
+    Args:
+      tokens: ids.
+      positions: position of each token in its row, from 0.
+      live: rows that are being decoded; the tokens of the others are padding.
+      core: core attention of all layers; None if it is not taken from the batch.
+      record_choices: the router statistics contain the expert ids.
+      rope: rotary cos/sin tables of these tokens; None computes them.
+    """
 
     def core_attention_of_layer(
         index: int | Array, window: Window = None
@@ -181,7 +211,7 @@ def decode_step(
     """Decode step: appends one token to every live row and returns the logits of the next.
 
     Args:
-      layers: the layers of `weights` in the parts of `moe.layers.depth.split_layer_groups`,
+      layers: the layers of `weights` in the groups of `moe.layers.depth.split_layer_groups`,
         unstacked once outside the loop.
       cache: written at `positions` of live rows, in place if the caller donates it; other rows stay
         unchanged.
@@ -204,15 +234,15 @@ def decode_step(
     packed = packed_step(tokens, positions, live, record_choices=record_choices, rope=token_rope)
     step = _Step(packed, positions, live, config, mesh)
     x, cached_kv, choices, first = embed(weights, tokens, config, mesh), [], [], 0
-    # Latent vectors are keys and values at once.
+    # Latent vectors are both keys and values: there is one buffer.
     kv_buffers = zip(cache.keys, *[cache.values] * bool(cache.values), strict=True)
     delta_buffers = zip(cache.states, cache.tails, strict=True)
     for run in runs_of(layers, config):
         buffers = tuple(
-            DeltaState(*next(delta_buffers)) if _is_delta(part) else next(kv_buffers)
-            for part in run
+            DeltaState(*next(delta_buffers)) if _is_delta(group) else next(kv_buffers)
+            for group in run
         )
-        x, buffers, expert_ids = _run_layer_group(step, first, run, x, buffers)
+        x, buffers, expert_ids = _run_groups(step, first, run, x, buffers)
         first += depth_of(run)
         cached_kv += buffers
         if expert_ids is not None:
@@ -234,55 +264,55 @@ class _Step(NamedTuple):
     mesh: FoldedMesh
 
 
-Buffers = DeltaState | tuple[Array, ...]
-"""Buffers of a part of the layers: keys and, unless these are latent vectors, values; or the states
-of Gated DeltaNet."""
+LayerCache = DeltaState | tuple[Array, ...]
+"""Buffers of a layer group: keys and, unless these are latent vectors, values; or the states of
+Gated DeltaNet."""
 
 
-def _is_delta(part: Layer[Array]) -> bool:
-    return isinstance(part.attention, DeltaNet)
+def _is_delta(group: Layer[Array]) -> bool:
+    return isinstance(group.attention, DeltaNet)
 
 
-def _run_layer_group(
+def _run_groups(
     step: _Step,
     first: int,
     run: tuple[Layer[Array], ...],
     x: Array,
-    buffers: tuple[Buffers, ...],
-) -> tuple[Array, tuple[Buffers, ...], Array | None]:
-    """Runs one run of `moe.layers.depth.runs_of`: a layer, or a scanned stack.
+    buffers: tuple[LayerCache, ...],
+) -> tuple[Array, tuple[LayerCache, ...], Array | None]:
+    """Runs the layer groups of one of `moe.layers.depth.runs_of`: a layer, or a scanned stack.
 
     Args:
       first: index of its first layer.
-      buffers: buffers of each part.
+      buffers: of each group.
 
     Returns:
       The hidden states; the buffers; expert ids ``[layer, local, k]``, None if they were not
       requested or the layers have no experts.
     """
     if not is_stack(run[0]):
-        x, layer_buffers, chosen = _run_layer(step, first, run[0], x, buffers[0], ())
-        return x, (layer_buffers,), None if chosen is None else chosen[None]
+        x, layer_buffers, layer_ids = _run_layer(step, first, run[0], x, buffers[0], ())
+        return x, (layer_buffers,), None if layer_ids is None else layer_ids[None]
 
-    def after_period(
-        carry: tuple[Array, tuple[Buffers, ...]], inputs: tuple[Array, tuple[Layer[Array], ...]]
-    ) -> tuple[tuple[Array, tuple[Buffers, ...]], list[Array | None]]:
+    def run_period(
+        carry: tuple[Array, tuple[LayerCache, ...]], inputs: tuple[Array, tuple[Layer[Array], ...]]
+    ) -> tuple[tuple[Array, tuple[LayerCache, ...]], list[Array | None]]:
         (x, stored), (period, layers) = carry, inputs
-        updated, choices = list[Buffers](), list[Array | None]()
+        updated, choices = list[LayerCache](), list[Array | None]()
         for index, layer in enumerate(layers):
             layer_index = first + period * len(run) + index
-            x, layer_buffers, chosen = _run_layer(
+            x, layer_buffers, layer_ids = _run_layer(
                 step, layer_index, layer, x, stored[index], (period,)
             )
             updated.append(layer_buffers)
-            choices.append(chosen)
+            choices.append(layer_ids)
         return (x, tuple(updated)), choices
 
-    # The buffers are in the carry, and a layer writes its part of them. As inputs and outputs per
+    # The buffers are in the carry, and a layer writes its slice of them. As inputs and outputs per
     # iteration they would be copied completely.
     periods = jnp.arange(run[0].norm.shape[0])
-    (x, buffers), choices = lax.scan(after_period, (x, buffers), (periods, run))
-    expert_ids = [chosen for chosen in choices if chosen is not None]
+    (x, buffers), choices = lax.scan(run_period, (x, buffers), (periods, run))
+    expert_ids = [layer_ids for layer_ids in choices if layer_ids is not None]
     return x, buffers, layers_in_order(*expert_ids) if expert_ids else None
 
 
@@ -291,13 +321,16 @@ def _run_layer(
     layer_index: int | Array,
     layer: Layer[Array],
     x: Array,
-    before: Buffers,
+    before: LayerCache,
     stack_index: tuple[Array, ...],
-) -> tuple[Array, Buffers, Array | None]:
-    """Runs a layer: the hidden states, its buffers after it, and its expert ids.
+) -> tuple[Array, LayerCache, Array | None]:
+    """Runs a layer: returns the residual stream after it, its updated buffers, and its expert ids.
 
     Args:
-      stack_index: index of the layer in buffers with layers in front.
+      layer_index: index of the layer in the network.
+      x: ``[local, d_model]`` the residual stream, this ``tp`` rank's shard of the rows.
+      before: buffers of the layer, or of the stack that it is in.
+      stack_index: index of the layer in the buffers of a stack; empty for those of a layer.
     """
     if isinstance(before, DeltaState):
         assert step.config.delta is not None
@@ -307,7 +340,7 @@ def _run_layer(
         run_delta = partial(run_step, step.config.delta, state, step.live)
         core = DeltaCore(run_delta).record_states(new_states.append)
         x, router = block(layer, x, step.packed, core, step.config, step.mesh, layer_index)
-        updated: Buffers = DeltaState(
+        updated: LayerCache = DeltaState(
             *(
                 _update_layer(x, new, stack_index)
                 for x, new in zip(before, *new_states, strict=True)

@@ -1,5 +1,8 @@
-"""Execution options: implementations, remat, sharding and overlap. They change time and memory, not
-values, except one, `Execution.activation_wire`."""
+"""Execution options: implementations, remat, sharding and overlap.
+
+Values are the same up to rounding, with two exceptions: `Execution.activation_wire`, and
+`Execution.buffer_factor` in a pass that overflows.
+"""
 
 import math
 from dataclasses import dataclass
@@ -16,11 +19,13 @@ class Execution:
 
     Args:
       attention: core attention on one device: "plain", "blocked", "xla", "cudnn" or "mosaic", our
-        kernels for Hopper (`moe.attention.core`), which None does not choose.
+        kernels for Hopper (`moe.attention.core`). None is "cudnn" on a GPU if it supports the
+        arrays; otherwise "plain" or, for many scores, "blocked".
       context: context parallelism of attention over ``cp``: "gather", "ring" or "ulysses"
-        (`moe.attention.context_parallel.choice`).
+        (`moe.attention.context_parallel.choice`). None is "ulysses" if ``cp`` divides the query
+        heads of a ``tp`` rank and it sends fewer elements than "gather"; otherwise "gather".
       latent: contents of the KV cache of multi-head latent attention (MLA): "absorbed", the latent
-        vectors, or "expanded", the keys and values (`moe.attention.latent`).
+        vectors, or "expanded", the keys and values (`moe.attention.latent`); None is "absorbed".
       decode_attention: attention of a decode step over the KV cache: "plain", or "mosaic", a kernel
         for Hopper that reads no more of a row than its tokens (`moe.kernels.decode_attention`, and
         `moe.kernels.latent_decode` for latent vectors); None is "mosaic" on Hopper if it supports
@@ -32,12 +37,16 @@ class Execution:
         number.
       activation_wire: communication dtype of token dispatch and combine, forward and backward:
         "float8_e4m3fn" with float32 scales (`sharding.compression`); None is the dtype of
-        activations. It is the only field that changes values.
+        activations. It rounds what is sent.
       router: scores, top-k and gate weights: "plain", or "mosaic", one kernel for Hopper and later
-        GPUs (`moe.kernels.routing`); None is "mosaic" on these for up to 128 experts, else "plain".
-      experts: grouped GEMMs, each row by the matrix of its expert
-        (`moe.experts.feed_forward.routed_experts`); None is "mosaic" on Hopper in half precision if
-        widths are multiples of 64. `moe.layers.implementations` makes these choices.
+        GPUs (`moe.kernels.routing`); None is "mosaic" on these for a multiple of 8 experts, up to
+        128, else "plain".
+      experts: grouped GEMMs, each row by the matrix of its expert: "tiles", "blocks", "mosaic",
+        "megablox", "ragged_dot" or "plain" (`moe.experts.grouped.dot`), or "mosaic_fused",
+        "mosaic_gathered" or "mosaic_scattered" (`moe.experts.feed_forward.routed_experts`). None is
+        "mosaic" on Hopper in half precision, if `d_model` is a multiple of 128 and ``d_expert /
+        etp`` of 64; otherwise "tiles" on a CPU and "blocks" elsewhere.
+        `moe.layers.implementations` selects the kernels of `decode_attention`, `router` and this.
       remat: activation recomputation (gradient checkpointing) in the backward pass: "none",
         "selective", "projections" or "full" (`moe.remat`).
       fsdp: weights are sharded over the devices that would replicate them, and all-gathered layer

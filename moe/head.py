@@ -1,9 +1,9 @@
 """LM head and value head: logits, log-probabilities and entropies from the last hidden states.
 
-Its columns, one per token of the vocabulary, are sharded over ``tp`` if it divides them, those of a
-tied embedding too; otherwise every rank has all of them and computes its part. Training computes
-logits in chunks of columns (a fused linear cross-entropy, in Liger's words); sampling needs all
-logits of its local tokens.
+The columns of the LM head, one per token of the vocabulary, are sharded over ``tp`` if it divides
+them, those of a tied embedding too; otherwise every rank has all and computes its part. Training
+computes logits in chunks of columns (a fused linear cross-entropy, in Liger's words); sampling
+needs all logits of its local tokens.
 """
 
 from collections.abc import Callable
@@ -31,12 +31,17 @@ def logits_of(
     config: ModelConfig,
     mesh: FoldedMesh,
 ) -> Float[Array, "local vocab"]:
-    """Scores ``x W`` of the next token, float32, this rank's shard of the tokens: as many numbers
-    as all tokens have in its columns.
+    """Logits ``x W`` over the full vocabulary, float32, of this rank's shard of the tokens.
 
     Communication per device if the columns are sharded over ``tp``: one `gather_tokens` of the
-    states, and one `swap_shards` that sends ``(tp - 1) / tp`` of ``tokens x vocab / tp`` scores, of
+    states, and one `swap_shards` that sends ``(tp - 1) / tp`` of ``tokens x vocab / tp`` logits, of
     the tokens of a ``cp`` rank. Else none.
+
+    Args:
+      x: hidden states after the last norm, sharded over ``cp`` and ``tp``.
+
+    Returns:
+      ``[local, vocab]``, in the order of `x`.
 
     Raises:
       ValueError: the network is a critic.
@@ -58,16 +63,16 @@ def logprobs_and_entropy(
 ) -> tuple[Float[Array, "local"], Float[Array, "local"]]:
     """``log p_a`` and ``H = -sum_v p_v log p_v`` of ``p = softmax(z)``, ``z = x W / temperature``.
 
-    Of the logits z a device has ``[tokens, chunk]`` at a time, forward and backward, of the tokens
-    of its ``cp`` rank and of `Execution.vocab_chunk` columns. Each ``tp`` rank passes its part of
-    the columns once for the maximum, ``sum exp z`` and ``sum z exp z``, and a second time for the
+    A device computes ``[tokens, chunk]`` logits z at a time, forward and backward, of the tokens
+    of its ``cp`` rank and of `Execution.vocab_chunk` columns. Each ``tp`` rank loops over its
+    columns once for the maximum, ``sum exp z`` and ``sum z exp z``, and a second time for the
     gradients
 
     * ``d log p_a / d z_v = 1[v = a] - p_v``,
     * ``d H / d z_v = -p_v (log p_v + H)``.
 
-    Where all columns are one chunk, its logits are saved for the gradients: they are as many as the
-    gradients themselves, which are made next when this is the end of a loss.
+    If all columns are one chunk, its logits are saved for the gradients: they take as much memory
+    as the gradients of the logits, which a loss computes next.
 
     Products are summed, and all else is computed, in float32. The reference implementation is
     `logits_of` with a softmax over all logits.
@@ -77,8 +82,8 @@ def logprobs_and_entropy(
     numbers; backward one `scatter_tokens` as large as the first, and a sum of two numbers.
 
     Args:
-      x: the normalised last residual stream, this rank's shard.
-      tokens: the ``a`` of each state, in ``[0, vocab)``.
+      x: hidden states after the last norm, this rank's shard.
+      tokens: the token ``a`` of each state, in ``[0, vocab)``.
       temperature: positive.
 
     Returns:
@@ -88,12 +93,12 @@ def logprobs_and_entropy(
       ValueError: the network is a critic.
 
     References:
-      Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018 (the sums of chunks
-      joined). https://arxiv.org/abs/1805.02867
+      Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018 (merging the sums of
+      chunks). https://arxiv.org/abs/1805.02867
     """
     x, head = _head(weights, x, config)
     columns, start, skipped = _local_columns(head, config.vocab_size, mesh)
-    # Every rank needs all tokens of the tp group: it has columns of its own, for each of them.
+    # Every rank needs all tokens of the tp group, as it has other columns.
     x, tokens = gather_tokens(x, mesh.tp), gather_tokens(tokens, mesh.tp)
     x, columns, tokens, skipped = vary((x, columns, tokens - start, skipped), mesh.axes)
     chunking = _Chunking(mesh.tp, config.execution.vocab_chunk, temperature)
@@ -111,7 +116,7 @@ def is_argmax(
 ) -> Bool[Array, "local"]:
     """True where the given token is the argmax: no token of the vocabulary has a higher logit.
 
-    The columns are passed once, a chunk at a time as in `logprobs_and_entropy`, without gradients.
+    One loop over the columns, in chunks as in `logprobs_and_entropy`, without gradients.
 
     Communication per device over ``tp``: one `gather_tokens` of the states, and for each token its
     id, a maximum and a number.
@@ -130,24 +135,24 @@ def is_argmax(
 
     def add(maxima: tuple[Array, Array], index: int | Array) -> tuple[Array, Array]:
         chunk = _chunk(x, columns, tokens, skipped, chunking, index, None)
-        token_logit = jnp.max(chunk.logits, axis=1, where=chunk.chosen, initial=MASK_VALUE)
+        target_logit = jnp.max(chunk.logits, axis=1, where=chunk.is_target, initial=MASK_VALUE)
         return jnp.maximum(maxima[0], jnp.max(chunk.logits, axis=1)), jnp.maximum(
-            maxima[1], token_logit
+            maxima[1], target_logit
         )
 
     empty = vary(jnp.full(tokens.shape, MASK_VALUE, jnp.float32), tuple(varying(x)))
-    highest, token_logit = (
+    highest, target_logit = (
         lax.pmax(logit, mesh.tp) for logit in _fold_chunks(add, (empty, empty), columns, chunking)
     )
-    return local_shard(token_logit >= highest, mesh.tp)
+    return local_shard(target_logit >= highest, mesh.tp)
 
 
 def _head(
     weights: Transformer[Array], x: Float[Array, "local d_model"], config: ModelConfig
 ) -> tuple[Float[Array, "local inner"], Float[Array, "inner columns"]]:
-    """States, and the matrix that makes logits of them, as this device holds it.
+    """States and this device's columns of the LM head; their product is the logits.
 
-    Of a head with adapters that is ``[x ; s x A] [W ; B]``, one product for both.
+    With adapters that is ``[x ; s x A] [W ; B]``, one product for both.
     """
     if config.head == "value":
         raise ValueError('head="value" has no logits: this is a critic; use `values`.')
@@ -164,12 +169,13 @@ def _head(
 def _local_columns(
     head: Float[Array, "d_model columns"], vocab_size: int, mesh: FoldedMesh
 ) -> tuple[Float[Array, "d_model local_columns"], Int[Array, ""], Int[Array, ""]]:
-    """The columns that this ``tp`` rank computes, as many as on every other.
+    """Vocabulary columns that this ``tp`` rank computes, equally many on every rank.
 
-    Where they do not divide, the last ranks begin earlier and skip what others compute.
+    If ``tp`` does not divide the vocabulary, the last ranks start earlier and skip the columns that
+    the rank before computes.
 
     Returns:
-      The columns, the token of the first of them, and how many of them to skip.
+      The columns, the token id of the first one, and the number of columns to skip.
     """
     width = -(-vocab_size // mesh.size(mesh.tp))
     first = lax.axis_index(mesh.tp) * width
@@ -189,36 +195,42 @@ class _Chunking(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """Columns computed together.
+    """Columns whose logits are computed together.
 
     Attributes:
-      start: the first of them.
+      start: index of the first column among those of this rank.
       matrix: ``[d_model, chunk]``.
       logits: ``[token, chunk]``, `MASK_VALUE` in columns that another chunk or rank counts.
-      chosen: ``[token, chunk]`` which of the others is the column of the token.
+      is_target: ``[token, chunk]`` true in the column of the token, if it is counted here.
     """
 
     start: Array
     matrix: Array
     logits: Array
-    chosen: Array
+    is_target: Array
 
 
 class _Sums(NamedTuple):
-    """Sums over columns, ``[token]`` each, m the maximum: ``sum exp(z - m)``, ``sum (z - m) exp(z -
-    m)``, and the logit of the token, 0 where its column is not among them."""
+    """Sums over columns, ``[token]`` each.
+
+    Attributes:
+      maximum: the largest logit, m.
+      total: ``sum exp(z - m)``.
+      moment: ``sum (z - m) exp(z - m)``.
+      target_logit: the logit of the token; 0 if its column is not among these.
+    """
 
     maximum: Array
     total: Array
     moment: Array
-    chosen: Array
+    target_logit: Array
 
     def rebase(self, maximum: Array) -> "_Sums":
-        """The same sums with a larger maximum subtracted."""
+        """The same sums relative to a larger maximum."""
         down = self.maximum - maximum
         scale = jnp.exp(down)
         moment = (self.moment + down * self.total) * scale
-        return _Sums(maximum, self.total * scale, moment, self.chosen)
+        return _Sums(maximum, self.total * scale, moment, self.target_logit)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -229,8 +241,7 @@ def _scores(x, columns, tokens, skipped, chunking):
 def _forward(x, columns, tokens, skipped, chunking):
     saved_logits = _logits(x, columns, chunking) if _num_chunks(columns, chunking) == 1 else None
 
-    # The online softmax: a chunk may raise the maximum, and sums so far are taken below the new
-    # one.
+    # Online softmax: a chunk may raise the maximum, and the sums so far are made relative to it.
     def add(sums: _Sums, index) -> _Sums:
         chunk = _chunk(x, columns, tokens, skipped, chunking, index, saved_logits)
         maximum = jnp.maximum(sums.maximum, jnp.max(chunk.logits, axis=1))
@@ -241,18 +252,18 @@ def _forward(x, columns, tokens, skipped, chunking):
             maximum,
             sums.total + jnp.sum(exponentials, axis=1),
             sums.moment + jnp.sum(exponentials * shifted, axis=1),
-            sums.chosen + jnp.sum(chunk.logits, axis=1, where=chunk.chosen),
+            sums.target_logit + jnp.sum(chunk.logits, axis=1, where=chunk.is_target),
         )
 
     zeros = vary(jnp.zeros(tokens.shape, jnp.float32), tuple(varying(x)))
     sums = _fold_chunks(add, _Sums(zeros + MASK_VALUE, zeros, zeros, zeros), columns, chunking)
-    # Ranks join as chunks do: each takes its sums below the maximum of all.
+    # Over ranks as over chunks: sums relative to the maximum of all are added.
     maximum = lax.pmax(sums.maximum, chunking.axes)
-    total, moment, chosen = lax.psum(jnp.stack(sums.rebase(maximum)[1:]), chunking.axes)
+    total, moment, target_logit = lax.psum(jnp.stack(sums.rebase(maximum)[1:]), chunking.axes)
     log_total = jnp.log(total)
     entropy = log_total - moment / total
     # Differences first: maximum and logarithm together would round large logits.
-    logprob = chosen - maximum - log_total
+    logprob = target_logit - maximum - log_total
     return (logprob, entropy), (
         x,
         columns,
@@ -270,18 +281,18 @@ def _backward(chunking, residuals, gradients):
     maximum, log_total, entropy = (per_token[:, None] for per_token in rest)
     logprob_gradient, entropy_gradient = (gradient[:, None] for gradient in gradients)
 
-    # Logits are made a second time: what was saved of them is a maximum and two sums per token.
+    # Logits are recomputed, unless there is one chunk, whose logits were saved.
     def add(sums, index):
         x_gradient, columns_gradient = sums
         chunk = _chunk(x, columns, tokens, skipped, chunking, index, saved_logits)
         log_p = chunk.logits - maximum - log_total
         p = jnp.exp(log_p)
-        logits_gradient = jnp.where(chunk.chosen, logprob_gradient, 0.0) - p * logprob_gradient
+        logits_gradient = jnp.where(chunk.is_target, logprob_gradient, 0.0) - p * logprob_gradient
         logits_gradient = logits_gradient - entropy_gradient * (p * (log_p + entropy))
         # Rounded to the dtype of the states: two products of that dtype follow.
         logits_gradient = (logits_gradient / chunking.temperature).astype(x.dtype)
         matrix_gradient = _dot(x.T, logits_gradient).astype(columns.dtype)
-        # Chunks overlap where they do not divide, and each gives 0 to what the other counts.
+        # The last chunk may overlap the one before: its gradient is 0 in the columns of that.
         so_far = lax.dynamic_slice_in_dim(
             columns_gradient, chunk.start, matrix_gradient.shape[1], axis=1
         )
@@ -303,16 +314,16 @@ _scores.defvjp(_forward, _backward)
 def _chunk(
     x, columns, tokens, skipped, chunking: _Chunking, index, saved_logits: Array | None
 ) -> _Chunk:
-    """Chunk `index`, whose logits may have been saved; the last begins earlier where chunks do not
-    divide."""
+    """Chunk `index`, with its saved logits if there are any. If chunks do not divide the columns,
+    the last starts earlier, so that all have one size."""
     size = _chunk_size(columns, chunking)
     start = jnp.minimum(index * size, columns.shape[1] - size)
     matrix = lax.dynamic_slice_in_dim(columns, start, size, axis=1).astype(x.dtype)
     logits = _logits(x, matrix, chunking) if saved_logits is None else saved_logits
     column = (start + jnp.arange(size))[None]
     counted = column >= jnp.maximum(index * size, skipped)
-    chosen = counted & (column == tokens[:, None])
-    return _Chunk(start, matrix, jnp.where(counted, logits, MASK_VALUE), chosen)
+    is_target = counted & (column == tokens[:, None])
+    return _Chunk(start, matrix, jnp.where(counted, logits, MASK_VALUE), is_target)
 
 
 def _logits(x: Array, matrix: Array, chunking: _Chunking) -> Array:
@@ -322,7 +333,7 @@ def _logits(x: Array, matrix: Array, chunking: _Chunking) -> Array:
 def _fold_chunks(
     step: Callable[[Carry, int | Array], Carry], carry: Carry, columns: Array, chunking: _Chunking
 ) -> Carry:
-    """`step` with the number of each chunk in turn."""
+    """Folds `step` over the indices of the chunks."""
     num_chunks = _num_chunks(columns, chunking)
     if num_chunks == 1:
         return step(carry, 0)
@@ -344,7 +355,11 @@ def _dot(x: Float[Array, "a b"], matrix: Float[Array, "b c"]) -> Float[Array, "a
 def value_of(
     weights: Transformer[Array], x: Float[Array, "local d_model"], config: ModelConfig
 ) -> Float[Array, "local"]:
-    """The value of each state, float32, in products that no device shortens."""
+    """Critic value of each state, in full float32 precision on every device (no TF32).
+
+    Raises:
+      ValueError: the network is no critic.
+    """
     if config.head != "value" or weights.head is None:
         raise ValueError(f'head={config.head!r} gives no values: the critic has head="value".')
     return float32_product(x.astype(jnp.float32), weights.head)

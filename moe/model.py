@@ -48,8 +48,8 @@ Tokens = Int[Array, "batch time"]
 Valid = Bool[Array, "batch time"]
 Choices = Integer[Array, "layer batch time k"]
 KVCollector = Callable[..., Any]
-"""(keys and values of a layer's tokens, or latent vectors) -> cached arrays. For Gated DeltaNet a
-`DeltaState` is returned as it is."""
+"""(keys and values of a layer's tokens, or latent vectors) -> cached arrays. It is not called for a
+layer with Gated DeltaNet, whose result is its `DeltaState`."""
 
 
 def run(
@@ -59,16 +59,17 @@ def run(
     mesh: FoldedMesh,
     shard_dims: Layer[ShardDim] | None = None,
 ) -> tuple[Float[Array, "local d_model"], RouterStatistics[Array] | None]:
-    """The normalised last residual stream at every token, this rank's shard.
+    """Runs the network up to its last norm, on this rank's shard of the tokens.
 
     All layers are on this device; `moe.stages` runs those of a pipeline.
 
     Args:
-      shard_dims: of the layers, where the device has shards of them; as in `blocks`.
+      shard_dims: sharded dimensions of the layers' weights, as in `blocks`.
 
     Returns:
-      The hidden states and, with experts, the router's sums over layers on this device, `load`
-      with a row per layer that has them.
+      The hidden states after the last norm, in the order of the rows, and the router statistics of
+      this device's tokens summed over layers, with `load` ``[layer, route]`` of the layers that
+      have experts; None without any.
     """
     x, stats, _ = run_with_kv(None, weights, packed, config, mesh, shard_dims)
     return x, stats
@@ -82,7 +83,7 @@ def run_with_kv(
     mesh: FoldedMesh,
     shard_dims: Layer[ShardDim] | None = None,
 ) -> tuple[Float[Array, "local d_model"], RouterStatistics[Array] | None, list[Any]]:
-    """`run`, which also returns the cached keys and values of all layers: an entry for each of
+    """`run`, which also returns the results of `collect_kv`: one for each group of
     `moe.layers.depth.split_layer_groups`."""
     _check_single_stage(mesh)
     check_num_tokens(packed.tokens.shape[0], mesh)
@@ -107,8 +108,8 @@ def first_blocks(
     mesh: FoldedMesh,
     collect_kv: KVCollector | None = None,
 ) -> tuple[Float[Array, "local d_model"], list[Any]]:
-    """Residual stream after the leading dense layers of some networks, and their cached keys and
-    values."""
+    """Runs the leading dense layers that some networks have: the residual stream after them, and
+    the results of `collect_kv`."""
     if weights.first_layers is None:
         return x, []
     x, _, cached_kv = blocks(weights.first_layers, x, packed, config, mesh, collect_kv=collect_kv)
@@ -126,20 +127,26 @@ def blocks(
     collect_kv: KVCollector | None = None,
     present: Int[Array, ""] | None = None,
 ) -> tuple[Float[Array, "local d_model"], RouterStatistics[Array] | None, list[Any]]:
-    """The residual stream after a stack of layers, the router's sums over them, `load` with a row
-    per layer, and what is kept of their keys and values. Halves of the rows stay in their order,
-    before and after (`PackedBatch.half_batches`).
+    """Runs a stack of consecutive layers on this rank's shard of the residual stream.
 
     Args:
-      layers: any number of consecutive layers, which are equal but for their weights; any of these
-        may be a `sharding.reduction.Reduced`.
-      first: the number of the first of them in the network.
-      shard_dims: how each layer is cut into the shards that devices have, which are joined when it
-        is its turn (FSDP); None where they have it whole.
-      collect_kv: what comes out of each layer's keys and values, in the entries of `run_layers`;
-        None is nothing.
-      present: how many layers of the stack there are, all or all but the last, which is padding
-        then and does not run; None is all.
+      layers: stacked weights, each leaf ``[layer, ...]`` or a `sharding.reduction.Reduced` of one.
+        Layers may differ in their windows, and in having attention or Gated DeltaNet.
+      x: the residual stream; with `packed.half_batches` in their order, as is the result.
+      first: index of the first layer in the network; an array if it is known only at run time, as
+        in a pipeline stage. Layers with Gated DeltaNet are counted from the start of the stack.
+      shard_dims: with FSDP the sharded dimension of each weight; a layer is unsharded when it runs.
+        None if weights are not sharded.
+      collect_kv: called with the keys and values, or latent vectors, of each layer; None collects
+        nothing. Not with `packed.half_batches`.
+      present: number of layers that run, all or all but the last, which is padding then; None is
+        all.
+
+    Returns:
+      The residual stream; the router statistics of this device's tokens summed over layers, with
+      `load` ``[layer, route]`` and, if recorded, `choices` ``[layer, local, k]`` in the order of
+      the rows, None without experts; and a list of the results of `collect_kv`, one per layer or,
+      if the stack is scanned, per layer of a period, with a dimension of periods in front.
     """
     execution, depth = config.execution, jax.tree.leaves(layers.norm)[0].shape[0]
     # In a pipeline all chunks are alike in them (`moe.layers.chunks.check_delta_layers`).
@@ -151,7 +158,7 @@ def blocks(
     remat = partial(
         rematerialise,
         policy=execution.remat,
-        # A loop keeps its bodies apart by itself, but not the layers of one.
+        # A scan keeps its iterations apart by itself, but not the layers of one iteration.
         in_scan=scanned and period == 1,
         saved=SAVED_BEFORE_NORMS if normed else SAVED,
     )
@@ -192,7 +199,7 @@ def blocks(
                 for index in range(offset, depth, period)
             ]
             if all(window == windows[0] for window in windows):
-                # Kernels take a window that is known while the program is made.
+                # Kernels take a window that is known at compile time.
                 return windows[0]
         return window_of_layer(config, layer_index)
 
@@ -216,8 +223,7 @@ def blocks(
         if execution.remat in UNSAVED:
             after, outs = remat(run_one, present=is_present)(layer, streams)
             return jax.tree.map(partial(jnp.where, is_present), after, streams), outs
-        # Inside what is rematerialised, which keeps what it was given and so no copies of the
-        # weights.
+        # Inside what is rematerialised, which saves its inputs and so no copies of the weights.
         return remat(_run_if_present(is_present, run_one))(layer, streams)
 
     streams = split_streams(x, packed, mesh)
@@ -273,7 +279,7 @@ def record_kv(
 def last_norm(
     weights: Transformer[Array], x: Float[Array, "local d_model"], config: ModelConfig
 ) -> Float[Array, "local d_model"]:
-    """The normalised residual stream, as the heads take it."""
+    """Last norm of the network: the hidden states that the heads take."""
     return rms_norm(x, weights.norm, config.norm_epsilon)
 
 
@@ -290,8 +296,8 @@ def hidden(
     Args:
       tokens: ids.
       valid: which of them are not padding.
-      replay: experts that `routing_choices` gave before, used again with the current scores; a
-        token whose ids are out of range is routed again.
+      replay: expert ids from `routing_choices`, used instead of the router's selection, with the
+        current scores; a token with an id out of range is routed.
     """
     return run(weights, pack_rows(tokens, valid, mesh, config, replay), config, mesh)
 
@@ -303,9 +309,13 @@ def routing_choices(
     config: ModelConfig,
     mesh: FoldedMesh,
 ) -> Choices:
-    """The experts that each token chooses in each layer, before dropping, as `replay` takes them.
+    """Expert ids that the router selects for each token in each layer, before dropping, as `replay`
+    takes them.
 
     Padding has the id `num_experts`.
+
+    Raises:
+      ValueError: for a network without experts, and as `run`.
     """
     if config.num_experts == 0:
         raise ValueError("num_experts=0 has no router: there are no choices to give.")
@@ -330,10 +340,10 @@ def before_responses(
     mesh: FoldedMesh,
     replay: Choices | None = None,
 ) -> tuple[Float[Array, "local d_model"], RouterStatistics[Array] | None]:
-    """The hidden state that each response token was predicted from, this rank's shard.
+    """Hidden state from which each response token is predicted, this rank's shard.
 
-    Prompts run once for the rows that share them, and the head sees no prompt but its last token.
-    The reference implementation is `hidden`, shifted by one.
+    Prompts run once for the rows that share them, and of a prompt only the last token has a state
+    here. The reference implementation is `hidden`, shifted by one.
 
     Args:
       tokens: ids; each run of `num_samples` rows has the same prompt.
@@ -343,7 +353,7 @@ def before_responses(
 
     Returns:
       States of the flattened ``[batch, response]`` tokens in the order of `response_tokens`, and
-      the router's sums.
+      the router statistics, as of `run`.
     """
     packed = pack_shared_prompts(tokens, valid, prompt_length, num_samples, mesh, config, replay)
     x, stats = run(weights, packed, config, mesh)
@@ -357,7 +367,7 @@ def next_token_logits(
     config: ModelConfig,
     mesh: FoldedMesh,
 ) -> tuple[Float[Array, "local vocab"], RouterStatistics[Array] | None]:
-    """Scores of the token after each position, this rank's shard of the flattened positions."""
+    """Logits of the token after each position, this rank's shard of the flattened positions."""
     x, stats = hidden(weights, tokens, valid, config, mesh)
     return logits_of(weights, x, config, mesh), stats
 
@@ -369,7 +379,19 @@ def values(
     config: ModelConfig,
     mesh: FoldedMesh,
 ) -> tuple[Float[Array, "batch time"], RouterStatistics[Array] | None]:
-    """The critic's estimate of the state before each token (0 before the first)."""
+    """Critic values aligned to tokens: column t has the value of the state before token t, computed
+    at column t - 1; column 0 is 0.
+
+    A value computed at padding, such as that of the first token after left padding, has no meaning.
+
+    Returns:
+      The values of the rows of this ``dp`` rank, float32, equal on all ranks of ``cp`` and ``tp``;
+      and the router statistics, as of `run`.
+
+    Raises:
+      ValueError: the network is no critic, the layout has ``pp``, or ``cp x tp`` does not divide
+        the number of tokens.
+    """
     x, stats = hidden(weights, tokens, valid, config, mesh)
     return align_to_tokens(value_of(weights, x, config), tokens.shape, mesh, config), stats
 

@@ -9,6 +9,12 @@ from moe.architecture.activation import ClampedSwiGLU
 
 
 def check_first_layers(config: Any) -> None:
+    """Checks the leading dense layers, and that a gate of the shared expert has one.
+
+    Raises:
+      ValueError: on leading dense layers without experts after them or without a width, and on a
+        gate without a shared expert.
+    """
     first = config.num_dense_layers
     if first and not (
         config.num_experts and 0 < first < config.num_layers and config.dense_d_ff > 0
@@ -26,7 +32,7 @@ def check_first_layers(config: Any) -> None:
 
 
 def check_routing(config: Any) -> None:
-    """Checks the router's fields, each and in combination.
+    """Checks activation, router, capacity and expert groups, each and in combination.
 
     Raises:
       ValueError: on a value that is not valid, and on a combination that is not.

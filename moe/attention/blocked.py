@@ -90,7 +90,7 @@ def attend_gradient(
     value: Value,
     mask: Mask,
     log_sum: PerQuery,
-    mean: PerQuery,
+    softmax_d: PerQuery,
     out_gradient: Output,
     scale: float,
 ) -> tuple[Query, Key, Value]:
@@ -98,13 +98,13 @@ def attend_gradient(
 
     Args:
       log_sum: log-sum-exp over all the keys of the softmax, not these alone.
-      mean: `slope_mean` of the output over all keys.
+      softmax_d: `moe.attention.flash.dot_do_o` of the output over all keys.
     """
     time, blocking = query.shape[-2], blocking_of(query.shape[-2], key.shape[-2], mask.causal)
     query_indices = split_indices(mask.query, blocking)
     query, out_gradient = (pad_to_blocks(x, blocking, -2) for x in (query, out_gradient))
-    log_sum, mean = (pad_to_blocks(x, blocking, -1) for x in (log_sum, mean))
-    arrays = query, key, value, query_indices, mask.key, log_sum, mean, out_gradient
+    log_sum, softmax_d = (pad_to_blocks(x, blocking, -1) for x in (log_sum, softmax_d))
+    arrays = query, key, value, query_indices, mask.key, log_sum, softmax_d, out_gradient
     grads = _map_rows(
         partial(_attend_row_gradient, blocking, scale, mask.window),
         arrays,
@@ -231,31 +231,31 @@ def _attend_row_gradient(
     indices: TokenIndices,
     key_indices: TokenIndices,
     log_sum: PerQuery,
-    mean: PerQuery,
+    softmax_d: PerQuery,
     out_gradient: Output,
 ) -> tuple[Query, Key, Value]:
     """Gradients of one row's queries, keys and values."""
     dtype = query.dtype
 
-    def slopes(
+    def block_gradients(
         query_block, key: Key, value: Value, key_indices: TokenIndices
     ) -> tuple[Array, Array, Array]:
-        query, indices, log_sum, mean, out_gradient = query_block
+        query, indices, log_sum, softmax_d, out_gradient = query_block
         # Keys before queries: none of the following products needs a transposed copy of the scores.
         seen = jnp.swapaxes(visible(indices, key_indices, window), 0, 1)[None, :, None]
         scores = product("vsd,vgtd->vsgt", key, query) * scale
         probs = jnp.where(seen, jnp.exp(scores - log_sum[:, None]), 0)
-        prob_slopes = product("vsd,vgtd->vsgt", value, out_gradient) - mean[:, None]
-        slopes = (probs * prob_slopes * scale).astype(dtype)
+        prob_gradients = product("vsd,vgtd->vsgt", value, out_gradient) - softmax_d[:, None]
+        score_gradients = (probs * prob_gradients * scale).astype(dtype)
         return (
-            jnp.moveaxis(product("vsd,vsgt->vdgt", key, slopes), 1, 3),
-            product("vsgt,vgtd->vsd", slopes, query),
+            jnp.moveaxis(product("vsd,vsgt->vdgt", key, score_gradients), 1, 3),
+            product("vsgt,vgtd->vsd", score_gradients, query),
             product("vsgt,vgtd->vsd", probs.astype(dtype), out_gradient),
         )
 
     def block(span: Span, key: Key, value: Value, key_indices: TokenIndices, sums, query_block):
         if span.num_chunks == 1:
-            query_gradient, *key_gradients = slopes(query_block, key, value, key_indices)
+            query_gradient, *key_gradients = block_gradients(query_block, key, value, key_indices)
             return tuple(a + b for a, b in zip(sums, key_gradients, strict=True)), query_gradient
 
         def add(chunk_index: Array, sums):
@@ -269,7 +269,7 @@ def _attend_row_gradient(
 
             possible = may_be_visible(query_block[1], chunk_indices, window)
             query_gradient, *key_gradients = lax.cond(
-                possible, lambda: slopes(query_block, keys, values, chunk_indices), hidden
+                possible, lambda: block_gradients(query_block, keys, values, chunk_indices), hidden
             )
             added = (
                 lax.dynamic_update_slice_in_dim(
@@ -295,7 +295,7 @@ def _attend_row_gradient(
         query_blocks = (
             blocks_of(query, span, blocking, 2),
             TokenIndices(*(x[blocking.blocks(span)] for x in indices)),
-            *(blocks_of(x, span, blocking, 2) for x in (log_sum, mean, out_gradient)),
+            *(blocks_of(x, span, blocking, 2) for x in (log_sum, softmax_d, out_gradient)),
         )
         span_keys = keys_of(span, key, value, key_indices)
         so_far = keys_of(span, sums[0], sums[1], key_indices)[:2]

@@ -16,7 +16,7 @@ def cached_attention(
     sinks: Float[Array, "heads"] | None = None,
 ) -> Float[Array, "row heads v_head_dim"]:
     """`plain_attention` of one query per row, on keys and values in the layout of
-    `moe.decoding.Cache`.
+    `moe.cache.buffers.Cache`.
 
     Both products run along the axis that is contiguous in memory, so that a step reads the cache
     once, sequentially.

@@ -1,4 +1,5 @@
-"""Core attention on one device: the reference implementation, or one that saves no scores."""
+"""Core attention on one device: the reference implementation, or a faster one that saves no
+scores."""
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +20,9 @@ from moe.kernels.attention.training import FLASH, mosaic_attention, obstacle
 
 IMPLEMENTATIONS = ("plain", "blocked", "xla", "cudnn", "mosaic")
 MAX_PLAIN_SCORES_CPU = 2**21
-"""Scores up to which a CPU is faster with all of them in memory: about what its caches hold."""
+"""Number of scores up to which "plain" is faster on a CPU: about as many as its caches hold."""
 MAX_PLAIN_SCORES_ACCELERATOR = 2**28
-"""Scores up to which another device has all of them in memory: 1 GiB of float32, in a layer."""
+"""Number of scores up to which another device computes all at once: 1 GiB of float32 per layer."""
 
 
 def core_attention(
@@ -33,20 +34,20 @@ def core_attention(
     implementation: str | None = None,
     sinks: Float[Array, "heads"] | None = None,
 ) -> Float[Array, "batch time heads v_head_dim"]:
-    """``softmax(scale q k) v`` over the visible positions, by the implementation of that name.
+    """``softmax(scale q k) v`` over the visible positions, by the named implementation.
 
     "plain" is `plain_attention`; "blocked" is `moe.attention.blocked`, the same block by block with
     a custom gradient. "xla" and "cudnn" are those of `jax.nn.dot_product_attention`
     (`moe.attention.fused.kernels`); the second is FlashAttention on an NVIDIA GPU: scores and their
     gradients stay on the chip. "mosaic" are kernels of our own for Hopper
-    (`moe.kernels.attention`), which need no mask of queries times keys for any rows.
-    The output of a query that sees no key differs between them; it is finite and never used.
+    (`moe.kernels.attention`), which never need a mask of queries times keys. The output of a query
+    that sees no key differs between them; it is finite and never used.
 
     Args:
       scale: multiplies the scores; None is ``head_dim**-0.5``.
-      implementation: None is "cudnn" where it applies; else "blocked" where there are more scores
-        than `MAX_PLAIN_SCORES_CPU` on a CPU or `MAX_PLAIN_SCORES_ACCELERATOR` elsewhere; else
-        "plain".
+      implementation: None is "cudnn" if it supports the arrays; otherwise "blocked" for more scores
+        than `MAX_PLAIN_SCORES_CPU` on a CPU or `MAX_PLAIN_SCORES_ACCELERATOR` elsewhere, and
+        "plain" for fewer.
       sinks: as for `plain_attention`; to "xla" and "cudnn" they are keys
         (`moe.attention.fused.sink_keys`).
 
@@ -107,7 +108,7 @@ def _check_kernel(query: Array, key: Array, value: Array) -> None:
 def _select_implementation(
     query: Array, key: Array, value: Array, mask: Mask, sinks: Array | None = None
 ) -> str:
-    """The implementation chosen for these arrays where none is named."""
+    """Name of the implementation that None selects for these arrays."""
     if _cudnn_obstacle(query, value, mask, sinks) is None:
         return "cudnn"
     batch, time, heads, _ = query.shape

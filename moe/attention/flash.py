@@ -4,7 +4,9 @@ number per query (the log-sum-exp) instead of all scores.
 With ``p = exp(s - L)``, ``L`` the log-sum-exp of the scores ``s``, ``o`` the output and ``do`` its
 gradient:
 
-    dv = p^T do      ds = p (do v^T - sum(o do))      dq = scale ds k      dk = scale ds^T q
+    dv = p^T do      ds = p (do v^T - D)      dq = scale ds k      dk = scale ds^T q
+
+``D = rowsum(do o)`` is a number per query (`dot_do_o`).
 
 References:
   Dao, "FlashAttention-2", 2023, algorithms 1 and 2. https://arxiv.org/abs/2307.08691
@@ -36,7 +38,7 @@ class Flash(NamedTuple):
     Attributes:
       attend: ``(query, key, value, mask, scale)`` to the attention output over these keys, and the
         log-sum-exp of the scores: `moe.attention.blocked.attend`.
-      attend_gradient: ``(query, key, value, mask, log_sum, mean, out_gradient, scale)`` to the
+      attend_gradient: ``(query, key, value, mask, log_sum, softmax_d, out_gradient, scale)`` to the
         gradients of queries, keys and values: `moe.attention.blocked.attend_gradient`.
     """
 
@@ -117,12 +119,12 @@ def _forward(query, key, value, sinks, mask, scale, flash):
 
 def _backward(scale, flash, residuals, out_gradient):
     query, key, value, sinks, mask, out, log_sum = residuals
-    mean = slope_mean(out, out_gradient)
-    grads = flash.attend_gradient(query, key, value, mask, log_sum, mean, out_gradient, scale)
+    softmax_d = dot_do_o(out, out_gradient)
+    grads = flash.attend_gradient(query, key, value, mask, log_sum, softmax_d, out_gradient, scale)
     input_gradients = (
         gradient.astype(x.dtype) for gradient, x in zip(grads, (query, key, value), strict=True)
     )
-    sinks_gradients = None if sinks is None else sinks_gradient(sinks, log_sum, mean)
+    sinks_gradients = None if sinks is None else sinks_gradient(sinks, log_sum, softmax_d)
     return *input_gradients, sinks_gradients, None
 
 
@@ -140,15 +142,15 @@ def add_sinks(
 
 
 def sinks_gradient(
-    sinks: Float[Array, "heads"], log_sum: PerQuery, mean: PerQuery
+    sinks: Float[Array, "heads"], log_sum: PerQuery, softmax_d: PerQuery
 ) -> Float[Array, "heads"]:
     """Gradient of the sinks, which are keys without a value: ``-sum p D``.
 
     Args:
       log_sum: log-sum-exp with the sinks included.
-      mean: `slope_mean`.
+      softmax_d: D, the result of `dot_do_o`.
     """
-    per_query = jnp.exp(_broadcast_sinks(sinks, log_sum) - log_sum) * mean
+    per_query = jnp.exp(_broadcast_sinks(sinks, log_sum) - log_sum) * softmax_d
     return -jnp.sum(per_query, axis=(0, -1)).reshape(-1)
 
 
@@ -156,9 +158,9 @@ def _broadcast_sinks(sinks: Float[Array, "heads"], log_sum: PerQuery) -> PerQuer
     return jnp.broadcast_to(sinks.reshape(1, *log_sum.shape[1:3], 1), log_sum.shape)
 
 
-def slope_mean(out: Output, out_gradient: Output) -> PerQuery:
-    """FlashAttention-2's ``D = rowsum(do o)``, which the softmax subtracts from the gradient of
-    every probability."""
+def dot_do_o(out: Output, out_gradient: Output) -> PerQuery:
+    """FlashAttention-2's ``D = rowsum(do o)``, which the gradient of the softmax subtracts from the
+    gradient of every probability."""
     return product("...td,...td->...t", out, out_gradient)
 
 

@@ -66,11 +66,11 @@ def over_columns(function: Callable[..., Leaf], *caches: Cache[Leaf]) -> Cache[L
     return Cache(**{name: map_buffers(name, column) for name, column in columns.items()})
 
 
-def cache_of(entries: Sequence[tuple[Leaf, ...]]) -> Cache[Leaf]:
-    """Builds a cache from what each layer returns: keys and, unless they are latent vectors,
-    values; or a `DeltaState`."""
-    heads = [entry for entry in entries if not isinstance(entry, DeltaState)]
-    deltas = [entry for entry in entries if isinstance(entry, DeltaState)]
+def cache_of(group_buffers: Sequence[tuple[Leaf, ...]]) -> Cache[Leaf]:
+    """Builds a cache from the buffers of each layer group: keys and, unless they are latent
+    vectors, values; or a `DeltaState`."""
+    heads = [buffers for buffers in group_buffers if not isinstance(buffers, DeltaState)]
+    deltas = [buffers for buffers in group_buffers if isinstance(buffers, DeltaState)]
     keys, *values = zip(*heads, strict=True)
     states, tails = zip(*deltas, strict=True) if deltas else ((), ())
     return Cache(keys, values[0] if values else (), states, tails)

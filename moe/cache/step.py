@@ -20,10 +20,10 @@ class StepCore:
     """Core attention of one token per row, which is written into the layer's cache first.
 
     Args:
-      layer_index: index of the layer.
-      keys, values: buffers of the cache that contain the layer's; None for values with latent
-        vectors.
-      positions: positions of the tokens, for rows of the buffers from `first` on.
+      layer_index: index of the layer in the network.
+      keys, values: the layer's buffers, or those of the stack that it is in, in the layout of
+        `moe.cache.buffers.Cache`; no values with latent vectors.
+      positions: position of each token in its row, from 0.
       live: rows that are being decoded; nothing is written for the others.
       stack_index: index of the layer in a buffer with layers in front.
       first: row of the buffers that the first token belongs to.

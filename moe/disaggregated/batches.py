@@ -12,8 +12,11 @@ from moe.config import ModelConfig
 class AttentionTime:
     """Predicted time of attention for a sequence, in any unit.
 
-    A sequence takes ``per_token + per_cached_token context``: its projections, and its cached keys
-    and values.
+    A sequence takes ``per_token + per_cached_token context`` in a decode step.
+
+    Attributes:
+      per_token: time of the projections of its token.
+      per_cached_token: time of reading the keys and values of one cached token.
 
     Raises:
       ValueError: for a time below 0.
@@ -31,8 +34,8 @@ class AttentionTime:
 
     @classmethod
     def from_config(cls, config: ModelConfig) -> "AttentionTime":
-        """Predicts from the multiplications of one layer: four projections, and two products with
-        the cache."""
+        """Prediction from the multiplications of one layer of grouped-query attention: four
+        projections, and two products with the cache."""
         heads = config.num_heads * config.head_dim
         all_projections = heads + config.num_kv_heads * config.head_dim
         return cls(per_token=2.0 * config.d_model * all_projections, per_cached_token=2.0 * heads)
@@ -46,8 +49,8 @@ def lightest_batch(times: Sequence[float], free_slots: Sequence[int]) -> int:
     """Index of the batch that the next sequence joins: the one with the least predicted time among
     those with a free slot, the first of equals.
 
-    The longest ends at most one sequence after the mean of the others (Graham, "Bounds for certain
-    multiprocessing anomalies", 1966).
+    As long as all have a free slot, the times of batches that are filled so differ by no more than
+    that of the longest sequence (Graham, "Bounds for certain multiprocessing anomalies", 1966).
 
     Args:
       times: predicted time of each batch.

@@ -39,7 +39,7 @@ Leaf = TypeVar("Leaf")
 class Serving(NamedTuple):
     """Static configuration of the programs of both sides.
 
-    Args:
+    Attributes:
       config: the network, as `moe.decoding.for_step` or `moe.decoding.for_prefill` returns it.
       mesh: meshes of both sides.
       num_slots: number of expert slots on each device along ``ep``.
@@ -53,7 +53,7 @@ class Serving(NamedTuple):
 
     @property
     def num_peers(self) -> int:
-        """Number of groups of devices that share experts (``ep``)."""
+        """Size of ``ep``; the devices along ``etp``, which share experts, are one peer."""
         return self.mesh.experts.size(self.mesh.experts.ep)
 
     @property
@@ -86,14 +86,14 @@ class Serving(NamedTuple):
 
 
 @struct.dataclass
-class Flight(Generic[Leaf]):
+class TokenState(Generic[Leaf]):
     """State of the local tokens between two programs of the attention side.
 
     Attributes:
       x: ``[token, d_model]`` the residual stream after the attention of a layer.
       shared_output: ``[token, d_model]`` output of the layer's shared expert; None without one.
-      row_indices: ``[token, replicas]`` indices of the token's rows in the received arrays, past
-        the end for none.
+      row_indices: ``[token, min(num_peers, k)]`` indices of the token's rows in the concatenated
+        received arrays, past the end for none.
       choices: ``[layer, token, k]`` expert ids so far; None if they are not recorded.
     """
 
@@ -103,11 +103,11 @@ class Flight(Generic[Leaf]):
     choices: Leaf | None
 
 
-def flight_specs(serving: Serving) -> Flight[PartitionSpec]:
-    """PartitionSpecs of a `Flight`."""
+def state_specs(serving: Serving) -> TokenState[PartitionSpec]:
+    """PartitionSpecs of a `TokenState`."""
     token_spec, config = PartitionSpec(serving.mesh.attention.axes), serving.config
     choices = PartitionSpec(None, serving.mesh.attention.axes)
-    return Flight(
+    return TokenState(
         x=token_spec,
         shared_output=token_spec if config.d_ff else None,
         row_indices=token_spec,
@@ -115,7 +115,7 @@ def flight_specs(serving: Serving) -> Flight[PartitionSpec]:
     )
 
 
-def initial_flight(serving: Serving, x: Float[Array, "token d_model"]) -> Flight[Array]:
+def initial_state(serving: Serving, x: Float[Array, "token d_model"]) -> TokenState[Array]:
     """Initial state of tokens, with nothing in flight to the experts."""
     config, (num_tokens, _) = serving.config, x.shape
     k, shared_output, choices = config.experts_per_token, None, None
@@ -126,21 +126,21 @@ def initial_flight(serving: Serving, x: Float[Array, "token d_model"]) -> Flight
         shape = config.num_expert_layers, num_tokens, k
         choices = jnp.full(shape, config.num_experts, jnp.int32)
     row_indices = jnp.full((num_tokens, min(serving.num_peers, k)), rows, jnp.int32)
-    flight = Flight(x, shared_output, row_indices, choices)
-    return vary(flight, serving.mesh.attention.axes)
+    state = TokenState(x, shared_output, row_indices, choices)
+    return vary(state, serving.mesh.attention.axes)
 
 
 def combine_outputs(
-    flight: Flight[Array], received: tuple[Array, ...]
+    state: TokenState[Array], received: tuple[Array, ...]
 ) -> Float[Array, "token d_model"]:
     """Residual stream after the whole layer: adds the expert outputs.
 
     Args:
       received: sums from each expert device.
     """
-    x = flight.x
-    out = combine(jnp.concatenate(received), flight.row_indices).astype(x.dtype)
-    out = out if flight.shared_output is None else out + flight.shared_output
+    x = state.x
+    out = combine(jnp.concatenate(received), state.row_indices).astype(x.dtype)
+    out = out if state.shared_output is None else out + state.shared_output
     return x + out
 
 
@@ -153,13 +153,20 @@ def attend_and_route(
     core: CoreAttention | LatentCore,
     slot_table: SlotTable,
     choices: Array | None,
-) -> tuple[Flight[Array], tuple[Array, ...]]:
-    """Attention half of a layer: returns the state and a message for each expert device.
+) -> tuple[TokenState[Array], tuple[Array, ...]]:
+    """Attention half of a layer, from the residual stream before it.
 
     Args:
       layer: weights; its experts are a router and a selection bias.
       layer_index: index of the layer among those with experts.
-      choices: expert ids of the layers before.
+      x: the residual stream after the layer before, this device's tokens.
+      packed: the batch that these tokens are of.
+      core: core attention of the layer.
+      slot_table: slots of each expert.
+      choices: expert ids, as `TokenState.choices`; those of this layer are written.
+
+    Returns:
+      The state, and a message for each expert device.
     """
     config, mesh = serving.config, serving.mesh.attention
     assert layer.experts is not None
@@ -185,15 +192,23 @@ def attend_and_route(
     ids = jnp.where(token[:, None] < num_tokens, take_rows(slots, token), no_slot)
     rows = permute_rows(h, token, row_indices)
     message_rows = encode_message(rows, ids, take_rows(routing.probs, token))
-    flight = Flight(x, dense_term(layer, h, mesh, config.activation), row_indices, choices)
+    state = TokenState(x, dense_term(layer, h, mesh, config.activation), row_indices, choices)
     messages = tuple(jnp.split(message_rows, serving.num_targets))
-    return vary((flight, messages), mesh.axes)
+    return vary((state, messages), mesh.axes)
 
 
 def compute_experts(
     serving: Serving, experts: Experts[Array], received: tuple[Array, ...]
 ) -> tuple[Array, ...]:
-    """Expert half of a layer: a sum for each row, split by the device that the row came from."""
+    """Expert half of a layer.
+
+    Args:
+      received: messages from each attention device.
+
+    Returns:
+      For each attention device the sums of its rows: for each row the sum over the token's experts
+      on this device, with gate weights.
+    """
     config, mesh = serving.config, serving.mesh.experts
     k, message = config.experts_per_token, jnp.concatenate(received)
     rows, slots, probs = decode_message(message, config.d_model, k, config.dtype)

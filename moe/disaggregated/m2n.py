@@ -3,8 +3,9 @@
 All implementations have one contract. The inputs are N arrays over the M source devices: the shard
 of the j-th array on the i-th source goes to the j-th target device. The results are M arrays over
 the N target devices: the shard of the i-th array on the j-th target came from the i-th source. A
-message is sent once and never reduced with another; the host does not block. Bytes sent: ``M N rows
-width itemsize`` for messages of ``[rows, width]``, whatever they contain.
+message is sent once and never reduced with another. The host does not block, except when "transfer"
+first connects. Bytes sent: ``M N rows width itemsize`` for messages of ``[rows, width]``, whatever
+they contain.
 """
 
 import contextlib
@@ -138,16 +139,16 @@ class Collective:
             [{}] * len(self._targets) if arrays is None else [_shards(array) for array in arrays]
         )
         shards_to_send = [zeros | shard_of for shard_of in shards_to_send]
-        last_token = _last_tokens(frozenset(local_devices))
+        last_token = _ordering_tokens(frozenset(local_devices))
         inputs = [
             _assemble([shard_of[d] for d in local_devices], num_devices, self._union)
-            for shard_of in (*shards_to_send, last_token)
+            for shard_of in (*shards_to_send, ordering_tokens)
         ]
-        *received, token = _permute_program(self._union, len(self._sources), len(self._targets))(
-            *inputs
-        )
+        *received, new_token = _permute_program(
+            self._union, len(self._sources), len(self._targets)
+        )(*inputs)
         # In place, for the next exchange between these devices: see `_permute_program`.
-        last_token |= _shards(token)
+        ordering_tokens |= _shards(new_token)
         local_targets = [d for d in self._targets if d.process_index == process]
         if not local_targets:
             return None
@@ -161,9 +162,8 @@ class DirectTransfer:
     process are copied from device to device.
 
     No program spans both sides, so that a process waits only for messages that its own programs
-    read. Every process must make the same exchanges in the same order. An error in a peer, its
-    exit, and `TIMEOUT_SECONDS` seconds without a message that is pulled are raised where the
-    message is awaited.
+    read. Every process must make the same exchanges in the same order. An error or exit of a peer,
+    or a message that does not arrive within `TIMEOUT_SECONDS`, raises where the message is awaited.
     """
 
     def __init__(self, source: FoldedMesh, target: FoldedMesh):
@@ -379,9 +379,10 @@ def _permute_program(union: NamedSharding, sources: int, targets: int) -> Any:
     rounds = max(sources, targets)
 
     def permute(*inputs: Array) -> Arrays:
-        # The token of the last exchange is an argument, so that this one fails too if that failed.
-        # The barrier orders all permutes after it.
-        *arrays, token = lax.optimization_barrier(inputs)
+        # An ordering token, as of JAX's ordered effects, is the result of each exchange and an
+        # argument of the next, which therefore fails if the one before failed. The barrier orders
+        # all permutes after it.
+        *arrays, ordering_token = lax.optimization_barrier(inputs)
         rank, stacked = lax.axis_index(UNION), jnp.stack(arrays)
         received = jnp.zeros((sources, *arrays[0].shape), arrays[0].dtype)
         received = lax.pcast(received, (UNION,), to="varying")
@@ -397,15 +398,16 @@ def _permute_program(union: NamedSharding, sources: int, targets: int) -> Any:
             source = (rank - sources - round_index) % rounds
             source = jnp.where((rank >= sources) & (source < sources), source, sources)
             received = received.at[source].set(message, mode="drop")
-        return *received, token
+        return *received, ordering_token
 
     spec = PartitionSpec(UNION)
     return jax.jit(jax.shard_map(permute, mesh=union.mesh, in_specs=spec, out_specs=spec))
 
 
 @cache
-def _last_tokens(devices: frozenset[Any]) -> dict[Any, Array]:
-    """Token of the last exchange between these devices, on each of them; zeros before the first."""
+def _ordering_tokens(devices: frozenset[Any]) -> dict[Any, Array]:
+    """Ordering token of the last exchange between these devices, on each of them; zeros before the
+    first."""
     return {device: _zeros(Message(1, 1, np.dtype(np.int32)), device) for device in devices}
 
 

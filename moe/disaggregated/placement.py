@@ -13,10 +13,10 @@ class SlotTable(NamedTuple):
     """Lookup table of a placement for the attention side.
 
     Attributes:
-      slots: ``[expert + 1, copy]`` indices of the slots that hold the expert, device after device;
-        its last one is repeated where others have more replicas. The last row, for no expert, holds
-        the index past the last slot.
-      counts: ``[expert + 1]`` number of replicas.
+      slots: ``[expert + 1, replica]`` indices of the slots that hold the expert, counted device
+        after device; past the expert's replicas the last one is repeated. The last row, for no
+        expert, holds the index past the last slot.
+      counts: ``[expert + 1]`` number of replicas; 1 in the last row.
     """
 
     slots: Array | np.ndarray
@@ -62,7 +62,7 @@ class Placement:
     def from_replicas(
         cls, replicas: Sequence[Sequence[tuple[int, int]]], num_devices: int
     ) -> "Placement":
-        """Placement with as many slots per device as the fullest one needs."""
+        """Placement with as many slots per device as the largest slot index needs."""
         slots_of_experts = tuple(tuple((int(d), int(s)) for d, s in slots) for slots in replicas)
         num_slots = 1 + max((slot for slots in slots_of_experts for _, slot in slots), default=0)
         return cls(slots_of_experts, num_devices, num_slots)
@@ -85,7 +85,8 @@ class Placement:
 
     @classmethod
     def from_slots(cls, slot_experts: Int[np.ndarray, "slot"], num_devices: int) -> "Placement":
-        """Placement from the expert in each slot, device after device; the inverse of `experts`."""
+        """Placement from the expert in each slot, device after device: the inverse of `experts` if
+        no slot is empty. Every expert up to the largest id needs a slot."""
         each = len(slot_experts) // num_devices
         replicas = [list[tuple[int, int]]() for _ in range(int(slot_experts.max()) + 1)]
         for slot, expert in enumerate(slot_experts.tolist()):
@@ -111,8 +112,8 @@ class Placement:
         )
 
     def slot_table(self) -> SlotTable:
-        """Lookup table for the attention side; its shape does not depend on which experts are
-        replicated."""
+        """Lookup table for the attention side. Its shape depends only on the numbers of experts
+        and slots, so that another placement needs no new program."""
         spare = self.num_devices * self.num_slots - len(self.replicas)
         width = 1 + spare
         slots = np.full(

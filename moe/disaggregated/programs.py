@@ -1,5 +1,5 @@
-"""Compiled programs of both sides: each kind is compiled once for all layers, which differ in their
-arguments alone."""
+"""Compiled programs of both sides. Each is compiled once for all layers: weights and layer index
+are arguments."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,13 +16,13 @@ from moe.cache.buffers import to_cache_layout
 from moe.cache.step import StepCore
 from moe.decoding import by_row, packed_prefill, packed_step
 from moe.disaggregated.layer import (
-    Flight,
     Serving,
+    TokenState,
     attend_and_route,
     combine_outputs,
     compute_experts,
-    flight_specs,
-    initial_flight,
+    initial_state,
+    state_specs,
 )
 from moe.disaggregated.placement import SlotTable
 from moe.disaggregated.weights import attention_specs, expert_specs, first_specs, rest_specs
@@ -70,20 +70,20 @@ Inputs = Steps | Prompts
 
 class Buffers(NamedTuple):
     """Keys and values of a layer: of a cache, or of the tokens of prompts; values are None with
-    latent vectors."""
+    latent vectors. Both are None before a prefill."""
 
     keys: Array | None
     values: Array | None
 
 
 @partial(jax.jit, static_argnums=0)
-def begin(serving: Serving, rest: Transformer[Array], inputs: Inputs) -> Flight[Array]:
-    """Embeds the tokens: the state at the start of the network."""
+def begin(serving: Serving, rest: Transformer[Array], inputs: Inputs) -> TokenState[Array]:
+    """Embeds the tokens: returns their state before the first layer."""
     mesh = serving.mesh.attention
 
-    def local(rest: Transformer[Array], inputs: Inputs) -> Flight[Array]:
+    def local(rest: Transformer[Array], inputs: Inputs) -> TokenState[Array]:
         tokens = _packed(serving, inputs, None).tokens
-        return initial_flight(serving, embed(vary(rest, mesh.axes), tokens, serving.config, mesh))
+        return initial_state(serving, embed(vary(rest, mesh.axes), tokens, serving.config, mesh))
 
     return _shard_map_attention(
         serving, local, (rest_specs(serving.config, mesh), _input_specs(serving, inputs))
@@ -97,28 +97,32 @@ def dense_layer(
     layer: Layer[Array],
     layer_index: Array,
     buffers: Buffers,
-    flight: Flight[Array],
+    state: TokenState[Array],
     inputs: Inputs,
-) -> tuple[Flight[Array], Buffers]:
-    """Runs a whole layer without experts.
+) -> tuple[TokenState[Array], Buffers]:
+    """Runs a dense layer: attention and feed-forward.
 
     Args:
       columns: number of columns of the cache that are read; None is all.
-      buffers: donated; empty in a prefill.
-      flight: donated.
+      layer_index: index of the layer in the network.
+      buffers: donated; None before a prefill.
+      state: donated.
+
+    Returns:
+      The state and the buffers after the layer.
     """
     mesh, config = serving.mesh.attention, serving.config
 
-    def local(layer: Any, layer_index: Array, buffers: Buffers, flight: Any, inputs: Inputs) -> Any:
+    def local(layer: Any, layer_index: Array, buffers: Buffers, state: Any, inputs: Inputs) -> Any:
         core = _Core(serving, layer_index, vary(buffers, mesh.axes), inputs, columns)
         x, _ = block(
-            vary(layer, mesh.axes), flight.x, core.packed, core.attend, config, mesh, layer_index
+            vary(layer, mesh.axes), state.x, core.packed, core.attend, config, mesh, layer_index
         )
-        return flight.replace(x=x), core.updated_buffers
+        return state.replace(x=x), core.updated_buffers
 
     in_specs = first_specs(config, mesh), *_attention_specs(serving, buffers, inputs)
     return _shard_map_attention(serving, local, in_specs, buffers_out=True)(
-        layer, layer_index, buffers, flight, inputs
+        layer, layer_index, buffers, state, inputs
     )
 
 
@@ -129,20 +133,27 @@ def attention_half(
     layer: Layer[Array],
     layer_index: Array,
     buffers: Buffers,
-    flight: Flight[Array],
+    state: TokenState[Array],
     inputs: Inputs,
     received: Arrays,
     slot_table: SlotTable,
-) -> tuple[Flight[Array], Buffers, Arrays]:
+) -> tuple[TokenState[Array], Buffers, Arrays]:
     """Runs the attention half of a layer: combine of the layer before, norm, projections, cache,
     core attention, output projection, router, and the rows for each expert device.
 
     Args:
       columns: number of columns of the cache that are read; None is all.
       layer_index: index of the layer in the network.
-      buffers: donated; empty in a prefill.
-      flight: donated.
-      received: sums of the layer before, from each expert device; zeros in the first.
+      buffers: donated; None before a prefill.
+      state: donated.
+      received: for each expert device the sums that it returned for the layer before, ``[rows,
+        d_model]`` (`Serving.message_back`) on each attention device; zeros in the first layer with
+        experts.
+      slot_table: slots of each expert of the layer, replicated.
+
+    Returns:
+      The state, the buffers after the layer, and for each expert device the messages to it,
+      ``[rows, width]`` (`Serving.message_out`) on each attention device.
     """
     mesh, config = serving.mesh.attention, serving.config
 
@@ -150,14 +161,14 @@ def attention_half(
         layer: Any,
         layer_index: Array,
         buffers: Buffers,
-        flight: Any,
+        state: Any,
         inputs: Inputs,
         received: Arrays,
         slot_table: SlotTable,
     ) -> Any:
         core = _Core(serving, layer_index, vary(buffers, mesh.axes), inputs, columns)
-        x, expert_layer = combine_outputs(flight, received), layer_index - config.num_dense_layers
-        flight, sent = attend_and_route(
+        x, expert_layer = combine_outputs(state, received), layer_index - config.num_dense_layers
+        state, sent = attend_and_route(
             serving,
             vary(layer, mesh.axes),
             expert_layer,
@@ -165,15 +176,15 @@ def attention_half(
             core.packed,
             core.attend,
             vary(slot_table, mesh.axes),
-            flight.choices,
+            state.choices,
         )
-        return flight, core.updated_buffers, sent
+        return state, core.updated_buffers, sent
 
     token_spec = PartitionSpec(mesh.axes)
     in_specs = attention_specs(config, mesh), *_attention_specs(serving, buffers, inputs)
     in_specs = *in_specs, (token_spec,) * serving.num_targets, PartitionSpec()
     return _shard_map_attention(serving, local, in_specs, buffers_out=True, sends=True)(
-        layer, layer_index, buffers, flight, inputs, received, slot_table
+        layer, layer_index, buffers, state, inputs, received, slot_table
     )
 
 
@@ -182,7 +193,13 @@ def experts_half(serving: Serving, experts: Experts[Array], received: Arrays) ->
     """Runs the expert half of a layer: its grouped GEMMs on the received rows, with gate weights.
 
     Args:
-      received: messages from each attention device.
+      experts: routed experts of the layer, by slot.
+      received: for each attention device the messages from it, ``[rows, width]``
+        (`Serving.message_out`) on each expert device.
+
+    Returns:
+      For each attention device the sums of its rows, ``[rows, d_model]`` (`Serving.message_back`)
+      on each expert device.
     """
     mesh = serving.mesh.experts
     token_spec = PartitionSpec(mesh.axes)
@@ -200,18 +217,27 @@ def experts_half(serving: Serving, experts: Experts[Array], received: Arrays) ->
 
 @partial(jax.jit, static_argnums=0)
 def end_step(
-    serving: Serving, rest: Transformer[Array], flight: Flight[Array], received: Arrays
+    serving: Serving, rest: Transformer[Array], state: TokenState[Array], received: Arrays
 ) -> tuple[Array, Array | None]:
-    """Logits ``[row, vocab]`` of the next token, float32, sharded over all attention devices, and
-    the expert ids ``[row, layer, k]`` of the tokens that were run; None if not recorded."""
+    """Logits of the next token, after the last layer of a decode step.
+
+    Args:
+      rest: embedding, last norm and head.
+      received: sums of the last layer, as of `attention_half`.
+
+    Returns:
+      Logits ``[row, vocab]``, float32, sharded over all attention devices, and the expert ids
+      ``[row, layer, k]`` of the tokens that were run, sharded over ``dp``; None if they are not
+      recorded.
+    """
     mesh, config = serving.mesh.attention, serving.config
 
-    def local(rest: Any, flight: Any, received: Arrays) -> Any:
+    def local(rest: Any, state: Any, received: Arrays) -> Any:
         rest = vary(rest, mesh.axes)
-        x = last_norm(rest, combine_outputs(flight, received), config)
+        x = last_norm(rest, combine_outputs(state, received), config)
         expert_ids = None
-        if flight.choices is not None:
-            expert_ids = join_shards(jnp.moveaxis(flight.choices, 0, 1), mesh.sequence)
+        if state.choices is not None:
+            expert_ids = join_shards(jnp.moveaxis(state.choices, 0, 1), mesh.sequence)
         return logits_of(rest, x, config, mesh), expert_ids
 
     token_spec = PartitionSpec(mesh.axes)
@@ -221,27 +247,28 @@ def end_step(
         mesh=mesh.mesh,
         in_specs=(
             rest_specs(config, mesh),
-            flight_specs(serving),
+            state_specs(serving),
             (token_spec,) * serving.num_targets,
         ),
         out_specs=(token_spec, choices_spec),
-    )(rest, flight, received)
+    )(rest, state, received)
 
 
 @partial(jax.jit, static_argnums=0)
 def end_prefill(
     serving: Serving,
     rest: Transformer[Array],
-    flight: Flight[Array],
+    state: TokenState[Array],
     received: Arrays,
     inputs: Prompts,
 ) -> tuple[Array, Array | None]:
-    """States and expert ids after a prefill, as in `moe.decoding.Prefilled`."""
+    """States ``[row, d_model]`` and expert ids ``[row, column, layer, k]`` after a prefill, as in
+    `moe.decoding.Prefilled`, both sharded over ``dp``."""
     mesh, config = serving.mesh.attention, serving.config
 
-    def local(rest: Any, flight: Any, received: Arrays, inputs: Prompts) -> Any:
-        x = last_norm(vary(rest, mesh.axes), combine_outputs(flight, received), config)
-        return by_row(x, flight.choices, _packed(serving, inputs, None), inputs.lengths, mesh)
+    def local(rest: Any, state: Any, received: Arrays, inputs: Prompts) -> Any:
+        x = last_norm(vary(rest, mesh.axes), combine_outputs(state, received), config)
+        return by_row(x, state.choices, _packed(serving, inputs, None), inputs.lengths, mesh)
 
     token_spec, rows = PartitionSpec(mesh.axes), PartitionSpec(mesh.except_sequence)
     return jax.shard_map(
@@ -249,12 +276,12 @@ def end_prefill(
         mesh=mesh.mesh,
         in_specs=(
             rest_specs(config, mesh),
-            flight_specs(serving),
+            state_specs(serving),
             (token_spec,) * serving.num_targets,
             _input_specs(serving, inputs),
         ),
         out_specs=(rows, rows if serving.records_choices else None),
-    )(rest, flight, received, inputs)
+    )(rest, state, received, inputs)
 
 
 class _Core:
@@ -330,9 +357,9 @@ def _buffer_specs(serving: Serving) -> Any:
 
 
 def _attention_specs(serving: Serving, buffers: Buffers, inputs: Inputs) -> tuple[Any, ...]:
-    """PartitionSpecs of number, buffers, flight and tokens."""
+    """PartitionSpecs of the layer index, buffers, state and inputs."""
     buffers_spec = Buffers(None, None) if buffers.keys is None else _buffer_specs(serving)
-    return PartitionSpec(), buffers_spec, flight_specs(serving), _input_specs(serving, inputs)
+    return PartitionSpec(), buffers_spec, state_specs(serving), _input_specs(serving, inputs)
 
 
 def _shard_map_attention(
@@ -343,7 +370,7 @@ def _shard_map_attention(
     sends: bool = False,
 ) -> Any:
     mesh = serving.mesh.attention
-    out: list[Any] = [flight_specs(serving)]
+    out: list[Any] = [state_specs(serving)]
     if buffers_out:
         out.append(_buffer_specs(serving))
     if sends:

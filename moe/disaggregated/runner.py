@@ -22,7 +22,7 @@ from moe.cache.buffers import Cache
 from moe.config import ModelConfig
 from moe.decoding import Prefilled, for_prefill, for_step
 from moe.disaggregated import programs
-from moe.disaggregated.layer import Flight, Serving
+from moe.disaggregated.layer import Serving, TokenState
 from moe.disaggregated.m2n import Arrays, Message, make_exchange, row_sharding
 from moe.disaggregated.placement import Placement
 from moe.disaggregated.programs import Buffers, Prompts, Steps
@@ -42,7 +42,9 @@ class Runner:
       records_choices: the expert ids of each token are recorded.
 
     Attributes:
-      log: entries that `decode` enqueued when it last ran, if `keeps_log` is set.
+      placement: the argument, or its default.
+      keeps_log: `decode` writes `log`; off by default.
+      log: schedule entries that the last `decode` enqueued, if `keeps_log` was set.
       bytes_sent: bytes sent by all exchanges so far, both ways.
     """
 
@@ -79,44 +81,45 @@ class Runner:
         tokens: Int[Array, "row column"],
         lengths: Int[Array, "row"],
     ) -> Prefilled | None:
-        """`moe.decoding.prefill` alternately on both sides, for arrays on the attention side; the
-        keys and values of each layer are buffers of their own. None in a process without attention
-        devices.
+        """Prefill, as `moe.decoding.prefill`, alternately on both sides.
+
+        The results are on the attention side, with a buffer for the keys and one for the values of
+        each layer; None in a process without attention devices.
 
         Args:
           tokens: rows sharded over ``dp``; in a process without attention any array of that shape.
         """
-        serving, inputs, flight, cache = self._prefill, Prompts(tokens, lengths), None, []
+        serving, inputs, state, cache = self._prefill, Prompts(tokens, lengths), None, []
         ranks, rows = self.mesh.attention.layout, tokens.shape[0]
         num_tokens = rows * tokens.shape[1] // (ranks.dp * ranks.tp)
         received = self._zero_sums(serving, num_tokens)
         if self._attends:
             assert weights.rest is not None
-            flight = programs.begin(serving, weights.rest, inputs)
+            state = programs.begin(serving, weights.rest, inputs)
             for layer_index, layer in enumerate(weights.first):
-                flight, layer_buffers = programs.dense_layer(
+                state, layer_buffers = programs.dense_layer(
                     serving,
                     None,
                     layer,
                     self._replicated_int(layer_index),
                     Buffers(None, None),
-                    flight,
+                    state,
                     inputs,
                 )
                 cache.append(layer_buffers)
         for layer in range(self.config.num_expert_layers):
             messages = None
             if self._attends:
-                flight, layer_buffers, messages = self._attention(
-                    serving, None, weights, layer, Buffers(None, None), flight, inputs, received
+                state, layer_buffers, messages = self._attention(
+                    serving, None, weights, layer, Buffers(None, None), state, inputs, received
                 )
                 cache.append(layer_buffers)
             received = self._experts(serving, weights, layer, messages, num_tokens)
             self._wait(1)
         if not self._attends:
             return None
-        assert weights.rest is not None and flight is not None and received is not None
-        states, choices = programs.end_prefill(serving, weights.rest, flight, received, inputs)
+        assert weights.rest is not None and state is not None and received is not None
+        states, choices = programs.end_prefill(serving, weights.rest, state, received, inputs)
         return Prefilled(_join_buffers(cache, self.config), states, choices)
 
     def decode(
@@ -142,8 +145,8 @@ class Runner:
           begin: from a micro-batch to the tokens of its rows, their positions and which rows are
             live, sharded over ``dp``.
           end: takes a micro-batch, the logits of its rows, sharded over all attention devices, and
-            their expert ids. Returns two counts for `on_counts`, replicated over the attention
-            devices; None without `on_counts`.
+            their expert ids, None if they are not recorded. Returns two counts for `on_counts`,
+            replicated over the attention devices; None without `on_counts`.
           should_continue: true if a token of that index is to be decoded; the same in all
             processes.
           columns: number of columns of the cache that are read, more than are decoded; None is all.
@@ -157,7 +160,7 @@ class Runner:
         check_micro_batches(num_rows, micro_batches, self.mesh)
         num_tokens = num_rows // (layout.num_devices * micro_batches)
         buffers = [] if cache is None else _split_cache(cache, self.config)
-        flights: dict[int, Flight[Array]] = {}
+        token_states: dict[int, TokenState[Array]] = {}
         inputs_of: dict[int, Steps] = {}
         received: dict[int, Arrays | None] = {}
         messages: dict[int, Arrays | None] = {}
@@ -170,15 +173,15 @@ class Runner:
             assert weights.rest is not None
             first = self._replicated_int(i * num_rows // (layout.dp * micro_batches))
             inputs = inputs_of[i] = Steps(*begin(i), first)
-            flights[i] = programs.begin(serving, weights.rest, inputs)
+            token_states[i] = programs.begin(serving, weights.rest, inputs)
             for layer_index, layer in enumerate(weights.first):
-                flights[i], buffers[layer_index] = programs.dense_layer(
+                token_states[i], buffers[layer_index] = programs.dense_layer(
                     serving,
                     columns,
                     layer,
                     self._replicated_int(layer_index),
                     buffers[layer_index],
-                    flights[i],
+                    token_states[i],
                     inputs,
                 )
 
@@ -186,13 +189,13 @@ class Runner:
             messages[i] = None
             if self._attends:
                 layer_index = self.config.num_dense_layers + layer
-                flights[i], buffers[layer_index], messages[i] = self._attention(
+                token_states[i], buffers[layer_index], messages[i] = self._attention(
                     serving,
                     columns,
                     weights,
                     layer,
                     buffers[layer_index],
-                    flights[i],
+                    token_states[i],
                     inputs_of[i],
                     received[i],
                 )
@@ -202,7 +205,7 @@ class Runner:
             if self._attends:
                 assert weights.rest is not None
                 logits, choices = programs.end_step(
-                    serving, weights.rest, flights.pop(i), received[i]
+                    serving, weights.rest, token_states.pop(i), received[i]
                 )
                 counts = end(i, logits, choices)
             if on_counts is not None and self._sends_counts:
@@ -272,19 +275,19 @@ class Runner:
         weights: SplitWeights[Array],
         layer: int,
         buffers: Buffers,
-        flight: Flight[Array] | None,
+        state: TokenState[Array] | None,
         inputs: Any,
         received: Arrays | None,
-    ) -> tuple[Flight[Array], Buffers, Arrays]:
+    ) -> tuple[TokenState[Array], Buffers, Arrays]:
         layer_index = self._replicated_int(self.config.num_dense_layers + layer)
-        assert flight is not None and received is not None
+        assert state is not None and received is not None
         return programs.attention_half(
             serving,
             columns,
             weights.attention[layer],
             layer_index,
             buffers,
-            flight,
+            state,
             inputs,
             received,
             weights.slot_tables[layer],

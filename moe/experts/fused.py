@@ -7,6 +7,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from moe.experts.gated import apply_gate
+from moe.experts.grouped.groups import cast_matrices
 from moe.experts.grouped.mosaic import require_support
 from moe.kernels import grouped
 from moe.kernels.swiglu import hidden_gradients, hidden_units
@@ -47,11 +48,6 @@ def fused_experts(
     for width in gate_up_weights.shape[-1], down_weights.shape[-1]:
         require_support(rows, width, FUSED, "routed_experts")
     return _fused(*match_varying((rows, gate_up_weights, down_weights, probs, sizes)), simulated)
-
-
-def cast_matrices(weights: Array, rows: Array) -> Array:
-    """Weights cast to the dtype of the rows, with their columns flattened to one dimension."""
-    return weights.astype(rows.dtype).reshape(*weights.shape[:2], -1)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))

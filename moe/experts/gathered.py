@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, DTypeLike, Float, Int
 
-from moe.experts.fused import GATHERED, SCATTERED, cast_matrices
+from moe.experts.fused import GATHERED, SCATTERED
 from moe.experts.gated import apply_gate
+from moe.experts.grouped.groups import cast_matrices
 from moe.experts.grouped.mosaic import require_support
 from moe.kernels import grouped
 from moe.kernels.layout import SortedLayout

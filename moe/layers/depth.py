@@ -84,8 +84,8 @@ def run_layers(
       delta_layers: indices of the layers with Gated DeltaNet.
 
     Returns:
-      The last carry, and the outputs: an entry per layer or, if the stack is scanned, per layer of
-      a period, with a dimension of periods in front.
+      The last carry, and the outputs: one per layer or, if the stack is scanned, per layer of a
+      period, with a dimension of periods in front.
     """
     depth = jax.tree.leaves(layers.norm)[0].shape[0]
     if not is_scanned(depth, execution, period):
@@ -185,7 +185,7 @@ def layer_at(
 def split_layer_groups(
     weights: Transformer[Array], config: ModelConfig
 ) -> tuple[Layer[Array], ...]:
-    """Unstacks all layers into the groups that `run_layers` has an entry for: each layer by itself
+    """Unstacks all layers into groups, one for each output of `run_layers`: each layer by itself
     or, for a scanned stack, one stack for each index in its period."""
     return map_layer_groups(weights, config, lambda stacked, number: stacked[number])
 

@@ -11,7 +11,8 @@ def overflow_of(router: RouterStatistics[Array] | None, config: ModelConfig) -> 
     """Number of expert ids that overflowed in a pass, summed over all devices, inside the
     `jax.shard_map`.
 
-    None if the buffers are large enough for any routing: compiled programs then contain no count.
+    None without experts, or if the buffers are large enough for any routing: compiled programs then
+    contain no count.
     """
     if router is None or router.overflow is None or config.execution.buffer_factor is None:
         return None

@@ -20,9 +20,9 @@ class LoadFractions(NamedTuple):
     ``[route]``.
 
     Attributes:
-      sequence: among the tokens of the same sequence; None where nothing is learned.
-      batch: among the tokens of the micro-batch in this sequence-parallel group; None where its
-        loss has no coefficient.
+      sequence: among the tokens of the same sequence; None if nothing is trained.
+      batch: among the tokens of the micro-batch in this sequence-parallel group; None if the
+        coefficient of its loss is 0.
       everywhere: among the tokens of the micro-batch on all devices; None likewise.
     """
 
@@ -43,27 +43,27 @@ class RouterStatistics(Generic[Leaf]):
       tokens: ``[]`` tokens routed.
       balance: ``[]`` sum over sequences of the load-balancing loss times the tokens of the
         sequence.
-      batch_balance: ``[]`` the same, taken over this group's micro-batch at once; 0 where its
-        coefficient is.
-      global_balance: ``[]`` the same, taken over the micro-batch of all devices at once; 0 where
-        its coefficient is.
+      batch_balance: ``[]`` the same with the load of this sequence-parallel group's micro-batch
+        instead of a sequence's; 0 if its coefficient is 0.
+      global_balance: ``[]`` the same with the load of the micro-batch of all devices; 0 if its
+        coefficient is 0.
       z: ``[]`` sum over tokens of the squared logsumexp of the logits.
       entropy: ``[]`` sum over tokens of the entropy of the router's distribution, in nats; no
         gradient.
       dropped: ``[]`` assignments left out because their expert was full.
-      positions: ``[]`` positions in the packed batch; a prompt that several rows share has them
-        once.
-      padded: ``[]`` those without a token.
-      overflow: ``[]`` choices for which there was no room at the devices of their experts, without
-        which everything that was computed is; None where there is room for any
+      positions: ``[]`` positions in the packed batch; those of a prompt that several rows share
+        count once.
+      padded: ``[]`` positions without a token.
+      overflow: ``[]`` assignments that exceeded the buffers of their experts' devices and are
+        missing from the result; None if the buffers are large enough for any routing
         (`Execution.buffer_factor`).
-      agreed: ``[]`` sum over tokens with choices on record of the share that the router would
-        choose itself (`moe.router.replay.agreement`); None where nothing is replayed.
-      replayed: ``[]`` those tokens; None likewise.
-      mass: ``[route]`` sum over tokens of each expert's probability, of a half of the tokens whose
-        `batch_balance` and `global_balance` wait for the other half; else None.
+      agreed: ``[]`` sum over replayed tokens of the fraction of the router's own selection that is
+        recorded (`moe.router.replay.agreement`); None if nothing is replayed.
+      replayed: ``[]`` number of replayed tokens; None likewise.
+      mass: ``[route]`` sum over tokens of each expert's probability, for half batches, whose
+        `batch_balance` and `global_balance` are computed with those of the other half; else None.
       choices: ``[token, k]`` expert ids before dropping, ``[layer, token, k]`` for a whole network;
-        None where they were not asked for (`moe.model.routing_choices`).
+        None if they were not requested (`moe.model.routing_choices`).
     """
 
     load: Leaf
@@ -92,7 +92,7 @@ def statistics(
     config: ModelConfig,
     with_mass: bool = False,
 ) -> RouterStatistics[Array]:
-    """Sums over tokens of what the router did, each token `multiplicity` times (0 for padding).
+    """Router statistics: sums over tokens, each `multiplicity` times (0 for padding).
 
     The load-balancing loss of a set of tokens is ``E sum_e f_e P_e``, ``f_e`` the fraction of its
     assignments that expert ``e`` got (`fractions`, without gradient) and ``P_e`` the mean
@@ -101,7 +101,8 @@ def statistics(
     micro-batches or sharded over devices; taken over a micro-batch, it does.
 
     Args:
-      load: of the result.
+      load: `RouterStatistics.load` of these tokens.
+      with_mass: `RouterStatistics.mass` is computed.
 
     References:
       DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, eq. 17 to 20. https://arxiv.org/abs/2412.19437
@@ -114,7 +115,7 @@ def statistics(
     scores = log_scores(logits, config)
     log_scale = jax.nn.logsumexp(scores, axis=-1)
     entropy = -jnp.sum(probabilities * (scores - log_scale[:, None]), axis=-1)
-    # No loss is made of it: for its gradient the probabilities would have to be there again.
+    # No loss uses it: its gradient would need the probabilities in the backward pass.
     entropy = jax.lax.stop_gradient(entropy)
 
     def total(per_token: Float[Array, "token *rest"]) -> Float[Array, "*rest"]:
@@ -146,9 +147,12 @@ def statistics(
 def sums_over_layers(
     collected: list[RouterStatistics[Array] | None], scanned: bool
 ) -> RouterStatistics[Array] | None:
-    """The router's sums over layers, from those of each or, of a scanned stack, of all at each
-    index of a period at once."""
-    # What a layer says of each expert or token is not summed over layers.
+    """Router statistics summed over layers; load and expert ids are stacked instead.
+
+    Args:
+      collected: statistics of each layer or, of a scanned stack, of each layer of a period, with a
+        dimension of periods in front; None for layers without experts.
+    """
     present = [stats for stats in collected if stats is not None]
     if not present:
         return None
@@ -163,5 +167,5 @@ def sums_over_layers(
 
 
 def layers_in_order(*stacks: Array) -> Array:
-    """``[period, ...]`` of the layers in each place of their periods -> ``[layer, ...]``."""
+    """Array ``[layer, ...]`` from an array ``[period, ...]`` for each layer of a period."""
     return jnp.stack(stacks, axis=1).reshape(-1, *stacks[0].shape[1:])

@@ -43,7 +43,8 @@ class FoldedMesh:
 
     @property
     def except_sequence(self) -> tuple[str, ...]:
-        """Every atom but those of `sequence`, along which the same loss counts once."""
+        """Every atom but those of `sequence`: along them devices have different sequences or
+        pipeline stages."""
         return tuple(axis for axis in self.axes if axis not in self.sequence)
 
     def size(self, axes: Sequence[str]) -> int:
@@ -52,11 +53,19 @@ class FoldedMesh:
 
 
 def fold(layout: Layout, devices: Sequence[Any] | None = None) -> FoldedMesh:
-    """Folds `devices` (all of them by default) into the mesh of `layout`.
+    """Folds devices into the mesh of a layout.
 
     Ranks follow Megatron-Core's order: ``pp`` outermost, then ``dp``, ``cp``, ``tp`` fastest; on
-    the expert side ``edp``, ``ep``, ``etp``. Where those two orders have no common refinement, the
-    prime factors of the sizes are paired and the attention order is the one kept.
+    the expert side ``edp``, ``ep``, ``etp``. If those two orders have no common refinement, prime
+    factors of the sizes are paired: attention keeps this order, and the ranks of an expert group
+    differ from Megatron-Core's.
+
+    Args:
+      layout: sizes of the parallel axes.
+      devices: rank r is the r-th; None is all of `jax.devices()`.
+
+    Returns:
+      The mesh, with the platform of the first device.
 
     Raises:
       ValueError: when the number of devices is not that of the layout.
@@ -77,10 +86,10 @@ def fold(layout: Layout, devices: Sequence[Any] | None = None) -> FoldedMesh:
 
 
 def fold_abstract(layout: Layout, platform: str | None = None) -> FoldedMesh:
-    """The abstract mesh of `layout`, without devices, for tracing and for shardings.
+    """Abstract mesh of a layout, without devices, for tracing and for shardings.
 
     Args:
-      platform: the kind of devices to choose implementations for.
+      platform: platform of the devices ("cpu", "gpu", "tpu") for which implementations are chosen.
     """
     atoms = atoms_of(layout)
     mesh = jax.sharding.AbstractMesh(

@@ -68,9 +68,9 @@ class SearchResult:
 
 
 def broken_rule(model: ModelSizes, layout: Layout, rows: int, time: int) -> str | None:
-    """The rule that a layout breaks, None where it breaks none."""
+    """The rule that a layout breaks; None for a legal layout."""
     num_main_layers = model.num_layers - model.num_dense_layers
-    # A size, what divides it, and what it is.
+    # (size, its divisor, rule)
     rules = (
         (model.num_kv_heads, layout.tp, "tp must divide the key/value heads"),
         (model.num_heads, layout.tp, "tp must divide the heads"),
@@ -102,10 +102,10 @@ def chunks_of_a_stage(model: ModelSizes, layout: Layout) -> list[int]:
 
 
 def layouts(devices: int, most_tp: int | None = None) -> Iterator[Layout]:
-    """Every layout of so many devices, with one chunk on each pipeline stage.
+    """Every layout of that number of devices, with one chunk on each pipeline stage.
 
     Args:
-      most_tp: the largest ``tp`` or ``etp`` to consider; None is any.
+      most_tp: largest ``tp`` and ``etp``; None is any.
     """
     most = devices if most_tp is None else most_tp
     for pp in divisors(devices):
@@ -129,8 +129,10 @@ def search(
 ) -> SearchResult:
     """Finds the best plan of every legal layout.
 
+    Layouts whose ``tp`` or ``etp`` exceeds `hardware.domain` are not searched.
+
     Args:
-      devices: how many.
+      devices: number of devices.
       rows: sequences of an optimizer step.
       time: tokens of each.
       method: fields that `choices` do not vary.
@@ -162,7 +164,20 @@ def best_plan(
     system: System,
     choices: Choices,
 ) -> Plan | float:
-    """The fastest plan of a legal layout that fits, or the bytes that the layout needs at least."""
+    """Fastest plan of a layout that fits in device memory.
+
+    Args:
+      layout: a legal one (`broken_rule`); its ``vpp`` is replaced by each of `chunks_of_a_stage`.
+      rows: sequences of an optimizer step.
+      time: tokens of each.
+      method: fields that `choices` do not have. The others are replaced, except that an overlap
+        which is on stays on.
+      choices: with `remat` in order, the fastest first.
+
+    Returns:
+      The plan. If none fits, the bytes that a device needs at least; infinity if no `micro_rows`
+      divides the rows of a ``dp`` rank.
+    """
     budget = MEMORY_FRACTION * hardware.memory
     least = min_state_bytes(model, layout, method, choices)
     if least > budget:
@@ -193,7 +208,7 @@ def best_plan(
                 return is_first
         return False
 
-    # Those that idle least come first, so that others are pruned early.
+    # The smallest pipeline bubble first, so that the others are pruned early.
     chunks = reversed(chunks_of_a_stage(model, layout))
     sizes = [replace(layout, vpp=vpp) for vpp in chunks]
     for micro_rows in (n for n in choices.micro_rows if rows % (layout.dp * n) == 0):
@@ -276,7 +291,7 @@ def min_state_bytes(model: ModelSizes, layout: Layout, method: Method, choices: 
 
 
 def neighbours(layout: Layout) -> list[Layout]:
-    """Layouts of as many devices that move a factor of two from one axis to another."""
+    """Layouts of as many devices in which a factor of two moves from one axis to another."""
     candidates = []
     attention = ("tp", "cp", "dp", "pp")
     for less in attention:
@@ -309,7 +324,10 @@ def _replace_sizes(layout: Layout, **sizes: int) -> Layout | None:
 def why_not(
     result: SearchResult, model: ModelSizes, rows: int, time: int, hardware: Hardware
 ) -> dict[Layout, str]:
-    """Reason against each neighbour of the best plan's layout."""
+    """Reason against the neighbours of the best plan's layout.
+
+    Legal neighbours that were not searched are left out.
+    """
     best = result.plans[0]
     by_layout = {replace(plan.layout, vpp=1): plan for plan in result.plans}
     reasons = {}

@@ -21,7 +21,7 @@ def gather(
     window: Window = None,
     sinks: Sinks = None,
 ) -> Output:
-    """All-gathers keys and values to every device, for the queries of its own tokens.
+    """All-gathers keys and values to every device, which computes attention of its own queries.
 
     Communication per device and layer, forward: two all-gathers that receive ``2 T K D (cp - 1) /
     cp`` elements in total; backward as much, by reduce-scatter.
@@ -31,7 +31,7 @@ def gather(
     """
     zigzag = mask.zigzag
     query, key, value = (checkpoint_name(x, OPERAND) for x in (query, key, value))
-    # Ranks hold zig-zag chunks: `restore` puts the gathered keys back into columns.
+    # Ranks hold zig-zag chunks: `restore` reorders the gathered keys by column.
     keys, values = (
         mask.key_sections(zigzag.restore(gather_tokens(x, mesh.cp))) for x in (key, value)
     )

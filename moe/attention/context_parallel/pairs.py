@@ -24,9 +24,9 @@ class Pair(NamedTuple):
       section: section of the queries.
       source: section of the keys.
       mask: mask of `query_chunks` and `key_chunks`.
-      any_visible: false if none of the scores is visible; None where some are known to be.
-      before: true if the rank of the keys is the earlier one; None where queries and keys are taken
-        whole.
+      any_visible: false if none of the scores is visible; None if some certainly are.
+      before: true if the rank of the keys is the earlier one; None if all chunks of queries and
+        keys are used.
     """
 
     section: int
@@ -68,8 +68,12 @@ class Pair(NamedTuple):
 def pairs_of(
     mask: SegmentMask, window: Window, rank: Array, source: Array, same_rank: bool
 ) -> list[Pair]:
-    """Pairs of sections of queries of a rank and keys of another one, or of the same one if
-    `same_rank`."""
+    """Pairs of sections of the queries of a rank and of keys that they may attend to.
+
+    Args:
+      rank: rank of the queries along ``cp``.
+      source: rank of the keys; if `same_rank` it is the same.
+    """
     query_indices, key_indices = (
         mask.indices_by_section(_indices_of_rank(mask, each_rank)) for each_rank in (rank, source)
     )
@@ -78,7 +82,8 @@ def pairs_of(
         for key_source in sources:
             query, before = query_indices[section], None
             key = TokenIndices(*(key_source.rows(x) for x in key_indices[key_source.section]))
-            # Only own keys of the same section are in the order that `Mask.causal` promises.
+            # Only a rank's own keys of the same section are in the order that `Mask.causal`
+            # promises.
             causal = same_rank and key_source.section == section
             # Keys of an earlier section come before all queries: no half of those scores is hidden.
             if key_source.section == section and not same_rank:

@@ -28,11 +28,11 @@ from moe.attention.context_parallel.pairs import Pair, pairs_of
 from moe.attention.flash import (
     Flash,
     add_sinks,
+    dot_do_o,
     flatten_heads,
     group_query_heads,
     heads_before_time,
     sinks_gradient,
-    slope_mean,
 )
 from moe.attention.mask import TokenIndices, Window
 from moe.precision import MASK_VALUE
@@ -188,12 +188,12 @@ def _forward(query, key, value, sinks, indices, window, settings):
 def _backward(settings, residuals, out_gradient):
     query, key, value, sinks, indices, window, out, log_sums = residuals
     hops, rank, mask = settings.hops, lax.axis_index(settings.hops.axes), settings.mask(indices)
-    queries, outs, slopes = (
+    queries, outs, out_gradients = (
         [group_query_heads(section, key.shape[1]) for section in settings.zigzag.split(x)]
         for x in (query, out, out_gradient)
     )
     # Row sums of output times its gradient are over all keys: computed once, not per hop.
-    means = [slope_mean(*pair) for pair in zip(outs, slopes, strict=True)]
+    softmax_ds = [dot_do_o(*pair) for pair in zip(outs, out_gradients, strict=True)]
 
     def visit(key, value, source, same_rank: bool):
         """Gradients from the scores with the keys of a rank: of all local queries, and of these
@@ -209,8 +209,8 @@ def _backward(settings, residuals, out_gradient):
                 pair.source.rows(keys[key_section]),
                 pair.source.rows(values[key_section]),
                 log_sums[section],
-                means[section],
-                slopes[section],
+                softmax_ds[section],
+                out_gradients[section],
                 settings,
             )
             grads[0][section] += gradients.query
@@ -257,8 +257,8 @@ def _backward(settings, residuals, out_gradient):
     sinks_gradients = None
     if sinks is not None:
         sinks_gradients = sum(
-            sinks_gradient(sinks, log_sum, mean)
-            for log_sum, mean in zip(log_sums, means, strict=True)
+            sinks_gradient(sinks, log_sum, softmax_d)
+            for log_sum, softmax_d in zip(log_sums, softmax_ds, strict=True)
         )
     query_gradient = settings.zigzag.join(*(flatten_heads(x) for x in query_gradients))
     return (
@@ -311,19 +311,19 @@ def _gradients(
     key: Array,
     value: Array,
     log_sum: Array,
-    mean: Array,
+    softmax_d: Array,
     out_gradient: Array,
     settings: _RingSettings,
 ) -> _Gradients:
     """Gradients of a pair's queries, keys and values from their scores with each other."""
     query, out_gradient = (pair.query_chunks(x, -2) for x in (query, out_gradient))
-    log_sum, mean = (pair.query_chunks(x, -1) for x in (log_sum, mean))
+    log_sum, softmax_d = (pair.query_chunks(x, -1) for x in (log_sum, softmax_d))
     key, value = (pair.key_chunks(x, -2) for x in (key, value))
 
     def attend_gradient() -> _Gradients:
         return _Gradients(
             *settings.flash.attend_gradient(
-                query, key, value, pair.mask, log_sum, mean, out_gradient, settings.scale
+                query, key, value, pair.mask, log_sum, softmax_d, out_gradient, settings.scale
             )
         )
 

@@ -12,11 +12,12 @@ Filters = Float[Array, "key_heads channel width"]
 def short_convolution(
     x: Channels, filters: Filters, tail: Tail, reach: Int[Array, "row time"]
 ) -> Channels:
-    """``silu(sum_i w_{width - 1 - i} x_{t - i})`` over each token and those before it, float32.
+    """Causal convolution ``silu(sum_i w_{width - 1 - i} x_{t - i})`` over time, float32.
 
     Args:
       tail: the ``width - 1`` inputs before the first token, in order.
-      reach: number of tokens that a token may look back; earlier ones count as 0.
+      reach: number of earlier tokens that a token may read, `tail` included: those of its own
+        sequence. Others count as 0.
     """
     time, width = x.shape[1], filters.shape[-1]
     extended = prepend_tail(x, tail)

@@ -48,19 +48,19 @@ def delta_heads(
     log_decay = -jnp.exp(log_rate) * jax.nn.softplus(rate + bias)
     mixed = Mixed(content, log_decay, jax.nn.sigmoid(strength))
     read, _ = core.run(mixed, _filters(weights.filters, delta, mesh))
-    normed = _normalise(read, weights.read_norm, config)
+    normed = _rms_normalise(read, weights.read_norm, config)
     gate = gate.reshape(read.shape).astype(jnp.float32)
     return (normed * jax.nn.silu(gate)).astype(h.dtype)
 
 
-def _normalise(read: Array, scale: Array, config: ModelConfig) -> Array:
+def _rms_normalise(read: Array, scale: Array, config: ModelConfig) -> Array:
     flat = rms_norm(read.reshape(-1, read.shape[-1]), scale, config.norm_epsilon)
     return flat.reshape(read.shape)
 
 
 def _filters(
     filters: Float[Array, "channel width"], delta: GatedDeltaNet, mesh: FoldedMesh
-) -> Float[Array, "key_heads local_channel width"]:
+) -> Float[Array, "key_heads head_channel width"]:
     """Convolution filters of the key heads of this ``tp`` rank, float32. In `filters` all channels
     of queries come first, then all of keys, then all of values."""
     wide = filters.astype(jnp.float32)

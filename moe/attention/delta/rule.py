@@ -1,7 +1,7 @@
 """The gated delta rule: a recurrent state per head that decays and that each token corrects.
 
-With query q, key k and value v of a token, decay ``0 < a <= 1`` and strength ``0 <= b <= 1``, the
-state S (keys times values) and the output o of the token are
+With query q, key k and value v of a token, decay ``0 < a <= 1`` and strength ``0 <= b <= 1`` (alpha
+and beta in the papers), the state S (keys times values) and the output o of the token are
 
     S <- a S;  S <- S + b k (v - S^T k)^T;  o = S^T q
 
@@ -45,8 +45,8 @@ class Tokens(NamedTuple):
       query, key: ``[..., key_heads, key_dim]``.
       value: ``[..., key_heads, group, value_dim]``: value heads, grouped by key head.
       log_decay: ``[..., key_heads, group]`` the logarithm of a, at most 0.
-      strength: ``[..., key_heads, group]`` b; a token of 0 whose `log_decay` is 0 leaves the state
-        unchanged.
+      strength: ``[..., key_heads, group]`` b; a token whose `strength` and `log_decay` are 0 leaves
+        the state unchanged.
       starts: ``[...]`` true for the first token of a sequence, before which the state is 0. The
         first token of a row need not be one: it may continue from an initial state.
     """
@@ -62,7 +62,7 @@ class Tokens(NamedTuple):
 def gated_delta_rule(
     tokens: Tokens, initial: State, implementation: str | None = None
 ) -> tuple[Float[Array, "row time value_heads value_dim"], State]:
-    """Output of each token, and the state after the last.
+    """Gated delta rule over rows: the output of each token, and the state after the last.
 
     Args:
       initial: the state before the first token of each row.
@@ -85,7 +85,7 @@ def gated_delta_rule(
 
 
 def step_token(state: Array, token: Tokens) -> tuple[Array, Array]:
-    """One step of the recurrence: the state after a token of each row, and the token's output.
+    """Step of the recurrence: the state after a token of each row, and the token's output.
 
     Args:
       state: ``[row, key_heads, group, key_dim, value_dim]``.
@@ -107,9 +107,11 @@ def recurrent(tokens: Tokens, state: Array) -> tuple[Array, Array]:
 
 
 def chunked(tokens: Tokens, state: Array) -> tuple[Array, Array]:
-    """The rule chunk by chunk. It takes at most ``C (5 key_dim + 3 value_dim) / 2 + 3 key_dim
-    value_dim`` multiplications per token and value head, C being `MAX_CHUNK_TOKENS`; `recurrent`
-    takes the last term alone."""
+    """Chunked algorithm: a loop over chunks of tokens.
+
+    It takes at most ``C (5 key_dim + 3 value_dim) / 2 + 3 key_dim value_dim`` multiplications per
+    token and value head, C being `MAX_CHUNK_TOKENS`; `recurrent` takes the last term alone.
+    """
     time = tokens.key.shape[1]
     if time == 0:
         return tokens.value, state

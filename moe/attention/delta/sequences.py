@@ -181,11 +181,11 @@ def _tokens(
     width = delta.key_head_dim
     query, key, value = jnp.split(content, [width, 2 * width], axis=-1)
     value = value.reshape(*value.shape[:-1], delta.values_per_key, delta.value_head_dim)
-    query = _normalise(query) * width**-0.5
-    return Tokens(query, _normalise(key), value, mixed.log_decay, mixed.strength, starts)
+    query = _l2_normalise(query) * width**-0.5
+    return Tokens(query, _l2_normalise(key), value, mixed.log_decay, mixed.strength, starts)
 
 
-def _normalise(x: Array) -> Array:
+def _l2_normalise(x: Array) -> Array:
     return x * lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + NORM_EPSILON)
 
 

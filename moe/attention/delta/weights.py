@@ -19,11 +19,21 @@ Leaf = TypeVar("Leaf")
 
 @struct.dataclass
 class DeltaNet(Generic[Leaf]):
-    """Weights of a Gated DeltaNet layer; `norm` and `out_norm` are as those of attention.
+    """Weights of a Gated DeltaNet layer, with Qwen3-Next's names in parentheses.
 
-    The decay of a value head is ``exp(-exp(log_rate) softplus(x + rate_bias))`` (`A_log` and
-    `dt_bias` in Mamba's words); `read_norm` normalises the output of each value head, which its
-    gate then multiplies.
+    The decay of a value head is ``exp(-exp(log_rate) softplus(x + rate_bias))``.
+
+    Attributes:
+      norm: norm before the layer, as that of attention.
+      inward: projections of a token to queries, keys, values and gates (`in_proj_qkvz`).
+      strength_and_decay: projections to the strength (beta) and the x of the decay of each value
+        head (`in_proj_ba`).
+      filters: filters of the short convolution of queries, keys and values (`conv1d`).
+      rate_bias: of the decay (`dt_bias`).
+      log_rate: of the decay (`A_log`).
+      read_norm: norm of the output of each value head, which its gate then multiplies (`norm`).
+      out: output projection (`out_proj`).
+      out_norm: norm of the layer's output, as that of attention; None without.
     """
 
     norm: Leaf
@@ -63,7 +73,8 @@ def delta_weights(config: ModelConfig, out_scale: float) -> DeltaNet[Weight]:
 
 
 def delta_sizes(config: ModelConfig) -> dict[str, int]:
-    """The sizes of the axes; none without such layers."""
+    """Sizes of the axes, and of ``attention_layer``, the layers that keep attention; empty without
+    Gated DeltaNet."""
     delta = config.delta
     if delta is None:
         return {}

@@ -12,6 +12,7 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from moe.experts.grouped.groups import group_of_rows
+from moe.experts.permutation import take_rows
 from sharding.collectives import vary, varying
 
 
@@ -70,11 +71,11 @@ def blocks_multiply(side, rows, weights, sizes):
         row, group = block
         # One matrix at a time: a batched product would need a copy of one for every block.
         matrix = lax.dynamic_index_in_dim(weights, group, keepdims=False)
-        out = jnp.einsum(formula, _take_rows(rows, row), matrix, preferred_element_type=jnp.float32)
+        out = jnp.einsum(formula, take_rows(rows, row), matrix, preferred_element_type=jnp.float32)
         return out.astype(rows.dtype)
 
     out = lax.map(product, (blocks.row, blocks.group))
-    return _take_rows(out.reshape(-1, out.shape[-1]), blocks.slot)
+    return take_rows(out.reshape(-1, out.shape[-1]), blocks.slot)
 
 
 def blocks_sum(rows, others, sizes):
@@ -82,7 +83,7 @@ def blocks_sum(rows, others, sizes):
 
     def add(total, block):
         row, group = block
-        x, y = _take_rows(rows, row), _take_rows(others, row)
+        x, y = take_rows(rows, row), take_rows(others, row)
         product = jnp.einsum("ri,ro->io", x, y, preferred_element_type=jnp.float32)
         # In place: what a loop carries is not copied.
         return total.at[group].add(product), None
@@ -90,7 +91,3 @@ def blocks_sum(rows, others, sizes):
     total = jnp.zeros((sizes.shape[0], rows.shape[1], others.shape[1]), jnp.float32)
     total = vary(total, tuple(varying(rows)))
     return lax.scan(add, total, (blocks.row, blocks.group))[0]
-
-
-def _take_rows(x: Array, row: Array) -> Array:
-    return x.at[row].get(mode="fill", fill_value=0)

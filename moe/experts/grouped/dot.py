@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from moe.experts.grouped.blocks import blocks_multiply, blocks_sum
-from moe.experts.grouped.groups import Implementation
+from moe.experts.grouped.groups import Implementation, cast_matrices
 from moe.experts.grouped.mosaic import mosaic_multiply, mosaic_sum
 from moe.experts.grouped.plain import plain_multiply, plain_sum
 from moe.experts.grouped.ragged import ragged_multiply, ragged_sum
@@ -67,12 +67,8 @@ def grouped_dot(
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _grouped_dot(rows, weights, sizes, implementation):
     return _select_implementation(implementation).multiply_rows(
-        0, rows, _cast_matrices(weights, rows), sizes
+        0, rows, cast_matrices(weights, rows), sizes
     )
-
-
-def _cast_matrices(weights: Array, rows: Array) -> Array:
-    return weights.astype(rows.dtype).reshape(*weights.shape[:2], -1)
 
 
 def _forward(rows, weights, sizes, implementation):
@@ -83,7 +79,7 @@ def _backward(implementation, residuals, grad_out):
     rows, weights, sizes = residuals
     # Both gradients are grouped products again; sizes are integers and have none.
     product = _select_implementation(implementation)
-    grad_rows = product.multiply_rows(1, grad_out, _cast_matrices(weights, rows), sizes)
+    grad_rows = product.multiply_rows(1, grad_out, cast_matrices(weights, rows), sizes)
     grad_weights = product.sum_products(rows, grad_out, sizes)
     return grad_rows, grad_weights.astype(weights.dtype).reshape(weights.shape), None
 

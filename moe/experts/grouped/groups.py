@@ -1,14 +1,15 @@
-"""Interface of grouped GEMM implementations, and the group of each row."""
+"""Interface of grouped GEMM implementations, the group of each row, and matrices as they take
+them."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Float, Int
 
 
 class Implementation(NamedTuple):
-    """The two products that a grouped product and its gradient are made of.
+    """The two functions that compute a grouped GEMM and its gradients.
 
     Attributes:
       multiply_rows: ``(side, rows, weights, sizes)``, each row times the matrix of its group,
@@ -22,6 +23,13 @@ class Implementation(NamedTuple):
     sum_products: Callable[..., Any]
 
 
-def group_of_rows(sizes: Array, num_rows: int) -> Array:
+def group_of_rows(sizes: Int[Array, "group"], num_rows: int) -> Int[Array, "row"]:
     """Group of each row, one past the last for a row of none."""
     return jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(num_rows, dtype=sizes.dtype), "right")
+
+
+def cast_matrices(
+    weights: Float[Array, "group inner *outer"], rows: Array
+) -> Float[Array, "group inner columns"]:
+    """Weights cast to the dtype of the rows, with their columns flattened to one dimension."""
+    return weights.astype(rows.dtype).reshape(*weights.shape[:2], -1)

@@ -47,8 +47,8 @@ class AttentionOperands(NamedTuple):
 
     Attributes:
       query, out_gradient, key, value: ``[block, token, width]``.
-      slopes: ``[block, 2, query]``: the log-sum-exp of each query's scores, in base 2, and
-        `moe.attention.flash.slope_mean`.
+      row_stats: ``[block, 2, query]``: the log-sum-exp of each query's scores, in base 2, and
+        `moe.attention.flash.dot_do_o`.
       query_mask, key_mask: mask fields, as `mask_operands` gives them.
     """
 
@@ -56,7 +56,7 @@ class AttentionOperands(NamedTuple):
     out_gradient: Any
     key: Any
     value: Any
-    slopes: Any
+    row_stats: Any
     query_mask: Any
     key_mask: Any
 
@@ -88,7 +88,7 @@ def attend_gradient(
     value: Value,
     mask: Mask,
     log_sum: PerQuery,
-    mean: PerQuery,
+    softmax_d: PerQuery,
     out_gradient: Output,
     scale: float,
     *,
@@ -115,7 +115,7 @@ def attend_gradient(
     mask_fields = mask_operands(*units, mask.window)
     # In base 2, so that probabilities are exp2(score - log_sum): one instruction per score. One
     # array for both numbers: a block of it is a single copy to shared memory.
-    per_query = [pad_to_blocks(x, -1).reshape(-1, UNIT) for x in (log_sum * BASE_2, mean)]
+    per_query = [pad_to_blocks(x, -1).reshape(-1, UNIT) for x in (log_sum * BASE_2, softmax_d)]
     operands = AttentionOperands(
         in_blocks(query),
         in_blocks(out_gradient),
@@ -181,7 +181,7 @@ def _query_gradients(
             # Mask fields and both numbers per query are loaded once: they stay in registers all
             # along.
             row_mask = load_mask(target, block_refs.query_mask.at[in_row + warpgroup], 0)
-            log_sum, mean = load_mask(target, block_refs.slopes.at[first + warpgroup], 0)
+            log_sum, softmax_d = load_mask(target, block_refs.row_stats.at[first + warpgroup], 0)
 
             def step(index, block, total):
                 keys, values, key_mask = block
@@ -196,7 +196,7 @@ def _query_gradients(
                 # p (do v^T - D), the gradient of the scores (`moe.attention.flash`).
                 grad_powers = product(out_gradient, target.transpose(values))
                 grad_scores = powers * (
-                    grad_powers - broadcast_vector(target, mean, scores.shape, 0)
+                    grad_powers - broadcast_vector(target, softmax_d, scores.shape, 0)
                 )
                 # As the left operand it stays in registers: no trip through shared memory.
                 return target.add_product(total, grad_scores.astype(keys.dtype), keys)
@@ -252,7 +252,7 @@ def _key_value_gradients(
             return (
                 block_refs.query.at[block_index],
                 block_refs.out_gradient.at[block_index],
-                block_refs.slopes.at[block_index],
+                block_refs.row_stats.at[block_index],
                 query_mask,
             )
 
@@ -263,13 +263,13 @@ def _key_value_gradients(
             row_mask = load_mask(target, block_refs.key_mask.at[in_row + unit], 0)
 
             def step(index, block, totals):
-                query, out_gradient, slopes, query_mask = block
+                query, out_gradient, row_stats, query_mask = block
 
                 # Loaded where it is used: held from the start, both numbers per query would take
                 # registers that the sums need.
-                def slope(field):
+                def row_stat(field):
                     return broadcast_vector(
-                        target, target.load(slopes.at[field], 1), (UNIT, UNIT), 1
+                        target, target.load(row_stats.at[field], 1), (UNIT, UNIT), 1
                     )
 
                 # Keys are the rows: the transposed probabilities are then the left operand of the
@@ -279,14 +279,14 @@ def _key_value_gradients(
                 scores = apply_mask(
                     target, scores, row_mask, query_mask, clear, -jnp.inf, by_query=False
                 )
-                powers = jnp.exp2(scores - slope(0))
+                powers = jnp.exp2(scores - row_stat(0))
                 factors = []
                 # dv = p^T do needs no product with values; dk = scale ds^T q does.
                 if gradients[1]:
                     factors.append((powers, out_gradient))
                 if gradients[0]:
                     grad_powers = product(values, target.transpose(out_gradient))
-                    factors.append((powers * (grad_powers - slope(1)), query))
+                    factors.append((powers * (grad_powers - row_stat(1)), query))
                 return tuple(
                     target.add_product(total, left.astype(query.dtype), right)
                     for total, (left, right) in zip(totals, factors, strict=True)

@@ -14,7 +14,7 @@ from tiers import full_but
 from benchmarks.kernel_cases import ATTENDED, marks
 from moe.attention import blocked
 from moe.attention.core import core_attention
-from moe.attention.flash import slope_mean
+from moe.attention.flash import dot_do_o
 from moe.attention.mask import Mask, TokenIndices, visible
 from moe.attention.plain import plain_attention
 from moe.config import ModelConfig
@@ -80,11 +80,11 @@ def test_the_kernels_equal_the_plain_twin(name):
     np.testing.assert_allclose(out[sees], expected[sees], atol=2**-7)
     np.testing.assert_allclose(log_sum[sees], expected_sum[sees], atol=1e-5)
 
-    mean = jit(slope_mean)(expected, twins[3])
+    softmax_d = jit(dot_do_o)(expected, twins[3])
     found = jit(partial(attend_gradient, scale=SCALE, simulated=True))(
-        query, *spoilt, mask, expected_sum, mean, pull
+        query, *spoilt, mask, expected_sum, softmax_d, pull
     )
-    wanted = jit(known[1])(*twins[:3], mask, expected_sum, mean, twins[3])
+    wanted = jit(known[1])(*twins[:3], mask, expected_sum, softmax_d, twins[3])
     for own, other in zip(found, wanted, strict=True):
         assert own.shape == other.shape and own.dtype == jnp.float32
         # So are powers and the scores' gradients, of which up to 300 are summed.

@@ -48,7 +48,7 @@ class UnstackedPolicy(Generic[Leaf]):
     """Unstacked weights for decoding: every step reads all of them, so each layer's are contiguous.
 
     Attributes:
-      layers: the parts of `moe.layers.depth.split_layer_groups`: a record per layer, or per stack
+      layers: the groups of `moe.layers.depth.split_layer_groups`: a record per layer, or per stack
         that is scanned.
       rest: everything else, without layers.
     """
