@@ -70,7 +70,8 @@ class OutlierDetector:
     def scores(self, values: Float[np.ndarray, "machine time"], period: float | int) -> np.ndarray:
         """``[machine, window]`` scores of one metric; NaN where a machine cannot be compared.
 
-        Fewer than three machines cannot be compared: of two that differ, either may be the faulty one.
+        Fewer than three machines cannot be compared: of two that differ, either may
+        be the faulty one.
         """
         width = self._width(period)
         if values.shape[0] < 3 or values.shape[1] < width:
