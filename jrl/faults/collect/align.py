@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from jrl.faults.collect.readings import mask_valid
-from jrl.faults.collect.record import SUFFIX, Record, read
+from jrl.faults.collect.record import SUFFIX, Record, describe_unreadable, read
 from jrl.faults.fleet import Fleet
 
 
@@ -62,8 +62,8 @@ def read_folder(folder: Path | str) -> tuple[list[Record], list[str]]:
     for path in sorted(Path(folder).glob(f"*{SUFFIX}")):
         try:
             records.append(read(path))
-        except ValueError as error:
-            unreadable.append(str(error))
+        except (ValueError, OSError) as error:  # such as a file that was deleted meanwhile
+            unreadable.append(describe_unreadable(path, error))
     return records, unreadable
 
 
