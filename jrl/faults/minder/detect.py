@@ -17,12 +17,12 @@ from jaxtyping import Bool, Float, Int
 from jrl.faults.collect.vocabulary import PRIORITY, meaning, search_order
 from jrl.faults.fleet import Alarm, Fleet
 from jrl.faults.minder import vae
-from jrl.faults.minder.continuity import NO_MACHINE, UNSEEN, Span, find_span, score_where_needed
+from jrl.faults.minder.continuity import UNSEEN, Span, find_span, score_where_needed
 from jrl.faults.minder.distances import BLOCK, distance_sums, normal_score
 from jrl.faults.minder.embedding import Method, View, denoised, gather
 from jrl.faults.minder.models import ANY, shipped_models
 from jrl.faults.minder.prepare import Prepared, prepare
-from jrl.faults.report import Report, Trace
+from jrl.faults.report import NO_MACHINE, Report, Trace
 
 MAX_EMBEDDED = 2**14
 """Machines times windows that are embedded in one compiled call; bounds its memory."""
@@ -71,8 +71,8 @@ class Minder:
       floor: distance, in ranges of a metric, below which machines count as equal. Without it the
         farthest of four machines that agree to a thousandth would be an outlier.
       priority: metrics in the order in which they are searched, by any name of
-        `jrl.faults.collect.vocabulary`; others follow in the fleet's order,
-        but for what a process holds in memory.
+        `jrl.faults.collect.vocabulary`; others follow in the fleet's order, but for memory in use
+        (`LEVELS` there) and fatal error counters (`FATAL`).
       roles: one label per machine of the fleet; machines are compared within their role only.
         Under expert parallelism the load of experts differs: take (pipeline stage, expert rank).
       tokens: ``[machine, time]`` tokens that a machine received; metrics in `per_token` are divided
