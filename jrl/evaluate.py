@@ -142,7 +142,10 @@ def _evaluate(options: EvaluateOptions) -> dict[str, Any]:
 def _build_setup(
     options: EvaluateOptions, folder: RunFolder | None, run: RunConfig, recipe: Recipe
 ) -> "Setup":
-    """Task, tokenizer and network, in all processes or in none. Close its task at the end."""
+    """Builds task, tokenizer and network; an error in one process is raised in all.
+
+    The caller closes the task.
+    """
     from jrl.trainer.evaluation.saved_policy import load_model
     from jrl.trainer.setup.lengths import describe_left_out, response_origin
     from jrl.trainer.setup.reading import turn_ends
@@ -170,7 +173,7 @@ def _build_setup(
 
 
 def _with_slots(setup: "Setup", rows: int) -> "Setup":
-    """With so many slots as so many completions need and have room."""
+    """The setup with as many slots as `rows` completions need and the memory allows."""
     from jrl.trainer.evaluation.slots import evaluation_slots
 
     slots, line = evaluation_slots(setup, rows)
@@ -212,11 +215,11 @@ def _diagnose(
     critic: "tuple[Transformer[Array], int]",
     display: EvaluationDisplay,
 ) -> dict[str, float]:
-    """Draws the picture and returns the numbers behind it.
+    """Evaluates the critic, plots its diagnostics into the run's folder, and returns its metrics.
 
     Args:
       sampler: with the policy loaded.
-      critic: its weights, and the step both are of.
+      critic: its weights, and the step of policy and critic.
     """
     from jrl.report.critic import critic_diagnostics
     from jrl.report.critic_plots import plot_diagnostics

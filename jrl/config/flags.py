@@ -207,7 +207,9 @@ def _with_settings(
     """All records of a command line with the values of a settings file."""
     if settings is None:
         return Command(), SINGLE_PROCESS, run, recipe
-    settings.check_names(Command, Processes, type(run), type(recipe), but=ON_COMMAND_LINE)
+    settings.check_names(
+        Command, Processes, type(run), type(recipe), command_line_only=ON_COMMAND_LINE
+    )
     apply = settings.apply_to
     return apply(Command()), apply(SINGLE_PROCESS), apply(run), apply(recipe)
 

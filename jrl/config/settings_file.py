@@ -22,7 +22,7 @@ PREFIX = "preset:"
 """Prefix of the name of a file that comes with the library."""
 PRESETS = Path(__file__).parent / "presets"
 
-Record = TypeVar("Record")
+Config = TypeVar("Config")
 
 _CORE = (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
@@ -35,8 +35,8 @@ _CORE = (
         list("-+.0123456789"),
     ),
 )
-"""Scalars of YAML 1.2 that are not strings. By YAML 1.1, the default of the yaml library, 1e-6 is a
-string and `no` is not."""
+"""Scalars that are not strings: the core schema of YAML 1.2, with decimal integers without leading
+zeros only. By YAML 1.1, the default of the yaml library, 1e-6 is a string and `no` is not."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -76,40 +76,44 @@ class Settings:
     recipe: str | None
     values: Mapping[str, Any]
 
-    def check_names(self, *kinds: type, but: tuple[str, ...] = ()) -> None:
-        """Rejects names that are a field of none of the records.
+    def check_names(self, *kinds: type, command_line_only: tuple[str, ...] = ()) -> None:
+        """Rejects names of settings that are unknown, or for the command line only.
 
         Args:
-          but: fields for the command line only.
+          kinds: dataclasses whose fields are valid names.
+          command_line_only: those of their fields that are not valid in a file.
+
+        Raises:
+          ValueError: naming the first such setting.
         """
         field_names = [field.name for kind in kinds for field in fields(kind)]
         for name in self.values:
-            if name in but:
+            if name in command_line_only:
                 raise ValueError(
                     f"{self.path}: {name} is for the command line alone: leave it out here and "
                     f"give {flag(name)} there."
                 )
             if name not in field_names:
-                usable = [other for other in field_names if other not in but]
+                usable = [other for other in field_names if other not in command_line_only]
                 near = difflib.get_close_matches(name, [RECIPE, *usable], n=2)
                 hint = f"near: {', '.join(near)}" if near else "--help lists them"
                 raise ValueError(f"{self.path}: {name} is no setting of this recipe; {hint}.")
 
-    def apply_to(self, record: Record) -> Record:
-        """Copy of the record with the values of its fields from the file.
+    def apply_to(self, config: Config) -> Config:
+        """Copy of a dataclass with the values of its fields from the file.
 
         Raises:
           ValueError: for a value of another type.
         """
-        hints, changes = get_type_hints(type(record)), {}
-        for field in fields(record):  # pyright: ignore[reportArgumentType]
+        hints, changes = get_type_hints(type(config)), {}
+        for field in fields(config):  # pyright: ignore[reportArgumentType]
             if field.name not in self.values:
                 continue
             value, kind = self.values[field.name], hints[field.name]
             if not has_type(value, kind):
                 raise ValueError(f"{self.path}: {field.name} is {value!r}, not {type_name(kind)}.")
             changes[field.name] = convert_value(value, kind)
-        return replace(record, **changes)  # pyright: ignore[reportArgumentType]
+        return replace(config, **changes)  # pyright: ignore[reportArgumentType]
 
 
 def read_settings(reference: str) -> Settings:

@@ -12,13 +12,13 @@ from jrl.faults.fleet import Alarm, Fleet
 MAX_NAMED = 4
 
 
-def moved_counters(fleet: Fleet, faults: Collection[str] = ("machine",)) -> list[Alarm]:
+def moved_counters(fleet: Fleet, causes: Collection[str] = ("machine",)) -> list[Alarm]:
     """Alarms for machines on which a counter of fatal errors increased or an error code changed.
 
     Such are uncorrectable ECC errors, XIDs and links that went down. The alarms are raised
     immediately, without a comparison of machines. If a metric changed on more than half of the
     machines, one of them made the others fail, and only the first is named. An error code names its
-    machine if the fault is one of `faults`; `other_codes` lists the rest.
+    machine if its cause is one of `causes`; `other_codes` lists the rest.
     """
     alarms: list[Alarm] = []
     for column, metric in enumerate(fleet.metrics):
@@ -26,14 +26,14 @@ def moved_counters(fleet: Fleet, faults: Collection[str] = ("machine",)) -> list
             continue
         increased = []
         for row in range(len(fleet.machines)):
-            first = next(_alarms(fleet, row, column, faults), None)
+            first = next(_alarms(fleet, row, column, causes), None)
             increased += [] if first is None else [first]
         increased.sort(key=lambda alarm: alarm.start)
         alarms += increased[:1] if 2 * len(increased) > len(fleet.machines) else increased
     return sorted(alarms, key=lambda alarm: alarm.start)
 
 
-def other_codes(fleet: Fleet, faults: Collection[str] = ("machine",)) -> list[str]:
+def other_codes(fleet: Fleet, causes: Collection[str] = ("machine",)) -> list[str]:
     """Lines of text, one for each error code that occurred and names no machine."""
     machines_by_code: defaultdict[ErrorCode, list[str]] = defaultdict(list)
     for column, metric in enumerate(fleet.metrics):
@@ -41,7 +41,7 @@ def other_codes(fleet: Fleet, faults: Collection[str] = ("machine",)) -> list[st
             for row, machine in enumerate(fleet.machines):
                 for index, _ in _moves(fleet, row, column):
                     code = error_code(fleet.values[row, column, index])
-                    if not _names_machine(code, faults) and machine not in machines_by_code[code]:
+                    if not _names_machine(code, causes) and machine not in machines_by_code[code]:
                         machines_by_code[code].append(machine)
     return [
         f"{code.describe()} on {_list_machines(machines)}: nobody is named for it."
@@ -50,7 +50,7 @@ def other_codes(fleet: Fleet, faults: Collection[str] = ("machine",)) -> list[st
     ]
 
 
-def _alarms(fleet: Fleet, row: int, column: int, faults: Collection[str]) -> Iterator[Alarm]:
+def _alarms(fleet: Fleet, row: int, column: int, causes: Collection[str]) -> Iterator[Alarm]:
     """Alarms of one machine, one for each increase of a counter or change of an error code."""
     machine, metric = fleet.machines[row], fleet.metrics[column]
     for index, last in _moves(fleet, row, column):
@@ -58,7 +58,7 @@ def _alarms(fleet: Fleet, row: int, column: int, faults: Collection[str]) -> Ite
         time = fleet.start + index * fleet.period
         if is_code(metric):
             code = error_code(after)
-            if _names_machine(code, faults):
+            if _names_machine(code, causes):
                 evidence: dict[str, np.ndarray | float | int] = {"code before": before}
                 yield Alarm(machine, metric, time, fleet.end, evidence, cause=code.describe())
         elif after > before:
@@ -75,8 +75,8 @@ def _moves(fleet: Fleet, row: int, column: int) -> Iterator[tuple[int, int]]:
         yield int(finite[index + 1]), int(finite[index])
 
 
-def _names_machine(code: ErrorCode, faults: Collection[str]) -> bool:
-    return code.fault in faults and not code.handled
+def _names_machine(code: ErrorCode, causes: Collection[str]) -> bool:
+    return code.cause in causes and not code.handled
 
 
 def _list_machines(machines: list[str]) -> str:

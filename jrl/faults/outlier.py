@@ -1,7 +1,7 @@
 """Outlier detector without training: ratio of a machine's metric to the others', and its duration.
 
-It watches a run of any size from its first minute on. It detects what is off by a factor; the
-models detect smaller deviations.
+It needs at least three machines, and samples of little more than `continuity` seconds. It detects
+what is off by a factor; `ShiftDetector` and Minder detect smaller deviations.
 """
 
 from dataclasses import dataclass
@@ -33,6 +33,9 @@ class OutlierDetector:
       threshold: in spreads. Four times the resolution is a factor of 2.2.
       resolution: lower bound of the logarithm's spread among healthy machines, so that tiny
         differences between identical machines do not count.
+
+    Raises:
+      ValueError: for a setting that is not a finite number above 0.
     """
 
     metrics: tuple[str, ...] = (STEP_TIME, "cpu/process")
@@ -48,6 +51,7 @@ class OutlierDetector:
                 raise ValueError(f"{name}={value} must be a finite number above 0.")
 
     def __call__(self, fleet: Fleet) -> list[Alarm]:
+        """Alarms of the first metric that names a machine, one per machine, in order of time."""
         for metric in find_recorded(self.metrics, fleet.metrics):
             alarms = self._alarms(fleet, metric)
             if alarms:
@@ -55,8 +59,10 @@ class OutlierDetector:
         return []
 
     def compares(self, fleet: Fleet) -> bool:
-        """True if a metric of at least three machines was recorded for long enough to name one."""
-        long_enough = fleet.num_samples * fleet.period >= self.continuity
+        """True if at least three machines have a metric, and the record is long enough for an
+        alarm: its windows begin in `continuity` seconds."""
+        num_windows = fleet.num_samples - self._width(fleet.period) + 1
+        long_enough = num_windows * fleet.period >= self.continuity
         columns = [fleet.metrics.index(name) for name in find_recorded(self.metrics, fleet.metrics)]
         num_machines = np.isfinite(fleet.values[:, columns]).any(axis=2).sum(axis=0)
         return long_enough and bool((num_machines >= 3).any())
@@ -64,9 +70,10 @@ class OutlierDetector:
     def scores(self, values: Float[np.ndarray, "machine time"], period: float | int) -> np.ndarray:
         """``[machine, window]`` scores of one metric; NaN where a machine cannot be compared.
 
-        Fewer than three machines cannot be compared: of two that differ, either may be the sick.
+        Fewer than three machines cannot be compared: of two that differ, either may
+        be the faulty one.
         """
-        width = max(1, round(self.window / period))
+        width = self._width(period)
         if values.shape[0] < 3 or values.shape[1] < width:
             return np.full((values.shape[0], max(0, values.shape[1] - width + 1)), np.nan)
         middle = nan_median(np.lib.stride_tricks.sliding_window_view(values, width, axis=1), 2)
@@ -79,6 +86,10 @@ class OutlierDetector:
         enough = np.isfinite(logs).sum(axis=0) >= 3
         return np.where(enough, deviation / spread, np.nan)
 
+    def _width(self, period: float | int) -> int:
+        """Samples of a window."""
+        return max(1, round(self.window / period))
+
     def _alarms(self, fleet: Fleet, metric: str) -> list[Alarm]:
         values = fleet.values[:, fleet.metrics.index(metric)].astype(np.float64)
         scores = self.scores(values, fleet.period)
@@ -88,7 +99,7 @@ class OutlierDetector:
         first = finite_scores.argmax(axis=0)
         candidate = np.where(finite_scores.max(axis=0) >= self.threshold, first, -1)
         alarms: dict[int, Alarm] = {}  # of a machine that stood out twice, the later one
-        width = max(1, round(self.window / fleet.period))
+        width = self._width(fleet.period)
         for begin, end in stretches(candidate):
             machine, seconds = int(candidate[begin]), (end - begin) * fleet.period
             if machine < 0 or seconds < self.continuity:
@@ -101,5 +112,6 @@ class OutlierDetector:
             since, until = (
                 fleet.start + (index + width - 1) * fleet.period for index in (begin, end)
             )
+            alarms.pop(machine, None)
             alarms[machine] = Alarm(fleet.machines[machine], metric, since, until, evidence)
         return list(alarms.values())

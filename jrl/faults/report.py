@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from jrl.faults.fleet import Alarm
 
 NO_MACHINE = -1
+"""Row that stands for no machine."""
 INCOMPARABLE = 4
 """Exit status where nothing could be compared: no alarm says nothing then."""
 

@@ -28,14 +28,16 @@ LOG_OFFSET = 0.1
 class ShiftDetector:
     """Names the machine that moved farthest away from the others, and stayed there.
 
-    For each metric, with medians over `window` seconds and a heavy tail in logarithms:
+    For each metric, with medians over `window` seconds and heavy-tailed metrics in logarithms:
 
-    1. ``d`` is a machine's median minus the median over all machines, in spreads. A spread is the
-       robust standard deviation (MAD) of how far ``d`` moves in a minute: that of all machines or
-       the machine's own, whichever is larger, and at least `resolution` of the metric.
+    1. ``x`` is a machine's median minus the median over all machines, and ``d = x / spread``. The
+       spread is ``1.4826 / sqrt(2)`` times the median of ``|x(t + 1 min) - x(t)|``: the larger of
+       the machine's own and that of all machines, at least `resolution` times the metric's typical
+       value.
     2. The *level* of the `continuity` seconds from a moment on is what `share` of their windows
-       exceed, on one side. What was there *before* is the median of ``d`` until then, or over the
-       last `recent` seconds, whichever is nearer to the level: slow drifts are no onset.
+       reach, on one side. *Before* is the median of ``d`` until then or over the last `recent`
+       seconds, whichever is larger on the side of the level: neither a return nor a slow drift is
+       an onset.
     3. The score is the part of the level that is new, ``level - max(0, before)``, where that is at
        least half of the level, else 0.
 
@@ -46,14 +48,18 @@ class ShiftDetector:
     Attributes:
       threshold: in spreads; chosen by ``python -m jrl.faults benchmark --calibrate``.
       continuity: seconds for which the machine has to be away.
-      share: of the windows in that time, so that single gaps and outlier readings do not matter.
+      share: fraction of the windows in that time that reach the level, in (0.5, 1]; below 1 single
+        outlier readings do not matter.
       window: seconds of a median.
       hop: seconds from one window to the next.
       recent: seconds before the onset that count as what was there just before.
       resolution: the least spread, as a share of the metric's typical value, so that differences
         of a thousandth do not count.
       metrics: what is compared, by any name of `jrl.faults.collect.vocabulary`; by default all that
-        were recorded but for what a process holds in memory.
+        were recorded but memory in use (`LEVELS` there) and fatal error counters (`FATAL`).
+
+    Raises:
+      ValueError: for a setting outside of its range.
     """
 
     threshold: float | int = 2.5
@@ -163,21 +169,24 @@ class ShiftDetector:
         traces: dict[str, Trace],
         best: tuple[float, str, int, int, int],
     ) -> Alarm:
+        """The alarm of `best`: its score, metric, row, moment and sign."""
         score, name, row, moment, sign = best
         begin = moment + grid.overlap
         away = sign * deviations[name][row]
-        level = float(np.median(away[begin : begin + grid.length]))
+        middle_deviation = float(np.nanmedian(away[begin : begin + grid.length]))
         # From the first window that is nearer to the level than to what was before, while it lasts.
-        shifted = away[begin:] >= level - score / 2
+        shifted = away[begin:] >= middle_deviation - score / 2
         first = int(shifted.argmax()) if shifted.any() else 0
-        back = np.flatnonzero(~(away[begin + grid.length - 1 :] >= level - score / 2))
+        # Windows without samples do not end it, but it cannot end with them.
+        back = np.flatnonzero(away[begin + grid.length - 1 :] < middle_deviation - score / 2)
         last = begin + grid.length - 2 + int(back[0]) if back.size else len(away) - 1
+        last = int(np.flatnonzero(np.isfinite(away[: last + 1]))[-1])
         middle = grid.width * fleet.period / 2
         step = grid.hop * fleet.period
         evidence = {
             "score": score,
             "threshold": float(self.threshold),
-            "level": sign * level,
+            "level": sign * middle_deviation,
             "machines": len(fleet.machines),
             "scores": traces[name].scores,
         }
@@ -221,7 +230,7 @@ class Grid:
       overlap: windows from one to the first that shares no sample with it.
       length: windows that lie wholly in the time of continuity.
       recent: windows of what was there just before.
-      minute: windows over which it is measured how far machines move by themselves.
+      lag: windows between the two whose difference measures noise: a minute, at least `overlap`.
     """
 
     width: int
@@ -229,7 +238,7 @@ class Grid:
     overlap: int
     length: int
     recent: int
-    minute: int
+    lag: int
 
     @classmethod
     def from_detector(cls, detector: ShiftDetector, period: float | int) -> "Grid":
@@ -243,16 +252,16 @@ class Grid:
             overlap=overlap,
             length=max(1, round(detector.continuity / step) - overlap + 1),
             recent=max(1, round(detector.recent / step)),
-            minute=max(overlap, round(60.0 / step)),
+            lag=max(overlap, round(60.0 / step)),
         )
 
 
 def deviation(
     values: Float[np.ndarray, "machine time"], grid: Grid, resolution: float | int
 ) -> Float[np.ndarray, "machine window"]:
-    """Deviation of each machine from the others in each window, in spreads; NaN without samples.
+    """Deviation of each machine from the others in each window, in spreads, see `ShiftDetector`.
 
-    See `ShiftDetector` for what a spread is.
+    NaN without samples, and for all machines where fewer than three have any.
     """
     typical = _typical(values)
     if heavy_tailed(values):
@@ -270,7 +279,7 @@ def _spreads(
     away: Float[np.ndarray, "machine window"], grid: Grid, least: float
 ) -> Float[np.ndarray, "machine"]:
     """The spread of each machine: the larger of its own and the fleet's, at least `least`."""
-    moves = np.abs(away[:, grid.minute :] - away[:, : -grid.minute])
+    moves = np.abs(away[:, grid.lag :] - away[:, : -grid.lag])
     scale = MAD_TO_STD / 2**0.5
     machine_spread, fleet_spread = (
         scale * nan_median(moves, 1),
@@ -280,16 +289,18 @@ def _spreads(
 
 
 def _typical(values: np.ndarray) -> float:
-    """The size of a metric: the median, or where that is 0 the mean of its sizes."""
+    """Typical absolute value of a metric: the median, or where that is 0 the mean or 1e-30."""
     sizes = np.abs(values[np.isfinite(values)])
     middle = float(np.median(sizes)) if sizes.size else 0.0
     return middle if middle > 0 else max(float(sizes.mean(dtype=np.float64)), 1e-30)
 
 
 def heavy_tailed(values: Float[np.ndarray, "machine time"]) -> bool:
-    """True if values are above the median far more than below it, as rates of events are.
+    """True if values are much farther above their median than below it, as rates of events are.
 
-    The median over the fleet at each time, such as the rhythm of a step, is subtracted first.
+    No value is negative, and the 95th percentile is over `HEAVY_TAIL_RATIO` times as far from the
+    median as the 5th. The median over the fleet at each time, such as the rhythm of a step, is
+    subtracted before the percentiles are taken.
     """
     sampled = values[:, :: max(1, values.shape[1] // 128)]
     if not np.isfinite(sampled).any() or np.nanmin(values) < 0:
@@ -310,7 +321,7 @@ def _combine_deviations(deviations: Sequence[np.ndarray], grid: Grid) -> np.ndar
 
 def onset_scores(
     away: Float[np.ndarray, "machine window"], grid: Grid, share: float | int
-) -> tuple[Float[np.ndarray, "machine onset"], Float[np.ndarray, "machine onset"]]:
+) -> tuple[Float[np.ndarray, "machine moment"], Float[np.ndarray, "machine moment"]]:
     """The part of each machine's level that is new, and its sign, for every moment.
 
     Moment k is the window ``overlap + k``: at least one window without a sample of the level

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from jrl.faults.collect.error_codes import FAULTS
+from jrl.faults.collect.error_codes import CAUSES
 from jrl.faults.collect.vocabulary import STEP_TIME
 from jrl.faults.counters import blank_notes, error_rates, moved_counters, other_codes
 from jrl.faults.fleet import Alarm, Fleet
@@ -31,7 +31,7 @@ class StandardDetector:
       silence: seconds without a sample.
       window: seconds of a window of the third.
       metrics: what is compared, by any name of `jrl.faults.collect.vocabulary`; all by default.
-      codes: faults, a subset of `FAULTS`, for which an error code names its machine in the first
+      codes: causes, a subset of `CAUSES`, for which an error code names its machine in the first
         question. The others are reported in the notes.
     """
 
@@ -44,9 +44,9 @@ class StandardDetector:
 
     def __post_init__(self):
         self._detectors()
-        unknown = [fault for fault in self.codes if fault not in FAULTS]
+        unknown = [cause for cause in self.codes if cause not in CAUSES]
         if unknown:
-            raise ValueError(f"codes={unknown[0]!r} must be some of {', '.join(FAULTS)}.")
+            raise ValueError(f"codes={unknown[0]!r} must be some of {', '.join(CAUSES)}.")
 
     def _detectors(self) -> tuple[SilenceDetector, OutlierDetector, ShiftDetector]:
         times = tuple(self.metrics) or (STEP_TIME,)

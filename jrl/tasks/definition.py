@@ -14,9 +14,9 @@ from jrl.tasks.answers import extract
 from jrl.tasks.task import UNPARSABLE, Example, Verdict
 
 Record = Mapping[str, Any]
-"""A prompt and what is known of it."""
+"""A prompt, its reference answer if any, and the other fields that its reward reads."""
 Reward = float | Mapping[str, float] | Verdict
-"""A number, several by name, or a number with its reason."""
+"""A score, the parts of a score by name, or a score with its reason."""
 
 
 @runtime_checkable
@@ -51,8 +51,8 @@ class Listed(Protocol):
     """A task with a list of prompts.
 
     It may also have `heldout`, records to evaluate on that are kept apart from `prompts`;
-    `weights`, by the names of a reward's parts; and `full_marks`, the weighted sum from which on a
-    completion counts as correct.
+    `weights`, by the names of a reward's parts (1 by default); and `full_marks`, the weighted sum
+    from which on a completion counts as correct (`jrl.tasks.rewards.rewarded`).
     """
 
     @property
@@ -64,7 +64,7 @@ class Listed(Protocol):
         """Returns the reward of a completion.
 
         Args:
-          prompt: as the policy read it, of a conversation its text for people.
+          prompt: as the policy read it; of a conversation, a readable text of its turns.
           completion: the text that the policy wrote.
           record: the other fields of its record; a reward that does not take them all, by
             ``**record``, is given those that it names.
@@ -73,7 +73,7 @@ class Listed(Protocol):
 
 
 def score_of(definition: Endless, example: Example, completion: str) -> Verdict:
-    """A verdict of a definition that is trusted: in this process and without a limit of time."""
+    """Verdict of a trusted definition: computed in this process, without a time limit."""
     fields = {"answer": example.answer, **example.record}
     answer = extract(completion, bare=True)
     if answer is None:

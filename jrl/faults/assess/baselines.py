@@ -15,7 +15,7 @@ from jrl.faults.assess.train import Training, healthy_fleets, train_joint
 from jrl.faults.collect.vocabulary import PRIORITY, PRODUCTION, meaning, search_order
 from jrl.faults.fleet import Alarm, Fleet
 from jrl.faults.minder import vae
-from jrl.faults.minder.continuity import NO_MACHINE, Span, find_span, score_where_needed
+from jrl.faults.minder.continuity import Span, find_span, score_where_needed
 from jrl.faults.minder.detect import Minder, MinderReport, ScoredFleet, report_incomparable
 from jrl.faults.minder.embedding import (
     View,
@@ -26,6 +26,7 @@ from jrl.faults.minder.embedding import (
     whitened_moments,
 )
 from jrl.faults.minder.models import ANY, JOINT, shipped_models
+from jrl.faults.report import NO_MACHINE
 from jrl.faults.shift import ShiftDetector, heavy_tailed
 from jrl.faults.statistics import MAD_TO_STD, nan_median
 
@@ -52,14 +53,15 @@ def without_vae(metrics: tuple[str, ...]) -> list[View]:
 def concatenated(metrics: tuple[str, ...]) -> list[View]:
     """CON: the denoised metrics side by side, one distance."""
     models = shipped_models()
-    each = [models.get(meaning(name), models[ANY]) for name in metrics]
-    return [View(ALL, tuple(range(len(metrics))), side_by_side(each))]
+    weights = [models.get(meaning(name), models[ANY]) for name in metrics]
+    return [View(ALL, tuple(range(len(metrics))), side_by_side(weights))]
 
 
 def joint(metrics: tuple[str, ...]) -> list[View]:
     """INT: one model for all metrics, one distance.
 
-    The model of `PRODUCTION` is in the package; any other is trained at first use, in a minute.
+    The model of `PRODUCTION` is in the package; any other is trained at first use, in a minute, and
+    so is that one where `jrl.faults.minder.models.SHIPPED` was trained on records.
     """
     return [View(ALL, tuple(range(len(metrics))), denoised(joint_model(metrics)))]
 
@@ -67,7 +69,7 @@ def joint(metrics: tuple[str, ...]) -> list[View]:
 @cache
 def joint_model(metrics: tuple[str, ...]) -> vae.Weights:
     """One model for all of these metrics, as large and as long trained as the per-metric models."""
-    if metrics == PRODUCTION:
+    if metrics == PRODUCTION and JOINT in shipped_models():
         return shipped_models()[JOINT]
     training = Training()
     return train_joint(healthy_fleets(training, metrics), training)

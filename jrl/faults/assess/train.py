@@ -4,6 +4,7 @@ The models that come with the package are made by this command without arguments
 fleets; a fleet's own healthy records make better ones.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,7 @@ from jaxtyping import Array, Float, Float32
 from rich.console import Console
 
 from jrl.config.numbers import check_seed
+from jrl.faults.collect.vocabulary import meaning
 from jrl.faults.fleet import Fleet
 from jrl.faults.minder import vae
 from jrl.faults.minder.models import ANY, JOINT, SHIPPED
@@ -79,12 +81,8 @@ def healthy_fleets(training: Training, metrics: Sequence[str] = tuple(METRICS)) 
 def train_models(
     fleets: Sequence[Fleet], training: Training, show: Callable[[str], None] = lambda line: None
 ) -> tuple[dict[str, vae.Weights], dict[str, float]]:
-    """One model per metric and one for `ANY`, trained together, and their errors."""
-    random = np.random.default_rng(training.seed)
-    windows = gather_windows(fleets, training.windows, random)
-    pooled = np.concatenate(list(windows.values()), axis=-1)
-    selected = random.integers(pooled.shape[-1], size=training.windows)
-    windows[ANY] = pooled[..., selected]
+    """One model per metric and one for `ANY`, trained together, and their mean squared errors."""
+    windows = windows_by_model(fleets, training.windows, np.random.default_rng(training.seed))
     data = np.stack(list(windows.values()))
     weights, errors = fit(data, training, show)
     names = list(windows)
@@ -101,36 +99,74 @@ def train_joint(fleets: Sequence[Fleet], training: Training) -> vae.Weights:
     return {name: value[0] for name, value in weights.items()}
 
 
+def windows_by_model(
+    fleets: Sequence[Fleet], num_windows: int, random: np.random.Generator
+) -> dict[str, Float32[np.ndarray, "time channel n"]]:
+    """Windows to train each model on, that of `ANY` last.
+
+    Models have the names that `Minder` looks up (`jrl.faults.collect.vocabulary.meaning`): recorded
+    metrics of the same meaning, such as the power of each GPU, have one model.
+    """
+    recorded = gather_windows(fleets, num_windows, random)
+    of_any = _select(list(recorded.values()), num_windows, random)
+    by_meaning: defaultdict[str, list[np.ndarray]] = defaultdict(list)
+    for name, of_metric in recorded.items():
+        by_meaning[meaning(name)].append(of_metric)
+    windows = {
+        name: arrays[0] if len(arrays) == 1 else _select(arrays, num_windows, random)
+        for name, arrays in by_meaning.items()
+    }
+    return {**windows, ANY: of_any}
+
+
 def gather_windows(
     fleets: Sequence[Fleet],
     num_windows: int,
     random: np.random.Generator,
     same_positions: bool = False,
 ) -> dict[str, Float32[np.ndarray, "time channel n"]]:
-    """Windows of each metric, equally many per fleet.
+    """Windows of each metric of the first fleet, equally many per fleet.
 
-    With `same_positions`, they are at the same positions for all metrics. Half of them are shrunk
-    and shifted inside [0, 1]. A fault of one machine widens the range that its fleet is scaled by,
-    and the models have to see healthy machines of such a fleet too.
+    With `same_positions`, they are at the same positions for all metrics. About half of them are
+    shrunk and shifted inside [0, 1]. A fault of one machine widens the range that its fleet is
+    scaled by, and the models have to see healthy machines of such a fleet too.
+
+    Raises:
+      ValueError: where a fleet lacks one of these metrics.
     """
     prepared = [prepare(fleet) for fleet in fleets]
     names = prepared[0].metrics
-    each = -(-num_windows // len(prepared))
-    out: dict[str, list[np.ndarray]] = {name: [] for name in names}
-    for fleet in prepared:
+    per_fleet = -(-num_windows // len(prepared))
+    windows: dict[str, list[np.ndarray]] = {name: [] for name in names}
+    for number, fleet in enumerate(prepared):
+        missing = [name for name in names if name not in fleet.metrics]
+        if missing:
+            raise ValueError(
+                f"record {number + 1} has no metric {missing[0]!r} that varies, as the first has: "
+                "train on records of the same metrics."
+            )
         draws = np.random.default_rng(int(random.integers(2**32)))
         state = draws.bit_generator.state
         for name in names:
             if same_positions:
                 draws.bit_generator.state = state
             values = fleet.values[fleet.metrics.index(name)]
-            machine = draws.integers(values.shape[0], size=each)
-            begin = draws.integers(values.shape[1] - vae.WINDOW + 1, size=each)
+            machine = draws.integers(values.shape[0], size=per_fleet)
+            begin = draws.integers(values.shape[1] - vae.WINDOW + 1, size=per_fleet)
             window = values[machine, begin + np.arange(vae.WINDOW)[:, None]]
-            size = np.where(draws.random(each) < 0.5, 1.0, draws.uniform(0.2, 1.0, each))
-            moved = window * size + draws.random(each) * (1 - size)
-            out[name].append(moved.astype(np.float32)[:, None])
-    return {name: np.concatenate(chunks, -1)[..., :num_windows] for name, chunks in out.items()}
+            shrinks = draws.random(per_fleet) >= 0.5
+            scale = np.where(shrinks, draws.uniform(0.2, 1.0, per_fleet), 1.0)
+            moved = window * scale + draws.random(per_fleet) * (1 - scale)
+            windows[name].append(moved.astype(np.float32)[:, None])
+    return {name: np.concatenate(arrays, -1)[..., :num_windows] for name, arrays in windows.items()}
+
+
+def _select(
+    arrays: Sequence[np.ndarray], num_windows: int, random: np.random.Generator
+) -> Float32[np.ndarray, "time channel n"]:
+    """Random windows out of the arrays, with replacement."""
+    pooled = np.concatenate(arrays, axis=-1)
+    return pooled[..., random.integers(pooled.shape[-1], size=num_windows)]
 
 
 def fit(
@@ -138,7 +174,12 @@ def fit(
     training: Training,
     show: Callable[[str], None] = lambda line: None,
 ) -> tuple[vae.Weights, Float[np.ndarray, "metric"]]:
-    """Trains one model per metric, all in one compiled function; returns weights and errors."""
+    """Trains one model per metric, all in one compiled function.
+
+    Returns:
+      The weights, stacked over metrics, and the mean squared error of each metric over the last
+      steps.
+    """
     num_metrics, _, num_channels, num_windows = data.shape
     key = jax.random.key(training.seed)
     weights = jax.vmap(lambda k: vae.init(k, num_channels))(jax.random.split(key, num_metrics))
@@ -146,13 +187,13 @@ def fit(
 
     def step(state: tuple, key: Array) -> tuple[tuple, Array]:
         weights, moments = state
-        which, noise = jax.random.split(key)
-        selected = jax.random.randint(which, (training.batch,), 0, num_windows)
+        selection_key, noise_key = jax.random.split(key)
+        selected = jax.random.randint(selection_key, (training.batch,), 0, num_windows)
         shape = (num_metrics, vae.LATENT, training.batch)
         gradient, errors = jax.grad(_sum_of_losses, has_aux=True)(
             weights,
             jnp.take(on_device, selected, axis=-1),
-            jax.random.normal(noise, shape),
+            jax.random.normal(noise_key, shape),
             training,
         )
         with jax.numpy_dtype_promotion("standard"):  # optax raises a float to an integer power
@@ -175,6 +216,6 @@ def fit(
 def _sum_of_losses(
     weights: vae.Weights, windows: Array, noise: Array, training: Training
 ) -> tuple[Array, Array]:
-    each = jax.vmap(partial(vae.loss, variance=training.variance))
-    bounds, errors = each(weights, windows, noise)
+    losses = jax.vmap(partial(vae.loss, variance=training.variance))
+    bounds, errors = losses(weights, windows, noise)
     return jnp.sum(bounds), errors

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from jrl.faults.collect.readings import mask_valid
-from jrl.faults.collect.record import SUFFIX, Record, read
+from jrl.faults.collect.record import SUFFIX, Record, describe_unreadable, read
 from jrl.faults.fleet import Fleet
 
 
@@ -62,8 +62,8 @@ def read_folder(folder: Path | str) -> tuple[list[Record], list[str]]:
     for path in sorted(Path(folder).glob(f"*{SUFFIX}")):
         try:
             records.append(read(path))
-        except ValueError as error:
-            unreadable.append(str(error))
+        except (ValueError, OSError) as error:  # such as a file that was deleted meanwhile
+            unreadable.append(describe_unreadable(path, error))
     return records, unreadable
 
 
@@ -91,50 +91,61 @@ def align(
       The fleet of the running machines. Its metrics are those that any of them has.
 
     Raises:
-      ValueError: where a length of time cannot be.
+      ValueError: for `seconds`, `period` or `silence` that is not finite and above 0.
     """
     for name, value in (("seconds", seconds), ("period", period), ("silence", silence)):
         if not (math.isfinite(value) and value > 0):
             raise ValueError(f"{name}={value} must be a finite number of seconds above 0.")
-    lives: defaultdict[str, list[Record]] = defaultdict(list)
+    records_by_machine: defaultdict[str, list[Record]] = defaultdict(list)
     for record in records:
-        lives[record.machine].append(record)
-    newest = {name: _newest(machine_records) for name, machine_records in sorted(lives.items())}
+        records_by_machine[record.machine].append(record)
+    newest = {
+        name: _newest(machine_records)
+        for name, machine_records in sorted(records_by_machine.items())
+    }
     if now is None:
         times = [time for time in newest.values() if math.isfinite(time)]
         now = float(np.median(times)) if times else 0.0
     # The grid ends at the tick nearest to the latest sample that counts.
     start = (math.floor(now / period) - math.ceil(seconds / period) + 1) * period
     processes = tuple(
-        _process_state(lives[name], newest[name], now, silence, ahead) for name in newest
+        _process_state(records_by_machine[name], newest[name], now, silence, ahead)
+        for name in newest
     )
     running = [process.machine for process in processes if process.state == "running"]
     metrics = sorted(
-        {name for machine in running for life in lives[machine] for name in life.columns}
+        {
+            name
+            for machine in running
+            for record in records_by_machine[machine]
+            for name in record.columns
+        }
     )
     length = math.ceil(seconds / period) + math.ceil(ahead / period)
     values = np.full((len(running), len(metrics), length), np.nan, np.float32)
     for row, name in enumerate(running):
-        for life in sorted(lives[name], key=lambda life: life.begun):
-            _write_samples(values[row], life, metrics, start, period)
+        for record in sorted(records_by_machine[name], key=lambda record: record.begun):
+            _write_samples(values[row], record, metrics, start, period)
     values = values[:, :, : _num_used_ticks(values)]
     return Aligned(Fleet(tuple(running), tuple(metrics), start, period, values), processes)
 
 
-def _newest(lives: Sequence[Record]) -> float:
+def _newest(records: Sequence[Record]) -> float:
     """Unix time of the newest sample, NaN without one."""
-    return max((float(life.times.max()) for life in lives if len(life.times)), default=math.nan)
+    return max(
+        (float(record.times.max()) for record in records if len(record.times)), default=math.nan
+    )
 
 
 def _process_state(
-    lives: Sequence[Record],
+    records: Sequence[Record],
     newest: float,
     now: float | int,
     silence: float | int,
     ahead: float | int,
 ) -> Process:
-    last = max(lives, key=lambda life: life.begun)
-    times = np.concatenate([life.times for life in lives])
+    last = max(records, key=lambda record: record.begun)
+    times = np.concatenate([record.times for record in records])
     future = int((times > now + ahead).sum())
     within = times[times <= now + ahead]
     age = now - newest
@@ -151,22 +162,22 @@ def _process_state(
         host=last.host,
         state=state,
         age=age,
-        damaged=sum(life.damaged for life in lives),
-        torn=sum(life.torn for life in lives),
+        damaged=sum(record.damaged for record in records),
+        torn=sum(record.torn for record in records),
         future=future,
     )
 
 
 def _write_samples(
-    values: np.ndarray, life: Record, metrics: Sequence[str], start: float, period: float | int
+    values: np.ndarray, record: Record, metrics: Sequence[str], start: float, period: float | int
 ) -> None:
     """Writes the samples of one record at their ticks; later written samples overwrite earlier."""
-    ticks = np.floor((life.times - start) / period + 0.5)
+    ticks = np.floor((record.times - start) / period + 0.5)
     inside = np.flatnonzero((ticks >= 0) & (ticks < values.shape[1]))[::-1]
     tick, last = np.unique(ticks[inside].astype(int), return_index=True)
-    columns = np.array([metrics.index(name) for name in life.columns], int)
-    samples = life.values[inside[last]]
-    for column, name, column_samples in zip(columns, life.columns, samples.T, strict=True):
+    columns = np.array([metrics.index(name) for name in record.columns], int)
+    samples = record.values[inside[last]]
+    for column, name, column_samples in zip(columns, record.columns, samples.T, strict=True):
         values[column, tick] = np.where(mask_valid(name, column_samples), column_samples, np.nan)
 
 

@@ -14,8 +14,8 @@ from typing import Literal
 
 import numpy as np
 
-Fault = Literal["machine", "program", "unknown"]
-FAULTS: tuple[Fault, ...] = ("machine", "program", "unknown")
+Cause = Literal["machine", "program", "unknown"]
+CAUSES: tuple[Cause, ...] = ("machine", "program", "unknown")
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class ErrorCode:
     Attributes:
       number: as the driver logs it.
       meaning: in a few words.
-      fault: usual cause, one of `FAULTS`.
+      cause: the usual one, one of `CAUSES`.
       handled: true if the machine has recovered by itself, so that no action is needed.
     """
 
     number: int
     meaning: str
-    fault: Fault
+    cause: Cause
     handled: bool = False
 
     def describe(self) -> str:
@@ -40,19 +40,19 @@ class ErrorCode:
             "machine": "the machine's",
             "program": "the program's as a rule",
             "unknown": "not known whose",
-        }[self.fault]
+        }[self.cause]
         handled = ", which handled it" if self.handled else ""
         return f"XID {self.number} ({self.meaning}; {whose}{handled})"
 
     @property
     def severity(self) -> int:
         """Severity rank: of several codes at the same time the one with the greatest counts."""
-        return 0 if not self.number else 1 + (self.fault != "program") + 2 * self.is_alarming
+        return 0 if not self.number else 1 + (self.cause != "program") + 2 * self.is_alarming
 
     @property
     def is_alarming(self) -> bool:
         """True if the machine needs attention."""
-        return self.fault == "machine" and not self.handled
+        return self.cause == "machine" and not self.handled
 
 
 _MACHINE = {
@@ -141,15 +141,15 @@ _UNKNOWN |= dict.fromkeys(
     (82, 83, 84, 86, 88, 89, *range(96, 106), 139, 142), "media engine exception"
 )
 
-_TABLES: tuple[tuple[dict[int, str], Fault, bool], ...] = (
+_TABLES: tuple[tuple[dict[int, str], Cause, bool], ...] = (
     (_MACHINE, "machine", False),
     (_HANDLED, "machine", True),
     (_PROGRAM, "program", False),
     (_UNKNOWN, "unknown", False),
 )
 XID = {
-    number: ErrorCode(number, meaning, fault, handled)
-    for table, fault, handled in _TABLES
+    number: ErrorCode(number, meaning, cause, handled)
+    for table, cause, handled in _TABLES
     for number, meaning in table.items()
 }
 """The codes of NVIDIA's catalogue that are in use, and those of older GPUs that say hardware."""

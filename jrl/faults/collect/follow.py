@@ -7,7 +7,14 @@ from typing import BinaryIO
 
 import numpy as np
 
-from jrl.faults.collect.record import SUFFIX, Header, Record, decode, read_header
+from jrl.faults.collect.record import (
+    SUFFIX,
+    Header,
+    Record,
+    decode,
+    describe_unreadable,
+    read_header,
+)
 
 
 @dataclass
@@ -22,7 +29,7 @@ class _File:
 
 @dataclass
 class Follower:
-    """Reads the records of a folder, and at each further call what was written since.
+    """Reads the records of a folder; each further call reads only what was written since.
 
     A file that was replaced or truncated is read again, its last `last` rows only. A row that is
     half written is left for the next call.
@@ -39,16 +46,17 @@ class Follower:
     _files: dict[Path, _File] = field(default_factory=dict)
 
     def read(self) -> tuple[list[Record], list[str]]:
-        """All records of the folder, and one line for each file that cannot be read."""
+        """The newest `last` rows of every file, those of earlier calls included, and one line for
+        each file that cannot be read."""
         self.bytes_read = 0
         records, unreadable = [], []
         paths = sorted(self.folder.glob(f"*{SUFFIX}"))
         for path in paths:
             try:
                 records.append(self._follow(path))
-            except ValueError as error:
+            except (ValueError, OSError) as error:  # such as a file that was deleted meanwhile
                 self._files.pop(path, None)
-                unreadable.append(str(error))
+                unreadable.append(describe_unreadable(path, error))
         self._files = {path: each for path, each in self._files.items() if path in paths}
         return records, unreadable
 
@@ -58,7 +66,7 @@ class Follower:
             state = self._files.get(path)
             if state is None or state.inode != status.st_ino or state.offset > status.st_size:
                 state = self._begin(path, file, status)
-            row_size = state.header.row.itemsize
+            row_size = state.header.row_dtype.itemsize
             complete_rows = (status.st_size - state.offset) // row_size
             file.seek(state.offset)
             content = file.read(complete_rows * row_size)
@@ -74,8 +82,8 @@ class Follower:
     def _begin(self, path: Path, file: BinaryIO, status: os.stat_result) -> _File:
         header = read_header(path, file)
         self.bytes_read += header.size
-        rows = (status.st_size - header.size) // header.row.itemsize
-        offset = header.size + max(0, rows - self.last) * header.row.itemsize
+        rows = (status.st_size - header.size) // header.row_dtype.itemsize
+        offset = header.size + max(0, rows - self.last) * header.row_dtype.itemsize
         return _File(status.st_ino, header, offset, decode(header, b"", 0))
 
     def _append_rows(self, old: Record, new: Record, has_rows: bool) -> Record:

@@ -8,7 +8,8 @@ the file and no index can be lost. All numbers are little-endian:
 
 The CRC of a row starts from that of the header. A row is one ``write``, so a kill can tear the last
 row and no other; the reader leaves out torn and damaged rows and counts them. A clean end is a row
-of NaN. A file can be read while it is written: complete rows are returned.
+with a time whose values are all NaN. A file can be read while it is written: complete rows are
+returned.
 """
 
 import json
@@ -42,7 +43,7 @@ class Record:
       values: one row per sample, NaN where a metric had no value.
       damaged: rows left out because their checksum is wrong.
       torn: bytes left out at the end that are not a full row.
-      ended: true if the file ends with the row of NaN that a clean end writes.
+      ended: true if the file ends with the end marker, a row of NaN values.
     """
 
     machine: str
@@ -102,6 +103,8 @@ class Writer:
     def append(self, time: float | int, values: Mapping[str, float | int]) -> None:
         """Writes one sample; a column that is not in `values` is NaN.
 
+        Without any value it is the end marker that `close` writes.
+
         Raises:
           ValueError: on a value for which there is no column.
         """
@@ -113,7 +116,7 @@ class Writer:
         os.write(self._file, content + struct.pack("<I", zlib.crc32(content, self._seed)))
 
     def close(self, time: float | int) -> None:
-        """Writes the row of NaN that marks a clean end. A second call does nothing."""
+        """Writes the row of NaN values that marks a clean end. A second call does nothing."""
         if self._file >= 0:
             self.append(time, {})
             os.close(self._file)
@@ -133,7 +136,7 @@ def read(path: Path | str, last: int | None = None) -> Record:
     path = Path(path)
     with path.open("rb") as file:
         header = read_header(path, file)
-        size = header.row.itemsize
+        size = header.row_dtype.itemsize
         complete, torn = divmod(os.fstat(file.fileno()).st_size - header.size, size)
         count = complete if last is None else min(complete, last)
         file.seek(header.size + (complete - count) * size)
@@ -156,8 +159,8 @@ class Header:
     size: int
 
     @property
-    def row(self) -> np.dtype:
-        """The layout of a row."""
+    def row_dtype(self) -> np.dtype:
+        """Structured dtype of a row."""
         columns = len(self.content["columns"])
         return np.dtype([("time", "<f8"), ("values", "<f4", (columns,)), ("crc", "<u4")])
 
@@ -171,9 +174,16 @@ def read_header(path: Path, file: BinaryIO) -> Header:
     return _parse_header(path, file.read(_PREFIX.size), file.read)
 
 
+def describe_unreadable(path: Path, error: ValueError | OSError) -> str:
+    """One line on a file that cannot be read: a damaged one, or one that cannot be opened."""
+    if isinstance(error, OSError):
+        return f"{path} cannot be read: {error.strerror}."
+    return str(error)
+
+
 def decode(header: Header, content: bytes, torn: int) -> Record:
     """Decodes full rows into a record; `torn` bytes after them are no row."""
-    rows = np.frombuffer(content, header.row)
+    rows = np.frombuffer(content, header.row_dtype)
     good = _checksums_match(content, rows, header.seed)
     ended = bool(len(rows) and good[-1] and np.isnan(rows["values"][-1]).all())
     samples = rows[good][:-1] if ended else rows[good]

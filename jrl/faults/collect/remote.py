@@ -4,7 +4,6 @@ Either a Prometheus server is queried for the samples that it has scraped since 
 the exporters' pages are scraped directly.
 """
 
-import json
 import math
 import re
 import urllib.error
@@ -35,7 +34,8 @@ class SampleSource(Protocol):
     """Source of samples that can be polled."""
 
     def poll(self, since: float, now: float) -> tuple[list[Sample], list[str]]:
-        """The samples after `since`, and one line for each address that did not answer."""
+        """At least the samples after `since`, older ones too (`Store` drops what it has), and one
+        line per problem."""
         ...
 
 
@@ -83,11 +83,15 @@ class Store:
 class Prometheus:
     """Prometheus server, queried for raw samples with the times at which they were scraped.
 
-    A range of a plain selector returns these; ``query_range`` would repeat each at every step.
+    An instant query of a range vector (``selector[900s]``) returns these; ``query_range`` would
+    resample them at every step.
 
     Args:
       server: its address, such as ``http://localhost:9090``.
       selector: the series, in PromQL; by default all known names.
+
+    Raises:
+      ValueError: for an address without http:// or https://.
     """
 
     def __init__(self, server: str, selector: str = SELECTOR):
@@ -110,12 +114,19 @@ class Prometheus:
 class Pages:
     """Exporters' own pages, scraped at each poll.
 
+    Samples get the time of the poll; timestamps on a page are ignored.
+
     Args:
-      addresses: of the pages, such as ``http://node7:9400/metrics``. A series without the label
-        ``instance`` gets the address's host and port as one.
+      addresses: of the pages, at least one, such as ``http://node7:9400/metrics``. A series without
+        the label ``instance`` gets the address's host and port as one.
+
+    Raises:
+      ValueError: without an address, and for one without http:// or https://.
     """
 
     def __init__(self, addresses: Sequence[str]):
+        if not addresses:
+            raise ValueError("scrape=() must have a page's address: http://node7:9400/metrics.")
         for address in addresses:
             check_address("scrape", address)
         self._addresses = tuple(addresses)
@@ -168,6 +179,8 @@ def check_address(name: str, address: str) -> None:
 
 _LINE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?\s*$")
 _LABEL = re.compile(r'(\w+)\s*=\s*"((?:[^"\\]|\\.)*)"')
+_ESCAPE = re.compile(r'\\([\\"n])')
+"""The escapes of a label's value; any other backslash is one, and a tab may be raw."""
 
 
 def read_page(text: str) -> Iterator[tuple[dict[str, str], float]]:
@@ -175,7 +188,7 @@ def read_page(text: str) -> Iterator[tuple[dict[str, str], float]]:
 
     https://prometheus.io/docs/instrumenting/exposition_formats/
     """
-    for line in text.splitlines():
+    for line in text.split("\n"):
         match = _LINE.match(line)
         if match is None or line.startswith("#"):
             continue
@@ -184,5 +197,9 @@ def read_page(text: str) -> Iterator[tuple[dict[str, str], float]]:
             value = float(value_text)
         except ValueError:
             continue
-        pairs = {key: json.loads(f'"{raw}"') for key, raw in _LABEL.findall(labels or "")}
+        pairs = {key: _unescape(raw) for key, raw in _LABEL.findall(labels or "")}
         yield {"__name__": name, **pairs}, value if math.isfinite(value) else math.nan
+
+
+def _unescape(raw: str) -> str:
+    return _ESCAPE.sub(lambda match: "\n" if match[1] == "n" else match[1], raw)

@@ -9,7 +9,7 @@ from jrl.faults.collect.align import Process
 from jrl.faults.collect.exporters import build_fleet, describe_ignored
 from jrl.faults.collect.remote import SampleSource, Store
 from jrl.faults.fleet import Detector, Fleet
-from jrl.faults.live.watcher import DetectionPass, Verdicts
+from jrl.faults.live.watcher import AlarmTracker, DetectionPass
 
 
 class RemoteWatcher:
@@ -22,7 +22,7 @@ class RemoteWatcher:
       silence: a machine without a sample for so many seconds is called silent.
       label: names the machine, see `build_fleet`.
       requested: names of exporters that are compared although they are unknown.
-      acknowledged: see `Verdicts`.
+      acknowledged: see `AlarmTracker`.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class RemoteWatcher:
         acknowledged: Callable[[], Collection[str]] | None = None,
     ):
         self._store = Store(source, seconds)
-        self._verdicts = Verdicts(detector, acknowledged)
+        self._tracker = AlarmTracker(detector, acknowledged)
         self._seconds, self._silence, self._label = seconds, silence, label
         self._requested = requested
 
@@ -47,7 +47,7 @@ class RemoteWatcher:
         now = time.time() if now is None else now
         series, problems = self._store.update(now)
         fleet = build_fleet(series, label=self._label, requested=self._requested)
-        report, raised = self._verdicts.judge(fleet)
+        report, raised = self._tracker.update(fleet)
         processes = tuple(
             self._process_state(fleet, row, now) for row in range(len(fleet.machines))
         )

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jrl.faults.collect.align import align, read_folder
-from jrl.faults.collect.error_codes import Fault
+from jrl.faults.collect.error_codes import Cause
 from jrl.faults.collect.exporters import build_fleet, describe_ignored
 from jrl.faults.collect.prometheus import read_series
 from jrl.faults.collect.vocabulary import PRIORITY
@@ -44,7 +44,7 @@ class ReplayOptions:
     """Seconds for which the same machine must stand out."""
     metrics: tuple[str, ...] = ()
     """The metrics to search, in this order; all that were recorded by default."""
-    xid: tuple[Fault, ...] = ("machine",)
+    xid: tuple[Cause, ...] = ("machine",)
     """Whose XID errors name a machine: some of machine, program and unknown. The others are said in
     a note."""
     machine_label: str | None = None

@@ -20,7 +20,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from jrl.faults.collect.error_codes import Fault
+from jrl.faults.collect.error_codes import Cause
 from jrl.faults.collect.exporters import SELECTOR
 from jrl.faults.collect.remote import Pages, Prometheus
 from jrl.faults.collect.vocabulary import PRIORITY, find_recorded
@@ -77,7 +77,7 @@ class WatchOptions:
     """What to compare, the most telling first; the first that names somebody ends the search. By
     default all for standard, step/time and cpu/process for outlier, those of production too for
     minder."""
-    xid: tuple[Fault, ...] = ("machine",)
+    xid: tuple[Cause, ...] = ("machine",)
     """Whose XID errors name a machine, for standard: some of machine, program and unknown. The
     others are said in a line below the table."""
     silence: float = 60.0

@@ -23,13 +23,15 @@ class DetectionPass:
     """Result of one detection pass over the records.
 
     Attributes:
-      fleet: the running machines, from the time when all of them have samples.
+      fleet: the machines with samples; of `Watcher` only the running ones, from the time when all
+        of them have samples.
       processes: state of all machines.
       alarms: the current ones.
-      raised: those of them that the last pass did not have.
+      raised: those of machines that had no alarm in the previous pass.
       unreadable: one line for each file or address that cannot be read.
       notes: what could not be compared and why, one line each.
-      comparable: true if anything was compared.
+      comparable: true if anything was compared; see `is_comparable` for a detector without
+        `examine`.
       health: cost and coverage of the pass itself, in words.
     """
 
@@ -53,8 +55,8 @@ class DetectionPass:
         return has_samples(self.processes)
 
 
-class Verdicts:
-    """Runs a detector at each pass, and tracks which of its alarms are new.
+class AlarmTracker:
+    """Runs a detector at each pass, and tracks which machines are newly alarmed.
 
     Args:
       detector: names the outlier machines; one with `examine` also lists what it cannot compare.
@@ -69,14 +71,17 @@ class Verdicts:
         self._acknowledged: Callable[[], Collection[str]] = acknowledged or tuple
         self._alarmed: set[str] = set()
 
-    def judge(self, fleet: Fleet, others: Sequence[Alarm] = ()) -> tuple[Report, tuple[Alarm, ...]]:
-        """The report on a fleet, with the alarms of `others` after it, and what is new in it."""
+    def update(
+        self, fleet: Fleet, others: Sequence[Alarm] = ()
+    ) -> tuple[Report, tuple[Alarm, ...]]:
+        """The report on a fleet, with the alarms of `others` at its end, and the alarms of machines
+        that had none at the last call."""
         acknowledged = set(self._acknowledged())
         compared = drop_machines(fleet, acknowledged)
         examine = getattr(self._detector, "examine", None)
         if examine is None:
             report = Report(
-                self._detector(compared), comparable=len(compared.machines) >= MIN_MACHINES
+                self._detector(compared), comparable=is_comparable(self._detector, compared)
             )
         else:
             report = examine(compared)
@@ -87,16 +92,17 @@ class Verdicts:
 
 
 class Watcher:
-    """Compares the processes that write below some folders.
+    """Compares the processes that write into some folders.
 
     Args:
-      folders: folders of records, by a prefix of the machines' names; a single folder may have the
-        empty prefix.
+      folders: folders of records by name: machine M of folder N is called N/M. A single folder may
+        have an empty name.
       detector: names the outlier machines.
       seconds: length of the compared record.
       silence: a process without a sample for so many seconds is no longer compared.
-      silence_timeout: after so many it raises an alarm, if another one is running; None never.
-      acknowledged: see `Verdicts`.
+      silence_timeout: after so many it raises an alarm, if it had samples after the youngest
+        running process started; None never.
+      acknowledged: see `AlarmTracker`.
     """
 
     def __init__(
@@ -112,7 +118,7 @@ class Watcher:
         # Twice the ticks: a clock that was set back writes some seconds twice.
         rows = 2 * math.ceil(seconds)
         self._followers = {name: Follower(folder, rows) for name, folder in folders.items()}
-        self._verdicts = Verdicts(detector, acknowledged)
+        self._tracker = AlarmTracker(detector, acknowledged)
         self._seconds, self._silence, self._timeout = seconds, silence, silence_timeout
         paths = ", ".join(str(folder) for folder in folders.values())
         self._no_sample_note = (
@@ -125,16 +131,16 @@ class Watcher:
         now = time.time() if now is None else now
         records, unreadable = [], []
         for name, follower in self._followers.items():
-            new_records, errors = follower.read()
+            folder_records, errors = follower.read()
             prefix = f"{name}/" if name else ""
-            records += [replace(each, machine=prefix + each.machine) for each in new_records]
+            records += [replace(each, machine=prefix + each.machine) for each in folder_records]
             unreadable += errors
         aligned = align(records, now=now, seconds=self._seconds, silence=self._silence)
         fleet = trim_to_common_start(aligned.fleet)
-        report, raised = self._verdicts.judge(fleet, self._silent(aligned, records, now))
+        report, raised = self._tracker.update(fleet, self._silent(aligned, records, now))
         read = sum(follower.bytes_read for follower in self._followers.values())
         health = (
-            f"compared {len(fleet.machines)} of {len(aligned.processes)} processes, read "
+            f"{len(fleet.machines)} of {len(aligned.processes)} processes are running, read "
             f"{read / 1024:.0f} KiB in {time.monotonic() - started:.2f} s"
         )
         return DetectionPass(
@@ -168,6 +174,13 @@ def has_samples(processes: Sequence[Process]) -> bool:
     return not all(math.isnan(each.age) for each in processes)
 
 
+def is_comparable(detector: Detector, fleet: Fleet) -> bool:
+    """True if a detector without `examine` compares a fleet: as its `compares` says, or without it
+    if there are `MIN_MACHINES`."""
+    compares = getattr(detector, "compares", None)
+    return len(fleet.machines) >= MIN_MACHINES if compares is None else compares(fleet)
+
+
 def drop_machines(fleet: Fleet, machines: Collection[str]) -> Fleet:
     """The fleet without these machines."""
     rows = [row for row, name in enumerate(fleet.machines) if name not in machines]
@@ -176,7 +189,10 @@ def drop_machines(fleet: Fleet, machines: Collection[str]) -> Fleet:
 
 
 def trim_to_common_start(fleet: Fleet) -> Fleet:
-    """The fleet from the moment on at which its last machine has its first sample."""
+    """The fleet from the time on at which every machine has had a sample.
+
+    Machines without any do not count.
+    """
     has_sample = np.isfinite(fleet.values).sum(axis=1) > 0
     first_samples = [int(np.flatnonzero(row)[0]) for row in has_sample if row.any()]
     return fleet.last((fleet.num_samples - max(first_samples, default=0)) * fleet.period)

@@ -1,7 +1,7 @@
 """Continuity check: an alarm needs the same outlier machine for minutes; seconds are noise.
 
 A window *names* a machine where that machine has the greatest score of all and it exceeds the
-threshold. `NO_MACHINE` stands for no machine.
+threshold. `NO_MACHINE` of `jrl.faults.report` stands for no machine.
 """
 
 import math
@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Int
 
-NO_MACHINE = -1
 UNSEEN = -2
 """Stands for a window that was not scored yet."""
 

@@ -17,12 +17,12 @@ from jaxtyping import Bool, Float, Int
 from jrl.faults.collect.vocabulary import PRIORITY, meaning, search_order
 from jrl.faults.fleet import Alarm, Fleet
 from jrl.faults.minder import vae
-from jrl.faults.minder.continuity import NO_MACHINE, UNSEEN, Span, find_span, score_where_needed
+from jrl.faults.minder.continuity import UNSEEN, Span, find_span, score_where_needed
 from jrl.faults.minder.distances import BLOCK, distance_sums, normal_score
 from jrl.faults.minder.embedding import Method, View, denoised, gather
 from jrl.faults.minder.models import ANY, shipped_models
 from jrl.faults.minder.prepare import Prepared, prepare
-from jrl.faults.report import Report, Trace
+from jrl.faults.report import NO_MACHINE, Report, Trace
 
 MAX_EMBEDDED = 2**14
 """Machines times windows that are embedded in one compiled call; bounds its memory."""
@@ -66,13 +66,13 @@ class Minder:
       threshold: score from which a machine is a candidate, above 1. The paper's is not known; this
         one was chosen on simulated fleets by ``python -m jrl.faults benchmark --calibrate``.
       continuity: seconds for which the same machine must be the candidate; the paper's 4 minutes.
-      share: of the windows in that time that must name it. The paper's 1 lets one noisy window in
-        233 hide a fault.
+      share: fraction of the windows in that time that must name it. The paper's 1 lets one noisy
+        window in 233 hide a fault.
       floor: distance, in ranges of a metric, below which machines count as equal. Without it the
         farthest of four machines that agree to a thousandth would be an outlier.
       priority: metrics in the order in which they are searched, by any name of
-        `jrl.faults.collect.vocabulary`; others follow in the fleet's order,
-        but for what a process holds in memory.
+        `jrl.faults.collect.vocabulary`; others follow in the fleet's order, but for memory in use
+        (`LEVELS` there) and fatal error counters (`FATAL`).
       roles: one label per machine of the fleet; machines are compared within their role only.
         Under expert parallelism the load of experts differs: take (pipeline stage, expert rank).
       tokens: ``[machine, time]`` tokens that a machine received; metrics in `per_token` are divided
@@ -108,7 +108,7 @@ class Minder:
         return self.judge(self.prepare_fleet(fleet))
 
     def judge(self, record: "ScoredFleet") -> MinderReport:
-        """`examine` for a prepared record, which other detectors may have scored already."""
+        """`examine` for a prepared fleet, which other detectors may have scored already."""
         prepared = record.prepared
         if record.reasons:
             return report_incomparable(record)
@@ -146,7 +146,7 @@ class Minder:
         return max(1, round(self.continuity / period) - vae.WINDOW + 1)
 
     def prepare_fleet(self, fleet: Fleet) -> "ScoredFleet":
-        """The prepared fleet, role numbers, and reasons for which it cannot be compared."""
+        """The prepared fleet with role numbers, and reasons for which it cannot be compared."""
         if self.tokens is not None:
             fleet = divide_by_tokens(fleet, self.tokens, self.per_token)
         prepared = prepare(
@@ -195,7 +195,11 @@ def report_incomparable(fleet: "ScoredFleet") -> MinderReport:
 
 
 def role_numbers(fleet: Fleet, roles: Sequence[str] | None) -> Int[np.ndarray, " machine"]:
-    """Numbers of the roles, one per machine; all machines have the same where none are given."""
+    """Numbers of the roles, one per machine; all machines have the same where none are given.
+
+    Raises:
+      ValueError: unless there is one role per machine.
+    """
     if roles is None:
         return np.zeros(len(fleet.machines), int)
     if len(roles) != len(fleet.machines):
@@ -210,6 +214,9 @@ def divide_by_tokens(fleet: Fleet, tokens: np.ndarray, metrics: Sequence[str]) -
 
     Args:
       tokens: ``[machine, time]`` received in each sample; 0 tokens give a missing sample.
+
+    Raises:
+      ValueError: for tokens of another shape, or a metric that was not recorded.
     """
     expected = (len(fleet.machines), fleet.num_samples)
     if tokens.shape != expected:

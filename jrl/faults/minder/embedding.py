@@ -2,8 +2,8 @@
 
 A view takes a subset of the metrics and embeds their windows ``[channel, window, machine, sample]``
 as points ``[window, dim, machine]``. Minder has one view per metric; its ablations have one view of
-all, or leave the denoising out. An embedding's second argument is the mask of machines without
-padding, for embeddings that use all machines together.
+all, or leave the denoising out. An embedding's second argument is true on machines and false on
+padding; no embedding here uses it.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +32,8 @@ class View:
       name: its name in an alarm: a metric, or a name for multiple.
       channels: indices of its metrics in the prepared fleet.
       embed: from their windows to points.
-      width: samples of a window; those before the detector's own 8 are extra.
+      width: samples of a window. It ends where the detector's window of 8 ends; more samples reach
+        further back.
       summary: from the channels of a whole record and the width to a summary of each window,
         ``[dim, machine, window]``, which then goes through `embed` as windows of one sample; None
         embeds the windows themselves.
@@ -72,9 +73,12 @@ def _denoised(weights: vae.Weights, windows: Windows, machine_mask: MachineMask)
     return jnp.swapaxes(points, 0, 1)
 
 
-def side_by_side(each: Sequence[vae.Weights]) -> Embedding:
+def side_by_side(weights_per_channel: Sequence[vae.Weights]) -> Embedding:
     """Every channel through a model of its own, then all as one point (ablation CON)."""
-    stacked = {name: jnp.stack([weights[name] for weights in each]) for name in each[0]}
+    stacked = {
+        name: jnp.stack([weights[name] for weights in weights_per_channel])
+        for name in weights_per_channel[0]
+    }
     return partial(_side_by_side, stacked)
 
 
@@ -99,16 +103,18 @@ def as_points(windows: Windows, machine_mask: MachineMask) -> Points:
 
 
 def whitened_moments(values: Channels, width: int) -> Float32[np.ndarray, "dim machine window"]:
-    """The baseline's points: four moments of each metric, whitened, as one record has them.
+    """The baseline's points: four moments of each metric, whitened by the covariance of one record.
 
-    Mean, deviation, skewness and kurtosis over the window; principal components that hold 95 % of
-    the variance, each scaled to variance 1. The Euclidean distance of two such points is the
-    Mahalanobis distance of the machines. (The paper describes its baseline in these words only.)
+    Mean, standard deviation, skewness and kurtosis over the window; principal components that hold
+    95 % of the variance, each scaled to variance 1. The Euclidean distance of two such points is
+    the Mahalanobis distance of the machines. (The paper describes its baseline in these words
+    only.)
 
     The covariance is that of machines around the median of their fleet, over the whole record: the
     machines of one window are fewer than their 28 features in a small fleet, and points whitened by
     themselves are then equally far from each other. As in robust covariances, it is that of the
-    half nearest to the median: a machine that fails for minutes is no part of what is usual.
+    half of the points nearest to the median: a machine that fails for minutes is no part of what is
+    usual.
     """
     features = np.concatenate([four_moments(channel, width) for channel in values])
     matrix = whitening(features[:, :, :: max(1, width // 4)], 0.95)
@@ -119,7 +125,11 @@ def whitened_moments(values: Channels, width: int) -> Float32[np.ndarray, "dim m
 def four_moments(
     values: Float[np.ndarray, "machine time"], width: int
 ) -> Float32[np.ndarray, "4 machine window"]:
-    """Mean, deviation, skewness and kurtosis of each window, from running sums of powers."""
+    """Mean, standard deviation, skewness and kurtosis of each window, from running sums of powers.
+
+    Args:
+      values: scaled to [0, 1], without gaps.
+    """
     wide = values.astype(np.float64)
     power, means = np.ones_like(wide), []
     for _ in range(4):
@@ -138,9 +148,10 @@ def four_moments(
 def whitening(
     features: Float[np.ndarray, "feature machine window"], share: float
 ) -> Float32[np.ndarray, "feature feature"]:
-    """The matrix that makes usual features uncorrelated with variance 1; rows left out are 0.
+    """The matrix that makes features uncorrelated with variance 1; rows left out are 0.
 
-    Components are kept, the largest first, until they hold `share` of the variance.
+    The features are those of the half of the points nearest to their median. Components are kept,
+    the largest first, until they hold `share` of the variance.
     """
     centred = features - np.median(features, 1, keepdims=True)
     rows = centred.reshape(len(features), -1).T.astype(np.float64)
@@ -150,8 +161,8 @@ def whitening(
     usual = rows[far <= np.median(far)]
     spread = np.maximum(np.sqrt((usual**2).mean(0)), 1e-6)
     usual, size = usual / spread, size * spread
-    power, axes = np.linalg.eigh(usual.T @ usual / len(usual))
-    larger = np.cumsum(power[::-1])[::-1] - power
-    retained = (larger < share * power.sum()) & (power > 1e-6 * power.sum())
-    inverse = np.where(retained, 1 / np.sqrt(np.where(retained, power, 1)), 0)
-    return ((axes * inverse).T / size).astype(np.float32)
+    eigenvalues, eigenvectors = np.linalg.eigh(usual.T @ usual / len(usual))
+    larger = np.cumsum(eigenvalues[::-1])[::-1] - eigenvalues
+    retained = (larger < share * eigenvalues.sum()) & (eigenvalues > 1e-6 * eigenvalues.sum())
+    inverse = np.where(retained, 1 / np.sqrt(np.where(retained, eigenvalues, 1)), 0)
+    return ((eigenvectors * inverse).T / size).astype(np.float32)

@@ -91,7 +91,8 @@ def loss(
     *,
     variance: float,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Negative evidence bound per window, in nats up to a constant, and the mean squared error.
+    """Negative evidence lower bound (ELBO) per window, in nats up to a constant, and the mean
+    squared error.
 
     ``|x - x'|^2 / (2 variance) + KL(q(z|x) || N(0, 1))`` with
     ``z = mean + exp(log_variance / 2) noise``.
@@ -105,7 +106,7 @@ def loss(
 
 
 def save(path: Path | str, models: dict[str, Weights]) -> None:
-    """Writes models by metric name, as one ``.npz`` file of ``metric/weight`` arrays."""
+    """Writes models by metric name, as one ``.npz`` file of ``metric/layer/parameter`` arrays."""
     content = io.BytesIO()
     arrays = {
         f"{metric}/{name}": np.asarray(value, np.float32)
@@ -121,6 +122,6 @@ def load(path: Path | str) -> dict[str, Weights]:
     models: dict[str, Weights] = {}
     with np.load(path, allow_pickle=False) as file:
         for key in file.files:
-            metric, name = key.split("/", 1)
-            models.setdefault(metric, {})[name] = jnp.asarray(file[key])
+            metric, layer, parameter = key.rsplit("/", 2)  # a metric may be step/time
+            models.setdefault(metric, {})[f"{layer}/{parameter}"] = jnp.asarray(file[key])
     return models

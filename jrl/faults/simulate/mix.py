@@ -41,7 +41,7 @@ class Fault:
     fleet: float = 0.1
 
 
-PFC = ("pfc_tx_packet_rate", "cnp_rate")
+CONGESTION = ("pfc_tx_packet_rate", "cnp_rate")
 CPU = ("cpu_usage",)
 NVLINK = ("nvlink_bandwidth",)
 PCIE = ("pcie_bandwidth",)
@@ -53,13 +53,13 @@ FAULTS = (
         "ECC error",
         "intra-host hardware",
         38.9,
-        ((CPU, 0.80, -0.25), (GPU, 0.66, -0.30), (PFC, 0.35, 0.25), (NVLINK, 0.40, -0.15)),
+        ((CPU, 0.80, -0.25), (GPU, 0.66, -0.30), (CONGESTION, 0.35, 0.25), (NVLINK, 0.40, -0.15)),
     ),
     Fault(
         "PCIe downgrading",
         "intra-host hardware",
         6.6,
-        ((PFC, 1.0, 0.40), (PCIE, 1.0, -0.15), (GPU, 0.3, -0.12), (NETWORK, 0.9, -0.1)),
+        ((CONGESTION, 1.0, 0.40), (PCIE, 1.0, -0.15), (GPU, 0.3, -0.12), (NETWORK, 0.9, -0.1)),
         pipeline=0.45,
         fleet=0.25,
     ),
@@ -67,7 +67,7 @@ FAULTS = (
         "NIC dropout",
         "intra-host hardware",
         5.7,
-        ((PFC, 0.5, -0.12), (NETWORK, 1.0, -0.3), (CPU, 0.8, -0.25), (GPU, 0.8, -0.3)),
+        ((CONGESTION, 0.5, -0.12), (NETWORK, 1.0, -0.3), (CPU, 0.8, -0.25), (GPU, 0.8, -0.3)),
         pipeline=0.3,
     ),
     Fault(
@@ -81,7 +81,7 @@ FAULTS = (
         "AOC error",
         "intra-host hardware",
         0.9,
-        ((NETWORK, 0.7, -0.1), (PFC, 0.5, 0.12)),
+        ((NETWORK, 0.7, -0.1), (CONGESTION, 0.5, 0.12)),
         pipeline=0.4,
     ),
     Fault(
@@ -94,7 +94,7 @@ FAULTS = (
         "GPU execution error",
         "intra-host software",
         7.7,
-        ((GPU, 0.85, -0.25), (CPU, 0.5, -0.2), (PFC, 0.3, 0.2)),
+        ((GPU, 0.85, -0.25), (CPU, 0.5, -0.2), (CONGESTION, 0.3, 0.2)),
         pipeline=0.55,
         fleet=0.3,
     ),
@@ -108,14 +108,14 @@ FAULTS = (
         "machine unreachable",
         "network",
         6.0,
-        ((CPU, 0.8, -0.25), (NETWORK, 1.0, -0.25), (PFC, 0.6, 0.3), (GPU, 0.6, -0.25)),
+        ((CPU, 0.8, -0.25), (NETWORK, 1.0, -0.25), (CONGESTION, 0.6, 0.3), (GPU, 0.6, -0.25)),
         pipeline=0.25,
     ),
     Fault(
         "other",
         "other",
         10.2,
-        ((CPU, 0.5, 0.22), (GPU, 0.5, -0.22), (PFC, 0.4, 0.22), (MEMORY, 0.4, 0.15)),
+        ((CPU, 0.5, 0.22), (GPU, 0.5, -0.22), (CONGESTION, 0.4, 0.22), (MEMORY, 0.4, 0.15)),
     ),
 )
 

@@ -77,9 +77,10 @@ class Hyperparameters:
     mismatch_level: WeightLevel = "token"
     """Whether weights are of each token, of its whole sequence, or a geometric mean over that."""
     mismatch_low: float | None = None
-    """The least weight; 0 is no bound, None is 0 if truncated and 0.5 otherwise."""
+    """Lower end of the weights' range, before `mismatch_mean`; of geometric means if
+    sequence-masked. 0 is no bound, None is 0 if truncated and 0.5 otherwise."""
     mismatch_high: float | None = None
-    """The greatest weight; None is 2 if truncated and 5 otherwise."""
+    """Upper end of that range; None is 2 if truncated and 5 otherwise."""
     mismatch_mean: WeightMean | None = None
     """Divide the weights by their mean over the step's tokens or over its sequences; None is
     off."""

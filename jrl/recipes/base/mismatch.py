@@ -63,8 +63,8 @@ class Correction:
     All are computed from ``w``, the ratio of trainer to sampler (`jrl.losses.mismatch_weights`).
     First samples are rejected, then the weights of the others are normalised.
 
-    Rejection and metrics compare the full distributions of trainer and sampler at the base
-    temperature. The weights have one of two denominators:
+    Rejection and all metrics but `rollout_is_*` compare the sampled tokens' log-probabilities
+    before top-k and top-p, at the base temperature. The weights have one of two denominators:
 
     | denominator | w | with the ratio of the loss |
     |---|---|---|
@@ -77,10 +77,12 @@ class Correction:
 
     Args:
       weighting: `truncated_weights`, `icepop_weights` or `sequence_masked_weights`; None is off.
-      denominator: the sampler's probabilities that weights divide by; None is "policy".
       level: the unit of which the weights are a ratio: token, sequence or geometric mean.
-      low: the least weight; None is that of `RANGES`, 0 no bound.
-      high: the greatest weight; None is that of `RANGES`.
+      denominator: the sampler's probabilities that weights divide by; None is "policy".
+      low: lower end of the range, before `mean`: weights are clamped to it (truncated), set to 0
+        outside (icepop), or a sequence's are where its geometric mean is outside
+        (sequence-masked). None is that of `RANGES`, 0 no bound.
+      high: upper end of the range, likewise; None is that of `RANGES`.
       mean: the unit, token or sequence, over which weights are normalised to mean 1; None is off.
       rejection: `geometric_rejection_mask`, or `divergence_rejection_mask` by this estimator; None
         is off.
@@ -106,7 +108,7 @@ class Correction:
         return self.weighting is not None or self.rejection is not None
 
     @property
-    def compares(self) -> bool:
+    def needs_recomputed_logprobs(self) -> bool:
         """True if the correction needs the policy's log-probabilities as recomputed by the
         trainer."""
         # With the denominator "drawn", weights use `old_logprobs`, which the sampler may provide.
@@ -115,7 +117,7 @@ class Correction:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The least and the greatest weight."""
+        """The range of weights, of geometric means if sequence-masked."""
         assert self.weighting is not None
         low, high = RANGES[self.weighting]
         return low if self.low is None else self.low, high if self.high is None else self.high
@@ -142,12 +144,12 @@ class Correction:
         """Computes the corrections of a whole step, before its first update.
 
         Args:
-          logprobs: of the policy as recomputed by the trainer, in nats; None where it does not, and
-            then `compares` is false.
+          logprobs: of the policy as recomputed by the trainer, in nats; None where it does not.
+            Required if `needs_recomputed_logprobs`.
           rollout_logprobs: of the same policy as recorded by the sampler.
           mask: loss mask of the sampled tokens.
-          old_logprobs: the denominators of the loss's ratio: one of the first two. Required, as the
-            next, where the denominator of the weights is "drawn".
+          old_logprobs: the denominators of the loss's ratio: `rollout_logprobs`, or `logprobs` if
+            recomputed. Required, as the next, where the denominator of the weights is "drawn".
           behaviour_logprobs: in the distribution sampled from.
         """
         metrics, accepted = dict[str, Array](), mask
@@ -160,7 +162,7 @@ class Correction:
             metrics = {f"rollout_corr/{name}": value.value() for name, value in statistics.items()}
             if self.rejection is not None:
                 accepted = self._not_rejected(*arrays)
-                metrics |= _rejected(mask, accepted)
+                metrics |= _rejection_metrics(mask, accepted)
         if self.weighting is None:
             return Corrected(accepted, None, metrics)
         numerator, denominator = logprobs, rollout_logprobs
@@ -171,18 +173,22 @@ class Correction:
         weights, of_weights = self._weights(numerator, denominator, mask, accepted)
         return Corrected(accepted, weights, metrics | of_weights)
 
-    def _not_rejected(self, logprobs: Array, behaviour_logprobs: Array, mask: Array) -> Array:
-        arrays, (low, high) = (logprobs, behaviour_logprobs, mask), self.rejection_bounds
+    def _not_rejected(self, logprobs: Array, rollout_logprobs: Array, mask: Array) -> Array:
+        arrays, (low, high) = (logprobs, rollout_logprobs, mask), self.rejection_bounds
         if self.rejection == "geometric":
             return geometric_rejection_mask(*arrays, low=low, high=high)
         assert self.rejection is not None
         return divergence_rejection_mask(*arrays, kind=self.rejection, over=self.over, bound=high)
 
     def _weights(
-        self, logprobs: Array, behaviour_logprobs: Array, mask: Array, accepted: Array
+        self, numerator: Array, denominator: Array, mask: Array, accepted: Array
     ) -> tuple[Array, dict[str, Array]]:
-        """Weights of the `accepted` tokens, and their metrics."""
-        arrays, (low, high) = (logprobs, behaviour_logprobs, mask), self.bounds
+        """Weights of the `accepted` tokens, and their metrics.
+
+        Args:
+          numerator: log-probabilities of the ratio's numerator; `denominator` likewise.
+        """
+        arrays, (low, high) = (numerator, denominator, mask), self.bounds
         # "sequence-masked" bounds a sequence's geometric mean, though its weights are per token.
         level = "geometric" if self.weighting == "sequence-masked" else self.level
         bounded = mismatch_weights(*arrays, level=level)
@@ -209,11 +215,11 @@ class Correction:
         return weights, {f"rollout_corr/rollout_is_{n}": value for n, value in of_weights.items()}
 
 
-def checked(correction: Correction, old_logprobs: OldLogprobs) -> Correction:
-    """Validates the correction for these old log-probabilities, and returns it.
+def check_correction(correction: Correction, old_logprobs: OldLogprobs) -> None:
+    """Validates the correction for these old log-probabilities.
 
     Raises:
-      ValueError: naming the setting of a recipe that contradicts another.
+      ValueError: naming the setting of a recipe that contradicts another, or an empty range.
     """
     c = correction
     if c.weighting is not None and c.denominator != "drawn" and old_logprobs == "sampler":
@@ -252,7 +258,6 @@ def checked(correction: Correction, old_logprobs: OldLogprobs) -> Correction:
         _check_range("mismatch", *c.bounds)
     if c.rejection is not None:
         _check_range("rejection", *c.rejection_bounds)
-    return correction
 
 
 def _check_used(
@@ -272,13 +277,10 @@ def _check_used(
 
 def _check_range(owner: str, low: float, high: float) -> None:
     if low < 0 or high <= low:
-        raise ValueError(
-            f"{owner}_low={low} and {owner}_high={high} must be a range of numbers from 0 on: "
-            "nothing lies in it."
-        )
+        raise ValueError(f"{owner}_low={low} and {owner}_high={high} must satisfy 0 <= low < high.")
 
 
-def _rejected(mask: Array, accepted: Array) -> dict[str, Array]:
+def _rejection_metrics(mask: Array, accepted: Array) -> dict[str, Array]:
     """Fraction of rejected tokens, and of sequences with a rejected token."""
     gone = mask & ~accepted
     sequences = jnp.any(mask, axis=1)

@@ -28,7 +28,7 @@ from jrl.recipes.base.hyperparameters import Hyperparameters
 from jrl.recipes.base.mismatch import (
     Correction,
     Denominator,
-    checked,
+    check_correction,
 )
 from jrl.recipes.base.optimizer import Optimizer
 from jrl.recipes.base.temperature import AdaptiveTemperature
@@ -64,7 +64,7 @@ class Recipe(Hyperparameters):
                 )
         super().__post_init__()
         # After the check of the hyperparameters, as hooks compute the correction from them.
-        checked(self.correction, self.old_logprobs)
+        check_correction(self.correction, self.old_logprobs)
 
     @property
     def name(self) -> str:
@@ -100,7 +100,7 @@ class Recipe(Hyperparameters):
     def rescores(self) -> bool:
         """True if the trainer scores the completions with its policy before the first update."""
         # Each of these needs outputs of the policy before its first update: one pass computes all.
-        needed = self.correction.compares or self.temperature_rule is not None
+        needed = self.correction.needs_recomputed_logprobs or self.temperature_rule is not None
         return needed or self.old_logprobs == "recompute" or self.router_replay == "R2"
 
     @property

@@ -7,8 +7,7 @@ from decimal import Decimal
 from typing import Any
 
 MAX_EXPONENT = 300
-"""Powers of ten by which a number may be shifted, as a float's may: written out it has as many
-digits."""
+"""Largest decimal exponent of an answer, about that of a float: it is written out in digits."""
 LIKELY_ANSWERS = (
     *("answer", "completion", "solution", "ground_truth", "final_answer", "expected_answer"),
     *("target", "label", "output", "response"),
@@ -23,7 +22,7 @@ LIKELY_FIELDS = {
     "--messages-field": (LIKELY_MESSAGES, (list,)),
     "--answer-field": (LIKELY_ANSWERS, (str, int, float)),
 }
-"""Names and types of the fields that each of them may mean."""
+"""By flag: likely names, and possible types, of the field that it names."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +53,8 @@ class Number(float):
 
 
 class Row(dict[str, Any]):
-    """The record of a table, which has every field of every record: those that are null may be
-    none of its own."""
+    """Record of a table, in which each has the fields of all: a null may stand for a field that
+    the record did not have."""
 
 
 def get_field(record: Mapping[str, Any], name: str) -> Any:
@@ -80,13 +79,13 @@ def has_field(record: Mapping[str, Any], name: str) -> bool:
 def require_field(
     record: Mapping[str, Any], name: str, location: str, flags: Sequence[str] = PROMPT_FLAGS
 ) -> Any:
-    """The value of a field that there must be, which may be null.
+    """Value of a required field; it may be null.
 
     Args:
-      flags: that name such a field.
+      flags: flags that name the field, for the message.
 
     Raises:
-      ValueError: naming the fields that are there, and the flag that reads another.
+      ValueError: naming the fields of the record, and the flags.
     """
     if not has_field(record, name):
         raise ValueError(
@@ -109,7 +108,8 @@ def answer_text(value: Any, field: str, location: str) -> str:
     """An answer as a text. A number is written with the digits that it has, without exponent.
 
     Raises:
-      ValueError: for what is no text with content and no finite number.
+      ValueError: for what is no text with content and no number, and for a number that is not
+        finite, too large or too small.
     """
     if hasattr(value, "item"):
         value = value.item()  # of numpy
@@ -125,10 +125,10 @@ def check_text(value: Any, field: str, location: str, *, empty: bool = False) ->
     """The value of a field that must be a text.
 
     Args:
-      empty: whether it may be without content.
+      empty: true if the text may be empty.
 
     Raises:
-      ValueError: where it is none.
+      ValueError: where it is no text, empty, or has half of a surrogate pair.
     """
     if not isinstance(value, str) or not (value.strip() or empty):
         raise ValueError(
@@ -143,10 +143,10 @@ def check_text(value: Any, field: str, location: str, *, empty: bool = False) ->
 
 
 def from_json(value: Any, field: str, location: str, what: str) -> Any:
-    """The value of a field that tables often have as JSON text.
+    """Value of a field, decoded if it is JSON text, as it often is in tables.
 
     Args:
-      what: to write in its place, for the message.
+      what: the value to write instead, for the message.
 
     Raises:
       ValueError: for a text that is no JSON.
@@ -184,7 +184,7 @@ def suggest_flags(record: Mapping[str, Any], flags: Sequence[str]) -> str:
 
 
 def short(value: object) -> str:
-    """A value as a message has it."""
+    """`repr` of a value for a message, cut to 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 

@@ -37,7 +37,7 @@ DECODE_PARTIALS = "parts of decoding attention"
 
 
 def memory(setup: Setup) -> dict[str, int]:
-    """Bytes on each device, by kind of buffer, in the order of use.
+    """Bytes on each device, by kind of buffer; kinds without any are left out.
 
     With ``W`` the bytes of the policy's weights on one device, ``itemsize x elements / devices it
     is split over`` for each of them, ``F`` those of as many float32 numbers, and ``V`` and ``E``
@@ -61,8 +61,9 @@ def memory(setup: Setup) -> dict[str, int]:
       computes all slots and reads the whole cache;
     * logits ``4 x rows x response / cp x min(chunk, vocab / tp)`` of a vocabulary chunk, or
       ``4 x rows x response / (cp tp) x vocab`` where the sampler truncates and that is more, with
-      the rows per device of the largest forward pass: a micro-batch, a warm start's batch, or all
-      completions where they are scored before the first update;
+      the rows per device of the largest forward pass: a micro-batch, a warm start's batch, or
+      where completions are scored before the first update all of them (on a pipeline, one of
+      `_num_scoring_micro_batches`);
     * under `Recipe.router_replay` the expert ids of each token and layer, a byte or two each;
     * under a `RunConfig.gradient_wire` of bfloat16 two bfloat16 copies of the largest gradient of a
       matrix, sent to and received from other sequence-parallel groups;
@@ -104,7 +105,7 @@ def memory(setup: Setup) -> dict[str, int]:
     if run.weights is None and run.checkpoint is None and run.warm_start_steps:
         forward.append(setup.geometry.supervised_rows(run.warm_start_batch))
     if recipe.uses_reference or recipe.rescores:
-        forward.append(recipe.completions // _num_scored(setup.geometry, time))
+        forward.append(recipe.completions // _num_scoring_micro_batches(setup.geometry, time))
     # Tokens of a step on one device.
     tokens = recipe.completions // mesh.size(mesh.dp) * time
     replays = recipe.router_replay is not None
@@ -195,13 +196,13 @@ def gradient_bytes(
     return _total(trees.select_trained(replace(unsharded, layers=layers), table(config)))
 
 
-def sent_bytes(network: ModelConfig, mesh: FoldedMesh, comm_dtype: str) -> int:
+def sent_bytes(config: ModelConfig, mesh: FoldedMesh, comm_dtype: str) -> int:
     """Bytes of the communication buffers of the largest gradient that is sent in bfloat16 across
     sequence-parallel groups (`sharding.compression`); 0 where gradients are sent in float32."""
     if comm_dtype == "float32":
         return 0
-    dims = shard_dims(network, mesh, comm_dtype)
-    float32_bytes = _local_bytes(shapes(network), mesh, specs(network, mesh))
+    dims = shard_dims(config, mesh, comm_dtype)
+    float32_bytes = _local_bytes(shapes(config), mesh, specs(config, mesh))
 
     def bytes_sent(dim: ShardDim, float32: int) -> int:
         uncompressed_stages = [stage for stage in dim.stages if stage != dim.compressed]
@@ -305,8 +306,8 @@ def stage_input_bytes(model: ModelConfig, geometry: Geometry) -> int:
     return chunks * layers * tokens * model.d_model * itemsize
 
 
-def _num_scored(geometry: Geometry, time: int) -> int:
-    """Number of micro-batches in which all completions are scored.
+def _num_scoring_micro_batches(geometry: Geometry, time: int) -> int:
+    """Number of micro-batches in which all completions are scored; 1 without a pipeline.
 
     Args:
       time: tokens of a completion with its prompt.

@@ -32,7 +32,7 @@ class ChatRows:
       before: positions up to the first token of a row.
       after: positions of all other tokens.
       dropped: conversations left out for their length.
-      truncated: conversations that were truncated.
+      truncated: conversations of `encoded` that were truncated.
     """
 
     encoded: Mapping[int, Encoded]
@@ -92,8 +92,10 @@ class ChatRows:
 def chat_rows(
     chats: Chats, format: ChatFormat, supervision: Supervision, model: ModelConfig, mesh: FoldedMesh
 ) -> ChatRows:
-    """Encodes all conversations; those that are too long are left out of `chats`, or truncated.
-    `chats` gets the text of the assistant's turns.
+    """Encodes all conversations; those that are too long are truncated or left out.
+
+    Changes `chats`: conversations left out are removed, and the answer of each other becomes the
+    text of its first turn in the loss mask.
 
     Raises:
       ValueError: for a conversation that cannot be encoded, a length above the checkpoint's maximum
@@ -152,19 +154,22 @@ def sampled_lengths(
       requested: tokens of a completion; None is a quarter more than the longest held-out turn
         (reasoning, calls and end included), and `EXTRA_TOKENS` more at least, within the network's
         positions but never less than that turn.
+
+    Raises:
+      ValueError: for a request of less than one token.
     """
     heldout = [chats.heldout(index) for index in range(chats.heldout_size or 0)]
     heldout_chats = [rows.encoded[chat.index] for chat in heldout if isinstance(chat, Chat)]
-    prompt = max(encoded_chat.context for encoded_chat in heldout_chats)
+    prompt_length = max(encoded_chat.context for encoded_chat in heldout_chats)
     if requested is None:
         longest = max(encoded_chat.turn_length for encoded_chat in heldout_chats)
         requested = longest + max(-(-longest // 4), EXTRA_TOKENS)
         if model.max_positions is not None:
             # The longest turn fits behind its own prompt, which is mostly not the longest one.
-            requested = max(min(requested, model.max_positions - prompt), longest)
+            requested = max(min(requested, model.max_positions - prompt_length), longest)
     if requested < 1:
         raise ValueError(f"response_length={requested} must be at least 1.")
-    return prompt, requested
+    return prompt_length, requested
 
 
 def _round_up_positions(columns: int, mesh: FoldedMesh) -> int:

@@ -36,6 +36,23 @@ def test_continuity_is_what_it_says():
         assert bool(SHORT(sick)) == named
 
 
+def test_it_compares_where_a_machine_that_is_off_throughout_is_named():
+    for time in (12, 13, 14, 40):
+        sick = fleet(time=time)
+        sick.values[1] *= 5
+        assert SHORT.compares(sick) == bool(SHORT(sick)) == (time >= 13)
+    assert not SHORT.compares(fleet(machines=2))
+
+
+def test_alarms_are_in_order_of_time_and_of_a_machine_the_later_one():
+    sick = fleet(5, time=90)
+    for machine, begin in ((3, 0), (1, 30), (3, 60)):
+        sick.values[machine, 0, begin : begin + 20] *= 6
+    first, second = SHORT(sick)
+    assert (first.machine, second.machine) == ("m1", "m3")
+    assert first.start < second.start
+
+
 def test_two_that_take_turns_are_not_named():
     sick = fleet(5)
     for begin in range(0, 60, 8):

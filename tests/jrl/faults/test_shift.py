@@ -24,7 +24,7 @@ def test_the_scores_against_the_definition_in_loops():
     away = random.normal(size=(4, 30))
     away[random.random(away.shape) < 0.1] = np.nan
     away[2, 12:] += 6
-    grid = Grid(width=3, hop=1, overlap=3, length=8, recent=4, minute=6)
+    grid = Grid(width=3, hop=1, overlap=3, length=8, recent=4, lag=6)
     scores, sides = onset_scores(away, grid, 0.75)
     assert scores.shape == (4, 30 - 3 - 8 + 1)
     for row in range(4):
@@ -63,6 +63,19 @@ def test_what_was_there_all_along_is_no_alarm_and_what_is_new_is():
     lasting.values[4, 0, 300:] += 15
     (alarm,) = DETECTOR(lasting)
     assert alarm.machine == "m4" and alarm.start == pytest.approx(1300, abs=40)
+
+
+def test_a_gap_in_a_shift_leaves_its_level_and_its_end():
+    shifted = fleet(seconds=900)
+    shifted.values[4, 0, 300:] += 20
+    (whole,) = DETECTOR(shifted)
+    shifted.values[4, 0, 400:440] = np.nan
+    (with_gap,) = DETECTOR(shifted)
+    assert (with_gap.start, with_gap.end) == (whole.start, whole.end)
+    assert with_gap.evidence["level"] == pytest.approx(whole.evidence["level"], rel=0.05)
+    shifted.values[4, 0, 700:] = np.nan
+    (silent,) = DETECTOR(shifted)
+    assert silent.end == pytest.approx(1700, abs=30)
 
 
 def test_drifts_returns_and_short_slowdowns_are_no_alarm():

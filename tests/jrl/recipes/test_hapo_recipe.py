@@ -216,7 +216,7 @@ def test_weights_are_chosen():
     assert Hapo(adaptive_temperature=False).correction.denominator == "drawn"
     assert not Hapo(mismatch=None).correction.on
     compared = Hapo(mismatch_denominator="policy", old_logprobs="recompute").correction
-    assert compared.denominator == "policy" and compared.compares
+    assert compared.denominator == "policy" and compared.needs_recomputed_logprobs
     assert Dapo(mismatch="icepop", mismatch_denominator="drawn").correction.on
     assert not Dapo(mismatch="icepop", mismatch_denominator="drawn").rescores
     with pytest.raises(ValueError, match="mismatch_denominator=drawn has no effect: mismatch=None"):

@@ -202,15 +202,15 @@ RECOMPUTE = {"old_logprobs": "recompute"}
         ),
         (
             {"mismatch": "icepop", "mismatch_low": 6.0, **RECOMPUTE},
-            "mismatch_low=6.0 and mismatch_high=5.0 must be a range",
+            "mismatch_low=6.0 and mismatch_high=5.0 must satisfy 0 <= low < high",
         ),
         (
             {"mismatch": "truncated", "mismatch_low": -1.0, **RECOMPUTE},
-            "mismatch_low=-1.0 and mismatch_high=2.0 must be a range",
+            "mismatch_low=-1.0 and mismatch_high=2.0 must satisfy 0 <= low < high",
         ),
         (
             {"rejection": "k2", "rejection_high": -0.5},
-            "rejection_low=0.0 and rejection_high=-0.5 must be a range",
+            "rejection_low=0.0 and rejection_high=-0.5 must satisfy 0 <= low < high",
         ),
     ],
 )

@@ -133,6 +133,8 @@ def test_lengths_of_time_that_cannot_be_are_refused(name):
 def test_a_file_that_cannot_be_read_is_a_line_beside_the_others(tmp_path):
     Writer(tmp_path, "good", ("x",), begun=0).append(1.0, {"x": 2.0})
     (tmp_path / "bad.1.samples").write_bytes(b"rubbish" * 9)
-    records, unreadable = read_folder(tmp_path)
+    (tmp_path / "deleted.1.samples").symlink_to(tmp_path / "nothing")
+    records, (bad, deleted) = read_folder(tmp_path)
     assert [each.machine for each in records] == ["good"]
-    assert len(unreadable) == 1 and "bad.1.samples is no record" in unreadable[0]
+    assert "bad.1.samples is no record" in bad
+    assert "deleted.1.samples cannot be read: No such file" in deleted

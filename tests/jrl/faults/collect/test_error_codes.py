@@ -2,7 +2,7 @@
 
 import pytest
 
-from jrl.faults.collect.error_codes import FAULTS, XID, error_code, most_severe
+from jrl.faults.collect.error_codes import CAUSES, XID, error_code, most_severe
 
 # Codes by the immediate action of the catalogue for GPUs from Ampere on.
 RESET = (46, 62, 64, 95, 109, 110, 119, 120, 136, 140, 143, 156, 158)
@@ -14,29 +14,29 @@ IGNORED = (63, 92, 93, 121, 160)
 @pytest.mark.parametrize("number", [*RESET, *SUPPORT])
 def test_what_needs_a_reset_or_support_is_the_machines(number):
     code = error_code(number)
-    assert code.fault == "machine" and code.is_alarming
+    assert code.cause == "machine" and code.is_alarming
 
 
 @pytest.mark.parametrize("number", [*RESTART_PROGRAM_AND_LOOK_INTO_IT, 43, 45, 137])
 def test_what_is_looked_for_in_the_program_is_the_programs(number):
-    assert error_code(number).fault == "program" and not error_code(number).is_alarming
+    assert error_code(number).cause == "program" and not error_code(number).is_alarming
 
 
 @pytest.mark.parametrize("number", IGNORED)
 def test_what_the_machine_mends_itself_alarms_nobody(number):
     code = error_code(number)
-    assert code.fault == "machine" and not code.is_alarming and "handled it" in code.describe()
+    assert code.cause == "machine" and not code.is_alarming and "handled it" in code.describe()
 
 
 @pytest.mark.parametrize("number", [1, 17, 200, 9999])
 def test_a_code_that_is_in_no_catalogue_is_nobodys(number):
-    assert error_code(number).fault == "unknown"
+    assert error_code(number).cause == "unknown"
     assert error_code(number).describe() == f"XID {number} (not in the catalogue; not known whose)"
 
 
 def test_every_code_is_stated_once_in_a_few_words():
     for number, code in XID.items():
-        assert code.number == number and code.fault in FAULTS
+        assert code.number == number and code.cause in CAUSES
         assert 0 < len(code.meaning) < 60 and code.meaning[-1] != "."
 
 

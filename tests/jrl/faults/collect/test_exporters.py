@@ -44,6 +44,22 @@ def test_a_page_is_read():
     assert found[3][1] == 1.5e6 and np.isnan(found[4][1])
 
 
+@pytest.mark.parametrize(
+    ("raw", "value"),
+    [
+        ("a\tb", "a\tb"),
+        (r"a\nb", "a\nb"),
+        (r"C:\\nodes", r"C:\nodes"),
+        (r"C:\data", r"C:\data"),  # no escape of the format
+        ("a\u2028b", "a\u2028b"),
+        (r"\"a\"", '"a"'),
+    ],
+)
+def test_values_of_labels_are_any_text(raw, value):
+    ((labels, number),) = read_page(f'up{{host="{raw}"}} 1\r\n')
+    assert labels == {"__name__": "up", "host": value} and number == 1
+
+
 def test_every_known_name_has_a_meaning_a_detector_uses():
     told = {column for column, _ in EXPORTED.values()}
     plain = {"gpu/clock/memory", "gpu/temperature/memory", "cpu/host", "memory/host"}

@@ -58,3 +58,21 @@ def test_an_end_a_damaged_row_and_a_new_file_in_its_place_are_seen(tmp_path):
     again.path.write_bytes(b"rubbish, but long enough")
     records, (line,) = follower.read()
     assert records == [] and "is no record" in line
+
+
+def test_a_file_that_cannot_be_opened_is_a_line_and_is_read_when_it_can(tmp_path):
+    writer = Writer(tmp_path, "host-0", COLUMNS, begun=0)
+    writer.append(1, {"step/time": 0.5})
+    late = tmp_path / "host-1.1.samples"
+    late.symlink_to(tmp_path / "nothing")  # as one that was deleted between listing and reading
+    follower = Follower(tmp_path, last=50)
+    records, (line,) = follower.read()
+    assert [each.machine for each in records] == ["host-0"]
+    assert line.startswith(f"{late} cannot be read: No such file")
+    late.unlink()
+    other = Writer(tmp_path, "host-1", COLUMNS, begun=0)
+    other.append(2, {"step/time": 0.5})
+    (first, second), unreadable = follower.read()
+    assert unreadable == []
+    same(first, writer.path)
+    same(second, other.path)

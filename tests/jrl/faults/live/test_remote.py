@@ -125,6 +125,11 @@ def test_exporters_pages_are_fetched_and_a_dead_one_is_said(server):
     assert "http://127.0.0.1:9/metrics cannot be reached" in problem
 
 
+def test_pages_need_an_address():
+    with pytest.raises(ValueError, match=r"scrape=\(\) must have a page's address"):
+        Pages(())
+
+
 def test_samples_of_a_clock_that_is_ahead_are_left_out_and_do_not_stop_the_asking():
     asked = []
 

@@ -166,6 +166,14 @@ def test_two_processes_are_no_all_clear(tmp_path, capsys, detector):
     assert "nobody stands out" not in capsys.readouterr().out
 
 
+def test_a_record_that_is_too_short_for_the_detector_is_no_all_clear(tmp_path, capsys):
+    recorded(tmp_path)
+    arguments = ["watch", str(tmp_path), "--once", "--detector=outlier"]
+    assert main([*arguments, "--continuity=100"]) == 4
+    assert "nobody stands out" not in capsys.readouterr().out
+    assert main([*arguments, "--continuity=10"]) == 0
+
+
 def test_a_hook_that_fails_is_said(capfd):
     alarm = Alarm("host-0", "step/time", 5.0, 9.0)
     assert command_hook("exit 7")(alarm) == 7
@@ -246,4 +254,4 @@ def test_who_is_acknowledged_is_left_out_and_another_can_be_named(tmp_path, caps
     known.write_text("host-1\n\n")
     assert main(arguments) == 0
     output = " ".join(capsys.readouterr().out.split())
-    assert output.count("ALARM") == 1 and "compared 5 of 5 processes, read" in output
+    assert output.count("ALARM") == 1 and "5 of 5 processes are running, read" in output

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jrl.faults.assess.baselines import Instant, mahalanobis, without_vae
-from jrl.faults.assess.train import Training, train_models
+from jrl.faults.assess.train import Training, gather_windows, train_models, windows_by_model
 from jrl.faults.fleet import Fleet
 from jrl.faults.minder import detect, vae
 from jrl.faults.minder.detect import Minder, WindowScorer, divide_by_tokens
@@ -303,6 +303,25 @@ def test_training_learns_and_repeats():
             np.testing.assert_array_equal(value, again[name][key])
     _, late = train_models(records, replace(training, steps=150))
     assert late[PRODUCTION[0]] < 0.6 * early[PRODUCTION[0]]
+
+
+def test_models_of_records_have_the_names_that_are_looked_up(tmp_path):
+    random = np.random.default_rng(0)
+    names = ("gpu0/power", "gpu1/power", "jrl_cpu_process", "step/time")
+    values = random.random((3, 4, 60), np.float32)
+    record = Fleet(("a", "b", "c"), names, 0.0, 1.0, values)
+    windows = windows_by_model([record], 40, random)
+    assert list(windows) == ["gpu_power_draw", "cpu_usage", "step/time", ANY]
+    assert all(of_model.shape == (vae.WINDOW, 1, 40) for of_model in windows.values())
+    models = dict.fromkeys(windows, shipped_models()[ANY])
+    vae.save(tmp_path / "models.npz", models)
+    again = vae.load(tmp_path / "models.npz")
+    assert {name: set(weights) for name, weights in again.items()} == {
+        name: set(weights) for name, weights in models.items()
+    }
+    fewer = replace(record, values=np.ones_like(values))
+    with pytest.raises(ValueError, match="record 2 has no metric 'gpu0/power' that varies"):
+        gather_windows([record, fewer], 40, random)
 
 
 def test_saved_models_are_read_back(tmp_path):
