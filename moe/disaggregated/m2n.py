@@ -139,7 +139,7 @@ class Collective:
             [{}] * len(self._targets) if arrays is None else [_shards(array) for array in arrays]
         )
         shards_to_send = [zeros | shard_of for shard_of in shards_to_send]
-        last_token = _ordering_tokens(frozenset(local_devices))
+        ordering_tokens = _ordering_tokens(frozenset(local_devices))
         inputs = [
             _assemble([shard_of[d] for d in local_devices], num_devices, self._union)
             for shard_of in (*shards_to_send, ordering_tokens)
