@@ -346,5 +346,5 @@ def value_of(
 ) -> Float[Array, "local"]:
     """The value of each state, float32, in products that no device shortens."""
     if config.head != "value" or weights.head is None:
-        raise ValueError(f'head={config.head!r} gives no values: the critic has head="value".')
+        raise ValueError(f'head={config.head!r} has no values: a critic needs head="value".')
     return float32_product(x.astype(jnp.float32), weights.head)
