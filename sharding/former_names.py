@@ -23,8 +23,8 @@ def former_names(module: str, **present: Any) -> Callable[[str], Any]:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         now = present[name]
         warnings.warn(
-            f"{module}.{name} is now {now.__module__}.{now.__qualname__}; the former name goes in"
-            " the release after this one",
+            f"{module}.{name} is now {now.__module__}.{now.__qualname__}; the former name will be"
+            " removed in the next release",
             DeprecationWarning,
             stacklevel=2,
         )
