@@ -27,16 +27,20 @@ TRAINED, ROWS, COLUMNS, STEPS = (4, 64), 8, 256, 32
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Times compilation and steps by depth")
-    parser.add_argument("--threads", type=int, default=2, help="processors to use")
-    parser.add_argument("--rounds", type=int, default=3, help="runs, of which the quickest counts")
-    parser.add_argument("--depths", type=int, nargs="+", default=[4, 48], help="scanned")
-    parser.add_argument("--unrolled", type=int, nargs="*", default=[4, 12], help="unrolled")
+    parser = argparse.ArgumentParser(description="Times compilation and steps by number of layers")
+    parser.add_argument("--threads", type=int, default=2, help="CPU cores to use")
+    parser.add_argument("--rounds", type=int, default=3, help="runs; the fastest counts")
+    parser.add_argument(
+        "--depths", type=int, nargs="+", default=[4, 48], help="numbers of scanned layers"
+    )
+    parser.add_argument(
+        "--unrolled", type=int, nargs="*", default=[4, 12], help="numbers of unrolled layers"
+    )
     parser.add_argument("--d-model", type=int, default=32, help="a multiple of 32")
     parser.add_argument("--kinds", choices=["equal", "windows", "delta"], default="equal")
     parser.add_argument("--programs", nargs="+", choices=list(PROGRAMS), default=list(PROGRAMS))
-    parser.add_argument("--smoke", action="store_true", help="once, at a size that takes no time")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--smoke", action="store_true", help="a single run at a tiny size")
+    parser.add_argument("--json", type=Path, help="file for the results")
     arguments = parser.parse_args()
     if arguments.smoke:
         arguments.rounds, arguments.depths, arguments.unrolled = 1, [2], [2]

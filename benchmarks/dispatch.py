@@ -23,14 +23,16 @@ WAYS = ("all_gather", "all_to_all", "ragged")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Times the ways of dispatch on these devices")
-    parser.add_argument("--devices", type=int, help="fake CPU devices; all real ones without")
-    parser.add_argument("--tokens", type=int, default=2048, help="of each device")
-    parser.add_argument("--width", type=int, default=512, help="elements of a token")
+    parser = argparse.ArgumentParser(
+        description="Times the token dispatch methods on these devices"
+    )
+    parser.add_argument("--devices", type=int, help="fake CPU devices (default: real ones)")
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens per device")
+    parser.add_argument("--width", type=int, default=512, help="elements per token")
     parser.add_argument("--experts-per-device", type=int, default=2)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
-    parser.add_argument("--rounds", type=int, default=7, help="timed calls of each, in turn")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--rounds", type=int, default=7, help="alternating timed calls")
+    parser.add_argument("--json", type=Path, help="file for the results")
     given = parser.parse_args(arguments)
     if given.devices is not None:
         import jax
@@ -53,7 +55,9 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 
     number = jax.device_count()
     if number < 2:
-        raise SystemExit("one device sends nothing: give --devices 8, or run where there are more.")
+        raise SystemExit(
+            "one device sends nothing: use --devices 8, or a machine with more devices."
+        )
     mesh = fold(Layout(dp=number, ep=number))
     ways = supported_dispatchers(mesh)
     exchange = ways[-1]
@@ -169,7 +173,7 @@ def report(figures: dict[str, Any]) -> str:
     lines = [
         f"{figures['device']}, {figures['tokens']} tokens of {figures['width']} {figures['dtype']} "
         "elements each, forward and backward",
-        f"{'k':>3} {'all_gather':>12} {exchange:>12} {'it sends':>10}",
+        f"{'k':>3} {'all_gather':>12} {exchange:>12} {'sent':>10}",
     ]
     for row in figures["rows"]:
         takes, sent = row["seconds"], row["sent, all-gather 1"]
@@ -179,9 +183,9 @@ def report(figures: dict[str, Any]) -> str:
         )
     rate = figures["exchange_rate"]
     if rate is None:
-        lines.append(f"all_gather is always quicker here: --dispatch all_gather, not {exchange}.")
+        lines.append(f"all_gather is always faster here: --dispatch all_gather, not {exchange}.")
     else:
-        lines.append(f"they cross where {exchange} sends {rate:.0%}: --exchange-rate {rate:.2f}")
+        lines.append(f"equal time where {exchange} sends {rate:.0%}: --exchange-rate {rate:.2f}")
     return "\n".join(lines)
 
 

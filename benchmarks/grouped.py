@@ -21,12 +21,12 @@ SPREADS = ("balanced", "Zipf", "all in one")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Times grouped matrix products")
-    parser.add_argument("--threads", type=int, default=2, help="processors to use")
+    parser.add_argument("--threads", type=int, default=2, help="CPU cores to use")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--groups", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--shape", type=int, nargs=3, default=[4096, 256, 512])
-    parser.add_argument("--smoke", action="store_true", help="once, at a size that takes no time")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--smoke", action="store_true", help="a single run at a tiny size")
+    parser.add_argument("--json", type=Path, help="file for the results")
     arguments = parser.parse_args()
     if arguments.smoke:
         arguments.rounds, arguments.shape, arguments.groups = 1, [64, 8, 16], [4]

@@ -22,12 +22,12 @@ from pathlib import Path
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Times one full GRPO step")
-    parser.add_argument("--threads", type=int, default=1, help="processors to use")
-    parser.add_argument("--steps", type=int, default=30, help="steps counted, per round")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds, ours and the peer's in turn")
+    parser.add_argument("--threads", type=int, default=1, help="CPU cores to use")
+    parser.add_argument("--steps", type=int, default=30, help="measured steps per round")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds, alternating with the peer")
     parser.add_argument("--models", nargs="+", default=["tiny", "tiny-dense"])
     parser.add_argument("--peer", help="Python of an environment with the peer extra")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--json", type=Path, help="file for the results")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
@@ -157,7 +157,7 @@ def report(figures: dict[str, list[dict[str, float]]], threads: int) -> None:
             f"{m['gen_tokens_per_second']:>11,.0f}{m['update_tokens_per_second']:>13,.0f}{ratio:>12}"
         )
         if "decode" in m:
-            print(f"{'':16}decoding alone {m['decode']:.3f} s")
+            print(f"{'':16}decoding only {m['decode']:.3f} s")
 
 
 if __name__ == "__main__":

@@ -28,16 +28,18 @@ from moe.weights import num_parameters, num_trained_parameters
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Times steps of adapters and of all weights")
+    parser = argparse.ArgumentParser(
+        description="Times training steps of adapters and of all weights"
+    )
     parser.add_argument("--model", default="small", help="a preset")
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--targets", help="as --lora-targets")
+    parser.add_argument("--targets", help="value of --lora-targets")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--layout", default="dp1")
-    parser.add_argument("--rows", type=int, default=16, help="completions of a mini-batch")
-    parser.add_argument("--time", type=int, default=128, help="tokens of a completion")
+    parser.add_argument("--rows", type=int, default=16, help="completions per mini-batch")
+    parser.add_argument("--time", type=int, default=128, help="tokens per completion")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--json", type=Path, help="file for the results")
     arguments = parser.parse_args()
     figures = compared(arguments)
     full = figures["all weights"]
@@ -46,7 +48,7 @@ def main() -> None:
         sizes = "".join(f"{found[part]:>14,}" for part in ("weights", "masters", "moments"))
         print(f"{name:14}{found['learn']:>12,}{sizes}{statistics.median(found['seconds']):>10.3f}")
     ratios = [a / b for a, b in zip(figures["adapters"]["seconds"], full["seconds"], strict=True)]
-    print(f"step of adapters over that of all weights: {statistics.median(ratios):.2f}")
+    print(f"step time, adapters / all weights: {statistics.median(ratios):.2f}")
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
 

@@ -39,16 +39,18 @@ PEERS = ("eager", "grouped_mm", "batched_mm")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Times one training step of small MoE models")
-    parser.add_argument("--threads", type=int, default=2, help="processors to use")
-    parser.add_argument("--steps", type=int, default=5, help="steps counted, per round")
-    parser.add_argument("--rounds", type=int, default=2, help="rounds, ours and the peer's in turn")
+    parser.add_argument("--threads", type=int, default=2, help="CPU cores to use")
+    parser.add_argument("--steps", type=int, default=5, help="measured steps per round")
+    parser.add_argument("--rounds", type=int, default=2, help="rounds, alternating with the peer")
     parser.add_argument("--batch", type=int, default=8, help="sequences")
-    parser.add_argument("--time", type=int, default=512, help="tokens of a sequence")
+    parser.add_argument("--time", type=int, default=512, help="tokens per sequence")
     parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--peer", help="Python of an environment with torch and transformers")
     parser.add_argument("--peer-experts", nargs="+", choices=PEERS, default=["grouped_mm", "eager"])
-    parser.add_argument("--huge-pages", action="store_true", help="memory by 2 MiB, not 4 KiB")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument(
+        "--huge-pages", action="store_true", help="memory pages of 2 MiB, not 4 KiB"
+    )
+    parser.add_argument("--json", type=Path, help="file for the results")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:

@@ -35,12 +35,14 @@ class Case:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Times estimators and losses beside rlax's")
+    parser = argparse.ArgumentParser(description="Times estimators and losses against rlax's")
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--time", type=int, default=4096)
-    parser.add_argument("--vocab", type=int, default=512, help="for the functions of logits")
+    parser.add_argument(
+        "--vocab", type=int, default=512, help="vocabulary size, for functions of logits"
+    )
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--json", type=Path, help="file for the results")
     arguments = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     figures = []

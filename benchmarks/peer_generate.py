@@ -67,7 +67,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Times generate of transformers")
+    parser = argparse.ArgumentParser(description="Times transformers' generate")
     parser.add_argument("--model", choices=list(DENSE), required=True)
     parser.add_argument("--cache", choices=CACHES, default="dynamic")
     parser.add_argument("--threads", type=int, default=2)

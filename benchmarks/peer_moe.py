@@ -68,7 +68,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Times a training step of MoE in transformers")
+    parser = argparse.ArgumentParser(
+        description="Times a training step of MoE models in transformers"
+    )
     parser.add_argument("--model", choices=list(SHAPES), required=True)
     parser.add_argument("--experts", choices=PEERS, default="grouped_mm")
     parser.add_argument("--threads", type=int, default=2)

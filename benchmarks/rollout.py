@@ -55,17 +55,17 @@ CACHES = ("dynamic", "static")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Times decoding")
-    parser.add_argument("--threads", type=int, default=2, help="processors to use")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds, all sides in turn")
+    parser.add_argument("--threads", type=int, default=2, help="CPU cores to use")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds, alternating between systems")
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--requests", type=int, default=1024)
-    parser.add_argument("--median", type=int, default=32, help="tokens of a response")
-    parser.add_argument("--model", default="small", help="preset that lengths are measured with")
+    parser.add_argument("--median", type=int, default=32, help="median tokens per response")
+    parser.add_argument("--model", default="small", help="preset for the comparison of lengths")
     parser.add_argument("--peer", help="Python of an environment with torch and transformers")
     parser.add_argument("--peer-models", nargs="+", choices=list(DENSE), default=list(DENSE))
     parser.add_argument("--peer-rows", type=int, nargs="+", default=[64, 1])
-    parser.add_argument("--smoke", action="store_true", help="once, at a size that takes no time")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--smoke", action="store_true", help="a single run at a tiny size")
+    parser.add_argument("--json", type=Path, help="file for the results")
     parser.add_argument("--one", choices=list(DENSE), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.smoke:
@@ -117,7 +117,7 @@ def over_lengths(arguments: argparse.Namespace) -> dict[str, Any]:
         }
         first, *others = (side() for side in sides.values())
         if not all(equal(first, other) for other in others):
-            sys.exit(f"{kind}: fixed batches drew other tokens than slots that are kept full.")
+            sys.exit(f"{kind}: fixed batches sampled other tokens than continuous batching.")
         seconds: dict[str, list[float]] = {name: [] for name in sides}
         utilisation = {}
         for _ in range(arguments.rounds):

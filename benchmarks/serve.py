@@ -41,16 +41,16 @@ LENGTH, PATIENCE = 512, 300
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Times serving")
-    parser.add_argument("--threads", type=int, default=2, help="processors of each server")
+    parser.add_argument("--threads", type=int, default=2, help="CPU cores per server")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--requests", type=int, default=12, help="of each client")
+    parser.add_argument("--requests", type=int, default=12, help="requests per client")
     parser.add_argument("--slots", type=int, default=64)
-    parser.add_argument("--devices", type=int, help="fake ones of ours; as many as processors")
-    parser.add_argument("--window", type=int, default=8, help="tokens between two looks")
-    parser.add_argument("--peer", help="the command transformers of an environment that has it")
+    parser.add_argument("--devices", type=int, help="fake devices of jrl (default: one per core)")
+    parser.add_argument("--window", type=int, default=8, help="tokens per scheduler step")
+    parser.add_argument("--peer", help="path of the command transformers")
     parser.add_argument("--peer-ways", nargs="+", choices=list(WAYS), default=list(WAYS))
-    parser.add_argument("--smoke", action="store_true", help="once, at a size that takes no time")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--smoke", action="store_true", help="a single run at a tiny size")
+    parser.add_argument("--json", type=Path, help="file for the results")
     arguments = parser.parse_args()
     layers, width = 6, 256
     if arguments.smoke:
@@ -70,7 +70,7 @@ def main() -> None:
     if arguments.peer:
         last = {name: rows[-1]["tokens/s"] for name, rows in figures.items()}
         ratio = last["jrl.serve"] / max(v for name, v in last.items() if name != "jrl.serve")
-        print(f"tokens/s at {arguments.clients[-1]} clients: {ratio:.1f} times those of the peer")
+        print(f"tokens/s at {arguments.clients[-1]} clients: {ratio:.1f} times the peer's")
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
 

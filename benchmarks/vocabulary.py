@@ -19,14 +19,14 @@ from typing import Any
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Times the head of a network in training")
-    parser.add_argument("--threads", type=int, default=2, help="processors to use")
+    parser = argparse.ArgumentParser(description="Times the LM head in training")
+    parser.add_argument("--threads", type=int, default=2, help="CPU cores to use")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--shape", type=int, nargs=3, default=[2048, 256, 32768])
     parser.add_argument("--chunks", type=int, nargs="+", default=[2048, 8192, 32768])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--smoke", action="store_true", help="once, at a size that takes no time")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--smoke", action="store_true", help="a single run at a tiny size")
+    parser.add_argument("--json", type=Path, help="file for the results")
     arguments = parser.parse_args()
     if arguments.smoke:
         arguments.rounds, arguments.shape, arguments.chunks = 1, [64, 8, 48], [16, 48]

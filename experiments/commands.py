@@ -24,7 +24,7 @@ def complete(command: Sequence[str], quiet: bool = False) -> None:
         except KeyboardInterrupt:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # the second one ends the command at once
             process.wait()
-            print("stopped; the same command goes on", file=sys.stderr)
+            print("stopped; run the same command to resume", file=sys.stderr)
             raise SystemExit(130) from None
     if status:
         raise SystemExit(f"{shlex.join(command)} failed")

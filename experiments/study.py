@@ -128,16 +128,20 @@ def command_line(study: Study) -> list[Curve]:
     """Runs what a study lacks, writes its results and gives them: the main function of each."""
     parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
     parser.add_argument("--runs", type=Path, default=Path("runs/experiments"))
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time")
-    parser.add_argument("--only", nargs="*", help="variants to run; the table has what there is")
-    parser.add_argument("--drawn", action="store_true", help="read results.csv and run nothing")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="parallel runs")
+    parser.add_argument(
+        "--only", nargs="*", help="variants to run; the table has all finished ones"
+    )
+    parser.add_argument(
+        "--drawn", action="store_true", help="only draw from results.csv, without training"
+    )
     arguments = parser.parse_args()
     if not arguments.drawn:
         wanted = [name for name in study.variants if not arguments.only or name in arguments.only]
         try:
             train(study, wanted, arguments.runs, arguments.jobs)
         except KeyboardInterrupt:
-            print("stopped; the same command goes on", file=sys.stderr)
+            print("stopped; run the same command to resume", file=sys.stderr)
             raise SystemExit(130) from None
         write(study, arguments.runs)
     return read(study)
@@ -161,7 +165,7 @@ def train(study: Study, variants: Sequence[str], runs: Path, jobs: int) -> None:
         except KeyboardInterrupt:
             stopping.set()
             print(
-                "Ctrl-C: runs finish their step and save it; Ctrl-C again ends at once",
+                "Ctrl-C: runs finish and save their step; Ctrl-C again stops immediately",
                 file=sys.stderr,
                 flush=True,
             )

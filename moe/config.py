@@ -181,14 +181,16 @@ class ModelConfig:
                 f"{self.num_kv_heads}: each key/value head serves the same number of query heads."
             )
         if self.head_dim % 2 and self.mla is None:
-            raise ValueError(f"head_dim={self.head_dim} must be even: rotary pairs its halves.")
+            raise ValueError(
+                f"head_dim={self.head_dim} must be even: RoPE rotates elements in pairs."
+            )
         if self.num_experts == 0 and self.d_ff == 0:
             raise ValueError(
                 "num_experts=0 and d_ff=0 leave no feed-forward layer: set one of them."
             )
         if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
             raise ValueError(
-                f"experts_per_token={self.experts_per_token} must lie in "
+                f"experts_per_token={self.experts_per_token} must be in "
                 f"1..num_experts={self.num_experts}."
             )
         check_routing(self)

@@ -82,8 +82,8 @@ def prefill(
     """
     if mesh.layout.cp > 1:
         raise ValueError(
-            f"layout {mesh.layout}: a cache of keys and values holds whole rows, so decoding runs "
-            "without context parallelism; cp must be 1."
+            f"layout {mesh.layout}: decoding does not support context parallelism, as a KV cache "
+            "holds full rows: use cp=1."
         )
     config = for_prefill(config)
     packed = packed_prefill(tokens, lengths, config, mesh, record_choices)

@@ -95,32 +95,32 @@ class Execution:
     def __post_init__(self):
         if self.fsdp and self.remat == "none":
             raise ValueError(
-                'fsdp with remat="none" keeps every layer that it joined until the backward pass: '
+                'fsdp with remat="none" keeps every all-gathered layer until the backward pass: '
                 'choose remat="selective", "projections" or "full".'
             )
         if self.buffer_factor is not None and not 0 < self.buffer_factor < math.inf:
             raise ValueError(
-                f"buffer_factor={self.buffer_factor} must be above 0: 1 is room for even routing, "
-                "1.5 is usual, and None is room for any."
+                f"buffer_factor={self.buffer_factor} must be above 0: 1 fits balanced routing, "
+                "1.5 is usual, and None fits any routing."
             )
         if self.activation_wire not in (None, *ACTIVATION_DTYPES):
             raise ValueError(
-                f"activation_wire={self.activation_wire!r} is nothing that tokens are sent in: use "
-                f"{', '.join(ACTIVATION_DTYPES)}, or None for their own dtype."
+                f"activation_wire={self.activation_wire!r} is not a communication dtype: use "
+                f"{', '.join(ACTIVATION_DTYPES)}, or None for the dtype of activations."
             )
         if self.exchange_rate is not None and not 0 < self.exchange_rate < math.inf:
             raise ValueError(
                 f"exchange_rate={self.exchange_rate} must be above 0: 1 is an all-to-all as "
                 "fast as a ring, python -m benchmarks.dispatch measures it, and None is the "
-                "planner's."
+                "planner's value."
             )
         if self.expert_chunks < 1:
             raise ValueError(
-                f"expert_chunks={self.expert_chunks} sends no token to an expert: use 1 for all "
-                "tokens at once, or 2 or more to communicate beside products."
+                f"expert_chunks={self.expert_chunks} must be at least 1: 1 sends all tokens in one "
+                "chunk, and 2 or more overlap communication with computation."
             )
         if self.vocab_chunk is not None and self.vocab_chunk < 1:
             raise ValueError(
-                f"vocab_chunk={self.vocab_chunk} takes no column of the head: use 1 or more, or "
-                "None for all at once."
+                f"vocab_chunk={self.vocab_chunk} must be at least 1; None computes the logits of "
+                "all columns in one chunk."
             )

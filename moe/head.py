@@ -361,5 +361,5 @@ def value_of(
       ValueError: the network is no critic.
     """
     if config.head != "value" or weights.head is None:
-        raise ValueError(f'head={config.head!r} gives no values: the critic has head="value".')
+        raise ValueError(f'head={config.head!r} has no values: a critic needs head="value".')
     return float32_product(x.astype(jnp.float32), weights.head)

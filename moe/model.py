@@ -318,7 +318,7 @@ def routing_choices(
       ValueError: for a network without experts, and as `run`.
     """
     if config.num_experts == 0:
-        raise ValueError("num_experts=0 has no router: there are no choices to give.")
+        raise ValueError("num_experts=0 has no router, so there are no expert ids to return.")
     config = config.for_any_routing()
     packed = pack_rows(tokens, valid, mesh, config)
     _, stats = run(weights, packed._replace(record_choices=True), config, mesh)
@@ -412,7 +412,7 @@ def check_num_tokens(num_tokens: int, mesh: FoldedMesh) -> None:
 def _check_single_stage(mesh: FoldedMesh) -> None:
     if mesh.layout.pp > 1:
         raise ValueError(
-            f"layout {mesh.layout} cuts the layers into pipeline stages, and what is asked for "
-            "runs them all on one device: scoring and training go through a pipeline, decoding "
-            "needs a layout with pp=1."
+            f"layout {mesh.layout} splits the layers into pipeline stages, but this call needs "
+            "all of them on each device: use a layout with pp=1. Only scoring and training "
+            "support pp."
         )

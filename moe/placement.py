@@ -167,5 +167,5 @@ def _to_shardings(
     partition_specs: Transformer[PartitionSpec], mesh: FoldedMesh
 ) -> Transformer[NamedSharding]:
     if not isinstance(mesh.mesh, jax.sharding.Mesh):
-        raise ValueError("shardings need real devices: fold the layout over some.")
+        raise ValueError("shardings need real devices: use fold instead of fold_abstract.")
     return jax.tree.map(lambda spec: NamedSharding(mesh.mesh, spec), partition_specs)

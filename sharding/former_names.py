@@ -78,7 +78,7 @@ def former_keywords(**present: str) -> Callable[[AnyCallable], AnyCallable]:
 
 def _warn(former: str, present: str) -> None:
     warnings.warn(
-        f"{former} is now {present}; the former name goes in the release after this one",
+        f"{former} is now {present}; the former name will be removed in the next release",
         DeprecationWarning,
         stacklevel=3,
     )

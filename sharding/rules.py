@@ -45,8 +45,8 @@ def partition_spec(axes: str, rules: Rules) -> PartitionSpec:
         for atom in atoms:
             if atom in owner:
                 raise ValueError(
-                    f"rules send both {owner[atom]!r} and {axis!r} of weight {axes!r} "
-                    f"to mesh axis {atom!r}; a mesh axis can hold one of them."
+                    f"rules map both {owner[atom]!r} and {axis!r} of weight {axes!r} "
+                    f"to mesh axis {atom!r}; a mesh axis can shard only one of them."
                 )
             owner[atom] = axis
         entries.append(atoms or None)

@@ -30,14 +30,14 @@ FLOAT32_TOLERANCE = 1e-4
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="Compares our objectives with the code of other libraries"
+        description="Compares the objectives with the code of other libraries"
     )
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=PEERS)
-    parser.add_argument("--batches", type=int, default=5, help="how many are drawn")
-    parser.add_argument("--json", type=Path, help="where to write the table")
+    parser.add_argument("--batches", type=int, default=5, help="random batches per function")
+    parser.add_argument("--json", type=Path, help="file for the table")
     arguments = parser.parse_args()
     if arguments.batches < 1:
-        parser.error(f"--batches {arguments.batches}: draw at least 1.")
+        parser.error(f"--batches {arguments.batches}: must be at least 1.")
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_x64", True)
 
@@ -51,7 +51,7 @@ def main() -> None:
     apart = [f"{row['peer']} {row['theirs']}" for row in rows if not row["agrees"]]
     print(f"{len(rows) - len(apart)} of {len(rows)} agree")
     if apart:
-        sys.exit("beyond the tolerance: " + "; ".join(apart))
+        sys.exit("outside the tolerance: " + "; ".join(apart))
 
 
 def comparisons_with(peer: str) -> "Iterator[Comparison]":

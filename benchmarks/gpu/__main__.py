@@ -34,13 +34,13 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         choices=list(PARTS),
         metavar="NAME",
-        help=f"parts of the table, of {', '.join(PARTS)}; tilings only by name",
+        help=f"benchmarks to run, of {', '.join(PARTS)}; tilings only if named",
     )
-    command.add_argument("--small", action="store_true", help="sizes that take no time")
-    command.add_argument("--minutes", type=float, default=8.0, help="for all of it")
-    command.add_argument("--seed", type=int, help="of all numbers; fresh unless given")
-    command.add_argument("--torch", default=sys.executable, help="Python with PyTorch")
-    command.add_argument("--out", type=Path, help="folder for the figures, JSON and Markdown")
+    command.add_argument("--small", action="store_true", help="tiny sizes")
+    command.add_argument("--minutes", type=float, default=8.0, help="time limit of the run")
+    command.add_argument("--seed", type=int, help="random seed (default: a new one)")
+    command.add_argument("--torch", default=sys.executable, help="Python interpreter with PyTorch")
+    command.add_argument("--out", type=Path, help="folder for the results, JSON and Markdown")
     command.add_argument("--child", help=argparse.SUPPRESS)
     return command
 
@@ -51,7 +51,7 @@ def main() -> None:
         serve(arguments.child)
         return
     if not arguments.minutes > 0:
-        parser().error(f"--minutes {arguments.minutes}: it takes more than none.")
+        parser().error(f"--minutes {arguments.minutes}: must be above 0.")
     began = time.monotonic()
     seed = secrets.randbelow(2**31) if arguments.seed is None else arguments.seed
     settings = Settings(small=True if arguments.small else None, seed=seed)

@@ -202,7 +202,7 @@ def layouts(name: str, shape: Dispatch, settings: Settings) -> Iterator[Row]:
         def compare(found):
             choices = found if form == "one sort" else found.assignments
             if (choices[: ids().size] != jax.jit(sorted_once)(ids())).any():
-                raise ValueError("is not the stable order of the choices")
+                raise ValueError("is not the stable order of the expert ids")
             return 0.0
 
         work = Work(3 * ids().nbytes, "bytes")
@@ -251,7 +251,7 @@ def _routed(settings: Settings, shape: Dispatch, rule: dict[str, Any], form: str
         expected = plain(*operands)
         # Two numbers a rounding apart may change places, and few are.
         if not (found.experts != expected.experts).mean() < 1e-4:
-            raise ValueError("chooses other experts than the plain twin")
+            raise ValueError("expert ids differ from the reference implementation")
         return max(map(difference, found[1:], expected[1:]))
 
     return measured(program, operands, Work(2 * logits.nbytes, "bytes"), settings, compare)

@@ -130,11 +130,11 @@ def draw(lines: list[Line], to: Path) -> None:
             axis.plot(found, [place + aside] * len(found), "o", color=INK, ms=4)
     axis.set_yticks(range(len(tasks)), tasks)
     axis.invert_yaxis()
-    axis.set_xlabel("held-out accuracy, a conversation of each prompt", color=INK)
+    axis.set_xlabel("held-out accuracy, one conversation per prompt", color=INK)
     axis.set_xlim(0, 1)
     axis.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     plain(axis)
-    save(figure, to, "Two tasks of several turns")
+    save(figure, to, "Two multi-turn tasks")
 
 
 def main() -> None:
@@ -142,7 +142,9 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/experiments/conversations"))
     parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--seeds", nargs="*", type=int, default=list(SEEDS))
-    parser.add_argument("--drawn", action="store_true", help="read results.csv and run nothing")
+    parser.add_argument(
+        "--drawn", action="store_true", help="only draw from results.csv, without training"
+    )
     arguments = parser.parse_args()
     if not arguments.drawn:
         arguments.runs.mkdir(parents=True, exist_ok=True)

@@ -34,7 +34,7 @@ def main() -> None:
     print(
         final_table(curves, {"actor/entropy": "entropy", "response_length/clip_ratio": "truncated"})
     )
-    draw_finals(curves, FOLDER / "plot.png", "From GRPO to DAPO, a part more at a time")
+    draw_finals(curves, FOLDER / "plot.png", "From GRPO to DAPO, one component at a time")
 
 
 if __name__ == "__main__":

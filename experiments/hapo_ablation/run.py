@@ -39,7 +39,7 @@ not how many groups a variant throws away."""
 def main() -> None:
     curves = command_line(STUDY)
     print(final_table(curves, {"actor/entropy": "entropy"}))
-    draw_finals(curves, FOLDER / "plot.png", "The parts of HAPO, alone and together")
+    draw_finals(curves, FOLDER / "plot.png", "Components of HAPO, each alone and all together")
 
 
 if __name__ == "__main__":

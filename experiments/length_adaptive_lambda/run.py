@@ -69,7 +69,7 @@ def draw(curves: list[Curve], reach: dict[str, float]) -> None:
         replace(curve, variant=f"{curve.variant}: {reach[curve.variant]:.0%} in reach")
         for curve in by_reach
     ]
-    draw_finals(labelled, FOLDER / "plot.png", "Reach of the outcome and what is learned")
+    draw_finals(labelled, FOLDER / "plot.png", "Reach of the outcome reward and final accuracy")
 
 
 def main() -> None:

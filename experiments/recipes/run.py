@@ -28,9 +28,9 @@ RUNS = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Trains every recipe and prints the gains")
+    parser = argparse.ArgumentParser(description="Trains every recipe and prints the accuracies")
     parser.add_argument("--runs", type=Path, default=Path("runs/experiments/recipes"))
-    parser.add_argument("--task", choices=["sort", "addition"], help="runs on it alone")
+    parser.add_argument("--task", choices=["sort", "addition"], help="run only on this task")
     arguments = parser.parse_args()
     print("| recipe | task | seed | rewards | sampled before | after | greedy before | after |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")

@@ -31,14 +31,16 @@ class Lora:
 
     def __post_init__(self):
         if self.rank < 1:
-            raise ValueError(f"lora_rank={self.rank} must be at least 1; leave it out for none.")
+            raise ValueError(
+                f"lora_rank={self.rank} must be at least 1; leave it out to train without adapters."
+            )
         if not 0 < self.alpha < float("inf"):
             raise ValueError(f"lora_alpha={self.alpha} must be above 0; 2 x rank is usual.")
         unknown = [target for target in self.targets if target not in TARGETS]
         if unknown or not self.targets or len(set(self.targets)) < len(self.targets):
             raise ValueError(
-                f"lora_targets={','.join(self.targets)!r} must be some of {','.join(TARGETS)}, "
-                "each once."
+                f"lora_targets={','.join(self.targets)!r} must be one or more of "
+                f"{','.join(TARGETS)}, each once."
             )
 
     @property

@@ -22,7 +22,7 @@ class ClampedSwiGLU:
 
     def __post_init__(self):
         if not self.limit > 0:
-            raise ValueError(f"limit={self.limit} must be above 0: larger gates are cut to it.")
+            raise ValueError(f"limit={self.limit} must be above 0: larger gates are clipped to it.")
 
 
 Activation = Literal["silu", "gelu_tanh"] | ClampedSwiGLU

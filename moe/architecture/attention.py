@@ -60,13 +60,13 @@ def check_attention(config: Any) -> None:
     full = config.full_attention_layers
     if full and (config.sliding_window is None or not set(full) < set(range(config.num_layers))):
         raise ValueError(
-            f"full_attention_layers={full} must be some of the layers 0 to {config.num_layers - 1} "
-            f"beside others with sliding_window={config.sliding_window}: leave both out where all "
-            "layers look back without limit."
+            f"full_attention_layers={full} must be some but not all of the layers 0 to "
+            f"{config.num_layers - 1}, and the others need a window (sliding_window="
+            f"{config.sliding_window}): leave both out if all layers have full attention."
         )
     if config.attention_gate and config.qkv_bias:
         raise ValueError(
-            "attention_gate=True has no place for qkv_bias=True: leave one of them out."
+            "attention_gate=True does not support qkv_bias=True: leave one of them out."
         )
     _check_rotation(config)
     mla = config.mla
@@ -79,17 +79,18 @@ def check_attention(config: Any) -> None:
     if mla.qk_rope_head_dim % 2 or mla.qk_rope_head_dim >= config.head_dim:
         raise ValueError(
             f"mla.qk_rope_head_dim={mla.qk_rope_head_dim} must be even and below head_dim="
-            f"{config.head_dim}, of which it is a part."
+            f"{config.head_dim}, which includes it."
         )
     if config.num_kv_heads != config.num_heads:
         raise ValueError(
-            f"latent attention has as many key/value heads as heads: set num_kv_heads="
-            f"{config.num_kv_heads} to num_heads={config.num_heads}."
+            f"num_kv_heads={config.num_kv_heads} must equal num_heads={config.num_heads} with "
+            "latent attention (mla)."
         )
     for name in UNSUPPORTED_WITH_LATENT_ATTENTION:
         if getattr(config, name):
             raise ValueError(
-                f"latent attention has no {name}, not {getattr(config, name)!r}: leave it out."
+                f"latent attention (mla) does not support {name}="
+                f"{getattr(config, name)!r}: leave it out."
             )
 
 
@@ -106,12 +107,13 @@ def _check_rotation(config: Any) -> None:
     if base is not None and (config.sliding_window is None or not base > 0):
         raise ValueError(
             f"window_rope_base={base} must be above 0 and needs layers with a window, not "
-            f"sliding_window={config.sliding_window}: leave it out where all layers rotate alike."
+            f"sliding_window={config.sliding_window}: leave it out if all layers have "
+            "one RoPE base."
         )
     scaling = config.rope_scaling
     if (nope or base is not None) and scaling is not None and scaling.score_factor != 1:
         raise ValueError(
-            f"rope_scaling={scaling} multiplies the scores of every layer, which cannot "
-            f"be had with nope_layers={nope} and window_rope_base={base}: leave out "
+            f"rope_scaling={scaling} scales the scores of every layer, which is not "
+            f"supported with nope_layers={nope} and window_rope_base={base}: leave out "
             "score_temperature."
         )

@@ -68,18 +68,18 @@ def check_delta(config: Any) -> None:
     valid = sorted(set(delta.layers) & set(range(config.num_layers)))
     if list(delta.layers) != valid or not 0 < len(valid) < config.num_layers:
         raise ValueError(
-            f"delta.layers={delta.layers} must be some of the layers 0 to {config.num_layers - 1}, "
-            "in order, beside others with attention."
+            f"delta.layers={delta.layers} must be some but not all of the layers 0 to "
+            f"{config.num_layers - 1}, in ascending order; the others have attention."
         )
     for name in UNSUPPORTED_WITH_DELTA:
         if getattr(config, name):
             raise ValueError(
-                f"layers with Gated DeltaNet cannot be had with {name}={getattr(config, name)!r}: "
+                f"layers with Gated DeltaNet do not support {name}={getattr(config, name)!r}: "
                 "leave it out."
             )
     kinds = [layer in delta.layers for layer in range(config.num_layers)]
     if config.execution.scan_layers and 2 * period_of(kinds) > config.num_layers:
         raise ValueError(
-            f"scan_layers=True runs layers whose kinds repeat as one program, and delta.layers="
-            f"{delta.layers} of {config.num_layers} layers repeat in no order: leave it out."
+            f"scan_layers=True needs layer types that repeat with a period, and delta.layers="
+            f"{delta.layers} of {config.num_layers} layers do not: leave scan_layers out."
         )

@@ -22,7 +22,7 @@ def check_first_layers(config: Any) -> None:
         raise ValueError(
             f"num_dense_layers={first} needs experts in the layers after it (num_experts="
             f"{config.num_experts}, num_layers={config.num_layers}) and a width, dense_d_ff="
-            f"{config.dense_d_ff}: set 0 where all layers are alike."
+            f"{config.dense_d_ff}: use 0 if all layers have the same type."
         )
     if config.shared_expert_gate and not (config.num_experts and config.d_ff):
         raise ValueError(
@@ -56,22 +56,25 @@ def check_routing(config: Any) -> None:
             raise ValueError(f"{name}={getattr(config, name)!r} must be one of {choices}.")
     if config.softmax_after_topk and config.router_scores == "sigmoid":
         raise ValueError(
-            'softmax_after_topk=True needs router_scores="softmax": sigmoid scores are their own.'
+            'softmax_after_topk=True needs router_scores="softmax": sigmoid scores take no softmax.'
         )
     if config.softmax_after_topk and not config.renormalise:
         raise ValueError(
-            "softmax_after_topk=True with renormalise=False cannot be had: a softmax over the "
-            "chosen sums to 1; leave renormalise=True."
+            "softmax_after_topk=True does not support renormalise=False: a softmax over the "
+            "selected experts sums to 1. Leave renormalise=True."
         )
     if not config.routed_scaling > 0:
-        raise ValueError(f"routed_scaling={config.routed_scaling} must be above 0; 1 is none.")
+        raise ValueError(
+            f"routed_scaling={config.routed_scaling} must be above 0; 1 is no scaling."
+        )
     if config.capacity_factor is not None and not config.capacity_factor > 0:
         raise ValueError(
-            f"capacity_factor={config.capacity_factor} must be above 0; None drops nothing."
+            f"capacity_factor={config.capacity_factor} must be above 0; None drops no tokens."
         )
     if config.bias_update_rate < 0:
         raise ValueError(
-            f"bias_update_rate={config.bias_update_rate} must not be negative; 0 keeps the bias."
+            f"bias_update_rate={config.bias_update_rate} must not be negative; 0 keeps the "
+            "bias fixed."
         )
     _check_groups(config)
 
@@ -80,7 +83,7 @@ def _check_groups(config: Any) -> None:
     groups, topk = config.num_expert_groups, config.expert_groups_per_token
     if not 1 <= topk <= groups:
         raise ValueError(
-            f"expert_groups_per_token={topk} must lie in 1..num_expert_groups={groups}."
+            f"expert_groups_per_token={topk} must be in 1..num_expert_groups={groups}."
         )
     if groups == 1:
         return
@@ -92,11 +95,12 @@ def _check_groups(config: Any) -> None:
     if config.experts_per_token % topk:
         raise ValueError(
             f"expert_groups_per_token={topk} does not divide experts_per_token="
-            f"{config.experts_per_token}: a group is judged by its best "
+            f"{config.experts_per_token}: a group is ranked by its best "
             "experts_per_token / expert_groups_per_token scores."
         )
     if config.experts_per_token // topk > config.num_experts // groups:
         raise ValueError(
-            f"experts_per_token={config.experts_per_token} are more than expert_groups_per_token="
-            f"{topk} groups of {config.num_experts // groups} experts hold: allow more groups."
+            f"experts_per_token={config.experts_per_token} exceeds the experts of "
+            f"expert_groups_per_token={topk} groups of "
+            f"{config.num_experts // groups}: use more groups per token."
         )

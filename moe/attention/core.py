@@ -76,7 +76,7 @@ def core_attention(
         return fused_attention(query, key, value, mask, scale, "xla", sinks)
     reason = _cudnn_obstacle(query, value, mask, sinks)
     if reason is not None:
-        raise ValueError(f'execution.attention="cudnn" cannot serve here: {reason}.')
+        raise ValueError(f'execution.attention="cudnn" is not supported here: {reason}.')
     return fused_attention(query, key, value, mask, scale, "cudnn", sinks)
 
 
@@ -100,8 +100,8 @@ def _check_kernel(query: Array, key: Array, value: Array) -> None:
     reason = obstacle(query, key, value)
     if reason is not None:
         raise ValueError(
-            f'execution.attention="mosaic" cannot serve here: {reason}; choose "blocked", or None '
-            "for the best that applies."
+            f'execution.attention="mosaic" is not supported here: {reason}; choose "blocked", or '
+            "None for the best that applies."
         )
 
 
@@ -133,8 +133,7 @@ def _cudnn_obstacle(
         return f'heads of {size} are wider than {widest}: choose narrower ones, or "plain"'
     if not takes_lengths(mask) and mask_size(mask) > MAX_MASK_ELEMENTS:
         return (
-            f"a mask of {mask_size(mask)} numbers, which rows of several sequences, parts of rows "
-            f"and windows that are looked up need, is larger than {MAX_MASK_ELEMENTS}: choose "
-            '"blocked"'
+            f"the mask has {mask_size(mask)} elements, more than {MAX_MASK_ELEMENTS} (packed "
+            'sequences, partial rows and windows that vary by layer need one): choose "blocked"'
         )
     return None

@@ -31,11 +31,11 @@ def kernel_obstacle(config: ModelConfig) -> str | None:
     if name is None or name == "plain":
         return None
     if name not in NAMES:
-        return f"is none of {', '.join(map(repr, NAMES))}"
+        return f"is not known: choose among {', '.join(map(repr, NAMES))}"
     if name == "interpreted":
-        return "cannot serve: the plain interpreter has no matrix units"
+        return "is not supported: Pallas's interpreter has no matrix units"
     reason = unsupported_by_decode_kernel(config)
-    return None if reason is None else f"cannot serve: {reason}"
+    return None if reason is None else f"is not supported: {reason}"
 
 
 def kernel_bytes(config: ModelConfig, mesh: FoldedMesh, rows: int, columns: int) -> int:

@@ -38,7 +38,7 @@ def training_flops(config: ModelConfig, time: int) -> float:
       12480.0
     """
     if config.mla is not None:
-        raise ValueError("training_flops counts grouped-query attention, not latent attention.")
+        raise ValueError("training_flops does not support latent attention (mla).")
     queries = config.num_heads * config.head_dim
     keys = config.num_kv_heads * config.head_dim
     delta, num_layers = config.delta, config.num_layers

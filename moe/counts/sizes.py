@@ -15,9 +15,9 @@ def sizes_of(config: ModelConfig) -> ModelSizes:
         describe.
     """
     if config.mla is not None:
-        raise ValueError("the planner counts grouped-query attention, not latent attention (mla).")
+        raise ValueError("the planner does not support latent attention (mla).")
     if config.delta is not None:
-        raise ValueError("the planner counts attention in every layer, not Gated DeltaNet (delta).")
+        raise ValueError("the planner does not support Gated DeltaNet (delta).")
     same = {field.name for field in fields(ModelSizes)} - {"tied"}
     if config.num_experts == 0:
         same -= {"experts_per_token", "d_expert"}

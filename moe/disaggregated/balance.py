@@ -42,7 +42,8 @@ def pack(
     capacity = len(loads) if capacity is None else capacity
     if num_bins < 1 or num_bins * capacity < len(loads):
         raise ValueError(
-            f"num_bins={num_bins} of capacity={capacity} do not hold {len(loads)} items: take more."
+            f"num_bins={num_bins} with capacity={capacity} do not hold {len(loads)} items: use "
+            "more bins."
         )
     bin_loads, bin_sizes = np.zeros(num_bins), np.zeros(num_bins, int)
     bins = np.zeros(len(loads), int)
@@ -66,7 +67,7 @@ def replicate_experts(
     """
     if num_slots < len(loads):
         raise ValueError(
-            f"num_slots={num_slots} do not hold {len(loads)} experts: take at least as many."
+            f"num_slots={num_slots} do not hold {len(loads)} experts: use at least as many slots."
         )
     counts, slot_experts = np.ones(len(loads)), list(range(len(loads)))
     for _ in range(num_slots - len(loads)):
@@ -110,12 +111,12 @@ def plan_placement(
       ValueError: where groups do not divide the experts, servers the devices or devices the slots.
     """
     for title, total, name, divisor in (
-        ("experts", len(loads), "num_groups", num_groups),
+        ("num_experts", len(loads), "num_groups", num_groups),
         ("num_devices", num_devices, "num_servers", num_servers),
         ("num_slots", num_slots, "num_devices", num_devices),
     ):
         if divisor < 1 or total % divisor:
-            raise ValueError(f"{name}={divisor} must divide the {total} of {title}.")
+            raise ValueError(f"{name}={divisor} must divide {title}={total}.")
     if num_groups % num_servers:
         num_groups = num_servers = 1
     # Experts of a group are neighbours, and remain so in their server.

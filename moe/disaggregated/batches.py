@@ -29,7 +29,7 @@ class AttentionTime:
         if self.per_token < 0 or self.per_cached_token < 0:
             raise ValueError(
                 f"per_token={self.per_token} and per_cached_token={self.per_cached_token} must not "
-                "be below 0."
+                "be negative."
             )
 
     @classmethod

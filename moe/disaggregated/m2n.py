@@ -87,8 +87,8 @@ class DevicePut:
     def __init__(self, source: FoldedMesh, target: FoldedMesh):
         if not _is_single_process(source, target):
             raise ValueError(
-                'm2n="device_put" copies between devices of one process, and others have some of '
-                'these: use "collective".'
+                'm2n="device_put" needs all devices in one process, but other processes have some '
+                'of them: use "collective".'
             )
         self._sources, self._targets = devices_of(source), devices_of(target)
         self._sharding = row_sharding(target)
@@ -352,8 +352,8 @@ def reachable_host(names: Sequence[str], process: int) -> str:
         if not (address := str(socket_address[0])).startswith("127."):
             return address
     raise ValueError(
-        f'm2n="transfer" needs an address by which other hosts reach {name!r}, and its name gives '
-        'none: enter one in DNS or /etc/hosts, or use "collective".'
+        f'm2n="transfer" needs an address by which other hosts reach {name!r}, but the name '
+        'resolves to none: add one to DNS or /etc/hosts, or use "collective".'
     )
 
 
@@ -370,7 +370,10 @@ def make_exchange(name: str | None, source: FoldedMesh, target: FoldedMesh) -> E
     if name is None:
         name = "device_put" if _is_single_process(source, target) else "collective"
     if name not in IMPLEMENTATIONS:
-        raise ValueError(f"m2n={name!r} is none of {', '.join(IMPLEMENTATIONS)}; None picks.")
+        raise ValueError(
+            f"m2n={name!r} is not known: choose among {', '.join(IMPLEMENTATIONS)}, or None for "
+            "the best that applies."
+        )
     return IMPLEMENTATIONS[name](source, target)
 
 

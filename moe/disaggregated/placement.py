@@ -48,13 +48,13 @@ class Placement:
             for device, slot in slots:
                 if not (0 <= device < self.num_devices and 0 <= slot < self.num_slots):
                     raise ValueError(
-                        f"expert {expert} is placed on slot {slot} of device {device}, and there "
-                        f"are {self.num_slots} slots on each of {self.num_devices} devices."
+                        f"expert {expert} is placed on slot {slot} of device {device}, but there "
+                        f"are only {self.num_slots} slots on each of {self.num_devices} devices."
                     )
                 if (device, slot) in seen:
                     raise ValueError(
                         f"slot {slot} of device {device} holds the experts "
-                        f"{seen[device, slot]} and {expert}: give each its own."
+                        f"{seen[device, slot]} and {expert}: use a slot for each."
                     )
                 seen[device, slot] = expert
 
@@ -76,7 +76,7 @@ class Placement:
         """
         if num_experts % num_devices:
             raise ValueError(
-                f"num_experts={num_experts} cannot be spread over ep={num_devices} devices: choose "
+                f"num_experts={num_experts} cannot be split over ep={num_devices} devices: choose "
                 "an ep that divides it."
             )
         each = num_experts // num_devices
@@ -137,10 +137,12 @@ def layer_placements(
     placements = (placement,) * num_layers if isinstance(placement, Placement) else tuple(placement)
     if len(placements) != num_layers:
         raise ValueError(
-            f"{len(placements)} placements are none of {num_layers} layers: give one each."
+            f"{len(placements)} placements were given for {num_layers} layers: give one per layer."
         )
     if len({(one.num_devices, one.num_slots) for one in placements}) > 1:
-        raise ValueError("the placements of layers differ in their slots: give all as many.")
+        raise ValueError(
+            "the placements of layers differ in devices or slots: use the same number for all."
+        )
     return placements
 
 

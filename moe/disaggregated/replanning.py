@@ -100,7 +100,7 @@ def observe(
     """
     if tokens.shape != balance.loads.shape:
         raise ValueError(
-            f"tokens of shape {tokens.shape} are not of {balance.loads.shape} layers and experts."
+            f"tokens has shape {tokens.shape}, not {balance.loads.shape} (layers, experts)."
         )
     step = balance.step + 1
     decay = min(policy.decay, (step - 1) / step)

@@ -359,8 +359,9 @@ def check_micro_batches(num_rows: int, micro_batches: int, mesh: SplitMesh) -> N
     unit = layout.num_devices * micro_batches
     if micro_batches < 1 or num_rows < 1 or num_rows % unit:
         raise ValueError(
-            f"{num_rows} rows cannot be shared by micro_batches={micro_batches} on dp={layout.dp} "
-            f"x tp={layout.tp} devices of attention: choose rows in multiples of {max(unit, 1)}."
+            f"{num_rows} rows cannot be split over micro_batches={micro_batches} and dp="
+            f"{layout.dp} x tp={layout.tp} attention devices: use a multiple of "
+            f"{max(unit, 1)} rows."
         )
 
 

@@ -46,8 +46,8 @@ class Split:
         attention, stroke, experts = text.partition("/")
         if not stroke or "/" in experts:
             raise ValueError(
-                f"split {text!r} is not two sides: write attention, a stroke and experts, for "
-                f"example {EXAMPLE!r}."
+                f"split {text!r} does not name two device groups: write attention, a slash and "
+                f"experts, for example {EXAMPLE!r}."
             )
         return cls(attention.strip(), experts.strip())
 
@@ -86,7 +86,7 @@ def fold_split(split: Split, devices: Sequence[Any] | None = None) -> SplitMesh:
     devices = jax.devices() if devices is None else devices
     if len(devices) != split.num_devices:
         raise ValueError(
-            f"split {str(split)!r} needs {split.num_devices} devices and {len(devices)} were "
+            f"split {str(split)!r} needs {split.num_devices} devices but {len(devices)} were "
             "given: change a size, or pass that many devices."
         )
     first = split.attention_layout.num_devices

@@ -148,34 +148,35 @@ def check_splits(config: ModelConfig, mesh: SplitMesh, placement: Placement | No
     """
     if not config.num_experts:
         raise ValueError(
-            "num_experts=0 leaves the devices of the experts without work: decode a dense network "
-            "on one mesh."
+            "num_experts=0 leaves the expert devices without work: decode a dense network on one "
+            "mesh."
         )
     if config.delta is not None:
         raise ValueError(
-            "delta puts Gated DeltaNet in some layers, whose states the side of attention does not "
-            "keep: decode such a network on one mesh."
+            "delta is not supported: the attention devices do not store the states of Gated "
+            "DeltaNet. Decode such a network on one mesh."
         )
     if config.expert_bias:
         raise ValueError(
-            "expert_bias=True is of experts whose biases the side of experts does not hold: decode "
+            "expert_bias=True is not supported: the expert devices do not store biases. Decode "
             "such a network on one mesh."
         )
     if config.norm_placement != "before":
         raise ValueError(
-            f"norm_placement={config.norm_placement!r} normalises what experts give, and the side "
-            "of attention adds it up as it comes: decode such a network on one mesh."
+            f"norm_placement={config.norm_placement!r} is not supported: the attention devices "
+            "add expert outputs without a norm. Decode such a network on one mesh."
         )
     ep, etp = (mesh.experts.size(axes) for axes in (mesh.experts.ep, mesh.experts.etp))
     placement = placement or Placement.identity(config.num_experts, ep)
     if len(placement.replicas) != config.num_experts:
         raise ValueError(
-            f"a placement of {len(placement.replicas)} experts is none of num_experts="
-            f"{config.num_experts}: place each of them."
+            f"a placement of {len(placement.replicas)} experts does not fit num_experts="
+            f"{config.num_experts}: place every expert."
         )
     if placement.num_devices != ep:
         raise ValueError(
-            f"a placement on {placement.num_devices} devices does not fit ep={ep}: plan for {ep}."
+            f"a placement on {placement.num_devices} devices does not fit ep={ep}: make one for "
+            f"{ep} devices."
         )
     if config.d_expert % etp:
         raise ValueError(

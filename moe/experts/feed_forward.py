@@ -129,7 +129,8 @@ def routed_experts(
     if not is_fused and implementation not in (None, *IMPLEMENTATIONS):
         names = ", ".join((*IMPLEMENTATIONS, *FUSED_KERNELS))
         raise ValueError(
-            f"experts={implementation!r} is none of {names}; None is the best that applies."
+            f"experts={implementation!r} is not known: choose among {names}, or None for the best "
+            "that applies."
         )
     if is_fused:
         _check_fused(weights, activation, implementation)
@@ -176,13 +177,13 @@ def _check_fused(weights: Experts[Array], activation: Activation, name: str | No
     if activation != "silu" or weights.gate_up_bias is not None:
         biases = "" if weights.gate_up_bias is None else " and biases"
         raise ValueError(
-            f"experts={name!r} has SwiGLU without biases between its products, not activation="
-            f"{activation!r}{biases}: give --experts mosaic."
+            f"experts={name!r} fuses SwiGLU without biases and does not support activation="
+            f"{activation!r}{biases}: use --experts mosaic."
         )
     if isinstance(weights.gate_up, Adapted):
         raise ValueError(
-            f"experts={name!r} has no adapters between its two products: give --experts mosaic, "
-            "or leave experts out of --lora-targets."
+            f"experts={name!r} does not support adapters of experts: use --experts mosaic, or "
+            "leave experts out of --lora-targets."
         )
 
 

@@ -24,7 +24,7 @@ def sort_by_group(groups: Int[Array, "row"], num_groups: int) -> tuple[Array, Ar
     if (num_groups + 1) * num_rows > jnp.iinfo(groups.dtype).max:
         raise ValueError(
             f"{num_rows} rows of {num_groups} groups have more (group, row) pairs than "
-            f"{groups.dtype} counts: route fewer rows at a time."
+            f"{groups.dtype} can count: route fewer rows at a time."
         )
     # One sort of distinct keys: several times as fast as a stable sort of pairs, and as a running
     # count per group where there are many groups.

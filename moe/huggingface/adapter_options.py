@@ -43,33 +43,33 @@ CHANGING_STARTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Beginnings of those that take something off the weights that the adapters are beside."""
 
 MERGE = (
-    "merge it in PEFT, PeftModel.from_pretrained(BASE, DIR).merge_and_unload()"
-    ".save_pretrained(OUT), and take OUT as the checkpoint"
+    "merge it with PEFT, PeftModel.from_pretrained(BASE, DIR).merge_and_unload()"
+    ".save_pretrained(OUT), and use OUT as the checkpoint"
 )
 CONVERT = (
-    "have PEFT write a plain LoRA where it was trained, save_pretrained(DIR, "
-    "path_initial_model_for_weight_conversion=START); or write true there where the checkpoint is "
-    "what its start had left of the weights"
+    "convert it to a plain LoRA with PEFT after training, save_pretrained(DIR, "
+    "path_initial_model_for_weight_conversion=START); or set the option to true if the checkpoint "
+    "has the base weights that this initialisation left"
 )
 PLAIN = "train a plain LoRA"
 REJECTED = {
-    "alora_invocation_tokens": ("it counts after some tokens only (aLoRA)", PLAIN),
+    "alora_invocation_tokens": ("it is active only after invocation tokens (aLoRA)", PLAIN),
     "arrow_config": (
-        "it chooses among several adapters (Arrow)",
-        "give the folder of one of them",
+        "it routes among adapters (Arrow)",
+        "use the folder of one of them",
     ),
-    "fan_in_fan_out": ("its matrices lie the other way round", MERGE),
-    "kasa_config": ("it takes singular values off the weights (KaSA)", MERGE),
-    "layer_replication": ("it repeats layers", MERGE),
-    "lora_bias": ("its products have biases", MERGE),
-    "megatron_config": ("its layers are Megatron's", PLAIN),
-    "modules_to_save": ("it has whole modules beside adapters", MERGE),
-    "monteclora_config": ("it draws its matrices at random (MonteCLoRA)", MERGE),
-    "trainable_token_indices": ("it has embeddings of its own", MERGE),
+    "fan_in_fan_out": ("its matrices are transposed", MERGE),
+    "kasa_config": ("it removes singular values from the weights (KaSA)", MERGE),
+    "layer_replication": ("it replicates layers", MERGE),
+    "lora_bias": ("its matrices have biases", MERGE),
+    "megatron_config": ("it was trained on Megatron layers", PLAIN),
+    "modules_to_save": ("it has fully trained modules in addition to adapters", MERGE),
+    "monteclora_config": ("it samples its matrices (MonteCLoRA)", MERGE),
+    "trainable_token_indices": ("it has trained token embeddings", MERGE),
     "use_bdlora": ("its matrices are block-diagonal (BD-LoRA)", MERGE),
-    "use_dora": ("it scales columns of the weights (DoRA)", MERGE),
+    "use_dora": ("it rescales columns of the weights (DoRA)", MERGE),
     "use_qalora": ("it pools its inputs (QALoRA)", PLAIN),
-    "velora_config": ("it has statistics of its inputs (VeLoRA)", MERGE),
+    "velora_config": ("it stores statistics of its inputs (VeLoRA)", MERGE),
 }
 """Options that make another adapter of it where they are on: why, and what to do."""
 
@@ -104,7 +104,7 @@ class AdapterOptions:
         kind = options.take("peft_type", default=None)
         if kind != "LORA":
             raise _rejection(
-                path, "peft_type", kind, "only LORA is read", f"where PEFT can, {MERGE}"
+                path, "peft_type", kind, "only LORA can be read", f"if PEFT can, {MERGE}"
             )
         _check_start(path, options.take("init_lora_weights", default=True))
         bias = options.take("bias", default="none")
@@ -154,7 +154,7 @@ def _check_start(path: Path, start: Any) -> None:
     if named.startswith(CHANGING_STARTS):
         # PEFT initialises again when it reads, with the same values only if none is sampled.
         fix = f"{MERGE}; or {CONVERT}" if named in ("pissa", "olora") else CONVERT
-        why = "its start took a part off the weights that the adapter is beside"
+        why = "its initialisation changes the base weights"
         raise _rejection(path, "init_lora_weights", start, why, fix)
     if named not in STARTS:
         supported = ", ".join(STARTS)
@@ -162,8 +162,8 @@ def _check_start(path: Path, start: Any) -> None:
             path,
             "init_lora_weights",
             start,
-            f"known are true, false, {supported}",
-            "write true there where that start leaves the weights as they are",
+            f"supported are true, false, {supported}",
+            "set it to true if that initialisation leaves the base weights unchanged",
         )
 
 
@@ -171,7 +171,7 @@ def _read_patterns(options: Options, name: str, fits: Any) -> Mapping[str, Any]:
     """An option that maps regular expressions to numbers."""
     patterns = options.take(name, default=None) or {}
     if not isinstance(patterns, dict) or not all(map(fits, patterns.values())):
-        raise options.not_fitting(f"{name}={patterns!r} must map names of modules to numbers")
+        raise options.not_fitting(f"{name}={patterns!r} must map module names to numbers")
     for pattern in patterns:
         try:
             re.compile(pattern)
@@ -197,4 +197,4 @@ def _is_number(value: Any) -> bool:
 def _rejection(path: Path, name: str, value: Any, why: str, fix: str) -> ValueError:
     shown = repr(value)
     shown = shown if len(shown) <= 60 else shown[:57] + "..."
-    return ValueError(f"{path}: {name}={shown} is not supported, for {why}: {fix}.")
+    return ValueError(f"{path}: {name}={shown} is not supported, as {why}: {fix}.")

@@ -90,7 +90,9 @@ def save_adapters(
       ValueError: for a network without adapters, or one that no architecture expresses.
     """
     if config.lora is None:
-        raise ValueError("the network has no adapters to write: write its weights with save.")
+        raise ValueError(
+            "the config has no lora, so there are no adapters to write: use save for the weights."
+        )
     directory, lora = Path(directory), config.lora
     leaves = [leaf for leaf in jax.tree.leaves(weights, is_leaf=is_adapted) if is_adapted(leaf)]
     modules, orders = _modules(config, architecture), _orders(config, architecture)
@@ -146,7 +148,10 @@ def adapters_of(
         if present:
             modules_by_target[target] = present
     if not modules_by_target:
-        raise ValueError(f"{directory} has no adapter of a weight of this network: is it another?")
+        raise ValueError(
+            f"{directory} has no adapter for a weight of this model: use the folder of its "
+            "adapters."
+        )
     widest = max(
         (module for modules in modules_by_target.values() for module in modules),
         key=lambda module: options.rank_of(module.key),
@@ -188,7 +193,7 @@ def load_adapters(
             if not present.intersection(names):
                 continue
             if not present.issuperset(names):
-                wrong.append(f"{module.name} has one of lora_A and lora_B alone")
+                wrong.append(f"{module.name} has only one of lora_A and lora_B")
                 continue
             theirs = [np.asarray(file.get_tensor(name)).astype(np.float32) for name in names]
             rank = options.rank_of(module.key)
@@ -208,8 +213,8 @@ def load_adapters(
     wrong += [f"unknown {name}" for name in sorted(present - expected)]
     if wrong:
         raise ValueError(
-            f"{directory / TENSORS} does not hold adapters of this network "
-            f"({len(wrong)} differ): {'; '.join(wrong)}."
+            f"{directory / TENSORS} does not fit this model "
+            f"({len(wrong)} tensors differ): {'; '.join(wrong)}."
         )
     target_shardings = select_trained(shardings(config, mesh), statement)
     return jax.device_put(in_chunks(empty, mesh), target_shardings)
@@ -342,7 +347,9 @@ def _modules(config: ModelConfig, architecture: str | None) -> list[_Module]:
 
 def _lora_of(config: ModelConfig) -> Lora:
     if config.lora is None:
-        raise ValueError("the network has no adapters to read: take those of adapters_of.")
+        raise ValueError(
+            "the config has no lora, so no adapters can be read: set lora to adapters_of(...)."
+        )
     return config.lora
 
 
@@ -356,5 +363,5 @@ def _open(directory: Path) -> Any:
         return safetensors.safe_open(path, framework="numpy")
     except (OSError, safetensors.SafetensorError) as error:
         raise ValueError(
-            f"{path} cannot be read ({error}): give a folder that PEFT wrote, with safetensors."
+            f"{path} cannot be read ({error}): use a folder that PEFT wrote, with safetensors."
         ) from error

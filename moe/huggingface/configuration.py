@@ -78,13 +78,13 @@ def read_config(path: str | Path, dtype: Dtype | None = None) -> tuple[ModelConf
         model_fields = common_fields(options)
         model_fields |= family.read(options, model_fields)
     except (TypeError, AttributeError, ArithmeticError) as error:
-        raise options.not_fitting(f"one of its options is of another type ({error})") from error
+        raise options.not_fitting(f"one of its options has the wrong type ({error})") from error
     stored = options.take("dtype", "torch_dtype", default=None)
     options.finish()
     activation_dtype = dtype or ("bfloat16" if stored == "bfloat16" else "float32")
     for name, value in model_fields.items():
         if not _fits(value, _HINTS[name]):
-            raise options.not_fitting(f"{name} would be {value!r}")
+            raise options.not_fitting(f"{name}={value!r} has the wrong type or range")
     return ModelConfig(**model_fields, **UNBALANCED, dtype=activation_dtype), family
 
 
@@ -115,10 +115,10 @@ def family_for(config: ModelConfig, architecture: str | None = None) -> Family:
     families = {family.architecture: family for family in FAMILIES}
     if architecture is not None and architecture not in families:
         raise ValueError(
-            f"architecture={architecture!r} is not supported; there are {', '.join(families)}."
+            f"architecture={architecture!r} is not supported: choose among {', '.join(families)}."
         )
     if config.head == "value":
-        raise ValueError('head="value" is a critic, which no public architecture has.')
+        raise ValueError('head="value" (a critic) has no Hugging Face architecture.')
     if architecture is not None:
         lacking = {architecture: _lost_fields(config, families[architecture])}
     else:
@@ -126,10 +126,10 @@ def family_for(config: ModelConfig, architecture: str | None = None) -> Family:
     nearest = min(lacking, key=lambda name: len(lacking[name]))
     if lacking[nearest]:
         lost = ", ".join(f"{name}={getattr(config, name)!r}" for name in lacking[nearest])
-        fold = "; fold_embedding_scale makes embedding_scale 1"
+        fold = "; fold_embedding_scale sets embedding_scale to 1"
         raise ValueError(
-            f"{nearest} cannot express {lost}"
-            + ("" if architecture else ", and no other architecture comes nearer")
+            f"{nearest} does not support {lost}"
+            + ("" if architecture else ", and no other architecture supports more of this model")
             + (fold if "embedding_scale" in lacking[nearest] else "")
             + "."
         )
@@ -144,8 +144,8 @@ def _lost_fields_by_architecture(config: ModelConfig) -> dict[str, list[str]]:
             lacking[family.architecture] = _lost_fields(config, family)
     if not lacking:
         raise ValueError(
-            f"no architecture expresses this network; rope_scaling={config.rope_scaling} may be "
-            "the reason."
+            f"no architecture supports this model; rope_scaling={config.rope_scaling} may be the "
+            "reason."
         )
     return lacking
 

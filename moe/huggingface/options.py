@@ -65,13 +65,13 @@ class Options:
             values = json.loads(path.read_bytes())
         except OSError as error:
             raise ValueError(
-                f"{path} cannot be read ({error.strerror}): give the directory of a checkpoint, "
+                f"{path} cannot be read ({error.strerror}): use the directory of a checkpoint, "
                 "with its config.json and .safetensors files."
             ) from error
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not JSON: {error}.") from error
         if not isinstance(values, dict):
-            raise ValueError(f"{path} holds {type(values).__name__}, not an object.")
+            raise ValueError(f"{path} holds a {type(values).__name__}, not a JSON object.")
         return cls(values, str(path))
 
     @property
@@ -89,7 +89,7 @@ class Options:
             if name in self._values:
                 return self._values[name]
         if default is _ABSENT:
-            raise ValueError(f"{self._source} has no option {' or '.join(names)}.")
+            raise ValueError(f"{self._source} lacks the option {' or '.join(names)}.")
         return default
 
     def require(self, name: str, *accepted: Any, default: Any = None) -> None:
@@ -101,13 +101,11 @@ class Options:
 
     def unsupported(self, name: str, value: Any, accepted: str) -> ValueError:
         return ValueError(
-            f"{self._source}: {name}={value!r} is not supported; the network here has {accepted}."
+            f"{self._source}: {name}={value!r} is not supported; supported: {accepted}."
         )
 
     def not_fitting(self, why: str) -> ValueError:
-        return ValueError(
-            f"{self._source} describes no network: {why}; take the file of the checkpoint."
-        )
+        return ValueError(f"{self._source} is not valid: {why}; use the checkpoint's file.")
 
     def finish(self) -> None:
         """Refuses options that were not taken and could change the network."""
@@ -115,6 +113,6 @@ class Options:
         if rest:
             listed = ", ".join(f"{name}={self._values[name]!r}" for name in rest)
             raise ValueError(
-                f"{self._source} has options that are not supported: {listed}. Where they change "
-                "nothing, delete them from the file."
+                f"{self._source} has options that are not supported: {listed}. Delete those from "
+                "the file that have no effect."
             )

@@ -63,7 +63,9 @@ def read_quantisation(options: Options) -> Quantisation | None:
     method = quantization.take("quant_method", default=None)
     if method not in (FP8, MXFP4):
         raise options.unsupported(
-            "quantization_config", quantization_config, f"{FP8} and {MXFP4}, or none"
+            "quantization_config",
+            quantization_config,
+            f"quant_method {FP8} or {MXFP4}, or no quantization",
         )
     # Not needed: the names of tensors tell which are quantised.
     quantization.take("modules_to_not_convert", "ignored_layers", default=None)
@@ -84,7 +86,7 @@ def read_quantisation(options: Options) -> Quantisation | None:
         raise options.unsupported(
             "quantization_config",
             quantization_config,
-            "a factor for each block: weight_block_size of two sizes",
+            "one scale per block: weight_block_size with two sizes",
         )
     return Quantisation(FP8, (block[0], block[1]))
 
@@ -230,6 +232,6 @@ def tensor_sources(
 def _require_shape(scales: PlainTensor, shape: tuple[int, ...]) -> None:
     if scales.shape != shape:
         raise ValueError(
-            f"{scales.path}: {scales.name} is {scales.shape}, not {shape}, a factor for each "
-            "block: take the files and the config.json of one checkpoint."
+            f"{scales.path}: {scales.name} is {scales.shape}, not {shape}, one scale per "
+            "block: use the files and the config.json of the same checkpoint."
         )

@@ -97,7 +97,9 @@ def _open(directory: Path, stack: ExitStack) -> dict[str, PlainTensor]:
         # A directory may also hold the same tensors in one piece, under another name.
         paths = [directory / name for name in sorted(set(_read_weight_map(index).values()))]
     if not paths:
-        raise ValueError(f"{directory} has no .safetensors file: convert the checkpoint to them.")
+        raise ValueError(
+            f"{directory} has no .safetensors file: convert the checkpoint to safetensors."
+        )
     files: dict[str, PlainTensor] = {}
     for path in paths:
         try:
@@ -119,7 +121,7 @@ def _read_weight_map(index: Path) -> dict[str, str]:
         isinstance(name, str) and name.isprintable() for name in weight_map.values()
     ):
         raise ValueError(
-            f'{index} has no "weight_map" from tensors to files: take the file of the checkpoint.'
+            f'{index} has no "weight_map" from tensors to files: use the checkpoint\'s file.'
         )
     return weight_map
 

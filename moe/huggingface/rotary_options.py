@@ -74,12 +74,12 @@ def read_rotary_by_window(
     for each in (full, sliding):
         if not isinstance(each, Mapping):
             raise options.unsupported(
-                "rope_parameters", parameters, "an object for each kind of layer"
+                "rope_parameters", parameters, "an object for each layer type"
             )
     base, scaling = full.get("rope_theta", theta), _read_scaling(options, full)
     local = sliding.get("rope_theta", base if local is None else local)
     if _read_scaling(options, sliding) is not None:
-        raise options.unsupported("rope_parameters", parameters, f"no scaling of {_SLIDING}")
+        raise options.unsupported("rope_parameters", parameters, f"no scaling for {_SLIDING}")
     same = local == base and scaling is None
     return {
         "rope_base": to_float_base(base),
@@ -108,7 +108,7 @@ def to_float_base(base: Any) -> Any:
 def _rope_parameters(options: Options) -> Mapping[str, Any]:
     parameters = options.take("rope_parameters", "rope_scaling", default=None) or {}
     if not isinstance(parameters, Mapping):
-        raise options.unsupported("rope_parameters", parameters, "an object there")
+        raise options.unsupported("rope_parameters", parameters, "a JSON object")
     return parameters
 
 
@@ -136,14 +136,14 @@ def _read_scaling(
         missing = {"factor", "original_max_position_embeddings"} & supported - set(rest)
         if missing:
             raise options.unsupported(
-                "rope_scaling", parameters, f"{', '.join(sorted(missing))} too"
+                "rope_scaling", parameters, f"parameters with {', '.join(sorted(missing))}"
             )
         scaling = None if unknown else record(**fields)
     else:
         raise options.unsupported("rope_type", kind, f"default, {', '.join(_KINDS)}")
     if unknown:
         raise options.unsupported(
-            "rope_scaling", parameters, f"none of its {', '.join(sorted(unknown))}"
+            "rope_scaling", parameters, f"parameters without {', '.join(sorted(unknown))}"
         )
     return scaling
 

@@ -59,7 +59,7 @@ def save(
     leaves = _check_weights(config, weights)
     directory.mkdir(parents=True, exist_ok=True)
     if any(directory.glob("*.safetensors*")):
-        raise ValueError(f"{directory} already holds .safetensors files: choose another.")
+        raise ValueError(f"{directory} already has .safetensors files: choose another directory.")
     entries = [
         (name, plan, weight_index, index)
         for weight_index, plan in enumerate(tensors_of(config, family))
@@ -106,7 +106,7 @@ def fold_embedding_scale(
 def _check_about(about: Mapping[str, Any]) -> dict[str, Any]:
     if unknown := sorted(set(about) - WITHOUT_EFFECT):
         raise ValueError(
-            f"about has {', '.join(unknown)}, which the network itself decides: leave them out."
+            f"about has {', '.join(unknown)}, which follow from the model: leave them out."
         )
     return dict(about)
 
@@ -114,15 +114,15 @@ def _check_about(about: Mapping[str, Any]) -> dict[str, Any]:
 def _check_weights(config: ModelConfig, weights: Transformer[Any]) -> list[Array | np.ndarray]:
     wanted, leaves = shapes(config), jax.tree.leaves(weights)
     if jax.tree.structure(wanted) != jax.tree.structure(weights):
-        raise ValueError("weights are not those of config: their records differ.")
+        raise ValueError("weights do not fit config: their trees differ.")
     for expected, leaf in zip(jax.tree.leaves(wanted), leaves, strict=True):
         if expected.shape != leaf.shape:
             raise ValueError(
-                f"weights are not those of config: a weight is {leaf.shape}, not {expected.shape}."
+                f"weights do not fit config: a weight has shape {leaf.shape}, not {expected.shape}."
             )
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             raise ValueError(
-                "weights lie on devices of other processes too: write them from a run on one."
+                "weights are sharded over multiple processes: write them from a single-process run."
             )
     return leaves
 

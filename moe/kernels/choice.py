@@ -34,8 +34,8 @@ def call_implementation(
     """
     if name is not None and name not in NAMES:
         raise ValueError(
-            f"implementation={name!r} of {operation} is none of {', '.join(map(repr, NAMES))}; "
-            'None is "plain".'
+            f"implementation={name!r} of {operation} is not known: choose among "
+            f'{", ".join(map(repr, NAMES))}, or None for "plain".'
         )
     if name is None or name == "plain":
         return plain(*operands)
@@ -43,7 +43,7 @@ def call_implementation(
         foreign = foreign_gpus(hopper_only=hopper_only)
         obstacle = None if foreign is None else f"{foreign}; use None."
     if obstacle is not None:
-        raise ValueError(f"implementation={name!r} of {operation} cannot serve: {obstacle}")
+        raise ValueError(f"implementation={name!r} of {operation} is not supported: {obstacle}")
     return kernel(*operands, interpreted=name == "interpreted")
 
 
@@ -53,8 +53,8 @@ def foreign_gpus(*, hopper_only: bool) -> str | None:
     lowest = capability()
     if not lowest or (lowest >= 9 and (lowest < 10 or not hopper_only)):
         return None
-    supported = "Hopper's, 9.0" if hopper_only else "Hopper's, 9.0, and later ones"
-    return f"GPUs of capability {lowest}, and it is written for {supported}"
+    supported = "9.0, Hopper" if hopper_only else "9.0, Hopper, or later"
+    return f"GPUs of capability {lowest} (needs {supported})"
 
 
 @cache

@@ -93,12 +93,12 @@ def unsupported_heads(dtype: Any, group: int, *widths: int) -> str | None:
     """The reason why the kernel does not support heads of these widths, of keys and of values, with
     `group` query heads for each key/value head; None if it does."""
     if jnp.dtype(dtype) not in HALF_PRECISION:
-        return f"keys and values of {dtype}, not bfloat16 or float16"
+        return f"keys and values of {dtype} (needs bfloat16 or float16)"
     for width in widths:
         if width % 64 or not 0 < width <= MAX_HEAD_DIM:
-            return f"heads of {width} elements, a multiple of 64 up to {MAX_HEAD_DIM}"
+            return f"heads of {width} elements (needs a multiple of 64 up to {MAX_HEAD_DIM})"
     if group > MIN_QUERIES:
-        return f"{group} queries of a key/value head, up to {MIN_QUERIES}"
+        return f"{group} query heads per key/value head (at most {MIN_QUERIES})"
     return None
 
 
@@ -109,12 +109,12 @@ def unsupported_dtypes(names: str, *arrays: Array) -> str | None:
     if len(dtypes) == 1 and dtypes <= {*HALF_PRECISION}:
         return None
     listed = ", ".join(str(x.dtype) for x in arrays)
-    return f"{names} of {listed}, all bfloat16 or all float16"
+    return f"{names} of {listed} (needs all bfloat16 or all float16)"
 
 
 def _obstacle(name: str | None, query: Array, keys: Array, values: Array) -> str | None:
     if name == "interpreted":
-        return "the plain interpreter has no matrix units; use None."
+        return "Pallas's interpreter has no matrix units; use None."
     reason = unsupported_dtypes("query, keys and values", query, keys, values)
     group, widths = query.shape[1] // keys.shape[-3], (query.shape[-1], values.shape[-1])
     reason = reason or unsupported_heads(query.dtype, group, *widths)
@@ -122,7 +122,7 @@ def _obstacle(name: str | None, query: Array, keys: Array, values: Array) -> str
         return f"{reason}; use None."
     if keys.shape[-1] % UNIT:
         columns = keys.shape[-1]
-        return f"a cache of {columns} columns, a multiple of {UNIT}; give it more, or use None."
+        return f"a KV cache of {columns} columns (needs a multiple of {UNIT}); use None."
     return None
 
 

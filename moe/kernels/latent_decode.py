@@ -95,24 +95,24 @@ def unsupported_vectors(dtype: Any, width: int, rank: int) -> str | None:
     """The reason why the kernel does not support vectors of this width with values of their first
     `rank` elements; None if it does."""
     if jnp.dtype(dtype) not in HALF_PRECISION:
-        return f"vectors of {dtype}, not bfloat16 or float16"
+        return f"vectors of {dtype} (needs bfloat16 or float16)"
     if width % 64 or not 0 < width <= MAX_WIDTH:
-        return f"vectors of {width} numbers, a multiple of 64 up to {MAX_WIDTH}"
+        return f"vectors of {width} elements (needs a multiple of 64 up to {MAX_WIDTH})"
     if rank % 128 or not 0 < rank <= min(width, MAX_RANK):
-        return f"values of {rank} numbers (kv_lora_rank), a multiple of 128 up to {MAX_RANK}"
+        return f"kv_lora_rank={rank} (needs a multiple of 128 up to {MAX_RANK})"
     return None
 
 
 def _obstacle(name: str | None, query: Array, vectors: Array, rank: int) -> str | None:
     if name == "interpreted":
-        return "the plain interpreter has no matrix units; use None."
+        return "Pallas's interpreter has no matrix units; use None."
     reason = unsupported_dtypes("query and vectors", query, vectors)
     reason = reason or unsupported_vectors(query.dtype, query.shape[-1], rank)
     if reason is not None:
         return f"{reason}; use None."
     if vectors.shape[-1] % UNIT:
         columns = vectors.shape[-1]
-        return f"a cache of {columns} columns, a multiple of {UNIT}; give it more, or use None."
+        return f"a KV cache of {columns} columns (needs a multiple of {UNIT}); use None."
     return None
 
 

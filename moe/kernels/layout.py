@@ -83,7 +83,7 @@ def sorted_layout(
         partial(_kernel, **options),
         (ids,),
         operation="sorted_layout",
-        obstacle=None if num_assignments else "there are no choices; use None.",
+        obstacle=None if num_assignments else "there are no expert ids; use None.",
     )
     return SortedLayout(assignments, slots.reshape(experts.shape), sizes)
 

@@ -140,7 +140,7 @@ def _make_tpu_primitive(name: str, function: Callable[..., Array], abstract: Cal
 def _reject(context, *_, **__):
     platforms = ", ".join(context.module_context.platforms)
     raise ValueError(
-        'implementation="megablox" of grouped_dot runs on TPUs, and this is lowered for '
+        'implementation="megablox" of grouped_dot runs on TPUs, but the program is lowered for '
         f'{platforms}: use "blocks", or None for the best that applies.'
     )
 

@@ -241,8 +241,8 @@ def require_cuda(x: jax.Array, operation: str) -> jax.Array:
 def _reject(context, x, *, operation):
     platforms = ", ".join(context.module_context.platforms)
     raise ValueError(
-        f'implementation="mosaic" of {operation} runs on NVIDIA GPUs from Hopper on, and this is '
-        f'lowered for {platforms}: use "plain", or None for the best that applies.'
+        f'implementation="mosaic" of {operation} runs on NVIDIA GPUs (Hopper or later), but the '
+        f'program is lowered for {platforms}: use "plain", or None for the best that applies.'
     )
 
 

@@ -137,8 +137,8 @@ def _obstacle(logits: Array) -> str | None:
     if tokens and experts % 8 == 0 and 8 <= experts <= MAX_EXPERTS:
         return None
     return (
-        f"{tokens} tokens that choose among {experts} experts, where it takes one or more and a "
-        f"multiple of 8 up to {MAX_EXPERTS}; use None."
+        f"{tokens} tokens among {experts} experts (needs one token or more, and a multiple of 8 "
+        f"experts up to {MAX_EXPERTS}); use None."
     )
 
 

@@ -90,16 +90,16 @@ def _obstacle(x: Array) -> str | None:
     dtypes = (jnp.bfloat16, jnp.float16, jnp.float32)
     if x.ndim != 2 or x.shape[1] % LANES or not x.size:
         return (
-            f"rows of shape {x.shape[1:]}, {x.shape[0]} of them, where it moves one or more of a "
-            f"multiple of {LANES} numbers; use None."
+            f"{x.shape[0]} rows of shape {x.shape[1:]} (needs one row or more, and a multiple of "
+            f"{LANES} elements); use None."
         )
     if x.dtype not in dtypes:
-        return f"rows of {x.dtype} where it moves bfloat16, float16 or float32; use None."
+        return f"rows of {x.dtype} (needs bfloat16, float16 or float32); use None."
     return None
 
 
 def _empty_obstacle(indices: Array) -> str | None:
-    return None if indices.size else f"indices of shape {indices.shape}, none at all; use None."
+    return None if indices.size else f"empty indices of shape {indices.shape}; use None."
 
 
 def _take_plain(x: Array, source: Array) -> Array:

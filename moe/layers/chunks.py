@@ -21,9 +21,9 @@ def layers_per_chunk(num_layers: int, mesh: FoldedMesh) -> tuple[int, ...]:
     chunks = mesh.layout.pp * mesh.layout.vpp
     if num_layers < chunks:
         raise ValueError(
-            f"num_layers={num_layers} cannot be cut into {mesh.layout.pp} pipeline stages x "
-            f"{mesh.layout.vpp} chunks (layout {mesh.layout}) of at least one layer: choose a pp "
-            "and a vpp whose product is no more."
+            f"num_layers={num_layers} cannot be split into {mesh.layout.pp} pipeline stages x "
+            f"{mesh.layout.vpp} chunks (layout {mesh.layout}) of at least one layer: choose pp x "
+            "vpp of at most num_layers."
         )
     depth = stored_depth(num_layers, mesh)
     shallow = chunks * depth - num_layers
@@ -51,7 +51,7 @@ def check_delta_layers(num_layers: int, delta_layers: Sequence[int], mesh: Folde
     num_chunks = mesh.layout.pp * mesh.layout.vpp
     if delta_layers and mesh.layout.cp > 1:
         raise ValueError(
-            f"layout {mesh.layout}: Gated DeltaNet goes through whole sequences, which cp cuts: "
+            f"layout {mesh.layout}: Gated DeltaNet needs full sequences, which cp splits: "
             "choose a layout with cp=1."
         )
     if not delta_layers or num_chunks == 1:
@@ -61,9 +61,9 @@ def check_delta_layers(num_layers: int, delta_layers: Sequence[int], mesh: Folde
     expected = [layer for layer in range(num_layers) if layer % depth in delta_positions]
     if num_layers % num_chunks or list(delta_layers) != expected:
         raise ValueError(
-            f"layout {mesh.layout} cuts num_layers={num_layers} into {num_chunks} chunks that are "
-            f"not alike in their layers with Gated DeltaNet ({tuple(delta_layers)}): choose a pp "
-            "and a vpp whose chunks are, for example pp=1."
+            f"layout {mesh.layout} splits num_layers={num_layers} into {num_chunks} chunks with "
+            f"different layer types (Gated DeltaNet: {tuple(delta_layers)}): choose pp and vpp so "
+            "that all chunks have the same, for example pp=1."
         )
 
 

@@ -83,18 +83,18 @@ def unsupported_by_decode_kernel(config: ModelConfig) -> str | None:
 
 def _experts_obstacle(config: ModelConfig, etp: int) -> str | None:
     if config.dtype not in ("bfloat16", "float16"):
-        return f"rows of {config.dtype}, and the matrix units take half precision alone"
+        return f"rows of {config.dtype} (needs bfloat16 or float16)"
     if config.d_model % LANES:
-        return f"rows of {config.d_model} numbers, and each is moved by {LANES} threads"
+        return f"d_model={config.d_model} (needs a multiple of {LANES})"
     hidden = config.d_expert // etp
-    return f"{hidden} hidden units, no multiple of 64" if hidden % 64 else None
+    return f"{hidden} hidden units per device (needs a multiple of 64)" if hidden % 64 else None
 
 
 def _router_obstacle(config: ModelConfig, etp: int) -> str | None:
     experts = config.num_experts
     if experts % 8 == 0 and 8 <= experts <= 128:
         return None
-    return f"{experts} experts, where it takes a multiple of 8 up to 128 without a spill"
+    return f"{experts} experts (needs a multiple of 8 up to 128, or registers spill)"
 
 
 KERNELS = {
@@ -113,7 +113,7 @@ KERNELS = {
     "decode_attention": DefaultKernel(
         "mosaic",
         lambda config, etp: unsupported_by_decode_kernel(config),
-        "reads no more of a row than its tokens",
+        "reads only the tokens of each row",
         hopper_only=True,
     ),
 }

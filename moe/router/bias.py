@@ -48,7 +48,9 @@ def with_updated_bias(
     """
     old, new = before.layers.experts, after.layers.experts
     if old is None or new is None or old.bias is None:
-        raise ValueError("selection_bias=False has no bias to move: set it in the configuration.")
+        raise ValueError(
+            "selection_bias=False has no bias to update: set it to True in the config."
+        )
     # Stored in chunks, by other names of the same order.
     experts = replace(new, bias=updated_bias(old.bias, stack_chunks(mesh, load), rate))
     return replace(after, layers=replace(after.layers, experts=experts))

@@ -270,7 +270,7 @@ def _with_half_batches(
     if can_drop(config):
         raise ValueError(
             f"two_batch_overlap with capacity_factor={config.capacity_factor} would drop other "
-            "choices: an expert has room for those of all tokens together. Leave out one of them."
+            "tokens: an expert's capacity is for those of both halves. Leave out one of them."
         )
     without_overlap = replace(config, execution=replace(config.execution, two_batch_overlap=False))
     middle = -(-num_units // 2)
@@ -316,9 +316,9 @@ def zigzag_of_prompts(
     """
     if shape[0] % num_samples:
         raise ValueError(
-            f"a micro-batch has {shape[0]} rows on each device, which are no whole groups of "
-            f"num_samples={num_samples} rows that share a prompt: choose a multiple of "
-            f"{num_samples} rows (fewer micro-batches, or a smaller dp), or num_samples=1."
+            f"a micro-batch has {shape[0]} rows on each device, which is no multiple of the "
+            f"num_samples={num_samples} rows that share a prompt: use a multiple of {num_samples} "
+            "rows (fewer micro-batches, or a smaller dp), or num_samples=1."
         )
     prompts = shape[0] // num_samples, prompt_length
     return _layout((prompts, (shape[0], shape[1] - prompt_length)), mesh, config)

@@ -9,10 +9,12 @@ from sharding.folding.layout import Layout
 
 PARSER = argparse.ArgumentParser(
     prog="python -m sharding.folding",
-    description="Says which devices each collective of a layout joins. No device is needed.",
+    description="Prints the device groups of a layout's collectives. No device is needed.",
 )
 PARSER.add_argument("layout", help='for example "tp2 cp2 dp2 pp2 / ep4 etp1"; axes left out are 1')
-PARSER.add_argument("--picture", type=Path, metavar="FILE", help="draws the devices, too")
+PARSER.add_argument(
+    "--picture", type=Path, metavar="FILE", help="also write a picture of the devices"
+)
 
 
 def main(arguments: list[str] | None = None) -> int:

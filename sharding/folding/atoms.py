@@ -56,7 +56,7 @@ def _owner(layout: Layout, axes: tuple[str, ...], stride: int) -> str:
         size *= getattr(layout, axis)
         if stride < size:
             return axis
-    raise AssertionError(f"stride {stride} lies outside {size} ranks")
+    raise AssertionError(f"stride {stride} is outside {size} ranks")
 
 
 def _pair_primes(layout: Layout) -> list[Atom]:

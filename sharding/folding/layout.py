@@ -34,11 +34,11 @@ class Layout:
     def __post_init__(self):
         for name, size in vars(self).items():
             if size < 1:
-                raise ValueError(f"{name}={size} is not a size: use 1 for an axis not in use.")
+                raise ValueError(f"{name}={size} must be at least 1: use 1 for an unused axis.")
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(
-                f"vpp={self.vpp} interleaves the chunks of a pipeline and pp=1 is none: "
-                "give pp as well, or leave vpp out."
+                f"vpp={self.vpp} (interleaved pipeline chunks) needs pp of at least 2, not pp=1: "
+                "set pp, or leave vpp out."
             )
         stage = self.tp * self.cp * self.dp
         if stage % (self.ep * self.etp):

@@ -73,7 +73,7 @@ def fold(layout: Layout, devices: Sequence[Any] | None = None) -> FoldedMesh:
     devices = jax.devices() if devices is None else devices
     if len(devices) != layout.num_devices:
         raise ValueError(
-            f"layout {layout} needs {layout.num_devices} devices and {len(devices)} were given: "
+            f"layout {layout} needs {layout.num_devices} devices but {len(devices)} were given: "
             "change a size, or pass that many devices."
         )
     atoms = atoms_of(layout)

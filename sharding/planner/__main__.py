@@ -19,50 +19,52 @@ from sharding.planner.validation.calibration import METHODS, SYSTEMS, calibrate,
 
 PARSER = argparse.ArgumentParser(
     prog="python -m sharding.planner",
-    description="Says how a model is best laid out on a cluster. No device is needed.",
+    description="Finds the fastest parallel layout of a model on a cluster. No device is needed.",
 )
 PARSER.add_argument(
-    "model", help=f"a checkpoint's directory or config.json, or one of {', '.join(PRESETS)}"
+    "model", help=f"directory or config.json of a checkpoint, or one of {', '.join(PRESETS)}"
 )
 PARSER.add_argument(
-    "--hardware", required=True, help=f"for example h100x64; there are {', '.join(HARDWARE)}"
+    "--hardware",
+    required=True,
+    help=f"device type and number, for example h100x64; types: {', '.join(HARDWARE)}",
 )
-PARSER.add_argument("--tokens", default="4M", help="tokens of an optimizer step, 4M is 4 x 2^20")
-PARSER.add_argument("--seq", default="4096", help="tokens of a sequence")
+PARSER.add_argument("--tokens", default="4M", help="tokens per optimizer step; 4M is 4 x 2^20")
+PARSER.add_argument("--seq", default="4096", help="tokens per sequence")
 PARSER.add_argument(
     "--program",
     choices=("jrl", "megatron-core", "megascale-moe"),
     default="jrl",
-    help="whose way of computing: what it overlaps, stores and computes again",
+    help="training system to model: its overlap, storage and recomputation",
 )
 PARSER.add_argument(
     "--activation-wire",
     nargs="+",
     choices=("none", *ACTIVATION_DTYPES),
     default=["none"],
-    help="what tokens may travel to experts in, of --program jrl",
+    help="communication dtypes of token dispatch to try (only --program jrl)",
 )
 PARSER.add_argument(
     "--gradient-wire",
     nargs="+",
     choices=("float32", "bfloat16"),
     default=["float32"],
-    help="what gradients may be sent in, of --program jrl",
+    help="communication dtypes of gradients to try (only --program jrl)",
 )
 PARSER.add_argument(
     "--expert-chunks",
     nargs="+",
     type=int,
     default=[1],
-    help="parts that tokens may travel to experts in, of --program jrl",
+    help="numbers of token dispatch chunks to try (only --program jrl)",
 )
 for flag, what in (
-    ("--two-batch-overlap", "rows may go through layers in two halves"),
-    ("--overlap-grad-reduce", "each layer's gradients may be summed inside the backward pass"),
+    ("--two-batch-overlap", "also try two-batch overlap"),
+    ("--overlap-grad-reduce", "also try gradient reduction inside the backward pass"),
 ):
-    PARSER.add_argument(flag, action="store_true", help=f"{what}, of --program jrl")
-PARSER.add_argument("--top", type=int, default=8, help="layouts to print")
-PARSER.add_argument("--picture", type=Path, metavar="FILE", help="draws them, too")
+    PARSER.add_argument(flag, action="store_true", help=f"{what} (only --program jrl)")
+PARSER.add_argument("--top", type=int, default=8, help="number of layouts to print")
+PARSER.add_argument("--picture", type=Path, metavar="FILE", help="also write a picture of them")
 serving.add_flags(PARSER)
 
 
@@ -105,7 +107,10 @@ def program_of(args: argparse.Namespace, hardware: Hardware) -> tuple[Method, Sy
     options = {flag: getattr(args, flag) for flag in ("activation_wire", "gradient_wire")}
     options |= {flag: getattr(args, flag) for flag in OVERLAP_FLAGS}
     if min(args.expert_chunks) < 1:
-        raise ValueError(f"--expert-chunks {min(args.expert_chunks)} sends nothing: 1 is all.")
+        raise ValueError(
+            f"--expert-chunks {min(args.expert_chunks)} must be at least 1; 1 sends all tokens "
+            "in one chunk."
+        )
     if name == "jrl":
         system, has_ragged = library_system(hardware), hardware.name not in ("v5p", "laptop")
         comm_dtypes = args.activation_wire
@@ -119,8 +124,8 @@ def program_of(args: argparse.Namespace, hardware: Hardware) -> tuple[Method, Sy
         if value != PARSER.get_default(flag):
             value_text = "" if value is True else f" {value[0]}"
             raise ValueError(
-                f"--{flag.replace('_', '-')}{value_text} is of --program jrl, not of {name}: leave "
-                "it out."
+                f"--{flag.replace('_', '-')}{value_text} is only for --program jrl, not {name}: "
+                "leave it out."
             )
     title = {key.lower(): key for key in METHODS}[name]
     method = METHODS[title]
@@ -142,8 +147,7 @@ def main(arguments: list[str] | None = None) -> int:
         time, tokens = parse_count(args.seq), parse_count(args.tokens)
         if tokens % time:
             raise ValueError(
-                f"--tokens {args.tokens} are not whole sequences of --seq {args.seq}: "
-                "choose a multiple."
+                f"--tokens {args.tokens} is not a multiple of --seq {args.seq}: choose one."
             )
         rows = tokens // time
         method, system, choices = program_of(args, hardware)
@@ -172,11 +176,11 @@ def _check_result(result: SearchResult, cluster: str) -> None:
     if result.too_large:
         least = min(result.too_large, key=lambda layout: result.too_large[layout])
         raise ValueError(
-            f"nothing fits on {cluster}: {least} needs least, "
-            f"{result.too_large[least] / 1e9:.0f} GB a device. Take more devices."
+            f"no layout fits on {cluster}: the smallest, {least}, needs "
+            f"{result.too_large[least] / 1e9:.0f} GB per device. Use more devices."
         )
     rules = ", ".join(rule for rule, _ in result.illegal.most_common(3))
-    raise ValueError(f"no layout of {cluster} is legal: {rules}.")
+    raise ValueError(f"no layout of {cluster} is valid: {rules}.")
 
 
 if __name__ == "__main__":

@@ -430,7 +430,7 @@ TRANSFER_GROUPS = (
     ("attention and dense layers over tp", ("attention", "dense layer", "shared expert")),
     ("experts", ("experts", "load")),
     ("vocabulary", ("head", "embedding")),
-    ("order of rows", ("halves",)),
+    ("row order", ("halves",)),
 )
 """Names of groups of transfers, by the words in the transfers' names."""
 

@@ -73,7 +73,7 @@ HARDWARE = {
 A800, L20, and all prices: https://arxiv.org/abs/2504.02263); vendors' datasheets."""
 
 
-UNKNOWN = Hardware("links that are all alike", 1.0, 1.0, 1.0, 2**31, 1.0, 1.0, 0.0, 0.0)
+UNKNOWN = Hardware("unknown links", 1.0, 1.0, 1.0, 2**31, 1.0, 1.0, 0.0, 0.0)
 """Stands for devices that are not in the table: times are proportional to the bytes sent."""
 
 
@@ -86,8 +86,8 @@ def parse(text: str) -> tuple[Hardware, int]:
     match = re.fullmatch(r"([a-z0-9]+?)x([1-9]\d*)", text)
     if match is None or match[1] not in HARDWARE:
         raise ValueError(
-            f"hardware {text!r} is not a device and a number: write for example h100x64, with one "
-            f"of {', '.join(HARDWARE)}."
+            f"hardware {text!r} is not a device type and a number: write for example h100x64, with "
+            f"one of {', '.join(HARDWARE)}."
         )
     return HARDWARE[match[1]], int(match[2])
 

@@ -46,7 +46,7 @@ class Batch:
         each = layout.dp * self.micro_rows
         if self.rows % each:
             raise ValueError(
-                f"rows={self.rows} do not divide over dp={layout.dp} x micro_rows="
+                f"rows={self.rows} cannot be split over dp={layout.dp} x micro_rows="
                 f"{self.micro_rows}: choose a multiple of {each}."
             )
         return self.rows // each

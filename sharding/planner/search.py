@@ -82,7 +82,7 @@ def broken_rule(model: ModelSizes, layout: Layout, rows: int, time: int) -> str 
         (model.d_expert, layout.etp, "etp must divide the hidden units of an expert"),
     )
     if layout.pp * layout.vpp > num_main_layers:
-        return "pp x vpp must be no more than the layers"
+        return "pp x vpp must not exceed the layers"
     return next((rule for size, divisor, rule in rules if size % divisor), None)
 
 
@@ -339,7 +339,7 @@ def why_not(
             reasons[other] = _describe_slowdown(by_layout[other], best)
         elif other in result.too_large:
             needs, has = result.too_large[other] / 1e9, MEMORY_FRACTION * hardware.memory / 1e9
-            reasons[other] = f"needs {needs:.0f} GB of {has:.0f}"
+            reasons[other] = f"needs {needs:.0f} GB, budget {has:.0f} GB"
     return reasons
 
 

@@ -39,6 +39,6 @@ def test_it_says_what_to_set():
         "width": 2,
     }
     measured = {**figures, "rows": rows(4.0, 12.0), "exchange_rate": 0.175}
-    assert report(measured).endswith("they cross where ragged sends 18%: --exchange-rate 0.17")
+    assert report(measured).endswith("equal time where ragged sends 18%: --exchange-rate 0.17")
     slow = {**figures, "rows": rows(11.0), "exchange_rate": None}
-    assert report(slow).endswith("quicker here: --dispatch all_gather, not ragged.")
+    assert report(slow).endswith("faster here: --dispatch all_gather, not ragged.")

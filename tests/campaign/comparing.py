@@ -305,7 +305,7 @@ def outcome_of(crossing: Crossing, references: dict[str, Any] | None = None) -> 
             setup = setup_of(crossing)
         except ValueError as error:
             if compiled or "\n" in str(error):
-                return Outcome("raised", f"refused too late or at length: {error}")
+                return Outcome("raised", f"rejected too late or in more than one line: {error}")
             return Outcome("refused", str(error))
         except Exception as error:
             return Outcome("raised", _place_of(error))

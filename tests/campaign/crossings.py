@@ -123,16 +123,16 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--seed", type=int, default=1, help="of what is drawn")
-    parser.add_argument("--cases", type=int, default=20, help="crossings to draw")
-    parser.add_argument("--first", type=int, default=0, help="number of the first of them")
+    parser.add_argument("--seed", type=int, default=1, help="random seed")
+    parser.add_argument("--cases", type=int, default=20, help="number of random crossings")
+    parser.add_argument("--first", type=int, default=0, help="index of the first crossing")
     parser.add_argument("--replay", help="a file of failures, or a crossing as JSON")
-    parser.add_argument("--failures", type=Path, help="file that failures are added to")
+    parser.add_argument("--failures", type=Path, help="file to append failures to")
     parser.add_argument(
-        "--limit", type=float, default=300.0, help="seconds after which a crossing hangs"
+        "--limit", type=float, default=300.0, help="timeout of a crossing, in seconds"
     )
     parser.add_argument(
-        "--no-shrink", dest="shrink", action="store_false", help="leave failures as they were drawn"
+        "--no-shrink", dest="shrink", action="store_false", help="do not shrink failures"
     )
     return parser
 

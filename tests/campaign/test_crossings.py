@@ -93,7 +93,7 @@ def test_what_is_further_than_rounding_is_wrong():
 
 def test_what_cannot_be_had_is_refused():
     outcome = outcome_of({"layout": {"pp": 2, "vpp": 2}})
-    assert outcome.kind == "refused" and "num_layers=2 cannot be cut" in outcome.reason
+    assert outcome.kind == "refused" and "num_layers=2 cannot be split" in outcome.reason
 
 
 def test_a_seed_draws_the_same():
@@ -132,7 +132,7 @@ def test_a_process_that_hangs_or_dies_takes_its_crossing_alone():
         os.kill(worker.start().pid, signal.SIGKILL)
         assert worker.run({})["kind"] == "aborted"
         found = worker.run({"layout": {"pp": 2, "vpp": 2}})
-        assert found["kind"] == "refused" and "cannot be cut" in found["reason"]
+        assert found["kind"] == "refused" and "cannot be split" in found["reason"]
     finally:
         worker.close()
 
@@ -162,8 +162,8 @@ def test_a_failure_is_written_down_and_run_again(tmp_path, monkeypatch, capsys):
 
 def test_refusals_of_a_kind_are_counted_together():
     reasons = [
-        "layout tp2 cp2 dp1 pp1 / ep2 etp1 edp2: Gated DeltaNet goes through whole sequences, ...",
-        "layout tp1 cp4 dp1 pp1 / ep1 etp1 edp4: Gated DeltaNet goes through whole sequences, ...",
+        "layout tp2 cp2 dp1 pp1 / ep2 etp1 edp2: Gated DeltaNet needs full sequences, ...",
+        "layout tp1 cp4 dp1 pp1 / ep1 etp1 edp4: Gated DeltaNet needs full sequences, ...",
     ]
     table = crossings.table([{"kind": "refused", "reason": reason} for reason in reasons])
-    assert "2 refused: layout L: Gated DeltaNet goes through whole sequences" in table
+    assert "2 refused: layout L: Gated DeltaNet needs full sequences" in table

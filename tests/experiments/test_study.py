@@ -221,7 +221,11 @@ def test_ctrl_c_waits_for_what_a_command_saves():
         assert process.stdout.readline() == "begun\n"
         os.killpg(process.pid, signal.SIGINT)
         out, err = process.communicate(timeout=30)
-    assert (process.returncode, out, err) == (130, "saved\n", "stopped; the same command goes on\n")
+    assert (process.returncode, out, err) == (
+        130,
+        "saved\n",
+        "stopped; run the same command to resume\n",
+    )
 
 
 def test_a_command_that_fails_is_said_in_one_line():

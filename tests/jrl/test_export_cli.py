@@ -268,7 +268,7 @@ def test_another_step_in_bfloat16(chat_run, tmp_path, capsys):
     [
         (["--step=5"], r"step=5 has no checkpoint in .*: there are 3, 7"),
         (["--merge"], r"merge=True has nothing to merge: .* Leave out --merge"),
-        (["--architecture=MixtralForCausalLM"], r"MixtralForCausalLM cannot express"),
+        (["--architecture=MixtralForCausalLM"], r"MixtralForCausalLM does not support"),
     ],
 )
 def test_what_cannot_be_exported_is_said_in_one_line(flags, message, chat_run, tmp_path, capsys):

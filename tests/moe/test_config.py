@@ -24,22 +24,22 @@ from moe.weights import num_active_parameters, num_parameters
         ({"num_experts": -1}, r"num_experts=-1 is negative"),
         ({"d_ff": -8}, r"d_ff=-8 is negative"),
         ({"d_expert": 0}, r"d_expert=0 must be at least 1"),
-        ({"experts_per_token": 0}, r"experts_per_token=0 must lie in 1..num_experts=8"),
-        ({"experts_per_token": 9}, r"experts_per_token=9 must lie in 1..num_experts=8"),
+        ({"experts_per_token": 0}, r"experts_per_token=0 must be in 1..num_experts=8"),
+        ({"experts_per_token": 9}, r"experts_per_token=9 must be in 1..num_experts=8"),
         (
             {"softmax_after_topk": True, "router_scores": "sigmoid"},
             r'softmax_after_topk=True needs router_scores="softmax"',
         ),
         (
             {"softmax_after_topk": True, "renormalise": False},
-            r"softmax_after_topk=True with renormalise=False cannot be had",
+            r"softmax_after_topk=True does not support renormalise=False",
         ),
         ({"routed_scaling": 0.0}, r"routed_scaling=0.0 must be above 0"),
-        ({"capacity_factor": 0.0}, r"capacity_factor=0.0 must be above 0; None drops nothing"),
+        ({"capacity_factor": 0.0}, r"capacity_factor=0.0 must be above 0; None drops no tokens"),
         ({"bias_update_rate": -1.0}, r"bias_update_rate=-1.0 must not be negative"),
         (
             {"num_expert_groups": 2, "expert_groups_per_token": 3},
-            r"expert_groups_per_token=3 must lie in 1..num_expert_groups=2",
+            r"expert_groups_per_token=3 must be in 1..num_expert_groups=2",
         ),
         ({"num_expert_groups": 3}, r"num_expert_groups=3 does not divide num_experts=8"),
         (
@@ -48,7 +48,7 @@ from moe.weights import num_active_parameters, num_parameters
         ),
         (
             {"num_expert_groups": 4, "experts_per_token": 4},
-            r"experts_per_token=4 are more than expert_groups_per_token=1 groups of 2 experts",
+            r"experts_per_token=4 exceeds the experts of expert_groups_per_token=1 groups of 2",
         ),
     ],
 )
@@ -122,30 +122,39 @@ def test_a_configuration_says_what_is_wrong_with_it():
         ({"num_experts": 0, "d_ff": 8, "router_bias": True}, "router_bias=True needs experts"),
         (
             {"full_attention_layers": (1,)},
-            r"layers=\(1,\) must be some .* with sliding_window=None",
+            r"layers=\(1,\) must be some .* a window \(sliding_window=None",
         ),
-        ({"full_attention_layers": (3,), "sliding_window": 4}, r"some of the layers 0 to 2 beside"),
-        ({"full_attention_layers": (0, 1, 2), "sliding_window": 4}, r"leave both out where all"),
+        (
+            {"full_attention_layers": (3,), "sliding_window": 4},
+            r"all of the layers 0 to 2, and",
+        ),
+        ({"full_attention_layers": (0, 1, 2), "sliding_window": 4}, r"leave both out if all"),
         (
             {"num_dense_layers": 3, "dense_d_ff": 4},
             "num_dense_layers=3 needs experts in the layers",
         ),
         ({"num_dense_layers": 1}, "a width, dense_d_ff=0"),
         ({"shared_expert_gate": True}, "needs a shared expert"),
-        ({"delta": delta(layers=(0, 1, 2))}, r"delta.layers=\(0, 1, 2\) must be some of the lay"),
-        ({"delta": delta(layers=(1, 0))}, r"delta.layers=\(1, 0\) must be some of .* in order"),
+        (
+            {"delta": delta(layers=(0, 1, 2))},
+            r"delta.layers=\(0, 1, 2\) must be some but not all of the lay",
+        ),
+        (
+            {"delta": delta(layers=(1, 0))},
+            r"delta.layers=\(1, 0\) must be some but not all of .* in ascending order",
+        ),
         ({"delta": delta(num_value_heads=3)}, "num_value_heads=3 is not a multiple of num_key_h"),
         ({"delta": delta(conv_width=1)}, "delta.conv_width=1 must be at least 2"),
         ({"delta": delta(key_head_dim=0)}, "delta.key_head_dim=0 must be at least 1"),
         (
             {"delta": delta(), "num_dense_layers": 1, "dense_d_ff": 4},
-            "Gated DeltaNet cannot be had with num_dense_layers=1",
+            "Gated DeltaNet do not support num_dense_layers=1",
         ),
         (
             {"delta": delta(), "execution": Execution(scan_layers=True)},
-            "scan_layers=True runs layers whose",
+            "scan_layers=True needs layer types that",
         ),
-        ({"attention_gate": True, "qkv_bias": True}, "attention_gate=True has no place for qkv"),
+        ({"attention_gate": True, "qkv_bias": True}, "attention_gate=True does not support qkv"),
     ):
         with pytest.raises(ValueError, match=message):
             ModelConfig(13, **changed)

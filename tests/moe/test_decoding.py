@@ -258,7 +258,9 @@ def test_an_unknown_name_is_refused():
 def test_a_cache_holds_whole_rows():
     mesh = fold_abstract(Layout(cp=2))
     tokens, lengths, _ = map(jnp.asarray, batch())
-    with pytest.raises(ValueError, match=r"decoding runs without context parallelism; cp must be"):
+    with pytest.raises(
+        ValueError, match=r"decoding does not support context parallelism, .* use cp=1"
+    ):
         prefill(random_weights(ROUTED, 0), tokens, lengths, ROUTED, mesh)
 
 

@@ -160,7 +160,7 @@ def test_heads_are_not_mistaken_for_each_other():
     x = jnp.zeros((1, CONFIG.d_model), jnp.float32)
     with pytest.raises(ValueError, match=r'head="value" has no logits: this is a critic'):
         logits_of(weights, x, CONFIG.as_critic(), MESH)
-    with pytest.raises(ValueError, match=r"head='untied' gives no values"):
+    with pytest.raises(ValueError, match=r"head='untied' has no values"):
         on_mesh(
             lambda w, t, v: model.values(w, t, v, CONFIG, MESH)[0],
             MESH,
@@ -173,7 +173,7 @@ def test_heads_are_not_mistaken_for_each_other():
     ("layout", "message"),
     [
         ("tp4", r"10 tokens per data-parallel rank cannot be split over cp x tp = 1 x 4: choose"),
-        ("pp2", r"pp2 .* cuts the layers into pipeline stages, .* needs a layout with pp=1"),
+        ("pp2", r"pp2 .* splits the layers into pipeline stages, .* use a layout with pp=1"),
     ],
 )
 def test_layouts_it_does_not_run_on(layout, message):

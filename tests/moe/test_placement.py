@@ -80,7 +80,7 @@ def test_shardings_split_the_experts():
     assert isinstance(placed.gate_up, NamedSharding)
     assert placed.gate_up.shard_shape((3, 16, 20, 2, 14)) == (3, 2, 20, 2, 14)
     assert placed.router.is_fully_replicated
-    with pytest.raises(ValueError, match="shardings need real devices: fold the layout"):
+    with pytest.raises(ValueError, match="shardings need real devices: use fold"):
         shardings(ROUTED, fold_abstract(Layout.parse("tp2 dp4 / ep8")))
 
 

@@ -27,8 +27,8 @@ def test_each_axis_has_an_entry(axes, spec):
 def test_a_mesh_axis_holds_one_axis_of_a_weight(axes):
     first, *_, last = axes.split()
     message = (
-        f"rules send both '{first}' and '{last}' of weight '{axes}' to mesh axis 'a'; "
-        "a mesh axis can hold one of them"
+        f"rules map both '{first}' and '{last}' of weight '{axes}' to mesh axis 'a'; "
+        "a mesh axis can shard only one of them"
     )
     with pytest.raises(ValueError, match=message):
         partition_spec(axes, RULES)
@@ -44,5 +44,5 @@ def test_rules_of_a_folded_mesh():
     assert "route" not in rules
     assert partition_spec("layer d_model route", rules) == P(mesh.pp, None, None)
     # tp is folded into ep, so a weight cannot be spread over both.
-    with pytest.raises(ValueError, match="a mesh axis can hold one"):
+    with pytest.raises(ValueError, match="a mesh axis can shard only one"):
         partition_spec("expert d_model d_ff", rules)

@@ -146,7 +146,7 @@ def _checked_method(execution: Execution, heads: int, kv_heads: int, ranks: int)
         )
     if name == "ring" and execution.attention not in (None, "blocked", "mosaic"):
         raise ValueError(
-            f'execution.context="ring" works in blocks and cannot use execution.attention='
+            f'execution.context="ring" needs blockwise attention, not execution.attention='
             f'{execution.attention!r}: choose context="gather" or "ulysses", or '
             'attention="blocked" or "mosaic".'
         )

@@ -160,7 +160,10 @@ def check_dispatch(name: str, mesh: FoldedMesh) -> None:
       ValueError: on an unknown name, and for "ragged" on CPU devices.
     """
     if name not in IMPLEMENTATIONS:
-        raise ValueError(f"dispatch={name!r} is none of {', '.join(IMPLEMENTATIONS)}; None picks.")
+        raise ValueError(
+            f"dispatch={name!r} is not known: choose among {', '.join(IMPLEMENTATIONS)}, or None "
+            "for the best that applies."
+        )
     # A mesh of absent devices may stand for any platform: it is lowered without asking.
     if name == "ragged" and mesh.platform == "cpu":
         raise ValueError(

@@ -121,11 +121,11 @@ def explain_choice(exchange: TokenExchange, mesh: FoldedMesh) -> str:
     hardware, name = hardware_of(mesh), cheapest(exchange, mesh)
     times = predict_seconds(exchange, mesh.layout, hardware)
     others = [
-        f"{other} {times[other] / times[name]:.2f} times its time"
+        f"{other} takes {times[other] / times[name]:.2f} times as long"
         for other in supported_dispatchers(mesh)
         if other != name
     ]
     rate = hardware.exchange if exchange.rate is None else exchange.rate
-    by = "by bytes" if hardware is UNKNOWN else f"on the links of {hardware.name}"
-    slower = "" if rate == 1.0 else f", an all-to-all at {rate:.2g} of a ring's rate"
-    return f"{name} ({', '.join(others)} {by}{slower})"
+    by = "from bytes sent" if hardware is UNKNOWN else f"for the links of {hardware.name}"
+    slower = "" if rate == 1.0 else f"; an all-to-all at {rate:.2g} of a ring's rate"
+    return f"{name} (predicted {by}: {', '.join(others)}{slower})"

@@ -55,7 +55,7 @@ def grouped_dot(
     """
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(
-            f"implementation={implementation!r} is no grouped product: use one of "
+            f"implementation={implementation!r} of grouped_dot is not known: choose among "
             f"{', '.join(map(repr, IMPLEMENTATIONS))}, or None for the best that applies."
         )
     # The loops carry sums of products, which vary over every mesh axis that an operand varies over.

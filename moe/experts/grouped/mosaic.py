@@ -15,9 +15,9 @@ def obstacle(rows: Array | jax.ShapeDtypeStruct, width: int) -> str | None:
     if foreign is not None:
         return foreign
     if rows.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"rows of {rows.dtype}, and the matrix units take bfloat16 or float16 alone"
+        return f"rows of {rows.dtype} (needs bfloat16 or float16)"
     if any(dimension % 64 or not dimension for dimension in (rows.shape[1], width)):
-        return f"matrices of {rows.shape[1]} x {width}, and each must be a multiple of 64"
+        return f"matrices of {rows.shape[1]} x {width} (both must be multiples of 64)"
     return None
 
 
@@ -45,6 +45,6 @@ def require_support(
     reason = obstacle(rows, width)
     if reason is not None:
         raise ValueError(
-            f'implementation="{name}" of {operation} cannot serve {reason}: use "blocks", or None '
-            "for the best that applies."
+            f'implementation="{name}" of {operation} does not support {reason}: use "blocks", or '
+            "None for the best that applies."
         )

@@ -128,7 +128,9 @@ def read_qwen3_next(options: Options, fields: Fields) -> Fields:
         layer for layer, kind in zip(layers, layer_types, strict=False) if kind == LINEAR
     )
     if len(layer_types) != len(layers) or set(layer_types) != {FULL, LINEAR}:
-        raise options.unsupported("layer_types", kinds, f"{FULL} or {LINEAR} for each, and both")
+        raise options.unsupported(
+            "layer_types", kinds, f"{FULL} or {LINEAR} for each layer, with at least one of both"
+        )
     return {
         "head_dim": head_dim,
         "query_key_norm": "head",

@@ -80,7 +80,7 @@ def read_dense_layers(options: Options, fields: Fields) -> Fields:
     options.require("decoder_sparse_step", 1, default=1)
     layers = options.take("mlp_only_layers", default=None) or []
     if sorted(layers) != list(range(len(layers))):
-        raise options.unsupported("mlp_only_layers", layers, "dense layers before all others only")
+        raise options.unsupported("mlp_only_layers", layers, "dense layers only before all others")
     width = options.take("intermediate_size")
     return {"num_dense_layers": len(layers), "dense_d_ff": width if layers else 0}
 

@@ -60,7 +60,7 @@ def read_listed_windows(
     if len(full) == len(layers):
         return {}
     if window is None:
-        raise options.unsupported("sliding_window", None, f"a number beside {SLIDING} layers")
+        raise options.unsupported("sliding_window", None, f"a number with {SLIDING} layers")
     return {"sliding_window": window, "full_attention_layers": full}
 
 

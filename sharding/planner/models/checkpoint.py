@@ -25,21 +25,23 @@ def sizes_from(path: str | Path) -> ModelSizes:
     try:
         options = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: give the config.json of a checkpoint.") from error
+        raise ValueError(f"{path} is not JSON: use the config.json of a checkpoint.") from error
     if not isinstance(options, dict):
         raise ValueError(
-            f"{path} holds a {type(options).__name__}, not the settings of a network: give the "
-            "config.json of a checkpoint."
+            f"{path} holds a {type(options).__name__}, not a model config: use the config.json "
+            "of a checkpoint."
         )
     if options.get("kv_lora_rank") is not None:
         raise ValueError(
-            f"{path}: kv_lora_rank={options['kv_lora_rank']} is latent attention, which the "
-            "planner does not describe: it knows grouped-query attention."
+            f"{path}: kv_lora_rank={options['kv_lora_rank']} is latent attention (MLA), which "
+            "the planner does not support."
         )
     names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
     missing = [name for name in names if name not in options]
     if missing:
-        raise ValueError(f"{path} states no {', '.join(missing)}: it is no decoder's config.json.")
+        raise ValueError(
+            f"{path} lacks {', '.join(missing)}: it must be the config.json of a decoder."
+        )
     heads, d_model = options["num_attention_heads"], options["hidden_size"]
     return ModelSizes(
         num_layers=options["num_hidden_layers"],

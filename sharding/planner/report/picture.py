@@ -32,7 +32,7 @@ def draw(plans: Sequence[Plan], hardware: Hardware, path: Path, title: str = "")
     }
     labels = [str(plan.layout) for plan in plans]
     _stack(time, labels, time_components)
-    time.set_xlabel("seconds of a step")
+    time.set_xlabel("seconds per step")
     memory_components = {
         name: [getattr(plan.memory, name) / 1e9 for plan in plans] for name in MEMORY
     }
@@ -40,7 +40,7 @@ def draw(plans: Sequence[Plan], hardware: Hardware, path: Path, title: str = "")
     memory.axvline(
         MEMORY_FRACTION * hardware.memory / 1e9, color="0.2", linestyle="--", linewidth=1
     )
-    memory.set_xlabel(f"GB on each device; the line is what is planned with on {hardware.name}")
+    memory.set_xlabel(f"GB per device; dashed line: memory budget on {hardware.name}")
     time.invert_yaxis()
     figure.savefig(path, dpi=120)
 

@@ -48,7 +48,7 @@ def _dispatch_text(plan: Plan) -> str:
 def _rows_text(plan: Plan) -> str:
     """Rows of a micro-batch, and a note if they are halved."""
     halved = len(plan.method.streams(plan.batch)) > 1
-    return f"{plan.batch.micro_rows}{' in halves' if halved else ''}"
+    return f"{plan.batch.micro_rows}{' in two batches' if halved else ''}"
 
 
 def _layout_text(plan: Plan) -> str:
@@ -62,15 +62,15 @@ def report(
     lines = [align_columns([[*COLUMNS, *COMPONENTS], *rows_of(result.plans[:top], hardware)])]
     best = result.plans[0]
     if best.method.gradient_wire != "float32":
-        lines += ["", f"Gradients of the first are sent in {best.method.gradient_wire}."]
+        lines += ["", f"The first layout sends gradients in {best.method.gradient_wire}."]
     if best.method.overlap_grad_reduce:
-        lines += ["", "Gradients of the first are summed inside the backward pass."]
+        lines += ["", "The first layout reduces gradients inside the backward pass."]
     sent = sorted(best.cost.communication.items(), key=lambda item: -item[1])
     shown = [[f"  {what}", f"{time:.3g} s"] for what, time in sent if time > 0]
     if shown:
         lines += [
             "",
-            "Communication of the first that nothing hides, in a step:",
+            "Exposed communication of the first layout, per step:",
             align_columns(shown),
         ]
     memory = best.memory
@@ -78,17 +78,17 @@ def report(
         [f"  {name}", f"{getattr(memory, name) / 1e9:.3g} GB"]
         for name in ("weights", "optimizer", "gradients", "activations", "buffers")
     ]
-    budget = f"{MEMORY_FRACTION * hardware.memory / 1e9:.3g} GB are planned with"
-    lines += ["", f"Memory of the first on each device ({budget}):", align_columns(memory_rows)]
+    budget = f"{MEMORY_FRACTION * hardware.memory / 1e9:.3g} GB budget"
+    lines += ["", f"Memory of the first layout per device ({budget}):", align_columns(memory_rows)]
     against = why_not(result, model, rows, time, hardware)
     reasons = [[f"  {replace(layout, vpp=1)}", reason] for layout, reason in against.items()]
     if reasons:
-        lines += ["", "Why not its neighbours:", align_columns(reasons)]
+        lines += ["", "Drawbacks of neighbouring layouts:", align_columns(reasons)]
     num_plans = len(result.plans)
     num_illegal = sum(result.illegal.values())
     lines += [
         "",
-        f"{num_plans} layouts fit, {len(result.too_large)} need more memory, {num_illegal} are not "
-        "legal.",
+        f"{num_plans} layouts fit, {len(result.too_large)} need more memory, {num_illegal} are "
+        "not valid.",
     ]
     return "\n".join(lines)

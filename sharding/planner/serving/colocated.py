@@ -34,9 +34,9 @@ class PlanKind:
 
 
 PLAN_KINDS = {
-    "stages of one tensor-parallel group": PlanKind(wide=False),
+    "one tensor-parallel group per stage": PlanKind(wide=False),
     "attention replicated, experts over all": PlanKind(),
-    "the same, two halves of a batch overlapped": PlanKind(overlap=True),
+    "the same with two-batch overlap": PlanKind(overlap=True),
 }
 
 
@@ -69,7 +69,7 @@ class Colocated:
     def __str__(self) -> str:
         stage = self.devices // self.pp
         sizes = f"tp{self.tp} dp{stage // self.tp} pp{self.pp} / ep{self.ep} etp{stage // self.ep}"
-        return sizes + (", two halves" if self.overlap else "")
+        return sizes + (", two batches" if self.overlap else "")
 
 
 class _Stage:

@@ -26,39 +26,47 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--serve",
         action="store_true",
-        help="plan a server with attention and experts on devices of their own; --hardware then "
-        "names the devices to choose from, as in h20,l40s",
+        help="plan a server with attention and experts on separate devices; --hardware then lists "
+        "the device types to choose from, as in h20,l40s",
     )
-    slo = f"most time between tokens, as in 150ms (default {load.slo * 1000:g}ms)"
+    slo = f"maximum time between tokens, as in 150ms (default {load.slo * 1000:g}ms)"
     group.add_argument("--slo", help=slo)
-    prompt = f"tokens of a prompt (default {load.prompt})"
+    prompt = f"tokens per prompt (default {load.prompt})"
     group.add_argument("--prompt", type=int, help=prompt)
-    completion = f"tokens of a completion (default {load.completion})"
+    completion = f"tokens per completion (default {load.completion})"
     group.add_argument("--completion", type=int, help=completion)
     group.add_argument(
-        "--avg-seq", type=float, help="tokens in a cache (default: prompt + completion / 2)"
+        "--avg-seq",
+        type=float,
+        help="cached tokens per sequence (default: prompt + completion / 2)",
     )
     group.add_argument(
         "--prefill",
         choices=(*PREFILL, "best"),
-        help="where prompts are read: not counted (elsewhere, the default), on a group of their "
-        "own, by turns, or the better of these two",
+        help="devices of prefill: not counted (elsewhere, the default), a separate group, shared "
+        "in turns with decoding, or the better of these two (best)",
     )
     group.add_argument(
-        "--price", action="append", metavar="DEVICE=PRICE", help="of a device; an L20 is 1"
+        "--price",
+        action="append",
+        metavar="DEVICE=PRICE",
+        help="price of a device type; an L20 is 1",
     )
     group.add_argument(
-        "--network", type=Path, metavar="FILE", help="measured lines of bytes,fraction of the rate"
+        "--network",
+        type=Path,
+        metavar="FILE",
+        help="measured network: lines of message bytes,fraction of the peak rate",
     )
     group.add_argument(
         "--profile",
         type=Path,
         metavar="FILE",
-        help="measured times by batch, in the roofline's place: JSON such as "
-        '{"h20": {"attention": {"1": [[256, 3.1e-4], [608, 6.6e-4]]}}}, by device, side and '
-        "devices of a node; of experts for a node with one",
+        help="measured times by batch, instead of the roofline model: JSON such as "
+        '{"h20": {"attention": {"1": [[256, 3.1e-4], [608, 6.6e-4]]}}}, by device type, device '
+        "group (attention or experts) and devices per node; experts for a node with one expert",
     )
-    group.add_argument("--devices", type=int, help="at most so many, both groups together")
+    group.add_argument("--devices", type=int, help="maximum number of devices in both groups")
 
 
 def parse_seconds(text: str) -> float:
@@ -83,8 +91,8 @@ def parse_devices(text: str) -> list[Hardware]:
     unknown = [name for name in names if name not in HARDWARE]
     if unknown or len(set(names)) != len(names):
         raise ValueError(
-            f"--hardware {text} with --serve is a list of different devices without numbers: write "
-            f"for example h20,l40s, of {', '.join(HARDWARE)}."
+            f"--hardware {text} with --serve needs a list of different device types without "
+            f"numbers: write for example h20,l40s, of {', '.join(HARDWARE)}."
         )
     return [HARDWARE[name] for name in names]
 
@@ -100,7 +108,8 @@ def parse_prices(overrides: list[str] | None) -> dict[str, float]:
         match = re.fullmatch(r"(\w+)=(\d+(?:\.\d+)?)", text)
         if match is None or match[1] not in HARDWARE or not float(match[2]) > 0:
             raise ValueError(
-                f"--price {text} is not a device and a price above 0: write for example h100=6."
+                f"--price {text} is not a device type and a price above 0: write for example "
+                "h100=6."
             )
         price_of[match[1]] = float(match[2])
     return price_of
@@ -126,7 +135,7 @@ def device_pairs(
     missing = [one.name for one in hardware_types if one.name not in price_of]
     if missing and len(hardware_types) > 1:
         raise ValueError(
-            f"{missing[0]} has no price to weigh it against another device: give one, as in "
+            f"{missing[0]} has no price to compare it with other device types: set one, as in "
             f"--price {missing[0]}=2.5 (an L20 is 1)."
         )
     paid = {
@@ -154,10 +163,10 @@ def check_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
     if args.serve:
         others = ("tokens", "seq", "program", "top")
         wrong = [name for name in others if getattr(args, name) != parser.get_default(name)]
-        rule = "is about training: leave it out with --serve."
+        rule = "is only for training plans: leave it out with --serve."
     else:
         wrong = [name for name in SERVING_FLAGS if getattr(args, name) is not None]
-        rule = "is about serving: give --serve, too."
+        rule = "is only for serving plans: add --serve."
     if wrong:
         raise ValueError(f"--{wrong[0].replace('_', '-')} {rule}")
 
@@ -182,7 +191,7 @@ def plan_text(model: ModelSizes, args: argparse.Namespace, efficiency: float) ->
     plans = search(model, load, choices, space)
     head = (
         f"{args.model}: {model.parameters / 1e9:.4g} B parameters, {model.num_experts} experts, "
-        f"{model.experts_per_token} of a token; {load.cached:,.0f} tokens in a cache, "
+        f"{model.experts_per_token} per token; {load.cached:,.0f} cached tokens per sequence, "
         f"{load.slo * 1000:g} ms between tokens"
     )
     if args.picture is not None:

@@ -31,13 +31,15 @@ class Utilisation:
     def __post_init__(self):
         if len(self.sizes) != len(self.fractions) or not self.sizes:
             raise ValueError(
-                f"{len(self.sizes)} sizes and {len(self.fractions)} fractions are no curve: give "
-                "one fraction for each size, and at least one of both."
+                f"{len(self.sizes)} sizes and {len(self.fractions)} fractions must be equally "
+                "many, and at least one."
             )
         if not all(size > 0 for size in self.sizes) or list(self.sizes) != sorted(set(self.sizes)):
-            raise ValueError(f"sizes={self.sizes} must be above 0 and rise.")
+            raise ValueError(f"sizes={self.sizes} must be above 0 and ascending.")
         if not all(0 < fraction <= 1 for fraction in self.fractions):
-            raise ValueError(f"fractions={self.fractions} must be in (0, 1]: they are of the rate.")
+            raise ValueError(
+                f"fractions={self.fractions} must be in (0, 1]: they are fractions of the rate."
+            )
         times = [
             size / fraction_of_rate
             for size, fraction_of_rate in zip(self.sizes, self.fractions, strict=True)
@@ -86,7 +88,8 @@ def read(path: Path) -> Utilisation:
             size, fraction = (float(word) for word in line.split(","))
         except ValueError:
             raise ValueError(
-                f"{path}:{line_number}: {line!r} is not a size and a fraction: write 262144,0.6."
+                f"{path}:{line_number}: {line!r} is not a size and a fraction: write for example "
+                "262144,0.6."
             ) from None
         if not (math.isfinite(size) and math.isfinite(fraction)):
             raise ValueError(f"{path}:{line_number}: {line!r} must be two finite numbers.")

@@ -47,7 +47,9 @@ def read(path: Path) -> dict[str, Profile]:
             for size, points in _checked_items(sizes, f"{path}: {device}: {side}", None):
                 where = f"{path}: {device}: {side}: {size}"
                 if not (size.isascii() and size.isdecimal() and int(size) > 0):
-                    raise ValueError(f"{where} is no number of devices of a node: write 1 or more.")
+                    raise ValueError(
+                        f"{where} is not a number of devices per node: write 1 or more."
+                    )
                 getattr(nodes, side)[int(size)] = _fit_points(points, where)
     return profiles
 
@@ -55,10 +57,10 @@ def read(path: Path) -> dict[str, Profile]:
 def _checked_items(mapping: Any, where: str, names: list[str] | None) -> Iterator[tuple[str, Any]]:
     """Entries of a JSON object, whose names must be of `names`; None allows any."""
     if not isinstance(mapping, dict):
-        raise ValueError(f"{where}: {json.dumps(mapping)} must be an object with names.")
+        raise ValueError(f"{where}: {json.dumps(mapping)} must be a JSON object.")
     for name, value in mapping.items():
         if names is not None and name not in names:
-            raise ValueError(f"{where}: {name!r} is none of {', '.join(names)}.")
+            raise ValueError(f"{where}: {name!r} is not known: choose among {', '.join(names)}.")
         yield name, value
 
 
@@ -67,8 +69,8 @@ def _fit_points(points: Any, where: str) -> Times:
     for pair in pairs:
         if not (isinstance(pair, list) and len(pair) == 2 and all(map(_is_above_zero, pair))):
             raise ValueError(
-                f"{where}: {json.dumps(pair)} is not a batch and its seconds, both above 0: write "
-                "for example [256, 3.1e-4]."
+                f"{where}: {json.dumps(pair)} is not a batch size and its seconds, both above 0: "
+                "write for example [256, 3.1e-4]."
             )
     try:
         return fit_line([batch for batch, _ in pairs], [seconds for _, seconds in pairs])

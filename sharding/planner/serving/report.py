@@ -50,14 +50,14 @@ def constraints(plan: ServingPlan, model: ModelSizes, load: Load) -> list[list[s
     rows = server.rows_of_node(plan.batch, shape.attention_nodes)
     received = 2 * rows * model.d_model / shape.tp_experts
     return [
-        ["(1) T_a ~ T_e", f"{attention / experts:.2f}, n_a by k1 E / (k3 K) {plan.balance:.1f}"],
-        ["(2) T_c < T_f", f"{sending / busier:.2f} of it"],
+        ["(1) T_a ~ T_e", f"{attention / experts:.2f}, k1 E / (k3 K) = {plan.balance:.1f}"],
+        ["(2) T_c < T_f", f"T_c is {sending / busier:.2f} T_f"],
         ["(3) m T_f >= T_a + T_e + 2 T_c", f"m = {m}, {need} needed"],
         ["(4) T_iter", f"{least * 1e3:.1f} to {m * busier * model.num_layers * 1e3:.1f} ms"],
         ["(5) T_total", f"{plan.total * 1e3:.1f} ms for {plan.sequences:,} tokens"],
-        ["(6) T_c", f"{sent / 1e6:.2f} MB of a sender, {received / 1e6:.2f} MB of a receiver"],
+        ["(6) T_c", f"{sent / 1e6:.2f} MB per sender, {received / 1e6:.2f} MB per receiver"],
         ["(7) T_iter <= SLO", f"{plan.token_latency * 1e3:.1f} of {load.slo * 1e3:g} ms"],
-        ["(8) memory", f"{plan.batch * m:,} of {most:,} sequences on an attention node"],
+        ["(8) memory", f"{plan.batch * m:,} of {most:,} sequences per attention node"],
     ]
 
 
@@ -83,7 +83,7 @@ def neighbours(shape: Shape) -> list[tuple[str, Shape]]:
     candidates += [(f"n_a {n}", replace(shape, attention_nodes=n)) for n in (nodes - 1, nodes + 1)]
     candidates += [(f"m {n}", replace(shape, micro_batches=n)) for n in (m - 1, m + 1)]
     per_node = shape.experts_of_node * 2
-    candidates.append((f"{per_node} experts on a node", replace(shape, experts_of_node=per_node)))
+    candidates.append((f"{per_node} experts per node", replace(shape, experts_of_node=per_node)))
     sizes = ("tp_attention", "tp_experts", "attention_nodes", "micro_batches")
     return [
         candidate
@@ -115,11 +115,13 @@ def _reason_against(plan: ServingPlan, shape: Shape, model: ModelSizes, load: Lo
     nodes, m = np.array([shape.attention_nodes]), shape.micro_batches
     batch = int(largest_batch(server, nodes, m, plan.prefill)[0])
     if not batch:
-        return "no batch keeps the limit on time"
+        return "no batch meets the time limit"
     other = describe(server, shape, batch, plan.prefill)
-    summary = f"{other.per_cost / plan.per_cost - 1:+.1%}, {max(other.layer) * 1e6:.0f} us a layer"
+    summary = (
+        f"{other.per_cost / plan.per_cost - 1:+.1%}, {max(other.layer) * 1e6:.0f} us per layer"
+    )
     if not server.hides(batch, shape.attention_nodes, m):
-        summary += ", breaks (2) or (3)"
+        summary += ", violates (2) or (3)"
     return summary
 
 
@@ -134,7 +136,9 @@ def colocated_rows(plan: ServingPlan, model: ModelSizes, load: Load) -> list[lis
                 model, load, hardware, pair.efficiency, kind=kind
             )
             if best_colocated is None:
-                rows.append([hardware.name, title, "does not fit or takes too long", "", ""])
+                rows.append(
+                    [hardware.name, title, "does not fit or exceeds the time limit", "", ""]
+                )
                 continue
             throughput_per_cost = best_colocated.per_device / price
             gain = f"{plan.per_cost / throughput_per_cost:.2f}"
@@ -151,16 +155,16 @@ def report(plans: Sequence[ServingPlan], model: ModelSizes, load: Load) -> str:
     lines = [
         align_columns([COLUMNS, *map(row_of, plans)]),
         "",
-        f"The first, in which {limit.get(best.limit, 'communication (2, 3)')} sets the batch:",
+        f"The first plan; {limit.get(best.limit, 'communication (2, 3)')} limits its batch:",
         align_columns([[f"  {name}", value] for name, value in constraints(best, model, load)]),
         "",
-        "Why not its neighbours:",
+        "Drawbacks of neighbouring plans:",
         align_columns([[f"  {name}", value] for name, value in why_not(best, model, load)]),
     ]
     if best.devices[2]:
-        lines += ["", f"Prompts take {best.devices[2]:.1f} devices beside it."]
+        lines += ["", f"Prefill needs {best.devices[2]:.1f} devices more."]
     if best.prefill == "elsewhere":
-        lines += ["", "Against co-located plans, tokens per second for the price:"]
+        lines += ["", "Gain over co-located plans, tokens per second per price:"]
         lines += [
             align_columns([[f"  {row[0]}", *row[1:]] for row in colocated_rows(best, model, load)])
         ]

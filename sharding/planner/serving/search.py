@@ -240,7 +240,7 @@ def search(
     if not plans_of_pairs:
         names = ", ".join(f"{pair.attention.name}:{pair.experts.name}" for pair in pairs)
         raise ValueError(
-            f"no plan on {names} keeps {load.slo * 1000:g} ms between tokens, fits and hides its "
-            "communication: allow more time, more micro-batches or other devices."
+            f"no plan on {names} keeps {load.slo * 1000:g} ms between tokens, fits in memory and "
+            "overlaps its communication: allow more time, more micro-batches or other devices."
         )
     return sorted(plans_of_pairs, key=lambda plan: -plan.per_cost)

@@ -52,13 +52,13 @@ def fit_line(batches: Sequence[int | float], seconds: Sequence[int | float]) -> 
     """
     if len(set(batches)) < 2 or len(batches) != len(seconds):
         raise ValueError(
-            f"{len(batches)} batches and {len(seconds)} times give no line: measure at least two "
-            "batches, each once or more."
+            f"{len(batches)} batches and {len(seconds)} times cannot be fitted: measure at least "
+            "two batch sizes, with one time for each."
         )
     slope, constant = np.polyfit(batches, seconds, 1)
     if slope <= 0:
         raise ValueError(
-            f"a token more takes {slope:.3g} s by these times: measure larger batches."
+            f"the fitted time per token is {slope:.3g} s, not above 0: measure larger batches."
         )
     return Times(0.0, 0.0, float(slope), max(0.0, float(constant)))
 
@@ -123,9 +123,9 @@ def check(model: ModelSizes) -> None:
     ValueError: on a model whose layers do not all have routed experts.
     """
     if not model.num_experts:
-        raise ValueError("a dense model has no experts to serve on devices of their own.")
+        raise ValueError("a dense model has no experts to serve on separate devices.")
     if model.num_dense_layers:
         raise ValueError(
-            f"num_dense_layers={model.num_dense_layers}: the plan of a server is for models whose "
-            "layers all have routed experts."
+            f"num_dense_layers={model.num_dense_layers}: serving plans need routed experts in "
+            "all layers, not dense layers."
         )

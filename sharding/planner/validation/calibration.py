@@ -204,7 +204,7 @@ def library_system(hardware: Hardware) -> System:
 def comparison_table() -> str:
     """Table of every published row with its prediction."""
     lines = [
-        f"{name}: products reach {calibrate(name).efficiency:.1%} of peak"
+        f"{name}: GEMMs reach {calibrate(name).efficiency:.1%} of peak"
         for name in CALIBRATION_POINTS
     ]
     tables = {
@@ -221,12 +221,12 @@ def comparison_table() -> str:
 
 def _comparison_row(row: Row) -> tuple[str, ...]:
     plan = predict(row, calibrate(row.system))
-    layout = row.layout + (", weights in shards" if row.fsdp else "")
+    layout = row.layout + (", FSDP" if row.fsdp else "")
     published = "out of memory" if row.mfu is None else f"{row.mfu}"
     if not isinstance(plan, Plan):
         return row.model, layout, "", "", "", published, "does not fit"
     mfu = 100 * plan.cost.mfu(CLUSTERS[row.system])
-    star = " (the point)" if row in CALIBRATION_POINTS.values() else ""
+    star = " (calibrated)" if row in CALIBRATION_POINTS.values() else ""
     settings = str(plan.layout.vpp), plan.method.remat, str(plan.batch.micro_rows)
     return row.model, layout, *settings, published, f"{mfu:.1f}{star}"
 

@@ -86,7 +86,10 @@ def jaxpr_collectives(
             if name != "while":
                 yield from collectives
             elif next(collectives, None) is not None:
-                raise ValueError("a collective in a while loop runs as often as nobody can tell.")
+                raise ValueError(
+                    "a collective in a while loop cannot be counted: its number of "
+                    "iterations is unknown."
+                )
 
 
 _HLO = re.compile(
@@ -149,7 +152,7 @@ def _groups(rest: str) -> tuple[tuple[int, ...], ...]:
     if named is not None:
         # In another order than the mesh's, or over a part of an axis, it would be another list.
         if named[2].strip() or ":" in named[3]:
-            raise ValueError(f"groups of devices in a form that is not read here: {named[0]}")
+            raise ValueError(f"device groups have a form that is not supported: {named[0]}")
         mesh = {axis: int(n) for axis, n in re.findall(r"'([^']+)'=(\d+)", named[1])}
         within = re.findall(r"'([^']+)'", named[3])
         across = [axis for axis in mesh if axis not in within]

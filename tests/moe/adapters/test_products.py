@@ -127,7 +127,10 @@ def test_the_table_has_adapters_for_every_target():
     [
         ({"rank": 0}, "lora_rank=0 must be at least 1"),
         ({"alpha": 0.0}, "lora_alpha=0.0 must be above 0"),
-        ({"targets": ("attention", "router")}, "lora_targets='attention,router' must be some of"),
+        (
+            {"targets": ("attention", "router")},
+            "lora_targets='attention,router' must be one or more",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(changes, message):

@@ -89,7 +89,10 @@ def test_none_is_plain_without_a_gpu():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("cudnn", r'attention="cudnn" cannot serve here: it runs on NVIDIA GPUs, not on \'cpu\''),
+        (
+            "cudnn",
+            r'attention="cudnn" is not supported here: it runs on NVIDIA GPUs, not on \'cpu\'',
+        ),
         ("fast", r"attention='fast' is not known: choose among plain, blocked, xla, cudnn, mosaic"),
     ],
 )
@@ -177,7 +180,7 @@ def test_a_mask_that_is_too_large_is_refused(hopper):
         return core_attention(query, key, key, mask, implementation="cudnn")
 
     shape = jax.ShapeDtypeStruct((1, 2**14, 4, 64), jnp.bfloat16)
-    with pytest.raises(ValueError, match=r"a mask of 268435456 numbers.*choose \"blocked\""):
+    with pytest.raises(ValueError, match=r"mask has 268435456 elements.*choose \"blocked\""):
         jax.eval_shape(read, shape, shape, rows_of(1, 2**14, 2**14, single=False))
 
 

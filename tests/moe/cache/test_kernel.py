@@ -41,27 +41,29 @@ def ranks(rank, rope):
 @pytest.mark.parametrize(
     ("config", "changed", "message"),
     [
-        (HEADS, {"dtype": "float32"}, "keys and values of float32, not bfloat16 or float16"),
-        (HEADS, {"head_dim": 80}, "heads of 80 elements, a multiple of 64 up to 256"),
-        (HEADS, {"num_heads": 130}, "65 queries of a key/value head, up to 64"),
-        (LATENT, {"dtype": "float32"}, "vectors of float32, not bfloat16 or float16"),
-        (LATENT, ranks(512, 32), "vectors of 544 numbers, a multiple of 64 up to 576"),
-        (LATENT, ranks(512, 128), "vectors of 640 numbers, a multiple of 64 up to 576"),
-        (LATENT, ranks(320, 64), r"values of 320 numbers \(kv_lora_rank\), a multiple of 128 up"),
+        (HEADS, {"dtype": "float32"}, r"keys and values of float32 \(needs bfloat16 or float16"),
+        (HEADS, {"head_dim": 80}, r"heads of 80 elements \(needs a multiple of 64 up to 256"),
+        (HEADS, {"num_heads": 130}, r"65 query heads per key/value head \(at most 64"),
+        (LATENT, {"dtype": "float32"}, r"vectors of float32 \(needs bfloat16 or float16"),
+        (LATENT, ranks(512, 32), r"vectors of 544 elements \(needs a multiple of 64 up to 576"),
+        (LATENT, ranks(512, 128), r"vectors of 640 elements \(needs a multiple of 64 up to 576"),
+        (LATENT, ranks(320, 64), r"kv_lora_rank=320 \(needs a multiple of 128 up"),
     ],
 )
 def test_what_it_cannot_is_in_a_line(config, changed, message):
     config = replace(config, **changed)
-    with pytest.raises(ValueError, match=rf"^decode_attention='mosaic' cannot serve: {message}"):
+    with pytest.raises(
+        ValueError, match=rf"^decode_attention='mosaic' is not supported: {message}"
+    ):
         check_kernel(config)
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("cudnn", "is none of 'mosaic', 'plain', 'interpreted'; use None"),
-        ("interpreted", "cannot serve: the plain interpreter has no matrix units; use None"),
-        ("mosaic", "cannot serve: attention sinks in the softmax; use None"),
+        ("cudnn", "is not known: choose among 'mosaic', 'plain', 'interpreted'; use None"),
+        ("interpreted", "is not supported: Pallas's interpreter has no matrix units; use None"),
+        ("mosaic", "is not supported: attention sinks in the softmax; use None"),
     ],
 )
 def test_names_and_sinks_that_it_does_not_know(name, message):

@@ -123,16 +123,16 @@ def test_every_expert_has_a_slot_and_every_device_equally_many():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: pack(np.ones(5), 2, 2), "num_bins=2 of capacity=2 do not hold 5 items"),
+        (lambda: pack(np.ones(5), 2, 2), "num_bins=2 with capacity=2 do not hold 5 items"),
         (lambda: replicate_experts(np.ones(5), 4), "num_slots=4 do not hold 5 experts"),
-        (lambda: plan_placement(np.ones(5), 6, 4), "num_devices=4 must divide the 6 of num_slots"),
+        (lambda: plan_placement(np.ones(5), 6, 4), "num_devices=4 must divide num_slots=6"),
         (
             lambda: plan_placement(np.ones(6), 6, 3, 2),
-            "num_servers=2 must divide the 3 of num_devices",
+            "num_servers=2 must divide num_devices=3",
         ),
         (
             lambda: plan_placement(np.ones(6), 6, 2, 1, 4),
-            "num_groups=4 must divide the 6 of experts",
+            "num_groups=4 must divide num_experts=6",
         ),
     ],
 )

@@ -142,7 +142,9 @@ def test_a_process_that_has_ended_is_not_waited_for():
 
 def test_unknown_ways_are_refused_in_one_line():
     mesh = sides(1, 1)
-    with pytest.raises(ValueError, match="m2n='mail' is none of device_put, collective"):
+    with pytest.raises(
+        ValueError, match="m2n='mail' is not known: choose among device_put, collective"
+    ):
         make_exchange("mail", mesh.attention, mesh.experts)
 
 

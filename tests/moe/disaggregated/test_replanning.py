@@ -85,7 +85,7 @@ def test_experts_stay_in_their_servers_where_groups_do():
         (lambda: RebalancingPolicy(every=0), "every=0 must be at least 1"),
         (lambda: RebalancingPolicy(decay=1.0), r"decay=1.0 must be in \[0, 1\)"),
         (lambda: RebalancingPolicy(threshold=-0.1), r"threshold=-0.1 must be in \[0, 1\)"),
-        (lambda: run([np.ones((2, 6))]), r"tokens of shape \(2, 6\)"),
+        (lambda: run([np.ones((2, 6))]), r"tokens has shape \(2, 6\)"),
     ],
 )
 def test_what_is_no_policy_is_refused(call, words):

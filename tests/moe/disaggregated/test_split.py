@@ -26,8 +26,8 @@ def test_a_split_is_two_groups_of_devices():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("tp2 dp2", "is not two sides"),
-        ("tp2 / ep2 / ep2", "is not two sides"),
+        ("tp2 dp2", "does not name two device groups"),
+        ("tp2 / ep2 / ep2", "does not name two device groups"),
         ("cp2 / ep2", "'cp2' is not one of the axes tp and dp"),
         ("tp2 / dp2", "'dp2' is not one of the axes ep and etp"),
         ("tp2 tp2 / ep2", "'tp2' is not one of the axes"),
@@ -44,18 +44,18 @@ def test_what_is_no_split_is_refused_in_one_line(text, message):
 @pytest.mark.parametrize(
     ("config", "placement", "message"),
     [
-        (replace(CONFIG, num_experts=0, d_ff=8), None, "num_experts=0 leaves the devices"),
-        (replace(CONFIG, num_experts=10), None, "num_experts=10 cannot be spread over ep=3"),
+        (replace(CONFIG, num_experts=0, d_ff=8), None, "num_experts=0 leaves the expert devices"),
+        (replace(CONFIG, num_experts=10), None, "num_experts=10 cannot be split over ep=3"),
         (replace(CONFIG, d_expert=7), None, "d_expert=7 cannot be split over etp=2"),
-        (replace(CONFIG, expert_bias=True), None, "expert_bias=True is of experts whose biases"),
+        (replace(CONFIG, expert_bias=True), None, "expert_bias=True is not supported"),
         (
             replace(CONFIG, delta=GatedDeltaNet((0,), 2, 4, 5, 6, 4)),
             None,
-            "Gated DeltaNet in some layers, whose states the side of attention does not keep",
+            "delta is not supported: the attention devices do not store the states",
         ),
-        (replace(CONFIG, norm_placement="both"), None, "norm_placement='both' normalises what"),
+        (replace(CONFIG, norm_placement="both"), None, "norm_placement='both' is not supported"),
         (CONFIG, Placement.identity(12, 4), "on 4 devices does not fit ep=3"),
-        (CONFIG, Placement.identity(6, 3), "6 experts is none of num_experts=12"),
+        (CONFIG, Placement.identity(6, 3), "6 experts does not fit num_experts=12"),
     ],
 )
 def test_networks_that_do_not_split_are_refused_in_one_line(config, placement, message):
@@ -66,7 +66,7 @@ def test_networks_that_do_not_split_are_refused_in_one_line(config, placement, m
 
 @pytest.mark.parametrize(("rows", "parts"), [(12, 2), (8, 0), (0, 1)])
 def test_rows_divide_over_devices_and_micro_batches(rows, parts):
-    with pytest.raises(ValueError, match=f"{rows} rows cannot be shared by micro_batches={parts}"):
+    with pytest.raises(ValueError, match=f"{rows} rows cannot be split over micro_batches={parts}"):
         check_micro_batches(rows, parts, split_mesh("tp2 dp2 / ep2"))
 
 
@@ -122,9 +122,9 @@ def test_experts_move_bit_for_bit():
 def test_layers_have_a_placement_each_of_as_many_slots():
     one, more = Placement.identity(4, 2), Placement.from_slots(np.array([0, 1, 2, 3, 0, 1]), 2)
     assert layer_placements(one, 3) == (one,) * 3 and more.experts.tolist() == [0, 1, 2, 3, 0, 1]
-    with pytest.raises(ValueError, match="2 placements are none of 3 layers"):
+    with pytest.raises(ValueError, match="2 placements were given for 3 layers"):
         layer_placements((one, one), 3)
-    with pytest.raises(ValueError, match="differ in their slots"):
+    with pytest.raises(ValueError, match="differ in devices or slots"):
         layer_placements((one, more), 2)
 
 
@@ -133,7 +133,7 @@ def test_layers_have_a_placement_each_of_as_many_slots():
     [
         ([[(0, 0)], []], "expert 1 has no slot"),
         ([[(0, 0)], [(0, 0)]], "slot 0 of device 0 holds the experts 0 and 1"),
-        ([[(2, 0)]], "slot 0 of device 2, and there are 1 slots on each of 2 devices"),
+        ([[(2, 0)]], "slot 0 of device 2, but there are only 1 slots on each of 2 devices"),
     ],
 )
 def test_placements_that_cannot_be_are_refused_in_one_line(copies, message):

@@ -81,7 +81,7 @@ def test_what_the_kernels_cannot_serve_is_refused():
     sizes = jnp.asarray(SIZES, jnp.int32)
     with pytest.raises(ValueError, match=r"\"mosaic_fused\" of routed_experts .* rows of float32"):
         fused_experts(rows.astype(jnp.float32), gate_up, down, probs, sizes)
-    with pytest.raises(ValueError, match=r"\"mosaic_fused\" .* matrices of 64 x 100, .* of 64"):
+    with pytest.raises(ValueError, match=r"\"mosaic_fused\" .* matrices of 64 x 100 .* of 64"):
         fused_experts(rows, gate_up[..., :100], down[:, :100], probs, sizes)
     with pytest.raises(ValueError, match=r"runs on NVIDIA GPUs .* lowered for cpu"):
         fused_experts(rows, gate_up, down, probs, sizes)

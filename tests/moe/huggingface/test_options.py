@@ -16,16 +16,16 @@ from moe.weights import targets_of
 @pytest.mark.parametrize(
     ("name", "option", "value", "message"),
     [
-        ("qwen3_moe", "num_experts", "four", "num_experts would be 'four'"),
-        ("qwen3_moe", "hidden_size", 10**400, "d_model would be 1000"),
-        ("qwen2", "hidden_size", None, "one of its options is of another type"),
-        ("qwen2", "num_attention_heads", 0, "one of its options is of another type"),
-        ("qwen3_moe", "vocab_size", 37.0, r"vocab_size would be 37\.0"),
-        ("qwen3_moe", "norm_topk_prob", 1, "renormalise would be 1"),
+        ("qwen3_moe", "num_experts", "four", "num_experts='four' has the wrong type"),
+        ("qwen3_moe", "hidden_size", 10**400, "d_model=1000"),
+        ("qwen2", "hidden_size", None, "one of its options has the wrong type"),
+        ("qwen2", "num_attention_heads", 0, "one of its options has the wrong type"),
+        ("qwen3_moe", "vocab_size", 37.0, r"vocab_size=37\.0 has the wrong type"),
+        ("qwen3_moe", "norm_topk_prob", 1, "renormalise=1 has the wrong type"),
         ("llama", "rope_parameters", [1], "rope_parameters=.* is not supported"),
-        ("llama", "rope_parameters", {"rope_theta": "x"}, "rope_base would be 'x'"),
+        ("llama", "rope_parameters", {"rope_theta": "x"}, "rope_base='x' has the wrong type"),
         ("llama", "rope_parameters", {"rope_type": {}}, "rope_type={} is not supported"),
-        ("deepseek_v3", "kv_lora_rank", "3", "mla would be MultiHeadLatentAttention"),
+        ("deepseek_v3", "kv_lora_rank", "3", "mla=MultiHeadLatentAttention"),
     ],
 )
 @unchecked()
@@ -51,16 +51,16 @@ def test_a_configuration_nested_too_deeply_is_one_line(tmp_path):
         ("llama", {"attention_bias": True}, r"attention_bias=True is not supported"),
         ("llama", {"logit_softcap": 30.0}, r"not supported: logit_softcap=30.0"),
         ("llama", {"quantization_config": {"bits": 4}}, r"quantization_config="),
-        ("llama", {"rms_norm_eps": ...}, r"has no option rms_norm_eps"),
+        ("llama", {"rms_norm_eps": ...}, r"lacks the option rms_norm_eps"),
         (
             "llama",
             {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}},
-            r"rope_type='longrope' is not supported; .* has default, linear, llama3, yarn",
+            r"rope_type='longrope' is not supported; supported: default, linear, llama3, yarn",
         ),
         (
             "qwen2",
             {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "mscale": 1.0}},
-            r"original_max_position_embeddings too",
+            r"parameters with original_max_position_embeddings",
         ),
         ("qwen2", {"layer_types": ["sliding_attention"] * 2}, r"with use_sliding_window=true"),
         (
@@ -77,7 +77,7 @@ def test_a_configuration_nested_too_deeply_is_one_line(tmp_path):
             },
             r"the same window in every layer",
         ),
-        ("qwen2_moe", {"mlp_only_layers": [1]}, r"dense layers before all others only"),
+        ("qwen2_moe", {"mlp_only_layers": [1]}, r"dense layers only before all others"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, r"decoder_sparse_step=2 is not supported"),
         ("olmoe", {"clip_qkv": 8.0}, r"clip_qkv=8.0 is not supported"),
         ("deepseek_v3", {"scoring_func": "softmax"}, r"scoring_func='softmax' is not supported"),
@@ -93,7 +93,7 @@ def test_a_configuration_nested_too_deeply_is_one_line(tmp_path):
         (
             "olmo3",
             {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
-            r"no scaling of sliding_attention",
+            r"no scaling for sliding_attention",
         ),
         ("smollm3", {"no_rope_layers": [1, 2, 0]}, r"1 or 0 for each layer"),
         (
@@ -104,10 +104,10 @@ def test_a_configuration_nested_too_deeply_is_one_line(tmp_path):
         ("glm4_moe", {"n_group": 2, "topk_group": 1}, r"2 x topk_group = 2"),
         ("gpt_oss", {"swiglu_beta": 1.0}, r"not supported: swiglu_beta=1.0"),
         ("gemma3", {"final_logit_softcapping": 30.0}, r"final_logit_softcapping=30.0 is not"),
-        ("gemma3", {"hidden_activation": "gelu"}, r"has 'silu' or 'gelu_pytorch_tanh'"),
+        ("gemma3", {"hidden_activation": "gelu"}, r"supported: 'silu' or 'gelu_pytorch_tanh'"),
         ("gemma3", {"use_bidirectional_attention": True}, r"use_bidirectional_attention=True"),
         ("qwen3_next", {"layer_types": ["full_attention"] * 3}, r"full_attention or linear_att"),
-        ("qwen3_next", {"mlp_only_layers": [0]}, r"Gated DeltaNet cannot be had with num_dense_l"),
+        ("qwen3_next", {"mlp_only_layers": [0]}, r"Gated DeltaNet do not support num_dense_l"),
         ("qwen3_next", {"hidden_act": "gelu_pytorch_tanh"}, r"hidden_act='gelu_pytorch_tanh' is"),
     ],
 )

@@ -134,7 +134,7 @@ def changed(tmp_path):
     return make
 
 
-MERGE = r"merge it in PEFT, .*merge_and_unload\(\)"
+MERGE = r"merge it with PEFT, .*merge_and_unload\(\)"
 
 
 @pytest.mark.parametrize(
@@ -143,10 +143,10 @@ MERGE = r"merge it in PEFT, .*merge_and_unload\(\)"
         *(("init_lora_weights", each, MERGE) for each in ("pissa", "PiSSA", "olora", "OLoRA")),
         # PEFT itself does not read them as they were trained.
         *(
-            ("init_lora_weights", each, "have PEFT write a plain LoRA where it was trained")
+            ("init_lora_weights", each, "convert it to a plain LoRA with PEFT")
             for each in ("pissa_niter_16", "corda", "loftq", "lora_ga")
         ),
-        ("init_lora_weights", "newest", "write true there where"),
+        ("init_lora_weights", "newest", "set it to true if"),
         ("use_dora", True, MERGE),
         ("use_qalora", True, "train a plain LoRA"),
         ("alora_invocation_tokens", [12, 7], "train a plain LoRA"),
@@ -171,7 +171,7 @@ MERGE = r"merge it in PEFT, .*merge_and_unload\(\)"
 )
 def test_what_peft_computes_in_another_way_is_refused_by_name(option, value, instead, changed):
     config, _ = loaded("qwen3_moe")
-    message = rf"adapter_config.json: {option}=.* is not supported, for .*{instead}"
+    message = rf"adapter_config.json: {option}=.* is not supported, as .*{instead}"
     with pytest.raises(ValueError, match=message) as error:
         huggingface.adapters_of(changed(**{option: value}), config)
     assert "\n" not in str(error.value)
@@ -233,9 +233,9 @@ def test_what_says_nothing_about_logits_is_passed_over(changed):
     ("options", "message"),
     [
         ({"rank_pattern": {"(": 2}}, r"rank_pattern has the pattern '\('"),
-        ({"rank_pattern": {"q_proj": 0}}, "rank_pattern=.* must map names of modules to numbers"),
-        ({"alpha_pattern": {"q_proj": "4"}}, "alpha_pattern=.* must map names"),
-        ({"alpha_pattern": ["q_proj"]}, "alpha_pattern=.* must map names"),
+        ({"rank_pattern": {"q_proj": 0}}, "rank_pattern=.* must map module names to numbers"),
+        ({"alpha_pattern": {"q_proj": "4"}}, "alpha_pattern=.* must map module names"),
+        ({"alpha_pattern": ["q_proj"]}, "alpha_pattern=.* must map module names"),
         ({"r": "3"}, "r='3' and lora_alpha=5 must be numbers"),
         ({"r": True}, "r=True and lora_alpha=5 must be numbers"),
         ({"use_rslora": "yes"}, "use_rslora='yes' is not supported"),
@@ -263,5 +263,5 @@ def test_adapters_of_another_network_are_refused(changed):
         lora = huggingface.adapters_of(folder, narrow)
         huggingface.load_adapters(folder, replace(narrow, lora=lora), mesh_of("dp1"))
     (folder / "adapter_model.safetensors").unlink()
-    with pytest.raises(ValueError, match="give a folder that PEFT wrote"):
+    with pytest.raises(ValueError, match="use a folder that PEFT wrote"):
         huggingface.adapters_of(folder, loaded("qwen3_moe")[0])

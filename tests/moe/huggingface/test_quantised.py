@@ -144,8 +144,11 @@ def test_groups_of_four_bits_are_what_they_stand_for(layout, tmp_path):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "quantization_config=.*has fp8 and mxfp4, or none"),
-        ({**FP8, "weight_block_size": None}, "weight_block_size of two sizes"),
+        (
+            {"quant_method": "gptq", "bits": 4},
+            "quantization_config=.*supported: quant_method fp8 or mxfp4",
+        ),
+        ({**FP8, "weight_block_size": None}, "weight_block_size with two sizes"),
         ({**FP8, "fmt": "e5m2"}, "quantization_config: fmt='e5m2' is not supported"),
         ({**FP8, "zero_point": True}, "quantization_config has options .*zero_point=True"),
     ],
@@ -160,5 +163,5 @@ def test_other_forms_are_refused_in_one_line(given, message, tmp_path):
 def test_factors_of_another_number_are_named(tmp_path):
     quantised, _ = fp8_copy(tmp_path)
     change_options(quantised, quantization_config={**FP8, "weight_block_size": [4, 6]})
-    with pytest.raises(ValueError, match=r"_scale_inv is \(\d, \d\), not \(\d, \d\), a factor"):
+    with pytest.raises(ValueError, match=r"_scale_inv is \(\d, \d\), not \(\d, \d\), one scale"):
         huggingface.load(quantised, mesh_of("dp1"))

@@ -60,7 +60,7 @@ def test_the_longest_sequence_is_read_and_written(tmp_path):
 def test_an_own_network_is_exported_as_the_architecture_that_expresses_it(tmp_path):
     config = replace(tiny(13), num_layers=1, d_model=12, num_experts=4, d_expert=6)
     weights = jax.device_put(random_weights(config, 0))
-    with pytest.raises(ValueError, match="fold_embedding_scale makes embedding_scale 1"):
+    with pytest.raises(ValueError, match="fold_embedding_scale sets embedding_scale to 1"):
         huggingface.save(tmp_path / "out", config, weights)
     folded, moved = huggingface.fold_embedding_scale(config, weights)
     huggingface.save(tmp_path / "out", folded, moved, about={"eos_token_id": 2})
@@ -70,17 +70,17 @@ def test_an_own_network_is_exported_as_the_architecture_that_expresses_it(tmp_pa
     assert back == replace(folded, **UNBALANCED)
     jax.tree.map(np.testing.assert_array_equal, again, moved)
     np.testing.assert_allclose(moved.embedding, weights.embedding * 12**0.5, rtol=1e-6)
-    with pytest.raises(ValueError, match=r"already holds .safetensors files"):
+    with pytest.raises(ValueError, match=r"already has .safetensors files"):
         huggingface.save(tmp_path / "out", folded, moved)
 
 
 @pytest.mark.parametrize(
     ("changed", "architecture", "message"),
     [
-        ({"head": "value"}, None, "is a critic"),
+        ({"head": "value"}, None, "a critic"),
         ({}, "GPT2LMHeadModel", "architecture='GPT2LMHeadModel' is not supported"),
-        ({}, "Qwen3ForCausalLM", "Qwen3ForCausalLM cannot express .*num_experts=8"),
-        ({"d_ff": 7}, None, "and no other architecture comes nearer"),
+        ({}, "Qwen3ForCausalLM", "Qwen3ForCausalLM does not support .*num_experts=8"),
+        ({"d_ff": 7}, None, "and no other architecture supports more"),
     ],
 )
 def test_a_network_that_no_architecture_expresses_is_refused(changed, architecture, message):
@@ -92,7 +92,7 @@ def test_a_network_that_no_architecture_expresses_is_refused(changed, architectu
 def test_weights_of_another_network_and_options_of_it_are_refused(tmp_path):
     config, weights = loaded("llama")
     wider = replace(config, vocab_size=38)
-    with pytest.raises(ValueError, match=r"a weight is \(37, 20\), not \(38, 20\)"):
+    with pytest.raises(ValueError, match=r"a weight has shape \(37, 20\), not \(38, 20\)"):
         huggingface.save(tmp_path, wider, weights)
     with pytest.raises(ValueError, match="about has hidden_size"):
         huggingface.save(tmp_path, config, weights, about={"hidden_size": 4})

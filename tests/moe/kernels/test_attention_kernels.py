@@ -277,14 +277,22 @@ def test_what_the_kernels_cannot_serve_is_refused(monkeypatch):
         jax.jit(trained).lower(*given, mask)
 
     for changed, message in (
-        ({"width": 72}, r"attention=\"mosaic\" cannot serve here: heads of 72 elements, a mul"),
-        ({"wide": 320}, r"heads of 320 elements, a multiple of 64 up to 256; choose \"blocked\""),
-        ({"dtype": jnp.float32}, r"query, key and value of bfloat16, bfloat16, float32, all b"),
+        ({"width": 72}, r"attention=\"mosaic\" is not supported here: heads of 72 elements"),
+        (
+            {"wide": 320},
+            r"heads of 320 elements \(needs a multiple of 64 up to 256\); choose \"blocked\"",
+        ),
+        (
+            {"dtype": jnp.float32},
+            r"key and value of bfloat16, bfloat16, float32 \(needs all",
+        ),
         ({}, r"of attention runs on NVIDIA GPUs .* lowered for cpu: use \"plain\""),
     ):
         with pytest.raises(ValueError, match=message) as refused:
             run(**changed)
         assert "\n" not in str(refused.value)
     monkeypatch.setattr(choice, "capability", lambda: 10.0)
-    with pytest.raises(ValueError, match=r"cannot serve here: GPUs of capability 10\.0, and it is"):
+    with pytest.raises(
+        ValueError, match=r"is not supported here: GPUs of capability 10\.0 \(needs 9.0"
+    ):
         run(wide=128)

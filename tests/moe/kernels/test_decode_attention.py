@@ -107,12 +107,15 @@ def test_what_the_kernel_cannot_serve_is_refused():
 
     wide = np.zeros((*values.shape[:3], 320), jnp.bfloat16)
     for changed, message in (
-        ({"query": query.astype(np.float32)}, r"of float32, bfloat16, bfloat16, all bfloat16"),
-        ({"values": wide}, r"heads of 320 elements, a multiple of 64 up to 256"),
-        ({"keys": keys[..., :133], "values": values[:, :, :133]}, r"a cache of 133 columns"),
-        ({"query": np.zeros((3, 260, HEAD_DIM), jnp.bfloat16)}, r"130 queries of a key/value"),
-        ({"name": "interpreted"}, r"the plain interpreter has no matrix units"),
-        ({"name": "cudnn"}, r"'cudnn' of decode_attention is none of"),
+        (
+            {"query": query.astype(np.float32)},
+            r"of float32, bfloat16, bfloat16 \(needs all bfloat16",
+        ),
+        ({"values": wide}, r"heads of 320 elements \(needs a multiple of 64 up to 256"),
+        ({"keys": keys[..., :133], "values": values[:, :, :133]}, r"a KV cache of 133 columns"),
+        ({"query": np.zeros((3, 260, HEAD_DIM), jnp.bfloat16)}, r"130 query heads per key/value"),
+        ({"name": "interpreted"}, r"Pallas's interpreter has no matrix units"),
+        ({"name": "cudnn"}, r"'cudnn' of decode_attention is not known"),
         ({}, r"decode_attention runs on NVIDIA GPUs .* lowered for cpu"),
     ):
         with pytest.raises(ValueError, match=message):

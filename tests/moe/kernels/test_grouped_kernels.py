@@ -187,7 +187,7 @@ def test_the_kernel_is_asked_for_by_name_and_serves_hopper_alone(monkeypatch):
         assert (kernels(None), kernels("mosaic")) == (0, 1)
     for capability in (8.0, 10.0):
         monkeypatch.setattr(choice, "capability", lambda capability=capability: capability)
-        with pytest.raises(ValueError, match=f"capability {capability}, .* written for Hopper's"):
+        with pytest.raises(ValueError, match=rf"capability {capability} \(needs 9.0, Hopper"):
             kernels("mosaic")
 
 
@@ -200,9 +200,9 @@ def test_what_the_kernels_cannot_serve_is_refused():
         (
             jax.ShapeDtypeStruct((8, 64), jnp.float32),
             half((2, 64, 64)),
-            r"rows of float32, .* bfloat16 or float16 alone",
+            r"rows of float32 \(needs bfloat16 or float16",
         ),
-        (half((8, 96)), half((2, 96, 64)), r"matrices of 96 x 64, and each must be a multiple of"),
+        (half((8, 96)), half((2, 96, 64)), r"matrices of 96 x 64 \(both must be multiples of"),
         (half((8, 64)), half((2, 64, 100)), r"matrices of 64 x 100"),
         (half((8, 64)), half((2, 64, 64)), r"runs on NVIDIA GPUs .* lowered for cpu"),
     ):
@@ -213,7 +213,7 @@ def test_what_the_kernels_cannot_serve_is_refused():
 def test_other_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(choice, "capability", lambda: 8.0)
     half = partial(jnp.ones, dtype=jnp.bfloat16)
-    with pytest.raises(ValueError, match=r"cannot serve GPUs of capability 8.0, .* Hopper"):
+    with pytest.raises(ValueError, match=r"does not support GPUs of capability 8.0 .* Hopper"):
         dot.IMPLEMENTATIONS["mosaic"].multiply_rows(
             0, half((8, 64)), half((2, 64, 64)), jnp.ones(2, jnp.int32)
         )

@@ -193,12 +193,15 @@ def test_what_the_kernel_cannot_serve_is_refused():
     wide = {"query": np.zeros((2, 5, 640), jnp.bfloat16)}
     wide["vectors"] = np.zeros((2, 1, 640, 192), jnp.bfloat16)
     for changed, message in (
-        ({"query": query.astype(np.float32)}, r"query and vectors of float32, bfloat16, all bfl"),
-        (wide, r"vectors of 640 numbers, a multiple of 64 up to 576; use None"),
-        ({"rank": 64}, r"values of 64 numbers \(kv_lora_rank\), a multiple of 128 up to 512; use"),
-        ({"vectors": vectors[..., :133]}, r"a cache of 133 columns, a multiple of 64; give"),
-        ({"name": "interpreted"}, r"the plain interpreter has no matrix units"),
-        ({"name": "cudnn"}, r"'cudnn' of latent_decode_attention is none of"),
+        ({"query": query.astype(np.float32)}, r"query and vectors of float32, bfloat16 \(needs"),
+        (wide, r"vectors of 640 elements \(needs a multiple of 64 up to 576\); use None"),
+        ({"rank": 64}, r"kv_lora_rank=64 \(needs a multiple of 128 up to 512\); use"),
+        (
+            {"vectors": vectors[..., :133]},
+            r"a KV cache of 133 columns \(needs a multiple of 64\); use",
+        ),
+        ({"name": "interpreted"}, r"Pallas's interpreter has no matrix units"),
+        ({"name": "cudnn"}, r"'cudnn' of latent_decode_attention is not known"),
         ({}, r"latent_decode_attention runs on NVIDIA GPUs .* lowered for cpu"),
     ):
         with pytest.raises(ValueError, match=message):

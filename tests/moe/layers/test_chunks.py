@@ -63,10 +63,10 @@ def test_the_chunks_of_two_published_models():
 @pytest.mark.parametrize(
     ("layers", "layout", "message"),
     [
-        ((0, 2), Layout(cp=2), "goes through whole sequences, which cp cuts"),
+        ((0, 2), Layout(cp=2), "needs full sequences, which cp splits"),
         # Chunks of two layers, of which one has it in its second; chunks of two layers and of one.
-        ((0, 3), Layout(pp=2), r"into 2 chunks that are not alike .* \(\(0, 3\)\)"),
-        ((0, 1), Layout(pp=3), "num_layers=4 into 3 chunks that are not alike"),
+        ((0, 3), Layout(pp=2), r"into 2 chunks with different layer types .* \(0, 3\)\)"),
+        ((0, 1), Layout(pp=3), "num_layers=4 into 3 chunks with different layer types"),
     ],
 )
 def test_gated_delta_net_refuses_layouts(layers, layout, message):

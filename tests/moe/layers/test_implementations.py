@@ -69,11 +69,11 @@ def test_a_name_that_is_given_stays(on):
 @pytest.mark.parametrize(
     ("field", "changed", "etp", "obstacle"),
     [
-        ("experts", {"dtype": "float32"}, 1, "rows of float32, "),
-        ("experts", {"d_model": 192}, 1, "rows of 192 numbers, "),
-        ("experts", {}, 2, "32 hidden units, "),
-        ("router", {"num_experts": 12}, 1, "12 experts, "),
-        ("router", {"num_experts": 256}, 1, "256 experts, "),
+        ("experts", {"dtype": "float32"}, 1, "rows of float32 (needs bfloat16"),
+        ("experts", {"d_model": 192}, 1, "d_model=192 (needs a multiple of 128)"),
+        ("experts", {}, 2, "32 hidden units per device (needs"),
+        ("router", {"num_experts": 12}, 1, "12 experts (needs"),
+        ("router", {"num_experts": 256}, 1, "256 experts (needs"),
         ("decode_attention", {"attention_sinks": True}, 1, "attention sinks"),
         ("decode_attention", {"head_dim": 32}, 1, "heads of 32 elements"),
     ],

@@ -182,7 +182,7 @@ def test_what_cannot_be_halved_is_refused():
     tokens, valid = map(jnp.asarray, piece())
     mesh, asked = mesh_of("tp4"), with_execution(two_batch_overlap=True)
     full = replace(asked, capacity_factor=0.8)
-    with pytest.raises(ValueError, match=r"capacity_factor=0\.8 would drop other choices"):
+    with pytest.raises(ValueError, match=r"capacity_factor=0\.8 would drop other tokens"):
         pack_rows(tokens, valid, mesh, full)
     # A single row, and halves of ten tokens on four ranks, go at once: an update is refused before.
     assert pack_rows(tokens[:1], valid[:1], mesh, asked).half_batches == ()

@@ -27,7 +27,7 @@ def test_bias_moves_by_the_sign_of_what_is_missing():
 
 def test_no_bias_to_move_is_an_error():
     weights = random_weights(replace(CONFIG, num_layers=1), 0)
-    with pytest.raises(ValueError, match="selection_bias=False has no bias to move"):
+    with pytest.raises(ValueError, match="selection_bias=False has no bias to update"):
         with_updated_bias(weights, weights, jnp.ones((1, ROUTE)), 1e-3, fold_abstract(Layout()))
 
 

@@ -171,7 +171,9 @@ def test_the_kernel_routes_as_the_plain_router(name):
 
 def test_a_router_of_another_name_is_refused():
     logits, valid = jnp.zeros((2, 8)), jnp.ones(2, bool)
-    with pytest.raises(ValueError, match=r"'triton' of route is none of 'mosaic', 'plain'"):
+    with pytest.raises(
+        ValueError, match=r"'triton' of route is not known: choose among 'mosaic', 'plain'"
+    ):
         topk_routing(logits, valid, EIGHT, implementation="triton")
 
 

@@ -132,13 +132,13 @@ def test_devices_keep_their_order():
 
 
 def test_fold_wants_the_devices_of_the_layout():
-    with pytest.raises(ValueError, match=r"tp2.* needs 2 devices and 16 were given: change a size"):
+    with pytest.raises(ValueError, match=r"tp2.* needs 2 devices but 16 were given: change a size"):
         fold(Layout(tp=2))
 
 
 @pytest.mark.parametrize("axis", ["tp", "cp", "dp", "pp", "ep", "etp"])
 def test_sizes_start_at_one(axis):
-    with pytest.raises(ValueError, match=rf"{axis}=0 is not a size: use 1"):
+    with pytest.raises(ValueError, match=rf"{axis}=0 must be at least 1: use 1"):
         Layout(**{axis: 0})
 
 
@@ -212,8 +212,11 @@ def test_parse(text, layout):
         ("tp-2", r"'tp-2' is not an axis and a size"),
         ("2tp", r"'2tp' is not an axis and a size"),
         ("tp2 / tp4", r"names the axis tp twice"),
-        ("dp0", r"dp=0 is not a size"),
-        ("dp2 vpp2", r"vpp=2 interleaves the chunks of a pipeline and pp=1 is none: give pp"),
+        ("dp0", r"dp=0 must be at least 1"),
+        (
+            "dp2 vpp2",
+            r"vpp=2 \(interleaved pipeline chunks\) needs pp of at least 2, not pp=1: set pp",
+        ),
         ("tp2 dp4 / ep4 edp4", r"edp4.* leave edp=2"),
     ],
 )

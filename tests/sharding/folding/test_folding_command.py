@@ -51,8 +51,8 @@ def test_an_illegal_layout_is_refused_on_one_line():
     [
         ("tp2 xp2", "axes among tp, cp, dp, pp, ep, etp, vpp, edp."),
         ("tp2 tp2", "names the axis tp twice."),
-        ("tp0", "tp=0 is not a size: use 1 for an axis not in use."),
-        ("dp2 vpp2", "vpp=2 interleaves the chunks of a pipeline and pp=1 is none"),
+        ("tp0", "tp=0 must be at least 1: use 1 for an unused axis."),
+        ("dp2 vpp2", "vpp=2 (interleaved pipeline chunks) needs pp of at least 2, not pp=1"),
         ("dp4 / ep2 edp4", "but the other sizes leave edp=2: leave it out."),
     ],
 )

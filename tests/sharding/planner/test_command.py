@@ -26,7 +26,7 @@ def test_the_best_layouts_are_printed_and_drawn(capsys, tmp_path):
     assert "64 x 4,096 tokens on h100x16" in first
     assert titles.split()[:4] == ["layout", "dispatch", "context", "remat"]
     assert rows[0].startswith("tp") and rows[2].startswith("tp") and not rows[3]
-    for words in ("Memory of the first", "Why not its neighbours:", "layouts fit"):
+    for words in ("Memory of the first", "Drawbacks of neighbouring layouts:", "layouts fit"):
         assert words in printed
     assert imread(picture).shape[1] > 500
 
@@ -38,7 +38,7 @@ def test_wires_and_chunks_may_be_left_to_the_search(capsys):
     wires = ["--activation-wire", "none", "float8_e4m3fn", "--gradient-wire", "float32", "bfloat16"]
     assert main([*given, *wires, "--expert-chunks", "1", "2"]) == 0
     printed = capsys.readouterr().out
-    assert "Gradients of the first are sent in bfloat16." in printed
+    assert "The first layout sends gradients in bfloat16." in printed
     assert re.search(r"ragged fp8 x2|all_gather fp8 x2| - ", printed)
 
 
@@ -47,10 +47,10 @@ def test_overlap_is_taken_where_a_run_can_have_it(capsys):
     given = ["mixtral-8x7b", "--hardware", "h100x32", "--tokens", "1M", "--top", "400"]
     assert main([*given, "--two-batch-overlap", "--overlap-grad-reduce"]) == 0
     printed = capsys.readouterr().out
-    halved = [line for line in printed.splitlines() if " in halves " in line]
-    assert halved and not any(re.search(r" 1 in halves", line) for line in halved)
+    halved = [line for line in printed.splitlines() if " in two batches " in line]
+    assert halved and not any(re.search(r" 1 in two batches", line) for line in halved)
     first = printed.splitlines()[3]
-    assert ("are summed inside the backward pass." in printed) == (" pp1 " in first)
+    assert ("reduces gradients inside the backward pass." in printed) == (" pp1 " in first)
 
 
 @pytest.mark.parametrize(
@@ -58,19 +58,22 @@ def test_overlap_is_taken_where_a_run_can_have_it(capsys):
     [
         (
             ["mixtral-8x7b", "--hardware", "h100x8", *MEGATRON, "--two-batch-overlap"],
-            "--two-batch-overlap is of --program jrl",
+            "--two-batch-overlap is only for --program jrl",
         ),
-        (["mixtral-8x7b", "--hardware", "h100x8", "--expert-chunks", "0"], "0 sends nothing"),
+        (["mixtral-8x7b", "--hardware", "h100x8", "--expert-chunks", "0"], "0 must be at least 1"),
         (
             ["mixtral-8x7b", "--hardware", "h100x8", *MEGATRON, "--gradient-wire", "bfloat16"],
-            "--gradient-wire bfloat16 is of --program jrl",
+            "--gradient-wire bfloat16 is only for --program jrl",
         ),
-        (["mixtral-8x22b", "--hardware", "h100x8"], "nothing fits on h100x8"),
+        (["mixtral-8x22b", "--hardware", "h100x8"], "no layout fits on h100x8"),
         (["mixtral", "--hardware", "h100x8"], "neither a checkpoint nor one of mixtral-8x22b"),
         (["mixtral-8x7b", "--hardware", "h100"], "write for example h100x64"),
         (["mixtral-8x7b", "--hardware", "h100x8", "--tokens", "4G"], "write for example 4M"),
-        (["mixtral-8x7b", "--hardware", "h100x8", "--tokens", "5000"], "not whole sequences"),
-        (["mixtral-8x7b", "--hardware", "h100x7", "--tokens", "16K"], "is legal|nothing fits"),
+        (
+            ["mixtral-8x7b", "--hardware", "h100x8", "--tokens", "5000"],
+            "is not a multiple of --seq",
+        ),
+        (["mixtral-8x7b", "--hardware", "h100x7", "--tokens", "16K"], "is valid|no layout fits"),
     ],
 )
 def test_what_has_no_answer_is_refused_on_one_line(arguments, words, capsys):
@@ -86,13 +89,15 @@ def test_a_server_is_planned_and_drawn(capsys, tmp_path):
     given = ["mixtral-8x7b", "--serve", "--hardware", "h100", "--devices", "12", "--slo", "0.1s"]
     assert main([*given, "--avg-seq", "900", "--picture", str(picture)]) == 0
     first, _, titles, row, *rest = capsys.readouterr().out.splitlines()
-    assert first.endswith("8 experts, 2 of a token; 900 tokens in a cache, 100 ms between tokens")
+    assert first.endswith(
+        "8 experts, 2 per token; 900 cached tokens per sequence, 100 ms between tokens"
+    )
     assert titles.split()[:3] == ["attention", "experts", "m"]
     assert re.match(r"\d+ x h100 tp\d", row)
     said = "\n".join(rest)
     for constraint in range(1, 9):
         assert f"({constraint}) " in said
-    for words in ("Why not its neighbours:", "Against co-located plans", "two halves"):
+    for words in ("Drawbacks of neighbouring plans:", "Gain over co-located plans", "two batches"):
         assert words in said
     assert imread(picture).shape[1] > 500
 
@@ -100,15 +105,15 @@ def test_a_server_is_planned_and_drawn(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--hardware", "h100x8"], "is a list of different devices without numbers"),
-        (["--hardware", "h20,h20"], "is a list of different devices without numbers"),
-        (["--hardware", "h20,h100"], "h100 has no price to weigh"),
-        (["--hardware", "h20,h100", "--price", "h100"], "is not a device and a price above 0"),
+        (["--hardware", "h100x8"], "needs a list of different device types without"),
+        (["--hardware", "h20,h20"], "needs a list of different device types without"),
+        (["--hardware", "h20,h100"], "h100 has no price to compare"),
+        (["--hardware", "h20,h100", "--price", "h100"], "is not a device type and a price above 0"),
         (["--hardware", "h20", "--slo", "150"], "--slo 150 is not a time above 0"),
         (["--hardware", "h20", "--slo", "1ms"], "no plan on h20:h20 keeps 1 ms"),
         (["--hardware", "h20", "--devices", "1"], "--devices 1 must be at least 2"),
         (["--hardware", "h20", "--prompt", "0"], "prompt=0 must be above 0"),
-        (["--hardware", "h20", "--tokens", "1M"], "--tokens is about training"),
+        (["--hardware", "h20", "--tokens", "1M"], "--tokens is only for training plans"),
         (["--hardware", "h20", "--network", "no/such/file"], "No such file"),
     ],
 )
@@ -122,7 +127,7 @@ def test_what_no_server_is_planned_for_is_refused_on_one_line(arguments, words, 
 
 def test_flags_of_a_server_need_serve(capsys):
     assert main(["mixtral-8x7b", "--hardware", "h100x8", "--avg-seq", "9"]) == 2
-    assert capsys.readouterr().err == "--avg-seq is about serving: give --serve, too.\n"
+    assert capsys.readouterr().err == "--avg-seq is only for serving plans: add --serve.\n"
 
 
 def test_numbers_of_tokens():

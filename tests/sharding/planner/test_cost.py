@@ -115,11 +115,11 @@ def test_halves_of_the_rows_send_beside_products_of_each_other():
     for what, time in within.items():
         assert halves[what] == pytest.approx(time / 4, rel=1e-5)
     # The last states are gathered over tp once more, and their gradients scattered.
-    assert set(halves) - set(whole) == {"order of rows"}
+    assert set(halves) - set(whole) == {"row order"}
     sizes, batch = Layout.parse(layout), Batch(256, 4096, 2)
     sent = volumes.row_reordering(MIXTRAL, sizes, batch, halved)
     expected = 2 * sum(links.seconds(one, sizes, H100) for one in sent)
-    assert halves["order of rows"] == pytest.approx(expected)
+    assert halves["row order"] == pytest.approx(expected)
     in_chunks = in_pairs(replace(halved, expert_chunks=4))
     shown = sum(in_chunks[what] for what in within)
     expected = within["attention and dense layers over tp"] + within["experts"] / 4
@@ -201,5 +201,5 @@ def test_gradients_of_the_ends_hide_nowhere_by_themselves(micro_rows):
 
 
 def test_micro_batches_divide_the_rows():
-    with pytest.raises(ValueError, match="rows=255 do not divide over dp=8"):
+    with pytest.raises(ValueError, match="rows=255 cannot be split over dp=8"):
         of("tp2 dp8 pp8 / ep8", rows=255)

@@ -351,7 +351,9 @@ def test_layouts_and_slots_that_do_not_fit(layout, slots, message):
 def test_a_cache_that_the_kernel_cannot_read_is_refused_before_a_row_comes():
     execution = replace(CONFIG.execution, decode_attention="mosaic")
     half = replace(CONFIG, dtype="bfloat16", execution=execution)
-    with pytest.raises(ValueError, match=r"'mosaic' cannot serve: heads of 6 elements, a multiple"):
+    with pytest.raises(
+        ValueError, match=r"'mosaic' is not supported: heads of 6 elements \(needs a"
+    ):
         replace(LONG, config=half).engine()
 
 

@@ -167,5 +167,5 @@ def test_a_flag_of_a_run_reaches_the_network():
         ValueError, match=r"buffer_factor=2.0 changes nothing: .* tiny-dense has no"
     ):
         build_setup(RunConfig(model="tiny-dense", buffer_factor=2.0), Grpo())
-    with pytest.raises(ValueError, match=r"buffer_factor=0.0 must be above 0: 1 is room for even"):
+    with pytest.raises(ValueError, match=r"buffer_factor=0.0 must be above 0: 1 fits balanced"):
         Execution(buffer_factor=0.0)

@@ -148,5 +148,5 @@ def test_the_memory_of_a_dry_run():
 
 
 def test_what_would_keep_the_layers_is_refused():
-    with pytest.raises(ValueError, match='fsdp with remat="none" keeps every layer'):
+    with pytest.raises(ValueError, match='fsdp with remat="none" keeps every all-gathered layer'):
         Execution(fsdp=True)

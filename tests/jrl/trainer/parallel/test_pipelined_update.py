@@ -171,7 +171,9 @@ def test_a_checkpoint_of_a_pipeline_is_one_of_any_layout(
 
 def test_every_chunk_has_a_layer():
     setup = setup_on("dp1")
-    with pytest.raises(ValueError, match=r"num_layers=4 cannot be cut into 5 pipeline stages x 1"):
+    with pytest.raises(
+        ValueError, match=r"num_layers=4 cannot be split into 5 pipeline stages x 1"
+    ):
         placement.specs(setup.model, fold_abstract(Layout(pp=5)))
     with pytest.raises(ValueError, match=r"num_layers=4 .* 2 pipeline stages x 3 chunks"):
         placement.specs(setup.model, fold_abstract(Layout(pp=2, vpp=3)))

@@ -191,7 +191,7 @@ def test_none_sends_least(cp, heads, kv_heads, used):
         (Execution(context="star"), r"context='star' is not known: choose among gather, ring, uly"),
         (
             Execution(context="ring", attention="xla"),
-            r"ring\" works in blocks and cannot use execution.attention='xla': choose context=",
+            r"ring\" needs blockwise attention, not execution.attention='xla': choose context=",
         ),
         (Execution(context="gather", attention="cudnn"), r"it runs on NVIDIA GPUs"),
     ],

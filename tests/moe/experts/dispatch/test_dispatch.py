@@ -286,7 +286,10 @@ def test_what_cannot_be_had_is_refused():
     mesh = mesh_of("dp2 / ep2")
     for name, message in (
         ("ragged", r'dispatch="ragged" needs jax.lax.ragged_all_to_all, which CPU devices do not'),
-        ("alltoall", r"dispatch='alltoall' is none of all_to_all, all_gather, ragged; None picks"),
+        (
+            "alltoall",
+            r"dispatch='alltoall' is not known: choose among all_to_all, all_gather, ragged",
+        ),
     ):
         function = on(mesh, partial(_named, mesh, name))
         with pytest.raises(ValueError, match=message):

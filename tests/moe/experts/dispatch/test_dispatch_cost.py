@@ -120,7 +120,10 @@ def test_devices_are_known_by_their_kind():
 def test_it_says_why():
     said = explain_choice(TokenExchange(32, 4, 64, 4, peer_capacity=0.5, rate=0.8), on("dp8 / ep8"))
     slower = "an all-to-all at 0.8 of a ring's rate"
-    assert said == f"all_to_all (all_gather 1.60 times its time by bytes, {slower})"
+    assert (
+        said
+        == f"all_to_all (predicted from bytes sent: all_gather takes 1.60 times as long; {slower})"
+    )
     assert "\n" not in said
 
 

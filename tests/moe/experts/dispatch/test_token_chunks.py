@@ -281,5 +281,5 @@ def test_none_picks_what_moves_less_of_a_chunk(chunks, expected):
 
 
 def test_no_chunk_is_refused():
-    with pytest.raises(ValueError, match=r"expert_chunks=0 sends no token to an expert: use 1"):
+    with pytest.raises(ValueError, match=r"expert_chunks=0 must be at least 1"):
         Execution(expert_chunks=0)

@@ -227,6 +227,6 @@ def test_no_product_copies_a_matrix_for_each_block_of_rows(platform):
 
 def test_unknown_implementations_are_refused():
     with pytest.raises(
-        ValueError, match=r"implementation=.ragged. is no grouped product: .*'tiles'"
+        ValueError, match=r"implementation=.ragged. of grouped_dot is not known: .*'tiles'"
     ):
         product("ragged", *operands(), SIZES["uneven"])

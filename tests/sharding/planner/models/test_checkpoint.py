@@ -94,7 +94,7 @@ def test_a_head_that_is_not_spoken_of_is_that_of_the_architecture(architecture, 
     ("options", "words"),
     [
         ({"kv_lora_rank": 512}, "kv_lora_rank=512 is latent attention"),
-        ({"hidden_size": 3}, "states no num_hidden_layers, num_attention_heads, vocab_size"),
+        ({"hidden_size": 3}, "lacks num_hidden_layers, num_attention_heads, vocab_size"),
     ],
 )
 def test_what_cannot_be_described_is_refused(options, words, tmp_path):
@@ -108,7 +108,7 @@ def test_what_cannot_be_described_is_refused(options, words, tmp_path):
     [
         ("{", "config.json is not JSON"),
         ("[" * 100_000, "config.json is not JSON"),
-        ("[1]", "config.json holds a list, not the settings of a network"),
+        ("[1]", "config.json holds a list, not a model config"),
     ],
 )
 def test_a_file_that_is_no_config_is_refused(text, words, tmp_path):

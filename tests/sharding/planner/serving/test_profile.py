@@ -48,19 +48,19 @@ def test_plans_are_made_with_what_was_measured(file, capsys):
     ("text", "words"),
     [
         ("{", "times.json is not JSON: Expecting property name"),
-        ("[]", r"times.json: \[\] must be an object with names"),
-        ('{"tpu": {}}', "times.json: 'tpu' is none of .*h20"),
-        ('{"h20": {"router": {}}}', "h20: 'router' is none of attention, experts"),
-        ('{"h20": {"experts": [1]}}', r"h20: experts: \[1\] must be an object"),
-        ('{"h20": {"experts": {"tp2": []}}}', "experts: tp2 is no number of devices"),
-        ('{"h20": {"experts": {"0": []}}}', "experts: 0 is no number of devices"),
-        ('{"h20": {"experts": {"1": 3}}}', "1: 3 is not a batch and its seconds"),
+        ("[]", r"times.json: \[\] must be a JSON object"),
+        ('{"tpu": {}}', "times.json: 'tpu' is not known: .*h20"),
+        ('{"h20": {"router": {}}}', "h20: 'router' is not known: choose among attention, experts"),
+        ('{"h20": {"experts": [1]}}', r"h20: experts: \[1\] must be a JSON object"),
+        ('{"h20": {"experts": {"tp2": []}}}', "experts: tp2 is not a number of devices"),
+        ('{"h20": {"experts": {"0": []}}}', "experts: 0 is not a number of devices"),
+        ('{"h20": {"experts": {"1": 3}}}', "1: 3 is not a batch size and its seconds"),
         ('{"h20": {"experts": {"1": [[1]]}}}', r"1: \[1\] is not a batch"),
         ('{"h20": {"experts": {"1": [[8, NaN]]}}}', r"\[8, NaN\] is not a batch"),
         ('{"h20": {"experts": {"1": [[8, true]]}}}', r"\[8, true\] is not a batch"),
         ('{"h20": {"experts": {"1": [[8, 0]]}}}', r"\[8, 0\] is not a batch"),
-        ('{"h20": {"experts": {"1": [[8, 1]]}}}', "1: 1 batches and 1 times give no line"),
-        ('{"h20": {"experts": {"1": [[8, 2], [9, 1]]}}}', "1: a token more takes -1 s"),
+        ('{"h20": {"experts": {"1": [[8, 1]]}}}', "1: 1 batches and 1 times cannot be fitted"),
+        ('{"h20": {"experts": {"1": [[8, 2], [9, 1]]}}}', "1: the fitted time per token is -1 s"),
     ],
 )
 def test_what_is_no_profile_is_refused_in_one_line(text, words, file, capsys):
@@ -72,4 +72,4 @@ def test_what_is_no_profile_is_refused_in_one_line(text, words, file, capsys):
 
 def test_it_is_a_flag_of_serving(capsys):
     assert main(["dbrx", "--hardware", "h100x64", "--profile", "times.json"]) == 2
-    assert "--profile is about serving: give --serve, too." in capsys.readouterr().err
+    assert "--profile is only for serving plans: add --serve." in capsys.readouterr().err

@@ -20,9 +20,9 @@ def test_the_line_through_measurements():
     found = times.fit_line(batches, [2e-6 * n + 3e-4 for n in batches])
     assert found.slope == pytest.approx(2e-6)
     assert found(np.array([0, 100])) == pytest.approx([3e-4, 5e-4])
-    with pytest.raises(ValueError, match="4 batches and 3 times give no line"):
+    with pytest.raises(ValueError, match="4 batches and 3 times cannot be fitted"):
         times.fit_line(batches, [1.0, 2.0, 3.0])
-    with pytest.raises(ValueError, match="a token more takes -1 s"):
+    with pytest.raises(ValueError, match="the fitted time per token is -1 s"):
         times.fit_line([1, 2], [3.0, 2.0])
 
 
@@ -81,8 +81,8 @@ def test_a_curve_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("sizes", "fractions", "words"),
     [
-        ((1.0, 2.0), (0.5,), "2 sizes and 1 fractions are no curve"),
-        ((2.0, 1.0), (0.5, 0.5), "must be above 0 and rise"),
+        ((1.0, 2.0), (0.5,), "2 sizes and 1 fractions must be equally many"),
+        ((2.0, 1.0), (0.5, 0.5), "must be above 0 and ascending"),
         ((1.0,), (1.5,), r"must be in \(0, 1\]"),
         ((1.0, 2.0), (0.1, 0.9), "2 bytes at 0.9 of the rate would arrive before 1 bytes"),
     ],

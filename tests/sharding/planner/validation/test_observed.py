@@ -37,7 +37,7 @@ def test_a_compiled_program():
 )
 def test_groups_in_an_unknown_form_are_refused(form):
     line = f"  %a = f32[8]{{0}} all-gather(f32[2]{{0}} %x), replica_groups={form}, dimensions={{0}}"
-    with pytest.raises(ValueError, match="not read here"):
+    with pytest.raises(ValueError, match="not supported"):
         list(hlo_collectives(line))
 
 
