@@ -135,4 +135,4 @@ def test_a_file_that_cannot_be_read_is_a_line_beside_the_others(tmp_path):
     (tmp_path / "bad.1.samples").write_bytes(b"rubbish" * 9)
     records, unreadable = read_folder(tmp_path)
     assert [each.machine for each in records] == ["good"]
-    assert len(unreadable) == 1 and "bad.1.samples is no record" in unreadable[0]
+    assert len(unreadable) == 1 and "bad.1.samples is not a record" in unreadable[0]

@@ -57,4 +57,4 @@ def test_an_end_a_damaged_row_and_a_new_file_in_its_place_are_seen(tmp_path):
     same(record, again.path)
     again.path.write_bytes(b"rubbish, but long enough")
     records, (line,) = follower.read()
-    assert records == [] and "is no record" in line
+    assert records == [] and "is not a record" in line
