@@ -182,7 +182,7 @@ RECOMPUTE = {"old_logprobs": "recompute"}
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"mismatch": "icepop"}, "mismatch='icepop' goes with old_logprobs='recompute': a ratio"),
+        ({"mismatch": "icepop"}, "mismatch='icepop' needs old_logprobs='recompute': a ratio"),
         ({"mismatch_high": 3.0}, "mismatch_high=3.0 has no effect: mismatch=None. Leave it out"),
         ({"mismatch_level": "sequence"}, "mismatch_level=sequence has no effect: mismatch=None"),
         ({"mismatch_mean": "token", **RECOMPUTE}, "mismatch_mean=token has no effect"),
@@ -194,23 +194,23 @@ RECOMPUTE = {"old_logprobs": "recompute"}
         ),
         (
             {"rejection": "geometric", "rejection_over": "max"},
-            "rejection_over='max' cannot be had with rejection='geometric'",
+            "rejection_over='max' is not supported with rejection='geometric'",
         ),
         (
             {"mismatch": "sequence-masked", "mismatch_level": "geometric", **RECOMPUTE},
-            "mismatch_level='geometric' cannot be had with mismatch='sequence-masked'",
+            "mismatch_level='geometric' is not supported with mismatch='sequence-masked'",
         ),
         (
             {"mismatch": "icepop", "mismatch_low": 6.0, **RECOMPUTE},
-            "mismatch_low=6.0 and mismatch_high=5.0 must be a range",
+            "mismatch_low=6.0 and mismatch_high=5.0 must be a non-empty range",
         ),
         (
             {"mismatch": "truncated", "mismatch_low": -1.0, **RECOMPUTE},
-            "mismatch_low=-1.0 and mismatch_high=2.0 must be a range",
+            "mismatch_low=-1.0 and mismatch_high=2.0 must be a non-empty range",
         ),
         (
             {"rejection": "k2", "rejection_high": -0.5},
-            "rejection_low=0.0 and rejection_high=-0.5 must be a range",
+            "rejection_low=0.0 and rejection_high=-0.5 must be a non-empty range",
         ),
     ],
 )
