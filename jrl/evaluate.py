@@ -79,8 +79,8 @@ def _evaluate(options: EvaluateOptions) -> dict[str, Any]:
         if folder is None:
             raise ValueError(f"{options.run} is a checkpoint, which has no critic to diagnose.")
         raise ValueError(
-            f"run {folder.path} is one of recipe {recipe.name}, which trains no critic: "
-            "--diagnostics needs one, as ppo and vapo have it."
+            f"run {folder.path} has recipe {recipe.name}, which trains no critic: --diagnostics "
+            "needs one, as in ppo and vapo."
         )
     _print_line(f"evaluating {options.run} on {run.task}")
     for note in training_data_notes(options, folder):

@@ -48,17 +48,17 @@ class ExportOptions:
     run: tyro.conf.Positional[str]
     """Folder of the run."""
     to: str
-    """Folder to make, which may not be there yet."""
+    """Folder to create, which may not exist yet."""
     step: int | None = None
     """Step of the checkpoint; None is the newest."""
     merge: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Add the adapters of a run that trains such to the weights they are beside; without it such a
-    run is not exported, as its adapters lie in its folder already."""
+    """Merge the LoRA adapters of a run into its base weights; without it a run with adapters is not
+    exported, as its folder has them already."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Of the tensors in the files; None is what the run computes in."""
+    """Dtype of the tensors in the files; None is what the run computes in."""
     architecture: str | None = None
     """A class of transformers, for example Qwen3MoeForCausalLM; None takes that of the checkpoint
-    that the run began from, or the first that can express the network."""
+    that the run started from, or the first that can express the network."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -86,18 +86,18 @@ def _check(options: ExportOptions, folder: RunFolder) -> None:
     """Raises ValueError or OSError for what cannot be, before anything is read or written."""
     if find_spec("safetensors") is None or find_spec("tokenizers") is None:
         raise ValueError(
-            "an export needs safetensors and tokenizers, of which one is not installed: run "
-            'pip install -e ".[hf]"'
+            "an export needs safetensors and tokenizers, which are not both installed: run pip "
+            'install -e ".[hf]"'
         )
     target = Path(options.to)
     if target.exists() or target.is_symlink():
-        raise ValueError(f"to={options.to!r} is there already: choose a folder that is not.")
+        raise ValueError(f"to={options.to!r} already exists: choose a new folder.")
     # Of a run that has them the file says so; one without any has no such setting.
     adapted = folder.config()["run"].get("lora_rank") is not None
     if adapted and not options.merge:
         raise ValueError(
-            f"run {folder.path} trains adapters, which lie in {folder.path / 'adapters'} in the "
-            "format of PEFT: give --merge for whole weights with the adapters in them."
+            f"run {folder.path} trains adapters, which are in {folder.path / 'adapters'} in the "
+            "format of PEFT: give --merge for full weights with the adapters merged."
         )
     if options.merge and not adapted:
         raise ValueError(
@@ -144,11 +144,11 @@ def _export(options: ExportOptions, folder: RunFolder, run: RunConfig) -> None:
         f"{options.to}: {architecture}, {num_parameters(model):,} parameters in {dtype}, "
         f"{folder.path} after step {step}"
     )
-    print(f"beside the weights: {', '.join(sorted(files))}")
+    print(f"in addition to the weights: {', '.join(sorted(files))}")
     if "tokenizer.json" not in files:
         print(
-            "tokenizer.model is the run's own SentencePiece model, which transformers has no class "
-            "for: --model hf:DIR reads it here, elsewhere give token ids or use sentencepiece."
+            "tokenizer.model is the run's SentencePiece model, for which transformers has no "
+            "class: --model hf:DIR of jrl reads it; elsewhere give token ids or use sentencepiece."
         )
 
 

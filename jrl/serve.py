@@ -34,64 +34,64 @@ class ServeOptions:
     run: tyro.conf.Positional[str]
     """Folder of a run, whose newest checkpoint is served, or hf:DIR for a public checkpoint."""
     host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 is every network that the machine is in. One that other
-    machines reach needs --api-key, or --allow-anyone."""
+    """Address to listen on; 0.0.0.0 is every network of the machine. One that other machines can
+    reach needs --api-key, or --allow-anyone."""
     port: int = 8000
-    """Port to listen on; 0 takes a free one, which is printed."""
+    """Port to listen on; 0 is a free one, which is printed."""
     name: str | None = None
     """The model's name for clients; None is that of the folder."""
     slots: int = 16
-    """Choices that are written at a time, a multiple of dp x tp of the layout, or of attention's
-    times the micro-batches of a split."""
+    """Choices decoded concurrently (continuous batching), a multiple of dp x tp of the layout, or
+    of the attention devices of a split times its micro-batches."""
     queue: int = 256
     """Choices that may wait for a slot; requests with more are refused with 429."""
     length: int | None = None
-    """Tokens of prompt and completion together, at most; None is what the network was made for, or
-    as much of that as has room in a KV cache of 4 GiB for all slots, and 1024 at the least."""
+    """Maximum tokens of prompt and completion in total; None is what the network supports, or as
+    much of that as fits a KV cache of 4 GiB for all slots, and at least 1024."""
     max_tokens: int | None = None
-    """Tokens of a completion, at most; None is what the length leaves."""
+    """Maximum tokens of a completion; None is what the length leaves."""
     window: int = 8
-    """Tokens of a choice between two looks at who comes and goes: fewer stream more smoothly, more
-    take less time in all."""
+    """Tokens of a choice between two scheduler steps, which admit and remove requests: fewer stream
+    more smoothly, more take less time in total."""
     connections: int | None = None
-    """Connections of clients at a time, at most: with more, those that ask for nothing are closed,
-    the oldest first, and where there are none of these new ones get 503. None is one for each slot
-    and each choice in the queue and 128 more, or as many as the limit of open files (ulimit -n)
-    leaves."""
+    """Maximum concurrent connections of clients: with more, idle ones are closed, the oldest first,
+    and without idle ones new connections get 503. None is one for each slot and each choice in the
+    queue and 128 more, or as many as the limit of open files (ulimit -n) leaves."""
     max_body: int = 2**20
-    """Bytes of a request's body, at most; more are refused with 413."""
+    """Maximum bytes of a request's body; more are refused with 413."""
     api_key: str | None = None
-    """Clients must show it as a bearer token everywhere but at /health; None takes the environment
-    variable JRL_API_KEY, and without that asks for none."""
+    """Bearer token that clients must send, except to /health; None takes the environment variable
+    JRL_API_KEY, and without it no key is required."""
     allow_anyone: bool = False
     """Serve other machines without a key."""
     follow: bool = False
-    """Load later checkpoints of the run as they appear; what runs is finished by the policy that
-    began it."""
+    """Load later checkpoints of the run as they appear; requests in flight are finished by the
+    policy that started them."""
     warm_up: bool = True
-    """Compile what short requests need before the first of them, and all else while nobody asks;
-    programs are kept for the next start. Without, a request may wait for a compiler."""
+    """Compile the programs of short requests before serving, and all others while the server is
+    idle; programs are cached for the next start. Without it, a request may wait for compilation."""
     seed: int = 0
-    """Of sampling. The same seed, with the same seed in a request, gives the same completion."""
+    """Random seed of sampling. The same seed, with the same seed in a request, gives the same
+    completion."""
     chat_template_kwargs: str | None = None
-    """A JSON object of names that the chat template is given where a request does not, such as
-    {"enable_thinking": false}; None takes the run's."""
+    """A JSON object of default variables for the chat template, such as {"enable_thinking": false};
+    None takes the run's."""
     layout: str | None = None
-    """How the devices are laid out; None takes that in which the run samples, and one device for
-    hf:DIR."""
+    """Layout of the devices (parallelism); None takes the run's layout for sampling, and one device
+    for hf:DIR."""
     split: str | None = None
-    """Attention and experts on devices of their own, for example "tp1 dp2 / ep2": attention on tp x
-    dp of them, experts on ep (x etp) others. None takes that in which the run samples, if it has
-    one and there is no layout."""
+    """Attention and experts on separate device groups (disaggregated decoding), for example "tp1
+    dp2 / ep2": attention on tp x dp of them, experts on ep (x etp) others. None takes the run's
+    split for sampling, if it has one and no layout is given."""
     micro_batches: int | None = None
-    """Parts of the slots that are under way at a time on the two sides: while one is with the
-    experts, attention works on another. None is 2, or what the run has where its split is taken."""
+    """Micro-batches of slots in flight in disaggregated decoding: while one is with the experts,
+    attention works on another. None is 2, or the run's if its split is used."""
     expert_slots: int | None = None
-    """Experts that a device of theirs has room for on the two sides: with more than its share, hot
-    ones are held by several devices. None is its share, or what the run has."""
+    """Experts per expert device in disaggregated decoding: with more than its share, experts with
+    many tokens are replicated on several devices. None is its share, or the run's."""
     replan: int | None = None
-    """Tokens of a row after which experts are placed anew, by the tokens that each of them had,
-    lately most; None leaves them where they are, or is what the run has."""
+    """Tokens of a row between rebalancings of the expert placement, by exponentially decayed token
+    counts; None keeps the placement, or is the run's."""
     devices: int | None = None
     """Number of fake CPU devices; None takes the real ones."""
 
@@ -151,7 +151,10 @@ def _serve(options: ServeOptions) -> None:
         start_jax(options.devices)
         service, front, name = _build_service(options)
         if options.warm_up:
-            print(f"compiling what {name} is served with, or loading what is kept", file=sys.stderr)
+            print(
+                f"compiling the programs that serve {name}, or loading them from the cache",
+                file=sys.stderr,
+            )
         service.start(options.warm_up)
         # Now that all other files are open.
         choices = options.slots + options.queue
@@ -193,8 +196,8 @@ def _build_service(options: ServeOptions):
             print(note, file=sys.stderr)
     if positions is not None and length > positions:
         raise ValueError(
-            f"length={length} is more than the {positions} positions that the network was made "
-            "for: lower --length."
+            f"length={length} is more than the {positions} positions that the network supports: "
+            "lower --length."
         )
     engine = policy.engine(
         slots=options.slots,
@@ -243,7 +246,7 @@ def choose_length(model: "ModelConfig", slots: int) -> tuple[int, str]:
     if length == positions:
         return length, ""
     return length, (
-        f"length: {length} of the {positions} tokens that the network was made for: a KV cache of "
+        f"length: {length} of the {positions} tokens that the network supports: a KV cache of "
         f"{slots} slots takes {cache_bytes_of(length) / 2**30:.2g} GiB for these, and "
         f"{cache_bytes_of(positions) / 2**30:.2g} GiB with --length {positions}"
     )

@@ -81,7 +81,7 @@ def _with_chosen_layout(options: TrainOptions) -> TrainOptions:
     run, recipe = options.run, options.recipe
     if is_multiprocess():
         raise ValueError(
-            f"layout={AUTO!r} is chosen in one process: ask there, with --dry-run and as many "
+            f"layout={AUTO!r} is chosen in one process: run one with --dry-run and as many "
             "--devices, and give all processes the layout that it prints."
         )
     single_device = replace(
@@ -234,15 +234,15 @@ def _tokenizer(run: RunConfig, folder: RunFolder | None) -> Tokenizer | None:
         return load_tokenizer(folder.tokenizer_path)
     if folder is not None and folder.metrics_path.exists():
         raise ValueError(
-            f"{folder.tokenizer_path} is gone, by which the run has numbered its tokens: put it "
-            "back, from a copy of this run or from another run of the same task and tokenizer."
+            f"{folder.tokenizer_path} is missing, which has the token ids of the run: restore it "
+            "from a copy of this run or from another run of the same task and tokenizer."
         )
     if run.weights is None:
         return None
     if run.tokenizer is not None:
         raise ValueError(
-            f"tokenizer={run.tokenizer!r} cannot go with weights={run.weights!r}, which have their "
-            "own: leave out --tokenizer."
+            f"tokenizer={run.tokenizer!r} cannot be combined with weights={run.weights!r}, which "
+            "come with a tokenizer: leave out --tokenizer."
         )
     from jrl.text.prompt_format import with_template
 
@@ -386,12 +386,12 @@ def _train(
         with CompilationWatch() if is_main_process() else nullcontext():
             outcome = train(setup, folder, weights, adapters, prompts_seen)
     except KeyboardInterrupt:
-        print(f"interrupted; go on from the last checkpoint with: {resume}", file=sys.stderr)
+        print(f"interrupted; resume from the last checkpoint with: {resume}", file=sys.stderr)
         return 130
     if not outcome.saved:
-        print(f"stopped in the warm start, before the first checkpoint; begin again with: {resume}")
+        print(f"stopped in the warm start, before the first checkpoint; restart with: {resume}")
     elif outcome.stopped:
-        print(f"stopped after step {outcome.step} of {setup.run.steps}; go on with: {resume}")
+        print(f"stopped after step {outcome.step} of {setup.run.steps}; resume with: {resume}")
     elif is_main_process():
         print(summarize_run(folder))
     return 0

@@ -43,38 +43,38 @@ class EvaluateOptions:
     run: tyro.conf.Positional[str]
     """Folder of the run, whose newest checkpoint is evaluated; or hf:DIR, a public checkpoint."""
     task: str | None = None
-    """What to evaluate on, as --task of jrl.train, a file in full; None takes the run's own task,
-    and of that what is held out."""
+    """Task to evaluate on, as --task of jrl.train; a file is used in full. None takes the run's
+    task and its held-out prompts."""
     held_out: str | None = None
-    """Which prompts are evaluated, as --held-out of jrl.train; 1.0 is all of a list. None takes
-    what the run holds out, and with --task all of a file or of a list of your own."""
+    """Prompts to evaluate on, as --held-out of jrl.train; 1.0 is all of a list. None takes the
+    run's held-out prompts, and with --task all of a file or of a custom list."""
     prompts: int | None = None
-    """Prompts at most, the first of them. None is all that --task has, and 256 of a task that draws
-    its prompts or of what a run holds out."""
+    """Maximum number of prompts, the first ones. None is all of --task, and 256 of a task that
+    generates its prompts or of a run's held-out prompts."""
     k: int = 8
-    """Completions sampled per prompt; pass@k is given for 1, 2, 4, ... and k."""
+    """Completions sampled per prompt; pass@k is reported for 1, 2, 4, ... and k."""
     samples: str | None = None
-    """A file that the completions are written to, a JSON line for each: prompt, completion, answer,
-    score, reason."""
+    """File to write the completions to, a JSON line for each: prompt, completion, answer, score,
+    reason."""
     json: str | None = None
-    """A file that the results are written to as well."""
+    """File to write the results to as JSON, in addition to the terminal."""
     show: int = 3
-    """Completions that are shown, of so many prompts; 0 shows none."""
+    """Number of prompts whose completions are printed; 0 prints none."""
 
     prompt_field: str | None = None
     """Field of a record with the prompt, as --prompt-field of jrl.train."""
     answer_field: str | None = None
-    """Field with the gold answer: "answer", or "reward_model.ground_truth"."""
+    """Field with the reference answer: "answer", or "reward_model.ground_truth"."""
     messages_field: str | None = None
     """Field with the prompt as a conversation, a list of {"role": ..., "content": ...}."""
     answers: Literal["final", "evaluated"] | None = None
-    """What answers have to be, as --answers of jrl.train; None takes the run's own."""
+    """Required form of answers, as --answers of jrl.train; None takes the run's."""
     reward: tuple[str, ...] | None = None
-    """Rewards, as --reward of jrl.train; None takes the run's own, unless --task is given."""
+    """Rewards, as --reward of jrl.train; None takes the run's, unless --task is given."""
     reward_weights: tuple[str, ...] | None = None
-    """Their weights; None takes the run's own, unless --task is given."""
+    """Their weights; None takes the run's, unless --task is given."""
     reward_seconds: float | None = None
-    """How long one call of a reward of your own may take."""
+    """Timeout of one call of a custom reward, in seconds."""
     failed_reward: float | None = None
     """The score of a completion whose reward failed."""
     verifiers: int | None = None
@@ -83,54 +83,54 @@ class EvaluateOptions:
     """Run code that the policy writes as your user, as --unsafe-tools of jrl.train; a run that had
     it keeps it."""
     max_turns: int | None = None
-    """Turns of a conversation with an environment, at most."""
+    """Maximum turns of the policy in a multi-turn conversation with an environment."""
     turn_length: int | None = None
-    """Tokens of one turn of a conversation, at most, as --turn-length of jrl.train."""
+    """Maximum tokens of one turn of a conversation, as --turn-length of jrl.train."""
 
     prompt_length: int | None = None
-    """Tokens of a prompt at most; longer ones of a list are left out. None takes the run's own, or
-    fits the longest prompt where --task is given."""
+    """Maximum tokens of a prompt; longer ones of a list are dropped. None takes the run's limit, or
+    fits the longest prompt if --task is given."""
     overlong_prompts: Literal["drop", "refuse"] | None = None
-    """What becomes of prompts with more tokens than that: they are left out and counted, or nothing
-    begins."""
+    """Prompts with more tokens than that: drop and count them, or refuse to start."""
     response_length: int | None = None
-    """Limit of a completion in tokens; None takes the run's own."""
+    """Maximum tokens of a completion; None takes the run's limit."""
     tokenizer: str | None = None
-    """Of hf:DIR, in place of the checkpoint's own: a SentencePiece .model file, or a tokenizer.json
-    with its tokenizer_config.json beside it."""
+    """Tokenizer for hf:DIR instead of the checkpoint's: a SentencePiece .model file, or a
+    tokenizer.json with its tokenizer_config.json in the same folder."""
     chat_template: str | None = None
-    """How prompts become conversations, as --chat-template of jrl.train: "checkpoint", "none", or
-    the path of a Jinja file; None takes the run's own."""
+    """Chat template for prompts, as --chat-template of jrl.train: "checkpoint", "none", or the path
+    of a Jinja file; None takes the run's."""
     chat_template_kwargs: str | None = None
-    """A JSON object of names that the chat template is given, such as {"enable_thinking": false};
-    None takes the run's."""
+    """A JSON object of variables for the chat template, such as {"enable_thinking": false}; None
+    takes the run's."""
     system_prompt: str | None = None
-    """The first message of every conversation that has none of its own; None takes the run's."""
+    """First message of every conversation without a system message; None takes the run's."""
 
     temperature: float | None = None
-    """Of sampling; None takes the run's own."""
+    """Sampling temperature; None takes the run's."""
     top_k: int | None = None
-    """Sample among this many likeliest tokens; None takes the run's own setting."""
+    """Sample among this many most probable tokens (top-k); None takes the run's setting."""
     top_p: float | None = None
-    """Sample from the smallest set of likeliest tokens with this probability; None takes the run's
-    own setting."""
+    """Sample from the smallest set of most probable tokens with this probability (top-p); None
+    takes the run's setting."""
     seed: int = 0
-    """Of sampling. The same seed gives the same completions."""
+    """Random seed of sampling. The same seed gives the same completions."""
 
     slots: int | None = None
-    """Completions that are decoded at a time, a multiple of dp x tp of the layout that decodes.
-    None is all of them, 512 at most, or as many as have room in a KV cache of 2 GiB on a processor
-    and of half of what the weights leave on an accelerator."""
+    """Completions decoded concurrently, a multiple of dp x tp of the layout that decodes. None is
+    all of them, at most 512, and at most as many as fit a KV cache of 2 GiB on a CPU or of half of
+    the memory that the weights leave on an accelerator."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """In which the network computes; None is that of the run, or of the checkpoint."""
+    """Dtype that the network computes in; None is that of the run, or of the checkpoint."""
     layout: str | None = None
-    """How the devices are laid out; None takes the run's own layouts, dp1 for a checkpoint."""
+    """Layout of the devices (parallelism), as --layout of jrl.train; None takes the run's layouts,
+    dp1 for a checkpoint."""
     rollout_layout: str | None = None
-    """How they are laid out to sample completions; None derives it from --layout, if given."""
+    """Their layout for sampling completions; None derives it from --layout, if given."""
     devices: int | None = None
-    """Number of fake CPU devices; None does as the run did."""
+    """Number of fake CPU devices; None takes the run's."""
     diagnostics: bool = False
-    """Measure the critic of the run as well, and draw plots/value_diagnostics.png in its folder."""
+    """Also measure the run's critic, and write plots/value_diagnostics.png to its folder."""
     processes: tyro.conf.OmitArgPrefixes[Processes] = SINGLE_PROCESS
 
     @property
@@ -152,8 +152,8 @@ class EvaluateOptions:
             raise ValueError(f"temperature={self.temperature} must be a number from 0.")
         if self.tokenizer is not None and not self.is_checkpoint:
             raise ValueError(
-                f"tokenizer={self.tokenizer!r} is for hf:DIR, and {self.run} has that which it "
-                "learned with: leave it out."
+                f"tokenizer={self.tokenizer!r} is only for hf:DIR; {self.run} has the tokenizer "
+                "that it was trained with: leave it out."
             )
         for path in (self.json, self.samples):
             if path is not None:
@@ -179,8 +179,8 @@ def evaluation_configuration(
         run, recipe = configuration_of(folder)
         if run.lora_rank is not None and options.dtype is not None:
             raise ValueError(
-                f"dtype={options.dtype!r} is not that of the weights which run {folder.path} keeps "
-                "beside its adapters: leave it out."
+                f"dtype={options.dtype!r} differs from that of the base weights that run "
+                f"{folder.path} stores next to its adapters: leave it out."
             )
     changes = {name: getattr(options, name) for name in (*TASK_SETTINGS, *OTHER_SETTINGS)}
     changes = {name: value for name, value in changes.items() if value is not None}
@@ -234,6 +234,7 @@ def training_data_notes(options: EvaluateOptions, folder: RunFolder | None) -> l
     run, _ = configuration_of(folder)
     held_out = run.held_out or f"{HELDOUT_SHARE:g}"
     return [
-        f"note: the run has learned from {task}; --held-out {held_out} is the part that it has not"
+        f"note: the run was trained on {task}; --held-out {held_out} selects the prompts that it "
+        "was not trained on"
         for task in sorted(listed_names(options.task) & listed_names(run.task))
     ]

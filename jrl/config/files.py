@@ -63,7 +63,7 @@ def from_json(config: Mapping[str, Any], path: Path | str) -> tuple[RunConfig, R
     _check_names(config, ("recipe", "run", "hyperparameters"), "", path)
     name = config["recipe"]
     if not isinstance(name, str):
-        raise ValueError(f"{path}: recipe is {name!r}, not the name of one.")
+        raise ValueError(f"{path}: recipe is {name!r}, not the name of a recipe.")
     try:
         kind = load_recipe(name, Path(path).parent)
     except ValueError as error:
@@ -116,7 +116,7 @@ def _differences(
                 getattr(requested_record, field.name),
             )
             if field.name == "steps" and new < old:
-                yield f"--steps is {old} in the run and can be raised only, {new} was given"
+                yield f"--steps is {old} in the run and can only be raised, {new} was given"
             elif old != new and (field.name not in CHANGEABLE or field.name in cache_fields):
                 yield f"{flag(field.name)} is {old} in the run, {new} was given"
 
@@ -148,8 +148,8 @@ def _check_names(
         complaints = [f"unknown {', '.join(unknown)}"] if unknown else []
         complaints += [f"missing {', '.join(missing)}"] if missing else []
         raise ValueError(
-            f"{path} is not a configuration of this version: {'; '.join(complaints)}. "
-            "Use the version that wrote it, or mend the file."
+            f"{path} is not a configuration of this version: {'; '.join(complaints)}. Use the "
+            "version that wrote it, or fix the file."
         )
 
 

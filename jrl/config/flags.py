@@ -24,13 +24,13 @@ ON_COMMAND_LINE = ("config", "dry_run", "resume")
 """Flags that a settings file may not contain."""
 
 REINFORCEMENT = (
-    "Trains a policy by reinforcement. Without arguments: a small mixture of experts learns to "
-    "sort digits with GRPO, in some two minutes on a laptop. The recipes are "
+    "Trains a policy by reinforcement learning. Without arguments: a small MoE model learns to "
+    "sort digits with GRPO, in about two minutes on a laptop. The recipes are "
     f"{', '.join(RECIPES)}. The stage before is sft, supervised fine-tuning on conversations."
 )
 SUPERVISED_STAGE = (
-    "Supervised fine-tuning: a policy learns what the assistant says in conversations. "
-    f"Reinforcement goes on from its run: {PROGRAM} grpo --weights RUN."
+    "Supervised fine-tuning: trains a policy on the assistant's turns of conversations. "
+    f"Reinforcement learning continues from its run: {PROGRAM} grpo --weights RUN."
 )
 
 Record = TypeVar("Record")
@@ -41,20 +41,22 @@ class Command:
     """Run folder, settings file, resume and dry run."""
 
     run_dir: str | None = None
-    """Folder of the run, new but for --resume; None takes the next runs/RECIPE-TASK-NUMBER."""
+    """Folder of the run, a new one unless --resume is given; None takes the next
+    runs/RECIPE-TASK-NUMBER."""
     resume: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Go on with the run in --run-dir from its last checkpoint, with its own settings. Only --steps
-    (upwards), what fits it to the machine (--layout, --rollout-layout, --rollout-devices,
+    """Resume the run in --run-dir from its last checkpoint, with its settings. Only --steps
+    (upwards), settings of the machine (--layout, --rollout-layout, --rollout-devices,
     --rollout-engine, --rollout-split, --rollout-micro-batches, --devices, --slots, --micro-batch,
     --context, --dispatch, --attention, --decode-attention, --latent, --router, --experts,
     --expert-chunks, --remat, --fsdp, --buffer-factor, --scan-layers, --vocab-chunk, --packing,
     --verifiers, --unsafe-tools), --checkpoint-every, --keep-checkpoints, --samples-every,
-    --sample-tokens, --max-nonfinite, --drift-alarm, --log-to and those of faults may change."""
+    --sample-tokens, --max-nonfinite, --drift-alarm, --log-to and the settings of faults may
+    change."""
     config: str | None = None
-    """A YAML file of flags by name (learning_rate: 1e-6), as the run.yaml of a run is one, or
-    preset:NAME for one that comes with the library; flags that are given too come first."""
+    """A YAML file of flags by name (learning_rate: 1e-6), such as the run.yaml of a run, or
+    preset:NAME for one that comes with the library; flags on the command line take precedence."""
     dry_run: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Print batch arithmetic, parameters, memory and layout, and stop."""
+    """Print batch arithmetic, parameters, memory and layout, and exit."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,7 @@ def _stored_configuration(
     file_command = Command() if settings is None else settings.apply_to(Command())
     run_dir = parsed.run_dir or file_command.run_dir
     if run_dir is None:
-        raise ValueError("--resume needs --run-dir: give the folder of the run to go on with.")
+        raise ValueError("--resume needs --run-dir: give the folder of the run to resume.")
     return configuration_of(RunFolder.read(run_dir))
 
 
@@ -173,7 +175,7 @@ def _parse_flags(
     recipe_names = tuple(dict.fromkeys((*LIBRARY, recipe.name)))
     recipe_literal = Literal[recipe_names]  # pyright: ignore[reportInvalidTypeForm]
     help_text = (
-        "Comes first. One of your own is path/to/file.py:Name. Each recipe has flags of its own: "
+        "Comes first. A custom recipe is path/to/file.py:Name. Each recipe has its own flags: "
         f"{PROGRAM} dapo --help"
     )
     name = tyro.conf.arg(name="recipe", help=help_text)

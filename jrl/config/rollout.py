@@ -10,7 +10,7 @@ SINGLE_MESH_SETTINGS: dict[str, Any] = {
     "rollout_engine": "slots",
     **dict.fromkeys(DISAGGREGATED_SETTINGS),
 }
-"""The settings of a run that samples on one mesh."""
+"""Settings of a run that samples on one mesh."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def check_rollout(run: RolloutSettings) -> None:
         return
     if run.rollout_split is None:
         raise ValueError(
-            "rollout_engine='disaggregated' needs the devices of both sides: give "
+            "rollout_engine='disaggregated' needs the devices of attention and of experts: give "
             '--rollout-split, for example "tp1 dp2 / ep2".'
         )
     if run.rollout_layout is not None:
@@ -73,6 +73,6 @@ def check_rollout(run: RolloutSettings) -> None:
         )
     if run.stale_cache:
         raise ValueError(
-            "stale_cache keeps keys and values in checkpoints, and those of "
-            "rollout_engine='disaggregated' are not kept: leave out --stale-cache."
+            "stale_cache saves the KV cache in checkpoints, which rollout_engine='disaggregated' "
+            "does not support: leave out --stale-cache."
         )

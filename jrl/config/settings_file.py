@@ -90,14 +90,14 @@ class Settings:
         for name in self.values:
             if name in command_line_only:
                 raise ValueError(
-                    f"{self.path}: {name} is for the command line alone: leave it out here and "
+                    f"{self.path}: {name} is only for the command line: leave it out here and "
                     f"give {flag(name)} there."
                 )
             if name not in field_names:
                 usable = [other for other in field_names if other not in command_line_only]
                 near = difflib.get_close_matches(name, [RECIPE, *usable], n=2)
                 hint = f"near: {', '.join(near)}" if near else "--help lists them"
-                raise ValueError(f"{self.path}: {name} is no setting of this recipe; {hint}.")
+                raise ValueError(f"{self.path}: {name} is not a setting of this recipe; {hint}.")
 
     def apply_to(self, config: Config) -> Config:
         """Copy of a dataclass with the values of its fields from the file.
@@ -141,11 +141,11 @@ def read_settings(reference: str) -> Settings:
     values: dict[str, Any] = {}
     for name, value in _flatten(content):
         if name in values:
-            raise ValueError(f"{path}: {name} is there twice: leave one out.")
+            raise ValueError(f"{path}: {name} occurs twice: leave one out.")
         values[name] = value
     recipe = values.pop(RECIPE, None)
     if recipe is not None and not isinstance(recipe, str):
-        raise ValueError(f"{path}: recipe is {recipe!r}, not the name of one.")
+        raise ValueError(f"{path}: recipe is {recipe!r}, not the name of a recipe.")
     return Settings(path, recipe, values)
 
 
@@ -182,7 +182,7 @@ def _preset_path(reference: str) -> Path:
     names = sorted(path.stem for path in PRESETS.glob("*.yaml"))
     if name not in names:
         near = difflib.get_close_matches(name, names, n=3, cutoff=0.4) or names
-        raise ValueError(f"config={reference!r} is no preset; near: {', '.join(near)}.")
+        raise ValueError(f"config={reference!r} is not a preset; near: {', '.join(near)}.")
     return PRESETS / f"{name}.yaml"
 
 

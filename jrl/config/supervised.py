@@ -37,31 +37,41 @@ DEFAULTS: Mapping[str, Any] = {"steps": 0, "warm_start_steps": 0}
 HELP = {
     "task": "The conversations: jsonl:PATH, parquet:PATH or dataset:DIR (of save_to_disk), each "
     "with messages, or with a prompt and a completion.",
-    "held_out": "Which conversations are held out to measure the loss on: a share of them (0.05), "
-    "a number (200), or a file of others. None is one in ten.",
+    "held_out": (
+        "Held-out conversations to measure the loss on: a share of them (0.05), a number (200), "
+        "or a file of other conversations. None is one in ten."
+    ),
     "steps": "Training steps, each one optimizer step on a batch. 0 takes as many as --epochs.",
     "model": "A preset (tiny, tiny-dense or small), or hf:DIR for a public checkpoint, its weights "
     "and its tokenizer.",
-    "weights": "A run folder whose last policy to start from.",
-    "chat_template": 'How conversations are written: "checkpoint" by the template that comes with '
-    'the tokenizer, if there is one; "none" without; anything else is the path of a Jinja file.',
-    "prompt_field": "Field of a record with the prompt, a text, where it has no messages.",
-    "answer_field": 'Field with what is to be said, where the record has no "completion".',
+    "weights": "Run folder whose latest policy to start from.",
+    "chat_template": 'Chat template for conversations: "checkpoint" is the one that comes with '
+    'the tokenizer, if there is one; "none" uses none; anything else is the path of a Jinja file.',
+    "prompt_field": "Field of a record with the prompt, a text, if the record has no messages.",
+    "answer_field": 'Field with the completion, if the record has no "completion".',
     "messages_field": "Field with the conversation, a list of {role, content}; None takes "
     '"messages" where a record has no prompt.',
-    "packing": "Whether conversations are laid end to end, so that no padding is computed and the "
-    "head sees only what is learned. Not on a pipeline. None packs where that can be.",
-    "response_length": "Limit in tokens of the completions that are sampled to be shown; None is a "
-    "quarter above the longest held-out answer, and at least 16 tokens.",
-    "eval_every": "Steps between measurements on held-out conversations.",
-    "eval_prompts": "Held-out conversations that are measured, or all there are if they are fewer.",
+    "packing": (
+        "Sequence packing: conversations are concatenated, so that no padding is computed and the "
+        "LM head sees only loss tokens. Not supported with pp. None packs where it is supported."
+    ),
+    "response_length": (
+        "Maximum tokens of the sample completions in samples.jsonl; None is a quarter above the "
+        "longest held-out answer, and at least 16 tokens."
+    ),
+    "eval_every": "Steps between evaluations on held-out conversations.",
+    "eval_prompts": "Held-out conversations per evaluation, or all if there are fewer.",
     "checkpoint_every": "Steps between checkpoints. The first is taken before the first step, the "
     "last at the end.",
     "samples_every": "Steps between completions of held-out prompts written to samples.jsonl.",
-    "aggregation": "How token losses become one loss: token-mean weighs all tokens that are "
-    "learned alike, others each conversation.",
-    "capacity_factor": "Tokens that an expert takes at most while learning, as a multiple of those "
-    "of even routing; None is the network's own, mostly any number.",
+    "aggregation": (
+        "Aggregation of token losses: token-mean weighs all loss tokens equally, the others each "
+        "conversation."
+    ),
+    "capacity_factor": (
+        "Capacity of an expert in training, as a multiple of its tokens under balanced routing; "
+        "None is the network's own, mostly unlimited (dropless)."
+    ),
 }
 """Help texts of flags that mean something else here, or more."""
 

@@ -64,7 +64,7 @@ def _main(arguments: list[str]) -> int:
         print("usage: python -m jrl.faults COMMAND [OPTIONS]\n")
         for name, command in COMMANDS.items():
             print(f"  {name:<10} {command.__doc__}")
-        print("\nEach has options of its own: python -m jrl.faults watch --help")
+        print("\nEach has its own options: python -m jrl.faults watch --help")
         return 0
     if name not in COMMANDS:
         raise ValueError(f"command {name!r} is unknown: choose among {', '.join(COMMANDS)}.")

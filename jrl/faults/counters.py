@@ -44,7 +44,7 @@ def other_codes(fleet: Fleet, causes: Collection[str] = ("machine",)) -> list[st
                     if not _names_machine(code, causes) and machine not in machines_by_code[code]:
                         machines_by_code[code].append(machine)
     return [
-        f"{code.describe()} on {_list_machines(machines)}: nobody is named for it."
+        f"{code.describe()} on {_list_machines(machines)}: no machine is named for it."
         for code, machines in machines_by_code.items()
         if machines
     ]
@@ -92,8 +92,7 @@ def blank_notes(fleet: Fleet) -> list[str]:
         if machine in fleet.machines and metric in fleet.metrics:
             machines_by_metric[metric].append(machine)
     return [
-        f"metric {metric!r} of {_list_machines(machines)} has readings that are no values: "
-        "left out."
+        f"metric {metric!r} of {_list_machines(machines)} has invalid readings: left out."
         for metric, machines in machines_by_metric.items()
     ]
 

@@ -45,7 +45,7 @@ class Fleet:
             names = getattr(self, name)
             twice = sorted({entry for entry in names if names.count(entry) > 1})
             if twice:
-                raise ValueError(f"{name}: {twice[0]!r} occurs twice: give each a name of its own.")
+                raise ValueError(f"{name}: {twice[0]!r} occurs twice: names must be unique.")
         shape = (len(self.machines), len(self.metrics))
         if self.values.ndim != 3 or self.values.shape[:2] != shape:
             raise ValueError(
@@ -142,8 +142,8 @@ class Fleet:
             zlib.error,
         ) as e:
             raise ValueError(
-                f"{path} is no recorded fleet, or a damaged one ({type(e).__name__}): "
-                "give a file that Fleet.save wrote."
+                f"{path} is not a recorded fleet, or is damaged ({type(e).__name__}): give a file "
+                "that Fleet.save wrote."
             ) from None
         if version != FLEET_VERSION:
             raise ValueError(f"{path} has version {version}; this program reads {FLEET_VERSION}.")

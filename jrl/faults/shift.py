@@ -108,7 +108,7 @@ class ShiftDetector:
             else:
                 deviations[name] = deviation(values, grid, self.resolution)
         if not deviations:
-            notes.append("no metric can be compared: nothing is said.")
+            notes.append("no metric can be compared: no verdict.")
             return Report([], tuple(notes), comparable=False)
         notes += _silent_rows(fleet)
         for group in groups_of(deviations):
@@ -121,19 +121,19 @@ class ShiftDetector:
         """Reason for which a fleet cannot be compared; None if it can."""
         if len(fleet.machines) < 3:
             return (
-                f"{len(fleet.machines)} machines: between two nothing tells which one is off. "
-                "Compare at least 3."
+                f"{len(fleet.machines)} machines: two cannot tell which one is off. Compare at "
+                "least 3."
             )
         if fleet.period > LONGEST_PERIOD:
             return (
-                f"samples come every {fleet.period:g} s, which is too seldom for "
+                f"samples come every {fleet.period:g} s, which is not often enough for "
                 f"{self.continuity:g} s: scrape at least every {LONGEST_PERIOD:g} s."
             )
         needed = (grid.hop * (grid.overlap + grid.length - 1) + grid.width) * fleet.period
         if fleet.num_samples * fleet.period < needed:
             return (
                 f"the record holds {fleet.num_samples * fleet.period:.0f} s, less than the "
-                f"{needed:.0f} s in which a machine can have shifted: nothing is said."
+                f"{needed:.0f} s that detecting a shift takes: no verdict."
             )
         return None
 
@@ -355,6 +355,7 @@ def _levels_before(away: np.ndarray, grid: Grid, moment: int) -> tuple[np.ndarra
 def _silent_rows(fleet: Fleet) -> list[str]:
     has_samples = np.isfinite(fleet.values).any(axis=(1, 2))
     return [
-        f"machine {fleet.machines[row]!r} has no data: not compared. Look whether it still reports."
+        f"machine {fleet.machines[row]!r} has no data: not compared. Check whether it still "
+        "reports."
         for row in np.flatnonzero(~has_samples)
     ]

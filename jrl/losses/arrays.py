@@ -74,8 +74,8 @@ def broadcastable(
     )
     if array.ndim and not fits:
         raise ValueError(
-            f"{name} has shape {array.shape}, which does not spread over {like.shape}: give it the "
-            f"same number of axes, such as {name}[:, None] for one value per row."
+            f"{name} has shape {array.shape}, which does not broadcast to {like.shape}: give it "
+            f"the same number of axes, such as {name}[:, None] for one value per row."
         )
     return array.astype(like.dtype)
 

@@ -167,8 +167,8 @@ class Conventions(dict[str, dict[str, Any]]):
 
     def __missing__(self, function: str) -> dict[str, Any]:
         raise KeyError(
-            f"{self._library} has nothing for {function!r}, or nothing that settings express: "
-            f"there are {', '.join(self)}."
+            f"{self._library} has no counterpart of {function!r}, or none that settings can "
+            f"express: choose one of {', '.join(self)}."
         )
 
 

@@ -179,7 +179,7 @@ def aggregate(
     """
     if mode not in get_args(Aggregation):
         choices = ", ".join(get_args(Aggregation))
-        raise ValueError(f"mode={mode!r} is not a way to aggregate: choose one of {choices}.")
+        raise ValueError(f"mode={mode!r} is not an aggregation mode: choose one of {choices}.")
     if empty_rows not in get_args(EmptyRows):
         raise ValueError(f"empty_rows={empty_rows!r} is neither 'skip' nor 'count'.")
     check_shapes(per_token=per_token, mask=mask)
@@ -237,7 +237,7 @@ def _lengths(
     if num_sequences is None:
         raise ValueError(
             "sequence_lengths without num_sequences: a row is not a sequence here, so rows cannot "
-            "be counted; pass the number of sequences in the whole batch."
+            "be counted; pass the number of sequences in the global batch."
         )
     check_shapes(per_token=per_token, sequence_lengths=sequence_lengths)
     lengths = jnp.asarray(sequence_lengths, per_token.dtype)

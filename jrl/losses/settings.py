@@ -176,8 +176,8 @@ def static(name: str, x: Checked) -> int | float:
     """
     if isinstance(x, Array):
         raise ValueError(
-            f"{name} is traced, and its value decides what is compiled: give a number, or name it "
-            "in jax.jit(static_argnames=...)."
+            f"{name} is traced, but must be static, as it decides what is compiled: give a "
+            "number, or name it in jax.jit(static_argnames=...)."
         )
     return x
 

@@ -179,7 +179,7 @@ def check_same(settings: Mapping[str, Any]) -> None:
         if differences:
             raise ValueError(
                 f"process {process} was started for another run than process 0: "
-                f"{'; '.join(differences)}. Start all processes with the same flags but for "
+                f"{'; '.join(differences)}. Start all processes with the same flags except "
                 "--process-id."
             )
 

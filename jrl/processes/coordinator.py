@@ -29,15 +29,15 @@ class Processes:
     """Settings of the processes of a run; they are not saved with the run."""
 
     coordinator: str | None = None
-    """Where process 0 listens, HOST:PORT, for a run of several processes; auto asks the cluster
-    (SLURM, Open MPI, Kubernetes, Cloud TPU). All processes are started with the same flags but for
+    """Address of process 0, HOST:PORT, for a multi-process run; auto detects it from the cluster
+    (SLURM, Open MPI, Kubernetes, Cloud TPU). All processes are started with the same flags except
     --process-id."""
     num_processes: int | None = None
-    """Processes of the run; --devices counts the devices of all of them."""
+    """Number of processes of the run; --devices counts the devices of all of them."""
     process_id: int | None = None
-    """The number of this process, from 0. The first one writes the run folder."""
+    """Index of this process, from 0. Process 0 writes the run folder."""
     coordinator_timeout: int = 300
-    """Seconds that the processes wait for each other at the start."""
+    """Seconds that the processes wait for each other at startup."""
 
     def check(self) -> None:
         """Raises ValueError for settings that cannot be."""
@@ -74,7 +74,7 @@ class Processes:
         if devices is None or self.coordinator is None:
             return devices
         if self.num_processes is None:
-            raise ValueError(f"devices={devices} of several processes needs --num-processes.")
+            raise ValueError(f"devices={devices} over multiple processes needs --num-processes.")
         if devices % self.num_processes:
             raise ValueError(
                 f"devices={devices} cannot be shared by num_processes={self.num_processes}: choose "
@@ -122,7 +122,7 @@ def check_devices() -> None:
     if len(set(counts.values())) > 1:
         counts_text = ", ".join(f"{counts[index]} in process {index}" for index in sorted(counts))
         raise ValueError(
-            f"every process needs as many devices as the others; there are {counts_text}."
+            f"every process needs the same number of devices; there are {counts_text}."
         )
     _redirect_stdout(jax.process_index() == 0)
 
@@ -232,13 +232,13 @@ def _initialize(processes: Processes) -> None:
         if not auto:
             raise
         raise ValueError(
-            f"coordinator='auto' finds no cluster that JAX knows ({error}): give --coordinator "
+            f"coordinator='auto' finds no cluster that JAX supports ({error}): give --coordinator "
             "HOST:PORT, --num-processes and --process-id."
         ) from error
     except RuntimeError as error:
         line = str(error).splitlines()[0]
         raise ValueError(
-            f"coordinator={processes.coordinator!r}: the processes did not meet ({line})."
+            f"coordinator={processes.coordinator!r}: the processes did not connect ({line})."
         ) from error
     finally:
         alarm.cancel()
@@ -247,8 +247,8 @@ def _initialize(processes: Processes) -> None:
 def _abort_start(processes: Processes) -> None:
     number = processes.num_processes or "some"
     print(
-        f"error: coordinator={processes.coordinator!r}: not all of {number} processes came within "
-        f"{processes.coordinator_timeout} s: start them, or raise --coordinator-timeout.",
+        f"error: coordinator={processes.coordinator!r}: not all of {number} processes connected "
+        f"within {processes.coordinator_timeout} s: start them, or raise --coordinator-timeout.",
         file=sys.stderr,
         flush=True,
     )

@@ -30,7 +30,7 @@ class Stop:
     """
 
     def __init__(self, cleanup: Callable[[], None] = lambda: None):
-        self.doing = "finishing what is under way"
+        self.doing = "finishing work in flight"
         """Current work, as the message prints it; the loop updates it."""
         self._cleanup = cleanup
         self._received: list[int] = []
@@ -83,7 +83,7 @@ class Stop:
                         self._exit_at_deadline(local_socket)
                     elif number in _NAMES:
                         name, repetition = _NAMES[signal.Signals(number)], "again " * interrupts
-                        _print_line(f"{name}: {self.doing}; Ctrl-C {repetition}ends at once")
+                        _print_line(f"{name}: {self.doing}; Ctrl-C {repetition}stops immediately")
 
     def _exit_at_deadline(self, local_socket: socket.socket) -> None:
         """Ends the process unless the main thread leaves the block in time."""
@@ -92,7 +92,7 @@ class Stop:
             while local_socket.recv(64):
                 pass
         except TimeoutError:
-            _print_line("ended at once; what has been saved is kept")
+            _print_line("stopped immediately; what has been saved is kept")
             self._cleanup()
             if sys.stdout.isatty():
                 os.write(1, b"\x1b[?25h")  # a progress display has hidden the cursor

@@ -71,13 +71,13 @@ class Hapo(Dapo):
     token_level_group_average: bool = True
     """Compare a completion with the mean over the tokens of its group, not over its completions."""
     differential_redistribution: bool = True
-    """Amplify the advantages of undecided tokens that move, and damp those of decided tokens that
-    do not."""
+    """Amplify the advantages of high-entropy tokens whose probability moves, and damp those of
+    low-entropy tokens whose probability does not."""
     asymmetric_clipping: bool = True
-    """Let undecided tokens rise further before the clip, and decided ones fall further."""
+    """Let high-entropy tokens rise further before the clip, and low-entropy ones fall further."""
 
     entropy_quantile: float = 0.8
-    """Tokens above this quantile of the log-entropies count as undecided: rho in the paper."""
+    """Tokens above this quantile of the log-entropies count as high-entropy: rho in the paper."""
     tau: float = 0.05
     """How far the temperature follows the signal, as a share of itself: that of the released code,
     whose signal is bounded. The paper has 0.1 with a signal that is not."""
@@ -85,8 +85,8 @@ class Hapo(Dapo):
     """What the temperature follows: a signal from -1 to 1 as in the released code ("bounded"), or
     the log-entropy in scales of its batch as in the paper ("standardized")."""
     redistribution_strength: float = 1.0
-    """From 0, which is off, to 1, at which the most decided token has no advantage: adv_beta of the
-    released code."""
+    """From 0, which is off, to 1, at which the token of least entropy has no advantage: adv_beta of
+    the released code."""
     clip_strength: float = 1.0
     """At 1 a bound of the clip may double, 0 is off: clip_alpha of the released code."""
     group_average_fallback: float | None = None
@@ -94,9 +94,9 @@ class Hapo(Dapo):
     code; None is never."""
 
     mismatch: Weighting | None = "truncated"
-    """Importance weights on the tokens' losses, of the policy over the distribution that was drawn
-    from at its own temperature: clamped to a range ("truncated"), 0 outside of it ("icepop"), or 0
-    on sequences whose mean is outside of it ("sequence-masked"); None is off."""
+    """Importance weights on the tokens' losses, of the policy over the sampling distribution at its
+    own temperature: clamped to a range ("truncated"), 0 outside of it ("icepop"), or 0 on sequences
+    whose mean is outside of it ("sequence-masked"); None is off."""
 
     def __post_init__(self):
         super().__post_init__()

@@ -24,9 +24,10 @@ class Ppo(ActorCritic):
     group_size: int = 1
 
     lam: float = 0.95
-    """Of GAE, for advantages and returns."""
+    """Lambda of GAE, for advantages and returns."""
     value_clip: float | None = 0.5
-    """How far a value may move from its old one before its gradient stops; None is off."""
+    """Clip range of the value loss: how far a value may move from its old one before its gradient
+    stops; None is off."""
     whiten_advantages: bool = True
     """Shift and scale the advantages of a step to mean 0 and variance 1."""
     kl_reward_coef: float | None = None

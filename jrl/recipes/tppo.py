@@ -42,26 +42,27 @@ class Tppo(ImitatingActorCritic):
     reward_correct: float = 1.0
     reward_wrong: float = -1.0
     value_clip: float | None = 0.5
-    """How far a value may fall below its old one before its gradient stops; None is off."""
+    """Clip range of the value loss: how far a value may fall below its old one before its gradient
+    stops; None is off."""
     value_clip_up: float | None = 0.6
     """How far it may rise above; None is as far as it may fall."""
     pretrain_critic: int = 20
-    """Steps at the start in which only the critic learns, on returns of the fixed policy."""
+    """Steps at the start that train only the critic, on returns of the frozen policy."""
 
     window: int | None = None
-    """Tokens of a response that a step samples at most; below the limit of a response. None is
-    three quarters of that: of a response that goes on, what was sampled before the last window is
-    judged by the critic alone, so most should end in their first. The paper has 8192 of 24576."""
+    """Maximum tokens of a response that a step samples; below the maximum length of a response.
+    None is three quarters of that: of a continued response, tokens before the last window are
+    judged only by the critic, so most should end in their first. The paper has 8192 of 24576."""
     ignore_last: int = 8
-    """Tokens at the end of the window of an unfinished response that the policy does not learn
-    from, a quarter of the window at most: they depend most on what the critic thinks of the cut."""
+    """Tokens at the end of the window of an unfinished response that the policy is not trained on,
+    at most a quarter of the window: they depend most on the critic's value at the truncation."""
     lam_alpha: float = 0.05
     """The policy's lam is 1 - 1 / (lam_alpha x response length), the length of an unfinished one
     taken for half a window more."""
     lam_floor: float = 0.95
     """The least lam: with lam_alpha 0.05 it holds up to 400 tokens."""
     lam_critic: float = 1.0
-    """Of the returns that the critic learns from; 1 makes them Monte-Carlo returns."""
+    """Lambda of the critic's targets; 1 makes them Monte-Carlo returns."""
     whiten_advantages: bool = True
     """Shift and scale the advantages of a step to mean 0 and variance 1."""
     advantage_clip: float | None = 10.0
@@ -80,8 +81,8 @@ class Tppo(ImitatingActorCritic):
             raise ValueError(f"advantage_clip={self.advantage_clip} must be positive: None is off.")
         if self.dynamic_sampling:
             raise ValueError(
-                "dynamic_sampling=True needs whole groups in a step, and in windows completions of "
-                "a group finish in different ones: leave it off."
+                "dynamic_sampling=True needs complete groups in a step, and with windows the "
+                "completions of a group finish in different steps: leave it off."
             )
 
     @property

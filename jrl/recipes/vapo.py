@@ -28,9 +28,9 @@ class Vapo(ImitatingActorCritic):
     reward_wrong: float = -1.0
 
     pretrain_critic: int = 20
-    """Steps at the start in which only the critic learns, on returns of the fixed policy."""
+    """Steps at the start that train only the critic, on returns of the frozen policy."""
     lam_critic: float = 1.0
-    """Of the GAE behind the critic's targets; 1 makes them Monte-Carlo returns."""
+    """Lambda of the critic's GAE targets; 1 makes them Monte-Carlo returns."""
     lam_alpha: float | None = 1.5
     """The policy's lam is 1 - 1 / (lam_alpha x response length). The paper's 0.05 suits lengths in
     the thousands: below 20 tokens it means lam = 0. None is `lam`, whatever the length."""

@@ -17,7 +17,7 @@ class ReportOptions:
     """Arguments of ``python -m jrl.report``."""
 
     runs: tyro.conf.Positional[tuple[str, ...]]
-    """Run folders; several are laid over each other."""
+    """Run folders; several are drawn in one plot each."""
     out: str | None = None
     """The page; by default report.html in the folder of a single run, and in the working directory
     where there are several."""
@@ -32,7 +32,10 @@ def _main(arguments: list[str]) -> int:
     request = tyro.cli(
         ReportOptions,
         prog="python -m jrl.report",
-        description="Draws runs as one page: curves, samples, time, settings. It needs no network.",
+        description=(
+            "Writes a report of runs as one HTML page: curves, samples, time, settings. It needs "
+            "no network."
+        ),
         args=arguments,
     )
     if not request.runs:

@@ -13,9 +13,9 @@ from jrl.report.metric import read_table
 
 TABLE = read_table("""
 # Policy.
-actor/loss | 1 | Everything the policy's gradient was taken of, mean over the optimizer steps of a
-  step.
-actor/pg_loss | 1 | Policy-gradient loss under the recipe's own denominator.
+actor/loss | 1 | Loss that the policy's gradient is taken of, with all its terms, mean over the
+  optimizer steps of a step.
+actor/pg_loss | 1 | Policy-gradient loss under the recipe's denominator.
 actor/pg_clipfrac | fraction | Share of tokens where the clipped surrogate was the larger loss, over
   all tokens.
 actor/pg_clipfrac_lower | fraction | Share of tokens stopped by the dual clip (negative advantage),
@@ -23,7 +23,7 @@ actor/pg_clipfrac_lower | fraction | Share of tokens stopped by the dual clip (n
 actor/ppo_kl | nats | Mean over tokens of old minus current log-probability: how far a step moved.
 actor/ratio | 1 | Mean over tokens of the probability ratio, new over old.
 actor/ratio_squared | 1 | Mean over tokens of the squared probability ratio.
-actor/ratio_clamped | fraction | Share of tokens whose log-ratio met its bound.
+actor/ratio_clamped | fraction | Share of tokens whose log-ratio was clamped.
 actor/nll | nats | Mean over tokens of the negative log-probability.
 actor/gate | fraction | Share of the gradient that a smooth gate lets through (SAPO), mean over
   tokens.
@@ -37,15 +37,15 @@ actor/entropy | nats | Mean over tokens of the policy's entropy.
 actor/kl_loss | nats | Mean over tokens of the estimated divergence from the reference policy,
   unweighted.
 actor/kl_coef | 1 | Weight of the divergence from the reference policy.
-actor/positive_loss | nats | Negative log-likelihood of the responses that scored full marks, mean
-  over their tokens.
+actor/positive_loss | nats | Negative log-likelihood of the responses with full score, mean over
+  their tokens.
 actor/grad_norm | 1 | Global norm of the policy's gradient before clipping, mean over optimizer
   steps.
 actor/lr | 1 | Learning rate of the last optimizer step of the policy.
 
 # Critic.
-critic/loss | 1 | Everything the critic's gradient was taken of, mean over the optimizer steps of a
-  step.
+critic/loss | 1 | Loss that the critic's gradient is taken of, with all its terms, mean over the
+  optimizer steps of a step.
 critic/vf_loss | 1 | Value loss, half the squared error, mean over tokens.
 critic/vf_clipfrac | fraction | Share of tokens where the clipped value error was the larger, over
   all tokens.
@@ -71,7 +71,7 @@ frac_reward_zero_std | fraction | Share of groups whose responses all got the sa
 
 # Lengths.
 response_length/{mean,min,max} | tokens | number of tokens over responses.
-response_length/clip_ratio | fraction | Share of responses cut at the length limit before they
+response_length/clip_ratio | fraction | Share of responses truncated at the length limit before they
   ended, over all responses.
 prompt_length/{mean,min,max} | tokens | number of prompt tokens over rows, padding excluded.
 global_seqlen/{mean,min,max} | tokens | number of prompt and response tokens over data ranks.
@@ -80,7 +80,7 @@ global_seqlen/{mean,min,max} | tokens | number of prompt and response tokens ove
 training/epoch | 1 | Passes over the task's training prompts; fractional.
 training/tokens | tokens | Prompt and response tokens of the trained batch, padding excluded.
 training/learned_tokens | tokens | Tokens of the assistant in the conversations of the step: those
-  that the loss counts.
+  in the loss mask.
 training/total_tokens | tokens | Prompt and response tokens trained on since the first step, padding
   excluded.
 training/optimizer_steps | count | Optimizer steps of the policy applied in this step, skipped ones
@@ -90,9 +90,9 @@ training/nonfinite_skipped | count | Optimizer steps of this step skipped becaus
 training/nonfinite_skipped_total | count | Optimizer steps skipped for that reason since the first
   step.
 training/empty_skipped | count | Optimizer steps of this step skipped because no token of their
-  mini-batch counted.
+  mini-batch was in the loss mask.
 training/empty_skipped_total | count | The same since the first step.
-training/overflow_repeated | count | Steps made again (--buffer-factor).
+training/overflow_repeated | count | Steps recomputed after an overflow (--buffer-factor).
 
 # Sampler against trainer.
 sampling/sampling_logp_difference/mean | nats | Mean over tokens of |log-probability when sampled -
@@ -100,15 +100,15 @@ sampling/sampling_logp_difference/mean | nats | Mean over tokens of |log-probabi
 sampling/sampling_logp_difference/max | nats | Largest of those differences over tokens.
 sampling/k3_kl | nats | Mean over tokens of w - 1 - log w, w trainer over sampler.
 staleness/mean | steps | Mean over tokens of the steps between the policy that sampled it and the
-  one that learns from it; runs with --max-staleness 0 have none.
+  one that is trained on it; runs with --max-staleness 0 have none.
 staleness/max | steps | The largest of them; --max-staleness at most.
 sampling/drift_alarm | 0 or 1 | One where that is above --drift-alarm, else zero.
-sampling/routing_agreement | fraction | Of the first update alone, moe/replay_agreement with what
-  was chosen while sampling.
+sampling/routing_agreement | fraction | The first update's moe/replay_agreement with the sampler's
+  experts.
 sampling/temperature/{mean,min,max} | 1 | temperature over tokens, where it follows the entropy
   (HAPO).
 
-# The same before the first update, in the whole policy, where the trainer scores completions
+# The same before the first update, in the full policy, where the trainer scores completions
 # then; w is trainer over sampler.
 rollout_corr/kl | nats | Mean over tokens of -log w: k1 of KL(sampler, trainer).
 rollout_corr/k3_kl | nats | Mean over tokens of w - 1 - log w: k3 of the same.
@@ -118,107 +118,108 @@ rollout_corr/log_ppl_abs_diff | nats | Mean over sequences of that size.
 rollout_corr/chi2_token | 1 | Mean over tokens of w squared, less one.
 rollout_corr/chi2_seq | 1 | Mean over sequences of the squared product of their w, less one.
 rollout_corr/rollout_is_mean | 1 | Mean of the importance weights as the loss gets them, over the
-  tokens that count.
+  tokens in the loss mask.
 rollout_corr/rollout_is_min | 1 | Smallest of them.
 rollout_corr/rollout_is_max | 1 | Largest of them.
 rollout_corr/rollout_is_eff_sample_size | fraction | Effective sample size of those weights, over
-  the tokens that count.
+  the tokens in the loss mask.
 rollout_corr/rollout_is_ratio_fraction_high | fraction | Share of tokens whose weight was above the
-  greatest allowed, over those that count.
+  greatest allowed, over those in the loss mask.
 rollout_corr/rollout_is_ratio_fraction_low | fraction | Share of tokens whose weight was below the
-  least allowed, over those that count.
+  least allowed, over those in the loss mask.
 rollout_corr/rollout_rs_masked_fraction | fraction | Share of tokens that were rejected, over those
   sampled.
 rollout_corr/rollout_rs_seq_masked_fraction | fraction | Share of sequences with a rejected token,
   over those with a token.
 
 # Dynamic sampling. What is generated are the prompts up to the last that a step's batch needs:
-# those that were begun ahead and turn out to be too many count nowhere.
+# those that were started ahead and turn out to be too many are not counted.
 train/num_gen_batches | batches | Prompts generated for the step, in batches.
 dynamic_sampling/prompts_generated | count | Prompts generated for the step.
-dynamic_sampling/prompts_kept | count | Prompts of the batch that count.
-dynamic_sampling/filtered | fraction | Share of prompts whose responses all scored alike, over those
-  generated.
+dynamic_sampling/prompts_kept | count | Prompts of the batch with unequal scores.
+dynamic_sampling/filtered | fraction | Share of prompts whose responses all had the same score, over
+  those generated.
 dynamic_sampling/gave_up | 0 or 1 | One where --max-generation-rounds batches were not enough to
   fill this one, else zero.
 
 # Verifier: one count per reason, so that nothing is a silent zero.
 verifier/* | count | Responses whose verdict gave this reason, in this step.
-reward/suspicion | 0 or 1 | One where the score rises for a reason that nobody may want, as by
-  answers that a second reader does not share, or while lengths or variety collapse; else zero.
-reward/* | reward | Mean of this part of the reward, unweighted, where given.
-answers/variety | fraction | Distinct answers among the commonest of each prompt, over prompts.
-answers/top_form | fraction | Share of the commonest form of an answer, its numbers and words left
+reward/suspicion | 0 or 1 | One if the score may rise by reward hacking: by answers that a second
+  verifier rejects, or while lengths or variety collapse; else zero.
+reward/* | reward | Mean of this component of the reward, unweighted, where given.
+answers/variety | fraction | Distinct answers among the most common one of each prompt, over
+  prompts.
+answers/top_form | fraction | Share of the most common form of an answer, its numbers and words left
   out, over responses.
-answers/shared | fraction | Share of responses with full marks that a second reader gives too, which
-  takes numbers as text, over those whose gold answer is a number.
-answers/disputed | fraction | Share of those with full marks that it does not give.
-conversation/* | turns, tokens, fraction | Turns of the policy, those of them that --turn-length
-  cut, and tokens of the environment, means over conversations; and the share of them that
+answers/shared | fraction | Share of responses with full score that a second verifier accepts too,
+  which compares numbers as text, over those whose reference answer is a number.
+answers/disputed | fraction | Share of those with full score that it rejects.
+conversation/* | turns, tokens, fraction | Turns of the policy, those of them truncated by
+  --turn-length, and tokens of the environment, means over conversations; and the share of them that
   --max-turns ended.
 task/* | fraction, score, count | Accuracy, mean score and number of completions of one task of a
-  mixture, in this step.
-data/prompts_dropped | count | Prompts left out for having more tokens than --prompt-length, in the
-  whole run.
-data/chats_dropped | count | Conversations left out for having more tokens than --max-length, in the
-  whole run.
-data/chats_truncated | count | Conversations cut to --max-length, in the whole run.
+  weighted mixture, in this step.
+data/prompts_dropped | count | Prompts dropped for having more tokens than --prompt-length, in the
+  run.
+data/chats_dropped | count | Conversations dropped for having more tokens than --max-length, in the
+  run.
+data/chats_truncated | count | Conversations truncated to --max-length, in the run.
 
 # Evaluation on held-out prompts.
 val/reward/* | reward | As reward, of the sampled held-out responses.
 val/conversation/* | as of those | As conversation, of sampled held-out responses.
 val/task/* | as of task | As task, of held-out responses, sampled and greedy.
-val/accuracy/sampled | fraction | Share of held-out responses with full marks, sampled as in
+val/accuracy/sampled | fraction | Share of held-out responses with full score, sampled as in
   training, over all samples.
-val/accuracy/greedy | fraction | Share of held-out prompts whose most likely response gets full
-  marks, over prompts.
-val/pass@k/* | fraction | Chance that one of K samples gets full marks (unbiased), mean over
+val/accuracy/greedy | fraction | Share of held-out prompts whose greedy response gets the full
+  score, over prompts.
+val/pass@k/* | fraction | Chance that one of K samples gets the full score (unbiased), mean over
   held-out prompts.
-val/nll | nats | Negative log-likelihood of what the assistant says in held-out conversations, mean
-  over its tokens.
+val/nll | nats | Negative log-likelihood of the assistant's tokens in held-out conversations, mean
+  over them.
 val/perplexity | 1 | The exponential of val/nll.
-val/token_accuracy | fraction | Share of the assistant's tokens in held-out conversations that no
-  other token is likelier than, over all of them.
+val/token_accuracy | fraction | Share of the assistant's tokens in held-out conversations that are
+  the most probable token, over all of them.
 val/tokens | count | Tokens of the assistant in these conversations.
 val/score/sampled | score | Mean score of the sampled held-out responses.
 val/score/greedy | score | Mean score of the greedy held-out responses.
 val/response_length/{mean,min,max} | tokens | number of tokens over sampled held-out responses.
-val/response_length/clip_ratio | fraction | Share of sampled held-out responses cut at the length
-  limit, over all of them.
+val/response_length/clip_ratio | fraction | Share of sampled held-out responses truncated at the
+  length limit, over all of them.
 val/verifier/* | count | Sampled held-out responses with this reason.
 
 # Warm start.
-warm_start/loss | nats | Cross-entropy of the gold answers, mean over their tokens.
-warm_start/accuracy | fraction | Share of sampled responses with full marks, over training prompts
-  not learned from yet.
+warm_start/loss | nats | Cross-entropy of the reference answers, mean over their tokens.
+warm_start/accuracy | fraction | Share of sampled responses with full score, over training prompts
+  not trained on yet.
 warm_start/steps | count | Supervised steps taken before reinforcement.
 
-# Mixture of experts. Load is an expert's share of the routed tokens times the number of experts:
-# one is even, zero is an expert without work.
+# Mixture of experts (MoE). Load is an expert's share of the routed tokens times the number of
+# experts: one is even, zero is an expert without work.
 moe/max_load | 1 | Load of the busiest expert, mean over layers; one is even.
 moe/min_load | 1 | Load of the idlest expert, mean over layers; one is even.
 moe/load_balancing_loss | 1 | Load-balancing loss before its weight, mean over layers; one is even.
 moe/z_loss | 1 | Router z-loss before its weight, mean over layers and tokens.
 moe/router_entropy | nats | Entropy of the router's distribution, mean over layers and real tokens.
-moe/dropped_fraction | fraction | Share of (token, expert) choices beyond an expert's capacity, over
-  all choices.
-moe/overflow | count | Choices that their first attempt had no room for.
-moe/padded_fraction | fraction | Share of padding among the places that the network runs, prompts
-  that are shared once.
-moe/replay_agreement | fraction | Share of the experts replayed that the router would choose, over
+moe/dropped_fraction | fraction | Share of (token, expert) pairs dropped beyond an expert's
+  capacity, over all pairs.
+moe/overflow | count | Pairs (token, expert) that overflowed the buffers in the first attempt.
+moe/padded_fraction | fraction | Share of padding among the positions that the network computes;
+  shared prompts count once.
+moe/replay_agreement | fraction | Share of the replayed experts that the router would select, over
   tokens and layers.
 
 # Time: the only metrics that may differ between two runs of one seed.
 perf/tokens_per_second | tokens/s | Prompt and response tokens of the step over its wall time, all
-  devices together.
+  devices in total.
 perf/throughput | tokens/s | The same for each device.
-perf/time_per_step | seconds | Wall time of the step; evaluation, checkpoint and what is only
-  shown are left out.
+perf/time_per_step | seconds | Wall time of the step; evaluation, checkpoint and display are
+  excluded.
 perf/total_num_tokens | tokens | Prompt and response tokens of the step.
 perf/slot_utilisation | fraction | Tokens sampled over slots that were computed.
 perf/decode_steps | count | Steps of decoding, each a token for every live row.
 perf/sampled_tokens | tokens | Tokens sampled, those of dropped groups too.
-perf/prefill_repeated | count | Passes over prompts made again (--buffer-factor).
+perf/prefill_repeated | count | Prefills recomputed after an overflow (--buffer-factor).
 perf/* | as named | Other speeds and memory, named as in verl.
 timing_s/gen | seconds | Wall time of decoding completions.
 timing_s/reward | seconds | Wall time of waiting for their verdicts.
@@ -231,11 +232,11 @@ timing_s/update_critic | seconds | Wall time of the critic's optimizer steps.
 timing_s/samples | seconds | Wall time of scoring the completions that are shown, on top of the
   step's.
 timing_s/testing | seconds | Wall time of an evaluation, on top of the step's.
-timing_s/wait_for_rollout | seconds | Wall time for which a step that had learned waited for the
-  sampler.
+timing_s/wait_for_rollout | seconds | Wall time for which a step that had finished training waited
+  for the sampler.
 timing_s/* | seconds | Wall time of another phase of the step.
 timing_per_token_ms/* | milliseconds | Wall time of one phase over its tokens.
 
-# On the line of the step at which somebody was named; runs without an alarm have none of these.
+# On the line of the step at which an alarm named a machine; runs without one have none of these.
 faults/alarm/* | Unix seconds | When a machine (and a metric) began to stand out.
 """)

@@ -38,8 +38,8 @@ def check_defined(names: Iterable[str], recipe_metrics: Collection[str] = ()) ->
         near = difflib.get_close_matches(name, EXACT, n=1)
         hints.append(f'"{name}"' + (f' (did you mean "{near[0]}"?)' if near else ""))
     raise ValueError(
-        f"metrics without a definition: {', '.join(hints)}; "
-        "add a row to TABLE in jrl/report/metric_table.py, or to `metrics` of your own recipe"
+        f"metrics without a definition: {', '.join(hints)}; add a row to TABLE in "
+        "jrl/report/metric_table.py, or to `metrics` of your recipe"
     )
 
 

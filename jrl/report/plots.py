@@ -85,7 +85,7 @@ PANELS = (
         "token_accuracy",
         "Held-out tokens right",
         "share of tokens",
-        (Line("val/token_accuracy", "likeliest token", GREEN),),
+        (Line("val/token_accuracy", "most probable token", GREEN),),
         measured=True,
         bounds=(0.0, 1.0),
         percent=True,

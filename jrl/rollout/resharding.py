@@ -41,7 +41,7 @@ def rollout_mesh(text: str | None, training: FoldedMesh) -> FoldedMesh:
     layout = rollout_layout(training.layout) if text is None else Layout.parse(text)
     if layout.pp > 1 or layout.cp > 1:
         raise ValueError(
-            f"rollout layout {text!r}: decoding needs all layers and whole sequences on every "
+            f"rollout layout {text!r}: decoding needs all layers and full sequences on every "
             f"device; pp and cp must be 1, for example {str(rollout_layout(layout))!r}."
         )
     if layout.num_devices != training.layout.num_devices:
@@ -68,21 +68,20 @@ def separate_rollout_mesh(text: str | None, num_devices: int, training: FoldedMe
     layout = Layout.parse(f"dp{num_devices}" if text is None else text)
     if layout.pp > 1 or layout.cp > 1 or layout.num_devices != num_devices:
         raise ValueError(
-            f"rollout layout {text!r} cannot be that of rollout_devices={num_devices}: its sizes "
-            f"must have that product, without pp and cp, for example 'dp{num_devices}'."
+            f"rollout layout {text!r} does not fit rollout_devices={num_devices}: its sizes must "
+            f"have that product, without pp and cp, for example 'dp{num_devices}'."
         )
     learning, devices = training.layout.num_devices, jax.devices()
     if jax.process_count() > 1:
         raise ValueError(
             f"rollout_devices={num_devices} are devices of one process, and the run has "
-            f"{jax.process_count()}: leave it out, to sample and learn by turns."
+            f"{jax.process_count()}: leave it out to alternate sampling and training."
         )
     if len(devices) < learning + num_devices:
         raise ValueError(
-            f"rollout_devices={num_devices} beside the {learning} of layout "
-            f"{str(training.layout)!r} are {learning + num_devices} devices and there are "
-            f"{len(devices)}: choose fewer, or --devices {learning + num_devices} to have as many "
-            "fake ones on a CPU."
+            f"rollout_devices={num_devices} and the {learning} of layout {str(training.layout)!r} "
+            f"are {learning + num_devices} devices and there are {len(devices)}: choose fewer, or "
+            f"--devices {learning + num_devices} to have as many fake ones on a CPU."
         )
     return fold(layout, devices[learning : learning + num_devices])
 

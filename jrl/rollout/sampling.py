@@ -46,8 +46,8 @@ class Sampling:
             raise ValueError(f"temperature={self.temperature} is negative: use 0 for greedy.")
         if 0 < self.temperature < LEAST_TEMPERATURE:
             raise ValueError(
-                f"temperature={self.temperature} is less than {LEAST_TEMPERATURE:g}, by which "
-                "logits are no number in float32: use 0 for greedy."
+                f"temperature={self.temperature} is less than {LEAST_TEMPERATURE:g}, and logits "
+                "divided by it overflow in float32: use 0 for greedy."
             )
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k={self.top_k} keeps no token: use 1 or more, or None for all.")

@@ -37,13 +37,13 @@ def split_mesh(text: str, num_devices: int | None, training: FoldedMesh) -> Spli
             raise ValueError(
                 f"rollout_split={text!r} has {split.num_devices} devices and the layout of "
                 f"training {len(learning)}: choose sizes whose sum is that, or give "
-                f"--rollout-devices {split.num_devices} to have others."
+                f"--rollout-devices {split.num_devices} to use other devices."
             )
         return fold_split(split, learning)
     if jax.process_count() > 1:
         raise ValueError(
             f"rollout_devices={num_devices} are devices of one process, and the run has "
-            f"{jax.process_count()}: leave it out, to sample and learn by turns."
+            f"{jax.process_count()}: leave it out to alternate sampling and training."
         )
     if split.num_devices != num_devices:
         raise ValueError(
@@ -53,9 +53,9 @@ def split_mesh(text: str, num_devices: int | None, training: FoldedMesh) -> Spli
     devices = jax.devices()
     if len(devices) < len(learning) + num_devices:
         raise ValueError(
-            f"rollout_devices={num_devices} beside the {len(learning)} of training are "
-            f"{len(learning) + num_devices} devices and there are {len(devices)}: choose fewer, or "
-            f"--devices {len(learning) + num_devices} to have as many fake ones on a CPU."
+            f"rollout_devices={num_devices} and the {len(learning)} of training are "
+            f"{len(learning) + num_devices} devices and there are {len(devices)}: choose fewer, "
+            f"or --devices {len(learning) + num_devices} to have as many fake ones on a CPU."
         )
     return fold_split(split, devices[len(learning) : len(learning) + num_devices])
 

@@ -85,8 +85,8 @@ class Checkpoints:
         if damaged:
             listed = "; ".join(f"of step {step}: {reason}" for step, reason in damaged.items())
             raise ValueError(
-                f"no checkpoint in {self.directory} is whole ({listed}): put back a copy of one, "
-                "or begin a new run in another folder"
+                f"no checkpoint in {self.directory} is intact ({listed}): restore a copy of one, "
+                "or start a new run in another folder"
             )
         return None, {}
 
@@ -133,12 +133,12 @@ class Checkpoints:
         if self._had_parent and not self.directory.parent.is_dir():
             # Orbax would make it again, and half a run would be there.
             raise StorageError(
-                f"{self.directory.parent} is gone: the checkpoint of step {step} has no place. Put "
-                "the folder back, or begin again in another."
+                f"{self.directory.parent} no longer exists: the checkpoint of step {step} cannot "
+                "be written. Restore the folder, or start a run in another."
             )
         path = self.directory / f"{step}.writing"
         remaining = (
-            "there is no earlier one" if latest is None else f"that of step {latest} stays whole"
+            "there is no earlier one" if latest is None else f"that of step {latest} stays intact"
         )
         with writing(
             self.directory, f"The checkpoint of step {step} was not written, {remaining}."
@@ -223,8 +223,8 @@ class Checkpoints:
         step = steps[-1] if step is None else step
         if step not in self._valid and (reason := self._damage(step)) is not None:
             raise ValueError(
-                f"checkpoint {self.directory / str(step)} is damaged: {reason}; put back a copy of "
-                "it, or take an older one"
+                f"checkpoint {self.directory / str(step)} is damaged: {reason}; restore a copy of "
+                "it, or use an older one"
             )
         items = self._orbax.restore(
             self.directory / str(step),

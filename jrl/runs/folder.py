@@ -181,7 +181,7 @@ class RunFolder:
         if lines and lines[-1]["step"] > 0:
             raise ValueError(
                 f"{self.metrics_path} goes up to step {lines[-1]['step']} and there is no "
-                f"checkpoint in {self.checkpoints_path}: put the checkpoints back, or begin a new "
+                f"checkpoint in {self.checkpoints_path}: restore the checkpoints, or start a new "
                 "run in another folder"
             )
         self.metrics_path.unlink(missing_ok=True)

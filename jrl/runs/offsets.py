@@ -49,9 +49,9 @@ def truncate(path: Path, offset: FileOffset, step: int, *, every_step: bool) -> 
             f": the first {offset['bytes']} bytes were changed, or are those of another run"
         )
     raise ValueError(
-        f"{path}{reason}; the checkpoint of step {step} goes on after the lines that were written "
-        "up to it, in order and unchanged. Put the file back as it was, or begin a new run from "
-        f"this policy with --weights {path.parent}"
+        f"{path}{reason}; the checkpoint of step {step} continues after the lines that were "
+        "written up to it, in order and unchanged. Put the file back as it was, or start a new "
+        f"run from this policy with --weights {path.parent}"
     )
 
 
@@ -69,7 +69,7 @@ def _first_fault(content: bytes, step: int, every_step: bool) -> str | None:
             return f":{number} is not a JSON object with an integer step"
         line_step = record["step"]
         if every_step and line_step != previous_step + 1:
-            return f":{number} is of step {line_step} where step {previous_step + 1} belongs"
+            return f":{number} is of step {line_step} where step {previous_step + 1} is expected"
         if line_step < previous_step:
             return f":{number} is of step {line_step} after one of step {previous_step}"
         if line_step > step or (every_step and line_step == step):

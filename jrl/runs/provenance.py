@@ -43,8 +43,8 @@ def find_resume_step(checkpoints: Checkpoints) -> int | None:
         path = checkpoints.set_aside(later)
         if is_main_process():
             print(
-                f"warning: the checkpoint of step {later} is damaged ({reason}) and now lies in "
-                f"{path}; going on from step {step}",
+                f"warning: the checkpoint of step {later} is damaged ({reason}) and was moved to "
+                f"{path}; resuming from step {step}",
                 file=sys.stderr,
             )
     return step
@@ -87,6 +87,6 @@ def _check_settings(
     if differences:
         raise ValueError(
             f"{folder.config_path} is not what it was at the checkpoint of step {step}: "
-            f"{'; '.join(differences)}. Put the file back as it was, or begin a new run from this "
+            f"{'; '.join(differences)}. Put the file back as it was, or start a new run from this "
             f"policy with --weights {folder.path}"
         )

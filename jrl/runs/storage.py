@@ -11,15 +11,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 REMEDIES = {
-    errno.ENOSPC: "make room on that disk",
-    errno.EDQUOT: "make room in the quota",
+    errno.ENOSPC: "free space on that disk",
+    errno.EDQUOT: "free space in the quota",
     errno.EMFILE: "raise the limit of open files (ulimit -n 4096)",
     errno.ENFILE: "close other programs, as the machine has no more files to open",
     errno.EROFS: "make the disk writable",
     errno.EACCES: "make the folder writable for this user",
     errno.EPERM: "make the folder writable for this user",
     errno.EFBIG: "raise the limit of a file's size (ulimit -f)",
-    errno.EIO: "look at that disk",
+    errno.EIO: "check that disk",
 }
 """Remedies of a user for errors of the operating system."""
 

@@ -84,15 +84,15 @@ def parse_completion(body: Mapping[str, Any]) -> ApiRequest:
     if echo and top_logprobs is not None:
         raise invalid_argument(
             "echo",
-            "echo=true with logprobs would need the log-probabilities of the prompt, which are not "
-            "served: leave out one of the two.",
+            "echo=true with logprobs would need the log-probabilities of the prompt, which are "
+            "not supported: leave out one of the two.",
         )
     common, prompts = _common(body), _prompts(body)
     if len(prompts) * common["n"] > MAX_CHOICES:
         raise invalid_argument(
             "n",
             f"n={common['n']} of {len(prompts)} prompts are {len(prompts) * common['n']} choices: "
-            f"ask for {MAX_CHOICES} at most at a time.",
+            f"request at most {MAX_CHOICES} at a time.",
         )
     return ApiRequest(
         **common,
@@ -194,7 +194,7 @@ def _check_names(
             continue
         raise invalid_argument(
             name,
-            f"{name}={short(value)} is not served here: leave it out.",
+            f"{name}={short(value)} is not supported: leave it out.",
             "unsupported_parameter" if name in neutral else "unknown_parameter",
         )
 
@@ -212,9 +212,9 @@ def _common(body: Mapping[str, Any]) -> dict[str, Any]:
             )
     n = _integer(body, "n", 1, MAX_CHOICES)
     temperature, top_p = _number(body, "temperature", 0.0, 2.0), _number(body, "top_p", 0.0, 1.0)
-    greedy = "use temperature=0 for the likeliest token"
+    greedy = "use temperature=0 for greedy decoding"
     if temperature is not None and 0 < temperature < LEAST_TEMPERATURE:
-        too_low = f"less than {LEAST_TEMPERATURE:g}, by which logits are no number in float32"
+        too_low = f"less than {LEAST_TEMPERATURE:g}, and logits divided by it overflow in float32"
         raise invalid_argument(
             "temperature", f"temperature={temperature:g} is {too_low}: {greedy}."
         )
@@ -236,7 +236,7 @@ def _model(body: Mapping[str, Any]) -> str:
     model = body.get("model")
     if not isinstance(model, str) or not model:
         raise invalid_argument(
-            "model", "model must be the name of one, as GET /v1/models lists it."
+            "model", "model must be the name of a model, as GET /v1/models lists it."
         )
     return model
 
@@ -247,8 +247,7 @@ def _prompts(body: Mapping[str, Any]) -> tuple[str | tuple[int, ...], ...]:
     if not prompts or not all(isinstance(item, str) or _is_ids(item) for item in prompts):
         raise invalid_argument(
             "prompt",
-            f"prompt={short(prompt)} must be a text, a list of token ids, or a list of several of "
-            "one of these.",
+            f"prompt={short(prompt)} must be a text, a list of token ids, or a list of either.",
         )
     if len(prompts) > MAX_PROMPTS:
         raise invalid_argument(
@@ -288,7 +287,7 @@ def _message(path: str, message: Any) -> Message:
         if name not in ("role", "content") and value not in (None, []):
             raise invalid_argument(
                 f"{path}.{name}",
-                f"{path}.{name}={short(value)} is not served here: leave it out.",
+                f"{path}.{name}={short(value)} is not supported: leave it out.",
                 "unsupported_parameter",
             )
     content = message.get("content")
@@ -307,7 +306,7 @@ def _part(path: str, part: Any) -> str:
         kind = part.get("type") if isinstance(part, dict) else part
         raise invalid_argument(
             path,
-            f'{path} is of type {short(kind)}: only {{"type": "text", "text": ...}} is served.',
+            f'{path} is of type {short(kind)}: only {{"type": "text", "text": ...}} is supported.',
             "unsupported_parameter",
         )
     if not isinstance(part.get("text"), str):
@@ -366,7 +365,7 @@ def check_model(request: ApiRequest, name: str) -> None:
     if request.model != name:
         raise ApiError(
             404,
-            f"model={short(request.model)} is not served here: ask for {name!r}.",
+            f"model={short(request.model)} is not served here: use {name!r}.",
             "model",
             "model_not_found",
         )

@@ -248,7 +248,7 @@ class FrontEnd:
         if name != self._served.name:
             raise ApiError(
                 404,
-                f"model {name!r} is not served here: ask for {self._served.name!r}.",
+                f"model {name!r} is not served here: use {self._served.name!r}.",
                 "model",
                 "model_not_found",
             )
@@ -268,8 +268,8 @@ class FrontEnd:
         if self._api_key is None:
             raise ApiError(
                 403,
-                "a policy is loaded for whoever shows the API key, and this server has none: "
-                "serve with --api-key, or with --follow.",
+                "loading a policy needs the API key, and this server has none: serve with "
+                "--api-key, or with --follow.",
             )
         future: Future[int] = self._service.load()
         try:
@@ -307,7 +307,7 @@ async def _handle_http_error(call: Call, error: Exception) -> Response:
 
 
 async def _handle_exception(call: Call, error: Exception) -> Response:
-    what = "the server made a mistake with this request, of which its log has the traceback."
+    what = "internal server error: the traceback is in the server's log."
     return error_response(ApiError(500, what))
 
 
@@ -319,8 +319,7 @@ def _check_characters(body: object) -> None:
         surrogate = f"\\u{ord(error.object[error.start]):04x}"
         raise ApiError(
             400,
-            f"the body has {surrogate}, a half of a character in UTF-16, without the other: send "
-            "whole characters.",
+            f"the body has {surrogate}, a lone UTF-16 surrogate: send complete characters.",
         ) from error
 
 

@@ -25,50 +25,54 @@ class Metrics:
         self._registry = registry = CollectorRegistry()
         self.requests = Counter(
             "jrl_requests",
-            f"Requests that have ended, by the status of HTTP; {CLIENT_GONE} where the client "
-            "left.",
+            f"Finished requests, by HTTP status; {CLIENT_GONE} if the client disconnected.",
             ("endpoint", "status"),
             registry=registry,
         )
         self.choices = Counter(
             "jrl_choices",
-            "Choices that have ended, by what ended them: stop, length, or gone.",
+            "Finished choices, by finish reason: stop, length, or gone.",
             ("finish",),
             registry=registry,
         )
         self.queued = Gauge("jrl_queue_length", "Choices that wait for a slot.", registry=registry)
-        self.live = Gauge("jrl_slots_live", "Slots with a choice in them.", registry=registry)
-        self.slots = Gauge("jrl_slots", "Choices written at a time, at most.", registry=registry)
+        self.live = Gauge("jrl_slots_live", "Active slots.", registry=registry)
+        self.slots = Gauge(
+            "jrl_slots", ("Number of slots: choices decoded concurrently."), registry=registry
+        )
         self.slots.set(slots)
         self.version = Gauge(
-            "jrl_policy_version", "Of the policy that is served: steps learned.", registry=registry
+            "jrl_policy_version", "Training step of the served policy.", registry=registry
         )
         self.uncompiled = Gauge(
             "jrl_uncompiled",
-            "Trials that are left, by which programs are compiled while nobody asks.",
+            "Remaining warm-up requests, which compile programs while the server is idle.",
             registry=registry,
         )
         self.loads = Counter(
             "jrl_policy_loads",
-            "Later versions, by whether they could be loaded.",
+            "Loads of later policy versions, by outcome.",
             ("outcome",),
             registry=registry,
         )
         self.prompt_tokens = Counter(
-            "jrl_prompt_tokens", "Of requests that were seated.", registry=registry
+            "jrl_prompt_tokens", "Prompt tokens of admitted requests.", registry=registry
         )
         self.generated_tokens = Counter(
-            "jrl_generated_tokens", "Sampled, up to what ended each choice.", registry=registry
+            "jrl_generated_tokens",
+            ("Sampled tokens, up to the end of each choice."),
+            registry=registry,
         )
         self.first_token = Histogram(
             "jrl_time_to_first_token_seconds",
-            "From a request's arrival to the first token of each of its choices.",
+            "Time from a request's arrival to the first token of each of its choices.",
             buckets=FIRST_TOKEN_BUCKETS,
             registry=registry,
         )
         self.between_tokens = Histogram(
             "jrl_time_between_tokens_seconds",
-            "Of a choice's later tokens, the mean over those that came together.",
+            "Time between tokens of a choice after its first, mean over the tokens of a streamed "
+            "chunk.",
             buckets=INTER_TOKEN_BUCKETS,
             registry=registry,
         )

@@ -70,7 +70,7 @@ class ApiModel:
         if self.format.template is None:
             raise ApiError(
                 400,
-                f"model {self.name!r} has no chat template to write messages with: ask "
+                f"model {self.name!r} has no chat template to format messages with: use "
                 "/v1/completions, or serve a checkpoint that has one.",
                 "messages",
                 "no_chat_template",
@@ -108,8 +108,8 @@ class ApiModel:
         if self.max_tokens is not None and max_tokens > self.max_tokens:
             raise invalid_argument(
                 "max_tokens",
-                f"max_tokens={max_tokens} is more than this server gives: ask for "
-                f"{self.max_tokens} at most.",
+                f"max_tokens={max_tokens} is more than this server allows: request at most "
+                f"{self.max_tokens}.",
             )
         if available < max(max_tokens, 1):
             raise invalid_argument(

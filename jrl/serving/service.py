@@ -116,7 +116,7 @@ class Service:
             raise ApiError(
                 400,
                 f"the request has {count} choices, n of each prompt, and this server takes "
-                f"{capacity} at a time: ask for fewer, or serve with more --slots or a longer "
+                f"{capacity} at a time: request fewer, or serve with more --slots or a longer "
                 "--queue.",
                 code="too_many_choices",
             )
@@ -130,8 +130,8 @@ class Service:
                 )
                 raise ApiError(
                     429,
-                    f"{self._num_unfinished} choices are written or wait already, of {capacity} at "
-                    f"most, and there is no room for {count} more: try again later, or serve with "
+                    f"{self._num_unfinished} choices are decoded or queued already, of at most "
+                    f"{capacity}, and {count} more do not fit: try again later, or serve with "
                     "more --slots or a longer --queue.",
                     code="queue_full",
                     retry_after=max(1, round(wait)),
@@ -359,4 +359,4 @@ class Service:
 
 def closing_error() -> ApiError:
     """Error 503 for requests that arrive after the server was asked to end."""
-    return ApiError(503, "the server is ending: ask another one.", code="server_ending")
+    return ApiError(503, "the server is shutting down: use another one.", code="server_ending")

@@ -17,17 +17,17 @@ class CheckArguments:
     """Arguments of ``python -m jrl.tasks``."""
 
     command: tyro.conf.Positional[Literal["check"]]
-    """check: try wrong and right answers, and say which are judged wrongly. The status is 1 where a
-    wrong one gets full marks."""
+    """check: try wrong and right answers, and report which are misjudged. The exit status is 1 if a
+    wrong one gets the full score."""
     target: tyro.conf.Positional[str]
-    """A task as --task of jrl.train has it, a file of prompts, or a reward of your own as
+    """A task as --task of jrl.train has it, a file of prompts, or a custom reward as
     path/to/file.py:name."""
     answers: Literal["final", "evaluated"] = "final"
-    """What answers have to be, as in jrl.train."""
+    """Required form of answers, as in jrl.train."""
     seed: int = 0
-    """Of the prompts of a task that are attacked."""
+    """Random seed of the prompts of a task that are attacked."""
     reward_seconds: float = 5.0
-    """How long one call of a reward of your own may take."""
+    """Timeout of one call of a custom reward, in seconds."""
     unsafe_tools: bool = False
     """Run code without a sandbox where there is none, as in jrl.train."""
 
@@ -41,7 +41,9 @@ def _main(arguments: list[str]) -> int:
     request = tyro.cli(
         CheckArguments,
         prog="python -m jrl.tasks",
-        description="Tries answers on a verifier or a reward that it should not be talked into.",
+        description=(
+            "Tests a verifier or a reward for reward hacking, with answers that it should reject."
+        ),
         args=arguments,
     )
     if request.unsafe_tools:

@@ -40,8 +40,9 @@ def custom_prompts(
         missing = [size for size in SIZES if not hasattr(definition, size)]
         if missing:
             raise ValueError(
-                f"task={name} draws its prompts and does not say {', '.join(missing)}: set them "
-                "to what the longest prompt and answer have, and to all characters of both"
+                f"task={name} generates its prompts and does not define {', '.join(missing)}: set "
+                "them to the lengths of the longest prompt and answer, and to all characters of "
+                "both"
             )
         heldout.check_no_file(name, "draws")
         endless = definition if host is None else EnvironmentPrompts(name, definition, host)
@@ -57,8 +58,7 @@ def custom_prompts(
         return task
     if heldout != HeldOut() and not heldout.everything:
         raise ValueError(
-            f"task={name} has held-out prompts of its own, and --held-out asks for others: leave "
-            "it out"
+            f"task={name} has its own held-out prompts, and --held-out selects others: leave it out"
         )
     others, again = _examples(heldout_records, f"task={name}: heldout", host, tools)
     task = PromptList(name, examples, seed, heldout_examples=others)

@@ -79,5 +79,5 @@ def score_of(definition: Endless, example: Example, completion: str) -> Verdict:
     if answer is None:
         return UNPARSABLE
     verdict = definition.reward(example.prompt, answer.text, **fields)
-    assert isinstance(verdict, Verdict), f"{verdict!r} is no verdict"
+    assert isinstance(verdict, Verdict), f"{verdict!r} is not a Verdict"
     return verdict

@@ -81,7 +81,7 @@ def gym(
     def question(example: Example, completion: str) -> Message:
         if example.prompt not in indices:
             raise ValueError(
-                f"examples has the prompt {example.prompt[:60]!r}, which is none of "
+                f"examples has the prompt {example.prompt[:60]!r}, which is not one of "
                 f"task={spec} with seed={seed}: verify with the task that gave the example"
             )
         return {"index": indices[example.prompt], "completion": completion}
@@ -126,7 +126,7 @@ def _fetch_rows(pool: Pool, name: str, spec: str, size: int, load_seconds: float
         hint = (
             f"did you mean {' or '.join(near)}?" if near else "see reasoning_gym.factory.DATASETS"
         )
-        raise ValueError(f"task={spec} is no generator of reasoning-gym: {hint}")
+        raise ValueError(f"task={spec} is not a generator of reasoning-gym: {hint}")
     if "error" in problem:
         raise ValueError(f"task={spec} cannot be used: {problem['error']}")
     return rows

@@ -54,8 +54,8 @@ MIXED = re.compile(r"\s\+\s")
 WEIGHT = re.compile(r"(\d+(?:\.\d+)?)\s+(\S.*)", re.DOTALL)
 FORMS = (
     "scratchpad:DIGITS, scratchpad:MIN-MAX, jsonl:PATH, parquet:PATH, dataset:DIR, "
-    "gym:NAME[,OPTION=VALUE...], one of your own as path/to/file.py:make, and several mixed by "
-    'weight as "3 sort + 1 countdown"'
+    "gym:NAME[,OPTION=VALUE...], a custom one as path/to/file.py:make, and weighted mixtures as "
+    '"3 sort + 1 countdown"'
 )
 
 
@@ -180,8 +180,8 @@ class _Loader:
         if not self.settings.rewards:
             if self.settings.weights:
                 raise ValueError(
-                    f"reward_weights={' '.join(self.settings.weights)} needs --reward, or a task "
-                    "of your own: leave it out."
+                    f"reward_weights={' '.join(self.settings.weights)} needs --reward, or a "
+                    "custom task: leave it out."
                 )
             return self._load_library(spec)
         prompts: Prompts

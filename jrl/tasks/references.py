@@ -98,7 +98,7 @@ class CodeReference:
             return use(module)
         except Exception as error:  # a user's program, which may fail in any way
             raise ValueError(
-                f"{self.text} makes no task: {type(error).__name__}: {error}"
+                f"{self.text} does not make a task: {type(error).__name__}: {error}"
             ) from error
 
 

@@ -166,8 +166,8 @@ class ChatTemplate:
         """The error with the template that it is about."""
         which = "" if self._path is None else f" {self._path}"
         return TemplateLimit(
-            f"the chat template{which} {error} {what}: look into it, or give --chat-template a "
-            "file of your own."
+            f"the chat template{which} {error} {what}: fix it, or give another template with "
+            "--chat-template FILE."
         )
 
     def render(self, conversation: Conversation) -> str:
@@ -289,12 +289,13 @@ class ChatTemplate:
         after = _shorten(role_content_pairs(escaped.conversation.turns[index + 1 :]))
         if count == 1:
             raise ValueError(
-                "the chat template ends a call of a tool with no token that ends turns, so that "
-                f"{after} has no place behind it: give --chat-template a file of your own."
+                "the chat template ends a tool call without an end-of-turn token, so that "
+                f"{after} cannot be located after it: give another template with --chat-template "
+                "FILE."
             )
         raise ValueError(
             f"the chat template writes the turn before {after} {count} times, and once is needed "
-            "to find what follows it: give --chat-template a file of your own."
+            "to locate what follows it: give another template with --chat-template FILE."
         )
 
 
@@ -344,8 +345,8 @@ def _start_renderer(source: str, day: str, markers: tuple[str, str] | None = Non
         return Renderer(source, day, markers)
     except TemplateSyntax as error:
         raise ValueError(
-            f"the chat template is no Jinja template (line {error.line}: {error.message}): "
-            "mend it, or give --chat-template none."
+            f"the chat template is not a Jinja template (line {error.line}: {error.message}): fix "
+            "it, or give --chat-template none."
         ) from error
 
 
@@ -363,8 +364,8 @@ def text_or_raise(text: str | ValueError) -> str:
 def _rejection_error(error: ValueError, variables: Mapping[str, Any]) -> ValueError:
     """An error of a template with the messages that it is about."""
     rejection = ValueError(
-        f"the chat template refuses the messages {_format_messages(variables)}: {error}. Change "
-        "them, or give --chat-template a file of your own."
+        f"the chat template rejects the messages {_format_messages(variables)}: {error}. Change "
+        "them, or give another template with --chat-template FILE."
     )
     rejection.__cause__ = error
     return rejection

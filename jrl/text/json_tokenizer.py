@@ -120,8 +120,8 @@ class JsonTokenizer(Tokenizer):
     def _reject_unknown(self, ids: list[int], text: str) -> list[int]:
         if self.unk_id in ids:
             raise ValueError(
-                f"text {text!r} has a part that is not among the tokens of the checkpoint's "
-                "tokenizer: leave it out of the data."
+                f"text {text!r} has characters that the checkpoint's tokenizer cannot encode: "
+                "leave it out of the data."
             )
         return ids
 
@@ -342,7 +342,7 @@ def _load_pipeline(content: Mapping[str, Any]) -> tokenizers.Tokenizer:
         raise
     except BaseException as error:  # the library raises Exception itself, and panics past it
         raise ValueError(
-            f"tokenizer.json is none that tokenizers can read ({error}): copy the checkpoint's own."
+            f"tokenizer.json cannot be read by tokenizers ({error}): copy the checkpoint's."
         ) from error
     # How whoever saved the file cut and padded his texts.
     backend.no_truncation()

@@ -49,7 +49,7 @@ def _from_json(path: Path, content: bytes, vocab_size: int | None) -> Tokenizer:
         try:
             model = base64.b64decode(record["sentencepiece"], validate=True)
         except (TypeError, binascii.Error) as error:
-            raise ValueError(f"its model is spoilt ({error}): copy the file again") from error
+            raise ValueError(f"its model is corrupted ({error}): copy the file again") from error
         return Tokenizer(model, usage_from(record))
     if find_spec("tokenizers") is None:
         raise ValueError(
@@ -61,5 +61,7 @@ def _from_json(path: Path, content: bytes, vocab_size: int | None) -> Tokenizer:
         try:
             return json_tokenizer.JsonTokenizer(record)
         except (KeyError, TypeError, OverflowError) as error:
-            raise ValueError(f"is not what a run saved ({error!r}): copy the file again") from error
+            raise ValueError(
+                f"is not a tokenizer that a run saved ({error!r}): copy the file again"
+            ) from error
     return json_tokenizer.tokenizer_of(path, record, vocab_size)

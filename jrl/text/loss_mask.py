@@ -98,7 +98,8 @@ def encode_chat(format: PromptFormat, chat: Chat, *, last: bool = False) -> Enco
     encoded = _build_loss_mask(tokens, format.tokenizer, last)
     if encoded is None:
         raise ValueError(
-            f"{chat.location}: the assistant's turns have no token to learn: leave the record out"
+            f"{chat.location}: the assistant's turns have no token to train on: leave the record "
+            "out"
         )
     return encoded
 
@@ -283,9 +284,9 @@ def _locate_assistant_text(
             after = after.removesuffix(turn_suffix)
         if not (full_text.startswith(after) and after.startswith(before) and len(before) >= end):
             raise ValueError(
-                f"the chat template writes the first {index + 1} messages otherwise than at the "
-                "beginning of the whole conversation, so that it does not say what the assistant "
-                "wrote: give --learn last, or a template with {% generation %} marks as "
+                f"the chat template writes the first {index + 1} messages differently than at the "
+                "start of the full conversation, so that the assistant's tokens cannot be "
+                "located: give --learn last, or a template with {% generation %} tags as "
                 "--chat-template"
             )
         spans.append((len(before), len(after)))

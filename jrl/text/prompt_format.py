@@ -92,10 +92,10 @@ class PromptFormat:
         format, tools = self.tool_format, example_tools(example)
         if format is None:
             raise ValueError(
-                f"the chat template calls tools ({_tool_names(example)}) in a format that is not "
-                "known, so that no call could be read; known are "
-                f"{', '.join(x.name for x in FORMATS)}: "
-                "give --chat-template a file that calls them in one of these."
+                f"the chat template calls tools ({_tool_names(example)}) in an unknown format, so "
+                "that calls could not be parsed; known formats are "
+                f"{', '.join(x.name for x in FORMATS)}: give --chat-template a file that calls "
+                "them in one of these."
             )
         # Some templates take no answers of tools, which nobody would notice before a call.
         call_text = format.render([Call(name, {}) for name in list(tools)[:1]])
@@ -130,8 +130,8 @@ class PromptFormat:
         if not self._shows_tools_cache[tools]:
             raise ValueError(
                 f"the chat template does not write tools ({_tool_names(example)}), so that the "
-                "policy would never know of them: give --chat-template a file that does, or leave "
-                "the tools out."
+                "policy would never see them: give --chat-template a file that does, or leave the "
+                "tools out."
             )
 
     @cached_property

@@ -386,7 +386,7 @@ def check_usage(usage: Usage, vocab_size: int) -> Usage:
     for token in (*usage.stop_ids, *(() if usage.turn_end is None else (usage.turn_end,))):
         if not 0 <= token < vocab_size:
             raise ValueError(
-                f"the stop ids (eos_token_id) have {token}, which is no id of a vocabulary of "
+                f"the stop ids (eos_token_id) have {token}, which is not an id of a vocabulary of "
                 f"{vocab_size}: take the config.json and generation_config.json of the checkpoint."
             )
     return usage

@@ -236,7 +236,7 @@ def _initial_state(
         weights = init_weights(plain, setup.mesh, setup.randomness.key("weights"))
         if setup.run.warm_start_steps:
             target = setup.run.warm_start_accuracy
-            stop.doing = "stopping the warm start, of which nothing is kept"
+            stop.doing = "stopping the warm start, whose progress is discarded"
             with WarmStartDisplay(setup.run.warm_start_steps, target) as display:
                 weights, metrics = warm_start(
                     setup, sampler, weights, display.update, lambda: any_of(bool(stop))
@@ -306,7 +306,7 @@ def _check_finite(state: TrainState[Array], max_nonfinite: int, folder: RunFolde
         if skipped >= max_nonfinite:
             raise NonFiniteRun(
                 f"step {int(state.step)}: {skipped} updates of the {network} in a row had a loss "
-                f"or gradient that is not finite; their batches are in "
-                f"{folder.path / 'nonfinite'}. "
-                "Lower the learning rate, or raise --max-nonfinite to go on."
+                "or gradient that is not finite; their batches are in "
+                f"{folder.path / 'nonfinite'}. Lower the learning rate, or raise --max-nonfinite "
+                "to continue."
             )

@@ -95,8 +95,8 @@ class Outputs:
             return False
         self.lookout.suspected = True
         self.display.alarm(
-            f"step {step}: {reasons[0]}. Look at its samples of the kind suspicious: does it do "
-            "what you want, or has it found what the verifier overlooks?"
+            f"step {step}: {reasons[0]}. Check its samples of kind suspicious for reward hacking: "
+            "answers that the verifier accepts and you would not."
         )
         return True
 

@@ -111,7 +111,7 @@ def init_state(
     config, critic = networks.policy.config, None
     # Frozen weights have no masters: they are cast once, and policy and critic share the arrays.
     if config.lora is not None:
-        assert adapters is not None, "a policy with adapters begins with some"
+        assert adapters is not None, "a policy with adapters needs initial adapters"
         base_weights = masters.weights_of(policy, config.without_adapters(), networks.mesh)
         policy = trees.with_base(base_weights, adapters, moe_weights.table(config))
         if networks.critic is not None:

@@ -115,8 +115,8 @@ def shortfall(run: RunConfig, metrics: Mapping[str, float]) -> str | None:
     return (
         f"warning: the warm start reached an accuracy of {accuracy:.3f} in "
         f"{metrics['warm_start/steps']:.0f} steps, far below its target of {target:g}: a policy "
-        "that is seldom right has little to learn from. Raise --warm-start-steps "
-        f"(now {run.warm_start_steps}) or --warm-start-learning-rate (now "
+        "that is rarely correct gets little learning signal. Raise --warm-start-steps (now "
+        f"{run.warm_start_steps}) or --warm-start-learning-rate (now "
         f"{run.warm_start_learning_rate:g}), or take a larger --model or an easier --task."
     )
 

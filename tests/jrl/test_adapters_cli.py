@@ -58,13 +58,15 @@ def test_adapters_of_a_run_are_where_the_next_begins(checkpoint, tmp_path, capsy
     capsys.readouterr()
     assert evaluate([str(second), task, *few]) == 0
     out = capsys.readouterr().out
-    assert "note: the run has learned from jsonl:" in out and "\nall 12 prompts, " in out
-    assert "prompts.jsonl; --held-out 0.1 is the part that it has not" in out
+    assert "note: the run was trained on jsonl:" in out and "\nall 12 prompts, " in out
+    assert "prompts.jsonl; --held-out 0.1 selects the prompts that it was not trained on" in out
     assert evaluate([str(second), task, *few, "--held-out=0.1"]) == 0
     out = capsys.readouterr().out
-    assert "has learned from" not in out and "12 prompts" not in out
+    assert "was trained on" not in out and "12 prompts" not in out
     assert evaluate([str(second), "--dtype=bfloat16"]) == 2
-    assert "dtype='bfloat16' is not that of the weights which run" in capsys.readouterr().err
+    assert (
+        "dtype='bfloat16' differs from that of the base weights that run" in capsys.readouterr().err
+    )
 
 
 def test_adapters_beside_nothing_that_is_there_are_refused(checkpoint, tmp_path, capsys):

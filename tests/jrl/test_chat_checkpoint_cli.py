@@ -78,7 +78,7 @@ def test_a_dry_run_counts_the_prompts_that_are_too_long(given, tmp_path, monkeyp
     # Only the three questions of ninety digits exceed the limit.
     flags = [f"--task=jsonl:{data}" if x.startswith("--task") else x for x in flags]
     assert main([*flags, "--prompt-length=100", "--run-dir=dry", "--dry-run"]) == 0
-    assert "left out 3 prompts of more than 100 tokens" in " ".join(capsys.readouterr().out.split())
+    assert "dropped 3 prompts of more than 100 tokens" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.slow
@@ -89,7 +89,7 @@ def test_ten_steps_on_word_problems(given, tmp_path, monkeypatch, capsys):
     model, run = tmp_path / "model", tmp_path / "run"
     assert main([*flags, f"--run-dir={run}", "--steps=10"]) == 0
     out = capsys.readouterr().out
-    assert "completions of at most" in out and "cut to the checkpoint's positions" in out
+    assert "completions of at most" in out and "limited by the checkpoint's positions" in out
     lines = [json.loads(line) for line in RunFolder.read(run).metrics_path.read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(11))
     learned = [line for line in lines if "sampling/sampling_logp_difference/max" in line]

@@ -49,7 +49,7 @@ def test_a_damaged_checkpoint_gives_way_and_the_run_is_the_same(run, copy, capsy
     said = capsys.readouterr()
     assert said.err.count("\n") == 1
     assert said.err.startswith(f"warning: checkpoint {copy}/checkpoints/2 is damaged (state/")
-    assert said.err.endswith("has other content than was written); taking the one of step 1\n")
+    assert said.err.endswith("has other content than was written); using that of step 1\n")
     assert json.loads((copy / "out.json").read_text())["step"] == 1
     assert (copy / "checkpoints" / "2").exists()
 
@@ -57,7 +57,7 @@ def test_a_damaged_checkpoint_gives_way_and_the_run_is_the_same(run, copy, capsy
     said = capsys.readouterr()
     assert said.err.count("\n") == 1
     assert said.err.startswith("warning: the checkpoint of step 2 is damaged (state/ocdbt.process_")
-    assert said.err.endswith(f"lies in {copy}/checkpoints/2.damaged; going on from step 1\n")
+    assert said.err.endswith(f"was moved to {copy}/checkpoints/2.damaged; resuming from step 1\n")
     assert metrics(copy) == metrics(run)
     assert (copy / "samples.jsonl").read_bytes() == (run / "samples.jsonl").read_bytes()
     names = sorted(path.name for path in (copy / "checkpoints").iterdir())
@@ -72,8 +72,8 @@ def test_without_a_whole_checkpoint_both_commands_say_what_can_be_done(copy, cap
     for command in (lambda: resume(copy, "--steps=3"), lambda: evaluate.main([str(copy)])):
         assert command() == 2
         line = one_line(capsys.readouterr())
-        assert "/checkpoints is whole (of step 2: state/" in line and "; of step 1: " in line
-        assert line.endswith("put back a copy of one, or begin a new run in another folder")
+        assert "/checkpoints is intact (of step 2: state/" in line and "; of step 1: " in line
+        assert line.endswith("restore a copy of one, or start a new run in another folder")
     assert sorted(path.name for path in (copy / "checkpoints").iterdir()) == ["1", "2"]
 
 
@@ -115,8 +115,8 @@ def nest(copy):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lose, "metrics.jsonl:2 is of step 2 where step 1 belongs; the checkpoint of step 2 goes"),
-        (double, "metrics.jsonl:3 is of step 1 where step 2 belongs; the checkpoint of step 2"),
+        (lose, "metrics.jsonl:2 is of step 2 where step 1 is expected; the checkpoint of step 2"),
+        (double, "metrics.jsonl:3 is of step 1 where step 2 is expected; the checkpoint of step 2"),
         (exchange, "bytes were changed, or are those of another run; the checkpoint of step 2"),
         (forget_the_kind, "samples.jsonl: the first "),
         (

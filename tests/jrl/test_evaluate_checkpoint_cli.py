@@ -79,7 +79,7 @@ def test_every_row_is_evaluated_and_all_completions_are_written(flags, tmp_path,
     out = capsys.readouterr().out
     lines = out.splitlines()
     assert lines[0].startswith("evaluating hf:")
-    assert "left out 1 records whose prompts had come before" in lines[1]
+    assert "dropped 1 records with a duplicate prompt" in lines[1]
     assert lines[2].startswith("turns end with <|im_end|>, as the chat template writes them")
     assert re.match(r"8 completions of at most 4 tokens, 8 at a time \(--slots\), with", lines[3])
     assert "all 4 prompts, 2 completions each at temperature 1.0" in lines
@@ -116,7 +116,7 @@ def test_slots_that_cannot_be_are_refused(simple, monkeypatch, capsys):
     assert "slots=3 does not divide over dp x tp = 2" in one_line(capsys.readouterr())
     monkeypatch.setattr(slots_of, "memory_of", lambda mesh: 1000)
     assert main([*simple, "--slots=4"]) == 2
-    assert "slots=4 take a KV cache of" in one_line(capsys.readouterr())
+    assert "slots=4 need a KV cache of" in one_line(capsys.readouterr())
 
 
 # Another dtype is other programs.
@@ -201,7 +201,7 @@ def test_slots_have_room_in_the_memory(setup, monkeypatch):
     assert evaluation_slots(setup, 10**6)[0] == 512
     monkeypatch.setattr(slots_of, "CPU_CACHE_BYTES", 7 * row + 1)
     slots, line = evaluation_slots(setup, 10**6)
-    assert slots == 7 and "1,000,000 completions" in line and "as many as have room in" in line
+    assert slots == 7 and "1,000,000 completions" in line and "as many as fit" in line
     # One row there is, though it has no room: the device may say no.
     monkeypatch.setattr(slots_of, "CPU_CACHE_BYTES", 1)
     assert evaluation_slots(setup, 100)[0] == 1

@@ -77,4 +77,4 @@ def test_policy_and_critic_are_of_one_checkpoint(run, replaced, tmp_path, monkey
 
 def test_a_run_without_a_critic_says_so(grpo_run, capsys):
     assert evaluate.main([str(grpo_run), "--diagnostics"]) == 2
-    assert "is one of recipe grpo, which trains no critic" in one_line(capsys.readouterr())
+    assert "has recipe grpo, which trains no critic" in one_line(capsys.readouterr())

@@ -290,7 +290,7 @@ def test_folders_are_made_and_files_are_as_readable_as_any(chat_run, tmp_path):
 def test_nothing_is_written_over(chat_run, exported, capsys):
     before = {path: path.read_bytes() for path in exported.iterdir()}
     assert export.main([str(chat_run[0]), "--to", str(exported)]) == 2
-    assert "is there already: choose a folder that is not" in one_line(capsys.readouterr())
+    assert "already exists: choose a new folder" in one_line(capsys.readouterr())
     assert {path: path.read_bytes() for path in exported.iterdir()} == before
 
 
@@ -329,7 +329,7 @@ def test_a_run_with_a_tokenizer_of_its_own(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train_module, "_load_initial_weights", begin)
     to = tmp_path / "model"
     assert export.main([str(tmp_path / "run"), "--to", str(to)]) == 0
-    assert "SentencePiece model, which transformers has no class for" in capsys.readouterr().out
+    assert "SentencePiece model, for which transformers has no class" in capsys.readouterr().out
     own = load_tokenizer(tmp_path / "run" / "tokenizer.model")
     found = checkpoint_tokenizer(to, own.vocab_size)
     assert (found.encode("12"), found.stop_ids, found.prefix) == (

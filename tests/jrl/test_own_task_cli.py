@@ -72,9 +72,9 @@ def evaluated(run, *flags):
 
 def test_settings_are_judged_before_anything_starts(capsys):
     for flags, message in (
-        (["--reward-weights", "a"], "reward_weights='a' is no weight"),
+        (["--reward-weights", "a"], "reward_weights='a' is not a weight"),
         (["--held-out", "2.5"], "held_out=2.5 must be a share"),
-        (["--task", "own.py:other"], "own.py:other makes no task"),
+        (["--task", "own.py:other"], "own.py:other does not make a task"),
         (["--task", "own.py:make", "--reward", "absent.py:f"], "absent.py cannot be read"),
     ):
         assert main([*flags, *FLAGS, "--run-dir", "never"]) == 2

@@ -173,7 +173,7 @@ def test_seeds_choices_and_stops(client):
 
 @pytest.mark.slow
 def test_errors_are_the_clients_own(server, client):
-    with pytest.raises(openai.BadRequestError, match="presence_penalty=1 is not served"):
+    with pytest.raises(openai.BadRequestError, match="presence_penalty=1 is not supported"):
         client.completions.create(model="model", prompt="x", presence_penalty=1)
     with pytest.raises(openai.BadRequestError, match=r"prompt has \d+ tokens and max_tokens=64"):
         client.completions.create(model="model", prompt="x", max_tokens=LENGTH)
@@ -378,7 +378,7 @@ def test_sigterm_finishes_what_runs(checkpoint, tmp_path):
         assert rest[-1] == "data: [DONE]"
         assert sum('"finish_reason":"' in line for line in rest) == 96
         assert server.process.wait(30) == 0
-        assert "taking no more requests" in server.log.read_text()
+        assert "accepting no more requests" in server.log.read_text()
 
 
 @pytest.mark.slow

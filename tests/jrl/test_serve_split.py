@@ -75,8 +75,16 @@ def test_answers_of_two_sides_are_those_of_one_mesh(checkpoint):
         ({"split": "dp15 / ep2"}, None, "needs 17 devices and there are 16: give --layout dp1"),
         ({"split": "dp1 / ep2", "expert_slots": 1}, None, "expert_slots=1 on ep=2 devices do not"),
         ({"micro_batches": 3}, None, "micro_batches=3 needs .* or leave out --micro-batches"),
-        ({"expert_slots": 3}, "dp1", "expert_slots=3 needs the devices of both sides"),
-        ({"replan": 9}, None, "replan=9 needs the devices of both sides: give --split"),
+        (
+            {"expert_slots": 3},
+            "dp1",
+            "expert_slots=3 needs the devices of attention and of experts",
+        ),
+        (
+            {"replan": 9},
+            None,
+            "replan=9 needs the devices of attention and of experts: give --split",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused_in_one_line(checkpoint, given, layout, message):

@@ -60,7 +60,7 @@ def test_help_has_what_means_something(capsys):
     [
         (["--task=sort"], "task='sort' has no conversations"),
         (["--batch=6", "--micro-batch=4"], "micro_batch=4 does not divide batch=6"),
-        (["--max-length=1"], "max_length=1 leaves no token to learn"),
+        (["--max-length=1"], "max_length=1 leaves no token to predict"),
         (["--max-length=4"], "of 12 conversations .* are too long, .* raise --max-length"),
         (["--config=idle.yaml"], "temperature=0.5 changes nothing in sft: leave it out"),
     ],
@@ -78,10 +78,10 @@ def test_a_dry_run_shows_what_is_learned(tmp_path, capsys):
     assert main([*given, f"--run-dir={tmp_path / 'run'}", "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert "conversations" in out and "held out" in out and "3 epochs" in " ".join(out.split())
-    assert re.search(r"left out, cut +3, 0", out)
+    assert re.search(r"dropped, truncated +3, 0", out)
     # A question of one digit and its answer; then the answer and its end alone.
     read_by, learned = out.split("The first conversation as the network reads it\n")[1].split(
-        "What is learned of it\n"
+        "Its tokens in the loss\n"
     )
     assert re.fullmatch(r"<s>\d\+1=\d</s>", read_by.strip())
     assert learned.strip() == read_by.strip()[-5:]
@@ -115,7 +115,7 @@ def test_both_stages_show_the_same_conversation(name, tmp_path, monkeypatch, cap
     conversation, learned = (
         shown["sft"]
         .split("The first conversation as the network reads it\n")[1]
-        .split("What is learned of it\n")
+        .split("Its tokens in the loss\n")
     )
     assert conversation == f"{prompt}{said}\n"
     if name == "texts":  # as the page has it
@@ -123,8 +123,8 @@ def test_both_stages_show_the_same_conversation(name, tmp_path, monkeypatch, cap
         assert block in shown["sft"]
     # Of several turns those before are learned too.
     assert learned.split("\nturns end")[0].endswith(said)
-    assert "left out 1 records whose prompts had come before" in shown["grpo"]
-    assert "left out 1 training prompts that are held out" in shown["grpo"]
+    assert "dropped 1 records with a duplicate prompt" in shown["grpo"]
+    assert "dropped 1 training prompts that are held out" in shown["grpo"]
 
 
 @pytest.mark.slow
@@ -135,7 +135,7 @@ def test_a_run_goes_on_in_mid_epoch_to_the_same_end(tmp_path, pictures, monkeypa
     said = capsys.readouterr().out
     assert "held-out conversations, start -> step 6: loss" in said
     lines = read_metrics(whole / "metrics.jsonl")
-    assert "8 conversations to learn from and 4 held out" in said
+    assert "8 conversations to train on and 4 held out" in said
     assert lines[-1]["step"] == 6
     assert lines[-1]["val/nll"] < lines[0]["val/nll"]
     assert lines[-1]["training/epoch"] >= 2
@@ -153,10 +153,10 @@ def test_a_run_goes_on_in_mid_epoch_to_the_same_end(tmp_path, pictures, monkeypa
 
     step = stage.supervised_step
 
-    def interrupted(*arguments):
-        if int(arguments[-1].step) == 3:
+    def interrupted(*arguments, state, **options):
+        if int(state.step) == 3:
             raise KeyboardInterrupt
-        return step(*arguments)
+        return step(*arguments, state=state, **options)
 
     again = ["sft", f"--config={whole / 'run.yaml'}", "--checkpoint-every=2", f"--run-dir={cut}"]
     with monkeypatch.context() as patch:

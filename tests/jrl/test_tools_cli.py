@@ -61,7 +61,7 @@ def test_the_dry_run_says_how_tools_are_called(asked, capsys):
         (PLAIN, "the chat template does not write tools (calc), so that the policy would never"),
         (
             "{{ tools | tojson if tools else '' }}" + PLAIN,
-            "the chat template calls tools (calc) in a format that is not known, so that no call",
+            "the chat template calls tools (calc) in an unknown format, so that calls could",
         ),
     ],
 )

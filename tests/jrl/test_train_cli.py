@@ -152,7 +152,7 @@ def test_a_resumed_run_is_fitted_to_another_machine(copy, tmp_path):
     [
         ("--seed 1", "--seed is 0 in the run, 1 was given"),
         ("--clip-high 0.28", "--clip-high is 0.2 in the run, 0.28 was given"),
-        ("--steps 1", "--steps is 2 in the run and can be raised only, 1 was given"),
+        ("--steps 1", "--steps is 2 in the run and can only be raised, 1 was given"),
         # Judged against the run before it is judged by itself: 5 x 4 does not divide by 8.
         ("--prompts 5 --model tiny", "--model is micro .* tiny was given; --prompts is 4 .* 5 was"),
         ("--task addition", "--task is sort in the run, addition was given"),
@@ -182,7 +182,7 @@ def test_a_terminated_run_goes_on_to_the_same_end(finished, tmp_path, monkeypatc
         patch.setattr(loop, "train_step", terminated)
         assert main([*FLAGS, "--run-dir", "run"]) == 0
     said = re.search(
-        r"stopped after step 1 of 2; go on with: python -m jrl.train (.*)", capsys.readouterr().out
+        r"stopped after step 1 of 2; resume with: python -m jrl.train (.*)", capsys.readouterr().out
     )
     assert said is not None
     assert main(said[1].split()) == 0
@@ -199,7 +199,7 @@ def test_a_run_stopped_in_its_warm_start_says_how_to_begin_again(monkeypatch, ca
     monkeypatch.setattr(networks, "update", interrupted)
     assert main([*FLAGS, "--run-dir", "run"]) == 0
     said = capsys.readouterr()
-    assert "in the warm start, before the first checkpoint; begin again with: python -m" in said.out
+    assert "in the warm start, before the first checkpoint; restart with: python -m" in said.out
     assert "--resume --run-dir run" in said.out
 
 

@@ -89,7 +89,7 @@ def test_two_processes_make_the_curve_of_one(folder):
 
 
 def test_a_signal_to_one_stops_both_at_the_same_step(folder):
-    line = "SIGTERM: finishing step 1 and saving it; Ctrl-C ends at once\n"
+    line = "SIGTERM: finishing step 1 and saving it; Ctrl-C stops immediately\n"
     assert results(folder, "stopped") == [[0, ""], [0, line]]
     for number in (0, 1):
         said = (folder / f"2-{number}.out").read_text()
@@ -144,7 +144,7 @@ def test_processes_with_other_flags_are_refused(folder):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--coordinator=auto", "coordinator='auto' finds no cluster that JAX knows"),
+        ("--coordinator=auto", "coordinator='auto' finds no cluster that JAX supports"),
         (
             "--coordinator=localhost:1 --num-processes=2 --process-id=2",
             "process_id=2 must lie in 0..1",

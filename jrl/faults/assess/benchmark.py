@@ -51,9 +51,9 @@ class BenchmarkOptions:
     clean: int = 100
     """Records without a fault, of 15 minutes each."""
     machines: int | None = None
-    """Machines of each fleet; None draws 4 to 1,500."""
+    """Machines of each fleet; None samples 4 to 1,500."""
     clean_machines: int | None = None
-    """Machines of each fleet without a fault, where it is to be another number."""
+    """Machines of each fleet without a fault; None is as many as with one."""
     seconds: int = 900
     """Length of each record."""
     metrics: tuple[str, ...] = PRODUCTION
@@ -61,9 +61,9 @@ class BenchmarkOptions:
     difficulty: float = 1.0
     """Divides how far faults move the metrics."""
     offsets: float = 1.0
-    """Scales how many healthy machines differ from the others for good."""
+    """Scales how many healthy machines differ from the others permanently."""
     heavy_tails: bool = False
-    """Let pause frames and congestion notifications come as rates of events do."""
+    """Heavy tails of pause frames and congestion notifications, as event rates have."""
     drifts: float = 0.0
     """Share of healthy machines that drift away over the whole record."""
     period: int = 1
@@ -73,7 +73,7 @@ class BenchmarkOptions:
     only: tuple[str, ...] = ()
     """Names of the detectors to run; all by default."""
     processes: int | None = None
-    """Records that are looked at at a time; None takes one per core."""
+    """Records that are examined in parallel; None is one per core."""
     scale: bool = False
     """Measure the cost of one call as the fleet grows from 4 to 1,500 machines instead."""
     calibrate: bool = False

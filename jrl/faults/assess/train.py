@@ -32,15 +32,15 @@ class Training:
     """Settings of the models' training; the paper gives none of these."""
 
     records: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Healthy records (.npz) to learn from; without any, simulated fleets."""
+    """Healthy records (.npz) to train on; None simulates fleets."""
     out: str = str(SHIPPED)
     """The file to write."""
     seed: int = 0
-    """Of simulated fleets, windows, weights and noise."""
+    """Random seed of simulated fleets, windows, weights and noise."""
     fleets: int = 24
-    """Simulated fleets, where no records are given."""
+    """Number of simulated fleets, if no records are given."""
     windows: int = 20_000
-    """Windows per metric that are learned from."""
+    """Windows per metric to train on."""
     steps: int = 3000
     """Steps of Adam."""
     batch: int = 256
@@ -48,7 +48,8 @@ class Training:
     rate: float = 5e-3
     """Learning rate at its highest; it falls to zero along a cosine."""
     variance: float = 1e-3
-    """Of the noise around a reconstruction, in squares of a metric's range: more denoises more."""
+    """Variance of the noise around a reconstruction, in squares of a metric's range: more denoises
+    more."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

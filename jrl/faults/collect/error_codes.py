@@ -37,9 +37,9 @@ class ErrorCode:
     def describe(self) -> str:
         """One phrase: the code, its meaning and its usual cause."""
         whose = {
-            "machine": "the machine's",
-            "program": "the program's as a rule",
-            "unknown": "not known whose",
+            "machine": "machine fault",
+            "program": "usually a program fault",
+            "unknown": "unknown cause",
         }[self.cause]
         handled = ", which handled it" if self.handled else ""
         return f"XID {self.number} ({self.meaning}; {whose}{handled})"
@@ -109,7 +109,7 @@ _PROGRAM = {
     14: "injected by a program",
     25: "illegal push buffer",
     31: "memory page fault, an illegal address",
-    43: "program stopped by a fault of its own",
+    43: "program stopped by its own fault",
     45: "program ended or killed, often after another error",
     69: "error in the use of the graphics engine",
     106: "test message",

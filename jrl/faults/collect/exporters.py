@@ -131,8 +131,8 @@ def describe_ignored(series: Iterable[Series], requested: Collection[str] = ()) 
         return []
     shown = ", ".join(names[:MAX_NAMED]) + (", ..." if len(names) > MAX_NAMED else "")
     return [
-        f"{len(names)} metrics of exporters are not known here and not compared: {shown} "
-        "(--metrics NAME compares one)."
+        f"{len(names)} metrics of exporters are unknown and not compared: {shown} (--metrics NAME "
+        "compares one)."
     ]
 
 

@@ -145,7 +145,7 @@ class Exporter:
         try:
             self._server, self._thread = module.start_http_server(port, address, registry)
         except (OSError, OverflowError) as error:
-            raise ValueError(f"port={port} on {address} cannot be had: {error}") from None
+            raise ValueError(f"port={port} on {address} is not available: {error}") from None
         self.port: int = self._server.server_port
 
     def close(self) -> None:
@@ -198,7 +198,7 @@ def read_matrix(answer: str | bytes) -> Iterator[tuple[dict[str, str], list[tupl
     try:
         content = json.loads(answer)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"the answer is not JSON, or cut short: {error}") from None
+        raise ValueError(f"the answer is not JSON, or is truncated: {error}") from None
     content = content if isinstance(content, dict) else {}
     if content.get("status") == "error":
         raise ValueError(f"Prometheus answered {content.get('errorType')}: {content.get('error')}")
@@ -217,6 +217,6 @@ def read_matrix(answer: str | bytes) -> Iterator[tuple[dict[str, str], list[tupl
                 f"a series of the answer is not as Prometheus writes it: {error!r}"
             ) from None
         if not all(math.isfinite(time) for time, _ in samples):
-            raise ValueError(f"a series of the answer has a time that is no number: {labels}")
+            raise ValueError(f"a series of the answer has a time that is not a number: {labels}")
         # Prometheus writes "NaN", "+Inf" and "-Inf"; none is a measurement.
         yield labels, [(t, v if math.isfinite(v) else math.nan) for t, v in samples]

@@ -83,7 +83,7 @@ class Writer:
         begun: float | int,
     ):
         if not machine or machine.startswith(".") or "/" in machine or "\0" in machine:
-            raise ValueError(f"machine={machine!r} must be the beginning of a file's name.")
+            raise ValueError(f"machine={machine!r} must be usable as the start of a file name.")
         if len(set(columns)) != len(columns):
             raise ValueError(f"columns={list(columns)} must all be different.")
         self.columns = tuple(columns)
@@ -110,7 +110,7 @@ class Writer:
         """
         unknown = values.keys() - set(self.columns)
         if unknown:
-            raise ValueError(f"{sorted(unknown)[0]!r} is no column of {self.path.name}.")
+            raise ValueError(f"{sorted(unknown)[0]!r} is not a column of {self.path.name}.")
         row = [float(values.get(name, np.nan)) for name in self.columns]
         content = self._row.pack(time, *np.asarray(row, np.float32).tolist())
         os.write(self._file, content + struct.pack("<I", zlib.crc32(content, self._seed)))
@@ -215,10 +215,10 @@ def _create(folder: Path, machine: str) -> tuple[Path, int]:
 def _parse_header(path: Path, prefix: bytes, read_more: Callable[[int], bytes]) -> Header:
     """The header that begins with `prefix`, whose text `read_more` returns."""
     if len(prefix) < _PREFIX.size:
-        raise ValueError(f"{path} is cut short in its header: delete it, it holds no sample.")
+        raise ValueError(f"{path} has a truncated header: delete it, it holds no sample.")
     magic, length, seed = _PREFIX.unpack(prefix)
     if magic != MAGIC:
-        raise ValueError(f"{path} is no record of samples: give a file that a sampler wrote.")
+        raise ValueError(f"{path} is not a record of samples: give a file that a sampler wrote.")
     text = read_more(length)
     if len(text) < length or zlib.crc32(text) != seed:
         raise ValueError(f"{path} has a damaged header: its columns are lost; delete it.")

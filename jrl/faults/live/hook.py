@@ -24,7 +24,7 @@ def command_hook(command: str, timeout: float | int = TIMEOUT) -> Hook:
       ValueError: on an empty command.
     """
     if not command.strip():
-        raise ValueError("on_fault is an empty command: leave it out, or say what to run.")
+        raise ValueError("on_fault is an empty command: leave it out, or give the command to run.")
 
     def run(alarm: Alarm) -> int:
         environment = {

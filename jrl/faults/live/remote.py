@@ -57,7 +57,9 @@ class RemoteWatcher:
         )
         notes = (*describe_ignored(series, self._requested), *report.notes)
         if not series:
-            notes = (f"no sample of the last {self._seconds:g} s was received: nobody is watched",)
+            notes = (
+                f"no sample of the last {self._seconds:g} s was received: no machine is watched",
+            )
         return DetectionPass(
             fleet,
             processes,

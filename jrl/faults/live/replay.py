@@ -33,25 +33,27 @@ class ReplayOptions:
     """Record to examine, and settings of the detector."""
 
     record: tyro.conf.Positional[str]
-    """A fleet (.npz), the folder of a run that was sampled, or an answer of Prometheus (.json)."""
+    """A fleet (.npz), the folder of a run with fault records, or a response of Prometheus
+    (.json)."""
     last: float = 900.0
-    """Seconds that are looked at, counted from the end."""
+    """Seconds to examine, counted from the end."""
     detector: Literal["standard", "minder"] = "standard"
-    """What names the machine: standard, that of training and watch, or the paper's method."""
+    """Detector of the faulty machine: standard, that of training and watch, or minder, the paper's
+    method."""
     threshold: float | None = None
-    """Score from which a machine stands out; the detector's own by default."""
+    """Score from which a machine stands out; by default the detector's."""
     continuity: float = 240.0
     """Seconds for which the same machine must stand out."""
     metrics: tuple[str, ...] = ()
     """The metrics to search, in this order; all that were recorded by default."""
     xid: tuple[Cause, ...] = ("machine",)
-    """Whose XID errors name a machine: some of machine, program and unknown. The others are said in
-    a note."""
+    """Causes of XID errors that raise an alarm: some of machine, program and unknown. The others
+    are reported in a note."""
     machine_label: str | None = None
-    """Label that names the machine in an answer of Prometheus; by default the first of machine,
+    """Label that names the machine in a response of Prometheus; by default the first of machine,
     node, instance and Hostname that a series has."""
     plot: str | None = None
-    """The picture to draw; by default beside the record, with the ending .png."""
+    """Plot to write; by default next to the record, with suffix .png."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -170,7 +172,7 @@ def _print(fleet: Fleet, report: Report, notes: list[str]) -> None:
     for alarm in report.alarms:
         print(f"ALARM: {alarm.describe()}")
     if not report.alarms:
-        print("no alarm" if report.comparable else "nothing could be compared: nothing is known")
+        print("no alarm" if report.comparable else "nothing could be compared: no verdict")
 
 
 def _table(report: Report) -> Table:
@@ -182,7 +184,7 @@ def _table(report: Report) -> Table:
     for metric, trace in report.traces.items():
         seen = np.isfinite(trace.scores)
         hits = np.bincount(trace.leader[trace.leader >= 0], minlength=1)
-        who = report.machines[hits.argmax()] if hits.any() else "nobody"
+        who = report.machines[hits.argmax()] if hits.any() else "none"
         most = float(trace.scores[seen].max()) if seen.any() else float("nan")
         share = hits.max() / max(1, seen.sum())
         table.add_row(metric, who, f"{share:.0%}", f"{most:.2f}", f"{seen.sum()}/{len(seen)}")

@@ -48,50 +48,52 @@ class WatchOptions:
     run: tyro.conf.Positional[tuple[str, ...]] = ()
     """Folders of runs that were started with --faults; none with --prometheus or --scrape."""
     prometheus: str | None = None
-    """A Prometheus server to ask instead, such as http://localhost:9090."""
+    """A Prometheus server to query instead, such as http://localhost:9090."""
     selector: str = SELECTOR
-    """The series to ask it for, in PromQL; by default all metrics of DCGM's exporter, of node
-    exporter, of cAdvisor and our own that are known by name."""
+    """The series to query, in PromQL; by default all metrics that are known by name: of DCGM's
+    exporter, of node exporter, of cAdvisor and of jrl."""
     scrape: tuple[str, ...] = ()
     """Exporters' pages to fetch instead, such as http://node7:9400/metrics."""
     machine_label: str | None = None
     """Label that names the machine; by default machine, node, instance or Hostname."""
     once: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Look once and stop."""
+    """Run one detection pass and exit."""
     until_fault: tyro.conf.FlagCreatePairsOff[bool] = False
     """Stop at the first alarm."""
     seconds: float = 900.0
-    """How far back each look goes."""
+    """Length of the time window of each detection pass, up to now."""
     detector: Literal["standard", "outlier", "minder"] = "standard"
-    """What names the process: standard asks for errors, silence, a step time that is off by a
-    factor and a shift in any metric; outlier sees the third only, minder is the paper's method."""
+    """Detector of the faulty process: standard looks for errors, silence, a step time that is off
+    by a factor and a shift in any metric; outlier only for the third, minder is the paper's
+    method."""
     window: float = 8.0
-    """Seconds of samples that are taken together; minder's are 8 samples."""
+    """Seconds of samples per window; minder's windows are 8 samples."""
     continuity: float = 240.0
-    """Seconds for which one process has to stand out before it is named."""
+    """Seconds for which one process has to stand out before an alarm names it."""
     threshold: float | None = None
-    """How far it has to be away; the detector's own by default. For outlier in spreads of the
-    others (4 is a factor of at least 2.2), for standard a shift in spreads of what machines do by
-    themselves, for minder in their distances from each other."""
+    """Distance from the others that counts as a fault; by default the detector's. For outlier in
+    spreads of the others (4 is a factor of at least 2.2), for standard a shift in spreads of
+    healthy machines, for minder in their distances from each other."""
     metrics: tuple[str, ...] = ()
-    """What to compare, the most telling first; the first that names somebody ends the search. By
-    default all for standard, step/time and cpu/process for outlier, those of production too for
+    """Metrics to compare, the most telling first; the first that names a process ends the search.
+    By default all for standard, step/time and cpu/process for outlier, those of production too for
     minder."""
     xid: tuple[Cause, ...] = ("machine",)
-    """Whose XID errors name a machine, for standard: some of machine, program and unknown. The
-    others are said in a line below the table."""
+    """Causes of XID errors that raise an alarm, for standard: some of machine, program and unknown.
+    The others are reported below the table."""
     silence: float = 60.0
-    """Seconds without a sample after which a process is named that did not say it was through."""
+    """Seconds without a sample after which a process that did not report its end raises an
+    alarm."""
     interval: float | None = None
-    """Seconds between two looks; by default 1 for runs, 15 for what is asked over a network."""
+    """Seconds between two detection passes; by default 1 for runs, 15 for network sources."""
     acknowledged: str | None = None
-    """A file of machines' names, one a line, that somebody looks after: they raise no alarm and are
-    not compared. It is read at each look."""
+    """A file of names of acknowledged machines, one per line: they raise no alarm and are not
+    compared. It is read in each detection pass."""
     on_fault: str | None = None
     """A shell command for each alarm; its environment has JRL_FAULT_MACHINE, JRL_FAULT_METRIC,
     JRL_FAULT_START, JRL_FAULT_END (Unix times) and JRL_FAULT_LINE."""
     save: str | None = None
-    """An .npz file that the fleet of the last look is written to, for replay."""
+    """An .npz file to write the fleet of the last detection pass to, for replay."""
 
 
 def main(arguments: list[str]) -> int:
@@ -260,13 +262,13 @@ def render(result: DetectionPass, request: WatchOptions) -> RenderableType:
     lines: list[RenderableType] = [table] if result.processes else []
     lines += [Text(visible(line), style="yellow") for line in result.unreadable]
     if result.has_samples and len(result.fleet.machines) < MIN_MACHINES:
-        lines.append(Text("fewer than three processes are running: nobody can be compared"))
+        lines.append(Text("fewer than three processes are running: none can be compared"))
     lines += [Text(f"ALARM: {visible(alarm.describe())}", "bold red") for alarm in result.alarms]
     lines += [Text(visible(line), style="dim") for line in result.notes]
     if not result.alarms and result.comparable:
-        lines.append(Text("nobody stands out", style="green"))
+        lines.append(Text("no process stands out", style="green"))
     elif not result.alarms:
-        lines.append(Text("nothing could be compared: nothing is known", style="yellow"))
+        lines.append(Text("nothing could be compared: no verdict", style="yellow"))
     lines.append(Text(result.health, style="dim"))
     return Group(*lines)
 

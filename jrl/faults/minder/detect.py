@@ -159,17 +159,17 @@ class Minder:
         sizes = np.bincount(roles) if roles.size else np.zeros(1, int)
         reasons = []
         if not prepared.metrics:
-            reasons.append("no metric can be compared: nothing is said.")
+            reasons.append("no metric can be compared: no verdict.")
         if sizes.max() < 3:
             reasons.append(
-                f"{len(prepared.machines)} machines, at most {sizes.max()} of one role: between "
-                "two nothing tells which one is off. Compare at least 3."
+                f"{len(prepared.machines)} machines, at most {sizes.max()} of one role: two "
+                "cannot tell which one is off. Compare at least 3."
             )
         seconds = prepared.values.shape[2] * fleet.period
         if seconds < self.continuity:
             reasons.append(
                 f"the record holds {seconds:.0f} s, less than the {self.continuity:.0f} s for "
-                "which a machine must stand out: nothing is said."
+                "which a machine must stand out: no verdict."
             )
         return ScoredFleet(prepared, roles, tuple(reasons))
 

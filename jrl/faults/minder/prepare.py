@@ -106,8 +106,8 @@ def _rows(
     for row in np.flatnonzero(share < least_share):
         what = "no data" if not present[:, row].any() else f"{share[row]:.0%} of the samples"
         notes.append(
-            f"machine {fleet.machines[row]!r} has {what} in some metric: not compared. "
-            "Look whether it still reports."
+            f"machine {fleet.machines[row]!r} has {what} in some metric: not compared. Check "
+            "whether it still reports."
         )
     return np.flatnonzero(share >= least_share)
 

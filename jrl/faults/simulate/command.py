@@ -18,15 +18,15 @@ class SimulateOptions:
     out: tyro.conf.Positional[str]
     """The file (.npz) to write."""
     machines: int | None = 32
-    """How many machines; None draws 4 to 1,500."""
+    """Number of machines; None samples 4 to 1,500."""
     seconds: int = 900
     """Length of the record."""
     metrics: tuple[str, ...] = PRODUCTION
-    """What is recorded."""
+    """Metrics to record."""
     clean: bool = False
-    """Let nothing fail."""
+    """Simulate no fault."""
     fault: str | None = None
-    """The fault, such as "PCIe downgrading"; None draws one in the published mix."""
+    """The fault, such as "PCIe downgrading"; None samples one from the published mix."""
     difficulty: float = 1.0
     """Divides how far the fault moves the metrics."""
     seed: int = 0

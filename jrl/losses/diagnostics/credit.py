@@ -129,7 +129,7 @@ def td_concentration(
       >>> [float(x) for x in td_concentration(rewards, values, jnp.ones((1, 4)))]
       [0.75, 1.0, 0.0]
     """
-    rule = "must lie above 0 and up to 1: it is a part of the tokens."
+    rule = "must be in (0, 1]: it is a fraction of the tokens."
     share = settings.number("share", share, rule, above=0, at_most=1)
     check_shapes(rewards=rewards, values=values, mask=mask)
     mask, (rewards, values) = tokens.hidden(mask, rewards, values)

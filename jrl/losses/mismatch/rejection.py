@@ -119,7 +119,7 @@ def divergence_rejection_mask(
         raise ValueError(f"kind={kind!r} is neither 'k2' nor 'k3'.")
     if over not in get_args(RejectionOver):
         choices = ", ".join(get_args(RejectionOver))
-        raise ValueError(f"over={over!r} is not what a divergence can bound: choose {choices}.")
+        raise ValueError(f"over={over!r} is not a level of a divergence bound: choose {choices}.")
     bound = settings.number("bound", bound, "is a divergence and cannot be negative.", at_least=0)
     max_log_weight = settings.optional_distance("max_log_weight", max_log_weight)
     log_weights, mask = log_ratio(logprobs, behaviour_logprobs, mask)

@@ -18,13 +18,14 @@ class ActorCritic(Recipe):
     """Hyperparameters shared by the recipes that train a value network."""
 
     critic_learning_rate: float = 1e-3
-    """Of AdamW, for the critic."""
+    """Learning rate of AdamW for the critic."""
     value_clip: float | None = None
-    """How far a value may move from its old one before its gradient stops; None is off."""
+    """Clip range of the value loss: how far a value may move from its old one before its gradient
+    stops; None is off."""
     gamma: float = 1.0
     """Discount per token."""
     pretrain_critic: int = 0
-    """Steps at the start in which only the critic learns, on returns of the fixed policy."""
+    """Steps at the start that train only the critic, on returns of the frozen policy."""
 
     uses_critic: ClassVar[bool] = True
 

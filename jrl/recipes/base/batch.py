@@ -109,7 +109,7 @@ class Totals(Generic[Leaf]):
 
 def required(leaf: Leaf | None) -> Leaf:
     """Asserts that `leaf` is not None and returns it; the trainer provides what a recipe needs."""
-    assert leaf is not None, "the trainer left out what the recipe needs"
+    assert leaf is not None, "the trainer did not provide an array that the recipe needs"
     return leaf
 
 

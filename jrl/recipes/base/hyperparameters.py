@@ -31,51 +31,54 @@ class Hyperparameters:
     to 128."""
     micro_batch: int | None = None
     """Completions per forward and backward pass at most; divides the mini-batch. None takes the
-    divisor nearest to 64. Changes memory and speed (small ones stay in a CPU's cache), not the
-    result: sums are in another order, which shows in the last digits."""
+    divisor nearest to 64. Changes memory and speed (small ones stay in a CPU's cache), and the
+    result only by the rounding of sums."""
     epochs: int = 1
     """Passes over the completions of a step."""
 
     learning_rate: float = 2e-4
-    """Of AdamW, for the policy."""
+    """Learning rate of AdamW for the policy."""
     learning_rate_warmup: int = 0
     """Optimizer steps over which the learning rate rises linearly from 0."""
     weight_decay: float = 0.0
-    """Decoupled, of AdamW."""
+    """Decoupled weight decay of AdamW."""
     max_grad_norm: float = 1.0
-    """Gradients are scaled down to this global norm."""
+    """Gradient clipping: gradients are scaled down to this global norm."""
 
     temperature: float = 1.0
-    """Of sampling. The losses use log-probabilities at the same temperature."""
+    """Sampling temperature. The losses use log-probabilities at the same temperature."""
     top_k: int | None = None
-    """Sample among this many likeliest tokens; None is off."""
+    """Sample among this many most probable tokens (top-k); None is off."""
     top_p: float | None = None
-    """Sample from the smallest set of likeliest tokens with this probability; None is off."""
+    """Sample from the smallest set of most probable tokens with this probability (top-p); None is
+    off."""
 
     dynamic_sampling: bool = False
-    """Replace groups whose completions all score alike by groups of further prompts."""
+    """Replace groups whose completions all have the same score by groups of further prompts."""
     max_generation_rounds: int = 10
-    """Batches of prompts sampled at most to fill a step with groups of unequal scores, where
-    sampling is dynamic."""
+    """Maximum batches of prompts sampled to fill a step with groups of unequal scores, with dynamic
+    sampling."""
 
     old_logprobs: OldLogprobs = "sampler"
-    """Log-probabilities that ratios are taken against: as the sampler gave them, or computed again
-    by the trainer before its first update."""
+    """Old log-probabilities of the ratios: from the sampler, or recomputed by the trainer before
+    its first update."""
     overlong_filter: bool = False
-    """Leave completions that the length limit ended out of the policy's loss: they were interrupted
-    and not judged. Their rewards stay in their group's baseline, and a critic learns from them."""
+    """Exclude completions truncated by the length limit from the policy's loss: they were
+    interrupted and not judged. Their rewards stay in their group's baseline, and a critic is
+    trained on them."""
 
     mismatch: Weighting | None = None
     """Importance weights on the tokens' losses, of the trainer's policy over the sampler's, which
-    should agree and may not quite: clamped to a range ("truncated"), 0 outside of it ("icepop"), or
-    0 on sequences whose mean is outside of it ("sequence-masked"); None is off."""
+    may differ slightly: clamped to a range ("truncated"), 0 outside of it ("icepop"), or 0 on
+    sequences whose mean is outside of it ("sequence-masked"); None is off."""
     mismatch_denominator: Denominator | None = None
-    """Which of the sampler's probabilities weights divide by: of its whole policy at the base
-    temperature ("policy"), or of the distribution that the token was drawn from, after top-k and
-    top-p and at a temperature that adapts ("drawn"). None is "drawn" in recipes whose temperature
-    adapts and "policy" in others."""
+    """Sampler probabilities that weights divide by: of its full policy at the base temperature
+    ("policy"), or of the distribution that the token was sampled from, after top-k and top-p and at
+    a temperature that adapts ("drawn"). None is "drawn" in recipes whose temperature adapts and
+    "policy" in others."""
     mismatch_level: WeightLevel = "token"
-    """Whether weights are of each token, of its whole sequence, or a geometric mean over that."""
+    """Level of the weights: of each token, of its sequence, or a geometric mean over the
+    sequence."""
     mismatch_low: float | None = None
     """Lower end of the weights' range, before `mismatch_mean`; of geometric means if
     sequence-masked. 0 is no bound, None is 0 if truncated and 0.5 otherwise."""
@@ -85,20 +88,21 @@ class Hyperparameters:
     """Divide the weights by their mean over the step's tokens or over its sequences; None is
     off."""
     rejection: Rejection | None = None
-    """Leave out what the sampler drew too far from the trainer's policy, by the geometric mean of a
+    """Mask samples that are too far from the trainer's policy, by the geometric mean of a
     sequence's weights or by a divergence estimated with k2 or k3; None is off."""
     rejection_over: RejectionOver = "mean"
-    """What a divergence is bounded of: each token, or the sum, mean or maximum over a sequence."""
+    """Level at which a divergence is bounded: each token, or the sum, mean or maximum over a
+    sequence."""
     rejection_low: float | None = None
     """The least geometric mean that is kept; None is 0.999."""
     rejection_high: float | None = None
     """The greatest that is kept; None is 1.001 of a geometric mean, 0.01 nats of a divergence."""
 
     router_replay: RouterReplay | None = None
-    """Send each token to the same experts in every pass of the policy that a step learns from, with
-    the router's current scores: "R2" to those that the trainer chose before its first update, which
-    takes a pass over the completions, "R3" to those that the sampler chose. None chooses anew in
-    each pass. For policies with experts."""
+    """Send each token to the same experts in every policy pass of a training step, with the
+    router's current scores: "R2" to those that the trainer chose before its first update, which
+    takes a pass over the completions, "R3" to those that the sampler chose. None routes again in
+    each pass. For MoE policies."""
 
     clip_low: float = 0.2
     """How far the probability ratio may fall below 1."""
@@ -107,7 +111,7 @@ class Hyperparameters:
     clip_dual: float | None = None
     """Bound of the loss at negative advantages, in ratios (above 1); None is off."""
     aggregation: Aggregation = "token-mean"
-    """How token losses become one loss."""
+    """Aggregation of token losses to one loss."""
     entropy_coef: float | None = None
     """Weight of the entropy bonus; None is off."""
     kl_coef: float | None = None
@@ -115,9 +119,9 @@ class Hyperparameters:
     off."""
 
     reward_correct: float = 1.0
-    """Reward of a completion with full marks."""
+    """Reward of a completion with full score."""
     reward_wrong: float = 0.0
-    """Reward of a completion with no marks; partial marks lie in between."""
+    """Reward of a completion with score 0; rewards of partial scores are in between."""
 
     def __post_init__(self):
         counts = ("prompts", "group_size", "mini_batch", "micro_batch", "epochs")
@@ -133,8 +137,8 @@ class Hyperparameters:
             )
         if self.router_replay not in (None, *get_args(RouterReplay)):
             raise ValueError(
-                f"router_replay={self.router_replay!r} is neither R2 (what the trainer chose) nor "
-                "R3 (what the sampler chose): choose one, or None."
+                f"router_replay={self.router_replay!r} is neither R2 (the trainer's experts) nor "
+                "R3 (the sampler's experts): choose one, or None."
             )
         if self.mini_batch is not None and self.completions % self.mini_batch:
             raise ValueError(

@@ -35,8 +35,8 @@ def load_recipe(reference: str, folder: Path | str = ".") -> type[Recipe]:
             near = difflib.get_close_matches(reference, LIBRARY, n=2, cutoff=0.4)
             hint = f"did you mean {' or '.join(near)}? " if near else ""
             raise ValueError(
-                f"recipe {reference!r} is unknown: {hint}The recipes are {', '.join(LIBRARY)}; one "
-                "of your own is path/to/file.py:Name."
+                f"recipe {reference!r} is unknown: {hint}The recipes are {', '.join(LIBRARY)}; a "
+                "custom one is path/to/file.py:Name."
             )
         return LIBRARY[reference]
     kind = getattr(_module(Path(folder) / file), name, None)
@@ -48,7 +48,7 @@ def load_recipe(reference: str, folder: Path | str = ".") -> type[Recipe]:
     # Its own decorator is required: one inherited from `Recipe` does not cover the added fields.
     if "__dataclass_params__" not in vars(kind) or not is_dataclass(kind):
         raise ValueError(
-            f"recipe {reference!r}: {name} is no dataclass of its own, and its fields would be no "
+            f"recipe {reference!r}: {name} is not a dataclass itself, so its fields would not be "
             "flags: write @dataclass(frozen=True) above it."
         )
     return kind

@@ -224,9 +224,10 @@ def check_correction(correction: Correction, old_logprobs: OldLogprobs) -> None:
     c = correction
     if c.weighting is not None and c.denominator != "drawn" and old_logprobs == "sampler":
         raise ValueError(
-            f"mismatch={c.weighting!r} goes with old_logprobs='recompute': a ratio that is taken "
-            "against the sampler corrects it already, and would do so twice. Set that, divide by "
-            "what was drawn from (mismatch_denominator='drawn'), or use a rejection."
+            f"mismatch={c.weighting!r} needs old_logprobs='recompute': a ratio against the "
+            "sampler corrects the mismatch already, and weights would correct it twice. Set that, "
+            "divide by the sampling distribution (mismatch_denominator='drawn'), or use a "
+            "rejection."
         )
     settings: dict[str, float | str | None] = {
         "mismatch_denominator": c.denominator,
@@ -238,8 +239,8 @@ def check_correction(correction: Correction, old_logprobs: OldLogprobs) -> None:
     _check_used(settings, "mismatch", c.weighting)
     if c.weighting == "sequence-masked" and c.level != "token":
         raise ValueError(
-            f"mismatch_level={c.level!r} cannot be had with mismatch='sequence-masked', whose "
-            "weights are of tokens: leave it out."
+            f"mismatch_level={c.level!r} is not supported with mismatch='sequence-masked', whose "
+            "weights are per token: leave it out."
         )
     settings = {
         "rejection_over": None if c.over == "mean" else c.over,
@@ -251,8 +252,8 @@ def check_correction(correction: Correction, old_logprobs: OldLogprobs) -> None:
         _check_used({"rejection_low": c.reject_below}, "rejection", c.rejection, "a divergence")
     if c.rejection == "geometric" and c.over != "mean":
         raise ValueError(
-            f"rejection_over={c.over!r} cannot be had with rejection='geometric', which is a mean: "
-            "choose k2 or k3, or leave it out."
+            f"rejection_over={c.over!r} is not supported with rejection='geometric', which is a "
+            "mean: choose k2 or k3, or leave it out."
         )
     if c.weighting is not None:
         _check_range("mismatch", *c.bounds)

@@ -42,8 +42,8 @@ class Optimizer:
     def __post_init__(self):
         if self.gradient_wire not in ("float32", "bfloat16"):
             raise ValueError(
-                f"gradient_wire={self.gradient_wire!r} is no dtype that gradients are sent in: use "
-                "float32 or bfloat16."
+                f"gradient_wire={self.gradient_wire!r} is not a communication dtype of gradients: "
+                "use float32 or bfloat16."
             )
 
     def rate_at(self, count: Any) -> Any:

@@ -59,7 +59,7 @@ class Recipe(Hyperparameters):
         for hook in [*needed, *(["critic_loss"] if self.uses_critic else [])]:
             if getattr(type(self), hook) is getattr(Recipe, hook):
                 raise ValueError(
-                    f"{type(self).__name__} says nothing of its {hook}: write a method {hook}, as "
+                    f"{type(self).__name__} does not define its {hook}: write a method {hook}, as "
                     "jrl.recipes.Recipe describes it."
                 )
         super().__post_init__()
@@ -145,8 +145,8 @@ class Recipe(Hyperparameters):
           ValueError: where the recipe does not say.
         """
         raise ValueError(
-            f"recipe {self.name} does not say with which lambda it makes advantages: write a "
-            "method policy_lambda, as jrl.recipes.Recipe describes it."
+            f"recipe {self.name} does not define the lambda of its advantages: write a method "
+            "policy_lambda, as jrl.recipes.Recipe describes it."
         )
 
     @property

@@ -32,29 +32,28 @@ class Sft(Recipe):
     batch: int = 64
     """Conversations per optimizer step; a multiple of the data-parallel devices."""
     epochs: int = 1
-    """Passes over the conversations, each in an order of its own, where --steps is not given. The
-    last step is a whole batch, which may begin another pass."""
+    """Passes over the conversations, each in another order, if --steps is not given. The last step
+    is a full batch, which may start another pass."""
     micro_batch: int | None = None
     """Conversations per forward and backward pass at most, of those as long as the longest; divides
-    the batch. None takes the divisor nearest to 64. Changes memory and speed, and the last digits
-    of sums."""
+    the batch. None takes the divisor nearest to 64. Changes memory and speed, and the result only
+    by the rounding of sums."""
 
     learning_rate: float = 2e-5
-    """Of AdamW. Adapters (--lora-rank) want some ten times more."""
+    """Learning rate of AdamW. Adapters (--lora-rank) need about ten times more."""
     learning_rate_schedule: Schedule = "cosine"
-    """How it goes on after the warm-up: constant, or down to the final rate at the last of --steps,
-    in a line or along half a cosine. Raising --steps of a run that is resumed stretches it."""
+    """Schedule after the warm-up: constant, or a linear or cosine decay to the final rate at the
+    last of --steps. Raising --steps of a resumed run stretches it."""
     learning_rate_final: float = 0.0
-    """The rate of the last step as a part of the learning rate."""
+    """The rate of the last step as a fraction of the learning rate."""
 
     max_length: int | None = None
-    """Tokens of a conversation at most; None is the longest there is, or what the checkpoint's
+    """Maximum tokens of a conversation; None is the longest of the data, or what the checkpoint's
     positions allow."""
     overlong: Literal["drop", "truncate"] = "drop"
-    """What becomes of conversations with more tokens: they are left out, or what is too much is cut
-    off at their end. Both are counted."""
+    """Conversations with more tokens: drop them, or truncate them at the end. Both are counted."""
     learn: Literal["all", "last"] = "all"
-    """Which turns of the assistant are learned: all, or the last of each conversation."""
+    """Assistant turns in the loss mask: all, or the last of each conversation."""
 
     def __post_init__(self):
         # Before the checks of every recipe, which compute with these.
@@ -67,13 +66,13 @@ class Sft(Recipe):
         super().__post_init__()
         if self.max_length is not None and self.max_length < 2:
             raise ValueError(
-                f"max_length={self.max_length} leaves no token to learn after another: give at "
+                f"max_length={self.max_length} leaves no token to predict from another: give at "
                 "least 2."
             )
         if not 0 <= self.learning_rate_final <= 1:
             raise ValueError(
-                f"learning_rate_final={self.learning_rate_final} must lie in 0..1: it is a part of "
-                "the learning rate."
+                f"learning_rate_final={self.learning_rate_final} must lie in 0..1: it is a "
+                "fraction of the learning rate."
             )
 
     @property

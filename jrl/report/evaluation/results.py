@@ -35,9 +35,9 @@ def print_results(results: Mapping[str, Any], console: Console | None = None) ->
         if name.startswith("reward/"):
             table.add_row(f"reward: {name.removeprefix('reward/')}", f"{results[name]:.3f}")
     if "prompts_dropped" in results:
-        table.add_row("prompts left out as too long", f"{results['prompts_dropped']}")
+        table.add_row("prompts dropped as too long", f"{results['prompts_dropped']}")
     table.add_row("mean length", f"{results['response_length/mean']:.2f} tokens")
-    table.add_row("cut by the length limit", f"{results['response_length/clip_ratio']:.1%}")
+    table.add_row("truncated by the length limit", f"{results['response_length/clip_ratio']:.1%}")
     total = results["prompts"] * results["k"]
     for name in results:
         if name.startswith("verifier/") and results[name]:

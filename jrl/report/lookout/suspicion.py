@@ -59,8 +59,8 @@ def suspicion_reasons(lines: Sequence[Mapping[str, float | int]]) -> list[str]:
     if shared is not None and disputed is not None:
         if disputed.rise >= MORE_DISPUTED and disputed.rise > shared.rise and score.rise > 0:
             reasons.append(
-                "a second reader, which takes numbers as text, does not share "
-                f"{disputed.now:.0%} of the full marks' completions ({disputed.before:.0%} before)"
+                f"a second verifier, which compares numbers as text, rejects {disputed.now:.0%} "
+                f"of the completions with full score ({disputed.before:.0%} before)"
             )
         # What that reader shares is no accident.
         if shared.rise >= disputed.rise and shared.rise > 0:

@@ -145,7 +145,7 @@ class AsyncBufferSpec(NamedTuple):
         # Of fixed size: a checkpoint is restored into arrays of known shapes.
         buffer, rows = self.empty(), [*rollouts.ready, *rollouts.pending]
         assert len(rows) <= self.num_entries, (
-            f"{len(rows)} rows ahead and {self.num_entries} places"
+            f"{len(rows)} rows exceed the {self.num_entries} entries of the buffer"
         )
         scores = np.zeros(self.num_entries)
         scores[: len(rows)] = [0.0 if isinstance(row, Request) else row.score for row in rows]
@@ -209,7 +209,7 @@ def check_staleness(completions: Sequence[Completion], version: int, bound: int)
     staleness = version - np.concatenate(sampled)
     if staleness.min() < 0 or staleness.max() > bound:
         raise RuntimeError(
-            f"step {version + 1} was to learn from tokens that are {staleness.min()} to "
+            f"step {version + 1} would train on tokens that are {staleness.min()} to "
             f"{staleness.max()} versions behind, and max_staleness={bound} allows 0 to {bound}: "
             "the checkpoint is not of this run, or the rollout engine mixes up its versions."
         )

@@ -123,7 +123,9 @@ class AsyncCollector(Groups):
     def _split_batch(self, suspended: list[Request]) -> AsyncRollouts:
         """Splits the rows into the next batch and pending rows, which include unfinished ones."""
         end = self._end()
-        assert all(request.prompt >= end for request in suspended), "a batch lacks rows"
+        assert all(request.prompt >= end for request in suspended), (
+            "the next batch has unfinished rows"
+        )
         prompts = range(self._first, end)
         completions = sort_completions(
             [each for prompt in prompts for each in self._groups[prompt]]

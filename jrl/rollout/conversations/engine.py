@@ -96,7 +96,7 @@ class ConversationEngine:
         self._engine.load(weights, version, entropy)
 
     def release(self) -> None:
-        assert not self._pending, "conversations are under way"
+        assert not self._pending, "conversations are in flight"
         self._engine.release()
 
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
@@ -137,7 +137,7 @@ class ConversationEngine:
             self._environment_host(example).end(environment)
 
     def suspend(self, keep_pool: bool = False) -> list[Request]:
-        raise RuntimeError("conversations cannot be taken back: their environments are no state")
+        raise RuntimeError("conversations cannot be suspended: their environments cannot be saved")
 
     def take_pool(self) -> SlotPool[Array]:
         return self._engine.take_pool()
@@ -277,8 +277,8 @@ class ConversationEngine:
     def _warn(self, message: str) -> None:
         self._warnings.warn(
             message,
-            f"an answer of task={self._task.name} cannot be written ({message}); its "
-            "conversation ends and counts under verifier/invalid",
+            f"an answer of task={self._task.name} cannot be encoded ({message}); its conversation "
+            "ends and counts under verifier/invalid",
         )
 
     def _environment_host(self, example: Example) -> Host:

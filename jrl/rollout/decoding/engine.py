@@ -162,7 +162,7 @@ class SlotEngine:
         self._entropy, self._sampler_state = to_host(entropy), None
 
     def release(self) -> None:
-        assert not self._scheduler.running, "rows are under way"
+        assert not self._scheduler.running, "rows are in flight"
         self._resharding.release()
         self._scheduler.clear_prefix_cache()
         self._weights = self._policy = self._pool = self._output_buffer = None
@@ -172,13 +172,13 @@ class SlotEngine:
         if (scheduler.running or scheduler.waiting) and sampling != self._sampling:
             raise ValueError(
                 f"requests for {sampling} cannot be served while others for {self._sampling} are "
-                "under way: poll until nothing is."
+                "in flight: poll until none is."
             )
         for request in requests:
             if request.limit > self.columns:
                 raise ValueError(
-                    f"a row of {request.limit} tokens has no room in slots of {self.columns}: "
-                    "make an engine with more columns."
+                    f"a row of {request.limit} tokens does not fit slots of {self.columns} "
+                    "tokens: make an engine with more columns."
                 )
         self._sampling = sampling
         for request in requests:

@@ -17,7 +17,7 @@ def check_slots(mesh: FoldedMesh, slots: int) -> None:
     if mesh.layout.pp > 1:
         raise ValueError(
             f"layout {mesh.layout} cannot decode: every device needs all layers, so pp must be 1; "
-            "decode on a layout of its own."
+            "decode on a separate layout."
         )
     if slots < 1 or slots % ranks(mesh):
         raise ValueError(

@@ -156,7 +156,7 @@ class Trajectory:
     @property
     def sampled(self) -> Sampled:
         """Sampled tokens with their records, for a trajectory that is on the host."""
-        assert self.buffer is None and self.request.sampled is not None, "it lies on the mesh"
+        assert self.buffer is None and self.request.sampled is not None, "it is on the devices"
         return self.request.sampled
 
     @cached_property

@@ -140,8 +140,8 @@ class StreamEngine(SlotEngine):
         for request in requests:
             if request.sampling is None:
                 raise ValueError(
-                    f"request {request.prompt, request.sample} does not say how it is drawn: give "
-                    "it a sampling=RequestSampling(...)."
+                    f"request {request.prompt, request.sample} has no sampling settings: give it "
+                    "a sampling=RequestSampling(...)."
                 )
         self.submit(requests, Sampling())
 

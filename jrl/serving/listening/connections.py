@@ -168,8 +168,8 @@ def limit_connections(requested: int | None, choices: int) -> tuple[int, str]:
     if available >= default:
         return default, ""
     return available, (
-        f"connections: {available}, as the limit of {limit} open files (ulimit -n) leaves no room "
-        f"for {default}"
+        f"connections: {available}, as the limit of {limit} open files (ulimit -n) does not allow "
+        f"{default}"
     )
 
 

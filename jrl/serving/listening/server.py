@@ -58,8 +58,8 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ValueError(
-            f"host={host} port={port} cannot be had ({error.strerror}): choose another --port, or "
-            "an address of this machine as --host."
+            f"host={host} port={port} is not available ({error.strerror}): choose another --port, "
+            "or an address of this machine as --host."
         ) from error
     listener.listen(BACKLOG)
     return listener
@@ -74,8 +74,8 @@ def check_private(host: str, listening: socket.socket) -> None:
     address = ip_address(listening.getsockname()[0])
     if not address.is_loopback:
         raise ValueError(
-            f"host={host} can be reached by other machines, and no key is asked for: give "
-            "--api-key, or --allow-anyone to serve whoever reaches it."
+            f"host={host} can be reached by other machines, and no key is required: give "
+            "--api-key, or --allow-anyone to serve every client."
         )
 
 
@@ -99,7 +99,7 @@ def run(
       EngineFailed: when the engine has ended by an error.
     """
     with Stop() as stop:
-        stop.doing = "taking no more requests and finishing those that run"
+        stop.doing = "accepting no more requests and finishing those in flight"
         asyncio.run(serve(service, front, listening, stop, follow, connections))
     if service.failure is not None:
         raise EngineFailed(f"the engine has failed: {service.failure!r}") from service.failure

@@ -67,11 +67,11 @@ def read_expression(tokens: Sequence[Token]) -> Expression:
       TooLarge: where a part has a value beyond all bounds.
     """
     if len(tokens) > MAX_TOKENS:
-        raise NoExpression(f"{len(tokens)} tokens are no answer")
+        raise NoExpression(f"{len(tokens)} tokens are too long for an answer")
     reader = _Reader(tokens)
     expression = reader.sum(0)
     if reader.ahead is not None:
-        raise NoExpression(f"it goes on with {reader.ahead.text!r}")
+        raise NoExpression(f"it continues with {reader.ahead.text!r}")
     return expression
 
 
@@ -158,14 +158,14 @@ class _Reader:
         if ahead.kind == "number":
             # 2 1/2 is a mixed number; 2 3 is two numbers.
             if not is_integer:
-                raise SideBySide("two numbers stand beside each other")
+                raise SideBySide("two numbers have no operator between them")
             numerator = self.power(depth)
             if not self._next_is("/"):
-                raise SideBySide("two numbers stand beside each other")
+                raise SideBySide("two numbers have no operator between them")
             self._take()
             right = _divide(numerator, self.power(depth))
             if right.kind != "fraction":
-                raise SideBySide("two numbers stand beside each other")
+                raise SideBySide("two numbers have no operator between them")
             return _add_fraction(left, right)
         right = self.power(depth)
         is_fraction = ahead.kind == "vulgar" or ahead.text == "\\frac"
@@ -194,7 +194,7 @@ class _Reader:
             exponent = self._exponent(depth + 1)
             return _negate(exponent) if negative else exponent
         if depth > MAX_DEPTH:
-            raise NoExpression("a tower of exponents")
+            raise NoExpression("nested exponents")
         exponent = self.atom(depth)
         if self._next_is("^"):
             self._take()
@@ -203,7 +203,7 @@ class _Reader:
 
     def atom(self, depth: int) -> Expression:
         if depth > MAX_DEPTH:
-            raise NoExpression(f"more than {MAX_DEPTH} commands stand in each other")
+            raise NoExpression(f"more than {MAX_DEPTH} commands are nested")
         token = self._take()
         if token.kind == "number":
             return _read_number(token.text)
@@ -221,7 +221,7 @@ class _Reader:
             return _divide(self._argument(depth), self._argument(depth))
         if token.text in ("\\sqrt", "√"):
             return self._root(depth)
-        raise NoExpression(f"{token.text!r} is no number")
+        raise NoExpression(f"{token.text!r} is not a number")
 
     def _argument(self, depth: int) -> Expression:
         """Argument of a command: in braces, or a single digit."""
@@ -247,7 +247,7 @@ class _Reader:
                 or not 2 <= int(written_degree[:3]) <= 64
                 or self._take().text != "]"
             ):
-                raise NoExpression("a root of no degree")
+                raise NoExpression("a root with an empty degree")
             degree = int(written_degree)
         radicand = self._argument(depth)
         return _unevaluated(None if radicand.value is None else _exact_root(radicand.value, degree))
@@ -288,7 +288,7 @@ def _divide(left: Expression, right: Expression) -> Expression:
     if left.value is None or right.value is None:
         return Expression(None, final=False)
     if not right.value:
-        raise NoExpression("a division by nothing")
+        raise NoExpression("a division by zero")
     value = _check_size(left.value / right.value)
     are_integers = all(
         operand.kind == "number" and operand.value is not None and operand.value.denominator == 1
@@ -311,13 +311,13 @@ def _raise_to_power(base: Expression, exponent: Expression) -> Expression:
     power, value = exponent.value, base.value
     if power.denominator != 1:
         if power.denominator > 64 or abs(power.numerator) > 64:
-            raise TooLarge("a broken power")
+            raise TooLarge("a fractional exponent that is too large")
         root = _exact_root(value, power.denominator)
         if root is None:
             return Expression(None, final=False)
         value, power = root, Fraction(power.numerator)
     if not value and power < 0:
-        raise NoExpression("a division by nothing")
+        raise NoExpression("a division by zero")
     bits = max(value.numerator.bit_length(), value.denominator.bit_length())
     if value not in (0, 1, -1) and abs(power) * bits > MAX_BITS:
         raise TooLarge("a power with too many digits")
@@ -331,7 +331,7 @@ def _raise_to_power(base: Expression, exponent: Expression) -> Expression:
 
 def _factorial(value: Fraction | None) -> Fraction | None:
     if value is None or value.denominator != 1 or value < 0:
-        raise NoExpression("a factorial of no whole number")
+        raise NoExpression("a factorial of a number that is not a whole number")
     if value > MAX_FACTORIAL:
         raise TooLarge("a factorial with too many digits")
     return Fraction(math.factorial(int(value)))

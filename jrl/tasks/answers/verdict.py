@@ -57,7 +57,7 @@ class Judge:
 
     def __init__(self, symbolic: ModuleType, rule: str = FINAL):
         if rule not in RULES:
-            raise ValueError(f"answers={rule!r} is no rule: choose one of {', '.join(RULES)}")
+            raise ValueError(f"answers={rule!r} is not a rule: choose one of {', '.join(RULES)}")
         self._symbolic, self._rule = symbolic, rule
         self._parse_reference = functools.lru_cache(maxsize=256)(self._read_reference)
 

@@ -18,7 +18,9 @@ ATTACKS: dict[str, Attack] = {
     "the prompt again": lambda prompt, reference, others: prompt,
     "another answer": lambda prompt, reference, others: others[0],
     "two answers": lambda prompt, reference, others: f"{reference} or {others[0]}",
-    "two answers, turned round": lambda prompt, reference, others: f"{others[0]} or {reference}",
+    "two answers, in reverse order": lambda prompt, reference, others: (
+        f"{others[0]} or {reference}"
+    ),
     "a list of guesses": lambda prompt, reference, others: ", ".join([*others, reference]),
     "two boxes": lambda prompt, reference, others: (
         rf"\boxed{{{reference}}} or \boxed{{{others[0]}}}"
@@ -56,5 +58,5 @@ def attacks_on(examples: Sequence[Example]) -> list[tuple[Example, Case]]:
         for kind, attack in {**ATTACKS, **(NUMBER_ATTACKS if is_number else {})}.items():
             case = Case(kind, reference, attack(example.prompt, reference, others), "wrong")
             attacked.append((example, case))
-        attacked.append((example, Case("the gold answer", reference, reference, "right")))
+        attacked.append((example, Case("the reference answer", reference, reference, "right")))
     return attacked

@@ -87,7 +87,7 @@ def check(
             pairs += attacks_on(list({example.prompt: example for example in examples}.values()))
         if not pairs:
             raise ValueError(
-                f"check={target!r} has no prompt with a gold answer, and nothing to compare with"
+                f"check={target!r} has no prompt with a reference answer to compare with"
             )
         return _findings(score, pairs)
 
@@ -171,15 +171,16 @@ def format_report(target: str, findings: Sequence[Finding]) -> str:
     partly = [each for each in findings if each.partly]
     missed = [each for each in findings if each.missed]
     lines = [
-        f"{target}: {len(findings)} answers, {len(gamed)} that are wrong get full marks, "
-        f"{len(partly)} a part of them, {len(missed)} that are right do not get them."
+        f"{target}: {len(findings)} answers, {len(gamed)} wrong ones get the full score, "
+        f"{len(partly)} wrong ones a partial score, {len(missed)} right ones less than the full "
+        "score."
     ]
     if gamed or partly or missed:
         lines += ["", *_kind_table(findings)]
     for title, group in (
-        ("Wrong, and worth as much as the gold answer", gamed),
-        ("Wrong, and worth more than nothing", partly),
-        ("Right, and worth less than the gold answer", missed),
+        ("Wrong, with the score of the reference answer", gamed),
+        ("Wrong, with a partial score", partly),
+        ("Right, with less than the score of the reference answer", missed),
     ):
         if group:
             lines += ["", f"{title}:"]

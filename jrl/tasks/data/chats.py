@@ -61,7 +61,7 @@ class Chats(PromptList):
     The side that one is on depends on its prompt: those with an equal start stay together.
     """
 
-    _kind, _fix = "conversations", "raise --max-length, or say --overlong truncate"
+    _kind, _fix = "conversations", "raise --max-length, or give --overlong truncate"
 
     def _measure(self, examples: Sequence[Example]) -> None:
         super()._measure(examples)
@@ -128,7 +128,7 @@ def load_chats(
     kind, _, path = spec.partition(":")
     if kind not in KINDS or not path:
         raise ValueError(
-            f"task={spec!r} has no conversations: sft learns from jsonl:PATH, parquet:PATH or "
+            f"task={spec!r} has no conversations: sft trains on jsonl:PATH, parquet:PATH or "
             "dataset:DIR, whose records have messages, or a prompt and a completion"
         )
     fields, heldout_chats = Fields() if fields is None else fields, None
@@ -137,13 +137,13 @@ def load_chats(
         heldout_chats = _read_chats(kind_of(held_out.path), held_out.path, fields, last, len(chats))
     if len(chats) < (2 if heldout_chats is None else 1):
         raise ValueError(
-            f"{path}: has {len(chats)} conversations; at least 2 are needed, one to learn from and "
+            f"{path}: has {len(chats)} conversations; at least 2 are needed, one to train on and "
             "one held out"
         )
     if heldout_chats is None and len({chat.identity for chat in chats}) < 2:
         raise ValueError(
-            f"{path}: all conversations begin alike, so that none can be held out: give a file of "
-            "others as --held-out"
+            f"{path}: all conversations start with the same messages, so that none can be held "
+            "out: give a file of others as --held-out"
         )
     return Chats(spec, chats, seed, held_out, heldout_chats)
 
@@ -181,7 +181,7 @@ def chat_of(
     ]
     if not assistant_positions:
         raise ValueError(
-            f"{location}: the assistant says nothing, so that there is nothing to learn "
+            f"{location}: the assistant's turn is empty, so that there is nothing to train on "
             f"{describe_fields(record)}: add its turn, or name the answer's field with "
             f"{suggest_flags(record, ANSWER_FLAGS)}"
         )

@@ -156,11 +156,11 @@ def checked_arguments(value: Any, where: str) -> dict[str, Any]:
     """
     if not isinstance(value, Mapping):
         example = '{"enable_thinking": false}'
-        raise ValueError(f"{where} is no JSON object: write one, {example}")
+        raise ValueError(f"{where} is not a JSON object: write one, {example}")
     for name in value:
         if name in RESERVED:
             raise ValueError(
-                f"{where} has {name!r}, which is no choice of the template's: leave it out"
+                f"{where} has {name!r}, which is not a variable of the template: leave it out"
             )
     return dict(value)
 

@@ -136,8 +136,8 @@ def check_text(value: Any, field: str, location: str, *, empty: bool = False) ->
         )
     if any("\ud800" <= character <= "\udfff" for character in value):
         raise ValueError(
-            f'{location}: field "{field}" has half of a surrogate pair, which is no character: '
-            "repair the escape"
+            f'{location}: field "{field}" has a lone surrogate, which is not a character: repair '
+            "the escape"
         )
     return value
 
@@ -158,7 +158,7 @@ def from_json(value: Any, field: str, location: str, what: str) -> Any:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
         raise ValueError(
-            f'{location}: field "{field}" is a text and no JSON ({error}): write {what}'
+            f'{location}: field "{field}" is a text that is not JSON ({error}): write {what}'
         ) from error
 
 
@@ -201,7 +201,7 @@ def _format_number(value: int | float) -> str:
     except ArithmeticError as error:  # an exponent that not even Decimal has
         raise ValueError(f"{value} is too large or too small") from error
     if not number.is_finite():
-        raise ValueError(f"{value} is no number")
+        raise ValueError(f"{value} is not a number")
     if abs(number.adjusted()) > MAX_EXPONENT:
         raise ValueError(f"{number} is too large or too small")
     return format(number, "f")

@@ -152,6 +152,6 @@ def _try_answers(pool: Pool, located: Sequence[LocatedExample]) -> None:
             why = answer.get("error", "it does not even equal itself")
             raise ValueError(
                 f"{location}: answer {short(example.answer)} cannot be checked ({why}): write a "
-                "number, a word, a formula, or a text that ends in \\boxed{...}, or give a "
-                "--reward of your own"
+                "number, a word, a formula, or a text that ends in \\boxed{...}, or give a custom "
+                "--reward"
             )

@@ -156,8 +156,9 @@ class PromptList:
         )
         if (self._trains and not train) or not heldout:
             raise ValueError(
-                f"task={self.name}: of {before} {self._kind} {before - len(fitting)} are too long, "
-                f"which leaves {len(train)} to learn from and {len(heldout)} held out: {self._fix}"
+                f"task={self.name}: of {before} {self._kind} {before - len(fitting)} are too "
+                f"long, which leaves {len(train)} to train on and {len(heldout)} held out: "
+                f"{self._fix}"
             )
         self._train, self._heldout, self._order = train, heldout, (-1, [])
         self._measure(fitting)

@@ -132,14 +132,13 @@ def example_of(
     if parsed.text is not None:
         require_field(record, fields.prompt, location)
         raise ValueError(
-            f'{location}: field "{fields.prompt}" is null, and "{TEXT}" is a text that sft alone '
-            f"learns: give --prompt-field {TEXT} where it is the prompt"
+            f'{location}: field "{fields.prompt}" is null, and "{TEXT}" is a text that only sft '
+            f"trains on: give --prompt-field {TEXT} where it is the prompt"
         )
     messages = parsed.conversation.turns[: parsed.num_prompt_messages]
     if not messages:
         raise ValueError(
-            f"{location}: nothing is asked before the assistant's turn: put a message of the user "
-            "before it"
+            f"{location}: no user message precedes the assistant's turn: put one before it"
         )
     reference = parsed.reference_answer
     if get_field(record, fields.answer) is not None or (answered and reference is None):
@@ -167,7 +166,9 @@ def check_sendable(example: Example, location: str) -> None:
     """
     for field, value in example.record.items():
         if not isinstance(field, str):
-            raise ValueError(f"{location}: field {short(field)} is no text: name it by one")
+            raise ValueError(
+                f"{location}: field {short(field)} is not a text: name the field by a text"
+            )
         try:
             json.dumps(value, default=to_json_value)
         except (TypeError, ValueError, RecursionError) as error:
@@ -186,7 +187,7 @@ def to_json_value(value: Any) -> Any:
         return float(value)
     if hasattr(value, "tolist"):  # of numpy
         return value.tolist()
-    raise TypeError(f"a {type(value).__name__} is nothing that JSON holds")
+    raise TypeError(f"a {type(value).__name__} cannot be written as JSON")
 
 
 def format_dialogue(messages: Iterable[Turn]) -> str:

@@ -65,8 +65,8 @@ class HeldOut:
         """Refuses a file for a task that `makes` its own prompts."""
         if self.path is not None:
             raise ValueError(
-                f"held_out={self.path} is for a list of prompts, and task={task} {makes} its own: "
-                "give a share or a number"
+                f"held_out={self.path} is for a list of prompts, and task={task} {makes} its "
+                "prompts: give a share or a number"
             )
 
 

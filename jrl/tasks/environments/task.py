@@ -66,7 +66,7 @@ class Conversational(PromptSourceTask):
           ValueError: where there is anything to score.
         """
         if examples:
-            raise ValueError(f"task={self.name} scores conversations by its environment alone")
+            raise ValueError(f"task={self.name} scores conversations only by its environment")
         return []
 
     def close(self) -> None:
@@ -96,8 +96,8 @@ def open_example(
     messages += [{"role": role, "content": text} for role, text in host.opening_messages(fields)]
     if not messages:
         raise ValueError(
-            f"{location}: {str(fields)[:60]} opens no conversation: give it a prompt, or let"
-            " reset() return messages"
+            f"{location}: {str(fields)[:60]} has no first message: give it a prompt, or let "
+            "reset() return messages"
         )
     opening: dict[str, Any] = {"messages": messages}
     if len(messages) == 1 and messages[0]["role"] == "user":
@@ -118,7 +118,9 @@ def _parse_reference_messages(value: Any, location: str) -> tuple[tuple[str, str
     """Role and content of the messages of a reference conversation."""
     pairs = tuple((str(turn["role"]), str(turn["content"])) for turn in value)
     if pairs and (pairs[0][0] != "assistant" or pairs[-1][0] != "assistant"):
-        raise ValueError(f"{location} must begin and end with the assistant, who is imitated")
+        raise ValueError(
+            f"{location} must begin and end with a message of the assistant, which is trained on"
+        )
     return pairs
 
 

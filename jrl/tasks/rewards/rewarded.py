@@ -75,20 +75,20 @@ class Rewarded(PromptSourceTask):
             names += self._probe(each)
         if SUSPICION in names:
             raise ValueError(
-                f"a reward has a part named {SUSPICION}, which is the name of another metric "
+                f"a reward has a component named {SUSPICION}, which is the name of another metric "
                 "(reward/suspicion): give it another name."
             )
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(
-                f"two rewards have a part named {', '.join(twice)}: give the parts of each names "
-                "of their own."
+                f"two rewards have a component named {', '.join(twice)}: names of components must "
+                "be unique."
             )
         unknown = sorted(set(weighing.weights) - set(names))
         if unknown:
             raise ValueError(
-                f"reward_weights names {', '.join(unknown)}, which is no part of the rewards: they "
-                f"have {', '.join(names)}."
+                f"reward_weights names {', '.join(unknown)}, which is not a component of the "
+                f"rewards: they have {', '.join(names)}."
             )
         self.part_names: tuple[str, ...] = tuple(names)
         """Of all parts that a verdict can have, in their order."""
@@ -161,7 +161,7 @@ class Rewarded(PromptSourceTask):
     def _check_reply(self, each: Named, answer: Message) -> Message:
         """The answer, or that it has a part that nobody knows of."""
         if answer.get("reason", REASONS[0]) not in REASONS:
-            message = f"reason={answer['reason']!r} is none of {', '.join(REASONS)}"
+            message = f"reason={answer['reason']!r} is not one of {', '.join(REASONS)}"
             return {"failure": "invalid", "message": message}
         unknown = [name for name in answer.get("parts", ()) if name not in self._weights]
         if "value" in answer and each.name not in self._weights:
@@ -170,8 +170,9 @@ class Rewarded(PromptSourceTask):
             return answer
         names = ", ".join(self._weights)
         message = (
-            f"its parts are {names}, and it gave {', '.join(unknown)}: give all parts for the "
-            "first prompt's gold answer, or list them in the task's weights"
+            f"its components are {names}, and it returned {', '.join(unknown)}: return all "
+            "components for the first prompt's reference answer, or list them in the task's "
+            "weights"
         )
         return {"failure": "invalid", "message": message}
 
@@ -184,7 +185,7 @@ class Rewarded(PromptSourceTask):
             return list(_components_of(each, answer))
         if example.answer:
             raise ValueError(
-                f"{each.reward.text} fails on the gold answer of the first prompt: "
+                f"{each.reward.text} fails on the reference answer of the first prompt: "
                 f"{answer['message']}"
             )
         self._warn(each, answer)

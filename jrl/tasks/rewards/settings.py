@@ -50,7 +50,7 @@ def parse_weights(texts: Sequence[str]) -> dict[str, float]:
             weight = math.nan
         if not name or not equals or not math.isfinite(weight):
             raise ValueError(
-                f"reward_weights={text!r} is no weight: write NAME=NUMBER, as in format=0.2."
+                f"reward_weights={text!r} is not a weight: write NAME=NUMBER, as in format=0.2."
             )
         if name in weights:
             raise ValueError(f"reward_weights has {name!r} twice: give each name one weight.")

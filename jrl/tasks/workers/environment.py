@@ -168,7 +168,7 @@ def parse_step(value: Any) -> Message:
         return {"failure": "not_finite", "message": f"the reward of a step is {reward}"}
     done = bool(done)
     if not done and not messages:
-        message = "a step that is not done gave no message for the policy to go on from"
+        message = "a step that is not done returned no message for the policy to answer"
         return {"failure": "invalid", "message": message}
     return {"messages": messages, "reward": reward, "done": done}
 

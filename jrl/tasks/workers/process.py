@@ -86,7 +86,7 @@ class Worker:
         """
         end = time.monotonic() + seconds
         if not self._lock.acquire(timeout=seconds):
-            raise TimeoutError(f"what it was asked before took more than {seconds} seconds")
+            raise TimeoutError(f"an earlier call took more than {seconds} seconds")
         try:
             if self._stop is None or self._process.poll() is not None:
                 return None
@@ -149,7 +149,7 @@ class Worker:
             self._input.flush()
         except (OSError, ValueError) as error:  # it has ended, or was closed meanwhile
             self._kill()
-            raise WorkerEnded(f"the worker took no question: {error}") from error
+            raise WorkerEnded(f"the worker accepted no call: {error}") from error
 
     def close(self) -> None:
         """Ends the process, and waits until it is gone; more than once does no harm.

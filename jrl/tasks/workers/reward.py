@@ -162,7 +162,7 @@ def _number(value: Any) -> float:
         try:
             value = value.item()
         except (ValueError, RuntimeError) as error:
-            raise TypeError(f"{value!r} is no single number") from error
+            raise TypeError(f"{value!r} is not a single number") from error
     if not isinstance(value, Real):
         raise TypeError(f"{value!r} is a {type(value).__name__}")
     return float(value)

@@ -95,13 +95,13 @@ def parse_expr(text: str, local_dict=None, *_, evaluate: bool = True, **__):
                 name in _FUNCTIONS
             ):
                 return getattr(sympy, name)(*map(build, arguments), **options)
-        raise ValueError(f"text={text!r} is no expression of numbers, symbols and functions")
+        raise ValueError(f"text={text!r} is not an expression of numbers, symbols and functions")
 
     source = text.strip()
     try:
         return build(ast.parse(source, mode="eval").body)
     except SyntaxError as error:
-        raise ValueError(f"text={text!r} is no expression ({error.msg})") from error
+        raise ValueError(f"text={text!r} is not an expression ({error.msg})") from error
 
 
 def _replace_parser() -> None:
@@ -180,7 +180,11 @@ def gym_checker(
                 return {"error": f"row {index} is not the same twice for one seed: choose another"}
             points = dataset().score_answer(answer, entry(index))
             if points != 1.0:
-                return {"error": f"its own answer to row {index} scores {points}: choose another"}
+                return {
+                    "error": (
+                        f"its reference answer to row {index} scores {points}: choose another"
+                    )
+                }
         return {}
 
     @functools.cache

@@ -44,7 +44,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
             size, offset = _varint(message, offset)
             value, offset = message[offset : offset + size], offset + size
         else:
-            assert kind == FLOAT, f"kind {kind} is none of a SentencePieceText"
+            assert kind == FLOAT, f"kind {kind} is not a field type of a SentencePieceText"
             value, offset = message[offset : offset + 4], offset + 4
         yield number, value
 

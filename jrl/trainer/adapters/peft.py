@@ -27,8 +27,8 @@ def resolve_adapter_settings(run: RunConfig) -> RunConfig:
         return run
     if run.checkpoint is None:
         raise ValueError(
-            f"lora_from={directory!r} are adapters beside a public checkpoint, not beside "
-            f"{run.model!r}: give --model hf:DIR."
+            f"lora_from={directory!r} has adapters of a public checkpoint, not of {run.model!r}: "
+            "give --model hf:DIR."
         )
     from moe.huggingface import adapters_of, architecture_of, config_from  # needs an extra
 

@@ -101,6 +101,6 @@ def _reject_split_settings(requested: SplitSettings) -> None:
     for name in ("micro_batches", "expert_slots", "replan"):
         if (value := getattr(requested, name)) is not None:
             raise ValueError(
-                f"{name}={value} needs the devices of both sides: give --split, for example "
-                f'"tp1 dp2 / ep2", or leave out --{name.replace("_", "-")}.'
+                f"{name}={value} needs the devices of attention and of experts: give --split, for "
+                f'example "tp1 dp2 / ep2", or leave out --{name.replace("_", "-")}.'
             )

@@ -86,7 +86,7 @@ def load_both(
       ValueError: as for `load_policy`, and where the recipe trains no critic.
     """
     if networks.critic is None:
-        raise ValueError(f"run {folder.path} is one of a recipe that trains no critic.")
+        raise ValueError(f"run {folder.path} has a recipe that trains no critic.")
     models = {
         "policy/weights": networks.policy.config,
         "critic/weights": networks.critic.config,
@@ -218,7 +218,7 @@ def _warn(checkpoints: Checkpoints, damaged: Mapping[int, str], step: int) -> No
         if is_main_process():
             print(
                 f"warning: checkpoint {checkpoints.directory / str(later)} is damaged ({reason}); "
-                f"taking the one of step {step}",
+                f"using that of step {step}",
                 file=sys.stderr,
             )
 

@@ -165,7 +165,7 @@ def open_served_model(
 def _open_checkpoint(directory: Path, layout: str | None, split: SplitSettings) -> ServedModel:
     if find_spec("safetensors") is None or find_spec("tokenizers") is None:
         raise ValueError(
-            f"hf:{directory} needs safetensors and tokenizers, of which one is not installed: run "
+            f"hf:{directory} needs safetensors and tokenizers, which are not both installed: run "
             'pip install -e ".[hf]"'
         )
     from jrl.text.json_tokenizer import checkpoint_tokenizer

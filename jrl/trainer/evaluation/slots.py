@@ -46,11 +46,11 @@ def evaluation_slots(setup: Setup, rows: int) -> tuple[int, str]:
         slots, limited = setup.geometry.slots(requested), False
         if total is not None and cache_bytes_of(slots) > total:
             raise ValueError(
-                f"slots={slots} take a KV cache of {_size(cache_bytes_of(slots))} for rows of "
-                f"{columns:,} tokens, and there are {_size(total)}: lower --slots or "
+                f"slots={slots} need a KV cache of {_size(cache_bytes_of(slots))} for rows of "
+                f"{columns:,} tokens, and the device has {_size(total)}: lower --slots or "
                 "--response-length."
             )
-    fit_text = "as many as have room in" if limited else "with"
+    fit_text = "as many as fit" if limited else "with"
     return slots, (
         f"{rows:,} completions of at most {setup.response_length:,} tokens, {slots:,} at a time "
         f"(--slots), {fit_text} a KV cache of {_size(cache_bytes_of(slots))}"

@@ -282,7 +282,7 @@ def _local_gradients(
             reductions=reductions,
             passes=passes,
         )
-    assert passes is None, "a pipeline runs all micro-batches"
+    assert passes is None, "a pipeline runs all micro-batches in one pass"
     loss, grads, metrics = _pipeline_gradients(
         objective, local_weights, frozen, micro_batches, totals, shard_dims=layer_shard_dims
     )

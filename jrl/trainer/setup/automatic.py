@@ -68,8 +68,8 @@ def choose_layout(setup: Setup, recipe: Recipe, num_devices: int) -> tuple[Layou
             rejection = rejection or f", {layout} for one: {str(reason).rstrip('.')}"
     if not options:
         raise ValueError(
-            f"layout='auto': no layout of {num_devices} devices can have this run{rejection}. "
-            "Choose another number of --devices, or batches that divide."
+            f"layout='auto': no layout of {num_devices} devices fits this run{rejection}. Choose "
+            "another number of --devices, or batches that divide."
         )
     too_large: dict[Layout, float] = {}
     # The fastest first: layouts that do not fit are skipped until the first that does.
@@ -109,7 +109,7 @@ def detect_hardware() -> Hardware:
     hardware = HARDWARE["laptop"] if device.platform == "cpu" else of_kind(device.device_kind)
     if hardware is None:
         raise ValueError(
-            f"layout='auto': the planner knows nothing of {device.device_kind!r}, only of "
+            f"layout='auto': the planner does not support {device.device_kind!r}, only "
             f"{', '.join(HARDWARE)}: give a layout, as in --layout dp{jax.device_count()}."
         )
     return hardware
@@ -135,7 +135,7 @@ def with_layout(setup: Setup, recipe: Recipe, layout: Layout) -> Setup:
     mesh = fold(layout, jax.devices()[: layout.num_devices])
     specs(setup.model, mesh)
     if setup.run.packing and layout.pp > 1:
-        raise ValueError("packing=True cannot be had with pp.")
+        raise ValueError("packing=True is not supported with pp.")
     run = replace(setup.run, layout=str(layout))
     # As in a run on this layout: its mini-batch may differ, so time is compared per sequence.
     divided_recipe = recipe.divided(layout.dp).fitted(setup.response_length)

@@ -20,14 +20,15 @@ def check_may_be_stale(recipe: Recipe, max_staleness: int) -> None:
     """Rejects recipes that cannot run asynchronously, as a step depends on the step before."""
     if isinstance(recipe.collection, Windows):
         raise ValueError(
-            f"max_staleness={max_staleness}: {recipe.name} goes on in each step with the responses "
-            "that the step before left unfinished, and learns from them in between: leave out "
+            f"max_staleness={max_staleness}: {recipe.name} continues in each step the responses "
+            "that the previous step left unfinished, and trains on them in between: leave out "
             "--max-staleness."
         )
     if recipe.temperature_rule is not None:
         raise ValueError(
-            f"max_staleness={max_staleness}: in {recipe.name} the temperature of sampling follows "
-            "what the step before has learned: leave out --max-staleness, or choose another recipe."
+            f"max_staleness={max_staleness}: in {recipe.name} the sampling temperature follows "
+            "the entropies of the previous step: leave out --max-staleness, or choose another "
+            "recipe."
         )
 
 
@@ -36,13 +37,13 @@ def check_may_converse(run: RunConfig, recipe: Recipe) -> None:
     saved in checkpoints."""
     if isinstance(recipe.collection, Windows):
         raise ValueError(
-            f"task={run.task} has conversations, which {recipe.name} would go on with in another "
+            f"task={run.task} has conversations, which {recipe.name} would continue in another "
             "step, and their environments are not saved: choose another recipe."
         )
     if run.max_staleness:
         raise ValueError(
-            f"max_staleness={run.max_staleness} saves rows that are under way, and task={run.task} "
-            "has environments, which are not saved: leave out --max-staleness."
+            f"max_staleness={run.max_staleness} saves rows in flight, and task={run.task} has "
+            "environments, which are not saved: leave out --max-staleness."
         )
 
 
@@ -80,13 +81,13 @@ def check_fits(
         check_splits(model, split, first_placement(model, split, run.rollout_expert_slots))
     if run.packing and mesh.layout.pp > 1:
         raise ValueError(
-            f"packing=True cannot be had with pp={mesh.layout.pp} of layout "
-            f"{run.layout!r}, which runs a fixed number of micro-batches: leave out "
-            "--packing, or choose a layout without pp."
+            f"packing=True is not supported with pp={mesh.layout.pp} of layout {run.layout!r}, "
+            "which runs a fixed number of micro-batches: leave out --packing, or choose a layout "
+            "without pp."
         )
     collection = recipe.collection
     if isinstance(collection, Windows) and required(collection.window) >= response_length:
         raise ValueError(
-            f"window={collection.window} cuts no response of at most {response_length} "
+            f"window={collection.window} truncates no response of at most {response_length} "
             "tokens: choose a smaller --window, or a larger --response-length."
         )

@@ -35,10 +35,10 @@ AXES = {
     "dp": "data: each rank has its own sequences",
     "tp": "tensor: attention heads, dense hidden units, the vocabulary; between layers, tokens",
     "cp": "context: the positions of a sequence",
-    "pp": "pipeline: the layers, and micro-batches on their way through them",
-    "ep": "experts: each rank holds some of them, tokens travel",
+    "pp": "pipeline: the layers, and micro-batches in flight through them",
+    "ep": "experts: each rank holds some of them, tokens are dispatched",
     "etp": "tensor inside an expert",
-    "edp": "data of the experts: ranks that hold the same ones",
+    "edp": "data of the experts: ranks with the same experts",
 }
 """Meaning of each axis of a layout."""
 
@@ -55,19 +55,19 @@ def print_dry_run(setup: Setup, console: Console | None = None) -> None:
     _print(console, "Execution", execution(setup))
     memory_bytes = memory(setup)
     rows = {name: readable_bytes(number) for name, number in memory_bytes.items()}
-    rows["together, without activations"] = readable_bytes(sum(memory_bytes.values()))
+    rows["in total, without activations"] = readable_bytes(sum(memory_bytes.values()))
     _print(console, "Memory per device", rows)
     if setup.model.mla is None and setup.model.delta is None:
-        _print(console, "An update of the policy, predicted", prediction(setup))
+        _print(console, "Policy update, predicted", prediction(setup))
     if setup.run.rollout_devices is not None:
         rollout_rows = {
             name: readable_bytes(number) for name, number in rollout_memory(setup).items()
         }
-        _print(console, "Memory per device that samples", rollout_rows)
+        _print(console, "Memory per rollout device", rollout_rows)
     devices = f"{_count(size, 'device', 'devices')} ({jax.devices()[0].device_kind})"
     _print(console, f"Layout: {setup.run.layout} on {devices}", axes(setup.mesh))
     if setup.rollout_mesh != setup.mesh:
-        where = "the same" if setup.run.rollout_devices is None else "devices of their own"
+        where = "the same" if setup.run.rollout_devices is None else "separate devices"
         title = f"Rollout layout: {setup.rollout_mesh.layout} on {where}"
         if setup.split is not None:
             title = f"Rollout split: {setup.run.rollout_split} on {where}, attention"
@@ -78,7 +78,7 @@ def print_dry_run(setup: Setup, console: Console | None = None) -> None:
     recipe, steps = setup.recipe, setup.run.steps
     if recipe.value_pretraining_steps >= steps:
         console.print(
-            f"The policy does not learn: all {steps} steps train the critic alone "
+            f"The policy is not trained: all {steps} steps train only the critic "
             f"(--pretrain-critic {recipe.value_pretraining_steps}).",
             style="bold red",
         )
@@ -118,9 +118,9 @@ def batch_arithmetic(setup: Setup) -> dict[str, str]:
     layout = setup.mesh.layout
     if layout.pp > 1:
         bubble = Schedule(layout.pp, num_micro_batches, layout.vpp).bubble
-        rows["pipeline idle per time at work"] = f"{bubble:.1%}"
+        rows["pipeline bubble / busy time"] = f"{bubble:.1%}"
     if recipe.uses_critic:
-        rows["of which train the critic alone"] = f"{pretraining:,}"
+        rows["of which train only the critic"] = f"{pretraining:,}"
         rows["optimizer steps of the critic"] = (
             f"{run.steps:,} x {updates:,} = {run.steps * updates:,}"
         )
@@ -129,7 +129,7 @@ def batch_arithmetic(setup: Setup) -> dict[str, str]:
         "optimizer steps of the policy": f"{learning:,} x {updates:,} = {learning * updates:,}",
         "tokens per completion at most": f"{setup.prompt_length} prompt + "
         f"{setup.response_length} response = {time:,}",
-        "limit of a response": response_origin(run, setup.response_length),
+        "response limit": response_origin(run, setup.response_length),
         "tokens per step at most": f"{recipe.completions:,} x {time:,} "
         f"= {recipe.completions * time:,}",
     }
@@ -154,7 +154,7 @@ def execution(setup: Setup) -> dict[str, str]:
         hidden |= {"drop_policy", "drop_scope"}
     if not model.selection_bias:
         hidden.add("bias_update_rate")
-    meaning = {"buffer_factor": "room for any routing", "vocab_chunk": "all columns at once"}
+    meaning = {"buffer_factor": "worst case", "vocab_chunk": "full vocabulary"}
     meaning |= {"capacity_factor": "any number", "scan_layers": "where there are more than eight"}
     meaning |= {"decode_attention": "plain", "router": "plain"}
     etp = mesh.layout.etp
@@ -168,7 +168,7 @@ def execution(setup: Setup) -> dict[str, str]:
         if name not in hidden
     }
     if mesh.layout.cp > 1:
-        sent_text = f"{received_elements(model, mesh):,} numbers per token and layer, forward"
+        sent_text = f"{received_elements(model, mesh):,} elements per token and layer, forward"
         rows["sent over cp by attention"] = sent_text
     return rows
 
@@ -182,14 +182,14 @@ def parameters(model: ModelConfig, recipe: Recipe) -> dict[str, str]:
     critic = model.as_critic()
     rows = {
         "policy": f"{num_parameters(model):,}",
-        "of which a token passes": f"{num_active_parameters(model):,}",
+        "active params per token": f"{num_active_parameters(model):,}",
     }
     if model.lora is not None:
         rows["of which learn"] = _trained_text(model)
     if recipe.uses_critic:
         rows["critic"] = f"{num_parameters(critic):,}"
         if model.lora is not None:
-            rows["of which learn, beside the policy's"] = _trained_text(critic)
+            rows["of which trained, in addition to the policy's"] = _trained_text(critic)
     if recipe.uses_reference:
         rows["reference"] = (
             f"{num_parameters(model):,}" if model.lora is None else "the policy without adapters"
@@ -209,7 +209,7 @@ def prediction(setup: Setup) -> dict[str, str]:
     memory_needed = memory_of_update(model, geometry, run)
     rows = {
         "activations": readable_bytes(round(memory_needed.activations)),
-        "a layer and logits at work": readable_bytes(round(memory_needed.buffers)),
+        "workspace (layer + logits)": readable_bytes(round(memory_needed.buffers)),
     }
     hardware = of_kind(jax.devices()[0].device_kind)
     if hardware is None:

@@ -99,11 +99,11 @@ def describe_left_out(task: Task, dropped: int, prompt_length: int) -> list[str]
     repeated = sum(prompt_list.num_repeated for prompt_list in lists_of(task))
     shared = sum(prompt_list.num_shared for prompt_list in lists_of(task))
     counts = [
-        (repeated, "records whose prompts had come before, with the same answer"),
+        (repeated, "records with a duplicate prompt and the same answer"),
         (shared, "training prompts that are held out (--held-out)"),
         (dropped, f"prompts of more than {prompt_length:,} tokens (--prompt-length)"),
     ]
-    return [f"left out {number:,} {what}" for number, what in counts if number]
+    return [f"dropped {number:,} {what}" for number, what in counts if number]
 
 
 def check_answers(run: RunConfig, task: Task) -> None:
@@ -118,14 +118,14 @@ def check_answers(run: RunConfig, task: Task) -> None:
     missing = sum(not e.answer for prompt_list in lists_of(task) for e in prompt_list.examples)
     if missing and run.weights is None and run.warm_start_steps:
         raise ValueError(
-            f"task={run.task}: {missing} records have no answer, and the warm start imitates "
-            "answers: give each one, start from --weights or a checkpoint, or say "
+            f"task={run.task}: {missing} records have no answer, and the warm start trains on "
+            "answers: give each one, start from --weights or a checkpoint, or give "
             "--warm-start-steps 0."
         )
     if not task.max_response_length and run.response_length is None:
         raise ValueError(
-            f"task={run.task} has no answers that say how long completions may be: give "
-            "--response-length."
+            f"task={run.task} has no answers to derive the maximum length of completions from: "
+            "give --response-length."
         )
 
 
@@ -159,9 +159,9 @@ def response_length(
     )
     if remaining < 1:
         raise ValueError(
-            f"prompts of {prompt} tokens leave no room for a completion: the network of "
-            f"{run.model} was made for sequences of {longest} tokens. Leave out the "
-            "longest prompts, or say --response-length."
+            f"prompts of {prompt} tokens leave no tokens for a completion: the network of "
+            f"{run.model} supports sequences of {longest} tokens. Leave out the longest prompts, "
+            "or give --response-length."
         )
     return remaining
 
@@ -172,5 +172,5 @@ def response_origin(run: RunConfig, length: int) -> str:
         return "--response-length"
     if run.checkpoint is None:
         return "a quarter above the task's longest answer; --response-length sets it"
-    note = "" if length == CHECKPOINT_RESPONSE else ", cut to the checkpoint's positions"
+    note = "" if length == CHECKPOINT_RESPONSE else ", limited by the checkpoint's positions"
     return f"the default of a checkpoint{note}; --response-length sets it"

@@ -30,9 +30,9 @@ from sharding.folding import FoldedMesh
 from sharding.schedule import Schedule
 from sharding.zero import ShardDim
 
-LOGITS, STAGE_INPUTS = "logits of a forward pass", "inputs kept by a stage"
-GRADIENTS_SENT = "a gradient on its way in bfloat16"
-DECODE_PARTIALS = "parts of decoding attention"
+LOGITS, STAGE_INPUTS = "logits of a forward pass", "stored inputs of a stage"
+GRADIENTS_SENT = "gradient sent in bfloat16"
+DECODE_PARTIALS = "decode attention partials"
 """Rows of `memory` that are temporary buffers, for `jrl.trainer.setup.automatic`."""
 
 
@@ -120,14 +120,14 @@ def memory(setup: Setup) -> dict[str, int]:
         "critic's float32 masters": critic_shard_bytes if keeps_masters(setup.model) else 0,
         "critic's optimizer moments": critic_shard_bytes * moment_bf16_units // 2,
         "reference": weights if recipe.uses_reference and not has_adapters else 0,
-        "weights gathered to score": gathered if setup.model.execution.fsdp else 0,
+        "weights gathered for scoring": gathered if setup.model.execution.fsdp else 0,
         # `unstack_policy`: decoding uses unstacked weights.
-        "weights apart to sample": rollout.get("weights apart to sample", 0),
+        "unstacked weights to sample": rollout.get("unstacked weights to sample", 0),
         "key/value cache": rollout.get("key/value cache", 0),
         DECODE_PARTIALS: rollout.get(DECODE_PARTIALS, 0),
         LOGITS: logits_bytes(setup.model, setup.geometry, max(forward)),
-        "choices of experts": choices_bytes(setup.model, tokens) if replays else 0,
-        "policy of the rollout": rollout.get("policy of the rollout", 0),
+        "expert ids": choices_bytes(setup.model, tokens) if replays else 0,
+        "rollout policy": rollout.get("rollout policy", 0),
         STAGE_INPUTS: stage_input_bytes(setup.model, setup.geometry) if mesh.layout.pp > 1 else 0,
         GRADIENTS_SENT: max(sent_bytes(network, mesh, run.gradient_wire) for network in networks),
     }
@@ -150,14 +150,14 @@ def rollout_memory(setup: Setup) -> dict[str, int]:
         placement = first_placement(model, setup.split, setup.run.rollout_expert_slots)
         return {
             **rollout_bytes,
-            "policy of the rollout": max(side_bytes(model, setup.split, placement)),
+            "rollout policy": max(side_bytes(model, setup.split, placement)),
         }
     weights = weight_bytes(model, mesh)
     is_copy = mesh != setup.mesh or setup.model.lora is not None
     return {
-        "weights apart to sample": weights,
+        "unstacked weights to sample": weights,
         **rollout_bytes,
-        "policy of the rollout": weights if is_copy else 0,
+        "rollout policy": weights if is_copy else 0,
     }
 
 

@@ -64,8 +64,8 @@ def network_of(model: ModelConfig, run: RunConfig) -> ModelConfig:
     bias_update_rate = requested.get("bias_update_rate", model.bias_update_rate)
     if lora is not None and model.selection_bias and bias_update_rate:
         raise ValueError(
-            f"bias_update_rate={bias_update_rate} moves a weight that lora_rank={lora.rank} keeps "
-            "as it is: give --bias-update-rate 0."
+            f"bias_update_rate={bias_update_rate} moves a weight that lora_rank={lora.rank} "
+            "freezes: give --bias-update-rate 0."
         )
     return replace(model, **requested, dtype=dtype, execution=execution, lora=lora)
 
@@ -84,11 +84,11 @@ def lora_of(model: ModelConfig, run: RunConfig) -> Lora | None:
     if absent:
         raise ValueError(
             f"lora_targets={run.lora_targets!r} has {', '.join(absent)}, which the network of "
-            f"{run.model} has not got: choose among {','.join(available)}."
+            f"{run.model} does not have: choose among {','.join(available)}."
         )
     if run.experts in FUSED_KERNELS and "experts" in targets:
         raise ValueError(
-            f"experts={run.experts!r} has no adapters between its two products: give --experts "
+            f"experts={run.experts!r} has no adapters between its two GEMMs: give --experts "
             "mosaic, or leave experts out of --lora-targets."
         )
     return lora
@@ -149,7 +149,7 @@ def check_supported(model: ModelConfig, mesh: FoldedMesh) -> None:
     if execution.activation_wire is not None and not dispatches_tokens(model, mesh):
         raise ValueError(
             f"activation_wire={execution.activation_wire!r} changes nothing on layout "
-            f"{mesh.layout}: no token goes to the experts of another device. Leave out "
+            f"{mesh.layout}: no token is sent to experts on another device. Leave out "
             f"{flag('activation_wire')}, or choose a layout with ep or etp."
         )
     for name in ("attention", "decode_attention", "router", "experts"):
@@ -163,7 +163,9 @@ def check_supported(model: ModelConfig, mesh: FoldedMesh) -> None:
             )
         foreign = foreign_gpus(hopper_only=name != "router")
         if foreign is not None:
-            raise ValueError(f"{name}={value!r} cannot serve {foreign}: leave out {flag(name)}.")
+            raise ValueError(
+                f"{name}={value!r} does not support {foreign}: leave out {flag(name)}."
+            )
     if execution.experts == "megablox" and mesh.platform != "tpu":
         raise ValueError(
             f"experts='megablox' is a kernel for TPUs, not for {mesh.platform!r} devices: leave "
@@ -177,7 +179,7 @@ def check_supported(model: ModelConfig, mesh: FoldedMesh) -> None:
     obstacles = {"decode_attention": kernel_obstacle(model)}
     if execution.attention == "mosaic":
         reason = unsupported_heads(model.dtype, 1, model.head_dim, model.v_head_dim)
-        obstacles["attention"] = None if reason is None else f"cannot serve: {reason}"
+        obstacles["attention"] = None if reason is None else f"is not supported: {reason}"
     for name, obstacle in obstacles.items():
         if obstacle is not None:
             instead = ", or give --dtype bfloat16" if model.dtype == "float32" else ""
@@ -229,7 +231,8 @@ def check_overlaps(
     if can_drop(model):
         raise ValueError(
             f"two_batch_overlap with capacity_factor={model.capacity_factor} would drop other "
-            "choices: an expert has room for those of all tokens together. Leave out one of them."
+            "tokens: the capacity of an expert is that of all tokens of a micro-batch. Leave out "
+            "one of them."
         )
     if num_units < 2:
         raise ValueError(
@@ -241,9 +244,9 @@ def check_overlaps(
     for tokens in half_tokens:
         if tokens % ranks:
             raise ValueError(
-                f"two_batch_overlap=True: a half of {tokens} tokens cannot be split over cp x tp = "
-                f"{ranks} of layout {mesh.layout}. Choose a micro-batch whose halves divide, or "
-                f"leave out {flag('two_batch_overlap')}."
+                f"two_batch_overlap=True: a half-batch of {tokens} tokens cannot be split over cp "
+                f"x tp = {ranks} of layout {mesh.layout}. Choose a micro-batch whose half-batches "
+                f"divide, or leave out {flag('two_batch_overlap')}."
             )
 
 

@@ -22,7 +22,7 @@ def print_first_input(setup: Setup, console: Console) -> None:
         assert isinstance(setup.task, Chats)
         chat = setup.rows.encoded[training_chats(setup.task, 0, 1)[0].index]
         _print(setup, console, "The first conversation as the network reads it", chat.ids)
-        _print(setup, console, "What is learned of it", chat.ids[chat.loss_mask])
+        _print(setup, console, "Its tokens in the loss", chat.ids[chat.loss_mask])
     elif setup.format.template is not None:
         ids = setup.format.encode(setup.task.train(0))
         _print(setup, console, "The first prompt as the network reads it", ids)
@@ -46,7 +46,7 @@ def turn_ends(setup: Setup) -> str | None:
         also = f"; {' and '.join(other_ends)} end them too" if other_ends else ""
         return f"turns end with {template_end}, as the chat template writes them{also}"
     closing = template.turn_suffix
-    ending = f"{closing!r}, which is no token," if closing else "nothing that ends a turn"
+    ending = f"{closing!r}, which is not a token," if closing else "no end-of-turn token"
     return f"the chat template writes {ending} behind a turn: turns end with {' or '.join(names)}"
 
 

@@ -101,11 +101,11 @@ class Setup:
         # Without reinforcement learning steps there is no ratio.
         if can_drop(self.model) and self.run.steps and not self.recipe.supervised:
             raise ValueError(
-                f"capacity_factor={self.model.capacity_factor} drops choices of experts where the "
-                "policy is scored and none where it samples, so that importance ratios differ from "
-                "1 before any update: leave it out, or make it num_experts / experts_per_token = "
-                f"{self.model.num_experts / self.model.experts_per_token:g} or more; supervised "
-                "learning alone (steps=0) may drop."
+                f"capacity_factor={self.model.capacity_factor} drops tokens when the policy "
+                "scores completions and none when it samples them, so that importance ratios "
+                "differ from 1 before any update: leave it out, or make it num_experts / "
+                f"experts_per_token = {self.model.num_experts / self.model.experts_per_token:g} "
+                "or more; only supervised learning (steps=0) may drop tokens."
             )
         if self.recipe.router_replay is not None and not self.model.num_experts:
             raise ValueError(
@@ -306,13 +306,13 @@ def build_setup(
     if is_multiprocess() and len(devices) > layout.num_devices:
         raise ValueError(
             f"layout {run.layout!r} takes {layout.num_devices} devices, and the processes of the "
-            f"run have {len(devices)}: each must have its part, so choose a layout of all."
+            f"run have {len(devices)}: each must use its devices, so choose a layout of all."
         )
     if run.checkpoint is not None and model is None:
         model = _checkpoint_config(run.checkpoint)
     elif run.checkpoint is None and run.model not in PRESETS:
         near = difflib.get_close_matches(run.model, PRESETS) or list(PRESETS)
-        raise ValueError(f"model={run.model!r} is no preset; near: {', '.join(near)}.")
+        raise ValueError(f"model={run.model!r} is not a preset; near: {', '.join(near)}.")
     task = _task(run, recipe, code_path)
     try:
         if tokenizer is None:
@@ -421,8 +421,8 @@ def _tokenizer(run: RunConfig, task: Task, model: ModelConfig | None) -> Tokeniz
         return with_template(run, checkpoint_tokenizer(run.checkpoint, model.vocab_size))
     if run.chat_template not in (CHECKPOINT_TEMPLATE, NO_TEMPLATE):
         raise ValueError(
-            f"chat_template={run.chat_template!r} needs a tokenizer that its special tokens are "
-            "in: give --tokenizer or a checkpoint as --model."
+            f"chat_template={run.chat_template!r} needs a tokenizer with its special tokens: give "
+            "--tokenizer or a checkpoint as --model."
         )
     return Tokenizer.train_characters(task.characters)
 
@@ -430,7 +430,7 @@ def _tokenizer(run: RunConfig, task: Task, model: ModelConfig | None) -> Tokeniz
 def _checkpoint_config(directory: str) -> ModelConfig:
     if find_spec("safetensors") is None or find_spec("tokenizers") is None:
         raise ValueError(
-            f"model=hf:{directory} needs safetensors and tokenizers, of which one is not "
+            f"model=hf:{directory} needs safetensors and tokenizers, which are not both "
             'installed: run pip install -e ".[hf]"'
         )
     from moe.huggingface import config_from  # needs an extra

@@ -16,9 +16,11 @@ def chat_arithmetic(setup: Setup) -> dict[str, str]:
     micro = recipe.micro_batch_size
     epochs = run.steps * recipe.completions / chats.num_train
     lines = {
-        "conversations": f"{chats.num_train:,} to learn from, {chats.heldout_size:,} held out",
-        "left out, cut": f"{rows.dropped:,}, {rows.truncated:,}",
-        "tokens": f"{tokens:,}, of which {loss_tokens:,} are learned ({loss_tokens / tokens:.1%})",
+        "conversations": f"{chats.num_train:,} to train on, {chats.heldout_size:,} held out",
+        "dropped, truncated": f"{rows.dropped:,}, {rows.truncated:,}",
+        "tokens": (
+            f"{tokens:,}, of which {loss_tokens:,} are in the loss ({loss_tokens / tokens:.1%})"
+        ),
         "tokens of the longest": f"{max(len(chat.ids) for chat in encoded_chats):,}",
         "steps": f"{run.steps:,} x {recipe.completions:,} conversations = {epochs:.3g} epochs",
         "micro-batches per step": f"{recipe.completions:,} / {micro:,} = {num_micro_batches:,}",
@@ -27,5 +29,5 @@ def chat_arithmetic(setup: Setup) -> dict[str, str]:
     }
     if layout.pp > 1:
         bubble = Schedule(layout.pp, num_micro_batches, layout.vpp).bubble
-        lines["pipeline idle per time at work"] = f"{bubble:.1%}"
+        lines["pipeline bubble / busy time"] = f"{bubble:.1%}"
     return lines

@@ -60,16 +60,16 @@ class ChatRows:
         longest = max(len(encoded_chat.ids) for encoded_chat in self.encoded.values())
         num_heldout = task.heldout_size or 0
         lines = [
-            f"{len(self.encoded) - num_heldout:,} conversations to learn from and {num_heldout:,} "
+            f"{len(self.encoded) - num_heldout:,} conversations to train on and {num_heldout:,} "
             f"held out, {tokens:,} tokens, of which {loss_tokens:,} are the assistant's and "
             f"{longest:,} in one"
         ]
         if self.dropped:
-            lines.append(
-                f"left out {self.dropped:,} conversations that are too long (--max-length)"
-            )
+            lines.append(f"dropped {self.dropped:,} conversations that are too long (--max-length)")
         if self.truncated:
-            lines.append(f"cut {self.truncated:,} conversations that are too long (--max-length)")
+            lines.append(
+                f"truncated {self.truncated:,} conversations that are too long (--max-length)"
+            )
         return lines
 
     def batch(
@@ -104,8 +104,8 @@ def chat_rows(
     limits = [n for n in (supervision.max_length, model.max_positions) if n is not None]
     if len(limits) == 2 and limits[0] > limits[1]:
         raise ValueError(
-            f"max_length={limits[0]} is more than the {limits[1]} positions that the network was "
-            f"made for: give --max-length {limits[1]} or less."
+            f"max_length={limits[0]} is more than the {limits[1]} positions that the network "
+            f"supports: give --max-length {limits[1]} or less."
         )
     # All before the first step: the longest row is a static shape of every compiled function.
     encoded: dict[int, Encoded] = {}

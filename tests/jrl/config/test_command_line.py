@@ -35,7 +35,7 @@ def test_a_command_has_its_own_status():
 def test_what_our_code_says_is_one_line(capsys):
     assert exit_status(lambda: RunConfig(steps=-1) and 0) == 2
     assert capsys.readouterr().err == (
-        "error: steps=-1 must not be negative: 0 is the warm start alone.\n"
+        "error: steps=-1 must not be negative: 0 is only the warm start.\n"
     )
 
 

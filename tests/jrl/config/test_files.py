@@ -22,7 +22,7 @@ def test_a_field_that_came_later_has_its_default():
     given = changed("run", chat_template_kwargs='{"enable_thinking": false}')
     run, _ = from_json(given, "config.json")
     assert run.template_arguments == {"enable_thinking": False}
-    with pytest.raises(ValueError, match="chat_template_kwargs='3' is no JSON object"):
+    with pytest.raises(ValueError, match="chat_template_kwargs='3' is not a JSON object"):
         from_json(changed("run", chat_template_kwargs="3"), "config.json")
 
 
@@ -51,7 +51,7 @@ def changed(part, **values):
         (changed("run", seed="GONE", steps="GONE"), "missing run.steps, run.seed"),
         (changed("", notes=""), "unknown notes"),
         (changed("", recipe="grop"), "recipe 'grop' is unknown: did you mean"),
-        (changed("", recipe=["grpo"]), "recipe is .'grpo'., not the name of one"),
+        (changed("", recipe=["grpo"]), "recipe is .'grpo'., not the name of a recipe"),
         (changed("", run=3), "run is 3, not an object"),
         (
             changed("", recipe="ppo"),
@@ -131,7 +131,7 @@ def test_everything_that_may_not_change_is_named_with_both_values():
     with pytest.raises(ValueError) as error:
         check_resumable((run, recipe), given)
     message = str(error.value)
-    assert "--steps is 150 in the run and can be raised only, 100 was given; " in message
+    assert "--steps is 150 in the run and can only be raised, 100 was given; " in message
     assert "--eval-every is 10 in the run, 3 was given; " in message
     assert "--kl-coef is None in the run, 0.5 was given. Leave these flags out" in message
 

@@ -67,7 +67,7 @@ def test_settings_are_judged_together_with_the_flags(file):
     # By itself the file would be refused: devices that sample need a staleness.
     run, _ = read(file("rollout_devices: 1"), "--max-staleness=1")
     assert run.rollout_devices == 1
-    with pytest.raises(ValueError, match="rollout_devices=1 would wait"):
+    with pytest.raises(ValueError, match="rollout_devices=1 and the training devices would wait"):
         read(file("rollout_devices: 1"))
 
 
@@ -106,22 +106,22 @@ def test_a_recipe_of_ones_own_lies_beside_its_file(file, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("learning_rat: 1", r"learning_rat is no setting of this recipe; near: learning_rate"),
-        ("colour_of_hair: 1", r"colour_of_hair is no setting of this recipe; --help lists them"),
-        ("scale_by_std: true\nrecipe: ppo", r"scale_by_std is no setting of this recipe"),
+        ("learning_rat: 1", r"learning_rat is not a setting of this recipe; near: learning_rate"),
+        ("colour_of_hair: 1", r"colour_of_hair is not a setting of this recipe; --help lists them"),
+        ("scale_by_std: true\nrecipe: ppo", r"scale_by_std is not a setting of this recipe"),
         ("steps: many", r"steps is 'many', not int"),
         ("steps: 010", r"steps is '010', not int"),  # eight, says YAML 1.1
         ("steps: 7.5", r"steps is 7.5, not int"),
         ("fsdp: yes", r"fsdp is 'yes', not bool"),
         ("log_to: wandb", r"log_to is 'wandb', not tuple"),
         ("remat: most", r"remat is 'most', not 'none' \| 'selective' \| 'projections' \| 'full'"),
-        ("optimizer: {learning_rate: 1}", r"optimizer is no setting of this recipe"),
+        ("optimizer: {learning_rate: 1}", r"optimizer is not a setting of this recipe"),
         ("steps: 7\nsteps: 8", r"given.yaml is not YAML: steps is there twice \(line 1\)"),
-        ("mini-batch: 7\nmini_batch: 8", r"mini_batch is there twice: leave one out"),
-        ("resume: true", r"resume is for the command line alone: .* give --resume there"),
-        ("config: other.yaml", r"config is for the command line alone"),
+        ("mini-batch: 7\nmini_batch: 8", r"mini_batch occurs twice: leave one out"),
+        ("resume: true", r"resume is only for the command line: .* give --resume there"),
+        ("config: other.yaml", r"config is only for the command line"),
         ("recipe: grop", r"given.yaml: recipe 'grop' is unknown: did you mean grpo"),
-        ("recipe: [grpo]", r"recipe is \['grpo'\], not the name of one"),
+        ("recipe: [grpo]", r"recipe is \['grpo'\], not the name of a recipe"),
         ("- steps", r"holds a list, not settings: name: value"),
         ("steps: " + "[" * 3000, r"given.yaml is nested too deeply"),
         ("steps: [7", r"given.yaml is not YAML: .*\(line 1\)"),
@@ -136,7 +136,7 @@ def test_what_a_file_cannot_say(text, message, file):
 def test_files_that_are_not_there(tmp_path):
     with pytest.raises(ValueError, match=r"none.yaml' cannot be read \(No such file"):
         read(tmp_path / "none.yaml")
-    with pytest.raises(ValueError, match=r"no preset; near: .*qwen3-0.6b-24gb"):
+    with pytest.raises(ValueError, match=r"not a preset; near: .*qwen3-0.6b-24gb"):
         read("preset:qwen3-0.6b")
     with pytest.raises(ValueError, match="--config needs a YAML file"):
         parse_arguments(["--config"])

@@ -29,7 +29,7 @@ def test_a_truncated_or_garbled_file_is_one_clear_line(tmp_path, size):
     fleet().save(tmp_path / "fleet.npz")
     content = (tmp_path / "fleet.npz").read_bytes()
     (tmp_path / "fleet.npz").write_bytes(content[:size])
-    with pytest.raises(ValueError, match=r"fleet\.npz is no recorded fleet, or a damaged one"):
+    with pytest.raises(ValueError, match=r"fleet\.npz is not a recorded fleet, or is damaged"):
         Fleet.load(tmp_path / "fleet.npz")
 
 

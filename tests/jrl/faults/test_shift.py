@@ -119,7 +119,7 @@ def test_gaps_and_wild_readings_neither_alarm_nor_hide_a_shift():
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
-        (fleet(2), "between two nothing tells"),
+        (fleet(2), "two cannot tell"),
         (fleet(seconds=200), "holds 200 s, less than the 270 s"),
         (fleet(seconds=7200, period=120.0), "scrape at least every 60 s"),
         (replace(fleet(), values=np.full((9, 1, 600), 7, np.float32)), "is 7 everywhere"),

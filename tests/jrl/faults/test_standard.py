@@ -65,7 +65,7 @@ def test_a_counter_of_fatal_errors_that_moves_names_at_once():
     fleet.values[3, 1, 50:] = 79
     (alarm,) = STANDARD(fleet)
     assert (alarm.machine, alarm.metric, alarm.start) == ("node-3", "gpu1/xid", 5050)
-    assert alarm.cause == "XID 79 (GPU has fallen off the bus; the machine's)"
+    assert alarm.cause == "XID 79 (GPU has fallen off the bus; machine fault)"
     assert alarm.evidence["code before"] == 0
     # Where it made all others fail, the first is the cause.
     fleet.values[:, 1, 55:] = 43
@@ -95,7 +95,7 @@ def test_an_error_that_is_not_the_machines_is_said_and_names_nobody(code):
     report = STANDARD.examine(with_codes([code]))
     assert report.alarms == []
     (note,) = (note for note in report.notes if "XID" in note)
-    assert note.startswith(f"XID {code} (") and "on node-3: nobody is named for it" in note
+    assert note.startswith(f"XID {code} (") and "on node-3: no machine is named for it" in note
 
 
 @pytest.mark.parametrize("code", [32, 48, 62, 64, 74, 79, 94, 95, 109, 119, 140, 149, 154])
@@ -143,6 +143,6 @@ def test_errors_that_are_corrected_are_evidence_of_an_alarm():
 
 def test_what_nothing_can_be_said_about_is_said():
     report = STANDARD.examine(host(2))
-    assert not report.comparable and "between two nothing tells" in report.notes[0]
+    assert not report.comparable and "two cannot tell" in report.notes[0]
     # A step time is compared in less than four minutes.
     assert StandardDetector(continuity=20).examine(host(seconds=60)).comparable

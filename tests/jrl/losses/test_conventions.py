@@ -141,7 +141,7 @@ def test_every_function_is_on_the_page_with_what_differs_from_ours(like):
 def test_what_a_library_has_not_is_said_in_one_line(like):
     settings = jrl.conventions(like=like)
     name = {"verl": "verl 0.9", "trl": "TRL 1.16", "openrlhf": "OpenRLHF 0.11"}[like]
-    message = rf"{name} has nothing for 'hapo_loss'.*there are .*ppo_loss"
+    message = rf"{name} has no counterpart of 'hapo_loss'.*choose one of .*ppo_loss"
     with pytest.raises(KeyError, match=message):
         settings["hapo_loss"]
     assert settings.get("hapo_loss") is None and "hapo_loss" not in settings

@@ -77,7 +77,7 @@ def test_processes_of_different_runs_are_refused(agreed):
         assert each["same"] == "nothing"
         assert each["different"] == (
             "process 1 was started for another run than process 0: --steps is 4 there and 3 in "
-            "process 0. Start all processes with the same flags but for --process-id."
+            "process 0. Start all processes with the same flags except --process-id."
         )
 
 

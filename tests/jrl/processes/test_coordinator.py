@@ -68,7 +68,9 @@ def test_devices_that_cannot_be_shared_are_refused():
     three = Processes("localhost:7733", num_processes=3, process_id=0)
     with pytest.raises(ValueError, match=r"devices=4 cannot be shared by num_processes=3"):
         start_jax(4, three)
-    with pytest.raises(ValueError, match=r"devices=4 of several processes needs --num-processes"):
+    with pytest.raises(
+        ValueError, match=r"devices=4 over multiple processes needs --num-processes"
+    ):
         start_jax(4, Processes("auto"))
 
 

@@ -25,8 +25,8 @@ def said(capfd, words):
 @pytest.mark.parametrize(
     ("number", "line"),
     [
-        (signal.SIGINT, "Ctrl-C: finishing step 3; Ctrl-C again ends at once\n"),
-        (signal.SIGTERM, "SIGTERM: finishing step 3; Ctrl-C ends at once\n"),
+        (signal.SIGINT, "Ctrl-C: finishing step 3; Ctrl-C again stops immediately\n"),
+        (signal.SIGTERM, "SIGTERM: finishing step 3; Ctrl-C stops immediately\n"),
     ],
 )
 def test_the_first_signal_is_a_request_and_says_what_happens(number, line, capfd):
@@ -97,10 +97,10 @@ def test_a_second_interrupt_ends_a_process_that_is_in_a_long_call():
     try:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGINT)
-        assert process.stderr.readline().startswith("Ctrl-C: finishing what is under way; Ctrl-C a")
+        assert process.stderr.readline().startswith("Ctrl-C: finishing work in flight; Ctrl-C a")
         process.send_signal(signal.SIGINT)
         out, errors = process.communicate(timeout=30)
     finally:
         process.kill()
     assert (process.returncode, out) == (130, "closed\n")
-    assert errors == "ended at once; what has been saved is kept\n"
+    assert errors == "stopped immediately; what has been saved is kept\n"

@@ -221,7 +221,9 @@ def test_weights_are_chosen():
     assert not Dapo(mismatch="icepop", mismatch_denominator="drawn").rescores
     with pytest.raises(ValueError, match="mismatch_denominator=drawn has no effect: mismatch=None"):
         Dapo(mismatch_denominator="drawn")
-    with pytest.raises(ValueError, match=r"divide by what was drawn from \(mismatch_denominator="):
+    with pytest.raises(
+        ValueError, match=r"divide by the sampling distribution \(mismatch_denominator="
+    ):
         Hapo(mismatch_denominator="policy")
 
 

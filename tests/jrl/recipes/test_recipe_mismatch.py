@@ -182,7 +182,7 @@ RECOMPUTE = {"old_logprobs": "recompute"}
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"mismatch": "icepop"}, "mismatch='icepop' goes with old_logprobs='recompute': a ratio"),
+        ({"mismatch": "icepop"}, "mismatch='icepop' needs old_logprobs='recompute': a ratio"),
         ({"mismatch_high": 3.0}, "mismatch_high=3.0 has no effect: mismatch=None. Leave it out"),
         ({"mismatch_level": "sequence"}, "mismatch_level=sequence has no effect: mismatch=None"),
         ({"mismatch_mean": "token", **RECOMPUTE}, "mismatch_mean=token has no effect"),
@@ -194,11 +194,11 @@ RECOMPUTE = {"old_logprobs": "recompute"}
         ),
         (
             {"rejection": "geometric", "rejection_over": "max"},
-            "rejection_over='max' cannot be had with rejection='geometric'",
+            "rejection_over='max' is not supported with rejection='geometric'",
         ),
         (
             {"mismatch": "sequence-masked", "mismatch_level": "geometric", **RECOMPUTE},
-            "mismatch_level='geometric' cannot be had with mismatch='sequence-masked'",
+            "mismatch_level='geometric' is not supported with mismatch='sequence-masked'",
         ),
         (
             {"mismatch": "icepop", "mismatch_low": 6.0, **RECOMPUTE},

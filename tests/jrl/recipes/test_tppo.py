@@ -193,7 +193,7 @@ def test_paper():
         ({"lam_floor": 1.5}, r"lam_floor=1\.5 must lie in 0\.\.1"),
         ({"lam_alpha": 0.0}, r"lam_alpha=0\.0 must be positive"),
         ({"advantage_clip": 0.0}, r"advantage_clip=0\.0 must be positive"),
-        ({"dynamic_sampling": True}, "dynamic_sampling=True needs whole groups"),
+        ({"dynamic_sampling": True}, "dynamic_sampling=True needs complete groups"),
     ],
 )
 def test_what_cannot_be_is_refused(settings, message):

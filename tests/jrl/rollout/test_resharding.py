@@ -149,9 +149,9 @@ def test_weights_move_to_devices_of_their_own(training, rollout):
 @pytest.mark.parametrize(
     ("rollout", "number", "message"),
     [
-        ("pp2", 2, r"layout 'pp2' cannot be that of rollout_devices=2.* for example 'dp2'"),
-        ("dp4", 2, r"layout 'dp4' cannot be that of rollout_devices=2"),
-        (None, 13, r"rollout_devices=13 beside the 4 of .* are 17 devices and there are 16: "),
+        ("pp2", 2, r"layout 'pp2' does not fit rollout_devices=2.* for example 'dp2'"),
+        ("dp4", 2, r"layout 'dp4' does not fit rollout_devices=2"),
+        (None, 13, r"rollout_devices=13 and the 4 of .* are 17 devices and there are 16: "),
     ],
 )
 def test_devices_that_are_not_there_are_refused(rollout, number, message):

@@ -198,7 +198,7 @@ def test_logprobs_of_given_tokens():
         ({"top_p": 0.0}, r"top_p=0.0 must lie in \(0, 1\], or be None"),
         ({"top_p": 1.5}, r"top_p=1.5 must lie in \(0, 1\]"),
         ({"top_p": 1e-50}, r"top_p=1e-50 leaves no token in float32: use temperature=0"),
-        ({"temperature": 1e-37}, r"temperature=1e-37 is less than 1e-30, by which logits"),
+        ({"temperature": 1e-37}, r"temperature=1e-37 is less than 1e-30, and logits"),
     ],
 )
 def test_sampling_refuses(arguments, message):

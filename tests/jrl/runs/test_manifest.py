@@ -115,7 +115,9 @@ def test_one_that_was_copied_to_another_step_is_noticed(copy):
 def test_when_all_are_damaged_it_is_said_of_each(copy):
     delete(copy / "7" / "state")
     (copy / "3" / manifest.MANIFEST_NAME).write_text(json.dumps({"step": 3, "files": {}}))
-    message = r"no checkpoint in .* is whole \(of step 7: state/_METADATA is missing, and \d+ more "
+    message = (
+        r"no checkpoint in .* is intact \(of step 7: state/_METADATA is missing, and \d+ more "
+    )
     message += (
         r"of its files are damaged; of step 3: manifest\.json has other content than was written\)"
     )

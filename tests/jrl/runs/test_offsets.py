@@ -44,10 +44,10 @@ def test_what_comes_after_the_mark_is_dropped_whatever_it_is(path, mark, more):
 @pytest.mark.parametrize(
     ("steps", "message"),
     [
-        ([0, 2, 3, 4, 5], "{}:2 is of step 2 where step 1 belongs; the checkpoint of step 3"),
-        ([0, 1, 1, 2, 3, 4], "{}:3 is of step 1 where step 2 belongs"),
-        ([1, 2, 3, 4, 5], "{}:1 is of step 1 where step 0 belongs"),
-        ([0, 1, 3, 2, 4, 5], "{}:3 is of step 3 where step 2 belongs"),
+        ([0, 2, 3, 4, 5], "{}:2 is of step 2 where step 1 is expected; the checkpoint of step 3"),
+        ([0, 1, 1, 2, 3, 4], "{}:3 is of step 1 where step 2 is expected"),
+        ([1, 2, 3, 4, 5], "{}:1 is of step 1 where step 0 is expected"),
+        ([0, 1, 3, 2, 4, 5], "{}:3 is of step 3 where step 2 is expected"),
         ([0, 1, 2], "{} ends with line 3, before the one of step 3"),
         ([], "{} ends with line 0, before the one of step 0"),
     ],
@@ -57,7 +57,7 @@ def test_lost_doubled_and_swapped_lines_are_named(path, mark, steps, message):
     before = path.read_bytes()
     with pytest.raises(ValueError, match=re.escape(message.format(path))) as caught:
         go_back(path, mark)
-    assert "Put the file back as it was, or begin a new run" in str(caught.value)
+    assert "Put the file back as it was, or start a new run" in str(caught.value)
     assert path.read_bytes() == before
 
 

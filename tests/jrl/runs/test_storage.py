@@ -44,7 +44,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, monkeypatch):
         raise ValueError("RESOURCE_EXHAUSTED: Error writing: No space left on device")
 
     monkeypatch.setattr(checkpoints._orbax, "save", full)
-    with pytest.raises(StorageError, match=r"No space left.*make room.*step 1 stays whole"):
+    with pytest.raises(StorageError, match=r"No space left.*free space.*step 1 stays intact"):
         checkpoints.save(2, state)
     assert checkpoints.latest_valid_step()[0] == 1
 
@@ -55,7 +55,9 @@ def test_a_run_folder_that_is_gone_does_not_come_back(tmp_path):
     checkpoints = Checkpoints(folder / "checkpoints")
     checkpoints.save(1, {"x": np.arange(3)})
     shutil.rmtree(folder)
-    with pytest.raises(StorageError, match="run is gone: the checkpoint of step 2 has no place"):
+    with pytest.raises(
+        StorageError, match="run no longer exists: the checkpoint of step 2 cannot be written"
+    ):
         checkpoints.save(2, {"x": np.arange(3)})
     assert not folder.exists()
 

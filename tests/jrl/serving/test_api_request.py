@@ -75,14 +75,14 @@ def test_everything_that_is_served_is_read():
 
 
 BOTH = [
-    ({"model": None}, "model", "must be the name of one"),
+    ({"model": None}, "model", "must be the name of a model"),
     ({"n": 0}, "n", r"n=0 must be a whole number in 1\.\.128"),
     ({"n": True}, "n", "n=True must be a whole number"),
     ({"temperature": 2.5}, "temperature", r"temperature=2.5 must be a number in 0\.\.2"),
     ({"temperature": float("nan")}, "temperature", "temperature=nan must be a number"),
     ({"top_p": 0}, "top_p", "top_p=0 leaves no token"),
     ({"top_p": 1e-50}, "top_p", "top_p=1e-50 leaves no token in float32: use temperature=0"),
-    ({"temperature": 1e-37}, "temperature", "temperature=1e-37 is less than 1e-30, by which"),
+    ({"temperature": 1e-37}, "temperature", "temperature=1e-37 is less than 1e-30, and logits"),
     ({"seed": 2**63}, "seed", "must be a whole number"),
     ({"stop": ""}, "stop", "must be a text that is not empty"),
     ({"stop": ["a"] * 5}, "stop", "or a list of 4 at most"),
@@ -91,21 +91,21 @@ BOTH = [
     ({"stream": True, "stream_options": {"x": 1}}, "stream_options", "must be"),
     ({"max_tokens": 0}, "max_tokens", "must be a whole number from 1"),
     ({"max_tokens": 10**4299}, "max_tokens", "must be a whole number from 1 to 2147483647"),
-    ({"frequency_penalty": 0.5}, "frequency_penalty", "frequency_penalty=0.5 is not served here"),
-    ({"logit_bias": {"3": 5}}, "logit_bias", "is not served here"),
-    ({"top_k": 5}, "top_k", "top_k=5 is not served here"),
+    ({"frequency_penalty": 0.5}, "frequency_penalty", "frequency_penalty=0.5 is not supported"),
+    ({"logit_bias": {"3": 5}}, "logit_bias", "is not supported"),
+    ({"top_k": 5}, "top_k", "top_k=5 is not supported"),
 ]
 OF_COMPLETIONS = [
     ({"prompt": None}, "prompt", "prompt=None must be a text"),
     ({"prompt": []}, "prompt", "must be a text"),
     ({"prompt": ["a", 3]}, "prompt", "must be a text"),
     ({"prompt": ["a"] * 129}, "prompt", "prompt has 129 prompts"),
-    ({"prompt": ["a"] * 43, "n": 3}, "n", "n=3 of 43 prompts are 129 choices: ask for 128 at most"),
+    ({"prompt": ["a"] * 43, "n": 3}, "n", "n=3 of 43 prompts are 129 choices: request at most 128"),
     ({"logprobs": 21}, "logprobs", r"logprobs=21 must be a whole number in 0\.\.20"),
-    ({"echo": True, "logprobs": 1}, "echo", "not served"),
-    ({"best_of": 3}, "best_of", "best_of=3 is not served here"),
-    ({"suffix": "x"}, "suffix", "is not served here"),
-    ({"messages": []}, "messages", "is not served here"),
+    ({"echo": True, "logprobs": 1}, "echo", "not supported"),
+    ({"best_of": 3}, "best_of", "best_of=3 is not supported"),
+    ({"suffix": "x"}, "suffix", "is not supported"),
+    ({"messages": []}, "messages", "is not supported"),
 ]
 OF_CHATS = [
     ({"messages": []}, "messages", r"messages=\[\] must be a list"),
@@ -114,7 +114,7 @@ OF_CHATS = [
     (
         {"messages": [{"role": "user", "content": "x", "name": "Ann"}]},
         "messages[0].name",
-        "is not served here",
+        "is not supported",
     ),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
@@ -124,9 +124,9 @@ OF_CHATS = [
     ({"top_logprobs": 2}, "top_logprobs", "top_logprobs=2 needs logprobs=true"),
     ({"logprobs": 3}, "logprobs", "logprobs=3 must be true or false"),
     ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "differ: give one"),
-    ({"tools": [{"type": "function"}]}, "tools", "is not served here"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "is not served here"),
-    ({"prompt": "x"}, "prompt", "is not served here"),
+    ({"tools": [{"type": "function"}]}, "tools", "is not supported"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "is not supported"),
+    ({"prompt": "x"}, "prompt", "is not supported"),
 ]
 
 

@@ -157,8 +157,8 @@ def test_nothing_is_executed(tmp_path, name):
 
 
 REFUSED = [
-    ("basic_arithmetc", r"is no generator of reasoning-gym: did you mean basic_arithmetic or "),
-    ("qqqqqq", r"is no generator of reasoning-gym: see reasoning_gym\.factory\.DATASETS"),
+    ("basic_arithmetc", r"is not a generator of reasoning-gym: did you mean basic_arithmetic or "),
+    ("qqqqqq", r"is not a generator of reasoning-gym: see reasoning_gym\.factory\.DATASETS"),
     ("boxnet", r"row 0 has answer=None, and a text is needed"),
     ("list_functions", r"row 0 is not the same twice for one seed"),
 ]

@@ -66,5 +66,5 @@ def test_what_is_not_evaluated_stays_as_written():
 )
 @pytest.mark.filterwarnings("ignore:.*object is not callable:SyntaxWarning")  # ast.parse on 2(3)
 def test_anything_else_is_refused(text):
-    with pytest.raises(ValueError, match="is no expression"):
+    with pytest.raises(ValueError, match="is not an expression"):
         parse_expr(text)

@@ -190,11 +190,14 @@ def test_prompts_may_be_drawn(file):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("make = 3", r"sums\.py:make makes no task: TypeError: 'int' object is not callable"),
+        (
+            "make = 3",
+            r"sums\.py:make does not make a task: TypeError: 'int' object is not callable",
+        ),
         ("def make(): return 3", r"makes a int without prompts or reward: give it prompts, a list"),
-        ("1 / 0", r"makes no task: ZeroDivisionError: division by zero"),
-        ("def other(): pass", r"makes no task: ValueError: it has no make"),
-        (DRAWN.replace("characters", "letters"), r"does not say characters: set them"),
+        ("1 / 0", r"does not make a task: ZeroDivisionError: division by zero"),
+        ("def other(): pass", r"does not make a task: ValueError: it has no make"),
+        (DRAWN.replace("characters", "letters"), r"does not define characters: set them"),
         (
             "class make:\n  prompts = [{'prompt': 'a', 'answer': x} for x in '12']\n"
             "  def reward(self, *_): return 1",
@@ -208,7 +211,7 @@ def test_prompts_may_be_drawn(file):
         (
             "class make:\n  prompts = [{'prompt': p, 'answer': '1'} for p in 'ab']\n"
             "  def reward(self, *_): return 1 / 0",
-            r"sums\.py:make fails on the gold answer of the first prompt: ZeroDivisionError",
+            r"sums\.py:make fails on the reference answer of the first prompt: ZeroDivisionError",
         ),
     ],
 )
@@ -221,9 +224,9 @@ def test_tasks_that_are_refused(file, source, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"weights": ("a",)}, r"reward_weights='a' is no weight: write NAME=NUMBER"),
+        ({"weights": ("a",)}, r"reward_weights='a' is not a weight: write NAME=NUMBER"),
         ({"weights": ("a=1", "a=2")}, r"reward_weights has 'a' twice"),
-        ({"weights": ("a=nan",)}, r"reward_weights='a=nan' is no weight"),
+        ({"weights": ("a=nan",)}, r"reward_weights='a=nan' is not a weight"),
         ({"seconds": 0.0}, r"reward_seconds=0\.0 must be above 0"),
         ({"failed": float("inf")}, r"failed_reward=inf must be a finite number"),
         ({"rewards": ("task", "task")}, r"reward=task is given twice"),
@@ -239,7 +242,7 @@ def test_references_that_are_refused(file):
         load_task("absent.py:make", 0)
     with pytest.raises(ValueError, match=r"'sums\.py' names nothing: write path/to/file.py:name"):
         load_task("sort", 0, rewards=RewardSettings(("sums.py",)))
-    with pytest.raises(ValueError, match="reward_weights=a=1 needs --reward, or a task of your"):
+    with pytest.raises(ValueError, match="reward_weights=a=1 needs --reward, or a custom task"):
         load_task("sort", 0, rewards=RewardSettings(weights=("a=1",)))
 
 

@@ -68,7 +68,7 @@ def test_records_in_templates_of_many_families(name, tmp_path):
         except ValueError as error:
             learned = None
             if (name, of) in WRITES_OTHERWISE:
-                assert "otherwise than at the beginning of the whole" in str(error)
+                assert "differently than at the start of the full" in str(error)
                 continue
         assert learned == reinforced, of
         same += learned is not None

@@ -77,12 +77,12 @@ def test_what_templates_count_on(made, source, text):
     [
         (
             TEMPLATE.replace("if tools", "if not tools"),
-            r"refuses the messages .*: no tools",
+            r"rejects the messages .*: no tools",
         ),
         ("{{ messages.__class__.__mro__ }}", r"unsafe"),
         ("{{ messages.append(1) }}", r"not safely callable|unsafe"),
         ("{{ nothing.at.all }}", r"'nothing' is undefined"),
-        ("{{ 1 // 0 }}", r"refuses the messages .*zero"),
+        ("{{ 1 // 0 }}", r"rejects the messages .*zero"),
     ],
 )
 def test_what_a_template_may_not(made, source, message):
@@ -92,7 +92,9 @@ def test_what_a_template_may_not(made, source, message):
 
 
 def test_a_source_that_is_no_template(made):
-    with pytest.raises(ValueError, match=r"is no Jinja template \(line 2: .*\): mend it, or give"):
+    with pytest.raises(
+        ValueError, match=r"is not a Jinja template \(line 2: .*\): fix it, or give"
+    ):
         made("a\n{% if %}")
 
 

@@ -166,7 +166,7 @@ def test_a_tokenizer_json_is_a_file_like_any_other(folder, tmp_path):
     alone.write_bytes((folder / "tokenizer.json").read_bytes())
     with pytest.raises(ValueError, match=r"tokenizer\.json: eos_token is not set.*config\.json"):
         load_tokenizer(alone)
-    for content, message in (("{", "is not JSON"), ("{}", "none that tokenizers can read")):
+    for content, message in (("{", "is not JSON"), ("{}", "cannot be read by tokenizers")):
         alone.write_text(content)
         with pytest.raises(ValueError, match=rf"tokenizer\.json: .*{message}"):
             load_tokenizer(alone)
@@ -185,7 +185,7 @@ def test_a_sentencepiece_checkpoint_has_ends_and_a_template_too(tmp_path):
     assert again.usage.chat_template == "t"
     spoilt = json.loads((tmp_path / "saved").read_text()) | {"sentencepiece": "not base64!"}
     write(tmp_path, "saved", spoilt)
-    with pytest.raises(ValueError, match="saved: its model is spoilt"):
+    with pytest.raises(ValueError, match="saved: its model is corrupted"):
         load_tokenizer(tmp_path / "saved")
 
 
@@ -207,7 +207,7 @@ def test_a_saved_tokenizer_that_was_spoilt_is_one_line(tokenizer, tmp_path, fiel
     path = tmp_path / "tokenizer.model"
     tokenizer.save(path)
     write(tmp_path, path.name, {**json.loads(path.read_text()), field: value})
-    with pytest.raises(ValueError, match=r"tokenizer\.model: is not what a run saved"):
+    with pytest.raises(ValueError, match=r"tokenizer\.model: is not a tokenizer that a run saved"):
         load_tokenizer(path)
 
 
@@ -224,17 +224,17 @@ def test_an_end_that_is_no_id_is_refused_where_it_names_the_end(tmp_path):
     write(folder, "tokenizer_config.json", {})
     write(folder, "config.json", {"eos_token_id": -1})
     write(folder, "generation_config.json", {})
-    with pytest.raises(ValueError, match="have -1, which is no id"):
+    with pytest.raises(ValueError, match="have -1, which is not an id"):
         checkpoint_tokenizer(folder, VOCAB_SIZE)
 
 
 def test_a_pipeline_that_makes_the_library_panic_is_refused(folder, tmp_path):
     pipeline = json.loads((folder / "tokenizer.json").read_text())
     pipeline["model"]["continuing_subword_prefix"] = "longer than any token of it"
-    with pytest.raises(ValueError, match="none that tokenizers can read"):
+    with pytest.raises(ValueError, match="cannot be read by tokenizers"):
         tokenizer_of(tmp_path / "tokenizer.json", pipeline)
 
 
 def test_a_pipeline_that_is_none_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="none that tokenizers can read"):
+    with pytest.raises(ValueError, match="cannot be read by tokenizers"):
         tokenizer_of(tmp_path / "tokenizer.json", {"model": {"type": "?"}})

@@ -143,14 +143,14 @@ def test_marks_of_the_template_say_what_is_learned(tokenizer):
 def test_a_template_that_writes_a_beginning_otherwise_is_refused(tokenizer):
     chat = chat_of({"messages": TWICE}, "f:7")
     with pytest.raises(
-        ValueError, match="f:7: the chat template writes the first 2 messages other"
+        ValueError, match="f:7: the chat template writes the first 2 messages differently"
     ):
         encode_chat(format_of(tokenizer, FORGETFUL), chat)
     # Of the last turn it says what the assistant wrote.
     found = encode_chat(format_of(tokenizer, FORGETFUL), chat, last=True)
     said = tokenizer.decode_special(found.ids[found.loss_mask].tolist())
     assert said == f"<think></think> yes{TURN}"
-    with pytest.raises(ValueError, match=r"f:8: the chat template refuses .*no turn for a tool"):
+    with pytest.raises(ValueError, match=r"f:8: the chat template rejects .*no turn for a tool"):
         tool = {"role": "tool", "content": "4"}
         encode_chat(format_of(tokenizer), chat_of({"messages": [*TWICE, tool]}, "f:8"))
 

@@ -200,7 +200,7 @@ def test_a_format_that_is_not_known_is_refused(made):
     for source in (plain, called, other):
         format = made(source)
         assert format.encode(EXAMPLE)
-        with pytest.raises(ValueError, match=r"calls tools \(calc\) in a format that is not known"):
+        with pytest.raises(ValueError, match=r"calls tools \(calc\) in an unknown format"):
             format.check_tools(EXAMPLE)
 
 
@@ -208,14 +208,14 @@ def test_a_template_that_takes_no_answers_of_tools_is_refused(made):
     source = TEMPLATES["hermes"].source.replace(
         "'tool' %}", "'tool' %}{{ raise_exception('no tools here') }}"
     )
-    with pytest.raises(ValueError, match=r"template refuses the messages .* no tools here"):
+    with pytest.raises(ValueError, match=r"template rejects the messages .* no tools here"):
         made(source).check_tools(EXAMPLE)
     endless = (
         TEMPLATES["hermes"]
         .source.replace("{{ '<|im_end|>\\n' }}{% endif %}{% endfor", "{% endif %}{% endfor")
         .replace("<|im_end|>", "")
     )
-    with pytest.raises(ValueError, match="ends a call of a tool with no token that ends turns"):
+    with pytest.raises(ValueError, match="ends a tool call without an end-of-turn token"):
         made(endless).check_tools(EXAMPLE)
 
 

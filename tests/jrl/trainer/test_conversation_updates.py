@@ -14,8 +14,8 @@ from jrl.trainer.warm_start import supervised_batch
 @pytest.mark.parametrize(
     ("name", "run", "message"),
     [
-        ("tppo", {}, "tppo would go on with in another step, and their environments are not saved"),
-        ("grpo", {"max_staleness": 1}, "max_staleness=1 saves rows that are under way, and task="),
+        ("tppo", {}, "tppo would continue in another step, and their environments are not saved"),
+        ("grpo", {"max_staleness": 1}, "max_staleness=1 saves rows in flight, and task="),
     ],
 )
 def test_what_would_carry_conversations_over_is_refused(name, run, message):

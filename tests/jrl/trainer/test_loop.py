@@ -169,7 +169,7 @@ def test_a_suspicion_is_shown_once_with_its_samples():
         values.append(metrics["reward/suspicion"])
     assert values == [0.0] * 10 + [1.0] * 5
     assert len(shown) == 1
-    assert shown[0].startswith("step 11: a second reader, which takes numbers as text")
+    assert shown[0].startswith("step 11: a second verifier, which compares numbers as text")
     texts = [record["completion"] for _, record in written]
     assert {(step, record["kind"]) for step, record in written} == {(11, "suspicious")}
     # One of each prompt, and those first that the second reader does not share.

@@ -193,7 +193,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(finished, tmp_path, ca
     content[len(content) // 2] ^= 1
     array.write_bytes(content)
     assert begin_or_go_on(expected.setup, path) == loop.Outcome(step=3, stopped=False)
-    warning = rf"warning: the checkpoint of step 3 is damaged \(.*{path}.*going on from step 2\n"
+    warning = rf"warning: the checkpoint of step 3 is damaged \(.*{path}.*resuming from step 2\n"
     assert re.fullmatch(warning, capsys.readouterr().err)
     assert metrics_of(path) == expected.metrics
     assert read(path / "samples.jsonl") == expected.samples
@@ -206,7 +206,7 @@ def test_lines_that_are_not_the_run_s_are_refused(finished, tmp_path):
     shutil.copytree(expected.folder.path, path)
     lines = (path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (path / "metrics.jsonl").write_bytes(b"".join([lines[0], *lines[2:]]))
-    with pytest.raises(ValueError, match=r"metrics\.jsonl:2 is of step 2 where step 1 belongs"):
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2 is of step 2 where step 1 is expected"):
         begin_or_go_on(expected.setup, path)
     other = replace(expected.setup, run=replace(expected.setup.run, seed=5))
     with pytest.raises(ValueError, match=r"not what it was .* of step 3: --seed is 5 and was 0\."):

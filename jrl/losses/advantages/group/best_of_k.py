@@ -116,7 +116,7 @@ def pass_at_k_exact_advantages(
       [1.5, 0.0, 0.0, 0.0, 1.5]
     """
     rewards, index = check_groups(groups, rewards=rewards)
-    rule = "must be at least 2: the best of one response is what rloo_advantages is for."
+    rule = "must be at least 2: for single responses use rloo_advantages."
     k = settings.integer("k", k, rule, at_least=2)
     order = jnp.lexsort((rewards, index))
     ascending, index = rewards[order], index[order]

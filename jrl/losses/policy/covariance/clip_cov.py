@@ -94,7 +94,9 @@ def clip_cov_loss(
     low, high = settings.span(low, high, "no covariance is in between.")
     fraction = checked_fraction(fraction)
     if key is None and chosen is None and fraction not in (0, 1):
-        raise ValueError("key=None leaves nothing to choose by: give one of jax.random.key(seed).")
+        raise ValueError(
+            "key=None cannot select tokens at random: give one of jax.random.key(seed)."
+        )
     surrogate, statistics = clipped(tokens, clip_low, clip_high, None, max_log_ratio)
     if chosen is None:
         number = number_chosen(tokens.mask, fraction)

@@ -165,7 +165,9 @@ class DisaggregatedEngine(SlotEngine):
         return self._split_policy.sync(self._loaded_weights())
 
     def take_pool(self) -> SlotPool[Array]:
-        raise NotImplementedError("rows of two sides are not kept over a change of weights")
+        raise NotImplementedError(
+            "disaggregated decoding does not keep the KV cache when weights change"
+        )
 
     def _run_admission(
         self,

@@ -136,5 +136,5 @@ def test_a_file_that_cannot_be_read_is_a_line_beside_the_others(tmp_path):
     (tmp_path / "deleted.1.samples").symlink_to(tmp_path / "nothing")
     records, (bad, deleted) = read_folder(tmp_path)
     assert [each.machine for each in records] == ["good"]
-    assert "bad.1.samples is no record" in bad
+    assert "bad.1.samples is not a record" in bad
     assert "deleted.1.samples cannot be read: No such file" in deleted

@@ -31,7 +31,7 @@ def test_what_the_machine_mends_itself_alarms_nobody(number):
 @pytest.mark.parametrize("number", [1, 17, 200, 9999])
 def test_a_code_that_is_in_no_catalogue_is_nobodys(number):
     assert error_code(number).cause == "unknown"
-    assert error_code(number).describe() == f"XID {number} (not in the catalogue; not known whose)"
+    assert error_code(number).describe() == f"XID {number} (not in the catalogue; unknown cause)"
 
 
 def test_every_code_is_stated_once_in_a_few_words():

@@ -153,7 +153,7 @@ def test_the_default_list_of_dcgm_is_known_or_passed_over_with_a_note():
         f"gpu{gpu}{find_metric(name)[0][3:]}" for name in KNOWN for gpu in range(2)
     }
     (note,) = describe_ignored(of_two)
-    assert note.startswith("10 metrics of exporters are not known here and not compared: DCGM_")
+    assert note.startswith("10 metrics of exporters are unknown and not compared: DCGM_")
     assert all(name in note for name in UNKNOWN)
     # One that is asked for is compared, the mean of what its devices give.
     (note,) = describe_ignored(of_two, UNKNOWN[:1])

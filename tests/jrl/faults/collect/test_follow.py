@@ -57,7 +57,7 @@ def test_an_end_a_damaged_row_and_a_new_file_in_its_place_are_seen(tmp_path):
     same(record, again.path)
     again.path.write_bytes(b"rubbish, but long enough")
     records, (line,) = follower.read()
-    assert records == [] and "is no record" in line
+    assert records == [] and "is not a record" in line
 
 
 def test_a_file_that_cannot_be_opened_is_a_line_and_is_read_when_it_can(tmp_path):

@@ -83,12 +83,12 @@ def test_an_answer_without_series_is_an_empty_fleet():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (RECORDED[:-40], "not JSON, or cut short"),
+        (RECORDED[:-40], "not JSON, or is truncated"),
         (b"\xff\xfe", "not JSON"),
         ('{"status":"error","errorType":"bad_data","error":"parse error"}', "bad_data: parse err"),
         ('{"status":"success","data":{"resultType":"vector","result":[]}}', "is a vector, not a"),
         ("[1]", "is a None, not a matrix"),
-        ("[" * 100_000, "not JSON, or cut short"),
+        ("[" * 100_000, "not JSON, or is truncated"),
         ('{"data":{"resultType":"matrix"}}', "has no list of series"),
         ('{"data":{"resultType":"matrix","result":{"a":1}}}', "has no list of series"),
         ('{"data":{"resultType":"matrix","result":[{"metric":[],"values":[]}]}}', "not as Prom"),
@@ -97,7 +97,7 @@ def test_an_answer_without_series_is_an_empty_fleet():
         (answer(ONE, ({**ONE[0], "gpu": "1"}, [[1, "2"]])), "two series are x of a: aggregate"),
         (answer((ONE[0], [[1, "two"]])), "not as Prometheus writes it"),
         (answer((ONE[0], [[1]])), "not as Prometheus writes it"),
-        (answer((ONE[0], [["NaN", "1"]])), "a time that is no number"),
+        (answer((ONE[0], [["NaN", "1"]])), "a time that is not a number"),
         (answer((ONE[0], [[1, "1"], [4e12, "1"]])), "46296296 days away from the others"),
         (
             answer((ONE[0], [[0, "1"], [5e5, "1"]]), *FAR),
@@ -118,7 +118,9 @@ def test_the_exporter_serves_the_newest_sample():
         first = urllib.request.urlopen(address, timeout=10).read().decode()
         samples["step/time"] = 0.5
         second = urllib.request.urlopen(address, timeout=10).read().decode()
-        with pytest.raises(ValueError, match=rf"port={exporter.port} on 127\.0\.0\.1 cannot be"):
+        with pytest.raises(
+            ValueError, match=rf"port={exporter.port} on 127\.0\.0\.1 is not available"
+        ):
             Exporter(lambda: (0.0, {}), "host-1", exporter.port)
     assert 'jrl_step_time{machine="host-0"} 0.25\n' in first
     assert 'jrl_step_time{machine="host-0"} 0.5\n' in second

@@ -80,7 +80,7 @@ def test_one_wrong_byte_loses_one_row_or_is_said(tmp_path_factory, data):
     content[at] ^= data.draw(st.integers(1, 255))
     path.write_bytes(content)
     if at < header:
-        with pytest.raises(ValueError, match=r"no record of samples|damaged header"):
+        with pytest.raises(ValueError, match=r"not a record of samples|damaged header"):
             read(path)
     else:
         record = read(path)
@@ -146,5 +146,5 @@ def test_bad_names_are_refused(tmp_path):
         Writer(tmp_path, "a/b", COLUMNS, begun=0)
     with pytest.raises(ValueError, match="must all be different"):
         Writer(tmp_path, "a", ("x", "x"), begun=0)
-    with pytest.raises(ValueError, match="'disk' is no column of a"):
+    with pytest.raises(ValueError, match="'disk' is not a column of a"):
         Writer(tmp_path, "a", COLUMNS, begun=0).append(1.0, {"disk": 1.0})

@@ -78,13 +78,13 @@ def test_a_blank_names_nobody(name, sentinel):
         readings["n04", 0, name][ticks] = sentinel
         report = examined(readings)
         assert report.alarms == [] and report.comparable
-        (note,) = (note for note in report.notes if "no values" in note)
-        assert "of n04 has readings that are no values: left out" in note
+        (note,) = (note for note in report.notes if "invalid readings" in note)
+        assert "of n04 has invalid readings: left out" in note
     for machine in range(MACHINES):
         readings[f"n{machine:02}", 0, name][25:] = sentinel
     report = examined(readings)
     assert report.alarms == []
-    assert any("of 12 machines has readings that are no values" in each for each in report.notes)
+    assert any("of 12 machines has invalid readings" in each for each in report.notes)
 
 
 def test_a_fault_beside_a_blank_is_named():
@@ -160,14 +160,14 @@ def test_a_recorded_answer_says_what_it_passes_over_and_whose_the_errors_are(tmp
     assert replay([str(path)]) == 0
     printed = capsys.readouterr().out
     assert "no alarm" in printed
-    assert "2 metrics of exporters are not known here and not compared: DCGM_FI_DEV_DEC" in printed
-    said = "XID 31 (memory page fault, an illegal address; the program's as a rule) on n02"
+    assert "2 metrics of exporters are unknown and not compared: DCGM_FI_DEV_DEC" in printed
+    said = "XID 31 (memory page fault, an illegal address; usually a program fault) on n02"
     assert said in printed
     (alarm,) = examined(readings, codes=("machine", "program")).alarms
     assert "n02 stands out in gpu0/xid with XID 31 (memory page" in alarm.describe()
     readings["n02", 0, "DCGM_FI_DEV_XID_ERRORS"][31:] = 79
     (alarm,) = examined(readings).alarms
     said = (
-        "n02 stands out in gpu0/xid with XID 79 (GPU has fallen off the bus; the machine's) since"
+        "n02 stands out in gpu0/xid with XID 79 (GPU has fallen off the bus; machine fault) since"
     )
     assert alarm.describe().startswith(said)

@@ -103,8 +103,8 @@ def test_healthy_machines_are_named_by_nobody_and_a_look_asks_for_what_is_new(se
 def test_what_does_not_answer_or_cannot_be_compared_is_no_all_clear(server, capsys):
     assert main(["watch", "--prometheus", "http://127.0.0.1:9", "--once"]) == 4
     output = " ".join(capsys.readouterr().out.split())
-    assert "cannot be reached" in output and "nobody is watched" in output
-    assert "nobody stands out" not in output and "between two" not in output
+    assert "cannot be reached" in output and "no machine is watched" in output
+    assert "no process stands out" not in output and "between two" not in output
     assert main(["watch", "--prometheus", "localhost:9090", "--once"]) == 2
     assert main(["watch", "run", "--prometheus", "http://x", "--once"]) == 2
 

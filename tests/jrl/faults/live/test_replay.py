@@ -102,7 +102,7 @@ def test_a_fleet_that_cannot_be_compared_is_no_all_clear(tmp_path, capsys):
     path = tmp_path / "fleet.npz"
     simulate_command([str(path), "--machines", "2", "--seconds", "300"])
     assert replay([str(path)]) == 4
-    assert "nothing could be compared: nothing is known" in capsys.readouterr().out
+    assert "nothing could be compared: no verdict" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ def test_a_clean_run_names_nobody(tmp_path, capsys):
     recorded(tmp_path)
     assert main(["watch", str(tmp_path), *FAST]) == 0
     output = capsys.readouterr().out
-    assert "nobody stands out" in output and "host-3" in output and "ALARM" not in output
+    assert "no process stands out" in output and "host-3" in output and "ALARM" not in output
 
 
 def test_the_slow_one_is_named_the_hook_called_and_the_fleet_kept(tmp_path, capfd):
@@ -98,8 +98,8 @@ def test_what_cannot_be_read_or_compared_is_said(tmp_path, capsys):
     (tmp_path / "faults" / "host-9.1.samples").write_bytes(b"rubbish, but long enough")
     assert main(["watch", str(tmp_path), *FAST]) == 4
     output = "".join(capsys.readouterr().out.split())  # a narrow terminal breaks lines anywhere
-    assert "fewerthanthreeprocessesarerunning:nobodycanbecompared" in output
-    assert "clockahead" in output and "host-9.1.samplesisnorecord" in output
+    assert "fewerthanthreeprocessesarerunning:nonecanbecompared" in output
+    assert "clockahead" in output and "host-9.1.samplesisnotarecord" in output
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_before_the_first_sample_it_says_what_it_waits_for(tmp_path, capsys, det
         output = " ".join(capsys.readouterr().out.split())
         assert "no sample yet in" in output and "a run started with --faults writes" in output
         assert "0 machines" not in output and "fewer than three" not in output
-        assert "nobody stands out" not in output
+        assert "no process stands out" not in output
         # One that is there and has not sampled.
         Writer(tmp_path / "faults", "host-0", COLUMNS, begun=time.time())
     assert "host-0" in output and "no data" in output
@@ -163,14 +163,14 @@ def test_without_a_terminal_it_is_a_line(tmp_path, capsys, monkeypatch):
 def test_two_processes_are_no_all_clear(tmp_path, capsys, detector):
     recorded(tmp_path, machines=2)
     assert main(["watch", str(tmp_path), "--once", f"--detector={detector}"]) == 4
-    assert "nobody stands out" not in capsys.readouterr().out
+    assert "no process stands out" not in capsys.readouterr().out
 
 
 def test_a_record_that_is_too_short_for_the_detector_is_no_all_clear(tmp_path, capsys):
     recorded(tmp_path)
     arguments = ["watch", str(tmp_path), "--once", "--detector=outlier"]
     assert main([*arguments, "--continuity=100"]) == 4
-    assert "nobody stands out" not in capsys.readouterr().out
+    assert "no process stands out" not in capsys.readouterr().out
     assert main([*arguments, "--continuity=10"]) == 0
 
 

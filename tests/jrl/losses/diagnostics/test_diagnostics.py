@@ -166,7 +166,7 @@ def test_responses_in_several_axes_are_those_in_one(name):
         (lambda x: diagnostics.calibration(x, x, x, low=1.0), "low=1.0 must be below high=1.0"),
         (lambda x: diagnostics.calibration(x, x, x, num_bins=0), "num_bins=0 must be at least 1"),
         (lambda x: diagnostics.length_share(x, edges=(4, 4)), r"edges=\(4, 4\) must increase"),
-        (lambda x: diagnostics.td_concentration(x, x, x, share=0), "share=0 must lie above 0"),
+        (lambda x: diagnostics.td_concentration(x, x, x, share=0), r"share=0 must be in \(0, 1\]"),
         (lambda x: diagnostics.guard_rate(x[0], alpha=0), "alpha=0 must be positive"),
         (lambda x: diagnostics.terminal_reach(x, lam=x[0]), r"lam has shape \(3,\)"),
     ],

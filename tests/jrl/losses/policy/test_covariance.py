@@ -257,7 +257,7 @@ def test_covariances_on_eight_devices_equal_those_of_one():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda x: jrl.clip_cov_loss(x, x, x, x), "key=None leaves nothing to choose by"),
+        (lambda x: jrl.clip_cov_loss(x, x, x, x), "key=None cannot select tokens at random"),
         (lambda x: jrl.clip_cov_loss(x, x, x, x, low=5, high=1), "low=5 must be below high=1"),
         (lambda x: jrl.kl_cov_loss(x, x, x, x, fraction=2), "fraction=2 is a share"),
         (lambda x: jrl.kl_cov_loss(x, x, x, x, coefficient=-1), "coefficient=-1 is a penalty"),

@@ -278,8 +278,8 @@ for call in (
         "gradient='tokens' is neither 'token' nor 'sequence'.",
         "aligned to the same tokens: logprobs (2, 3), mask (2, 1).",
         "logprobs (2, 3), old_logprobs (2, 1), mask (2, 3)",
-        "advantages has shape (3,), which does not spread over (2, 3)",
-        "mode='mean' is not a way to aggregate",
+        "advantages has shape (3,), which does not broadcast to (2, 3)",
+        "mode='mean' is not an aggregation mode",
     ]
     messages = finished.stdout.splitlines()
     assert len(messages) == len(expected)

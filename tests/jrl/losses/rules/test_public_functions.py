@@ -114,11 +114,11 @@ for call in (
     messages = run(program).splitlines()
     expected = [
         "per_token (2, 3), mask (2, 1)",
-        "mode='mean' is not a way to aggregate: choose one of token-mean, token-sum",
+        "mode='mean' is not an aggregation mode: choose one of token-mean, token-sum",
         "logprobs (2, 3), old_logprobs (2, 1), mask (2, 3)",
         "values (2, 3), old_values (2, 3), returns (2, 1), mask (2, 3)",
         "rewards (2, 3), values (2, 1), mask (2, 3)",
-        "bootstrap_value has shape (2, 3), which does not spread over (2,)",
+        "bootstrap_value has shape (2, 3), which does not broadcast to (2,)",
         "x (2, 3), mask (2, 1)",
         "logprobs (2, 3), reference_logprobs (2, 1)",
         "logprobs (2, 3), mask (2, 1)",

@@ -59,7 +59,7 @@ def test_a_recipe_of_a_file(tmp_path):
         ("nothing.py:Mine", "recipe file .*nothing.py cannot be read: No such file"),
         ("own.py:Other", "own.py has no class Other that derives from jrl.recipes.Recipe"),
         ("own.py:number", "own.py has no class number that derives"),
-        ("own.py:Bare", r"Bare is no dataclass of its own.* write @dataclass\(frozen=True\)"),
+        ("own.py:Bare", r"Bare is not a dataclass itself.* write @dataclass\(frozen=True\)"),
         ("broken.py:Mine", "broken.py cannot be run: ZeroDivisionError: division by zero"),
     ],
 )
@@ -77,7 +77,7 @@ def test_hooks_that_are_missing_are_named():
     class Empty(Recipe):
         """A recipe that forgot its targets."""
 
-    with pytest.raises(ValueError, match="Empty says nothing of its targets: write a method"):
+    with pytest.raises(ValueError, match="Empty does not define its targets: write a method"):
         Empty()
 
     @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,7 @@ def test_hooks_that_are_missing_are_named():
         def targets(self, batch):
             raise AssertionError
 
-    with pytest.raises(ValueError, match="Uncritical says nothing of its critic_loss"):
+    with pytest.raises(ValueError, match="Uncritical does not define its critic_loss"):
         Uncritical()
 
 
@@ -101,5 +101,5 @@ def test_a_critic_without_a_lambda_says_so():
         def targets(self, batch):
             raise AssertionError
 
-    with pytest.raises(ValueError, match="recipe silent does not say with which lambda"):
+    with pytest.raises(ValueError, match="recipe silent does not define the lambda"):
         Silent().policy_lambda(jnp.ones(2, int))

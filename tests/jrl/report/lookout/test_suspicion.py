@@ -60,7 +60,7 @@ def test_the_gamed_run_is_suspicious_before_half_of_its_score():
     assert found is not None
     step, why = found
     assert max(scores[:step]) < 0.5
-    assert "a second reader, which takes numbers as text, does not share" in why[0]
+    assert "a second verifier, which compares numbers as text, rejects" in why[0]
     # And it stays so while the score rises.
     assert all(line[suspicion.NAME] for line in lines[step - 1 :])
 

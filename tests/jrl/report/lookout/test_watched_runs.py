@@ -59,6 +59,6 @@ def test_a_verifier_that_reads_the_beginning_alone_is_found_out(tmp_path, capsys
     assert found and all(line["score"] == 1 for line in found)
     assert any(line["completion"] != line["answer"] for line in found)
     first = page_data([folder])["runs"][0]["suspicion"]
-    assert first["step"] == found[0]["step"] and "a second reader" in first["reasons"][0]
+    assert first["step"] == found[0]["step"] and "a second verifier" in first["reasons"][0]
     printed = " ".join(capsys.readouterr().out.split())
-    assert printed.count("Look at its samples of the kind suspicious") == 1
+    assert printed.count("Check its samples of kind suspicious") == 1

@@ -170,4 +170,4 @@ def test_an_answer_that_cannot_be_written_ends_its_conversation_alone(weights, c
     completions = talked(setup, weights).completions
     reasons = {completion.verdict.reason for completion in completions}
     assert "invalid" in reasons and reasons <= {"invalid", "wrong"}
-    assert "task=echo cannot be written (text has the character 'h'" in capsys.readouterr().err
+    assert "task=echo cannot be encoded (text has the character 'h'" in capsys.readouterr().err

@@ -325,13 +325,13 @@ def test_tokens_carry_the_version_of_their_weights():
 def test_other_sampling_waits_for_what_is_under_way():
     engine = LONG.engine()
     engine.submit(LONG.requests, LONG.sampling)
-    with pytest.raises(ValueError, match="under way: poll until nothing is"):
+    with pytest.raises(ValueError, match="in flight: poll until none is"):
         engine.submit(LONG.requests, GREEDY)
 
 
 def test_a_row_must_fit():
     request = Request(0, 0, np.ones(PROMPT, np.int32), 24)
-    with pytest.raises(ValueError, match="a row of 30 tokens has no room in slots of 29"):
+    with pytest.raises(ValueError, match="a row of 30 tokens does not fit slots of 29"):
         LONG.engine().submit([request], LONG.sampling)
 
 

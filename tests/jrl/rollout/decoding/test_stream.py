@@ -202,7 +202,7 @@ def test_a_step_computes_no_more_slots_than_it_needs(monkeypatch, layout):
 
 
 def test_a_request_says_how_it_is_drawn():
-    with pytest.raises(ValueError, match=r"\(2, 0\) does not say how it is drawn"):
+    with pytest.raises(ValueError, match=r"\(2, 0\) has no sampling settings"):
         engine().ask([Request(2, 0, ids(2), RESPONSE)])
 
 

@@ -184,7 +184,7 @@ def test_connections_have_room_among_open_files(files):
     number, why = limit_connections(None, 272)
     assert number == 200 - 10 - RESERVED_FILES
     assert why == (
-        f"connections: {number}, as the limit of 200 open files (ulimit -n) leaves no room for 400"
+        f"connections: {number}, as the limit of 200 open files (ulimit -n) does not allow 400"
     )
     with pytest.raises(ValueError, match=r"connections=127 and all else need more than the 200"):
         limit_connections(127, 272)

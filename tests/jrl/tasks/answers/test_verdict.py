@@ -76,7 +76,9 @@ def test_the_rule_of_values(symbolic):
 
 
 def test_a_rule_that_is_none(symbolic):
-    with pytest.raises(ValueError, match="answers='exact' is no rule: choose one of final, eval"):
+    with pytest.raises(
+        ValueError, match="answers='exact' is not a rule: choose one of final, eval"
+    ):
         Judge(symbolic, "exact")
     assert RULES == ("final", "evaluated")
 

@@ -50,7 +50,7 @@ def test_a_file_of_prompts_is_checked_by_table_and_attacks(tmp_path, capsys):
     assert command.main(["check", str(path)]) == 0
     said = capsys.readouterr().out
     number = len(load_cases()) + 8 * (len(ATTACKS) + len(NUMBER_ATTACKS) + 1)
-    expected = f"{path}: {number} answers, 0 that are wrong get full marks, 0 a part of them, 0 "
+    expected = f"{path}: {number} answers, 0 wrong ones get the full score, 0 wrong ones a partial "
     assert said.startswith(expected)
     assert len(said.splitlines()) == 1
     # Under the other rule what is still to be worked out is right, the question among it.
@@ -65,9 +65,9 @@ def test_a_file_of_prompts_is_checked_by_table_and_attacks(tmp_path, capsys):
 def test_a_reward_that_looks_for_the_answer_is_gamed(file, capsys):
     assert command.main(["check", f"{file}:holds_it"]) == 1
     said = capsys.readouterr().out
-    assert "Wrong, and worth as much as the gold answer:" in said
+    assert "Wrong, with the score of the reference answer:" in said
     assert "'42' <- '41 or 42': 1" in said
-    assert "Right, and worth less than the gold answer:" in said
+    assert "Right, with less than the score of the reference answer:" in said
     assert len(said.splitlines()) < 90
 
 
@@ -84,7 +84,11 @@ def test_failures_and_parts(file):
 
 def test_a_task_of_ones_own_is_attacked_by_its_prompts(file):
     findings = check(f"{file}:Mine")
-    assert {each.case.kind for each in findings} == {*ATTACKS, *NUMBER_ATTACKS, "the gold answer"}
+    assert {each.case.kind for each in findings} == {
+        *ATTACKS,
+        *NUMBER_ATTACKS,
+        "the reference answer",
+    }
     assert not any(each.gamed or each.missed for each in findings)
     partly = {each.case.kind for each in findings if each.partly}
     assert partly == {"two answers", "still to be worked out"}
@@ -96,7 +100,7 @@ def test_built_in_tasks_are_not_gamed():
         assert findings
         gamed = {each.case.kind for each in findings if each.gamed}
         # What stands before its last marker is the policy's own: it may be another answer.
-        last_counts = {"two answers, turned round", "a list of guesses"}
+        last_counts = {"two answers, in reverse order", "a list of guesses"}
         assert gamed == (last_counts if task == "scratchpad" else set())
         assert not any(each.missed for each in findings)
 

@@ -36,7 +36,7 @@ def test_what_a_record_may_hold():
     ("record", "message"),
     [
         ([], "f:1: holds a list"),
-        ({"messages": [ASKED]}, "f:1: the assistant says nothing"),
+        ({"messages": [ASKED]}, "f:1: the assistant's turn is empty"),
         ({"messages": []}, 'f:1: field "messages" is .*it must be a list'),
         (
             {"messages": [ASKED, {"role": "bot", "content": "4"}]},
@@ -48,8 +48,11 @@ def test_what_a_record_may_hold():
         ({"prompt": "2+2?"}, 'f:1: has no field "answer"'),
         ({"prompt": "2+2?", "answer": None}, 'f:1: field "answer" is None'),
         ({"prompt": " ", "answer": "4"}, "f:1: field \"prompt\" is ' '"),
-        ({"prompt": "2+2?", "answer": "\ud800"}, "half of a surrogate pair"),
-        ({"prompt": "2+2?", "answer": "4", "tools": "{"}, 'field "tools" is a text and no JSON'),
+        ({"prompt": "2+2?", "answer": "\ud800"}, "a lone surrogate"),
+        (
+            {"prompt": "2+2?", "answer": "4", "tools": "{"},
+            'field "tools" is a text that is not JSON',
+        ),
     ],
 )
 def test_what_it_may_not_hold(record, message):
@@ -89,7 +92,7 @@ def test_a_file_apart_and_what_cannot_be_split(tmp_path):
     assert len({chat.index for chat in task.chats}) == 3
     with pytest.raises(ValueError, match="has 1 conversations; at least 2 are needed"):
         load_chats(other, 0)
-    with pytest.raises(ValueError, match="all conversations begin alike"):
+    with pytest.raises(ValueError, match="all conversations start with the same messages"):
         load_chats(written(tmp_path / "c.jsonl", [some[0], some[0]]), 0)
-    with pytest.raises(ValueError, match="task='sort' has no conversations: sft learns from"):
+    with pytest.raises(ValueError, match="task='sort' has no conversations: sft trains on"):
         load_chats("sort", 0)

@@ -115,8 +115,11 @@ def test_what_a_template_writes_beside_contents_tells_prompts_apart():
             {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": 3}]},
             'field "tool_calls" is 3',
         ),
-        ({**talk("a"), "chat_template_kwargs": 3}, '"chat_template_kwargs" is no JSON object'),
-        ({**talk("a"), "chat_template_kwargs": {"messages": []}}, "'messages', which is no choice"),
+        ({**talk("a"), "chat_template_kwargs": 3}, '"chat_template_kwargs" is not a JSON object'),
+        (
+            {**talk("a"), "chat_template_kwargs": {"messages": []}},
+            "'messages', which is not a variable",
+        ),
         (
             {"question": "a", "solution": "1"},
             r"""no field "prompt" \(it has 'question', 'solu.*perhaps --prompt-field question""",
@@ -142,7 +145,9 @@ def test_what_is_refused_in_both_stages(record, message):
 
 
 def test_a_conversation_without_an_answer_names_the_field_that_may_have_it():
-    message = "the assistant says nothing.*it has 'messages', 'solution'.*--answer-field solution"
+    message = (
+        "the assistant's turn is empty.*it has 'messages', 'solution'.*--answer-field solution"
+    )
     with pytest.raises(ValueError, match=message):
         chat_of({"messages": [USER], "solution": "1"}, "f:1")
 

@@ -307,7 +307,7 @@ def test_a_conversation_takes_the_place_of_a_prompt(tmp_path):
         (["hi"], r"""field "messages": message 1 is 'hi': write "role" and "content\""""),
         ([*TURNS, {"role": "user"}], r"""message 3: has no field "content" \(it has 'role'\)"""),
         ([{"role": "user", "content": [1]}], r'message 1: part 1 of "content" is 1: it must be'),
-        ([{"role": "assistant", "content": "2"}], r"nothing is asked before the assistant's turn"),
+        ([{"role": "assistant", "content": "2"}], r"no user message precedes the assistant's turn"),
     ],
 )
 def test_conversations_that_are_refused(tmp_path, messages, message):
@@ -337,7 +337,7 @@ GOOD = b'{"prompt": "a", "answer": "1"}\n'
         (GOOD + b'{"prompt": "b", "answer": true}', r':2: field "answer" is True: it must be a'),
         (GOOD + b'{"prompt": "b", "answer": " "}', r""":2: field "answer" is ' ': it must be"""),
         (GOOD + b'{"prompt": 3, "answer": "1"}', r':2: field "prompt" is 3: it must be a text'),
-        (GOOD + b'{"prompt": "\\ud800", "answer": "1"}', r':2: field "prompt" has half of a'),
+        (GOOD + b'{"prompt": "\\ud800", "answer": "1"}', r':2: field "prompt" has a lone'),
         (
             GOOD + b'{"prompt": "b", "answer": "2"}\n{"prompt": "a", "answer": 7}',
             r":3: the prompt of line 1 again, with another answer \('7' here, '1' there\)",

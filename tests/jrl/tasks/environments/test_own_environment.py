@@ -101,7 +101,7 @@ def test_bad_tasks_are_refused(tmp_path):
         'return [{"role": "user", "content": f"from {self.count}"}]', "return []"
     )
     path.write_text(source)
-    with pytest.raises(ValueError, match="opens no conversation: give it a prompt, or let reset"):
+    with pytest.raises(ValueError, match="has no first message: give it a prompt, or let reset"):
         load_task(f"{path}:Task", 0, workers=1)
     with pytest.raises(ValueError, match="rewarded by its environment: leave out --reward"):
         load_task("guess", 0, rewards=RewardSettings(rewards=("x.py:f",)))

@@ -143,7 +143,7 @@ def test_without_bubblewrap_a_task_that_runs_code_is_refused(tmp_path, monkeypat
     task = f"{tmp_path / 'sums.py'}:Sums"
     with pytest.raises(ValueError) as said:
         load_task(task, seed=0)
-    assert str(said.value) == f"{task} makes no task: NoSandbox: {refused.value}"
+    assert str(said.value) == f"{task} does not make a task: NoSandbox: {refused.value}"
     assert "\n" not in str(said.value)
     if sys.platform == "linux":
         assert "`apt-get install bubblewrap`" in str(said.value)

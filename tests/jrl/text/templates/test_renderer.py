@@ -61,7 +61,7 @@ def test_what_a_template_may_take(process, tokenizer, source, message):
     template = of(tokenizer, source)
     expected = (
         rf"the chat template DIR/chat\.jinja {message} for the messages "
-        r'\[\["user", "2\+2\?"\]\]: look into it, or give --chat-template a file of your own\.$'
+        r'\[\["user", "2\+2\?"\]\]: fix it, or give another template with --chat-template FILE\.$'
     )
     with pytest.raises(TemplateLimit, match=expected) as raised:
         template.render(ASKED)
@@ -78,7 +78,7 @@ def of(tokenizer, source):
 def test_to_be_compiled_is_limited_too(process, tokenizer):
     source = "{{ " + "+".join(["range(9)|list"] * 20000) + " }}"
     with pytest.raises(
-        TemplateLimit, match=r"DIR/chat\.jinja took more than 0\.2 .* compiled: look"
+        TemplateLimit, match=r"DIR/chat\.jinja took more than 0\.2 .* compiled: fix"
     ):
         of(tokenizer, source)
 
@@ -134,7 +134,7 @@ def test_values_come_as_they_are(process):
         f"{json.dumps(given['texts'])} {given['numbers']} {{'b': {{'z': 1}}, 'a': []}} "
         "nan 2026-11-25"
     ]
-    with pytest.raises(ValueError, match="a object is nothing that JSON holds"):
+    with pytest.raises(ValueError, match="a object cannot be written as JSON"):
         Renderer("", DAY).render([{"a": object()}])
 
 

@@ -143,7 +143,7 @@ def test_the_memory_of_a_dry_run():
     sharded, plain = (memory(setup_on("dp4", fsdp=fsdp, recipe="vapo")) for fsdp in (True, False))
     assert plain["weights"] / 4 <= sharded["weights"] < 1.05 * plain["weights"] / 4
     assert sharded["gradients"] < plain["gradients"]
-    assert sharded["weights gathered to score"] == max(plain["weights"], plain["critic"])
+    assert sharded["weights gathered for scoring"] == max(plain["weights"], plain["critic"])
     assert sum(sharded.values()) < sum(plain.values())
 
 

@@ -62,8 +62,8 @@ def test_a_pipeline_keeps_its_inputs_once(setup):
     own, stays = one.setup, memory(one.setup)
     update = memory_of_update(own.model, own.geometry, own.run)
     twice = sum(stays.values()) + update.activations + update.buffers
-    both = stays["inputs kept by a stage"] + stays["logits of a forward pass"]
-    assert stays["inputs kept by a stage"] > 0
+    both = stays["stored inputs of a stage"] + stays["logits of a forward pass"]
+    assert stays["stored inputs of a stage"] > 0
     assert one.bytes() == twice - both
 
 
@@ -72,7 +72,7 @@ def test_parts_of_decoding_and_an_update_take_turns(setup):
     model = replace(setup.model, head_dim=64, dtype="bfloat16", execution=execution)
     own = replace(setup, model=model)
     stays, update = memory(own), memory_of_update(model, own.geometry, own.run)
-    parts, logits = stays.pop("parts of decoding attention"), stays.pop("logits of a forward pass")
+    parts, logits = stays.pop("decode attention partials"), stays.pop("logits of a forward pass")
     most = max(update.activations + update.buffers, logits, parts)
     assert parts > 0 and Candidate(own, 1.0).bytes() == sum(stays.values()) + most
 
@@ -112,7 +112,7 @@ def test_where_nothing_fits_it_says_what_is_missing(setup, monkeypatch):
 def test_where_no_layout_is_possible_it_says_why(setup):
     setup = replace(setup, run=replace(setup.run, rollout_layout="dp3"))
     with pytest.raises(
-        ValueError, match=r"no layout of 4 devices can have this run, .*dp3.* has 4: .*that. Choose"
+        ValueError, match=r"no layout of 4 devices fits this run, .*dp3.* has 4: .*that. Choose"
     ):
         choose_layout(setup, Grpo(), 4)
 
@@ -122,7 +122,7 @@ def test_batches_are_those_of_the_layout(setup):
     built = build_setup(RunConfig(layout="dp4"), Grpo().divided(4))
     assert there.recipe == built.recipe
     assert there.geometry.num_micro_batches == built.geometry.num_micro_batches
-    with pytest.raises(ValueError, match="cannot be had with pp"):
+    with pytest.raises(ValueError, match="is not supported with pp"):
         packed = replace(setup, run=replace(setup.run, packing=True))
         with_layout(packed, Grpo(), Layout.parse("pp3"))
 
@@ -132,5 +132,5 @@ def test_an_unknown_accelerator_is_named(monkeypatch):
         platform, device_kind = "gpu", "Somebody's Accelerator"
 
     monkeypatch.setattr(jax, "devices", lambda: [Device()])
-    with pytest.raises(ValueError, match='knows nothing of "Somebody\'s Accelerator"'):
+    with pytest.raises(ValueError, match='does not support "Somebody\'s Accelerator"'):
         automatic.detect_hardware()

@@ -143,7 +143,7 @@ def test_memory_counts_what_a_decoding_kernel_writes_before_it_is_merged():
     setup = small_setup(run=small_run(layout="tp2 dp2 / ep4", slots=8))
     plain = {"head_dim": 64, "dtype": "bfloat16"}
     setup = replace(setup, model=small_model(setup.tokenizer.vocab_size, **plain))
-    assert "parts of decoding attention" not in memory(setup)
+    assert "decode attention partials" not in memory(setup)
     execution = replace(setup.model.execution, decode_attention="mosaic")
     setup = replace(setup, model=replace(setup.model, execution=execution))
     config, columns = setup.model, setup.prompt_length + setup.response_length
@@ -151,7 +151,7 @@ def test_memory_counts_what_a_decoding_kernel_writes_before_it_is_merged():
     # 64 queries of a key/value head the largest scores and the sums of powers.
     numbers = 64 * config.num_heads // 2 + 2 * 64 * config.num_kv_heads // 2
     assert columns <= 128
-    assert memory(setup)["parts of decoding attention"] == 4 * 4 * numbers
+    assert memory(setup)["decode attention partials"] == 4 * 4 * numbers
 
 
 @pytest.mark.slow
@@ -219,7 +219,7 @@ def test_memory_of_a_gradient_on_its_way_is_that_of_the_largest():
     """Twice in bfloat16, which is its float32; inside a group it has been cut before."""
     config = small_model(38, num_layers=2, d_expert=64)
     experts = 4 * math.prod(weights.shapes(config).layers.experts.gate_up.shape)
-    name = "a gradient on its way in bfloat16"
+    name = "gradient sent in bfloat16"
     for layout, expected in (("dp4", experts), ("cp2 dp2", experts // 2), ("cp2", 0)):
         run = small_run(layout=layout, gradient_wire="bfloat16")
         setup = replace(small_setup(small_recipe(), run), model=config)
@@ -244,7 +244,7 @@ def test_memory_of_adapters_is_that_of_what_learns(dtype):
     assert needs["critic"] == on(learned)
     assert needs["critic's optimizer moments"] == on(state.critic.opt_state) - counters
     assert needs["gradients"] < needs["weights"] / 2
-    assert needs["policy of the rollout"] == weight_bytes(plain, mesh)
+    assert needs["rollout policy"] == weight_bytes(plain, mesh)
     assert not {"reference", "float32 masters", "critic's float32 masters"} & needs.keys()
     shown = parameters(setup.model, setup.recipe)
     number = weights.num_trained_parameters(setup.model)
@@ -260,9 +260,9 @@ def test_memory_of_choices_of_experts_is_that_of_their_column():
     given = tokens_of(32, setup.prompt_length + setup.response_length)
     _, choices = jax.eval_shape(record, weights.shapes(setup.model), *given)
     on_one = choices.size * choices.dtype.itemsize // setup.mesh.layout.dp
-    assert memory(setup)["choices of experts"] == on_one
+    assert memory(setup)["expert ids"] == on_one
     free = build_setup(RunConfig(), replace(recipe, router_replay=None))
-    assert "choices of experts" not in memory(free)
+    assert "expert ids" not in memory(free)
 
 
 def test_batch_arithmetic_follows_a_completion_to_its_last_update():
@@ -274,7 +274,7 @@ def test_batch_arithmetic_follows_a_completion_to_its_last_update():
     assert rows["mini-batches"] == "24 / 12 = 2"
     assert rows["micro-batches per mini-batch"] == "12 / 4 = 3"
     assert rows["optimizer steps per step"] == "2 mini-batches x 5 epochs = 10"
-    assert rows["of which train the critic alone"] == "7"
+    assert rows["of which train only the critic"] == "7"
     assert rows["optimizer steps of the critic"] == "10 x 10 = 100"
     assert rows["optimizer steps of the policy"] == "3 x 10 = 30"
     assert rows["tokens per step at most"] == "24 x 22 = 528"
@@ -292,7 +292,7 @@ def test_batch_arithmetic_of_dynamic_sampling_has_its_bound():
 
 def test_parameters_are_those_of_the_networks_in_use():
     plain = build_setup(RunConfig(), Grpo())
-    assert list(parameters(plain.model, plain.recipe)) == ["policy", "of which a token passes"]
+    assert list(parameters(plain.model, plain.recipe)) == ["policy", "active params per token"]
     setup = with_critic_and_reference()
     state = abstract(setup.networks)
     rows = parameters(setup.model, setup.recipe)
@@ -318,7 +318,7 @@ def test_everything_is_printed_and_a_policy_that_never_learns_is_pointed_out():
     ):
         assert title in text
     assert re.search(r"ep 4 +experts", text) and re.search(r"cp 1 +context", text)
-    assert "The policy does not learn: all 20 steps train the critic alone" in text
+    assert "The policy is not trained: all 20 steps train only the critic" in text
 
 
 @pytest.mark.parametrize(
@@ -352,12 +352,12 @@ def test_a_rollout_of_its_own_is_printed_and_takes_memory(apart):
     needs = memory(apart)
     policy = weights.initialise(apart.model, apart.randomness.key("weights"))
     there = jax.device_put(policy, placement.shardings(apart.model, apart.rollout_mesh))
-    assert needs["policy of the rollout"] == on_one_device(there)
+    assert needs["rollout policy"] == on_one_device(there)
     # The cache is that of dp 4 and tp 2.
     positions = apart.recipe.completions // 4 * (apart.prompt_length + apart.response_length)
     width = apart.model.num_kv_heads // 2 * (apart.model.head_dim + apart.model.v_head_dim) * 4
     assert needs["key/value cache"] == positions * apart.model.num_layers * width
-    assert "policy of the rollout" not in memory(build_setup(RunConfig(layout=LAYOUT), Grpo()))
+    assert "rollout policy" not in memory(build_setup(RunConfig(layout=LAYOUT), Grpo()))
 
 
 def test_memory_of_a_stage_counts_the_padding_of_context_parallelism(apart):
@@ -368,6 +368,6 @@ def test_memory_of_a_stage_counts_the_padding_of_context_parallelism(apart):
     # each of three layers.
     tokens = 4 * padded(apart.prompt_length) + 16 * padded(apart.response_length)
     assert apart.model.num_layers == 6
-    assert memory(apart)["inputs kept by a stage"] == 6 * tokens // 4 * apart.model.d_model * 4
+    assert memory(apart)["stored inputs of a stage"] == 6 * tokens // 4 * apart.model.d_model * 4
     columns = -(-apart.model.vocab_size // 2)
     assert logits_of_pass(apart, rows=16) == 4 * 16 * padded(apart.response_length) // 2 * columns

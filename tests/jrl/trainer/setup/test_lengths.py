@@ -82,9 +82,9 @@ def test_longer_prompts_are_left_out_and_counted(tokenizer):
 
 def test_prompts_without_answers_are_refused_where_answers_are_needed():
     task = asked([Example("a", ""), Example("b", "")])
-    with pytest.raises(ValueError, match="2 records have no answer, and the warm start imitates"):
+    with pytest.raises(ValueError, match="2 records have no answer, and the warm start trains on"):
         check_answers(RunConfig(), task)
-    with pytest.raises(ValueError, match=r"no answers that say how .*: give --response-l"):
+    with pytest.raises(ValueError, match=r"no answers to derive the .*: give --response-l"):
         check_answers(RunConfig(warm_start_steps=0), task)
     check_answers(RunConfig(warm_start_steps=0, response_length=5), task)
     check_answers(CHECKPOINT, task)
@@ -114,7 +114,12 @@ def test_a_bound_holds_for_whatever_a_generator_makes(tokenizer):
     ("limits", "prompt", "length", "said"),
     [
         ({}, 200, 1024, "the default of a checkpoint;"),
-        ({"max_positions": 64}, 20, 44, "the default of a checkpoint, cut to the checkpoint's p"),
+        (
+            {"max_positions": 64},
+            20,
+            44,
+            "the default of a checkpoint, limited by the checkpoint's p",
+        ),
         # Beyond its window a network goes on, and looks back no further.
         ({"max_positions": 4000, "sliding_window": 300}, 20, 1024, "the default of a checkpoint;"),
     ],
@@ -128,7 +133,9 @@ def test_a_checkpoint_has_room_to_reason(tokenizer, limits, prompt, length, said
 
 def test_prompts_that_fill_the_window_are_refused(tokenizer):
     model = replace(small_model(tokenizer.vocab_size), max_positions=20)
-    with pytest.raises(ValueError, match=r"prompts of 20 tokens leave no room.*hf:DIR was made f"):
+    with pytest.raises(
+        ValueError, match=r"prompts of 20 tokens leave no tokens.*hf:DIR supports s"
+    ):
         response_length(CHECKPOINT, asked(EXAMPLES), tokenizer, model, 20)
 
 

@@ -92,7 +92,7 @@ def test_scores_are_kept_in_memory_where_no_kernel_of_gpus_serves(setup):
 
 
 def test_time_is_shown_for_accelerators_alone(setup, monkeypatch):
-    assert set(prediction(setup)) == {"activations", "a layer and logits at work"}
+    assert set(prediction(setup)) == {"activations", "workspace (layer + logits)"}
 
     class Device:
         device_kind = "NVIDIA H100 80GB HBM3"

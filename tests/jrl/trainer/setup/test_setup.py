@@ -112,7 +112,10 @@ def test_settings_that_cannot_be_had(run, message):
             r"stale_cache changes nothing at max_staleness=1",
         ),
         ({"rollout_devices": 0}, r"rollout_devices=0 must be at least 1"),
-        ({"rollout_devices": 2}, r"rollout_devices=2 would wait.* give --max-staleness 1 or more"),
+        (
+            {"rollout_devices": 2},
+            r"rollout_devices=2 and the training devices.* give --max-staleness 1 or more",
+        ),
         ({"answer_field": "gold"}, r"answer_field='gold' needs --task jsonl:FILE, not 'sort'"),
         ({"messages_field": "turns"}, r"messages_field='turns' needs --task jsonl:FILE"),
     ],
@@ -124,7 +127,9 @@ def test_settings_that_are_wrong_by_themselves(run, message):
 
 def test_windows_that_cut_nothing_are_refused():
     limit = made(RunConfig()).response_length
-    with pytest.raises(ValueError, match=rf"window={limit} cuts no response of at most {limit} to"):
+    with pytest.raises(
+        ValueError, match=rf"window={limit} truncates no response of at most {limit} to"
+    ):
         build_setup(RunConfig(), Tppo(window=limit))
     setup = build_setup(RunConfig(), Tppo(window=limit - 1))
     setup.task.close()
@@ -132,7 +137,9 @@ def test_windows_that_cut_nothing_are_refused():
 
 def test_packing_on_a_pipeline_is_refused():
     layout = {"layout": "pp2", "model": "small"}
-    with pytest.raises(ValueError, match=r"packing=True cannot be had with pp=2 of layout 'pp2'"):
+    with pytest.raises(
+        ValueError, match=r"packing=True is not supported with pp=2 of layout 'pp2'"
+    ):
         build_setup(RunConfig(packing=True, **layout), Tppo())
     setup = build_setup(RunConfig(**layout), Tppo())
     setup.task.close()
@@ -141,13 +148,13 @@ def test_packing_on_a_pipeline_is_refused():
 
 def test_steps_that_need_the_one_before_are_not_sampled_ahead():
     setup = small_setup(run=small_run(max_staleness=1))
-    with pytest.raises(ValueError, match=r"max_staleness=1: in hapo the temperature of sampling"):
+    with pytest.raises(ValueError, match=r"max_staleness=1: in hapo the sampling temperature"):
         replace(setup, recipe=small_recipe("hapo"))
 
     class InWindows(Grpo):
         collection = Windows(3)
 
-    with pytest.raises(ValueError, match=r"max_staleness=1: in_windows goes on in each step with"):
+    with pytest.raises(ValueError, match=r"max_staleness=1: in_windows continues in each step the"):
         replace(setup, recipe=InWindows())
 
 
