@@ -15,6 +15,7 @@ from jrl.rollout.decoding.requests import Request
 from jrl.rollout.decoding.stream import StreamEngine
 from jrl.rollout.row_sampling import RequestSampling
 from jrl.rollout.sampling import GREEDY
+from jrl.serving import warm_up
 from jrl.serving.warm_up import WarmUp, fill_prompts
 from moe.disaggregated.split import Split, fold_split
 
@@ -50,10 +51,10 @@ def small(monkeypatch):
         monkeypatch.setattr(module, name, value)
 
 
-def serve(engine, numbers, rng, longest: int, number: int, most: int) -> None:
+def serve(engine, numbers, rng, longest: int, number: int, max_prompts: int) -> None:
     """Requests of all kinds, some of which are dropped."""
     for _ in range(number):
-        length, samples = int(rng.integers(1, longest)), int(rng.integers(1, most))
+        length, samples = int(rng.integers(1, longest)), int(rng.integers(1, max_prompts))
         own = RequestSampling(0.7, 0.9, needs_top_tokens=bool(rng.integers(2)))
         ids, limit = np.full(length, 4, np.int32), int(rng.integers(1, 5))
         name = next(numbers)
