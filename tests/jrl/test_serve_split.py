@@ -71,7 +71,7 @@ def test_answers_of_two_sides_are_those_of_one_mesh(checkpoint):
     ("given", "layout", "message"),
     [
         ({"split": "dp1 / ep1"}, "dp2", "split='dp1 / ep1' has two: leave out --layout"),
-        ({"split": "dp1"}, None, "'dp1' is not two sides"),
+        ({"split": "dp1"}, None, "'dp1' does not name two device groups"),
         ({"split": "dp15 / ep2"}, None, "needs 17 devices and there are 16: give --layout dp1"),
         ({"split": "dp1 / ep2", "expert_slots": 1}, None, "expert_slots=1 on ep=2 devices do not"),
         ({"micro_batches": 3}, None, "micro_batches=3 needs .* or leave out --micro-batches"),
