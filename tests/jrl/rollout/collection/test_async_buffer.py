@@ -74,7 +74,7 @@ def test_arrays_and_back(drawn):
 @pytest.mark.parametrize(
     ("version", "bound", "message"),
     [
-        (10, 2, r"step 11 would train .* 3 to 3 versions behind, and max_staleness=2 allows 0 to 2"),
+        (10, 2, r"step 11 would .* 3 to 3 versions behind, and max_staleness=2 allows 0 to 2"),
         (6, 2, r"-1 to -1 versions behind"),
     ],
 )
