@@ -83,7 +83,9 @@ def compared(
     if not comparison.only_gradients_are_wrong or setup.model.capacity_factor is not None:
         return comparison
     # Sums in another order; in two parts, where no loss compares with a micro-batch's load.
-    reordered = _reference(plain, batch, references, order[::-1], 2 if number == 1 else number)
+    compares = setup.model.batch_balance_coef or setup.model.global_balance_coef
+    again = number if compares else 2 * number
+    reordered = _reference(plain, batch, references, order[::-1], again)
     alone = _comparison(setup, reordered, {part: expected[part] for part in reordered})
     limits = {
         part: max(limit, ORDERS * alone.distances[part]) if "gradient" in part else limit
