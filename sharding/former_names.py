@@ -14,9 +14,10 @@ Each use of a former name warns with the present one.
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-AnyCallable = TypeVar("AnyCallable", bound=Callable[..., Any])
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 def former_names(module: str, **present: Any) -> Callable[[str], Any]:
@@ -56,22 +57,24 @@ def former_members(**present: str) -> Callable[[Any, str], Any]:
     return getattr_of_instance
 
 
-def former_keywords(**present: str) -> Callable[[AnyCallable], AnyCallable]:
+def former_keywords(
+    **present: str,
+) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
     """Returns a decorator for a function with renamed keyword arguments.
 
     Args:
       **present: for each former name the present one.
     """
 
-    def decorate(function: AnyCallable) -> AnyCallable:
+    def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
             for name in present.keys() & kwargs.keys():
                 _warn(f"{function.__name__}({name}=)", f"{function.__name__}({present[name]}=)")
                 kwargs[present[name]] = kwargs.pop(name)
             return function(*args, **kwargs)
 
-        return call  # type: ignore[return-value]
+        return call
 
     return decorate
 
