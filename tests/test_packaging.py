@@ -80,7 +80,7 @@ def test_the_licence_is_there():
 
 @pytest.mark.slow
 def test_the_wheel_is_the_whole_library_and_runs(tmp_path):
-    """Built, installed and run where nothing of the checkout is on the path."""
+    """Built, installed in a folder that comes before the checkout on the path, and run there."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
     build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(ROOT)]
     subprocess.run(build, check=True)
