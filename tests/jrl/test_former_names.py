@@ -1,0 +1,47 @@
+"""Members and keywords of the release before lead to those of today."""
+
+import inspect
+
+import numpy as np
+import pytest
+
+from jrl.rollout.decoding.requests import Request, Trajectory
+from jrl.runs.folder import RunFolder
+from jrl.trainer.evaluation.evaluate import evaluate
+from moe.huggingface import load_weights
+
+REQUEST = Request(3, 0, np.zeros(2, np.int32), 4)
+TRAJECTORY = Trajectory(REQUEST, np.zeros(1, np.int32), "stop", None, 0)
+FOLDER = RunFolder("a run that is not there")
+
+
+@pytest.mark.parametrize(
+    ("holder", "former", "present"),
+    [
+        (REQUEST, "own", "sampling"),
+        (REQUEST, "turns", "conversation"),
+        (REQUEST, "begun", "has_response"),
+        (TRAJECTORY, "shelf", "buffer"),
+        (FOLDER, "line_marks", "line_offsets"),
+        (FOLDER, "file_marks", "file_hashes"),
+        (FOLDER, "go_back", "rewind"),
+        (FOLDER, "begin_again", "discard_unsaved"),
+    ],
+)
+def test_former_members(holder, former, present):
+    with pytest.warns(DeprecationWarning, match=f"{former} is now .*{present}"):
+        assert getattr(holder, former) == getattr(holder, present)
+
+
+@pytest.mark.parametrize(
+    ("function", "former", "present"),
+    [(evaluate, "found", "on_completions"), (load_weights, "places", "target_shardings")],
+)
+def test_former_keywords(function, former, present):
+    assert present in inspect.signature(function).parameters
+    # Renamed first; then other arguments are missing.
+    with (
+        pytest.warns(DeprecationWarning, match=f"{former}=.* is now .*{present}="),
+        pytest.raises(TypeError, match="missing"),
+    ):
+        function(**{former: None})
