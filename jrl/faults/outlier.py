@@ -51,7 +51,8 @@ class OutlierDetector:
                 raise ValueError(f"{name}={value} must be a finite number above 0.")
 
     def __call__(self, fleet: Fleet) -> list[Alarm]:
-        """Alarms of the first metric that names a machine, one per machine, in order of time."""
+        """Alarms of the first metric that names a machine, one per machine, the greatest score
+        first."""
         for metric in find_recorded(self.metrics, fleet.metrics):
             alarms = self._alarms(fleet, metric)
             if alarms:
@@ -112,6 +113,5 @@ class OutlierDetector:
             since, until = (
                 fleet.start + (index + width - 1) * fleet.period for index in (begin, end)
             )
-            alarms.pop(machine, None)
             alarms[machine] = Alarm(fleet.machines[machine], metric, since, until, evidence)
-        return list(alarms.values())
+        return sorted(alarms.values(), key=lambda alarm: -float(alarm.evidence["score"]))

@@ -44,13 +44,23 @@ def test_it_compares_where_a_machine_that_is_off_throughout_is_named():
     assert not SHORT.compares(fleet(machines=2))
 
 
-def test_alarms_are_in_order_of_time_and_of_a_machine_the_later_one():
+def test_of_a_machine_the_later_alarm_counts():
     sick = fleet(5, time=90)
     for machine, begin in ((3, 0), (1, 30), (3, 60)):
         sick.values[machine, 0, begin : begin + 20] *= 6
-    first, second = SHORT(sick)
-    assert (first.machine, second.machine) == ("m1", "m3")
-    assert first.start < second.start
+    starts = {alarm.machine: alarm.start for alarm in SHORT(sick)}
+    assert starts.keys() == {"m1", "m3"} and starts["m1"] < starts["m3"]
+
+
+@pytest.mark.parametrize("worse", [1, 3])
+def test_the_alarm_with_the_greatest_score_comes_first(worse):
+    """As `Detector` promises: whichever of the two was named first in time."""
+    sick = fleet(5, time=60)
+    for machine, begin in ((3, 0), (1, 30)):
+        sick.values[machine, 0, begin : begin + 20] *= 20 if machine == worse else 4
+    alarms = SHORT(sick)
+    assert [alarm.machine for alarm in alarms] == [f"m{worse}", f"m{4 - worse}"]
+    assert alarms[0].evidence["score"] > alarms[1].evidence["score"]
 
 
 def test_two_that_take_turns_are_not_named():
