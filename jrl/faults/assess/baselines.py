@@ -61,7 +61,7 @@ def joint(metrics: tuple[str, ...]) -> list[View]:
     """INT: one model for all metrics, one distance.
 
     The model of `PRODUCTION` is in the package; any other is trained at first use, in a minute, and
-    so is that one where `jrl.faults.minder.models.SHIPPED` was trained on records.
+    so is that one where the package's models were replaced by some of records.
     """
     return [View(ALL, tuple(range(len(metrics))), denoised(joint_model(metrics)))]
 

@@ -1,9 +1,11 @@
 """``python -m jrl.faults train``: trains the denoising models on records without faults.
 
-The models that come with the package are made by this command without arguments, from simulated
-fleets; a fleet's own healthy records make better ones.
+The models that come with the package are made by this command without records, from simulated
+fleets; a fleet's own healthy records make better ones, and `--models` of ``watch`` and ``replay``
+uses them.
 """
 
+import shlex
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ from jrl.config.numbers import check_seed
 from jrl.faults.collect.vocabulary import meaning
 from jrl.faults.fleet import Fleet
 from jrl.faults.minder import vae
-from jrl.faults.minder.models import ANY, JOINT, SHIPPED
+from jrl.faults.minder.models import ANY, JOINT
 from jrl.faults.minder.prepare import prepare
 from jrl.faults.simulate import METRICS, PRODUCTION, Settings, simulate
 
@@ -33,8 +35,9 @@ class Training:
 
     records: tyro.conf.Positional[tuple[str, ...]] = ()
     """Healthy records (.npz) to train on; None simulates fleets."""
-    out: str = str(SHIPPED)
-    """The file to write."""
+    out: str = "models.npz"
+    """The file to write; by default models.npz in the working directory. --models of watch and
+    replay reads it."""
     seed: int = 0
     """Random seed of simulated fleets, windows, weights and noise."""
     fleets: int = 24
@@ -64,6 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     size = Path(training.out).stat().st_size / 1024
     print(f"{training.out}: {len(models)} models, {size:.0f} KiB")
     print("mean squared error: " + ", ".join(f"{k} {v:.2e}" for k, v in error.items()))
+    file = shlex.quote(training.out)
+    print(f"use them: python -m jrl.faults replay RECORD --detector minder --models {file}")
     return 0
 
 

@@ -22,7 +22,7 @@ from jrl.faults.collect.exporters import build_fleet, describe_ignored
 from jrl.faults.collect.prometheus import read_series
 from jrl.faults.collect.vocabulary import PRIORITY
 from jrl.faults.fleet import Alarm, Fleet
-from jrl.faults.live.watcher import trim_to_common_start
+from jrl.faults.live.watcher import check_models, trim_to_common_start
 from jrl.faults.report import INCOMPARABLE, Report
 from jrl.faults.silence import SILENCE, SilenceDetector
 from jrl.faults.standard import StandardDetector
@@ -42,6 +42,9 @@ class ReplayOptions:
     method."""
     threshold: float | None = None
     """Score from which a machine stands out; by default the detector's."""
+    models: str | None = None
+    """File of denoising models for minder, as python -m jrl.faults train writes it; by default
+    those of the package."""
     continuity: float = 240.0
     """Seconds for which the same machine must stand out."""
     metrics: tuple[str, ...] = ()
@@ -76,7 +79,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def examine(fleet: Fleet, request: ReplayOptions) -> Report:
-    """Report of the requested detector on a fleet."""
+    """Report of the requested detector on a fleet.
+
+    Raises:
+      ValueError: for models without the detector that uses them.
+    """
+    check_models(request.models, request.detector)
     threshold = request.threshold
     if request.detector == "standard":
         standard = StandardDetector(
@@ -86,15 +94,11 @@ def examine(fleet: Fleet, request: ReplayOptions) -> Report:
             codes=request.xid,
         )
         return standard.examine(fleet)
-    from jrl.faults.minder.detect import (
-        Minder,  # with JAX and the models, which take seconds to load
-    )
+    # With JAX and the models, which take seconds to load.
+    from jrl.faults.minder.detect import minder_from_flags
 
-    minder = Minder(
-        threshold=Minder.threshold if threshold is None else threshold,
-        continuity=request.continuity,
-        priority=request.metrics or PRIORITY,
-    )
+    metrics = request.metrics or PRIORITY
+    minder = minder_from_flags(threshold, request.continuity, metrics, request.models)
     report = minder.examine(fleet)
     silent = SilenceDetector()(fleet)
     return replace(report, alarms=[*report.alarms, *silent]) if silent else report

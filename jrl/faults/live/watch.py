@@ -27,7 +27,7 @@ from jrl.faults.collect.vocabulary import PRIORITY, find_recorded
 from jrl.faults.fleet import Detector
 from jrl.faults.live.hook import command_hook
 from jrl.faults.live.remote import RemoteWatcher
-from jrl.faults.live.watcher import MIN_MACHINES, DetectionPass, Watcher
+from jrl.faults.live.watcher import MIN_MACHINES, DetectionPass, Watcher, check_models
 from jrl.faults.outlier import OutlierDetector
 from jrl.faults.report import INCOMPARABLE
 from jrl.faults.standard import StandardDetector
@@ -74,6 +74,9 @@ class WatchOptions:
     """Distance from the others that counts as a fault; by default the detector's. For outlier in
     spreads of the others (4 is a factor of at least 2.2), for standard a shift in spreads of
     healthy machines, for minder in their distances from each other."""
+    models: str | None = None
+    """File of denoising models for minder, as python -m jrl.faults train writes it; by default
+    those of the package."""
     metrics: tuple[str, ...] = ()
     """Metrics to compare, the most telling first; the first that names a process ends the search.
     By default all for standard, step/time and cpu/process for outlier, those of production too for
@@ -185,6 +188,7 @@ def _metrics(request: WatchOptions) -> tuple[str, ...]:
 
 def _detector(request: WatchOptions) -> Detector:
     metrics, threshold = _metrics(request), request.threshold
+    check_models(request.models, request.detector)
     if request.detector == "outlier":
         threshold = OutlierDetector.threshold if threshold is None else threshold
         return OutlierDetector(metrics, request.window, request.continuity, threshold)
@@ -197,15 +201,10 @@ def _detector(request: WatchOptions) -> Detector:
             metrics=request.metrics,
             codes=request.xid,
         )
-    from jrl.faults.minder.detect import (
-        Minder,  # with JAX and the models, which take seconds to load
-    )
+    # With JAX and the models, which take seconds to load.
+    from jrl.faults.minder.detect import minder_from_flags
 
-    minder = Minder(
-        threshold=Minder.threshold if threshold is None else threshold,
-        continuity=request.continuity,
-        priority=metrics,
-    )
+    minder = minder_from_flags(threshold, request.continuity, metrics, request.models)
     return lambda fleet: minder(fleet.select(find_recorded(metrics, fleet.metrics)))
 
 

@@ -169,6 +169,12 @@ class Watcher:
         ]
 
 
+def check_models(models: str | None, detector: str) -> None:
+    """Raises a ValueError for a file of models without the detector that uses them."""
+    if models is not None and detector != "minder":
+        raise ValueError(f"models={models!r} needs --detector minder: give it, or leave it out.")
+
+
 def has_samples(processes: Sequence[Process]) -> bool:
     """True if any process has a sample."""
     return not all(math.isnan(each.age) for each in processes)

@@ -5,7 +5,7 @@ candidate if it is far enough. A machine that stays the candidate for minutes ra
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -20,7 +20,7 @@ from jrl.faults.minder import vae
 from jrl.faults.minder.continuity import UNSEEN, Span, find_span, score_where_needed
 from jrl.faults.minder.distances import BLOCK, distance_sums, normal_score
 from jrl.faults.minder.embedding import Method, View, denoised, gather
-from jrl.faults.minder.models import ANY, shipped_models
+from jrl.faults.minder.models import ANY, load_models, shipped_models
 from jrl.faults.minder.prepare import Prepared, prepare
 from jrl.faults.report import NO_MACHINE, Report, Trace
 
@@ -32,9 +32,12 @@ MAX_WINDOWS = 64
 """Windows that are embedded in one compiled call, however few the machines are."""
 
 
-def per_metric(metrics: tuple[str, ...]) -> list[View]:
-    """Minder's method with the models of the package; `ANY` serves metrics that have none."""
-    models = shipped_models()
+def per_metric(
+    metrics: tuple[str, ...], models: Mapping[str, vae.Weights] | None = None
+) -> list[View]:
+    """Minder's method with `models`, by default those of the package; `ANY` serves metrics that
+    have none."""
+    models = shipped_models() if models is None else models
     return [
         View(name, (channel,), denoised(models.get(meaning(name), models[ANY])))
         for channel, name in enumerate(metrics)
@@ -186,6 +189,18 @@ class Minder:
         start = prepared.start + (span.first + vae.WINDOW - 1) * prepared.period
         end = prepared.start + (span.last + vae.WINDOW) * prepared.period
         return Alarm(prepared.machines[span.machine], metric, start, end, evidence)
+
+
+def minder_from_flags(
+    threshold: float | None, continuity: float, priority: Sequence[str], models: str | None
+) -> Minder:
+    """The detector as command lines ask for it; None is its default."""
+    return Minder(
+        threshold=Minder.threshold if threshold is None else threshold,
+        continuity=continuity,
+        priority=priority,
+        method=per_metric if models is None else partial(per_metric, models=load_models(models)),
+    )
 
 
 def report_incomparable(fleet: "ScoredFleet") -> MinderReport:

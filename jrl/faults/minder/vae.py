@@ -120,7 +120,8 @@ def save(path: Path | str, models: dict[str, Weights]) -> None:
 def load(path: Path | str) -> dict[str, Weights]:
     """Reads a file that `save` wrote."""
     models: dict[str, Weights] = {}
-    with np.load(path, allow_pickle=False) as file:
+    # From memory, for numpy leaves the file of a damaged one open.
+    with np.load(io.BytesIO(Path(path).read_bytes()), allow_pickle=False) as file:
         for key in file.files:
             metric, layer, parameter = key.rsplit("/", 2)  # a metric may be step/time
             models.setdefault(metric, {})[f"{layer}/{parameter}"] = jnp.asarray(file[key])

@@ -11,6 +11,7 @@ from jrl.faults.collect.vocabulary import exported_name
 from jrl.faults.fleet import Fleet
 from jrl.faults.live.replay import find_stopped, read_fleet
 from jrl.faults.live.replay import main as replay
+from jrl.faults.live.watch import main as watch
 from jrl.faults.minder.detect import Minder
 from jrl.faults.outlier import OutlierDetector
 from jrl.faults.simulate.command import main as simulate_command
@@ -41,6 +42,14 @@ def test_a_damaged_file_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"holds no records .* run that was started with --faults"):
         replay([str(tmp_path / "empty")])
+
+
+def test_models_without_minder_are_refused(tmp_path):
+    path = tmp_path / "fleet.npz"
+    Fleet((), (), 0.0).save(path)
+    for main, words in ((replay, [str(path)]), (watch, ["--scrape", "http://localhost:1"])):
+        with pytest.raises(ValueError, match=r"models='m\.npz' needs --detector minder: give it"):
+            main([*words, "--models", "m.npz"])
 
 
 RECORDED = Path(__file__).parents[1] / "recorded" / "local_clean.npz"

@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jrl.faults.assess import train
 from jrl.faults.assess.baselines import Instant, mahalanobis, without_vae
 from jrl.faults.assess.train import Training, gather_windows, train_models, windows_by_model
 from jrl.faults.fleet import Fleet
 from jrl.faults.minder import detect, vae
-from jrl.faults.minder.detect import Minder, WindowScorer, divide_by_tokens
+from jrl.faults.minder.detect import Minder, WindowScorer, divide_by_tokens, minder_from_flags
 from jrl.faults.minder.embedding import View, four_moments, gather, raw, whitening
-from jrl.faults.minder.models import ANY, JOINT, shipped_models
+from jrl.faults.minder.models import ANY, JOINT, SHIPPED, load_models, shipped_models
 from jrl.faults.minder.prepare import prepare
 from jrl.faults.simulate import METRICS, PRODUCTION, Settings, simulate
 
@@ -322,6 +323,44 @@ def test_models_of_records_have_the_names_that_are_looked_up(tmp_path):
     fewer = replace(record, values=np.ones_like(values))
     with pytest.raises(ValueError, match="record 2 has no metric 'gpu0/power' that varies"):
         gather_windows([record, fewer], 40, random)
+
+
+def test_training_on_records_leaves_the_models_of_the_package(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    before = SHIPPED.read_bytes()
+    noisy().save("record.npz")
+    weights = shipped_models()[ANY]
+    monkeypatch.setattr(train, "train_models", lambda *_, **__: ({ANY: weights}, {ANY: 0.01}))
+    assert train.main(["record.npz"]) == 0
+    assert SHIPPED.read_bytes() == before
+    assert capsys.readouterr().out.splitlines() == [
+        "models.npz: 1 models, 4 KiB",
+        "mean squared error: any metric 1.00e-02",
+        "use them: python -m jrl.faults replay RECORD --detector minder --models models.npz",
+    ]
+    assert list(load_models("models.npz")) == [ANY]
+
+
+def test_the_models_of_a_file_are_used(tmp_path):
+    """Models without weights reconstruct all windows alike, so that no machine is an outlier."""
+    path = tmp_path / "models.npz"
+    vae.save(path, {ANY: {name: 0 * weight for name, weight in shipped_models()[ANY].items()}})
+    shifted = noisy(shifted=4, by=20)
+    for models, found in ((None, 1), (str(path), 0)):
+        assert len(minder_from_flags(None, 60, ("cpu_usage",), models)(shifted)) == found
+
+
+def test_a_file_without_models_is_refused(tmp_path):
+    path = tmp_path / "models.npz"
+    noisy().save(path)
+    with pytest.raises(ValueError, match="is not a file of denoising models, or is damaged: give"):
+        load_models(path)
+    vae.save(path, {"cpu_usage": shipped_models()[ANY]})
+    content = path.read_bytes()
+    for damaged in (b"", b"text", content[: len(content) // 2], content):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match="is not a file of denoising models"):
+            load_models(path)
 
 
 def test_saved_models_are_read_back(tmp_path):
