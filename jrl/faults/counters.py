@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator, Mapping
 import numpy as np
 
 from jrl.faults.collect.error_codes import ErrorCode, error_code
+from jrl.faults.collect.fleet import Alarm, Fleet
 from jrl.faults.collect.vocabulary import is_code, is_error_rate, is_fatal
-from jrl.faults.fleet import Alarm, Fleet
 
 MAX_NAMED = 4
 

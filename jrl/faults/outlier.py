@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
+from jrl.faults.collect.fleet import Alarm, Fleet
 from jrl.faults.collect.vocabulary import STEP_TIME, find_recorded
-from jrl.faults.fleet import Alarm, Fleet
 from jrl.faults.statistics import MAD_TO_STD, nan_median, stretches
 
 

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jrl.faults.fleet import Fleet
-from jrl.faults.report import Report
+from jrl.faults.collect.fleet import Fleet, Report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

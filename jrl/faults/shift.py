@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
+from jrl.faults.collect.fleet import NO_MACHINE, Alarm, Fleet, Report, Trace
 from jrl.faults.collect.vocabulary import PRIORITY, find_recorded, groups_of, search_order
-from jrl.faults.fleet import Alarm, Fleet
-from jrl.faults.report import NO_MACHINE, Report, Trace
 from jrl.faults.statistics import MAD_TO_STD, nan_median
 
 LONGEST_PERIOD = 60.0

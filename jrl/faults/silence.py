@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jrl.faults.collect.fleet import Alarm, Fleet
 from jrl.faults.collect.vocabulary import gpu_of
-from jrl.faults.fleet import Alarm, Fleet
 
 SILENCE = "silence"
 """The metric of an alarm about a machine that has stopped giving samples."""

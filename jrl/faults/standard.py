@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from jrl.faults.collect.error_codes import CAUSES
+from jrl.faults.collect.fleet import Alarm, Fleet, Report
 from jrl.faults.collect.vocabulary import STEP_TIME
 from jrl.faults.counters import blank_notes, error_rates, moved_counters, other_codes
-from jrl.faults.fleet import Alarm, Fleet
 from jrl.faults.outlier import OutlierDetector
-from jrl.faults.report import Report
 from jrl.faults.shift import ShiftDetector
 from jrl.faults.silence import SilenceDetector
 

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jrl.config.run import RunConfig
-from jrl.faults.fleet import Alarm
+from jrl.faults.collect.fleet import Alarm
 from jrl.processes.agreement import is_main_process, to_host
 from jrl.recipes.base.recipe import Recipe
 from jrl.report.display import TrainingDisplay, print_samples

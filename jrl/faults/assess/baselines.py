@@ -12,8 +12,8 @@ import numpy as np
 from jaxtyping import Float
 
 from jrl.faults.assess.train import Training, healthy_fleets, train_joint
+from jrl.faults.collect.fleet import NO_MACHINE, Alarm, Fleet
 from jrl.faults.collect.vocabulary import PRIORITY, PRODUCTION, meaning, search_order
-from jrl.faults.fleet import Alarm, Fleet
 from jrl.faults.minder import vae
 from jrl.faults.minder.continuity import Span, find_span, score_where_needed
 from jrl.faults.minder.detect import Minder, MinderReport, ScoredFleet, report_incomparable
@@ -26,7 +26,6 @@ from jrl.faults.minder.embedding import (
     whitened_moments,
 )
 from jrl.faults.minder.models import ANY, JOINT, shipped_models
-from jrl.faults.report import NO_MACHINE
 from jrl.faults.shift import ShiftDetector, heavy_tailed
 from jrl.faults.statistics import MAD_TO_STD, nan_median
 

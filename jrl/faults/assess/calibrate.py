@@ -14,11 +14,10 @@ from rich.progress import track
 from jrl.faults.assess.baselines import DETECTORS, AnyDetector, Instant, RobustZ, ShiftDetector
 from jrl.faults.assess.outcomes import DETECTED, SILENT, WRONG, figures, outcome
 from jrl.faults.assess.workers import side_by_side
-from jrl.faults.fleet import Alarm
+from jrl.faults.collect.fleet import NO_MACHINE, Alarm
 from jrl.faults.minder import vae
 from jrl.faults.minder.continuity import find_span
 from jrl.faults.minder.detect import Minder, ScoredFleet
-from jrl.faults.report import NO_MACHINE
 from jrl.faults.simulate import Incident, Settings, simulate
 
 SEED = 100_000

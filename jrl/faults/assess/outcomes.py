@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
-from jrl.faults.fleet import Alarm
+from jrl.faults.collect.fleet import Alarm
 from jrl.faults.simulate import Incident
 
 DETECTED, WRONG, SILENT = "found", "wrong", "silent"

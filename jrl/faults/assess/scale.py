@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from jrl.faults.fleet import Fleet
+from jrl.faults.collect.fleet import Fleet
 from jrl.faults.simulate import Settings, simulate
 from jrl.faults.standard import StandardDetector
 

@@ -21,8 +21,8 @@ from jaxtyping import Array, Float, Float32
 from rich.console import Console
 
 from jrl.config.numbers import check_seed
+from jrl.faults.collect.fleet import Fleet
 from jrl.faults.collect.vocabulary import meaning
-from jrl.faults.fleet import Fleet
 from jrl.faults.minder import vae
 from jrl.faults.minder.models import ANY, JOINT
 from jrl.faults.minder.prepare import prepare

@@ -17,9 +17,9 @@ import numpy as np
 from jaxtyping import Float64
 
 from jrl.faults.collect.error_codes import most_severe
+from jrl.faults.collect.fleet import Fleet
 from jrl.faults.collect.readings import mask_blanks, mask_valid
 from jrl.faults.collect.series import Series, check_times, gpus_of, machines_of
-from jrl.faults.fleet import Fleet
 
 LEVEL, COUNTER, TOTAL, CODE = "level", "counter", "total", "code"
 """Compared as it is; as a rate; kept as a total, as it must not increase; an error code."""

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from jrl.faults.collect.exporters import build_fleet, find_metric, is_ignored
+from jrl.faults.collect.fleet import Fleet
 from jrl.faults.collect.series import Series, machine_of
 from jrl.faults.collect.vocabulary import exported_name
-from jrl.faults.fleet import Fleet
 
 Latest = Callable[[], tuple[float, Mapping[str, float]]]
 """Unix time and metrics of the newest sample; time 0 where there is none yet."""

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 
-from jrl.faults.fleet import Alarm
+from jrl.faults.collect.fleet import Alarm
 
 TIMEOUT = 300.0
 """Seconds after which a command that does not end is killed."""

@@ -19,11 +19,10 @@ from rich.table import Table
 from jrl.faults.collect.align import align, read_folder
 from jrl.faults.collect.error_codes import Cause
 from jrl.faults.collect.exporters import build_fleet, describe_ignored
+from jrl.faults.collect.fleet import INCOMPARABLE, Alarm, Fleet, Report
 from jrl.faults.collect.prometheus import read_series
 from jrl.faults.collect.vocabulary import PRIORITY
-from jrl.faults.fleet import Alarm, Fleet
 from jrl.faults.live.watcher import check_models, trim_to_common_start
-from jrl.faults.report import INCOMPARABLE, Report
 from jrl.faults.silence import SILENCE, SilenceDetector
 from jrl.faults.standard import StandardDetector
 

@@ -22,14 +22,13 @@ from rich.text import Text
 
 from jrl.faults.collect.error_codes import Cause
 from jrl.faults.collect.exporters import SELECTOR
+from jrl.faults.collect.fleet import INCOMPARABLE, Detector
 from jrl.faults.collect.remote import Pages, Prometheus
 from jrl.faults.collect.vocabulary import PRIORITY, find_recorded
-from jrl.faults.fleet import Detector
 from jrl.faults.live.hook import command_hook
 from jrl.faults.live.remote import RemoteWatcher
 from jrl.faults.live.watcher import MIN_MACHINES, DetectionPass, Watcher, check_models
 from jrl.faults.outlier import OutlierDetector
-from jrl.faults.report import INCOMPARABLE
 from jrl.faults.standard import StandardDetector
 from jrl.report.display import visible
 from jrl.runs.folder import RunFolder

@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from jrl.faults.collect.align import Aligned, Process, align
+from jrl.faults.collect.fleet import Alarm, Detector, Fleet, Report
 from jrl.faults.collect.follow import Follower
-from jrl.faults.fleet import Alarm, Detector, Fleet
-from jrl.faults.report import Report
 from jrl.faults.silence import SILENCE
 
 MIN_MACHINES = 3

@@ -1,7 +1,7 @@
 """Continuity check: an alarm needs the same outlier machine for minutes; seconds are noise.
 
 A window *names* a machine where that machine has the greatest score of all and it exceeds the
-threshold. `NO_MACHINE` of `jrl.faults.report` stands for no machine.
+threshold. `NO_MACHINE` of `jrl.faults.collect.fleet` stands for no machine.
 """
 
 import math

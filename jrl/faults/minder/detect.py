@@ -14,15 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from jrl.faults.collect.fleet import NO_MACHINE, Alarm, Fleet, Report, Trace
 from jrl.faults.collect.vocabulary import PRIORITY, meaning, search_order
-from jrl.faults.fleet import Alarm, Fleet
 from jrl.faults.minder import vae
 from jrl.faults.minder.continuity import UNSEEN, Span, find_span, score_where_needed
 from jrl.faults.minder.distances import BLOCK, distance_sums, normal_score
 from jrl.faults.minder.embedding import Method, View, denoised, gather
 from jrl.faults.minder.models import ANY, load_models, shipped_models
 from jrl.faults.minder.prepare import Prepared, prepare
-from jrl.faults.report import NO_MACHINE, Report, Trace
 
 MAX_EMBEDDED = 2**14
 """Machines times windows that are embedded in one compiled call; bounds its memory."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float32, Int
 
-from jrl.faults.fleet import Fleet
+from jrl.faults.collect.fleet import Fleet
 
 
 @dataclass(frozen=True)

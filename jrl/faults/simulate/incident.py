@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jrl.faults.fleet import Fleet
+from jrl.faults.collect.fleet import Fleet
 from jrl.faults.simulate.healthy import simulate_healthy
 from jrl.faults.simulate.job import Job, make_job
 from jrl.faults.simulate.metrics import METRICS

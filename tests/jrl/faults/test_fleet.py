@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jrl.faults.fleet import Alarm, Fleet
+from jrl.faults.collect.fleet import Alarm, Fleet
 
 
 def fleet(machines: int = 3, metrics: int = 2, time: int = 5) -> Fleet:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jrl.faults.fleet import Fleet
+from jrl.faults.collect.fleet import Fleet
 from jrl.faults.shift import Grid, ShiftDetector, heavy_tailed, onset_scores
 from jrl.faults.simulate import Settings, simulate
 

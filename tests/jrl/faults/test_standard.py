@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jrl.faults.fleet import Fleet
+from jrl.faults.collect.fleet import Fleet
 from jrl.faults.silence import SILENCE, SilenceDetector
 from jrl.faults.standard import StandardDetector
 

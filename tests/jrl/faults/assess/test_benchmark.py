@@ -10,7 +10,7 @@ from jrl.faults.assess import benchmark
 from jrl.faults.assess.benchmark import BenchmarkOptions, main, run
 from jrl.faults.assess.outcomes import false_alarm_rate, figures, operational_precision, outcome
 from jrl.faults.assess.workers import side_by_side
-from jrl.faults.fleet import Alarm
+from jrl.faults.collect.fleet import Alarm
 from jrl.faults.simulate import Settings, simulate
 
 

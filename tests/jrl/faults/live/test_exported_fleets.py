@@ -7,8 +7,8 @@ import pytest
 from tiers import full_but
 
 from jrl.faults.collect.exporters import build_fleet
+from jrl.faults.collect.fleet import Fleet
 from jrl.faults.collect.series import Series
-from jrl.faults.fleet import Fleet
 from jrl.faults.live.replay import main as replay
 from jrl.faults.silence import SILENCE
 from jrl.faults.standard import StandardDetector

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jrl.faults.collect.fleet import Fleet
 from jrl.faults.collect.record import Writer
 from jrl.faults.collect.vocabulary import exported_name
-from jrl.faults.fleet import Fleet
 from jrl.faults.live.replay import find_stopped, read_fleet
 from jrl.faults.live.replay import main as replay
 from jrl.faults.live.watch import main as watch

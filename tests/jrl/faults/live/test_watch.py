@@ -8,8 +8,8 @@ import pytest
 
 from jrl.faults import __main__ as faults_command
 from jrl.faults.__main__ import main
+from jrl.faults.collect.fleet import Alarm, Fleet
 from jrl.faults.collect.record import Writer
-from jrl.faults.fleet import Alarm, Fleet
 from jrl.faults.live.hook import command_hook
 from jrl.faults.live.watcher import Watcher
 from jrl.faults.outlier import OutlierDetector

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jrl.faults.assess import train
 from jrl.faults.assess.baselines import Instant, mahalanobis, without_vae
 from jrl.faults.assess.train import Training, gather_windows, train_models, windows_by_model
-from jrl.faults.fleet import Fleet
+from jrl.faults.collect.fleet import Fleet
 from jrl.faults.minder import detect, vae
 from jrl.faults.minder.detect import Minder, WindowScorer, divide_by_tokens, minder_from_flags
 from jrl.faults.minder.embedding import View, four_moments, gather, raw, whitening

@@ -1,19 +1,23 @@
-"""Input and output of a detector: the metrics of all machines on one clock, and alarms."""
+"""Input and output of a detector: the metrics of all machines on one clock, alarms, reports."""
 
 import io
 import math
 import os
 import zipfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Float64
+from jaxtyping import Float, Float64, Int
 
 FLEET_VERSION = 1
+NO_MACHINE = -1
+"""Row that stands for no machine."""
+INCOMPARABLE = 4
+"""Exit status where nothing could be compared: no alarm says nothing then."""
 
 
 @dataclass(frozen=True)
@@ -189,3 +193,39 @@ class Alarm:
 
 Detector = Callable[[Fleet], list[Alarm]]
 """Names the outlier machines, the most certain first; an empty list where there is none."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The machine farthest from the others over time, in one metric.
+
+    Attributes:
+      times: Unix time of each moment, in seconds.
+      scores: the greatest score of any machine; NaN where none was computed.
+      leader: row of the machine that has it, or `NO_MACHINE` where it is below the threshold.
+      threshold: score from which a machine is an outlier.
+    """
+
+    times: Float[np.ndarray, "moment"]
+    scores: Float[np.ndarray, "moment"]
+    leader: Int[np.ndarray, "moment"]
+    threshold: float | int
+
+
+@dataclass(frozen=True)
+class Report:
+    """Alarms of a detection pass and the scores behind them.
+
+    Attributes:
+      alarms: the outlier machines, the most certain first.
+      notes: what could not be compared and why, one line each.
+      comparable: true if anything was compared; without alarms, false means "nothing is known".
+      machines: names of the rows of `traces`.
+      traces: by metric, in the order of the search.
+    """
+
+    alarms: list[Alarm]
+    notes: tuple[str, ...] = ()
+    comparable: bool = True
+    machines: tuple[str, ...] = ()
+    traces: Mapping[str, Trace] = field(default_factory=dict)
