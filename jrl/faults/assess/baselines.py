@@ -26,8 +26,8 @@ from jrl.faults.minder.embedding import (
     whitened_moments,
 )
 from jrl.faults.minder.models import ANY, JOINT, shipped_models
+from jrl.faults.outlier import MAD_TO_STD, nan_median
 from jrl.faults.shift import ShiftDetector, heavy_tailed
-from jrl.faults.statistics import MAD_TO_STD, nan_median
 
 ALL = "all metrics"
 """Metric of an alarm where no single metric is compared."""

@@ -23,8 +23,7 @@ from jrl.faults.collect.fleet import INCOMPARABLE, Alarm, Fleet, Report
 from jrl.faults.collect.prometheus import read_series
 from jrl.faults.collect.vocabulary import PRIORITY
 from jrl.faults.live.watcher import check_models, trim_to_common_start
-from jrl.faults.silence import SILENCE, SilenceDetector
-from jrl.faults.standard import StandardDetector
+from jrl.faults.standard import SILENCE, SilenceDetector, StandardDetector
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 from jrl.faults.collect.align import Aligned, Process, align
 from jrl.faults.collect.fleet import Alarm, Detector, Fleet, Report
 from jrl.faults.collect.follow import Follower
-from jrl.faults.silence import SILENCE
+from jrl.faults.standard import SILENCE
 
 MIN_MACHINES = 3
 """Minimum for a comparison: of two machines that differ, either may be the faulty one."""

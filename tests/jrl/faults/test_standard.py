@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from jrl.faults.collect.fleet import Fleet
-from jrl.faults.silence import SILENCE, SilenceDetector
-from jrl.faults.standard import StandardDetector
+from jrl.faults.standard import SILENCE, SilenceDetector, StandardDetector
 
 STANDARD = StandardDetector()
 METRICS = ("cpu/process", "gpu0/duty_cycle", "gpu0/power", "step/time")

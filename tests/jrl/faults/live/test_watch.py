@@ -13,7 +13,7 @@ from jrl.faults.collect.record import Writer
 from jrl.faults.live.hook import command_hook
 from jrl.faults.live.watcher import Watcher
 from jrl.faults.outlier import OutlierDetector
-from jrl.faults.silence import SILENCE
+from jrl.faults.standard import SILENCE
 
 COLUMNS = ("step/time", "cpu/process")
 FAST = ["--once", "--window=4", "--continuity=10"]
