@@ -4,12 +4,14 @@ Each has a threshold chosen on the same simulated fleets by the same
 rule (``python -m jrl.faults benchmark --calibrate``).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Float32
 
 from jrl.faults.assess.train import Training, healthy_fleets, train_joint
 from jrl.faults.collect.fleet import NO_MACHINE, Alarm, Fleet
@@ -18,14 +20,13 @@ from jrl.faults.minder import vae
 from jrl.faults.minder.continuity import Span, find_span, score_where_needed
 from jrl.faults.minder.detect import Minder, MinderReport, ScoredFleet, report_incomparable
 from jrl.faults.minder.embedding import (
+    Channels,
+    Embedding,
+    Points,
     View,
-    as_points,
-    denoised,
-    raw,
-    side_by_side,
-    whitened_moments,
+    Windows,
+    denoise,
 )
-from jrl.faults.minder.models import ANY, JOINT, shipped_models
 from jrl.faults.outlier import MAD_TO_STD, nan_median
 from jrl.faults.shift import ShiftDetector, heavy_tailed
 
@@ -51,8 +52,8 @@ def without_vae(metrics: tuple[str, ...]) -> list[View]:
 
 def concatenated(metrics: tuple[str, ...]) -> list[View]:
     """CON: the denoised metrics side by side, one distance."""
-    models = shipped_models()
-    weights = [models.get(meaning(name), models[ANY]) for name in metrics]
+    models = vae.shipped_models()
+    weights = [models.get(meaning(name), models[vae.ANY]) for name in metrics]
     return [View(ALL, tuple(range(len(metrics))), side_by_side(weights))]
 
 
@@ -62,14 +63,14 @@ def joint(metrics: tuple[str, ...]) -> list[View]:
     The model of `PRODUCTION` is in the package; any other is trained at first use, in a minute, and
     so is that one where the package's models were replaced by some of records.
     """
-    return [View(ALL, tuple(range(len(metrics))), denoised(joint_model(metrics)))]
+    return [View(ALL, tuple(range(len(metrics))), partial(denoise, joint_model(metrics)))]
 
 
 @cache
 def joint_model(metrics: tuple[str, ...]) -> vae.Weights:
     """One model for all of these metrics, as large and as long trained as the per-metric models."""
-    if metrics == PRODUCTION and JOINT in shipped_models():
-        return shipped_models()[JOINT]
+    if metrics == PRODUCTION and vae.JOINT in vae.shipped_models():
+        return vae.shipped_models()[vae.JOINT]
     training = Training()
     return train_joint(healthy_fleets(training, metrics), training)
 
@@ -217,6 +218,99 @@ def _smooth(middle: Callable[..., np.ndarray], values: np.ndarray, width: int) -
     windows = np.lib.stride_tricks.sliding_window_view(values, width, axis=2)
     # The size of eight equal samples, in which `Minder.floor` is measured.
     return (middle(windows, axis=3) * vae.WINDOW**0.5).astype(np.float32)
+
+
+def side_by_side(weights_per_channel: Sequence[vae.Weights]) -> Embedding:
+    """Every channel through a model of its own, then all as one point (ablation CON)."""
+    stacked = {
+        name: jnp.stack([weights[name] for weights in weights_per_channel])
+        for name in weights_per_channel[0]
+    }
+    return partial(_side_by_side, stacked)
+
+
+@jax.jit
+def _side_by_side(weights: vae.Weights, windows: Windows) -> Points:
+    points = jax.vmap(denoise)(weights, windows[:, None])
+    return jnp.moveaxis(points, 0, 1).reshape(points.shape[1], -1, points.shape[3])
+
+
+@jax.jit
+def raw(windows: Windows) -> Points:
+    """The windows of one metric as they are (ablation RAW)."""
+    return jnp.swapaxes(windows[0], 1, 2)
+
+
+@jax.jit
+def as_points(windows: Windows) -> Points:
+    """Windows of one sample as points whose dimensions are the channels."""
+    return jnp.swapaxes(windows[..., 0], 0, 1)
+
+
+def whitened_moments(values: Channels, width: int) -> Float32[np.ndarray, "dim machine window"]:
+    """The baseline's points: four moments of each metric, whitened by the covariance of one record.
+
+    Mean, standard deviation, skewness and kurtosis over the window; principal components that hold
+    95 % of the variance, each scaled to variance 1. The Euclidean distance of two such points is
+    the Mahalanobis distance of the machines. (The paper describes its baseline in these words
+    only.)
+
+    The covariance is that of machines around the median of their fleet, over the whole record: the
+    machines of one window are fewer than their 28 features in a small fleet, and points whitened by
+    themselves are then equally far from each other. As in robust covariances, it is that of the
+    half of the points nearest to the median: a machine that fails for minutes is no part of what is
+    usual.
+    """
+    features = np.concatenate([four_moments(channel, width) for channel in values])
+    matrix = whitening(features[:, :, :: max(1, width // 4)], 0.95)
+    points = matrix @ features.reshape(len(features), -1)
+    return points.reshape(features.shape)
+
+
+def four_moments(
+    values: Float[np.ndarray, "machine time"], width: int
+) -> Float32[np.ndarray, "4 machine window"]:
+    """Mean, standard deviation, skewness and kurtosis of each window, from running sums of powers.
+
+    Args:
+      values: scaled to [0, 1], without gaps.
+    """
+    wide = values.astype(np.float64)
+    power, means = np.ones_like(wide), []
+    for _ in range(4):
+        power *= wide
+        total = np.cumsum(power, 1)
+        total[:, width:] -= total[:, :-width].copy()
+        means.append(total[:, width - 1 :] / width)
+    m, m2, m3, m4 = means
+    variance = np.maximum(m2 - m**2, 1e-6)  # a thousandth of the range, far above the rounding
+    third = m3 - 3 * m * m2 + 2 * m**3
+    fourth = m4 - 4 * m * m3 + 6 * m**2 * m2 - 3 * m**4
+    each = (m, np.sqrt(variance), third / variance**1.5, fourth / variance**2)
+    return np.stack(each).astype(np.float32)
+
+
+def whitening(
+    features: Float[np.ndarray, "feature machine window"], share: float
+) -> Float32[np.ndarray, "feature feature"]:
+    """The matrix that makes features uncorrelated with variance 1; rows left out are 0.
+
+    The features are those of the half of the points nearest to their median. Components are kept,
+    the largest first, until they hold `share` of the variance.
+    """
+    centred = features - np.median(features, 1, keepdims=True)
+    rows = centred.reshape(len(features), -1).T.astype(np.float64)
+    size = np.maximum(np.sqrt((rows**2).mean(0)), 1e-6)
+    rows = rows / size
+    far = (rows**2).sum(1)
+    usual = rows[far <= np.median(far)]
+    spread = np.maximum(np.sqrt((usual**2).mean(0)), 1e-6)
+    usual, size = usual / spread, size * spread
+    eigenvalues, eigenvectors = np.linalg.eigh(usual.T @ usual / len(usual))
+    larger = np.cumsum(eigenvalues[::-1])[::-1] - eigenvalues
+    retained = (larger < share * eigenvalues.sum()) & (eigenvalues > 1e-6 * eigenvalues.sum())
+    inverse = np.where(retained, 1 / np.sqrt(np.where(retained, eigenvalues, 1)), 0)
+    return ((eigenvectors * inverse).T / size).astype(np.float32)
 
 
 AnyDetector = Minder | RobustZ | ShiftDetector

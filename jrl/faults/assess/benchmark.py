@@ -30,7 +30,7 @@ from jrl.faults.assess.outcomes import (
     operational_precision,
     outcome,
 )
-from jrl.faults.assess.workers import side_by_side
+from jrl.faults.assess.workers import map_in_processes
 from jrl.faults.minder.detect import Minder
 from jrl.faults.simulate import PRODUCTION, Settings, simulate
 
@@ -185,7 +185,9 @@ def _with_progress(
     settings = {faulty: _settings(request, faulty) for faulty in (True, False)}
     with Progress(*columns) as progress:
         task = progress.add_task("records", total=len(jobs))
-        for row in side_by_side(partial(_run_job, detectors, settings), jobs, request.processes):
+        for row in map_in_processes(
+            partial(_run_job, detectors, settings), jobs, request.processes
+        ):
             progress.advance(task)
             yield row
 

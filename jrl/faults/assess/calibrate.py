@@ -13,7 +13,7 @@ from rich.progress import track
 
 from jrl.faults.assess.baselines import DETECTORS, AnyDetector, Instant, RobustZ, ShiftDetector
 from jrl.faults.assess.outcomes import DETECTED, SILENT, WRONG, figures, outcome
-from jrl.faults.assess.workers import side_by_side
+from jrl.faults.assess.workers import map_in_processes
 from jrl.faults.collect.fleet import NO_MACHINE, Alarm
 from jrl.faults.minder import vae
 from jrl.faults.minder.continuity import find_span
@@ -49,7 +49,7 @@ def calibrate(
     jobs = [(faulty, SEED + seed + i) for i in range(counts[0])]
     jobs += [(clean, CLEAN_SEED + seed + i) for i in range(counts[1])]
     score_record = partial(outcomes_by_threshold, names)
-    rows = list(track(side_by_side(score_record, jobs, processes), "records", total=len(jobs)))
+    rows = list(track(map_in_processes(score_record, jobs, processes), "records", total=len(jobs)))
     for column, name in enumerate(names):
         each = [
             figures([row[column][index] for row in rows[: counts[0]]], resamples=1)

@@ -24,7 +24,6 @@ from jrl.config.numbers import check_seed
 from jrl.faults.collect.fleet import Fleet
 from jrl.faults.collect.vocabulary import meaning
 from jrl.faults.minder import vae
-from jrl.faults.minder.models import ANY, JOINT
 from jrl.faults.minder.prepare import prepare
 from jrl.faults.simulate import METRICS, PRODUCTION, Settings, simulate
 
@@ -62,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     fleets = [Fleet.load(path) for path in training.records] or healthy_fleets(training)
     models, error = train_models(fleets, training, show=Console().print)
     if not training.records:
-        models[JOINT] = train_joint(healthy_fleets(training, PRODUCTION), training)
+        models[vae.JOINT] = train_joint(healthy_fleets(training, PRODUCTION), training)
     vae.save(training.out, models)
     size = Path(training.out).stat().st_size / 1024
     print(f"{training.out}: {len(models)} models, {size:.0f} KiB")
@@ -87,7 +86,7 @@ def healthy_fleets(training: Training, metrics: Sequence[str] = tuple(METRICS)) 
 def train_models(
     fleets: Sequence[Fleet], training: Training, show: Callable[[str], None] = lambda line: None
 ) -> tuple[dict[str, vae.Weights], dict[str, float]]:
-    """One model per metric and one for `ANY`, trained together, and their mean squared errors."""
+    """One model per metric and `vae.ANY`, trained together, and their mean squared errors."""
     windows = windows_by_model(fleets, training.windows, np.random.default_rng(training.seed))
     data = np.stack(list(windows.values()))
     weights, errors = fit(data, training, show)
@@ -108,7 +107,7 @@ def train_joint(fleets: Sequence[Fleet], training: Training) -> vae.Weights:
 def windows_by_model(
     fleets: Sequence[Fleet], num_windows: int, random: np.random.Generator
 ) -> dict[str, Float32[np.ndarray, "time channel n"]]:
-    """Windows to train each model on, that of `ANY` last.
+    """Windows to train each model on, that of `vae.ANY` last.
 
     Models have the names that `Minder` looks up (`jrl.faults.collect.vocabulary.meaning`): recorded
     metrics of the same meaning, such as the power of each GPU, have one model.
@@ -122,7 +121,7 @@ def windows_by_model(
         name: arrays[0] if len(arrays) == 1 else _select(arrays, num_windows, random)
         for name, arrays in by_meaning.items()
     }
-    return {**windows, ANY: of_any}
+    return {**windows, vae.ANY: of_any}
 
 
 def gather_windows(

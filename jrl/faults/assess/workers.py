@@ -15,7 +15,7 @@ Job = TypeVar("Job")
 Result = TypeVar("Result")
 
 
-def side_by_side(
+def map_in_processes(
     function: Callable[[Job], Result], jobs: Sequence[Job], processes: int | None = None
 ) -> Iterator[Result]:
     """Yields results in the order of the jobs, as they complete.

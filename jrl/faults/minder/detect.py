@@ -1,6 +1,6 @@
 """Minder detector: names the outlier machine, the metric, and the time since which it is one.
 
-Every metric is denoised window by window. In each window the machine farthest from all others is a
+Every metric is denoise window by window. In each window the machine farthest from all others is a
 candidate if it is far enough. A machine that stays the candidate for minutes raises the alarm.
 """
 
@@ -18,9 +18,15 @@ from jrl.faults.collect.fleet import NO_MACHINE, Alarm, Fleet, Report, Trace
 from jrl.faults.collect.vocabulary import PRIORITY, meaning, search_order
 from jrl.faults.minder import vae
 from jrl.faults.minder.continuity import UNSEEN, Span, find_span, score_where_needed
-from jrl.faults.minder.distances import BLOCK, distance_sums, normal_score
-from jrl.faults.minder.embedding import Method, View, denoised, gather
-from jrl.faults.minder.models import ANY, load_models, shipped_models
+from jrl.faults.minder.embedding import (
+    BLOCK,
+    Method,
+    View,
+    denoise,
+    distance_sums,
+    gather,
+    normal_score,
+)
 from jrl.faults.minder.prepare import Prepared, prepare
 
 MAX_EMBEDDED = 2**14
@@ -34,11 +40,11 @@ MAX_WINDOWS = 64
 def per_metric(
     metrics: tuple[str, ...], models: Mapping[str, vae.Weights] | None = None
 ) -> list[View]:
-    """Minder's method with `models`, by default those of the package; `ANY` serves metrics that
+    """Minder's method with `models`, by default those of the package; `vae.ANY` serves metrics that
     have none."""
-    models = shipped_models() if models is None else models
+    models = vae.shipped_models() if models is None else models
     return [
-        View(name, (channel,), denoised(models.get(meaning(name), models[ANY])))
+        View(name, (channel,), partial(denoise, models.get(meaning(name), models[vae.ANY])))
         for channel, name in enumerate(metrics)
     ]
 
@@ -198,7 +204,9 @@ def minder_from_flags(
         threshold=Minder.threshold if threshold is None else threshold,
         continuity=continuity,
         priority=priority,
-        method=per_metric if models is None else partial(per_metric, models=load_models(models)),
+        method=per_metric
+        if models is None
+        else partial(per_metric, models=vae.load_models(models)),
     )
 
 
@@ -365,7 +373,7 @@ def farthest(
     windows = np.pad(windows, ((0, 0), (0, 0), (0, size - num_machines), (0, 0)))
     machine_mask = jnp.asarray(np.arange(size) < num_machines)
     with COMPUTE_LOCK:
-        points = view.embed(jnp.asarray(windows), machine_mask)
+        points = view.embed(jnp.asarray(windows))
         machine, score = _farthest(points, machine_mask, float(floor) * vae.WINDOW**0.5, norm)
         return np.asarray(machine)[: len(starts)], np.asarray(score)[: len(starts)]
 

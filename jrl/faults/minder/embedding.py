@@ -1,27 +1,30 @@
-"""Embeddings of windows, denoised or not, between which distances of machines are measured.
+"""Embeddings of windows, distances of the machines in them, and outlier scores.
 
 A view takes a subset of the metrics and embeds their windows ``[channel, window, machine, sample]``
 as points ``[window, dim, machine]``. Minder has one view per metric; its ablations have one view of
-all, or leave the denoising out. An embedding's second argument is true on machines and false on
-padding; no embedding here uses it.
+all, or leave the denoising out (`jrl.faults.assess.baselines`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float32
+from jaxtyping import Array, Bool, Float
 
 from jrl.faults.minder import vae
+
+BLOCK = 16
+"""Machines that all others are compared with in one step of the loop."""
+MANY_DIMS = 16
+"""Beyond these, Euclidean distances come from products of matrices."""
 
 Channels = Float[np.ndarray, "channel machine time"]
 Windows = Float[Array, "channel window machine time"]
 Points = Float[Array, "window dim machine"]
-MachineMask = Bool[Array, " machine"]
-Embedding = Callable[[Windows, MachineMask], Points]
+Embedding = Callable[[Windows], Points]
 
 
 @dataclass(frozen=True)
@@ -58,14 +61,9 @@ def gather(
     return np.ascontiguousarray(np.moveaxis(view[:, :, starts], 2, 1))
 
 
-def denoised(weights: vae.Weights) -> Embedding:
-    """Windows as a model reconstructs them; a model of all channels joins them (ablation INT)."""
-    return partial(_denoised, weights)
-
-
 @jax.jit
-def _denoised(weights: vae.Weights, windows: Windows, machine_mask: MachineMask) -> Points:
-    del machine_mask  # each machine is denoised by itself
+def denoise(weights: vae.Weights, windows: Windows) -> Points:
+    """Windows as a model reconstructs them; a model of all channels joins them (ablation INT)."""
     channels, count, machines, width = windows.shape
     flat = windows.reshape(channels, count * machines, width)
     rebuilt = vae.reconstruct(weights, jnp.transpose(flat, (2, 0, 1)))
@@ -73,96 +71,104 @@ def _denoised(weights: vae.Weights, windows: Windows, machine_mask: MachineMask)
     return jnp.swapaxes(points, 0, 1)
 
 
-def side_by_side(weights_per_channel: Sequence[vae.Weights]) -> Embedding:
-    """Every channel through a model of its own, then all as one point (ablation CON)."""
-    stacked = {
-        name: jnp.stack([weights[name] for weights in weights_per_channel])
-        for name in weights_per_channel[0]
-    }
-    return partial(_side_by_side, stacked)
+@partial(jax.jit, static_argnames="norm")
+def distance_sums(
+    points: Float[Array, "window dim machine"],
+    machine_mask: Bool[Array, " machine"],
+    *,
+    norm: str = "euclidean",
+) -> Float[Array, "window machine"]:
+    """Sum of the distances from each machine to all in the mask: ``d_i = sum_j |e_i - e_j|``.
 
-
-@jax.jit
-def _side_by_side(weights: vae.Weights, windows: Windows, machine_mask: MachineMask) -> Points:
-    points = jax.vmap(_denoised, in_axes=(0, 0, None))(weights, windows[:, None], machine_mask)
-    return jnp.moveaxis(points, 0, 1).reshape(points.shape[1], -1, points.shape[3])
-
-
-@jax.jit
-def raw(windows: Windows, machine_mask: MachineMask) -> Points:
-    """The windows of one metric as they are (ablation RAW)."""
-    del machine_mask
-    return jnp.swapaxes(windows[0], 1, 2)
-
-
-@jax.jit
-def as_points(windows: Windows, machine_mask: MachineMask) -> Points:
-    """Windows of one sample as points whose dimensions are the channels."""
-    del machine_mask
-    return jnp.swapaxes(windows[..., 0], 0, 1)
-
-
-def whitened_moments(values: Channels, width: int) -> Float32[np.ndarray, "dim machine window"]:
-    """The baseline's points: four moments of each metric, whitened by the covariance of one record.
-
-    Mean, standard deviation, skewness and kurtosis over the window; principal components that hold
-    95 % of the variance, each scaled to variance 1. The Euclidean distance of two such points is
-    the Mahalanobis distance of the machines. (The paper describes its baseline in these words
-    only.)
-
-    The covariance is that of machines around the median of their fleet, over the whole record: the
-    machines of one window are fewer than their 28 features in a small fleet, and points whitened by
-    themselves are then equally far from each other. As in robust covariances, it is that of the
-    half of the points nearest to the median: a machine that fails for minutes is no part of what is
-    usual.
-    """
-    features = np.concatenate([four_moments(channel, width) for channel in values])
-    matrix = whitening(features[:, :, :: max(1, width // 4)], 0.95)
-    points = matrix @ features.reshape(len(features), -1)
-    return points.reshape(features.shape)
-
-
-def four_moments(
-    values: Float[np.ndarray, "machine time"], width: int
-) -> Float32[np.ndarray, "4 machine window"]:
-    """Mean, standard deviation, skewness and kurtosis of each window, from running sums of powers.
+    The matrix of distances is never materialized: `BLOCK` of its columns are computed and added at
+    a time, so memory is that of the points. Cost: ``window machine^2 dim`` operations. Points of
+    more than `MANY_DIMS` go through `sums_by_products`.
 
     Args:
-      values: scaled to [0, 1], without gaps.
+      points: embeddings of all windows.
+      machine_mask: true on machines; the rest is padding. The number of machines is a multiple of
+        `BLOCK`.
+      norm: "euclidean", "manhattan" or "chebyshev".
+
+    References:
+      Deng et al., "Minder", NSDI 2025, section 4.4. https://arxiv.org/abs/2411.01791
     """
-    wide = values.astype(np.float64)
-    power, means = np.ones_like(wide), []
-    for _ in range(4):
-        power *= wide
-        total = np.cumsum(power, 1)
-        total[:, width:] -= total[:, :-width].copy()
-        means.append(total[:, width - 1 :] / width)
-    m, m2, m3, m4 = means
-    variance = np.maximum(m2 - m**2, 1e-6)  # a thousandth of the range, far above the rounding
-    third = m3 - 3 * m * m2 + 2 * m**3
-    fourth = m4 - 4 * m * m3 + 6 * m**2 * m2 - 3 * m**4
-    each = (m, np.sqrt(variance), third / variance**1.5, fourth / variance**2)
-    return np.stack(each).astype(np.float32)
+    num_windows, num_dims, num_machines = points.shape
+    if norm == "euclidean" and num_dims > MANY_DIMS:
+        return sums_by_products(points, machine_mask)
+    others = points.reshape(num_windows, num_dims, num_machines // BLOCK, BLOCK)
+    weights = machine_mask.reshape(-1, BLOCK).astype(points.dtype)
+
+    def add(total: Array, block: tuple[Array, Array]) -> tuple[Array, None]:
+        columns, weight = block
+        for j in range(BLOCK):
+            differences = [points[:, k] - columns[:, k, j][:, None] for k in range(num_dims)]
+            total = total + weight[j] * _length(differences, norm)
+        return total, None
+
+    blocks = (jnp.moveaxis(others, 2, 0), weights)
+    return jax.lax.scan(add, jnp.zeros((num_windows, num_machines), points.dtype), blocks)[0]
 
 
-def whitening(
-    features: Float[np.ndarray, "feature machine window"], share: float
-) -> Float32[np.ndarray, "feature feature"]:
-    """The matrix that makes features uncorrelated with variance 1; rows left out are 0.
+def sums_by_products(
+    points: Float[Array, "window dim machine"], machine_mask: Bool[Array, " machine"]
+) -> Float[Array, "window machine"]:
+    """`distance_sums` by ``|a - b|^2 = |a|^2 + |b|^2 - 2 a b``, one window's matrix at a time.
 
-    The features are those of the half of the points nearest to their median. Components are kept,
-    the largest first, until they hold `share` of the variance.
+    Points are taken from their mean. What cancels leaves an error of about 1e-3 of the farthest
+    point's distance from it where two points are equal, and far less where they are not.
     """
-    centred = features - np.median(features, 1, keepdims=True)
-    rows = centred.reshape(len(features), -1).T.astype(np.float64)
-    size = np.maximum(np.sqrt((rows**2).mean(0)), 1e-6)
-    rows = rows / size
-    far = (rows**2).sum(1)
-    usual = rows[far <= np.median(far)]
-    spread = np.maximum(np.sqrt((usual**2).mean(0)), 1e-6)
-    usual, size = usual / spread, size * spread
-    eigenvalues, eigenvectors = np.linalg.eigh(usual.T @ usual / len(usual))
-    larger = np.cumsum(eigenvalues[::-1])[::-1] - eigenvalues
-    retained = (larger < share * eigenvalues.sum()) & (eigenvalues > 1e-6 * eigenvalues.sum())
-    inverse = np.where(retained, 1 / np.sqrt(np.where(retained, eigenvalues, 1)), 0)
-    return ((eigenvectors * inverse).T / size).astype(np.float32)
+    weight = machine_mask.astype(points.dtype)
+    itself = jnp.eye(points.shape[2], dtype=bool)
+
+    def sum_window(window: Float[Array, "dim machine"]) -> Float[Array, " machine"]:
+        centred = window - (window * weight[None]).sum(1, keepdims=True) / weight.sum()
+        square = jnp.square(centred).sum(0, keepdims=True)
+        ones = jnp.ones_like(square)
+        # The squares as two more rows of the product: a pass over the matrix less for each.
+        left = jnp.concatenate([-2 * centred, square, ones]).T
+        squared = left @ jnp.concatenate([centred, ones, square])
+        return jnp.sqrt(jnp.where(itself, 0, jnp.maximum(squared, 0))) @ weight
+
+    return jax.lax.map(sum_window, points)
+
+
+def _length(differences: list[Array], norm: str) -> Array:
+    if norm == "euclidean":
+        return jnp.sqrt(sum((d * d for d in differences[1:]), differences[0] * differences[0]))
+    sizes = [jnp.abs(d) for d in differences]
+    if norm == "manhattan":
+        return sum(sizes[1:], sizes[0])
+    if norm == "chebyshev":
+        return jnp.stack(sizes).max(0)
+    raise ValueError(f"norm={norm!r} must be one of euclidean, manhattan, chebyshev.")
+
+
+def normal_score(
+    sums: Float[Array, "window machine"],
+    machine_mask: Bool[Array, " machine"],
+    *,
+    floor: float | Float[Array, ""] = 0.0,
+) -> Float[Array, "window machine"]:
+    """Mean distance of a machine to the others over the mean distance among the others.
+
+    ``s_i = d_i (n - 2) / (T - 2 d_i)`` with ``T = sum_i d_i`` over n machines: 1 in expectation for
+    a machine like the others whatever n is, and unbounded for one that is not. The paper's
+    normaliser is not known; the standard score, a candidate, is at most ``sqrt(n - 1)`` and so says
+    little in a small fleet.
+
+    Args:
+      sums: what `distance_sums` returns.
+      machine_mask: true on machines, at least 3: between two nothing tells which one is off.
+      floor: distances among the others count as at least this much, in units of the embedding.
+
+    Returns:
+      The scores; 0 for padding.
+    """
+    counts = machine_mask.astype(sums.dtype)
+    n = counts.sum()
+    total = jnp.sum(jnp.where(machine_mask[None], sums, 0), axis=1, keepdims=True)
+    among = jnp.maximum(total - 2 * sums, 0) / ((n - 1) * (n - 2))
+    # Rounding leaves distances of about 1e-7 among equal points; without a floor they would count.
+    among = jnp.maximum(among, jnp.maximum(floor, 1e-6))
+    return jnp.where(machine_mask[None], sums / (n - 1) / among, 0)

@@ -1,4 +1,4 @@
-"""LSTM-VAE that denoises windows of one metric.
+"""LSTM-VAE that denoises windows of one metric, and files of such models.
 
 The sizes are the paper's: one LSTM layer with hidden size 4, latent size 8, windows of 8 samples.
 The layout is not known in detail: here the decoder, a second LSTM, reads the latent vector at each
@@ -6,6 +6,9 @@ step. The last axis is that of machines, so that gates are computed for thousand
 """
 
 import io
+import zipfile
+import zlib
+from functools import cache
 from pathlib import Path
 
 import jax
@@ -15,6 +18,13 @@ from jaxtyping import Array, Float
 
 WINDOW, HIDDEN, LATENT = 8, 4, 8
 Weights = dict[str, Array]
+
+SHIPPED = Path(__file__).parent / "models.npz"
+"""The models that come with the package, as ``python -m jrl.faults train`` writes them."""
+ANY = "any metric"
+"""Name of the model for metrics that have none of their own, trained on all metrics together."""
+JOINT = "production metrics together"
+"""Name of the model of all `PRODUCTION` metrics at once: the paper's ablation "INT"."""
 
 
 def init(key: Array, num_channels: int = 1) -> Weights:
@@ -125,4 +135,34 @@ def load(path: Path | str) -> dict[str, Weights]:
         for key in file.files:
             metric, layer, parameter = key.rsplit("/", 2)  # a metric may be step/time
             models.setdefault(metric, {})[f"{layer}/{parameter}"] = jnp.asarray(file[key])
+    return models
+
+
+@cache
+def shipped_models() -> dict[str, Weights]:
+    """The models that come with the package, by metric."""
+    return load(SHIPPED)
+
+
+def load_models(path: Path | str) -> dict[str, Weights]:
+    """The models of a file that ``python -m jrl.faults train`` wrote, by metric.
+
+    Raises:
+      ValueError: where the file is damaged or something else.
+      OSError: where it cannot be read.
+    """
+    shapes = {name: weight.shape for name, weight in shipped_models()[ANY].items()}
+    try:
+        models = load(path)
+    except (ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error):
+        models = {}
+    if ANY not in models or any(
+        {name: weight.shape for name, weight in weights.items()} != shapes
+        for metric, weights in models.items()
+        if metric != JOINT
+    ):
+        raise ValueError(
+            f"models={str(path)!r} is not a file of denoising models, or is damaged: give one that "
+            "python -m jrl.faults train wrote."
+        )
     return models

@@ -9,7 +9,7 @@ from jrl.faults.__main__ import main as faults_main
 from jrl.faults.assess import benchmark
 from jrl.faults.assess.benchmark import BenchmarkOptions, main, run
 from jrl.faults.assess.outcomes import false_alarm_rate, figures, operational_precision, outcome
-from jrl.faults.assess.workers import side_by_side
+from jrl.faults.assess.workers import map_in_processes
 from jrl.faults.collect.fleet import Alarm
 from jrl.faults.simulate import Settings, simulate
 
@@ -113,9 +113,9 @@ def test_a_run_that_was_cut_short_goes_on(tmp_path, monkeypatch):
 
 
 def test_jobs_keep_their_order_and_their_number_is_checked():
-    assert list(side_by_side(str, [3, 1, 2], 1)) == ["3", "1", "2"]
+    assert list(map_in_processes(str, [3, 1, 2], 1)) == ["3", "1", "2"]
     with pytest.raises(ValueError, match="processes=0 must be at least 1"):
-        list(side_by_side(str, [1], 0))
+        list(map_in_processes(str, [1], 0))
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from jrl.faults.collect.vocabulary import (
     meaning,
     search_order,
 )
-from jrl.faults.minder.models import shipped_models
+from jrl.faults.minder.vae import shipped_models
 from jrl.faults.simulate import METRICS
 
 

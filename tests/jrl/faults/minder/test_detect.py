@@ -9,13 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jrl.faults.assess import train
-from jrl.faults.assess.baselines import Instant, mahalanobis, without_vae
+from jrl.faults.assess.baselines import (
+    Instant,
+    four_moments,
+    mahalanobis,
+    raw,
+    whitening,
+    without_vae,
+)
 from jrl.faults.assess.train import Training, gather_windows, train_models, windows_by_model
 from jrl.faults.collect.fleet import Fleet
 from jrl.faults.minder import detect, vae
 from jrl.faults.minder.detect import Minder, WindowScorer, divide_by_tokens, minder_from_flags
-from jrl.faults.minder.embedding import View, four_moments, gather, raw, whitening
-from jrl.faults.minder.models import ANY, JOINT, SHIPPED, load_models, shipped_models
+from jrl.faults.minder.embedding import View, gather
 from jrl.faults.minder.prepare import prepare
 from jrl.faults.simulate import METRICS, PRODUCTION, Settings, simulate
 
@@ -271,8 +277,8 @@ def test_the_order_of_machines_changes_nothing(order):
 
 
 def test_every_metric_has_a_model_and_strangers_share_one():
-    models = shipped_models()
-    assert set(models) == {*METRICS, ANY, JOINT}
+    models = vae.shipped_models()
+    assert set(models) == {*METRICS, vae.ANY, vae.JOINT}
     fleet = noisy(shifted=4, by=20)
     strange = Fleet(fleet.machines, ("queue/length",), fleet.start, 1.0, fleet.values)
     assert [alarm.machine for alarm in Minder(continuity=60)(strange)] == ["host-4"]
@@ -286,7 +292,7 @@ def test_the_models_denoise():
     clean = np.broadcast_to(level, (8, 1, 400)).astype(np.float32)
     noisy_windows = clean + 0.08 * random.normal(size=clean.shape).astype(np.float32)
     for name in PRODUCTION:
-        rebuilt = vae.reconstruct(shipped_models()[name], jnp.asarray(noisy_windows))
+        rebuilt = vae.reconstruct(vae.shipped_models()[name], jnp.asarray(noisy_windows))
         error = np.square(np.asarray(rebuilt) - clean).mean()
         assert error < 0.6 * 0.08**2, name
 
@@ -298,7 +304,7 @@ def test_training_learns_and_repeats():
     records = [one.fleet for one in fleets]
     models, early = train_models(records, training)
     again, _ = train_models(records, training)
-    assert set(models) == {PRODUCTION[0], ANY}
+    assert set(models) == {PRODUCTION[0], vae.ANY}
     for name, weights in models.items():
         for key, value in weights.items():
             np.testing.assert_array_equal(value, again[name][key])
@@ -312,9 +318,9 @@ def test_models_of_records_have_the_names_that_are_looked_up(tmp_path):
     values = random.random((3, 4, 60), np.float32)
     record = Fleet(("a", "b", "c"), names, 0.0, 1.0, values)
     windows = windows_by_model([record], 40, random)
-    assert list(windows) == ["gpu_power_draw", "cpu_usage", "step/time", ANY]
+    assert list(windows) == ["gpu_power_draw", "cpu_usage", "step/time", vae.ANY]
     assert all(of_model.shape == (vae.WINDOW, 1, 40) for of_model in windows.values())
-    models = dict.fromkeys(windows, shipped_models()[ANY])
+    models = dict.fromkeys(windows, vae.shipped_models()[vae.ANY])
     vae.save(tmp_path / "models.npz", models)
     again = vae.load(tmp_path / "models.npz")
     assert {name: set(weights) for name, weights in again.items()} == {
@@ -327,24 +333,29 @@ def test_models_of_records_have_the_names_that_are_looked_up(tmp_path):
 
 def test_training_on_records_leaves_the_models_of_the_package(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    before = SHIPPED.read_bytes()
+    before = vae.SHIPPED.read_bytes()
     noisy().save("record.npz")
-    weights = shipped_models()[ANY]
-    monkeypatch.setattr(train, "train_models", lambda *_, **__: ({ANY: weights}, {ANY: 0.01}))
+    weights = vae.shipped_models()[vae.ANY]
+    monkeypatch.setattr(
+        train, "train_models", lambda *_, **__: ({vae.ANY: weights}, {vae.ANY: 0.01})
+    )
     assert train.main(["record.npz"]) == 0
-    assert SHIPPED.read_bytes() == before
+    assert vae.SHIPPED.read_bytes() == before
     assert capsys.readouterr().out.splitlines() == [
         "models.npz: 1 models, 4 KiB",
         "mean squared error: any metric 1.00e-02",
         "use them: python -m jrl.faults replay RECORD --detector minder --models models.npz",
     ]
-    assert list(load_models("models.npz")) == [ANY]
+    assert list(vae.load_models("models.npz")) == [vae.ANY]
 
 
 def test_the_models_of_a_file_are_used(tmp_path):
     """Models without weights reconstruct all windows alike, so that no machine is an outlier."""
     path = tmp_path / "models.npz"
-    vae.save(path, {ANY: {name: 0 * weight for name, weight in shipped_models()[ANY].items()}})
+    vae.save(
+        path,
+        {vae.ANY: {name: 0 * weight for name, weight in vae.shipped_models()[vae.ANY].items()}},
+    )
     shifted = noisy(shifted=4, by=20)
     for models, found in ((None, 1), (str(path), 0)):
         assert len(minder_from_flags(None, 60, ("cpu_usage",), models)(shifted)) == found
@@ -354,18 +365,18 @@ def test_a_file_without_models_is_refused(tmp_path):
     path = tmp_path / "models.npz"
     noisy().save(path)
     with pytest.raises(ValueError, match="is not a file of denoising models, or is damaged: give"):
-        load_models(path)
-    vae.save(path, {"cpu_usage": shipped_models()[ANY]})
+        vae.load_models(path)
+    vae.save(path, {"cpu_usage": vae.shipped_models()[vae.ANY]})
     content = path.read_bytes()
     for damaged in (b"", b"text", content[: len(content) // 2], content):
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match="is not a file of denoising models"):
-            load_models(path)
+            vae.load_models(path)
 
 
 def test_saved_models_are_read_back(tmp_path):
-    models = shipped_models()
+    models = vae.shipped_models()
     vae.save(tmp_path / "models.npz", models)
     again = vae.load(tmp_path / "models.npz")
-    np.testing.assert_array_equal(again[ANY]["mean/bias"], models[ANY]["mean/bias"])
+    np.testing.assert_array_equal(again[vae.ANY]["mean/bias"], models[vae.ANY]["mean/bias"])
     assert (tmp_path / "models.npz").stat().st_size < 300_000

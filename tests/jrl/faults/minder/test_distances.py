@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from tiers import full_but
 
-from jrl.faults.minder.distances import MANY_DIMS, distance_sums, normal_score, sums_by_products
+from jrl.faults.minder.embedding import MANY_DIMS, distance_sums, normal_score, sums_by_products
 
 ORDER = {"euclidean": 2, "manhattan": 1, "chebyshev": np.inf}
 
