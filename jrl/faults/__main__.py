@@ -31,7 +31,7 @@ def benchmark(arguments: list[str]) -> int:
 
 def simulate(arguments: list[str]) -> int:
     """write a simulated fleet, with a fault or without, to replay"""
-    from jrl.faults.simulate.command import main
+    from jrl.faults.simulate.incident import main
 
     return main(arguments)
 

@@ -59,15 +59,13 @@ PRIORITY = (*PRODUCTION, STEP_TIME)
 LEVELS = ("memory/process", "memory/host", "gpu/memory")
 """Memory in use, which differs by rank: compared only on request."""
 
-GPU_ACTIVITY = frozenset(
-    {
-        "gpu_duty_cycle",
-        "gpu_power_draw",
-        "graphics_engine_activity",
-        "tensor_core_activity",
-        "sm_activity",
-        "gpu_memory_bandwidth",
-    }
+GPU_ACTIVITY = (
+    "gpu_duty_cycle",
+    "gpu_power_draw",
+    "graphics_engine_activity",
+    "tensor_core_activity",
+    "sm_activity",
+    "gpu_memory_bandwidth",
 )
 """Metrics that one cause moves together: a GPU's load."""
 

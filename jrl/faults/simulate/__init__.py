@@ -1,9 +1,7 @@
 """Simulated fleets, second by second: the period of training steps, benign disturbances, faults."""
 
 from jrl.faults.simulate.incident import Incident, simulate
-from jrl.faults.simulate.metrics import METRICS, PRODUCTION, Metric
-from jrl.faults.simulate.mix import FAULTS, MIX, Fault
-from jrl.faults.simulate.settings import Settings
+from jrl.faults.simulate.settings import FAULTS, METRICS, MIX, PRODUCTION, Fault, Metric, Settings
 
 __all__ = [
     "FAULTS",

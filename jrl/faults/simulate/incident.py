@@ -1,16 +1,18 @@
-"""Simulated incident: a recorded fleet with its ground truth (faulty machine, time, fault)."""
+"""Simulated incident: a recorded fleet with its ground truth (faulty machine, time, fault).
 
+``python -m jrl.faults simulate FILE`` writes one as a file that ``replay`` reads.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import tyro
 
+from jrl.config.numbers import check_seed
 from jrl.faults.collect.fleet import Fleet
-from jrl.faults.simulate.healthy import simulate_healthy
-from jrl.faults.simulate.job import Job, make_job
-from jrl.faults.simulate.metrics import METRICS
-from jrl.faults.simulate.mix import FAULTS, Fault
-from jrl.faults.simulate.noise import as_events
-from jrl.faults.simulate.settings import Settings
+from jrl.faults.simulate.healthy import Job, as_events, make_job, simulate_healthy
+from jrl.faults.simulate.settings import FAULTS, METRICS, PRODUCTION, Fault, Settings
 
 EPOCH = 1_750_000_000.0
 """Unix time at which simulated records start."""
@@ -138,3 +140,50 @@ def _drop_samples(values: np.ndarray, settings: Settings, random: np.random.Gene
         begin = random.integers(seconds)
         lost[machine, begin : begin + random.integers(5, 41)] = True
     np.copyto(values, np.nan, where=lost[:, None])
+
+
+@dataclass(frozen=True)
+class SimulateOptions:
+    """Simulated fleet to write."""
+
+    out: tyro.conf.Positional[str]
+    """The file (.npz) to write."""
+    machines: int | None = 32
+    """Number of machines; None samples 4 to 1,500."""
+    seconds: int = 900
+    """Length of the record."""
+    metrics: tuple[str, ...] = PRODUCTION
+    """Metrics to record."""
+    clean: bool = False
+    """Simulate no fault."""
+    fault: str | None = None
+    """The fault, such as "PCIe downgrading"; None samples one from the published mix."""
+    difficulty: float = 1.0
+    """Divides how far the fault moves the metrics."""
+    seed: int = 0
+    """The same seed gives the same fleet."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit status."""
+    request = tyro.cli(SimulateOptions, prog="python -m jrl.faults simulate", args=arguments)
+    check_seed(request.seed)
+    settings = Settings(
+        machines=request.machines,
+        seconds=request.seconds,
+        metrics=request.metrics,
+        faulty=not request.clean,
+        fault=request.fault,
+        difficulty=request.difficulty,
+    )
+    incident = simulate(settings, request.seed)
+    incident.fleet.save(request.out)
+    print(f"{request.out}: {len(incident.fleet.machines)} machines for {request.seconds} s")
+    if incident.machine is None:
+        print("nothing fails")
+    else:
+        begin = incident.start - incident.fleet.start
+        end = incident.end - incident.fleet.start
+        shown = ", ".join(incident.shown) or "none of the recorded metrics"
+        print(f"{incident.fault} on {incident.machine} from {begin:.0f} to {end:.0f} s, in {shown}")
+    return 0

@@ -14,7 +14,7 @@ from jrl.faults.live.replay import main as replay
 from jrl.faults.live.watch import main as watch
 from jrl.faults.minder.detect import Minder
 from jrl.faults.outlier import OutlierDetector
-from jrl.faults.simulate.command import main as simulate_command
+from jrl.faults.simulate.incident import main as simulate_command
 from jrl.faults.standard import StandardDetector
 
 

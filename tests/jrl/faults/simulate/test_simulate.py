@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jrl.faults.simulate import FAULTS, METRICS, MIX, PRODUCTION, Settings, simulate
-from jrl.faults.simulate.job import make_job
+from jrl.faults.simulate.healthy import make_job
 
 
 def test_a_seed_gives_one_fleet():
