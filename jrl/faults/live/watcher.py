@@ -10,7 +10,7 @@ import numpy as np
 
 from jrl.faults.collect.align import Aligned, Process, align
 from jrl.faults.collect.fleet import Alarm, Detector, Fleet, Report
-from jrl.faults.collect.follow import Follower
+from jrl.faults.collect.record import Follower
 from jrl.faults.standard import SILENCE
 
 MIN_MACHINES = 3

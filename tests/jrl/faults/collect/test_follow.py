@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from jrl.faults.collect.follow import Follower
-from jrl.faults.collect.record import Writer, read
+from jrl.faults.collect.record import Follower, Writer, read
 
 COLUMNS = ("step/time", "cpu/process")
 ROW = 8 + 4 * len(COLUMNS) + 4
