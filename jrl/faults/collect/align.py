@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from jrl.faults.collect.fleet import Fleet
-from jrl.faults.collect.readings import mask_valid
 from jrl.faults.collect.record import SUFFIX, Record, describe_unreadable, read
+from jrl.faults.collect.vocabulary import mask_valid
 
 
 @dataclass(frozen=True)

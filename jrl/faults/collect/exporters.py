@@ -18,8 +18,8 @@ from jaxtyping import Float64
 
 from jrl.faults.collect.error_codes import most_severe
 from jrl.faults.collect.fleet import Fleet
-from jrl.faults.collect.readings import mask_blanks, mask_valid
 from jrl.faults.collect.series import Series, check_times, gpus_of, machines_of
+from jrl.faults.collect.vocabulary import mask_valid
 
 LEVEL, COUNTER, TOTAL, CODE = "level", "counter", "total", "code"
 """Compared as it is; as a rate; kept as a total, as it must not increase; an error code."""
@@ -27,6 +27,17 @@ IDLE_MODES = ("idle", "iowait")
 MAX_VALUES = 2**28
 """Values of a fleet: 1 GiB."""
 MAX_NAMED = 12
+
+BLANKS = (
+    (float(0x7FFFFFF0), float(0x7FFFFFFF)),  # of 32 bits, and of fields that were once such
+    (2.0**47, 2.0**47 + 15),  # of floating point; counters of 64 bits go on beyond it
+    (float(0x7FFFFFFFFFFFFFF0), np.inf),  # of 64 bits, as a double: 2^63 and beyond
+)
+"""The least and the greatest number of each of DCGM's kinds of blanks, which exporters pass on as
+if they were measured: "blank", "not found", "not supported" and "not permitted". DCGM's own test
+treats all that is not below the first as blank.
+
+https://github.com/NVIDIA/DCGM/blob/master/dcgmlib/dcgm_structs.h"""
 
 _DCGM = {
     "DEV_GPU_UTIL": ("gpu/duty_cycle", LEVEL),
@@ -145,7 +156,7 @@ def build_fleet(
 ) -> Fleet:
     """Series of any exporters as one fleet, in the sampler's names.
 
-    Invalid readings (`jrl.faults.collect.readings`) are left out; the fleet's `blank` lists the
+    Invalid readings (`jrl.faults.collect.vocabulary`) are left out; the fleet's `blank` lists the
     machines and metrics that had any. Unknown names of exporters are left out too, see
     `describe_ignored`.
 
@@ -202,6 +213,14 @@ def _is_compared(series: Series, requested: Collection[str]) -> bool:
     if series.labels.get("mode") in IDLE_MODES or series.labels.get("device") == "lo":
         return False
     return not is_ignored(series.labels["__name__"], requested)
+
+
+def mask_blanks(readings: np.ndarray) -> np.ndarray:
+    """Mask of the readings that are DCGM's blank values."""
+    mask = np.zeros(readings.shape, bool)
+    for least, greatest in BLANKS:
+        mask |= (readings >= least) & (readings <= greatest)
+    return mask
 
 
 def _mask_invalid(kind: str, column: str, series: Series) -> tuple[Series, bool]:

@@ -1,4 +1,4 @@
-"""Names of metrics: the sampler's, Prometheus's and those of the denoising models.
+"""Metrics by name: the sampler's, Prometheus's and the denoising models', and their valid ranges.
 
 The sampler writes ``gpu0/power``, its exporter ``jrl_gpu0_power``, and the model that denoises both
 is that of ``gpu_power_draw``, as in Minder. An unknown name stands for itself. The names of other
@@ -7,6 +7,8 @@ exporters become the sampler's where their pages are read, see `jrl.faults.colle
 
 import re
 from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 STEP_TIME = "step/time"
 """Duration of a training step in seconds; available in every trainer, whatever the hardware."""
@@ -94,6 +96,37 @@ ERROR_RATES = frozenset(
     }
 )
 """Errors a second that machines correct by themselves, and throttling."""
+BEYOND = np.finfo(np.float64).max
+PERCENT = (0.0, 100.0)
+CELSIUS = (-40.0, 150.0)
+RANGES = {
+    # Fractions or per cent, as an exporter has them.
+    "gpu/duty_cycle": PERCENT,
+    "gpu/memory_bandwidth": PERCENT,
+    "gpu/engine_activity": PERCENT,
+    "gpu/sm_activity": PERCENT,
+    "gpu/tensor_activity": PERCENT,
+    "gpu/temperature": CELSIUS,
+    "gpu/temperature/memory": CELSIUS,
+    "gpu/power": (0.0, 1e4),  # watts
+    "gpu/clock/sm": (0.0, 1e4),  # MHz
+    "gpu/clock/memory": (0.0, 1e5),
+    "gpu/memory": (0.0, 1e8),  # MiB
+    # Bytes or MiB a second.
+    "gpu/pcie/in": (0.0, 1e13),
+    "gpu/pcie/out": (0.0, 1e13),
+    "gpu/nvlink/in": (0.0, 1e14),
+    "gpu/nvlink/out": (0.0, 1e14),
+    "gpu/xid": (0.0, 9999.0),
+    "gpu/ecc/uncorrected": (0.0, 1e9),
+    "gpu/rows/remap_failure": (0.0, 1.0),
+    "memory/ecc/uncorrected": (0.0, 1e12),
+    "rdma/link_downed": (0.0, 2.0**32 - 2),  # a counter of 32 bits stays at its greatest number
+    "memory/host": (0.0, 1e18),
+    "memory/process": (0.0, 1e18),
+    "step/time": (0.0, 1e9),  # seconds
+}
+"""Valid range of each metric, ends included, by the sampler's name, in any unit it may have."""
 
 
 def exported_name(name: str) -> str:
@@ -167,3 +200,17 @@ def search_order(priority: Sequence[str], recorded: Sequence[str]) -> tuple[str,
     first = find_recorded(priority, recorded)
     others = [name for name in recorded if of_any_gpu(name) not in _LEVELS and not is_fatal(name)]
     return tuple(dict.fromkeys((*first, *others)))
+
+
+_RANGES = RANGES | {exported_name(name): limits for name, limits in RANGES.items()}
+
+
+def limits(name: str) -> tuple[float, float]:
+    """The least and the greatest value of a recorded metric."""
+    return _RANGES.get(of_any_gpu(name), (-BEYOND, BEYOND))
+
+
+def mask_valid(name: str, readings: np.ndarray) -> np.ndarray:
+    """Mask of the readings in the valid range of a recorded metric; false for NaN and infinity."""
+    least, greatest = limits(name)
+    return (readings >= least) & (readings <= greatest)
