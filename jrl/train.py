@@ -201,7 +201,7 @@ def _build(options: TrainOptions, folder: RunFolder | None = None) -> "Setup":
     Args:
       folder: of the run that is being resumed.
     """
-    from jrl.faults.collect.prometheus import import_client
+    from jrl.faults.collect.sampler import import_client
     from jrl.faults.collect.sources import import_psutil
     from jrl.runs.loggers import check_installed
     from jrl.trainer.evaluation.saved_policy import load_model

@@ -1,27 +1,39 @@
-"""Prometheus client and exporter: reads query answers as fleets, serves samples to be scraped.
+"""Samples of other machines over the network: Prometheus's answers, its server, exporters' pages.
 
-The answer to ``GET /api/v1/query_range`` is a matrix: one series of ``[Unix time, "value"]`` for
-each set of labels. https://prometheus.io/docs/prometheus/latest/querying/api/#range-queries
+Either a Prometheus server is queried for the samples that it has scraped since the last poll, or
+the exporters' pages are scraped directly; `Store` keeps the last seconds. The answer of Prometheus
+is a matrix: one series of ``[Unix time, "value"]`` for each set of labels.
+https://prometheus.io/docs/prometheus/latest/querying/api/#range-queries
 """
 
 import json
 import math
+import re
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from types import ModuleType
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from jrl.faults.collect.exporters import build_fleet, find_metric, is_ignored
+from jrl.faults.collect.exporters import SELECTOR, build_fleet, find_metric, is_ignored
 from jrl.faults.collect.fleet import Fleet
 from jrl.faults.collect.series import Series, machine_of
-from jrl.faults.collect.vocabulary import exported_name
 
-Latest = Callable[[], tuple[float, Mapping[str, float]]]
-"""Unix time and metrics of the newest sample; time 0 where there is none yet."""
+Sample = tuple[Mapping[str, str], float, float]
+"""Labels, Unix time and value."""
+TIMEOUT = 10.0
+"""Timeout of an answer, in seconds."""
+MAX_CLOCK_AHEAD = 60.0
+"""Seconds by which a clock elsewhere may be ahead."""
+MAX_CONCURRENT = 16
+"""Pages that are fetched concurrently."""
+_LINE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?\s*$")
+_LABEL = re.compile(r'(\w+)\s*=\s*"((?:[^"\\]|\\.)*)"')
+_ESCAPE = re.compile(r'\\([\\"n])')
+"""The escapes of a label's value; any other backslash is one, and a tab may be raw."""
 
 
 def read_answers(
@@ -103,94 +115,11 @@ def query_range(
       server: its address, such as ``http://localhost:9090``.
 
     Raises:
-      ValueError: where it cannot be reached or rejects the query.
+      ValueError: where it cannot be reached or rejects the query; as `fetch` says.
     """
+    check_address("server", server)
     fields = urllib.parse.urlencode({"query": query, "start": start, "end": end, "step": period})
-    if not server.startswith(("http://", "https://")):
-        raise ValueError(f"server={server!r} must begin with http:// or https://.")
-    address = f"{server.rstrip('/')}/api/v1/query_range?{fields}"
-    try:
-        with urllib.request.urlopen(address, timeout=timeout) as response:
-            return response.read()
-    except urllib.error.HTTPError as error:  # a refusal has the reason in its body
-        reason = error.read().decode(errors="replace")[:200]
-        raise ValueError(f"{server} refused the query {query!r}: {reason}") from None
-    except (urllib.error.URLError, TimeoutError) as error:
-        raise ValueError(f"{server} cannot be reached: {error}") from None
-
-
-class Exporter:
-    """Serves the newest sample of a process to Prometheus, on ``http://HOST:PORT/metrics``.
-
-    A metric such as ``step/time`` is called ``jrl_step_time`` there and has the label ``machine``.
-    A server that scrapes once a second gets all samples of the record.
-
-    Args:
-      latest: `Sampler.latest` as a function.
-      machine: the value of the label.
-      port: 0 takes any free port.
-      address: of the interface to listen on; only this host by default.
-
-    Attributes:
-      port: the port it listens on.
-
-    Raises:
-      ValueError: where prometheus-client is not installed, or the port is not available.
-    """
-
-    def __init__(self, latest: Latest, machine: str, port: int, address: str = "127.0.0.1"):
-        module = import_client()
-        registry = module.CollectorRegistry()
-        registry.register(_Collector(module, latest, machine))
-        try:
-            self._server, self._thread = module.start_http_server(port, address, registry)
-        except (OSError, OverflowError) as error:
-            raise ValueError(f"port={port} on {address} is not available: {error}") from None
-        self.port: int = self._server.server_port
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-    def __enter__(self) -> "Exporter":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-
-class _Collector:
-    """Collector that prometheus-client calls at each scrape."""
-
-    def __init__(self, module: ModuleType, latest: Latest, machine: str):
-        self._module, self._latest, self._machine = module, latest, machine
-
-    def collect(self) -> Iterator[Any]:
-        _, values = self._latest()
-        for name, value in values.items():
-            gauge = self._module.core.GaugeMetricFamily(
-                exported_name(name), f"{name} of a training process", labels=["machine"]
-            )
-            gauge.add_metric([self._machine], value)
-            yield gauge
-
-
-def import_client() -> ModuleType:
-    """The package that serves metrics.
-
-    Raises:
-      ValueError: where it is not installed.
-    """
-    try:
-        import prometheus_client.core
-    except ModuleNotFoundError as error:
-        if error.name != "prometheus_client":
-            raise
-        raise ValueError(
-            'an exporter needs the package prometheus-client: pip install -e ".[faults]".'
-        ) from None
-    return prometheus_client
+    return fetch(f"{server.rstrip('/')}/api/v1/query_range?{fields}", timeout)
 
 
 def read_matrix(answer: str | bytes) -> Iterator[tuple[dict[str, str], list[tuple[float, float]]]]:
@@ -220,3 +149,173 @@ def read_matrix(answer: str | bytes) -> Iterator[tuple[dict[str, str], list[tupl
             raise ValueError(f"a series of the answer has a time that is not a number: {labels}")
         # Prometheus writes "NaN", "+Inf" and "-Inf"; none is a measurement.
         yield labels, [(t, v if math.isfinite(v) else math.nan) for t, v in samples]
+
+
+@runtime_checkable
+class SampleSource(Protocol):
+    """Source of samples that can be polled."""
+
+    def poll(self, since: float, now: float) -> tuple[list[Sample], list[str]]:
+        """At least the samples after `since`, older ones too (`Store` drops what it has), and one
+        line per problem."""
+        ...
+
+
+class Store:
+    """Store of the series of the last `seconds`, extended by polling a source.
+
+    Args:
+      source: polled for samples newer than the newest one stored.
+      seconds: retention time of samples.
+    """
+
+    def __init__(self, source: SampleSource, seconds: float | int):
+        self._source, self._seconds = source, float(seconds)
+        self._series: dict[tuple[tuple[str, str], ...], tuple[list[float], list[float]]] = {}
+        self._newest = -math.inf
+
+    def update(self, now: float) -> tuple[list[Series], list[str]]:
+        """Polls for new samples; returns all series that have samples, and a line per problem."""
+        since = max(self._newest, now - self._seconds)
+        samples, problems = self._source.poll(since, now)
+        ahead = [labels for labels, time, _ in samples if time > now + MAX_CLOCK_AHEAD]
+        if ahead:
+            # They would remain the newest samples for as long as that clock is ahead.
+            samples = [sample for sample in samples if sample[1] <= now + MAX_CLOCK_AHEAD]
+            first = ahead[0].get("__name__", "a metric")
+            problems.append(
+                f"{len(ahead)} samples are more than {MAX_CLOCK_AHEAD:.0f} s ahead of this clock, "
+                f"such as {first} of {machine_of(ahead[0])!r}: left out; set that clock right."
+            )
+        for labels, time, value in sorted(samples, key=lambda sample: sample[1]):
+            times, values = self._series.setdefault(tuple(sorted(labels.items())), ([], []))
+            if not times or time > times[-1]:
+                times.append(time)
+                values.append(value)
+                self._newest = max(self._newest, time)
+        for key, (times, values) in list(self._series.items()):
+            old = int(np.searchsorted(times, now - self._seconds))
+            del times[:old], values[:old]
+            if not times:
+                del self._series[key]
+        series = self._series.items()
+        return [Series(dict(k), np.array(t), np.array(v)) for k, (t, v) in series], problems
+
+
+class Prometheus:
+    """Prometheus server, queried for raw samples with the times at which they were scraped.
+
+    An instant query of a range vector (``selector[900s]``) returns these; ``query_range`` would
+    resample them at every step.
+
+    Args:
+      server: its address, such as ``http://localhost:9090``.
+      selector: the series, in PromQL; by default all known names.
+
+    Raises:
+      ValueError: for an address without http:// or https://.
+    """
+
+    def __init__(self, server: str, selector: str = SELECTOR):
+        check_address("server", server)
+        self._server, self._selector = server.rstrip("/"), selector
+
+    def poll(self, since: float, now: float) -> tuple[list[Sample], list[str]]:
+        # The query overlaps the last one by a minute, as a server may ingest samples late.
+        seconds = max(1, math.ceil(now - since) + 60)
+        query = f"{self._selector}[{seconds}s]"
+        fields = urllib.parse.urlencode({"query": query, "time": f"{now:.3f}"})
+        try:
+            answer = fetch(f"{self._server}/api/v1/query?{fields}")
+            series = list(read_matrix(answer))
+        except ValueError as error:
+            return [], [str(error)]
+        return [(labels, t, v) for labels, samples in series for t, v in samples], []
+
+
+class Pages:
+    """Exporters' own pages, scraped at each poll.
+
+    Samples get the time of the poll; timestamps on a page are ignored.
+
+    Args:
+      addresses: of the pages, at least one, such as ``http://node7:9400/metrics``. A series without
+        the label ``instance`` gets the address's host and port as one.
+
+    Raises:
+      ValueError: without an address, and for one without http:// or https://.
+    """
+
+    def __init__(self, addresses: Sequence[str]):
+        if not addresses:
+            raise ValueError("scrape=() must have a page's address: http://node7:9400/metrics.")
+        for address in addresses:
+            check_address("scrape", address)
+        self._addresses = tuple(addresses)
+
+    def poll(self, since: float, now: float) -> tuple[list[Sample], list[str]]:
+        del since  # a page has current values only
+        with ThreadPoolExecutor(min(MAX_CONCURRENT, len(self._addresses))) as pool:
+            pages = list(pool.map(_page, self._addresses))
+        samples: list[Sample] = []
+        problems = []
+        for address, (text, problem) in zip(self._addresses, pages, strict=True):
+            if problem is not None:
+                problems.append(problem)
+                continue
+            host = urllib.parse.urlsplit(address).netloc
+            page_samples = [({"instance": host, **labels}, now, v) for labels, v in read_page(text)]
+            samples += page_samples
+        return samples, problems
+
+
+def _page(address: str) -> tuple[str, str | None]:
+    try:
+        return fetch(address).decode(errors="replace"), None
+    except ValueError as error:
+        return "", str(error)
+
+
+def fetch(address: str, timeout: float | int = TIMEOUT) -> bytes:
+    """Body of the response to a GET request.
+
+    Raises:
+      ValueError: where the address cannot be reached or answers with an error status.
+    """
+    location = "{0.scheme}://{0.netloc}{0.path}".format(urllib.parse.urlsplit(address))
+    try:
+        with urllib.request.urlopen(address, timeout=timeout) as response:
+            return response.read()
+    except urllib.error.HTTPError as error:  # a refusal has the reason in its body
+        reason = error.read().decode(errors="replace")[:200]
+        raise ValueError(f"{location} answered {error.code}: {reason}") from None
+    except OSError as error:
+        raise ValueError(f"{location} cannot be reached: {error}") from None
+
+
+def check_address(name: str, address: str) -> None:
+    """Raises a ValueError for an address without http:// or https://."""
+    if not address.startswith(("http://", "https://")):
+        raise ValueError(f"{name}={address!r} must begin with http:// or https://.")
+
+
+def read_page(text: str) -> Iterator[tuple[dict[str, str], float]]:
+    """Labels and values of an exporter's page in the text format; other lines are left out.
+
+    https://prometheus.io/docs/instrumenting/exposition_formats/
+    """
+    for line in text.split("\n"):
+        match = _LINE.match(line)
+        if match is None or line.startswith("#"):
+            continue
+        name, labels, value_text = match.groups()
+        try:
+            value = float(value_text)
+        except ValueError:
+            continue
+        pairs = {key: _unescape(raw) for key, raw in _LABEL.findall(labels or "")}
+        yield {"__name__": name, **pairs}, value if math.isfinite(value) else math.nan
+
+
+def _unescape(raw: str) -> str:
+    return _ESCAPE.sub(lambda match: "\n" if match[1] == "n" else match[1], raw)

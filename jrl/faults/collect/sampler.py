@@ -1,4 +1,5 @@
-"""Sampler of a training process: records metrics of the process and its host once a second.
+"""Sampler of a training process: records metrics of the process and its host once a second, and
+serves the newest to Prometheus.
 
 It is a thread of the process itself, not another process: it ends with the process, leaves no
 orphan and shares the step clock without messages. A wait in XLA or in a collective holds no
@@ -9,12 +10,17 @@ cover the whole pause.
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from jrl.faults.collect.record import Writer
 from jrl.faults.collect.sources import Source, available_sources
-from jrl.faults.collect.vocabulary import STEP_TIME
+from jrl.faults.collect.vocabulary import STEP_TIME, exported_name
+
+Latest = Callable[[], tuple[float, Mapping[str, float]]]
+"""Unix time and metrics of the newest sample; time 0 where there is none yet."""
 
 
 class StepClock:
@@ -141,3 +147,77 @@ class Sampler:
             for source in self._sources
             for name, value in source.read(time.monotonic()).items()
         }
+
+
+class Exporter:
+    """Serves the newest sample of a process to Prometheus, on ``http://HOST:PORT/metrics``.
+
+    A metric such as ``step/time`` is called ``jrl_step_time`` there and has the label ``machine``.
+    A server that scrapes once a second gets all samples of the record.
+
+    Args:
+      latest: `Sampler.latest` as a function.
+      machine: the value of the label.
+      port: 0 takes any free port.
+      address: of the interface to listen on; only this host by default.
+
+    Attributes:
+      port: the port it listens on.
+
+    Raises:
+      ValueError: where prometheus-client is not installed, or the port is not available.
+    """
+
+    def __init__(self, latest: Latest, machine: str, port: int, address: str = "127.0.0.1"):
+        module = import_client()
+        registry = module.CollectorRegistry()
+        registry.register(_Collector(module, latest, machine))
+        try:
+            self._server, self._thread = module.start_http_server(port, address, registry)
+        except (OSError, OverflowError) as error:
+            raise ValueError(f"port={port} on {address} is not available: {error}") from None
+        self.port: int = self._server.server_port
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def __enter__(self) -> "Exporter":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class _Collector:
+    """Collector that prometheus-client calls at each scrape."""
+
+    def __init__(self, module: ModuleType, latest: Latest, machine: str):
+        self._module, self._latest, self._machine = module, latest, machine
+
+    def collect(self) -> Iterator[Any]:
+        _, values = self._latest()
+        for name, value in values.items():
+            gauge = self._module.core.GaugeMetricFamily(
+                exported_name(name), f"{name} of a training process", labels=["machine"]
+            )
+            gauge.add_metric([self._machine], value)
+            yield gauge
+
+
+def import_client() -> ModuleType:
+    """The package that serves metrics.
+
+    Raises:
+      ValueError: where it is not installed.
+    """
+    try:
+        import prometheus_client.core
+    except ModuleNotFoundError as error:
+        if error.name != "prometheus_client":
+            raise
+        raise ValueError(
+            'an exporter needs the package prometheus-client: pip install -e ".[faults]".'
+        ) from None
+    return prometheus_client

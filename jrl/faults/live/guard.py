@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jrl.faults.collect.fleet import Alarm, Detector
-from jrl.faults.collect.prometheus import Exporter
-from jrl.faults.collect.sampler import Sampler
+from jrl.faults.collect.sampler import Exporter, Sampler
 from jrl.faults.collect.sources import available_sources
 from jrl.faults.live.hook import Hook
 from jrl.faults.live.watcher import Watcher

@@ -8,7 +8,7 @@ import numpy as np
 from jrl.faults.collect.align import Process
 from jrl.faults.collect.exporters import build_fleet, describe_ignored
 from jrl.faults.collect.fleet import Detector, Fleet
-from jrl.faults.collect.remote import SampleSource, Store
+from jrl.faults.collect.prometheus import SampleSource, Store
 from jrl.faults.live.watcher import AlarmTracker, DetectionPass
 
 

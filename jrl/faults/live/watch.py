@@ -23,7 +23,7 @@ from rich.text import Text
 from jrl.faults.collect.error_codes import Cause
 from jrl.faults.collect.exporters import SELECTOR
 from jrl.faults.collect.fleet import INCOMPARABLE, Detector
-from jrl.faults.collect.remote import Pages, Prometheus
+from jrl.faults.collect.prometheus import Pages, Prometheus
 from jrl.faults.collect.vocabulary import PRIORITY, find_recorded
 from jrl.faults.live.hook import command_hook
 from jrl.faults.live.remote import RemoteWatcher

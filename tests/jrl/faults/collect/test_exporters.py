@@ -10,7 +10,7 @@ from jrl.faults.collect.exporters import (
     describe_ignored,
     find_metric,
 )
-from jrl.faults.collect.remote import read_page
+from jrl.faults.collect.prometheus import read_page
 from jrl.faults.collect.series import Series
 from jrl.faults.collect.vocabulary import MEANINGS, is_error_rate, is_fatal, meaning
 

@@ -14,7 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jrl.faults.collect.prometheus import Exporter, exported_name, query_range, read_answers
+from jrl.faults.collect.prometheus import query_range, read_answers
+from jrl.faults.collect.sampler import Exporter
+from jrl.faults.collect.vocabulary import exported_name
 
 RECORDED = (Path(__file__).parents[1] / "recorded" / "query_range.json").read_bytes()
 
@@ -150,7 +152,7 @@ def test_a_server_is_asked_as_its_interface_says():
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
         assert query_range(f"{address}/", "x{a='b'}", 5, 9.5) == RECORDED
-        with pytest.raises(ValueError, match=r"refused the query 'bad': .*parse error"):
+        with pytest.raises(ValueError, match=r"query_range answered 400: .*parse error"):
             query_range(address, "bad", 0, 1)
         server.shutdown()
     path = "/api/v1/query_range?query=x%7Ba%3D%27b%27%7D&start=5&end=9.5&step=1.0"

@@ -13,7 +13,7 @@ import pytest
 from exporters import HOSTS, METRICS, sample
 
 from jrl.faults.__main__ import main
-from jrl.faults.collect.remote import Pages, Prometheus, Store
+from jrl.faults.collect.prometheus import Pages, Prometheus, Store
 from jrl.faults.live.remote import RemoteWatcher
 from jrl.faults.standard import StandardDetector
 
