@@ -6,6 +6,8 @@ measures the cost of a call instead.
 """
 
 import json
+import resource
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -21,18 +23,22 @@ from rich.table import Table
 
 from jrl.config.numbers import check_seed
 from jrl.faults.assess.baselines import DETECTORS, AnyDetector
+from jrl.faults.assess.calibrate import calibrate
 from jrl.faults.assess.outcomes import (
     DETECTED,
     SILENT,
     WRONG,
     false_alarm_rate,
     figures,
+    map_in_processes,
     operational_precision,
     outcome,
 )
-from jrl.faults.assess.workers import map_in_processes
+from jrl.faults.collect.fleet import Fleet
 from jrl.faults.minder.detect import Minder
+from jrl.faults.plots import plot_benchmark, plot_scale
 from jrl.faults.simulate import PRODUCTION, Settings, simulate
+from jrl.faults.standard import StandardDetector
 
 TEST_SEED, CLEAN_SEED = 1_000_000, 2_000_000
 """Where held-out seeds begin; thresholds are chosen from 100,000 on, models from 10,000,000 on."""
@@ -40,6 +46,9 @@ SIZES = ((2, 16), (17, 128), (129, 10**9))
 """Fleets that are told apart in the results; each holds about a third of 4 to 1,500."""
 PAPER = {"Minder": (0.904, 0.883, 0.893), "Mahalanobis": (0.788, 0.767, 0.777)}
 """Precision, recall and F1 on 150 faults of production."""
+SCALE_SIZES = (4, 16, 64, 256, 750, 1500)
+"""Machines of the fleets on which the cost of a call is measured."""
+SCALE_SEED = 3_000_000
 
 
 @dataclass(frozen=True)
@@ -94,12 +103,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if request.scale or request.calibrate:
         out.mkdir(parents=True, exist_ok=True)
     if request.scale:
-        from jrl.faults.assess.scale import measure_scale
-
         return measure_scale(out)
     if request.calibrate:
-        from jrl.faults.assess.calibrate import calibrate
-
         counts = request.incidents, request.clean
         settings = _settings(request, True), _settings(request, False)
         names = tuple(select_detectors(request.only))
@@ -108,8 +113,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _print(results)
     path = out / "benchmark.json"
     path.write_text(json.dumps(results, indent=2) + "\n")
-    from jrl.faults.plots import plot_benchmark
-
     plot_benchmark(results, out / "benchmark.png")
     print(f"\n{path} and {out / 'benchmark.png'} hold the same.")
     return 0
@@ -310,3 +313,37 @@ def _print(results: dict[str, Any]) -> None:
 def _interval(triple: Sequence[float], digits: int = 3) -> str:
     value, low, high = triple
     return f"{value:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
+
+
+def measure_scale(out: Path, sizes: tuple[int, ...] = SCALE_SIZES, rounds: int = 3) -> int:
+    """Prints, writes and plots the least cost of `rounds` calls of the default detector."""
+    rows = []
+    for size in sizes:
+        row: dict[str, float] = {"machines": size}
+        for kind, faulty in (("clean", False), ("fault", True)):
+            fleet = simulate(Settings(machines=size, faulty=faulty), SCALE_SEED + size).fleet
+            row[f"{kind}_seconds"], row[f"{kind}_cpu_seconds"] = _cost(fleet, rounds)
+        row["peak_memory_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        rows.append(row)
+    (out / "scale.json").write_text(json.dumps(rows, indent=2) + "\n")
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    for name in ("machines", "clean, s", "CPU s", "fault, s", "CPU s", "peak memory, MiB"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        machines, *costs, memory = row.values()
+        table.add_row(str(machines), *(f"{cost:.3f}" for cost in costs), f"{memory:.0f}")
+    Console(width=110).print(table)
+    plot_scale(rows, out / "scale.png")
+    return 0
+
+
+def _cost(fleet: Fleet, rounds: int) -> tuple[float, float]:
+    detector = StandardDetector()
+    detector(fleet)
+    wall, cpu = [], []
+    for _ in range(rounds):
+        begin = time.perf_counter(), time.process_time()
+        detector(fleet)
+        wall.append(time.perf_counter() - begin[0])
+        cpu.append(time.process_time() - begin[1])
+    return min(wall), min(cpu)

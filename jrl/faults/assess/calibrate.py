@@ -12,8 +12,7 @@ import numpy as np
 from rich.progress import track
 
 from jrl.faults.assess.baselines import DETECTORS, AnyDetector, Instant, RobustZ, ShiftDetector
-from jrl.faults.assess.outcomes import DETECTED, SILENT, WRONG, figures, outcome
-from jrl.faults.assess.workers import map_in_processes
+from jrl.faults.assess.outcomes import DETECTED, SILENT, WRONG, figures, map_in_processes, outcome
 from jrl.faults.collect.fleet import NO_MACHINE, Alarm
 from jrl.faults.minder import vae
 from jrl.faults.minder.continuity import find_span

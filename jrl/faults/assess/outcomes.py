@@ -1,4 +1,4 @@
-"""Scoring of alarms: outcome of one incident, and figures over incidents with their intervals.
+"""Simulated incidents in parallel processes, the outcome of each, and figures over all of them.
 
 An incident in which the first alarm names the machine that failed, for a time that overlaps the
 fault, is found. An alarm that names another machine, or that machine at another time, is wrong, and
@@ -7,8 +7,12 @@ twice is the strictest reading.
 """
 
 import math
-from collections.abc import Sequence
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from jaxtyping import Float
@@ -17,6 +21,9 @@ from jrl.faults.collect.fleet import Alarm
 from jrl.faults.simulate import Incident
 
 DETECTED, WRONG, SILENT = "found", "wrong", "silent"
+ONE_THREAD = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+Job = TypeVar("Job")
+Result = TypeVar("Result")
 
 
 def outcome(incident: Incident, alarms: Sequence[Alarm]) -> str:
@@ -89,3 +96,33 @@ def operational_precision(
     right = faults * recall
     total = right + faults * wrong + passes * per_pass
     return right / total if total > 0 else 0.0
+
+
+def map_in_processes(
+    function: Callable[[Job], Result], jobs: Sequence[Job], processes: int | None = None
+) -> Iterator[Result]:
+    """Yields results in the order of the jobs, as they complete; each process has a JAX of its own.
+
+    Threads would share one CPU backend, and computations started from more threads than it has can
+    deadlock.
+
+    Args:
+      function: a function of a module, or a `partial` of one, for it goes to the processes.
+      jobs: its arguments.
+      processes: how many; one works in this process, None takes one per core.
+    """
+    if processes is not None and processes < 1:
+        raise ValueError(f"processes={processes} must be at least 1.")
+    count = min(processes or os.cpu_count() or 1, max(1, len(jobs)))
+    if count == 1:
+        yield from map(function, jobs)
+        return
+    # A forked process would inherit locks that JAX's threads hold.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(count, context, initializer=_one_thread) as pool:
+        yield from pool.map(function, jobs)
+
+
+def _one_thread() -> None:
+    """Sets XLA to one thread; called before the first use of JAX, whose backend reads the flag."""
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {ONE_THREAD}".strip()

@@ -23,6 +23,7 @@ from jrl.faults.collect.fleet import INCOMPARABLE, Alarm, Fleet, Report
 from jrl.faults.collect.prometheus import read_series
 from jrl.faults.collect.vocabulary import PRIORITY
 from jrl.faults.live.watcher import check_models, trim_to_common_start
+from jrl.faults.plots import plot_fleet
 from jrl.faults.standard import SILENCE, SilenceDetector, StandardDetector
 
 
@@ -69,8 +70,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report = replace(report, alarms=[*report.alarms, *find_stopped(Path(request.record))])
     _print(fleet, report, notes)
     path = Path(request.plot or Path(request.record).with_suffix(".png"))
-    from jrl.faults.plots import plot_fleet
-
     plot_fleet(fleet, report, path)
     print(f"picture: {path}")
     return 0 if report.comparable else INCOMPARABLE

@@ -8,8 +8,13 @@ import pytest
 from jrl.faults.__main__ import main as faults_main
 from jrl.faults.assess import benchmark
 from jrl.faults.assess.benchmark import BenchmarkOptions, main, run
-from jrl.faults.assess.outcomes import false_alarm_rate, figures, operational_precision, outcome
-from jrl.faults.assess.workers import map_in_processes
+from jrl.faults.assess.outcomes import (
+    false_alarm_rate,
+    figures,
+    map_in_processes,
+    operational_precision,
+    outcome,
+)
 from jrl.faults.collect.fleet import Alarm
 from jrl.faults.simulate import Settings, simulate
 
