@@ -163,7 +163,7 @@ def test_arrows_point_one_way(room):
             "jrl.trainer.setup.setup.Setup",
         ),
         ("jrl/text/prompts.py", "from jrl import rollout", "jrl.rollout"),
-        ("jrl/faults/live/watch.py", "from jrl.trainer import loop", "jrl.trainer.loop"),
+        ("jrl/faults/watch.py", "from jrl.trainer import loop", "jrl.trainer.loop"),
         ("jrl/rollout/sampler.py", "from ..trainer import loop", "jrl.trainer.loop"),
         ("jrl/trainer/loop.py", "from jrl.train import main", "jrl.train.main"),
         ("jrl/trainer/loop.py", "from jrl import export", "jrl.export"),

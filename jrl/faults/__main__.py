@@ -10,14 +10,14 @@ from jrl.config.command_line import exit_status
 
 def watch(arguments: list[str]) -> int:
     """look at runs that are going on, and name the process that stands out"""
-    from jrl.faults.live.watch import main
+    from jrl.faults.watch import main
 
     return main(arguments)
 
 
 def replay(arguments: list[str]) -> int:
     """look at a recorded fleet: table, picture of the machine that stands out, alarm"""
-    from jrl.faults.live.replay import main
+    from jrl.faults.replay import main
 
     return main(arguments)
 

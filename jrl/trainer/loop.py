@@ -12,9 +12,9 @@ from jaxtyping import Array
 
 from jrl.config.run import RunConfig
 from jrl.faults.collect.sources import local_gpus
-from jrl.faults.live.guard import DETECTION_INTERVAL, Attachment, Guard, machine_name, metrics_of
-from jrl.faults.live.hook import Hook, command_hook
+from jrl.faults.guard import DETECTION_INTERVAL, Attachment, Guard, machine_name, metrics_of
 from jrl.faults.standard import StandardDetector
+from jrl.faults.watcher import Hook, command_hook
 from jrl.processes.agreement import RaiseInAllProcesses, any_of, is_main_process
 from jrl.processes.stopping import Stop
 from jrl.report.display import WarmStartDisplay

@@ -13,7 +13,7 @@ from small_runs import metrics_of, small_recipe, small_run, small_setup
 from jrl.config.run import RunConfig
 from jrl.faults.collect.align import read_folder
 from jrl.faults.collect.record import Writer
-from jrl.faults.live.guard import machine_name
+from jrl.faults.guard import machine_name
 from jrl.report.metrics import check_defined
 from jrl.runs.folder import RunFolder
 from jrl.trainer import loop

@@ -14,8 +14,8 @@ from exporters import HOSTS, METRICS, sample
 
 from jrl.faults.__main__ import main
 from jrl.faults.collect.prometheus import Pages, Prometheus, Store
-from jrl.faults.live.remote import RemoteWatcher
 from jrl.faults.standard import StandardDetector
+from jrl.faults.watcher import RemoteWatcher
 
 
 class Answers(BaseHTTPRequestHandler):

@@ -25,11 +25,16 @@ from jrl.faults.collect.exporters import SELECTOR
 from jrl.faults.collect.fleet import INCOMPARABLE, Detector
 from jrl.faults.collect.prometheus import Pages, Prometheus
 from jrl.faults.collect.vocabulary import PRIORITY, find_recorded
-from jrl.faults.live.hook import command_hook
-from jrl.faults.live.remote import RemoteWatcher
-from jrl.faults.live.watcher import MIN_MACHINES, DetectionPass, Watcher, check_models
 from jrl.faults.outlier import OutlierDetector
 from jrl.faults.standard import StandardDetector
+from jrl.faults.watcher import (
+    MIN_MACHINES,
+    DetectionPass,
+    RemoteWatcher,
+    Watcher,
+    check_models,
+    command_hook,
+)
 from jrl.report.display import visible
 from jrl.runs.folder import RunFolder
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from jrl.faults.collect.fleet import Alarm, Detector
 from jrl.faults.collect.sampler import Exporter, Sampler
 from jrl.faults.collect.sources import available_sources
-from jrl.faults.live.hook import Hook
-from jrl.faults.live.watcher import Watcher
+from jrl.faults.watcher import Hook, Watcher
 
 DETECTION_INTERVAL = 30.0
 """Seconds between two detection passes of the watcher. Minder runs every 8 minutes."""

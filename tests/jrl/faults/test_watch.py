@@ -10,10 +10,9 @@ from jrl.faults import __main__ as faults_command
 from jrl.faults.__main__ import main
 from jrl.faults.collect.fleet import Alarm, Fleet
 from jrl.faults.collect.record import Writer
-from jrl.faults.live.hook import command_hook
-from jrl.faults.live.watcher import Watcher
 from jrl.faults.outlier import OutlierDetector
 from jrl.faults.standard import SILENCE
+from jrl.faults.watcher import Watcher, command_hook
 
 COLUMNS = ("step/time", "cpu/process")
 FAST = ["--once", "--window=4", "--continuity=10"]
@@ -152,7 +151,7 @@ def test_without_a_terminal_it_is_a_line(tmp_path, capsys, monkeypatch):
             for writer in recorded(tmp_path, until=-1.0):
                 writer.close(time.time())
 
-    monkeypatch.setattr("jrl.faults.live.watch.time", SimpleNamespace(sleep=appear))
+    monkeypatch.setattr("jrl.faults.watch.time", SimpleNamespace(sleep=appear))
     assert main(["watch", str(tmp_path)]) == 0
     first, *rest = capsys.readouterr().out.splitlines()
     assert first.startswith(f"no sample yet in {tmp_path / 'faults'}: a run started with --faults")

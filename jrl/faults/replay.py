@@ -22,9 +22,9 @@ from jrl.faults.collect.exporters import build_fleet, describe_ignored
 from jrl.faults.collect.fleet import INCOMPARABLE, Alarm, Fleet, Report
 from jrl.faults.collect.prometheus import read_series
 from jrl.faults.collect.vocabulary import PRIORITY
-from jrl.faults.live.watcher import check_models, trim_to_common_start
 from jrl.faults.plots import plot_fleet
 from jrl.faults.standard import SILENCE, SilenceDetector, StandardDetector
+from jrl.faults.watcher import check_models, trim_to_common_start
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from tiers import full_but
 from jrl.faults.collect.exporters import build_fleet
 from jrl.faults.collect.fleet import Fleet
 from jrl.faults.collect.series import Series
-from jrl.faults.live.replay import main as replay
+from jrl.faults.replay import main as replay
 from jrl.faults.standard import SILENCE, StandardDetector
 
 MACHINES, GPUS, TICKS, PERIOD, BEGIN = 12, 2, 64, 15.0, 1.8e9

@@ -9,13 +9,13 @@ import pytest
 from jrl.faults.collect.fleet import Fleet
 from jrl.faults.collect.record import Writer
 from jrl.faults.collect.vocabulary import exported_name
-from jrl.faults.live.replay import find_stopped, read_fleet
-from jrl.faults.live.replay import main as replay
-from jrl.faults.live.watch import main as watch
 from jrl.faults.minder.detect import Minder
 from jrl.faults.outlier import OutlierDetector
+from jrl.faults.replay import find_stopped, read_fleet
+from jrl.faults.replay import main as replay
 from jrl.faults.simulate.incident import main as simulate_command
 from jrl.faults.standard import StandardDetector
+from jrl.faults.watch import main as watch
 
 
 @pytest.mark.slow
@@ -52,7 +52,7 @@ def test_models_without_minder_are_refused(tmp_path):
             main([*words, "--models", "m.npz"])
 
 
-RECORDED = Path(__file__).parents[1] / "recorded" / "local_clean.npz"
+RECORDED = Path(__file__).parent / "recorded" / "local_clean.npz"
 """Five and a half minutes of four healthy local processes on two cores that eleven others use."""
 
 

@@ -1,6 +1,9 @@
-"""Periodic detection on the records of running processes; reports new alarms."""
+"""Periodic detection on the records of running processes, or over the network: alarms, hooks."""
 
 import math
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,12 +12,17 @@ from pathlib import Path
 import numpy as np
 
 from jrl.faults.collect.align import Aligned, Process, align
+from jrl.faults.collect.exporters import build_fleet, describe_ignored
 from jrl.faults.collect.fleet import Alarm, Detector, Fleet, Report
+from jrl.faults.collect.prometheus import SampleSource, Store
 from jrl.faults.collect.record import Follower
 from jrl.faults.standard import SILENCE
 
 MIN_MACHINES = 3
 """Minimum for a comparison: of two machines that differ, either may be the faulty one."""
+HOOK_TIMEOUT = 300.0
+"""Seconds after which a command that does not end is killed."""
+Hook = Callable[[Alarm], object]
 
 
 @dataclass(frozen=True)
@@ -168,6 +176,73 @@ class Watcher:
         ]
 
 
+class RemoteWatcher:
+    """Compares the machines of a source: a Prometheus server, or exporters' pages.
+
+    Args:
+      source: source of the samples.
+      detector: names the outlier machines.
+      seconds: length of the compared record.
+      silence: a machine without a sample for so many seconds is called silent.
+      label: names the machine, see `build_fleet`.
+      requested: names of exporters that are compared although they are unknown.
+      acknowledged: see `AlarmTracker`.
+    """
+
+    def __init__(
+        self,
+        source: SampleSource,
+        detector: Detector,
+        *,
+        seconds: float | int = 900.0,
+        silence: float | int = 60.0,
+        label: str | None = None,
+        requested: Collection[str] = (),
+        acknowledged: Callable[[], Collection[str]] | None = None,
+    ):
+        self._store = Store(source, seconds)
+        self._tracker = AlarmTracker(detector, acknowledged)
+        self._seconds, self._silence, self._label = seconds, silence, label
+        self._requested = requested
+
+    def detect(self, now: float | None = None) -> DetectionPass:
+        """Polls for new samples and compares; `now` is Unix time, the present by default."""
+        started = time.monotonic()
+        now = time.time() if now is None else now
+        series, problems = self._store.update(now)
+        fleet = build_fleet(series, label=self._label, requested=self._requested)
+        report, raised = self._tracker.update(fleet)
+        processes = tuple(
+            self._process_state(fleet, row, now) for row in range(len(fleet.machines))
+        )
+        health = (
+            f"{len(series)} series of {len(fleet.machines)} machines every {fleet.period:g} s, "
+            f"asked in {time.monotonic() - started:.2f} s"
+        )
+        notes = (*describe_ignored(series, self._requested), *report.notes)
+        if not series:
+            notes = (
+                f"no sample of the last {self._seconds:g} s was received: no machine is watched",
+            )
+        return DetectionPass(
+            fleet,
+            processes,
+            tuple(report.alarms),
+            raised,
+            tuple(problems),
+            notes,
+            report.comparable,
+            health,
+        )
+
+    def _process_state(self, fleet: Fleet, row: int, now: float) -> Process:
+        seen = np.flatnonzero(np.isfinite(fleet.values[row]).any(axis=0))
+        age = now - float(fleet.times[seen[-1]]) if seen.size else float("nan")
+        late = not age <= max(self._silence, 3 * fleet.period)
+        state = "silent" if late else "running"
+        return Process(fleet.machines[row], "", state, age, damaged=0, torn=0, future=0)
+
+
 def check_models(models: str | None, detector: str) -> None:
     """Raises a ValueError for a file of models without the detector that uses them."""
     if models is not None and detector != "minder":
@@ -201,3 +276,38 @@ def trim_to_common_start(fleet: Fleet) -> Fleet:
     has_sample = np.isfinite(fleet.values).sum(axis=1) > 0
     first_samples = [int(np.flatnonzero(row)[0]) for row in has_sample if row.any()]
     return fleet.last((fleet.num_samples - max(first_samples, default=0)) * fleet.period)
+
+
+def command_hook(command: str, timeout: float | int = HOOK_TIMEOUT) -> Hook:
+    """Returns a function that runs a shell command and reports a failure on standard error.
+
+    The command receives the alarm in its environment: ``JRL_FAULT_MACHINE``, ``JRL_FAULT_METRIC``,
+    ``JRL_FAULT_START`` and ``JRL_FAULT_END`` (Unix times in seconds), and ``JRL_FAULT_LINE``, all
+    of it in words. Put the names in double quotes there.
+
+    Raises:
+      ValueError: on an empty command.
+    """
+    if not command.strip():
+        raise ValueError("on_fault is an empty command: leave it out, or give the command to run.")
+
+    def run(alarm: Alarm) -> int:
+        environment = {
+            **os.environ,
+            "JRL_FAULT_MACHINE": alarm.machine,
+            "JRL_FAULT_METRIC": alarm.metric,
+            "JRL_FAULT_START": f"{alarm.start:.3f}",
+            "JRL_FAULT_END": f"{alarm.end:.3f}",
+            "JRL_FAULT_LINE": alarm.describe(),
+        }
+        try:
+            status = subprocess.run(
+                command, shell=True, env=environment, timeout=timeout, check=False
+            ).returncode
+        except subprocess.TimeoutExpired:
+            status = 124  # as timeout(1) says it
+        if status:
+            print(f"on-fault command ended with status {status}: {command}", file=sys.stderr)
+        return status
+
+    return run

@@ -1,1 +1,0 @@
-"""Looking at runs: attached to training, from outside, and afterwards."""
