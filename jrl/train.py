@@ -116,7 +116,7 @@ def _start_run(options: TrainOptions) -> int:
 
 def _resume(options: TrainOptions) -> int:
     """An old run from its last checkpoint; from its beginning if it was killed before the first."""
-    from jrl.report.page.write import write_page
+    from jrl.report.page import write_page
     from jrl.report.plots import plot_run
     from jrl.runs.checkpoints import Checkpoints
     from jrl.trainer.adapters.peft import load_initial_adapters

@@ -19,7 +19,7 @@ from jrl.processes.agreement import RaiseInAllProcesses, any_of, is_main_process
 from jrl.processes.stopping import Stop
 from jrl.report.display import WarmStartDisplay
 from jrl.report.metrics import check_defined
-from jrl.report.page.write import write_page
+from jrl.report.page import write_page
 from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.sampler import Sampler
 from jrl.runs import provenance, versions

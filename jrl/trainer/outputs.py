@@ -17,7 +17,7 @@ from jrl.report.display import TrainingDisplay, print_samples
 from jrl.report.lookout import suspicion
 from jrl.report.lookout.suspicion import Lookout
 from jrl.report.metrics import check_defined
-from jrl.report.page.write import write_page
+from jrl.report.page import write_page
 from jrl.report.plots import plot_run
 from jrl.rollout.collection.collect import sampling_of, shown_rows
 from jrl.rollout.completion_metrics import single_turn_answers

@@ -13,7 +13,7 @@ from small_runs import (
 
 from jrl.recipes import RECIPES
 from jrl.report.lookout import suspicion
-from jrl.report.page.data import page_data
+from jrl.report.page import page_data
 from jrl.runs.folder import RunFolder
 from jrl.runs.records import read
 from jrl.tasks.procedural import ProceduralTask

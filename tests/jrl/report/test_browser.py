@@ -6,7 +6,7 @@ import pytest
 from chromium import Chromium, find_browser
 from report_runs import HOSTILE, NUM_STEPS, report_run
 
-from jrl.report.page.write import write_page
+from jrl.report.page import write_page
 
 BROWSER = find_browser()
 pytestmark = [

@@ -8,7 +8,7 @@ import pytest
 from report_runs import HOSTILE, report_run
 
 from jrl.report import __main__ as command
-from jrl.report.page import data, write
+from jrl.report.page import UPLOT, fit_samples, page_data, render_page, thin, write_page
 from jrl.runs import records
 
 
@@ -26,7 +26,7 @@ def embedded(page):
 
 
 def test_values_are_those_of_the_files(run, tmp_path):
-    path = write.write_page([run], tmp_path / "deep" / "report.html")
+    path = write_page([run], tmp_path / "deep" / "report.html")
     (found,) = embedded(path.read_text())["runs"]
     lines = records.read_metrics(run.metrics_path)
     assert found["steps"] == [line["step"] for line in lines]
@@ -44,7 +44,7 @@ def test_values_are_those_of_the_files(run, tmp_path):
 
 def test_nothing_of_a_run_can_end_the_element_it_stands_in(run):
     title = "<b>&{{data}}"
-    page = write.render_page(data.page_data([run]), title)
+    page = render_page(page_data([run]), title)
     assert any(s["completion"] == HOSTILE for s in embedded(page)["runs"][0]["samples"])
     assert "onerror=alert" in page and "<img" not in page and "<b>&" not in page
     assert "<title>&lt;b&gt;&amp;{{data}}</title>" in page
@@ -53,56 +53,56 @@ def test_nothing_of_a_run_can_end_the_element_it_stands_in(run):
 
 
 def test_the_page_is_small_and_asks_for_nothing(run):
-    page = write.render_page(data.page_data([run]), "run")
+    page = render_page(page_data([run]), "run")
     assert len(page.encode()) < 200_000
     assert "default-src 'none'" in page
     assert not re.findall(r'(?:src|href)="(?!#|data:)', page)
-    assert f"(v{data.UPLOT})" in page  # as the library says itself
+    assert f"(v{UPLOT})" in page  # as the library says itself
 
 
 def test_long_runs_are_thinned_evenly_and_keep_evaluations():
     lines = [
         {"step": step} | ({"val/accuracy/sampled": 0.5} if step == 7 else {}) for step in range(41)
     ]
-    steps = [line["step"] for line in data.thin(lines, 11)]
+    steps = [line["step"] for line in thin(lines, 11)]
     assert steps == [0, 4, 7, 8, 12, 16, 20, 24, 28, 32, 36, 40]
-    assert data.thin(lines[:11], 11) == lines[:11]
+    assert thin(lines[:11], 11) == lines[:11]
 
 
 def test_samples_that_do_not_fit_are_left_out_by_steps():
     samples = [{"step": step, "text": "x" * 50} for step in range(9) for _ in range(2)]
     size = 2 * len(json.dumps(samples[0]))
-    kept = [sample["step"] for sample in data.fit_samples(samples, 5 * size)]
+    kept = [sample["step"] for sample in fit_samples(samples, 5 * size)]
     assert kept == [0, 0, 2, 2, 4, 4, 6, 6, 8, 8]
-    assert data.fit_samples(samples, 9 * size) == samples
-    assert data.fit_samples([], 1) == []
+    assert fit_samples(samples, 9 * size) == samples
+    assert fit_samples([], 1) == []
 
 
 def test_samples_of_a_suspicion_come_first():
     samples = [{"step": step, "kind": "training", "text": "x" * 50} for step in range(9)]
     samples[3]["kind"] = "suspicious"
     size = len(json.dumps(samples[3]))
-    assert [sample["step"] for sample in data.fit_samples(samples, 2 * size)] == [3, 8]
+    assert [sample["step"] for sample in fit_samples(samples, 2 * size)] == [3, 8]
 
 
 def test_a_suspicion_is_said_with_its_reasons(tmp_path):
     with report_run(tmp_path / "run", steps=2) as folder:
-        assert data.page_data([folder])["runs"][0]["suspicion"] is None
+        assert page_data([folder])["runs"][0]["suspicion"] is None
         with records.Appender(folder.metrics_path) as file:
             for step in range(3, 13):
                 late = float(step > 8)
                 line = {"critic/score/mean": late, "response_length/mean": 50 - 40 * late}
                 file.append(step, {**line, "reward/suspicion": float(step > 10)})
-    found = data.page_data([folder])["runs"][0]["suspicion"]
+    found = page_data([folder])["runs"][0]["suspicion"]
     assert found["step"] == 11
     assert found["reasons"][0].endswith("while lengths fell from 50 to 10")
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path):
     folders = [report_run(tmp_path / where / "run", steps=2) for where in ("a", "b")]
-    assert [run["name"] for run in data.page_data(folders)["runs"]] == ["a/run", "b/run"]
+    assert [run["name"] for run in page_data(folders)["runs"]] == ["a/run", "b/run"]
     with pytest.raises(ValueError, match="name a folder twice: give each once"):
-        data.page_data([folders[0], folders[0]])
+        page_data([folders[0], folders[0]])
 
 
 def test_the_command(run, tmp_path, capsys, monkeypatch):

@@ -1,1 +1,0 @@
-"""report.html: runs as one self-contained page."""
