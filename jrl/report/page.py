@@ -10,9 +10,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from jrl.report.lookout.suspicion import first_suspicion
 from jrl.report.metrics import describe
 from jrl.report.plots import PANELS
+from jrl.report.suspicion import first_suspicion
 from jrl.runs import records, versions
 from jrl.runs.folder import RunFolder
 

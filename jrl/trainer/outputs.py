@@ -13,12 +13,12 @@ from jrl.config.run import RunConfig
 from jrl.faults.collect.fleet import Alarm
 from jrl.processes.agreement import is_main_process, to_host
 from jrl.recipes.base.recipe import Recipe
+from jrl.report import suspicion
 from jrl.report.display import TrainingDisplay, print_samples
-from jrl.report.lookout import suspicion
-from jrl.report.lookout.suspicion import Lookout
 from jrl.report.metrics import check_defined
 from jrl.report.page import write_page
 from jrl.report.plots import plot_run
+from jrl.report.suspicion import Lookout
 from jrl.rollout.collection.collect import sampling_of, shown_rows
 from jrl.rollout.completion_metrics import single_turn_answers
 from jrl.rollout.sampler import Completion, Sampler, numbered_heldout

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from jrl.report.lookout import suspicion
-from jrl.report.lookout.suspicion import Lookout, first_suspicion, suspicion_reasons
+from jrl.report import suspicion
 from jrl.report.metrics import describe
+from jrl.report.suspicion import Lookout, first_suspicion, suspicion_reasons
 from jrl.tasks.answers.habits import Answered, answer_statistics, form_of, is_disputed
 
 HERE = Path(__file__).parent

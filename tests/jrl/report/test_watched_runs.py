@@ -12,7 +12,7 @@ from small_runs import (
 )
 
 from jrl.recipes import RECIPES
-from jrl.report.lookout import suspicion
+from jrl.report import suspicion
 from jrl.report.page import page_data
 from jrl.runs.folder import RunFolder
 from jrl.runs.records import read

@@ -1,1 +1,0 @@
-"""Monitoring of a run for reward hacking while it trains."""
