@@ -29,8 +29,7 @@ from jrl.config.run import RunConfig
 from jrl.processes.agreement import RaiseInAllProcesses, check_same, connect, is_main_process
 from jrl.recipes import Recipe
 from jrl.report.compilation import CompilationWatch
-from jrl.report.evaluation.display import EvaluationDisplay
-from jrl.report.evaluation.results import print_completions, print_results
+from jrl.report.evaluation import EvaluationDisplay, print_completions, print_results
 from jrl.rollout.sampling import Sampling
 from jrl.runs.folder import RunFolder
 from jrl.tasks.data.split import parse_heldout

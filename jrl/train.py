@@ -32,7 +32,7 @@ from jrl.processes.agreement import (
     is_multiprocess,
 )
 from jrl.recipes.base.load import source_of
-from jrl.report.conclusion import summarize_run
+from jrl.report.evaluation import summarize_run
 from jrl.runs import records
 from jrl.runs.folder import RunFolder
 from jrl.tasks.load import custom_files

@@ -5,7 +5,7 @@ import time
 
 from rich.console import Console
 
-from jrl.report.evaluation.display import MAX_LINES, EvaluationDisplay
+from jrl.report.evaluation import MAX_LINES, EvaluationDisplay
 
 
 def test_a_bar_per_phase_on_a_terminal():

@@ -1,0 +1,316 @@
+"""Terminal output of evaluations: progress, results, and the change from a run's first to its last."""
+
+import shlex
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from jrl.report import compilation
+from jrl.report.display import printable, score_mark
+from jrl.runs.folder import RunFolder
+from jrl.runs.records import read_metrics
+
+MAX_LINES = 10
+"""Lines per phase at most for completions that are done, where there is no terminal."""
+FIRST_WAIT, MAX_WAIT, WAIT_GROWTH = 10.0, 300.0, 1.5
+"""Seconds without a line after which there is one all the same, the first time and at most, and by
+how much it is more each time: the first completions may take long."""
+MAX_CHARACTERS = 600
+"""Characters of a text that are shown; of a longer one its beginning and its end."""
+StepMetrics = Mapping[str, float | int]
+
+
+class _CompilationColumn(ProgressColumn):
+    """The program that is being compiled."""
+
+    def render(self, task: Task) -> Text:
+        line = None if task.finished else compilation.current_line()
+        return Text(line or "", style="dim")
+
+
+class _TokensColumn(ProgressColumn):
+    """The tokens that a phase has sampled.
+
+    Args:
+      phases: by their names.
+    """
+
+    def __init__(self, phases: "dict[str, _Phase]"):
+        super().__init__()
+        self._phases = phases
+
+    def render(self, task: Task) -> Text:
+        return Text(self._phases[task.description].tokens_line)
+
+
+class _Phase:
+    """Progress of a phase: completions, tokens and seconds.
+
+    Args:
+      tokens: sampled so far, in all phases.
+    """
+
+    def __init__(self, tokens: Callable[[], int]):
+        self._tokens, self._before, self._begun = tokens, tokens(), time.monotonic()
+        self._end: tuple[int, float] | None = None
+        self.done, self.total, self.printed = 0, 0, 0
+
+    def update(self, done: int, total: int) -> None:
+        self.done, self.total = done, total
+        # Later phases count on.
+        self._end = (self.tokens, self.seconds) if done == total else None
+
+    @property
+    def tokens(self) -> int:
+        return self._tokens() - self._before if self._end is None else self._end[0]
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._begun if self._end is None else self._end[1]
+
+    @property
+    def tokens_line(self) -> str:
+        tokens = self.tokens
+        return f"{tokens:,} tokens" if tokens else ""
+
+    def line(self, name: str) -> str:
+        fields = f"{self.done}/{self.total} completions", self.tokens_line, f"{self.seconds:.1f} s"
+        return f"{name}: {', '.join(field for field in fields if field)}"
+
+
+class EvaluationDisplay:
+    """The phases of an evaluation, each with the completions done of all there will be.
+
+    Where there is no terminal, a line comes for every tenth of a phase and, while none is finished,
+    after ten seconds and then ever more seldom.
+
+    Args:
+      console: where to show them; standard output by default.
+      tokens: how many were sampled so far; None shows no tokens. It is asked in other threads.
+      wait: seconds without a line after which there is one.
+    """
+
+    def __init__(
+        self,
+        console: Console | None = None,
+        tokens: Callable[[], int] | None = None,
+        wait: float = FIRST_WAIT,
+    ):
+        self._console = console or Console()
+        self._tokens = (lambda: 0) if tokens is None else tokens
+        self._progress: Progress | None = None
+        self._bars: dict[str, TaskID] = {}
+        self._phases: dict[str, _Phase] = {}
+        self._wait, self._last_printed = wait, 0.0
+        self._lock, self._ended = threading.Lock(), threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def update(self, phase: str, done: int, total: int) -> None:
+        """Show that so many of the completions of a phase are decoded and verified."""
+        with self._lock:
+            is_new = phase not in self._phases
+            if is_new:
+                self._phases[phase] = _Phase(self._tokens)
+                if self._progress is not None:
+                    self._bars[phase] = self._progress.add_task(phase, total=total)
+            current = self._phases[phase]
+            current.update(done, total)
+            if self._progress is not None:
+                self._progress.update(self._bars[phase], completed=done)
+            elif is_new or done == total or done - current.printed >= total / MAX_LINES:
+                current.printed = done
+                self._print(phase)
+
+    def _print(self, phase: str) -> None:
+        # Not through the console: it would cut the line at 80 columns.
+        print(self._phases[phase].line(phase), file=self._console.file, flush=True)
+        self._last_printed = time.monotonic()
+
+    def _remind(self) -> None:
+        """Prints the line of the current phase now and then, until the end."""
+        wait = self._wait
+        while not self._ended.wait(wait):
+            with self._lock:
+                phase = next(reversed(self._phases), None)
+                if phase is None or self._phases[phase].done == self._phases[phase].total:
+                    continue
+                if time.monotonic() - self._last_printed >= wait:
+                    self._print(phase)
+                    wait = min(WAIT_GROWTH * wait, MAX_WAIT)
+
+    def __enter__(self) -> "EvaluationDisplay":
+        if self._console.is_terminal:
+            self._progress = Progress(
+                SpinnerColumn(),
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("completions"),
+                _TokensColumn(self._phases),
+                TimeElapsedColumn(),
+                _CompilationColumn(),
+                console=self._console,
+            )
+            self._progress.start()
+            compilation.set_drawing(self, True)
+        else:
+            self._thread = threading.Thread(
+                target=self._remind, name="jrl evaluation display", daemon=True
+            )
+            self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+        if self._progress is not None:
+            compilation.set_drawing(self, False)
+            self._progress.stop()
+            self._progress = None
+
+
+def print_results(results: Mapping[str, Any], console: Console | None = None) -> None:
+    """Print the numbers of `jrl.trainer.evaluation.evaluate`, with what was evaluated."""
+    console = console or Console()
+    # Not through the console: it would cut lines at 80 columns.
+    print("{run}: {recipe} on {task}, step {step}".format(**results), file=console.file)
+    print(_prompts(results), file=console.file)
+    table = Table(box=box.SIMPLE_HEAD, show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_row("sampled accuracy", f"{results['accuracy/sampled']:.3f}")
+    table.add_row("its standard error", f"{results['accuracy/sampled/standard_error']:.3f}")
+    table.add_row("greedy accuracy", f"{results['accuracy/greedy']:.3f}")
+    for name in results:
+        if name.startswith("pass@"):
+            table.add_row(name, f"{results[name]:.3f}")
+    for name in results:
+        if name.startswith("task/") and "/completions/" not in name:
+            table.add_row(name.removeprefix("task/"), f"{results[name]:.3f}")
+        if name.startswith("reward/"):
+            table.add_row(f"reward: {name.removeprefix('reward/')}", f"{results[name]:.3f}")
+    if "prompts_dropped" in results:
+        table.add_row("prompts dropped as too long", f"{results['prompts_dropped']}")
+    table.add_row("mean length", f"{results['response_length/mean']:.2f} tokens")
+    table.add_row("truncated by the length limit", f"{results['response_length/clip_ratio']:.1%}")
+    total = results["prompts"] * results["k"]
+    for name in results:
+        if name.startswith("verifier/") and results[name]:
+            reason = f"verdict: {name.removeprefix('verifier/')}"
+            table.add_row(reason, f"{results[name] / total:.1%}")
+    for name in results:
+        if name.startswith("critic/"):
+            table.add_row(name.removeprefix("critic/"), f"{results[name]:.3f}")
+    console.print(table)
+
+
+def print_completions(records: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:
+    """Print completions with their prompts, reference answers and verdicts.
+
+    Args:
+      records: as a file of samples has them (`jrl.rollout.sampler.Completion.record`).
+      console: where to print; standard output by default.
+    """
+    console = console or Console()
+    if not records:
+        return
+    table = Table(box=box.ROUNDED, title="Completions", show_lines=True)
+    for heading in ("prompt", "answer", "completion", ""):
+        table.add_column(heading, overflow="fold", no_wrap=heading == "")
+    for record in records:
+        texts = [record[name] for name in ("prompt", "answer", "completion")]
+        verdict = Text.assemble(score_mark(record, console), "\n", record["reason"])
+        table.add_row(*(printable(_shorten(text), console) for text in texts), verdict)
+    console.print(table)
+
+
+def _prompts(results: Mapping[str, Any]) -> str:
+    """Line about the evaluated prompts: their number, of how many, and how they were sampled."""
+    evaluated, available = results["prompts"], results["prompts_there"]
+    held_out = "" if results["everything"] else "held-out "
+    if available is None:
+        count_text = f"{evaluated:,}"
+    else:
+        count_text = (
+            f"all {available:,}" if evaluated == available else f"{evaluated:,} of {available:,}"
+        )
+    sampling = "{k} completions each at temperature {temperature}".format(**results)
+    return f"{count_text} {held_out}prompts, {sampling}"
+
+
+def _shorten(text: str) -> str:
+    if len(text) <= MAX_CHARACTERS:
+        return text
+    half = MAX_CHARACTERS // 2
+    return f"{text[:half]} ... {text[-half:]}"
+
+
+def summarize_run(folder: RunFolder) -> str:
+    """The held-out metrics of the first evaluation and of the last, and the paths of the pages."""
+    lines = read_metrics(folder.metrics_path)
+    summary = _summarize_supervised(lines, folder) or _summarize_rewards(lines, folder)
+    return "\n".join(
+        [
+            summary[0],
+            f"plots: {folder.plots_path / 'overview.png'}",
+            f"page:  {folder.report_path}",
+            summary[1],
+        ]
+    )
+
+
+def _summarize_rewards(lines: Sequence[StepMetrics], folder: RunFolder) -> tuple[str, str]:
+    evaluations = [line for line in lines if "val/accuracy/sampled" in line]
+    first, last = evaluations[0], evaluations[-1]
+    changes = [
+        f"{mode} {first[f'val/accuracy/{mode}']:.3f} -> {last[f'val/accuracy/{mode}']:.3f}"
+        for mode in ("sampled", "greedy")
+    ]
+    start = "warm start" if "warm_start/steps" in first else "start"
+    return (
+        f"held-out accuracy, {start} -> step {last['step']}: {', '.join(changes)}",
+        f"more:  python -m jrl.evaluate {_path(folder)} --k 8",
+    )
+
+
+def _summarize_supervised(
+    lines: Sequence[StepMetrics], folder: RunFolder
+) -> tuple[str, str] | None:
+    """None of a run that learned from rewards."""
+    evaluations = [line for line in lines if "val/nll" in line]
+    if not evaluations:
+        return None
+    first, last = evaluations[0], evaluations[-1]
+    model = str(folder.config()["run"]["model"])
+    changes = [
+        f"loss {first['val/nll']:.3f} -> {last['val/nll']:.3f} nats a token",
+        f"perplexity {first['val/perplexity']:.4g} -> {last['val/perplexity']:.4g}",
+        f"tokens right {first['val/token_accuracy']:.1%} -> {last['val/token_accuracy']:.1%}",
+    ]
+    return (
+        f"held-out conversations, start -> step {last['step']}: {', '.join(changes)}",
+        f"next:  python -m jrl.train grpo --model {shlex.quote(model)} --weights {_path(folder)} "
+        "--task ...",
+    )
+
+
+def _path(folder: RunFolder) -> str:
+    return shlex.quote(str(folder.path))

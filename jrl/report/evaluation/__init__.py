@@ -1,1 +1,0 @@
-"""Terminal output of an evaluation: its progress and its results."""
