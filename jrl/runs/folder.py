@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jrl.runs import offsets, records
+from jrl.runs import records
 from sharding.former_names import former_members
 
 LOCK = ".lock"
@@ -128,25 +128,25 @@ class RunFolder:
         """Replace the configuration of a run that is being resumed."""
         records.replace(self.config_path, _config_bytes(config))
 
-    def line_offsets(self) -> dict[str, offsets.FileOffset]:
+    def line_offsets(self) -> dict[str, records.FileOffset]:
         """Return the offsets of the run's lines, for the checkpoint that continues after them."""
         return {
-            path.name: offsets.read_offset(path) for path in (self.metrics_path, self.samples_path)
+            path.name: records.read_offset(path) for path in (self.metrics_path, self.samples_path)
         }
 
-    def file_hashes(self) -> dict[str, offsets.FileOffset]:
+    def file_hashes(self) -> dict[str, records.FileOffset]:
         """Return what the files of the run hold that never change."""
         unchanged_files = (self.recipe_path, self.tokenizer_path, self.model_path)
         user_files = sorted(self.code_path.glob("*.py"))
         return {
-            **{path.name: offsets.read_offset(path) for path in unchanged_files},
+            **{path.name: records.read_offset(path) for path in unchanged_files},
             **{
-                f"{self.code_path.name}/{path.name}": offsets.read_offset(path)
+                f"{self.code_path.name}/{path.name}": records.read_offset(path)
                 for path in user_files
             },
         }
 
-    def check_files(self, step: int, saved: Mapping[str, offsets.FileOffset]) -> None:
+    def check_files(self, step: int, saved: Mapping[str, records.FileOffset]) -> None:
         """Refuse files that are not what they were at the checkpoint of `step`.
 
         Args:
@@ -159,7 +159,7 @@ class RunFolder:
                     "was changed, or is that of another run; put the file back as it was"
                 )
 
-    def rewind(self, step: int, saved: Mapping[str, offsets.FileOffset]) -> None:
+    def rewind(self, step: int, saved: Mapping[str, records.FileOffset]) -> None:
         """Drop the metrics and samples that a checkpoint of `step` writes again.
 
         Args:
@@ -168,8 +168,8 @@ class RunFolder:
         Raises:
           ValueError: where what comes before them is not what was there then.
         """
-        offsets.truncate(self.metrics_path, saved["metrics.jsonl"], step, every_step=True)
-        offsets.truncate(self.samples_path, saved["samples.jsonl"], step, every_step=False)
+        records.truncate(self.metrics_path, saved["metrics.jsonl"], step, every_step=True)
+        records.truncate(self.samples_path, saved["samples.jsonl"], step, every_step=False)
 
     def discard_unsaved(self) -> None:
         """Drop what a run wrote that was killed before its first checkpoint.

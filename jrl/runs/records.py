@@ -1,17 +1,23 @@
-"""Files of JSON lines that survive a kill: append and read; `jrl.runs.offsets` truncates them.
+"""Files of JSON lines that survive a kill: append, read, and truncate to an offset.
 
 Every line is one JSON object with an integer ``"step"``. Floats are written as the shortest decimal
 that reads back to the same bits. JSON has no NaN and no infinity, so they become the strings
 ``"NaN"``, ``"Infinity"`` and ``"-Infinity"`` (the spelling that Python's ``float`` and Protobuf's
 JSON read); `read_metrics` turns them back into floats.
+
+An offset is the length and the SHA-256 of a file at a checkpoint. The run resumes from the
+checkpoint with exactly these bytes; later lines are written again.
 """
 
+import hashlib
 import json
 import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, SupportsFloat
+
+FileOffset = dict[str, Any]
 
 
 class Appender:
@@ -189,3 +195,69 @@ def _text(value: Any) -> str | None:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def read_offset(path: Path) -> FileOffset:
+    """Length and SHA-256 of a file, synced first: the checkpoint must not outlive its lines."""
+    if not path.exists():
+        return _offset_of(b"")
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        return _offset_of(file.read())
+
+
+def truncate(path: Path, offset: FileOffset, step: int, *, every_step: bool) -> None:
+    """Cuts the file back to an offset in one atomic replacement.
+
+    Args:
+      path: the file; it may be missing only where it was at the offset.
+      step: of the checkpoint that has the offset, for the message.
+      every_step: whether the file has one line for each step from 0 on; otherwise a step may have
+        several lines or none.
+
+    Raises:
+      ValueError: where it does not begin with what it held at the offset, naming the first line
+        that shows it; the file is then untouched.
+    """
+    content = path.read_bytes() if path.exists() else b""
+    prefix = content[: offset["bytes"]]
+    if _offset_of(prefix) == offset:
+        if len(content) > len(prefix):
+            replace(path, prefix)
+        return
+    if not path.exists():
+        reason = " is missing"
+    else:
+        reason = _first_fault(content, step, every_step) or (
+            f": the first {offset['bytes']} bytes were changed, or are those of another run"
+        )
+    raise ValueError(
+        f"{path}{reason}; the checkpoint of step {step} continues after the lines that were "
+        "written up to it, in order and unchanged. Put the file back as it was, or start a new "
+        f"run from this policy with --weights {path.parent}"
+    )
+
+
+def _offset_of(content: bytes) -> FileOffset:
+    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def _first_fault(content: bytes, step: int, every_step: bool) -> str | None:
+    """First fault of the lines up to a step, judged without the offset; None without any."""
+    previous_step = -1
+    *lines, _ = content.split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        record = record_of(line)
+        if record is None:
+            return f":{number} is not a JSON object with an integer step"
+        line_step = record["step"]
+        if every_step and line_step != previous_step + 1:
+            return f":{number} is of step {line_step} where step {previous_step + 1} is expected"
+        if line_step < previous_step:
+            return f":{number} is of step {line_step} after one of step {previous_step}"
+        if line_step > step or (every_step and line_step == step):
+            return None
+        previous_step = line_step
+    if every_step:
+        return f" ends with line {len(lines)}, before the one of step {previous_step + 1}"
+    return None

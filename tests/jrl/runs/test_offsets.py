@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from jrl.runs import offsets
+from jrl.runs import records
 
 STEPS = range(6)
 
@@ -24,13 +24,13 @@ def write(path, *content):
 def mark(path):
     """Of the checkpoint of step 3; two more lines follow it."""
     write(path, *lines(range(4)))
-    found = offsets.read_offset(path)
+    found = records.read_offset(path)
     write(path, *lines(STEPS))
     return found
 
 
 def go_back(path, mark, *, every_step=True):
-    offsets.truncate(path, mark, 3, every_step=every_step)
+    records.truncate(path, mark, 3, every_step=every_step)
 
 
 @pytest.mark.parametrize("more", [b"", b'{"step": 4', b"\xff\n[\n", b"".join(lines([4, 5]))])
@@ -87,13 +87,13 @@ def test_a_missing_file_is_noticed_unless_there_was_none(path, mark):
     path.unlink()
     with pytest.raises(ValueError, match=r"metrics\.jsonl is missing; the checkpoint of step 3"):
         go_back(path, mark)
-    go_back(path, offsets.read_offset(path))
+    go_back(path, records.read_offset(path))
     assert not path.exists()
 
 
 def test_samples_have_several_lines_a_step_or_none(path):
     write(path, *lines([0, 0, 2, 2]))
-    found = offsets.read_offset(path)
+    found = records.read_offset(path)
     write(path, *lines([0, 0, 2, 2, 4]))
     go_back(path, found, every_step=False)
     assert path.read_bytes() == b"".join(lines([0, 0, 2, 2]))
