@@ -8,10 +8,16 @@ moment leaves a complete checkpoint or none; leftovers are never read, and the n
 them. A checkpoint that is found damaged later can be set aside as ``<step>.damaged``.
 """
 
+import atexit
+import errno
 import json
+import logging
+import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +27,20 @@ import orbax.checkpoint as ocp
 
 from jrl.processes.agreement import RaiseInAllProcesses, broadcast_from_main, is_main_process
 from jrl.runs import manifest
-from jrl.runs.storage import StorageError, writing
 
 TEMPORARY = re.compile(r"\d+\.(writing.*|deleting)")
+REMEDIES = {
+    errno.ENOSPC: "free space on that disk",
+    errno.EDQUOT: "free space in the quota",
+    errno.EMFILE: "raise the limit of open files (ulimit -n 4096)",
+    errno.ENFILE: "close other programs, as the machine has no more files to open",
+    errno.EROFS: "make the disk writable",
+    errno.EACCES: "make the folder writable for this user",
+    errno.EPERM: "make the folder writable for this user",
+    errno.EFBIG: "raise the limit of a file's size (ulimit -f)",
+    errno.EIO: "check that disk",
+}
+"""Remedies of a user for errors of the operating system."""
 
 
 class Checkpoints:
@@ -331,3 +348,59 @@ def _check_same(path: Path, saved: Mapping[str, Any], requested: Mapping[str, An
             f"checkpoint {path} is of another model: {'; '.join(differences)}; "
             "use the configuration, and the version of jrl, that it was saved with"
         )
+
+
+class StorageError(RuntimeError):
+    """A file that the operating system did not let the run write."""
+
+
+def errno_of(error: BaseException) -> int | None:
+    """The number of the operating system's error that an exception, or what caused it, comes from:
+    libraries in C++ have it in their text alone."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, OSError) and seen.errno in REMEDIES:
+            return seen.errno
+        text = str(seen)
+        for number in REMEDIES:
+            if re.search(rf"{re.escape(os.strerror(number))}|\b{errno.errorcode[number]}\b", text):
+                return number
+        seen = seen.__cause__ or seen.__context__
+    return None
+
+
+@contextmanager
+def writing(path: Path, remedy: str) -> Iterator[None]:
+    """Context in which `path` is written; a refused write raises an error of one line.
+
+    Args:
+      remedy: what is left, and how to continue.
+
+    Raises:
+      StorageError: where the operating system refused something.
+    """
+    # Threads of Orbax write each failure with its stack beside the exception.
+    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    levels, hook = [logger.level for logger in loggers], sys.unraisablehook
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    sys.unraisablehook = lambda _: None
+    try:
+        yield
+    except Exception as error:
+        number = errno_of(error)
+        if number is None:
+            raise
+        # What Orbax left half done complains once more when the interpreter ends.
+        atexit.register(_silence_stderr)
+        raise StorageError(f"{path}: {os.strerror(number)}: {REMEDIES[number]}. {remedy}") from None
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        sys.unraisablehook = hook
+
+
+def _silence_stderr() -> None:
+    sys.stderr.flush()
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)

@@ -7,8 +7,7 @@ import shutil
 import numpy as np
 import pytest
 
-from jrl.runs.checkpoints import Checkpoints
-from jrl.runs.storage import StorageError, errno_of, writing
+from jrl.runs.checkpoints import Checkpoints, StorageError, errno_of, writing
 
 
 @pytest.mark.parametrize(
