@@ -1,4 +1,4 @@
-"""Terminal output of evaluations: progress, results, and the change from a run's first to its last."""
+"""Terminal output of evaluations: progress, results, and a run's first one against its last."""
 
 import shlex
 import threading

@@ -13,7 +13,7 @@ from typing import Any
 from jrl.report.metrics import describe
 from jrl.report.plots import PANELS
 from jrl.report.suspicion import first_suspicion
-from jrl.runs import records, versions
+from jrl.runs import records
 from jrl.runs.folder import RunFolder
 
 ASSETS = {
@@ -116,7 +116,7 @@ def run_data(folder: RunFolder, name: str, characters: int) -> dict[str, Any]:
     return {
         "name": name,
         "config": folder.config(),
-        "versions": versions.read(folder),
+        "versions": folder.versions(),
         "steps": [line["step"] for line in thinned],
         # As metrics.jsonl has them: JSON's own spelling of a float, NaN and infinities as strings.
         "metrics": {name: [records.plain(line.get(name)) for line in thinned] for name in columns},

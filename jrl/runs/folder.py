@@ -12,7 +12,9 @@ however it ends. A run exists from its ``config.json`` on, which `create` writes
 import fcntl
 import json
 import os
+import platform
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from jrl.runs import records
 from sharding.former_names import former_members
 
 LOCK = ".lock"
+PACKAGES = ("jrl-reasoning", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+"""Packages whose versions are written."""
 
 
 class RunFolder:
@@ -127,6 +131,27 @@ class RunFolder:
     def change_config(self, config: Mapping[str, Any]) -> None:
         """Replace the configuration of a run that is being resumed."""
         records.replace(self.config_path, _config_bytes(config))
+
+    def write_versions(self, device: str) -> None:
+        """Write the versions of the software that makes the run, each time it starts or resumes.
+
+        Args:
+          device: the kind of accelerator, and how many.
+        """
+        versions = {
+            "python": platform.python_version(),
+            **{package: _installed_version(package) for package in PACKAGES},
+            "platform": platform.platform(terse=True),
+            "devices": device,
+        }
+        records.replace(self.versions_path, (json.dumps(versions, indent=2) + "\n").encode())
+
+    def versions(self) -> dict[str, str]:
+        """Return the versions of a run; none for one that was made before they were kept."""
+        if not self.versions_path.exists():
+            return {}
+        versions = records.read_object(self.versions_path, "delete it, or put it back as it was")
+        return {str(name): str(version) for name, version in versions.items()}
 
     def line_offsets(self) -> dict[str, records.FileOffset]:
         """Return the offsets of the run's lines, for the checkpoint that continues after them."""
@@ -236,6 +261,14 @@ class RunFolder:
         os.ftruncate(lock, 0)
         os.pwrite(lock, str(os.getpid()).encode(), 0)
         self._lock = lock
+
+
+def _installed_version(package: str) -> str:
+    """Of an installed package; jrl itself may be imported from a checkout."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def _config_bytes(config: Mapping[str, Any]) -> bytes:

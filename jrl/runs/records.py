@@ -86,11 +86,11 @@ def read(path: Path | str) -> list[dict[str, Any]]:
         # Killed between the record and its newline: nothing of it is missing.
         lines.append(last)
     records = []
-    for number, line in enumerate(lines, start=1):
+    for line_number, line in enumerate(lines, start=1):
         record = record_of(line)
         if record is None:
             raise ValueError(
-                f"{path}:{number} is not a JSON object with an integer step: {line[:60]!r}; "
+                f"{path}:{line_number} is not a JSON object with an integer step: {line[:60]!r}; "
                 "put the file back as it was, or repair that line"
             )
         records.append(record)
@@ -104,12 +104,12 @@ def read_metrics(path: Path | str) -> list[dict[str, float | int]]:
       ValueError: as `read` does, and for a value that is no number.
     """
     metrics = []
-    for number, record in enumerate(read(path), start=1):
+    for line_number, record in enumerate(read(path), start=1):
         numbers = {name: _number(value) for name, value in record.items()}
         for name, value in numbers.items():
             if value is None:
                 raise ValueError(
-                    f"{path}:{number}: {name} is {_short(record[name])}, not a number: "
+                    f"{path}:{line_number}: {name} is {_short(record[name])}, not a number: "
                     "put the file back as it was, or repair that line"
                 )
         metrics.append(numbers)
@@ -124,13 +124,13 @@ def read_samples(path: Path | str) -> list[dict[str, Any]]:
       ValueError: as `read` does, and for a record without one of these.
     """
     samples = read(path)
-    for number, sample in enumerate(samples, start=1):
+    for line_number, sample in enumerate(samples, start=1):
         for name in ("kind", "prompt", "completion", "score"):
             parse = _number if name == "score" else _text
             if parse(sample.get(name)) is None:
                 defect = f"has {name} {_short(sample[name])}" if name in sample else f"lacks {name}"
                 raise ValueError(
-                    f"{path}:{number}: the sample {defect}: each has texts kind, prompt and "
+                    f"{path}:{line_number}: the sample {defect}: each has texts kind, prompt and "
                     "completion and a number score; put the file back as it was, or delete that "
                     "line"
                 )
@@ -246,15 +246,17 @@ def _first_fault(content: bytes, step: int, every_step: bool) -> str | None:
     """First fault of the lines up to a step, judged without the offset; None without any."""
     previous_step = -1
     *lines, _ = content.split(b"\n")
-    for number, line in enumerate(lines, start=1):
+    for line_number, line in enumerate(lines, start=1):
         record = record_of(line)
         if record is None:
-            return f":{number} is not a JSON object with an integer step"
+            return f":{line_number} is not a JSON object with an integer step"
         line_step = record["step"]
         if every_step and line_step != previous_step + 1:
-            return f":{number} is of step {line_step} where step {previous_step + 1} is expected"
+            return (
+                f":{line_number} is of step {line_step} where step {previous_step + 1} is expected"
+            )
         if line_step < previous_step:
-            return f":{number} is of step {line_step} after one of step {previous_step}"
+            return f":{line_number} is of step {line_step} after one of step {previous_step}"
         if line_step > step or (every_step and line_step == step):
             return None
         previous_step = line_step

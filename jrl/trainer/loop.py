@@ -22,7 +22,7 @@ from jrl.report.metrics import check_defined
 from jrl.report.page import write_page
 from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.sampler import Sampler
-from jrl.runs import provenance, versions
+from jrl.runs import provenance
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
 from jrl.trainer.adapters.peft import write_adapters
@@ -100,7 +100,7 @@ def train(
     stage = Supervised(setup, sampler) if setup.recipe.supervised else Reinforcement(setup, sampler)
     checkpoints = Checkpoints(folder.checkpoints_path, run.keep_checkpoints)
     if is_main_process():
-        versions.write(folder, f"{jax.device_count()} x {jax.devices()[0].device_kind}")
+        folder.write_versions(f"{jax.device_count()} x {jax.devices()[0].device_kind}")
     with ExitStack() as stack:
         stop = stack.enter_context(Stop(setup.task.close))
         guard = stack.enter_context(Guard(_attachment(setup.run, folder, on_fault)))
