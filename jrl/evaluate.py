@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import tyro
 from jaxtyping import Array
 
+from jrl.checks import flag
 from jrl.config.command_line import exit_status, start_jax
 from jrl.config.evaluation import (
     SAMPLING_SETTINGS,
@@ -24,7 +25,6 @@ from jrl.config.evaluation import (
     evaluation_configuration,
     training_data_notes,
 )
-from jrl.config.files import flag
 from jrl.config.run import RunConfig
 from jrl.processes.agreement import RaiseInAllProcesses, check_same, connect, is_main_process
 from jrl.recipes import Recipe

@@ -35,7 +35,11 @@ FORBIDDEN = {"experiments", "benchmarks", "tests", "notebooks"}
 """What no room imports, unless it is the room."""
 
 COMMANDS = (
-    *sorted(f"jrl.{path.stem}" for path in (ROOT / "jrl").glob("*.py") if path.stem != "__init__"),
+    *sorted(
+        f"jrl.{path.stem}"
+        for path in (ROOT / "jrl").glob("*.py")
+        if path.stem not in ("__init__", "checks")
+    ),
     *sorted(f"jrl.{path.parent.name}.__main__" for path in (ROOT / "jrl").glob("*/__main__.py")),
 )
 """What is run by `python -m`: the files beside the rooms of jrl, and rooms that are commands."""

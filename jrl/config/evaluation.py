@@ -7,8 +7,8 @@ from typing import Literal
 
 import tyro
 
+from jrl.checks import check_least, check_seed
 from jrl.config.files import configuration_of
-from jrl.config.numbers import check_least, check_seed
 from jrl.config.rollout import SINGLE_MESH_SETTINGS
 from jrl.config.run import IMPLEMENTATION_SETTINGS, RunConfig
 from jrl.processes.coordinator import SINGLE_PROCESS, Processes

@@ -11,6 +11,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from jrl.checks import flag
 from jrl.config.run import IMPLEMENTATION_SETTINGS, RunConfig
 from jrl.recipes import Recipe
 from jrl.recipes.base.load import load_recipe, reference_of
@@ -97,11 +98,6 @@ def check_resumable(stored: tuple[RunConfig, Recipe], requested: tuple[RunConfig
             f"a resumed run keeps its settings: {'; '.join(differences)}. "
             "Leave these flags out, or start a new run."
         )
-
-
-def flag(field: str) -> str:
-    """Command-line flag of a field."""
-    return "--" + field.replace("_", "-")
 
 
 def _differences(

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jrl.config.numbers import check_least, check_range, check_seed
+from jrl.checks import check_least, check_range, check_seed
 from jrl.config.rollout import check_rollout
 from jrl.tasks.data.conversations import template_arguments
 from jrl.tasks.data.files import KINDS

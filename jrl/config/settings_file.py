@@ -15,7 +15,8 @@ from typing import Any, TypeVar, get_type_hints
 
 import yaml
 
-from jrl.config.files import convert_value, flag, has_type, type_name
+from jrl.checks import flag
+from jrl.config.files import convert_value, has_type, type_name
 
 RECIPE, GROUPS = "recipe", ("run", "hyperparameters")
 PREFIX = "preset:"

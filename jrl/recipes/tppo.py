@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jrl.config.numbers import check_least
+from jrl.checks import check_least
 from jrl.losses import (
     Aggregation,
     effective_length,

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from jrl.config.files import flag
+from jrl.checks import flag
 from jrl.processes.agreement import RaiseInAllProcesses, is_main_process
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder

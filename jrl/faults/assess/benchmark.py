@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 
-from jrl.config.numbers import check_seed
+from jrl.checks import check_seed
 from jrl.faults.assess.baselines import DETECTORS, AnyDetector
 from jrl.faults.assess.calibrate import calibrate
 from jrl.faults.assess.outcomes import (

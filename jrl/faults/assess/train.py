@@ -20,7 +20,7 @@ import tyro
 from jaxtyping import Array, Float, Float32
 from rich.console import Console
 
-from jrl.config.numbers import check_seed
+from jrl.checks import check_seed
 from jrl.faults.collect.fleet import Fleet
 from jrl.faults.collect.vocabulary import meaning
 from jrl.faults.minder import vae

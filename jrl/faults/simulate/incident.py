@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import tyro
 
-from jrl.config.numbers import check_seed
+from jrl.checks import check_seed
 from jrl.faults.collect.fleet import Fleet
 from jrl.faults.simulate.healthy import Job, as_events, make_job, simulate_healthy
 from jrl.faults.simulate.settings import FAULTS, METRICS, PRODUCTION, Fault, Settings

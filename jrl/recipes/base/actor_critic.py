@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from jaxtyping import Array, Float
 
-from jrl.config.numbers import check_range
+from jrl.checks import check_range
 from jrl.losses import ExplainedVariance, Mean, positive_example_loss, value_loss
 from jrl.losses.settings import Sides
 from jrl.recipes.base.batch import Batch, Totals, required

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar, get_args
 
-from jrl.config.numbers import check_least, check_range
+from jrl.checks import check_least, check_range
 from jrl.losses import Aggregation, RejectionOver, WeightLevel, WeightMean
 from jrl.recipes.base.mismatch import Denominator, OldLogprobs, Rejection, Weighting
 from jrl.recipes.base.optimizer import Optimizer

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jrl.config.numbers import check_least
+from jrl.checks import check_least
 from jrl.losses import Mean
 from jrl.recipes.base.batch import Batch, Targets
 from jrl.recipes.base.collection import Supervision

@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 from jaxtyping import Array
 
-from jrl.config.files import flag
+from jrl.checks import flag
 from jrl.config.run import RunConfig
 from jrl.processes.agreement import RaiseInAllProcesses, is_main_process, to_host
 from jrl.trainer.setup.setup import Setup

@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from jrl.config.files import flag
+from jrl.checks import flag
 from jrl.config.run import NETWORK_SETTINGS
 from jrl.recipes.base.recipe import Recipe
 from jrl.trainer.setup.lengths import describe_left_out, response_origin

@@ -4,7 +4,7 @@ supported."""
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
-from jrl.config.files import flag
+from jrl.checks import flag
 from jrl.config.run import NETWORK_SETTINGS, RunConfig
 from moe.adapters.settings import Lora
 from moe.attention.context_parallel.choice import context_of

@@ -1,7 +1,12 @@
-"""Range checks of numeric settings, for all commands."""
+"""Range checks of numeric settings, and the flags that messages name."""
 
 import math
 from collections.abc import Iterable
+
+
+def flag(field: str) -> str:
+    """Command-line flag of a field."""
+    return "--" + field.replace("_", "-")
 
 
 def check_seed(seed: int) -> None:
