@@ -17,7 +17,7 @@ import tyro
 from jaxtyping import Array
 
 from jrl.checks import flag
-from jrl.config.command_line import exit_status, start_jax
+from jrl.command_line import exit_status, start_jax
 from jrl.config.evaluation import (
     SAMPLING_SETTINGS,
     EvaluateOptions,

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import tyro
 
-from jrl.config.command_line import exit_status, start_jax
+from jrl.command_line import exit_status, start_jax
 from jrl.config.files import configuration_of
 from jrl.config.run import RunConfig
 from jrl.runs.folder import RunFolder

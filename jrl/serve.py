@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import tyro
 
 from jrl.checks import check_least, check_seed
-from jrl.config.command_line import exit_status, start_jax
+from jrl.command_line import exit_status, start_jax
 from jrl.tasks.data.conversations import template_arguments
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ import jax
 from jaxtyping import Array
 
 from jrl.checks import flag
-from jrl.config.command_line import exit_status, start_jax
+from jrl.command_line import exit_status, start_jax
 from jrl.config.files import configuration_of, to_json
 from jrl.config.flags import PROGRAM, TrainOptions, parse_arguments
 from jrl.config.rollout import SINGLE_MESH_SETTINGS

@@ -34,12 +34,10 @@ COMPUTED = {
 FORBIDDEN = {"experiments", "benchmarks", "tests", "notebooks"}
 """What no room imports, unless it is the room."""
 
+SHARED = ("__init__", "checks", "command_line")
+"""Files beside the rooms of jrl that lie below all of them."""
 COMMANDS = (
-    *sorted(
-        f"jrl.{path.stem}"
-        for path in (ROOT / "jrl").glob("*.py")
-        if path.stem not in ("__init__", "checks")
-    ),
+    *sorted(f"jrl.{path.stem}" for path in (ROOT / "jrl").glob("*.py") if path.stem not in SHARED),
     *sorted(f"jrl.{path.parent.name}.__main__" for path in (ROOT / "jrl").glob("*/__main__.py")),
 )
 """What is run by `python -m`: the files beside the rooms of jrl, and rooms that are commands."""

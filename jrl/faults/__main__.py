@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import jax
 
-from jrl.config.command_line import exit_status
+from jrl.command_line import exit_status
 
 
 def watch(arguments: list[str]) -> int:

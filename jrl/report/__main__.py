@@ -7,7 +7,7 @@ from pathlib import Path
 
 import tyro
 
-from jrl.config.command_line import exit_status
+from jrl.command_line import exit_status
 from jrl.report.page import write_page
 from jrl.runs.folder import RunFolder
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jrl.config.command_line import start_jax
+from jrl.command_line import start_jax
 from jrl.processes.agreement import (
     RaiseInAllProcesses,
     any_of,

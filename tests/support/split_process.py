@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from two_sides import CONFIG, sides, split_mesh, two_sides
 
-from jrl.config.command_line import exit_status, start_jax
+from jrl.command_line import exit_status, start_jax
 from jrl.processes.coordinator import Processes
 from moe.disaggregated import m2n as m2n_of
 from moe.disaggregated.runner import Runner

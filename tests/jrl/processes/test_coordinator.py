@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from jrl.config.command_line import start_jax
+from jrl.command_line import start_jax
 from jrl.processes.coordinator import Processes, join_processes
 
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jrl.config.command_line import exit_status, keep_compilations, start_jax
+from jrl.command_line import exit_status, keep_compilations, start_jax
 from jrl.config.run import RunConfig
 from jrl.trainer.loop import NonFiniteRun
 from jrl.trainer.warm_start import WarmStartFailed
