@@ -171,7 +171,7 @@ def _build_service(options: ServeOptions):
     """The service, what stands before it, and the name of the model."""
     import jax
 
-    from jrl.config.rollout import SplitSettings
+    from jrl.config.run import SplitSettings
     from jrl.serving.api_request import MAX_TOP_LOGPROBS
     from jrl.serving.application import FrontEnd
     from jrl.serving.metrics import Metrics

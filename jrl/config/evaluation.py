@@ -9,8 +9,7 @@ import tyro
 
 from jrl.checks import check_least, check_seed
 from jrl.config.files import configuration_of
-from jrl.config.rollout import SINGLE_MESH_SETTINGS
-from jrl.config.run import IMPLEMENTATION_SETTINGS, RunConfig
+from jrl.config.run import IMPLEMENTATION_SETTINGS, SINGLE_MESH_SETTINGS, RunConfig
 from jrl.processes.coordinator import SINGLE_PROCESS, Processes
 from jrl.recipes import Recipe
 from jrl.recipes.grpo import Grpo

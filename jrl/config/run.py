@@ -4,8 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jrl.checks import check_least, check_range, check_seed
-from jrl.config.rollout import check_rollout
+from jrl.checks import check_least, check_range, check_seed, flag
 from jrl.tasks.data.conversations import template_arguments
 from jrl.tasks.data.files import KINDS
 from jrl.tasks.data.split import parse_heldout
@@ -42,6 +41,13 @@ POSITIVE_SETTINGS = (
 
 AUTO = "auto"
 """The layout of a command line that leaves the choice to the planner; no run has it."""
+DISAGGREGATED_SETTINGS = ("rollout_split", "rollout_m2n", "rollout_expert_slots", "rollout_replan")
+"""Settings that apply to `rollout_engine="disaggregated"` only."""
+SINGLE_MESH_SETTINGS: dict[str, Any] = {
+    "rollout_engine": "slots",
+    **dict.fromkeys(DISAGGREGATED_SETTINGS),
+}
+"""Settings of a run that samples on one mesh."""
 
 
 @dataclass(frozen=True)
@@ -388,7 +394,7 @@ class RunConfig:
                     f"{name}={getattr(self, name)!r} changes nothing without adapters: give "
                     "--lora-rank, or leave it out."
                 )
-        check_rollout(self)
+        self._check_rollout()
         if self.drift_alarm is not None and not 0 < self.drift_alarm < math.inf:
             raise ValueError(f"drift_alarm={self.drift_alarm} must be above 0 nats; None is off.")
         if not any(f"{kind}:" in self.task for kind in KINDS):
@@ -407,3 +413,48 @@ class RunConfig:
                 raise ValueError(f"{name}={getattr(self, name)!r} needs --faults.")
         if self.faults_port is not None and not 0 < self.faults_port < 2**16:
             raise ValueError(f"faults_port={self.faults_port} must lie in 1..65535.")
+
+    def _check_rollout(self) -> None:
+        """Raises a ValueError for rollout settings that are incompatible."""
+        if self.rollout_engine == "slots":
+            for name in DISAGGREGATED_SETTINGS:
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"{name}={getattr(self, name)!r} needs --rollout-engine disaggregated: "
+                        f"give it, or leave out {flag(name)}."
+                    )
+            return
+        if self.rollout_split is None:
+            raise ValueError(
+                "rollout_engine='disaggregated' needs the devices of attention and of experts: "
+                'give --rollout-split, for example "tp1 dp2 / ep2".'
+            )
+        if self.rollout_layout is not None:
+            raise ValueError(
+                f"rollout_layout={self.rollout_layout!r} is a layout of one mesh, and "
+                f"rollout_split={self.rollout_split!r} has two: leave out --rollout-layout."
+            )
+        if self.stale_cache:
+            raise ValueError(
+                "stale_cache saves the KV cache in checkpoints, which "
+                "rollout_engine='disaggregated' does not support: leave out --stale-cache."
+            )
+
+
+@dataclass(frozen=True)
+class SplitSettings:
+    """Attention and expert device groups for serving a policy. A `RunConfig` has the same
+    settings, with ``rollout_`` before each name; None is unset."""
+
+    split: str | None = None
+    micro_batches: int | None = None
+    expert_slots: int | None = None
+    replan: int | None = None
+
+    def with_defaults_from(self, run: object) -> "SplitSettings":
+        """These settings, with those of a run where they are unset."""
+        values = {
+            name: getattr(run, f"rollout_{name}") if value is None else value
+            for name, value in vars(self).items()
+        }
+        return SplitSettings(**values)

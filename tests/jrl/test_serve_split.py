@@ -13,8 +13,7 @@ import pytest
 from served import MIXTURE, write_checkpoint
 
 from jrl import serve
-from jrl.config.rollout import SplitSettings
-from jrl.config.run import RunConfig
+from jrl.config.run import RunConfig, SplitSettings
 from jrl.rollout.decoding.disaggregated.stream import DisaggregatedStreamEngine
 from jrl.rollout.decoding.requests import Request
 from jrl.rollout.row_sampling import RequestSampling

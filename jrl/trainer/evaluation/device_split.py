@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 import jax
 
-from jrl.config.rollout import SplitSettings
-from jrl.config.run import RunConfig
+from jrl.config.run import RunConfig, SplitSettings
 from jrl.rollout.decoding.disaggregated.expert_balancer import first_placement
 from moe.config import ModelConfig
 from moe.disaggregated.split import Split, SplitMesh, devices_of, fold_split

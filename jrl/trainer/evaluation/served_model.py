@@ -10,8 +10,7 @@ import jax
 from jaxtyping import Array
 
 from jrl.config.files import configuration_of
-from jrl.config.rollout import SplitSettings
-from jrl.config.run import IMPLEMENTATION_SETTINGS, RunConfig
+from jrl.config.run import IMPLEMENTATION_SETTINGS, RunConfig, SplitSettings
 from jrl.rollout.decoding.disaggregated.stream import DisaggregatedStreamEngine
 from jrl.rollout.decoding.stream import StreamEngine
 from jrl.rollout.resharding import rollout_layout, rollout_mesh
