@@ -19,10 +19,9 @@ from jaxtyping import Array
 from jrl.checks import flag
 from jrl.command_line import exit_status, start_jax
 from jrl.config.files import configuration_of, to_json
-from jrl.config.flags import PROGRAM, TrainOptions, parse_arguments
+from jrl.config.flags import PROGRAM, TrainOptions, drop_idle, parse_arguments
 from jrl.config.run import AUTO, SINGLE_MESH_SETTINGS, RunConfig
 from jrl.config.settings_file import settings_text
-from jrl.config.supervised import drop_idle
 from jrl.processes.agreement import (
     RaiseInAllProcesses,
     broadcast_from_main,

@@ -19,7 +19,7 @@ from test_export_cli import QUESTION, checkpoint_in
 from tiers import full_but
 
 from jrl import export
-from jrl.config.supervised import IDLE_FIELDS
+from jrl.config.flags import IDLE_FIELDS
 from jrl.evaluate import main as evaluate
 from jrl.runs.records import read, read_metrics
 from jrl.tasks.data.conversations import Conversation

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from jrl.config.flags import IDLE_FIELDS, check_idle, default_run, drop_idle
 from jrl.config.run import RunConfig
-from jrl.config.supervised import IDLE_FIELDS, check_idle, default_run, drop_idle
 from jrl.recipes import Grpo, Sft
 from jrl.recipes.base.load import load_recipe, reference_of
 from jrl.recipes.base.optimizer import Optimizer
