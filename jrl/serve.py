@@ -141,8 +141,7 @@ def _check(options: ServeOptions) -> None:
 
 def _serve(options: ServeOptions) -> None:
     # What listens comes first: a port that is taken is known before anything is loaded.
-    from jrl.serving.listening import server
-    from jrl.serving.listening.connections import limit_connections
+    from jrl.serving import server
 
     listening = server.listen(options.host, options.port)
     with listening:
@@ -158,7 +157,7 @@ def _serve(options: ServeOptions) -> None:
         service.start(options.warm_up)
         # Now that all other files are open.
         choices = options.slots + options.queue
-        connections, note = limit_connections(options.connections, choices)
+        connections, note = server.limit_connections(options.connections, choices)
         if note:
             print(note, file=sys.stderr)
         host, port = listening.getsockname()[:2]

@@ -10,8 +10,8 @@ import pytest
 from scripted import House, asking, until
 
 from jrl.processes.stopping import Stop
-from jrl.serving.listening import connections, server
-from jrl.serving.listening.connections import RESERVED_FILES, limit_connections
+from jrl.serving import server
+from jrl.serving.server import RESERVED_FILES, limit_connections
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: m\r\n\r\n"
 HALF = b"POST /v1/completions HTTP/1.1\r\nHost: m\r\nX-"
@@ -97,8 +97,8 @@ def test_who_asks_is_heard_among_many_who_do_not():
 
 def test_heads_that_do_not_come_to_their_end_are_dropped(monkeypatch):
     """Who sends a byte now and then is dropped as well, and who is being served is not."""
-    monkeypatch.setattr(connections, "HEAD_SECONDS", 1.0)
-    monkeypatch.setattr(connections, "CHECK_SECONDS", 0.02)
+    monkeypatch.setattr(server, "HEAD_SECONDS", 1.0)
+    monkeypatch.setattr(server, "CHECK_SECONDS", 0.02)
     house = House()
     house.engine.held = True
 
@@ -125,8 +125,8 @@ def test_heads_that_do_not_come_to_their_end_are_dropped(monkeypatch):
 
 
 def test_what_comes_after_an_answer_is_dropped_too(monkeypatch):
-    monkeypatch.setattr(connections, "HEAD_SECONDS", 1.0)
-    monkeypatch.setattr(connections, "CHECK_SECONDS", 0.02)
+    monkeypatch.setattr(server, "HEAD_SECONDS", 1.0)
+    monkeypatch.setattr(server, "CHECK_SECONDS", 0.02)
     house = House(api_key="k")
 
     async def scene(client):
@@ -155,7 +155,7 @@ def test_new_connections_are_refused_where_all_are_served():
         third, _ = await client(HEALTH)
         assert await status(third) == b"503"
         said = await third.read()
-        assert b"Retry-After: 1" in said and said.endswith(connections.FULL_MESSAGE)
+        assert b"Retry-After: 1" in said and said.endswith(server.FULL_MESSAGE)
         house.engine.held = False
         assert [await status(reader) for reader in running] == [b"200", b"200"]
         # Served, they may be closed for others.
@@ -172,13 +172,13 @@ def files(monkeypatch):
     def limited(limit):
         monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, limit))
 
-    monkeypatch.setattr(connections.os, "listdir", lambda path: ["0"] * 10)
+    monkeypatch.setattr(server.os, "listdir", lambda path: ["0"] * 10)
     return limited
 
 
 def test_connections_have_room_among_open_files(files):
     files(10_000)
-    assert limit_connections(None, 272) == (272 + connections.EXTRA_CONNECTIONS, "")
+    assert limit_connections(None, 272) == (272 + server.EXTRA_CONNECTIONS, "")
     assert limit_connections(7, 272) == (7, "")
     files(200)
     number, why = limit_connections(None, 272)

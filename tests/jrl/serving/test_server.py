@@ -10,7 +10,7 @@ import pytest
 from scripted import House, asking, until
 
 from jrl.processes.stopping import Stop
-from jrl.serving.listening import server
+from jrl.serving import server
 
 
 def posting(body, length=None):
@@ -34,7 +34,7 @@ async def connected(listening, content):
 
 def test_it_ends_though_clients_neither_send_nor_read(monkeypatch):
     """One sends one byte of a hundred, two do not take their answers, streamed and whole."""
-    monkeypatch.setattr(server, "DELIVERY_SECONDS", 0.2)
+    monkeypatch.setattr(server, "LAST_DELIVERY_SECONDS", 0.2)
     house, stop = House(slots=64, queue=64, most_bytes=2000), Stop()
     listening = server.listen("127.0.0.1", 0)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)

@@ -1,4 +1,4 @@
-"""Connections of clients: limits of their number and of the time to send a request.
+"""HTTP server of the application on a port, and the connections of its clients.
 
 uvicorn bounds neither the time of a request's head nor the number of connections. Its
 `limit_concurrency` counts them too, but rejects requests, so that idle connections up to the limit
@@ -8,9 +8,20 @@ would have every request rejected.
 import asyncio
 import os
 import resource
-from typing import Any, ClassVar
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ipaddress import ip_address
+from typing import ClassVar
 
+import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from jrl.processes.stopping import Stop
+from jrl.serving.application import FrontEnd
+from jrl.serving.errors import one_line
+from jrl.serving.service import Service
 
 HEAD_SECONDS = 10.0
 """Timeout of a request's head, from the start of its connection."""
@@ -26,6 +37,15 @@ RESERVED_FILES = 64
 """Open files that are reserved for all else: checkpoints that are loaded, and connections that are
 accepted before others are closed."""
 FULL_MESSAGE = b"all connections of this server are in use: try again later.\n"
+POLL_SECONDS = 0.1
+"""Seconds between two checks for a request to end the server."""
+LAST_DELIVERY_SECONDS = 5
+"""Seconds after the end of the engine in which clients may take the rest of their responses, and as
+many again for what the operating system still buffers of these."""
+BACKLOG = 1024
+"""Connections that the operating system queues until they are accepted."""
+FOLLOW_SECONDS = 2.0
+"""Seconds between two polls for a later policy."""
 
 
 class Connection(H11Protocol):
@@ -173,14 +193,150 @@ def limit_connections(requested: int | None, choices: int) -> tuple[int, str]:
     )
 
 
-def uvicorn_settings() -> dict[str, Any]:
-    """Settings of uvicorn that concern connections."""
-    return {
-        "timeout_keep_alive": KEEP_ALIVE,
+class EngineFailed(RuntimeError):
+    """Error: the engine's thread has ended by an exception."""
+
+
+class _Server(uvicorn.Server):
+    """uvicorn server that leaves signals to `Stop`."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        # asyncio uses the number of connections that it accepts at a time as the listen backlog.
+        for listener in sockets or []:
+            listener.listen(BACKLOG)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Opens a listening socket, which queues connections from now on; port 0 takes a free one.
+
+    Raises:
+      ValueError: where the port is not available.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ValueError(
+            f"host={host} port={port} is not available ({error.strerror}): choose another --port, "
+            "or an address of this machine as --host."
+        ) from error
+    listener.listen(BACKLOG)
+    return listener
+
+
+def check_private(host: str, listening: socket.socket) -> None:
+    """Checks that an address is reachable from this machine only.
+
+    Raises:
+      ValueError: where `listening` is not bound to a loopback address.
+    """
+    address = ip_address(listening.getsockname()[0])
+    if not address.is_loopback:
+        raise ValueError(
+            f"host={host} can be reached by other machines, and no key is required: give "
+            "--api-key, or --allow-anyone to serve every client."
+        )
+
+
+def run(
+    service: Service,
+    front: FrontEnd,
+    listening: socket.socket,
+    *,
+    follow: bool,
+    connections: int,
+) -> None:
+    """Serves until Ctrl-C or SIGTERM; then rejects new requests and finishes running ones.
+
+    Args:
+      service: started.
+      listening: socket from `listen`.
+      follow: true loads later policies as they appear.
+      connections: most connections of clients at a time.
+
+    Raises:
+      EngineFailed: when the engine has ended by an error.
+    """
+    with Stop() as stop:
+        stop.doing = "accepting no more requests and finishing those in flight"
+        asyncio.run(serve(service, front, listening, stop, follow, connections))
+    if service.failure is not None:
+        raise EngineFailed(f"the engine has failed: {service.failure!r}") from service.failure
+
+
+async def serve(
+    service: Service,
+    front: FrontEnd,
+    listening: socket.socket,
+    stop: Stop,
+    follow: bool,
+    max_connections: int,
+) -> None:
+    """Serves until `stop` is true and running requests are finished; arguments as for `run`."""
+    connections = Connections(max_connections)
+    config = uvicorn.Config(
+        front.application(),
+        http=connections.protocol,
+        access_log=False,
+        timeout_graceful_shutdown=LAST_DELIVERY_SECONDS,
+        timeout_keep_alive=KEEP_ALIVE,
         # Connections accepted at a time, before those over the limit can be closed.
-        "backlog": RESERVED_FILES // 4,
-        "h11_max_incomplete_event_size": 2**14,
-        "ws": "none",
+        backlog=RESERVED_FILES // 4,
+        h11_max_incomplete_event_size=2**14,
+        ws="none",
         # Invalid requests of unknown clients are not worth a line of log.
-        "log_level": "error",
-    }
+        log_level="error",
+    )
+    server = _Server(config)
+    watching = asyncio.create_task(connections.watch())
+    following = asyncio.create_task(_follow(service)) if follow else None
+    ending = asyncio.create_task(_stop_when_done(server, service, front, stop))
+    try:
+        await server.serve(sockets=[listening])
+    finally:
+        ending.cancel()
+        watching.cancel()
+        if following is not None:
+            following.cancel()
+
+
+async def _stop_when_done(
+    server: uvicorn.Server, service: Service, front: FrontEnd, stop: Stop
+) -> None:
+    while not stop and service.failure is None:
+        await asyncio.sleep(POLL_SECONDS)
+    service.close()
+    while not service.ended:
+        await asyncio.sleep(POLL_SECONDS)
+    front.end(LAST_DELIVERY_SECONDS)
+    while front.num_open:
+        await asyncio.sleep(POLL_SECONDS)
+    server.should_exit = True
+
+
+async def _follow(service: Service) -> None:
+    rejected, printed = None, ""
+    while not service.closing:
+        await asyncio.sleep(FOLLOW_SECONDS)
+        newest = None
+        try:
+            newest = await asyncio.to_thread(lambda: service.newest)
+            if newest is None or newest in (service.version, rejected) or service.closing:
+                continue
+            version = await asyncio.wrap_future(service.load())
+            line = f"serving step {version}"
+        except Exception as error:  # of whatever library reads them: what is served goes on
+            rejected = newest
+            subject = "a later step" if newest is None else f"step {newest}"
+            line = f"warning: {subject} is not served: {one_line(error)}"
+        if line != printed:
+            printed = line
+            print(line, file=sys.stderr, flush=True)

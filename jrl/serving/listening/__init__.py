@@ -1,1 +1,0 @@
-"""HTTP listener: the server of a port, and the connections of clients."""
