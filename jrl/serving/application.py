@@ -19,10 +19,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jrl.serving.api_request import ApiRequest, check_model, parse_chat, parse_completion
 from jrl.serving.errors import ApiError, one_line
-from jrl.serving.job import Event, Job
 from jrl.serving.metrics import CLIENT_GONE, Metrics
 from jrl.serving.policy import ApiModel
-from jrl.serving.responses import ResponseBuilder, event, fingerprint
+from jrl.serving.responses import Event, Job, ResponseBuilder, event, fingerprint
 from jrl.serving.service import Service, closing_error
 from jrl.serving.transcript import TokenStrings
 

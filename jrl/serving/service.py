@@ -13,9 +13,9 @@ from jrl.rollout.decoding.stream import StreamChunk
 from jrl.rollout.row_sampling import RequestSampling
 from jrl.serving.engine import Engine
 from jrl.serving.errors import ApiError
-from jrl.serving.job import ChoiceDelta, Job
 from jrl.serving.metrics import CLIENT_GONE, Metrics
 from jrl.serving.policy import ApiModel, Versions
+from jrl.serving.responses import ChoiceDelta, Job
 from jrl.serving.transcript import Transcript
 from jrl.serving.warm_up import WarmUp
 
