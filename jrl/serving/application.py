@@ -17,8 +17,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jrl.serving.api_request import ApiRequest, check_model, parse_chat, parse_completion
-from jrl.serving.errors import ApiError, one_line
+from jrl.serving.api_request import (
+    ApiError,
+    ApiRequest,
+    check_model,
+    one_line,
+    parse_chat,
+    parse_completion,
+)
 from jrl.serving.metrics import CLIENT_GONE, Metrics
 from jrl.serving.policy import ApiModel
 from jrl.serving.responses import Event, Job, ResponseBuilder, event, fingerprint

@@ -6,8 +6,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Array
 
-from jrl.serving.api_request import ApiRequest
-from jrl.serving.errors import ApiError, invalid_argument
+from jrl.serving.api_request import ApiError, ApiRequest, invalid_argument
 from jrl.tasks import Example
 from jrl.text.prompt_format import PromptFormat
 from moe.weights import Transformer

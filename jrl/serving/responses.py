@@ -1,4 +1,4 @@
-"""Requests in progress and their responses in OpenAI's format: full ones, and the chunks of a stream.
+"""Requests in progress, and their responses in OpenAI's format: full ones, and chunks of a stream.
 
 https://platform.openai.com/docs/api-reference/completions and .../chat
 """
@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jrl.serving.api_request import ApiRequest
-from jrl.serving.errors import ApiError
+from jrl.serving.api_request import ApiError, ApiRequest
 from jrl.serving.transcript import TokenLogprobs, TokenStrings
 
 DONE_EVENT = "data: [DONE]\n\n"

@@ -19,8 +19,8 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jrl.processes.stopping import Stop
+from jrl.serving.api_request import one_line
 from jrl.serving.application import FrontEnd
-from jrl.serving.errors import one_line
 from jrl.serving.service import Service
 
 HEAD_SECONDS = 10.0

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from jrl.rollout.decoding.requests import Request
 from jrl.rollout.decoding.stream import StreamChunk
 from jrl.rollout.row_sampling import RequestSampling
+from jrl.serving.api_request import ApiError
 from jrl.serving.engine import Engine
-from jrl.serving.errors import ApiError
 from jrl.serving.metrics import CLIENT_GONE, Metrics
 from jrl.serving.policy import ApiModel, Versions
 from jrl.serving.responses import ChoiceDelta, Job

@@ -2,8 +2,7 @@
 
 import pytest
 
-from jrl.serving.api_request import parse_chat, parse_completion
-from jrl.serving.errors import ApiError
+from jrl.serving.api_request import ApiError, parse_chat, parse_completion
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 COMPLETION = {"model": "m", "prompt": "hello"}
