@@ -4,7 +4,7 @@ Each has a threshold chosen on the same simulated fleets by the same
 rule (``python -m jrl.faults benchmark --calibrate``).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -17,8 +17,8 @@ from jrl.faults.assess.train import Training, healthy_fleets, train_joint
 from jrl.faults.collect.fleet import NO_MACHINE, Alarm, Fleet
 from jrl.faults.collect.vocabulary import PRIORITY, PRODUCTION, meaning, search_order
 from jrl.faults.minder import vae
-from jrl.faults.minder.continuity import Span, find_span, score_where_needed
-from jrl.faults.minder.detect import Minder, MinderReport, ScoredFleet, report_incomparable
+from jrl.faults.minder.continuity import UNSEEN, Span, find_span
+from jrl.faults.minder.detect import Minder, WindowScorer
 from jrl.faults.minder.embedding import (
     Channels,
     Embedding,
@@ -27,6 +27,7 @@ from jrl.faults.minder.embedding import (
     Windows,
     denoise,
 )
+from jrl.faults.minder.prepare import Prepared
 from jrl.faults.outlier import MAD_TO_STD, nan_median
 from jrl.faults.shift import ShiftDetector, heavy_tailed
 
@@ -87,23 +88,16 @@ class Instant(Minder):
     continuity: float | int = 0
     stride: int = 8
 
-    def judge(self, record: ScoredFleet) -> MinderReport:
-        """Searches the metrics in order until one has a score above the threshold."""
-        prepared = record.prepared
-        if record.reasons:
-            return report_incomparable(record)
-        starts = np.arange(0, prepared.values.shape[2] - vae.WINDOW + 1, self.stride)
-        for view in self.method(prepared.metrics):
-            scorer = record.scorer(view, self)
-            scorer.score(starts)
-            scores = np.full(scorer.scores.shape, np.nan, np.float32)
-            scores[starts] = scorer.scores[starts]
-            top = int(np.nanargmax(scores))
-            if scores[top] > self.threshold:
-                span = Span(int(scorer.machine[top]), top, top, 1)
-                alarm = self._alarm(prepared, view.name, span, scores)
-                return MinderReport([alarm], prepared.notes, prepared=prepared)
-        return MinderReport([], prepared.notes, prepared=prepared)
+    def _search(
+        self, scorer: WindowScorer, prepared: Prepared
+    ) -> tuple[np.ndarray, np.ndarray, Span | None]:
+        starts = np.arange(0, scorer.scores.size, self.stride)
+        named = np.full(scorer.scores.size, UNSEEN)
+        named[starts] = scorer.name_machines(starts, self.threshold)
+        scores = np.where(named == UNSEEN, np.nan, scorer.scores)
+        top = int(np.nanargmax(scores))
+        span = Span(int(named[top]), top, top, 1) if named[top] != NO_MACHINE else None
+        return named, scores, span
 
 
 @dataclass(frozen=True)
@@ -113,25 +107,17 @@ class MinderOnset(Minder):
     Outlier machines without such an onset are skipped, and the search continues.
     """
 
-    def judge(self, record: ScoredFleet) -> MinderReport:
-        """Searches the metrics in order until one has a machine with a new deviation."""
-        if record.reasons:
-            return report_incomparable(record)
-        prepared = record.prepared
-        num_windows = prepared.values.shape[2] - vae.WINDOW + 1
-        length = self._continuity_windows(prepared.period)
-        for view in self.method(prepared.metrics):
-            scorer = record.scorer(view, self)
-            score_windows = partial(scorer.name_machines, threshold=self.threshold)
-            named = score_where_needed(score_windows, num_windows, length=length, share=self.share)
-            values = prepared.values[view.channels[0]]
-            away = values - np.median(values, axis=0)
-            while (span := find_span(named, length=length, share=self.share)) is not None:
-                if _is_new(away[span.machine], span):
-                    alarm = self._alarm(prepared, view.name, span, scorer.scores)
-                    return MinderReport([alarm], prepared.notes, prepared=prepared)
-                named = np.where(named == span.machine, NO_MACHINE, named)
-        return MinderReport([], prepared.notes, prepared=prepared)
+    def _search(
+        self, scorer: WindowScorer, prepared: Prepared
+    ) -> tuple[np.ndarray, np.ndarray, Span | None]:
+        named, scores, span = super()._search(scorer, prepared)
+        values = prepared.values[scorer.view.channels[0]]
+        away = values - np.median(values, axis=0)
+        length = self._continuity_windows(prepared)
+        while span is not None and not _is_new(away[span.machine], span):
+            named = np.where(named == span.machine, NO_MACHINE, named)
+            span = find_span(named, length=length, share=self.share)
+        return named, scores, span
 
 
 def _is_new(away: np.ndarray, span: Span) -> bool:
@@ -163,17 +149,21 @@ class RobustZ:
     resolution: float = 0.01
 
     def __call__(self, fleet: Fleet) -> list[Alarm]:
-        for name, scores in self.scores(fleet).items():
-            span = self.span(scores, self.threshold, fleet.period)
-            if span is not None:
-                return [self.alarm(fleet, name, span)]
-        return []
+        return self.alarms(fleet, self.scores(fleet))
 
-    def alarm(self, fleet: Fleet, metric: str, span: Span) -> Alarm:
-        """The alarm of a span of windows."""
-        step = max(1, round(self.hop / fleet.period)) * fleet.period
-        since, until = fleet.start + span.first * step, fleet.start + span.last * step
-        return Alarm(fleet.machines[span.machine], metric, since, until + self.window)
+    def alarms(self, fleet: Fleet, scores: Mapping[str, np.ndarray]) -> list[Alarm]:
+        """The alarm of the first metric in which one machine is the candidate for long enough."""
+        length = round((self.continuity - self.window + self.hop) / max(self.hop, fleet.period))
+        for metric, of_metric in scores.items():
+            top = of_metric.max(axis=0)
+            leader = np.where(top > self.threshold, of_metric.argmax(axis=0), NO_MACHINE)
+            span = find_span(leader, length=length, share=self.share)
+            if span is not None:
+                step = max(1, round(self.hop / fleet.period)) * fleet.period
+                since, until = (fleet.start + each * step for each in (span.first, span.last))
+                machine = fleet.machines[span.machine]
+                return [Alarm(machine, metric, since, until + self.window)]
+        return []
 
     def scores(self, fleet: Fleet) -> dict[str, Float[np.ndarray, "machine window"]]:
         """Scores by metric; 0 where there are no samples."""
@@ -190,12 +180,6 @@ class RobustZ:
             spread = np.maximum(MAD_TO_STD * nan_median(away, 0), self.resolution * typical)
             scores[name] = np.nan_to_num(away / np.maximum(spread, 1e-30))
         return scores
-
-    def span(self, scores: np.ndarray, threshold: float, period: float | int) -> Span | None:
-        """The windows through which one machine is the candidate, if there are enough."""
-        leader = np.where(scores.max(axis=0) > threshold, scores.argmax(axis=0), NO_MACHINE)
-        length = round((self.continuity - self.window + self.hop) / max(self.hop, period))
-        return find_span(leader, length=length, share=self.share)
 
 
 def moving_median(metrics: tuple[str, ...]) -> list[View]:
@@ -316,59 +300,19 @@ def whitening(
 AnyDetector = Minder | RobustZ | ShiftDetector
 
 
-@dataclass(frozen=True)
-class BenchmarkEntry:
-    """A detector of the benchmark.
-
-    Attributes:
-      name: in the table.
-      make: the detector with a given threshold.
-      threshold: its own, chosen on fleets of other seeds than the benchmark's.
-    """
-
-    name: str
-    make: Callable[[float], AnyDetector]
-    threshold: float
-
-    @property
-    def detector(self) -> AnyDetector:
-        """The detector with its threshold."""
-        return self.make(self.threshold)
-
-
-DETECTORS = (
-    BenchmarkEntry(
-        "shift (default)",
-        lambda threshold: ShiftDetector(threshold=threshold),
-        ShiftDetector.threshold,
-    ),
-    BenchmarkEntry("robust z", lambda threshold: RobustZ(threshold), 9.12),
-    BenchmarkEntry("robust z, logs", lambda threshold: RobustZ(threshold, logs=True), 9.12),
-    BenchmarkEntry(
-        "moving median", lambda threshold: Minder(threshold=threshold, method=moving_median), 5.11
-    ),
-    BenchmarkEntry("Minder", lambda threshold: Minder(threshold=threshold), Minder.threshold),
-    BenchmarkEntry(
-        "Minder, onset rule", lambda threshold: MinderOnset(threshold=threshold), Minder.threshold
-    ),
-    BenchmarkEntry(
-        "Mahalanobis", lambda threshold: Minder(threshold=threshold, method=mahalanobis), 1.19
-    ),
-    BenchmarkEntry(
-        "no VAE (RAW)", lambda threshold: Minder(threshold=threshold, method=without_vae), 1.43
-    ),
-    BenchmarkEntry(
-        "no VAE, smoothed", lambda threshold: Minder(threshold=threshold, method=moving_mean), 6.78
-    ),
-    BenchmarkEntry(
-        "concatenated (CON)",
-        lambda threshold: Minder(threshold=threshold, method=concatenated),
-        1.3,
-    ),
-    BenchmarkEntry(
-        "one joint model (INT)", lambda threshold: Minder(threshold=threshold, method=joint), 1.67
-    ),
-    BenchmarkEntry("no continuity", lambda threshold: Instant(threshold=threshold), 12.4),
-)
-"""In the order of the table; the first is the default. All subclasses of `Minder` share one
-`Minder.prepare_fleet`."""
+DETECTORS: dict[str, AnyDetector] = {
+    "shift (default)": ShiftDetector(),
+    "robust z": RobustZ(9.12),
+    "robust z, logs": RobustZ(9.12, logs=True),
+    "moving median": Minder(5.11, method=moving_median),
+    "Minder": Minder(),
+    "Minder, onset rule": MinderOnset(),
+    "Mahalanobis": Minder(1.19, method=mahalanobis),
+    "no VAE (RAW)": Minder(1.43, method=without_vae),
+    "no VAE, smoothed": Minder(6.78, method=moving_mean),
+    "concatenated (CON)": Minder(1.3, method=concatenated),
+    "one joint model (INT)": Minder(1.67, method=joint),
+    "no continuity": Instant(12.4),
+}
+"""By name, in the order of the table; the first is the default. Each threshold was chosen on fleets
+of other seeds than the benchmark's. All subclasses of `Minder` share one `Minder.prepare_fleet`."""

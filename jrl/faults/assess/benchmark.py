@@ -120,11 +120,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def select_detectors(only: Sequence[str]) -> dict[str, AnyDetector]:
     """Detectors by name, in the order of the table."""
-    names = [each.name for each in DETECTORS]
-    unknown = [name for name in only if name not in names]
+    unknown = [name for name in only if name not in DETECTORS]
     if unknown:
-        raise ValueError(f"only={unknown[0]!r} is unknown: choose among {', '.join(names)}.")
-    return {c.name: c.detector for c in DETECTORS if not only or c.name in only}
+        raise ValueError(f"only={unknown[0]!r} is unknown: choose among {', '.join(DETECTORS)}.")
+    return {name: each for name, each in DETECTORS.items() if not only or name in only}
 
 
 def run(request: BenchmarkOptions) -> dict[str, Any]:

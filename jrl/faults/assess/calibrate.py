@@ -6,6 +6,7 @@ is that of the best F1 among those that alarm in at most one of a hundred clean 
 is none, among those that alarm in the fewest. Of equally good ones it is the highest.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -13,7 +14,7 @@ from rich.progress import track
 
 from jrl.faults.assess.baselines import DETECTORS, AnyDetector, Instant, RobustZ, ShiftDetector
 from jrl.faults.assess.outcomes import DETECTED, SILENT, WRONG, figures, map_in_processes, outcome
-from jrl.faults.collect.fleet import NO_MACHINE, Alarm
+from jrl.faults.collect.fleet import NO_MACHINE
 from jrl.faults.minder import vae
 from jrl.faults.minder.continuity import find_span
 from jrl.faults.minder.detect import Minder, ScoredFleet
@@ -76,8 +77,7 @@ def outcomes_by_threshold(names: tuple[str, ...], job: tuple[Settings, int]) -> 
     settings, seed = job
     incident = simulate(settings, seed)
     record = Minder().prepare_fleet(incident.fleet)
-    detectors = {entry.name: entry.detector for entry in DETECTORS}
-    return [_outcomes(detectors[name], incident, record) for name in names]
+    return [_outcomes(DETECTORS[name], incident, record) for name in names]
 
 
 def _outcomes(detector: AnyDetector, incident: Incident, record: ScoredFleet) -> list[str]:
@@ -88,7 +88,7 @@ def _outcomes(detector: AnyDetector, incident: Incident, record: ScoredFleet) ->
     if isinstance(detector, RobustZ):
         scores = detector.scores(incident.fleet)
         return [
-            outcome(incident, _robust_z_alarms(detector, scores, incident, threshold))
+            outcome(incident, replace(detector, threshold=threshold).alarms(incident.fleet, scores))
             for threshold in THRESHOLDS
         ]
     if record.reasons:
@@ -103,16 +103,6 @@ def _outcomes(detector: AnyDetector, incident: Incident, record: ScoredFleet) ->
         scorer.score(starts)
         series.append((prepared.rows[scorer.machine[starts]], scorer.scores[starts]))
     return [_verdict(series, detector, threshold, truth, when) for threshold in THRESHOLDS]
-
-
-def _robust_z_alarms(
-    detector: RobustZ, scores: dict[str, np.ndarray], incident: Incident, threshold: float
-) -> list[Alarm]:
-    for name, each in scores.items():
-        span = detector.span(each, threshold, incident.fleet.period)
-        if span is not None:
-            return [detector.alarm(incident.fleet, name, span)]
-    return []
 
 
 def _verdict(

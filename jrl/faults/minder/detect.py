@@ -49,23 +49,6 @@ def per_metric(
     ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class MinderReport(Report):
-    """Result of Minder on a fleet.
-
-    Attributes:
-      prepared: the compared fleet.
-      views: names of the views that were searched (metrics, for Minder), in order.
-      named: by view, the row of `prepared` that each window names, or `NO_MACHINE`, or `UNSEEN`.
-      scores: by view, the greatest score of each window; NaN where unseen.
-    """
-
-    prepared: Prepared
-    views: tuple[str, ...] = ()
-    named: tuple[np.ndarray, ...] = ()
-    scores: tuple[np.ndarray, ...] = ()
-
-
 @dataclass(frozen=True)
 class Minder:
     """The detector: called with a fleet it returns alarms; `examine` returns the scores as well.
@@ -111,47 +94,42 @@ class Minder:
         """The alarms of a fleet: none, or the outlier machine."""
         return self.examine(fleet).alarms
 
-    def examine(self, fleet: Fleet) -> MinderReport:
+    def examine(self, fleet: Fleet) -> Report:
         """Searches the metrics in order until one raises an alarm."""
         return self.judge(self.prepare_fleet(fleet))
 
-    def judge(self, record: "ScoredFleet") -> MinderReport:
+    def judge(self, record: "ScoredFleet") -> Report:
         """`examine` for a prepared fleet, which other detectors may have scored already."""
-        prepared = record.prepared
+        prepared, alarms, traces = record.prepared, [], {}
         if record.reasons:
-            return report_incomparable(record)
-        num_windows = prepared.values.shape[2] - vae.WINDOW + 1
-        length = self._continuity_windows(prepared.period)
-        views, named_by, scores_by, alarms = [], [], [], []
+            return Report([], (*prepared.notes, *record.reasons), comparable=False)
         for view in self.method(prepared.metrics):
-            scorer = record.scorer(view, self)
-            score_windows = partial(scorer.name_machines, threshold=self.threshold)
-            named = score_where_needed(score_windows, num_windows, length=length, share=self.share)
-            views.append(view.name)
-            named_by.append(named)
-            scores_by.append(np.where(named == UNSEEN, np.nan, scorer.scores))
-            span = find_span(named, length=length, share=self.share)
+            named, scores, span = self._search(record.scorer(view, self), prepared)
+            times = prepared.start + np.arange(scores.size) * prepared.period
+            leader = np.maximum(named, NO_MACHINE)
+            traces[view.name] = Trace(times, scores, leader, float(self.threshold))
             if span is not None:
-                alarms.append(self._alarm(prepared, view.name, span, scores_by[-1]))
+                alarms.append(self._alarm(prepared, view.name, span, scores))
                 break
-        times = prepared.start + np.arange(num_windows) * prepared.period
-        traces = {
-            view: Trace(times, scores, np.maximum(named, NO_MACHINE), float(self.threshold))
-            for view, scores, named in zip(views, scores_by, named_by, strict=True)
-        }
-        return MinderReport(
-            alarms,
-            prepared.notes,
-            machines=prepared.machines,
-            traces=traces,
-            prepared=prepared,
-            views=tuple(views),
-            named=tuple(named_by),
-            scores=tuple(scores_by),
-        )
+        return Report(alarms, prepared.notes, machines=prepared.machines, traces=traces)
 
-    def _continuity_windows(self, period: float | int) -> int:
-        return max(1, round(self.continuity / period) - vae.WINDOW + 1)
+    def _search(
+        self, scorer: "WindowScorer", prepared: Prepared
+    ) -> tuple[Int[np.ndarray, " window"], Float[np.ndarray, " window"], Span | None]:
+        """The row that each window of a view names, `NO_MACHINE` or `UNSEEN`; the greatest score of
+        each, NaN where unseen; and the stretch that raises an alarm."""
+        length = self._continuity_windows(prepared)
+        named = score_where_needed(
+            partial(scorer.name_machines, threshold=self.threshold),
+            scorer.scores.size,
+            length=length,
+            share=self.share,
+        )
+        scores = np.where(named == UNSEEN, np.nan, scorer.scores)
+        return named, scores, find_span(named, length=length, share=self.share)
+
+    def _continuity_windows(self, prepared: Prepared) -> int:
+        return max(1, round(self.continuity / prepared.period) - vae.WINDOW + 1)
 
     def prepare_fleet(self, fleet: Fleet) -> "ScoredFleet":
         """The prepared fleet with role numbers, and reasons for which it cannot be compared."""
@@ -208,12 +186,6 @@ def minder_from_flags(
         if models is None
         else partial(per_metric, models=vae.load_models(models)),
     )
-
-
-def report_incomparable(fleet: "ScoredFleet") -> MinderReport:
-    """Report on a fleet that cannot be compared."""
-    notes = (*fleet.prepared.notes, *fleet.reasons)
-    return MinderReport([], notes, comparable=False, prepared=fleet.prepared)
 
 
 def role_numbers(fleet: Fleet, roles: Sequence[str] | None) -> Int[np.ndarray, " machine"]:
@@ -335,12 +307,9 @@ def _padded_size(num_machines: int) -> int:
     """Padded number of machines: 16, 32, 48, 64, 96, 128, 192, ..., to compile few variants."""
     size = BLOCK
     while size < num_machines:
-        size = size * 3 // 2 if size & (size - 1) == 0 and size > BLOCK else _next_power(size)
+        is_power = size & (size - 1) == 0
+        size = size * 3 // 2 if is_power and size > BLOCK else 1 << size.bit_length()
     return size
-
-
-def _next_power(size: int) -> int:
-    return 1 << size.bit_length()
 
 
 def _chunks(starts: np.ndarray, num_machines: int) -> list[np.ndarray]:

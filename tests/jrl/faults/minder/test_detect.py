@@ -128,8 +128,9 @@ def test_detectors_share_what_was_seen_of_a_record(monkeypatch):
     assert len(seen) == len(set(seen)) > 0
     for one, other in zip(alone, shared, strict=True):
         assert one.alarms == other.alarms
-        np.testing.assert_array_equal(one.named[0], other.named[0])
-        np.testing.assert_array_equal(one.scores[0], other.scores[0])
+        (seen_alone,), (seen_shared,) = one.traces.values(), other.traces.values()
+        np.testing.assert_array_equal(seen_alone.leader, seen_shared.leader)
+        np.testing.assert_array_equal(seen_alone.scores, seen_shared.scores)
     assert not shared[0].alarms
     assert shared[1].alarms
     instant = Instant(threshold=3.0)
