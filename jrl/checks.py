@@ -1,7 +1,9 @@
-"""Range checks of numeric settings, and the flags that messages name."""
+"""Checks of numeric settings and of installed packages, and the flags that messages name."""
 
+import importlib
 import math
 from collections.abc import Iterable
+from types import ModuleType
 
 
 def flag(field: str) -> str:
@@ -55,3 +57,24 @@ def check_least(settings: object, names: Iterable[str], least: int = 1) -> None:
         value = getattr(settings, name)
         if value is not None and value < least:
             raise ValueError(f"{name}={value} must be at least {least}.")
+
+
+def import_extra(module: str, extra: str, purpose: str) -> ModuleType:
+    """Imports an optional package.
+
+    Args:
+      extra: the extra of pyproject.toml that installs it.
+      purpose: what needs it, for the message.
+
+    Raises:
+      ValueError: where it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:  # it is there, and something it needs is not
+            raise
+        package = module.replace("_", "-")
+        raise ValueError(
+            f'{purpose} needs the package {package}: pip install -e ".[{extra}]".'
+        ) from None

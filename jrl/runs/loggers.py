@@ -3,12 +3,12 @@
 Both are extras, imported when one of these classes is created and not before.
 """
 
-import importlib
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol, runtime_checkable
+
+from jrl.checks import import_extra
 
 FLUSH_SECONDS = 5
 
@@ -41,7 +41,7 @@ class TensorBoard:
     """
 
     def __init__(self, directory: Path | str, resume_step: int | None = None):
-        module = _import("tensorboardX", extra="tensorboard")
+        module = import_extra("tensorboardX", "tensorboard", "logging to tensorboard")
         purge = None if resume_step is None else resume_step + 1
         self._writer = module.SummaryWriter(
             logdir=str(directory), purge_step=purge, flush_secs=FLUSH_SECONDS
@@ -73,7 +73,7 @@ class Wandb:
     """
 
     def __init__(self, directory: Path, config: Mapping[str, Any]):
-        module = _import("wandb", extra="wandb")
+        module = import_extra("wandb", "wandb", "logging to wandb")
         self._run = module.init(
             dir=str(directory),
             project="jrl",
@@ -102,15 +102,5 @@ def _identity(path: Path) -> str:
 
 def check_installed(destination: str) -> None:
     """Raises ValueError unless the package behind "tensorboard" or "wandb" is installed."""
-    _import({"tensorboard": "tensorboardX", "wandb": "wandb"}[destination], extra=destination)
-
-
-def _import(name: str, extra: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != name:  # the package is there, and something it needs is not
-            raise
-        raise ValueError(
-            f'logging to {extra} needs the package {name}: pip install -e ".[{extra}]"'
-        ) from None
+    module = {"tensorboard": "tensorboardX", "wandb": "wandb"}[destination]
+    import_extra(module, destination, f"logging to {destination}")

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from jrl.checks import import_extra
 from jrl.faults.collect.record import Writer
 from jrl.faults.collect.sources import Source, available_sources
 from jrl.faults.collect.vocabulary import STEP_TIME, exported_name
@@ -199,7 +200,7 @@ class _Collector:
     def collect(self) -> Iterator[Any]:
         _, values = self._latest()
         for name, value in values.items():
-            gauge = self._module.core.GaugeMetricFamily(
+            gauge = self._module.metrics_core.GaugeMetricFamily(
                 exported_name(name), f"{name} of a training process", labels=["machine"]
             )
             gauge.add_metric([self._machine], value)
@@ -207,17 +208,5 @@ class _Collector:
 
 
 def import_client() -> ModuleType:
-    """The package that serves metrics.
-
-    Raises:
-      ValueError: where it is not installed.
-    """
-    try:
-        import prometheus_client.core
-    except ModuleNotFoundError as error:
-        if error.name != "prometheus_client":
-            raise
-        raise ValueError(
-            'an exporter needs the package prometheus-client: pip install -e ".[faults]".'
-        ) from None
-    return prometheus_client
+    """The package that serves metrics, see `import_extra`."""
+    return import_extra("prometheus_client", "faults", "an exporter")

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Protocol, runtime_checkable
 
+from jrl.checks import import_extra
+
 MEBIBYTE = 2.0**20
 ALL_LINKS = 0xFFFFFFFF
 """NVML's scope of a field that is summed over all NVLinks; without it the first link answers."""
@@ -199,23 +201,14 @@ class Gpus:
                 raise nvml.NVMLError(answer.nvmlReturn)
             return answer.value.ullVal / 1024
 
+        errors: dict[str, Callable[[Any], float]] = {}
         # Older versions of the package lack these.
-        errors = {
-            name: read
-            for name, function, read in (
-                (
-                    "ecc/corrected",
-                    "nvmlDeviceGetTotalEccErrors",
-                    lambda h: nvml.nvmlDeviceGetTotalEccErrors(h, CORRECTED, SINCE_LOADED),
-                ),
-                (
-                    "pcie/replays",
-                    "nvmlDeviceGetPcieReplayCounter",
-                    lambda h: nvml.nvmlDeviceGetPcieReplayCounter(h),
-                ),
+        if hasattr(nvml, "nvmlDeviceGetTotalEccErrors"):
+            errors["ecc/corrected"] = lambda h: nvml.nvmlDeviceGetTotalEccErrors(
+                h, CORRECTED, SINCE_LOADED
             )
-            if hasattr(nvml, function)
-        }
+        if hasattr(nvml, "nvmlDeviceGetPcieReplayCounter"):
+            errors["pcie/replays"] = nvml.nvmlDeviceGetPcieReplayCounter
         return errors | {
             "nvlink/in": lambda h: nvlink(h, nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX),
             "nvlink/out": lambda h: nvlink(h, nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX),
@@ -254,17 +247,5 @@ def available_sources(gpus: Sequence[str] | None = None) -> list[Source]:
 
 
 def import_psutil() -> ModuleType:
-    """The package that reads the host.
-
-    Raises:
-      ValueError: where it is not installed.
-    """
-    try:
-        import psutil
-    except ModuleNotFoundError as error:
-        if error.name != "psutil":  # it is there, and something it needs is not
-            raise
-        raise ValueError(
-            'sampling needs the package psutil: pip install -e ".[faults]", or leave out --faults.'
-        ) from None
-    return psutil
+    """The package that reads the host, see `import_extra`."""
+    return import_extra("psutil", "faults", "sampling (--faults)")

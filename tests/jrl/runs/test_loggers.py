@@ -7,6 +7,8 @@ import pytest
 from small_runs import small_run, small_setup
 from tensorboardX.proto import event_pb2
 
+from jrl.faults.collect.sampler import import_client
+from jrl.faults.collect.sources import import_psutil
 from jrl.runs.folder import RunFolder
 from jrl.runs.loggers import TensorBoard, Wandb, check_installed
 from jrl.trainer import outputs
@@ -77,6 +79,8 @@ def test_a_run_resumed_at_its_first_checkpoint_hides_later_steps(tmp_path):
         ("wandb", "wandb", lambda path: Wandb(path, {})),
         ("tensorboardX", "tensorboard", lambda path: check_installed("tensorboard")),
         ("wandb", "wandb", lambda path: check_installed("wandb")),
+        ("psutil", "faults", lambda path: import_psutil()),
+        ("prometheus_client", "faults", lambda path: import_client()),
     ],
 )
 def test_a_missing_package_is_one_line_with_the_fix(tmp_path, monkeypatch, package, extra, make):
@@ -87,7 +91,8 @@ def test_a_missing_package_is_one_line_with_the_fix(tmp_path, monkeypatch, packa
 
     monkeypatch.delitem(sys.modules, package, raising=False)
     monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
-    with pytest.raises(ValueError, match=rf'package {package}: pip install -e "\.\[{extra}\]"'):
+    name = package.replace("_", "-")
+    with pytest.raises(ValueError, match=rf'package {name}: pip install -e "\.\[{extra}\]"'):
         make(tmp_path)
 
 
