@@ -115,10 +115,10 @@ class Checkpoints:
         path = self.directory / f"{step}.damaged"
         with RaiseInAllProcesses():
             if is_main_process():
-                number = 2
+                index = 2
                 while path.exists():
-                    path = self.directory / f"{step}.damaged-{number}"
-                    number += 1
+                    path = self.directory / f"{step}.damaged-{index}"
+                    index += 1
                 (self.directory / str(step)).rename(path)
         return Path(broadcast_from_main(str(path)))
 
@@ -362,9 +362,9 @@ def errno_of(error: BaseException) -> int | None:
         if isinstance(seen, OSError) and seen.errno in REMEDIES:
             return seen.errno
         text = str(seen)
-        for number in REMEDIES:
-            if re.search(rf"{re.escape(os.strerror(number))}|\b{errno.errorcode[number]}\b", text):
-                return number
+        for code in REMEDIES:
+            if re.search(rf"{re.escape(os.strerror(code))}|\b{errno.errorcode[code]}\b", text):
+                return code
         seen = seen.__cause__ or seen.__context__
     return None
 
@@ -388,12 +388,12 @@ def writing(path: Path, remedy: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        number = errno_of(error)
-        if number is None:
+        code = errno_of(error)
+        if code is None:
             raise
         # What Orbax left half done complains once more when the interpreter ends.
         atexit.register(_silence_stderr)
-        raise StorageError(f"{path}: {os.strerror(number)}: {REMEDIES[number]}. {remedy}") from None
+        raise StorageError(f"{path}: {os.strerror(code)}: {REMEDIES[code]}. {remedy}") from None
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)

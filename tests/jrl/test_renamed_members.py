@@ -5,6 +5,7 @@ import inspect
 import numpy as np
 import pytest
 
+from jrl.faults.collect.error_codes import error_code
 from jrl.rollout.decoding.requests import Request, Trajectory
 from jrl.runs.folder import RunFolder
 from jrl.trainer.evaluation.evaluate import evaluate
@@ -22,6 +23,7 @@ FOLDER = RunFolder("a run that is not there")
         (REQUEST, "turns", "conversation"),
         (REQUEST, "begun", "has_response"),
         (TRAJECTORY, "shelf", "buffer"),
+        (error_code(79), "number", "code"),
         (FOLDER, "line_marks", "line_offsets"),
         (FOLDER, "file_marks", "file_hashes"),
         (FOLDER, "go_back", "rewind"),

@@ -143,11 +143,11 @@ def gather_windows(
     names = prepared[0].metrics
     per_fleet = -(-num_windows // len(prepared))
     windows: dict[str, list[np.ndarray]] = {name: [] for name in names}
-    for number, fleet in enumerate(prepared):
+    for index, fleet in enumerate(prepared):
         missing = [name for name in names if name not in fleet.metrics]
         if missing:
             raise ValueError(
-                f"record {number + 1} has no metric {missing[0]!r} that varies, as the first has: "
+                f"record {index + 1} has no metric {missing[0]!r} that varies, as the first has: "
                 "train on records of the same metrics."
             )
         draws = np.random.default_rng(int(random.integers(2**32)))

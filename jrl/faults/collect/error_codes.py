@@ -14,6 +14,8 @@ from typing import Literal
 
 import numpy as np
 
+from sharding.former_names import former_members
+
 Cause = Literal["machine", "program", "unknown"]
 CAUSES: tuple[Cause, ...] = ("machine", "program", "unknown")
 
@@ -23,16 +25,18 @@ class ErrorCode:
     """Meaning and usual cause of an XID code.
 
     Attributes:
-      number: as the driver logs it.
+      code: as the driver logs it.
       meaning: in a few words.
       cause: the usual one, one of `CAUSES`.
       handled: true if the machine has recovered by itself, so that no action is needed.
     """
 
-    number: int
+    code: int
     meaning: str
     cause: Cause
     handled: bool = False
+
+    __getattr__ = former_members(number="code")
 
     def describe(self) -> str:
         """One phrase: the code, its meaning and its usual cause."""
@@ -42,12 +46,12 @@ class ErrorCode:
             "unknown": "unknown cause",
         }[self.cause]
         handled = ", which handled it" if self.handled else ""
-        return f"XID {self.number} ({self.meaning}; {whose}{handled})"
+        return f"XID {self.code} ({self.meaning}; {whose}{handled})"
 
     @property
     def severity(self) -> int:
         """Severity rank: of several codes at the same time the one with the greatest counts."""
-        return 0 if not self.number else 1 + (self.cause != "program") + 2 * self.is_alarming
+        return 0 if not self.code else 1 + (self.cause != "program") + 2 * self.is_alarming
 
     @property
     def is_alarming(self) -> bool:
@@ -148,19 +152,18 @@ _TABLES: tuple[tuple[dict[int, str], Cause, bool], ...] = (
     (_UNKNOWN, "unknown", False),
 )
 XID = {
-    number: ErrorCode(number, meaning, cause, handled)
+    code: ErrorCode(code, meaning, cause, handled)
     for table, cause, handled in _TABLES
-    for number, meaning in table.items()
+    for code, meaning in table.items()
 }
 """The codes of NVIDIA's catalogue that are in use, and those of older GPUs that say hardware."""
 
 
-def error_code(number: float | int | np.floating) -> ErrorCode:
+def error_code(code: float | int | np.floating) -> ErrorCode:
     """Returns the entry of a code; the cause of one that is not in the catalogue is unknown."""
-    number = int(number)
-    return XID.get(number, ErrorCode(number, "not in the catalogue", "unknown"))
+    return XID.get(int(code), ErrorCode(int(code), "not in the catalogue", "unknown"))
 
 
-def most_severe(numbers: Iterable[float | int | np.floating]) -> float | int | np.floating:
+def most_severe(codes: Iterable[float | int | np.floating]) -> float | int | np.floating:
     """The code with the greatest `ErrorCode.severity`; of equal ones the greatest number."""
-    return max(numbers, key=lambda number: (error_code(number).severity, number))
+    return max(codes, key=lambda code: (error_code(code).severity, code))

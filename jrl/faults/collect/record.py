@@ -200,16 +200,16 @@ def decode(header: Header, content: bytes, torn: int) -> Record:
 
 
 def _create(folder: Path, machine: str) -> tuple[Path, int]:
-    """Creates a new file under the next free number."""
+    """Creates a new file under the next free index."""
     folder.mkdir(parents=True, exist_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
-    number = 1
+    index = 1
     while True:
-        path = folder / f"{machine}.{number}{SUFFIX}"
+        path = folder / f"{machine}.{index}{SUFFIX}"
         try:
             return path, os.open(path, flags, 0o644)
         except FileExistsError:
-            number += 1
+            index += 1
 
 
 def _parse_header(path: Path, prefix: bytes, read_more: Callable[[int], bytes]) -> Header:

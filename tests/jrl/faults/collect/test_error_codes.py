@@ -35,9 +35,9 @@ def test_a_code_that_is_in_no_catalogue_is_nobodys(number):
 
 
 def test_every_code_is_stated_once_in_a_few_words():
-    for number, code in XID.items():
-        assert code.number == number and code.cause in CAUSES
-        assert 0 < len(code.meaning) < 60 and code.meaning[-1] != "."
+    for code, entry in XID.items():
+        assert entry.code == code and entry.cause in CAUSES
+        assert 0 < len(entry.meaning) < 60 and entry.meaning[-1] != "."
 
 
 @pytest.mark.parametrize(
