@@ -8,7 +8,6 @@ Prometheus (``.json``).
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import tyro
@@ -17,18 +16,16 @@ from rich.console import Console
 from rich.table import Table
 
 from jrl.faults.collect.align import align, read_folder
-from jrl.faults.collect.error_codes import Cause
 from jrl.faults.collect.exporters import build_fleet, describe_ignored
 from jrl.faults.collect.fleet import INCOMPARABLE, Alarm, Fleet, Report
 from jrl.faults.collect.prometheus import read_series
-from jrl.faults.collect.vocabulary import PRIORITY
 from jrl.faults.plots import plot_fleet
-from jrl.faults.standard import SILENCE, SilenceDetector, StandardDetector
-from jrl.faults.watcher import check_models, trim_to_common_start
+from jrl.faults.standard import SILENCE, SilenceDetector
+from jrl.faults.watcher import DetectorOptions, examine, trim_to_common_start
 
 
 @dataclass(frozen=True)
-class ReplayOptions:
+class ReplayOptions(DetectorOptions):
     """Record to examine, and settings of the detector."""
 
     record: tyro.conf.Positional[str]
@@ -36,24 +33,6 @@ class ReplayOptions:
     (.json)."""
     last: float = 900.0
     """Seconds to examine, counted from the end."""
-    detector: Literal["standard", "minder"] = "standard"
-    """Detector of the faulty machine: standard, that of training and watch, or minder, the paper's
-    method."""
-    threshold: float | None = None
-    """Score from which a machine stands out; by default the detector's."""
-    models: str | None = None
-    """File of denoising models for minder, as python -m jrl.faults train writes it; by default
-    those of the package."""
-    continuity: float = 240.0
-    """Seconds for which the same machine must stand out."""
-    metrics: tuple[str, ...] = ()
-    """The metrics to search, in this order; all that were recorded by default."""
-    xid: tuple[Cause, ...] = ("machine",)
-    """Causes of XID errors that raise an alarm: some of machine, program and unknown. The others
-    are reported in a note."""
-    machine_label: str | None = None
-    """Label that names the machine in a response of Prometheus; by default the first of machine,
-    node, instance and Hostname that a series has."""
     plot: str | None = None
     """Plot to write; by default next to the record, with suffix .png."""
 
@@ -65,7 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     fleet = fleet.last(request.last)
     if request.metrics:
         fleet = fleet.select(request.metrics)
-    report = examine(fleet, request)
+    report = examine(fleet, request.make_detector())
+    if request.detector != "standard":  # which looks for silence itself
+        report = replace(report, alarms=[*report.alarms, *SilenceDetector()(fleet)])
     if Path(request.record).is_dir():
         report = replace(report, alarms=[*report.alarms, *find_stopped(Path(request.record))])
     _print(fleet, report, notes)
@@ -73,32 +54,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plot_fleet(fleet, report, path)
     print(f"picture: {path}")
     return 0 if report.comparable else INCOMPARABLE
-
-
-def examine(fleet: Fleet, request: ReplayOptions) -> Report:
-    """Report of the requested detector on a fleet.
-
-    Raises:
-      ValueError: for models without the detector that uses them.
-    """
-    check_models(request.models, request.detector)
-    threshold = request.threshold
-    if request.detector == "standard":
-        standard = StandardDetector(
-            continuity=request.continuity,
-            threshold=StandardDetector.threshold if threshold is None else threshold,
-            metrics=request.metrics,
-            codes=request.xid,
-        )
-        return standard.examine(fleet)
-    # With JAX and the models, which take seconds to load.
-    from jrl.faults.minder.detect import minder_from_flags
-
-    metrics = request.metrics or PRIORITY
-    minder = minder_from_flags(threshold, request.continuity, metrics, request.models)
-    report = minder.examine(fleet)
-    silent = SilenceDetector()(fleet)
-    return replace(report, alarms=[*report.alarms, *silent]) if silent else report
 
 
 def read_fleet(

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import numpy as np
 import tyro
@@ -20,19 +20,16 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from jrl.faults.collect.error_codes import Cause
 from jrl.faults.collect.exporters import SELECTOR
 from jrl.faults.collect.fleet import INCOMPARABLE, Detector
 from jrl.faults.collect.prometheus import Pages, Prometheus
-from jrl.faults.collect.vocabulary import PRIORITY, find_recorded
-from jrl.faults.outlier import OutlierDetector
-from jrl.faults.standard import StandardDetector
+from jrl.faults.collect.vocabulary import find_recorded
 from jrl.faults.watcher import (
     MIN_MACHINES,
     DetectionPass,
+    DetectorOptions,
     RemoteWatcher,
     Watcher,
-    check_models,
     command_hook,
 )
 from jrl.report.display import visible
@@ -46,7 +43,7 @@ STYLES = {"running": "green", "ended": "dim", "no data": "yellow"}
 
 
 @dataclass(frozen=True)
-class WatchOptions:
+class WatchOptions(DetectorOptions):
     """Runs or machines to watch, and settings of the detector."""
 
     run: tyro.conf.Positional[tuple[str, ...]] = ()
@@ -58,36 +55,12 @@ class WatchOptions:
     exporter, of node exporter, of cAdvisor and of jrl."""
     scrape: tuple[str, ...] = ()
     """Exporters' pages to fetch instead, such as http://node7:9400/metrics."""
-    machine_label: str | None = None
-    """Label that names the machine; by default machine, node, instance or Hostname."""
     once: tyro.conf.FlagCreatePairsOff[bool] = False
     """Run one detection pass and exit."""
     until_fault: tyro.conf.FlagCreatePairsOff[bool] = False
     """Stop at the first alarm."""
     seconds: float = 900.0
     """Length of the time window of each detection pass, up to now."""
-    detector: Literal["standard", "outlier", "minder"] = "standard"
-    """Detector of the faulty process: standard looks for errors, silence, a step time that is off
-    by a factor and a shift in any metric; outlier only for the third, minder is the paper's
-    method."""
-    window: float = 8.0
-    """Seconds of samples per window; minder's windows are 8 samples."""
-    continuity: float = 240.0
-    """Seconds for which one process has to stand out before an alarm names it."""
-    threshold: float | None = None
-    """Distance from the others that counts as a fault; by default the detector's. For outlier in
-    spreads of the others (4 is a factor of at least 2.2), for standard a shift in spreads of
-    healthy machines, for minder in their distances from each other."""
-    models: str | None = None
-    """File of denoising models for minder, as python -m jrl.faults train writes it; by default
-    those of the package."""
-    metrics: tuple[str, ...] = ()
-    """Metrics to compare, the most telling first; the first that names a process ends the search.
-    By default all for standard, step/time and cpu/process for outlier, those of production too for
-    minder."""
-    xid: tuple[Cause, ...] = ("machine",)
-    """Causes of XID errors that raise an alarm, for standard: some of machine, program and unknown.
-    The others are reported below the table."""
     silence: float = 60.0
     """Seconds without a sample after which a process that did not report its end raises an
     alarm."""
@@ -184,32 +157,11 @@ def _read_acknowledged(path: str | None) -> set[str]:
     return {line.strip() for line in Path(path).read_text().splitlines() if line.strip()}
 
 
-def _metrics(request: WatchOptions) -> tuple[str, ...]:
-    """Metrics to compare, by any of their names."""
-    default = PRIORITY if request.detector == "minder" else OutlierDetector.metrics
-    return request.metrics or default
-
-
 def _detector(request: WatchOptions) -> Detector:
-    metrics, threshold = _metrics(request), request.threshold
-    check_models(request.models, request.detector)
-    if request.detector == "outlier":
-        threshold = OutlierDetector.threshold if threshold is None else threshold
-        return OutlierDetector(metrics, request.window, request.continuity, threshold)
-    if request.detector == "standard":
-        threshold = StandardDetector.threshold if threshold is None else threshold
-        return StandardDetector(
-            request.continuity,
-            threshold,
-            window=request.window,
-            metrics=request.metrics,
-            codes=request.xid,
-        )
-    # With JAX and the models, which take seconds to load.
-    from jrl.faults.minder.detect import minder_from_flags
-
-    minder = minder_from_flags(threshold, request.continuity, metrics, request.models)
-    return lambda fleet: minder(fleet.select(find_recorded(metrics, fleet.metrics)))
+    detector = request.make_detector()
+    if request.detector != "minder":
+        return detector
+    return lambda fleet: detector(fleet.select(find_recorded(request.compared, fleet.metrics)))
 
 
 @contextmanager
@@ -246,7 +198,7 @@ def render(result: DetectionPass, request: WatchOptions) -> RenderableType:
     for heading in ("process", "host", "state", "last sample", "samples lost"):
         table.add_column(heading, overflow="fold", no_wrap=heading == "state")
     alarms = [alarm.metric for alarm in result.alarms]
-    shown = list(find_recorded([*alarms, *_metrics(request)], result.fleet.metrics))[:MAX_SHOWN]
+    shown = list(find_recorded([*alarms, *request.compared], result.fleet.metrics))[:MAX_SHOWN]
     for name in shown:
         table.add_column(f"{name} (x median)", justify="right")
     recent = _recent_cells(result, shown, request.window)

@@ -7,22 +7,101 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
 from jrl.faults.collect.align import Aligned, Process, align
+from jrl.faults.collect.error_codes import Cause
 from jrl.faults.collect.exporters import build_fleet, describe_ignored
 from jrl.faults.collect.fleet import Alarm, Detector, Fleet, Report
 from jrl.faults.collect.prometheus import SampleSource, Store
 from jrl.faults.collect.record import Follower
-from jrl.faults.standard import SILENCE
+from jrl.faults.collect.vocabulary import PRIORITY
+from jrl.faults.outlier import OutlierDetector
+from jrl.faults.standard import SILENCE, StandardDetector
 
 MIN_MACHINES = 3
 """Minimum for a comparison: of two machines that differ, either may be the faulty one."""
 HOOK_TIMEOUT = 300.0
 """Seconds after which a command that does not end is killed."""
 Hook = Callable[[Alarm], object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DetectorOptions:
+    """Settings of the detector on a command line."""
+
+    detector: Literal["standard", "outlier", "minder"] = "standard"
+    """Detector of the faulty machine: standard, that of training, looks for errors, silence, a step
+    time that is off by a factor and a shift in any metric; outlier only for the third, minder is
+    the paper's method."""
+    window: float = 8.0
+    """Seconds of samples per window; minder's windows are 8 samples."""
+    continuity: float = 240.0
+    """Seconds for which one machine has to stand out before an alarm names it."""
+    threshold: float | None = None
+    """Distance from the others that counts as a fault; by default the detector's. For outlier in
+    spreads of the others (4 is a factor of at least 2.2), for standard a shift in spreads of
+    healthy machines, for minder in their distances from each other."""
+    models: str | None = None
+    """File of denoising models for minder, as python -m jrl.faults train writes it; by default
+    those of the package."""
+    metrics: tuple[str, ...] = ()
+    """Metrics to compare, the most telling first; the first that names a machine ends the search.
+    By default all for standard, step/time and cpu/process for outlier, those of production too for
+    minder."""
+    xid: tuple[Cause, ...] = ("machine",)
+    """Causes of XID errors that raise an alarm, for standard: some of machine, program and unknown.
+    The others are reported in a note."""
+    machine_label: str | None = None
+    """Label that names the machine of a series; by default the first of machine, node, instance and
+    Hostname that it has."""
+
+    @property
+    def compared(self) -> tuple[str, ...]:
+        """Metrics that outlier and minder compare, by any of their names."""
+        default = PRIORITY if self.detector == "minder" else OutlierDetector.metrics
+        return self.metrics or default
+
+    def make_detector(self) -> Detector:
+        """The detector.
+
+        Raises:
+          ValueError: for models without the detector that uses them, and for invalid settings.
+        """
+        if self.models is not None and self.detector != "minder":
+            raise ValueError(
+                f"models={self.models!r} needs --detector minder: give it, or leave it out."
+            )
+        if self.detector == "outlier":
+            threshold = self._threshold_or(OutlierDetector.threshold)
+            return OutlierDetector(self.compared, self.window, self.continuity, threshold)
+        if self.detector == "standard":
+            return StandardDetector(
+                self.continuity,
+                self._threshold_or(StandardDetector.threshold),
+                window=self.window,
+                metrics=self.metrics,
+                codes=self.xid,
+            )
+        # With JAX and the models, which take seconds to load.
+        from jrl.faults.minder import detect, vae
+
+        method = detect.per_metric
+        if self.models is not None:
+            method = partial(method, models=vae.load_models(self.models))
+        return detect.Minder(
+            self._threshold_or(detect.Minder.threshold),
+            self.continuity,
+            priority=self.compared,
+            method=method,
+        )
+
+    def _threshold_or(self, default: float | int) -> float | int:
+        return default if self.threshold is None else self.threshold
 
 
 @dataclass(frozen=True)
@@ -84,14 +163,7 @@ class AlarmTracker:
         """The report on a fleet, with the alarms of `others` at its end, and the alarms of machines
         that had none at the last call."""
         acknowledged = set(self._acknowledged())
-        compared = drop_machines(fleet, acknowledged)
-        examine = getattr(self._detector, "examine", None)
-        if examine is None:
-            report = Report(
-                self._detector(compared), comparable=is_comparable(self._detector, compared)
-            )
-        else:
-            report = examine(compared)
+        report = examine(drop_machines(fleet, acknowledged), self._detector)
         alarms = [*report.alarms, *(each for each in others if each.machine not in acknowledged)]
         raised = tuple(alarm for alarm in alarms if alarm.machine not in self._alarmed)
         self._alarmed = {alarm.machine for alarm in alarms}
@@ -243,15 +315,17 @@ class RemoteWatcher:
         return Process(fleet.machines[row], "", state, age, damaged=0, torn=0, future=0)
 
 
-def check_models(models: str | None, detector: str) -> None:
-    """Raises a ValueError for a file of models without the detector that uses them."""
-    if models is not None and detector != "minder":
-        raise ValueError(f"models={models!r} needs --detector minder: give it, or leave it out.")
-
-
 def has_samples(processes: Sequence[Process]) -> bool:
     """True if any process has a sample."""
     return not all(math.isnan(each.age) for each in processes)
+
+
+def examine(fleet: Fleet, detector: Detector) -> Report:
+    """Report of a detector on a fleet; the alarms and `is_comparable` of one without `examine`."""
+    of_detector = getattr(detector, "examine", None)
+    if of_detector is not None:
+        return of_detector(fleet)
+    return Report(detector(fleet), comparable=is_comparable(detector, fleet))
 
 
 def is_comparable(detector: Detector, fleet: Fleet) -> bool:

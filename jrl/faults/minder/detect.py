@@ -174,20 +174,6 @@ class Minder:
         return Alarm(prepared.machines[span.machine], metric, start, end, evidence)
 
 
-def minder_from_flags(
-    threshold: float | None, continuity: float, priority: Sequence[str], models: str | None
-) -> Minder:
-    """The detector as command lines ask for it; None is its default."""
-    return Minder(
-        threshold=Minder.threshold if threshold is None else threshold,
-        continuity=continuity,
-        priority=priority,
-        method=per_metric
-        if models is None
-        else partial(per_metric, models=vae.load_models(models)),
-    )
-
-
 def role_numbers(fleet: Fleet, roles: Sequence[str] | None) -> Int[np.ndarray, " machine"]:
     """Numbers of the roles, one per machine; all machines have the same where none are given.
 

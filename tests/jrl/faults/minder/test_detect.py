@@ -20,10 +20,11 @@ from jrl.faults.assess.baselines import (
 from jrl.faults.assess.train import Training, gather_windows, train_models, windows_by_model
 from jrl.faults.collect.fleet import Fleet
 from jrl.faults.minder import detect, vae
-from jrl.faults.minder.detect import Minder, WindowScorer, divide_by_tokens, minder_from_flags
+from jrl.faults.minder.detect import Minder, WindowScorer, divide_by_tokens
 from jrl.faults.minder.embedding import View, gather
 from jrl.faults.minder.prepare import prepare
 from jrl.faults.simulate import METRICS, PRODUCTION, Settings, simulate
+from jrl.faults.watcher import DetectorOptions
 
 QUICK = Minder(continuity=60, priority=("cpu_usage",))
 
@@ -359,7 +360,10 @@ def test_the_models_of_a_file_are_used(tmp_path):
     )
     shifted = noisy(shifted=4, by=20)
     for models, found in ((None, 1), (str(path), 0)):
-        assert len(minder_from_flags(None, 60, ("cpu_usage",), models)(shifted)) == found
+        options = DetectorOptions(
+            detector="minder", continuity=60, metrics=("cpu_usage",), models=models
+        )
+        assert len(options.make_detector()(shifted)) == found
 
 
 def test_a_file_without_models_is_refused(tmp_path):
