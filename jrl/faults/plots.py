@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jrl.faults.collect.fleet import Fleet, Report
+from jrl.report.plots import BLUE, GRID, INK, MUTED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-INK, MUTED, GRID, BLUE, RED = "#1f2933", "#7b8794", "#e4e7eb", "#2563eb", "#c81e4a"
+RED = "#c81e4a"
 MAX_PANELS = 5
 
 
