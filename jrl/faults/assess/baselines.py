@@ -19,14 +19,7 @@ from jrl.faults.collect.vocabulary import PRIORITY, PRODUCTION, meaning, search_
 from jrl.faults.minder import vae
 from jrl.faults.minder.continuity import UNSEEN, Span, find_span
 from jrl.faults.minder.detect import Minder, WindowScorer
-from jrl.faults.minder.embedding import (
-    Channels,
-    Embedding,
-    Points,
-    View,
-    Windows,
-    denoise,
-)
+from jrl.faults.minder.embedding import Channels, Embedding, Points, View, Windows, denoise
 from jrl.faults.minder.prepare import Prepared
 from jrl.faults.outlier import MAD_TO_STD, nan_median
 from jrl.faults.shift import ShiftDetector, heavy_tailed
