@@ -1,11 +1,12 @@
 """Diagnostics of a run's critic: those of `jrl.losses`, as one report."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
@@ -15,6 +16,11 @@ BINS = 10
 """Parts of a response, and of the range of predicted probabilities."""
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["values", "rewards", "mask", "correct", "groups", "lam", "gamma"],
+    meta_fields=["low", "high", "alpha"],
+)
 @dataclass(frozen=True)
 class CriticRollout:
     """A rollout with what the critic says of it, on the host.
@@ -148,20 +154,8 @@ def critic_diagnostics(rollout: CriticRollout) -> CriticReport:
     """
     if not rollout.mask.any():
         raise ValueError("the rollout has no sampled token, so there is nothing to diagnose.")
-    computed = _compute_diagnostics(
-        rollout.values,
-        rollout.rewards,
-        rollout.mask,
-        rollout.correct,
-        rollout.groups,
-        rollout.lengths,
-        np.asarray(rollout.lam, rollout.values.dtype),
-        rollout.gamma,
-        low=rollout.low,
-        high=rollout.high,
-        alpha=rollout.alpha,
-        edges=rollout.edges,
-    )
+    lam = np.asarray(rollout.lam, rollout.values.dtype)
+    computed = _compute_diagnostics(replace(rollout, lam=lam), edges=rollout.edges)
     advantages, bias, steps, bins = map(
         np.asarray, (computed.advantages, computed.bias, computed.steps, computed.bins)
     )
@@ -202,23 +196,17 @@ class _DiagnosticArrays(NamedTuple):
     report_fields: dict[str, Any]
 
 
-@functools.partial(jax.jit, static_argnames=("low", "high", "alpha", "edges"))
-def _compute_diagnostics(
-    values: Array,
-    rewards: Array,
-    mask: Array,
-    correct: Array,
-    groups: Array,
-    lengths: Array,
-    lam: Array,
-    gamma: float | Array,
-    *,
-    low: float,
-    high: float,
-    alpha: float | None,
-    edges: tuple[int, ...],
-) -> _DiagnosticArrays:
+@functools.partial(jax.jit, static_argnames="edges")
+def _compute_diagnostics(rollout: CriticRollout, *, edges: tuple[int, ...]) -> _DiagnosticArrays:
     """The part of the report that is made of arrays, as one program."""
+    values, rewards, mask, correct, groups, lam, lengths = map(
+        jnp.asarray,
+        (
+            *(rollout.values, rollout.rewards, rollout.mask, rollout.correct, rollout.groups),
+            *(rollout.lam, rollout.lengths),
+        ),
+    )
+    gamma, alpha = rollout.gamma, rollout.alpha
     advantages, _ = gae(rewards, values, mask, gamma=gamma, lam=lam)
     _, returns = gae(rewards, values, mask, gamma=gamma, lam=1.0)
     errors, solved = values - returns, correct.astype(values.dtype)
@@ -235,7 +223,7 @@ def _compute_diagnostics(
         report_fields={
             "position": diagnostics.by_position(values, returns, mask, num_bins=BINS),
             "calibration": diagnostics.calibration(
-                values, solved[:, None], mask, low=low, high=high, num_bins=BINS
+                values, solved[:, None], mask, low=rollout.low, high=rollout.high, num_bins=BINS
             ),
             "bootstrap": diagnostics.bootstrap_bias_bound(
                 errors, advantages, mask, lam, gamma=gamma
