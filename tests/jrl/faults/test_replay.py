@@ -44,6 +44,15 @@ def test_a_damaged_file_is_refused(tmp_path):
         replay([str(tmp_path / "empty")])
 
 
+def test_a_step_time_that_is_off_by_a_factor_is_replayed(tmp_path, capsys):
+    values = np.ones((4, 1, 40), np.float32)
+    values[2, 0, 15:] = 5
+    path = tmp_path / "fleet.npz"
+    Fleet(("a", "b", "c", "d"), ("step/time",), 0.0, 1.0, values).save(path)
+    assert replay([str(path), "--detector", "outlier", "--continuity", "10"]) == 0
+    assert "ALARM: c stands out in step/time since" in capsys.readouterr().out
+
+
 def test_models_without_minder_are_refused(tmp_path):
     path = tmp_path / "fleet.npz"
     Fleet((), (), 0.0).save(path)
