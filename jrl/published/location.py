@@ -1,0 +1,110 @@
+"""Location of a published checkpoint: a folder, a GGUF file, or an installed Python package."""
+
+import hashlib
+import importlib
+import importlib.metadata
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+PREFIXES = ("hf:", "gguf:", "pip:")
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def is_checkpoint(name: str) -> bool:
+    """True if `checkpoint_folder` finds or converts what a name means: it has one of the prefixes
+    ``hf:``, ``gguf:`` and ``pip:``, or is a folder with a config.json, or a .gguf file."""
+    return name.startswith(PREFIXES) or _has_config(Path(name)) or _is_gguf(Path(name))
+
+
+def checkpoint_folder(name: str) -> Path:
+    """The folder of a published checkpoint, with config.json and safetensors.
+
+    ========================  =====================================================================
+    ``hf:DIR``, ``DIR``       a folder in the format of Hugging Face
+    ``gguf:FILE``, ``FILE``   a GGUF file, converted once into the folder of caches
+    ``pip:NAME``              the GGUF file of an installed package, likewise
+    ========================  =====================================================================
+
+    Converted folders are in ``$XDG_CACHE_HOME/jrl/checkpoints`` (~/.cache where it is not set).
+
+    Raises:
+      ValueError: for a file that cannot be converted, and a package that is not installed or has
+        no GGUF file.
+    """
+    if name.startswith("pip:"):
+        return _converted(_packaged_gguf(name.removeprefix("pip:")))
+    path = Path(name.removeprefix("hf:").removeprefix("gguf:"))
+    if name.startswith("gguf:") or _is_gguf(path):
+        if not path.is_file():
+            raise ValueError(f"{name}: there is no such file: give the path of a .gguf file.")
+        return _converted(path)
+    return path
+
+
+def how_to_download(name: str) -> str | None:
+    """The command that downloads a model, where a name looks like one of the Hugging Face Hub."""
+    if not HUB_NAME.fullmatch(name):
+        return None
+    folder = name.rpartition("/")[2]
+    return f"hf download {name} --local-dir {folder}"
+
+
+def _has_config(path: Path) -> bool:
+    return (path / "config.json").is_file()
+
+
+def _is_gguf(path: Path) -> bool:
+    return path.suffix == ".gguf" and path.is_file()
+
+
+def _packaged_gguf(name: str) -> Path:
+    """The GGUF file of an installed package, put together where the package has it in parts."""
+    try:
+        distribution = importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        raise ValueError(f"pip:{name} is not installed: run pip install {name}") from None
+    files = [Path(str(distribution.locate_file(file))) for file in distribution.files or ()]
+    found = [file for file in files if _is_gguf(file)]
+    if len(found) > 1:
+        listed = ", ".join(f"gguf:{file}" for file in found)
+        raise ValueError(f"pip:{name} has several GGUF files: give one of {listed}.")
+    if found:
+        return found[0]
+    assemble = _assembler(distribution)
+    if assemble is None:
+        raise ValueError(f"pip:{name} has no .gguf file: give gguf:FILE or another package.")
+    path = _cache() / "parts" / f"{name}-{distribution.version}.gguf"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        return Path(assemble(path))
+    except OSError as error:
+        raise ValueError(f"pip:{name} cannot be put together from its parts: {error}.") from error
+
+
+def _assembler(distribution: importlib.metadata.Distribution) -> Callable[[Path], Path] | None:
+    """The function ``assemble(path)`` of a package that has a model in parts."""
+    names = (distribution.read_text("top_level.txt") or "").split()
+    for name in names:
+        assemble = getattr(importlib.import_module(name), "assemble", None)
+        if callable(assemble):
+            return assemble
+    return None
+
+
+def _converted(path: Path) -> Path:
+    from jrl.published.gguf import convert
+
+    stat = path.resolve().stat()
+    key = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}"
+    digest = hashlib.sha256(key.encode()).hexdigest()[:12]
+    folder = _cache() / f"{path.stem}-{digest}"
+    if not folder.is_dir():
+        convert(path, folder)
+    return folder
+
+
+def _cache() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "jrl" / "checkpoints"
