@@ -15,6 +15,7 @@ import tyro
 
 from jrl.config.command_line import exit_status, start_jax
 from jrl.config.numbers import check_least, check_seed
+from jrl.published.location import is_checkpoint
 from jrl.tasks.data.conversations import template_arguments
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ class ServeOptions:
     """Arguments of ``python -m jrl.serve``."""
 
     run: tyro.conf.Positional[str]
-    """Folder of a run, whose newest checkpoint is served, or hf:DIR for a public checkpoint."""
+    """Folder of a run, whose newest checkpoint is served; or a published checkpoint: DIR, gguf:FILE
+    or pip:NAME."""
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 is every network of the machine. One that other machines can
     reach needs --api-key, or --allow-anyone."""
@@ -184,7 +186,7 @@ def _build_service(options: ServeOptions):
     )
     policy = open_served_model(options.run, options.layout, split)
     positions = policy.model.max_positions
-    if options.follow and options.run.startswith("hf:"):
+    if options.follow and is_checkpoint(options.run):
         raise ValueError(
             f"follow=True has nothing to follow: {options.run} is a checkpoint of one version. "
             "Leave out --follow, or serve a run."

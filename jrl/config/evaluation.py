@@ -12,6 +12,7 @@ from jrl.config.numbers import check_least, check_seed
 from jrl.config.rollout import SINGLE_MESH_SETTINGS
 from jrl.config.run import IMPLEMENTATION_SETTINGS, RunConfig
 from jrl.processes.coordinator import SINGLE_PROCESS, Processes
+from jrl.published.location import is_checkpoint
 from jrl.recipes import Recipe
 from jrl.recipes.grpo import Grpo
 from jrl.runs.folder import RunFolder
@@ -41,7 +42,8 @@ class EvaluateOptions:
     """Settings of an evaluation: the policy, the prompts, the sampling and the devices."""
 
     run: tyro.conf.Positional[str]
-    """Folder of the run, whose newest checkpoint is evaluated; or hf:DIR, a public checkpoint."""
+    """Folder of the run, whose newest checkpoint is evaluated; or a published checkpoint: DIR,
+    gguf:FILE or pip:NAME."""
     task: str | None = None
     """Task to evaluate on, as --task of jrl.train; a file is used in full. None takes the run's
     task and its held-out prompts."""
@@ -136,7 +138,7 @@ class EvaluateOptions:
     @property
     def is_checkpoint(self) -> bool:
         """True for a public checkpoint, False for a run."""
-        return self.run.startswith("hf:")
+        return is_checkpoint(self.run)
 
     def check(self) -> None:
         """Checks the flags, and creates the folders of the output files.
@@ -152,8 +154,8 @@ class EvaluateOptions:
             raise ValueError(f"temperature={self.temperature} must be a number from 0.")
         if self.tokenizer is not None and not self.is_checkpoint:
             raise ValueError(
-                f"tokenizer={self.tokenizer!r} is only for hf:DIR; {self.run} has the tokenizer "
-                "that it was trained with: leave it out."
+                f"tokenizer={self.tokenizer!r} is only for a published checkpoint; {self.run} has "
+                "the tokenizer that it was trained with: leave it out."
             )
         for path in (self.json, self.samples):
             if path is not None:

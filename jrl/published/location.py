@@ -9,50 +9,77 @@ from collections.abc import Callable
 from pathlib import Path
 
 PREFIXES = ("hf:", "gguf:", "pip:")
+PRESET_NAMES = ("tiny", "tiny-dense", "small")
+"""Names that mean the networks of `moe.config.PRESETS`, whatever folders there are."""
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def is_checkpoint(name: str) -> bool:
-    """True if `checkpoint_folder` finds or converts what a name means: it has one of the prefixes
-    ``hf:``, ``gguf:`` and ``pip:``, or is a folder with a config.json, or a .gguf file."""
-    return name.startswith(PREFIXES) or _has_config(Path(name)) or _is_gguf(Path(name))
+    """True if a name is that of a checkpoint (see `checkpoint_folder`): by its prefix, or as a
+    folder with config.json and safetensors, or as a .gguf file."""
+    if name in PRESET_NAMES:
+        return False
+    return name.startswith(PREFIXES) or _is_folder(Path(name)) or _is_gguf(Path(name))
 
 
 def checkpoint_folder(name: str) -> Path:
     """The folder of a published checkpoint, with config.json and safetensors.
 
-    ========================  =====================================================================
+    ========================  ==================================================================
     ``hf:DIR``, ``DIR``       a folder in the format of Hugging Face
-    ``gguf:FILE``, ``FILE``   a GGUF file, converted once into the folder of caches
-    ``pip:NAME``              the GGUF file of an installed package, likewise
-    ========================  =====================================================================
+    ``gguf:FILE``, ``FILE``   that of a GGUF file, which `prepare_checkpoint` converts
+    ``pip:NAME``              that of the GGUF file in an installed package, likewise
+    ========================  ==================================================================
 
-    Converted folders are in ``$XDG_CACHE_HOME/jrl/checkpoints`` (~/.cache where it is not set).
+    Converted checkpoints are in ``$XDG_CACHE_HOME/jrl/checkpoints`` (~/.cache where it is not set).
+    Where the file or the package is gone, the folder that is returned does not exist.
+    """
+    try:
+        gguf = _gguf_file(name)
+    except ValueError:
+        return Path(name)
+    return Path(name.removeprefix("hf:")) if gguf is None else _converted_folder(gguf)
+
+
+def prepare_checkpoint(name: str) -> Path:
+    """`checkpoint_folder`, once a GGUF file is converted into it.
 
     Raises:
-      ValueError: for a file that cannot be converted, and a package that is not installed or has
-        no GGUF file.
+      ValueError: for a file that is not there or cannot be converted, and a package that is not
+        installed or has no GGUF file.
     """
+    gguf = _gguf_file(name)
+    if gguf is None:
+        return Path(name.removeprefix("hf:"))
+    folder = _converted_folder(gguf)
+    if not folder.is_dir():
+        from jrl.published.gguf import convert
+
+        print(f"converting {gguf} into {folder}", flush=True)
+        convert(gguf, folder)
+    return folder
+
+
+def _gguf_file(name: str) -> Path | None:
+    """The GGUF file that a name means; None for a folder."""
     if name.startswith("pip:"):
-        return _converted(_packaged_gguf(name.removeprefix("pip:")))
-    path = Path(name.removeprefix("hf:").removeprefix("gguf:"))
-    if name.startswith("gguf:") or _is_gguf(path):
-        if not path.is_file():
-            raise ValueError(f"{name}: there is no such file: give the path of a .gguf file.")
-        return _converted(path)
-    return path
+        return _packaged_gguf(name.removeprefix("pip:"))
+    path = Path(name.removeprefix("gguf:"))
+    if name.startswith("gguf:") and not path.is_file():
+        raise ValueError(f"{name}: there is no such file: give the path of a .gguf file.")
+    return path if name.startswith("gguf:") or _is_gguf(path) else None
 
 
-def how_to_download(name: str) -> str | None:
+def download_command(name: str) -> str | None:
     """The command that downloads a model, where a name looks like one of the Hugging Face Hub."""
     if not HUB_NAME.fullmatch(name):
         return None
     folder = name.rpartition("/")[2]
-    return f"hf download {name} --local-dir {folder}"
+    return f"hf download {name} --local-dir {folder}, then --model {folder}"
 
 
-def _has_config(path: Path) -> bool:
-    return (path / "config.json").is_file()
+def _is_folder(path: Path) -> bool:
+    return (path / "config.json").is_file() and any(path.glob("*.safetensors"))
 
 
 def _is_gguf(path: Path) -> bool:
@@ -93,16 +120,10 @@ def _assembler(distribution: importlib.metadata.Distribution) -> Callable[[Path]
     return None
 
 
-def _converted(path: Path) -> Path:
-    from jrl.published.gguf import convert
-
+def _converted_folder(path: Path) -> Path:
     stat = path.resolve().stat()
     key = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}"
-    digest = hashlib.sha256(key.encode()).hexdigest()[:12]
-    folder = _cache() / f"{path.stem}-{digest}"
-    if not folder.is_dir():
-        convert(path, folder)
-    return folder
+    return _cache() / f"{path.stem}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
 
 def _cache() -> Path:

@@ -12,6 +12,7 @@ from jaxtyping import Array
 from jrl.config.files import configuration_of
 from jrl.config.rollout import SplitSettings
 from jrl.config.run import IMPLEMENTATION_SETTINGS, RunConfig
+from jrl.published.location import is_checkpoint, prepare_checkpoint
 from jrl.rollout.decoding.disaggregated.stream import DisaggregatedStreamEngine
 from jrl.rollout.decoding.stream import StreamEngine
 from jrl.rollout.resharding import rollout_layout, rollout_mesh
@@ -134,7 +135,7 @@ class ServedModel:
 def open_served_model(
     location: str, layout: str | None = None, split: SplitSettings | None = None
 ) -> ServedModel:
-    """Policy of a run folder, or of ``hf:DIR``, for serving.
+    """Policy of a run folder, or of a published checkpoint, for serving.
 
     Args:
       layout: of the devices; None is the run's layout for sampling, and one device for a
@@ -147,8 +148,8 @@ def open_served_model(
         not available.
     """
     split = split or SplitSettings()
-    if location.startswith("hf:"):
-        return _open_checkpoint(Path(location.removeprefix("hf:")), layout, split)
+    if is_checkpoint(location):
+        return _open_checkpoint(prepare_checkpoint(location), layout, split)
     folder = RunFolder.read(location)
     run, _ = configuration_of(folder)
     # Implementations were chosen for the training devices; here the best that applies is used.

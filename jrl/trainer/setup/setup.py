@@ -13,6 +13,7 @@ import jax
 from jrl.config.files import fixed_settings
 from jrl.config.run import RunConfig
 from jrl.processes.agreement import is_multiprocess
+from jrl.published.location import download_command, prepare_checkpoint
 from jrl.recipes.base.collection import Windows
 from jrl.recipes.base.optimizer import Optimizer
 from jrl.recipes.base.recipe import Recipe
@@ -309,10 +310,18 @@ def build_setup(
             f"run have {len(devices)}: each must use its devices, so choose a layout of all."
         )
     if run.checkpoint is not None and model is None:
-        model = _checkpoint_config(run.checkpoint)
+        model = _checkpoint_config(prepare_checkpoint(run.model))
     elif run.checkpoint is None and run.model not in PRESETS:
+        if (download := download_command(run.model)) is not None:
+            raise ValueError(
+                f"model={run.model!r} is neither a preset nor a folder. A model of the Hugging "
+                f"Face Hub is downloaded first: {download}"
+            )
         near = difflib.get_close_matches(run.model, PRESETS) or list(PRESETS)
-        raise ValueError(f"model={run.model!r} is not a preset; near: {', '.join(near)}.")
+        raise ValueError(
+            f"model={run.model!r} is not a preset; near: {', '.join(near)}. A published checkpoint "
+            "is given as its folder, gguf:FILE or pip:NAME."
+        )
     task = _task(run, recipe, code_path)
     try:
         if tokenizer is None:
@@ -427,7 +436,7 @@ def _tokenizer(run: RunConfig, task: Task, model: ModelConfig | None) -> Tokeniz
     return Tokenizer.train_characters(task.characters)
 
 
-def _checkpoint_config(directory: str) -> ModelConfig:
+def _checkpoint_config(directory: Path) -> ModelConfig:
     if find_spec("safetensors") is None or find_spec("tokenizers") is None:
         raise ValueError(
             f"model=hf:{directory} needs safetensors and tokenizers, which are not both "
