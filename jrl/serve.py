@@ -78,9 +78,11 @@ class ServeOptions:
     chat_template_kwargs: str | None = None
     """A JSON object of default variables for the chat template, such as {"enable_thinking": false};
     None takes the run's."""
+    ignore_options: tuple[str, ...] = ()
+    """Options of a checkpoint's config.json to pass over, as --ignore-options of jrl.train."""
     layout: str | None = None
     """Layout of the devices (parallelism); None takes the run's layout for sampling, and one device
-    for hf:DIR."""
+    for a published checkpoint."""
     split: str | None = None
     """Attention and experts on separate device groups (disaggregated decoding), for example "tp1
     dp2 / ep2": attention on tp x dp of them, experts on ep (x etp) others. None takes the run's
@@ -184,7 +186,7 @@ def _build_service(options: ServeOptions):
     split = SplitSettings(
         options.split, options.micro_batches, options.expert_slots, options.replan
     )
-    policy = open_served_model(options.run, options.layout, split)
+    policy = open_served_model(options.run, options.layout, split, options.ignore_options)
     positions = policy.model.max_positions
     if options.follow and is_checkpoint(options.run):
         raise ValueError(

@@ -25,6 +25,7 @@ ALLOWED = {
     "jrl.losses": {"jax", "jaxtyping"},
 }
 COMPUTED = {
+    Path("jrl/published/location.py"),
     Path("jrl/runs/loggers.py"),
     Path("jrl/tasks/data/files.py"),
     Path("jrl/tasks/references.py"),
@@ -48,7 +49,14 @@ ABOVE = {
     **dict.fromkeys(
         (
             *("jrl.recipes", "jrl.tasks", "jrl.text"),
-            *("jrl.runs", "jrl.report", "jrl.config", "jrl.processes", "jrl.faults"),
+            *(
+                "jrl.runs",
+                "jrl.report",
+                "jrl.config",
+                "jrl.processes",
+                "jrl.faults",
+                "jrl.published",
+            ),
         ),
         (*COMMANDS, *LEARNS),
     ),

@@ -29,7 +29,7 @@ SAMPLING_SETTINGS = ("temperature", "top_k", "top_p")
 OTHER_SETTINGS = (
     *("answers", "reward_seconds", "failed_reward", "overlong_prompts", "response_length"),
     *("system_prompt", "chat_template", "chat_template_kwargs"),
-    *("dtype", "verifiers", "slots", "devices"),
+    *("dtype", "verifiers", "slots", "devices", "ignore_options"),
 )
 """Other settings of a run that flags change."""
 DEFAULT_PROMPTS = 256
@@ -63,6 +63,8 @@ class EvaluateOptions:
     show: int = 3
     """Number of prompts whose completions are printed; 0 prints none."""
 
+    ignore_options: tuple[str, ...] | None = None
+    """Options of a checkpoint's config.json to pass over, as --ignore-options of jrl.train."""
     prompt_field: str | None = None
     """Field of a record with the prompt, as --prompt-field of jrl.train."""
     answer_field: str | None = None

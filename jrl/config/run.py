@@ -91,6 +91,9 @@ class RunConfig:
     tokenizer: str | None = None
     """A SentencePiece .model file, or a tokenizer.json with its tokenizer_config.json in the same
     folder; None takes the checkpoint's, or trains a character model on the task's characters."""
+    ignore_options: tuple[str, ...] = ()
+    """Options of the checkpoint's config.json that have no effect, though they are not known: a run
+    whose checkpoint has one names it."""
     chat_template: str = "checkpoint"
     """Chat template for prompts: "checkpoint" is the one that comes with the tokenizer, if there is
     one; "none" leaves prompts as they are; anything else is the path of a Jinja file."""

@@ -152,9 +152,9 @@ def _merges(
 ) -> list[list[str]]:
     pairs = []
     for token, score in zip(tokens, scores, strict=True):
-        halves = ((token[:end], token[end:]) for end in range(1, len(token)))
-        both = ((a, b) for a, b in halves if a in vocabulary and b in vocabulary)
-        pairs += [(-score, vocabulary[a], vocabulary[b], a, b) for a, b in both]
+        splits = ((token[:end], token[end:]) for end in range(1, len(token)))
+        merged = ((a, b) for a, b in splits if a in vocabulary and b in vocabulary)
+        pairs += [(-score, vocabulary[a], vocabulary[b], a, b) for a, b in merged]
     pairs.sort()
     return [[a, b] for *_, a, b in pairs]
 

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 PREFIXES = ("hf:", "gguf:", "pip:")
 PRESET_NAMES = ("tiny", "tiny-dense", "small")
@@ -93,12 +94,12 @@ def _packaged_gguf(name: str) -> Path:
     except importlib.metadata.PackageNotFoundError:
         raise ValueError(f"pip:{name} is not installed: run pip install {name}") from None
     files = [Path(str(distribution.locate_file(file))) for file in distribution.files or ()]
-    found = [file for file in files if _is_gguf(file)]
-    if len(found) > 1:
-        listed = ", ".join(f"gguf:{file}" for file in found)
+    gguf_files = [file for file in files if _is_gguf(file)]
+    if len(gguf_files) > 1:
+        listed = ", ".join(f"gguf:{file}" for file in gguf_files)
         raise ValueError(f"pip:{name} has several GGUF files: give one of {listed}.")
-    if found:
-        return found[0]
+    if gguf_files:
+        return gguf_files[0]
     assemble = _assembler(distribution)
     if assemble is None:
         raise ValueError(f"pip:{name} has no .gguf file: give gguf:FILE or another package.")
@@ -116,7 +117,7 @@ def _assembler(distribution: importlib.metadata.Distribution) -> Callable[[Path]
     for name in names:
         assemble = getattr(importlib.import_module(name), "assemble", None)
         if callable(assemble):
-            return assemble
+            return cast(Callable[[Path], Path], assemble)
     return None
 
 
