@@ -15,6 +15,7 @@ import tyro
 
 from jrl.checks import check_least, check_seed
 from jrl.command_line import exit_status, start_jax
+from jrl.published.location import is_checkpoint
 from jrl.tasks.data.conversations import template_arguments
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ class ServeOptions:
     """Arguments of ``python -m jrl.serve``."""
 
     run: tyro.conf.Positional[str]
-    """Folder of a run, whose newest checkpoint is served, or hf:DIR for a public checkpoint."""
+    """Folder of a run, whose newest checkpoint is served; or a published checkpoint: DIR, gguf:FILE
+    or pip:NAME."""
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 is every network of the machine. One that other machines can
     reach needs --api-key, or --allow-anyone."""
@@ -76,9 +78,11 @@ class ServeOptions:
     chat_template_kwargs: str | None = None
     """A JSON object of default variables for the chat template, such as {"enable_thinking": false};
     None takes the run's."""
+    ignore_options: tuple[str, ...] = ()
+    """Options of a checkpoint's config.json to pass over, as --ignore-options of jrl.train."""
     layout: str | None = None
     """Layout of the devices (parallelism); None takes the run's layout for sampling, and one device
-    for hf:DIR."""
+    for a published checkpoint."""
     split: str | None = None
     """Attention and experts on separate device groups (disaggregated decoding), for example "tp1
     dp2 / ep2": attention on tp x dp of them, experts on ep (x etp) others. None takes the run's
@@ -181,9 +185,9 @@ def _build_service(options: ServeOptions):
     split = SplitSettings(
         options.split, options.micro_batches, options.expert_slots, options.replan
     )
-    policy = open_served_model(options.run, options.layout, split)
+    policy = open_served_model(options.run, options.layout, split, options.ignore_options)
     positions = policy.model.max_positions
-    if options.follow and options.run.startswith("hf:"):
+    if options.follow and is_checkpoint(options.run):
         raise ValueError(
             f"follow=True has nothing to follow: {options.run} is a checkpoint of one version. "
             "Leave out --follow, or serve a run."

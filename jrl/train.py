@@ -3,6 +3,7 @@
 Without arguments it is the demonstration: GRPO on sorting digits, in a new folder under ``runs/``.
 """
 
+import json
 import re
 import shlex
 import sys
@@ -313,7 +314,11 @@ def _save_inputs(setup: "Setup", folder: RunFolder) -> None:
                 source = setup.run.weights
                 origin = Path(checkpoint) if source is None else RunFolder(source).origin_path
                 copy_checkpoint_files(origin, folder.origin_path)
-            records.replace(folder.model_path, (Path(checkpoint) / "config.json").read_bytes())
+            options = (Path(checkpoint) / "config.json").read_bytes()
+            if ignored := setup.run.ignore_options:
+                named = json.loads(options)
+                options = json.dumps({k: v for k, v in named.items() if k not in ignored}).encode()
+            records.replace(folder.model_path, options)
         setup.tokenizer.save(folder.tokenizer_path)
         comment = f"repeats this run: {PROGRAM} --config {shlex.quote(str(folder.settings_path))}"
         config = drop_idle(folder.config(), type(setup.recipe))

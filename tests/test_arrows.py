@@ -26,6 +26,7 @@ ALLOWED = {
 }
 COMPUTED = {
     Path("jrl/checks.py"),
+    Path("jrl/published/location.py"),
     Path("jrl/tasks/data/files.py"),
     Path("jrl/tasks/references.py"),
     Path("jrl/tasks/workers/reward.py"),
@@ -50,7 +51,14 @@ ABOVE = {
     **dict.fromkeys(
         (
             *("jrl.recipes", "jrl.tasks", "jrl.text"),
-            *("jrl.runs", "jrl.report", "jrl.config", "jrl.processes", "jrl.faults"),
+            *(
+                "jrl.runs",
+                "jrl.report",
+                "jrl.config",
+                "jrl.processes",
+                "jrl.faults",
+                "jrl.published",
+            ),
         ),
         (*COMMANDS, *LEARNS),
     ),

@@ -11,6 +11,7 @@ from jrl.checks import check_least, check_seed
 from jrl.config.files import configuration_of
 from jrl.config.run import IMPLEMENTATION_SETTINGS, SINGLE_MESH_SETTINGS, RunConfig
 from jrl.processes.coordinator import SINGLE_PROCESS, Processes
+from jrl.published.location import is_checkpoint
 from jrl.recipes import Recipe
 from jrl.recipes.grpo import Grpo
 from jrl.runs.folder import RunFolder
@@ -27,7 +28,7 @@ SAMPLING_SETTINGS = ("temperature", "top_k", "top_p")
 OTHER_SETTINGS = (
     *("answers", "reward_seconds", "failed_reward", "overlong_prompts", "response_length"),
     *("system_prompt", "chat_template", "chat_template_kwargs"),
-    *("dtype", "verifiers", "slots", "devices"),
+    *("dtype", "verifiers", "slots", "devices", "ignore_options"),
 )
 """Other settings of a run that flags change."""
 DEFAULT_PROMPTS = 256
@@ -40,7 +41,8 @@ class EvaluateOptions:
     """Settings of an evaluation: the policy, the prompts, the sampling and the devices."""
 
     run: tyro.conf.Positional[str]
-    """Folder of the run, whose newest checkpoint is evaluated; or hf:DIR, a public checkpoint."""
+    """Folder of the run, whose newest checkpoint is evaluated; or a published checkpoint: DIR,
+    gguf:FILE or pip:NAME."""
     task: str | None = None
     """Task to evaluate on, as --task of jrl.train; a file is used in full. None takes the run's
     task and its held-out prompts."""
@@ -60,6 +62,8 @@ class EvaluateOptions:
     show: int = 3
     """Number of prompts whose completions are printed; 0 prints none."""
 
+    ignore_options: tuple[str, ...] | None = None
+    """Options of a checkpoint's config.json to pass over, as --ignore-options of jrl.train."""
     prompt_field: str | None = None
     """Field of a record with the prompt, as --prompt-field of jrl.train."""
     answer_field: str | None = None
@@ -135,7 +139,7 @@ class EvaluateOptions:
     @property
     def is_checkpoint(self) -> bool:
         """True for a public checkpoint, False for a run."""
-        return self.run.startswith("hf:")
+        return is_checkpoint(self.run)
 
     def check(self) -> None:
         """Checks the flags, and creates the folders of the output files.
@@ -151,8 +155,8 @@ class EvaluateOptions:
             raise ValueError(f"temperature={self.temperature} must be a number from 0.")
         if self.tokenizer is not None and not self.is_checkpoint:
             raise ValueError(
-                f"tokenizer={self.tokenizer!r} is only for hf:DIR; {self.run} has the tokenizer "
-                "that it was trained with: leave it out."
+                f"tokenizer={self.tokenizer!r} is only for a published checkpoint; {self.run} has "
+                "the tokenizer that it was trained with: leave it out."
             )
         for path in (self.json, self.samples):
             if path is not None:

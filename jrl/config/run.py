@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from jrl.checks import check_least, check_range, check_seed, flag
+from jrl.published.location import checkpoint_folder, is_checkpoint
 from jrl.tasks.data.conversations import template_arguments
 from jrl.tasks.data.files import KINDS
 from jrl.tasks.data.split import parse_heldout
@@ -88,13 +89,17 @@ class RunConfig:
     """Random seed of the run. The same seed on the same kind of machine gives the same run."""
 
     model: str = "tiny"
-    """A preset (tiny, tiny-dense or small), or hf:DIR for a public checkpoint, its weights and its
-    tokenizer; the warm start is skipped then."""
+    """A preset (tiny, tiny-dense or small), or a published checkpoint with its weights and
+    tokenizer: a folder (DIR or hf:DIR), a GGUF file (gguf:FILE), or an installed package that has
+    one (pip:NAME). The warm start is skipped then."""
     weights: str | None = None
     """Run folder whose latest policy to start from; the warm start is skipped."""
     tokenizer: str | None = None
     """A SentencePiece .model file, or a tokenizer.json with its tokenizer_config.json in the same
     folder; None takes the checkpoint's, or trains a character model on the task's characters."""
+    ignore_options: tuple[str, ...] = ()
+    """Options of the checkpoint's config.json that have no effect, though they are not known: a run
+    whose checkpoint has one names it."""
     chat_template: str = "checkpoint"
     """Chat template for prompts: "checkpoint" is the one that comes with the tokenizer, if there is
     one; "none" leaves prompts as they are; anything else is the path of a Jinja file."""
@@ -351,8 +356,8 @@ class RunConfig:
 
     @property
     def checkpoint(self) -> str | None:
-        """Directory of the model's public checkpoint; None for a preset."""
-        return self.model.removeprefix("hf:") if self.model.startswith("hf:") else None
+        """Directory of the model's published checkpoint; None for a preset."""
+        return str(checkpoint_folder(self.model)) if is_checkpoint(self.model) else None
 
     @property
     def template_arguments(self) -> dict[str, Any]:

@@ -1,7 +1,12 @@
 """Hugging Face checkpoints: config.json and safetensors to weights on a mesh, and back."""
 
 from moe.huggingface.adapters import adapters_of, load_adapters, save_adapters
-from moe.huggingface.configuration import architecture_of, config_from, options_from
+from moe.huggingface.configuration import (
+    architecture_of,
+    config_from,
+    idle_options,
+    options_from,
+)
 from moe.huggingface.reading import load, load_weights
 from moe.huggingface.writing import fold_embedding_scale, save
 
@@ -10,6 +15,7 @@ __all__ = [
     "architecture_of",
     "config_from",
     "fold_embedding_scale",
+    "idle_options",
     "load",
     "load_adapters",
     "load_weights",

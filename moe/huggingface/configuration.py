@@ -1,8 +1,10 @@
 """Conversion between config.json and `ModelConfig`."""
 
 import contextlib
+import json
 import math
 import types
+from collections.abc import Collection
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -54,7 +56,9 @@ ROUTING = (
 """Fields that mean nothing without experts."""
 
 
-def config_from(path: str | Path, dtype: Dtype | None = None) -> ModelConfig:
+def config_from(
+    path: str | Path, dtype: Dtype | None = None, ignore: Collection[str] = ()
+) -> ModelConfig:
     """The network that a checkpoint describes.
 
     Its router has no losses and its selection bias does not move: see `UNBALANCED`.
@@ -62,17 +66,49 @@ def config_from(path: str | Path, dtype: Dtype | None = None) -> ModelConfig:
     Args:
       path: the checkpoint's directory, or its config.json.
       dtype: of activations; None is "bfloat16" where the checkpoint's is, otherwise "float32".
+      ignore: options that are passed over although they are not known.
 
     Raises:
       ValueError: when the architecture or one of the options is not supported; it is named.
     """
-    return read_config(path, dtype)[0]
+    return read_config(path, dtype, ignore)[0]
 
 
-def read_config(path: str | Path, dtype: Dtype | None = None) -> tuple[ModelConfig, Family]:
+def read_config(
+    path: str | Path, dtype: Dtype | None = None, ignore: Collection[str] = ()
+) -> tuple[ModelConfig, Family]:
     """`config_from`, and the architecture that names the tensors."""
+    config, family, options = _read(path, dtype)
+    options.finish(ignore, "Pass over those that have no effect: --ignore-options NAME.")
+    return config, family
+
+
+def idle_options(path: str | Path) -> list[str]:
+    """Options of a config.json that are not known and off, as "name=value": passed over.
+
+    Args:
+      path: as for `config_from`.
+    """
+    _, _, options = _read(path, None)
+    return [f"{name}={json.dumps(options.values[name])}" for name in options.idle()]
+
+
+def family_of(path: str | Path) -> Family:
+    """The architecture that names a checkpoint's tensors.
+
+    Args:
+      path: as for `config_from`.
+    """
+    return _family(_options(path))
+
+
+def _options(path: str | Path) -> Options:
     path = Path(path)
-    options = Options.read(path / "config.json" if path.is_dir() else path)
+    return Options.read(path / "config.json" if path.is_dir() else path)
+
+
+def _read(path: str | Path, dtype: Dtype | None) -> tuple[ModelConfig, Family, Options]:
+    options = _options(path)
     family = _family(options)
     try:
         model_fields = common_fields(options)
@@ -80,12 +116,12 @@ def read_config(path: str | Path, dtype: Dtype | None = None) -> tuple[ModelConf
     except (TypeError, AttributeError, ArithmeticError) as error:
         raise options.not_fitting(f"one of its options has the wrong type ({error})") from error
     stored = options.take("dtype", "torch_dtype", default=None)
-    options.finish()
     activation_dtype = dtype or ("bfloat16" if stored == "bfloat16" else "float32")
     for name, value in model_fields.items():
         if not _fits(value, _HINTS[name]):
             raise options.not_fitting(f"{name}={value!r} has the wrong type or range")
-    return ModelConfig(**model_fields, **UNBALANCED, dtype=activation_dtype), family
+    config = ModelConfig(**model_fields, **UNBALANCED, dtype=activation_dtype)
+    return config, family, options
 
 
 def architecture_of(path: str | Path) -> str:
@@ -94,7 +130,7 @@ def architecture_of(path: str | Path) -> str:
     Args:
       path: as for `config_from`.
     """
-    return read_config(path)[1].architecture
+    return family_of(path).architecture
 
 
 def options_from(config: ModelConfig, architecture: str | None = None) -> dict[str, Any]:

@@ -1,44 +1,43 @@
 """Reader of the options of a config.json, which are taken one by one so that none stays unread."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 WITHOUT_EFFECT = {
-    "_name_or_path",
-    "architectures",
-    "attention_dropout",
-    "auto_map",
-    "aux_loss_alpha",
-    "bos_token_id",
-    "cache_implementation",
-    "dtype",
-    "embd_pdrop",
-    "eos_token_id",
-    "ep_size",
-    "initializer_range",
-    "max_position_embeddings",
-    "max_window_layers",
-    "model_type",
-    "num_nextn_predict_layers",
-    "output_attentions",
-    "output_hidden_states",
-    "output_router_logits",
-    "pad_token_id",
-    "pretraining_tp",
-    "qk_head_dim",
-    "resid_pdrop",
-    "return_dict",
-    "router_aux_loss_coef",
-    "router_jitter_noise",
-    "seq_aux",
-    "tokenizer_class",
-    "torch_dtype",
-    "transformers_version",
-    "use_cache",
+    # Files and the programs that wrote them.
+    *("_name_or_path", "_commit_hash", "architectures", "auto_map", "custom_pipelines"),
+    *("model_type", "tokenizer_class", "transformers_version", "transformers.js_config"),
+    *("unsloth_version", "unsloth_fixed", "unsloth_template", "library_name", "license"),
+    *("finetuning_task", "task_specific_params", "problem_type", "id2label", "label2id"),
+    *("is_llama_config", "model_name", "name_or_path", "pipeline_tag", "tags"),
+    # Tokens.
+    *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id"),
+    *("decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id", "prefix"),
+    *("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "image_token_id"),
+    # Generation.
+    *("max_length", "min_length", "do_sample", "early_stopping", "num_beams", "temperature"),
+    *("num_beam_groups", "diversity_penalty", "top_k", "top_p", "typical_p"),
+    *("repetition_penalty", "length_penalty", "no_repeat_ngram_size", "num_return_sequences"),
+    *("encoder_no_repeat_ngram_size", "remove_invalid_values", "output_scores"),
+    *("exponential_decay_length_penalty", "return_dict_in_generate", "cache_implementation"),
+    *("use_cache", "max_new_tokens", "generation_config"),
+    # Training.
+    *("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "hidden_dropout"),
+    *("initializer_range", "init_std", "aux_loss_alpha", "seq_aux", "router_aux_loss_coef"),
+    *("router_jitter_noise", "output_router_logits", "num_nextn_predict_layers"),
+    *("gradient_checkpointing", "pretraining_tp", "z_loss", "tf_legacy_loss"),
+    # How a library computes what is the same network.
+    *("_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal"),
+    *("_experts_implementation", "_flash_attn_2_enabled", "attn_implementation"),
+    *("use_flash_attn", "use_flash_attention", "torchscript", "use_bfloat16", "torch_dtype"),
+    *("dtype", "ep_size", "base_model_tp_plan", "base_model_pp_plan", "tp_plan"),
+    *("chunk_size_feed_forward", "return_dict", "output_attentions", "output_hidden_states"),
+    # What follows from other options, or bounds what is not checked here.
+    *("max_position_embeddings", "max_window_layers", "qk_head_dim"),
 }
-"""Options that change no logit: of files, of tokens, of training, of generation."""
+"""Options that change no logit."""
 
 _ABSENT = object()
 
@@ -107,12 +106,27 @@ class Options:
     def not_fitting(self, why: str) -> ValueError:
         return ValueError(f"{self._source} is not valid: {why}; use the checkpoint's file.")
 
-    def finish(self) -> None:
-        """Refuses options that were not taken and could change the network."""
-        rest = sorted(set(self._values) - self._consumed - WITHOUT_EFFECT)
-        if rest:
+    def idle(self) -> list[str]:
+        """Options that were not taken, are not known, and are off: false, null or empty."""
+        return [name for name in self._unread() if _is_off(self._values[name])]
+
+    def finish(self, ignore: Collection[str] = (), remedy: str = "") -> None:
+        """Refuses options that were not taken, are not known, and are not off.
+
+        Args:
+          ignore: those that are passed over in any case.
+          remedy: the sentence that ends the message, of what to do.
+        """
+        rest = [name for name in self._unread() if not _is_off(self._values[name])]
+        if rest := [name for name in rest if name not in ignore]:
             listed = ", ".join(f"{name}={self._values[name]!r}" for name in rest)
             raise ValueError(
-                f"{self._source} has options that are not supported: {listed}. Delete those from "
-                "the file that have no effect."
+                f"{self._source} has options that are not supported: {listed}. {remedy}".rstrip()
             )
+
+    def _unread(self) -> list[str]:
+        return sorted(set(self._values) - self._consumed - WITHOUT_EFFECT)
+
+
+def _is_off(value: Any) -> bool:
+    return value is None or value is False or (isinstance(value, str | list | dict) and not value)

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from moe.config import ModelConfig
-from moe.huggingface.configuration import Dtype, read_config
+from moe.huggingface.configuration import Dtype, family_of, read_config
 from moe.huggingface.families.family import Family
 from moe.huggingface.options import Options
 from moe.huggingface.quantised import PlainTensor, TensorSource, read_quantisation, tensor_sources
@@ -69,7 +69,7 @@ def load_weights(
         has: all of them are listed. Also when the layout cannot split them.
     """
     directory = Path(directory)
-    _, family = read_config(directory)
+    family = family_of(directory)
     wanted = shardings(config, mesh) if target_shardings is None else target_shardings
     in_order = without_chunks(config, mesh)
     # Stages may hold layers out of order, or with padding: then by way of the smallest parts.

@@ -32,7 +32,8 @@ def resolve_adapter_settings(run: RunConfig) -> RunConfig:
         )
     from moe.huggingface import adapters_of, architecture_of, config_from  # needs an extra
 
-    lora = adapters_of(directory, config_from(run.checkpoint), architecture_of(run.checkpoint))
+    network = config_from(run.checkpoint, ignore=run.ignore_options)
+    lora = adapters_of(directory, network, architecture_of(run.checkpoint))
     adapter_settings = {
         "lora_rank": lora.rank,
         "lora_alpha": lora.alpha,

@@ -1,8 +1,8 @@
 """Policy of a run or a public checkpoint for serving, without its task."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ from jaxtyping import Array
 
 from jrl.config.files import configuration_of
 from jrl.config.run import IMPLEMENTATION_SETTINGS, RunConfig, SplitSettings
+from jrl.published.location import is_checkpoint
+from jrl.published.network import open_checkpoint
 from jrl.rollout.decoding.disaggregated.stream import DisaggregatedStreamEngine
 from jrl.rollout.decoding.stream import StreamEngine
 from jrl.rollout.resharding import rollout_layout, rollout_mesh
@@ -131,23 +133,27 @@ class ServedModel:
 
 
 def open_served_model(
-    location: str, layout: str | None = None, split: SplitSettings | None = None
+    location: str,
+    layout: str | None = None,
+    split: SplitSettings | None = None,
+    ignore: Sequence[str] = (),
 ) -> ServedModel:
-    """Policy of a run folder, or of ``hf:DIR``, for serving.
+    """Policy of a run folder, or of a published checkpoint, for serving.
 
     Args:
       layout: of the devices; None is the run's layout for sampling, and one device for a
         checkpoint.
       split: of the devices into attention and expert groups; unset values are those of the run,
         unless a layout is given.
+      ignore: options of a checkpoint's config.json to pass over.
 
     Raises:
       ValueError: where there is neither a run nor a checkpoint, and for a layout or a split that is
         not available.
     """
     split = split or SplitSettings()
-    if location.startswith("hf:"):
-        return _open_checkpoint(Path(location.removeprefix("hf:")), layout, split)
+    if is_checkpoint(location):
+        return _open_checkpoint(location, layout, split, ignore)
     folder = RunFolder.read(location)
     run, _ = configuration_of(folder)
     # Implementations were chosen for the training devices; here the best that applies is used.
@@ -161,17 +167,14 @@ def open_served_model(
     return ServedModel(folder.path.resolve().name, model, mesh, device_split, format, versions)
 
 
-def _open_checkpoint(directory: Path, layout: str | None, split: SplitSettings) -> ServedModel:
-    if find_spec("safetensors") is None or find_spec("tokenizers") is None:
-        raise ValueError(
-            f"hf:{directory} needs safetensors and tokenizers, which are not both installed: run "
-            'pip install -e ".[hf]"'
-        )
-    from jrl.text.json_tokenizer import checkpoint_tokenizer
-    from moe.huggingface import config_from
+def _open_checkpoint(
+    location: str, layout: str | None, split: SplitSettings, ignore: Sequence[str]
+) -> ServedModel:
+    run = RunConfig(model=location)
+    directory, config = open_checkpoint(location, ignore)
+    from jrl.text.json_tokenizer import checkpoint_tokenizer  # needs an extra
 
-    run = RunConfig(model=f"hf:{directory}")
-    model = network_of(config_from(directory), run)
+    model = network_of(config, run)
     device_split = parse_device_split(split, layout, run)
     mesh = _mesh(model, layout or "dp1", device_split)
     format = prompt_format(run, checkpoint_tokenizer(directory, model.vocab_size))

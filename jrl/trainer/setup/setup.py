@@ -4,7 +4,6 @@ and mesh."""
 import difflib
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,8 @@ import jax
 from jrl.config.files import fixed_settings
 from jrl.config.run import RunConfig
 from jrl.processes.agreement import is_multiprocess
+from jrl.published.location import download_command
+from jrl.published.network import open_checkpoint
 from jrl.recipes.base.collection import Windows
 from jrl.recipes.base.optimizer import Optimizer
 from jrl.recipes.base.recipe import Recipe
@@ -309,10 +310,18 @@ def build_setup(
             f"run have {len(devices)}: each must use its devices, so choose a layout of all."
         )
     if run.checkpoint is not None and model is None:
-        model = _checkpoint_config(run.checkpoint)
+        _, model = open_checkpoint(run.model, run.ignore_options)
     elif run.checkpoint is None and run.model not in PRESETS:
+        if (download := download_command(run.model)) is not None:
+            raise ValueError(
+                f"model={run.model!r} is neither a preset nor a folder. A model of the Hugging "
+                f"Face Hub is downloaded first: {download}"
+            )
         near = difflib.get_close_matches(run.model, PRESETS) or list(PRESETS)
-        raise ValueError(f"model={run.model!r} is not a preset; near: {', '.join(near)}.")
+        raise ValueError(
+            f"model={run.model!r} is not a preset; near: {', '.join(near)}. A published checkpoint "
+            "is given as its folder, gguf:FILE or pip:NAME."
+        )
     task = _task(run, recipe, code_path)
     try:
         if tokenizer is None:
@@ -425,14 +434,3 @@ def _tokenizer(run: RunConfig, task: Task, model: ModelConfig | None) -> Tokeniz
             "--tokenizer or a checkpoint as --model."
         )
     return Tokenizer.train_characters(task.characters)
-
-
-def _checkpoint_config(directory: str) -> ModelConfig:
-    if find_spec("safetensors") is None or find_spec("tokenizers") is None:
-        raise ValueError(
-            f"model=hf:{directory} needs safetensors and tokenizers, which are not both "
-            'installed: run pip install -e ".[hf]"'
-        )
-    from moe.huggingface import config_from  # needs an extra
-
-    return config_from(directory)

@@ -37,6 +37,56 @@ def test_an_option_of_another_type_is_one_line(tmp_path, name, option, value, me
     assert str(caught.value).startswith(str(tmp_path))
 
 
+HARMLESS = {
+    "is_llama_config": True,
+    "transformers.js_config": {"dtype": "q4"},
+    "unsloth_version": "2025.6.2",
+    "unsloth_fixed": True,
+    "_commit_hash": "0123",
+    "_attn_implementation": "sdpa",
+    "id2label": {"0": "LABEL_0"},
+    "top_k": 50,
+    "max_length": 20,
+}
+"""Options that published files have and that change no logit."""
+
+
+def changed_checkpoint(folder, changes):
+    options = json.loads((FIXTURES / "llama" / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**options, **changes}))
+    return folder
+
+
+def test_what_changes_no_logit_is_passed_over(tmp_path):
+    expected = huggingface.config_from(FIXTURES / "llama")
+    folder = changed_checkpoint(tmp_path, HARMLESS)
+    assert huggingface.config_from(folder) == expected
+    assert huggingface.idle_options(folder) == []
+
+
+def test_what_is_not_known_and_off_is_passed_over_and_listed(tmp_path):
+    expected = huggingface.config_from(FIXTURES / "llama")
+    off = {"use_mrope": False, "mup_scales": None, "towers": [], "kind": ""}
+    folder = changed_checkpoint(tmp_path, {**off, **HARMLESS})
+    assert huggingface.config_from(folder) == expected
+    listed = ['kind=""', "mup_scales=null", "towers=[]", "use_mrope=false"]
+    assert huggingface.idle_options(folder) == listed
+
+
+def test_what_is_not_known_and_on_is_named_and_can_be_ignored(tmp_path):
+    folder = changed_checkpoint(tmp_path, {"use_mrope": True, "mup_scale": 0.0, "towers": []})
+    message = (
+        r"has options that are not supported: mup_scale=0.0, use_mrope=True. Pass over those that "
+        r"have no effect: --ignore-options NAME\.$"
+    )
+    with pytest.raises(ValueError, match=message):
+        huggingface.config_from(folder)
+    with pytest.raises(ValueError, match=r"supported: mup_scale=0\.0\."):
+        huggingface.config_from(folder, ignore=["use_mrope"])
+    expected = huggingface.config_from(FIXTURES / "llama")
+    assert huggingface.config_from(folder, ignore=["use_mrope", "mup_scale"]) == expected
+
+
 def test_a_configuration_nested_too_deeply_is_one_line(tmp_path):
     (tmp_path / "config.json").write_text('{"a":' * 100_000)
     with pytest.raises(ValueError, match=r"config\.json is not JSON: maximum recursion"):

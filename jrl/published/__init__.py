@@ -1,0 +1,1 @@
+"""Published checkpoints: the folder, GGUF file or installed package that a name means."""

@@ -1,0 +1,225 @@
+"""Tokenizer files of a GGUF file: tokenizer.json and its companions, from the metadata."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+Metadata = Mapping[str, Any]
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+"""Values of `tokenizer.ggml.token_type`."""
+
+CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+OTHERS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3_SPLIT = rf"{CONTRACTIONS}|{WORDS}|\p{{N}}{{1,3}}|{OTHERS}"
+QWEN2_SPLIT = rf"{CONTRACTIONS}|{WORDS}|\p{{N}}|{OTHERS}"
+
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
+GPT2_WORDS = {**BYTE_LEVEL, "use_regex": True}
+SINGLE_DIGITS = [{"type": "Digits", "individual_digits": True}, GPT2_WORDS]
+
+
+def _split(pattern: str) -> list[dict[str, Any]]:
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": pattern},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    return [split, {**BYTE_LEVEL, "use_regex": False}]
+
+
+PRE_TOKENIZERS = {
+    "gpt-2": [GPT2_WORDS],
+    "default": [GPT2_WORDS],
+    "smollm": SINGLE_DIGITS,
+    "starcoder": SINGLE_DIGITS,
+    "llama3": _split(LLAMA3_SPLIT),
+    "llama-v3": _split(LLAMA3_SPLIT),
+    "llama-bpe": _split(LLAMA3_SPLIT),
+    "falcon3": _split(LLAMA3_SPLIT),
+    "qwen2": _split(QWEN2_SPLIT),
+    "deepseek-r1-qwen": _split(QWEN2_SPLIT),
+}
+"""How a text is split before byte-level BPE, by `tokenizer.ggml.pre`."""
+NFC = {"qwen2", "deepseek-r1-qwen"}
+"""Tokenizers that put texts into Unicode's normal form C first."""
+SPACE = "\u2581"
+"""The character that SentencePiece writes a space as."""
+
+
+def tokenizer_files(metadata: Metadata) -> dict[str, bytes]:
+    """The files of a checkpoint that say how text becomes tokens, by name.
+
+    tokenizer.json has the pipeline, tokenizer_config.json the special tokens, `add_bos_token` and
+    the chat template, generation_config.json the ids that end a completion.
+
+    Args:
+      metadata: of a GGUF file, by its names.
+
+    Raises:
+      ValueError: for a kind of tokenizer or a split of texts that is not supported.
+    """
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind == "gpt2":
+        pipeline = _byte_level(metadata)
+    elif kind == "llama":
+        pipeline = _sentencepiece(metadata)
+    else:
+        raise ValueError(
+            f"tokenizer.ggml.model={kind!r} is not supported; supported: gpt2 (byte-level BPE), "
+            "llama (SentencePiece)."
+        )
+    files = {
+        "tokenizer.json": {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": _added_tokens(metadata, pipeline["model"]["vocab"]),
+            "post_processor": None,
+            **pipeline,
+        },
+        "tokenizer_config.json": _config(metadata),
+        "generation_config.json": _generation(metadata),
+    }
+    return {
+        name: json.dumps(content, ensure_ascii=False).encode() for name, content in files.items()
+    }
+
+
+def _byte_level(metadata: Metadata) -> dict[str, Any]:
+    pre = metadata.get("tokenizer.ggml.pre", "default")
+    if pre not in PRE_TOKENIZERS:
+        raise ValueError(
+            f"tokenizer.ggml.pre={pre!r} is not supported; supported: {', '.join(PRE_TOKENIZERS)}."
+        )
+    merges = [merge.split(" ") for merge in metadata["tokenizer.ggml.merges"]]
+    return {
+        "normalizer": {"type": "NFC"} if pre in NFC else None,
+        "pre_tokenizer": _sequence("pretokenizers", PRE_TOKENIZERS[pre]),
+        "decoder": {**BYTE_LEVEL, "use_regex": True},
+        "model": _bpe(_ids(metadata["tokenizer.ggml.tokens"]), merges),
+    }
+
+
+def _sentencepiece(metadata: Metadata) -> dict[str, Any]:
+    """SentencePiece as BPE: its merges are all the ways to make one piece of two, best piece first.
+
+    The scores order the pieces; Gemma's do not, and there the order of the vocabulary does.
+    """
+    is_gemma = str(metadata.get("general.architecture")).startswith("gemma")
+    tokens = [_respell(token) if is_gemma else token for token in metadata["tokenizer.ggml.tokens"]]
+    vocabulary = _ids(tokens)
+    merges = metadata.get("tokenizer.ggml.merges")
+    if merges is not None:
+        pairs = [merge.split(" ") for merge in merges]
+    else:
+        scores = range(0, -len(tokens), -1) if is_gemma else metadata["tokenizer.ggml.scores"]
+        pairs = _merges(tokens, vocabulary, scores)
+    spaces: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    ]
+    fuse = [
+        {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if metadata.get("tokenizer.ggml.add_space_prefix", not is_gemma):
+        spaces = [{"type": "Prepend", "prepend": SPACE}, *spaces]
+        fuse = [*fuse, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]
+    unknown = metadata.get("tokenizer.ggml.unknown_token_id")
+    return {
+        "normalizer": _sequence("normalizers", spaces),
+        "pre_tokenizer": None,
+        "decoder": _sequence("decoders", fuse),
+        "model": {
+            **_bpe(vocabulary, pairs),
+            "unk_token": None if unknown is None else tokens[unknown],
+            "fuse_unk": True,
+            "byte_fallback": True,
+        },
+    }
+
+
+def _respell(token: str) -> str:
+    """Gemma's pieces of several spaces, which GGUF has as spaces."""
+    return SPACE * len(token) if token and not token.strip(" ") else token
+
+
+def _merges(
+    tokens: Sequence[str], vocabulary: Mapping[str, int], scores: Iterable[float]
+) -> list[list[str]]:
+    pairs = []
+    for token, score in zip(tokens, scores, strict=True):
+        splits = ((token[:end], token[end:]) for end in range(1, len(token)))
+        merged = ((a, b) for a, b in splits if a in vocabulary and b in vocabulary)
+        pairs += [(-score, vocabulary[a], vocabulary[b], a, b) for a, b in merged]
+    pairs.sort()
+    return [[a, b] for *_, a, b in pairs]
+
+
+def _bpe(vocabulary: Mapping[str, int], merges: Sequence[Sequence[str]]) -> dict[str, Any]:
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        "vocab": vocabulary,
+        "merges": merges,
+    }
+
+
+def _ids(tokens: Sequence[str]) -> dict[str, int]:
+    return {token: index for index, token in enumerate(tokens)}
+
+
+def _sequence(kind: str, steps: list[dict[str, Any]]) -> dict[str, Any]:
+    return steps[0] if len(steps) == 1 else {"type": "Sequence", kind: steps}
+
+
+def _added_tokens(metadata: Metadata, vocabulary: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Tokens that are found in a text as a whole: control tokens, and those of users."""
+    tokens = metadata["tokenizer.ggml.tokens"]
+    types = metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
+    return [
+        {
+            "id": index,
+            "content": token,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": kind == CONTROL,
+        }
+        for index, (token, kind) in enumerate(zip(tokens, types, strict=True))
+        if kind in (CONTROL, USER_DEFINED) and vocabulary.get(token) == index
+    ]
+
+
+def _config(metadata: Metadata) -> dict[str, Any]:
+    tokens = metadata["tokenizer.ggml.tokens"]
+    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    ids = {ours: metadata.get(f"tokenizer.ggml.{name}_token_id") for ours, name in names.items()}
+    # llama.cpp begins a SentencePiece text with it unless the file says otherwise.
+    begins = metadata.get(
+        "tokenizer.ggml.add_bos_token", metadata["tokenizer.ggml.model"] == "llama"
+    )
+    template = metadata.get("tokenizer.chat_template")
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "add_bos_token": bool(begins),
+        "clean_up_tokenization_spaces": False,
+        **{name: tokens[index] for name, index in ids.items() if index is not None},
+        **({} if template is None else {"chat_template": template}),
+    }
+
+
+def _generation(metadata: Metadata) -> dict[str, Any]:
+    ids = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+    ends = list(dict.fromkeys(int(index) for index in ids if index is not None))
+    return {"eos_token_id": ends}

