@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sharding.folding.layout import divisors
-from sharding.planner.models.sizes import ModelSizes
+from sharding.planner.models import ModelSizes
 from sharding.planner.serving.plan import DevicePair, Load, Server, Shape, prefill_devices
 from sharding.planner.serving.times import check
 
@@ -140,7 +140,7 @@ def _prompt_devices(server: Server, prefill: str) -> tuple[float, float]:
     for hardware, price in zip((pair.attention, pair.experts), pair.prices, strict=True):
         num_devices = prefill_devices(server.model, server.load, hardware, pair.efficiency)
         options.append((num_devices, num_devices * price))
-    return min(options, key=lambda one: one[1])
+    return min(options, key=lambda devices_and_price: devices_and_price[1])
 
 
 def best_serving_plan(

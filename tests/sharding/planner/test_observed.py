@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from observed_collectives import Observed, hlo_collectives, jaxpr_collectives
 
 from sharding.folding import Layout, fold_abstract
-from sharding.planner.validation.observed import Observed, hlo_collectives, jaxpr_collectives
 
 HLO = """\
   %a = bf16[8,6]{1,0} all-gather(bf16[2,6]{1,0} %x), channel_id=1, replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}, use_global_device_ids=true

@@ -4,14 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from sharding.costs.hardware import LINK_EFFICIENCY, Hardware
+from sharding.costs.transfer import Transfer
 from sharding.folding import Layout, fold_abstract
 from sharding.folding.groups import axis_groups
-from sharding.planner import links, volumes
-from sharding.planner.hardware import HARDWARE, LINK_EFFICIENCY, Hardware
-from sharding.planner.method import Batch, Method, for_tokens
-from sharding.planner.models.sizes import ModelSizes
-from sharding.planner.search import layouts
-from sharding.planner.transfer import Transfer
 
 CLUSTER = Hardware(
     "two", 1e12, 1e9, 1e11, 8, 100.0 / LINK_EFFICIENCY, 10.0 / LINK_EFFICIENCY, 0.0, 0.0
@@ -39,7 +35,7 @@ def test_members_in_a_domain_are_those_of_the_mesh(layout, domain):
         named = [atom for axis in axes for atom in getattr(mesh, axis)]
         group = axis_groups(mesh, named)[0]
         together = sum(rank // domain == group[0] // domain for rank in group)
-        assert links.in_domain(moves("all_gather", axes), sizes, hardware) == together, axes
+        assert moves("all_gather", axes).members_in_domain(sizes, hardware) == together, axes
 
 
 @pytest.mark.parametrize(
@@ -63,14 +59,13 @@ def test_members_in_a_domain_are_those_of_the_mesh(layout, domain):
     ],
 )
 def test_seconds(kind, layout, axes, seconds):
-    assert links.seconds(moves(kind, axes), Layout.parse(layout), CLUSTER) == pytest.approx(seconds)
+    assert moves(kind, axes).seconds(Layout.parse(layout), CLUSTER) == pytest.approx(seconds)
 
 
 def test_an_all_to_all_has_its_own_part_of_the_rate():
     slower, layout = replace(CLUSTER, exchange=0.5), Layout.parse("dp16 / ep16")
     takes = [
-        links.seconds(moves(kind, axes), layout, slower)
-        / links.seconds(moves(kind, axes), layout, CLUSTER)
+        moves(kind, axes).seconds(layout, slower) / moves(kind, axes).seconds(layout, CLUSTER)
         for kind, axes in (("all_to_all", ("ep",)), ("all_gather", ("dp",)), ("permute", ("ep",)))
     ]
     assert takes == pytest.approx([2.0, 1.0, 1.0])
@@ -95,7 +90,7 @@ def test_stages_of_a_group_are_those_of_the_mesh(layout, domain):
             group = axis_groups(mesh, named)[0]
             assert one.group(sizes) == len(group), (axes, side)
             together = sum(rank // domain == group[0] // domain for rank in group)
-            assert links.in_domain(one, sizes, hardware) == together, (axes, side)
+            assert one.members_in_domain(sizes, hardware) == together, (axes, side)
 
 
 def test_what_a_device_sends():
@@ -111,68 +106,3 @@ def test_what_a_device_sends():
         "all_reduce": 70,
         "permute": 40,
     }
-
-
-MODEL = ModelSizes(
-    num_layers=12,
-    d_model=96,
-    num_heads=24,
-    num_kv_heads=12,
-    head_dim=8,
-    vocab_size=120,
-    num_experts=24,
-    experts_per_token=2,
-    d_expert=48,
-    d_ff=48,
-)
-IN_PARTS = Method(context="ulysses", remat="selective", two_batch_overlap=True, expert_chunks=2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("devices", [16, 24])
-@pytest.mark.parametrize(
-    "method",
-    [
-        Method(),
-        Method(dispatch="all_to_all", context="ring", remat="selective", storage="mixed"),
-        pytest.param(
-            replace(IN_PARTS, dispatch="ragged", even=True, activation_wire="float8_e4m3fn"),
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_a_layer_takes_what_each_of_its_collectives_takes_on_the_whole_layout(devices, method):
-    """Whatever layout was asked for before."""
-    hardware, batch = replace(HARDWARE["a100"], domain=4), Batch(24, 96, micro_rows=3)
-    for layout in layouts(devices):
-        forward, backward = volumes.layer(MODEL, layout, batch, method)
-        expected = [
-            (one.what, links.seconds(one, layout, hardware)) for one in [*forward, *backward]
-        ]
-        found = links.layer_times(MODEL, layout, batch, method, hardware)
-        assert sorted(found) == sorted(expected), layout
-        ends = volumes.embedding(MODEL, layout, batch.local_tokens(layout), method)
-        ends += volumes.head(MODEL, layout, batch.local_tokens(layout), method)
-        ends += volumes.row_reordering(MODEL, layout, batch, method)
-        expected = [(one.what, links.seconds(one, layout, hardware)) for one in ends]
-        assert (
-            list(links.embed_and_head_times(MODEL, layout, batch, method, hardware)) == expected
-        ), layout
-
-
-def test_groups_that_lie_as_they_do_alone_are_asked_for_once():
-    attention, experts = Layout.parse("tp2 cp2"), Layout.parse("dp8 / ep4 etp2")
-    for text in ("tp2 cp2 dp4 / ep4 etp2", "tp2 cp2 dp4 pp2 vpp3 / ep4 etp2"):
-        assert links.reduced_layouts(Layout.parse(text)) == (attention, experts)
-    # Three ranks that share experts are no part of two that share a row: here they lie across.
-    whole = Layout.parse("cp2 dp12 / ep3")
-    assert links.reduced_layouts(whole) == (Layout.parse("cp2"), whole)
-
-
-def test_what_layers_send_depends_on_no_storage():
-    layout, batch = Layout.parse("tp2 cp2 dp4 / ep4 etp2"), Batch(8, 64, micro_rows=2)
-    given = replace(IN_PARTS, storage="mixed", gradient_wire="bfloat16", mu_dtype="bfloat16")
-    given = replace(given, overlap_grad_reduce=True)
-    assert for_tokens(given) == IN_PARTS
-    sent = [volumes.layer(MODEL, layout, batch, method) for method in (given, IN_PARTS)]
-    assert sent[0] == sent[1]

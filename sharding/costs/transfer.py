@@ -1,19 +1,17 @@
-"""Transfer: a collective with its input size per device, and the bytes that a device sends."""
+"""Transfer: a collective with its input size per device, the bytes it sends and its time."""
 
 import functools
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
-from sharding.compression import GROUP_TOKENS
+from sharding.costs.hardware import LINK_EFFICIENCY, Hardware
 from sharding.folding import Layout
 from sharding.folding.atoms import atoms_of
 
 Side = Literal["inside", "across"]
 """Side of a sequence-parallel group, ``cp x tp``: among its ranks, or among such groups."""
 Kind = Literal["all_gather", "reduce_scatter", "all_to_all", "all_reduce", "permute"]
-FP8_BYTES, SCALE_BYTES = 1, 4
 
 
 @dataclass(frozen=True)
@@ -91,6 +89,47 @@ class Transfer:
             side=self.side,
         )
 
+    def members_in_domain(self, layout: Layout, hardware: Hardware) -> int:
+        """Members of a group in one fast domain."""
+        members = 1
+        for stride, size in group_strides(self.axes, self.side, layout):
+            members *= max(1, min(size, hardware.domain // stride))
+        return members
+
+    def seconds(self, layout: Layout, hardware: Hardware) -> float:
+        """Seconds of the collective, over all times that it happens.
+
+        A ring over multiple domains leaves each through the adapters of all its members there, so
+        its rate is the smaller of a fast link's and the sum of theirs. An all-to-all sends to each
+        member separately, at `Hardware.exchange` of the links' rates; data inside and outside of a
+        domain is sent simultaneously. A permute is as slow as its slowest hop.
+        """
+        n, near = self.group(layout), self.members_in_domain(layout, hardware)
+        if n == 1:
+            return 0.0
+        inside, outside = hardware.inside * LINK_EFFICIENCY, hardware.outside * LINK_EFFICIENCY
+        if self.kind == "permute":
+            rate, latency = (
+                (inside, hardware.latency_inside)
+                if near == n
+                else (outside, hardware.latency_outside)
+            )
+            return self.bytes / rate + self.times * latency
+        if self.kind == "all_to_all":
+            to_one = self.bytes / n / hardware.exchange
+            latency = hardware.latency_inside if near == n else hardware.latency_outside
+            return max(to_one * (near - 1) / inside, to_one * (n - near) / outside) + (
+                self.times * latency
+            )
+        rate = inside if near == n else min(inside, near * outside)
+        hops = n - 1 if near == n else n - n // near
+        latency = hops * hardware.latency_inside
+        if near < n:
+            latency += n // near * hardware.latency_outside
+        if self.kind == "all_reduce":
+            latency *= 2
+        return self.sent(layout) / rate + self.times * latency
+
 
 _atoms_of = functools.lru_cache(maxsize=64)(atoms_of)
 
@@ -116,76 +155,3 @@ def group_strides(
                 groups.append((stride, atom.size))
         stride *= atom.size
     return groups
-
-
-def hierarchical_gather(
-    what: str,
-    axes: tuple[str, ...],
-    layout: Layout,
-    shard_elements: int,
-    itemsize: int,
-    gradient: int = 0,
-) -> list[Transfer]:
-    """Hierarchical all-gather of shards of `shard_elements` elements (`sharding.zero`).
-
-    It has two stages, across sequence-parallel groups and then inside; a stage of one device is
-    left out. The reverse is a reduce-scatter.
-    """
-    across = Transfer(
-        what, "all_gather", axes, shard_elements, itemsize, gradient=gradient, side="across"
-    )
-    gathered = shard_elements * across.group(layout)
-    inside = replace(across, elements=gathered, side="inside")
-    return drop_empty([across, inside], layout)
-
-
-def drop_empty(transfers: Iterable[Transfer], layout: Layout) -> list[Transfer]:
-    """The transfers that send anything: groups of one device send nothing."""
-    return [t for t in transfers if t.group(layout) > 1 and t.bytes]
-
-
-def repeat_transfers(transfers: Iterable[Transfer], times: int) -> list[Transfer]:
-    """The transfers with `times` times as many calls."""
-    return [replace(t, times=t.times * times) for t in transfers]
-
-
-def to_fp8(
-    transfer: Transfer, layout: Layout, d_model: int, is_ragged: bool = False
-) -> tuple[list[Transfer], list[Transfer]]:
-    """FP8 form of a collective of tokens (`sharding.compression`), forward and backward.
-
-    It sends a byte an element, and float32 scales of tokens or of groups of tokens and channels. A
-    reduction is an all-to-all of terms.
-
-    Args:
-      transfer: the collective without FP8.
-      d_model: elements of a token.
-      is_ragged: it has slices, each of which may end in a group that is not full.
-    """
-    n, tokens = transfer.group(layout), transfer.elements // d_model
-    forward_kind, backward_kind = "all_to_all", "all_to_all"
-    if transfer.kind == "all_gather":
-        forward_kind, tokens_back, blocks = "all_gather", n * tokens, n
-    elif transfer.kind == "reduce_scatter":
-        backward_kind, tokens_back, blocks = "all_gather", tokens // n, 1
-    else:
-        tokens_back, blocks = tokens, n
-    groups = blocks * math.ceil(tokens_back / blocks / GROUP_TOKENS)
-    if is_ragged:
-        groups = tokens_back // GROUP_TOKENS + n
-    content = replace(transfer, kind=forward_kind, itemsize=FP8_BYTES, gradient=0)
-    forward = [
-        content,
-        replace(content, what=f"scales of {transfer.what}", elements=tokens, itemsize=SCALE_BYTES),
-    ]
-    gradient = replace(
-        content,
-        what=f"gradient of {transfer.what}",
-        kind=backward_kind,
-        elements=tokens_back * d_model,
-        repeated=False,
-    )
-    scales = replace(
-        gradient, what=f"scales of {gradient.what}", elements=groups * d_model, itemsize=SCALE_BYTES
-    )
-    return forward, [gradient, scales]

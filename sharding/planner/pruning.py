@@ -11,14 +11,13 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from sharding.costs.hardware import Hardware
 from sharding.folding import Layout
-from sharding.planner import links
+from sharding.planner import communication
 from sharding.planner.cost import System, times_through_memory, value_bytes
-from sharding.planner.hardware import Hardware
-from sharding.planner.memory import activation_bytes
+from sharding.planner.memory import activation_bytes, saved_score_bytes, working_score_bytes
 from sharding.planner.method import Batch, Method, with_fields
-from sharding.planner.models.sizes import ModelSizes
-from sharding.planner.scores import saved_score_bytes, working_score_bytes
+from sharding.planner.models import ModelSizes
 
 Fields = dict[str, str | None]
 """Fields of a `Method`."""
@@ -73,7 +72,7 @@ def candidate_contexts(
     candidates: list[Fields] = [
         {"context": name} for name in names if shards_heads or name != "ulysses"
     ]
-    reduced = links.reduced_layouts(layout)[0]
+    reduced = communication.reduced_layouts(layout)[0]
     costs = [
         (_context_costs(case.with_layout(reduced, fields), batch), fields) for fields in candidates
     ]
@@ -90,8 +89,8 @@ def candidate_dispatches(
     layout = case.layout
     if layout.ep * layout.etp == 1:
         return [({}, True)]
-    reduced = links.reduced_layouts(layout)[1]
-    streams = tuple(one.local_tokens(layout) for one in case.method.streams(batch))
+    reduced = communication.reduced_layouts(layout)[1]
+    streams = tuple(rows.local_tokens(layout) for rows in case.method.streams(batch))
     candidates: list[Fields] = [
         {"dispatch": dispatch, "activation_wire": comm_dtype}
         for dispatch, comm_dtype in itertools.product(dispatches, comm_dtypes)
@@ -111,7 +110,10 @@ def _context_costs(case: Case, batch: Batch) -> Costs:
     """
     model, layout, method = case.model, case.layout, case.method
     streams = method.streams(batch)
-    sent = [links.non_expert_times(model, layout, one, method, case.hardware) for one in streams]
+    sent = [
+        communication.non_expert_times(model, layout, rows, method, case.hardware)
+        for rows in streams
+    ]
     scores = (
         saved_score_bytes(model, layout, batch, with_fields(method, remat="none")),
         working_score_bytes(model, layout, batch, method),
@@ -123,7 +125,7 @@ def _context_costs(case: Case, batch: Batch) -> Costs:
 def _dispatch_costs(case: Case, streams: tuple[int, ...]) -> Costs:
     """Costs of dispatch and communication dtype, by a layout with the experts' axes only."""
     sent = [
-        links.expert_times(case.model, case.layout, tokens, case.method, case.hardware)
+        communication.expert_times(case.model, case.layout, tokens, case.method, case.hardware)
         for tokens in streams
     ]
     return _costs(case, sum(streams), sent, ())
@@ -132,7 +134,7 @@ def _dispatch_costs(case: Case, streams: tuple[int, ...]) -> Costs:
 def _costs(
     case: Case,
     tokens: int,
-    sent: Iterable[tuple[links.Timed, links.Timed]],
+    sent: Iterable[tuple[communication.Timed, communication.Timed]],
     scores: tuple[float, ...],
 ) -> Costs:
     model, layout, method = case.model, case.layout, case.method

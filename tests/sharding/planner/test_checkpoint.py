@@ -7,9 +7,9 @@ import pytest
 
 from moe.architecture.activation import ClampedSwiGLU
 from moe.config import ModelConfig
-from moe.counts.sizes import sizes_of
+from moe.counts import sizes_of
 from moe.huggingface.configuration import config_from, options_from
-from sharding.planner.models.checkpoint import sizes_from
+from sharding.planner.models import sizes_from
 
 BASE = ModelConfig(
     vocab_size=23,

@@ -5,12 +5,11 @@ from typing import Any
 import pytest
 
 from moe.config import ModelConfig
-from moe.counts.flops import training_flops
+from moe.counts import training_flops
 from moe.weights import num_parameters
-from sharding.planner.hardware import HARDWARE, parse
-from sharding.planner.models.presets import PRESETS
-from sharding.planner.models.sizes import ModelSizes
-from sharding.planner.validation import published
+from sharding.costs.hardware import HARDWARE, parse
+from sharding.planner.models import PRESETS, ModelSizes
+from tests.oracles import parallelism as published
 
 MIB = 2**20
 

@@ -3,6 +3,8 @@
 import re
 from dataclasses import dataclass
 
+from sharding.former_names import former_names
+
 LINK_EFFICIENCY = 0.8
 """Share of a link's rate that large messages reach. DeepEP reports 153 to 158 of 200 GB/s between
 H800s inside a server and 43 to 58 of 50 GB/s outside, where some tokens are sent once for a whole
@@ -92,12 +94,15 @@ def parse(text: str) -> tuple[Hardware, int]:
     return HARDWARE[match[1]], int(match[2])
 
 
-def of_kind(kind: str) -> Hardware | None:
+def find_hardware(kind: str) -> Hardware | None:
     """The accelerator that JAX calls `kind`; None for a CPU and for an unknown device.
 
     Examples:
-      >>> of_kind("NVIDIA H100 80GB HBM3").name
+      >>> find_hardware("NVIDIA H100 80GB HBM3").name
       'h100'
     """
     words = kind.lower().replace("-", " ").split()
     return next((HARDWARE[word] for word in words if word in HARDWARE and word != "laptop"), None)
+
+
+__getattr__ = former_names(__name__, of_kind=find_hardware)

@@ -1,18 +1,18 @@
 """Published measurements, compared with the planner after calibration on one point per system.
 
-``python -m sharding.planner.validation.calibration`` prints both side by side.
+``python -m sharding.planner.calibration`` prints both side by side.
 """
 
 import functools
 from dataclasses import dataclass, replace
 from itertools import chain
 
+from sharding.costs.hardware import HARDWARE, Hardware
 from sharding.folding import Layout
 from sharding.planner.cost import System
-from sharding.planner.hardware import HARDWARE, Hardware
 from sharding.planner.method import Method
-from sharding.planner.models.presets import PRESETS
-from sharding.planner.report.columns import align_columns
+from sharding.planner.models import PRESETS
+from sharding.planner.report import align_columns
 from sharding.planner.search import Choices, Plan, best_plan
 
 

@@ -4,11 +4,12 @@ These are the groups over which gradients are summed and optimizer states are sh
 """
 
 import functools
+import math
 from dataclasses import dataclass, replace
 
 from sharding.folding import Layout
 from sharding.planner.method import Method, Storage
-from sharding.planner.models.sizes import ModelSizes
+from sharding.planner.models import ModelSizes
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,7 @@ class WeightGroup:
 
     def group(self, layout: Layout) -> int:
         """Size of the replica group."""
-        size = 1
-        for axis in self.replicas:
-            size *= getattr(layout, axis)
-        return size
+        return math.prod(getattr(layout, axis) for axis in self.replicas)
 
     def shard_size(self, layout: Layout) -> int:
         """Parameters of one shard, where they are sharded over the group (ZeRO)."""
@@ -122,13 +120,19 @@ def weight_groups(model: ModelSizes, layout: Layout) -> tuple[WeightGroup, ...]:
         ),
         WeightGroup("last norm", h, all_stages_replicated, in_layers=False, is_precise=True),
     ]
-    return tuple(one for one in groups if one.parameters)
+    return tuple(group for group in groups if group.parameters)
 
 
 def layers_on_device(model: ModelSizes, layout: Layout) -> int:
     """Layers of a pipeline stage, after the dense first ones; of the deepest if stages differ."""
     num_main_layers, chunks = model.num_layers - model.num_dense_layers, layout.pp * layout.vpp
     return layout.vpp * -(-num_main_layers // chunks)
+
+
+def layers_on_deepest_stage(model: ModelSizes, layout: Layout) -> float:
+    """`layers_on_device` with their share of the dense first layers."""
+    num_main_layers = model.num_layers - model.num_dense_layers
+    return model.num_layers * layers_on_device(model, layout) / num_main_layers
 
 
 def shards_vocabulary(model: ModelSizes, layout: Layout) -> bool:
@@ -138,10 +142,10 @@ def shards_vocabulary(model: ModelSizes, layout: Layout) -> bool:
 
 def parameters_on_device(model: ModelSizes, layout: Layout) -> int:
     """Number of parameters on a device, as they are used."""
-    return sum(one.parameters for one in weight_groups(model, layout))
+    return sum(group.parameters for group in weight_groups(model, layout))
 
 
 @functools.lru_cache(maxsize=1024)
 def sharded_parameters(model: ModelSizes, layout: Layout) -> int:
     """Number of parameters whose optimizer state a device keeps (ZeRO)."""
-    return sum(one.shard_size(layout) for one in weight_groups(model, layout))
+    return sum(group.shard_size(layout) for group in weight_groups(model, layout))

@@ -4,10 +4,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-import moe.counts.flops
+import moe.counts
 from moe.config import GatedDeltaNet, ModelConfig, MultiHeadLatentAttention
-from moe.counts.flops import training_flops
-from moe.counts.sizes import sizes_of
+from moe.counts import sizes_of, training_flops
 from moe.weights import num_active_parameters, num_parameters
 
 
@@ -103,7 +102,7 @@ def test_qwen3_next_has_the_sizes_of_its_name():
 
 
 def test_the_example():
-    assert doctest.testmod(moe.counts.flops).failed == 0
+    assert doctest.testmod(moe.counts).failed == 0
 
 
 def test_windows_leave_out_what_lies_before_them():

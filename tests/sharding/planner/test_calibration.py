@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from sharding.planner.models.presets import PRESETS
-from sharding.planner.validation.calibration import (
+from sharding.planner.calibration import (
     CALIBRATION_POINTS,
     CLUSTERS,
     MAPPINGS,
@@ -14,6 +13,7 @@ from sharding.planner.validation.calibration import (
     calibrate,
     predicted_mfu,
 )
+from sharding.planner.models import PRESETS
 
 
 def said(row):

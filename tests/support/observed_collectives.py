@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend import core
 from jax.extend.core import jaxprs_in_params
 
-from sharding.planner.transfer import Kind
+from sharding.costs.transfer import Kind
 
 PRIMITIVES: dict[str, Kind] = {
     "all_gather": "all_gather",
