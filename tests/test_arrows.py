@@ -17,7 +17,7 @@ LOADERS = {"import_module", "__import__", "find_spec", "run_module", "run_path"}
 
 # What each room may import beside the standard library and itself; the first prefix holds.
 ALLOWED = {
-    "sharding.folding.picture": {"sharding", "jax", "numpy", "jaxtyping", "matplotlib"},
+    "sharding.folding.groups": {"sharding", "jax", "numpy", "jaxtyping", "matplotlib"},
     "sharding.planner.report": {"sharding", "jax", "numpy", "jaxtyping", "matplotlib"},
     "sharding.planner.serving.report": {"sharding", "jax", "numpy", "jaxtyping", "matplotlib"},
     "sharding": {"jax", "numpy", "jaxtyping"},

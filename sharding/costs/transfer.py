@@ -7,7 +7,7 @@ from typing import Literal
 
 from sharding.costs.hardware import LINK_EFFICIENCY, Hardware
 from sharding.folding import Layout
-from sharding.folding.atoms import atoms_of
+from sharding.folding.mesh import atoms_of
 
 Side = Literal["inside", "across"]
 """Side of a sequence-parallel group, ``cp x tp``: among its ranks, or among such groups."""

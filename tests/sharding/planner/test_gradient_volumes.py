@@ -24,7 +24,7 @@ from sharding.collectives import all_sum, vary
 from sharding.folding import Layout, fold_abstract
 from sharding.planner import volumes
 from sharding.planner.method import Batch, Method
-from sharding.reduction import Reduction
+from sharding.zero import Reduction
 
 
 @pytest.mark.slow
