@@ -30,9 +30,9 @@ from moe.adapters.trees import is_adapted, select_trained
 from moe.architecture.lora import Lora
 from moe.config import ModelConfig
 from moe.huggingface.adapter_options import AdapterOptions
+from moe.huggingface.checkpoint import write_tensors
 from moe.huggingface.configuration import family_for
 from moe.huggingface.tensors import Tensors, tensors_of
-from moe.huggingface.writing import write_tensors
 from moe.placement import in_chunks, shardings
 from moe.weights import Transformer, axis_sizes, initialise_trained, table, targets_of
 from sharding.folding import FoldedMesh
@@ -264,7 +264,7 @@ class _Order:
     def b_to_theirs(self, b: np.ndarray) -> np.ndarray:
         """``[rank, *out]`` -> ``[out, rank]``; with experts in front ``[out, rank expert]``."""
         if self.experts:
-            flat = b.transpose(0, 1, *self._out(2)).reshape(*b.shape[:2], -1)
+            flat = b.transpose(0, 1, *self._out).reshape(*b.shape[:2], -1)
             return flat.transpose(2, 1, 0).reshape(flat.shape[2], -1)
         return b.reshape(b.shape[0], -1).T
 
@@ -276,12 +276,14 @@ class _Order:
     def b_to_ours(self, theirs: np.ndarray) -> np.ndarray:
         if self.experts:
             flat = theirs.reshape(prod(self.b[2:]), self.b[1], self.b[0]).transpose(2, 1, 0)
-            ordered = flat.reshape(*self.b[:2], *(self.b[axis] for axis in self._out(2)))
+            ordered = flat.reshape(*self.b[:2], *(self.b[axis] for axis in self._out))
             return ordered.transpose(0, 1, *(2 + dim for dim in np.argsort(self.out)))
         return theirs.T.reshape(self.b)
 
-    def _out(self, first: int) -> tuple[int, ...]:
-        return tuple(first + axis for axis in self.out)
+    @property
+    def _out(self) -> tuple[int, ...]:
+        """The axes `out` of an expert's `b`."""
+        return tuple(2 + axis for axis in self.out)
 
 
 def _adapted_weights(

@@ -1,4 +1,8 @@
-"""Conversion between config.json and `ModelConfig`."""
+"""Conversion between config.json and `ModelConfig`.
+
+An architecture is described in both directions. A configuration that cannot be expressed is
+detected by writing it and reading it back.
+"""
 
 import contextlib
 import math
@@ -8,10 +12,34 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from moe.config import ModelConfig
-from moe.huggingface.families.family import Family
-from moe.huggingface.families.shared_options import common_fields, common_options
-from moe.huggingface.families.supported import FAMILIES
+from moe.huggingface.dense_families import (
+    GEMMA3,
+    LLAMA,
+    MISTRAL,
+    OLMO3,
+    QWEN2,
+    QWEN3,
+    SMOLLM3,
+)
+from moe.huggingface.family import Family
+from moe.huggingface.moe_families import (
+    DEEPSEEK_V3,
+    GLM4_MOE,
+    GPT_OSS,
+    MIXTRAL,
+    OLMOE,
+    QWEN2_MOE,
+    QWEN3_MOE,
+    QWEN3_NEXT,
+)
 from moe.huggingface.options import Options
+from moe.huggingface.shared_options import common_fields, common_options
+
+FAMILIES = (
+    *(LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, DEEPSEEK_V3),
+    *(OLMO3, SMOLLM3, GLM4_MOE, GPT_OSS, GEMMA3, QWEN3_NEXT),
+)
+"""Supported architectures. A network that several can express is written as the first of them."""
 
 Dtype = Literal["float32", "bfloat16"]
 _HINTS = get_type_hints(ModelConfig)

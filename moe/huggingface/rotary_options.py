@@ -7,6 +7,7 @@ from typing import Any
 from moe.attention.rotary import LinearScaling, LlamaScaling, RopeScaling, YarnScaling
 from moe.config import ModelConfig
 from moe.huggingface.options import Options
+from moe.huggingface.shared_options import FULL, SLIDING
 
 _LINEAR = {"factor": "factor"}
 _LLAMA = {
@@ -30,7 +31,6 @@ _KINDS = {
     "llama3": (LlamaScaling, _LLAMA),
     "yarn": (YarnScaling, _YARN),
 }
-_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def read_rotary(
@@ -68,9 +68,9 @@ def read_rotary_by_window(
     """
     parameters, theta = _rope_parameters(options), options.take("rope_theta", default=default_base)
     local = options.take("rope_local_base_freq", default=window_base)
-    if not set(parameters) <= {_FULL, _SLIDING}:
-        parameters = {_FULL: parameters}
-    full, sliding = (parameters.get(kind) or {} for kind in (_FULL, _SLIDING))
+    if not set(parameters) <= {FULL, SLIDING}:
+        parameters = {FULL: parameters}
+    full, sliding = (parameters.get(kind) or {} for kind in (FULL, SLIDING))
     for each in (full, sliding):
         if not isinstance(each, Mapping):
             raise options.unsupported(
@@ -79,7 +79,7 @@ def read_rotary_by_window(
     base, scaling = full.get("rope_theta", theta), _read_scaling(options, full)
     local = sliding.get("rope_theta", base if local is None else local)
     if _read_scaling(options, sliding) is not None:
-        raise options.unsupported("rope_parameters", parameters, f"no scaling for {_SLIDING}")
+        raise options.unsupported("rope_parameters", parameters, f"no scaling for {SLIDING}")
     same = local == base and scaling is None
     return {
         "rope_base": to_float_base(base),
@@ -172,12 +172,12 @@ def write_rotary_by_window(config: ModelConfig) -> dict[str, Any]:
     return {
         **plain,
         "rope_parameters": {
-            _FULL: {
+            FULL: {
                 "rope_type": "default",
                 "rope_theta": config.rope_base,
                 **(plain["rope_scaling"] or {}),
             },
-            _SLIDING: {"rope_type": "default", "rope_theta": local},
+            SLIDING: {"rope_type": "default", "rope_theta": local},
         },
     }
 
