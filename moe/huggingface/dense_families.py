@@ -1,7 +1,4 @@
-"""Options of architectures without experts.
-
-They are Llama, Mistral, Qwen2, Qwen3, OLMo 3, SmolLM3 and Gemma 3.
-"""
+"""Architectures without experts: Llama, Mistral, Qwen2, Qwen3, OLMo 3, SmolLM3, Gemma 3."""
 
 from typing import Any
 
@@ -12,149 +9,81 @@ from moe.huggingface.family import (
     QUERY_KEY_NORMS,
     Family,
     Fields,
+    Part,
     Stored,
     plus_one,
 )
 from moe.huggingface.options import Options
-from moe.huggingface.rotary_options import (
-    read_rotary,
-    read_rotary_by_window,
-    write_rotary,
-    write_rotary_by_window,
-)
+from moe.huggingface.rotary_options import rotary, rotary_by_window
 from moe.huggingface.shared_options import (
-    head_dim_of,
+    DENSE_WIDTH,
+    DERIVED_HEAD_DIM,
+    HEAD_DIM,
+    NO_ATTENTION_BIAS,
+    NO_MLP_BIAS,
+    TIED_BY_DEFAULT,
+    fixed,
+    listed_windows,
+    option,
     read_activation,
     read_listed_windows,
-    read_windows,
-    require_no_biases,
+    required,
     slides_last,
+    windows,
     write_activation,
     write_listed_windows,
-    write_windows,
 )
 
-
-def read_llama(options: Options, fields: Fields) -> Fields:
-    require_no_biases(options, "attention_bias", "mlp_bias")
-    return {
-        "d_ff": options.take("intermediate_size"),
-        "head_dim": head_dim_of(options, fields),
-        **read_rotary(options),
-    }
-
-
-def write_llama(config: ModelConfig) -> dict[str, Any]:
-    return {
-        "attention_bias": False,
-        "mlp_bias": False,
-        "intermediate_size": config.d_ff,
-        "head_dim": config.head_dim,
-        **write_rotary(config),
-    }
-
-
-LLAMA = Family("LlamaForCausalLM", "llama", read_llama, write_llama, {})
-
-
-def read_mistral(options: Options, fields: Fields) -> Fields:
-    return {
-        "d_ff": options.take("intermediate_size"),
-        "head_dim": head_dim_of(options, fields),
-        # What `transformers` takes where the file says nothing.
-        "sliding_window": options.take("sliding_window", default=4096),
-        **read_rotary(options),
-    }
-
-
-def write_mistral(config: ModelConfig) -> dict[str, Any]:
-    return {
-        "intermediate_size": config.d_ff,
-        "head_dim": config.head_dim,
-        "sliding_window": config.sliding_window,
-        **write_rotary(config),
-    }
-
-
-MISTRAL = Family("MistralForCausalLM", "mistral", read_mistral, write_mistral, {})
-
-
-def read_qwen2(options: Options, fields: Fields) -> Fields:
-    options.require("head_dim", None, fields["d_model"] // fields["num_heads"])
-    return {
-        "d_ff": options.take("intermediate_size"),
-        "head_dim": fields["d_model"] // fields["num_heads"],
-        "qkv_bias": True,
-        **read_windows(options, fields, slides_last),
-        **read_rotary(options),
-    }
-
-
-def write_qwen2(config: ModelConfig) -> dict[str, Any]:
-    return {
-        **write_windows(config),
-        "intermediate_size": config.d_ff,
-        **write_rotary(config),
-    }
-
-
-QWEN2 = Family("Qwen2ForCausalLM", "qwen2", read_qwen2, write_qwen2, QKV_BIASES)
-
-
-def read_qwen3(options: Options, fields: Fields) -> Fields:
-    require_no_biases(options, "attention_bias")
-    return {
-        "d_ff": options.take("intermediate_size"),
-        "head_dim": options.take("head_dim", default=128),
-        "query_key_norm": "head",
-        **read_windows(options, fields, slides_last),
-        **read_rotary(options),
-    }
-
-
-def write_qwen3(config: ModelConfig) -> dict[str, Any]:
-    return {
-        **write_windows(config),
-        "attention_bias": False,
-        "intermediate_size": config.d_ff,
-        "head_dim": config.head_dim,
-        **write_rotary(config),
-    }
-
-
-QWEN3 = Family("Qwen3ForCausalLM", "qwen3", read_qwen3, write_qwen3, QUERY_KEY_NORMS)
-
-
-def read_olmo3(options: Options, fields: Fields) -> Fields:
-    require_no_biases(options, "attention_bias")
-    return {
-        "d_ff": options.take("intermediate_size"),
-        "head_dim": head_dim_of(options, fields),
-        "norm_placement": "after",
-        "query_key_norm": "projection",
-        # Three of four layers where the file lists none.
-        **read_listed_windows(options, fields, 4096, lambda layer: (layer + 1) % 4 != 0),
-        **read_rotary_by_window(options, 500_000.0),
-    }
-
-
-def write_olmo3(config: ModelConfig) -> dict[str, Any]:
-    return {
-        "attention_bias": False,
-        "intermediate_size": config.d_ff,
-        "head_dim": config.head_dim,
-        **write_listed_windows(config),
-        **write_rotary_by_window(config),
-    }
-
-
+LLAMA = Family(
+    "LlamaForCausalLM",
+    "llama",
+    (NO_ATTENTION_BIAS, NO_MLP_BIAS, DENSE_WIDTH, HEAD_DIM, rotary()),
+    {},
+)
+MISTRAL = Family(
+    "MistralForCausalLM",
+    "mistral",
+    # What `transformers` takes where the file says nothing of a window.
+    (DENSE_WIDTH, HEAD_DIM, option("sliding_window", default=4096), rotary()),
+    {},
+)
+QWEN2 = Family(
+    "Qwen2ForCausalLM",
+    "qwen2",
+    (DERIVED_HEAD_DIM, windows(slides_last), DENSE_WIDTH, fixed(qkv_bias=True), rotary()),
+    QKV_BIASES,
+)
+QWEN3 = Family(
+    "Qwen3ForCausalLM",
+    "qwen3",
+    (
+        windows(slides_last),
+        NO_ATTENTION_BIAS,
+        DENSE_WIDTH,
+        option("head_dim", default=128),
+        fixed(query_key_norm="head"),
+        rotary(),
+    ),
+    QUERY_KEY_NORMS,
+)
 OLMO3 = Family(
-    "Olmo3ForCausalLM", "olmo3", read_olmo3, write_olmo3, {**QUERY_KEY_NORMS, **NORMS_AFTER}
+    "Olmo3ForCausalLM",
+    "olmo3",
+    (
+        NO_ATTENTION_BIAS,
+        DENSE_WIDTH,
+        HEAD_DIM,
+        fixed(norm_placement="after", query_key_norm="projection"),
+        # Three of four layers where the file lists none.
+        listed_windows(4096, lambda layer: (layer + 1) % 4 != 0),
+        rotary_by_window(500_000.0),
+    ),
+    {**QUERY_KEY_NORMS, **NORMS_AFTER},
 )
 
 
-def read_smollm3(options: Options, fields: Fields) -> Fields:
-    require_no_biases(options, "attention_bias", "mlp_bias")
+def read_unrotated_layers(options: Options, fields: Fields) -> Fields:
+    """SmolLM3's layers without rotary positions, which alone may have windows."""
     layers = range(fields["num_layers"])
     interval = options.take("no_rope_layer_interval", default=4)
     listed = options.take("no_rope_layers", default=None)
@@ -165,84 +94,80 @@ def read_smollm3(options: Options, fields: Fields) -> Fields:
     nope_layers = tuple(layer for layer in layers if not rotates[layer])
     # Without the first option the file may still name a window, which nothing has.
     slides = options.take("use_sliding_window", default=False)
-    windows = read_listed_windows(
+    own_windows = read_listed_windows(
         options, fields, None, lambda layer: slides and layer in nope_layers
     )
-    if windows and not slides:
+    if own_windows and not slides:
         raise options.unsupported(
             "layer_types", options.values["layer_types"], "windows with use_sliding_window=true"
         )
-    return {
-        "d_ff": options.take("intermediate_size"),
-        "head_dim": head_dim_of(options, fields),
-        "head": "tied" if options.take("tie_word_embeddings", default=True) else "untied",
-        "nope_layers": nope_layers,
-        **windows,
-        **read_rotary(options, default_base=2e6),
-    }
+    return {"nope_layers": nope_layers, **own_windows}
 
 
-def write_smollm3(config: ModelConfig) -> dict[str, Any]:
+def write_unrotated_layers(config: ModelConfig) -> dict[str, Any]:
+    """The options that `read_unrotated_layers` reads."""
     return {
-        "attention_bias": False,
-        "mlp_bias": False,
-        "intermediate_size": config.d_ff,
-        "head_dim": config.head_dim,
         "no_rope_layers": [
             int(layer not in config.nope_layers) for layer in range(config.num_layers)
         ],
         "use_sliding_window": config.sliding_window is not None,
         **write_listed_windows(config),
-        **write_rotary(config),
     }
 
 
-SMOLLM3 = Family("SmolLM3ForCausalLM", "smollm3", read_smollm3, write_smollm3, {})
+SMOLLM3 = Family(
+    "SmolLM3ForCausalLM",
+    "smollm3",
+    (
+        NO_ATTENTION_BIAS,
+        NO_MLP_BIAS,
+        DENSE_WIDTH,
+        HEAD_DIM,
+        TIED_BY_DEFAULT,
+        Part(read_unrotated_layers, write_unrotated_layers),
+        rotary(default_base=2e6),
+    ),
+    {},
+)
 
 
 def read_gemma3(options: Options, fields: Fields) -> Fields:
-    """Of its text networks: norms before and after, two RoPE bases, GEGLU."""
-    require_no_biases(options, "attention_bias", "use_bidirectional_attention")
-    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-        options.require(name, None)
-    head_dim = options.take("head_dim", default=256)
+    """Gemma's scale of scores, activation, and windows where a period says so."""
     scalar = options.take("query_pre_attn_scalar", default=256)
     period = options.take("sliding_window_pattern", "_sliding_window_pattern", default=6)
     return {
-        "d_ff": options.take("intermediate_size"),
-        "head_dim": head_dim,
-        "attention_scale": None if scalar == head_dim else scalar**-0.5,
+        "attention_scale": None if scalar == fields["head_dim"] else scalar**-0.5,
         "activation": read_activation(options, "hidden_activation", "gelu_pytorch_tanh"),
-        "norm_placement": "both",
-        "query_key_norm": "head",
-        "embedding_scale": None,
-        "head": "tied" if options.take("tie_word_embeddings", default=True) else "untied",
         **read_listed_windows(options, fields, 4096, lambda layer: (layer + 1) % period != 0),
-        **read_rotary_by_window(options, 1_000_000.0, window_base=10_000.0),
     }
 
 
 def write_gemma3(config: ModelConfig) -> dict[str, Any]:
+    """The options that `read_gemma3` reads, and the base of layers with windows."""
     scale, local = config.attention_scale, config.window_rope_base
     return {
-        "attention_bias": False,
-        "intermediate_size": config.d_ff,
-        "head_dim": config.head_dim,
         "query_pre_attn_scalar": config.head_dim if scale is None else round(scale**-2),
         "hidden_activation": write_activation(config),
-        "attn_logit_softcapping": None,
-        "final_logit_softcapping": None,
         "rope_local_base_freq": config.rope_base if local is None else local,
         **write_listed_windows(config),
-        **write_rotary_by_window(config),
     }
 
 
 GEMMA3 = Family(
     "Gemma3ForCausalLM",
     "gemma3_text",
-    read_gemma3,
-    write_gemma3,
+    (
+        NO_ATTENTION_BIAS,
+        required("use_bidirectional_attention", written=False),
+        required("attn_logit_softcapping", None),
+        required("final_logit_softcapping", None),
+        DENSE_WIDTH,
+        option("head_dim", default=256),
+        fixed(norm_placement="both", query_key_norm="head", embedding_scale=None),
+        TIED_BY_DEFAULT,
+        Part(read_gemma3, write_gemma3),
+        rotary_by_window(1_000_000.0, window_base=10_000.0),
+    ),
     plus_one(
         {
             "attention.norm": "input_layernorm",

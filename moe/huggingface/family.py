@@ -27,14 +27,26 @@ class Stored:
 
 
 @dataclass(frozen=True)
+class Part:
+    """Options of one subject, in both directions.
+
+    Args:
+      read: fields of `ModelConfig`, from the options and the fields that were read before.
+      write: the options from a configuration; None where they cannot express it.
+    """
+
+    read: Callable[[Options, Fields], Fields]
+    write: Callable[[ModelConfig], dict[str, Any] | None] = lambda config: {}
+
+
+@dataclass(frozen=True)
 class Family:
     """One architecture.
 
     Args:
       architecture: its class in `transformers`.
       model_type: its name in config.json.
-      read: fields of `ModelConfig` out of the options that are its own.
-      write: the same options from a configuration.
+      parts: its own options.
       names: of the tensors of a layer that are its own, by the path of the weight in `Layer`.
       last_norm: the last one, before the head.
       also: other names in config.json of the same architecture, which it is not written under.
@@ -44,13 +56,26 @@ class Family:
 
     architecture: str
     model_type: str
-    read: Callable[[Options, Fields], Fields]
-    write: Callable[[ModelConfig], dict[str, Any]]
+    parts: tuple[Part, ...]
     names: Mapping[str, str | Stored]
     last_norm: Stored = Stored("model.norm.weight")
     also: tuple[str, ...] = ()
     predicts_further: bool = False
     fused_in_peft: bool = False
+
+    def read(self, options: Options, fields: Fields) -> Fields:
+        """Fields of `ModelConfig` out of its own options, after those that all share."""
+        known = dict(fields)
+        for part in self.parts:
+            known |= part.read(options, known)
+        return known
+
+    def write(self, config: ModelConfig) -> dict[str, Any]:
+        """The options that `read` reads; none where a part cannot express the configuration."""
+        written = [part.write(config) for part in self.parts]
+        if None in written:
+            return {}
+        return {name: value for options in written for name, value in (options or {}).items()}
 
 
 def expert_names(prefix: str, gate: str, up: str, down: str) -> dict[str, str]:

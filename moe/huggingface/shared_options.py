@@ -1,11 +1,11 @@
-"""Options that multiple architectures share under the same names."""
+"""Options that several architectures share: those of all, and parts of which families are made."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from moe.architecture.activation import Activation
 from moe.config import ModelConfig
-from moe.huggingface.family import Fields
+from moe.huggingface.family import Fields, Part
 from moe.huggingface.options import Options
 from moe.huggingface.quantised import read_quantisation
 
@@ -66,18 +66,78 @@ def write_activation(config: ModelConfig) -> str:
     return (names or list(ACTIVATIONS))[0]
 
 
-def head_dim_of(options: Options, fields: Fields) -> int:
+REQUIRED = object()
+"""Default of an option that a file must have."""
+
+
+def option(field: str, *names: str, default: Any = REQUIRED) -> Part:
+    """A field that an option states, under the first of its names when written.
+
+    Args:
+      names: of the option; none is the field's.
+    """
+    names = names or (field,)
+    given = {} if default is REQUIRED else {"default": default}
+    return Part(
+        lambda options, fields: {field: options.take(*names, **given)},
+        lambda config: {names[0]: getattr(config, field)},
+    )
+
+
+def fixed(**values: Any) -> Part:
+    """Fields that an architecture does not leave open."""
+    return Part(lambda options, fields: values)
+
+
+def required(name: str, value: Any = False, written: bool = True) -> Part:
+    """An option that is supported with one value, which it has where a file lacks it."""
+
+    def read(options: Options, fields: Fields) -> Fields:
+        options.require(name, value, default=value)
+        return {}
+
+    return Part(read, lambda config: {name: value} if written else {})
+
+
+def ignored(*names: str) -> Part:
+    """Options that say what others do, or nothing."""
+
+    def read(options: Options, fields: Fields) -> Fields:
+        for name in names:
+            options.take(name, default=None)
+        return {}
+
+    return Part(read)
+
+
+def _quotient(fields: Fields) -> int:
+    return fields["d_model"] // fields["num_heads"]
+
+
+def _read_head_dim(options: Options, fields: Fields) -> Fields:
     head_dim = options.take("head_dim", default=None)
-    return fields["d_model"] // fields["num_heads"] if head_dim is None else head_dim
+    return {"head_dim": _quotient(fields) if head_dim is None else head_dim}
 
 
-def require_no_biases(options: Options, *names: str) -> None:
-    for name in names:
-        options.require(name, False, default=False)
+def _read_derived_head_dim(options: Options, fields: Fields) -> Fields:
+    options.require("head_dim", None, _quotient(fields))
+    return {"head_dim": _quotient(fields)}
 
 
-def read_dense_layers(options: Options, fields: Fields) -> Fields:
-    """Qwen's dense layers among those with experts: supported where they come first."""
+HEAD_DIM = Part(_read_head_dim, lambda config: {"head_dim": config.head_dim})
+DERIVED_HEAD_DIM = Part(_read_derived_head_dim)
+"""The width of a head is that of the network over the heads."""
+DENSE_WIDTH = option("d_ff", "intermediate_size")
+NO_ATTENTION_BIAS, NO_MLP_BIAS = required("attention_bias"), required("mlp_bias")
+TIED_BY_DEFAULT = Part(
+    lambda options, fields: {
+        "head": "tied" if options.take("tie_word_embeddings", default=True) else "untied"
+    }
+)
+"""The head is the embedding where a file does not say."""
+
+
+def _read_dense_layers(options: Options, fields: Fields) -> Fields:
     options.require("decoder_sparse_step", 1, default=1)
     layers = options.take("mlp_only_layers", default=None) or []
     if sorted(layers) != list(range(len(layers))):
@@ -86,126 +146,132 @@ def read_dense_layers(options: Options, fields: Fields) -> Fields:
     return {"num_dense_layers": len(layers), "dense_d_ff": width if layers else 0}
 
 
-def write_dense_layers(config: ModelConfig) -> dict[str, Any]:
-    return {
+DENSE_LAYERS = Part(
+    _read_dense_layers,
+    lambda config: {
         "decoder_sparse_step": 1,
         "mlp_only_layers": list(range(config.num_dense_layers)),
         "intermediate_size": config.dense_d_ff or config.d_expert,
-    }
+    },
+)
+"""Qwen's dense layers among those with experts: supported where they come first."""
 
 
-def read_experts(
-    options: Options, normalises: bool, width: str = "moe_intermediate_size"
-) -> Fields:
+def experts(normalises: bool, width: str = "moe_intermediate_size") -> tuple[Part, ...]:
     """Routed experts of Qwen and OLMoE.
 
     Args:
       normalises: the default of ``norm_topk_prob``.
       width: the option of an expert's width.
     """
-    return {
-        "num_experts": options.take("num_experts", "num_local_experts"),
-        "experts_per_token": options.take("num_experts_per_tok"),
-        "d_expert": options.take(width),
-        "renormalise": options.take("norm_topk_prob", default=normalises),
-    }
+    return (
+        option("num_experts", "num_experts", "num_local_experts"),
+        option("experts_per_token", "num_experts_per_tok"),
+        option("d_expert", width),
+        option("renormalise", "norm_topk_prob", default=normalises),
+    )
 
 
-def write_experts(config: ModelConfig, width: str = "moe_intermediate_size") -> dict[str, Any]:
-    """The options that `read_experts` reads."""
-    return {
-        "num_experts": config.num_experts,
-        "num_experts_per_tok": config.experts_per_token,
-        width: config.d_expert,
-        "norm_topk_prob": config.renormalise,
-    }
-
-
-def read_grouped_experts(options: Options, defaults: Mapping[str, Any]) -> Fields:
+def grouped_experts(**defaults: Any) -> tuple[Part, ...]:
     """Routed experts chosen in groups by sigmoids, shared ones beside them, dense layers first.
 
     Args:
-      defaults: of options that a file may lack.
+      **defaults: of options that a file may lack.
     """
 
-    def take(name: str, *others: str) -> Any:
-        return options.take(
-            name, *others, **({"default": defaults[name]} if name in defaults else {})
-        )
+    def stated(field: str, *names: str) -> Part:
+        return option(field, *names, default=defaults.get(names[0], REQUIRED))
 
-    d_expert = take("moe_intermediate_size")
-    groups, groups_per_token = take("n_group"), take("topk_group")
-    k = take("num_experts_per_tok")
-    if groups > 1 and k != 2 * groups_per_token:
-        # There a group is judged by its best two, here by its best k / groups_per_token.
-        raise options.unsupported(
-            "num_experts_per_tok", k, f"2 x topk_group = {2 * groups_per_token}"
-        )
-    first, width = take("first_k_dense_replace"), take("intermediate_size")
-    return {
-        "num_experts": take("n_routed_experts", "num_local_experts"),
-        "experts_per_token": k,
-        "d_expert": d_expert,
-        "d_ff": take("n_shared_experts") * d_expert,
-        "num_dense_layers": first,
-        "dense_d_ff": width if first else 0,
-        "router_scores": "sigmoid",
-        "selection_bias": True,
-        "renormalise": take("norm_topk_prob"),
-        "routed_scaling": take("routed_scaling_factor"),
-        "num_expert_groups": groups,
-        "expert_groups_per_token": groups_per_token,
-    }
+    first, shared = (
+        stated("num_dense_layers", "first_k_dense_replace"),
+        stated("d_ff", "n_shared_experts"),
+    )
 
+    def read(options: Options, fields: Fields) -> Fields:
+        k, groups_per_token = fields["experts_per_token"], fields["expert_groups_per_token"]
+        if fields["num_expert_groups"] > 1 and k != 2 * groups_per_token:
+            # There a group is judged by its best two, here by its best k / groups_per_token.
+            raise options.unsupported(
+                "num_experts_per_tok", k, f"2 x topk_group = {2 * groups_per_token}"
+            )
+        width = options.take("intermediate_size")
+        return {
+            "d_ff": shared.read(options, fields)["d_ff"] * fields["d_expert"],
+            "dense_d_ff": width if fields["num_dense_layers"] else 0,
+        }
 
-def write_grouped_experts(config: ModelConfig) -> dict[str, Any]:
-    """The options that `read_grouped_experts` reads."""
-    return {
-        "n_routed_experts": config.num_experts,
-        "num_experts_per_tok": config.experts_per_token,
-        "moe_intermediate_size": config.d_expert,
-        "n_shared_experts": config.d_ff // max(config.d_expert, 1),
-        "first_k_dense_replace": config.num_dense_layers,
-        "intermediate_size": config.dense_d_ff or config.d_expert,
-        "num_nextn_predict_layers": 0,
-        "norm_topk_prob": config.renormalise,
-        "routed_scaling_factor": config.routed_scaling,
-        "n_group": config.num_expert_groups,
-        "topk_group": config.expert_groups_per_token,
-    }
+    def write(config: ModelConfig) -> dict[str, Any]:
+        return {
+            "n_shared_experts": config.d_ff // max(config.d_expert, 1),
+            "intermediate_size": config.dense_d_ff or config.d_expert,
+            "num_nextn_predict_layers": 0,
+        }
+
+    return (
+        stated("num_experts", "n_routed_experts", "num_local_experts"),
+        stated("experts_per_token", "num_experts_per_tok"),
+        stated("d_expert", "moe_intermediate_size"),
+        stated("num_dense_layers", "first_k_dense_replace"),
+        stated("renormalise", "norm_topk_prob"),
+        stated("routed_scaling", "routed_scaling_factor"),
+        stated("num_expert_groups", "n_group"),
+        stated("expert_groups_per_token", "topk_group"),
+        fixed(router_scores="sigmoid", selection_bias=True),
+        Part(read, write),
+    )
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-def read_windows(
-    options: Options, fields: Fields, slides: Callable[[int, int], bool] | None
-) -> Fields:
-    """The window, and the layers that have none.
+def _read_layer_types(options: Options, default: list[str]) -> tuple[list[str], tuple[int, ...]]:
+    """Types of the layers, of which a file may list others, and the layers without a window."""
+    kinds = options.take("layer_types", default=None)
+    layer_types = default if kinds is None else kinds
+    if len(layer_types) != len(default) or set(layer_types) - {FULL, SLIDING}:
+        raise options.unsupported("layer_types", kinds, f"{FULL} or {SLIDING} for each layer")
+    return layer_types, tuple(n for n, kind in enumerate(layer_types) if kind == FULL)
+
+
+def _write_layer_types(config: ModelConfig) -> list[str]:
+    has_window, full = config.sliding_window is not None, config.full_attention_layers
+    return [
+        SLIDING if has_window and layer not in full else FULL for layer in range(config.num_layers)
+    ]
+
+
+def windows(slides: Callable[[int, int], bool] | None) -> Part:
+    """Qwen's window, and the layers that have none.
 
     Args:
-      slides: (number of a layer, max_window_layers) -> whether it has a window where the file does
+      slides: (index of a layer, max_window_layers) -> whether it has a window where the file does
         not list them; None where all have, and no file can say otherwise.
     """
-    window = options.take("sliding_window", default=4096)
-    if not options.take("use_sliding_window", default=False):
-        window = None
-    last = options.take("max_window_layers", default=28)
-    kinds = options.take("layer_types", default=None)
-    layers = range(fields["num_layers"])
-    default = [SLIDING if slides is None or slides(layer, last) else FULL for layer in layers]
-    if window is None:
-        default = [FULL for _ in layers]
-    layer_types = default if kinds is None else kinds
-    if len(layer_types) != len(layers) or set(layer_types) - {FULL, SLIDING}:
-        raise options.unsupported("layer_types", kinds, f"{FULL} or {SLIDING} for each layer")
-    if layer_types != default and (slides is None or window is None):
-        why = "use_sliding_window=true" if window is None else "the same window in every layer"
-        raise options.unsupported("layer_types", kinds, f"{SLIDING} with {why}")
-    full = tuple(layer for layer, kind in zip(layers, layer_types, strict=True) if kind == FULL)
-    if len(full) == len(layers):
-        return {}
-    return {"sliding_window": window, "full_attention_layers": full}
+
+    def read(options: Options, fields: Fields) -> Fields:
+        window = options.take("sliding_window", default=4096)
+        if not options.take("use_sliding_window", default=False):
+            window = None
+        last = options.take("max_window_layers", default=28)
+        default = [
+            SLIDING if window is not None and (slides is None or slides(layer, last)) else FULL
+            for layer in range(fields["num_layers"])
+        ]
+        layer_types, full = _read_layer_types(options, default)
+        if layer_types != default and (slides is None or window is None):
+            why = "use_sliding_window=true" if window is None else "the same window in every layer"
+            raise options.unsupported("layer_types", layer_types, f"{SLIDING} with {why}")
+        if len(full) == len(layer_types):
+            return {}
+        return {"sliding_window": window, "full_attention_layers": full}
+
+    def write(config: ModelConfig) -> dict[str, Any]:
+        if config.sliding_window is None:
+            return {"use_sliding_window": False}
+        listed = {} if slides is None else {"layer_types": _write_layer_types(config)}
+        return {"use_sliding_window": True, "sliding_window": config.sliding_window, **listed}
+
+    return Part(read, write)
 
 
 def read_listed_windows(
@@ -215,17 +281,12 @@ def read_listed_windows(
 
     Args:
       window: where the file says none.
-      slides: number of a layer -> whether it has a window where the file does not list them.
+      slides: index of a layer -> whether it has a window where the file does not list them.
     """
     window = options.take("sliding_window", default=window)
-    kinds, layers = options.take("layer_types", default=None), range(fields["num_layers"])
-    layer_types = (
-        [SLIDING if slides(layer) else FULL for layer in layers] if kinds is None else kinds
-    )
-    if len(layer_types) != len(layers) or set(layer_types) - {FULL, SLIDING}:
-        raise options.unsupported("layer_types", kinds, f"{FULL} or {SLIDING} for each layer")
-    full = tuple(layer for layer, kind in zip(layers, layer_types, strict=True) if kind == FULL)
-    if len(full) == len(layers):
+    default = [SLIDING if slides(layer) else FULL for layer in range(fields["num_layers"])]
+    layer_types, full = _read_layer_types(options, default)
+    if len(full) == len(layer_types):
         return {}
     if window is None:
         raise options.unsupported("sliding_window", None, f"a number with {SLIDING} layers")
@@ -234,28 +295,15 @@ def read_listed_windows(
 
 def write_listed_windows(config: ModelConfig) -> dict[str, Any]:
     """The options that `read_listed_windows` reads."""
-    has_window, full = config.sliding_window is not None, config.full_attention_layers
-    kinds = [
-        SLIDING if has_window and layer not in full else FULL for layer in range(config.num_layers)
-    ]
-    return {"sliding_window": config.sliding_window, "layer_types": kinds}
+    return {"sliding_window": config.sliding_window, "layer_types": _write_layer_types(config)}
 
 
-def write_windows(config: ModelConfig, listed: bool = True) -> dict[str, Any]:
-    """The options that `read_windows` reads.
-
-    Args:
-      listed: the file may say which layers have windows.
-    """
-    if config.sliding_window is None:
-        return {"use_sliding_window": False}
-    full, layers = config.full_attention_layers, range(config.num_layers)
-    kinds = [FULL if layer in full else SLIDING for layer in layers]
-    return {
-        "use_sliding_window": True,
-        "sliding_window": config.sliding_window,
-        **({"layer_types": kinds} if listed else {}),
-    }
+def listed_windows(window: int, slides: Callable[[int], bool]) -> Part:
+    """The part of `read_listed_windows` and `write_listed_windows`."""
+    return Part(
+        lambda options, fields: read_listed_windows(options, fields, window, slides),
+        write_listed_windows,
+    )
 
 
 def slides_last(layer: int, max_window_layers: int) -> bool:
