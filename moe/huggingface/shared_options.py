@@ -182,10 +182,7 @@ def grouped_experts(**defaults: Any) -> tuple[Part, ...]:
     def stated(field: str, *names: str) -> Part:
         return option(field, *names, default=defaults.get(names[0], REQUIRED))
 
-    first, shared = (
-        stated("num_dense_layers", "first_k_dense_replace"),
-        stated("d_ff", "n_shared_experts"),
-    )
+    shared = stated("d_ff", "n_shared_experts")
 
     def read(options: Options, fields: Fields) -> Fields:
         k, groups_per_token = fields["experts_per_token"], fields["expert_groups_per_token"]

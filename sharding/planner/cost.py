@@ -174,19 +174,15 @@ def _pass_seconds(
 ) -> tuple[float, float, float]:
     """Seconds of a micro-batch: products of the layers, products of the head, memory traffic.
 
-    They are equal for all numbers of chunks on a stage.
+    They are equal for all numbers of chunks on a stage. No rematerialisation repeats the head's.
     """
     tokens = batch.local_tokens(layout)
+    in_layer = times_through_memory(method.remat) * value_bytes(model, layout, tokens, method)
     return (
         _products_of_layers(model, layout, batch, method, hardware, system),
-        _products_of_head(model, tokens, system.rate(hardware)),
-        _traffic_bytes(model, layout, tokens, method) / hardware.memory_bandwidth,
+        3 * (2.0 * tokens * model.d_model * model.vocab_size / system.rate(hardware)),
+        in_layer * layers_on_deepest_stage(model, layout) / hardware.memory_bandwidth,
     )
-
-
-def _products_of_head(model: ModelSizes, tokens: int, rate: float) -> float:
-    """Seconds of the head's products, which no rematerialisation repeats."""
-    return 3 * (2.0 * tokens * model.d_model * model.vocab_size / rate)
 
 
 def _products_of_layers(
@@ -220,22 +216,17 @@ def _products_of_layers(
         backward += one_pass(flops, read_parameters, 2 * stored.gradient)
     layers = layers_on_deepest_stage(model, layout)
     scores = 2.0 * tokens * layers * model.queries * batch.time / rate
-    flops, parameters = _projections(model, layout, tokens)
+    # Of queries, keys and values.
+    projections = model.d_model * (model.queries + 2 * model.keys) * layers
     recomputed = {
         "none": 0.0,
         "selective": 0.0 if method.resends else scores,
-        "projections": one_pass(flops, num_streams * parameters, stored.weight),
+        "projections": one_pass(
+            2.0 * tokens * projections, num_streams * (projections / layout.tp), stored.weight
+        ),
         "full": forward + scores,
     }
     return forward + backward + 3 * scores + recomputed[method.remat]
-
-
-def _projections(model: ModelSizes, layout: Layout, tokens: int) -> tuple[float, float]:
-    """(floating-point operations, parameters) of the query, key and value projections."""
-    parameters = (
-        model.d_model * (model.queries + 2 * model.keys) * layers_on_deepest_stage(model, layout)
-    )
-    return 2.0 * tokens * parameters, parameters / layout.tp
 
 
 def _matrices(model: ModelSizes, layout: Layout, tokens: int) -> list[tuple[float, float]]:
@@ -254,12 +245,6 @@ def _matrices(model: ModelSizes, layout: Layout, tokens: int) -> list[tuple[floa
         (2.0 * tokens * dense * share, dense * share / layout.tp),
         (2.0 * tokens * routed * share, experts * share / (layout.ep * layout.etp)),
     ]
-
-
-def _traffic_bytes(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> float:
-    """Bytes through memory of a micro-batch on one device."""
-    layer = value_bytes(model, layout, tokens, method)
-    return times_through_memory(method.remat) * layer * layers_on_deepest_stage(model, layout)
 
 
 def times_through_memory(remat: str) -> int:
