@@ -41,6 +41,24 @@ Residuals = tuple[list[Array], list[Array]]
 """Residuals of `Stages.first` and of a chunk."""
 
 
+class Sums(NamedTuple):
+    """Accumulators of `gradients`.
+
+    Attributes:
+      loss: of this stage's chunks and, on the last stage, of `Stages.last`.
+      embed_and_head: this stage's part of the gradient of embedding and head, float32.
+      layers: the gradient of this stage's layers, ``[chunk, ...]``, float32.
+      metrics: of `Stages.last`, ``[micro_batch, ...]``, equal on all stages.
+      statistics: of this stage's chunks, ``[chunk, ...]``.
+    """
+
+    loss: Array
+    embed_and_head: Tree
+    layers: Tree
+    metrics: Tree
+    statistics: Tree
+
+
 def apply(
     stages: Stages, embed_and_head: Tree, layers: Tree, micro_batches: Tree, pipeline: Pipeline
 ) -> tuple[Tree, Tree]:
@@ -147,24 +165,6 @@ def gradients(
     initial = (jnp.zeros((), jnp.int32), run.no_x, run.no_x, passes.no_residuals(), zero_sums)
     (*_, sums), _ = lax.scan(tick, initial, length=schedule.ticks)
     return sums._replace(metrics=all_sum(sums.metrics, pipeline.stage))
-
-
-class Sums(NamedTuple):
-    """Accumulators of `gradients`.
-
-    Attributes:
-      loss: of this stage's chunks and, on the last stage, of `Stages.last`.
-      embed_and_head: this stage's part of the gradient of embedding and head, float32.
-      layers: the gradient of this stage's layers, ``[chunk, ...]``, float32.
-      metrics: of `Stages.last`, ``[micro_batch, ...]``, equal on all stages.
-      statistics: of this stage's chunks, ``[chunk, ...]``.
-    """
-
-    loss: Array
-    embed_and_head: Tree
-    layers: Tree
-    metrics: Tree
-    statistics: Tree
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,18 @@ from sharding.folding.layout import ATTENTION, EXPERT, Layout, prime_factors
 
 
 @dataclass(frozen=True)
+class Atom:
+    """An atomic mesh axis: its size, and the logical axes it belongs to."""
+
+    owners: tuple[str, ...]
+    size: int
+
+    @property
+    def name(self) -> str:
+        return "_".join(self.owners)
+
+
+@dataclass(frozen=True)
 class FoldedMesh:
     """One JAX mesh of atomic axes, and each logical axis as a tuple of them.
 
@@ -112,18 +124,6 @@ def _make_folded_mesh(
         for axis in ("pp", *ATTENTION, *EXPERT)
     }
     return FoldedMesh(layout, mesh, **logical, platform=platform)
-
-
-@dataclass(frozen=True)
-class Atom:
-    """An atomic mesh axis: its size, and the logical axes it belongs to."""
-
-    owners: tuple[str, ...]
-    size: int
-
-    @property
-    def name(self) -> str:
-        return "_".join(self.owners)
 
 
 def atoms_of(layout: Layout) -> list[Atom]:
