@@ -21,7 +21,7 @@ from moe.huggingface.dense_families import (
     QWEN3,
     SMOLLM3,
 )
-from moe.huggingface.family import Family
+from moe.huggingface.family import Family, read_parts, write_parts
 from moe.huggingface.moe_families import (
     DEEPSEEK_V3,
     GLM4_MOE,
@@ -33,7 +33,7 @@ from moe.huggingface.moe_families import (
     QWEN3_NEXT,
 )
 from moe.huggingface.options import Options
-from moe.huggingface.shared_options import common_fields, common_options
+from moe.huggingface.shared_options import COMMON
 
 FAMILIES = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, DEEPSEEK_V3),
@@ -103,8 +103,7 @@ def read_config(path: str | Path, dtype: Dtype | None = None) -> tuple[ModelConf
     options = Options.read(path / "config.json" if path.is_dir() else path)
     family = _family(options)
     try:
-        model_fields = common_fields(options)
-        model_fields |= family.read(options, model_fields)
+        model_fields = read_parts((*COMMON, *family.parts), options)
     except (TypeError, AttributeError, ArithmeticError) as error:
         raise options.not_fitting(f"one of its options has the wrong type ({error})") from error
     stored = options.take("dtype", "torch_dtype", default=None)
@@ -210,8 +209,8 @@ def _write_options(config: ModelConfig, family: Family) -> dict[str, Any]:
     return {
         "architectures": [family.architecture],
         "model_type": family.model_type,
-        **common_options(config),
-        **family.write(config),
+        **write_parts(COMMON, config),
+        **write_parts(family.parts, config),
     }
 
 
@@ -219,12 +218,10 @@ def _lost_fields(config: ModelConfig, family: Family) -> list[str]:
     """Fields that come back changed when the network is written as `family` and read again."""
     names = [field.name for field in fields(ModelConfig)]
     options = Options(_write_options(config, family), f"a {family.model_type} configuration")
-    model_fields = common_fields(options)
     # Not made a ModelConfig of: an architecture may read what it cannot express as nonsense.
     read_back = {
         **vars(_network(ModelConfig(1))),
-        **model_fields,
-        **family.read(options, model_fields),
+        **read_parts((*COMMON, *family.parts), options),
     }
     expected = vars(_network(config))
     return [name for name in names if name not in TRAINING and read_back[name] != expected[name]]

@@ -21,16 +21,15 @@ from moe.huggingface.shared_options import (
     HEAD_DIM,
     NO_ATTENTION_BIAS,
     NO_MLP_BIAS,
-    TIED_BY_DEFAULT,
+    activation,
     fixed,
+    head,
     listed_windows,
     option,
-    read_activation,
     read_listed_windows,
     required,
     slides_last,
     windows,
-    write_activation,
     write_listed_windows,
 )
 
@@ -123,7 +122,7 @@ SMOLLM3 = Family(
         NO_MLP_BIAS,
         DENSE_WIDTH,
         HEAD_DIM,
-        TIED_BY_DEFAULT,
+        head(tied=True),
         Part(read_unrotated_layers, write_unrotated_layers),
         rotary(default_base=2e6),
     ),
@@ -132,12 +131,11 @@ SMOLLM3 = Family(
 
 
 def read_gemma3(options: Options, fields: Fields) -> Fields:
-    """Gemma's scale of scores, activation, and windows where a period says so."""
+    """Gemma's scale of scores, and windows where a period says so."""
     scalar = options.take("query_pre_attn_scalar", default=256)
     period = options.take("sliding_window_pattern", "_sliding_window_pattern", default=6)
     return {
         "attention_scale": None if scalar == fields["head_dim"] else scalar**-0.5,
-        "activation": read_activation(options, "hidden_activation", "gelu_pytorch_tanh"),
         **read_listed_windows(options, fields, 4096, lambda layer: (layer + 1) % period != 0),
     }
 
@@ -147,7 +145,6 @@ def write_gemma3(config: ModelConfig) -> dict[str, Any]:
     scale, local = config.attention_scale, config.window_rope_base
     return {
         "query_pre_attn_scalar": config.head_dim if scale is None else round(scale**-2),
-        "hidden_activation": write_activation(config),
         "rope_local_base_freq": config.rope_base if local is None else local,
         **write_listed_windows(config),
     }
@@ -164,7 +161,8 @@ GEMMA3 = Family(
         DENSE_WIDTH,
         option("head_dim", default=256),
         fixed(norm_placement="both", query_key_norm="head", embedding_scale=None),
-        TIED_BY_DEFAULT,
+        head(tied=True),
+        activation("hidden_activation", "gelu_pytorch_tanh"),
         Part(read_gemma3, write_gemma3),
         rotary_by_window(1_000_000.0, window_base=10_000.0),
     ),

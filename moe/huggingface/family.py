@@ -1,6 +1,6 @@
 """Description of one `transformers` architecture: its options and the names of its tensors."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,19 +63,24 @@ class Family:
     predicts_further: bool = False
     fused_in_peft: bool = False
 
-    def read(self, options: Options, fields: Fields) -> Fields:
-        """Fields of `ModelConfig` out of its own options, after those that all share."""
-        known = dict(fields)
-        for part in self.parts:
-            known |= part.read(options, known)
-        return known
 
-    def write(self, config: ModelConfig) -> dict[str, Any]:
-        """The options that `read` reads; none where a part cannot express the configuration."""
-        written = [part.write(config) for part in self.parts]
-        if None in written:
+def read_parts(parts: Iterable[Part], options: Options) -> Fields:
+    """Fields of `ModelConfig`, each part knowing those of the parts before it."""
+    fields: Fields = {}
+    for part in parts:
+        fields |= part.read(options, fields)
+    return fields
+
+
+def write_parts(parts: Iterable[Part], config: ModelConfig) -> dict[str, Any]:
+    """The options that `read_parts` reads; none where a part cannot express the configuration."""
+    options: dict[str, Any] = {}
+    for part in parts:
+        written = part.write(config)
+        if written is None:
             return {}
-        return {name: value for options in written for name, value in (options or {}).items()}
+        options |= written
+    return options
 
 
 def expert_names(prefix: str, gate: str, up: str, down: str) -> dict[str, str]:

@@ -13,59 +13,6 @@ ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu
 """By their names in `transformers`."""
 
 
-def common_fields(options: Options) -> Fields:
-    """Fields that every architecture has under the same names."""
-    read_quantisation(options)  # of the tensors, not of the network
-    num_heads, d_model = options.take("num_attention_heads"), options.take("hidden_size")
-    return {
-        "vocab_size": options.take("vocab_size"),
-        "num_layers": options.take("num_hidden_layers"),
-        "d_model": d_model,
-        "num_heads": num_heads,
-        "num_kv_heads": options.take("num_key_value_heads", default=num_heads),
-        "norm_epsilon": options.take("rms_norm_eps"),
-        "head": "tied" if options.take("tie_word_embeddings", default=False) else "untied",
-        "activation": read_activation(options, "hidden_act", "silu"),
-        "embedding_scale": 1.0,
-        "num_experts": 0,
-        "max_positions": options.take("max_position_embeddings", default=None),
-    }
-
-
-def common_options(config: ModelConfig) -> dict[str, Any]:
-    """The options that `common_fields` reads."""
-    return {
-        "hidden_act": write_activation(config),
-        "vocab_size": config.vocab_size,
-        "num_hidden_layers": config.num_layers,
-        "hidden_size": config.d_model,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "rms_norm_eps": config.norm_epsilon,
-        "tie_word_embeddings": config.head == "tied",
-        **(
-            {}
-            if config.max_positions is None
-            else {"max_position_embeddings": config.max_positions}
-        ),
-    }
-
-
-def read_activation(options: Options, name: str, default: str) -> Activation:
-    """Activation of gate and up, from its name in `transformers`."""
-    activation = options.take(name, default=default)
-    if activation not in ACTIVATIONS:
-        raise options.unsupported(name, activation, " or ".join(map(repr, ACTIVATIONS)))
-    return ACTIVATIONS[activation]
-
-
-def write_activation(config: ModelConfig) -> str:
-    """The name that `read_activation` reads; of any other, which reads back as another one, the
-    first."""
-    names = [name for name, ours in ACTIVATIONS.items() if ours == config.activation]
-    return (names or list(ACTIVATIONS))[0]
-
-
 REQUIRED = object()
 """Default of an option that a file must have."""
 
@@ -110,6 +57,63 @@ def ignored(*names: str) -> Part:
     return Part(read)
 
 
+def activation(name: str, default: str) -> Part:
+    """Activation of gate and up, under its name in `transformers`."""
+
+    def read(options: Options, fields: Fields) -> Fields:
+        stated = options.take(name, default=default)
+        if stated not in ACTIVATIONS:
+            raise options.unsupported(name, stated, " or ".join(map(repr, ACTIVATIONS)))
+        return {"activation": ACTIVATIONS[stated]}
+
+    def write(config: ModelConfig) -> dict[str, Any]:
+        names = [name for name, ours in ACTIVATIONS.items() if ours == config.activation]
+        # Of any other, which reads back as another one, the first.
+        return {name: (names or list(ACTIVATIONS))[0]}
+
+    return Part(read, write)
+
+
+def head(tied: bool) -> Part:
+    """The head, which is the embedding where a file says so or, with `tied`, where it does not."""
+
+    def read(options: Options, fields: Fields) -> Fields:
+        is_tied = options.take("tie_word_embeddings", default=tied)
+        return {"head": "tied" if is_tied else "untied"}
+
+    return Part(read, lambda config: {"tie_word_embeddings": config.head == "tied"})
+
+
+def _read_kv_heads(options: Options, fields: Fields) -> Fields:
+    read_quantisation(options)  # of the tensors, not of the network
+    return {"num_kv_heads": options.take("num_key_value_heads", default=fields["num_heads"])}
+
+
+def _write_max_positions(config: ModelConfig) -> dict[str, Any]:
+    positions = config.max_positions
+    return {} if positions is None else {"max_position_embeddings": positions}
+
+
+COMMON = (
+    activation("hidden_act", "silu"),
+    option("vocab_size"),
+    option("num_layers", "num_hidden_layers"),
+    option("d_model", "hidden_size"),
+    option("num_heads", "num_attention_heads"),
+    Part(_read_kv_heads, lambda config: {"num_key_value_heads": config.num_kv_heads}),
+    option("norm_epsilon", "rms_norm_eps"),
+    head(tied=False),
+    fixed(embedding_scale=1.0, num_experts=0),
+    Part(
+        lambda options, fields: {
+            "max_positions": options.take("max_position_embeddings", default=None)
+        },
+        _write_max_positions,
+    ),
+)
+"""What every architecture has, under the same names."""
+
+
 def _quotient(fields: Fields) -> int:
     return fields["d_model"] // fields["num_heads"]
 
@@ -129,12 +133,6 @@ DERIVED_HEAD_DIM = Part(_read_derived_head_dim)
 """The width of a head is that of the network over the heads."""
 DENSE_WIDTH = option("d_ff", "intermediate_size")
 NO_ATTENTION_BIAS, NO_MLP_BIAS = required("attention_bias"), required("mlp_bias")
-TIED_BY_DEFAULT = Part(
-    lambda options, fields: {
-        "head": "tied" if options.take("tie_word_embeddings", default=True) else "untied"
-    }
-)
-"""The head is the embedding where a file does not say."""
 
 
 def _read_dense_layers(options: Options, fields: Fields) -> Fields:
