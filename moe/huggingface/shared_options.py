@@ -219,11 +219,13 @@ def grouped_experts(**defaults: Any) -> tuple[Part, ...]:
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-def _read_layer_types(options: Options, default: list[str]) -> tuple[list[str], tuple[int, ...]]:
-    """Types of the layers, of which a file may list others, and the layers without a window."""
-    kinds = options.take("layer_types", default=None)
-    layer_types = default if kinds is None else kinds
-    if len(layer_types) != len(default) or set(layer_types) - {FULL, SLIDING}:
+def _read_layer_types(
+    options: Options, fields: Fields, slides: Callable[[int], bool]
+) -> tuple[list[str], tuple[int, ...]]:
+    """Types of the layers, which a file may list, and the layers without a window."""
+    kinds, layers = options.take("layer_types", default=None), range(fields["num_layers"])
+    layer_types = [SLIDING if slides(n) else FULL for n in layers] if kinds is None else kinds
+    if len(layer_types) != len(layers) or set(layer_types) - {FULL, SLIDING}:
         raise options.unsupported("layer_types", kinds, f"{FULL} or {SLIDING} for each layer")
     return layer_types, tuple(n for n, kind in enumerate(layer_types) if kind == FULL)
 
@@ -249,10 +251,10 @@ def windows(slides: Callable[[int, int], bool] | None) -> Part:
             window = None
         last = options.take("max_window_layers", default=28)
         default = [
-            SLIDING if window is not None and (slides is None or slides(layer, last)) else FULL
+            SLIDING if (slides is None or slides(layer, last)) and window is not None else FULL
             for layer in range(fields["num_layers"])
         ]
-        layer_types, full = _read_layer_types(options, default)
+        layer_types, full = _read_layer_types(options, fields, lambda n: default[n] == SLIDING)
         if layer_types != default and (slides is None or window is None):
             why = "use_sliding_window=true" if window is None else "the same window in every layer"
             raise options.unsupported("layer_types", layer_types, f"{SLIDING} with {why}")
@@ -279,8 +281,7 @@ def read_listed_windows(
       slides: index of a layer -> whether it has a window where the file does not list them.
     """
     window = options.take("sliding_window", default=window)
-    default = [SLIDING if slides(layer) else FULL for layer in range(fields["num_layers"])]
-    layer_types, full = _read_layer_types(options, default)
+    layer_types, full = _read_layer_types(options, fields, slides)
     if len(full) == len(layer_types):
         return {}
     if window is None:
