@@ -244,36 +244,30 @@ PRESETS: dict[str, ModelSizes] = {
     "phi-3.5-moe": replace(
         MIXTRAL_8X7B, vocab_size=32064, num_experts=16, experts_per_token=2, d_expert=6400
     ),
-    "qwen3-235b-a22b": ModelSizes(
+    "qwen3-235b-a22b": replace(
+        MIXTRAL_8X7B,
         num_layers=94,
-        d_model=4096,
         num_heads=64,
         num_kv_heads=4,
-        head_dim=128,
         vocab_size=151936,
         num_experts=128,
         experts_per_token=8,
         d_expert=1536,
     ),
-    "dbrx": ModelSizes(
+    "dbrx": replace(
+        MIXTRAL_8X22B,
         num_layers=40,
-        d_model=6144,
-        num_heads=48,
-        num_kv_heads=8,
-        head_dim=128,
         vocab_size=100352,
         num_experts=16,
         experts_per_token=4,
         d_expert=10752,
     ),
     # The paper gives its name and 317 B parameters; these sizes come to that.
-    "scaled-moe": ModelSizes(
+    "scaled-moe": replace(
+        MIXTRAL_8X7B,
         num_layers=48,
         d_model=8192,
         num_heads=64,
-        num_kv_heads=8,
-        head_dim=128,
-        vocab_size=32000,
         num_experts=32,
         experts_per_token=4,
         d_expert=8192,

@@ -42,20 +42,15 @@ def micro_batch_table() -> list[list[str]]:
     return rows
 
 
-def best_homogeneous_plan(name: str, slo: float) -> ServingPlan | None:
-    """The best plan on the 64 devices of the paper."""
-    pair = DevicePair(HOMOGENEOUS, HOMOGENEOUS)
-    return best_serving_plan(PRESETS[name], Load(slo=slo), pair, Space(most_devices=64))
-
-
 def gains(name: str, slo: float) -> tuple[ServingPlan | None, list[colocated.Colocated | None]]:
-    """That plan, and the best co-located one of each kind."""
+    """The best plan on the 64 devices of the paper, and the best co-located one of each kind."""
     model, load = PRESETS[name], Load(slo=slo)
+    pair = DevicePair(HOMOGENEOUS, HOMOGENEOUS)
     colocated_plans = [
         colocated.best_colocated(model, load, HOMOGENEOUS, kind=kind)
         for kind in colocated.PLAN_KINDS.values()
     ]
-    return best_homogeneous_plan(name, slo), colocated_plans
+    return best_serving_plan(model, load, pair, Space(most_devices=64)), colocated_plans
 
 
 def device_table() -> list[list[str]]:
