@@ -12,7 +12,7 @@ from sharding.planner.cost import System, cost
 from sharding.planner.method import Batch, Method
 from sharding.planner.models import PRESETS
 from sharding.schedule import Schedule
-from tests.oracles import parallelism as published
+from tests.oracles import parallelism
 
 MIXTRAL = PRESETS["mixtral-8x22b"]
 H100 = replace(HARDWARE["h100"], latency_inside=0.0, latency_outside=0.0)
@@ -68,7 +68,7 @@ def test_experts_inside_a_server_take_what_the_paper_counts():
     tokens = 2048
     sent, _ = volumes.dispatch(MIXTRAL, layout, tokens, MEGATRON)
     rows = [one for one in sent if one.what in ("tokens to experts", "sums of experts")]
-    counted = published.expert_exchange(tokens, 2, 6144, 8)
+    counted = parallelism.expert_exchange(tokens, 2, 6144, 8)
     assert sum(one.sent(layout) for one in rows) == pytest.approx(2 * counted)
 
 

@@ -9,7 +9,7 @@ from moe.counts import training_flops
 from moe.weights import num_parameters
 from sharding.costs.hardware import HARDWARE, parse
 from sharding.planner.models import PRESETS, ModelSizes
-from tests.oracles import parallelism as published
+from tests.oracles import parallelism
 
 MIB = 2**20
 
@@ -70,10 +70,10 @@ def test_volumes_of_the_352_billion_model():
     megabytes = [
         2 * elements / 1e6
         for elements in (
-            published.tensor_parallel(b, s, h, n),
-            published.sequence_parallel_printed(b, s, h, n, m),
-            published.sequence_parallel_counted(b, s, h, n, m),
-            published.expert_parallel(b, s, h, n, k),
+            parallelism.tensor_parallel(b, s, h, n),
+            parallelism.sequence_parallel_printed(b, s, h, n, m),
+            parallelism.sequence_parallel_counted(b, s, h, n, m),
+            parallelism.expert_parallel(b, s, h, n, k),
         )
     ]
     assert megabytes == pytest.approx([117.4, 36.7, 18.4, 44.0], abs=0.05)
@@ -81,19 +81,19 @@ def test_volumes_of_the_352_billion_model():
 
 def test_both_readings_of_the_second_formula():
     sizes = 2, 64, 32, 8, 4
-    printed = published.sequence_parallel_printed(*sizes)
-    assert printed == 2 * published.sequence_parallel_counted(*sizes)
-    assert printed / published.tensor_parallel(2, 64, 32, 8) == 0.3125
+    printed = parallelism.sequence_parallel_printed(*sizes)
+    assert printed == 2 * parallelism.sequence_parallel_counted(*sizes)
+    assert printed / parallelism.tensor_parallel(2, 64, 32, 8) == 0.3125
 
 
 def test_experts_over_tensor_parallelism_is_k_over_n():
     for k, ratio in ((3, 0.375), (2, 0.25), (1, 0.125), (6, 0.75)):
         sizes = 1, 128, 16, 8
-        assert published.expert_parallel(*sizes, k) / published.tensor_parallel(*sizes) == ratio
+        assert parallelism.expert_parallel(*sizes, k) / parallelism.tensor_parallel(*sizes) == ratio
 
 
 def test_attention_synchronisation_hides_inside_under_outside():
-    outside, inside = published.attention_synchronisation(1e9, n=8, d=64)
+    outside, inside = parallelism.attention_synchronisation(1e9, n=8, d=64)
     h100 = HARDWARE["h100"]
     assert (outside / h100.outside) / (inside / h100.inside) == pytest.approx(1.27, abs=0.005)
 
@@ -103,7 +103,9 @@ def test_attention_synchronisation_hides_inside_under_outside():
     [(14336, 200e9, 4.35), (14336, 50e9, 1.09), (1408, 200e9, 0.43), (1408, 50e9, 0.11)],
 )
 def test_scale_up_ratio(d_expert, bandwidth, ratio):
-    assert published.scale_up_ratio(d_expert, bandwidth, 989e12) == pytest.approx(ratio, abs=0.006)
+    assert parallelism.scale_up_ratio(d_expert, bandwidth, 989e12) == pytest.approx(
+        ratio, abs=0.006
+    )
 
 
 @pytest.mark.parametrize(
@@ -111,7 +113,7 @@ def test_scale_up_ratio(d_expert, bandwidth, ratio):
     [(3, 3.5, 4, 66.75, 25.5), (2, 3.5, 4, 54.25, 18.5), (2, 8 / 3, 6, 48.83, 15.0)],
 )
 def test_activations(k, f, m, kept, selective):
-    found = [published.activations(1, 8, 1, 8, k, f, m, selective=s) for s in (False, True)]
+    found = [parallelism.activations(1, 8, 1, 8, k, f, m, selective=s) for s in (False, True)]
     assert found == pytest.approx([kept, selective], abs=0.01)
 
 
@@ -129,7 +131,7 @@ def test_activations(k, f, m, kept, selective):
 def test_volumes_of_folding(name, tokens, ep, etp, mebibytes):
     model = PRESETS[name]
     sizes = tokens, model.experts_per_token, model.d_model
-    sent = published.expert_exchange(*sizes, ep), published.expert_tensor_exchange(*sizes, etp)
+    sent = parallelism.expert_exchange(*sizes, ep), parallelism.expert_tensor_exchange(*sizes, etp)
     assert tuple(2 * elements / MIB for elements in sent) == pytest.approx(mebibytes, abs=0.5)
 
 
