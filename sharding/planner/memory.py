@@ -9,7 +9,7 @@ from sharding.costs.transfer import group_strides
 from sharding.folding import Layout
 from sharding.planner.method import Batch, Method, for_weights
 from sharding.planner.models import ModelSizes
-from sharding.planner.volumes import kv_replication, tokens_per_peer
+from sharding.planner.volumes import kv_replication, tokens_per_expert, tokens_per_peer
 from sharding.planner.weights import layers_on_device, weight_groups, weight_layout
 
 FLOAT32, BFLOAT16 = 4, 2
@@ -314,12 +314,6 @@ def expert_rows(model: ModelSizes, layout: Layout, tokens: int, method: Method) 
     if model.capacity_factor is not None:
         most = min(most, tokens_per_expert(model, tokens) * local)
     return layout.ep * layout.etp * most
-
-
-def tokens_per_expert(model: ModelSizes, tokens: int) -> int:
-    """Capacity of an expert for the tokens of one device; without a capacity factor all of them."""
-    one_each = tokens_per_peer(model, Layout(dp=model.num_experts, ep=model.num_experts), tokens)
-    return min(tokens, one_each)
 
 
 def received_tokens(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> int:

@@ -205,6 +205,14 @@ def chunk_sizes(tokens: int, chunks: int) -> list[tuple[int, int]]:
     return [(size, count) for size, count in ((each + 1, more), (each, less)) if count]
 
 
+def tokens_per_expert(model: ModelSizes, tokens: int) -> int:
+    """Capacity of an expert for the tokens of one device; without a capacity factor all of them."""
+    if model.capacity_factor is None:
+        return tokens
+    average = model.capacity_factor * tokens * model.experts_per_token / model.num_experts
+    return min(tokens, math.ceil(round(average, 9)))
+
+
 def tokens_per_peer(model: ModelSizes, layout: Layout, tokens: int) -> int:
     """Most tokens that a device sends to another where buffers are of one size.
 
@@ -212,9 +220,7 @@ def tokens_per_peer(model: ModelSizes, layout: Layout, tokens: int) -> int:
     """
     if model.capacity_factor is None:
         return tokens
-    average = model.capacity_factor * tokens * model.experts_per_token / model.num_experts
-    capacity = min(tokens, math.ceil(round(average, 9)))
-    return min(tokens, capacity * (model.num_experts // layout.ep))
+    return min(tokens, tokens_per_expert(model, tokens) * (model.num_experts // layout.ep))
 
 
 def hop(model: ModelSizes, tokens: int, method: Method) -> Transfer:
