@@ -113,6 +113,7 @@ class Server:
     ):
         self.model, self.load, self.pair = model, load, pair
         self.tp_attention, self.tp_experts = tp_attention, tp_experts
+        self.experts_of_node = experts_of_node
         self.expert_nodes = model.num_experts // experts_of_node
         measured_attention, measured_experts = pair.profiled
         self.attention = measured_attention.get(tp_attention) or times.attention(

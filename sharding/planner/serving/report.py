@@ -119,15 +119,15 @@ def _reason_against(plan: ServingPlan, shape: Shape, model: ModelSizes, load: Lo
     server = _server(replace(plan, shape=shape), model, load)
     if not server.weights_fit():
         return "does not fit"
-    nodes, m = np.array([shape.attention_nodes]), shape.micro_batches
-    batch = int(largest_batch(server, nodes, m, plan.prefill)[0])
+    nodes, m = shape.attention_nodes, shape.micro_batches
+    batch = int(largest_batch(server, np.array([nodes]), m, plan.prefill)[0])
     if not batch:
         return "no batch meets the time limit"
-    other = describe(server, shape, batch, plan.prefill)
+    other = describe(server, nodes, m, batch, plan.prefill)
     summary = (
         f"{other.per_cost / plan.per_cost - 1:+.1%}, {max(other.layer) * 1e6:.0f} us per layer"
     )
-    if not server.hides(batch, shape.attention_nodes, m):
+    if not server.hides(batch, nodes, m):
         summary += ", violates (2) or (3)"
     return summary
 
