@@ -163,8 +163,8 @@ def save_adapters(
         )
     directory, lora = Path(directory), config.lora
     leaves = [leaf for leaf in jax.tree.leaves(weights, is_leaf=is_adapted) if is_adapted(leaf)]
-    tensors = {}
-    for module in _modules(config, architecture):
+    modules, tensors = _modules(config, architecture), {}
+    for module in modules:
         leaf, order = leaves[module.weight_index], module.order
         a, b = (np.asarray(x[module.index], np.float32) for x in (leaf.a, leaf.b))
         tensors[f"{PREFIX}{module.name}.lora_A.weight"] = order.a_to_theirs(a)
