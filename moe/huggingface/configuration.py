@@ -21,7 +21,7 @@ from moe.huggingface.dense_families import (
     QWEN3,
     SMOLLM3,
 )
-from moe.huggingface.family import Family, read_parts, write_parts
+from moe.huggingface.family import Family, read_groups, write_groups
 from moe.huggingface.moe_families import (
     DEEPSEEK_V3,
     GLM4_MOE,
@@ -103,7 +103,7 @@ def read_config(path: str | Path, dtype: Dtype | None = None) -> tuple[ModelConf
     options = Options.read(path / "config.json" if path.is_dir() else path)
     family = _family(options)
     try:
-        model_fields = read_parts((*COMMON, *family.parts), options)
+        model_fields = read_groups((*COMMON, *family.option_groups), options)
     except (TypeError, AttributeError, ArithmeticError) as error:
         raise options.not_fitting(f"one of its options has the wrong type ({error})") from error
     stored = options.take("dtype", "torch_dtype", default=None)
@@ -209,8 +209,8 @@ def _write_options(config: ModelConfig, family: Family) -> dict[str, Any]:
     return {
         "architectures": [family.architecture],
         "model_type": family.model_type,
-        **write_parts(COMMON, config),
-        **write_parts(family.parts, config),
+        **write_groups(COMMON, config),
+        **write_groups(family.option_groups, config),
     }
 
 
@@ -221,7 +221,7 @@ def _lost_fields(config: ModelConfig, family: Family) -> list[str]:
     # Not made a ModelConfig of: an architecture may read what it cannot express as nonsense.
     read_back = {
         **vars(_network(ModelConfig(1))),
-        **read_parts((*COMMON, *family.parts), options),
+        **read_groups((*COMMON, *family.option_groups), options),
     }
     expected = vars(_network(config))
     return [name for name in names if name not in TRAINING and read_back[name] != expected[name]]

@@ -9,7 +9,7 @@ from moe.huggingface.family import (
     QUERY_KEY_NORMS,
     Family,
     Fields,
-    Part,
+    OptionGroup,
     Stored,
     plus_one,
 )
@@ -93,14 +93,14 @@ def read_unrotated_layers(options: Options, fields: Fields) -> Fields:
     nope_layers = tuple(layer for layer in layers if not rotates[layer])
     # Without the first option the file may still name a window, which nothing has.
     slides = options.take("use_sliding_window", default=False)
-    own_windows = read_listed_windows(
+    windows_of_file = read_listed_windows(
         options, fields, None, lambda layer: slides and layer in nope_layers
     )
-    if own_windows and not slides:
+    if windows_of_file and not slides:
         raise options.unsupported(
             "layer_types", options.values["layer_types"], "windows with use_sliding_window=true"
         )
-    return {"nope_layers": nope_layers, **own_windows}
+    return {"nope_layers": nope_layers, **windows_of_file}
 
 
 def write_unrotated_layers(config: ModelConfig) -> dict[str, Any]:
@@ -123,7 +123,7 @@ SMOLLM3 = Family(
         DENSE_WIDTH,
         HEAD_DIM,
         head(tied=True),
-        Part(read_unrotated_layers, write_unrotated_layers),
+        OptionGroup(read_unrotated_layers, write_unrotated_layers),
         rotary(default_base=2e6),
     ),
     {},
@@ -163,7 +163,7 @@ GEMMA3 = Family(
         fixed(norm_placement="both", query_key_norm="head", embedding_scale=None),
         head(tied=True),
         activation("hidden_activation", "gelu_pytorch_tanh"),
-        Part(read_gemma3, write_gemma3),
+        OptionGroup(read_gemma3, write_gemma3),
         rotary_by_window(1_000_000.0, window_base=10_000.0),
     ),
     plus_one(

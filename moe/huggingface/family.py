@@ -27,7 +27,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Part:
+class OptionGroup:
     """Options of one subject, in both directions.
 
     Args:
@@ -46,7 +46,7 @@ class Family:
     Args:
       architecture: its class in `transformers`.
       model_type: its name in config.json.
-      parts: its own options.
+      option_groups: its own options.
       names: of the tensors of a layer that are its own, by the path of the weight in `Layer`.
       last_norm: the last one, before the head.
       also: other names in config.json of the same architecture, which it is not written under.
@@ -56,7 +56,7 @@ class Family:
 
     architecture: str
     model_type: str
-    parts: tuple[Part, ...]
+    option_groups: tuple[OptionGroup, ...]
     names: Mapping[str, str | Stored]
     last_norm: Stored = Stored("model.norm.weight")
     also: tuple[str, ...] = ()
@@ -64,19 +64,19 @@ class Family:
     fused_in_peft: bool = False
 
 
-def read_parts(parts: Iterable[Part], options: Options) -> Fields:
-    """Fields of `ModelConfig`, each part knowing those of the parts before it."""
+def read_groups(groups: Iterable[OptionGroup], options: Options) -> Fields:
+    """Fields of `ModelConfig`, each group knowing those of the groups before it."""
     fields: Fields = {}
-    for part in parts:
-        fields |= part.read(options, fields)
+    for group in groups:
+        fields |= group.read(options, fields)
     return fields
 
 
-def write_parts(parts: Iterable[Part], config: ModelConfig) -> dict[str, Any]:
-    """The options that `read_parts` reads; none where a part cannot express the configuration."""
+def write_groups(groups: Iterable[OptionGroup], config: ModelConfig) -> dict[str, Any]:
+    """The options that `read_groups` reads; none where a group cannot express the configuration."""
     options: dict[str, Any] = {}
-    for part in parts:
-        written = part.write(config)
+    for group in groups:
+        written = group.write(config)
         if written is None:
             return {}
         options |= written

@@ -15,7 +15,7 @@ from moe.huggingface.family import (
     SELECTION_BIAS,
     Family,
     Fields,
-    Part,
+    OptionGroup,
     Stored,
     dense_names,
     expert_names,
@@ -141,7 +141,7 @@ DEEPSEEK_V3 = Family(
         required("topk_method", "noaux_tc", written=False),
         required("moe_layer_freq", 1, written=False),
         ignored("head_dim"),  # of the rotated part, as qk_rope_head_dim
-        Part(read_latent_attention, write_latent_attention),
+        OptionGroup(read_latent_attention, write_latent_attention),
         option("rope_interleaved", "rope_interleave", default=True),
         *grouped_experts(first_k_dense_replace=0),
         rotary(temperatures=True),
@@ -157,7 +157,7 @@ GLM4_MOE = Family(
     (
         HEAD_DIM,
         option("qkv_bias", "attention_bias", default=False),
-        Part(
+        OptionGroup(
             lambda options, fields: {
                 "query_key_norm": "head" if options.take("use_qk_norm", default=False) else None
             },
@@ -213,12 +213,12 @@ GPT_OSS = Family(
         # What num_experts_per_tok and the rotary options say too.
         ignored("experts_per_token", "initial_context_length"),
         option("head_dim", default=64),
-        Part(read_biases, lambda config: {"attention_bias": config.qkv_bias}),
+        OptionGroup(read_biases, lambda config: {"attention_bias": config.qkv_bias}),
         option("num_experts", "num_local_experts", "num_experts"),
         option("experts_per_token", "num_experts_per_tok"),
         option("d_expert", "intermediate_size"),
         fixed(attention_sinks=True, router_bias=True, expert_bias=True),
-        Part(read_clamped_swiglu, write_clamped_swiglu),
+        OptionGroup(read_clamped_swiglu, write_clamped_swiglu),
         listed_windows(128, lambda layer: layer % 2 == 0),
         rotary(default_base=150_000.0),
     ),
@@ -290,7 +290,7 @@ QWEN3_NEXT = Family(
         required("hidden_act", "silu", written=False),
         option("head_dim", default=256),
         fixed(query_key_norm="head", attention_gate=True),
-        Part(read_delta, write_delta),
+        OptionGroup(read_delta, write_delta),
         *experts(normalises=True),
         *GATED_SHARED_EXPERT,
         DENSE_LAYERS,

@@ -6,7 +6,7 @@ from typing import Any
 
 from moe.attention.rotary import LinearScaling, LlamaScaling, RopeScaling, YarnScaling
 from moe.config import ModelConfig
-from moe.huggingface.family import Fields, Part
+from moe.huggingface.family import Fields, OptionGroup
 from moe.huggingface.options import Options
 from moe.huggingface.shared_options import FULL, SLIDING
 
@@ -36,7 +36,7 @@ _KINDS = {
 
 def rotary(
     default_base: float = 10_000.0, temperatures: bool = False, partial: bool = False
-) -> Part:
+) -> OptionGroup:
     """Fields of `ModelConfig` about rotary positions.
 
     Reading raises a `ValueError` for a kind of scaling, or one of its options, that is not
@@ -56,10 +56,10 @@ def rotary(
             "rope_scaling": _read_scaling(options, parameters, temperatures, partial),
         }
 
-    return Part(read, write_rotary)
+    return OptionGroup(read, write_rotary)
 
 
-def rotary_by_window(default_base: float, window_base: float | None = None) -> Part:
+def rotary_by_window(default_base: float, window_base: float | None = None) -> OptionGroup:
     """`rotary` where layers with a window have a base of their own and are not stretched.
 
     Args:
@@ -90,10 +90,10 @@ def rotary_by_window(default_base: float, window_base: float | None = None) -> P
             **({} if same else {"window_rope_base": to_float_base(local)}),
         }
 
-    return Part(read, _write_rotary_by_window)
+    return OptionGroup(read, _write_rotary_by_window)
 
 
-def rotary_dim(default: float = 1.0) -> Part:
+def rotary_dim(default: float = 1.0) -> OptionGroup:
     """The part of a head that is rotated.
 
     Args:
@@ -110,7 +110,7 @@ def rotary_dim(default: float = 1.0) -> Part:
         dim = config.head_dim if config.rotary_dim is None else config.rotary_dim
         return {"partial_rotary_factor": dim / config.head_dim}
 
-    return Part(read, write)
+    return OptionGroup(read, write)
 
 
 def to_float_base(base: Any) -> Any:

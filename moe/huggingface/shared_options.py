@@ -1,11 +1,11 @@
-"""Options that several architectures share: those of all, and parts of which families are made."""
+"""Options that several architectures share: those of all, and groups of which families are made."""
 
 from collections.abc import Callable
 from typing import Any
 
 from moe.architecture.activation import Activation
 from moe.config import ModelConfig
-from moe.huggingface.family import Fields, Part
+from moe.huggingface.family import Fields, OptionGroup
 from moe.huggingface.options import Options
 from moe.huggingface.quantised import read_quantisation
 
@@ -17,36 +17,36 @@ REQUIRED = object()
 """Default of an option that a file must have."""
 
 
-def option(field: str, *names: str, default: Any = REQUIRED) -> Part:
+def option(field: str, *names: str, default: Any = REQUIRED) -> OptionGroup:
     """A field that an option states, under the first of its names when written.
 
     Args:
       names: of the option; none is the field's.
     """
     names = names or (field,)
-    given = {} if default is REQUIRED else {"default": default}
-    return Part(
-        lambda options, fields: {field: options.take(*names, **given)},
+    keywords = {} if default is REQUIRED else {"default": default}
+    return OptionGroup(
+        lambda options, fields: {field: options.take(*names, **keywords)},
         lambda config: {names[0]: getattr(config, field)},
     )
 
 
-def fixed(**values: Any) -> Part:
+def fixed(**values: Any) -> OptionGroup:
     """Fields that an architecture does not leave open."""
-    return Part(lambda options, fields: values)
+    return OptionGroup(lambda options, fields: values)
 
 
-def required(name: str, value: Any = False, written: bool = True) -> Part:
+def required(name: str, value: Any = False, written: bool = True) -> OptionGroup:
     """An option that is supported with one value, which it has where a file lacks it."""
 
     def read(options: Options, fields: Fields) -> Fields:
         options.require(name, value, default=value)
         return {}
 
-    return Part(read, lambda config: {name: value} if written else {})
+    return OptionGroup(read, lambda config: {name: value} if written else {})
 
 
-def ignored(*names: str) -> Part:
+def ignored(*names: str) -> OptionGroup:
     """Options that say what others do, or nothing."""
 
     def read(options: Options, fields: Fields) -> Fields:
@@ -54,10 +54,10 @@ def ignored(*names: str) -> Part:
             options.take(name, default=None)
         return {}
 
-    return Part(read)
+    return OptionGroup(read)
 
 
-def activation(name: str, default: str) -> Part:
+def activation(name: str, default: str) -> OptionGroup:
     """Activation of gate and up, under its name in `transformers`."""
 
     def read(options: Options, fields: Fields) -> Fields:
@@ -71,17 +71,17 @@ def activation(name: str, default: str) -> Part:
         # Of any other, which reads back as another one, the first.
         return {name: (names or list(ACTIVATIONS))[0]}
 
-    return Part(read, write)
+    return OptionGroup(read, write)
 
 
-def head(tied: bool) -> Part:
+def head(tied: bool) -> OptionGroup:
     """The head, which is the embedding where a file says so or, with `tied`, where it does not."""
 
     def read(options: Options, fields: Fields) -> Fields:
         is_tied = options.take("tie_word_embeddings", default=tied)
         return {"head": "tied" if is_tied else "untied"}
 
-    return Part(read, lambda config: {"tie_word_embeddings": config.head == "tied"})
+    return OptionGroup(read, lambda config: {"tie_word_embeddings": config.head == "tied"})
 
 
 def _read_kv_heads(options: Options, fields: Fields) -> Fields:
@@ -100,11 +100,11 @@ COMMON = (
     option("num_layers", "num_hidden_layers"),
     option("d_model", "hidden_size"),
     option("num_heads", "num_attention_heads"),
-    Part(_read_kv_heads, lambda config: {"num_key_value_heads": config.num_kv_heads}),
+    OptionGroup(_read_kv_heads, lambda config: {"num_key_value_heads": config.num_kv_heads}),
     option("norm_epsilon", "rms_norm_eps"),
     head(tied=False),
     fixed(embedding_scale=1.0, num_experts=0),
-    Part(
+    OptionGroup(
         lambda options, fields: {
             "max_positions": options.take("max_position_embeddings", default=None)
         },
@@ -128,8 +128,8 @@ def _read_derived_head_dim(options: Options, fields: Fields) -> Fields:
     return {"head_dim": _quotient(fields)}
 
 
-HEAD_DIM = Part(_read_head_dim, lambda config: {"head_dim": config.head_dim})
-DERIVED_HEAD_DIM = Part(_read_derived_head_dim)
+HEAD_DIM = OptionGroup(_read_head_dim, lambda config: {"head_dim": config.head_dim})
+DERIVED_HEAD_DIM = OptionGroup(_read_derived_head_dim)
 """The width of a head is that of the network over the heads."""
 DENSE_WIDTH = option("d_ff", "intermediate_size")
 NO_ATTENTION_BIAS, NO_MLP_BIAS = required("attention_bias"), required("mlp_bias")
@@ -144,7 +144,7 @@ def _read_dense_layers(options: Options, fields: Fields) -> Fields:
     return {"num_dense_layers": len(layers), "dense_d_ff": width if layers else 0}
 
 
-DENSE_LAYERS = Part(
+DENSE_LAYERS = OptionGroup(
     _read_dense_layers,
     lambda config: {
         "decoder_sparse_step": 1,
@@ -155,7 +155,7 @@ DENSE_LAYERS = Part(
 """Qwen's dense layers among those with experts: supported where they come first."""
 
 
-def experts(normalises: bool, width: str = "moe_intermediate_size") -> tuple[Part, ...]:
+def experts(normalises: bool, width: str = "moe_intermediate_size") -> tuple[OptionGroup, ...]:
     """Routed experts of Qwen and OLMoE.
 
     Args:
@@ -170,14 +170,14 @@ def experts(normalises: bool, width: str = "moe_intermediate_size") -> tuple[Par
     )
 
 
-def grouped_experts(**defaults: Any) -> tuple[Part, ...]:
+def grouped_experts(**defaults: Any) -> tuple[OptionGroup, ...]:
     """Routed experts chosen in groups by sigmoids, shared ones beside them, dense layers first.
 
     Args:
       **defaults: of options that a file may lack.
     """
 
-    def stated(field: str, *names: str) -> Part:
+    def stated(field: str, *names: str) -> OptionGroup:
         return option(field, *names, default=defaults.get(names[0], REQUIRED))
 
     shared = stated("d_ff", "n_shared_experts")
@@ -212,7 +212,7 @@ def grouped_experts(**defaults: Any) -> tuple[Part, ...]:
         stated("num_expert_groups", "n_group"),
         stated("expert_groups_per_token", "topk_group"),
         fixed(router_scores="sigmoid", selection_bias=True),
-        Part(read, write),
+        OptionGroup(read, write),
     )
 
 
@@ -237,7 +237,7 @@ def _write_layer_types(config: ModelConfig) -> list[str]:
     ]
 
 
-def windows(slides: Callable[[int, int], bool] | None) -> Part:
+def windows(slides: Callable[[int, int], bool] | None) -> OptionGroup:
     """Qwen's window, and the layers that have none.
 
     Args:
@@ -268,7 +268,7 @@ def windows(slides: Callable[[int, int], bool] | None) -> Part:
         listed = {} if slides is None else {"layer_types": _write_layer_types(config)}
         return {"use_sliding_window": True, "sliding_window": config.sliding_window, **listed}
 
-    return Part(read, write)
+    return OptionGroup(read, write)
 
 
 def read_listed_windows(
@@ -294,9 +294,9 @@ def write_listed_windows(config: ModelConfig) -> dict[str, Any]:
     return {"sliding_window": config.sliding_window, "layer_types": _write_layer_types(config)}
 
 
-def listed_windows(window: int, slides: Callable[[int], bool]) -> Part:
-    """The part of `read_listed_windows` and `write_listed_windows`."""
-    return Part(
+def listed_windows(window: int, slides: Callable[[int], bool]) -> OptionGroup:
+    """The group of `read_listed_windows` and `write_listed_windows`."""
+    return OptionGroup(
         lambda options, fields: read_listed_windows(options, fields, window, slides),
         write_listed_windows,
     )
