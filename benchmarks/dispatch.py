@@ -50,8 +50,8 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     import jax
 
     from moe.experts.dispatch.cost import predict_seconds, supported_dispatchers
+    from sharding.costs.hardware import UNKNOWN
     from sharding.folding import Layout, fold
-    from sharding.planner.hardware import UNKNOWN
 
     number = jax.device_count()
     if number < 2:

@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from moe.adapters.settings import Lora
 from moe.architecture.activation import Activation
 from moe.architecture.attention import MultiHeadLatentAttention, check_attention
 from moe.architecture.delta import GatedDeltaNet, check_delta
 from moe.architecture.feed_forward import check_first_layers, check_routing
+from moe.architecture.lora import Lora
 from moe.attention.rotary import RopeScaling
 from moe.execution import Execution
 

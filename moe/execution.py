@@ -54,7 +54,7 @@ class Execution:
         `remat` that does not save them.
       overlap_grad_reduce: the gradients of each layer are reduced over devices inside the backward
         pass of an update's last micro-batch, overlapped with that of the layers below, instead of
-        all at the end (`sharding.reduction`). That micro-batch is then a second compiled program.
+        all at the end (`sharding.zero`). That micro-batch is then a second compiled program.
         Not with pipeline parallelism.
       buffer_factor: size of the buffers for tokens that arrive at the experts of a device, as a
         multiple of balanced load (`moe.experts.dispatch.buffers`); None is enough for any routing.

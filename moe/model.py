@@ -41,8 +41,7 @@ from moe.tokens.packing import PackedBatch, pack_rows, pack_shared_prompts
 from moe.weights import Layer, Transformer
 from sharding.collectives import join_shards, vary
 from sharding.folding import FoldedMesh
-from sharding.reduction import weights_of
-from sharding.zero import ShardDim, unshard
+from sharding.zero import ShardDim, unshard, weights_of
 
 Tokens = Int[Array, "batch time"]
 Valid = Bool[Array, "batch time"]
@@ -130,7 +129,7 @@ def blocks(
     """Runs a stack of consecutive layers on this rank's shard of the residual stream.
 
     Args:
-      layers: stacked weights, each leaf ``[layer, ...]`` or a `sharding.reduction.Reduced` of one.
+      layers: stacked weights, each leaf ``[layer, ...]`` or a `sharding.zero.Reduced` of one.
         Layers may differ in their windows, and in having attention or Gated DeltaNet.
       x: the residual stream; with `packed.half_batches` in their order, as is the result.
       first: index of the first layer in the network; an array if it is known only at run time, as

@@ -22,7 +22,7 @@ By policy, a block saves
 Sharded weights (`Execution.fsdp`) are gathered again by a layer's backward pass.
 
 A pipeline stage saves this for each chunk of layers and micro-batch that is between its forward and
-its backward pass (`sharding.passes`), as many as the schedule has in flight
+its backward pass (`sharding.pipeline`), as many as the schedule has in flight
 (`sharding.schedule.Schedule.slots`), and each layer runs and communicates as often as without a
 pipeline.
 

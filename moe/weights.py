@@ -22,8 +22,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from moe.adapters.statement import targets_in, with_adapters
-from moe.adapters.trees import select_trained, with_base
+from moe.adapters.trees import select_trained, targets_in, with_adapters, with_base
 from moe.architecture.weight import Weight, norm_weight
 from moe.attention.delta.weights import DeltaNet, delta_sizes, delta_weights
 from moe.config import ModelConfig
@@ -234,7 +233,7 @@ def _attention(
 
 
 def targets_of(config: ModelConfig) -> tuple[str, ...]:
-    """Those of `moe.adapters.settings.TARGETS` that the network has."""
+    """Those of `moe.architecture.lora.TARGETS` that the network has."""
     return targets_in(_without_adapters(config), config)
 
 

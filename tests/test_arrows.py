@@ -17,9 +17,9 @@ LOADERS = {"import_module", "__import__", "find_spec", "run_module", "run_path"}
 
 # What each room may import beside the standard library and itself; the first prefix holds.
 ALLOWED = {
-    "sharding.folding.picture": {"sharding", "jax", "numpy", "jaxtyping", "matplotlib"},
-    "sharding.planner.report.picture": {"sharding", "jax", "numpy", "jaxtyping", "matplotlib"},
-    "sharding.planner.report.timeline": {"sharding", "jax", "numpy", "jaxtyping", "matplotlib"},
+    "sharding.folding.groups": {"sharding", "jax", "numpy", "jaxtyping", "matplotlib"},
+    "sharding.planner.report": {"sharding", "jax", "numpy", "jaxtyping", "matplotlib"},
+    "sharding.planner.serving.report": {"sharding", "jax", "numpy", "jaxtyping", "matplotlib"},
     "sharding": {"jax", "numpy", "jaxtyping"},
     "moe": {"sharding", "jax", "numpy", "jaxtyping", "flax", "safetensors"},
     "jrl.losses": {"jax", "jaxtyping"},
@@ -315,6 +315,32 @@ def test_what_watches_in_production_imports_no_laboratory():
         )
     }
     assert not wrong
+
+
+ASKS_THE_PLANNER = {
+    Path("moe/counts/__init__.py"),
+    Path("jrl/trainer/setup/automatic.py"),
+    Path("jrl/trainer/setup/predicted.py"),
+}
+"""Files that describe a network or a run to the planner, before a run starts."""
+
+
+def test_run_time_imports_no_planner():
+    """What it needs of devices, links and volumes is in `sharding.costs`."""
+    importing = {
+        path
+        for room in PACKAGES
+        for path in files(room)
+        if not path.is_relative_to("sharding/planner")
+        and any(
+            inside(name, "sharding.planner")
+            for name in imports((ROOT / path).read_text(encoding="utf-8"), path)
+        )
+    }
+    assert importing == ASKS_THE_PLANNER
+    for path in files("sharding/costs"):
+        names = imports((ROOT / path).read_text(encoding="utf-8"), path)
+        assert not any(inside(name, "sharding.planner") for name in names), path
 
 
 SIZES = {"lines": 600, "modules": 12}

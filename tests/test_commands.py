@@ -105,7 +105,7 @@ def test_there_are_commands():
     alone = {
         "pytest",
         "venv",
-        "sharding.planner.validation.calibration",
+        "sharding.planner.calibration",
         "sharding.planner.serving.published",
     }
     assert programs == benchmarks | tested | set(STUDIES) | alone

@@ -113,7 +113,7 @@ def _prefill(
     settings: Settings, config: Any, weights: Callable[[], Any], rollout: Rollout
 ) -> Figures:
     from benchmarks.gpu.timed_engine import together
-    from moe.counts.flops import training_flops
+    from moe.counts import training_flops
 
     engine = _served(config, weights(), rollout, 3, settings.seed)
     span = together(engine.admissions)

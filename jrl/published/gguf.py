@@ -19,9 +19,9 @@ import numpy as np
 
 from jrl.published.gguf_file import GgufFile
 from jrl.published.gguf_tokenizer import tokenizer_files
+from moe.huggingface.checkpoint import write_tensors
 from moe.huggingface.configuration import read_config
 from moe.huggingface.tensors import tensors_of
-from moe.huggingface.writing import write_tensors
 
 Metadata = Mapping[str, Any]
 

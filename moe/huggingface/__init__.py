@@ -1,14 +1,13 @@
 """Hugging Face checkpoints: config.json and safetensors to weights on a mesh, and back."""
 
 from moe.huggingface.adapters import adapters_of, load_adapters, save_adapters
+from moe.huggingface.checkpoint import fold_embedding_scale, load, load_weights, save
 from moe.huggingface.configuration import (
     architecture_of,
     config_from,
     idle_options,
     options_from,
 )
-from moe.huggingface.reading import load, load_weights
-from moe.huggingface.writing import fold_embedding_scale, save
 
 __all__ = [
     "adapters_of",

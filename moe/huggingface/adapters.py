@@ -14,7 +14,7 @@ their ``weight``, which it leaves unchanged. The tensors are the same.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -26,13 +26,13 @@ import safetensors
 from jaxtyping import Array
 
 from moe.adapters.adapted import Adapted
-from moe.adapters.settings import Lora
 from moe.adapters.trees import is_adapted, select_trained
+from moe.architecture.lora import Lora
 from moe.config import ModelConfig
 from moe.huggingface.adapter_options import AdapterOptions
+from moe.huggingface.checkpoint import write_tensors
 from moe.huggingface.configuration import family_for
 from moe.huggingface.tensors import Tensors, tensors_of
-from moe.huggingface.writing import write_tensors
 from moe.placement import in_chunks, shardings
 from moe.weights import Transformer, axis_sizes, initialise_trained, table, targets_of
 from sharding.folding import FoldedMesh
@@ -48,6 +48,72 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
+class _Order:
+    """Element order of an adapter in PEFT's tensors, for `a` and `b` of one layer.
+
+    Attributes:
+      a, b: the shapes of ours.
+      experts: whether the first axis of both is that of experts.
+      out: the axes of `b` after the rank, counted from there, in the order of PEFT's tensor.
+    """
+
+    a: tuple[int, ...]
+    b: tuple[int, ...]
+    experts: bool
+    out: tuple[int, ...]
+
+    @property
+    def rank(self) -> int:
+        return self.a[-1]
+
+    def shape_of(self, half: str, rank: int) -> tuple[int, int]:
+        """Of PEFT's ``lora_A`` or ``lora_B`` where it has some rank."""
+        experts = self.a[0] if self.experts else 1
+        width = prod(self.a if half == "A" else self.b) // (experts * self.rank)
+        return (experts * rank, width) if half == "A" else (width, experts * rank)
+
+    def pad_rank(self, half: str, theirs: np.ndarray, rank: int) -> np.ndarray:
+        """PEFT's tensor with zeros for the ranks that it has fewer than ours."""
+        if rank == self.rank:
+            return theirs
+        experts = self.a[0] if self.experts else 1
+        # A is of one expert after the other, B of one rank after the other.
+        split = (experts, rank, -1) if half == "A" else (-1, rank, experts)
+        wider = np.pad(theirs.reshape(split), ((0, 0), (0, self.rank - rank), (0, 0)))
+        return wider.reshape(self.shape_of(half, self.rank))
+
+    def a_to_theirs(self, a: np.ndarray) -> np.ndarray:
+        """``[*in, rank]`` -> ``[rank, in]``; with experts in front ``[expert rank, in]``."""
+        if self.experts:
+            return a.swapaxes(1, 2).reshape(-1, a.shape[1])
+        return a.reshape(-1, a.shape[-1]).T
+
+    def b_to_theirs(self, b: np.ndarray) -> np.ndarray:
+        """``[rank, *out]`` -> ``[out, rank]``; with experts in front ``[out, rank expert]``."""
+        if self.experts:
+            flat = b.transpose(0, 1, *self._out).reshape(*b.shape[:2], -1)
+            return flat.transpose(2, 1, 0).reshape(flat.shape[2], -1)
+        return b.reshape(b.shape[0], -1).T
+
+    def a_to_ours(self, theirs: np.ndarray) -> np.ndarray:
+        if self.experts:
+            return theirs.reshape(self.a[0], self.a[2], self.a[1]).swapaxes(1, 2)
+        return theirs.T.reshape(self.a)
+
+    def b_to_ours(self, theirs: np.ndarray) -> np.ndarray:
+        if self.experts:
+            flat = theirs.reshape(prod(self.b[2:]), self.b[1], self.b[0]).transpose(2, 1, 0)
+            ordered = flat.reshape(*self.b[:2], *(self.b[axis] for axis in self._out))
+            return ordered.transpose(0, 1, *(2 + dim for dim in np.argsort(self.out)))
+        return theirs.T.reshape(self.b)
+
+    @property
+    def _out(self) -> tuple[int, ...]:
+        """The axes `out` of an expert's `b`."""
+        return tuple(2 + axis for axis in self.out)
+
+
+@dataclass(frozen=True)
 class _Module:
     """One pair of tensors.
 
@@ -56,6 +122,7 @@ class _Module:
       target: what adapter_config.json calls it.
       is_parameter: whether that is one of ``target_parameters``.
       key: what the patterns of adapter_config.json are matched with.
+      order: of its elements.
       weight_index: of the weight among those with adapters.
       index: in the stack of the weight.
     """
@@ -64,6 +131,7 @@ class _Module:
     target: str
     is_parameter: bool
     key: str
+    order: _Order
     weight_index: int
     index: tuple[int, ...]
 
@@ -95,10 +163,9 @@ def save_adapters(
         )
     directory, lora = Path(directory), config.lora
     leaves = [leaf for leaf in jax.tree.leaves(weights, is_leaf=is_adapted) if is_adapted(leaf)]
-    modules, orders = _modules(config, architecture), _orders(config, architecture)
-    tensors = {}
+    modules, tensors = _modules(config, architecture), {}
     for module in modules:
-        leaf, order = leaves[module.weight_index], orders[module.weight_index]
+        leaf, order = leaves[module.weight_index], module.order
         a, b = (np.asarray(x[module.index], np.float32) for x in (leaf.a, leaf.b))
         tensors[f"{PREFIX}{module.name}.lora_A.weight"] = order.a_to_theirs(a)
         tensors[f"{PREFIX}{module.name}.lora_B.weight"] = order.b_to_theirs(b)
@@ -182,12 +249,11 @@ def load_adapters(
     shapes = jax.eval_shape(lambda: initialise_trained(config, jax.random.key(0)))
     empty = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), shapes)
     leaves = [leaf for leaf in jax.tree.leaves(empty, is_leaf=is_adapted) if is_adapted(leaf)]
-    modules, orders = _modules(config, architecture), _orders(config, architecture)
     wrong, expected = list[str](), set[str]()
     with _open(directory) as file:
         present = set(file.keys())
-        for module in modules:
-            leaf, order = leaves[module.weight_index], orders[module.weight_index]
+        for module in _modules(config, architecture):
+            leaf, order = leaves[module.weight_index], module.order
             names = [f"{PREFIX}{module.name}.lora_{half}.weight" for half in "AB"]
             expected.update(names)
             if not present.intersection(names):
@@ -220,70 +286,6 @@ def load_adapters(
     return jax.device_put(in_chunks(empty, mesh), target_shardings)
 
 
-@dataclass(frozen=True)
-class _Order:
-    """Element order of an adapter in PEFT's tensors, for `a` and `b` of one layer.
-
-    Attributes:
-      a, b: the shapes of ours.
-      experts: whether the first axis of both is that of experts.
-      out: the axes of `b` after the rank, counted from there, in the order of PEFT's tensor.
-    """
-
-    a: tuple[int, ...]
-    b: tuple[int, ...]
-    experts: bool
-    out: tuple[int, ...]
-
-    @property
-    def rank(self) -> int:
-        return self.a[-1]
-
-    def shape_of(self, half: str, rank: int) -> tuple[int, int]:
-        """Of PEFT's ``lora_A`` or ``lora_B`` where it has some rank."""
-        experts = self.a[0] if self.experts else 1
-        width = prod(self.a if half == "A" else self.b) // (experts * self.rank)
-        return (experts * rank, width) if half == "A" else (width, experts * rank)
-
-    def pad_rank(self, half: str, theirs: np.ndarray, rank: int) -> np.ndarray:
-        """PEFT's tensor with zeros for the ranks that it has fewer than ours."""
-        if rank == self.rank:
-            return theirs
-        experts = self.a[0] if self.experts else 1
-        # A is of one expert after the other, B of one rank after the other.
-        split = (experts, rank, -1) if half == "A" else (-1, rank, experts)
-        wider = np.pad(theirs.reshape(split), ((0, 0), (0, self.rank - rank), (0, 0)))
-        return wider.reshape(self.shape_of(half, self.rank))
-
-    def a_to_theirs(self, a: np.ndarray) -> np.ndarray:
-        """``[*in, rank]`` -> ``[rank, in]``; with experts in front ``[expert rank, in]``."""
-        if self.experts:
-            return a.swapaxes(1, 2).reshape(-1, a.shape[1])
-        return a.reshape(-1, a.shape[-1]).T
-
-    def b_to_theirs(self, b: np.ndarray) -> np.ndarray:
-        """``[rank, *out]`` -> ``[out, rank]``; with experts in front ``[out, rank expert]``."""
-        if self.experts:
-            flat = b.transpose(0, 1, *self._out(2)).reshape(*b.shape[:2], -1)
-            return flat.transpose(2, 1, 0).reshape(flat.shape[2], -1)
-        return b.reshape(b.shape[0], -1).T
-
-    def a_to_ours(self, theirs: np.ndarray) -> np.ndarray:
-        if self.experts:
-            return theirs.reshape(self.a[0], self.a[2], self.a[1]).swapaxes(1, 2)
-        return theirs.T.reshape(self.a)
-
-    def b_to_ours(self, theirs: np.ndarray) -> np.ndarray:
-        if self.experts:
-            flat = theirs.reshape(prod(self.b[2:]), self.b[1], self.b[0]).transpose(2, 1, 0)
-            ordered = flat.reshape(*self.b[:2], *(self.b[axis] for axis in self._out(2)))
-            return ordered.transpose(0, 1, *(2 + dim for dim in np.argsort(self.out)))
-        return theirs.T.reshape(self.b)
-
-    def _out(self, first: int) -> tuple[int, ...]:
-        return tuple(first + axis for axis in self.out)
-
-
 def _adapted_weights(
     config: ModelConfig, architecture: str | None
 ) -> Iterator[tuple[str, Adapted[Any], Tensors]]:
@@ -296,25 +298,16 @@ def _adapted_weights(
             yield path[-1].name, stated, plan
 
 
-def _orders(config: ModelConfig, architecture: str | None) -> list[_Order]:
-    sizes, orders = axis_sizes(config), []
-    for _, stated, plan in _adapted_weights(config, architecture):
-        experts = _is_of_experts(stated)
-        front = 1 if experts else len(plan.stack)
-        a, b = (weight.axes.split()[front:] for weight in (stated.a, stated.b))
-        out_axes = [axis for axis in b if axis not in ("expert", "lora_rank")]
+def _order_of(stated: Adapted[Any], plan: Tensors, sizes: Mapping[str, int]) -> _Order:
+    experts = _is_of_experts(stated)
+    front = 1 if experts else len(plan.stack)
+    a, b = (weight.axes.split()[front:] for weight in (stated.a, stated.b))
+    stored_axes = out_axes = [axis for axis in b if axis not in ("expert", "lora_rank")]
+    if experts and "expert" not in plan.stack:
         # One parameter that a checkpoint has as one too has its elements as they are there.
-        is_fused = experts and "expert" not in plan.stack
-        stored_axes = (
-            [axis for axes in plan.dimensions for axis in axes if axis in out_axes]
-            if is_fused
-            else out_axes
-        )
-        a_shape, b_shape = (tuple(sizes[axis] for axis in axes) for axes in (a, b))
-        orders.append(
-            _Order(a_shape, b_shape, experts, tuple(out_axes.index(axis) for axis in stored_axes))
-        )
-    return orders
+        stored_axes = [axis for axes in plan.dimensions for axis in axes if axis in out_axes]
+    a_shape, b_shape = (tuple(sizes[axis] for axis in axes) for axes in (a, b))
+    return _Order(a_shape, b_shape, experts, tuple(out_axes.index(axis) for axis in stored_axes))
 
 
 def _is_of_experts(stated: Adapted[Any]) -> bool:
@@ -322,16 +315,17 @@ def _is_of_experts(stated: Adapted[Any]) -> bool:
 
 
 def _modules(config: ModelConfig, architecture: str | None) -> list[_Module]:
-    modules = []
+    modules, sizes = [], axis_sizes(config)
     fused = family_for(config.without_adapters(), architecture).fused_in_peft
     for weight_index, (name, stated, plan) in enumerate(_adapted_weights(config, architecture)):
+        order = _order_of(stated, plan, sizes)
         if _is_of_experts(stated):
             parameter, suffix = STACKED[name]
             for layer in range(plan.sizes["layer"]):
                 module = f"model.layers.{plan.layers[layer]}.{EXPERTS}{suffix}"
                 target = f"{EXPERTS}.{parameter}"
                 key = f"model.layers.{plan.layers[layer]}.{target}"
-                modules.append(_Module(module, target, True, key, weight_index, (layer,)))
+                modules.append(_Module(module, target, True, key, order, weight_index, (layer,)))
             continue
         for index, tensor in plan.names():
             module = tensor.removesuffix(".weight")
@@ -340,7 +334,15 @@ def _modules(config: ModelConfig, architecture: str | None) -> list[_Module]:
             by_weight = fused and module.endswith(PROJECTIONS)
             suffix = ".weight" if by_weight else ""
             modules.append(
-                _Module(module, target + suffix, by_weight, module + suffix, weight_index, index)
+                _Module(
+                    name=module,
+                    target=target + suffix,
+                    is_parameter=by_weight,
+                    key=module + suffix,
+                    order=order,
+                    weight_index=weight_index,
+                    index=index,
+                )
             )
     return modules
 

@@ -1,4 +1,8 @@
-"""Conversion between config.json and `ModelConfig`."""
+"""Conversion between config.json and `ModelConfig`.
+
+An architecture is described in both directions. A configuration that cannot be expressed is
+detected by writing it and reading it back.
+"""
 
 import contextlib
 import json
@@ -10,10 +14,34 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from moe.config import ModelConfig
-from moe.huggingface.families.family import Family
-from moe.huggingface.families.shared_options import common_fields, common_options
-from moe.huggingface.families.supported import FAMILIES
+from moe.huggingface.dense_families import (
+    GEMMA3,
+    LLAMA,
+    MISTRAL,
+    OLMO3,
+    QWEN2,
+    QWEN3,
+    SMOLLM3,
+)
+from moe.huggingface.family import Family, read_groups, write_groups
+from moe.huggingface.moe_families import (
+    DEEPSEEK_V3,
+    GLM4_MOE,
+    GPT_OSS,
+    MIXTRAL,
+    OLMOE,
+    QWEN2_MOE,
+    QWEN3_MOE,
+    QWEN3_NEXT,
+)
 from moe.huggingface.options import Options
+from moe.huggingface.shared_options import COMMON
+
+FAMILIES = (
+    *(LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, DEEPSEEK_V3),
+    *(OLMO3, SMOLLM3, GLM4_MOE, GPT_OSS, GEMMA3, QWEN3_NEXT),
+)
+"""Supported architectures. A network that several can express is written as the first of them."""
 
 Dtype = Literal["float32", "bfloat16"]
 _HINTS = get_type_hints(ModelConfig)
@@ -111,8 +139,7 @@ def _read(path: str | Path, dtype: Dtype | None) -> tuple[ModelConfig, Family, O
     options = _options(path)
     family = _family(options)
     try:
-        model_fields = common_fields(options)
-        model_fields |= family.read(options, model_fields)
+        model_fields = read_groups((*COMMON, *family.option_groups), options)
     except (TypeError, AttributeError, ArithmeticError) as error:
         raise options.not_fitting(f"one of its options has the wrong type ({error})") from error
     stored = options.take("dtype", "torch_dtype", default=None)
@@ -218,8 +245,8 @@ def _write_options(config: ModelConfig, family: Family) -> dict[str, Any]:
     return {
         "architectures": [family.architecture],
         "model_type": family.model_type,
-        **common_options(config),
-        **family.write(config),
+        **write_groups(COMMON, config),
+        **write_groups(family.option_groups, config),
     }
 
 
@@ -227,12 +254,10 @@ def _lost_fields(config: ModelConfig, family: Family) -> list[str]:
     """Fields that come back changed when the network is written as `family` and read again."""
     names = [field.name for field in fields(ModelConfig)]
     options = Options(_write_options(config, family), f"a {family.model_type} configuration")
-    model_fields = common_fields(options)
     # Not made a ModelConfig of: an architecture may read what it cannot express as nonsense.
     read_back = {
         **vars(_network(ModelConfig(1))),
-        **model_fields,
-        **family.read(options, model_fields),
+        **read_groups((*COMMON, *family.option_groups), options),
     }
     expected = vars(_network(config))
     return [name for name in names if name not in TRAINING and read_back[name] != expected[name]]

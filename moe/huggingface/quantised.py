@@ -15,7 +15,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -91,27 +91,9 @@ def read_quantisation(options: Options) -> Quantisation | None:
     return Quantisation(FP8, (block[0], block[1]))
 
 
-@runtime_checkable
-class TensorSource(Protocol):
-    """A tensor that can be read in parts.
-
-    Attributes:
-      shape: of the tensor.
-      kind: its type, in the words of safetensors.
-    """
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def kind(self) -> str: ...
-
-    def read(self, where: Slices) -> np.ndarray: ...
-
-
 @dataclass(frozen=True)
 class PlainTensor:
-    """A tensor as it is.
+    """A tensor as it is. Tensors can be read in parts, and say their type as safetensors does.
 
     Args:
       file: an open file.
@@ -195,6 +177,9 @@ class Mxfp4Tensor:
         values = np.ldexp(values.reshape(*pairs.shape[:3], GROUP), exponents[..., None])
         values = values.reshape(*pairs.shape[:2], -1)
         return values[..., start - first * GROUP : stop - first * GROUP].swapaxes(1, 2)
+
+
+TensorSource = PlainTensor | Fp8Tensor | Mxfp4Tensor
 
 
 def tensor_sources(

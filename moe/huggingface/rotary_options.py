@@ -6,7 +6,9 @@ from typing import Any
 
 from moe.attention.rotary import LinearScaling, LlamaScaling, RopeScaling, YarnScaling
 from moe.config import ModelConfig
+from moe.huggingface.family import Fields, OptionGroup
 from moe.huggingface.options import Options
+from moe.huggingface.shared_options import FULL, SLIDING
 
 _LINEAR = {"factor": "factor"}
 _LLAMA = {
@@ -30,74 +32,85 @@ _KINDS = {
     "llama3": (LlamaScaling, _LLAMA),
     "yarn": (YarnScaling, _YARN),
 }
-_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
-def read_rotary(
-    options: Options,
-    default_base: float = 10_000.0,
-    temperatures: bool = False,
-    partial: bool = False,
-) -> dict[str, Any]:
+def rotary(
+    default_base: float = 10_000.0, temperatures: bool = False, partial: bool = False
+) -> OptionGroup:
     """Fields of `ModelConfig` about rotary positions.
+
+    Reading raises a `ValueError` for a kind of scaling, or one of its options, that is not
+    supported.
 
     Args:
       default_base: of the wavelengths, where the options say none.
       temperatures: whether the architecture knows DeepSeek's ``mscale`` options.
-      partial: whether it rotates a part of a head, as `read_rotary_dim` reads.
-
-    Raises:
-      ValueError: for a kind of scaling, or one of its options, that is not supported.
+      partial: whether it rotates a part of a head, as `rotary_dim` reads.
     """
-    parameters = _rope_parameters(options)
-    base = parameters.get("rope_theta", options.take("rope_theta", default=default_base))
-    return {
-        "rope_base": to_float_base(base),
-        "rope_scaling": _read_scaling(options, parameters, temperatures, partial),
-    }
+
+    def read(options: Options, fields: Fields) -> Fields:
+        parameters = _rope_parameters(options)
+        base = parameters.get("rope_theta", options.take("rope_theta", default=default_base))
+        return {
+            "rope_base": to_float_base(base),
+            "rope_scaling": _read_scaling(options, parameters, temperatures, partial),
+        }
+
+    return OptionGroup(read, write_rotary)
 
 
-def read_rotary_by_window(
-    options: Options, default_base: float, window_base: float | None = None
-) -> dict[str, Any]:
-    """`read_rotary` where layers with a window have a base of their own and are not stretched.
+def rotary_by_window(default_base: float, window_base: float | None = None) -> OptionGroup:
+    """`rotary` where layers with a window have a base of their own and are not stretched.
 
     Args:
       default_base: of layers without a window.
       window_base: of those with one, where the options say none; None is that of the others.
     """
-    parameters, theta = _rope_parameters(options), options.take("rope_theta", default=default_base)
-    local = options.take("rope_local_base_freq", default=window_base)
-    if not set(parameters) <= {_FULL, _SLIDING}:
-        parameters = {_FULL: parameters}
-    full, sliding = (parameters.get(kind) or {} for kind in (_FULL, _SLIDING))
-    for each in (full, sliding):
-        if not isinstance(each, Mapping):
-            raise options.unsupported(
-                "rope_parameters", parameters, "an object for each layer type"
-            )
-    base, scaling = full.get("rope_theta", theta), _read_scaling(options, full)
-    local = sliding.get("rope_theta", base if local is None else local)
-    if _read_scaling(options, sliding) is not None:
-        raise options.unsupported("rope_parameters", parameters, f"no scaling for {_SLIDING}")
-    same = local == base and scaling is None
-    return {
-        "rope_base": to_float_base(base),
-        "rope_scaling": scaling,
-        **({} if same else {"window_rope_base": to_float_base(local)}),
-    }
+
+    def read(options: Options, fields: Fields) -> Fields:
+        parameters = _rope_parameters(options)
+        theta = options.take("rope_theta", default=default_base)
+        local = options.take("rope_local_base_freq", default=window_base)
+        if not set(parameters) <= {FULL, SLIDING}:
+            parameters = {FULL: parameters}
+        full, sliding = (parameters.get(kind) or {} for kind in (FULL, SLIDING))
+        for each in (full, sliding):
+            if not isinstance(each, Mapping):
+                raise options.unsupported(
+                    "rope_parameters", parameters, "an object for each layer type"
+                )
+        base, scaling = full.get("rope_theta", theta), _read_scaling(options, full)
+        local = sliding.get("rope_theta", base if local is None else local)
+        if _read_scaling(options, sliding) is not None:
+            raise options.unsupported("rope_parameters", parameters, f"no scaling for {SLIDING}")
+        same = local == base and scaling is None
+        return {
+            "rope_base": to_float_base(base),
+            "rope_scaling": scaling,
+            **({} if same else {"window_rope_base": to_float_base(local)}),
+        }
+
+    return OptionGroup(read, _write_rotary_by_window)
 
 
-def read_rotary_dim(options: Options, head_dim: int, default: float = 1.0) -> dict[str, Any]:
+def rotary_dim(default: float = 1.0) -> OptionGroup:
     """The part of a head that is rotated.
 
     Args:
       default: the fraction where the options say none.
     """
-    fraction = options.take("partial_rotary_factor", default=default)
-    fraction = _rope_parameters(options).get("partial_rotary_factor", fraction)
-    dim = int(head_dim * fraction)
-    return {} if dim == head_dim else {"rotary_dim": dim}
+
+    def read(options: Options, fields: Fields) -> Fields:
+        fraction = options.take("partial_rotary_factor", default=default)
+        fraction = _rope_parameters(options).get("partial_rotary_factor", fraction)
+        dim = int(fields["head_dim"] * fraction)
+        return {} if dim == fields["head_dim"] else {"rotary_dim": dim}
+
+    def write(config: ModelConfig) -> dict[str, Any]:
+        dim = config.head_dim if config.rotary_dim is None else config.rotary_dim
+        return {"partial_rotary_factor": dim / config.head_dim}
+
+    return OptionGroup(read, write)
 
 
 def to_float_base(base: Any) -> Any:
@@ -149,7 +162,7 @@ def _read_scaling(
 
 
 def write_rotary(config: ModelConfig) -> dict[str, Any]:
-    """The options that `read_rotary` reads, as every version of `transformers` knows them."""
+    """The options that `rotary` reads, as every version of `transformers` knows them."""
     scaling = config.rope_scaling
     if scaling is None:
         return {"rope_theta": config.rope_base, "rope_scaling": None}
@@ -164,25 +177,19 @@ def write_rotary(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def write_rotary_by_window(config: ModelConfig) -> dict[str, Any]:
-    """The options that `read_rotary_by_window` reads, in the words of old versions of
+def _write_rotary_by_window(config: ModelConfig) -> dict[str, Any]:
+    """The options that `rotary_by_window` reads, in the words of old versions of
     `transformers` and, as new ones do not read those of windows, in theirs."""
     plain, local = write_rotary(config), config.window_rope_base
     local = config.rope_base if local is None else local
     return {
         **plain,
         "rope_parameters": {
-            _FULL: {
+            FULL: {
                 "rope_type": "default",
                 "rope_theta": config.rope_base,
                 **(plain["rope_scaling"] or {}),
             },
-            _SLIDING: {"rope_type": "default", "rope_theta": local},
+            SLIDING: {"rope_type": "default", "rope_theta": local},
         },
     }
-
-
-def write_rotary_dim(config: ModelConfig) -> dict[str, Any]:
-    """The option that `read_rotary_dim` reads."""
-    dim = config.head_dim if config.rotary_dim is None else config.rotary_dim
-    return {"partial_rotary_factor": dim / config.head_dim}

@@ -5,7 +5,7 @@ tensor is ``[out, in]``: the axes that the weight is summed over are its second 
 others its first; one that is not summed over (a norm, a bias) has one dimension. So most
 architectures differ in names alone: shapes and orders follow from the table of weights. Gate and
 up, one weight of ours, are separate tensors. Where an architecture stores a weight in another way,
-`moe.huggingface.families.family.Stored` describes it.
+`moe.huggingface.family.Stored` describes it.
 """
 
 import math
@@ -18,8 +18,7 @@ import numpy as np
 
 from moe.architecture.delta import delta_layers
 from moe.config import ModelConfig
-from moe.huggingface.families.family import Family, Stored
-from moe.huggingface.families.tensor_names import COMMON_NAMES
+from moe.huggingface.family import COMMON_NAMES, Family, Stored
 from moe.weights import Weight, axis_sizes, table
 
 STACKS = ("layer", "first_layer", "attention_layer", "delta_layer", "expert", "half")

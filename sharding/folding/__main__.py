@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from sharding.folding.groups import describe
+from sharding.folding.groups import describe, draw
 from sharding.folding.layout import Layout
 
 PARSER = argparse.ArgumentParser(
@@ -24,8 +24,6 @@ def main(arguments: list[str] | None = None) -> int:
         layout = Layout.parse(args.layout)
         print(describe(layout))
         if args.picture is not None:
-            from sharding.folding.picture import draw
-
             draw(layout, args.picture)
     except (ValueError, OSError) as reason:
         print(reason, file=sys.stderr)

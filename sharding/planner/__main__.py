@@ -6,16 +6,14 @@ import sys
 from pathlib import Path
 
 from sharding.compression import ACTIVATION_DTYPES
+from sharding.costs.hardware import HARDWARE, Hardware, parse
+from sharding.planner.calibration import METHODS, calibrate, library_system
 from sharding.planner.cost import System
-from sharding.planner.hardware import HARDWARE, Hardware, parse
 from sharding.planner.method import Method
-from sharding.planner.models.checkpoint import sizes_from
-from sharding.planner.models.presets import PRESETS
-from sharding.planner.models.sizes import ModelSizes
-from sharding.planner.report.table import report
+from sharding.planner.models import PRESETS, ModelSizes, sizes_from
+from sharding.planner.report import draw, report
 from sharding.planner.search import Choices, SearchResult, search
 from sharding.planner.serving import command as serving
-from sharding.planner.validation.calibration import METHODS, SYSTEMS, calibrate, library_system
 
 PARSER = argparse.ArgumentParser(
     prog="python -m sharding.planner",
@@ -129,9 +127,7 @@ def program_of(args: argparse.Namespace, hardware: Hardware) -> tuple[Method, Sy
             )
     title = {key.lower(): key for key in METHODS}[name]
     method = METHODS[title]
-    choices = Choices((method.dispatch,), storage=(method.storage,))
-    assert title in SYSTEMS
-    return method, calibrate(title), choices
+    return method, calibrate(title), Choices((method.dispatch,), storage=(method.storage,))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -160,8 +156,6 @@ def main(arguments: list[str] | None = None) -> int:
         )
         print(report(result, model, rows, time, hardware, args.top))
         if args.picture is not None:
-            from sharding.planner.report.picture import draw
-
             title = f"{args.model} on {args.hardware}, {rows:,} x {time:,} tokens"
             draw(result.plans[: args.top], hardware, args.picture, title)
     except (ValueError, OSError) as reason:

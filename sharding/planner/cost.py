@@ -1,24 +1,15 @@
 """Time of an optimizer step: products, memory traffic, exposed communication, pipeline bubbles."""
 
 import functools
-from collections.abc import Iterable
 from dataclasses import dataclass
 
+from sharding.costs.hardware import Hardware
 from sharding.folding import Layout
-from sharding.planner import links, overlap, volumes
-from sharding.planner.hardware import Hardware
-from sharding.planner.links import Timed
+from sharding.planner import communication, volumes
 from sharding.planner.memory import activation_bytes, received_tokens
-from sharding.planner.method import Batch, Method, for_tokens, for_weights, with_fields
-from sharding.planner.models.sizes import ModelSizes
-from sharding.planner.models.weights import (
-    layers_on_device,
-    sharded_parameters,
-    single_chunk,
-    weight_groups,
-    weight_layout,
-)
-from sharding.planner.transfer import Transfer, repeat_transfers
+from sharding.planner.method import Batch, Method, for_weights, with_fields
+from sharding.planner.models import ModelSizes
+from sharding.planner.weights import layers_on_deepest_stage, sharded_parameters, weight_layout
 from sharding.schedule import Schedule
 
 
@@ -103,7 +94,7 @@ def cost(
     A stage processes the micro-batches one after the other; the slowest stage (the deepest, with
     the head) sets the pace. The pipeline idles for `Schedule.bubble`, ``(pp - 1) / vpp``
     micro-batches where ``pp`` divides their number. Gradients are reduced and new weights gathered
-    after all micro-batches, except for what `sharding.planner.overlap` hides of the gradients.
+    after all micro-batches, except for what `Method.overlap_grad_reduce` hides of the gradients.
     """
     num_micro_batches = batch.num_micro_batches(layout)
     flops = batch.tokens * model.training_flops(batch.time) / layout.num_devices
@@ -126,19 +117,19 @@ def cost(
     sent = {what: num_micro_batches * time for what, time in sent.items()}
     if method.fsdp:
         # Shards are fetched while the previous layer computes: only the excess is exposed.
-        gathers = num_micro_batches * _unsharding_seconds(
+        gathers = num_micro_batches * communication.fully_sharded_seconds(
             model, stage_layout, weight_method, hardware
         )
         sent["shards of layers"] = max(0.0, gathers - products - traffic)
     working = products + traffic + sum(sent.values())
     idle = Schedule(layout.pp, num_micro_batches, layout.vpp).bubble * working
-    layer_gradients, other_gradients, new_weights = _step_communication(
+    layer_gradients, other_gradients, new_weights = communication.step_seconds(
         model, stage_layout, weight_method, hardware
     )
     if system.hides_gradients and method.overlap_grad_reduce:
         if system.hides_embed_and_head:
             layer_gradients, other_gradients = layer_gradients + other_gradients, 0.0
-        layer_gradients = _exposed_reduction(
+        layer_gradients = communication.exposed_reduction(
             layer_gradients, working / num_micro_batches, model, layout, num_micro_batches
         )
     sent |= {"gradients": layer_gradients + other_gradients, "new weights": new_weights}
@@ -168,7 +159,7 @@ def cost_at_least(
 @functools.lru_cache(maxsize=256)
 def _final_seconds(model: ModelSizes, layout: Layout, method: Method, hardware: Hardware) -> float:
     """Seconds of the optimizer and of gathering new weights, which are not overlapped."""
-    *_, new_weights = _step_communication(model, layout, method, hardware)
+    *_, new_weights = communication.step_seconds(model, layout, method, hardware)
     return new_weights + _optimizer_seconds(model, layout, method, hardware)
 
 
@@ -183,33 +174,15 @@ def _pass_seconds(
 ) -> tuple[float, float, float]:
     """Seconds of a micro-batch: products of the layers, products of the head, memory traffic.
 
-    They are equal for all numbers of chunks on a stage.
+    They are equal for all numbers of chunks on a stage. No rematerialisation repeats the head's.
     """
     tokens = batch.local_tokens(layout)
+    in_layer = times_through_memory(method.remat) * value_bytes(model, layout, tokens, method)
     return (
         _products_of_layers(model, layout, batch, method, hardware, system),
-        _products_of_head(model, tokens, system.rate(hardware)),
-        _traffic_bytes(model, layout, tokens, method) / hardware.memory_bandwidth,
+        3 * (2.0 * tokens * model.d_model * model.vocab_size / system.rate(hardware)),
+        in_layer * layers_on_deepest_stage(model, layout) / hardware.memory_bandwidth,
     )
-
-
-def _exposed_reduction(
-    reduction_seconds: float,
-    micro_batch: float,
-    model: ModelSizes,
-    layout: Layout,
-    num_micro_batches: int,
-) -> float:
-    depth = max(model.num_layers // layout.pp, 1)
-    segments, interval = (
-        (layout.vpp, min(layout.pp, num_micro_batches)) if layout.vpp > 1 else (depth, 1)
-    )
-    return overlap.exposed_reduction(reduction_seconds, micro_batch, segments, interval)
-
-
-def _products_of_head(model: ModelSizes, tokens: int, rate: float) -> float:
-    """Seconds of the head's products, which no rematerialisation repeats."""
-    return 3 * (2.0 * tokens * model.d_model * model.vocab_size / rate)
 
 
 def _products_of_layers(
@@ -241,22 +214,19 @@ def _products_of_layers(
         forward += one_pass(flops, read_parameters, stored.weight)
         backward += one_pass(flops, read_parameters, stored.weight)
         backward += one_pass(flops, read_parameters, 2 * stored.gradient)
-    layers = _layers_on_stage(model, layout)
+    layers = layers_on_deepest_stage(model, layout)
     scores = 2.0 * tokens * layers * model.queries * batch.time / rate
-    flops, parameters = _projections(model, layout, tokens)
+    # Of queries, keys and values.
+    projections = model.d_model * (model.queries + 2 * model.keys) * layers
     recomputed = {
         "none": 0.0,
         "selective": 0.0 if method.resends else scores,
-        "projections": one_pass(flops, num_streams * parameters, stored.weight),
+        "projections": one_pass(
+            2.0 * tokens * projections, num_streams * (projections / layout.tp), stored.weight
+        ),
         "full": forward + scores,
     }
     return forward + backward + 3 * scores + recomputed[method.remat]
-
-
-def _projections(model: ModelSizes, layout: Layout, tokens: int) -> tuple[float, float]:
-    """(floating-point operations, parameters) of the query, key and value projections."""
-    parameters = model.d_model * (model.queries + 2 * model.keys) * _layers_on_stage(model, layout)
-    return 2.0 * tokens * parameters, parameters / layout.tp
 
 
 def _matrices(model: ModelSizes, layout: Layout, tokens: int) -> list[tuple[float, float]]:
@@ -270,23 +240,11 @@ def _matrices(model: ModelSizes, layout: Layout, tokens: int) -> list[tuple[floa
     )
     routed = 3 * model.d_model * model.experts_per_token * model.d_expert * model.num_expert_layers
     experts = model.num_expert_layers * model.expert_parameters
-    share = _layers_on_stage(model, layout) / model.num_layers
+    share = layers_on_deepest_stage(model, layout) / model.num_layers
     return [
         (2.0 * tokens * dense * share, dense * share / layout.tp),
         (2.0 * tokens * routed * share, experts * share / (layout.ep * layout.etp)),
     ]
-
-
-def _layers_on_stage(model: ModelSizes, layout: Layout) -> float:
-    """Layers of the deepest stage, with its share of the dense first ones."""
-    num_main_layers = model.num_layers - model.num_dense_layers
-    return model.num_layers * layers_on_device(model, layout) / num_main_layers
-
-
-def _traffic_bytes(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> float:
-    """Bytes through memory of a micro-batch on one device."""
-    layer = value_bytes(model, layout, tokens, method)
-    return times_through_memory(method.remat) * layer * _layers_on_stage(model, layout)
 
 
 def times_through_memory(remat: str) -> int:
@@ -330,110 +288,22 @@ def _exposed_communication(
       layer_products: seconds of its products in the layers.
       products: of all its products.
     """
-    sent = _communication_seconds(model, layout, batch, method, hardware)
+    sent = communication.micro_batch_seconds(model, layout, batch, method, hardware)
     if layout.pp > 1:
         hides = layout.vpp > 1 and system.hides_hops
         hop = volumes.hop(model, batch.local_tokens(layout), method)
-        hop_seconds = 0.0 if hides else links.seconds(hop, layout, hardware)
+        hop_seconds = 0.0 if hides else hop.seconds(layout, hardware)
         sent["pipeline"] = 2 * layout.vpp * hop_seconds
     chunks = method.expert_chunks if system.hides_chunks else 1
     if system.hides_two_batch and len(method.streams(batch)) > 1:
-        sent = overlap.exposed_with_two_batches(sent, layer_products, chunks)
+        sent = communication.exposed_with_two_batches(sent, layer_products, chunks)
     elif chunks > 1 and "experts" in sent:
         flops = 3 * _matrices(model, layout, batch.local_tokens(layout))[1][0]
         expert_seconds = flops / system.rate(hardware)
-        sent["experts"] = overlap.exposed_with_chunks(sent["experts"], expert_seconds, chunks)
+        # At least one chunk is exposed: the dispatch of the first and the return of the last.
+        sent["experts"] = communication.exposed_seconds(sent["experts"], expert_seconds, chunks)
     total = sum(sent.values())
     if not total:
         return {}
     exposed = max((1 - system.hidden) * total, total - products)
     return {what: time * exposed / total for what, time in sent.items() if time}
-
-
-def _communication_seconds(
-    model: ModelSizes, layout: Layout, batch: Batch, method: Method, hardware: Hardware
-) -> dict[str, float]:
-    """Seconds of a micro-batch's communication without pipeline hops: layers, embedding, head."""
-    layer_times, embed_and_head_times = _seconds_by_group(
-        model, single_chunk(layout), batch, for_tokens(method), hardware
-    )
-    layers = _layers_on_stage(model, layout)
-    seconds_by_name = {name: layers * seconds for name, seconds in layer_times}
-    for name, seconds in embed_and_head_times:
-        seconds_by_name[name] = seconds_by_name.get(name, 0.0) + seconds
-    return seconds_by_name
-
-
-@functools.lru_cache(maxsize=1024)
-def _seconds_by_group(
-    model: ModelSizes, layout: Layout, batch: Batch, method: Method, hardware: Hardware
-) -> tuple[Timed, Timed]:
-    """Communication of a micro-batch in one layer, and in embedding and head, by group.
-
-    The groups are `TRANSFER_GROUPS`.
-    """
-    grouped = []
-    for sent in (
-        links.layer_times(model, layout, batch, method, hardware),
-        links.embed_and_head_times(model, layout, batch, method, hardware),
-    ):
-        groups: dict[str, float] = {}
-        for what, seconds in sent:
-            groups[_group_name(what)] = groups.get(_group_name(what), 0.0) + seconds
-        grouped.append(tuple(groups.items()))
-    return grouped[0], grouped[1]
-
-
-@functools.lru_cache(maxsize=256)
-def _group_name(what: str) -> str:
-    return next(name for name, words in TRANSFER_GROUPS if any(word in what for word in words))
-
-
-@functools.lru_cache(maxsize=1024)
-def _step_communication(
-    model: ModelSizes, layout: Layout, method: Method, hardware: Hardware
-) -> tuple[float, float, float]:
-    """Seconds of communication once per step.
-
-    They are those of the reduction of the layers' gradients, of that of the embedding's and head's
-    gradients, and of the all-gather of new weights.
-    """
-    embed_and_head_names = {
-        f"gradients: {one.what}" for one in weight_groups(model, layout) if not one.depth
-    }
-    sent = volumes.gradients(model, layout, method)
-    gathers = [one for one in sent if one.kind == "all_gather"]
-    reductions = [one for one in sent if one.kind != "all_gather"]
-    embed_and_head = [one for one in reductions if one.what in embed_and_head_names]
-    layers = [one for one in reductions if one.what not in embed_and_head_names]
-    return (
-        _total_seconds(layers, layout, hardware),
-        _total_seconds(embed_and_head, layout, hardware),
-        _total_seconds(gathers, layout, hardware),
-    )
-
-
-@functools.lru_cache(maxsize=1024)
-def _unsharding_seconds(
-    model: ModelSizes, layout: Layout, method: Method, hardware: Hardware
-) -> float:
-    """Seconds of FSDP per micro-batch: layers gathered twice, their gradients reduce-scattered."""
-    gathers = list(volumes.unsharding(model, layout, method))
-    sent = repeat_transfers(gathers, 2) + [
-        volumes.gradient_reduction(one, layout, method) for one in gathers
-    ]
-    return _total_seconds(sent, layout, hardware)
-
-
-TRANSFER_GROUPS = (
-    ("context", ("keys", "values", "queries", "attention's output")),
-    ("attention and dense layers over tp", ("attention", "dense layer", "shared expert")),
-    ("experts", ("experts", "load")),
-    ("vocabulary", ("head", "embedding")),
-    ("row order", ("halves",)),
-)
-"""Names of groups of transfers, by the words in the transfers' names."""
-
-
-def _total_seconds(transfers: Iterable[Transfer], layout: Layout, hardware: Hardware) -> float:
-    return sum((links.seconds(one, layout, hardware) for one in transfers), 0.0)

@@ -1,18 +1,27 @@
 """Memory of a device in training: weights, optimizer, gradients, activations, buffers."""
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from sharding.costs.transfer import group_strides
 from sharding.folding import Layout
 from sharding.planner.method import Batch, Method, for_weights
-from sharding.planner.models.sizes import ModelSizes
-from sharding.planner.models.weights import layers_on_device, weight_groups, weight_layout
-from sharding.planner.scores import saved_score_bytes, working_score_bytes
-from sharding.planner.transfer import Transfer, hierarchical_gather
-from sharding.planner.volumes import kv_replication, tokens_per_peer
+from sharding.planner.models import ModelSizes
+from sharding.planner.volumes import kv_replication, tokens_per_expert, tokens_per_peer
+from sharding.planner.weights import layers_on_device, weight_groups, weight_layout
 
 FLOAT32, BFLOAT16 = 4, 2
+BLOCK_QUERIES, MAX_SPANS = 128, 8
+"""Queries of a block of attention, and stretches of them that are compiled apart, at most."""
+NUM_WORKING_SCORES = 3
+"""Arrays of scores that a backward pass has at once: powers, their gradients and those of the
+scores. XLA's CPU compiler runs the stretches of a row side by side, so that all of them are there.
+"""
+NUM_SAVED_SCORES = 2
+"""Arrays of scores that "plain" keeps of a layer where everything is kept: powers and
+probabilities."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +65,9 @@ def memory(
     resident = model_states(
         model, weight_layout(model, layout), for_weights(method), num_micro_batches > 1
     )
-    columns = -(-model.vocab_size // layout.tp)
-    columns = columns if vocab_chunk is None else min(columns, vocab_chunk)
-    logits = 2 * FLOAT32 * tokens * layout.tp * columns
+    vocab_width = -(-model.vocab_size // layout.tp)
+    vocab_width = vocab_width if vocab_chunk is None else min(vocab_width, vocab_chunk)
+    logits = 2 * FLOAT32 * tokens * layout.tp * vocab_width
     # A layer's values, and as many gradients.
     values = activation_bytes(model, layout, tokens, method, "none")
     saved_bytes = values
@@ -126,16 +135,16 @@ def model_states(model: ModelSizes, layout: Layout, method: Method, adds_up: boo
     """
     depth = layers_on_device(model, layout)
     weights = optimizer = gradients = gathered = 0.0
-    for one in weight_groups(model, layout):
-        stored, full, shard = one.stored(method), one.parameters, one.shard_size(layout)
+    for group in weight_groups(model, layout):
+        stored, full, shard = group.stored(method), group.parameters, group.shard_size(layout)
         weights += (shard if method.fsdp else full) * stored.weight
         optimizer += shard * (stored.master + stored.moments)
         # A sum over micro-batches and the gradient that is added to it.
         gradient_bytes = stored.gradient + (stored.summand if adds_up else 0)
-        gradients += (shard if method.fsdp and one.in_layers else full) * gradient_bytes
+        gradients += (shard if method.fsdp and group.in_layers else full) * gradient_bytes
         if method.fsdp:
             # The current layer, embedding and head, gathered.
-            gathered += full * stored.weight_comm / (depth if one.in_layers else 1)
+            gathered += full * stored.weight_comm / (depth if group.in_layers else 1)
     return States(weights, optimizer, gradients, gathered, comm_buffer_bytes(model, layout, method))
 
 
@@ -150,10 +159,11 @@ def partial_gradient_bytes(
     num_streams, total = len(method.streams(batch)), 0.0
     if num_streams == method.expert_chunks == 1:
         return total
-    for one in weight_groups(model, layout):
-        if one.in_layers:
-            num_partial = num_streams * (method.expert_chunks if one.what == "experts" else 1)
-            total += (num_partial - 1) * one.parameters / one.depth * one.stored(method).weight
+    for group in weight_groups(model, layout):
+        if group.in_layers:
+            num_partial = num_streams * (method.expert_chunks if group.what == "experts" else 1)
+            bytes_each = group.stored(method).weight
+            total += (num_partial - 1) * group.parameters / group.depth * bytes_each
     return total
 
 
@@ -169,11 +179,14 @@ def comm_buffer_bytes(model: ModelSizes, layout: Layout, method: Method) -> floa
     fractions = {"experts": 2 / 3, "dense layers": 2 / 3, "first dense layers": 2 / 3}
     fractions |= {"attention": 1 / 2, "embedding and head": 1.0 if model.tied else 1 / 2}
     buffers = [0.0]
-    for one in weight_groups(model, layout):
-        across = hierarchical_gather("", one.replicas, layout, one.shard_size(layout), 1)
-        if any(stage.side == "across" for stage in across):
-            inside = Transfer("", "permute", one.replicas, 1, 1, side="inside").group(layout)
-            buffers.append(2 * BFLOAT16 * one.parameters * fractions.get(one.what, 1.0) / inside)
+    for group in weight_groups(model, layout):
+        inside, across = (
+            math.prod(size for _, size in group_strides(group.replicas, side, layout))
+            for side in ("inside", "across")
+        )
+        if across > 1:
+            fraction = fractions.get(group.what, 1.0)
+            buffers.append(2 * BFLOAT16 * group.parameters * fraction / inside)
     return max(buffers)
 
 
@@ -220,7 +233,7 @@ def activation_bytes(
     "full" keeps the input and the results of collectives over tokens. "selective" and "projections"
     keep `selective_activation_bytes`; the first, if communication is not repeated
     (`Method.resends`), the results of products and of collectives. "none" keeps the results of
-    norms, activations and permutations as well. Attention's scores are `sharding.planner.scores`.
+    norms, activations and permutations as well. Attention's scores are `saved_score_bytes`.
     """
     if method.repeats(remat):
         return selective_activation_bytes(model, layout, tokens, method, remat)
@@ -303,12 +316,6 @@ def expert_rows(model: ModelSizes, layout: Layout, tokens: int, method: Method) 
     return layout.ep * layout.etp * most
 
 
-def tokens_per_expert(model: ModelSizes, tokens: int) -> int:
-    """Capacity of an expert for the tokens of one device; without a capacity factor all of them."""
-    one_each = tokens_per_peer(model, Layout(dp=model.num_experts, ep=model.num_experts), tokens)
-    return min(tokens, one_each)
-
-
 def received_tokens(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> int:
     """Tokens that the experts of a device receive from all devices that share them.
 
@@ -322,3 +329,36 @@ def received_tokens(model: ModelSizes, layout: Layout, tokens: int, method: Meth
     if method.even:
         return tokens * model.experts_per_token * layout.etp
     return num_sharing * tokens_per_peer(model, layout, tokens)
+
+
+def saved_score_bytes(model: ModelSizes, layout: Layout, batch: Batch, method: Method) -> float:
+    """Bytes of attention scores that a layer keeps for its backward pass."""
+    if method.attention != "plain" or method.remat != "none":
+        return 0.0
+    return NUM_SAVED_SCORES * _all_score_bytes(model, layout, batch, method)
+
+
+def working_score_bytes(model: ModelSizes, layout: Layout, batch: Batch, method: Method) -> float:
+    """Bytes of attention scores in memory during a layer's backward pass, without a kernel.
+
+    "plain" attention materialises those of all queries and keys of a micro-batch, "blocked" those
+    of a row's blocks of queries, each with keys up to its own end (`moe.attention.blocking`).
+    """
+    if method.attention == "plain":
+        return NUM_WORKING_SCORES * _all_score_bytes(model, layout, batch, method)
+    if method.attention is None:
+        return 0.0
+    row_bytes = FLOAT32 * model.num_heads / layout.tp * batch.time**2 / layout.cp
+    blocks = -(-batch.time // BLOCK_QUERIES)
+    # Queries that are not the last ones of all keys are one stretch, block by block. Two blocks are
+    # what XLA's CPU programs come nearest to: fitted to them, not derived.
+    if layout.cp > 1 and method.context != "ulysses":
+        return NUM_WORKING_SCORES * row_bytes * min(2 / blocks, 1)
+    return NUM_WORKING_SCORES * row_bytes * (1 + 1 / min(blocks, MAX_SPANS)) / 2
+
+
+def _all_score_bytes(model: ModelSizes, layout: Layout, batch: Batch, method: Method) -> float:
+    """Bytes of the scores of all rows of a device and of its heads, float32."""
+    queries = batch.local_tokens(layout) * layout.tp
+    keys = batch.time / (layout.cp if method.context == "ring" else 1)
+    return FLOAT32 * model.num_heads / layout.tp * queries * keys

@@ -126,7 +126,8 @@ class Method:
         is an all-to-all of terms that are summed in float32 (`sharding.compression`).
       mu_dtype: of Adam's first moment.
       attention: implementation that materialises scores in memory: "plain", all of them, or
-        "blocked", a part; None is a kernel that has them on the chip (`sharding.planner.scores`).
+        "blocked", a part; None is a kernel that has them on the chip
+        (`sharding.planner.memory.working_score_bytes`).
       duplicates_experts: where "none" keeps the values that a layer computes, it keeps a copy of
         its experts' matrices too, as XLA's programs do on a CPU.
       in_place: a pipeline stage writes the residuals of a chunk directly to their buffer slot; else

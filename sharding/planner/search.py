@@ -1,4 +1,4 @@
-"""Search over all legal layouts of a cluster: best plan of each, and what rules out the others."""
+"""Search over all legal layouts of a cluster: the best plan of each."""
 
 import itertools
 import math
@@ -6,15 +6,15 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from sharding.costs.hardware import Hardware
 from sharding.folding import Layout
 from sharding.folding.layout import divisors
 from sharding.planner.cost import Cost, System, cost, cost_at_least
-from sharding.planner.hardware import Hardware
 from sharding.planner.memory import Memory, memory
 from sharding.planner.method import Batch, Method, with_fields
-from sharding.planner.models.sizes import ModelSizes
-from sharding.planner.models.weights import parameters_on_device, sharded_parameters
-from sharding.planner.sending import Case, Fields, candidate_contexts, candidate_dispatches
+from sharding.planner.models import ModelSizes
+from sharding.planner.pruning import Case, Fields, candidate_contexts, candidate_dispatches
+from sharding.planner.weights import parameters_on_device, sharded_parameters
 
 MEMORY_FRACTION = 0.92
 """Share of a device's memory that plans may use: the rest is the compiler's and the libraries'."""
@@ -246,7 +246,10 @@ def communication_variants(
         case, batch, system, choices.dispatch, choices.activation_wire
     )
     pairs = itertools.product(contexts, dispatches)
-    combinations = [({**one, **other}, first and second) for (one, first), (other, second) in pairs]
+    combinations = [
+        ({**context, **dispatch}, first and second)
+        for (context, first), (dispatch, second) in pairs
+    ]
     return [fields for fields, quick in combinations if quick], [
         fields for fields, quick in combinations if not quick
     ]
@@ -288,76 +291,3 @@ def min_state_bytes(model: ModelSizes, layout: Layout, method: Method, choices: 
             used * (stored.weight + stored.gradient) + sharded * (stored.master + stored.moments)
         )
     return float(min(candidates))
-
-
-def neighbours(layout: Layout) -> list[Layout]:
-    """Layouts of as many devices in which a factor of two moves from one axis to another."""
-    candidates = []
-    attention = ("tp", "cp", "dp", "pp")
-    for less in attention:
-        for more in attention:
-            if less != more and getattr(layout, less) % 2 == 0:
-                candidates.append(_move_factor(layout, less, more))
-    for axis in ("ep", "etp"):
-        for factor in (2, 0.5):
-            if factor == 2 or getattr(layout, axis) % 2 == 0:
-                candidates.append(
-                    _replace_sizes(layout, **{axis: int(getattr(layout, axis) * factor)})
-                )
-    if layout.ep % 2 == 0:
-        candidates.append(_replace_sizes(layout, ep=layout.ep // 2, etp=layout.etp * 2))
-    return [candidate for candidate in dict.fromkeys(candidates) if candidate is not None]
-
-
-def _move_factor(layout: Layout, less: str, more: str) -> Layout | None:
-    sizes = {less: getattr(layout, less) // 2, more: getattr(layout, more) * 2}
-    return _replace_sizes(layout, **sizes)
-
-
-def _replace_sizes(layout: Layout, **sizes: int) -> Layout | None:
-    try:
-        return replace(layout, vpp=1, **sizes)
-    except ValueError:
-        return None
-
-
-def why_not(
-    result: SearchResult, model: ModelSizes, rows: int, time: int, hardware: Hardware
-) -> dict[Layout, str]:
-    """Reason against the neighbours of the best plan's layout.
-
-    Legal neighbours that were not searched are left out.
-    """
-    best = result.plans[0]
-    by_layout = {replace(plan.layout, vpp=1): plan for plan in result.plans}
-    reasons = {}
-    for other in neighbours(best.layout):
-        rule = broken_rule(model, other, rows, time)
-        if rule is not None:
-            reasons[other] = rule
-        elif other in by_layout:
-            reasons[other] = _describe_slowdown(by_layout[other], best)
-        elif other in result.too_large:
-            needs, has = result.too_large[other] / 1e9, MEMORY_FRACTION * hardware.memory / 1e9
-            reasons[other] = f"needs {needs:.0f} GB, budget {has:.0f} GB"
-    return reasons
-
-
-def _describe_slowdown(plan: Plan, best: Plan) -> str:
-    """Text: by how much a plan is slower, and the component of its time that grew most."""
-
-    def components(cost: Cost) -> dict[str, float]:
-        return {
-            "products": cost.products,
-            "memory traffic": cost.traffic,
-            "pipeline bubble": cost.bubble,
-            **cost.communication,
-        }
-
-    best_seconds, other_seconds = components(best.cost), components(plan.cost)
-    grown = {
-        name: other_seconds.get(name, 0.0) - best_seconds.get(name, 0.0)
-        for name in best_seconds | other_seconds
-    }
-    worst = max(grown, key=lambda name: grown[name])
-    return f"{plan.cost.total / best.cost.total - 1:.0%} slower: {worst}"

@@ -7,25 +7,24 @@ tokens of a micro-batch on one device, h the model width.
 import itertools
 import math
 import operator
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain
 
+from sharding.costs.dispatch import FLOAT32, INT32, TokenDispatch
+from sharding.costs.transfer import Kind, Transfer
 from sharding.folding import Layout
 from sharding.folding.layout import prime_factors
 from sharding.planner.method import Batch, Method
-from sharding.planner.models.sizes import ModelSizes
-from sharding.planner.models.weights import layers_on_device, shards_vocabulary, weight_groups
-from sharding.planner.transfer import (
-    Kind,
-    Transfer,
-    drop_empty,
-    hierarchical_gather,
-    repeat_transfers,
-    to_fp8,
+from sharding.planner.models import ModelSizes
+from sharding.planner.weights import (
+    WeightGroup,
+    layers_on_device,
+    shards_vocabulary,
+    weight_groups,
 )
 from sharding.schedule import Schedule
 
-FLOAT32 = INT32 = 4
 BFLOAT16 = 2
 
 
@@ -183,17 +182,17 @@ def dispatch(
         slots = min(size, per_peer)
         # With buffers of the size of even routing, as much is received.
         buffer = None if method.even else layout.ep * slots
-        forward_once, backward_once = exchange(
+        forward_once, backward_once = TokenDispatch(
             method.dispatch,
+            layout,
             tokens=size,
             per_peer=slots,
             k=k,
-            layout=layout,
             d_model=model.d_model,
             itemsize=method.itemsize,
             buffer=buffer,
             comm_dtype=method.activation_wire,
-        )
+        ).transfers()
         forward += repeat_transfers(forward_once, count)
         backward += repeat_transfers(backward_once, count)
     return forward, backward
@@ -206,137 +205,12 @@ def chunk_sizes(tokens: int, chunks: int) -> list[tuple[int, int]]:
     return [(size, count) for size, count in ((each + 1, more), (each, less)) if count]
 
 
-def exchange(
-    implementation: str,
-    tokens: int,
-    per_peer: int,
-    k: int,
-    layout: Layout,
-    d_model: int,
-    itemsize: int,
-    buffer: int | None = None,
-    comm_dtype: str | None = None,
-) -> tuple[list[Transfer], list[Transfer]]:
-    """`token_exchange` and `routing_exchange`, forward and backward.
-
-    Args:
-      comm_dtype: communication dtype of tokens, sums and their gradients (`sharding.compression`);
-        None is their own.
-    """
-    is_ragged = implementation == "ragged"
-    token_transfers = token_exchange(
-        implementation, tokens, per_peer, k, layout, d_model, itemsize, buffer
-    )
-    routing = routing_exchange(implementation, tokens, per_peer, k, layout, buffer)
-    if comm_dtype is None:
-        transfers = [*token_transfers, *routing]
-        if is_ragged:
-            # Only backward: offsets of slices in the other buffer, two vectors per direction.
-            what = "offsets to experts"
-            transfers.append(Transfer(what, "all_to_all", ("ep",), layout.ep, 0, 4, gradient=INT32))
-        return transfers, [one.transposed(layout) for one in transfers if one.gradient]
-    forward, backward = [], [one.transposed(layout) for one in routing if one.gradient]
-    for one in token_transfers:
-        fp8_forward, fp8_backward = to_fp8(
-            one, layout, d_model, is_ragged and one.kind == "all_to_all"
-        )
-        forward += fp8_forward
-        backward += fp8_backward
-    return [*forward, *routing], backward
-
-
-def token_exchange(
-    implementation: str,
-    tokens: int,
-    per_peer: int,
-    k: int,
-    layout: Layout,
-    d_model: int,
-    itemsize: int,
-    buffer: int | None = None,
-) -> list[Transfer]:
-    """Dispatch of tokens to the devices of their experts, and combine of the outputs.
-
-    With ``n = ep etp``, in tokens: "all_gather" receives ``2 T (n - 1)``, half of it sums of
-    float32; "all_to_all" ``2 R (n - 1)``; "ragged" no more than ``2 T k (ep - 1) / ep`` over ``ep``
-    with even routing, and over ``etp`` its whole buffer.
-
-    Args:
-      implementation: "all_gather", "all_to_all" or "ragged".
-      tokens: T.
-      per_peer: R, tokens that a device sends to another where buffers are of one size.
-      itemsize: bytes of an element of a token.
-      buffer: capacity of "ragged" in tokens; None is as many as are received.
-    """
-    if implementation == "all_gather":
-        group, n, size = ("ep", "etp"), layout.ep * layout.etp, tokens * d_model
-        gather = Transfer(
-            TOKENS, "all_gather", group, size, itemsize, gradient=FLOAT32, repeated=True
-        )
-        reduction = Transfer(SUMS, "reduce_scatter", group, n * size, FLOAT32, gradient=itemsize)
-        return [gather, reduction]
-    sent, received = (
-        slots * d_model
-        for slots in _slot_counts(implementation, tokens, per_peer, k, layout, buffer)
-    )
-
-    def make_transfer(
-        what: str, kind: Kind, axis: str, elements: int, repeated: bool = False
-    ) -> Transfer:
-        return Transfer(what, kind, (axis,), elements, itemsize, 1, itemsize, repeated)
-
-    return [
-        make_transfer(TOKENS, "all_to_all", "ep", sent, repeated=True),
-        make_transfer(f"{TOKENS}, over etp", "all_gather", "etp", received, repeated=True),
-        make_transfer(f"{SUMS}, over etp", "reduce_scatter", "etp", layout.etp * received),
-        make_transfer(SUMS, "all_to_all", "ep", sent),
-    ]
-
-
-TOKENS, SUMS = "tokens to experts", "sums of experts"
-
-
-def routing_exchange(
-    implementation: str,
-    tokens: int,
-    per_peer: int,
-    k: int,
-    layout: Layout,
-    buffer: int | None = None,
-) -> list[Transfer]:
-    """Exchange of k expert ids and k gate weights of each token of `token_exchange`.
-
-    They are sent with it, except in "ragged", where they are sent first and to all devices, which
-    count from them the tokens that they will receive.
-    """
-    if implementation == "all_gather":
-        return _routing_transfers("all_gather", ("ep", "etp"), tokens * k)
-    sent, received = _slot_counts(implementation, tokens, per_peer, k, layout, buffer)
-    if implementation == "ragged":
-        over_ep = _routing_transfers("all_gather", ("ep",), tokens * k)
-    else:
-        over_ep = _routing_transfers("all_to_all", ("ep",), sent * k)
-    return [*over_ep, *_routing_transfers("all_gather", ("etp",), received * k)]
-
-
-def _slot_counts(
-    implementation: str, tokens: int, per_peer: int, k: int, layout: Layout, buffer: int | None
-) -> tuple[int, int]:
-    """Tokens that a device sends over ``ep``, itself included, and those that it then holds."""
-    slots = layout.ep * per_peer
-    if implementation != "ragged":
-        return slots, slots
-    sent = min(slots, tokens * k)
-    return sent, sent if buffer is None else buffer
-
-
-def _routing_transfers(kind: Kind, axes: tuple[str, ...], num_values: int) -> list[Transfer]:
-    return [
-        Transfer("ids of experts", kind, axes, num_values, INT32, repeated=True),
-        Transfer(
-            "probs of experts", kind, axes, num_values, FLOAT32, gradient=FLOAT32, repeated=True
-        ),
-    ]
+def tokens_per_expert(model: ModelSizes, tokens: int) -> int:
+    """Capacity of an expert for the tokens of one device; without a capacity factor all of them."""
+    if model.capacity_factor is None:
+        return tokens
+    average = model.capacity_factor * tokens * model.experts_per_token / model.num_experts
+    return min(tokens, math.ceil(round(average, 9)))
 
 
 def tokens_per_peer(model: ModelSizes, layout: Layout, tokens: int) -> int:
@@ -346,9 +220,7 @@ def tokens_per_peer(model: ModelSizes, layout: Layout, tokens: int) -> int:
     """
     if model.capacity_factor is None:
         return tokens
-    average = model.capacity_factor * tokens * model.experts_per_token / model.num_experts
-    capacity = min(tokens, math.ceil(round(average, 9)))
-    return min(tokens, capacity * (model.num_experts // layout.ep))
+    return min(tokens, tokens_per_expert(model, tokens) * (model.num_experts // layout.ep))
 
 
 def hop(model: ModelSizes, tokens: int, method: Method) -> Transfer:
@@ -403,7 +275,38 @@ def row_reordering(
     transfers = [
         Transfer(what, "all_gather", ("tp",), size, width, gradient=width) for size in sizes
     ]
-    return drop_empty([*transfers, *(one.transposed(layout) for one in transfers)], layout)
+    return drop_empty([*transfers, *(gather.transposed(layout) for gather in transfers)], layout)
+
+
+def drop_empty(transfers: Iterable[Transfer], layout: Layout) -> list[Transfer]:
+    """The transfers that send anything: groups of one device send nothing."""
+    return [t for t in transfers if t.group(layout) > 1 and t.bytes]
+
+
+def repeat_transfers(transfers: Iterable[Transfer], times: int) -> list[Transfer]:
+    """The transfers with `times` times as many calls."""
+    return [replace(t, times=t.times * times) for t in transfers]
+
+
+def gather_weights(what: str, group: WeightGroup, layout: Layout, method: Method) -> list[Transfer]:
+    """Hierarchical all-gather of the shards of weights (`sharding.zero`).
+
+    It has two stages, across sequence-parallel groups and then inside; a stage of one device is
+    left out. The reverse is a reduce-scatter.
+    """
+    stored = group.stored(method)
+    across = Transfer(
+        what,
+        "all_gather",
+        group.replicas,
+        group.shard_size(layout),
+        stored.weight_comm,
+        gradient=stored.gradient_comm,
+        side="across",
+    )
+    gathered = across.elements * across.group(layout)
+    inside = replace(across, elements=gathered, side="inside")
+    return drop_empty([across, inside], layout)
 
 
 def unsharding(model: ModelSizes, layout: Layout, method: Method) -> tuple[Transfer, ...]:
@@ -412,17 +315,9 @@ def unsharding(model: ModelSizes, layout: Layout, method: Method) -> tuple[Trans
     The reverse is the reduce-scatter of their gradients.
     """
     transfers = []
-    for one in weight_groups(model, layout):
-        if one.in_layers:
-            stored = one.stored(method)
-            transfers += hierarchical_gather(
-                f"shards of {one.what}",
-                one.replicas,
-                layout,
-                one.shard_size(layout),
-                itemsize=stored.weight_comm,
-                gradient=stored.gradient_comm,
-            )
+    for group in weight_groups(model, layout):
+        if group.in_layers:
+            transfers += gather_weights(f"shards of {group.what}", group, layout, method)
     return tuple(transfers)
 
 
@@ -437,6 +332,14 @@ def gradient_reduction(gather: Transfer, layout: Layout, method: Method) -> Tran
     return reduction
 
 
+def fully_sharded(model: ModelSizes, layout: Layout, method: Method) -> list[Transfer]:
+    """FSDP of a micro-batch: layers gathered forward and backward, gradients reduce-scattered."""
+    gathers = unsharding(model, layout, method)
+    return repeat_transfers(gathers, 2) + [
+        gradient_reduction(gather, layout, method) for gather in gathers
+    ]
+
+
 def gradients(model: ModelSizes, layout: Layout, method: Method) -> list[Transfer]:
     """Collectives once per step (ZeRO-1): reduce-scatter of gradients, all-gather of new weights.
 
@@ -445,25 +348,17 @@ def gradients(model: ModelSizes, layout: Layout, method: Method) -> list[Transfe
     `Method.overlap_grad_reduce` gradients are reduced layer by layer.
     """
     transfers = []
-    for one in weight_groups(model, layout):
-        if method.fsdp and one.in_layers:
+    for group in weight_groups(model, layout):
+        if method.fsdp and group.in_layers:
             continue
-        stored = one.stored(method)
-        gathers = hierarchical_gather(
-            f"new weights: {one.what}",
-            one.replicas,
-            layout,
-            one.shard_size(layout),
-            itemsize=stored.weight_comm,
-            gradient=stored.gradient_comm,
-        )
+        gathers = gather_weights(f"new weights: {group.what}", group, layout, method)
         reductions = [
-            replace(gradient_reduction(reduction, layout, method), what=f"gradients: {one.what}")
-            for reduction in reversed(gathers)
+            replace(gradient_reduction(gather, layout, method), what=f"gradients: {group.what}")
+            for gather in reversed(gathers)
         ]
-        if method.overlap_grad_reduce and one.depth:
+        if method.overlap_grad_reduce and (depth := group.depth):
             reductions = [
-                replace(reduction, elements=-(-reduction.elements // one.depth), times=one.depth)
+                replace(reduction, elements=-(-reduction.elements // depth), times=depth)
                 for reduction in reductions
             ]
         transfers += [*reductions, *gathers]
@@ -482,10 +377,7 @@ def step(model: ModelSizes, layout: Layout, batch: Batch, method: Method) -> lis
         forward, backward = layer(model, layout, batch, method, has_experts)
         transfers += repeat_transfers([*forward, *backward], num_layers)
     if method.fsdp:
-        gathers = list(unsharding(model, layout, method))
-        transfers += repeat_transfers(gathers, 2) + [
-            gradient_reduction(one, layout, method) for one in gathers
-        ]
+        transfers += fully_sharded(model, layout, method)
     transfers += embedding(model, layout, tokens, method) + head(model, layout, tokens, method)
     transfers += row_reordering(model, layout, batch, method)
     transfers = repeat_transfers(transfers, micro_batches)

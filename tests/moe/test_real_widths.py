@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from moe import model
 from moe.config import ModelConfig
-from moe.counts.sizes import sizes_of
+from moe.counts import sizes_of
 from moe.execution import Execution
 from moe.placement import specs
 from moe.weights import shapes

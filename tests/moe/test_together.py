@@ -22,7 +22,7 @@ from moe.placement import in_chunks, in_layer_order, shard_dims, shard_specs, sp
 from moe.router.balance import router_loss
 from moe.tokens.packing import pack_rows
 from sharding.collectives import all_sum, vary
-from sharding.reduction import Reduction
+from sharding.zero import Reduction
 
 CONFIG = replace(ROUTED, vocab_size=12)
 BATCH, TIME = 8, 8

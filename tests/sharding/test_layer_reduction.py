@@ -12,8 +12,7 @@ from programs import mesh_of, on_mesh
 from tiers import full_but
 
 from sharding.collectives import vary
-from sharding.reduction import Reduced, Reduction, weights_of
-from sharding.zero import shard_dim
+from sharding.zero import Reduced, Reduction, shard_dim, weights_of
 
 DEPTH, WIDTH, ROWS = 3, 8, 5
 

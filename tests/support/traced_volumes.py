@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+from observed_collectives import jaxpr_collectives
 from whole_network import loss_and_gradient
 
 from moe.config import ModelConfig
@@ -13,7 +14,6 @@ from moe.placement import in_chunks
 from moe.weights import shapes
 from sharding.folding import Layout, fold_abstract
 from sharding.planner.method import Batch, Method
-from sharding.planner.validation.observed import jaxpr_collectives
 from sharding.schedule import Schedule
 
 # A distinct size for each axis, divisible where the layouts cut it.

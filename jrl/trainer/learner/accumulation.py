@@ -12,7 +12,7 @@ from jaxtyping import Array
 from jrl.trainer.learner.passes import scan_first
 from moe.weights import Transformer
 from sharding.collectives import Axes, vary
-from sharding.reduction import Reduced
+from sharding.zero import Reduced
 
 WrapWeights = Callable[[Transformer[Array]], Transformer[Any]]
 """Function of all weights before the forward pass: the same, some of them replaced by a
@@ -73,7 +73,7 @@ def accumulate_with_overlapped_reduction(
     fuses the last micro-batch differently and rounds once less.
 
     Args:
-      reductions: a `sharding.reduction.Reduction` for each weight of `local_weights`.
+      reductions: a `sharding.zero.Reduction` for each weight of `local_weights`.
       passes: at least 1.
     """
     num_micro_batches = jax.tree.leaves(micro_batches)[0].shape[0]
@@ -99,7 +99,7 @@ def accumulate_with_overlapped_reduction(
     zeros = {name: getattr(zeros, name) for name in LAYER_FIELDS}
 
     # Differentiated by these zeros, not by the layers: their cotangent is the sum over devices of
-    # the layers' gradient (`sharding.reduction`).
+    # the layers' gradient (`sharding.zero`).
     def last_loss(differentiated):
         outside_layers, zeros = differentiated
 

@@ -41,7 +41,7 @@ from moe.weights import Layer, Transformer
 from sharding import zero
 from sharding.collectives import all_sum, vary
 from sharding.folding import FoldedMesh
-from sharding.reduction import Reduction
+from sharding.zero import Reduction
 
 Leaf = TypeVar("Leaf")
 

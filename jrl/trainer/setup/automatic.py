@@ -11,10 +11,10 @@ from jrl.trainer.setup.memory import DECODE_PARTIALS, GRADIENTS_SENT, LOGITS, ST
 from jrl.trainer.setup.network import check_overlaps, with_dispatch
 from jrl.trainer.setup.predicted import memory_of_update, time_of_update
 from jrl.trainer.setup.setup import Setup
-from moe.counts.sizes import sizes_of
+from moe.counts import sizes_of
 from moe.placement import specs
+from sharding.costs.hardware import HARDWARE, Hardware, find_hardware
 from sharding.folding import Layout, fold
-from sharding.planner.hardware import HARDWARE, Hardware, of_kind
 from sharding.planner.search import MEMORY_FRACTION, broken_rule, chunks_of_a_stage, layouts
 
 
@@ -106,7 +106,7 @@ def detect_hardware() -> Hardware:
       ValueError: for an accelerator that it does not support.
     """
     device = jax.devices()[0]
-    hardware = HARDWARE["laptop"] if device.platform == "cpu" else of_kind(device.device_kind)
+    hardware = HARDWARE["laptop"] if device.platform == "cpu" else find_hardware(device.device_kind)
     if hardware is None:
         raise ValueError(
             f"layout='auto': the planner does not support {device.device_kind!r}, only "

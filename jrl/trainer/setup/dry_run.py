@@ -27,8 +27,8 @@ from moe.weights import (
     num_parameters,
     num_trained_parameters,
 )
+from sharding.costs.hardware import find_hardware
 from sharding.folding import FoldedMesh
-from sharding.planner.hardware import of_kind
 from sharding.schedule import Schedule
 
 AXES = {
@@ -211,7 +211,7 @@ def prediction(setup: Setup) -> dict[str, str]:
         "activations": readable_bytes(round(memory_needed.activations)),
         "workspace (layer + logits)": readable_bytes(round(memory_needed.buffers)),
     }
-    hardware = of_kind(jax.devices()[0].device_kind)
+    hardware = find_hardware(jax.devices()[0].device_kind)
     if hardware is None:
         return rows
     cost = time_of_update(model, geometry, run, hardware)

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 
 from jrl.checks import flag
 from jrl.config.run import NETWORK_SETTINGS, RunConfig
-from moe.adapters.settings import Lora
+from moe.architecture.lora import Lora
 from moe.attention.context_parallel.choice import context_of
 from moe.cache.kernel import kernel_obstacle
 from moe.config import ModelConfig

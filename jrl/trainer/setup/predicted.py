@@ -9,15 +9,15 @@ from jrl.trainer.setup.network import check_overlaps
 from moe.attention.context_parallel.choice import context_of
 from moe.attention.core import MAX_PLAIN_SCORES_ACCELERATOR, MAX_PLAIN_SCORES_CPU
 from moe.config import ModelConfig
-from moe.counts.sizes import sizes_of
+from moe.counts import sizes_of
 from moe.router.capacity import can_drop
+from sharding.costs.hardware import Hardware
 from sharding.folding import FoldedMesh, Layout
+from sharding.planner.calibration import library_system
 from sharding.planner.cost import Cost, cost
-from sharding.planner.hardware import Hardware
 from sharding.planner.memory import Memory, memory
 from sharding.planner.method import Batch, Method
-from sharding.planner.models.sizes import ModelSizes
-from sharding.planner.validation.calibration import library_system
+from sharding.planner.models import ModelSizes
 
 
 def memory_of_update(model: ModelConfig, geometry: Geometry, run: RunConfig) -> Memory:
@@ -32,7 +32,7 @@ def time_of_update(
     model: ModelConfig, geometry: Geometry, run: RunConfig, hardware: Hardware
 ) -> Cost:
     """Predicted seconds of one optimizer step on a mini-batch, with GEMMs as fast as those of
-    Megatron-Core and the overlap that the run requests (`sharding.planner.overlap`)."""
+    Megatron-Core and the overlap that the run requests (`sharding.planner.communication`)."""
     return cost(*_planner_args(model, geometry, run), hardware, library_system(hardware))
 
 

@@ -33,8 +33,8 @@ from moe.experts.dispatch.ragged import ragged_dispatch
 from moe.experts.dispatch.token_chunks import chunk_sizes, dispatch_chunks
 from moe.router.routing import Routing, without_repeats
 from moe.weights import Experts
+from sharding.costs.dispatch import TokenDispatch
 from sharding.folding import FoldedMesh
-from sharding.planner.volumes import token_exchange
 
 IMPLEMENTATIONS = {
     "all_to_all": all_to_all_dispatch,
@@ -146,10 +146,10 @@ def rows_received(
     sizes = num_tokens, k, num_local, mesh, capacity, buffer_factor
     bound = "all_to_all" if implementation == "ragged" else implementation
     per_peer = peer_tokens(*sizes)
-    collectives = token_exchange(bound, num_tokens, per_peer, k, mesh.layout, d_model=1, itemsize=1)
+    sent = TokenDispatch(bound, mesh.layout, num_tokens, per_peer, k, d_model=1, itemsize=1)
     # Of tokens of one element, whatever its width.
     return round(
-        sum(replace(collective, itemsize=1).sent(mesh.layout) for collective in collectives)
+        sum(replace(each, itemsize=1).sent(mesh.layout) for each in sent.token_transfers())
     )
 
 

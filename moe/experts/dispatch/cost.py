@@ -1,7 +1,7 @@
 """Cost model of token dispatchers: predicted time of their collectives, and the cheapest one.
 
-Bytes are those of `sharding.planner.volumes`, links those of `sharding.planner.hardware`. Sent
-bytes are counted: for "ragged" those of balanced routing, for the others those of their full
+Bytes are those of `sharding.costs.dispatch`, links those of `sharding.costs.hardware`. Sent bytes
+are counted: for "ragged" those of balanced routing, for the others those of their full
 buffers. The time is for many tokens, for which latencies are negligible, so that the result depends
 on the network, its mesh and its devices and not on a batch: training, scoring and sampling choose
 the same dispatcher.
@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 import jax
 
+from sharding.costs.dispatch import TokenDispatch
+from sharding.costs.hardware import HARDWARE, UNKNOWN, Hardware, find_hardware
 from sharding.folding import FoldedMesh, Layout
-from sharding.planner import links, volumes
-from sharding.planner.hardware import HARDWARE, UNKNOWN, Hardware, of_kind
 
 MANY_TOKENS = 2**20
 """Tokens of a device, so many that fixed costs and rounding are negligible."""
@@ -62,17 +62,18 @@ def predict_seconds(
     """Seconds for `MANY_TOKENS` tokens of each device, forward and backward, by dispatcher."""
     rate = hardware.exchange if exchange.rate is None else exchange.rate
     without_latency = replace(hardware, latency_inside=0.0, latency_outside=0.0, exchange=rate)
-    k, times = exchange.k, {}
+    times = {}
     buffers = math.ceil(exchange.peer_capacity * MANY_TOKENS)
     for name in NAMES:
         per_peer = buffers
         if name == "ragged":
             per_peer = min(buffers, math.ceil(fraction_with_expert(exchange, layout) * MANY_TOKENS))
-        sizes = MANY_TOKENS, per_peer, k, layout, exchange.d_model, exchange.itemsize
-        forward, backward = volumes.exchange(name, *sizes, layout.ep * buffers, exchange.comm_dtype)
+        sizes = MANY_TOKENS, per_peer, exchange.k, exchange.d_model, exchange.itemsize
+        forward, backward = TokenDispatch(
+            name, layout, *sizes, layout.ep * buffers, exchange.comm_dtype
+        ).transfers()
         times[name] = math.fsum(
-            links.seconds(collective, layout, without_latency)
-            for collective in [*forward, *backward]
+            collective.seconds(layout, without_latency) for collective in [*forward, *backward]
         )
     return times
 
@@ -99,7 +100,7 @@ def hardware_of(mesh: FoldedMesh) -> Hardware:
         return HARDWARE["laptop"]
     if not isinstance(mesh.mesh, jax.sharding.Mesh):
         return UNKNOWN
-    hardware = of_kind(mesh.mesh.devices.flat[0].device_kind)
+    hardware = find_hardware(mesh.mesh.devices.flat[0].device_kind)
     return UNKNOWN if hardware is None else hardware
 
 

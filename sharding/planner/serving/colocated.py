@@ -6,17 +6,18 @@ combine; with pipeline stages each holds a part of the layers and one micro-batc
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
+from sharding.costs.hardware import LINK_EFFICIENCY, Hardware
+from sharding.folding import Layout
 from sharding.folding.layout import divisors
-from sharding.planner.hardware import LINK_EFFICIENCY, Hardware
-from sharding.planner.models.sizes import ModelSizes
+from sharding.planner.models import ModelSizes
 from sharding.planner.search import MEMORY_FRACTION
 from sharding.planner.serving import times
-from sharding.planner.serving.network import model_utilisation
 from sharding.planner.serving.plan import Load
-from sharding.planner.serving.times import ITEMSIZE, Times
+from sharding.planner.serving.times import ITEMSIZE, model_utilisation
 
 
 @dataclass(frozen=True)
@@ -42,21 +43,17 @@ PLAN_KINDS = {
 
 @dataclass(frozen=True)
 class Colocated:
-    """A plan on `devices` of one type.
+    """A plan on devices of one type.
 
     Attributes:
-      tp: devices of attention that share a token; there are ``devices / pp / tp`` such groups.
-      pp: pipeline stages.
-      ep: groups of devices that experts are sharded over, ``devices / pp / ep`` for each expert.
+      layout: of its devices: ``dp`` groups of ``tp`` on each of ``pp`` stages share a token's
+        attention, and experts are sharded over ``ep`` groups of ``etp``.
       overlap: two halves of the batch, one computes while the other is sent.
-      batch: tokens of a micro-batch; there are `pp` of them.
+      batch: tokens of a micro-batch; there are ``pp`` of them.
       token_latency: seconds between two tokens of a request.
     """
 
-    devices: int
-    tp: int
-    pp: int
-    ep: int
+    layout: Layout
     overlap: bool
     batch: int
     token_latency: float
@@ -64,26 +61,32 @@ class Colocated:
     @property
     def per_device(self) -> float:
         """Tokens per second and device."""
-        return self.pp * self.batch / self.token_latency / self.devices
+        return self.layout.pp * self.batch / self.token_latency / self.layout.num_devices
 
     def __str__(self) -> str:
-        stage = self.devices // self.pp
-        sizes = f"tp{self.tp} dp{stage // self.tp} pp{self.pp} / ep{self.ep} etp{stage // self.ep}"
+        layout = self.layout
+        sizes = f"tp{layout.tp} dp{layout.dp} pp{layout.pp} / ep{layout.ep} etp{layout.etp}"
         return sizes + (", two batches" if self.overlap else "")
 
 
 class _Stage:
     """Times of one layer on the devices of a stage, and bytes on each."""
 
-    def __init__(self, model, load, hardware: Hardware, devices, tp, pp, ep, efficiency, overlap):
-        self.model, self.load, self.hardware = model, load, hardware
-        self.devices, self.tp, self.pp, self.ep = devices, tp, pp, ep
+    def __init__(
+        self,
+        model: ModelSizes,
+        load: Load,
+        hardware: Hardware,
+        layout: Layout,
+        efficiency: float,
+        overlap: bool,
+    ):
+        self.model, self.load, self.hardware, self.layout = model, load, hardware, layout
         self.overlap, self.network = overlap, model_utilisation(hardware)
-        stage = devices // pp
-        self.stage, self.groups, self.etp = stage, stage // tp, stage // ep
-        self.attention: Times = times.attention(model, hardware, tp, load.cached, efficiency)
-        self.experts: Times = times.experts(
-            model, hardware, self.etp, model.num_experts // ep, efficiency
+        self.devices = layout.tp * layout.dp
+        self.attention = times.attention(model, hardware, layout.tp, load.cached, efficiency)
+        self.experts = times.experts(
+            model, hardware, layout.etp, model.num_experts // layout.ep, efficiency
         )
 
     def sending(self, batch):
@@ -94,32 +97,32 @@ class _Stage:
         """
         model, hardware = self.model, self.hardware
         inside = hardware.inside * LINK_EFFICIENCY
-        if self.groups == 1:
-            rate = ITEMSIZE * batch * model.d_model * (self.ep - 1) / self.ep
-            return rate / inside + (self.ep - 1) * hardware.latency_inside
-        rows = ITEMSIZE * batch / self.stage * model.experts_per_token * model.d_model
-        near = min(self.stage, hardware.domain)
-        within = rows * (near - 1) / self.stage / inside
-        if near == self.stage:
+        if self.layout.dp == 1:
+            rate = ITEMSIZE * batch * model.d_model * (self.layout.ep - 1) / self.layout.ep
+            return rate / inside + (self.layout.ep - 1) * hardware.latency_inside
+        rows = ITEMSIZE * batch / self.devices * model.experts_per_token * model.d_model
+        near = min(self.devices, hardware.domain)
+        within = rows * (near - 1) / self.devices / inside
+        if near == self.devices:
             return within + hardware.latency_inside
-        outside = rows * (self.stage - near) / self.stage
+        outside = rows * (self.devices - near) / self.devices
         return np.maximum(within, self.network.seconds(outside, hardware.outside))
 
     def layer(self, batch):
         """Seconds of one layer."""
         num_streams = 2 if self.overlap else 1
         tokens = batch / num_streams
-        computed = self.attention(tokens / self.groups)
-        computed = computed + self.experts(tokens * self.model.experts_per_token / self.ep)
+        computed = self.attention(tokens / self.layout.dp)
+        computed = computed + self.experts(tokens * self.model.experts_per_token / self.layout.ep)
         sent = 2 * self.sending(tokens)
         return num_streams * (np.maximum(computed, sent) if self.overlap else computed + sent)
 
     def token_latency(self, batch):
         """Seconds of a token step; a stage sends its tokens through its own adapters."""
         hops = 0.0
-        if self.pp > 1:
-            sent = ITEMSIZE * batch * self.model.d_model / self.stage
-            hops = self.pp * self.network.seconds(sent, self.hardware.outside)
+        if self.layout.pp > 1:
+            sent = ITEMSIZE * batch * self.model.d_model / self.devices
+            hops = self.layout.pp * self.network.seconds(sent, self.hardware.outside)
         return self.model.num_layers * self.layer(batch) + hops
 
     def most_in_memory(self) -> int:
@@ -128,16 +131,21 @@ class _Stage:
         expert_parameters = model.expert_parameters * model.num_layers
         weights = (
             ITEMSIZE
-            * ((model.parameters - expert_parameters) / self.tp + expert_parameters / self.stage)
-            / self.pp
+            * (
+                (model.parameters - expert_parameters) / self.layout.tp
+                + expert_parameters / self.devices
+            )
+            / self.layout.pp
         )
         budget = MEMORY_FRACTION * self.hardware.memory - weights
         cache = 2 * ITEMSIZE * self.load.cached * model.keys * model.num_layers
         # Each token's cache is sharded over its tp devices and the stages; pp micro-batches fit.
-        return max(0, int(budget * self.tp * self.groups / cache))
+        return max(0, int(budget * self.layout.tp * self.layout.dp / cache))
 
 
-def _stages(model, load, hardware, devices, efficiency, kind: PlanKind) -> Iterator[_Stage]:
+def _layouts(
+    model: ModelSizes, hardware: Hardware, devices: int, kind: PlanKind
+) -> Iterator[Layout]:
     for pp in (n for n in divisors(devices) if model.num_layers % n == 0):
         stage = devices // pp
         for tp in (n for n in divisors(stage) if n <= hardware.domain):
@@ -147,7 +155,7 @@ def _stages(model, load, hardware, devices, efficiency, kind: PlanKind) -> Itera
                 etp = stage // ep
                 if model.num_experts % ep or model.d_expert % etp or etp > hardware.domain:
                     continue
-                yield _Stage(model, load, hardware, devices, tp, pp, ep, efficiency, kind.overlap)
+                yield Layout(tp=tp, dp=stage // tp, pp=pp, ep=ep, etp=etp)
 
 
 def best_colocated(
@@ -166,26 +174,15 @@ def best_colocated(
     """
     times.check(model)
     kind, plans = kind or PlanKind(), []
-    for num_devices in devices:
-        for stage in _stages(model, load, hardware, num_devices, efficiency, kind):
-            low, high = 0, stage.most_in_memory()
-            while low < high:
-                middle = (low + high + 1) // 2
-                if stage.token_latency(middle) <= load.slo:
-                    low = middle
-                else:
-                    high = middle - 1
-            if low:
-                time = float(stage.token_latency(low))
-                plans.append(
-                    Colocated(
-                        num_devices,
-                        tp=stage.tp,
-                        pp=stage.pp,
-                        ep=stage.ep,
-                        overlap=kind.overlap,
-                        batch=low,
-                        token_latency=time,
-                    )
-                )
+    for layout in chain(*(_layouts(model, hardware, n, kind) for n in devices)):
+        stage = _Stage(model, load, hardware, layout, efficiency, kind.overlap)
+        low, high = 0, stage.most_in_memory()
+        while low < high:
+            middle = (low + high + 1) // 2
+            if stage.token_latency(middle) <= load.slo:
+                low = middle
+            else:
+                high = middle - 1
+        if low:
+            plans.append(Colocated(layout, kind.overlap, low, float(stage.token_latency(low))))
     return max(plans, key=lambda plan: plan.per_device, default=None)

@@ -2,16 +2,21 @@
 
 import argparse
 import re
+from itertools import product
 from pathlib import Path
 
-from sharding.planner.hardware import HARDWARE, Hardware
-from sharding.planner.models.sizes import ModelSizes
-from sharding.planner.serving import network, profile
-from sharding.planner.serving.network import Utilisation
+from sharding.costs.hardware import HARDWARE, Hardware
+from sharding.planner.models import ModelSizes
 from sharding.planner.serving.plan import PREFILL, DevicePair, Load
-from sharding.planner.serving.profile import EMPTY_PROFILE, Profile
-from sharding.planner.serving.report import report
+from sharding.planner.serving.report import draw_timeline, report
 from sharding.planner.serving.search import Space, search
+from sharding.planner.serving.times import (
+    EMPTY_PROFILE,
+    Profile,
+    Utilisation,
+    read_network,
+    read_profile,
+)
 
 SERVING_FLAGS = (
     *("slo", "prompt", "completion", "avg_seq", "prefill", "price", "network", "profile"),
@@ -103,7 +108,7 @@ def parse_prices(overrides: list[str] | None) -> dict[str, float]:
     Raises:
       ValueError: on another spelling.
     """
-    price_of = {name: one.price for name, one in HARDWARE.items() if one.price is not None}
+    price_of = {name: each.price for name, each in HARDWARE.items() if each.price is not None}
     for text in overrides or ():
         match = re.fullmatch(r"(\w+)=(\d+(?:\.\d+)?)", text)
         if match is None or match[1] not in HARDWARE or not float(match[2]) > 0:
@@ -132,27 +137,26 @@ def device_pairs(
     Raises:
       ValueError: where one of multiple types has no price.
     """
-    missing = [one.name for one in hardware_types if one.name not in price_of]
+    missing = [each.name for each in hardware_types if each.name not in price_of]
     if missing and len(hardware_types) > 1:
         raise ValueError(
             f"{missing[0]} has no price to compare it with other device types: set one, as in "
             f"--price {missing[0]}=2.5 (an L20 is 1)."
         )
-    paid = {
-        one.name: price_of[one.name] if len(hardware_types) > 1 else 1.0 for one in hardware_types
-    }
-    profiles = {one.name: measured.get(one.name, EMPTY_PROFILE) for one in hardware_types}
+    paid = price_of if len(hardware_types) > 1 else dict.fromkeys(HARDWARE, 1.0)
     return [
         DevicePair(
-            one,
-            other,
-            (paid[one.name], paid[other.name]),
+            attention,
+            experts,
+            (paid[attention.name], paid[experts.name]),
             efficiency,
             (network, network),
-            (profiles[one.name].attention, profiles[other.name].experts),
+            (
+                measured.get(attention.name, EMPTY_PROFILE).attention,
+                measured.get(experts.name, EMPTY_PROFILE).experts,
+            ),
         )
-        for one in hardware_types
-        for other in hardware_types
+        for attention, experts in product(hardware_types, repeat=2)
     ]
 
 
@@ -181,8 +185,8 @@ def plan_text(model: ModelSizes, args: argparse.Namespace, efficiency: float) ->
         defaults.completion if args.completion is None else args.completion,
         args.avg_seq,
     )
-    curve = None if args.network is None else network.read(args.network)
-    measured = {} if args.profile is None else profile.read(args.profile)
+    curve = None if args.network is None else read_network(args.network)
+    measured = {} if args.profile is None else read_profile(args.profile)
     prefill = PREFILL[1:] if args.prefill == "best" else (args.prefill or PREFILL[0],)
     if args.devices is not None and args.devices < 2:
         raise ValueError(f"--devices {args.devices} must be at least 2: one for each group.")
@@ -195,7 +199,5 @@ def plan_text(model: ModelSizes, args: argparse.Namespace, efficiency: float) ->
         f"{load.slo * 1000:g} ms between tokens"
     )
     if args.picture is not None:
-        from sharding.planner.report.timeline import draw
-
-        draw(plans[0], args.picture, f"{args.model}, the first layers of a token step")
+        draw_timeline(plans[0], args.picture, f"{args.model}, the first layers of a token step")
     return f"{head}\n\n{report(plans, model, load)}"

@@ -42,7 +42,7 @@ def order_visits(num_layers: int, num_micro_batches: int) -> Iterator[Visit]:
     (`moe.disaggregated.schedule.order_programs`).
 
     Examples:
-      >>> [f"{work.station[0]}{work.micro_batch}" for work in order(1, 2)]
+      >>> [f"{work.station[0]}{work.micro_batch}" for work in order_visits(1, 2)]
       ['a0', 's0', 'e0', 'r0', 'a1', 's1', 'e1', 'r1']
     """
     for layer in range(num_layers):
@@ -109,7 +109,7 @@ def simulate(
       sending: ``T_c``.
 
     Returns:
-      Starts of the visits; `finish_time` has the makespan of them.
+      Starts of the visits. The makespan is the last one and ``T_c``.
     """
     _check(num_layers, num_micro_batches)
     attention, experts, sending = np.broadcast_arrays(attention, experts, sending)
@@ -123,11 +123,6 @@ def simulate(
         starts[work.layer, micro_batch, station] = start
         free[station] = ready[micro_batch] = start + lasts[station]
     return starts
-
-
-def finish_time(starts: Float[np.ndarray, "layer micro_batch station *cases"], sending):
-    """Seconds until the last micro-batch is back."""
-    return starts[-1, -1, -1] + sending
 
 
 def gain(ratio: float, num_micro_batches: int, num_layers: int) -> float:

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sharding.planner.hardware import LINK_EFFICIENCY, Hardware
-from sharding.planner.models.sizes import ModelSizes
+from sharding.costs.hardware import LINK_EFFICIENCY, Hardware
+from sharding.planner.models import ModelSizes
 from sharding.planner.search import MEMORY_FRACTION
 from sharding.planner.serving import times
-from sharding.planner.serving.network import Utilisation, model_utilisation
 from sharding.planner.serving.pingpong import makespan
-from sharding.planner.serving.times import ITEMSIZE, Times
+from sharding.planner.serving.times import ITEMSIZE, Times, Utilisation, model_utilisation
 
 PREFILL = ("elsewhere", "group", "turns")
 """Devices of prefill: a cluster that the plan does not count, as in the paper; a separate group
@@ -66,7 +65,7 @@ class DevicePair:
       networks: utilisation of the adapters of the two sides; None follows from rate and latency.
       profiled: measured ``(T_a, T_e)`` of nodes of ``tp_a`` and ``tp_e`` devices, by those numbers;
         missing entries come from the roofline. ``T_e`` is of a node with one expert.
-        `sharding.planner.serving.profile.read` reads them from a file.
+        `sharding.planner.serving.times.read_profile` reads them from a file.
     """
 
     attention: Hardware
@@ -114,6 +113,7 @@ class Server:
     ):
         self.model, self.load, self.pair = model, load, pair
         self.tp_attention, self.tp_experts = tp_attention, tp_experts
+        self.experts_of_node = experts_of_node
         self.expert_nodes = model.num_experts // experts_of_node
         measured_attention, measured_experts = pair.profiled
         self.attention = measured_attention.get(tp_attention) or times.attention(

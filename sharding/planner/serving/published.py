@@ -4,10 +4,11 @@
 """
 
 from dataclasses import replace
+from itertools import product
 
-from sharding.planner.hardware import HARDWARE
-from sharding.planner.models.presets import PRESETS
-from sharding.planner.report.columns import align_columns
+from sharding.costs.hardware import HARDWARE
+from sharding.planner.models import PRESETS
+from sharding.planner.report import align_columns
 from sharding.planner.serving import colocated
 from sharding.planner.serving.colocated import PlanKind
 from sharding.planner.serving.pingpong import gain
@@ -41,20 +42,15 @@ def micro_batch_table() -> list[list[str]]:
     return rows
 
 
-def best_homogeneous_plan(name: str, slo: float) -> ServingPlan | None:
-    """The best plan on the 64 devices of the paper."""
-    pair = DevicePair(HOMOGENEOUS, HOMOGENEOUS)
-    return best_serving_plan(PRESETS[name], Load(slo=slo), pair, Space(most_devices=64))
-
-
 def gains(name: str, slo: float) -> tuple[ServingPlan | None, list[colocated.Colocated | None]]:
-    """That plan, and the best co-located one of each kind."""
+    """The best plan on the 64 devices of the paper, and the best co-located one of each kind."""
     model, load = PRESETS[name], Load(slo=slo)
+    pair = DevicePair(HOMOGENEOUS, HOMOGENEOUS)
     colocated_plans = [
         colocated.best_colocated(model, load, HOMOGENEOUS, kind=kind)
         for kind in colocated.PLAN_KINDS.values()
     ]
-    return best_homogeneous_plan(name, slo), colocated_plans
+    return best_serving_plan(model, load, pair, Space(most_devices=64)), colocated_plans
 
 
 def device_table() -> list[list[str]]:
@@ -66,8 +62,8 @@ def device_table() -> list[list[str]]:
             published = f"{PUBLISHED_PER_DEVICE[name]:.2f}" if slo == Load().slo else ""
             throughput_text = "none" if plan is None else f"{plan.per_device:,.0f}"
             cells = [
-                "none" if plan is None or one is None else f"{plan.per_device / one.per_device:.2f}"
-                for one in others
+                f"{plan.per_device / other.per_device:.2f}" if plan and other else "none"
+                for other in others
             ]
             rows.append([name, f"{slo * 1000:g} ms", throughput_text, *cells, published])
     return rows
@@ -77,12 +73,10 @@ def cost_table() -> list[list[str]]:
     """H20 with L40S over the best co-located plan on H20, for the price."""
     rows = [["model", "attention", "experts", "per cost", "over H20 co-located", "published"]]
     devices = H20, HARDWARE["l40s"]
-    assert all(one.price for one in devices)
-    price = {one.name: one.price or 1.0 for one in devices}
+    price = {each.name: each.price or 1.0 for each in devices}
     pairs = [
-        DevicePair(one, other, (price[one.name], price[other.name]))
-        for one in devices
-        for other in devices
+        DevicePair(attention, experts, (price[attention.name], price[experts.name]))
+        for attention, experts in product(devices, repeat=2)
     ]
     for name in MODELS:
         model, load = PRESETS[name], Load()

@@ -1,14 +1,20 @@
-"""Report of a server's plan as text: the best plan, its constraints, and reasons against others."""
+"""Report of a server's plan: its constraints, reasons against others, a picture of its timeline."""
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
-from sharding.planner.models.sizes import ModelSizes
-from sharding.planner.report.columns import align_columns
+from sharding.planner.models import ModelSizes
+from sharding.planner.report import align_columns
 from sharding.planner.serving import colocated
-from sharding.planner.serving.pingpong import micro_batches_needed
+from sharding.planner.serving.pingpong import (
+    STATIONS,
+    micro_batches_needed,
+    order_visits,
+    simulate,
+)
 from sharding.planner.serving.plan import Load, Server, Shape
 from sharding.planner.serving.search import ServingPlan, describe, largest_batch
 
@@ -16,6 +22,7 @@ COLUMNS = (
     *("attention", "experts", "m", "batch", "T_a", "T_e", "T_c", "between", "tokens/s"),
     *("per device", "per cost", "prompts"),
 )
+TIMELINE_LAYERS = 3
 
 
 def row_of(plan: ServingPlan) -> list[str]:
@@ -112,15 +119,15 @@ def _reason_against(plan: ServingPlan, shape: Shape, model: ModelSizes, load: Lo
     server = _server(replace(plan, shape=shape), model, load)
     if not server.weights_fit():
         return "does not fit"
-    nodes, m = np.array([shape.attention_nodes]), shape.micro_batches
-    batch = int(largest_batch(server, nodes, m, plan.prefill)[0])
+    nodes, m = shape.attention_nodes, shape.micro_batches
+    batch = int(largest_batch(server, np.array([nodes]), m, plan.prefill)[0])
     if not batch:
         return "no batch meets the time limit"
-    other = describe(server, shape, batch, plan.prefill)
+    other = describe(server, nodes, m, batch, plan.prefill)
     summary = (
         f"{other.per_cost / plan.per_cost - 1:+.1%}, {max(other.layer) * 1e6:.0f} us per layer"
     )
-    if not server.hides(batch, shape.attention_nodes, m):
+    if not server.hides(batch, nodes, m):
         summary += ", violates (2) or (3)"
     return summary
 
@@ -169,3 +176,34 @@ def report(plans: Sequence[ServingPlan], model: ModelSizes, load: Load) -> str:
             align_columns([[f"  {row[0]}", *row[1:]] for row in colocated_rows(best, model, load)])
         ]
     return "\n".join(lines)
+
+
+def draw_timeline(plan: ServingPlan, path: Path, title: str = "") -> None:
+    """Draws the first layers of a token step: a row for each station, a bar for each visit.
+
+    A bar has the colour of its micro-batch.
+
+    Args:
+      path: where the picture goes; the suffix decides its format.
+    """
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    attention, experts, sending = plan.layer
+    lasts = (attention, sending, experts, sending)
+    starts = simulate(attention, experts, sending, plan.shape.micro_batches, TIMELINE_LAYERS)
+    figure = Figure(figsize=(12, 3.2), layout="constrained")
+    axes = figure.subplots()
+    for visit in order_visits(TIMELINE_LAYERS, plan.shape.micro_batches):
+        layer, micro_batch, station = visit.layer, visit.micro_batch, STATIONS.index(visit.station)
+        start, width = float(starts[layer, micro_batch, station]), lasts[station] * 1e3
+        colour = colormaps["tab10"](micro_batch)
+        axes.barh(station, width, left=start * 1e3, height=0.7, color=colour, edgecolor="white")
+        middle = start * 1e3 + width / 2
+        axes.text(middle, station, f"{layer}.{micro_batch}", ha="center", va="center", fontsize=7)
+    axes.set_yticks(range(len(STATIONS)), STATIONS)
+    axes.invert_yaxis()
+    axes.set_xlabel("milliseconds; layer and micro-batch in the bars")
+    if title:
+        axes.set_title(title)
+    figure.savefig(path, dpi=120)

@@ -6,13 +6,14 @@ batches small. For a pair of groups throughput grows with the batch, so the larg
 and (8) allow is found by bisection, and then the largest below it that (2) and (3) allow too.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from sharding.folding.layout import divisors
-from sharding.planner.models.sizes import ModelSizes
+from sharding.planner.models import ModelSizes
 from sharding.planner.serving.plan import DevicePair, Load, Server, Shape, prefill_devices
 from sharding.planner.serving.times import check
 
@@ -87,29 +88,25 @@ class ServingPlan:
         return self.throughput / self.cost
 
 
-def servers(
-    model: ModelSizes, load: Load, pair: DevicePair, space: Space
-) -> Iterator[tuple[Server, int, int, int]]:
-    """Pairs of nodes whose weights fit: the server, ``tp_a``, ``tp_e``, experts of a node."""
+def servers(model: ModelSizes, load: Load, pair: DevicePair, space: Space) -> Iterator[Server]:
+    """Pairs of nodes whose weights fit."""
     check(model)
-    node_sizes = space.experts_of_node
-    for tp_attention in space.tp_attention:
+    sizes = space.experts_of_node
+    sizes = divisors(model.num_experts) if sizes is None else sizes
+    for tp_attention, tp_experts in itertools.product(space.tp_attention, space.tp_experts):
         if model.num_kv_heads % tp_attention or tp_attention > pair.attention.domain:
             continue
-        for tp_experts in space.tp_experts:
-            if model.d_expert % tp_experts or tp_experts > pair.experts.domain:
-                continue
-            for experts_of_node in (
-                divisors(model.num_experts) if node_sizes is None else node_sizes
-            ):
-                if model.num_experts % experts_of_node:
-                    raise ValueError(
-                        f"experts_of_node={experts_of_node} does not divide the "
-                        f"{model.num_experts} experts."
-                    )
-                server = Server(model, load, pair, tp_attention, tp_experts, experts_of_node)
-                if server.weights_fit():
-                    yield server, tp_attention, tp_experts, experts_of_node
+        if model.d_expert % tp_experts or tp_experts > pair.experts.domain:
+            continue
+        for experts_of_node in sizes:
+            if model.num_experts % experts_of_node:
+                raise ValueError(
+                    f"experts_of_node={experts_of_node} does not divide the "
+                    f"{model.num_experts} experts."
+                )
+            server = Server(model, load, pair, tp_attention, tp_experts, experts_of_node)
+            if server.weights_fit():
+                yield server
 
 
 def largest_batch(server: Server, nodes, micro_batches: int, prefill: str):
@@ -140,7 +137,7 @@ def _prompt_devices(server: Server, prefill: str) -> tuple[float, float]:
     for hardware, price in zip((pair.attention, pair.experts), pair.prices, strict=True):
         num_devices = prefill_devices(server.model, server.load, hardware, pair.efficiency)
         options.append((num_devices, num_devices * price))
-    return min(options, key=lambda one: one[1])
+    return min(options, key=lambda devices_and_price: devices_and_price[1])
 
 
 def best_serving_plan(
@@ -156,18 +153,15 @@ def plans(
     """The best ``n_a`` and batch for each kind of nodes, m and `prefill`."""
     space = space or Space()
     nodes = np.arange(1, space.most_nodes + 1)
-    for server, tp_attention, tp_experts, experts_of_node in servers(model, load, pair, space):
+    for server in servers(model, load, pair, space):
         allowed = nodes
         if space.most_devices is not None:
             allowed = nodes[sum(server.devices(nodes)) <= space.most_devices]
         for micro_batches in space.micro_batches:
             for prefill in space.prefill:
-                nodes_and_batch = _best_nodes(server, allowed, micro_batches, prefill)
-                if nodes_and_batch is not None:
-                    shape = Shape(
-                        tp_attention, nodes_and_batch[0], tp_experts, experts_of_node, micro_batches
-                    )
-                    yield describe(server, shape, nodes_and_batch[1], prefill)
+                best = _best_nodes(server, allowed, micro_batches, prefill)
+                if best is not None:
+                    yield describe(server, best[0], micro_batches, best[1], prefill)
 
 
 def _best_nodes(server: Server, nodes, micro_batches: int, prefill: str) -> tuple[int, int] | None:
@@ -193,9 +187,11 @@ def _best_nodes(server: Server, nodes, micro_batches: int, prefill: str) -> tupl
     return best_sizes
 
 
-def describe(server: Server, shape: Shape, batch: int, prefill: str) -> ServingPlan:
+def describe(
+    server: Server, nodes: int, micro_batches: int, batch: int, prefill: str
+) -> ServingPlan:
     """All numbers of a plan."""
-    nodes, m = shape.attention_nodes, shape.micro_batches
+    m = micro_batches
     token_latency, total = (float(time) for time in server.step(batch, nodes, m, prefill))
     sequences = batch * nodes * m
     attention, experts, sending = server.layer_times(batch, nodes)
@@ -204,7 +200,7 @@ def describe(server: Server, shape: Shape, batch: int, prefill: str) -> ServingP
     throughput = sequences / total
     return ServingPlan(
         server.pair,
-        shape,
+        Shape(server.tp_attention, nodes, server.tp_experts, server.experts_of_node, m),
         prefill,
         batch,
         sequences,

@@ -1,15 +1,21 @@
-"""Time of attention and experts for a micro-batch in one layer, measured or from a roofline.
+"""Times of a micro-batch in one layer, modelled or measured: attention, experts and messages.
 
-They are ``k1 b_a + k2`` and ``k3 b_e + k4``.
+Attention and experts take ``k1 b_a + k2`` and ``k3 b_e + k4``, by a roofline or a measured profile;
+a message takes its bytes over the rate of an adapter, of which it reaches a utilisation.
 """
 
-from collections.abc import Sequence
+import json
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from sharding.planner.hardware import LINK_EFFICIENCY, Hardware
-from sharding.planner.models.sizes import ModelSizes
+from sharding.costs.hardware import HARDWARE, LINK_EFFICIENCY, Hardware
+from sharding.planner.models import ModelSizes
 
 MEMORY_EFFICIENCY = 0.8
 """Share of the memory bandwidth that reading weights and caches is assumed to reach."""
@@ -129,3 +135,160 @@ def check(model: ModelSizes) -> None:
             f"num_dense_layers={model.num_dense_layers}: serving plans need routed experts in "
             "all layers, not dense layers."
         )
+
+
+@dataclass(frozen=True)
+class Utilisation:
+    """Utilisation of an adapter by message size, ``Util`` of the plan's constraint (6), by points.
+
+    Between two points the time of a message goes from one to the other as a power of its size;
+    below the first it stays (a latency), above the last the utilisation does (a rate).
+
+    Args:
+      sizes: bytes, rising.
+      fractions: of the adapter's rate, in (0, 1].
+
+    Raises:
+      ValueError: where that is no curve, or a larger message would arrive sooner.
+    """
+
+    sizes: tuple[float, ...]
+    fractions: tuple[float, ...]
+
+    def __post_init__(self):
+        if len(self.sizes) != len(self.fractions) or not self.sizes:
+            raise ValueError(
+                f"{len(self.sizes)} sizes and {len(self.fractions)} fractions must be equally "
+                "many, and at least one."
+            )
+        if not all(size > 0 for size in self.sizes) or list(self.sizes) != sorted(set(self.sizes)):
+            raise ValueError(f"sizes={self.sizes} must be above 0 and ascending.")
+        if not all(0 < fraction <= 1 for fraction in self.fractions):
+            raise ValueError(
+                f"fractions={self.fractions} must be in (0, 1]: they are fractions of the rate."
+            )
+        times = [size / fraction for size, fraction in zip(self.sizes, self.fractions, strict=True)]
+        for n, (before, after) in enumerate(pairwise(times)):
+            if after < before:
+                raise ValueError(
+                    f"{self.sizes[n + 1]:g} bytes at {self.fractions[n + 1]:g} of the rate would "
+                    f"arrive before {self.sizes[n]:g} bytes at {self.fractions[n]:g}: check them."
+                )
+
+    def seconds(self, size, rate: float):
+        """Seconds of messages of `size` bytes over an adapter of `rate` bytes/s.
+
+        Sizes may be an array.
+        """
+        times = np.array(self.sizes) / (np.array(self.fractions) * rate)
+        size = np.maximum(size, self.sizes[0])
+        inside = np.exp(np.interp(np.log(size), np.log(self.sizes), np.log(times)))
+        return inside * np.maximum(1.0, size / self.sizes[-1])
+
+
+def model_utilisation(hardware: Hardware) -> Utilisation:
+    """Modelled utilisation from the latency ``t`` and the rate ``W`` of a device's adapter.
+
+    ``Util(size) = e size / (size + e W t)``, e being `LINK_EFFICIENCY`. MegaScale-Infer publishes
+    its measured curve as a picture only.
+    """
+    sizes = tuple(2.0**power for power in range(8, 31))
+    reached = hardware.outside * LINK_EFFICIENCY
+    half = reached * hardware.latency_outside
+    return Utilisation(sizes, tuple(LINK_EFFICIENCY * size / (size + half) for size in sizes))
+
+
+def read_network(path: Path) -> Utilisation:
+    """Reads lines of ``bytes,fraction``; empty ones and those that start with ``#`` are skipped.
+
+    Raises:
+      ValueError: on another line.
+    """
+    points = []
+    for line_number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        try:
+            size, fraction = (float(word) for word in line.split(","))
+        except ValueError:
+            raise ValueError(
+                f"{path}:{line_number}: {line!r} is not a size and a fraction: write for example "
+                "262144,0.6."
+            ) from None
+        if not (math.isfinite(size) and math.isfinite(fraction)):
+            raise ValueError(f"{path}:{line_number}: {line!r} must be two finite numbers.")
+        points.append((size, fraction))
+    return Utilisation(tuple(size for size, _ in points), tuple(fraction for _, fraction in points))
+
+
+DEVICE_GROUPS = ("attention", "experts")
+
+
+class Profile(NamedTuple):
+    """Measured times of one type of device, by the number of devices of a node.
+
+    Attributes:
+      attention: ``T_a`` of a micro-batch's tokens on a node.
+      experts: ``T_e`` of the tokens that a node with one expert receives.
+    """
+
+    attention: dict[int, Times]
+    experts: dict[int, Times]
+
+
+EMPTY_PROFILE = Profile({}, {})
+
+
+def read_profile(path: Path) -> dict[str, Profile]:
+    """Reads measured times by device from a JSON file.
+
+    Its form is ``{device: {side: {devices of a node: [[batch, seconds], ...]}}}``. Each list
+    becomes the line that `fit_line` fits to it.
+
+    Raises:
+      ValueError: on a file of another form, or times that give no line.
+    """
+    try:
+        contents = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}.") from None
+    profiles = dict[str, Profile]()
+    for device, device_groups in _checked_items(contents, f"{path}", [*HARDWARE]):
+        nodes = profiles[device] = Profile({}, {})
+        for side, sizes in _checked_items(device_groups, f"{path}: {device}", [*DEVICE_GROUPS]):
+            for size, points in _checked_items(sizes, f"{path}: {device}: {side}", None):
+                where = f"{path}: {device}: {side}: {size}"
+                if not (size.isascii() and size.isdecimal() and int(size) > 0):
+                    raise ValueError(
+                        f"{where} is not a number of devices per node: write 1 or more."
+                    )
+                getattr(nodes, side)[int(size)] = _fit_points(points, where)
+    return profiles
+
+
+def _checked_items(mapping: Any, where: str, names: list[str] | None) -> Iterator[tuple[str, Any]]:
+    """Entries of a JSON object, whose names must be of `names`; None allows any."""
+    if not isinstance(mapping, dict):
+        raise ValueError(f"{where}: {json.dumps(mapping)} must be a JSON object.")
+    for name, value in mapping.items():
+        if names is not None and name not in names:
+            raise ValueError(f"{where}: {name!r} is not known: choose among {', '.join(names)}.")
+        yield name, value
+
+
+def _fit_points(points: Any, where: str) -> Times:
+    pairs = points if isinstance(points, list) else [points]
+    for pair in pairs:
+        if not (isinstance(pair, list) and len(pair) == 2 and all(map(_is_above_zero, pair))):
+            raise ValueError(
+                f"{where}: {json.dumps(pair)} is not a batch size and its seconds, both above 0: "
+                "write for example [256, 3.1e-4]."
+            )
+    try:
+        return fit_line([batch for batch, _ in pairs], [seconds for _, seconds in pairs])
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _is_above_zero(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and value > 0

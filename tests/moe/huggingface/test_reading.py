@@ -15,7 +15,7 @@ from tiers import full_but
 from moe import huggingface
 from moe.config import tiny
 from moe.execution import Execution
-from moe.huggingface.families.supported import FAMILIES
+from moe.huggingface.configuration import FAMILIES
 from moe.placement import in_layer_order, shardings
 
 
@@ -56,17 +56,17 @@ def test_weights_are_read_into_stages(layout, tmp_path):
 
 def test_a_shard_is_read_without_the_rest_of_its_tensor(monkeypatch):
     """What a process reads is what its devices hold, each distinct piece once."""
-    from moe.huggingface import reading
+    from moe.huggingface import checkpoint
 
     read = []
-    shard = reading._shard
+    shard = checkpoint._shard
 
     def counted(files, plan, index):
         out = shard(files, plan, index)
         read.append((plan.name_templates, out.size))
         return out
 
-    monkeypatch.setattr(reading, "_shard", counted)
+    monkeypatch.setattr(checkpoint, "_shard", counted)
     _, weights = huggingface.load(FIXTURES / "qwen3_moe", mesh_of(MESH))
     assert sum(size for _, size in read) == sum(x.size for x in jax.tree.leaves(weights))
     experts = weights.layers.experts

@@ -5,7 +5,7 @@ import pytest
 from matplotlib.image import imread
 
 from sharding.folding import Layout
-from sharding.folding.picture import draw
+from sharding.folding.groups import draw
 
 SIXTEEN = Layout.parse("tp2 cp2 dp2 pp2 / ep4 etp1")
 

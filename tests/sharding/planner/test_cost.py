@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 
+from sharding.costs.hardware import HARDWARE
 from sharding.folding import Layout
-from sharding.planner import links, volumes
+from sharding.planner import volumes
+from sharding.planner.communication import STREAM_GROUPS
 from sharding.planner.cost import System, cost
-from sharding.planner.hardware import HARDWARE
 from sharding.planner.method import Batch, Method
-from sharding.planner.models.presets import PRESETS
-from sharding.planner.overlap import STREAM_GROUPS
-from sharding.planner.validation import published
+from sharding.planner.models import PRESETS
 from sharding.schedule import Schedule
+from tests.oracles import parallelism
 
 MIXTRAL = PRESETS["mixtral-8x22b"]
 H100 = replace(HARDWARE["h100"], latency_inside=0.0, latency_outside=0.0)
@@ -68,7 +68,7 @@ def test_experts_inside_a_server_take_what_the_paper_counts():
     tokens = 2048
     sent, _ = volumes.dispatch(MIXTRAL, layout, tokens, MEGATRON)
     rows = [one for one in sent if one.what in ("tokens to experts", "sums of experts")]
-    counted = published.expert_exchange(tokens, 2, 6144, 8)
+    counted = parallelism.expert_exchange(tokens, 2, 6144, 8)
     assert sum(one.sent(layout) for one in rows) == pytest.approx(2 * counted)
 
 
@@ -118,7 +118,7 @@ def test_halves_of_the_rows_send_beside_products_of_each_other():
     assert set(halves) - set(whole) == {"row order"}
     sizes, batch = Layout.parse(layout), Batch(256, 4096, 2)
     sent = volumes.row_reordering(MIXTRAL, sizes, batch, halved)
-    expected = 2 * sum(links.seconds(one, sizes, H100) for one in sent)
+    expected = 2 * sum(one.seconds(sizes, H100) for one in sent)
     assert halves["row order"] == pytest.approx(expected)
     in_chunks = in_pairs(replace(halved, expert_chunks=4))
     shown = sum(in_chunks[what] for what in within)
@@ -185,7 +185,7 @@ def test_gradients_of_the_ends_hide_nowhere_by_themselves(micro_rows):
         for method in (MEGATRON, on_the_way)
     )
     ends = sum(
-        links.seconds(one, layout, H100)
+        one.seconds(layout, H100)
         for one in volumes.gradients(MIXTRAL, layout, MEGATRON)
         if one.what in ("gradients: embedding and head", "gradients: last norm")
     )

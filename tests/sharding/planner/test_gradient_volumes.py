@@ -14,7 +14,7 @@ from whole_network import token_loss
 from jrl.trainer.learner.accumulation import accumulate_with_overlapped_reduction
 from jrl.trainer.learner.masters import cast_and_gather
 from moe import model
-from moe.counts.sizes import sizes_of
+from moe.counts import sizes_of
 from moe.execution import Execution
 from moe.placement import shard_dims, shard_specs, specs, stored_specs
 from moe.tokens.packing import pack_rows
@@ -24,7 +24,7 @@ from sharding.collectives import all_sum, vary
 from sharding.folding import Layout, fold_abstract
 from sharding.planner import volumes
 from sharding.planner.method import Batch, Method
-from sharding.reduction import Reduction
+from sharding.zero import Reduction
 
 
 @pytest.mark.slow

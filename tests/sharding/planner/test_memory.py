@@ -11,7 +11,7 @@ from whole_network import loss_and_gradient
 
 from jrl.trainer.setup.memory import weight_bytes
 from moe.config import ModelConfig
-from moe.counts.sizes import sizes_of
+from moe.counts import sizes_of
 from moe.execution import Execution
 from moe.experts.dispatch import buffers
 from moe.placement import in_chunks, specs
@@ -28,17 +28,18 @@ from sharding.planner.memory import (
     memory,
     model_states,
     received_tokens,
+    saved_score_bytes,
+    working_score_bytes,
 )
 from sharding.planner.method import ALLOWED_VALUES, Batch, Method, for_weights
-from sharding.planner.models.presets import PRESETS
-from sharding.planner.models.weights import (
+from sharding.planner.models import PRESETS
+from sharding.planner.volumes import tokens_per_peer
+from sharding.planner.weights import (
     parameters_on_device,
     sharded_parameters,
     weight_groups,
     weight_layout,
 )
-from sharding.planner.scores import saved_score_bytes, working_score_bytes
-from sharding.planner.volumes import tokens_per_peer
 from sharding.schedule import Schedule
 
 CONFIG = ModelConfig(

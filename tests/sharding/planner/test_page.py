@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from sharding.costs.hardware import HARDWARE
 from sharding.planner.__main__ import main
-from sharding.planner.hardware import HARDWARE
-from sharding.planner.overlap import exposed_seconds
+from sharding.planner.calibration import MAPPINGS, calibrate, comparison_table, predict
+from sharding.planner.communication import exposed_seconds
 from sharding.planner.search import Plan, layouts
-from sharding.planner.validation.calibration import MAPPINGS, calibrate, comparison_table, predict
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")

@@ -11,25 +11,24 @@ import pytest
 from tiers import full_but
 
 from moe.config import ModelConfig
-from moe.counts.sizes import sizes_of
+from moe.counts import sizes_of
 from moe.placement import specs
+from sharding.costs.hardware import HARDWARE
 from sharding.folding import Layout, fold_abstract
+from sharding.planner.calibration import METHODS, SYSTEMS
 from sharding.planner.cost import System, cost
-from sharding.planner.hardware import HARDWARE
 from sharding.planner.memory import memory
 from sharding.planner.method import Batch, Method
-from sharding.planner.models.presets import PRESETS
+from sharding.planner.models import PRESETS
+from sharding.planner.report import neighbours, why_not
 from sharding.planner.search import (
     MEMORY_FRACTION,
     Choices,
     broken_rule,
     layouts,
     method_variants,
-    neighbours,
     search,
-    why_not,
 )
-from sharding.planner.validation.calibration import METHODS, SYSTEMS
 
 ROOT = Path(__file__).parents[3]
 H100 = HARDWARE["h100"]
@@ -215,10 +214,10 @@ def test_nothing_fits_on_too_few():
 
 SEARCH_1440 = """
 from sharding.planner import search as searching
-from sharding.planner.hardware import HARDWARE
-from sharding.planner.models.presets import PRESETS
+from sharding.costs.hardware import HARDWARE
+from sharding.planner.models import PRESETS
 from sharding.planner.search import Choices, search
-from sharding.planner.validation.calibration import METHODS, SYSTEMS
+from sharding.planner.calibration import METHODS, SYSTEMS
 
 calls = dict.fromkeys(("cost", "memory"), 0)
 

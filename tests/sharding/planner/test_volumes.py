@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
+from observed_collectives import hlo_collectives
 from programs import mesh_of, on_mesh, random_weights
 from tiers import full_but
 from traced_volumes import (
@@ -24,15 +25,14 @@ from traced_volumes import (
 )
 
 from moe import model
-from moe.counts.sizes import sizes_of
+from moe.counts import sizes_of
 from moe.execution import Execution
 from moe.placement import specs
 from sharding.folding import Layout
 from sharding.folding.groups import axis_groups
 from sharding.planner import volumes
 from sharding.planner.method import Batch, Method
-from sharding.planner.transfer import repeat_transfers
-from sharding.planner.validation.observed import hlo_collectives
+from sharding.planner.volumes import repeat_transfers
 
 ALL = "pp2 dp2 cp2 tp2 / ep4 etp2"
 INTERLEAVED = "pp2 vpp2 dp2 cp2 tp2 / ep8"

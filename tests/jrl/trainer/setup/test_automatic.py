@@ -13,8 +13,8 @@ from jrl.trainer.setup.automatic import Candidate, choose_layout, make_candidate
 from jrl.trainer.setup.memory import memory
 from jrl.trainer.setup.predicted import memory_of_update
 from jrl.trainer.setup.setup import build_setup
+from sharding.costs.hardware import HARDWARE
 from sharding.folding import Layout
-from sharding.planner.hardware import HARDWARE
 
 LAPTOP = HARDWARE["laptop"]
 

@@ -20,8 +20,8 @@ from jrl.trainer.setup.predicted import (
 )
 from jrl.trainer.setup.setup import build_setup
 from moe.attention.context_parallel.choice import context_of
+from sharding.costs.hardware import HARDWARE, find_hardware
 from sharding.folding import Layout, fold
-from sharding.planner.hardware import HARDWARE, of_kind
 
 
 @pytest.fixture(scope="module")
@@ -132,8 +132,8 @@ def test_overlap_counts_where_it_is_on_and_is_offered_where_it_could_be(setup, m
 
 
 def test_kinds_of_devices():
-    assert of_kind("NVIDIA H100 80GB HBM3") is HARDWARE["h100"]
-    assert of_kind("NVIDIA A100-SXM4-80GB") is HARDWARE["a100"]
-    assert of_kind("NVIDIA L40S") is HARDWARE["l40s"]
-    assert of_kind(jax.devices()[0].device_kind) is None
-    assert of_kind("laptop computer") is None
+    assert find_hardware("NVIDIA H100 80GB HBM3") is HARDWARE["h100"]
+    assert find_hardware("NVIDIA A100-SXM4-80GB") is HARDWARE["a100"]
+    assert find_hardware("NVIDIA L40S") is HARDWARE["l40s"]
+    assert find_hardware(jax.devices()[0].device_kind) is None
+    assert find_hardware("laptop computer") is None

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from observed_collectives import jaxpr_collectives
 
 from moe.experts.dispatch.choice import IMPLEMENTATIONS, dispatch
 from moe.experts.dispatch.cost import (
@@ -22,9 +23,8 @@ from moe.experts.dispatch.cost import (
 )
 from moe.router.routing import Routing
 from moe.weights import Experts
+from sharding.costs.hardware import HARDWARE, UNKNOWN
 from sharding.folding import Layout, fold_abstract
-from sharding.planner.hardware import HARDWARE, UNKNOWN
-from sharding.planner.validation.observed import jaxpr_collectives
 
 H100, H800 = HARDWARE["h100"], HARDWARE["h800"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sharding.planner.__main__ import main
-from sharding.planner.serving.profile import read
+from sharding.planner.serving.times import read_profile
 
 PAGE = (Path(__file__).parents[4] / "docs" / "serving_plan.md").read_text(encoding="utf-8")
 EXAMPLE = re.findall(r"(?s)```json\n(.*?)```", PAGE)[0]
@@ -18,9 +18,9 @@ def file(tmp_path):
     return tmp_path / "times.json"
 
 
-def test_the_file_of_the_page_is_read(file):
+def test_the_file_of_the_page_is_read_profile(file):
     file.write_text(EXAMPLE)
-    found = read(file)
+    found = read_profile(file)
     assert {name: [*map(sorted, nodes)] for name, nodes in found.items()} == {
         "h20": [[1], []],
         "l40s": [[], [1, 2]],
@@ -66,7 +66,7 @@ def test_plans_are_made_with_what_was_measured(file, capsys):
 def test_what_is_no_profile_is_refused_in_one_line(text, words, file, capsys):
     file.write_text(text)
     with pytest.raises(ValueError, match=words) as error:
-        read(file)
+        read_profile(file)
     assert "\n" not in str(error.value)
 
 

@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from sharding.planner.hardware import HARDWARE, LINK_EFFICIENCY
-from sharding.planner.models.presets import PRESETS
-from sharding.planner.models.sizes import ModelSizes
+from sharding.costs.hardware import HARDWARE, LINK_EFFICIENCY
+from sharding.planner.models import PRESETS, ModelSizes
 from sharding.planner.search import MEMORY_FRACTION
 from sharding.planner.serving.plan import DevicePair, Load, Server
 from sharding.planner.serving.search import Space, best_serving_plan, plans, search

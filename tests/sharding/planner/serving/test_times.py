@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from sharding.planner.hardware import HARDWARE, LINK_EFFICIENCY
-from sharding.planner.models.presets import PRESETS
+from sharding.costs.hardware import HARDWARE, LINK_EFFICIENCY
+from sharding.planner.models import PRESETS
 from sharding.planner.serving import colocated, times
-from sharding.planner.serving.network import Utilisation, model_utilisation, read
 from sharding.planner.serving.plan import Load
+from sharding.planner.serving.times import Utilisation, model_utilisation, read_network
 
 MIXTRAL = PRESETS["mixtral-8x22b"]
 H100 = HARDWARE["h100"]
@@ -69,13 +69,13 @@ def test_without_measurements_there_are_a_latency_and_a_rate():
 def test_a_curve_is_read(tmp_path):
     path = tmp_path / "curve.csv"
     path.write_text("# bytes,fraction\n1024,0.1\n\n4096, 0.25\n")
-    assert read(path) == Utilisation((1024.0, 4096.0), (0.1, 0.25))
+    assert read_network(path) == Utilisation((1024.0, 4096.0), (0.1, 0.25))
     path.write_text("1024,0.1\n4096\n")
     with pytest.raises(ValueError, match=r"curve\.csv:2: '4096' is not a size and a fraction"):
-        read(path)
+        read_network(path)
     path.write_text("1024,nan\n")
     with pytest.raises(ValueError, match="must be two finite numbers"):
-        read(path)
+        read_network(path)
 
 
 @pytest.mark.parametrize(
@@ -97,14 +97,14 @@ def test_a_colocated_plan_is_what_its_parts_take():
         MIXTRAL, Load(), H100, devices=(8,), kind=colocated.PlanKind(wide=False)
     )
     assert found is not None
-    assert found.tp * found.pp == 8 and found.token_latency <= 0.15
-    attention = times.attention(MIXTRAL, H100, found.tp, Load().cached, 0.6)
-    etp = 8 // found.pp // found.ep
-    experts = times.experts(MIXTRAL, H100, etp, MIXTRAL.num_experts // found.ep, 0.6)
-    layer = attention(found.batch) + experts(found.batch * 2 / found.ep)
+    assert found.layout.tp * found.layout.pp == 8 and found.token_latency <= 0.15
+    attention = times.attention(MIXTRAL, H100, found.layout.tp, Load().cached, 0.6)
+    etp = found.layout.etp
+    experts = times.experts(MIXTRAL, H100, etp, MIXTRAL.num_experts // found.layout.ep, 0.6)
+    layer = attention(found.batch) + experts(found.batch * 2 / found.layout.ep)
     assert 56 * layer < found.token_latency < 1.25 * 56 * layer  # the rest is sent
     # One more token for every stage would be late, or would not fit.
-    cache = 4 * Load().cached * MIXTRAL.keys * 56 * found.batch * found.pp
+    cache = 4 * Load().cached * MIXTRAL.keys * 56 * found.batch * found.layout.pp
     used = (cache + 2 * MIXTRAL.parameters) / 8
     assert found.token_latency > 0.149 or used > 0.9 * H100.memory
 

@@ -1,1 +1,0 @@
-"""The architectures of `transformers` that can be read and written."""

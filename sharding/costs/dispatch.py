@@ -1,0 +1,168 @@
+"""Collectives of token dispatch to the experts and back, with the routing that goes along."""
+
+import math
+from dataclasses import dataclass, replace
+
+from sharding.compression import GROUP_TOKENS
+from sharding.costs.transfer import Kind, Transfer
+from sharding.folding import Layout
+
+TOKENS, SUMS = "tokens to experts", "sums of experts"
+FLOAT32 = INT32 = 4
+FP8_BYTES, SCALE_BYTES = 1, 4
+
+
+@dataclass(frozen=True)
+class TokenDispatch:
+    """Dispatch of a device's tokens to the devices of their experts, and combine of the outputs.
+
+    Attributes:
+      implementation: "all_gather", "all_to_all" or "ragged".
+      layout: of the devices.
+      tokens: T, of a device.
+      per_peer: R, tokens that a device sends to another where buffers are of one size.
+      k: experts of a token.
+      d_model: elements of a token.
+      itemsize: bytes of an element of a token.
+      buffer: capacity of "ragged" in tokens; None is as many as are received.
+      comm_dtype: communication dtype of tokens, sums and their gradients (`sharding.compression`);
+        None is their own.
+    """
+
+    implementation: str
+    layout: Layout
+    tokens: int
+    per_peer: int
+    k: int
+    d_model: int
+    itemsize: int
+    buffer: int | None = None
+    comm_dtype: str | None = None
+
+    def transfers(self) -> tuple[list[Transfer], list[Transfer]]:
+        """`token_transfers` and `routing_transfers`, forward and backward."""
+        layout, is_ragged = self.layout, self.implementation == "ragged"
+        tokens, routing = self.token_transfers(), self.routing_transfers()
+        if self.comm_dtype is None:
+            forward = [*tokens, *routing]
+            if is_ragged:
+                # Only backward: offsets of slices in the other buffer, two vectors per direction.
+                what = "offsets to experts"
+                forward.append(
+                    Transfer(what, "all_to_all", ("ep",), layout.ep, 0, 4, gradient=INT32)
+                )
+            return forward, [each.transposed(layout) for each in forward if each.gradient]
+        forward = []
+        backward = [each.transposed(layout) for each in routing if each.gradient]
+        for transfer in tokens:
+            has_slices = is_ragged and transfer.kind == "all_to_all"
+            fp8_forward, fp8_backward = to_fp8(transfer, layout, self.d_model, has_slices)
+            forward += fp8_forward
+            backward += fp8_backward
+        return [*forward, *routing], backward
+
+    def token_transfers(self) -> list[Transfer]:
+        """Forward collectives of tokens and of sums, in the dtype of the tokens.
+
+        With ``n = ep etp``, in tokens: "all_gather" receives ``2 T (n - 1)``, half of it sums of
+        float32; "all_to_all" ``2 R (n - 1)``; "ragged" no more than ``2 T k (ep - 1) / ep`` over
+        ``ep`` with even routing, and over ``etp`` its whole buffer.
+        """
+        layout, itemsize = self.layout, self.itemsize
+        if self.implementation == "all_gather":
+            group, n, size = ("ep", "etp"), layout.ep * layout.etp, self.tokens * self.d_model
+            gather = Transfer(
+                TOKENS, "all_gather", group, size, itemsize, gradient=FLOAT32, repeated=True
+            )
+            reduction = Transfer(
+                SUMS, "reduce_scatter", group, n * size, FLOAT32, gradient=itemsize
+            )
+            return [gather, reduction]
+        sent, received = (slots * self.d_model for slots in self._slot_counts())
+
+        def make_transfer(
+            what: str, kind: Kind, axis: str, elements: int, repeated: bool = False
+        ) -> Transfer:
+            return Transfer(what, kind, (axis,), elements, itemsize, 1, itemsize, repeated)
+
+        return [
+            make_transfer(TOKENS, "all_to_all", "ep", sent, repeated=True),
+            make_transfer(f"{TOKENS}, over etp", "all_gather", "etp", received, repeated=True),
+            make_transfer(f"{SUMS}, over etp", "reduce_scatter", "etp", layout.etp * received),
+            make_transfer(SUMS, "all_to_all", "ep", sent),
+        ]
+
+    def routing_transfers(self) -> list[Transfer]:
+        """Exchange of k expert ids and k gate weights of each token.
+
+        They are sent with it, except in "ragged", where they are sent first and to all devices,
+        which count from them the tokens that they will receive.
+        """
+        local = self.tokens * self.k
+        if self.implementation == "all_gather":
+            return _routing_transfers("all_gather", ("ep", "etp"), local)
+        sent, received = self._slot_counts()
+        if self.implementation == "ragged":
+            over_ep = _routing_transfers("all_gather", ("ep",), local)
+        else:
+            over_ep = _routing_transfers("all_to_all", ("ep",), sent * self.k)
+        return [*over_ep, *_routing_transfers("all_gather", ("etp",), received * self.k)]
+
+    def _slot_counts(self) -> tuple[int, int]:
+        """Tokens that a device sends over ``ep``, itself included, and those that it then holds."""
+        slots = self.layout.ep * self.per_peer
+        if self.implementation != "ragged":
+            return slots, slots
+        sent = min(slots, self.tokens * self.k)
+        return sent, sent if self.buffer is None else self.buffer
+
+
+def _routing_transfers(kind: Kind, axes: tuple[str, ...], num_values: int) -> list[Transfer]:
+    return [
+        Transfer("ids of experts", kind, axes, num_values, INT32, repeated=True),
+        Transfer(
+            "probs of experts", kind, axes, num_values, FLOAT32, gradient=FLOAT32, repeated=True
+        ),
+    ]
+
+
+def to_fp8(
+    transfer: Transfer, layout: Layout, d_model: int, is_ragged: bool = False
+) -> tuple[list[Transfer], list[Transfer]]:
+    """FP8 form of a collective of tokens (`sharding.compression`), forward and backward.
+
+    It sends a byte an element, and float32 scales of tokens or of groups of tokens and channels. A
+    reduction is an all-to-all of terms.
+
+    Args:
+      transfer: the collective without FP8.
+      d_model: elements of a token.
+      is_ragged: it has slices, each of which may end in a group that is not full.
+    """
+    n, tokens = transfer.group(layout), transfer.elements // d_model
+    forward_kind, backward_kind = "all_to_all", "all_to_all"
+    if transfer.kind == "all_gather":
+        forward_kind, tokens_back, blocks = "all_gather", n * tokens, n
+    elif transfer.kind == "reduce_scatter":
+        backward_kind, tokens_back, blocks = "all_gather", tokens // n, 1
+    else:
+        tokens_back, blocks = tokens, n
+    groups = blocks * math.ceil(tokens_back / blocks / GROUP_TOKENS)
+    if is_ragged:
+        groups = tokens_back // GROUP_TOKENS + n
+    content = replace(transfer, kind=forward_kind, itemsize=FP8_BYTES, gradient=0)
+    forward = [
+        content,
+        replace(content, what=f"scales of {transfer.what}", elements=tokens, itemsize=SCALE_BYTES),
+    ]
+    gradient = replace(
+        content,
+        what=f"gradient of {transfer.what}",
+        kind=backward_kind,
+        elements=tokens_back * d_model,
+        repeated=False,
+    )
+    scales = replace(
+        gradient, what=f"scales of {gradient.what}", elements=groups * d_model, itemsize=SCALE_BYTES
+    )
+    return forward, [gradient, scales]

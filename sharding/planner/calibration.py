@@ -1,0 +1,235 @@
+"""Published measurements, compared with the planner after calibration on one point per system.
+
+``python -m sharding.planner.calibration`` prints both side by side.
+"""
+
+import functools
+from dataclasses import dataclass, replace
+from itertools import chain
+
+from sharding.costs.hardware import HARDWARE, Hardware
+from sharding.folding import Layout
+from sharding.planner.cost import System
+from sharding.planner.method import Method
+from sharding.planner.models import PRESETS
+from sharding.planner.report import align_columns
+from sharding.planner.search import Choices, Plan, best_plan
+
+
+@dataclass(frozen=True)
+class Row:
+    """A measurement.
+
+    Attributes:
+      system: whose program, one of `SYSTEMS`.
+      model: one of `PRESETS`.
+      layout: its mapping. Neither paper gives ``vpp``: the one that the planner finds best.
+      rows: sequences of a step.
+      time: tokens of each.
+      mfu: model FLOPs utilisation, percent; None ran out of memory.
+      fsdp: weights in shards.
+    """
+
+    system: str
+    model: str
+    layout: str
+    rows: int
+    time: int
+    mfu: float | None
+    fsdp: bool = False
+
+
+def _folding_rows(model: str, *rows: tuple[str, float | None, bool]) -> list[Row]:
+    return [Row("Megatron-Core", model, layout, 256, 4096, mfu, fsdp) for layout, mfu, fsdp in rows]
+
+
+# Liu et al., "MoE Parallel Folding", 2025, tables 1 and 3: FSDP with expert parallelism, tensor and
+# expert parallelism with ZeRO-1, Megatron-Core, and Megatron-Core with folding. Without folding
+# experts are cut as attention is: etp = tp.
+MAPPINGS: dict[str, list[Row]] = {
+    "mixtral-8x22b": _folding_rows(
+        "mixtral-8x22b",
+        ("tp2 dp64 / ep8 etp2", 23.4, True),
+        ("tp4 dp32 / ep8 etp4", 36.6, False),
+        ("tp2 dp8 pp8 / ep4 etp2", 46.3, False),
+        ("tp2 dp8 pp8 / ep8", 49.3, False),
+    ),
+    "qwen2-57b-a14b": _folding_rows(
+        "qwen2-57b-a14b",
+        ("dp64 / ep8", 25.4, True),
+        ("tp4 dp16 / ep4 etp4", 23.1, False),
+        ("tp2 dp8 pp4 / ep4 etp2", 35.3, False),
+        ("tp2 dp8 pp4 / ep4", 39.0, False),
+    ),
+    "mixtral-8x22b-g8t8": _folding_rows(
+        "mixtral-8x22b-g8t8",
+        ("tp4 dp32 / ep8 etp4", 9.0, True),
+        ("tp8 dp16 / ep8 etp8", 8.7, False),
+        ("tp2 dp8 pp8 / ep8 etp2", 17.1, False),
+        ("tp4 dp4 pp8 / ep8", 28.8, False),
+    ),
+    "llama3-8x70b": _folding_rows(
+        "llama3-8x70b",
+        ("tp8 dp32 / ep8 etp8", 19.6, True),
+        ("tp8 dp32 / ep8 etp8", None, False),
+        ("tp8 dp4 pp8 / ep4 etp8", 38.8, False),
+        ("tp8 dp2 pp16 / ep8", 41.6, False),
+    ),
+}
+
+
+def _scaling_rows(model: str, layout: str, rates: dict[int, float]) -> list[Row]:
+    sizes = Layout.parse(layout)
+    return [
+        Row(
+            "Megatron-Core",
+            model,
+            str(replace(sizes, dp=devices // (sizes.num_devices // sizes.dp))),
+            1024,
+            4096,
+            mfu,
+        )
+        for devices, mfu in rates.items()
+    ]
+
+
+# Table 4 of the same, with folding.
+SCALING = {
+    "mixtral-8x22b": _scaling_rows(
+        "mixtral-8x22b",
+        "tp2 dp8 pp8 / ep8",
+        {128: 52.2, 256: 50.7, 512: 48.9, 1024: 44.9},
+    ),
+    "qwen2-57b-a14b": _scaling_rows(
+        "qwen2-57b-a14b",
+        "tp2 dp8 pp4 / ep4",
+        {64: 39.9, 128: 39.7, 256: 38.1, 512: 36.6, 1024: 33.4},
+    ),
+    "mixtral-8x22b-g8t8": _scaling_rows(
+        "mixtral-8x22b-g8t8",
+        "tp4 dp4 pp8 / ep8",
+        {128: 30.0, 256: 29.3, 512: 26.7, 1024: 25.5},
+    ),
+}
+# Jin et al., "MegaScale-MoE", 2025, table 3: Ulysses attention and experts inside a server.
+MEGASCALE = [
+    Row("MegaScale-MoE", "megascale-352b", f"cp8 dp{devices // 120} pp15 / ep8", 720, 8192, mfu)
+    for devices, mfu in ((240, 32.48), (480, 29.67), (720, 29.36), (960, 28.67), (1440, 27.92))
+]
+
+METHODS = {
+    "Megatron-Core": Method(
+        dispatch="ragged",
+        storage="mixed",
+        even=True,
+        resends=False,
+        in_place=True,
+        overlap_grad_reduce=True,
+    ),
+    "MegaScale-MoE": Method(
+        dispatch="ragged",
+        context="ulysses",
+        storage="mixed-bfloat16-wire",
+        even=True,
+        in_place=True,
+        overlap_grad_reduce=True,
+    ),
+}
+SYSTEMS = {
+    "Megatron-Core": System(hides_hops=True, hides_gradients=True, hides_embed_and_head=True),
+    "MegaScale-MoE": System(
+        hidden=1.0, hides_hops=True, hides_gradients=True, hides_embed_and_head=True
+    ),
+}
+"""Megatron-Core waits for what a layer sends; hiding it is what MegaScale-MoE is about."""
+CLUSTERS = {"Megatron-Core": HARDWARE["h100"], "MegaScale-MoE": HARDWARE["h800"]}
+CALIBRATION_POINTS = {"Megatron-Core": MAPPINGS["mixtral-8x22b"][-1], "MegaScale-MoE": MEGASCALE[0]}
+"""The one measurement that each system's `System.efficiency` is taken from."""
+
+
+def predict(row: Row, system: System) -> Plan | float:
+    """The best plan for a row's layout, or the bytes that it needs at least.
+
+    Neither paper gives virtual stages, rematerialisation and micro-batches: they are chosen.
+    """
+    method = METHODS[row.system]
+    choices = Choices((method.dispatch,), (method.context,), (method.storage,))
+    return best_plan(
+        PRESETS[row.model],
+        Layout.parse(row.layout),
+        row.rows,
+        row.time,
+        CLUSTERS[row.system],
+        replace(method, fsdp=row.fsdp),
+        system,
+        choices,
+    )
+
+
+def predicted_mfu(row: Row, system: System) -> float | None:
+    """Model FLOPs utilisation in percent; None where it does not fit."""
+    plan = predict(row, system)
+    return 100 * plan.cost.mfu(CLUSTERS[row.system]) if isinstance(plan, Plan) else None
+
+
+@functools.cache
+def calibrate(name: str) -> System:
+    """The system with the efficiency that predicts the measurement of its `CALIBRATION_POINTS`."""
+    row = CALIBRATION_POINTS[name]
+    low, high = 0.05, 1.5
+    for _ in range(40):
+        middle = (low + high) / 2
+        mfu = predicted_mfu(row, replace(SYSTEMS[name], efficiency=middle))
+        assert mfu is not None
+        assert row.mfu is not None
+        low, high = (middle, high) if mfu < row.mfu else (low, middle)
+    return replace(SYSTEMS[name], efficiency=(low + high) / 2)
+
+
+def library_system(hardware: Hardware) -> System:
+    """System of this library: products as fast as Megatron-Core's, overlap as a run requests it.
+
+    The overlaps are those of expert chunks, two-batch overlap and gradient reduction. None of this
+    is measured on an accelerator.
+    """
+    overlaps = hardware.overlaps
+    return System(
+        calibrate("Megatron-Core").efficiency,
+        hides_gradients=overlaps,
+        hides_chunks=overlaps,
+        hides_two_batch=overlaps,
+    )
+
+
+def comparison_table() -> str:
+    """Table of every published row with its prediction."""
+    lines = [
+        f"{name}: GEMMs reach {calibrate(name).efficiency:.1%} of peak"
+        for name in CALIBRATION_POINTS
+    ]
+    tables = {
+        "Mappings (MoE Parallel Folding, tables 1 and 3)": [*chain(*MAPPINGS.values())],
+        "Strong scaling with folding (table 4)": [*chain(*SCALING.values())],
+        "Strong scaling (MegaScale-MoE, table 3)": MEGASCALE,
+    }
+    for title, rows in tables.items():
+        cells = [("model", "layout", "vpp", "remat", "rows", "published MFU", "predicted")]
+        cells += [_comparison_row(row) for row in rows]
+        lines += ["", title, align_columns(cells)]
+    return "\n".join(lines)
+
+
+def _comparison_row(row: Row) -> tuple[str, ...]:
+    plan = predict(row, calibrate(row.system))
+    layout = row.layout + (", FSDP" if row.fsdp else "")
+    published = "out of memory" if row.mfu is None else f"{row.mfu}"
+    if not isinstance(plan, Plan):
+        return row.model, layout, "", "", "", published, "does not fit"
+    mfu = 100 * plan.cost.mfu(CLUSTERS[row.system])
+    star = " (calibrated)" if row in CALIBRATION_POINTS.values() else ""
+    settings = str(plan.layout.vpp), plan.method.remat, str(plan.batch.micro_rows)
+    return row.model, layout, *settings, published, f"{mfu:.1f}{star}"
+
+
+if __name__ == "__main__":
+    print(comparison_table())

@@ -1,1 +1,0 @@
-"""Reports of a search, as text and as a picture."""

@@ -1,1 +1,0 @@
-"""Validation of the planner: published figures, papers' formulas, compiled programs."""

@@ -1,0 +1,108 @@
+"""Which links a group uses, and what that takes, on sizes one can follow by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from sharding.costs.hardware import LINK_EFFICIENCY, Hardware
+from sharding.costs.transfer import Transfer
+from sharding.folding import Layout, fold_abstract
+from sharding.folding.groups import axis_groups
+
+CLUSTER = Hardware(
+    "two", 1e12, 1e9, 1e11, 8, 100.0 / LINK_EFFICIENCY, 10.0 / LINK_EFFICIENCY, 0.0, 0.0
+)
+
+
+def moves(kind, axes, elements=40):
+    return Transfer("it", kind, axes, elements, 1)
+
+
+@pytest.mark.parametrize(
+    "layout", ["tp2 cp2 dp4 / ep4 etp2", "tp4 dp4 / ep8", "dp8 pp2 / ep2 etp4", "cp4 dp4 / ep4"]
+)
+@pytest.mark.parametrize("domain", [2, 4, 8])
+def test_members_in_a_domain_are_those_of_the_mesh(layout, domain):
+    sizes = Layout.parse(layout)
+    mesh, hardware = fold_abstract(sizes), Hardware("x", 1.0, 1.0, 1.0, domain, 1.0, 1.0)
+    for axes in (
+        *[(axis,) for axis in ("tp", "cp", "dp", "pp", "ep", "etp", "edp")],
+        ("cp", "tp"),
+        ("dp", "cp"),
+        ("ep", "etp"),
+        ("dp", "cp", "tp"),
+    ):
+        named = [atom for axis in axes for atom in getattr(mesh, axis)]
+        group = axis_groups(mesh, named)[0]
+        together = sum(rank // domain == group[0] // domain for rank in group)
+        assert moves("all_gather", axes).members_in_domain(sizes, hardware) == together, axes
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "axes", "seconds"),
+    [
+        # Seven times 40 bytes at 100 bytes/s.
+        ("all_gather", "tp8", ("tp",), 2.8),
+        ("reduce_scatter", "tp8", ("tp",), 0.35),
+        ("all_reduce", "tp8", ("tp",), 0.7),
+        ("all_to_all", "dp8 / ep8", ("ep",), 0.35),
+        ("permute", "cp8", ("cp",), 0.4),
+        ("permute", "dp8 pp2", ("pp",), 4.0),
+        # Sixteen in two domains: eight adapters of 10 bytes/s together.
+        ("all_gather", "dp16", ("dp",), 40 * 15 / 80),
+        # Two of each domain, and then one.
+        ("all_gather", "tp4 dp4", ("dp",), 40 * 3 / 20),
+        ("all_gather", "tp8 dp4", ("dp",), 40 * 3 / 10),
+        # Half of what is sent goes outside, eight peers' shares.
+        ("all_to_all", "dp16 / ep16", ("ep",), 40 * 8 / 16 / 10),
+        ("all_gather", "tp8", ("dp",), 0.0),
+    ],
+)
+def test_seconds(kind, layout, axes, seconds):
+    assert moves(kind, axes).seconds(Layout.parse(layout), CLUSTER) == pytest.approx(seconds)
+
+
+def test_an_all_to_all_has_its_own_part_of_the_rate():
+    slower, layout = replace(CLUSTER, exchange=0.5), Layout.parse("dp16 / ep16")
+    takes = [
+        moves(kind, axes).seconds(layout, slower) / moves(kind, axes).seconds(layout, CLUSTER)
+        for kind, axes in (("all_to_all", ("ep",)), ("all_gather", ("dp",)), ("permute", ("ep",)))
+    ]
+    assert takes == pytest.approx([2.0, 1.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    "layout", ["tp2 cp2 dp4 / ep4 etp2", "tp2 cp4 dp2 / ep4", "tp4 cp2 dp4 pp2 / ep2", "dp8 / ep4"]
+)
+@pytest.mark.parametrize("domain", [2, 4, 8])
+def test_stages_of_a_group_are_those_of_the_mesh(layout, domain):
+    sizes = Layout.parse(layout)
+    mesh, hardware = fold_abstract(sizes), Hardware("x", 1.0, 1.0, 1.0, domain, 1.0, 1.0)
+    for axes in (("dp", "cp"), ("edp",), ("dp", "cp", "tp"), ("pp", "dp", "cp")):
+        for side in ("inside", "across"):
+            one = Transfer("it", "all_gather", axes, 40, 1, side=side)
+            named = [
+                atom
+                for axis in axes
+                for atom in getattr(mesh, axis)
+                if (atom in mesh.sequence) == (side == "inside")
+            ]
+            group = axis_groups(mesh, named)[0]
+            assert one.group(sizes) == len(group), (axes, side)
+            together = sum(rank // domain == group[0] // domain for rank in group)
+            assert one.members_in_domain(sizes, hardware) == together, (axes, side)
+
+
+def test_what_a_device_sends():
+    layout = Layout.parse("tp8")
+    sent = {
+        kind: moves(kind, ("tp",)).sent(layout)
+        for kind in ("all_gather", "reduce_scatter", "all_to_all", "all_reduce", "permute")
+    }
+    assert sent == {
+        "all_gather": 280,
+        "reduce_scatter": 35,
+        "all_to_all": 35,
+        "all_reduce": 70,
+        "permute": 40,
+    }

@@ -1,0 +1,174 @@
+"""Collectives of a program, extracted from it: kind, axes or groups, dtype, bytes, count.
+
+`jaxpr_collectives` reads a traced program, for which no device need exist and nothing is compiled;
+`hlo_collectives` the text of a compiled one, in which the compiler may have joined collectives or
+left some out.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jax.extend import core
+from jax.extend.core import jaxprs_in_params
+
+from sharding.costs.transfer import Kind
+
+PRIMITIVES: dict[str, Kind] = {
+    "all_gather": "all_gather",
+    "all_gather_invariant": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "all_to_all": "all_to_all",
+    "ragged_all_to_all": "all_to_all",
+    "psum": "all_reduce",
+    "psum_invariant": "all_reduce",
+    "pmax": "all_reduce",
+    "pmin": "all_reduce",
+    "ppermute": "permute",
+}
+
+
+@dataclass(frozen=True)
+class Observed:
+    """A collective of a program.
+
+    Attributes:
+      kind: of collective.
+      over: its mesh axes, or in a compiled program its groups of devices.
+      dtype: of each device's input.
+      shape: of each device's input.
+      times: number of executions, with loops of known length and all branches counted.
+      in_branch: true if it is in a branch, which may not be taken.
+    """
+
+    kind: Kind
+    over: tuple[Any, ...]
+    dtype: str
+    shape: tuple[int, ...]
+    times: int = 1
+    in_branch: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of a device's input, over all executions."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize * self.times
+
+
+def jaxpr_collectives(
+    jaxpr: core.Jaxpr, times: int = 1, in_branch: bool = False
+) -> Iterator[Observed]:
+    """Every collective of a traced program, an entry for each input array.
+
+    Raises:
+      ValueError: for a collective in a loop whose length is not known before it runs.
+    """
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if name in PRIMITIVES:
+            named = equation.params.get("axes") or equation.params["axis_name"]
+            axes = (named,) if isinstance(named, str) else tuple(named)
+            operands, kind, hops = equation.invars, PRIMITIVES[name], times
+            if groups := equation.params.get("axis_index_groups"):
+                # Of the arrays of the other members one is used, so it counts as so many permutes.
+                kind, hops = "permute", times * (len(groups[0]) - 1)
+            if name == "ragged_all_to_all":
+                # The sent data fits in both buffers, the input and the output.
+                operands = [min(operands[:2], key=lambda buffer: buffer.aval.size)]  # pyright: ignore
+            for operand in operands:
+                aval: Any = operand.aval
+                yield Observed(kind, axes, aval.dtype.name, aval.shape, hops, in_branch)
+        inner_times = times * equation.params["length"] if name == "scan" else times
+        for inner in jaxprs_in_params(equation.params):
+            collectives = jaxpr_collectives(inner, inner_times, in_branch or name == "cond")
+            if name != "while":
+                yield from collectives
+            elif next(collectives, None) is not None:
+                raise ValueError(
+                    "a collective in a while loop cannot be counted: its number of "
+                    "iterations is unknown."
+                )
+
+
+_HLO = re.compile(
+    r"= (?P<result>.*?) (?P<kind>all-gather|reduce-scatter|all-to-all|all-reduce|"
+    r"collective-permute)(?:-start)?\((?P<rest>.*)"
+)
+_KINDS: dict[str, Kind] = {
+    "all-gather": "all_gather",
+    "reduce-scatter": "reduce_scatter",
+    "all-to-all": "all_to_all",
+    "all-reduce": "all_reduce",
+    "collective-permute": "permute",
+}
+_DTYPES = {
+    "pred": "bool",
+    "bf16": "bfloat16",
+    "f8e4m3fn": "float8_e4m3fn",
+    "f8e5m2": "float8_e5m2",
+    **{f"f{bits}": f"float{bits}" for bits in (16, 32, 64)},
+    **{f"s{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
+    **{f"u{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
+}
+
+
+def hlo_collectives(text: str) -> Iterator[Observed]:
+    """Every collective of a compiled program (``compiled.as_text()``), each once, also in loops.
+
+    `Observed.over` are its groups; of a permute the (from, to) pairs.
+    """
+    for line in text.splitlines():
+        match = _HLO.search(line)
+        if match is None:
+            continue
+        kind, over = _KINDS[match["kind"]], _groups(match["rest"])
+        n = len(over[0]) if kind != "permute" else 1
+        for dtype, sizes in re.findall(r"(\w+)\[([\d,]*)\]", match["result"]):
+            shape = tuple(int(size) for size in sizes.split(",") if size)
+            # The line has the output's shape, from which that of the input follows.
+            if kind == "all_gather":
+                shape = _scale_dim(shape, match["rest"], 1, n)
+            elif kind == "reduce_scatter":
+                shape = _scale_dim(shape, match["rest"], n, 1)
+            yield Observed(kind, over, _DTYPES[dtype], shape)
+
+
+def _scale_dim(shape: tuple[int, ...], rest: str, times: int, over: int) -> tuple[int, ...]:
+    match = re.search(r"dimensions=\{(\d+)\}", rest)
+    assert match is not None, rest
+    dim = int(match[1])
+    return tuple(size * times // over if i == dim else size for i, size in enumerate(shape))
+
+
+def _groups(rest: str) -> tuple[tuple[int, ...], ...]:
+    """Groups of devices, parsed from one of three forms.
+
+    The forms are: written out; an iota, reshaped and transposed (``[2,4]<=[4,2]T(1,0)``); and axes
+    of a mesh (``mesh['dp'=4,'tp'=2] {'tp'}``).
+    """
+    named = re.search(r"replica_groups=mesh\[([^\]]*)\](.*?)\{([^}]*)\}", rest)
+    if named is not None:
+        # In another order than the mesh's, or over a part of an axis, it would be another list.
+        if named[2].strip() or ":" in named[3]:
+            raise ValueError(f"device groups have a form that is not supported: {named[0]}")
+        mesh = {axis: int(n) for axis, n in re.findall(r"'([^']+)'=(\d+)", named[1])}
+        within = re.findall(r"'([^']+)'", named[3])
+        across = [axis for axis in mesh if axis not in within]
+        ranks = np.arange(math.prod(mesh.values())).reshape(tuple(mesh.values()))
+        ranks = ranks.transpose([list(mesh).index(axis) for axis in (*across, *within)])
+        n = math.prod(mesh[axis] for axis in within)
+        return tuple(tuple(group) for group in ranks.reshape(-1, n).tolist())
+    short = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest)
+    if short is not None:
+        shape, dims = ([int(n) for n in short[i].split(",")] for i in (1, 2))
+        ranks = np.arange(math.prod(dims)).reshape(dims)
+        if short[3] is not None:
+            ranks = ranks.transpose([int(n) for n in short[3].split(",")])
+        return tuple(tuple(group) for group in ranks.reshape(shape).tolist())
+    long = re.search(r"(?:replica_groups|source_target_pairs)=\{(\{.*?\})\}", rest)
+    assert long is not None, rest
+    return tuple(
+        tuple(int(n) for n in group.split(",")) for group in re.findall(r"\{([\d,]+)\}", long[1])
+    )
