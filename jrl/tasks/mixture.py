@@ -41,10 +41,10 @@ class WeightedRoundRobin:
         ]
         for task in available:
             self._credits[task] += self._weights[task]
-        chosen = max(available, key=lambda task: self._credits[task])
-        self._credits[chosen] -= sum(self._weights[task] for task in available)
-        self._num_assigned[chosen] += 1
-        return chosen, self._num_assigned[chosen] - 1
+        next_task = max(available, key=lambda task: self._credits[task])
+        self._credits[next_task] -= sum(self._weights[task] for task in available)
+        self._num_assigned[next_task] += 1
+        return next_task, self._num_assigned[next_task] - 1
 
 
 class Mixture:

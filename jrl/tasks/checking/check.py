@@ -210,8 +210,8 @@ def _select_listed(group: Sequence[Finding]) -> list[Finding]:
     for finding in group:
         ranks.append(counts[finding.case.kind])
         counts[finding.case.kind] += 1
-    chosen = sorted(range(len(group)), key=lambda at: ranks[at])[:MAX_LISTED]
-    return [group[at] for at in sorted(chosen)]
+    listed = sorted(range(len(group)), key=lambda index: ranks[index])[:MAX_LISTED]
+    return [group[index] for index in sorted(listed)]
 
 
 MAX_LISTED = 20

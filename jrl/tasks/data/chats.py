@@ -177,7 +177,7 @@ def chat_of(
         answer = require_answer(record, fields.answer, location)
         messages = (*messages, {"role": "assistant", "content": answer})
     assistant_positions = [
-        at for at, message in enumerate(messages) if message["role"] == "assistant"
+        position for position, message in enumerate(messages) if message["role"] == "assistant"
     ]
     if not assistant_positions:
         raise ValueError(

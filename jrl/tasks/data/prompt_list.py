@@ -82,12 +82,16 @@ class PromptList:
         self._order: tuple[int, list[int]] = (-1, [])
         self.name: str = name
         if heldout_examples is None:
-            chosen = _select_heldout(name, examples, heldout)
-            self._heldout = [example for example in examples if example.identity in chosen]
+            heldout_identities = _select_heldout(name, examples, heldout)
+            self._heldout = [
+                example for example in examples if example.identity in heldout_identities
+            ]
         else:
-            chosen = {example.identity for example in heldout_examples}
+            heldout_identities = {example.identity for example in heldout_examples}
             self._heldout = list(heldout_examples)
-        self._train = [example for example in examples if example.identity not in chosen]
+        self._train = [
+            example for example in examples if example.identity not in heldout_identities
+        ]
         self.num_shared: int = 0 if heldout_examples is None else len(examples) - len(self._train)
         if (self._trains and not self._train) or not self._heldout:
             raise ValueError(

@@ -15,9 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jrl.tasks.answers.expression import NoExpression, TooLarge, read_expression
-from jrl.tasks.answers.markup import plain_notation
+from jrl.tasks.answers.notation import plain_notation, tokens_of
 from jrl.tasks.answers.numbers import NUMBER, read_statement
-from jrl.tasks.answers.tokens import tokens_of
 from jrl.tasks.answers.verdict import EVALUATED, RULES, Judge
 from jrl.tasks.checking.table import VERDICTS, load_cases
 
