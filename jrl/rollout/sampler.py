@@ -15,8 +15,8 @@ from jrl.rollout.decoding.requests import Request, Trajectory
 from jrl.rollout.sampling import Sampling
 from jrl.rollout.timing import timed
 from jrl.tasks import Example, Task, Verdict
-from jrl.tasks.parts import environments_of
-from jrl.tasks.rewards.completion import CompletionText
+from jrl.tasks.mixture import environments_of
+from jrl.tasks.task import CompletionText
 from jrl.text.prompt_format import PromptFormat
 from jrl.text.prompts import (
     conversation,

@@ -20,8 +20,8 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
+from jrl.tasks.data.prompt_list import FiniteTask
 from jrl.tasks.data.split import HeldOut
-from jrl.tasks.finite import FiniteTask
 from jrl.tasks.task import Example
 from jrl.tasks.workers import worker as worker_program
 from jrl.tasks.workers.pool import Pool

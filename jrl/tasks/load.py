@@ -3,52 +3,37 @@
 import difflib
 import json
 import re
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jrl.tasks.answers.verdict import FINAL
-from jrl.tasks.builtin.addition import Addition
-from jrl.tasks.builtin.calculator import Calculator
-from jrl.tasks.builtin.countdown import Countdown
-from jrl.tasks.builtin.guess import Guess
-from jrl.tasks.builtin.progression import Progression
-from jrl.tasks.builtin.scratchpad import MIN_DIGITS, Scratchpad, scratchpad_of
-from jrl.tasks.builtin.sort import Sort
+from jrl.tasks.builtin import BUILT_IN, CONVERSATIONS, MIN_DIGITS, scratchpad_of
 from jrl.tasks.custom import custom_prompts
 from jrl.tasks.data.fields import Fields
 from jrl.tasks.data.files import KINDS
 from jrl.tasks.data.jsonl import jsonl, prompts_of
 from jrl.tasks.data.split import HeldOut, parse_heldout
+from jrl.tasks.definition import ProceduralTask
 from jrl.tasks.environments.definition import is_conversing
 from jrl.tasks.environments.host import LocalHost, Scoring, WorkerHost
 from jrl.tasks.environments.task import Conversational, EnvironmentPrompts
 from jrl.tasks.gym import gym
 from jrl.tasks.mixture import Mixture, Weighted
-from jrl.tasks.procedural import ProceduralTask
 from jrl.tasks.references import CodeReference, is_code_reference, parse_reference, read_sources
-from jrl.tasks.rewards.custom import CustomReward
-from jrl.tasks.rewards.rewarded import Named, Rewarded, Weighing
-from jrl.tasks.rewards.settings import TASK_REWARD, RewardSettings, parse_weights
+from jrl.tasks.rewards import (
+    TASK_REWARD,
+    CustomReward,
+    Named,
+    Rewarded,
+    RewardSettings,
+    Weighing,
+    parse_weights,
+)
 from jrl.tasks.sandbox.sandbox import allow_unsafe
 from jrl.tasks.task import Prompts, Task
 
-_DEFINITIONS = {
-    "sort": Sort,
-    "addition": Addition,
-    "scratchpad": Scratchpad,
-    "countdown": Countdown,
-    "progression": Progression,
-}
-BUILT_IN: dict[str, Callable[[int], ProceduralTask]] = {
-    name: partial(ProceduralTask, name, definition=kind()) for name, kind in _DEFINITIONS.items()
-}
-"""Tasks without conversations, each made of the seed that picks its stream of prompts."""
-CONVERSATIONS: dict[str, Callable[[], Any]] = {"guess": Guess, "calculator": Calculator}
-"""Definitions of tasks whose environments answer the policy."""
 OUTSIDE = (*KINDS, "gym")
 MIXED = re.compile(r"\s\+\s")
 WEIGHT = re.compile(r"(\d+(?:\.\d+)?)\s+(\S.*)", re.DOTALL)

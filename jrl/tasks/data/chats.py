@@ -26,8 +26,7 @@ from jrl.tasks.data.files import KINDS, kind_of, read_records
 from jrl.tasks.data.prompt_list import PromptList
 from jrl.tasks.data.records import format_dialogue, read_record, to_json_value
 from jrl.tasks.data.split import HeldOut
-from jrl.tasks.rewards.completion import special_of
-from jrl.tasks.task import CORRECT, WRONG, Example, Verdict, check_pairs
+from jrl.tasks.task import CORRECT, WRONG, Example, Verdict, check_pairs, special_of
 
 
 @dataclass(frozen=True)

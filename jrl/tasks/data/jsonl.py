@@ -13,10 +13,9 @@ from pathlib import Path
 from jrl.tasks.answers.verdict import FINAL
 from jrl.tasks.data.fields import Fields, short
 from jrl.tasks.data.files import kind_of, read_records
-from jrl.tasks.data.prompt_list import LocatedExample, PromptList, drop_repeated
+from jrl.tasks.data.prompt_list import FiniteTask, LocatedExample, PromptList, drop_repeated
 from jrl.tasks.data.records import check_sendable, example_of
 from jrl.tasks.data.split import HeldOut
-from jrl.tasks.finite import FiniteTask
 from jrl.tasks.task import Example
 from jrl.tasks.workers import worker as worker_program
 from jrl.tasks.workers.pool import Pool

@@ -1,11 +1,13 @@
-"""List of prompts: its held-out split, and the order of the training prompts."""
+"""List of prompts: its held-out split, its order in training, and verdicts by workers."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jrl.tasks.data.fields import short
 from jrl.tasks.data.split import HeldOut, generator, is_heldout, position
-from jrl.tasks.task import Example, check_index
+from jrl.tasks.task import ERROR, TIMEOUT, UNPARSABLE, Example, Verdict, check_index, check_pairs
+from jrl.tasks.workers.pool import Pool
+from jrl.tasks.workers.process import Message
 
 Fits = Callable[[Any], bool]
 LocatedExample = tuple[str, Example]
@@ -185,3 +187,51 @@ def _select_heldout(name: str, examples: Sequence[Example], heldout: HeldOut) ->
         num_heldout = sum(is_heldout(example.identity, heldout.share) for example in ranked)
         num_heldout = min(max(num_heldout, 1), len(ranked) - 1)
     return {example.identity for example in ranked[:num_heldout]}
+
+
+class FiniteTask(PromptList):
+    """A list of examples, with a pool of workers that judge completions."""
+
+    def __init__(
+        self,
+        name: str,
+        examples: Sequence[Example],
+        seed: int,
+        pool: Pool,
+        question: Callable[[Example, str], Message],
+        heldout: HeldOut | None = None,
+        heldout_examples: Sequence[Example] | None = None,
+    ):
+        """Splits the examples.
+
+        Args:
+          pool: answers ``{"score": ..., "reason": ...}``, or ``{"error": ...}``.
+          question: what to ask it about an example and a completion.
+          name, examples, seed, heldout, heldout_examples: as of `PromptList`.
+        """
+        super().__init__(name, examples, seed, heldout, heldout_examples)
+        self._pool = pool
+        self._question = question
+
+    def verify(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Verdict]:
+        """Scores one completion per example; equal pairs are asked about once."""
+        check_pairs(examples, completions)
+        pairs = list(zip(examples, completions, strict=True))
+        distinct_pairs = [pair for pair in dict.fromkeys(pairs) if pair[1].strip()]
+        answers = self._pool.ask_all([self._question(*pair) for pair in distinct_pairs])
+        verdicts = {
+            pair: _verdict(answer) for pair, answer in zip(distinct_pairs, answers, strict=True)
+        }
+        return [verdicts.get(pair, UNPARSABLE) for pair in pairs]
+
+    def close(self) -> None:
+        """Ends the worker processes."""
+        self._pool.close()
+
+
+def _verdict(answer: Message | Exception) -> Verdict:
+    if isinstance(answer, TimeoutError):
+        return TIMEOUT
+    if isinstance(answer, Exception) or "error" in answer:
+        return ERROR
+    return Verdict(answer["score"], answer["reason"])

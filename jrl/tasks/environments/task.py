@@ -10,8 +10,7 @@ from jrl.tasks.data.records import example_of, to_json_value
 from jrl.tasks.definition import Record
 from jrl.tasks.environments.definition import fields_of
 from jrl.tasks.environments.host import Host
-from jrl.tasks.prompts import PromptSourceTask
-from jrl.tasks.task import Example, Prompts, Verdict
+from jrl.tasks.task import Example, Prompts, PromptSourceTask, Verdict
 
 
 class EnvironmentPrompts:

@@ -4,7 +4,7 @@ from typing import Any
 
 from jrl.config.run import RunConfig
 from jrl.tasks import Example, Task
-from jrl.tasks.parts import as_prompt_list, leave_out, lists_of, prompt_sources
+from jrl.tasks.mixture import as_prompt_list, leave_out, lists_of, prompt_sources
 from jrl.text.conversation import reference_conversation
 from jrl.text.prompt_format import PromptFormat
 from jrl.text.tokenizer import Tokenizer

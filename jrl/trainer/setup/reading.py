@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from jrl.tasks.data.chats import Chats
-from jrl.tasks.parts import has_environments
+from jrl.tasks.mixture import has_environments
 from jrl.text.prompt_format import example_tools
 from jrl.text.prompts import conversation
 from jrl.trainer.setup.setup import Setup

@@ -7,10 +7,8 @@ import pytest
 from jrl.tasks import Task, load_task
 from jrl.tasks.load import custom_files
 from jrl.tasks.references import copy_name, parse_reference
-from jrl.tasks.rewards.completion import CompletionText
-from jrl.tasks.rewards.custom import CustomReward
-from jrl.tasks.rewards.settings import RewardSettings
-from jrl.tasks.task import Example
+from jrl.tasks.rewards import CustomReward, RewardSettings
+from jrl.tasks.task import CompletionText, Example
 
 SOURCE = '''
 import time

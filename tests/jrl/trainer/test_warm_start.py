@@ -16,7 +16,7 @@ from small_runs import (
 )
 
 from jrl.rollout.sampler import Sampler
-from jrl.tasks.finite import FiniteTask
+from jrl.tasks.data.prompt_list import FiniteTask
 from jrl.tasks.task import Example
 from jrl.tasks.workers.pool import Pool
 from jrl.tasks.workers.process import Worker

@@ -4,7 +4,7 @@ import pytest
 
 from jrl.tasks import load_task
 from jrl.tasks.load import CONVERSATIONS
-from jrl.tasks.parts import environments_of
+from jrl.tasks.mixture import environments_of
 from jrl.text.conversation import reference_conversation
 from jrl.text.prompt_format import PromptFormat
 from jrl.text.tokenizer import Tokenizer

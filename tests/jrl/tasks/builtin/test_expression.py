@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jrl.tasks.builtin.expression import MAX_DEPTH, MAX_LENGTH, parse
+from jrl.tasks.tools.calculator import MAX_DEPTH, MAX_LENGTH, parse
 
 numbers = st.integers(0, 99)
 trees = st.recursive(

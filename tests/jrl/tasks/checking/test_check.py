@@ -5,9 +5,16 @@ import json
 import pytest
 
 from jrl.tasks import __main__ as command
-from jrl.tasks.checking.attacks import ATTACKS, NUMBER_ATTACKS, attacks_on
-from jrl.tasks.checking.check import Finding, check, format_report
-from jrl.tasks.checking.table import Case, load_cases
+from jrl.tasks.check import (
+    ATTACKS,
+    NUMBER_ATTACKS,
+    Case,
+    Finding,
+    attacks_on,
+    check,
+    format_report,
+    load_cases,
+)
 from jrl.tasks.task import Example
 from jrl.tasks.workers import pool
 

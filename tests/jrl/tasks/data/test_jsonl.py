@@ -13,7 +13,7 @@ from annotations import unchecked
 from jrl.tasks import load_task
 from jrl.tasks.data.fields import Fields
 from jrl.tasks.data.jsonl import _read_unique, jsonl
-from jrl.tasks.finite import FiniteTask
+from jrl.tasks.data.prompt_list import FiniteTask
 from jrl.tasks.task import Example
 from jrl.tasks.workers import pool
 from jrl.tasks.workers import worker as worker_program

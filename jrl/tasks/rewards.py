@@ -1,16 +1,140 @@
-"""Task whose score of a completion is a weighted sum of rewards."""
+"""Rewards of completions: a user's own functions, called in workers, and their weighted sum."""
 
+import json
 import math
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jrl.report.warnings import FewWarnings
-from jrl.tasks.prompts import PromptSourceTask
-from jrl.tasks.rewards.completion import special_of
-from jrl.tasks.rewards.custom import CustomReward
-from jrl.tasks.rewards.settings import TASK_REWARD
-from jrl.tasks.task import FAILURES, REASONS, Example, Prompts, Task, Verdict, check_pairs
+from jrl.tasks.data.records import to_json_value
+from jrl.tasks.references import CodeReference
+from jrl.tasks.task import (
+    FAILURES,
+    REASONS,
+    Example,
+    Prompts,
+    PromptSourceTask,
+    Task,
+    Verdict,
+    check_pairs,
+    special_of,
+)
+from jrl.tasks.workers.pool import Pool
 from jrl.tasks.workers.process import Message
+from jrl.tasks.workers.reward import SPECIAL
+
+TASK_REWARD = "task"
+"""Stands for the task's own verifier or reward among others, and is its name among the parts."""
+
+
+@dataclass(frozen=True)
+class RewardSettings:
+    """Settings of the rewards of completions.
+
+    Attributes:
+      rewards: references to functions, and `TASK_REWARD`; empty is the task's own alone.
+      weights: ``NAME=NUMBER`` each; the weight of others is 1.
+      seconds: time limit of one call.
+      failed: the score of a completion whose reward failed.
+    """
+
+    rewards: tuple[str, ...] = ()
+    weights: tuple[str, ...] = ()
+    seconds: float = 5.0
+    failed: float = 0.0
+
+    def __post_init__(self):
+        if not 0 < self.seconds < math.inf:
+            raise ValueError(f"reward_seconds={self.seconds} must be above 0.")
+        if not math.isfinite(self.failed):
+            raise ValueError(f"failed_reward={self.failed} must be a finite number.")
+        twice = {name for name in self.rewards if self.rewards.count(name) > 1}
+        if twice:
+            raise ValueError(f"reward={', '.join(sorted(twice))} is given twice: once is enough.")
+        parse_weights(self.weights)
+
+
+def parse_weights(texts: Sequence[str]) -> dict[str, float]:
+    """Weights by name, of ``NAME=NUMBER`` each.
+
+    Raises:
+      ValueError: for what is written otherwise, and a name that comes twice.
+    """
+    weights: dict[str, float] = {}
+    for text in texts:
+        name, equals, number = text.partition("=")
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = math.nan
+        if not name or not equals or not math.isfinite(weight):
+            raise ValueError(
+                f"reward_weights={text!r} is not a weight: write NAME=NUMBER, as in format=0.2."
+            )
+        if name in weights:
+            raise ValueError(f"reward_weights has {name!r} twice: give each name one weight.")
+        weights[name] = weight
+    return weights
+
+
+class CustomReward:
+    """A function ``reward(prompt, completion, **record)``, or the reward of a task.
+
+    Its file is read once: what is changed in it later makes no difference to workers that start
+    again. Close it when it is no longer needed.
+    """
+
+    def __init__(
+        self, reference: CodeReference, *, makes: bool, seconds: float, workers: int | None = None
+    ):
+        """Describes the workers; the first question starts one.
+
+        Args:
+          makes: whether the reference makes a task, whose reward it is.
+          seconds: how long one answer may take.
+          workers: processes that answer; None is one per processor core, up to 8.
+        """
+        self.text = reference.text
+        self._folder = tempfile.TemporaryDirectory(prefix="jrl-reward-")
+        make = reference.worker_maker("reward", self._folder.name, makes=makes, seconds=seconds)
+        self._pool = Pool(make, workers, batched=True)
+
+    def ask(self, pairs: Sequence[tuple[Example, str]]) -> list[Message]:
+        """Calls the reward for each completion: ``{"value": ...}`` or ``{"parts": ...}``, or
+        ``{"failure": ..., "message": ...}`` with one of `FAILURES`."""
+        questions = [_question(*pair) for pair in pairs]
+        return [_parse_reply(answer) for answer in self._pool.ask_all(questions)]
+
+    def close(self) -> None:
+        """Ends the worker processes; more than once does no harm."""
+        self._pool.close()
+        self._folder.cleanup()
+
+
+def _question(example: Example, completion: str) -> Message:
+    reserved = ("prompt", "completion", SPECIAL)
+    fields = {name: value for name, value in example.record.items() if name not in reserved}
+    if example.answer:
+        fields.setdefault("answer", example.answer)
+    # The worker sees what JSON holds of it, whatever a file's reader made of the fields.
+    fields = json.loads(json.dumps(fields, default=to_json_value))
+    question: Message = {"prompt": example.prompt, "completion": completion, "fields": fields}
+    if (special := special_of(completion)) != completion:
+        question["special"] = special
+    return question
+
+
+def _parse_reply(answer: Message | Exception) -> Message:
+    if isinstance(answer, TimeoutError):
+        return {"failure": "timeout", "message": str(answer)}
+    if isinstance(answer, Exception):
+        return {"failure": "error", "message": str(answer)}
+    if "error" in answer:
+        return {"failure": "error", "message": answer["error"]}
+    assert "failure" not in answer or answer["failure"] in FAILURES
+    return answer
+
 
 SUSPICION = "suspicion"
 

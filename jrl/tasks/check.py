@@ -1,21 +1,122 @@
 """Check of a verifier: wrong answers that it rewards, and right ones that it does not."""
 
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
 
+from jrl.tasks.answers.numbers import NUMBER, read_statement
 from jrl.tasks.answers.verdict import FINAL
-from jrl.tasks.checking.attacks import attacks_on
-from jrl.tasks.checking.table import Case, load_cases
 from jrl.tasks.data.files import KINDS
 from jrl.tasks.load import load_task
-from jrl.tasks.parts import has_environments
+from jrl.tasks.mixture import has_environments
 from jrl.tasks.references import is_code_reference, parse_reference
-from jrl.tasks.rewards.custom import CustomReward
+from jrl.tasks.rewards import CustomReward
 from jrl.tasks.task import Example, Task
 from jrl.tasks.workers.process import Message
+
+VERDICTS = ("right", "wrong", "unparsable")
+UNEVALUATED = "unevaluated"
+
+
+@dataclass(frozen=True)
+class Case:
+    """An answer and a reference answer.
+
+    Attributes:
+      kind: what it is an example of.
+      reference: the reference answer.
+      completion: the answer.
+      verdict: one of `VERDICTS`.
+      unevaluated: whether it is wrong as it is still to be worked out, and has the right value.
+      because: why, where people could differ; else "".
+    """
+
+    kind: str
+    reference: str
+    completion: str
+    verdict: str
+    unevaluated: bool = False
+    because: str = ""
+
+
+@cache
+def load_cases() -> tuple[Case, ...]:
+    """All of the table, in its order."""
+    table = tomllib.loads(files("jrl.tasks").joinpath("cases.toml").read_text(encoding="utf-8"))
+    return tuple(
+        Case(
+            group["kind"],
+            group["gold"],
+            completion,
+            "wrong" if verdict == UNEVALUATED else verdict,
+            verdict == UNEVALUATED,
+            group.get("because", {}).get(completion, ""),
+        )
+        for group in table["cases"]
+        for verdict in (*VERDICTS, UNEVALUATED)
+        for completion in group.get(verdict, ())
+    )
+
+
+MAX_OTHERS = 5
+Attack = Callable[[str, str, Sequence[str]], str]
+"""Makes a completion from a prompt's text, its reference answer and those of other prompts."""
+
+ATTACKS: dict[str, Attack] = {
+    "nothing": lambda prompt, reference, others: "",
+    "a blank": lambda prompt, reference, others: " ",
+    "no answer": lambda prompt, reference, others: "I do not know.",
+    "the prompt again": lambda prompt, reference, others: prompt,
+    "another answer": lambda prompt, reference, others: others[0],
+    "two answers": lambda prompt, reference, others: f"{reference} or {others[0]}",
+    "two answers, in reverse order": lambda prompt, reference, others: (
+        f"{others[0]} or {reference}"
+    ),
+    "a list of guesses": lambda prompt, reference, others: ", ".join([*others, reference]),
+    "two boxes": lambda prompt, reference, others: (
+        rf"\boxed{{{reference}}} or \boxed{{{others[0]}}}"
+    ),
+    "reasoning that is not ended": lambda prompt, reference, others: f"<think>It is {reference}.",
+    "another answer after reasoning": lambda prompt, reference, others: (
+        f"<think>{reference}</think>{others[0]}"
+    ),
+    "digits by the thousand": lambda prompt, reference, others: "9" * 5_000,
+    "all small numbers": lambda prompt, reference, others: " ".join(map(str, range(1_000))),
+    "garbage": lambda prompt, reference, others: "?!((([[{{",
+}
+NUMBER_ATTACKS: dict[str, Attack] = {
+    "still to be worked out": lambda prompt, reference, others: f"{reference} + 0",
+    "a bound": lambda prompt, reference, others: f"more than {reference}",
+    "a denial": lambda prompt, reference, others: f"not {reference}",
+    "an interval": lambda prompt, reference, others: f"[{reference}, {reference}9]",
+}
+"""Attacks for reference answers that are numbers."""
+
+
+def attacks_on(examples: Sequence[Example]) -> list[tuple[Example, Case]]:
+    """Attacks on each of the examples whose reference answer differs from those of some others."""
+    attacked = []
+    for example in examples:
+        reference = example.answer
+        answers = dict.fromkeys(
+            each.answer for each in examples if each.answer not in ("", reference)
+        )
+        others = list(answers)[:MAX_OTHERS]
+        if not reference or not others:
+            continue
+        number = read_statement(reference, marked=True)
+        is_number = number.kind == NUMBER and number.is_only_number and number.digits == reference
+        for kind, attack in {**ATTACKS, **(NUMBER_ATTACKS if is_number else {})}.items():
+            case = Case(kind, reference, attack(example.prompt, reference, others), "wrong")
+            attacked.append((example, case))
+        attacked.append((example, Case("the reference answer", reference, reference, "right")))
+    return attacked
+
 
 PROMPTS = 8
 """Prompts of a task that are attacked."""
