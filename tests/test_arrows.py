@@ -28,7 +28,7 @@ COMPUTED = {
     Path("jrl/runs/loggers.py"),
     Path("jrl/tasks/data/files.py"),
     Path("jrl/tasks/references.py"),
-    Path("jrl/tasks/workers/reward.py"),
+    Path("jrl/tasks/workers/user_code.py"),
 }
 """Files that may import what a variable names: the extras and the code that a user asked for."""
 FORBIDDEN = {"experiments", "benchmarks", "tests", "notebooks"}

@@ -6,8 +6,8 @@ from jrl.tasks.data.prompt_list import LocatedExample, PromptList, drop_repeated
 from jrl.tasks.data.records import check_sendable, example_of
 from jrl.tasks.data.split import HeldOut
 from jrl.tasks.definition import ProceduralTask
+from jrl.tasks.environments.definition import EnvironmentPrompts, open_example, tools_of
 from jrl.tasks.environments.host import Host
-from jrl.tasks.environments.task import EnvironmentPrompts, open_example, tools_of
 from jrl.tasks.references import CodeReference
 from jrl.tasks.task import Example, Prompts
 

@@ -12,13 +12,11 @@ from jrl.tasks.answers.verdict import FINAL
 from jrl.tasks.builtin import BUILT_IN, CONVERSATIONS, MIN_DIGITS, scratchpad_of
 from jrl.tasks.custom import custom_prompts
 from jrl.tasks.data.fields import Fields
-from jrl.tasks.data.files import KINDS
-from jrl.tasks.data.jsonl import jsonl, prompts_of
+from jrl.tasks.data.files import KINDS, jsonl, prompts_of
 from jrl.tasks.data.split import HeldOut, parse_heldout
 from jrl.tasks.definition import ProceduralTask
-from jrl.tasks.environments.definition import is_conversing
+from jrl.tasks.environments.definition import Conversational, EnvironmentPrompts, is_conversing
 from jrl.tasks.environments.host import LocalHost, Scoring, WorkerHost
-from jrl.tasks.environments.task import Conversational, EnvironmentPrompts
 from jrl.tasks.gym import gym
 from jrl.tasks.mixture import Mixture, Weighted
 from jrl.tasks.references import CodeReference, is_code_reference, parse_reference, read_sources

@@ -19,7 +19,7 @@ from typing import Any
 
 from jrl.tasks.workers import worker as worker_program
 from jrl.tasks.workers.process import Worker
-from jrl.tasks.workers.reward import build_from, load_source
+from jrl.tasks.workers.user_code import build_from, load_source
 
 STARTUP_SECONDS = 300.0
 """Seconds in which a worker must load the code, with the libraries that it imports."""

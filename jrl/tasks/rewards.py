@@ -22,7 +22,7 @@ from jrl.tasks.task import (
 )
 from jrl.tasks.workers.pool import Pool
 from jrl.tasks.workers.process import Message
-from jrl.tasks.workers.reward import SPECIAL
+from jrl.tasks.workers.user_code import SPECIAL
 
 TASK_REWARD = "task"
 """Stands for the task's own verifier or reward among others, and is its name among the parts."""

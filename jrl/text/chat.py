@@ -14,8 +14,8 @@ from functools import cached_property
 from importlib.util import find_spec
 from typing import Any
 
-from jrl.tasks.data.arguments import Arguments
 from jrl.tasks.data.conversations import Conversation, Turn, content_of, role_content_pairs
+from jrl.tasks.tools.calls import Arguments
 from jrl.text.located.escape import (
     EscapedConversation,
     escape_special_tokens,

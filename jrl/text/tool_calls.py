@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from jrl.tasks.data.arguments import Arguments
 from jrl.tasks.data.conversations import Conversation, Turn
-from jrl.tasks.tools.calls import Call, ToolParameters
+from jrl.tasks.tools.calls import Arguments, Call, ToolParameters
 from jrl.tasks.tools.formats.detection import FORMATS, detect_formats
 from jrl.tasks.tools.formats.format import ToolFormat
 from jrl.tasks.tools.tool import Tool

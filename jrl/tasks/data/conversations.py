@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jrl.tasks.data.arguments import Arguments
 from jrl.tasks.data.fields import Row, check_text, from_json, short
+from jrl.tasks.tools.calls import Arguments
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 OTHER_ROLES = ("function", "ipython", "observation")

@@ -1,15 +1,26 @@
-"""Records from files: JSON lines, Parquet, and folders that Hugging Face's `datasets` saved.
+"""Tasks from files: JSON lines, Parquet, and folders that Hugging Face's `datasets` saved.
 
-Each record comes with its location, for error messages: lines and rows are counted from 1.
+Each record comes with its location, for error messages: lines and rows are counted from 1. The
+fields of a line or a row are described in `jrl.tasks.data.records`. Numbers are compared exactly
+and formulas by math-verify (`jrl.tasks.answers.verdict`).
 """
 
 import json
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from jrl.tasks.data.fields import Number, Row
+from jrl.tasks.answers.verdict import FINAL
+from jrl.tasks.data.fields import Fields, Number, Row, short
+from jrl.tasks.data.prompt_list import FiniteTask, LocatedExample, PromptList, drop_repeated
+from jrl.tasks.data.records import check_sendable, example_of
+from jrl.tasks.data.split import HeldOut
+from jrl.tasks.task import Example
+from jrl.tasks.workers import worker as worker_program
+from jrl.tasks.workers.pool import Pool
+from jrl.tasks.workers.process import Worker
 
 KINDS = ("jsonl", "parquet", "dataset")
 """Kinds of files: JSON lines, a Parquet file or a folder of them, a folder of `save_to_disk`."""
@@ -104,3 +115,138 @@ def _check_installed(library: str, task: str) -> None:
         raise ValueError(
             f'task={task} needs {library}, which is not installed: run pip install -e ".[data]"'
         )
+
+
+# How many answers of a file are tried out when it is loaded; one that cannot be read and lies
+# further down gives verdicts with the reason "error".
+MAX_CHECKED_ANSWERS = 1000
+# So many at a time: the first that is wrong stops the rest.
+CHECK_BATCH_SIZE = 64
+
+
+def jsonl(
+    path: str | Path,
+    seed: int,
+    *,
+    fields: Fields | None = None,
+    seconds: float = 5.0,
+    workers: int | None = None,
+    kind: str = "jsonl",
+    heldout: HeldOut | None = None,
+    answers: str = FINAL,
+) -> FiniteTask:
+    """Reads a file of prompts and answers.
+
+    Args:
+      path: where the file is.
+      seed: picks the order of the training examples.
+      fields: names of the fields; None is `Fields()`.
+      seconds: how long the comparison of one completion with its answer may take.
+      workers: processes that compare; None is one per processor core, up to 8.
+      kind: of the file, one of `jrl.tasks.data.files.KINDS`.
+      heldout: which prompts are held out; None is one in ten.
+      answers: what answers have to be, one of `jrl.tasks.answers.verdict.RULES`.
+
+    Raises:
+      ValueError: the file, a line of it or one of its first answers cannot be read, a prompt has
+        two answers, there are fewer than two examples, or math-verify is not installed.
+    """
+    if find_spec("math_verify") is None:
+        raise ValueError(
+            f"task={kind}:{path} needs math-verify, which is not installed: "
+            'run pip install -e ".[math]"'
+        )
+    located, located_heldout, repeated = _read_with_heldout(
+        kind, path, fields, heldout, answered=True
+    )
+    command = [sys.executable, "-P", worker_program.__file__, "math", answers]
+    pool = Pool(lambda: Worker(command, seconds=seconds), workers)
+    try:
+        candidates = [*located, *(located_heldout or ())]
+        for first in range(0, min(len(candidates), MAX_CHECKED_ANSWERS), CHECK_BATCH_SIZE):
+            _try_answers(pool, candidates[first : first + CHECK_BATCH_SIZE])
+        task = FiniteTask(
+            f"{kind}:{path}",
+            _strip_locations(located),
+            seed,
+            pool,
+            lambda example, completion: {"gold": example.answer, "completion": completion},
+            heldout,
+            None if located_heldout is None else _strip_locations(located_heldout),
+        )
+        task.num_repeated = repeated
+        return task
+    except BaseException:
+        pool.close()
+        raise
+
+
+def prompts_of(
+    kind: str, path: str, seed: int, fields: Fields | None, heldout: HeldOut | None
+) -> PromptList:
+    """A file of prompts for rewards to judge, with answers or without.
+
+    Raises:
+      ValueError: as for `jsonl`, but for answers.
+    """
+    located, located_heldout, repeated = _read_with_heldout(
+        kind, path, fields, heldout, answered=False
+    )
+    for location, example in [*located, *(located_heldout or ())]:
+        check_sendable(example, location)
+    located_heldout = None if located_heldout is None else _strip_locations(located_heldout)
+    task = PromptList(f"{kind}:{path}", _strip_locations(located), seed, heldout, located_heldout)
+    task.num_repeated = repeated
+    return task
+
+
+def _read_with_heldout(
+    kind: str, path: str | Path, fields: Fields | None, heldout: HeldOut | None, *, answered: bool
+) -> tuple[list[LocatedExample], list[LocatedExample] | None, int]:
+    """The examples of a file, those of another that are held out in their place, and how many of
+    both were left out, as others have their prompts."""
+    fields = Fields() if fields is None else fields
+    located_heldout, repeated_heldout = None, 0
+    if heldout is not None and heldout.path is not None:
+        heldout_path = heldout.path
+        located_heldout, repeated_heldout = _read_unique(
+            kind_of(heldout_path), heldout_path, fields, answered=answered
+        )
+    located, repeated = _read_unique(kind, path, fields, answered=answered)
+    everything = heldout is not None and heldout.everything
+    if not located or (len(located) < 2 and located_heldout is None and not everything):
+        needed = "at least 1 is" if everything else "at least 2 are"
+        both = "" if everything else ", one to train on and one held out"
+        raise ValueError(
+            f"{path}: has {len(located)} examples; {needed} needed{both}: write one "
+            '{"prompt": ..., "answer": ...} per line'
+        )
+    return located, located_heldout, repeated + repeated_heldout
+
+
+def _read_unique(
+    kind: str, path: str | Path, fields: Fields, *, answered: bool = True
+) -> tuple[list[LocatedExample], int]:
+    """The examples of a file, as of `jrl.tasks.data.prompt_list.drop_repeated`."""
+    return drop_repeated(
+        (location, example_of(record, location, fields, answered=answered))
+        for location, record in read_records(kind, path)
+    )
+
+
+def _strip_locations(located: Sequence[LocatedExample]) -> list[Example]:
+    return [example for _, example in located]
+
+
+def _try_answers(pool: Pool, located: Sequence[LocatedExample]) -> None:
+    """Raises ValueError unless each answer, as its own completion, is correct."""
+    questions = [{"gold": e.answer, "completion": e.answer} for _, e in located]
+    for (location, example), reply in zip(located, pool.ask_all(questions), strict=True):
+        answer = {"error": str(reply)} if isinstance(reply, Exception) else reply
+        if answer.get("reason") != "correct":
+            why = answer.get("error", "it does not even equal itself")
+            raise ValueError(
+                f"{location}: answer {short(example.answer)} cannot be checked ({why}): write a "
+                "number, a word, a formula, or a text that ends in \\boxed{...}, or give a custom "
+                "--reward"
+            )

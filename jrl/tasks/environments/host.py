@@ -11,9 +11,9 @@ from jrl.report.warnings import FewWarnings
 from jrl.tasks.data.records import to_json_value
 from jrl.tasks.references import CodeReference
 from jrl.tasks.task import Example, Verdict
-from jrl.tasks.workers.environment import Conversations, environment_factory
 from jrl.tasks.workers.pool import default_workers
 from jrl.tasks.workers.process import Message, Worker, WorkerEnded
+from jrl.tasks.workers.user_code import Conversations, environment_factory
 
 PolicyMessages = Sequence[Message | str]
 """Messages of the policy."""

@@ -3,10 +3,9 @@
 It is started by its path, and not as a part of `jrl`, so that it never loads jax: one process for
 math-verify (``worker.py math``), one for a generator of reasoning-gym (``worker.py gym NAME SEED
 SIZE OPTIONS``), or one for a reward or environments of the user's own (``worker.py reward
-DESCRIPTION``, ``worker.py environment DESCRIPTION``, see `jrl.tasks.workers.reward` and
-`jrl.tasks.workers.environment`). It reads one JSON object per line and answers each with another;
-an exception becomes ``{"error": ...}``. A reward that is `async` gets multiple
-questions in one line, and answers each in a line of its own.
+DESCRIPTION``, ``worker.py environment DESCRIPTION``, see `jrl.tasks.workers.user_code`). It reads
+one JSON object per line and answers each with another; an exception becomes ``{"error": ...}``. A
+reward that is `async` gets multiple questions in one line, and answers each in a line of its own.
 
 Both libraries pass texts to `eval`, completions of the policy among them. Here parsers replace it.
 
@@ -235,18 +234,9 @@ def gym_checker(
     return answer
 
 
-def reward_checker(described: str) -> Callable[[Message], Message]:
-    """`jrl.tasks.workers.reward.reward_checker`, whose file is in the same folder."""
-    return _load_sibling("reward").reward_checker(described)
-
-
-def environment_checker(described: str) -> Callable[[Message], Message]:
-    """`jrl.tasks.workers.environment.environment_checker`, likewise."""
-    return _load_sibling("environment").environment_checker(described, _load_sibling("reward"))
-
-
-def _load_sibling(name: str) -> ModuleType:
-    spec = spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+def _user_code() -> ModuleType:
+    """`jrl.tasks.workers.user_code`, whose file is in the same folder."""
+    spec = spec_from_file_location("user_code", Path(__file__).with_name("user_code.py"))
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -256,8 +246,8 @@ def _load_sibling(name: str) -> ModuleType:
 CHECKERS: dict[str, Callable[..., Callable[[Message], Message]]] = {
     "math": math_checker,
     "gym": gym_checker,
-    "reward": reward_checker,
-    "environment": environment_checker,
+    "reward": lambda described: _user_code().reward_checker(described),
+    "environment": lambda described: _user_code().environment_checker(described),
 }
 
 

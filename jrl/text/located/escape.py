@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jrl.tasks.data.arguments import Arguments
 from jrl.tasks.data.conversations import Conversation
+from jrl.tasks.tools.calls import Arguments
 from jrl.text.located.tokens import special_pattern
 
 PRIVATE_USE = range(0xE000, 0xF900)

@@ -1,7 +1,7 @@
 """Program that renders chat templates in a process of its own, with limits of time and memory.
 
 It is started by its path, and not as a part of `jrl`, so that it loads Jinja and little else. Its
-arguments are the path of `jrl.tasks.data.arguments` and the processor seconds for an answer.
+arguments are the path of `jrl.tasks.tools.calls` and the processor seconds for an answer.
 It reads one JSON object per line and answers each with another:
 
 * ``{"key": K, "source": ..., "day": ..., "marks": ...}`` compiles a template: ``{}``, or

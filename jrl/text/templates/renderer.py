@@ -8,9 +8,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from jrl.tasks.data import arguments
-from jrl.tasks.data.arguments import Arguments
 from jrl.tasks.data.records import to_json_value
+from jrl.tasks.tools import calls
+from jrl.tasks.tools.calls import Arguments
 from jrl.tasks.workers.process import Message, Worker, WorkerEnded
 
 PROGRAM = Path(__file__).with_name("program.py")
@@ -145,5 +145,5 @@ def _worker() -> Worker:
 
 def worker(processor_seconds: float | int) -> Worker:
     """The process, which the first question starts."""
-    command = [sys.executable, "-P", str(PROGRAM), arguments.__file__, str(processor_seconds)]
+    command = [sys.executable, "-P", str(PROGRAM), calls.__file__, str(processor_seconds)]
     return Worker(command)

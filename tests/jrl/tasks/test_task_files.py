@@ -5,8 +5,7 @@ import json
 import pytest
 
 from jrl.config import flags
-from jrl.tasks.data.files import kind_of
-from jrl.tasks.data.jsonl import prompts_of
+from jrl.tasks.data.files import kind_of, prompts_of
 from jrl.tasks.data.split import HeldOut, parse_heldout
 from jrl.tasks.load import listed_names, load_task
 from jrl.tasks.mixture import leave_out

@@ -1,15 +1,53 @@
 """Supported tool-call formats, and detection of the format of a text or a chat template."""
 
+import re
+from collections.abc import Sequence
+
 from jrl.tasks.tools.calls import Call, ToolParameters
-from jrl.tasks.tools.formats.format import ToolFormat
-from jrl.tasks.tools.formats.gemma import FunctionGemma, Gemma4, ToolCode
-from jrl.tasks.tools.formats.harmony import MESSAGE, Harmony
-from jrl.tasks.tools.formats.llama import Llama
-from jrl.tasks.tools.formats.mistral import Mistral, MistralNamed
-from jrl.tasks.tools.formats.plain import Plain
-from jrl.tasks.tools.formats.pythonic import Olmo, PythonList
-from jrl.tasks.tools.formats.sections import DeepSeek, DeepSeekNamed, Kimi
+from jrl.tasks.tools.formats.format import ToolFormat, make_call, to_json
+from jrl.tasks.tools.formats.json_calls import (
+    MESSAGE,
+    DeepSeek,
+    DeepSeekNamed,
+    Harmony,
+    Kimi,
+    Llama,
+    Mistral,
+    MistralNamed,
+)
+from jrl.tasks.tools.formats.pythonic import FunctionGemma, Gemma4, Olmo, PythonList, ToolCode
 from jrl.tasks.tools.formats.tagged import Glm, Hermes, QwenCoder
+
+
+class Plain(ToolFormat):
+    """The text is the one argument of a tool that needs one, and an object of them in JSON for
+    another."""
+
+    name = "plain"
+    template_markers = ()
+    _call = re.compile(r"@([A-Za-z_]\w*)[ \t]+(.*)", re.DOTALL)
+
+    def calls(self, text: str, tools: ToolParameters) -> list[Call]:
+        match = self._call.fullmatch(text.strip())
+        if match is None:
+            return []
+        name, text = match[1], match[2]
+        tool = tools.get(name, {})
+        names = list(tool.get("required") or tool.get("properties") or ())
+        if name not in tools:
+            return [Call(name)]
+        if len(names) != 1:
+            return [make_call(name, text)]
+        call = make_call(name, text)
+        return [call if names[0] in call.arguments else Call(name, {names[0]: text})]
+
+    def render(self, calls: Sequence[Call]) -> str:
+        """Of the first of them: a turn has one."""
+        call = calls[0]
+        values = list(call.arguments.values())
+        only = values[0] if len(values) == 1 and isinstance(values[0], str) else None
+        return f"@{call.name} {to_json(dict(call.arguments)) if only is None else only}"
+
 
 PLAIN, HARMONY, HERMES = Plain(), Harmony(), Hermes()
 FORMATS: tuple[ToolFormat, ...] = (

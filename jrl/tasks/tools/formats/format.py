@@ -1,8 +1,10 @@
-"""Base class of tool-call formats, and the search for calls outside of reasoning."""
+"""Base classes of tool-call formats, and the JSON in the text of a call."""
 
+import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jrl.tasks.answers.extraction import REASONING
 from jrl.tasks.tools.calls import Call, ToolParameters, unreadable_call
@@ -13,7 +15,7 @@ ParsedCalls = tuple[list[Call], int]
 _REASONING = {
     opened.lower(): closed.lower()
     for opened, closed in REASONING
-    # Harmony's channels are messages of their own: `jrl.tasks.tools.formats.harmony`.
+    # Harmony's channels are messages of their own: `jrl.tasks.tools.formats.json_calls`.
     if not opened.startswith("<|channel|>")
 }
 _REASONING_TAGS = re.compile(
@@ -66,39 +68,41 @@ class ToolFormat(ABC):
         return re.fullmatch(r"[A-Za-z0-9]{9}", identity) is not None
 
 
-def outside_reasoning(
-    text: str, opening: re.Pattern[str], read: Callable[[str, re.Match[str]], ParsedCalls]
-) -> list[Call]:
-    """The calls of a text, without those in its reasoning.
+class MarkedFormat(ToolFormat):
+    """Format whose calls begin with a mark.
 
     Reasoning in a call, a mark in a text that is passed on for instance, is a part of the call. An
     end of reasoning that nothing opened ends what a prompt began: calls before it are none.
-
-    Args:
-      opening: what a call begins with.
-      read: reads the calls that begin at a match of it.
     """
-    collected: list[Call] = []
-    position = 0
-    tag, call = _REASONING_TAGS.search(text), opening.search(text)
-    while tag is not None or call is not None:
-        if tag is not None and (call is None or tag.start() <= call.start()):
-            closed = _REASONING.get(tag[0].lower())
-            if closed is None:
-                collected, position = [], tag.end()
-            else:
-                end = re.compile(re.escape(closed), re.IGNORECASE).search(text, tag.end())
-                if end is None:
-                    break
-                position = end.end()
-        elif call is not None:
-            calls, position = read(text, call)
-            collected += calls
-        if tag is not None and tag.start() < position:
-            tag = _REASONING_TAGS.search(text, position)
-        if call is not None and call.start() < position:
-            call = opening.search(text, position)
-    return collected
+
+    _opening: re.Pattern[str]
+
+    @abstractmethod
+    def _read(self, text: str, opened: re.Match[str], tools: ToolParameters) -> ParsedCalls:
+        """The calls that begin at a match of `_opening`."""
+
+    def calls(self, text: str, tools: ToolParameters) -> list[Call]:
+        collected: list[Call] = []
+        position = 0
+        tag, call = _REASONING_TAGS.search(text), self._opening.search(text)
+        while tag is not None or call is not None:
+            if tag is not None and (call is None or tag.start() <= call.start()):
+                closed = _REASONING.get(tag[0].lower())
+                if closed is None:
+                    collected, position = [], tag.end()
+                else:
+                    end = re.compile(re.escape(closed), re.IGNORECASE).search(text, tag.end())
+                    if end is None:
+                        break
+                    position = end.end()
+            elif call is not None:
+                calls, position = self._read(text, call, tools)
+                collected += calls
+            if tag is not None and tag.start() < position:
+                tag = _REASONING_TAGS.search(text, position)
+            if call is not None and call.start() < position:
+                call = self._opening.search(text, position)
+        return collected
 
 
 def skip_unreadable(text: str, opened: re.Match[str], close: str, reason: str) -> ParsedCalls:
@@ -123,3 +127,51 @@ def skip_blanks(text: str, position: int) -> int:
     while position < len(text) and text[position].isspace():
         position += 1
     return position
+
+
+_DECODER = json.JSONDecoder()
+
+
+def read_value(text: str, position: int) -> tuple[Any, int]:
+    """The JSON value that begins here, and the position behind it.
+
+    Raises:
+      ValueError: where there is none, in one line.
+    """
+    try:
+        return _DECODER.raw_decode(text, position)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"it is no JSON ({error.msg}, character {error.pos - position + 1})"
+        ) from None
+    except RecursionError:
+        raise ValueError("its JSON is nested too deeply") from None
+    except ValueError:  # of a number with thousands of digits
+        raise ValueError("it is no JSON that can be read") from None
+
+
+def parse_call(value: Any) -> Call:
+    """The call in a JSON value: an object with a name, and arguments that are an object or the JSON
+    text of one."""
+    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
+        return unreadable_call("it is no JSON object with a name and arguments")
+    name, identity = value["name"], value.get("id")
+    arguments = value.get("arguments", value.get("parameters", {}))
+    return make_call(name, arguments, identity if isinstance(identity, str) else "")
+
+
+def make_call(name: str, arguments: Any, identity: str = "") -> Call:
+    """The call with these arguments, an object or the JSON text of one."""
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return unreadable_call("its arguments are no JSON object", name)
+    if not isinstance(arguments, Mapping):
+        return unreadable_call("its arguments are no JSON object", name)
+    return Call(name, dict(arguments), identity)
+
+
+def to_json(value: Any) -> str:
+    """The JSON text of a value, as chat templates write it."""
+    return json.dumps(value, ensure_ascii=False)

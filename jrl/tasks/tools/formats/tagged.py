@@ -6,19 +6,20 @@ from typing import Any
 
 from jrl.tasks.tools.calls import Call, ToolParameters
 from jrl.tasks.tools.formats.format import (
+    MarkedFormat,
     ParsedCalls,
-    ToolFormat,
-    outside_reasoning,
+    parse_call,
+    read_value,
     skip_blanks,
     skip_unreadable,
+    to_json,
 )
-from jrl.tasks.tools.formats.json_text import parse_call, read_value, to_json
 from jrl.tasks.tools.schema import parse_argument
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
-class Hermes(ToolFormat):
+class Hermes(MarkedFormat):
     """Of Hermes, Qwen 2.5 and 3, SmolLM3 and many others::
 
     <tool_call>
@@ -30,34 +31,30 @@ class Hermes(ToolFormat):
     template_markers = (OPEN,)
     _opening = re.compile(re.escape(OPEN))
 
-    def calls(self, text: str, tools: ToolParameters) -> list[Call]:
-        return outside_reasoning(text, self._opening, _read_json_call)
-
     def render(self, calls: Sequence[Call]) -> str:
         bodies = ({"name": call.name, "arguments": dict(call.arguments)} for call in calls)
         return "\n".join(f"{OPEN}\n{to_json(body)}\n{CLOSE}" for body in bodies)
 
+    def _read(self, text: str, opened: re.Match[str], tools: ToolParameters) -> ParsedCalls:
+        position = skip_blanks(text, opened.end())
+        if not text.startswith("{", position):
+            return skip_unreadable(
+                text, opened, CLOSE, "it is no JSON object with a name and arguments"
+            )
+        try:
+            value, end = read_value(text, position)
+        except ValueError as error:
+            return skip_unreadable(text, opened, CLOSE, str(error))
+        end = skip_blanks(text, end)
+        if text.startswith(CLOSE, end):
+            return [parse_call(value)], end + len(CLOSE)
+        if end == len(text) or text.startswith(OPEN, end):
+            # The end of the turn closes it as well, and the next call.
+            return [parse_call(value)], end
+        return skip_unreadable(text, opened, CLOSE, "something stands behind its JSON object")
 
-def _read_json_call(text: str, opened: re.Match[str]) -> ParsedCalls:
-    position = skip_blanks(text, opened.end())
-    if not text.startswith("{", position):
-        return skip_unreadable(
-            text, opened, CLOSE, "it is no JSON object with a name and arguments"
-        )
-    try:
-        value, end = read_value(text, position)
-    except ValueError as error:
-        return skip_unreadable(text, opened, CLOSE, str(error))
-    end = skip_blanks(text, end)
-    if text.startswith(CLOSE, end):
-        return [parse_call(value)], end + len(CLOSE)
-    if end == len(text) or text.startswith(OPEN, end):
-        # The end of the turn closes it as well, and the next call.
-        return [parse_call(value)], end
-    return skip_unreadable(text, opened, CLOSE, "something stands behind its JSON object")
 
-
-class Glm(ToolFormat):
+class Glm(MarkedFormat):
     """Of GLM-4.5 and later ones; a text stands without quotes::
 
     <tool_call>add
@@ -73,33 +70,26 @@ class Glm(ToolFormat):
     _pair = re.compile(
         r"\s*<arg_key>\s*(.*?)\s*</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL
     )
+    _written_pair = "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n"
 
-    def calls(self, text: str, tools: ToolParameters) -> list[Call]:
-        def read(text: str, opened: re.Match[str]) -> ParsedCalls:
-            if (name := self._name.match(text, opened.end())) is None:
-                return skip_unreadable(text, opened, CLOSE, "no name of a tool stands in it")
-            arguments, position = _read_arguments(self._pair, text, name, tools)
-            position = skip_blanks(text, position)
-            # Of one that is not closed nobody knows whether that is all of it.
-            if text.startswith(CLOSE, position):
-                return [Call(name[1], arguments)], position + len(CLOSE)
-            return skip_unreadable(text, opened, CLOSE, "it is not made of arg_key and arg_value")
-
-        return outside_reasoning(text, self._opening, read)
+    def _read(self, text: str, opened: re.Match[str], tools: ToolParameters) -> ParsedCalls:
+        if (name := self._name.match(text, opened.end())) is None:
+            return skip_unreadable(text, opened, CLOSE, "no name of a tool stands in it")
+        arguments, position = _read_arguments(self._pair, text, name, tools)
+        position = skip_blanks(text, position)
+        # Of one that is not closed nobody knows whether that is all of it.
+        if text.startswith(CLOSE, position):
+            return [Call(name[1], arguments)], position + len(CLOSE)
+        return skip_unreadable(text, opened, CLOSE, "it is not made of arg_key and arg_value")
 
     def render(self, calls: Sequence[Call]) -> str:
         return "\n".join(
-            f"{OPEN}{call.name}\n"
-            + "".join(
-                f"<arg_key>{name}</arg_key>\n<arg_value>{_format_value(value)}</arg_value>\n"
-                for name, value in call.arguments.items()
-            )
-            + CLOSE
+            f"{OPEN}{call.name}\n{_format_arguments(self._written_pair, call)}{CLOSE}"
             for call in calls
         )
 
 
-class QwenCoder(ToolFormat):
+class QwenCoder(MarkedFormat):
     """Of Qwen3-Coder and Qwen3.5; a text stands without quotes::
 
     <tool_call>
@@ -116,34 +106,30 @@ class QwenCoder(ToolFormat):
     _opening = re.compile(r"(?:<tool_call>\s*)?<function=|<tool_call>")
     _name = re.compile(r"([\w.-]+)>")
     _pair = re.compile(r"\s*<parameter=([^>\n]+)>(?:\r?\n)?(.*?)(?:\r?\n)?</parameter>", re.DOTALL)
+    _written_pair = "<parameter={}>\n{}\n</parameter>\n"
     _close = re.compile(r"\s*</function>(?:\s*</tool_call>)?")
 
-    def calls(self, text: str, tools: ToolParameters) -> list[Call]:
-        def read(text: str, opened: re.Match[str]) -> ParsedCalls:
-            name = self._name.match(text, opened.end()) if opened[0] != OPEN else None
-            if name is None:
-                return skip_unreadable(text, opened, CLOSE, "no function=NAME stands in it")
-            arguments, position = _read_arguments(self._pair, text, name, tools)
-            if closed := self._close.match(text, position):
-                return [Call(name[1], arguments)], closed.end()
-            return skip_unreadable(text, opened, CLOSE, "it is not made of parameters")
-
-        return outside_reasoning(text, self._opening, read)
+    def _read(self, text: str, opened: re.Match[str], tools: ToolParameters) -> ParsedCalls:
+        name = self._name.match(text, opened.end()) if opened[0] != OPEN else None
+        if name is None:
+            return skip_unreadable(text, opened, CLOSE, "no function=NAME stands in it")
+        arguments, position = _read_arguments(self._pair, text, name, tools)
+        if closed := self._close.match(text, position):
+            return [Call(name[1], arguments)], closed.end()
+        return skip_unreadable(text, opened, CLOSE, "it is not made of parameters")
 
     def render(self, calls: Sequence[Call]) -> str:
         return "\n".join(
-            f"{OPEN}\n<function={call.name}>\n"
-            + "".join(
-                f"<parameter={name}>\n{_format_value(value)}\n</parameter>\n"
-                for name, value in call.arguments.items()
-            )
-            + f"</function>\n{CLOSE}"
+            f"{OPEN}\n<function={call.name}>\n{_format_arguments(self._written_pair, call)}"
+            f"</function>\n{CLOSE}"
             for call in calls
         )
 
 
-def _format_value(value: Any) -> str:
-    return value if isinstance(value, str) else to_json(value)
+def _format_arguments(pair: str, call: Call) -> str:
+    """The arguments of a call, each as a pair of its name and its value."""
+    values = call.arguments.items()
+    return "".join(pair.format(n, v if isinstance(v, str) else to_json(v)) for n, v in values)
 
 
 def _read_arguments(

@@ -12,7 +12,7 @@ from annotations import unchecked
 
 from jrl.tasks import load_task
 from jrl.tasks.data.fields import Fields
-from jrl.tasks.data.jsonl import _read_unique, jsonl
+from jrl.tasks.data.files import _read_unique, jsonl
 from jrl.tasks.data.prompt_list import FiniteTask
 from jrl.tasks.task import Example
 from jrl.tasks.workers import pool
@@ -369,7 +369,7 @@ def test_files_that_are_refused(tmp_path):
 )
 def test_a_missing_library_is_named(monkeypatch, spec, extra):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr("jrl.tasks.data.jsonl.find_spec", lambda name: None)
+    monkeypatch.setattr("jrl.tasks.data.files.find_spec", lambda name: None)
     monkeypatch.setattr("jrl.tasks.gym.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=rf'is not installed: run pip install -e "{extra}"'):
         load_task(spec, 0)

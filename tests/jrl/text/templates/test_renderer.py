@@ -16,8 +16,8 @@ from chat_checkpoint import chat_tokenizer
 from confinement import wait_until
 
 from jrl.config.run import RunConfig
-from jrl.tasks.data.arguments import Arguments
 from jrl.tasks.data.conversations import Conversation
+from jrl.tasks.tools.calls import Arguments
 from jrl.text.chat import ChatTemplate
 from jrl.text.prompt_format import PromptFormat, prompt_format, template_file, with_template
 from jrl.text.templates import program, renderer
