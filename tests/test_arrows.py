@@ -162,7 +162,7 @@ def test_arrows_point_one_way(room):
             "from jrl.trainer.setup.setup import Setup",
             "jrl.trainer.setup.setup.Setup",
         ),
-        ("jrl/text/prompts.py", "from jrl import rollout", "jrl.rollout"),
+        ("jrl/text/prompt_format.py", "from jrl import rollout", "jrl.rollout"),
         ("jrl/faults/live/watch.py", "from jrl.trainer import loop", "jrl.trainer.loop"),
         ("jrl/rollout/sampler.py", "from ..trainer import loop", "jrl.trainer.loop"),
         ("jrl/trainer/loop.py", "from jrl.train import main", "jrl.train.main"),

@@ -1,7 +1,7 @@
 """Chat template of a checkpoint: a conversation as the text that the network was trained on.
 
 Templates are Jinja programs that come with the checkpoint. They run in Jinja's sandbox, in a
-process with limits of time and memory (`jrl.text.templates`). They get the names that published
+process with limits of time and memory (`jrl.text.renderer`). They get the names that published
 templates rely on, and see nothing but the conversation.
 """
 
@@ -16,14 +16,14 @@ from typing import Any
 
 from jrl.tasks.data.conversations import Conversation, Turn, content_of, role_content_pairs
 from jrl.tasks.tools.calls import Arguments
-from jrl.text.located.escape import (
+from jrl.text.located import (
     EscapedConversation,
     escape_special_tokens,
     escape_text,
+    special_pattern,
     unused_character,
 )
-from jrl.text.located.tokens import special_pattern
-from jrl.text.templates.renderer import Renderer, TemplateLimit, TemplateSyntax
+from jrl.text.renderer import Renderer, TemplateLimit, TemplateSyntax
 from jrl.text.tokenizer import Tokenizer
 
 SPAN_BEGIN, SPAN_END = "\ufdd0", "\ufdd1"
@@ -378,3 +378,43 @@ def _format_messages(variables: Mapping[str, Any]) -> str:
 def _shorten(messages: Sequence[tuple[Any, Any]]) -> str:
     text = json.dumps(messages, ensure_ascii=False)
     return text if len(text) <= 90 else text[:87] + "..."
+
+
+def with_turn_end(tokenizer: Tokenizer, path: str | None = None) -> Tokenizer:
+    """The tokenizer, knowing what its chat template ends a turn with; as it is where it has no
+    template, or one that ends turns with no token or cannot be used.
+
+    Args:
+      path: the file of the template, where it is one that will be used.
+
+    Raises:
+      TemplateLimit: where it will be used, and takes too much time or memory.
+    """
+    usage = tokenizer.usage
+    if usage.chat_template is None or find_spec("jinja2") is None:
+        return tokenizer
+    try:
+        end_id = _find_turn_end(ChatTemplate(tokenizer, path), tokenizer)
+    except ValueError as error:  # said where it is used, which it need not be
+        if isinstance(error, TemplateLimit) and path is not None:
+            raise  # now, as to find it out once more takes as long
+        return tokenizer
+    return (
+        tokenizer
+        if end_id == usage.turn_end
+        else tokenizer.with_usage(replace(usage, turn_end=end_id))
+    )
+
+
+def _find_turn_end(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
+    turn_suffix = template.turn_suffix
+    if turn_suffix is None:
+        return None
+    tokens = tokenizer.spelled_tokens
+    match = re.search(special_pattern(tokens), turn_suffix)
+    # Some templates go on to the next turn whether they are asked to or not.
+    if match is None or match[0] in template.generation_prompt(
+        Conversation.from_pairs([("user", "?")])
+    ):
+        return None
+    return tokens[match[0]]

@@ -18,11 +18,11 @@ from confinement import wait_until
 from jrl.config.run import RunConfig
 from jrl.tasks.data.conversations import Conversation
 from jrl.tasks.tools.calls import Arguments
-from jrl.text.chat import ChatTemplate
+from jrl.text import renderer
+from jrl.text import template_program as program
+from jrl.text.chat import ChatTemplate, with_turn_end
 from jrl.text.prompt_format import PromptFormat, prompt_format, template_file, with_template
-from jrl.text.templates import program, renderer
-from jrl.text.templates.renderer import Renderer, TemplateLimit, TemplateSyntax
-from jrl.text.turn_end import with_turn_end
+from jrl.text.renderer import Renderer, TemplateLimit, TemplateSyntax
 
 DAY = "2026-11-25"
 LOOPS = (
@@ -201,7 +201,7 @@ def test_a_run_names_the_file(process, tokenizer, tmp_path):
 
 TRAINER = """
 import sys, time
-from jrl.text.templates.renderer import Renderer
+from jrl.text.renderer import Renderer
 print(*Renderer("{{ a }}", "2026-11-25").render([{"a": 1}]), flush=True)
 time.sleep(600)
 """

@@ -13,7 +13,7 @@ from jrl.tasks.tools import calls
 from jrl.tasks.tools.calls import Arguments
 from jrl.tasks.workers.process import Message, Worker, WorkerEnded
 
-PROGRAM = Path(__file__).with_name("program.py")
+PROGRAM = Path(__file__).with_name("template_program.py")
 PROCESSOR_SECONDS = 5.0
 """For one template and one conversation; the program counts them itself."""
 SECONDS = 20.0
