@@ -64,36 +64,28 @@ def load_cases() -> tuple[Case, ...]:
 
 
 MAX_OTHERS = 5
-Attack = Callable[[str, str, Sequence[str]], str]
-"""Makes a completion from a prompt's text, its reference answer and those of other prompts."""
-
-ATTACKS: dict[str, Attack] = {
-    "nothing": lambda prompt, reference, others: "",
-    "a blank": lambda prompt, reference, others: " ",
-    "no answer": lambda prompt, reference, others: "I do not know.",
-    "the prompt again": lambda prompt, reference, others: prompt,
-    "another answer": lambda prompt, reference, others: others[0],
-    "two answers": lambda prompt, reference, others: f"{reference} or {others[0]}",
-    "two answers, in reverse order": lambda prompt, reference, others: (
-        f"{others[0]} or {reference}"
-    ),
-    "a list of guesses": lambda prompt, reference, others: ", ".join([*others, reference]),
-    "two boxes": lambda prompt, reference, others: (
-        rf"\boxed{{{reference}}} or \boxed{{{others[0]}}}"
-    ),
-    "reasoning that is not ended": lambda prompt, reference, others: f"<think>It is {reference}.",
-    "another answer after reasoning": lambda prompt, reference, others: (
-        f"<think>{reference}</think>{others[0]}"
-    ),
-    "digits by the thousand": lambda prompt, reference, others: "9" * 5_000,
-    "all small numbers": lambda prompt, reference, others: " ".join(map(str, range(1_000))),
-    "garbage": lambda prompt, reference, others: "?!((([[{{",
+ATTACKS = {
+    "nothing": "",
+    "a blank": " ",
+    "no answer": "I do not know.",
+    "the prompt again": "{prompt}",
+    "another answer": "{other}",
+    "two answers": "{reference} or {other}",
+    "two answers, in reverse order": "{other} or {reference}",
+    "a list of guesses": "{others}, {reference}",
+    "two boxes": r"\boxed{{{reference}}} or \boxed{{{other}}}",
+    "reasoning that is not ended": "<think>It is {reference}.",
+    "another answer after reasoning": "<think>{reference}</think>{other}",
+    "digits by the thousand": "9" * 5_000,
+    "all small numbers": " ".join(map(str, range(1_000))),
+    "garbage": "?!((([[{{{{",
 }
-NUMBER_ATTACKS: dict[str, Attack] = {
-    "still to be worked out": lambda prompt, reference, others: f"{reference} + 0",
-    "a bound": lambda prompt, reference, others: f"more than {reference}",
-    "a denial": lambda prompt, reference, others: f"not {reference}",
-    "an interval": lambda prompt, reference, others: f"[{reference}, {reference}9]",
+"""Completions, made from a prompt, its reference answer and those of other prompts."""
+NUMBER_ATTACKS = {
+    "still to be worked out": "{reference} + 0",
+    "a bound": "more than {reference}",
+    "a denial": "not {reference}",
+    "an interval": "[{reference}, {reference}9]",
 }
 """Attacks for reference answers that are numbers."""
 
@@ -111,15 +103,18 @@ def attacks_on(examples: Sequence[Example]) -> list[tuple[Example, Case]]:
             continue
         number = read_statement(reference, marked=True)
         is_number = number.kind == NUMBER and number.is_only_number and number.digits == reference
+        parts = {"prompt": example.prompt, "reference": reference}
+        parts |= {"other": others[0], "others": ", ".join(others)}
         for kind, attack in {**ATTACKS, **(NUMBER_ATTACKS if is_number else {})}.items():
-            case = Case(kind, reference, attack(example.prompt, reference, others), "wrong")
-            attacked.append((example, case))
+            attacked.append((example, Case(kind, reference, attack.format(**parts), "wrong")))
         attacked.append((example, Case("the reference answer", reference, reference, "right")))
     return attacked
 
 
 PROMPTS = 8
 """Prompts of a task that are attacked."""
+MAX_LISTED = 20
+"""Answers of a group that are written out."""
 Score = Callable[[Sequence[tuple[Example, str]]], list[float]]
 """Scores of completions; NaN is a failure."""
 
@@ -181,7 +176,8 @@ def check(
     """
     with _open_scorer(target, seed, answers, seconds) as (score, task):
         pairs: list[tuple[Example, Case]] = []
-        if task is None or _compares_any(target):
+        # A file's answers are compared with any reference answer, not with those of its prompts.
+        if task is None or _spec(target).partition(":")[0] in KINDS:
             pairs += [(_example(case), case) for case in load_cases()]
         if task is not None:
             examples = [task.train(index) for index in range(PROMPTS)]
@@ -196,17 +192,12 @@ def check(
 def _findings(score: Score, pairs: Sequence[tuple[Example, Case]]) -> list[Finding]:
     examples = list({id(example): example for example, _ in pairs}.values())
     # What is asked about twice is asked once; a failure is worth nothing.
-    reference_scores = score([(example, example.answer) for example in examples])
-    empty_scores = score([(example, "") for example in examples])
-    score_of_reference = {
-        id(example): value for example, value in zip(examples, reference_scores, strict=True)
-    }
-    score_of_empty = {
-        id(example): value for example, value in zip(examples, empty_scores, strict=True)
-    }
+    full = score([(example, example.answer) for example in examples])
+    none = score([(example, "") for example in examples])
+    bounds = {id(example): each for example, *each in zip(examples, full, none, strict=True)}
     scores = score([(example, case.completion) for example, case in pairs])
     return [
-        Finding(case, value, score_of_reference[id(example)], score_of_empty[id(example)])
+        Finding(case, value, *bounds[id(example)])
         for (example, case), value in zip(pairs, scores, strict=True)
     ]
 
@@ -245,12 +236,6 @@ def _spec(target: str) -> str:
     if path.suffix == ".jsonl":
         return f"jsonl:{target}"
     return f"parquet:{target}" if path.suffix == ".parquet" else target
-
-
-def _compares_any(target: str) -> bool:
-    """True if answers may be compared with any reference answer, not with those of the task's
-    prompts alone."""
-    return _spec(target).partition(":")[0] in KINDS
 
 
 def _example(case: Case) -> Example:
@@ -313,10 +298,6 @@ def _select_listed(group: Sequence[Finding]) -> list[Finding]:
         counts[finding.case.kind] += 1
     listed = sorted(range(len(group)), key=lambda index: ranks[index])[:MAX_LISTED]
     return [group[index] for index in sorted(listed)]
-
-
-MAX_LISTED = 20
-"""Answers of a group that are written out."""
 
 
 def _format_finding(finding: Finding) -> str:

@@ -3,8 +3,10 @@
 import difflib
 import json
 import re
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,6 @@ from jrl.tasks.references import CodeReference, is_code_reference, parse_referen
 from jrl.tasks.rewards import (
     TASK_REWARD,
     CustomReward,
-    Named,
     Rewarded,
     RewardSettings,
     Weighing,
@@ -170,10 +171,10 @@ class _Loader:
         prompts: Prompts
         if kind in KINDS and rest and TASK_REWARD not in self.settings.rewards:
             prompts = prompts_of(kind, rest, self.seed, self.fields, self.heldout)
-            return self._add_rewards(prompts, [], Weighing({}))
+            return self._add_rewards(prompts)
         task = self._load_library(spec)
         verifier = task if TASK_REWARD in self.settings.rewards else None
-        return self._add_rewards(task, [], Weighing({}), verifier)
+        return self._add_rewards(task, verifier=verifier)
 
     def _load_custom(self, spec: str) -> Task:
         code = parse_reference(spec, self.code_path)
@@ -181,14 +182,15 @@ class _Loader:
         if is_conversing(definition):
             return self._load_conversing(spec, code, definition)
         prompts = custom_prompts(code, definition, self.seed, self.heldout)
+        if self.settings.rewards and TASK_REWARD not in self.settings.rewards:
+            return self._add_rewards(prompts)
         weighing = Weighing(
             getattr(definition, "weights", {}), getattr(definition, "full_marks", None)
         )
-        if self.settings.rewards and TASK_REWARD not in self.settings.rewards:
-            return self._add_rewards(prompts, [], Weighing({}))
-        seconds = self.settings.seconds
-        reward = CustomReward(code, makes=True, seconds=seconds, workers=self.workers)
-        return self._add_rewards(prompts, [Named(TASK_REWARD, reward)], weighing)
+        return self._add_rewards(prompts, [self._reward(code, makes=True)], weighing)
+
+    def _reward(self, code: CodeReference, *, makes: bool) -> CustomReward:
+        return CustomReward(code, makes=makes, seconds=self.settings.seconds, workers=self.workers)
 
     def _load_conversing(self, spec: str, code: CodeReference, definition: Any) -> Task:
         self._check_environment_rewards(spec)
@@ -215,8 +217,8 @@ class _Loader:
     def _add_rewards(
         self,
         prompts: Prompts,
-        rewards: list[Named],
-        weighing: Weighing,
+        rewards: Sequence[CustomReward] = (),
+        weighing: Weighing = Weighing({}),  # noqa: B008, of no mutable value
         verifier: Task | None = None,
     ) -> Rewarded:
         """With the rewards that the settings name, which stop where one cannot be had."""
@@ -226,18 +228,13 @@ class _Loader:
         with ExitStack() as stack:
             if isinstance(prompts, Task):
                 stack.callback(prompts.close)
-            for each in rewards:
-                stack.callback(each.reward.close)
-            for text in settings.rewards:
-                if text == TASK_REWARD:
-                    continue
-                code = parse_reference(text, self.code_path)
-                reward = CustomReward(
-                    code, makes=False, seconds=settings.seconds, workers=self.workers
-                )
+            texts = [text for text in settings.rewards if text != TASK_REWARD]
+            codes = (parse_reference(text, self.code_path) for text in texts)
+            all_rewards = []
+            for reward in chain(rewards, (self._reward(code, makes=False) for code in codes)):
                 stack.callback(reward.close)
-                rewards.append(Named(code.name, reward))
-            rewarded = Rewarded(prompts, rewards, weighing, verifier)
+                all_rewards.append(reward)
+            rewarded = Rewarded(prompts, all_rewards, weighing, verifier)
             stack.pop_all()
         return rewarded
 

@@ -11,26 +11,14 @@ from jrl.tasks.task import Example, Task, Verdict, check_index, check_pairs
 
 def prompt_sources(task: Any) -> list[Any]:
     """The sources of a task's prompts, in their order: lists, or tasks that generate theirs."""
-    sources = getattr(task, "sources", None)
-    return (
-        [task]
-        if sources is None
-        else [leaf for source in sources for leaf in prompt_sources(source)]
-    )
-
-
-def as_prompt_list(leaf: Any) -> PromptList | None:
-    """A source as a list; None if it generates its prompts."""
-    return leaf if isinstance(leaf, PromptList) else None
+    if (sources := getattr(task, "sources", None)) is None:
+        return [task]
+    return [leaf for source in sources for leaf in prompt_sources(source)]
 
 
 def lists_of(task: Any) -> list[PromptList]:
     """Those of the sources that are lists."""
-    return [
-        prompt_list
-        for leaf in prompt_sources(task)
-        if (prompt_list := as_prompt_list(leaf)) is not None
-    ]
+    return [leaf for leaf in prompt_sources(task) if isinstance(leaf, PromptList)]
 
 
 def task_names(task: Any) -> tuple[str, ...]:

@@ -1,13 +1,12 @@
 """Rewards of completions: a user's own functions, called in workers, and their weighted sum."""
 
-import json
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jrl.report.warnings import FewWarnings
-from jrl.tasks.data.records import to_json_value
+from jrl.tasks.data.records import as_json
 from jrl.tasks.references import CodeReference
 from jrl.tasks.task import (
     FAILURES,
@@ -21,11 +20,12 @@ from jrl.tasks.task import (
     special_of,
 )
 from jrl.tasks.workers.pool import Pool
-from jrl.tasks.workers.process import Message
+from jrl.tasks.workers.process import Message, parse_failure
 from jrl.tasks.workers.user_code import SPECIAL
 
 TASK_REWARD = "task"
 """Stands for the task's own verifier or reward among others, and is its name among the parts."""
+SUSPICION = "suspicion"
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,10 @@ class CustomReward:
 
     Its file is read once: what is changed in it later makes no difference to workers that start
     again. Close it when it is no longer needed.
+
+    Attributes:
+      text: of the reference.
+      name: that its value has where it gives a single number.
     """
 
     def __init__(
@@ -95,7 +99,7 @@ class CustomReward:
           seconds: how long one answer may take.
           workers: processes that answer; None is one per processor core, up to 8.
         """
-        self.text = reference.text
+        self.text, self.name = reference.text, TASK_REWARD if makes else reference.name
         self._folder = tempfile.TemporaryDirectory(prefix="jrl-reward-")
         make = reference.worker_maker("reward", self._folder.name, makes=makes, seconds=seconds)
         self._pool = Pool(make, workers, batched=True)
@@ -104,7 +108,7 @@ class CustomReward:
         """Calls the reward for each completion: ``{"value": ...}`` or ``{"parts": ...}``, or
         ``{"failure": ..., "message": ...}`` with one of `FAILURES`."""
         questions = [_question(*pair) for pair in pairs]
-        return [_parse_reply(answer) for answer in self._pool.ask_all(questions)]
+        return [parse_failure(answer) for answer in self._pool.ask_all(questions)]
 
     def close(self) -> None:
         """Ends the worker processes; more than once does no harm."""
@@ -118,33 +122,11 @@ def _question(example: Example, completion: str) -> Message:
     if example.answer:
         fields.setdefault("answer", example.answer)
     # The worker sees what JSON holds of it, whatever a file's reader made of the fields.
-    fields = json.loads(json.dumps(fields, default=to_json_value))
-    question: Message = {"prompt": example.prompt, "completion": completion, "fields": fields}
+    question: Message = {"prompt": example.prompt, "completion": completion}
+    question["fields"] = as_json(fields)
     if (special := special_of(completion)) != completion:
         question["special"] = special
     return question
-
-
-def _parse_reply(answer: Message | Exception) -> Message:
-    if isinstance(answer, TimeoutError):
-        return {"failure": "timeout", "message": str(answer)}
-    if isinstance(answer, Exception):
-        return {"failure": "error", "message": str(answer)}
-    if "error" in answer:
-        return {"failure": "error", "message": answer["error"]}
-    assert "failure" not in answer or answer["failure"] in FAILURES
-    return answer
-
-
-SUSPICION = "suspicion"
-
-
-@dataclass(frozen=True)
-class Named:
-    """A reward under the name that its value has where it gives a single number."""
-
-    name: str
-    reward: CustomReward
 
 
 @dataclass(frozen=True)
@@ -175,7 +157,7 @@ class Rewarded(PromptSourceTask):
     def __init__(
         self,
         prompts: Prompts,
-        rewards: Sequence[Named],
+        rewards: Sequence[CustomReward],
         weighing: Weighing,
         verifier: Task | None = None,
     ):
@@ -235,7 +217,7 @@ class Rewarded(PromptSourceTask):
                 zip(*pair_of_key.values(), strict=True) if pair_of_key else ((), ())
             )
             verifier_verdicts = list(self._verifier.verify(distinct_examples, texts))
-        answers = [each.reward.ask(list(pair_of_key.values())) for each in self._rewards]
+        answers = [each.ask(list(pair_of_key.values())) for each in self._rewards]
         rows = list(zip(*answers, strict=True)) if answers else [()] * len(pair_of_key)
         scored = [self._verdict(*row) for row in zip(verifier_verdicts, rows, strict=True)]
         verdicts = dict(zip(pair_of_key, scored, strict=True))
@@ -244,7 +226,7 @@ class Rewarded(PromptSourceTask):
     def close(self) -> None:
         """Ends the worker processes; more than once does no harm."""
         for each in self._rewards:
-            each.reward.close()
+            each.close()
         if isinstance(self._prompts, Task):
             self._prompts.close()
 
@@ -282,7 +264,7 @@ class Rewarded(PromptSourceTask):
             return "correct"
         return "partial" if score > 0 else "wrong"
 
-    def _check_reply(self, each: Named, answer: Message) -> Message:
+    def _check_reply(self, each: CustomReward, answer: Message) -> Message:
         """The answer, or that it has a part that nobody knows of."""
         if answer.get("reason", REASONS[0]) not in REASONS:
             message = f"reason={answer['reason']!r} is not one of {', '.join(REASONS)}"
@@ -300,29 +282,29 @@ class Rewarded(PromptSourceTask):
         )
         return {"failure": "invalid", "message": message}
 
-    def _probe(self, each: Named) -> list[str]:
+    def _probe(self, each: CustomReward) -> list[str]:
         """The names of the parts of a reward, by asking it."""
         # There always is one, where there may be nothing to train on.
         example = self._prompts.heldout(0)
-        (answer,) = each.reward.ask([(example, example.answer)])
+        (answer,) = each.ask([(example, example.answer)])
         if "failure" not in answer:
             return list(_components_of(each, answer))
         if example.answer:
             raise ValueError(
-                f"{each.reward.text} fails on the reference answer of the first prompt: "
+                f"{each.text} fails on the reference answer of the first prompt: "
                 f"{answer['message']}"
             )
         self._warn(each, answer)
         return list(self._weighing.weights) or [each.name]
 
-    def _warn(self, each: Named, answer: Message) -> None:
+    def _warn(self, each: CustomReward, answer: Message) -> None:
         message = f"{answer['failure']}: {answer['message']}"
         self._warnings.warn(
             message,
-            f"{each.reward.text} failed ({message}); the completion scores "
+            f"{each.text} failed ({message}); the completion scores "
             f"{self._weighing.failed:g} and counts under verifier/{answer['failure']}",
         )
 
 
-def _components_of(each: Named, answer: Message) -> dict[str, float]:
+def _components_of(each: CustomReward, answer: Message) -> dict[str, float]:
     return answer["parts"] if "parts" in answer else {each.name: answer["value"]}

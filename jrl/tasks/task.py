@@ -99,8 +99,6 @@ class Verdict:
 CORRECT = Verdict(1.0, "correct")
 WRONG = Verdict(0.0, "wrong")
 UNPARSABLE = Verdict(0.0, "unparsable")
-TIMEOUT = Verdict(0.0, "timeout")
-ERROR = Verdict(0.0, "error")
 
 
 @runtime_checkable

@@ -8,7 +8,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from jrl.tasks.data.records import to_json_value
+from jrl.tasks.data.records import as_json
 from jrl.tasks.tools import calls
 from jrl.tasks.tools.calls import Arguments
 from jrl.tasks.workers.process import Message, Worker, WorkerEnded
@@ -121,7 +121,11 @@ def _ask(question: Message, texts: int = 1) -> Message:
         try:
             reply = _worker().ask(question, seconds=seconds)
         except TypeError:  # of what JSON does not hold; nothing was sent
-            reply = _worker().ask(_to_json_values(question), seconds=seconds)
+            try:
+                question = as_json(question)
+            except TypeError as error:
+                raise ValueError(str(error)) from error
+            reply = _worker().ask(question, seconds=seconds)
     except TimeoutError:
         raise TemplateLimit(f"took more than {seconds:g} seconds") from None
     except WorkerEnded as error:
@@ -129,13 +133,6 @@ def _ask(question: Message, texts: int = 1) -> Message:
     if "exceeded" in reply:
         raise TemplateLimit(reply["exceeded"])
     return reply
-
-
-def _to_json_values(question: Message) -> Message:
-    try:
-        return json.loads(json.dumps(question, default=to_json_value))
-    except TypeError as error:
-        raise ValueError(str(error)) from error
 
 
 @cache

@@ -5,9 +5,9 @@ from typing import Any
 
 from jrl.tasks.data.fields import short
 from jrl.tasks.data.split import HeldOut, generator, is_heldout, position
-from jrl.tasks.task import ERROR, TIMEOUT, UNPARSABLE, Example, Verdict, check_index, check_pairs
+from jrl.tasks.task import UNPARSABLE, Example, Verdict, check_index, check_pairs
 from jrl.tasks.workers.pool import Pool
-from jrl.tasks.workers.process import Message
+from jrl.tasks.workers.process import Message, parse_failure
 
 Fits = Callable[[Any], bool]
 LocatedExample = tuple[str, Example]
@@ -230,8 +230,5 @@ class FiniteTask(PromptList):
 
 
 def _verdict(answer: Message | Exception) -> Verdict:
-    if isinstance(answer, TimeoutError):
-        return TIMEOUT
-    if isinstance(answer, Exception) or "error" in answer:
-        return ERROR
-    return Verdict(answer["score"], answer["reason"])
+    reply = parse_failure(answer)
+    return Verdict(reply.get("score", 0.0), reply.get("failure") or reply["reason"])

@@ -190,6 +190,15 @@ def to_json_value(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__} cannot be written as JSON")
 
 
+def as_json(value: Any) -> Any:
+    """The value as another process receives it, which is sent JSON.
+
+    Raises:
+      TypeError: where JSON cannot hold it.
+    """
+    return json.loads(json.dumps(value, default=to_json_value))
+
+
 def format_dialogue(messages: Iterable[Turn]) -> str:
     """The conversation for people: a single question is itself."""
     pairs = role_content_pairs(messages)

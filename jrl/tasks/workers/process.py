@@ -30,6 +30,15 @@ class WorkerEnded(RuntimeError):
     """The worker process ended before it answered; the next question starts another."""
 
 
+def parse_failure(answer: Message | Exception) -> Message:
+    """The answer; in place of an error ``{"failure": ..., "message": ...}``, which is "timeout" or
+    "error"."""
+    if isinstance(answer, Exception):
+        kind = "timeout" if isinstance(answer, TimeoutError) else "error"
+        return {"failure": kind, "message": str(answer)}
+    return {"failure": "error", "message": answer["error"]} if "error" in answer else answer
+
+
 class Worker:
     """A program that is started on demand and asked one question at a time.
 
