@@ -133,7 +133,7 @@ def test_workers_keep_to_the_file_that_they_began_with(file):
     settings = RewardSettings(("sums.py:length",))
     task = load_task("sort", 0, workers=1, rewards=settings)
     file.write_text(SOURCE.replace("len(completion) / 4", "0"))
-    for worker in task._rewards[0].reward._pool._workers:  # type: ignore
+    for worker in task._rewards[0]._pool._workers:  # type: ignore
         worker._kill()
     assert task.verify([task.train(0)], ["1234"])[0].score == 1.0
     task.close()
