@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jrl.tasks.data.prompt_list import LocatedExample, PromptList, drop_repeated
+from jrl.tasks.data.prompt_list import PromptList, drop_repeated
 from jrl.tasks.data.records import check_sendable, example_of
 from jrl.tasks.data.split import HeldOut
 from jrl.tasks.definition import ProceduralTask
@@ -70,14 +70,14 @@ def _examples(
     records: Any, location: str, host: Host | None, tools: tuple[str, ...]
 ) -> tuple[list[Example], int]:
     """The examples of records, no two with the same prompt, and how many were left out."""
-    located: list[LocatedExample] = []
+    examples = []
     for index, record in enumerate(records):
+        where = f"{location}[{index}]"
         record = {"prompt": record} if isinstance(record, str) else record
         if host is None:
-            example = example_of(record, f"{location}[{index}]")
+            example = example_of(record, where)
         else:
-            example = open_example(record, f"{location}[{index}]", host, tools)
-        check_sendable(example, f"{location}[{index}]")
-        located.append((f"{location}[{index}]", example))
-    unique, repeated = drop_repeated(located)
-    return [example for _, example in unique], repeated
+            example = open_example(record, where, host, tools)
+        check_sendable(example, where)
+        examples.append(example)
+    return drop_repeated(examples)

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from jrl.tasks.data.prompt_list import FiniteTask
+from jrl.tasks.data.prompt_list import FiniteTask, PromptList
 from jrl.tasks.data.split import HeldOut
 from jrl.tasks.task import Example
 from jrl.tasks.workers import worker as worker_program
@@ -96,7 +96,7 @@ def gym(
                 "one to train on and one held out: choose another generator"
             )
         examples = [rows[index] for index in indices.values()]
-        return FiniteTask(spec, examples, seed, pool, question, heldout)
+        return FiniteTask(PromptList(spec, examples, seed, heldout), pool, question)
     except BaseException:
         pool.close()
         raise

@@ -37,6 +37,7 @@ class Example:
         message; a policy without a chat template is not told.
       opening: the messages with all their fields, for chat templates; empty is `messages`.
       template_arguments: names that its chat template is given, such as enable_thinking.
+      location: where it is from, for messages.
     """
 
     prompt: str
@@ -50,6 +51,7 @@ class Example:
     instruction: str = field(default="", compare=False, repr=False)
     opening: tuple[Mapping[str, Any], ...] = field(default=(), compare=False, repr=False)
     template_arguments: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    location: str = field(default="", compare=False, repr=False)
 
     @property
     def identity(self) -> str:

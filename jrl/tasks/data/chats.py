@@ -39,13 +39,11 @@ class Chat(Example):
     Attributes:
       conversation: all of it, empty of a text.
       text: trained on as it is; None where there is a conversation.
-      location: where it is from, for messages.
       index: counts the conversations of a task.
     """
 
     conversation: Conversation = field(default=Conversation(()), compare=False, repr=False)
     text: str | None = field(default=None, compare=False, repr=False)
-    location: str = field(default="", compare=False)
     index: int = field(default=-1, compare=False)
 
     @property

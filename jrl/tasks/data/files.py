@@ -14,13 +14,13 @@ from typing import Any
 
 from jrl.tasks.answers.verdict import FINAL
 from jrl.tasks.data.fields import Fields, Number, Row, short
-from jrl.tasks.data.prompt_list import FiniteTask, LocatedExample, PromptList, drop_repeated
+from jrl.tasks.data.prompt_list import FiniteTask, PromptList, drop_repeated
 from jrl.tasks.data.records import check_sendable, example_of
 from jrl.tasks.data.split import HeldOut
 from jrl.tasks.task import Example
 from jrl.tasks.workers import worker as worker_program
 from jrl.tasks.workers.pool import Pool
-from jrl.tasks.workers.process import Worker
+from jrl.tasks.workers.process import Worker, parse_failure
 
 KINDS = ("jsonl", "parquet", "dataset")
 """Kinds of files: JSON lines, a Parquet file or a folder of them, a folder of `save_to_disk`."""
@@ -156,97 +156,83 @@ def jsonl(
             f"task={kind}:{path} needs math-verify, which is not installed: "
             'run pip install -e ".[math]"'
         )
-    located, located_heldout, repeated = _read_with_heldout(
-        kind, path, fields, heldout, answered=True
-    )
+    prompts = prompts_of(kind, path, seed, fields, heldout, answered=True)
     command = [sys.executable, "-P", worker_program.__file__, "math", answers]
     pool = Pool(lambda: Worker(command, seconds=seconds), workers)
     try:
-        candidates = [*located, *(located_heldout or ())]
-        for first in range(0, min(len(candidates), MAX_CHECKED_ANSWERS), CHECK_BATCH_SIZE):
-            _try_answers(pool, candidates[first : first + CHECK_BATCH_SIZE])
-        task = FiniteTask(
-            f"{kind}:{path}",
-            _strip_locations(located),
-            seed,
-            pool,
-            lambda example, completion: {"gold": example.answer, "completion": completion},
-            heldout,
-            None if located_heldout is None else _strip_locations(located_heldout),
-        )
-        task.num_repeated = repeated
-        return task
+        for first in range(0, min(len(prompts.examples), MAX_CHECKED_ANSWERS), CHECK_BATCH_SIZE):
+            _try_answers(pool, prompts.examples[first : first + CHECK_BATCH_SIZE])
     except BaseException:
         pool.close()
         raise
+    return FiniteTask(
+        prompts,
+        pool,
+        lambda example, completion: {"gold": example.answer, "completion": completion},
+    )
 
 
 def prompts_of(
-    kind: str, path: str, seed: int, fields: Fields | None, heldout: HeldOut | None
+    kind: str,
+    path: str | Path,
+    seed: int,
+    fields: Fields | None = None,
+    heldout: HeldOut | None = None,
+    *,
+    answered: bool = False,
 ) -> PromptList:
-    """A file of prompts for rewards to judge, with answers or without.
+    """The prompts of a file, with answers or without for rewards to judge.
+
+    Args:
+      kind, path, seed, fields, heldout: as of `jsonl`.
+      answered: whether all must have an answer, and no reward is sent their fields.
 
     Raises:
-      ValueError: as for `jsonl`, but for answers.
+      ValueError: as for `jsonl`, but for answers that cannot be compared.
     """
-    located, located_heldout, repeated = _read_with_heldout(
-        kind, path, fields, heldout, answered=False
-    )
-    for location, example in [*located, *(located_heldout or ())]:
-        check_sendable(example, location)
-    located_heldout = None if located_heldout is None else _strip_locations(located_heldout)
-    task = PromptList(f"{kind}:{path}", _strip_locations(located), seed, heldout, located_heldout)
-    task.num_repeated = repeated
-    return task
-
-
-def _read_with_heldout(
-    kind: str, path: str | Path, fields: Fields | None, heldout: HeldOut | None, *, answered: bool
-) -> tuple[list[LocatedExample], list[LocatedExample] | None, int]:
-    """The examples of a file, those of another that are held out in their place, and how many of
-    both were left out, as others have their prompts."""
     fields = Fields() if fields is None else fields
-    located_heldout, repeated_heldout = None, 0
+    others, repeated_others = None, 0
     if heldout is not None and heldout.path is not None:
-        heldout_path = heldout.path
-        located_heldout, repeated_heldout = _read_unique(
-            kind_of(heldout_path), heldout_path, fields, answered=answered
+        others, repeated_others = _read_unique(
+            kind_of(heldout.path), heldout.path, fields, answered
         )
-    located, repeated = _read_unique(kind, path, fields, answered=answered)
+    examples, repeated = _read_unique(kind, path, fields, answered)
     everything = heldout is not None and heldout.everything
-    if not located or (len(located) < 2 and located_heldout is None and not everything):
+    if not examples or (len(examples) < 2 and others is None and not everything):
         needed = "at least 1 is" if everything else "at least 2 are"
         both = "" if everything else ", one to train on and one held out"
         raise ValueError(
-            f"{path}: has {len(located)} examples; {needed} needed{both}: write one "
+            f"{path}: has {len(examples)} examples; {needed} needed{both}: write one "
             '{"prompt": ..., "answer": ...} per line'
         )
-    return located, located_heldout, repeated + repeated_heldout
+    prompts = PromptList(f"{kind}:{path}", examples, seed, heldout, others)
+    prompts.num_repeated = repeated + repeated_others
+    return prompts
 
 
 def _read_unique(
-    kind: str, path: str | Path, fields: Fields, *, answered: bool = True
-) -> tuple[list[LocatedExample], int]:
+    kind: str, path: str | Path, fields: Fields, answered: bool
+) -> tuple[list[Example], int]:
     """The examples of a file, as of `jrl.tasks.data.prompt_list.drop_repeated`."""
-    return drop_repeated(
-        (location, example_of(record, location, fields, answered=answered))
+    examples, repeated = drop_repeated(
+        example_of(record, location, fields, answered=answered)
         for location, record in read_records(kind, path)
     )
+    if not answered:
+        for example in examples:
+            check_sendable(example, example.location)
+    return examples, repeated
 
 
-def _strip_locations(located: Sequence[LocatedExample]) -> list[Example]:
-    return [example for _, example in located]
-
-
-def _try_answers(pool: Pool, located: Sequence[LocatedExample]) -> None:
+def _try_answers(pool: Pool, examples: Sequence[Example]) -> None:
     """Raises ValueError unless each answer, as its own completion, is correct."""
-    questions = [{"gold": e.answer, "completion": e.answer} for _, e in located]
-    for (location, example), reply in zip(located, pool.ask_all(questions), strict=True):
-        answer = {"error": str(reply)} if isinstance(reply, Exception) else reply
+    questions = [{"gold": each.answer, "completion": each.answer} for each in examples]
+    for example, reply in zip(examples, pool.ask_all(questions), strict=True):
+        answer = parse_failure(reply)
         if answer.get("reason") != "correct":
-            why = answer.get("error", "it does not even equal itself")
+            why = answer.get("message", "it does not even equal itself")
             raise ValueError(
-                f"{location}: answer {short(example.answer)} cannot be checked ({why}): write a "
-                "number, a word, a formula, or a text that ends in \\boxed{...}, or give a custom "
-                "--reward"
+                f"{example.location}: answer {short(example.answer)} cannot be checked ({why}): "
+                "write a number, a word, a formula, or a text that ends in \\boxed{...}, or give a "
+                "custom --reward"
             )

@@ -5,16 +5,21 @@ from typing import Any
 
 from jrl.tasks.data.fields import short
 from jrl.tasks.data.split import HeldOut, generator, is_heldout, position
-from jrl.tasks.task import UNPARSABLE, Example, Verdict, check_index, check_pairs
+from jrl.tasks.task import (
+    UNPARSABLE,
+    Example,
+    PromptSourceTask,
+    Verdict,
+    check_index,
+    check_pairs,
+)
 from jrl.tasks.workers.pool import Pool
 from jrl.tasks.workers.process import Message, parse_failure
 
 Fits = Callable[[Any], bool]
-LocatedExample = tuple[str, Example]
-"""Location of an example, and the example."""
 
 
-def drop_repeated(located: Iterable[LocatedExample]) -> tuple[list[LocatedExample], int]:
+def drop_repeated(examples: Iterable[Example]) -> tuple[list[Example], int]:
     """Examples of which no two have the same prompt, and how many were left out for that.
 
     The first of those with one prompt is kept.
@@ -22,20 +27,19 @@ def drop_repeated(located: Iterable[LocatedExample]) -> tuple[list[LocatedExampl
     Raises:
       ValueError: naming two that have one prompt and different answers.
     """
-    unique: dict[str, LocatedExample] = {}
+    unique: dict[str, Example] = {}
     repeated = 0
-    for location, example in located:
-        first, before = unique.setdefault(example.identity, (location, example))
+    for example in examples:
+        before = unique.setdefault(example.identity, example)
         if before is example:
             continue
         repeated += 1
         if before.answer.strip() != example.answer.strip():
-            file, _, line = first.rpartition(":")
-            where = (
-                f"line {line}" if line.isdecimal() and location.startswith(f"{file}:") else first
-            )
+            file, _, line = before.location.rpartition(":")
+            is_line = line.isdecimal() and example.location.startswith(f"{file}:")
+            first = f"line {line}" if is_line else before.location
             raise ValueError(
-                f"{location}: the prompt of {where} again, with another answer "
+                f"{example.location}: the prompt of {first} again, with another answer "
                 f"({short(example.answer)} here, {short(before.answer)} there): keep one of the two"
             )
     return list(unique.values()), repeated
@@ -189,27 +193,19 @@ def _select_heldout(name: str, examples: Sequence[Example], heldout: HeldOut) ->
     return {example.identity for example in ranked[:num_heldout]}
 
 
-class FiniteTask(PromptList):
-    """A list of examples, with a pool of workers that judge completions."""
+class FiniteTask(PromptSourceTask):
+    """A list of prompts, with a pool of workers that judge completions."""
 
     def __init__(
-        self,
-        name: str,
-        examples: Sequence[Example],
-        seed: int,
-        pool: Pool,
-        question: Callable[[Example, str], Message],
-        heldout: HeldOut | None = None,
-        heldout_examples: Sequence[Example] | None = None,
+        self, prompts: PromptList, pool: Pool, question: Callable[[Example, str], Message]
     ):
-        """Splits the examples.
+        """Puts them together.
 
         Args:
           pool: answers ``{"score": ..., "reason": ...}``, or ``{"error": ...}``.
           question: what to ask it about an example and a completion.
-          name, examples, seed, heldout, heldout_examples: as of `PromptList`.
         """
-        super().__init__(name, examples, seed, heldout, heldout_examples)
+        super().__init__(prompts)
         self._pool = pool
         self._question = question
 

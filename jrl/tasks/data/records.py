@@ -155,6 +155,7 @@ def example_of(
         tools=tuple(json.dumps(tool, default=to_json_value) for tool in conversation.tools or ()),
         opening=() if parsed.is_text else messages,
         template_arguments=conversation.arguments,
+        location=location,
     )
 
 
