@@ -35,6 +35,10 @@ def today() -> str:
     return date.today().isoformat()
 
 
+class TemplateRejection(ValueError):
+    """A template that refuses a conversation, or fails."""
+
+
 class ChatTemplate:
     """Makes the tokens of a prompt from the messages of a conversation.
 
@@ -85,9 +89,7 @@ class ChatTemplate:
             conversation = Conversation.from_pairs([*first, ("user", "?"), ("assistant", PROBE)])
             try:
                 _, separator, suffix = self.write(conversation).partition(PROBE)
-            except TemplateLimit:
-                raise
-            except ValueError:
+            except TemplateRejection:
                 continue
             return suffix if separator else None
         return None
@@ -97,9 +99,7 @@ class ChatTemplate:
         try:
             texts = self.write_all([(conversation, False), (conversation, True)])
             before, opened = map(text_or_raise, texts)
-        except TemplateLimit:
-            raise
-        except ValueError:
+        except TemplateRejection:
             return ""
         return opened[len(before) :] if opened.startswith(before) else ""
 
@@ -116,14 +116,14 @@ class ChatTemplate:
 
         Raises:
           TemplateLimit: when the template takes too much time or memory, or writes too much.
-          ValueError: when it refuses the conversation, or fails.
+          TemplateRejection: when it refuses the conversation, or fails.
         """
         (text,) = self.write_all([(conversation, opened)], tagged=tagged)
         return text_or_raise(text)
 
     def write_all(
         self, requests: Sequence[tuple[Conversation, bool]], *, tagged: bool = False
-    ) -> list[str | ValueError]:
+    ) -> list[str | TemplateRejection]:
         """The texts of several conversations, which takes little longer than that of one; in place
         of those that the template refuses, the error.
 
@@ -272,9 +272,7 @@ class ChatTemplate:
         for messages, in_content in _with_probes(escaped.conversation.turns, index, probe):
             try:
                 rendered = self.render(replace(escaped.conversation, turns=messages))
-            except TemplateLimit:
-                raise
-            except ValueError as error:
+            except TemplateRejection as error:
                 rejection = error if rejection is None else rejection
                 continue
             count = rendered.count(probe)
@@ -350,20 +348,16 @@ def _start_renderer(source: str, day: str, markers: tuple[str, str] | None = Non
         ) from error
 
 
-def text_or_raise(text: str | ValueError) -> str:
-    """One of the texts of `ChatTemplate.write_all`.
-
-    Raises:
-      ValueError: where it is the error in place of one.
-    """
-    if isinstance(text, ValueError):
+def text_or_raise(text: str | TemplateRejection) -> str:
+    """One of the texts of `ChatTemplate.write_all`, which raises where it is the error."""
+    if isinstance(text, TemplateRejection):
         raise text
     return text
 
 
-def _rejection_error(error: ValueError, variables: Mapping[str, Any]) -> ValueError:
+def _rejection_error(error: ValueError, variables: Mapping[str, Any]) -> TemplateRejection:
     """An error of a template with the messages that it is about."""
-    rejection = ValueError(
+    rejection = TemplateRejection(
         f"the chat template rejects the messages {_format_messages(variables)}: {error}. Change "
         "them, or give another template with --chat-template FILE."
     )

@@ -15,8 +15,7 @@ from jrl.tasks.data.conversations import Conversation
 from jrl.tasks.tools.calls import Call, ToolParameters, parameters_by_tool
 from jrl.tasks.tools.formats.detection import FORMATS
 from jrl.tasks.tools.formats.format import ToolFormat
-from jrl.text.chat import ChatTemplate, today, with_turn_end
-from jrl.text.renderer import TemplateLimit
+from jrl.text.chat import ChatTemplate, TemplateRejection, today, with_turn_end
 from jrl.text.tokenizer import Tokenizer
 from jrl.text.tool_calls import attach_calls, shows_tools, tool_format_of
 
@@ -162,9 +161,7 @@ class PromptFormat:
             return probe in self.template.render(
                 Conversation.from_pairs((("system", probe), ("user", "a question")))
             )
-        except TemplateLimit:
-            raise
-        except ValueError:
+        except TemplateRejection:
             return False
 
     def encode(self, example: Example) -> list[int]:

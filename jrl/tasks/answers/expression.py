@@ -120,9 +120,7 @@ class _Reader:
         return expression
 
     def product(self, depth: int) -> Expression:
-        negative = False
-        while self._next_is("+", "-"):
-            negative ^= self._take().text == "-"
+        negative = self._take_signs()
         expression = self.power(depth)
         while self.ahead is not None:
             if self._next_is("*"):
@@ -137,10 +135,15 @@ class _Reader:
                 break
         return _negate(expression) if negative else expression
 
-    def _signed_power(self, depth: int) -> Expression:
+    def _take_signs(self) -> bool:
+        """True if the signs that come next make a number negative."""
         negative = False
         while self._next_is("+", "-"):
             negative ^= self._take().text == "-"
+        return negative
+
+    def _signed_power(self, depth: int) -> Expression:
+        negative = self._take_signs()
         expression = self.power(depth)
         return _negate(expression) if negative else expression
 

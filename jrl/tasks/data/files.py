@@ -6,7 +6,6 @@ and formulas by math-verify (`jrl.tasks.answers.verdict`).
 """
 
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,9 +17,8 @@ from jrl.tasks.data.prompt_list import FiniteTask, PromptList, drop_repeated
 from jrl.tasks.data.records import check_sendable, example_of
 from jrl.tasks.data.split import HeldOut
 from jrl.tasks.task import Example
-from jrl.tasks.workers import worker as worker_program
 from jrl.tasks.workers.pool import Pool
-from jrl.tasks.workers.process import Worker, parse_failure
+from jrl.tasks.workers.process import parse_failure, program_worker
 
 KINDS = ("jsonl", "parquet", "dataset")
 """Kinds of files: JSON lines, a Parquet file or a folder of them, a folder of `save_to_disk`."""
@@ -157,8 +155,7 @@ def jsonl(
             'run pip install -e ".[math]"'
         )
     prompts = prompts_of(kind, path, seed, fields, heldout, answered=True)
-    command = [sys.executable, "-P", worker_program.__file__, "math", answers]
-    pool = Pool(lambda: Worker(command, seconds=seconds), workers)
+    pool = Pool(lambda: program_worker("math", answers, seconds=seconds), workers)
     try:
         for first in range(0, min(len(prompts.examples), MAX_CHECKED_ANSWERS), CHECK_BATCH_SIZE):
             _try_answers(pool, prompts.examples[first : first + CHECK_BATCH_SIZE])
