@@ -1,7 +1,6 @@
 """Rendering of chat templates in a subprocess, which all templates share."""
 
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from hashlib import sha256
@@ -11,9 +10,8 @@ from typing import Any
 from jrl.tasks.data.records import as_json
 from jrl.tasks.tools import calls
 from jrl.tasks.tools.calls import Arguments
-from jrl.tasks.workers.process import Message, Worker, WorkerEnded
+from jrl.tasks.workers.process import Message, Worker, WorkerEnded, program_worker
 
-PROGRAM = Path(__file__).with_name("template_program.py")
 PROCESSOR_SECONDS = 5.0
 """For one template and one conversation; the program counts them itself."""
 SECONDS = 20.0
@@ -53,12 +51,7 @@ class Renderer:
     def __init__(self, source: str, day: str, markers: tuple[str, str] | None = None):
         key = sha256(json.dumps([source, day, markers]).encode()).hexdigest()
         self._key = {"key": key}
-        self._compile_request: Message = {
-            **self._key,
-            "source": source,
-            "day": day,
-            "marks": markers,
-        }
+        self._compile_request = {**self._key, "source": source, "day": day, "marks": markers}
         self._send_compile()
 
     def render(self, variables: Sequence[Mapping[str, Any]]) -> list[str | ValueError]:
@@ -132,6 +125,8 @@ def _ask(question: Message, texts: int = 1) -> Message:
         raise TemplateLimit(f"took too long, or ended what renders it ({error}),") from None
     if "exceeded" in reply:
         raise TemplateLimit(reply["exceeded"])
+    if "error" in reply:
+        raise TemplateLimit(f"failed ({reply['error']}),")
     return reply
 
 
@@ -142,5 +137,7 @@ def _worker() -> Worker:
 
 def worker(processor_seconds: float | int) -> Worker:
     """The process, which the first question starts."""
-    command = [sys.executable, "-P", str(PROGRAM), calls.__file__, str(processor_seconds)]
-    return Worker(command)
+    program = Path(__file__).with_name("template_program.py")
+    return program_worker(
+        "template", str(program), calls.__file__, str(processor_seconds), seconds=SECONDS
+    )

@@ -1,8 +1,7 @@
-"""Program that renders chat templates in a process of its own, with limits of time and memory.
+"""Templates in a worker process: compiled and rendered, with limits of time and memory.
 
-It is started by its path, and not as a part of `jrl`, so that it loads Jinja and little else. Its
-arguments are the path of `jrl.tasks.tools.calls` and the processor seconds for an answer.
-It reads one JSON object per line and answers each with another:
+The worker program loads this file by its path; it therefore imports nothing of `jrl`, and loads
+Jinja and little else. The questions that it answers:
 
 * ``{"key": K, "source": ..., "day": ..., "marks": ...}`` compiles a template: ``{}``, or
   ``{"syntax": [LINE, MESSAGE]}``.
@@ -16,7 +15,6 @@ Either may be answered with ``{"exceeded": PHRASE}``, the limit that the templat
 
 import json
 import signal
-import sys
 from datetime import datetime
 from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
@@ -41,28 +39,66 @@ class TookTooLong(BaseException):
     """Raised in a template wherever it is, and caught by nothing in between."""
 
 
-def main() -> None:
-    """Serves questions from the standard input until it ends."""
-    seconds = float(sys.argv[2])
-    limit_memory()
-    signal.signal(signal.SIGPROF, stop)
-    templates: dict[str, Template] = {}
-    write({})
-    for line in sys.stdin:
-        limit_time(seconds)
+class Templates:
+    """Compiled templates, by key.
+
+    Args:
+      calls: path of `jrl.tasks.tools.calls`.
+      seconds: of the processor, for each template and each text.
+    """
+
+    def __init__(self, calls: str, seconds: str):
+        self._calls, self._seconds = calls, float(seconds)
+        self._templates: dict[str, Template] = {}
+        signal.signal(signal.SIGPROF, stop)
+
+    def __call__(self, question: Message) -> Message:
+        """The reply to a question."""
+        limit_time(self._seconds)
         try:
-            reply = answer(templates, json.loads(line), seconds)
+            return self._compile(question) if "source" in question else self._render(question)
         except TookTooLong:
-            reply = {"exceeded": f"took more than {seconds:g} seconds"}
+            return {"exceeded": f"took more than {self._seconds:g} seconds"}
         except MemoryError:
-            reply = {"exceeded": f"needed more than {MAX_MEMORY >> 20} MB of memory"}
-        write(reply)
+            return {"exceeded": f"needed more than {MAX_MEMORY >> 20} MB of memory"}
+        finally:
+            limit_time(0)
 
+    def _compile(self, question: Message) -> Message:
+        day = datetime.fromisoformat(question["day"])
+        try:
+            template = compile_template(question["source"], day, question["marks"])
+        except TemplateSyntaxError as error:
+            return {"syntax": [error.lineno, error.message]}
+        self._templates[question["key"]] = template
+        while len(self._templates) > MAX_COMPILED:
+            del self._templates[next(iter(self._templates))]
+        return {}
 
-def write(reply: Message) -> None:
-    """Writes one line."""
-    sys.stdout.write(json.dumps(reply) + "\n")
-    sys.stdout.flush()
+    def _render(self, question: Message) -> Message:
+        if question["key"] not in self._templates:
+            return {"unknown": True}
+        template = self._templates[question["key"]]
+        for (*before, last), text in question["arguments"]:
+            value = question["given"]
+            for step in before:
+                value = value[step]
+            value[last] = arguments_type(self._calls)(value[last], text)
+        texts: list[str | Message] = []
+        for variables in question["given"]:
+            limit_time(self._seconds)
+            try:
+                text = template.render(**variables)
+            except MemoryError:
+                raise
+            except Exception as error:  # a template is a program, which may fail in any way
+                texts.append({"error": str(error)})
+                continue
+            most = MAX_EXTRA_CHARACTERS
+            if len(text) > most and len(text) > most + MAX_GROWTH * len(json.dumps(variables)):
+                return {"exceeded": f"wrote {len(text)} characters, which is too many,"}
+            texts.append(text)
+        return {"texts": texts}
 
 
 def limit_time(seconds: float) -> None:
@@ -78,62 +114,10 @@ def stop(number: int, frame: Any) -> NoReturn:
     raise TookTooLong
 
 
-def limit_memory() -> None:
-    """Bounds the address space of this process, where the system knows how."""
-    if sys.platform == "linux":
-        import resource
-
-        _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        most = MAX_MEMORY if hard == resource.RLIM_INFINITY else min(MAX_MEMORY, hard)
-        resource.setrlimit(resource.RLIMIT_AS, (most, hard))
-
-
-def answer(templates: dict[str, Template], question: Message, seconds: float) -> Message:
-    """The reply to a question.
-
-    Args:
-      templates: those that are compiled, by key.
-      seconds: for each text.
-    """
-    key = question["key"]
-    if "source" in question:
-        day = datetime.fromisoformat(question["day"])
-        try:
-            templates[key] = compile_template(question["source"], day, question["marks"])
-        except TemplateSyntaxError as error:
-            return {"syntax": [error.lineno, error.message]}
-        while len(templates) > MAX_COMPILED:
-            del templates[next(iter(templates))]
-        return {}
-    if key not in templates:
-        return {"unknown": True}
-    for (*before, last), text in question["arguments"]:
-        value = question["given"]
-        for step in before:
-            value = value[step]
-        value[last] = arguments_type()(value[last], text)
-    texts: list[str | Message] = []
-    for variables in question["given"]:
-        limit_time(seconds)
-        try:
-            text = templates[key].render(**variables)
-        except MemoryError:
-            raise
-        except Exception as error:  # a template is a program, which may fail in any way
-            texts.append({"error": str(error)})
-            continue
-        if len(text) > MAX_EXTRA_CHARACTERS and len(text) > MAX_EXTRA_CHARACTERS + MAX_GROWTH * len(
-            json.dumps(variables)
-        ):
-            return {"exceeded": f"wrote {len(text)} characters, which is too many,"}
-        texts.append(text)
-    return {"texts": texts}
-
-
 @cache
-def arguments_type() -> Any:
+def arguments_type(calls: str) -> Any:
     """The class of arguments of a call."""
-    spec = spec_from_file_location("arguments", sys.argv[1])
+    spec = spec_from_file_location("calls", calls)
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -194,7 +178,3 @@ def tojson(
         separators=separators,
         sort_keys=sort_keys,
     )
-
-
-if __name__ == "__main__":
-    main()
