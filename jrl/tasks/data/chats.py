@@ -166,7 +166,9 @@ def chat_of(
     fields = Fields() if fields is None else fields
     parsed = read_record(record, location, fields)
     if parsed.text is not None:
-        return _text_chat(record, parsed.text, location, index)
+        # Where it is held out, others like it are as well.
+        text = {"answer": parsed.text, "hidden": parsed.text, "text": parsed.text}
+        return Chat(prompt="", **text, record=record, location=location, index=index)
     messages = parsed.conversation.turns
     answered = parsed.is_text or get_field(record, fields.answer) is not None
     if messages[-1]["role"] != "assistant" and answered:
@@ -192,19 +194,6 @@ def chat_of(
         opening=messages[:first],
         template_arguments=parsed.conversation.arguments,
         conversation=replace(parsed.conversation, turns=messages),
-        location=location,
-        index=index,
-    )
-
-
-def _text_chat(record: Any, text: str, location: str, index: int) -> Chat:
-    """A text of which everything is learned; where it is held out, others like it are as well."""
-    return Chat(
-        prompt="",
-        answer=text,
-        record=record,
-        hidden=text,
-        text=text,
         location=location,
         index=index,
     )

@@ -9,7 +9,8 @@ reads one JSON object per line and answers each with another; an exception becom
 ``{"error": ...}``. A reward that is `async` gets multiple questions in one line, and answers each
 in a line of its own.
 
-math-verify and reasoning-gym pass texts to `eval`, completions of the policy among them. Here parsers replace it.
+math-verify and reasoning-gym pass texts to `eval`, completions of the policy among them. Here
+parsers replace it.
 
 Extraction and comparison of answers are in `jrl.tasks.answers`, which this program loads by its
 path.
