@@ -13,7 +13,7 @@ import numpy as np
 from jrl.tasks import Example
 from jrl.tasks.data.conversations import Conversation, Turn
 from jrl.tasks.tools.calls import format_message_calls
-from jrl.tasks.tools.formats.detection import PLAIN
+from jrl.tasks.tools.detection import PLAIN
 from jrl.text.prompt_format import (
     PromptFormat,
     encode_prompt,

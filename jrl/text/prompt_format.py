@@ -12,9 +12,9 @@ import numpy as np
 from jrl.tasks import Example
 from jrl.tasks.answers.extraction import REASONING_TOKENS, UNREADABLE, opens_reasoning
 from jrl.tasks.data.conversations import Conversation
+from jrl.tasks.tools.call_format import ToolFormat
 from jrl.tasks.tools.calls import Call, ToolParameters, parameters_by_tool
-from jrl.tasks.tools.formats.detection import FORMATS
-from jrl.tasks.tools.formats.format import ToolFormat
+from jrl.tasks.tools.detection import FORMATS
 from jrl.text.chat import ChatTemplate, TemplateRejection, today, with_turn_end
 from jrl.text.tokenizer import Tokenizer
 from jrl.text.tool_calls import attach_calls, shows_tools, tool_format_of

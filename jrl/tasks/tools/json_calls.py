@@ -4,8 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jrl.tasks.tools.calls import Call, ToolParameters, unreadable_call
-from jrl.tasks.tools.formats.format import (
+from jrl.tasks.tools.call_format import (
     MarkedFormat,
     ParsedCalls,
     ToolFormat,
@@ -15,7 +14,8 @@ from jrl.tasks.tools.formats.format import (
     skip_blanks,
     to_json,
 )
-from jrl.tasks.tools.formats.pythonic import Literals, read_arguments
+from jrl.tasks.tools.calls import Call, ToolParameters, unreadable_call
+from jrl.tasks.tools.python_calls import Literals, read_arguments
 
 PYTHON_TAG = "<|python_tag|>"
 

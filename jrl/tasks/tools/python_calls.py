@@ -4,14 +4,14 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jrl.tasks.tools.calls import Call, ToolParameters, unreadable_call
-from jrl.tasks.tools.formats.format import (
+from jrl.tasks.tools.call_format import (
     MarkedFormat,
     ParsedCalls,
     skip_blanks,
     skip_unreadable,
     to_json,
 )
+from jrl.tasks.tools.calls import Call, ToolParameters, unreadable_call
 
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?(?![\w.])")
 _WORDS = {

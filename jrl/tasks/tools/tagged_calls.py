@@ -4,8 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from jrl.tasks.tools.calls import Call, ToolParameters
-from jrl.tasks.tools.formats.format import (
+from jrl.tasks.tools.call_format import (
     MarkedFormat,
     ParsedCalls,
     parse_call,
@@ -14,6 +13,7 @@ from jrl.tasks.tools.formats.format import (
     skip_unreadable,
     to_json,
 )
+from jrl.tasks.tools.calls import Call, ToolParameters
 from jrl.tasks.tools.schema import parse_argument
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"

@@ -3,9 +3,9 @@
 import re
 from collections.abc import Sequence
 
+from jrl.tasks.tools.call_format import ToolFormat, make_call, to_json
 from jrl.tasks.tools.calls import Call, ToolParameters
-from jrl.tasks.tools.formats.format import ToolFormat, make_call, to_json
-from jrl.tasks.tools.formats.json_calls import (
+from jrl.tasks.tools.json_calls import (
     MESSAGE,
     DeepSeek,
     DeepSeekNamed,
@@ -15,8 +15,8 @@ from jrl.tasks.tools.formats.json_calls import (
     Mistral,
     MistralNamed,
 )
-from jrl.tasks.tools.formats.pythonic import FunctionGemma, Gemma4, Olmo, PythonList, ToolCode
-from jrl.tasks.tools.formats.tagged import Glm, Hermes, QwenCoder
+from jrl.tasks.tools.python_calls import FunctionGemma, Gemma4, Olmo, PythonList, ToolCode
+from jrl.tasks.tools.tagged_calls import Glm, Hermes, QwenCoder
 
 
 class Plain(ToolFormat):

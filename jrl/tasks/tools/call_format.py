@@ -15,7 +15,7 @@ ParsedCalls = tuple[list[Call], int]
 _REASONING = {
     opened.lower(): closed.lower()
     for opened, closed in REASONING
-    # Harmony's channels are messages of their own: `jrl.tasks.tools.formats.json_calls`.
+    # Harmony's channels are messages of their own: `jrl.tasks.tools.json_calls`.
     if not opened.startswith("<|channel|>")
 }
 _REASONING_TAGS = re.compile(
