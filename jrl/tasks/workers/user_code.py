@@ -169,7 +169,7 @@ def _number(value: Any) -> float:
 
 
 def _accepted_fields(function: Callable[..., Any]) -> set[str] | None:
-    """The fields that a function takes, None where it takes them all, or nobody knows."""
+    """The fields that a function takes; None where it takes all, or cannot be inspected."""
     parameters = _parameters(function)
     if parameters is None or any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         return None
