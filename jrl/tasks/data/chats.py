@@ -167,8 +167,15 @@ def chat_of(
     parsed = read_record(record, location, fields)
     if parsed.text is not None:
         # Where it is held out, others like it are as well.
-        text = {"answer": parsed.text, "hidden": parsed.text, "text": parsed.text}
-        return Chat(prompt="", **text, record=record, location=location, index=index)
+        return Chat(
+            prompt="",
+            answer=parsed.text,
+            hidden=parsed.text,
+            text=parsed.text,
+            record=record,
+            location=location,
+            index=index,
+        )
     messages = parsed.conversation.turns
     answered = parsed.is_text or get_field(record, fields.answer) is not None
     if messages[-1]["role"] != "assistant" and answered:
